@@ -1,0 +1,40 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: run test lint format bench clean
+
+run: .venv/installed
+	$(BIN)/python src/2_grad_accum.py
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: .venv/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: .venv/installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/installed-dev
+	$(BIN)/python benchmarks/bag_of_words.py
+	$(BIN)/python benchmarks/against_blog.py
+
+clean:
+	rm -rf .venv runs
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; name it: make PYTHON=python3.12 ..." >&2; exit 2; }
+	$(PYTHON) -m venv .venv
+
+# torch comes first and by its exact version, so that no other package's looser request picks another build
+.venv/installed: requirements.txt pyproject.toml | .venv/bin/python
+	$(BIN)/pip install --quiet --disable-pip-version-check $$(grep '^torch==' requirements.txt)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+.venv/installed-dev: requirements-dev.txt .venv/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	touch $@

@@ -1,0 +1,710 @@
+"""The one dataset module: gets, reads, splits and tokenises the texts of every script.
+
+It keeps the four names of the blog's module of the same name (`download_dataset`, `load_dataset_into_to_dataframe`,
+`partition_dataset`, `IMDBDataset`), so that a script written for the blog runs with it unchanged.
+It imports no other file of this project and is therefore one long file: it works when it is dropped beside a script.
+"""
+
+import hashlib
+import json
+import os
+import re
+import sys
+import tarfile
+import tempfile
+import zlib
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+
+import datasets as hf
+import numpy as np
+import pandas as pd
+import pooch
+import pyarrow.compute as pc
+import requests
+from filelock import FileLock
+from huggingface_hub.constants import ENDPOINT
+from torch.utils.data import Dataset
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+IMDB_ARCHIVE = "aclImdb_v1.tar.gz"
+IMDB_URL = f"https://ai.stanford.edu/~amaas/data/sentiment/{IMDB_ARCHIVE}"
+IMDB_MD5 = "7c2ac02c03563afcf9b574c7e56c153a"
+IMDB_REVIEWS = 50_000
+FILE_FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+SPLITS = ("train", "validation", "test")
+CACHE_FORMAT = 1  # raise it whenever the same inputs would give other tokens
+
+
+class DatasetError(ValueError):
+    """The data cannot be used; the message is one line that says why and what to do."""
+
+
+@dataclass
+class DataSettings:
+    """Which texts to load and how to tokenise them.
+
+    Args:
+        dataset: `imdb`, `synthetic`, a CSV, JSON, JSON Lines or Parquet file, a folder of such files (train, validation
+            and test told by their names), or a name on the Hugging Face Hub.
+        data_dir: Folder in which files are looked for; it may be read-only. Default: $FABRIC_LADDER_DATA, else `data`.
+        cache_dir: Folder for what is derived from them. Default: $FABRIC_LADDER_CACHE, else the user's cache folder.
+        text_column: Column of the texts.
+        label_column: Column of the labels, integers or strings.
+        validation_file: Validation texts for a `dataset` that is a file (default: 10 % of it).
+        test_file: Test texts for a `dataset` that is a file (default: 20 % of it).
+        train_samples: Keep only so many training texts, drawn by `split_seed`.
+        validation_samples: The same for validation.
+        test_samples: The same for the test.
+        split_seed: Seed of what is split or drawn here; apart from `seed`, so that all seeds are tested on one set.
+        model: A name on the Hugging Face Hub, a local folder, or a model's config file (with `from_scratch`).
+        tokenizer: The tokenizer's Hub name or folder, or `trained` for a byte-pair encoding learned from the training
+            texts. Default: the model's own, or `trained` when `model` is a config file.
+        max_length: Tokens kept of a text.
+    """
+
+    dataset: str = "imdb"
+    data_dir: str = field(default_factory=lambda: os.environ.get("FABRIC_LADDER_DATA", "data"))
+    cache_dir: str = field(
+        default_factory=lambda: os.environ.get("FABRIC_LADDER_CACHE", pooch.os_cache("fabric_ladder"))
+    )
+    text_column: str = "text"
+    label_column: str = "label"
+    validation_file: str | None = None
+    test_file: str | None = None
+    train_samples: int | None = None
+    validation_samples: int | None = None
+    test_samples: int | None = None
+    split_seed: int = 1
+    model: str = "bigscience/bloom-560m"
+    tokenizer: str | None = None
+    max_length: int = 1024
+
+
+@dataclass
+class TextDatasets:
+    """Tokenised splits, memory-mapped from the cache.
+
+    Attributes:
+        splits: `train`, `validation` and `test`, each with the columns `input_ids` (tokens), `labels` and `length`.
+        class_names: Names of the labels 0, 1, …
+        tokenizer: The tokenizer that made `input_ids`.
+        fingerprint: A hash of all tokens and labels: the same on every machine, another when anything changes.
+    """
+
+    splits: hf.DatasetDict
+    class_names: list[str]
+    tokenizer: PreTrainedTokenizerBase
+    fingerprint: str
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The blog's four names
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def download_dataset(data_dir: str | Path | None = None) -> Path:
+    """Return the IMDb archive or its unpacked folder `aclImdb`, and download the archive (84 MB) if neither is there.
+
+    Both are looked for in `data_dir` and in the current folder. Nothing is unpacked: the reviews are read straight
+    from the archive, which takes 2 seconds instead of writing 50,000 files.
+
+    Raises:
+        DatasetError: No network, a wrong checksum, or a folder that cannot be written. No file is left then.
+    """
+    folder = Path(data_dir or DataSettings().data_dir)
+    for place in (folder, Path()):
+        for name in ("aclImdb", IMDB_ARCHIVE):
+            if (place / name).exists():
+                return place / name
+    fetch = f"save {IMDB_URL} as {folder / IMDB_ARCHIVE}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = pooch.retrieve(
+            IMDB_URL, known_hash=f"md5:{IMDB_MD5}", fname=IMDB_ARCHIVE, path=folder, progressbar=sys.stderr.isatty()
+        )
+    except requests.RequestException as error:
+        raise DatasetError(
+            f"IMDb is neither in {folder.resolve()} nor can it be downloaded ({_brief(error)}): {fetch}, or set "
+            "FABRIC_LADDER_DATA to a folder that holds it, or try --dataset synthetic, which needs no network"
+        ) from error
+    except OSError as error:
+        raise DatasetError(f"cannot write {folder} ({_brief(error)}): choose another --data_dir") from error
+    except ValueError as error:  # pooch's checksum
+        raise DatasetError(f"the download of {IMDB_URL} has a wrong checksum: try again, or {fetch}") from error
+    return Path(path)
+
+
+def load_dataset_into_to_dataframe(data_dir: str | Path | None = None) -> pd.DataFrame:
+    """Return all 50,000 reviews with the columns `text` and `label` (0 negative, 1 positive), in the blog's order.
+
+    Raises:
+        DatasetError: The archive is damaged or hostile, or it does not hold 50,000 labelled reviews.
+    """
+    return _read_imdb(download_dataset(data_dir), IMDB_REVIEWS)
+
+
+def partition_dataset(df: pd.DataFrame) -> None:
+    """Write the blog's split into the current folder: train.csv (35,000), val.csv (5,000) and test.csv (the rest)."""
+    for name, part in zip(("train", "val", "test"), _imdb_parts(df), strict=True):
+        temporary = Path(f".{name}.csv.{os.getpid()}")
+        part.reset_index().to_csv(temporary, index=False, encoding="utf-8")
+        temporary.replace(f"{name}.csv")
+
+
+class IMDBDataset(Dataset):
+    """One split of a dictionary of `datasets` splits, as a PyTorch data set."""
+
+    def __init__(self, dataset_dict, partition_key="train"):
+        self.partition = dataset_dict[partition_key]
+
+    def __getitem__(self, index):
+        return self.partition[index]
+
+    def __len__(self):
+        return self.partition.num_rows
+
+
+def _imdb_parts(df: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """Shuffle and cut as the blog does, 7 : 1 : 2, so that the same pandas version gives the same rows."""
+    shuffled = df.sample(frac=1, random_state=1)
+    first, second = len(df) * 7 // 10, len(df) * 8 // 10
+    return shuffled.iloc[:first], shuffled.iloc[first:second], shuffled.iloc[second:]
+
+
+def _read_imdb(source: Path, expected: int) -> pd.DataFrame:
+    """Read an archive or an unpacked folder; the rows stand as in the blog: test before train, pos before neg."""
+    member = re.compile(r"(?:\./)?aclImdb/(train|test)/(pos|neg)/([^/]+\.txt)")
+    reviews = {}
+    try:
+        if source.is_dir():
+            for path in source.glob("*/*/*.txt"):
+                if found := member.fullmatch(f"aclImdb/{path.relative_to(source).as_posix()}"):
+                    reviews[found.groups()] = path.read_bytes()
+        else:
+            with tarfile.open(source, "r|gz") as archive:
+                for entry in archive:
+                    if entry.name.startswith("/") or ".." in PurePosixPath(entry.name).parts:
+                        raise DatasetError(f"{source} is not to be trusted: it holds {entry.name!r}")
+                    if entry.isfile() and (found := member.fullmatch(entry.name)):
+                        reviews[found.groups()] = archive.extractfile(entry).read()
+        order = sorted(reviews, key=lambda key: (key[0] != "test", key[1] != "pos", key[2]))
+        rows = [(reviews[key].decode("utf-8"), int(key[1] == "pos")) for key in order]
+    except (tarfile.TarError, EOFError, zlib.error, OSError, UnicodeDecodeError) as error:
+        raise DatasetError(f"{source} is damaged ({_brief(error)}): delete it and get it again") from error
+    if len(rows) != expected:
+        raise DatasetError(f"{source} holds {len(rows):,} reviews instead of {expected:,}: delete it and get it again")
+    return pd.DataFrame(rows, columns=["text", "label"])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# From settings to tokens
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def load_datasets(settings: DataSettings) -> TextDatasets:
+    """Read, split and tokenise; a second call with the same inputs only maps the first one's result into memory.
+
+    Several processes may call it at once: one does the work, the others wait for it.
+
+    Raises:
+        DatasetError: Anything that is wrong with the data, the tokenizer or the cache folder.
+    """
+    source = _find_source(settings)
+    tokenizer_name = settings.tokenizer or ("trained" if settings.model.endswith(".json") else settings.model)
+    tokenizer = None if tokenizer_name == "trained" else load_tokenizer(tokenizer_name)
+    vocabulary = _trained_vocabulary(settings.model) if tokenizer is None else tokenizer.backend_tokenizer.to_str()
+    names = ("text_column", "label_column", "train_samples", "validation_samples", "test_samples")
+    names += ("split_seed", "max_length")
+    inputs = [CACHE_FORMAT, pd.__version__, source, vocabulary, *(getattr(settings, name) for name in names)]
+    key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:20]
+    folder = Path(settings.cache_dir).expanduser() / "tokenised" / key
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                with tempfile.TemporaryDirectory(dir=folder.parent, prefix="unfinished-") as scratch, _quiet():
+                    _tokenise(settings, source, tokenizer, vocabulary, Path(scratch))
+                    (Path(scratch) / "tokens").rename(folder)
+    except OSError as error:
+        raise DatasetError(f"cannot write {folder.parent} ({_brief(error)}): choose another --cache_dir") from error
+    if tokenizer is None:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
+    splits = hf.DatasetDict({split: hf.load_from_disk(folder / split) for split in SPLITS})
+    facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+    return TextDatasets(splits, facts["class_names"], tokenizer, facts["fingerprint"])
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from a folder or the Hub, with a padding token (the end-of-text token where it has none).
+
+    Raises:
+        DatasetError: The name is neither a folder nor reachable, or the tokenizer has no fast version.
+    """
+    with reachable(name, "tokenizer") as options:
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+    if not tokenizer.is_fast:
+        raise DatasetError(f"the tokenizer of {name} has no fast version: choose another --tokenizer")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    return tokenizer
+
+
+@contextmanager
+def reachable(name: str, what: str):
+    """Give the `from_pretrained` options for `name`, a folder or a Hub name, and say in one line why it fails.
+
+    Without a network the Hub's libraries try again for up to 46 seconds; here they are sent to the cache at once.
+    """
+    is_folder = Path(name).is_dir()
+    offline = not is_folder and not _hub_answers()
+    try:
+        yield {"local_files_only": offline or is_folder}
+    except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, DatasetError):
+            raise
+        if is_folder:
+            raise DatasetError(f"the folder {name} holds no usable {what} ({_brief(error)})") from error
+        where = "the Hugging Face Hub cannot be reached and its cache has no such name" if offline else _brief(error)
+        raise DatasetError(
+            f"cannot load the {what} {name!r}: it is not a folder, and {where}; check the spelling and the network, "
+            "or give a local folder"
+        ) from error
+
+
+@lru_cache
+def _hub_answers() -> bool:
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return False
+    try:
+        requests.head(ENDPOINT, timeout=5)
+    except requests.RequestException:
+        return False
+    return True
+
+
+def _find_source(settings: DataSettings) -> list:
+    """Return what identifies the texts: their kind and their files (path, size and time of change)."""
+    name = settings.dataset
+    own_files = [file for file in (settings.validation_file, settings.test_file) if file]
+    if name == "synthetic":
+        return [name]
+    if name == "imdb":
+        source = download_dataset(settings.data_dir)
+        return [name, _stamp(source)] if source.is_file() else [name, _stamp(source), _stamp(source / "train")]
+    path = _find_file(name, settings.data_dir)
+    if path is None and Path(name).suffix.lower() not in FILE_FORMATS and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        return ["hub", name]
+    if path is None:
+        raise DatasetError(f"there is no file or folder {name} here or in {settings.data_dir}")
+    if path.is_dir():
+        files = _folder_files(path)
+    else:
+        files = {"train": [path]}
+        for split, file in (("validation", settings.validation_file), ("test", settings.test_file)):
+            if file:
+                files[split] = [_find_file(file, settings.data_dir)]
+                if files[split] == [None]:
+                    raise DatasetError(f"there is no {split} file {file} here or in {settings.data_dir}")
+        own_files = []
+    if own_files:
+        raise DatasetError(f"--validation_file and --test_file go with a --dataset that is a file, not with {name}")
+    return ["files", {split: [_stamp(file) for file in some] for split, some in files.items()}]
+
+
+def _find_file(name: str, data_dir: str) -> Path | None:
+    return next((path for path in (Path(name), Path(data_dir) / name) if path.exists()), None)
+
+
+def _stamp(path: Path) -> tuple[str, int, int]:
+    status = path.stat()
+    return str(path.resolve()), status.st_size, status.st_mtime_ns
+
+
+def _folder_files(folder: Path) -> dict[str, list[Path]]:
+    """Sort a folder's files into splits by their names; files that name no split are training texts."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        if path.suffix.lower() in FILE_FORMATS:
+            starts = {"val": "validation", "dev": "validation", "test": "test"}
+            split = next((split for start, split in starts.items() if path.stem.lower().startswith(start)), "train")
+            found.setdefault(split, []).append(path)
+    if "train" not in found:
+        raise DatasetError(f"{folder} holds no training file ({', '.join(FILE_FORMATS)})")
+    return found
+
+
+def _tokenise(settings: DataSettings, source: list, tokenizer, vocabulary, scratch: Path) -> None:
+    """Read all splits, tokenise them and save them into `scratch / "tokens"`."""
+    target = scratch / "tokens"
+    splits, class_names = _read_splits(settings, source, scratch / "texts")
+    splits = _cut(splits, settings)
+    if tokenizer is None:
+        tokenizer = _train_tokenizer(splits["train"], vocabulary)
+        tokenizer.save_pretrained(target / "tokenizer")
+
+    def encode(batch):
+        ids = tokenizer(
+            batch["text"], truncation=True, max_length=settings.max_length,
+            return_attention_mask=False, return_token_type_ids=False,
+        )["input_ids"]  # fmt: skip
+        return {"input_ids": [np.asarray(row, np.int32) for row in ids], "length": [len(row) for row in ids]}
+
+    content = hashlib.sha256(json.dumps(class_names).encode())
+    for split in SPLITS:
+        texts = splits[split].rename_column("label", "labels")
+        tokens = texts.map(
+            encode,
+            batched=True,
+            remove_columns=["text"],
+            load_from_cache_file=False,
+            new_fingerprint=split,
+            desc="Tokenizing",
+        )
+        if min(tokens["length"][:]) == 0:
+            raise DatasetError(f"a {split} text has no token left: remove texts that hold only unknown characters")
+        for batch in tokens.with_format("numpy").iter(1000):
+            for column in (np.concatenate(batch["input_ids"]), batch["length"], batch["labels"]):
+                content.update(column.astype("<i8").tobytes())
+        tokens.save_to_disk(target / split)
+    facts = {"class_names": class_names, "fingerprint": content.hexdigest()[:20]}
+    (target / "facts.json").write_text(json.dumps(facts, ensure_ascii=False), encoding="utf-8")
+
+
+def _read_splits(settings: DataSettings, source: list, scratch: Path) -> tuple[dict[str, hf.Dataset], list[str]]:
+    """Return the splits that the source has, with the columns `text` and `label`, and the names of the classes."""
+    kind, *rest = source
+    if kind == "imdb":
+        frames = _imdb_parts(load_dataset_into_to_dataframe(settings.data_dir))
+        parts = [hf.Dataset.from_pandas(frame, preserve_index=False) for frame in frames]
+        return dict(zip(SPLITS, parts, strict=True)), ["negative", "positive"]
+    if kind == "synthetic":
+        sizes = (settings.train_samples or 4000, settings.validation_samples or 500, settings.test_samples or 1000)
+        texts, labels = synthetic_reviews(sum(sizes), settings.split_seed)
+        ends = np.cumsum((0, *sizes))
+        splits = {
+            split: hf.Dataset.from_dict({"text": texts[start:end], "label": labels[start:end]})
+            for split, start, end in zip(SPLITS, ends[:-1], ends[1:], strict=True)
+        }
+        return splits, ["negative", "positive"]
+    if kind == "hub":
+        if not _hub_answers():
+            raise DatasetError(f"--dataset {rest[0]}: no such file or folder, and the Hub cannot be reached")
+        try:
+            loaded = hf.load_dataset(rest[0], cache_dir=str(scratch))
+        except Exception as error:  # the Hub's builders raise errors of many kinds
+            raise DatasetError(f"cannot load the data set {rest[0]} from the Hub ({_brief(error)})") from error
+        splits = {
+            split: _text_and_label(loaded[split], f"{rest[0]} ({split})", settings)
+            for split in SPLITS
+            if split in loaded
+        }
+        if "train" not in splits:
+            raise DatasetError(f"the data set {rest[0]} has no split named train, only {', '.join(loaded)}")
+    else:
+        splits = {}
+        for split, stamps in rest[0].items():
+            parts = [_text_and_label(_read_file(Path(path), scratch), path, settings) for path, _, _ in stamps]
+            splits[split] = hf.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
+    return _number_labels(splits)
+
+
+def _read_file(path: Path, scratch: Path) -> hf.Dataset:
+    """Read a table through `datasets`, which maps it from disk however large it is."""
+    kind = FILE_FORMATS.get(path.suffix.lower())
+    if kind is None:
+        raise DatasetError(f"{path}: files of this kind are not read, only {', '.join(FILE_FORMATS)}")
+    try:
+        if path.stat().st_size == 0:
+            raise DatasetError(f"{path} is empty")
+        if kind != "parquet":
+            with open(path, encoding="utf-8") as lines:  # `datasets` would guess another encoding, or die of it
+                for _ in lines:
+                    pass
+        options = {"keep_default_na": False} if kind == "csv" else {}  # the text "None" is a text
+        return hf.load_dataset(kind, data_files=str(path), split="train", cache_dir=str(scratch), **options)
+    except UnicodeDecodeError as error:
+        raise DatasetError(
+            f"{path} is not UTF-8 (byte {error.object[error.start]:#x}): convert it, say by iconv"
+        ) from error
+    except DatasetError:
+        raise
+    except OSError as error:
+        raise DatasetError(f"cannot read {path} ({_brief(error)})") from error
+    except Exception as error:  # `datasets` wraps what its parsers raise
+        raise DatasetError(f"{path} cannot be read as {kind} ({_brief(error.__cause__ or error)})") from error
+
+
+def _text_and_label(table: hf.Dataset, where: str, settings: DataSettings) -> hf.Dataset:
+    """Check the two columns that are used and name them `text` and `label`."""
+    for name in (settings.text_column, settings.label_column):
+        if name not in table.column_names:
+            raise DatasetError(
+                f"{where} has no column {name!r}, only {', '.join(table.column_names)}: set --text_column, --label_column"
+            )
+    table = table.select_columns([settings.text_column, settings.label_column])
+    table = table.rename_columns({settings.text_column: "text", settings.label_column: "label"})
+    text, label = (table.data.column(name) for name in ("text", "label"))
+    if not str(text.type).endswith("string"):
+        raise DatasetError(f"{where}: column {settings.text_column!r} holds {text.type}, not text")
+    if str(label.type).startswith(("double", "float", "list", "struct", "timestamp", "null")):
+        raise DatasetError(f"{where}: column {settings.label_column!r} holds {label.type}, not integers or strings")
+    _refuse_rows(pc.fill_null(pc.equal(pc.utf8_trim_whitespace(text), ""), True), f"{where}: empty text")
+    empty = pc.is_null(label)
+    if str(label.type).endswith("string"):
+        empty = pc.or_(empty, pc.fill_null(pc.equal(label, ""), False))
+    elif isinstance(table.features["label"], hf.ClassLabel):
+        empty = pc.or_(empty, pc.less(label, 0))
+    _refuse_rows(empty, f"{where}: no label")
+    return table
+
+
+def _refuse_rows(bad, problem: str) -> None:
+    rows = np.flatnonzero(bad.to_numpy())
+    if len(rows):
+        some = ", ".join(str(row + 1) for row in rows[:5]) + (", …" if len(rows) > 5 else "")
+        raise DatasetError(f"{problem} in {len(rows):,} of {len(bad):,} rows (row {some}): fill or remove them")
+
+
+def _number_labels(splits: dict[str, hf.Dataset]) -> tuple[dict[str, hf.Dataset], list[str]]:
+    """Replace the labels by 0, 1, … in the order of their values (numbers by size, strings by letters)."""
+    feature = splits["train"].features["label"]
+    if isinstance(feature, hf.ClassLabel):
+        return {split: table.cast_column("label", hf.Value("int64")) for split, table in splits.items()}, feature.names
+    values = sorted(pc.unique(splits["train"].data.column("label")).to_pylist())
+    if len(values) < 2:
+        raise DatasetError(f"all training texts have the same label, {values[0]!r}: there is nothing to learn")
+    number = {value: index for index, value in enumerate(values)}
+    for split, table in splits.items():
+        strange = [value for value in pc.unique(table.data.column("label")).to_pylist() if value not in number]
+        if strange:
+            raise DatasetError(f"the {split} texts have labels that the training texts lack: {strange[:5]}")
+        ids = [number[value] for value in table["label"][:]]
+        splits[split] = table.remove_columns("label").add_column("label", ids)
+    return splits, [str(value) for value in values]
+
+
+def _cut(splits: dict[str, hf.Dataset], settings: DataSettings) -> dict[str, hf.Dataset]:
+    """Split off what the source lacks (10 % validation, 20 % test) and keep as many samples as the settings want."""
+    missing = {split: share for split, share in (("validation", 0.1), ("test", 0.2)) if split not in splits}
+    if missing:
+        train = splits["train"]
+        order = np.random.default_rng(settings.split_seed).permutation(len(train))
+        for split, share in missing.items():
+            size = max(1, round(share * len(train)))
+            splits[split], order = train.select(order[:size]), order[size:]
+        if len(order) == 0:
+            raise DatasetError(f"{len(train)} texts are too few to be split into train, validation and test")
+        splits["train"] = train.select(order)
+    for split in SPLITS:
+        wanted = getattr(settings, f"{split}_samples")
+        if wanted and wanted < len(splits[split]):
+            splits[split] = splits[split].shuffle(settings.split_seed).select(range(wanted))
+    if len(set(splits["train"]["label"][:])) < 2:
+        raise DatasetError("the training texts that are left have a single label: raise --train_samples")
+    return splits
+
+
+def _trained_vocabulary(model: str) -> int:
+    """Entries of a tokenizer trained for this model: its embedding's rows, at most 32,768."""
+    try:
+        return min(json.loads(Path(model).read_text(encoding="utf-8"))["vocab_size"], 32_768)
+    except (OSError, ValueError, KeyError) as error:
+        raise DatasetError(f"{model} is no model config with a vocab_size ({_brief(error)})") from error
+
+
+def _train_tokenizer(texts: hf.Dataset, vocabulary: int) -> PreTrainedTokenizerFast:
+    """Learn a byte-level byte-pair encoding, BLOOM's kind of tokenizer, from the training texts."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=["<pad>"], initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator((batch["text"] for batch in texts.iter(1000)), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>")
+
+
+@contextmanager
+def _quiet():
+    """No progress bars of `datasets` where nobody watches them."""
+    shown = hf.is_progress_bar_enabled()
+    if not sys.stderr.isatty():
+        hf.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            hf.enable_progress_bars()
+
+
+def _brief(error: BaseException) -> str:
+    """The first line of an error's message."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:200]
+
+
+# ----- synthetic (temporary) -----
+import random
+
+# The median number of words (IMDb: 174), the standard deviation of the number's logarithm (IMDb: 0.65) and the bounds.
+MEDIAN_WORDS, LOG_SIGMA, MIN_WORDS, MAX_WORDS = 80, 0.64, 12, 1000
+P_LEAN = 0.72  # how often most of the aspects are judged as the film as a whole is
+P_ASPECT = 0.8  # how often one aspect is judged as most of the aspects are
+P_NEGATED = 0.2  # how often a judgement is the negation of the opposite one
+P_FILLER = 0.5  # how often a sentence of the body is neutral
+P_OPENING, P_ADVICE = 0.4, 0.3
+LABEL_NOISE = 0.03  # how often the label is the wrong one
+
+ADJECTIVES = (  # negative, positive
+    [
+        "bad",
+        "awful",
+        "dull",
+        "boring",
+        "clumsy",
+        "forgettable",
+        "tedious",
+        "weak",
+        "lifeless",
+        "dreadful",
+        "silly",
+        "predictable",
+        "terrible",
+        "tiresome",
+    ],
+    [
+        "good",
+        "great",
+        "superb",
+        "brilliant",
+        "charming",
+        "clever",
+        "moving",
+        "memorable",
+        "gripping",
+        "wonderful",
+        "delightful",
+        "strong",
+        "fresh",
+        "witty",
+    ],
+)
+WORDS = {
+    name: words.split("|")
+    for name, words in {
+        "film": "film|movie|picture",
+        "very": "|||really |quite |rather |truly |simply |very ",
+        "not": "not |hardly |never |far from |anything but |by no means ",
+        "not_a": "not |hardly |by no means |far from |anything but ",
+        "is": "is|was|seems|felt",
+        "aspect": "acting|plot|music|script|photography|dialogue|pacing|editing|direction|ending|opening|cast|humour"
+        "|soundtrack|camera work|set design|romance|villain|lead actress|supporting cast",
+        "who": "young teacher|retired detective|lonely widow|failed musician|country doctor|taxi driver|war reporter"
+        "|small-time thief|shy student|ship's cook|former boxer|village priest",
+        "place": "Lisbon|a mining town|Chicago|the coast of Norway|a border village|Naples|the desert|Montreal|Kyoto"
+        "|an island|post-war Berlin|the suburbs",
+        "event": "inherits an old house|finds a bag of money|meets an old friend|loses a brother|takes a new job"
+        "|receives an unsigned letter|witnesses a crime|misses a train|adopts a dog|opens a restaurant",
+        "when": "on a Tuesday evening|last weekend|on a long flight|at a small festival|with my sister|on late television"
+        "|with two friends|after work|on a rainy afternoon|in a half-empty cinema",
+        "number": "two|three|four|five|six|seven|eight|nine|ten|twelve|twenty",
+    }.items()
+}
+FILLERS = [
+    "I saw it {when}.",
+    "The story is about a {who} who {event} in {place}.",
+    "It runs for about {number} quarters of an hour.",
+    "A {who} from {place} {event}, and a {who} gets involved.",
+    "Most of it was shot in {place} over {number} weeks.",
+    "The director has made {number} other films, one of them set in {place}.",
+    "My neighbour, a {who}, told me about it.",
+    "Then, {number} years later, the {who} {event}.",
+    "There is a book behind it, which I read {when}.",
+    "Halfway through, the {who} leaves for {place} and {event}.",
+    "The scene with the {who} comes after {number} minutes.",
+]
+ASPECTS = [
+    "The {aspect} {is} {a}.",
+    "I found the {aspect} {a}.",
+    "To me the {aspect} {is} {a}, and the {aspect} {is} {a}.",
+    "The {aspect} {is} {a}, but the {aspect} {is} {b}.",
+    "While the {aspect} {is} {b}, the {aspect} {is} {a}.",
+    "Some will call the {aspect} {a}.",
+    "The {aspect} in the scene with the {who} {is} {a}.",
+]
+VERDICTS = [
+    "All in all, this is {an} {film}.",
+    "As a whole, the {film} {is} {a}.",
+    "In the end, it is {an} {film}.",
+    "Although the {aspect} {is} {b}, the {film} as a whole {is} {a}.",
+    "Overall, I would call the {film} {a}.",
+    "The {film} as a whole {is} {a}, even if the {aspect} {is} {b}.",
+    "My verdict on the {film} as a whole: {a}.",
+    "The {aspect} {is} {b}, and yet, all in all, it is {an} {film}.",
+]
+
+OPENINGS = (
+    (
+        "This is {an} {film}.|What {an} {film} this is, in my view.|On the whole I found this {film} {a}.|"
+        "Let me say it at once: as a whole, the {film} is {a}."
+    )
+    .replace("|What {an} {film} this is, in my view.", "")
+    .split("|")
+)
+ADVICE = (
+    [
+        "Save your money.",
+        "Do not go and see it.",
+        "I will not watch it again.",
+        "I cannot recommend it.",
+        "Give it a miss.",
+    ],
+    ["Do not miss it.", "Go and see it.", "I will watch it again.", "I can recommend it.", "It is worth the money."],
+)
+
+
+def synthetic_reviews(count: int, seed: int) -> tuple[list[str], list[int]]:
+    """`count` English film reviews and their labels (0 negative, 1 positive)."""
+    rng = random.Random(seed)
+    opinions = [rng.randrange(2) for _ in range(count)]
+    reviews = [_review(rng, opinion) for opinion in opinions]
+    return reviews, [opinion ^ (rng.random() < LABEL_NOISE) for opinion in opinions]
+
+
+def _sentence(rng: random.Random, templates: list[str], opinion: int = 0) -> str:
+    """One of the templates filled in: {a} a judgement that holds `opinion`, {an} one before a noun, {b} the opposite."""
+
+    def fill(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in ("a", "an", "b"):
+            return rng.choice(WORDS[name])
+        negated = rng.random() < P_NEGATED
+        adjective = rng.choice(ADJECTIVES[opinion ^ (name == "b") ^ negated])
+        start = rng.choice(WORDS["not_a" if name == "an" else "not"]) if negated else ""
+        adjective = adjective if negated else rng.choice(WORDS["very"]) + adjective
+        if name == "an":
+            start += "an " if adjective[0] in "aeiou" else "a "
+        return start + adjective
+
+    return re.sub(r"\{(\w+)\}", fill, rng.choice(templates))
+
+
+def _review(rng: random.Random, opinion: int) -> str:
+    words = min(max(rng.lognormvariate(0.0, LOG_SIGMA) * MEDIAN_WORDS, MIN_WORDS), MAX_WORDS)
+    lean = opinion ^ (rng.random() >= P_LEAN)
+    opening = [_sentence(rng, OPENINGS, opinion)] if rng.random() < P_OPENING else []
+    verdict = _sentence(rng, VERDICTS, opinion)
+    if rng.random() < P_ADVICE:
+        verdict += " " + rng.choice(ADVICE[opinion])
+    sentences = [*opening, verdict]
+    while sum(map(len, sentences)) < 5.6 * words:
+        filler = rng.random() < P_FILLER
+        judged = lean ^ (rng.random() >= P_ASPECT)
+        sentences.insert(-1, _sentence(rng, FILLERS if filler else ASPECTS, judged))
+    return " ".join(sentences)

@@ -1,0 +1,32 @@
+"""1_batch_size_1 · Batch size 1: one sample at a time, the least memory for activations; 32-bit, Adam.
+
+The first rung; the others build on it.
+"""
+
+import torch
+from lightning import Fabric
+
+from fabric_ladder import Run, build_dataloaders, build_model, evaluate, parse_settings, train
+from local_dataset_utilities import load_datasets
+
+if __name__ == "__main__":
+    settings = parse_settings(batch_size=1, micro_batch_size=1)
+
+    fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
+    fabric.launch()
+    run = Run(fabric, settings)
+
+    ### 1 Loading the dataset
+    datasets = load_datasets(settings)
+    train_loader, val_loader, test_loader = build_dataloaders(fabric, datasets, settings)
+
+    ### 2 Initializing the model
+    model = build_model(settings, datasets)
+    optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
+    model, optimizer = fabric.setup(model, optimizer)
+
+    ### 3 Finetuning
+    train(run, model, optimizer, train_loader, val_loader)
+
+    ### 4 Evaluation
+    evaluate(run, model, test_loader)

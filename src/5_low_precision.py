@@ -1,0 +1,32 @@
+"""5_low_precision · Low precision: weights, gradients and optimizer state in bfloat16 too.
+
+Builds on 4_mixed_precision.py. An update below about a thousandth of its weight is rounded away (torchao#1124).
+"""
+
+import torch
+from lightning import Fabric
+
+from fabric_ladder import Run, build_dataloaders, build_model, evaluate, parse_settings, train
+from local_dataset_utilities import load_datasets
+
+if __name__ == "__main__":
+    settings = parse_settings(batch_size=16, micro_batch_size=1, precision="bf16-true")  # NEW
+
+    fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
+    fabric.launch()
+    run = Run(fabric, settings)
+
+    ### 1 Loading the dataset
+    datasets = load_datasets(settings)
+    train_loader, val_loader, test_loader = build_dataloaders(fabric, datasets, settings)
+
+    ### 2 Initializing the model
+    model = build_model(settings, datasets)
+    optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
+    model, optimizer = fabric.setup(model, optimizer)
+
+    ### 3 Finetuning
+    train(run, model, optimizer, train_loader, val_loader)
+
+    ### 4 Evaluation
+    evaluate(run, model, test_loader)

@@ -1,0 +1,83 @@
+"""What the user can mend is said in one line, without a traceback, and ends a script with exit status 2."""
+
+import os
+import sys
+
+import torch
+
+from local_dataset_utilities import DatasetError
+
+NEXT_RUNG = {
+    "1": "src/4_mixed_precision.py, which keeps fewer bytes of every activation",
+    "2": "src/4_mixed_precision.py, which keeps fewer bytes of every activation",
+    "3": "src/4_mixed_precision.py, which keeps fewer bytes of every activation",
+    "4": "src/5_low_precision.py, which halves weights, gradients and optimizer state",
+}
+
+
+class UserError(Exception):
+    """Something that the user can mend; the message is one line that says what is wrong and what to do."""
+
+
+def explain(error: BaseException, settings=None) -> str | None:
+    """Return the one line for an error that the user can mend, None for any other (a bug keeps its traceback)."""
+    if isinstance(error, UserError | DatasetError):
+        return str(error)
+    if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
+        return f"out of memory ({str(error).splitlines()[0][:160]}). Next to try: {_less_memory(settings)}"
+    if "No working C++ compiler found" in str(error):
+        return "torch.compile needs a C++ compiler, and none was found: install g++, or run src/2_grad_accum.py"
+    return None
+
+
+def _less_memory(settings) -> str:
+    """The next things to try, in order of their cost."""
+    if settings is None:
+        return "a smaller --micro_batch_size"
+    tries = []
+    if settings.micro_batch_tokens:
+        tries.append(f"--micro_batch_tokens {settings.micro_batch_tokens // 2}")
+    elif settings.micro_batch_size > 1:
+        tries.append(f"--micro_batch_size {settings.micro_batch_size // 2} (the same effective batch in less memory)")
+    if rung := NEXT_RUNG.get(settings.name.split("_")[0]):
+        tries.append(rung)
+    return "; ".join([*tries, f"--max_length {max(1, settings.max_length // 2)}"])
+
+
+def show_errors(settings=None) -> None:
+    """From now on, print mendable errors as one line on stderr; in a script, end with exit status 2."""
+
+    def say(error: BaseException) -> bool:
+        line = explain(error, settings)
+        if line is not None:
+            rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
+            print(
+                "error:" if rank == "0" else f"error on rank {rank}:",
+                " ".join(line.split()),
+                file=sys.stderr,
+                flush=True,
+            )
+        return line is not None
+
+    def in_script(kind, error, trace):
+        if say(error):
+            raise SystemExit(2)  # raised inside the hook, it sets the exit status
+        sys.__excepthook__(kind, error, trace)
+
+    def in_notebook(shell, kind, error, trace, tb_offset=None):
+        if not say(error):
+            shell.showtraceback((kind, error, trace), tb_offset)
+
+    if shell := notebook_shell():
+        shell.set_custom_exc((Exception,), in_notebook)
+    else:
+        sys.excepthook = in_script
+
+
+def notebook_shell():
+    """Return IPython's shell when this process is a notebook kernel, else None."""
+    if "ipykernel" not in sys.modules:
+        return None
+    from IPython import get_ipython
+
+    return get_ipython()

@@ -1,0 +1,84 @@
+"""What the run stands on: the device's name, its peak memory, and the time that torch.compile takes."""
+
+import os
+import platform
+from pathlib import Path
+from time import perf_counter
+
+import psutil
+import torch
+from torch import nn
+
+
+def describe_hardware(device: torch.device) -> dict:
+    """Return names and sizes (bytes) of the processor and, on CUDA, the GPU."""
+    facts = {
+        "device": device.type,
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory": psutil.virtual_memory().total,
+    }
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(device)
+        facts |= {"gpu": gpu.name, "gpu_memory": gpu.total_memory, "compute_capability": f"{gpu.major}.{gpu.minor}"}
+        facts["cuda"] = torch.version.cuda
+    return facts
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Let the peak start from what is held now."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif Path("/proc/self/clear_refs").exists():
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the peak in bytes: what PyTorch allocated on the GPU, or what the process held in the host's memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if Path("/proc/self/status").exists():
+        status = Path("/proc/self/status").read_text().split()
+        return int(status[status.index("VmHWM:") + 1]) * 1024
+    import resource  # not on Windows; macOS counts in bytes
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+class CompileClock:
+    """Adds up the seconds that torch.compile spends on graphs, forward and backward, as they turn up.
+
+    It listens to `torch._dynamo`'s callbacks, which run around every compilation.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.seconds, self.graphs = 0.0, 0
+        self.active = any(hasattr(module, "_orig_mod") for module in model.modules())
+        if self.active:
+            import torch._dynamo
+
+            torch._dynamo.on_compile_start(self._begin)
+            torch._dynamo.on_compile_end(self._end)
+
+    def _begin(self, _) -> None:
+        self._start = perf_counter()
+
+    def _end(self, _) -> None:
+        self.seconds += perf_counter() - self._start
+        self.graphs += 1
+
+    def stop(self) -> None:
+        """Listen no longer."""
+        if self.active:
+            torch._dynamo.callback_handler.remove_start_callback(self._begin)
+            torch._dynamo.callback_handler.remove_end_callback(self._end)
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

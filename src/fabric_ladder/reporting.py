@@ -1,0 +1,240 @@
+"""What a run prints and leaves behind: the header, the blog's lines, log.txt, metrics.csv and run.json."""
+
+import dataclasses
+import json
+import os
+import platform
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from pathlib import Path
+from time import perf_counter, strftime
+
+import torch
+from lightning import Fabric
+from lightning.fabric.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from fabric_ladder.batching import EffectiveBatch
+from fabric_ladder.errors import UserError
+from fabric_ladder.hardware import CompileClock, describe_hardware, peak_memory, reset_peak_memory
+from fabric_ladder.metrics import Totals
+
+PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "datasets", "numpy", "pandas")
+
+
+class Run:
+    """One run of one script: its lines on stdout and its files in `runs/<script>/<n>/`, written by rank 0 alone.
+
+    No file is written before training starts, so that a run refused for bad input leaves nothing behind.
+
+    Raises:
+        UserError: `runs_dir` cannot be written.
+    """
+
+    def __init__(self, fabric: Fabric, settings):
+        self.fabric, self.settings = fabric, settings
+        self.folder: Path | None = None
+        self.record = {
+            "format": 1,
+            "status": "running",
+            "begun": strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "command": shlex.join([os.path.basename(sys.executable), *sys.argv]),
+            "settings": {key: value for key, value in dataclasses.asdict(settings).items() if key != "notices"},
+            "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
+            "hardware": describe_hardware(fabric.device),
+            "ranks": fabric.world_size,
+            "results": {"epochs": []},
+        }
+        self.record["versions"]["torch"] = torch.__version__
+        self._unwritten: list[str] = []
+        fabric.seed_everything(settings.seed, verbose=False)
+        self._on_rank_zero(self._check_runs_dir)
+        for notice in settings.notices:
+            self.print(notice)
+        self.print(
+            " · ".join(
+                f"{name.capitalize() if name == 'python' else name} {number}"
+                for name, number in self.record["versions"].items()
+            )
+        )
+        self.print(self._title())
+        self.print(f"Torch CUDA available? {torch.cuda.is_available()}")
+
+    def print(self, line: str) -> None:
+        """Print a line on rank 0 and add it to log.txt."""
+        if self.fabric.global_rank:
+            return
+        print(line, flush=True)
+        self._unwritten.append(line)
+        if self.folder:
+            with open(self.folder / "log.txt", "a", encoding="utf-8") as log:
+                log.writelines(f"{line}\n" for line in self._unwritten)
+            self._unwritten.clear()
+
+    def start(self, model: nn.Module, train_loader: DataLoader) -> None:
+        """Open the run's folder, print the model's size and start the clocks."""
+        parameters = list(model.parameters())
+        results = self.record["results"]
+        results["parameters"] = sum(parameter.numel() for parameter in parameters)
+        results["trainable_parameters"] = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        results["dtypes"] = sorted({str(parameter.dtype) for parameter in parameters})
+        self.steps = len(train_loader)
+        self.epoch_samples = len(train_loader.dataset)
+        self.record["data"] = {"fingerprint": train_loader.dataset.fingerprint, "train_samples": self.epoch_samples}
+        self._on_rank_zero(self._open_folder)
+        self.print(
+            f"Parameters: {results['parameters'] / 1e6:.1f} M, {results['trainable_parameters'] / 1e6:.1f} M trainable, "
+            f"{', '.join(results['dtypes'])}"
+        )
+        self.samples = self._tokens = self._padded = 0
+        self._validating = 0.0
+        self._compile_clock = CompileClock(model)
+        reset_peak_memory(self.fabric.device)
+        self._start = perf_counter()
+
+    def progress(self, loader: Iterable[EffectiveBatch]) -> Iterable[EffectiveBatch]:
+        """Show a bar with the time left, on a terminal only."""
+        hidden = self.fabric.global_rank > 0 or not sys.stderr.isatty()
+        return tqdm(loader, total=self.steps, unit="batch", disable=hidden, leave=False)
+
+    def count(self, batch: EffectiveBatch) -> None:
+        """Count the samples of all ranks, and the tokens of this one."""
+        self.samples += len(batch.samples)
+        for micro_batch in batch.micro_batches:
+            self._tokens += micro_batch.tokens
+            self._padded += micro_batch.inputs["input_ids"].numel()
+
+    def log_loss(self, epoch: int, batch: int, seen: int, loss: float, learning_rate: float) -> None:
+        """Print the mean loss per item since the last such line.
+
+        Args:
+            epoch: Counted from 0.
+            batch: Optimizer steps of this epoch so far.
+            seen: Samples of this epoch so far.
+            loss: Mean over the items, undivided by any number of micro-batches.
+            learning_rate: After this step.
+        """
+        width = max(5, len(str(self.epoch_samples)))
+        self.print(
+            f"{self._epoch(epoch)} | Batch {batch:04d}/{self.steps:04d} "
+            f"| Samples {seen:0{width}d}/{self.epoch_samples:0{width}d} | Loss: {loss:.4f}"
+        )
+        self._log_row(epoch * self.steps + batch, epoch=epoch + 1, loss=loss, learning_rate=learning_rate)
+
+    def log_epoch(self, epoch: int, train_accuracy: float, validation: Totals, seconds: float) -> None:
+        """Print an epoch's accuracies; `seconds` is the time that the validation took."""
+        self._validating += seconds
+        self.print(
+            f"{self._epoch(epoch)} | Train acc.: {train_accuracy * 100:.2f}% | Val acc.: {validation.accuracy * 100:.2f}%"
+        )
+        figures = {
+            "train_accuracy": train_accuracy,
+            "validation_accuracy": validation.accuracy,
+            "validation_loss": validation.loss,
+        }
+        self.record["results"]["epochs"].append(figures)
+        self._log_row((epoch + 1) * self.steps, epoch=epoch + 1, **figures)
+
+    def log_training(self) -> None:
+        """Print time, throughput and peak memory of the training."""
+        elapsed = perf_counter() - self._start
+        self._compile_clock.stop()
+        counts = torch.tensor([self._tokens, self._padded], dtype=torch.float64, device=self.fabric.device)
+        tokens, padded = self.fabric.all_reduce(counts, reduce_op="sum").tolist()
+        memory = torch.tensor(float(peak_memory(self.fabric.device)), dtype=torch.float64, device=self.fabric.device)
+        training = elapsed - self._validating
+        figures = {
+            "elapsed_seconds": elapsed,
+            "training_seconds": training,
+            "samples_per_second": self.samples / training,
+            "tokens_per_second": tokens / training,
+            "padding": 1 - tokens / padded,
+            "peak_memory_bytes": int(self.fabric.all_gather(memory).max().item()),
+        }
+        self.print(f"Time elapsed {elapsed / 60:.2f} min")
+        if clock := self._compile_clock.graphs:
+            figures |= {"compile_seconds": self._compile_clock.seconds, "compiled_graphs": clock}
+            self.print(f"Compile time {self._compile_clock.seconds / 60:.2f} min of it, {clock} graphs")
+        self.print(
+            f"Throughput {figures['samples_per_second']:.1f} samples/s, {figures['tokens_per_second']:.0f} tokens/s, "
+            f"padding {figures['padding'] * 100:.1f}%"
+        )
+        self.print(f"Memory used: {figures['peak_memory_bytes'] / 1e9:.2f} GB")
+        self.record["results"] |= figures
+        self._write_record()
+
+    def log_test(self, totals: Totals) -> None:
+        """Print the test's accuracy and mark the run as finished."""
+        self.print(f"Test accuracy {totals.accuracy * 100:.2f}%")
+        figures = {"test_accuracy": totals.accuracy, "test_loss": totals.loss}
+        self.record["results"] |= figures | {"test_samples": totals.items}
+        self.record["status"] = "finished"
+        self._log_row(self.settings.epochs * self.steps, epoch=self.settings.epochs, **figures)
+        self._write_record()
+
+    def _epoch(self, epoch: int) -> str:
+        return f"Epoch: {epoch + 1:04d}/{self.settings.epochs:04d}"
+
+    def _title(self) -> str:
+        settings, hardware = self.settings, self.record["hardware"]
+        model = Path(settings.model).name if Path(settings.model).exists() else settings.model
+        dataset = Path(settings.dataset).name if Path(settings.dataset).exists() else settings.dataset
+        if settings.micro_batch_tokens:
+            cut = f"batch {settings.batch_size} in micro-batches of {settings.micro_batch_tokens} tokens"
+        else:
+            count = -(-settings.batch_size // settings.micro_batch_size)
+            cut = f"batch {settings.batch_size} = {count} x {settings.micro_batch_size}"
+        device = f"{hardware['device']}: {hardware.get('gpu', hardware['processor'])}"
+        parts = [settings.name, dataset, model, f"seed {settings.seed}", cut, settings.precision, device]
+        return " · ".join(parts)
+
+    def _log_row(self, step: int, **figures: float) -> None:
+        if self.folder:
+            figures |= {"samples": self.samples, "seconds": perf_counter() - self._start}
+            self._logger.log_metrics(figures, step)
+
+    def _check_runs_dir(self) -> None:
+        """Try to write into the nearest folder that there is."""
+        folder = Path(self.settings.runs_dir).absolute()
+        while not folder.exists():
+            folder = folder.parent
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+
+    def _open_folder(self) -> None:
+        """Make the first free `runs/<script>/<n>`; a run that starts at the same time takes the next."""
+        home = Path(self.settings.runs_dir) / self.settings.name
+        home.mkdir(parents=True, exist_ok=True)
+        number = 1 + max((int(path.name) for path in home.iterdir() if path.name.isdigit()), default=0)
+        while True:
+            try:
+                (home / str(number)).mkdir()
+                break
+            except FileExistsError:
+                number += 1
+        self._logger = CSVLogger(self.settings.runs_dir, self.settings.name, str(number), flush_logs_every_n_steps=1)
+        _ = self._logger.experiment  # made while the folder is empty, or it warns
+        self.folder = home / str(number)
+        self._write_record()
+
+    def _write_record(self) -> None:
+        if self.folder:
+            temporary = self.folder / ".run.json"
+            temporary.write_text(json.dumps(self.record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            temporary.replace(self.folder / "run.json")
+
+    def _on_rank_zero(self, action: Callable[[], None]) -> None:
+        """Run `action` on rank 0; if it fails, every rank says so and none is left waiting."""
+        problem = None
+        if self.fabric.global_rank == 0:
+            try:
+                action()
+            except OSError as error:
+                problem = f"cannot write --runs_dir {self.settings.runs_dir} ({error.strerror}): choose another"
+        if problem := self.fabric.broadcast(problem):
+            raise UserError(problem)

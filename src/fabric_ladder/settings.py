@@ -1,0 +1,217 @@
+"""The settings of a run: defaults in code, then the script's own, then a YAML file, then the command line."""
+
+import argparse
+import dataclasses
+import difflib
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import jsonargparse
+import torch
+import yaml
+
+import __main__
+from fabric_ladder.errors import UserError, notebook_shell, show_errors
+from fabric_ladder.models import check_model
+from local_dataset_utilities import DataSettings
+
+REPOSITORY_CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = REPOSITORY_CONFIGS if REPOSITORY_CONFIGS.is_dir() else Path(__file__).parent / "configs"
+PATHS = ("dataset", "validation_file", "test_file", "model", "tokenizer")
+INTERNAL = ("name", "config", "notices")
+PRECISIONS = Literal["32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true"]
+
+
+@dataclass
+class Settings(DataSettings):
+    """Everything that is set for a run.
+
+    Args:
+        from_scratch: Start from random weights of the model's config instead of pretrained ones.
+        seed: Seed of weights, dropout and sample order.
+        epochs: Passes over the training texts.
+        learning_rate: Learning rate of the optimizer.
+        batch_size: Effective batch size: samples per optimizer step, over all devices.
+        micro_batch_size: Samples of it in a device's memory at once. Default: all.
+        micro_batch_tokens: Padded tokens in a device's memory at once; takes the place of `micro_batch_size`.
+        eval_batch_tokens: Padded tokens of an evaluation's batch on each device.
+        pad_to_multiple_of: Round the length of every micro-batch up to a multiple of so many tokens.
+        max_grad_norm: Clip the gradient to this 2-norm.
+        accelerator: `auto` takes the CUDA GPU when there is one.
+        precision: Fabric's name of the precision.
+        num_workers: Processes that make batches; 0 makes them in the training process.
+        log_every: Samples between two printed losses.
+        runs_dir: Folder that gets a folder for every run.
+    """
+
+    from_scratch: bool = False
+    seed: int = 123
+    epochs: int = 1
+    learning_rate: float = 5e-5
+    batch_size: int = 1
+    micro_batch_size: int | None = None
+    micro_batch_tokens: int | None = None
+    eval_batch_tokens: int = 4096
+    pad_to_multiple_of: int = 1
+    max_grad_norm: float | None = None
+    accelerator: Literal["auto", "cuda", "cpu"] = "auto"
+    precision: PRECISIONS = "32-true"
+    num_workers: int = 0
+    log_every: int = 4800
+    runs_dir: str = "runs"
+    name: str = field(default="", metadata={"doc": "the script's name"})
+    config: str | None = None
+    notices: list[str] = field(default_factory=list)
+
+
+def parse_settings(args: list[str] | None = None, config: str | None = None, **defaults) -> Settings:
+    """Read the settings of the running script.
+
+    Args:
+        args: What to read instead of the command line; a notebook's own arguments are never read.
+        config: YAML file to read when the command line names none.
+        **defaults: The script's own defaults, which a YAML file or the command line may override.
+
+    Returns:
+        Checked settings, with `accelerator` resolved to `cuda` or `cpu`.
+
+    Raises:
+        UserError: An unknown setting, a wrong type, or values that do not go together or ask for what is not there.
+    """
+    show_errors()
+    if args is None:
+        args = [] if notebook_shell() else sys.argv[1:]
+    parser = jsonargparse.ArgumentParser(prog=_script_name(), description=_script_doc(), exit_on_error=False)
+    parser.add_argument("--config", help="YAML file of settings.")
+    parser.add_class_arguments(Settings, as_group=False, skip=set(INTERNAL))
+    parser.set_defaults(defaults)
+    chosen, config = _chosen_config(args, config)
+    if config:
+        parser.set_defaults(_read_config(config))
+    values = _parse(parser, args)
+    values.pop("config")
+    settings = Settings(**values, name=_script_name(), config=str(config) if config else None)
+    if not chosen and config:
+        settings.notices.append(
+            f"No --config and no CUDA GPU: this is the quickstart ({config.name}), a small model on synthetic reviews. "
+            f"For real work: --config configs/imdb_bloom_560m.yaml; all settings: --help"
+        )
+    _check(settings)
+    check_model(settings)
+    show_errors(settings)
+    return settings
+
+
+def mixed_precision() -> str:
+    """Return `bf16-mixed`, or `16-mixed` on GPUs below compute capability 8.0, which only emulate bfloat16.
+
+    `torch.cuda.is_bf16_supported()` is no help: it also says yes to the emulation.
+    """
+    return "bf16-mixed" if _has_bfloat16() else "16-mixed"
+
+
+def _has_bfloat16() -> bool:
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
+
+
+def _script_name() -> str:
+    if file := getattr(__main__, "__file__", None):
+        return Path(file).stem
+    found = re.search(r'^"""(\w+) ·', _script_doc(), re.MULTILINE)
+    return found.group(1) if found else "notebook"
+
+
+def _script_doc() -> str:
+    """The script's docstring; of a cell, its source."""
+    return getattr(__main__, "__doc__", None) or (getattr(__main__, "In", None) or [""])[-1]
+
+
+def _chosen_config(args: list[str], config: str | None) -> tuple[bool, Path | None]:
+    """Return whether the user chose the config, and its path; the quickstart's on a machine without a CUDA GPU."""
+    finder = argparse.ArgumentParser(exit_on_error=False, add_help=False, allow_abbrev=False)
+    finder.add_argument("--config")
+    try:
+        config = finder.parse_known_args(args)[0].config or config
+    except argparse.ArgumentError as error:
+        raise UserError("--config: give a YAML file") from error
+    if config:
+        path = next((path for path in (Path(config), CONFIGS / config) if path.is_file()), None)
+        if path is None:
+            ours = ", ".join(sorted(path.name for path in CONFIGS.glob("*.yaml")))
+            raise UserError(f"there is no config file {config}; those that come along: {ours}")
+        return True, path
+    return False, None if torch.cuda.is_available() else CONFIGS / "quickstart.yaml"
+
+
+def _read_config(path: Path) -> dict:
+    """Read a YAML file; a relative path in it is taken from the file's own folder where that holds it."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} must hold lines such as 'batch_size: 16'")
+    for key in values:
+        if key not in _names():
+            raise UserError(f"{path}: {_unknown(str(key))}")
+    beside = {key: path.parent / str(values[key]) for key in PATHS if values.get(key)}
+    return values | {key: str(place) for key, place in beside.items() if place.exists()}
+
+
+def _names() -> list[str]:
+    return [item.name for item in dataclasses.fields(Settings) if item.name not in INTERNAL]
+
+
+def _unknown(name: str) -> str:
+    near = difflib.get_close_matches(name, _names(), n=1)
+    return f"there is no setting {name!r}; " + (f"did you mean {near[0]!r}?" if near else "see --help for all settings")
+
+
+def _parse(parser: jsonargparse.ArgumentParser, args: list[str]) -> dict:
+    for arg in args:
+        name = arg[2:].split("=")[0]
+        if arg.startswith("--") and name not in ("help", "config", "print_config", *_names()):
+            raise UserError(_unknown(name))
+    try:
+        return parser.parse_args(args).as_dict()
+    except jsonargparse.ArgumentError as error:
+        text = " ".join(str(error).split())
+        if found := re.match(r'Parser key "(\w+)": (.*)', text):
+            text = f"--{found.group(1)}: {found.group(2)}"
+        text = re.sub(r"<class '(\w+)'>", r"\1", text).replace("typing.", "").replace("NoneType", "null")
+        raise UserError(f"{text} (see --help)") from error
+
+
+def _check(settings: Settings) -> None:
+    """Refuse values that cannot work, and resolve `accelerator`."""
+    at_least_1 = ("epochs", "batch_size", "micro_batch_size", "micro_batch_tokens", "eval_batch_tokens", "log_every")
+    at_least_1 += ("max_length", "pad_to_multiple_of", "train_samples", "validation_samples", "test_samples")
+    for name, least in [*((name, 1) for name in at_least_1), ("num_workers", 0), ("seed", 0), ("split_seed", 0)]:
+        if (value := getattr(settings, name)) is not None and value < least:
+            raise UserError(f"--{name} {value}: must be at least {least}")
+    for name in ("learning_rate", "max_grad_norm"):
+        if (value := getattr(settings, name)) is not None and not 0 < value < float("inf"):
+            raise UserError(f"--{name} {value}: must be a positive number")
+    if settings.micro_batch_tokens:
+        settings.micro_batch_size = None
+    elif settings.micro_batch_size is None:
+        settings.micro_batch_size = settings.batch_size
+    elif settings.micro_batch_size > settings.batch_size:
+        raise UserError(
+            f"--micro_batch_size {settings.micro_batch_size} is above --batch_size {settings.batch_size}: it is a "
+            "part of the effective batch; lower it, or raise --batch_size too"
+        )
+    if settings.accelerator == "auto":
+        settings.accelerator = "cuda" if torch.cuda.is_available() else "cpu"
+    if settings.accelerator == "cuda" and not torch.cuda.is_available():
+        raise UserError("--accelerator cuda: PyTorch finds no CUDA GPU here; use --accelerator cpu")
+    if settings.accelerator == "cpu" and settings.precision == "16-mixed":
+        raise UserError("--precision 16-mixed needs a CUDA GPU; use --precision bf16-mixed")
+    if settings.accelerator == "cuda" and settings.precision.startswith("bf16") and not _has_bfloat16():
+        raise UserError(
+            f"--precision {settings.precision}: {torch.cuda.get_device_name()} has no bfloat16 (compute capability "
+            "below 8.0); use --precision 16-mixed (src/4_mixed_precision.py takes it by itself)"
+        )
