@@ -68,7 +68,7 @@ class DataSettings:
     dataset: str = "imdb"
     data_dir: str = field(default_factory=lambda: os.environ.get("FABRIC_LADDER_DATA", "data"))
     cache_dir: str = field(
-        default_factory=lambda: os.environ.get("FABRIC_LADDER_CACHE", pooch.os_cache("fabric_ladder"))
+        default_factory=lambda: os.environ.get("FABRIC_LADDER_CACHE", str(pooch.os_cache("fabric_ladder")))
     )
     text_column: str = "text"
     label_column: str = "label"
@@ -442,7 +442,7 @@ def _text_and_label(table: hf.Dataset, where: str, settings: DataSettings) -> hf
     for name in (settings.text_column, settings.label_column):
         if name not in table.column_names:
             raise DatasetError(
-                f"{where} has no column {name!r}, only {', '.join(table.column_names)}: set --text_column, --label_column"
+                f"{where} has no column {name!r}, only {', '.join(table.column_names)}: set --text_column or --label_column"
             )
     table = table.select_columns([settings.text_column, settings.label_column])
     table = table.rename_columns({settings.text_column: "text", settings.label_column: "label"})

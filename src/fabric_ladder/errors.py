@@ -51,12 +51,8 @@ def show_errors(settings=None) -> None:
         line = explain(error, settings)
         if line is not None:
             rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
-            print(
-                "error:" if rank == "0" else f"error on rank {rank}:",
-                " ".join(line.split()),
-                file=sys.stderr,
-                flush=True,
-            )
+            start = "error:" if rank == "0" else f"error on rank {rank}:"
+            print(start, " ".join(line.split()), file=sys.stderr, flush=True)
         return line is not None
 
     def in_script(kind, error, trace):

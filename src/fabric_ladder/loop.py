@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from fabric_ladder.batching import MicroBatch
-from fabric_ladder.metrics import Meter, Totals
+from fabric_ladder.metrics import NO_STEP, Meter, Step, Totals
 from fabric_ladder.reporting import Run
 
 
@@ -20,7 +20,7 @@ def accumulate_gradients(
     model: nn.Module,
     micro_batches: list[MicroBatch],
     meter: Meter,
-    step: tuple[str, list[int]] = ("", []),
+    step: Step = NO_STEP,
 ) -> None:
     """Add up the gradient of the mean loss per item of one effective batch.
 

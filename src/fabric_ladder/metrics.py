@@ -10,6 +10,9 @@ from torch import Tensor
 from fabric_ladder.batching import IGNORED
 from fabric_ladder.errors import UserError
 
+Step = tuple[str, list[int]]  # its name, and the row numbers of its samples
+NO_STEP: Step = ("", [])  # where no loss need be traced to its samples
+
 
 class Totals(NamedTuple):
     """Sums over all ranks: of the losses, of right predictions, and of the items (samples or trained tokens)."""
@@ -42,9 +45,7 @@ class Meter:
     def _clear(self) -> None:
         self.losses, self.correct, self.items, self.steps = [], [], [], []
 
-    def add(
-        self, loss: Tensor, logits: Tensor, labels: Tensor, items: int, step: tuple[str, list[int]] = ("", [])
-    ) -> None:
+    def add(self, loss: Tensor, logits: Tensor, labels: Tensor, items: int, step: Step = NO_STEP) -> None:
         """Add a micro-batch.
 
         Args:
@@ -67,9 +68,7 @@ class Meter:
             UserError: A loss is NaN or infinite; the message names the first step that had one, and its samples.
         """
         device = self.fabric.device
-        losses = (
-            torch.stack(self.losses).double() if self.losses else torch.zeros(0, dtype=torch.float64, device=device)
-        )
+        losses = torch.stack(self.losses).double() if self.losses else torch.zeros(0, device=device).double()
         items = torch.tensor(self.items, dtype=torch.float64, device=device)
         correct = torch.stack(self.correct).sum() if self.correct else torch.zeros((), device=device)
         sums = torch.stack([losses @ items, correct.double(), items.sum()])
@@ -88,9 +87,7 @@ class Meter:
             text = f"the loss is {value} at {name} (training samples {some})"
         else:
             text = "the loss is not finite on another rank"
-        raise UserError(
-            f"{text}: the run is stopped; try a lower --learning_rate, --max_grad_norm 1 or another --precision"
-        )
+        raise UserError(f"{text}: the run stops; try a lower --learning_rate, --max_grad_norm 1 or another --precision")
 
 
 def count_correct(logits: Tensor, labels: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class Run:
             "begun": strftime("%Y-%m-%dT%H:%M:%S%z"),
             "command": shlex.join([os.path.basename(sys.executable), *sys.argv]),
             "settings": {key: value for key, value in dataclasses.asdict(settings).items() if key != "notices"},
-            "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
+            "versions": {"Python": platform.python_version()} | {name: version(name) for name in PACKAGES},
             "hardware": describe_hardware(fabric.device),
             "ranks": fabric.world_size,
             "results": {"epochs": []},
@@ -56,12 +56,7 @@ class Run:
         self._on_rank_zero(self._check_runs_dir)
         for notice in settings.notices:
             self.print(notice)
-        self.print(
-            " · ".join(
-                f"{name.capitalize() if name == 'python' else name} {number}"
-                for name, number in self.record["versions"].items()
-            )
-        )
+        self.print(" · ".join(f"{name} {number}" for name, number in self.record["versions"].items()))
         self.print(self._title())
         self.print(f"Torch CUDA available? {torch.cuda.is_available()}")
 
@@ -87,10 +82,8 @@ class Run:
         self.epoch_samples = len(train_loader.dataset)
         self.record["data"] = {"fingerprint": train_loader.dataset.fingerprint, "train_samples": self.epoch_samples}
         self._on_rank_zero(self._open_folder)
-        self.print(
-            f"Parameters: {results['parameters'] / 1e6:.1f} M, {results['trainable_parameters'] / 1e6:.1f} M trainable, "
-            f"{', '.join(results['dtypes'])}"
-        )
+        count, trainable = results["parameters"] / 1e6, results["trainable_parameters"] / 1e6
+        self.print(f"Parameters: {count:.1f} M, {trainable:.1f} M trainable, {', '.join(results['dtypes'])}")
         self.samples = self._tokens = self._padded = 0
         self._validating = 0.0
         self._compile_clock = CompileClock(model)
@@ -129,9 +122,8 @@ class Run:
     def log_epoch(self, epoch: int, train_accuracy: float, validation: Totals, seconds: float) -> None:
         """Print an epoch's accuracies; `seconds` is the time that the validation took."""
         self._validating += seconds
-        self.print(
-            f"{self._epoch(epoch)} | Train acc.: {train_accuracy * 100:.2f}% | Val acc.: {validation.accuracy * 100:.2f}%"
-        )
+        accuracies = f"Train acc.: {train_accuracy * 100:.2f}% | Val acc.: {validation.accuracy * 100:.2f}%"
+        self.print(f"{self._epoch(epoch)} | {accuracies}")
         figures = {
             "train_accuracy": train_accuracy,
             "validation_accuracy": validation.accuracy,
