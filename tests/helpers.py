@@ -1,0 +1,103 @@
+"""Scripts as real processes; tiny models, tokens and settings for tests that look inside the loop."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from datasets import Dataset, DatasetDict
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BloomConfig,
+    BloomForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
+
+from fabric_ladder import Settings
+from local_dataset_utilities import TextDatasets
+
+ROOT = Path(__file__).parents[1]
+SRC = ROOT / "src"
+RUNGS = sorted(SRC.glob("[0-9]*.py"), key=lambda path: int(path.name.split("_")[0]))
+MODELS = ROOT / "configs" / "models"
+SMALL = ("--train_samples", "96", "--validation_samples", "20", "--test_samples", "33", "--log_every", "16")
+VOCABULARY = 64
+DROPPED = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def token_datasets(train=40, validation=11, test=13, classes=2, per_token=False, seed=0):
+    """Random tokens of very unequal lengths, in the form that `load_datasets` returns."""
+    rng = np.random.default_rng(seed)
+
+    def split(size):
+        ids = [rng.integers(1, VOCABULARY, rng.integers(3, 30)).tolist() for _ in range(size)]
+        columns = {"input_ids": ids, "length": [len(row) for row in ids]}
+        if per_token:
+            masked = rng.random(size)  # a prompt of unequal length is not trained
+            columns["labels"] = [[-100] * int(share * len(row) * 0.7) + row[int(share * len(row) * 0.7) :]
+                                 for share, row in zip(masked, ids, strict=True)]  # fmt: skip
+            columns["items"] = [sum(label != -100 for label in row[1:]) for row in columns["labels"]]
+        else:
+            columns["labels"] = [int(sum(row) % classes) for row in ids]
+        return Dataset.from_dict(columns)
+
+    splits = DatasetDict({"train": split(train), "validation": split(validation), "test": split(test)})
+    return TextDatasets(splits, [str(index) for index in range(classes)], SimpleNamespace(pad_token_id=0), "test")
+
+
+def tiny_model(kind="bloom", dropout=0.0, seed=0, classes=2):
+    """Make a model of a few thousand random weights."""
+    torch.manual_seed(seed)
+    common = {"vocab_size": VOCABULARY, "pad_token_id": 0, "num_labels": classes, "use_cache": False}
+    if kind == "bloom":
+        config = BloomConfig(hidden_size=16, n_layer=2, n_head=2, hidden_dropout=dropout, **common)
+        return BloomForSequenceClassification(config)
+    if kind == "bert":
+        sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+        dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+        return BertForSequenceClassification(BertConfig(**sizes, **dropouts, **common))
+    if kind == "gpt2-lm":
+        return GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, **DROPPED, **common))
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = LlamaConfig(**sizes, intermediate_size=32, **common)
+    return LlamaForCausalLM(config) if kind == "llama-lm" else LlamaForSequenceClassification(config)
+
+
+def settings_for(tmp_path, **values):
+    """Settings as `parse_settings` returns them, for a run in this process."""
+    defaults = {"batch_size": 16, "accelerator": "cpu", "name": "test", "log_every": 1}
+    defaults["runs_dir"] = str(tmp_path / "runs")
+    settings = Settings(**(defaults | values))
+    if settings.micro_batch_size is None and settings.micro_batch_tokens is None:
+        settings.micro_batch_size = settings.batch_size
+    return settings
+
+
+def run_script(path, *args, cwd, timeout=400, **environment):
+    """Run a Python file as a user does, and return the finished process with its stdout and stderr."""
+    command = [sys.executable, str(path), *map(str, args)]
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=timeout, env=os.environ | environment, check=False
+    )
+
+
+def finished(process):
+    """Return the stdout of a process that must have succeeded."""
+    assert process.returncode == 0, process.stderr[-3000:]
+    return process.stdout
+
+
+def relative_error(first, second):
+    """Largest relative distance, by norm, between two lists of tensors."""
+    return max(
+        (torch.linalg.vector_norm(a - b) / torch.linalg.vector_norm(a).clamp_min(1e-30)).item()
+        for a, b in zip(first, second, strict=True)
+    )

@@ -1,0 +1,202 @@
+"""The train loop: gradients, steps, modes, losses, and what must not change them."""
+
+import csv
+import json
+import math
+
+import pytest
+import torch
+from helpers import relative_error, settings_for, tiny_model, token_datasets
+from lightning import Fabric
+from transformers import AutoModelForSequenceClassification
+
+from fabric_ladder import Run, UserError, build_dataloaders, evaluate, train
+from fabric_ladder.loop import accumulate_gradients
+from fabric_ladder.metrics import Meter
+
+CUTS = [{"micro_batch_size": 16}, {"micro_batch_size": 4}, {"micro_batch_size": 1}, {"micro_batch_tokens": 64},
+        {"micro_batch_size": 3, "pad_to_multiple_of": 8}]  # fmt: skip
+
+
+def loss_in_its_own_dtype(logits, labels, **_):
+    """The library's loss for causal language models rounds the logits to 32-bit first."""
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def gradients(tmp_path, dtype, kind, samples, values):
+    """Gradients of the first effective batch, and its mean loss."""
+    fabric = Fabric(accelerator="cpu", devices=1)  # with 64-true it would round the loss to 32-bit
+    datasets = token_datasets(train=samples, per_token=kind.endswith("-lm"))
+    loader, _, _ = build_dataloaders(fabric, datasets, settings_for(tmp_path, **values))
+    model = tiny_model(kind).to(dtype)
+    if dtype == torch.float64 and kind == "gpt2-lm":
+        model.loss_function = loss_in_its_own_dtype
+    model = fabric.setup(model)
+    model.train()
+    meter = Meter(fabric)
+    accumulate_gradients(fabric, model, next(iter(loader)).micro_batches, meter)
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None], meter.collect().loss
+
+
+KINDS = [(torch.float32, 1e-5, kind) for kind in ("bloom", "bert", "llama", "llama-lm", "gpt2-lm")]
+# BLOOM's softmax and Llama's norms are computed in 32-bit whatever the precision, so these prove nothing in 64-bit
+KINDS += [(torch.float64, 1e-12, kind) for kind in ("bert", "gpt2-lm")]
+
+
+@pytest.mark.parametrize("samples", [16, 5], ids=["whole", "tail of 5"])
+@pytest.mark.parametrize(("dtype", "tolerance", "kind"), KINDS)
+def test_the_cut_changes_no_gradient(tmp_path, dtype, tolerance, kind, samples):
+    expected, loss = gradients(tmp_path, dtype, kind, samples, CUTS[0])
+    assert sum(gradient.abs().sum() for gradient in expected) > 0
+    # a bias in front of a softmax has a gradient of zero, which no relative error can measure
+    kept = [index for index, gradient in enumerate(expected) if gradient.norm() > 1e-6]
+    for values in CUTS[1:]:
+        got, its_loss = gradients(tmp_path, dtype, kind, samples, values)
+        assert relative_error([expected[i] for i in kept], [got[i] for i in kept]) < tolerance, values
+        assert its_loss == pytest.approx(loss, rel=tolerance)
+
+
+def run_training(tmp_path, model=None, datasets=None, precision="32-true", scheduler=None, prepare=None, **values):
+    """Train in this process; return the run and the trained model."""
+    fabric = Fabric(accelerator="cpu", devices=1, precision=precision)
+    fabric.launch()
+    settings = settings_for(tmp_path, precision=precision, **values)
+    run = Run(fabric, settings)
+    datasets = datasets or token_datasets()
+    loaders = build_dataloaders(fabric, datasets, settings)
+    model = model or tiny_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    if prepare:
+        prepare(model, optimizer)
+    model, optimizer = fabric.setup(model, optimizer)
+    schedule = scheduler(optimizer, len(loaders[0]) * settings.epochs) if scheduler else None
+    train(run, model, optimizer, *loaders[:2], scheduler=schedule)
+    evaluate(run, model, loaders[2])
+    return run, model
+
+
+def printed(run, column):
+    """A column of a run's metrics.csv, in full precision, of the rows that have a loss."""
+    with open(run.folder / "metrics.csv", newline="") as file:
+        return [float(row[column]) for row in csv.DictReader(file) if row["loss"]]
+
+
+def losses(run):
+    return printed(run, "loss")
+
+
+def test_optimizer_steps_and_schedule_are_counted_in_effective_batches(tmp_path):
+    steps, rates = [], []
+
+    def scheduler(optimizer, total):
+        steps.append(total)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=total)
+        optimizer.register_step_post_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
+        return schedule
+
+    run, _ = run_training(tmp_path, scheduler=scheduler, micro_batch_size=1, epochs=3)
+    assert steps == [3 * math.ceil(40 / 16)] == [len(rates)]
+    assert rates[0] == 1e-2
+    assert rates == sorted(rates, reverse=True)
+    assert printed(run, "learning_rate")[-1] == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_repeated_run_prints_bitwise_the_same_losses(tmp_path, dropout):
+    one, other = (run_training(tmp_path, tiny_model("bert", dropout), micro_batch_size=2)[0] for _ in range(2))
+    assert one.folder != other.folder
+    assert losses(one) == losses(other)
+    results = [json.loads((run.folder / "run.json").read_text())["results"] for run in (one, other)]
+    assert results[0]["test_loss"] == results[1]["test_loss"]
+
+
+@pytest.mark.parametrize("values", CUTS[1:])
+def test_micro_batches_change_no_printed_loss(tmp_path, values):
+    expected = losses(run_training(tmp_path, epochs=2)[0])
+    assert losses(run_training(tmp_path, epochs=2, **values)[0]) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(("precision", "distance"), [("bf16-mixed", 0.01), ("bf16-true", 0.05)])
+def test_low_precision_stays_near_32_bit(tmp_path, precision, distance):
+    """Distance: of each printed loss of six steps from the 32-bit run's, relative."""
+    expected = losses(run_training(tmp_path, epochs=2)[0])
+    run, model = run_training(tmp_path, epochs=2, precision=precision)
+    got = losses(run)
+    assert got == pytest.approx(expected, rel=distance)
+    assert got != expected, "the precision had no effect"
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+
+
+def test_printed_losses_are_undivided_means_per_item(tmp_path):
+    """The first step's printed loss is that of the untrained model on the same 16 samples, whatever the micro-batch."""
+    datasets = token_datasets()
+    fabric = Fabric(accelerator="cpu", devices=1)
+    loader, _, _ = build_dataloaders(fabric, datasets, settings_for(tmp_path))
+    (micro_batch,) = next(iter(loader)).micro_batches
+    with torch.no_grad():
+        expected = tiny_model()(**micro_batch.inputs).loss.item()
+    run, _ = run_training(tmp_path, datasets=datasets, micro_batch_size=1)
+    assert losses(run)[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_mean_since_the_last_line_weighs_every_sample_alike(tmp_path):
+    each = losses(run_training(tmp_path)[0])
+    run, _ = run_training(tmp_path, log_every=10_000)
+    assert losses(run) == [pytest.approx((16 * each[0] + 16 * each[1] + 8 * each[2]) / 40, rel=1e-6)]
+
+
+def test_the_inner_module_follows_every_switch(tmp_path):
+    """`from_pretrained` leaves the inner module in eval mode under a wrapper that says it is in train mode."""
+    tiny_model("bert", dropout=0.1).save_pretrained(tmp_path / "saved")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
+    assert not model.training
+    modes = []
+    model.bert.encoder.layer[0].register_forward_hook(lambda module, *_: modes.append(module.training))
+    run_training(tmp_path, model, epochs=2)
+    training, evaluating = [True] * 3, [False]
+    assert modes == training + evaluating + training + evaluating + evaluating
+
+
+def test_clipping_bounds_the_whole_effective_batch(tmp_path):
+    norms = []
+
+    def watch(model, optimizer):
+        def record(*_):
+            norms.append(torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters()])).item())
+
+        optimizer.register_step_pre_hook(record)
+
+    run_training(tmp_path, prepare=watch, micro_batch_size=2)
+    assert max(norms) > 1e-3
+    norms.clear()
+    run_training(tmp_path, prepare=watch, micro_batch_size=2, max_grad_norm=1e-3)
+    assert norms == pytest.approx([1e-3] * 3, rel=1e-3)
+
+
+def test_a_nan_loss_stops_the_run_and_names_step_and_samples(tmp_path):
+    def poison(model, optimizer):
+        optimizer.register_step_post_hook(lambda *_: model.score.weight.data.fill_(float("nan")))
+
+    with pytest.raises(UserError, match=r"loss is nan at epoch 1, batch 2 \(training samples \d+(, \d+){15}\)"):
+        run_training(tmp_path, prepare=poison, micro_batch_size=4, log_every=48)
+
+
+def test_evaluation_counts_each_sample_once_for_every_batch_size(tmp_path):
+    seen = set()
+    for tokens in (1, 64, 100_000):
+        run, _ = run_training(tmp_path, eval_batch_tokens=tokens)
+        results = json.loads((run.folder / "run.json").read_text())["results"]
+        seen.add((results["test_samples"], results["test_accuracy"]))
+    assert [samples for samples, _ in seen] == [13], "an odd number, with one accuracy"
+
+
+def test_training_learns(tmp_path):
+    """A model that sees the label among its tokens must find it."""
+    datasets = token_datasets(train=320)
+    for name, split in datasets.splits.items():
+        datasets.splits[name] = split.map(lambda row: {"labels": int(row["input_ids"][-1] > 32)})
+    run, _ = run_training(tmp_path, datasets=datasets, epochs=4, micro_batch_size=4)
+    results = json.loads((run.folder / "run.json").read_text())["results"]
+    assert results["epochs"][-1]["train_accuracy"] > 0.9
+    assert results["test_accuracy"] > 0.75
