@@ -445,9 +445,8 @@ def _text_and_label(table: hf.Dataset, where: str, settings: DataSettings) -> hf
     """Check the two columns that are used and name them `text` and `label`."""
     for name in (settings.text_column, settings.label_column):
         if name not in table.column_names:
-            raise DatasetError(
-                f"{where} has no column {name!r}, only {', '.join(table.column_names)}: set --text_column or --label_column"
-            )
+            found = ", ".join(table.column_names)
+            raise DatasetError(f"{where} has no column {name!r}, only {found}: set --text_column or --label_column")
     table = table.select_columns([settings.text_column, settings.label_column])
     table = table.rename_columns({settings.text_column: "text", settings.label_column: "label"})
     text, label = (table.data.column(name) for name in ("text", "label"))
@@ -566,8 +565,8 @@ P_OPENING, P_ADVICE = 0.4, 0.3
 LABEL_NOISE = 0.03  # how often the label is the wrong one
 
 ADJECTIVES = (  # negative, positive
-    "bad awful dull boring clumsy forgettable tedious weak lifeless dreadful silly predictable terrible tiresome".split(),
-    "good great superb brilliant charming clever moving memorable gripping wonderful delightful strong fresh witty".split(),
+    "bad awful dull boring clumsy forgettable tedious weak lifeless dreadful silly predictable terrible tiresome",
+    "good great superb brilliant charming clever moving memorable gripping wonderful delightful strong fresh witty",
 )
 WORDS = {
     "film": "film|movie|picture",
@@ -588,7 +587,7 @@ WORDS = {
     "number": "two|three|four|five|six|seven|eight|nine|ten|twelve|twenty",
 }
 FILLERS = (
-    "I saw it {when}.|The story is about a {who} who {event} in {place}.|It runs for about {number} quarters of an hour.|"
+    "I saw it {when}.|The story is about a {who} who {event} in {place}.|It runs for {number} quarters of an hour.|"
     "A {who} from {place} {event}, and a {who} gets involved.|Most of it was shot in {place} over {number} weeks.|"
     "The director has made {number} other films, one of them set in {place}.|My neighbour, a {who}, told me about it.|"
     "Then, {number} years later, the {who} {event}.|There is a book behind it, which I read {when}.|"
@@ -650,7 +649,7 @@ def _sentence(rng: random.Random, templates: str, opinion: int) -> str:
         if name not in ("a", "an", "b"):
             return rng.choice(WORDS[name].split("|"))
         negated = rng.random() < P_NEGATED
-        adjective = rng.choice(ADJECTIVES[opinion ^ (name == "b") ^ negated])
+        adjective = rng.choice(ADJECTIVES[opinion ^ (name == "b") ^ negated].split())
         start = rng.choice(WORDS["not_a" if name == "an" else "not"].split("|")) if negated else ""
         adjective = adjective if negated else rng.choice(WORDS["very"].split("|")) + adjective
         if name == "an":

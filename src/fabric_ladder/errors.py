@@ -47,21 +47,21 @@ def _less_memory(settings) -> str:
 def show_errors(settings=None) -> None:
     """From now on, print mendable errors as one line on stderr; in a script, end with exit status 2."""
 
-    def say(error: BaseException) -> bool:
+    def say(error: BaseException, stream) -> bool:
         line = explain(error, settings)
         if line is not None:
             rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
             start = "error:" if rank == "0" else f"error on rank {rank}:"
-            print(start, " ".join(line.split()), file=sys.stderr, flush=True)
+            print(start, " ".join(line.split()), file=stream, flush=True)
         return line is not None
 
     def in_script(kind, error, trace):
-        if say(error):
+        if say(error, sys.__stderr__):  # torch.distributed's own hook holds sys.stderr back until this one returns
             raise SystemExit(2)  # raised inside the hook, it sets the exit status
         sys.__excepthook__(kind, error, trace)
 
     def in_notebook(shell, kind, error, trace, tb_offset=None):
-        if not say(error):
+        if not say(error, sys.stderr):
             shell.showtraceback((kind, error, trace), tb_offset)
 
     if shell := notebook_shell():

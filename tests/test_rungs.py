@@ -1,0 +1,161 @@
+"""Every rung as a user runs it: a real process on the quickstart, cut short."""
+
+import difflib
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+from helpers import MODELS, ROOT, RUNGS, SMALL, SRC, finished, run_script
+
+NAMES = [path.stem for path in RUNGS]
+NUMBER = r"\d+(\.\d+)?"
+LINES = [
+    r"No --config and no CUDA GPU: this is the quickstart .*--help",
+    rf"Python {NUMBER}\.\d+ · torch .* · lightning .* · transformers .*",
+    r"{name} · synthetic · bloom-quickstart\.json · seed 123 · batch \d+ = \d+ x 1 · {precision} · cpu: .*",
+    r"Torch CUDA available\? False",
+    r"Parameters: 0\.2 M, 0\.2 M trainable, torch\.(float32|bfloat16)",
+    r"(Epoch: 0001/0001 \| Batch \d{{4}}/\d{{4}} \| Samples \d{{5}}/00096 \| Loss: \d+\.\d{{4}}\n){{6}}",
+    r"Epoch: 0001/0001 \| Train acc\.: \d+\.\d\d% \| Val acc\.: \d+\.\d\d%",
+    r"Time elapsed \d+\.\d\d min",
+    r"(Compile time \d+\.\d\d min of it, \d+ graphs\n)?Throughput \d+\.\d samples/s, \d+ tokens/s, padding \d+\.\d%",
+    r"Memory used: \d+\.\d\d GB",
+    r"Test accuracy \d+\.\d\d%",
+]
+PRECISION = {"4_mixed_precision": "bf16-mixed", "5_low_precision": "bf16-true"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Each rung's finished process and its working folder, run once."""
+    done = {}
+
+    def run(name):
+        if name not in done:
+            cwd = tmp_path_factory.mktemp(name)
+            done[name] = run_script(SRC / f"{name}.py", *SMALL, cwd=cwd, timeout=600), cwd
+        return done[name]
+
+    return run
+
+
+def test_the_list_of_rungs_is_whole():
+    """The tests below walk NAMES: it must be every file that the ladder's glob finds, and the README's table."""
+    assert (
+        sorted((path.stem for path in SRC.iterdir() if path.name[0].isdigit()), key=lambda n: int(n.split("_")[0]))
+        == NAMES
+    )
+    assert len(NAMES) >= 5
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| \[(\d+_\w+)\]\(src/\1\.py\)", readme, re.MULTILINE) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rung_prints_the_documented_lines(runs, name):
+    process, _ = runs(name)
+    pattern = "\n".join(LINES).format(name=name, precision=PRECISION.get(name, "32-true")) + "\n"
+    pattern = pattern.replace(r"\.\d{4}\n){6}" + "\n", r"\.\d{4}\n){6}")
+    assert re.fullmatch(pattern, finished(process)), process.stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_leaves_its_log_its_figures_and_its_settings(runs, name):
+    process, cwd = runs(name)
+    folder = cwd / "runs" / name / "1"
+    assert (folder / "log.txt").read_text(encoding="utf-8") == finished(process)
+    record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    assert record["status"] == "finished"
+    assert record["settings"]["name"] == name
+    results = record["results"]
+    assert f"Test accuracy {results['test_accuracy'] * 100:.2f}%" in process.stdout
+    assert f"Memory used: {results['peak_memory_bytes'] / 1e9:.2f} GB" in process.stdout
+    assert results["test_samples"] == 33
+    assert ("compile_seconds" in results) == (name == "3_torch_compile")
+    assert sorted(path.name for path in folder.iterdir()) == ["log.txt", "metrics.csv", "run.json"]
+
+
+def test_the_same_seed_sees_the_same_samples_in_every_rung(runs):
+    """Losses of the first effective batch of 16: equal in exact rungs, near in the low-precision ones."""
+    first = {}
+    for name in NAMES:
+        finished(runs(name)[0])
+        first[name] = float(re.search(r"Loss: ([\d.]+)", runs(name)[0].stdout)[1])
+        prints = json.loads((runs(name)[1] / "runs" / name / "1" / "run.json").read_text())["data"]
+        assert prints == json.loads((runs("2_grad_accum")[1] / "runs/2_grad_accum/1/run.json").read_text())["data"]
+    assert first["3_torch_compile"] == pytest.approx(first["2_grad_accum"], abs=1e-4)
+    assert first["4_mixed_precision"] == pytest.approx(first["2_grad_accum"], rel=0.02)
+    assert first["5_low_precision"] == pytest.approx(first["2_grad_accum"], rel=0.02)
+
+
+def test_compiled_and_eager_agree_and_lengths_share_their_graphs(runs):
+    def losses(name):
+        return [float(loss) for loss in re.findall(r"Loss: ([\d.]+)", finished(runs(name)[0]))]
+
+    assert losses("3_torch_compile") == pytest.approx(losses("2_grad_accum"), abs=2e-4)
+    results = json.loads((runs("3_torch_compile")[1] / "runs/3_torch_compile/1/run.json").read_text())["results"]
+    assert results["compiled_graphs"] <= 4, "one graph forward, one backward, one or two for evaluation"
+    assert 0 < results["compile_seconds"] < results["elapsed_seconds"]
+
+
+def code_lines(path):
+    """Lines without the docstring and blank ones."""
+    return [line for line in path.read_text().split('"""', 2)[2].splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("path", RUNGS, ids=NAMES)
+def test_a_rung_is_short_and_near_the_one_it_builds_on(path):
+    source = path.read_text()
+    assert len(source.splitlines()) <= 70
+    parent = re.search(r"Builds on (\d\w*\.py)", source)
+    if path == RUNGS[0]:
+        assert parent is None
+        return
+    difference = list(difflib.unified_diff(code_lines(SRC / parent[1]), code_lines(path), n=0, lineterm=""))[2:]
+    changed = [line for line in difference if line[0] in "+-"]
+    assert 0 < len(changed) <= 12
+    assert any("# NEW" in line for line in changed if line[0] == "+")
+
+
+def test_compile_comes_before_setup():
+    """Fabric compiles again what it wrapped; compiling after `setup` would compile its hooks too."""
+    source = (SRC / "3_torch_compile.py").read_text()
+    assert source.index("torch.compile(") < source.index("fabric.setup(")
+
+
+@pytest.mark.parametrize("config", ["llama-tiny", "qwen3-tiny"])
+def test_other_architectures_train(tmp_path, config):
+    arguments = [*SMALL, "--model", MODELS / f"{config}.json", "--micro_batch_size", 4]
+    stdout = finished(run_script(SRC / "2_grad_accum.py", *arguments, cwd=tmp_path))
+    assert f"{config}.json · seed 123 · batch 16 = 4 x 4" in stdout
+    assert "Test accuracy" in stdout
+
+
+def test_two_runs_get_two_folders_and_a_second_start_tokenises_nothing(tmp_path, cache):
+    before = set(cache.rglob("*"))
+    for _ in range(2):
+        finished(run_script(SRC / "1_batch_size_1.py", *SMALL, "--train_samples", 24, cwd=tmp_path))
+        if before != set(cache.rglob("*")):
+            before, made = set(cache.rglob("*")), before
+            assert made != before
+    assert before == set(cache.rglob("*"))
+    assert sorted(path.name for path in (tmp_path / "runs" / "1_batch_size_1").iterdir()) == ["1", "2"]
+
+
+def test_the_quickstart_touches_no_network(tmp_path):
+    """In a network namespace without any interface."""
+    unshare = shutil.which("unshare")
+    if not unshare or subprocess.run([unshare, "-n", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to make a network namespace (unshare -n)")
+    import sys
+
+    command = [unshare, "-n", sys.executable, str(SRC / "2_grad_accum.py"), *SMALL]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert "Test accuracy" in finished(process)
+
+
+def test_help_names_every_setting(tmp_path):
+    stdout = finished(run_script(SRC / "4_mixed_precision.py", "--help", cwd=tmp_path))
+    assert "--micro_batch_tokens" in stdout
+    assert "16-bit activations" in stdout
