@@ -23,10 +23,12 @@ import datasets as hf
 import numpy as np
 import pandas as pd
 import pooch
+import pyarrow as pa
 import pyarrow.compute as pc
 import requests
 from filelock import FileLock
 from huggingface_hub.constants import ENDPOINT
+from safetensors import SafetensorError
 from torch.utils.data import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -34,6 +36,7 @@ IMDB_ARCHIVE = "aclImdb_v1.tar.gz"
 IMDB_URL = f"https://ai.stanford.edu/~amaas/data/sentiment/{IMDB_ARCHIVE}"
 IMDB_MD5 = "7c2ac02c03563afcf9b574c7e56c153a"
 IMDB_REVIEWS = 50_000
+TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model")
 FILE_FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 SPLITS = ("train", "validation", "test")
 SYNTHETIC_SIZES = (4000, 500, 1000)
@@ -122,14 +125,16 @@ def download_dataset(data_dir: str | Path | None = None) -> Path:
             if (place / name).exists():
                 return place / name
     fetch = f"save {IMDB_URL} as {folder / IMDB_ARCHIVE}"
+    pooch.get_logger().setLevel("WARNING")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         path = pooch.retrieve(
             IMDB_URL, known_hash=f"md5:{IMDB_MD5}", fname=IMDB_ARCHIVE, path=folder, progressbar=sys.stderr.isatty()
         )
     except requests.RequestException as error:
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
         raise DatasetError(
-            f"IMDb is neither in {folder.resolve()} nor can it be downloaded ({_brief(error)}): {fetch}, or set "
+            f"IMDb is neither in {folder.resolve()} nor can it be downloaded ({type(error).__name__}): {fetch}, or set "
             "FABRIC_LADDER_DATA to a folder that holds it, or try --dataset synthetic, which needs no network"
         ) from error
     except OSError as error:
@@ -247,6 +252,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         DatasetError: The name is neither a folder nor reachable, or the tokenizer has no fast version.
     """
     with reachable(name, "tokenizer") as options:
+        if Path(name).is_dir() and not any(found for kind in TOKENIZER_FILES for found in Path(name).glob(kind)):
+            raise OSError("no tokenizer.json and no vocabulary")  # for some models the library would make one up
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
     if not tokenizer.is_fast:
         raise DatasetError(f"the tokenizer of {name} has no fast version: choose another --tokenizer")
@@ -265,7 +272,7 @@ def reachable(name: str, what: str):
     offline = not is_folder and not _hub_answers()
     try:
         yield {"local_files_only": offline or is_folder}
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         if isinstance(error, DatasetError):
             raise
         if is_folder:
@@ -291,13 +298,14 @@ def _hub_answers() -> bool:
 def _find_source(settings: DataSettings) -> list:
     """Return what identifies the texts: their kind and their files (path, size and time of change)."""
     name = settings.dataset
-    own_files = [file for file in (settings.validation_file, settings.test_file) if file]
+    path = None if name in ("imdb", "synthetic") else _find_file(name, settings.data_dir)
+    if (settings.validation_file or settings.test_file) and (path is None or path.is_dir()):
+        raise DatasetError(f"--validation_file and --test_file go with a --dataset that is a file, not with {name}")
     if name == "synthetic":
         return [name]
     if name == "imdb":
         source = download_dataset(settings.data_dir)
         return [name, _stamp(source)] if source.is_file() else [name, _stamp(source), _stamp(source / "train")]
-    path = _find_file(name, settings.data_dir)
     if path is None and Path(name).suffix.lower() not in FILE_FORMATS and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         return ["hub", name]
     if path is None:
@@ -311,9 +319,6 @@ def _find_source(settings: DataSettings) -> list:
                 files[split] = [_find_file(file, settings.data_dir)]
                 if files[split] == [None]:
                     raise DatasetError(f"there is no {split} file {file} here or in {settings.data_dir}")
-        own_files = []
-    if own_files:
-        raise DatasetError(f"--validation_file and --test_file go with a --dataset that is a file, not with {name}")
     return ["files", {split: [_stamp(file) for file in some] for split, some in files.items()}]
 
 
@@ -386,12 +391,10 @@ def _read_splits(settings: DataSettings, source: list, scratch: Path) -> tuple[d
     if kind == "synthetic":
         wanted = (settings.train_samples, settings.validation_samples, settings.test_samples)
         sizes = [max(own, some or 0) for own, some in zip(SYNTHETIC_SIZES, wanted, strict=True)]
-        texts, labels = synthetic_reviews(sum(sizes), settings.split_seed)
-        ends = np.cumsum((0, *sizes))
-        splits = {
-            split: hf.Dataset.from_dict({"text": texts[start:end], "label": labels[start:end]})
-            for split, start, end in zip(SPLITS, ends[:-1], ends[1:], strict=True)
-        }
+        splits = {}
+        for number, (split, size) in enumerate(zip(SPLITS, sizes, strict=True)):
+            texts, labels = synthetic_reviews(size, 3 * settings.split_seed + number)
+            splits[split] = hf.Dataset.from_dict({"text": texts, "label": labels})
         return splits, ["negative", "positive"]
     if kind == "hub":
         if not _hub_answers():
@@ -411,6 +414,9 @@ def _read_splits(settings: DataSettings, source: list, scratch: Path) -> tuple[d
         splits = {}
         for split, stamps in rest[0].items():
             parts = [_text_and_label(_read_file(Path(path), scratch), path, settings) for path, _, _ in stamps]
+            kinds = {str(part.features["label"]) for part in parts}
+            if len(kinds) > 1:
+                raise DatasetError(f"the {split} files hold labels of unlike kinds: make all integers or all strings")
             splits[split] = hf.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
     return _number_labels(splits)
 
@@ -443,6 +449,8 @@ def _read_file(path: Path, scratch: Path) -> hf.Dataset:
 
 def _text_and_label(table: hf.Dataset, where: str, settings: DataSettings) -> hf.Dataset:
     """Check the two columns that are used and name them `text` and `label`."""
+    if settings.text_column == settings.label_column:
+        raise DatasetError(f"--text_column and --label_column name the same column, {settings.text_column!r}")
     for name in (settings.text_column, settings.label_column):
         if name not in table.column_names:
             found = ", ".join(table.column_names)
@@ -452,7 +460,7 @@ def _text_and_label(table: hf.Dataset, where: str, settings: DataSettings) -> hf
     text, label = (table.data.column(name) for name in ("text", "label"))
     if not str(text.type).endswith("string"):
         raise DatasetError(f"{where}: column {settings.text_column!r} holds {text.type}, not text")
-    if str(label.type).startswith(("double", "float", "list", "struct", "timestamp", "null")):
+    if not (pa.types.is_integer(label.type) or pa.types.is_boolean(label.type) or str(label.type).endswith("string")):
         raise DatasetError(f"{where}: column {settings.label_column!r} holds {label.type}, not integers or strings")
     _refuse_rows(pc.fill_null(pc.equal(pc.utf8_trim_whitespace(text), ""), True), f"{where}: empty text")
     empty = pc.is_null(label)
@@ -512,10 +520,13 @@ def _cut(splits: dict[str, hf.Dataset], settings: DataSettings) -> dict[str, hf.
 
 def _trained_vocabulary(model: str) -> int:
     """Entries of a tokenizer trained for this model: its embedding's rows, at most 32,768."""
+    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
     try:
-        return min(json.loads(Path(model).read_text(encoding="utf-8"))["vocab_size"], 32_768)
-    except (OSError, ValueError, KeyError) as error:
-        raise DatasetError(f"{model} is no model config with a vocab_size ({_brief(error)})") from error
+        return min(json.loads(path.read_text(encoding="utf-8"))["vocab_size"], 32_768)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DatasetError(
+            f"--tokenizer trained needs a config with vocab_size: {path} ({_brief(error)})"
+        ) from error
 
 
 def _train_tokenizer(texts: hf.Dataset, vocabulary: int) -> PreTrainedTokenizerFast:
@@ -535,13 +546,15 @@ def _train_tokenizer(texts: hf.Dataset, vocabulary: int) -> PreTrainedTokenizerF
 
 @contextmanager
 def _quiet():
-    """No progress bars of `datasets` where nobody watches them."""
-    shown = hf.is_progress_bar_enabled()
+    """No log of `datasets`, whose errors are said in one line, and no progress bars where nobody watches them."""
+    shown, level = hf.is_progress_bar_enabled(), hf.logging.get_verbosity()
+    hf.logging.set_verbosity(hf.logging.CRITICAL)
     if not sys.stderr.isatty():
         hf.disable_progress_bars()
     try:
         yield
     finally:
+        hf.logging.set_verbosity(level)
         if shown:
             hf.enable_progress_bars()
 
@@ -614,7 +627,7 @@ ADVICE = (  # negative, positive
 
 
 def synthetic_reviews(count: int, seed: int) -> tuple[list[str], list[int]]:
-    """Make English film reviews and their labels (0 negative, 1 positive).
+    """Make English film reviews and their labels (0 negative, 1 positive); more of a seed begin with the same.
 
     A review praises some aspects of a film and damns others, tells neutral things in between, and ends with a verdict
     on the film as a whole, which alone decides the label. The aspects only lean its way, the same words serve both, and
@@ -622,9 +635,12 @@ def synthetic_reviews(count: int, seed: int) -> tuple[list[str], list[int]]:
     reviews. The number of words is log-normal with the spread of IMDb's and a third of its median.
     """
     rng = random.Random(seed)
-    opinions = [rng.randrange(2) for _ in range(count)]
-    texts = [_review(rng, opinion) for opinion in opinions]
-    return texts, [opinion ^ (rng.random() < LABEL_NOISE) for opinion in opinions]
+    texts, labels = [], []
+    for _ in range(count):
+        opinion = rng.randrange(2)
+        texts.append(_review(rng, opinion))
+        labels.append(opinion ^ (rng.random() < LABEL_NOISE))
+    return texts, labels
 
 
 def _review(rng: random.Random, opinion: int) -> str:

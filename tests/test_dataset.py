@@ -376,7 +376,6 @@ def test_what_cannot_be_used_is_refused_in_one_line(tmp_path, load, name):
     assert [path for path in (tmp_path / "cache").glob("tokenised/*") if path.suffix != ".lock"] == []
 
 
-@pytest.mark.xfail(reason="a ValueError of datasets, with a traceback")
 def test_files_with_unlike_kinds_of_labels_are_refused(tmp_path, load):
     write(table(20), tmp_path / "folder" / "numbers.csv")
     write(table(20).replace({"label": {0: "bad", 1: "good"}}), tmp_path / "folder" / "words.csv")
@@ -384,7 +383,6 @@ def test_files_with_unlike_kinds_of_labels_are_refused(tmp_path, load):
         load("folder")
 
 
-@pytest.mark.xfail(reason="an ArrowNotImplementedError, with a traceback")
 def test_numbers_and_words_as_labels_of_one_file_are_refused_or_read(tmp_path, load):
     rows = [{"text": f"review {index}", "label": "none" if index == 9 else index % 2} for index in range(20)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -392,13 +390,11 @@ def test_numbers_and_words_as_labels_of_one_file_are_refused_or_read(tmp_path, l
         assert load(tmp_path / "a.jsonl").class_names == ["0", "1", "none"], "as from a CSV file"
 
 
-@pytest.mark.xfail(reason="a KeyError, with a traceback")
 def test_one_column_cannot_be_text_and_label(tmp_path, load):
     with pytest.raises(DatasetError, match="label_column"):
         load(write(table(), tmp_path / "texts.csv"), label_column="text")
 
 
-@pytest.mark.xfail(reason="the files are passed over in silence")
 @pytest.mark.parametrize("dataset", ["synthetic", "imdb"])
 def test_own_test_files_of_other_data_are_refused(archive, load, dataset):
     with pytest.raises(DatasetError, match="go with a --dataset that is a file"):
@@ -561,7 +557,6 @@ def test_the_spread_of_synthetic_lengths_is_imdbs(partitioned):
     assert np.log(made).std() == pytest.approx(np.log(real).std(), abs=0.08)
 
 
-@pytest.mark.xfail(reason="all splits are made anew when one of them is to be larger than usual")
 def test_more_synthetic_texts_of_one_split_leave_the_others_alone(load):
     sizes = {"train_samples": 50, "test_samples": 50}
     few, more = (load("synthetic", validation_samples=size, **sizes) for size in (500, 501))

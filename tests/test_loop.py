@@ -34,7 +34,7 @@ def gradients(tmp_path, dtype, kind, samples, values):
     model = fabric.setup(model)
     model.train()
     meter = Meter(fabric)
-    accumulate_gradients(fabric, model, next(iter(loader)).micro_batches, meter)
+    accumulate_gradients(fabric, model, next(iter(loader)).micro_batches, meter, ("first", []))
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None], meter.collect().loss
 
 

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from fabric_ladder.batching import MicroBatch
-from fabric_ladder.metrics import NO_STEP, Meter, Step, Totals
+from fabric_ladder.metrics import Meter, Step, Totals
 from fabric_ladder.reporting import Run
 
 
@@ -20,7 +20,7 @@ def accumulate_gradients(
     model: nn.Module,
     micro_batches: list[MicroBatch],
     meter: Meter,
-    step: Step = NO_STEP,
+    step: Step,
 ) -> None:
     """Add up the gradient of the mean loss per item of one effective batch.
 
@@ -75,25 +75,25 @@ def train(
                 epoch_totals += totals
                 run.log_loss(epoch, batch_number, seen, totals.loss, optimizer.param_groups[0]["lr"])
         start = perf_counter()
-        validation = _evaluate(fabric, model, val_loader)
+        validation = _evaluate(fabric, model, val_loader, f"the validation after epoch {epoch + 1}")
         run.log_epoch(epoch, epoch_totals.accuracy, validation, seconds=perf_counter() - start)
     run.log_training()
 
 
 def evaluate(run: Run, model: nn.Module, test_loader: DataLoader) -> Totals:
     """Print and return the totals of the test, and close the run."""
-    totals = _evaluate(run.fabric, model, test_loader)
+    totals = _evaluate(run.fabric, model, test_loader, "the test")
     run.log_test(totals)
     return totals
 
 
 @torch.no_grad()
-def _evaluate(fabric: Fabric, model: nn.Module, loader: Iterable[MicroBatch]) -> Totals:
-    """Count every sample of the loader's split once."""
+def _evaluate(fabric: Fabric, model: nn.Module, loader: Iterable[MicroBatch], name: str) -> Totals:
+    """Count every sample of the loader's split once; `name` is for the message if a loss is not finite."""
     model.eval()
     meter = Meter(fabric)
     for micro_batch in loader:
         inputs = fabric.to_device(micro_batch.inputs)
         outputs = model(**inputs)
-        meter.add(outputs.loss, outputs.logits, inputs["labels"], micro_batch.items)
+        meter.add(outputs.loss, outputs.logits, inputs["labels"], micro_batch.items, (name, []))
     return meter.collect()

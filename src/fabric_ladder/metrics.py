@@ -10,8 +10,7 @@ from torch import Tensor
 from fabric_ladder.batching import IGNORED
 from fabric_ladder.errors import UserError
 
-Step = tuple[str, list[int]]  # its name, and the row numbers of its samples
-NO_STEP: Step = ("", [])  # where no loss need be traced to its samples
+Step = tuple[str, list[int]]  # its name, and the row numbers of its training samples
 
 
 class Totals(NamedTuple):
@@ -45,7 +44,7 @@ class Meter:
     def _clear(self) -> None:
         self.losses, self.correct, self.items, self.steps = [], [], [], []
 
-    def add(self, loss: Tensor, logits: Tensor, labels: Tensor, items: int, step: Step = NO_STEP) -> None:
+    def add(self, loss: Tensor, logits: Tensor, labels: Tensor, items: int, step: Step) -> None:
         """Add a micro-batch.
 
         Args:
@@ -53,13 +52,13 @@ class Meter:
             logits: (samples, classes), or (samples, length, vocabulary) of a causal language model.
             labels: (samples,) or (samples, length).
             items: Items of the micro-batch; a filler (0) is left out.
-            step: Name and samples of the optimizer step, to be named if a loss is not finite.
+            step: To be named if a loss is not finite.
         """
         if items:
             self.losses.append(loss.detach())
             self.correct.append(count_correct(logits.detach(), labels))
             self.items.append(items)
-        self.steps += [step] * bool(items)
+            self.steps.append(step)
 
     def collect(self) -> Totals:
         """Return the totals over all ranks since the last call. All ranks must call it.
@@ -84,7 +83,7 @@ class Meter:
             value = losses[bad[0]].item()
             name, samples = self.steps[bad[0]]
             some = ", ".join(map(str, samples[:32])) + (", …" if len(samples) > 32 else "")
-            text = f"the loss is {value} at {name} (training samples {some})"
+            text = f"the loss is {value} at {name}" + (f" (training samples {some})" if samples else "")
         else:
             text = "the loss is not finite on another rank"
         raise UserError(f"{text}: the run stops; try a lower --learning_rate, --max_grad_norm 1 or another --precision")

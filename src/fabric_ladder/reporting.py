@@ -38,6 +38,8 @@ class Run:
 
     def __init__(self, fabric: Fabric, settings):
         self.fabric, self.settings = fabric, settings
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
         self.folder: Path | None = None
         self.record = {
             "format": 1,

@@ -42,6 +42,7 @@ class Settings(DataSettings):
         pad_to_multiple_of: Round the length of every micro-batch up to a multiple of so many tokens.
         max_grad_norm: Clip the gradient to this 2-norm.
         accelerator: `auto` takes the CUDA GPU when there is one.
+        threads: PyTorch's threads on the CPU. Default: as many as it finds cores.
         precision: Fabric's name of the precision.
         num_workers: Processes that make batches; 0 makes them in the training process.
         log_every: Samples between two printed losses.
@@ -59,6 +60,7 @@ class Settings(DataSettings):
     pad_to_multiple_of: int = 1
     max_grad_norm: float | None = None
     accelerator: Literal["auto", "cuda", "cpu"] = "auto"
+    threads: int | None = None
     precision: PRECISIONS = "32-true"
     num_workers: int = 0
     log_every: int = 4800
@@ -174,23 +176,23 @@ def _parse(parser: jsonargparse.ArgumentParser, args: list[str], where: str = ""
     """Check names and types; `where` starts the message of an error."""
     for arg in args:
         name = arg[2:].split("=")[0]
-        if arg.startswith("--") and name not in ("help", "config", *_names()):
+        if arg.startswith("--") and name not in ("help", "config" if not where else "", *_names()):
             raise UserError(where + _unknown(name))
     try:
         return parser.parse_args(args).as_dict()
     except jsonargparse.ArgumentError as error:
         text = " ".join(str(error).split())
-        if found := re.match(r'Parser key "(\w+)": Expected an? (.*)\. Got value: (.*)', text):
-            name, wanted, value = found.groups()
-            wanted = re.sub(r"typing\.Literal\[(.*)\]", r"one of \1", re.sub(r"<class '(\w+)'>", r"\1", wanted))
-            text = f"--{name} {value}: expected {wanted}"
+        kind = r"(?:<class '(\w+)'>|typing.Literal\[(.*?)\])"
+        if found := re.match(rf'Parser key "(\w+)":.*? Expected an? {kind}.*(?:Got|Given) value: (.*)', text):
+            name, plain, choices, value = found.groups()
+            text = f"--{name} {value}: expected {plain or f'one of {choices}'}"
         raise UserError(f"{where}{text} (see --help)") from error
 
 
 def _check(settings: Settings) -> None:
     """Refuse values that cannot work, and resolve `accelerator`."""
     at_least_1 = ("epochs", "batch_size", "micro_batch_size", "micro_batch_tokens", "eval_batch_tokens", "log_every")
-    at_least_1 += ("max_length", "pad_to_multiple_of", "train_samples", "validation_samples", "test_samples")
+    at_least_1 += ("max_length", "threads", "pad_to_multiple_of", "train_samples", "validation_samples", "test_samples")
     for name, least in [*((name, 1) for name in at_least_1), ("num_workers", 0), ("seed", 0), ("split_seed", 0)]:
         if (value := getattr(settings, name)) is not None and value < least:
             raise UserError(f"--{name} {value}: must be at least {least}")
