@@ -524,9 +524,7 @@ def _trained_vocabulary(model: str) -> int:
     try:
         return min(json.loads(path.read_text(encoding="utf-8"))["vocab_size"], 32_768)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DatasetError(
-            f"--tokenizer trained needs a config with vocab_size: {path} ({_brief(error)})"
-        ) from error
+        raise DatasetError(f"--tokenizer trained needs a config with vocab_size: {path} ({_brief(error)})") from error
 
 
 def _train_tokenizer(texts: hf.Dataset, vocabulary: int) -> PreTrainedTokenizerFast:
