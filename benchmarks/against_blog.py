@@ -200,7 +200,7 @@ def compare_reading(_: str, reviews: int, repeats: int, threads: int) -> dict:
     measured, extrapolated = float(blog[-1]) / seconds[f"ladder_{sizes[-1]}"], guess / seconds["ladder_50000"]
     which = f"measured on {sizes[-1]:,} reviews" if measured >= 50 else "EXTRAPOLATED to 50,000 reviews"
     return {
-        "conditions": {"blog_sizes": sizes, "ladder_reads": str(archive), "asserted_ratio_is": which},
+        "conditions": {"blog_sizes": sizes, "ladder_reads": archive.name, "asserted_ratio_is": which},
         "repeats": figures,
         "medians": middle,
         "growth": {
