@@ -354,8 +354,18 @@ REFUSED = {
     "no such validation file": ("a.csv", GOOD, {"validation_file": "b.csv"}, r"no validation file b\.csv"),
     "itself as a folder": ("b/test.csv", GOOD, {"dataset": "b"}, r"b holds no training file \(\.csv, "),
     "folder and file": ("b/a.csv", GOOD, {"dataset": "b", "test_file": "b/a.csv"}, r"go with a --dataset that is a"),
-    "no model config": ("a.json", "{}", {"dataset": "synthetic", "model": "{a}"}, r"trained needs a config with vocab_size"),
-    "no JSON config": ("a.json", "{", {"dataset": "synthetic", "model": "{a}"}, r"trained needs a config with vocab_size"),
+    "no model config": (
+        "a.json",
+        "{}",
+        {"dataset": "synthetic", "model": "{a}"},
+        r"needs a config with vocab_size",
+    ),
+    "no JSON config": (
+        "a.json",
+        "{",
+        {"dataset": "synthetic", "model": "{a}"},
+        r"needs a config with vocab_size",
+    ),
 }
 
 
