@@ -27,6 +27,11 @@ def explain(error: BaseException, settings=None) -> str | None:
         return f"out of memory ({str(error).splitlines()[0][:160]}). Next to try: {_less_memory(settings)}"
     if "No working C++ compiler found" in str(error):
         return "torch.compile needs a C++ compiler, and none was found: install g++, or run src/2_grad_accum.py"
+    if "C++ compile error" in str(error):
+        return (
+            f"torch {torch.__version__} compiled the model to C++ that is not valid, a fault of its own: "
+            "install another torch, or run src/2_grad_accum.py"
+        )
     return None
 
 
