@@ -2,12 +2,10 @@
 
 import json
 import os
-import platform
 import shlex
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 from time import strftime
 
@@ -18,12 +16,11 @@ import datasets as hf  # noqa: E402
 import torch  # noqa: E402
 
 import local_dataset_utilities as data  # noqa: E402
-from fabric_ladder.hardware import describe_hardware  # noqa: E402
+from fabric_ladder.hardware import describe_hardware, describe_versions  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 BLOG = ROOT / "benchmarks" / "blog_recipe.py"
 BASE = ["--config", str(ROOT / "configs" / "imdb_bloom_560m.yaml")]  # without it, a machine without a GPU does less
-PACKAGES = ("torch", "lightning", "torchmetrics", "transformers", "tokenizers", "datasets", "numpy", "pandas")
 
 
 class ChildError(RuntimeError):
@@ -98,12 +95,11 @@ def environment(device: torch.device) -> dict:
     """Return what a result depends on beside the code: command, date, versions and hardware."""
     script = Path(sys.argv[0]).resolve()
     name = str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else str(script)
-    versions = {"Python": platform.python_version()} | {package: version(package) for package in PACKAGES}
     return {
         "command": shlex.join(["python", name, *sys.argv[1:]]),
         "date": strftime("%Y-%m-%dT%H:%M:%S%z"),
         "commit": _commit(),
-        "versions": versions | {"torch": torch.__version__},
+        "versions": describe_versions("torchmetrics"),
         "hardware": describe_hardware(device),
     }
 

@@ -7,10 +7,7 @@ import torch
 
 from local_dataset_utilities import DatasetError
 
-NEXT_RUNG = {
-    "1": "src/4_mixed_precision.py, which keeps fewer bytes of every activation",
-    "2": "src/4_mixed_precision.py, which keeps fewer bytes of every activation",
-    "3": "src/4_mixed_precision.py, which keeps fewer bytes of every activation",
+NEXT_RUNG = dict.fromkeys("123", "src/4_mixed_precision.py, which keeps fewer bytes of every activation") | {
     "4": "src/5_low_precision.py, which halves weights, gradients and optimizer state",
 }
 

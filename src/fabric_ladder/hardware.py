@@ -1,13 +1,22 @@
-"""What the run stands on: the device's name, its peak memory, and the time that torch.compile takes."""
+"""What the run stands on: versions, the device's name, its peak memory, and the time that torch.compile takes."""
 
 import os
 import platform
+from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
 
 import psutil
 import torch
 from torch import nn
+
+PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "datasets", "numpy", "pandas")
+
+
+def describe_versions(*more: str) -> dict[str, str]:
+    """Return the versions of Python and of the packages that a result depends on, and of `more` packages."""
+    versions = {"Python": platform.python_version()} | {name: version(name) for name in (*PACKAGES, *more)}
+    return versions | {"torch": torch.__version__}  # this one tells CPU and CUDA builds apart
 
 
 def describe_hardware(device: torch.device) -> dict:

@@ -3,12 +3,10 @@
 import dataclasses
 import json
 import os
-import platform
 import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
-from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter, strftime
 
@@ -21,10 +19,8 @@ from tqdm import tqdm
 
 from fabric_ladder.batching import EffectiveBatch
 from fabric_ladder.errors import UserError
-from fabric_ladder.hardware import CompileClock, describe_hardware, peak_memory, reset_peak_memory
+from fabric_ladder.hardware import CompileClock, describe_hardware, describe_versions, peak_memory, reset_peak_memory
 from fabric_ladder.metrics import Totals
-
-PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "datasets", "numpy", "pandas")
 
 
 class Run:
@@ -47,12 +43,11 @@ class Run:
             "begun": strftime("%Y-%m-%dT%H:%M:%S%z"),
             "command": shlex.join([os.path.basename(sys.executable), *sys.argv]),
             "settings": {key: value for key, value in dataclasses.asdict(settings).items() if key != "notices"},
-            "versions": {"Python": platform.python_version()} | {name: version(name) for name in PACKAGES},
+            "versions": describe_versions(),
             "hardware": describe_hardware(fabric.device),
             "ranks": fabric.world_size,
             "results": {"epochs": []},
         }
-        self.record["versions"]["torch"] = torch.__version__
         self._unwritten: list[str] = []
         fabric.seed_everything(settings.seed, verbose=False)
         self._on_rank_zero(self._check_runs_dir)
@@ -151,9 +146,10 @@ class Run:
             "peak_memory_bytes": int(self.fabric.all_gather(memory).max().item()),
         }
         self.print(f"Time elapsed {elapsed / 60:.2f} min")
-        if clock := self._compile_clock.graphs:
-            figures |= {"compile_seconds": self._compile_clock.seconds, "compiled_graphs": clock}
-            self.print(f"Compile time {self._compile_clock.seconds / 60:.2f} min of it, {clock} graphs")
+        clock = self._compile_clock
+        if clock.graphs:
+            figures |= {"compile_seconds": clock.seconds, "compiled_graphs": clock.graphs}
+            self.print(f"Compile time {clock.seconds / 60:.2f} min of it, {clock.graphs} graphs")
         self.print(
             f"Throughput {figures['samples_per_second']:.1f} samples/s, {figures['tokens_per_second']:.0f} tokens/s, "
             f"padding {figures['padding'] * 100:.1f}%"
