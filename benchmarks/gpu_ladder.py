@@ -25,7 +25,8 @@ import common  # first of all: it makes the project importable without an instal
 import numpy as np
 import torch
 
-from fabric_ladder import mixed_precision, parse_settings
+from fabric_ladder import parse_settings
+from fabric_ladder.settings import mixed_precision
 from local_dataset_utilities import DataSettings, load_datasets
 
 OUT = common.RESULTS / "gpu_ladder.json"

@@ -3,17 +3,15 @@
 The first rung; the others build on it.
 """
 
-import torch
 from lightning import Fabric
 
-from fabric_ladder import Run, build_dataloaders, build_model, evaluate, parse_settings, train
+from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
 from local_dataset_utilities import load_datasets
 
 if __name__ == "__main__":
     settings = parse_settings(batch_size=1, micro_batch_size=1)
 
     fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
-    fabric.launch()
     run = Run(fabric, settings)
 
     ### 1 Loading the dataset
@@ -22,8 +20,8 @@ if __name__ == "__main__":
 
     ### 2 Initializing the model
     model = build_model(settings, datasets)
-    optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
-    model, optimizer = fabric.setup(model, optimizer)
+    model = fabric.setup(model)
+    optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
 
     ### 3 Finetuning
     train(run, model, optimizer, train_loader, val_loader)

@@ -3,17 +3,19 @@
 Builds on 4_mixed_precision.py. An update below about a thousandth of its weight is rounded away (torchao#1124).
 """
 
-import torch
 from lightning import Fabric
 
-from fabric_ladder import Run, build_dataloaders, build_model, evaluate, parse_settings, train
+from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
 from local_dataset_utilities import load_datasets
 
 if __name__ == "__main__":
-    settings = parse_settings(batch_size=16, micro_batch_size=1, precision="bf16-true")  # NEW
+    settings = parse_settings(
+        batch_size=16,
+        micro_batch_size=1,
+        precision="bf16-true",  # NEW
+    )
 
     fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
-    fabric.launch()
     run = Run(fabric, settings)
 
     ### 1 Loading the dataset
@@ -22,8 +24,8 @@ if __name__ == "__main__":
 
     ### 2 Initializing the model
     model = build_model(settings, datasets)
-    optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
-    model, optimizer = fabric.setup(model, optimizer)
+    model = fabric.setup(model)
+    optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
 
     ### 3 Finetuning
     train(run, model, optimizer, train_loader, val_loader)

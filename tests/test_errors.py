@@ -13,10 +13,17 @@ from fabric_ladder.errors import explain
 @pytest.mark.parametrize(
     ("name", "values", "expected"),
     [
-        ("2_grad_accum", {"micro_batch_size": 8}, r"--micro_batch_size 4 .*; src/4_mixed.*; --max_length 512"),
+        (
+            "2_grad_accum",
+            {"micro_batch_size": 8},
+            r"--micro_batch_size 4 .*; src/4_mixed.*; --activ.*; --max_length 512",
+        ),
         ("3_torch_compile", {"micro_batch_size": 1}, r"Next to try: src/4_mixed_precision\.py"),
         ("4_mixed_precision", {"micro_batch_tokens": 4096}, r"--micro_batch_tokens 2048; src/5_low_precision\.py"),
-        ("5_low_precision", {"micro_batch_size": 1}, r"Next to try: --max_length 512"),
+        ("5_low_precision", {"micro_batch_size": 1}, r"Next to try: src/6_lean_optimizer\.py"),
+        ("7_grad_checkpointing", {"activation_checkpointing": True}, r"src/6_lean_optimizer\.py[^;]*; --max_length"),
+        ("9_ddp", {"task": "image-classification"}, r"src/10_fsdp\.py[^;]*; --activation_checkpointing true[^;]*$"),
+        ("12_deepspeed_zero", {}, r"--deepspeed zero3_offload"),
     ],
 )
 def test_out_of_memory_names_the_next_things_to_try(tmp_path, name, values, expected):

@@ -10,7 +10,7 @@ from helpers import relative_error, settings_for, tiny_model, token_datasets
 from lightning import Fabric
 from transformers import AutoModelForSequenceClassification
 
-from fabric_ladder import Run, UserError, build_dataloaders, evaluate, train
+from fabric_ladder import Run, UserError, build_dataloaders, build_optimizer, evaluate, train
 from fabric_ladder.loop import accumulate_gradients
 from fabric_ladder.metrics import Meter
 
@@ -56,21 +56,20 @@ def test_the_cut_changes_no_gradient(tmp_path, dtype, tolerance, kind, samples):
         assert its_loss == pytest.approx(loss, rel=tolerance)
 
 
-def run_training(tmp_path, model=None, datasets=None, precision="32-true", scheduler=None, prepare=None, **values):
+def run_training(tmp_path, model=None, datasets=None, precision="32-true", prepare=None, **values):
     """Train in this process; return the run and the trained model."""
     fabric = Fabric(accelerator="cpu", devices=1, precision=precision)
     fabric.launch()
-    settings = settings_for(tmp_path, precision=precision, **values)
+    settings = settings_for(tmp_path, precision=precision, **({"learning_rate": 1e-2} | values))
     run = Run(fabric, settings)
     datasets = datasets or token_datasets()
     loaders = build_dataloaders(fabric, datasets, settings)
     model = model or tiny_model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    optimizer = build_optimizer(settings, model)
     if prepare:
         prepare(model, optimizer)
     model, optimizer = fabric.setup(model, optimizer)
-    schedule = scheduler(optimizer, len(loaders[0]) * settings.epochs) if scheduler else None
-    train(run, model, optimizer, *loaders[:2], scheduler=schedule)
+    train(run, model, optimizer, *loaders[:2])
     evaluate(run, model, loaders[2])
     return run, model
 
@@ -85,20 +84,55 @@ def losses(run):
     return printed(run, "loss")
 
 
-def test_optimizer_steps_and_schedule_are_counted_in_effective_batches(tmp_path):
-    steps, rates = [], []
+@pytest.mark.parametrize(("schedule", "warmup"), [("cosine", 0), ("cosine", 3), ("linear", 2), ("constant", 4)])
+def test_schedules_count_optimizer_steps_and_reach_their_end(tmp_path, schedule, warmup):
+    """Against the library's schedules; SGD's cosine ends at 0."""
+    rates, steps = [], 3 * math.ceil(40 / 16)
 
-    def scheduler(optimizer, total):
-        steps.append(total)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=total)
-        optimizer.register_step_post_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
-        return schedule
+    def prepare(_, optimizer):
+        optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
 
-    run, _ = run_training(tmp_path, scheduler=scheduler, micro_batch_size=1, epochs=3)
-    assert steps == [3 * math.ceil(40 / 16)] == [len(rates)]
-    assert rates[0] == 1e-2
-    assert rates == sorted(rates, reverse=True)
-    assert printed(run, "learning_rate")[-1] == pytest.approx(0, abs=1e-12)
+    run, _ = run_training(
+        tmp_path, prepare=prepare, micro_batch_size=1, epochs=3, optimizer="sgd", learning_rate=0.1,
+        schedule=schedule, warmup_steps=warmup,
+    )  # fmt: skip
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    expected = []
+    after = {
+        "cosine": lambda: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps - warmup),
+        "linear": lambda: torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0, steps - warmup),
+        "constant": lambda: torch.optim.lr_scheduler.ConstantLR(optimizer, 1),
+    }[schedule]()
+    for _ in range(steps - warmup + 1):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        after.step()
+    assert rates == pytest.approx([0.1 * (step + 1) / (warmup + 1) for step in range(warmup)] + expected[:-1])
+    assert len(rates) == steps
+    assert printed(run, "learning_rate")[-1] == pytest.approx(0.1 if schedule == "constant" else 0, abs=1e-12)
+
+
+def test_a_warm_up_longer_than_the_run_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"--warmup_steps 3: the run has only 3 optimizer steps"):
+        run_training(tmp_path, warmup_steps=3)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd", "adafactor"])
+def test_every_optimizer_learns(tmp_path, optimizer):
+    run, model = run_training(
+        tmp_path, epochs=8, optimizer=optimizer, learning_rate=0.3 if optimizer == "sgd" else 0.01
+    )
+    values = losses(run)
+    assert sum(values[-3:]) < sum(values[:3])
+    assert model.training is False
+
+
+def test_an_optimizer_of_other_parameters_is_a_bug(tmp_path):
+    def prepare(model, optimizer):
+        model.score.weight = torch.nn.Parameter(model.score.weight.detach().clone())
+
+    with pytest.raises(ValueError, match=r"make it after fabric\.setup\(model\)"):
+        run_training(tmp_path, prepare=prepare)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

@@ -5,8 +5,10 @@ import pytest
 from helpers import RUNGS, SMALL
 from nbclient import NotebookClient
 
+ON_CPU = [path for path in RUNGS if path.stem != "12_deepspeed_zero"]  # Fabric starts DeepSpeed on CUDA GPUs only
 
-@pytest.mark.parametrize("path", RUNGS, ids=[path.stem for path in RUNGS])
+
+@pytest.mark.parametrize("path", ON_CPU, ids=[path.stem for path in ON_CPU])
 def test_a_pasted_rung_runs(tmp_path, path):
     source = path.read_text(encoding="utf-8")
     small = source.replace("parse_settings(", f"parse_settings(args={list(SMALL)}, ")

@@ -12,9 +12,11 @@ import pytest
 from helpers import MODELS, ROOT, RUNGS, SMALL, SRC, finished, run_script
 
 NAMES = [path.stem for path in RUNGS]
+ON_CPU = [name for name in NAMES if name != "12_deepspeed_zero"]  # Fabric starts DeepSpeed on CUDA GPUs only
 NUMBER = r"\d+(\.\d+)?"
 LINES = [
     r"No --config and no CUDA GPU: this is the quickstart .*--help",
+    r"(One device: nothing to share it out to; .*\n)?",
     rf"Python {NUMBER}\.\d+ · torch .* · lightning .* · transformers .*",
     r"{name} · synthetic · bloom-quickstart\.json · seed 123 · batch \d+ = \d+ x 1 · {precision} · cpu: .*",
     r"Torch CUDA available\? False",
@@ -24,9 +26,14 @@ LINES = [
     r"Time elapsed \d+\.\d\d min",
     r"(Compile time \d+\.\d\d min of it, \d+ graphs\n)?Throughput \d+\.\d samples/s, \d+ tokens/s, padding \d+\.\d%",
     r"Memory used: \d+\.\d\d GB",
+    r"Host memory used: \d+\.\d\d GB, loading included",
     r"Test accuracy \d+\.\d\d%",
 ]
-PRECISION = {"4_mixed_precision": "bf16-mixed", "5_low_precision": "bf16-true"}
+PRECISION = dict.fromkeys(NAMES[:3], "32-true")
+PRECISION |= dict.fromkeys(["4_mixed_precision", "9_ddp", "10_fsdp", "11_fsdp_cpu_offload"], "bf16-mixed")
+PRECISION |= dict.fromkeys(
+    ["5_low_precision", "6_lean_optimizer", "7_grad_checkpointing", "8_init_on_device"], "bf16-true"
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,20 +56,21 @@ def test_the_list_of_rungs_is_whole():
         sorted((path.stem for path in SRC.iterdir() if path.name[0].isdigit()), key=lambda n: int(n.split("_")[0]))
         == NAMES
     )
-    assert len(NAMES) >= 5
+    assert len(NAMES) >= 12
+    assert set(ON_CPU) == PRECISION.keys()
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| \[(\d+_\w+)\]\(src/\1\.py\)", readme, re.MULTILINE) == NAMES
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ON_CPU)
 def test_a_rung_prints_the_documented_lines(runs, name):
     process, _ = runs(name)
-    pattern = "\n".join(LINES).format(name=name, precision=PRECISION.get(name, "32-true")) + "\n"
-    pattern = pattern.replace(r"\.\d{4}\n){6}" + "\n", r"\.\d{4}\n){6}")
+    pattern = "\n".join(LINES).format(name=name, precision=PRECISION[name]) + "\n"
+    pattern = pattern.replace(r"\n){6}" + "\n", r"\n){6}").replace(r"\n)?" + "\n", r"\n)?")
     assert re.fullmatch(pattern, finished(process)), process.stdout
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ON_CPU)
 def test_a_run_leaves_its_log_its_figures_and_its_settings(runs, name):
     process, cwd = runs(name)
     folder = cwd / "runs" / name / "1"
@@ -81,22 +89,30 @@ def test_a_run_leaves_its_log_its_figures_and_its_settings(runs, name):
 def test_the_same_seed_sees_the_same_samples_in_every_rung(runs):
     """Losses of the first effective batch of 16: equal in exact rungs, near in the low-precision ones."""
     first = {}
-    for name in NAMES:
+    for name in ON_CPU:
         finished(runs(name)[0])
         first[name] = float(re.search(r"Loss: ([\d.]+)", runs(name)[0].stdout)[1])
         prints = json.loads((runs(name)[1] / "runs" / name / "1" / "run.json").read_text())["data"]
         assert prints == json.loads((runs("2_grad_accum")[1] / "runs/2_grad_accum/1/run.json").read_text())["data"]
     assert first["3_torch_compile"] == pytest.approx(first["2_grad_accum"], abs=1e-4)
-    assert first["4_mixed_precision"] == pytest.approx(first["2_grad_accum"], rel=0.02)
-    assert first["5_low_precision"] == pytest.approx(first["2_grad_accum"], rel=0.02)
+    for name in ON_CPU[3:]:
+        assert first[name] == pytest.approx(first["2_grad_accum"], rel=0.02), name
+
+
+def losses(runs, name):
+    with open(runs(name)[1] / "runs" / name / "1" / "metrics.csv", newline="") as file:
+        return [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
+
+
+def test_what_changes_no_number_changes_no_bit(runs):
+    """Activations computed again and weights made in place; sharding on one device, parked on the CPU or not."""
+    assert losses(runs, "7_grad_checkpointing") == losses(runs, "5_low_precision")
+    assert losses(runs, "11_fsdp_cpu_offload") == losses(runs, "10_fsdp")
+    assert losses(runs, "9_ddp") == losses(runs, "4_mixed_precision")
 
 
 def test_compiled_and_eager_agree_and_lengths_share_their_graphs(runs):
-    def losses(name):
-        with open(runs(name)[1] / "runs" / name / "1" / "metrics.csv", newline="") as file:
-            return [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
-
-    assert losses("3_torch_compile") == pytest.approx(losses("2_grad_accum"), abs=1e-4)
+    assert losses(runs, "3_torch_compile") == pytest.approx(losses(runs, "2_grad_accum"), abs=1e-4)
     results = json.loads((runs("3_torch_compile")[1] / "runs/3_torch_compile/1/run.json").read_text())["results"]
     assert results["compiled_graphs"] <= 4, "one graph forward, one backward, one or two for evaluation"
     assert 0 < results["compile_seconds"] < results["elapsed_seconds"]
@@ -121,10 +137,25 @@ def test_a_rung_is_short_and_near_the_one_it_builds_on(path):
     assert any("# NEW" in line for line in changed if line[0] == "+")
 
 
-def test_compile_comes_before_setup():
-    """Fabric compiles again what it wrapped; compiling after `setup` would compile its hooks too."""
-    source = (SRC / "3_torch_compile.py").read_text()
-    assert source.index("torch.compile(") < source.index("fabric.setup(")
+def test_deepspeed_without_a_gpu_is_one_line(tmp_path):
+    process = run_script(SRC / "12_deepspeed_zero.py", *SMALL, cwd=tmp_path)
+    assert process.returncode == 2
+    assert process.stderr.splitlines()[-1].startswith("error: ")
+    assert "CUDA" in process.stderr
+    assert "src/10_fsdp.py" in process.stderr
+
+
+def test_weights_made_on_the_device_are_those_of_the_checkpoint(tmp_path):
+    """Pretrained weights: the same losses as rung 5's, bit by bit. Checkpoint: half precision, of another rung."""
+    small = [*SMALL, "--micro_batch_size", 4]
+    finished(run_script(SRC / "2_grad_accum.py", *small, "--save", "consolidated", cwd=tmp_path))
+    model = tmp_path / "runs" / "2_grad_accum" / "1" / "model"
+    found = {}
+    for name in ("5_low_precision", "8_init_on_device"):
+        finished(run_script(SRC / f"{name}.py", *small, "--from_scratch", "false", "--model", model, cwd=tmp_path))
+        with open(tmp_path / "runs" / name / "1" / "metrics.csv", newline="") as file:
+            found[name] = [row["loss"] for row in csv.DictReader(file) if row["loss"]]
+    assert found["5_low_precision"] == found["8_init_on_device"]
 
 
 @pytest.mark.parametrize("config", ["llama-tiny", "qwen3-tiny"])

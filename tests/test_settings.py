@@ -9,8 +9,8 @@ import torch
 import yaml
 from helpers import MODELS, ROOT
 
-from fabric_ladder import Settings, UserError, mixed_precision, parse_settings
-from fabric_ladder.settings import INTERNAL
+from fabric_ladder import Settings, UserError, parse_settings
+from fabric_ladder.settings import INTERNAL, mixed_precision
 
 BLOOM = ["--model", str(MODELS / "bloom-quickstart.json"), "--from_scratch", "true"]
 NAMES = [field.name for field in dataclasses.fields(Settings) if field.name not in INTERNAL]
@@ -30,6 +30,7 @@ def gpu(monkeypatch):
 
     def pretend(*capability):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla T4")
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: True)
@@ -157,7 +158,7 @@ def test_mixed_precision_follows_the_compute_capability(gpu, capability, precisi
     gpu(*capability)
     assert torch.cuda.is_bf16_supported(), "the trap: true of the emulation too"
     assert mixed_precision() == precision
-    assert parse_settings(BLOOM, precision=mixed_precision()).precision == precision
+    assert parse_settings(BLOOM, precision="mixed").precision == precision
 
 
 def test_mixed_precision_on_a_cpu_is_bfloat16():
@@ -208,10 +209,10 @@ def test_wrong_types_of_settings_without_a_value_are_told_alike(name, wanted):
 
 AT_LEAST_1 = ("epochs", "batch_size", "micro_batch_size", "micro_batch_tokens", "eval_batch_tokens", "log_every",
               "max_length", "threads", "pad_to_multiple_of", "train_samples", "validation_samples",
-              "test_samples")  # fmt: skip
-ABOVE_0 = ("learning_rate", "max_grad_norm")
+              "test_samples", "image_size", "resize_to", "devices", "num_nodes")  # fmt: skip
+ABOVE_0 = ("learning_rate", "sgd_learning_rate", "max_grad_norm")
 TOO_LOW = [(name, value) for name in AT_LEAST_1 for value in ("0", "-1")]
-TOO_LOW += [(name, "-1") for name in ("num_workers", "seed", "split_seed")]
+TOO_LOW += [(name, "-1") for name in ("num_workers", "seed", "split_seed", "warmup_steps")]
 TOO_LOW += [(name, value) for name in ABOVE_0 for value in ("0", "-1", ".nan", ".inf")]
 
 
@@ -226,7 +227,7 @@ def test_every_number_has_a_tested_bound():
     numbers = {
         item.name for item in dataclasses.fields(Settings) if item.type in (int, int | None, float, float | None)
     }
-    assert numbers == {name for name, _ in TOO_LOW}
+    assert numbers | {"devices"} == {name for name, _ in TOO_LOW}, "devices is a number or `auto`"
 
 
 @pytest.mark.parametrize(
@@ -259,3 +260,39 @@ def test_help_describes_every_setting(capsys, monkeypatch):
         description = re.sub(r"\(type: .*", "", " ".join(found[1].split()))
         assert len(description.split()) > 4, found[0]
     assert "default: 16)" in text, "the script's own default"
+
+
+def test_sgd_has_a_learning_rate_of_its_own_unless_the_command_line_gives_one(config):
+    file = config("learning_rate: 1e-3\nsgd_learning_rate: 0.5")
+    assert parse_settings([*file, *BLOOM], optimizer="sgd").learning_rate == 0.5
+    assert parse_settings([*file, *BLOOM, "--learning_rate", "0.2"], optimizer="sgd").learning_rate == 0.2
+    assert parse_settings([*file, *BLOOM, "--optimizer", "adam"], optimizer="sgd").learning_rate == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("args", "pattern"),
+    [(["--optimizer", "adam-8bit"], r"adam-8bit needs a CUDA GPU; use --optimizer adafactor"),
+     (["--precision", "16-true"], r"epsilon of --optimizer adam is 0 in float16"),
+     (["--devices", "2"], r"runs on one; for more: src/9_ddp\.py"),
+     (["--devices", "two"], r"--devices two: expected int"),
+     (["--offload", "true"], r"run src/11_fsdp_cpu_offload\.py"),
+     (["--deepspeed", "zero2"], r"run src/12_deepspeed_zero\.py"),
+     (["--image_size", "32", "--resize_to", "16"], r"--resize_to 16 is below --image_size 32"),
+     (["--task", "image-classification"], r"\(bloom\) has no form for --task image-classification")],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused_before_any_work(args, pattern):
+    assert re.search(pattern, refusal(*args))
+
+
+def test_eight_bit_adam_without_its_library_says_how_to_install_it(gpu, monkeypatch):
+    gpu(8, 0)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install bitsandbytes==" in refusal("--optimizer", "adam-8bit")
+
+
+def test_more_gpus_than_there_are(gpu, monkeypatch):
+    gpu(8, 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert parse_settings(BLOOM, devices="auto", batch_size=16).devices == 2
+    message = refusal("--devices", "4", devices="auto", batch_size=16)
+    assert message == "--devices 4: there are only 2 CUDA GPUs here"

@@ -4,8 +4,9 @@ from fabric_ladder.batching import build_dataloaders
 from fabric_ladder.errors import UserError
 from fabric_ladder.loop import evaluate, train
 from fabric_ladder.models import build_model
+from fabric_ladder.optimizers import build_optimizer
 from fabric_ladder.reporting import Run
-from fabric_ladder.settings import Settings, mixed_precision, parse_settings
+from fabric_ladder.settings import Settings, parse_settings
 
 __all__ = [
     "Run",
@@ -13,8 +14,8 @@ __all__ = [
     "UserError",
     "build_dataloaders",
     "build_model",
+    "build_optimizer",
     "evaluate",
-    "mixed_precision",
     "parse_settings",
     "train",
 ]

@@ -5,10 +5,16 @@ import sys
 
 import torch
 
+from fabric_ladder.watch import lost_contact, running_watch
 from local_dataset_utilities import DatasetError
 
 NEXT_RUNG = dict.fromkeys("123", "src/4_mixed_precision.py, which keeps fewer bytes of every activation") | {
     "4": "src/5_low_precision.py, which halves weights, gradients and optimizer state",
+    **dict.fromkeys("578", "src/6_lean_optimizer.py, which keeps no optimizer state"),
+    "9": "src/10_fsdp.py, which shards weights, gradients and optimizer state",
+    **dict.fromkeys(("6", "10"), "src/11_fsdp_cpu_offload.py, which parks weights in the host's memory"),
+    "11": "--precision bf16-true --optimizer sgd, or more --devices",
+    "12": "--deepspeed zero3_offload, which parks weights in the host's memory",
 }
 
 
@@ -43,7 +49,11 @@ def _less_memory(settings) -> str:
         tries.append(f"--micro_batch_size {settings.micro_batch_size // 2} (the same effective batch in less memory)")
     if rung := NEXT_RUNG.get(settings.name.split("_")[0]):
         tries.append(rung)
-    return "; ".join([*tries, f"--max_length {max(1, settings.max_length // 2)}"])
+    if not settings.activation_checkpointing:
+        tries.append("--activation_checkpointing true, which computes activations again")
+    if settings.task == "text-classification":
+        tries.append(f"--max_length {max(1, settings.max_length // 2)}")
+    return "; ".join(tries)
 
 
 def show_errors(settings=None) -> None:
@@ -58,6 +68,10 @@ def show_errors(settings=None) -> None:
         return line is not None
 
     def in_script(kind, error, trace):
+        if watch := running_watch():
+            if lost_contact(error):
+                watch.join()  # it names the rank that is gone, and ends this process
+            watch.stop()
         if say(error, sys.__stderr__):  # torch.distributed's own hook holds sys.stderr back until this one returns
             raise SystemExit(2)  # raised inside the hook, it sets the exit status
         sys.__excepthook__(kind, error, trace)

@@ -5,13 +5,16 @@ from time import perf_counter
 
 import torch
 from lightning import Fabric
+from lightning.fabric.strategies import DeepSpeedStrategy
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from fabric_ladder.batching import MicroBatch
+from fabric_ladder.checkpoint import load, save
+from fabric_ladder.errors import UserError
 from fabric_ladder.metrics import Meter, Step, Totals
+from fabric_ladder.optimizers import set_learning_rate
 from fabric_ladder.reporting import Run
 
 
@@ -35,10 +38,7 @@ def accumulate_gradients(
         meter.add(outputs.loss, outputs.logits, inputs["labels"], micro_batch.items, step)
 
 
-def train(
-    run: Run, model: nn.Module, optimizer: Optimizer, train_loader: DataLoader, val_loader: DataLoader,
-    scheduler: LRScheduler | None = None,
-) -> None:  # fmt: skip
+def train(run: Run, model: nn.Module, optimizer: Optimizer, train_loader: DataLoader, val_loader: DataLoader) -> None:
     """Fine-tune for `settings.epochs`, and print, log and time it.
 
     Args:
@@ -47,12 +47,20 @@ def train(
         optimizer: Set up by Fabric.
         train_loader: Yields effective batches, see `build_dataloaders`.
         val_loader: Yields micro-batches; evaluated after each epoch.
-        scheduler: Counts optimizer steps, of which there are `len(train_loader) * settings.epochs`.
 
     Raises:
-        UserError: The loss became NaN or infinite.
+        UserError: The loss became NaN or infinite, or the warm-up is longer than the run.
+        ValueError: The optimizer holds other parameters than the model's, and would train nothing.
     """
     fabric, settings = run.fabric, run.settings
+    steps, done = len(train_loader) * settings.epochs, 0
+    if settings.warmup_steps >= steps:
+        raise UserError(f"--warmup_steps {settings.warmup_steps}: the run has only {steps} optimizer steps")
+    if not isinstance(fabric.strategy, DeepSpeedStrategy):  # which owns flat copies of the parameters
+        _check_ownership(model, optimizer)
+    if settings.load:
+        load(settings.load, model, optimizer)
+    set_learning_rate(settings, optimizer, done, steps)
     run.start(model, train_loader)
     fabric.seed_everything(settings.seed + fabric.global_rank, verbose=False)  # dropout differs between the ranks
     for epoch in range(settings.epochs):
@@ -66,8 +74,8 @@ def train(
                 fabric.clip_gradients(model, optimizer, max_norm=settings.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
-            if scheduler:
-                scheduler.step()
+            done += 1
+            set_learning_rate(settings, optimizer, done, steps)
             run.count(batch)
             before, seen = seen, seen + len(batch.samples)
             if before // settings.log_every < seen // settings.log_every or batch_number == len(train_loader):
@@ -78,6 +86,8 @@ def train(
         validation = _evaluate(fabric, model, val_loader, f"the validation after epoch {epoch + 1}")
         run.log_epoch(epoch, epoch_totals.accuracy, validation, seconds=perf_counter() - start)
     run.log_training()
+    if settings.save != "no":
+        run.print(f"Saved {save(fabric, settings.save, run.folder, model, optimizer, train_loader.dataset.tokenizer)}")
 
 
 def evaluate(run: Run, model: nn.Module, test_loader: DataLoader) -> Totals:
@@ -97,3 +107,10 @@ def _evaluate(fabric: Fabric, model: nn.Module, loader: Iterable[MicroBatch], na
         outputs = model(**inputs)
         meter.add(outputs.loss, outputs.logits, inputs["labels"], micro_batch.items, (name, []))
     return meter.collect()
+
+
+def _check_ownership(model: nn.Module, optimizer: Optimizer) -> None:
+    """Sharding replaces the parameters: an optimizer made before it would train nothing and say nothing."""
+    mine = {id(parameter) for parameter in model.parameters()}
+    if any(id(parameter) not in mine for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError("the optimizer holds parameters that the model has no more: make it after fabric.setup(model)")

@@ -5,21 +5,47 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from fabric_ladder.errors import UserError
-from local_dataset_utilities import DatasetError, TextDatasets, reachable
+from local_dataset_utilities import TextDatasets, reachable
+
+MODELS = {
+    "text-classification": AutoModelForSequenceClassification,
+    "image-classification": AutoModelForImageClassification,
+}
 
 
 def check_model(settings) -> None:
     """Read the model's config and refuse, before any work, what cannot become a run.
 
     Raises:
-        UserError: No such model, a config file without `from_scratch`, or `max_length` beyond the model's positions.
+        UserError: No such model, a config file without `from_scratch`, a model of another kind than the task's, one
+            that cannot recompute its activations, or `max_length` or `image_size` that it was not made for.
     """
     config = _load_config(settings.model)
     if Path(settings.model).is_file() and not settings.from_scratch:
         raise UserError(f"{settings.model} is a config file, which holds no weights: add --from_scratch true")
+    kinds = MODELS[settings.task]._model_mapping
+    if type(config) not in kinds:
+        raise UserError(f"{settings.model} ({config.model_type}) has no form for --task {settings.task}")
+    if settings.activation_checkpointing and not kinds[type(config)].supports_gradient_checkpointing:
+        raise UserError(f"--activation_checkpointing true: transformers does not offer it for {config.model_type}")
+    if settings.task == "image-classification":
+        size = getattr(config, "image_size", None)
+        if size and settings.image_size and size != settings.image_size and not settings.from_scratch:
+            raise UserError(
+                f"--image_size {settings.image_size}: {settings.model} was trained on {size} pixels; leave it out, or "
+                "start --from_scratch true"
+            )
+        return
     positions = getattr(config, "max_position_embeddings", None)
     if positions and config.model_type in ("roberta", "xlm-roberta", "camembert"):
         positions -= config.pad_token_id + 1  # RoBERTa's position numbers start after the padding token's
@@ -30,11 +56,14 @@ def check_model(settings) -> None:
         )
 
 
-def build_model(settings, datasets: TextDatasets) -> PreTrainedModel:
-    """Return the classifier, in 32-bit and in train mode, with the class names as its labels.
+def build_model(settings, datasets: TextDatasets) -> nn.Module:
+    """Return the classifier in train mode, with the class names as its labels.
 
-    The weights are always made and read in 32-bit, so that every precision starts from the same ones; Fabric
-    converts them. Without `dtype` a half-precision checkpoint would stay so under `32-true` and the mixed precisions.
+    Weights are made and read in 32-bit, so that every precision starts from the same ones, and Fabric converts them.
+    Without `dtype` a half-precision checkpoint would stay so under `32-true` and the mixed precisions. Only under
+    `fabric.init_module` they are made on the device and in the precision that it says.
+
+    `activation_checkpointing` and `compile` are applied here: both must come before Fabric sets the model up.
 
     Raises:
         UserError: The weights cannot be loaded, or the tokenizer has more entries than the embedding has rows.
@@ -44,25 +73,34 @@ def build_model(settings, datasets: TextDatasets) -> PreTrainedModel:
     config.num_labels = len(names)
     config.id2label = dict(enumerate(names))
     config.label2id = {name: index for index, name in enumerate(names)}
-    config.pad_token_id = datasets.tokenizer.pad_token_id
-    config.use_cache = False  # keys and values are kept for generation only
-    if len(datasets.tokenizer) > config.vocab_size:
-        raise UserError(
-            f"the tokenizer has {len(datasets.tokenizer):,} entries, {settings.model} only {config.vocab_size:,}: "
-            "choose the model's own --tokenizer"
-        )
+    if settings.task == "image-classification":
+        config.image_size = datasets.format.size
+    else:
+        _fit_text(config, settings.model, datasets.tokenizer)
+    kind, dtype = MODELS[settings.task], torch.get_default_dtype()
     if settings.from_scratch:
-        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+        model = kind.from_config(config, dtype=dtype)
     else:
         _silence_loading()
-        try:
-            with reachable(settings.model, "weights") as options:
-                model = AutoModelForSequenceClassification.from_pretrained(
-                    settings.model, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, **options
-                )
-        except DatasetError as error:
-            raise UserError(str(error)) from error
-    return model.train()
+        with reachable(settings.model, "weights") as options:
+            model = kind.from_pretrained(
+                settings.model, config=config, dtype=dtype, ignore_mismatched_sizes=True, **options
+            )
+    if settings.activation_checkpointing:
+        newer = getattr(model, "activation_checkpointing_enable", None)  # transformers 5.23's name of it
+        (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    model.train()
+    return torch.compile(model, dynamic=True) if settings.compile else model
+
+
+def _fit_text(config: PretrainedConfig, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    if len(tokenizer) > config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer):,} entries, {name} only {config.vocab_size:,}: "
+            "choose the model's own --tokenizer"
+        )
+    config.pad_token_id = tokenizer.pad_token_id
+    config.use_cache = False  # keys and values are kept for generation only
 
 
 def _load_config(name: str) -> PretrainedConfig:
@@ -73,11 +111,8 @@ def _load_config(name: str) -> PretrainedConfig:
             return AutoConfig.from_pretrained(name)
         except (OSError, ValueError, KeyError) as error:
             raise UserError(f"{name} is no model config: {' '.join(str(error).split())[:200]}") from error
-    try:
-        with reachable(name, "model") as options:
-            return AutoConfig.from_pretrained(name, **options)
-    except DatasetError as error:
-        raise UserError(str(error)) from error
+    with reachable(name, "model") as options:
+        return AutoConfig.from_pretrained(name, **options)
 
 
 def _silence_loading() -> None:

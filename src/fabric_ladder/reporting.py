@@ -14,18 +14,22 @@ import torch
 from lightning import Fabric
 from lightning.fabric.loggers import CSVLogger
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from fabric_ladder.batching import EffectiveBatch
 from fabric_ladder.errors import UserError
 from fabric_ladder.hardware import CompileClock, describe_hardware, describe_versions, peak_memory, reset_peak_memory
+from fabric_ladder.launch import launch
 from fabric_ladder.metrics import Totals
+from fabric_ladder.watch import RankWatch
 
 
 class Run:
     """One run of one script: its lines on stdout and its files in `runs/<script>/<n>/`, written by rank 0 alone.
 
+    Launches the processes of all devices; from then on, a rank that dies ends the others.
     No file is written before training starts, so that a run refused for bad input leaves nothing behind.
 
     Raises:
@@ -33,6 +37,10 @@ class Run:
     """
 
     def __init__(self, fabric: Fabric, settings):
+        self._watch = RankWatch() if settings.ranks > 1 else None
+        launch(fabric)
+        if self._watch:
+            self._watch.meet()
         self.fabric, self.settings = fabric, settings
         if settings.threads:
             torch.set_num_threads(settings.threads)
@@ -72,8 +80,11 @@ class Run:
         """Open the run's folder, print the model's size and start the clocks."""
         parameters = list(model.parameters())
         results = self.record["results"]
-        results["parameters"] = sum(parameter.numel() for parameter in parameters)
-        results["trainable_parameters"] = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        results["parameters"] = sum(map(_elements, parameters))
+        results["trainable_parameters"] = sum(
+            _elements(parameter) for parameter in parameters if parameter.requires_grad
+        )
+        results["parameter_bytes_of_a_rank"] = sum(_bytes_here(parameter) for parameter in parameters)
         results["dtypes"] = sorted({str(parameter.dtype) for parameter in parameters})
         self.steps = len(train_loader)
         self.epoch_samples = len(train_loader.dataset)
@@ -84,6 +95,7 @@ class Run:
         self.samples = self._tokens = self._padded = 0
         self._validating = 0.0
         self._compile_clock = CompileClock(model)
+        self._host_peak = peak_memory(torch.device("cpu"))  # of making the model, too
         reset_peak_memory(self.fabric.device)
         self._start = perf_counter()
 
@@ -97,7 +109,7 @@ class Run:
         self.samples += len(batch.samples)
         for micro_batch in batch.micro_batches:
             self._tokens += micro_batch.tokens
-            self._padded += micro_batch.inputs["input_ids"].numel()
+            self._padded += micro_batch.padded
 
     def log_loss(self, epoch: int, batch: int, seen: int, loss: float, learning_rate: float) -> None:
         """Print the mean loss per item since the last such line.
@@ -135,7 +147,9 @@ class Run:
         self._compile_clock.stop()
         counts = torch.tensor([self._tokens, self._padded], dtype=torch.float64, device=self.fabric.device)
         tokens, padded = self.fabric.all_reduce(counts, reduce_op="sum").tolist()
-        memory = torch.tensor(float(peak_memory(self.fabric.device)), dtype=torch.float64, device=self.fabric.device)
+        host = max(self._host_peak, peak_memory(torch.device("cpu")))
+        peaks = torch.tensor([peak_memory(self.fabric.device), host], dtype=torch.float64, device=self.fabric.device)
+        device, host = map(int, self.fabric.all_reduce(peaks, reduce_op="max").tolist())
         training = elapsed - self._validating
         figures = {
             "elapsed_seconds": elapsed,
@@ -143,7 +157,8 @@ class Run:
             "samples_per_second": self.samples / training,
             "tokens_per_second": tokens / training,
             "padding": 1 - tokens / padded,
-            "peak_memory_bytes": int(self.fabric.all_gather(memory).max().item()),
+            "peak_memory_bytes": device,
+            "peak_host_memory_bytes": host,
         }
         self.print(f"Time elapsed {elapsed / 60:.2f} min")
         clock = self._compile_clock
@@ -154,32 +169,38 @@ class Run:
             f"Throughput {figures['samples_per_second']:.1f} samples/s, {figures['tokens_per_second']:.0f} tokens/s, "
             f"padding {figures['padding'] * 100:.1f}%"
         )
-        self.print(f"Memory used: {figures['peak_memory_bytes'] / 1e9:.2f} GB")
+        self.print(f"Memory used: {device / 1e9:.2f} GB")
+        self.print(f"Host memory used: {host / 1e9:.2f} GB, loading included")
         self.record["results"] |= figures
         self._write_record()
 
     def log_test(self, totals: Totals) -> None:
-        """Print the test's accuracy and mark the run as finished."""
+        """Print the test's accuracy, mark the run as finished, and let the ranks go."""
         self.print(f"Test accuracy {totals.accuracy * 100:.2f}%")
         figures = {"test_accuracy": totals.accuracy, "test_loss": totals.loss}
         self.record["results"] |= figures | {"test_samples": totals.items}
         self.record["status"] = "finished"
         self._log_row(self.settings.epochs * self.steps, epoch=self.settings.epochs, **figures)
         self._write_record()
+        if self._watch:
+            self.fabric.barrier()
+            self._watch.stop()
 
     def _epoch(self, epoch: int) -> str:
         return f"Epoch: {epoch + 1:04d}/{self.settings.epochs:04d}"
 
     def _title(self) -> str:
         settings, hardware = self.settings, self.record["hardware"]
+        devices = f"{self.fabric.world_size} x " if self.fabric.world_size > 1 else ""
         model = Path(settings.model).name if Path(settings.model).exists() else settings.model
         dataset = Path(settings.dataset).name if Path(settings.dataset).exists() else settings.dataset
         if settings.micro_batch_tokens:
             cut = f"batch {settings.batch_size} in micro-batches of {settings.micro_batch_tokens} tokens"
         else:
-            count = -(-settings.batch_size // settings.micro_batch_size)
-            cut = f"batch {settings.batch_size} = {count} x {settings.micro_batch_size}"
-        device = f"{hardware['device']}: {hardware.get('gpu', hardware['processor'])}"
+            share = -(-settings.batch_size // self.fabric.world_size)
+            size = min(settings.micro_batch_size, share)
+            cut = f"batch {settings.batch_size} = {devices}{-(-share // size)} x {size}"
+        device = f"{hardware['device']}: {devices}{hardware.get('gpu', hardware['processor'])}"
         parts = [settings.name, dataset, model, f"seed {settings.seed}", cut, settings.precision, device]
         return " · ".join(parts)
 
@@ -228,3 +249,14 @@ class Run:
                 problem = f"cannot write --runs_dir {self.settings.runs_dir} ({error.strerror}): choose another"
         if problem := self.fabric.broadcast(problem):
             raise UserError(problem)
+
+
+def _elements(parameter: nn.Parameter) -> int:
+    """Elements of the whole parameter; ZeRO-3 leaves an empty tensor in its place and notes its size."""
+    return getattr(parameter, "ds_numel", parameter.numel())
+
+
+def _bytes_here(parameter: nn.Parameter) -> int:
+    """Bytes of this rank's share of a parameter."""
+    here = parameter.to_local() if isinstance(parameter, DTensor) else getattr(parameter, "ds_tensor", parameter)
+    return here.numel() * here.element_size()

@@ -15,14 +15,20 @@ import yaml
 
 import __main__
 from fabric_ladder.errors import UserError, notebook_shell, show_errors
+from fabric_ladder.launch import resolve_devices
 from fabric_ladder.models import check_model
+from fabric_ladder.optimizers import check_optimizer
 from local_dataset_utilities import DataSettings
 
 REPOSITORY_CONFIGS = Path(__file__).parents[2] / "configs"
 CONFIGS = REPOSITORY_CONFIGS if REPOSITORY_CONFIGS.is_dir() else Path(__file__).parent / "configs"
 PATHS = ("dataset", "validation_file", "test_file", "model", "tokenizer")
 INTERNAL = ("name", "config", "notices")
-PRECISIONS = Literal["32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true"]
+BELONGS_TO = {  # settings that only some scripts use, which name them in their own defaults
+    "offload": "src/11_fsdp_cpu_offload.py",
+    "deepspeed": "src/12_deepspeed_zero.py",
+}
+PRECISIONS = Literal["32-true", "mixed", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true"]
 
 
 @dataclass
@@ -33,7 +39,11 @@ class Settings(DataSettings):
         from_scratch: Start from random weights of the model's config instead of pretrained ones.
         seed: Seed of weights, dropout and sample order.
         epochs: Passes over the training texts.
-        learning_rate: Learning rate of the optimizer.
+        optimizer: `adam-8bit` (bitsandbytes) needs a CUDA GPU; `sgd` keeps no state, `adafactor` hardly any.
+        learning_rate: Learning rate of the optimizer; `sgd` takes it from the command line only.
+        sgd_learning_rate: Learning rate of `sgd`, whose steps are not scaled to the size of the gradient.
+        schedule: Course of the learning rate over the optimizer steps: `cosine` and `linear` end at 0.
+        warmup_steps: Optimizer steps in which the learning rate rises to its full value.
         batch_size: Effective batch size: samples per optimizer step, over all devices.
         micro_batch_size: Samples of it in a device's memory at once. Default: all.
         micro_batch_tokens: Padded tokens in a device's memory at once; takes the place of `micro_batch_size`.
@@ -41,34 +51,62 @@ class Settings(DataSettings):
             where more is slower.
         pad_to_multiple_of: Round the length of every micro-batch up to a multiple of so many tokens.
         max_grad_norm: Clip the gradient to this 2-norm.
+        activation_checkpointing: Keep only the inputs of the transformer blocks and compute the rest again (not
+            reentrant), for the backward pass.
+        compile: `torch.compile` with dynamic lengths, before Fabric sets the model up.
+        offload: Park what FSDP shards in the host's memory, and let the optimizer step there.
+        deepspeed: DeepSpeed configuration: a JSON file, or the name of one in `configs/deepspeed/`.
+        devices: Devices of a machine: a number, or `auto` for all GPUs, or what the launcher says.
+        num_nodes: Machines on which the script is started.
         accelerator: `auto` takes the CUDA GPU when there is one.
         threads: PyTorch's threads on the CPU. Default: as many as it finds cores.
-        precision: Fabric's name of the precision.
+        precision: Fabric's name of the precision; `mixed` is `bf16-mixed`, or `16-mixed` on GPUs below compute
+            capability 8.0, which only emulate bfloat16.
         num_workers: Processes that make batches; 0 makes them in the training process.
         log_every: Samples between two printed losses.
+        save: Save what was trained into the run's folder: `sharded` for `load` (model and optimizer), `consolidated`
+            for `model`, here or in transformers.
+        load: Sharded checkpoint to start from; trust its origin, since it is read with pickle.
         runs_dir: Folder that gets a folder for every run.
     """
 
     from_scratch: bool = False
     seed: int = 123
     epochs: int = 1
+    optimizer: Literal["adam", "adamw", "sgd", "adafactor", "adam-8bit"] = "adam"
     learning_rate: float = 5e-5
+    sgd_learning_rate: float = 1e-2
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
     batch_size: int = 1
     micro_batch_size: int | None = None
     micro_batch_tokens: int | None = None
     eval_batch_tokens: int | None = None
     pad_to_multiple_of: int = 1
     max_grad_norm: float | None = None
+    activation_checkpointing: bool = False
+    compile: bool = False
+    offload: bool = False
+    deepspeed: str | None = None
+    devices: int | Literal["auto"] = 1
+    num_nodes: int = 1
     accelerator: Literal["auto", "cuda", "cpu"] = "auto"
     threads: int | None = None
     precision: PRECISIONS = "32-true"
     num_workers: int = 0
     log_every: int = 4800
+    save: Literal["no", "sharded", "consolidated"] = "no"
+    load: str | None = None
     runs_dir: str = "runs"
     # not the user's to set: the script's name, the YAML file that was read, and what to print first
     name: str = ""
     config: str | None = None
     notices: list[str] = field(default_factory=list)
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the run, one for each device; known once the settings are parsed."""
+        return self.devices * self.num_nodes
 
 
 def parse_settings(args: list[str] | None = None, config: str | None = None, **defaults) -> Settings:
@@ -103,21 +141,23 @@ def parse_settings(args: list[str] | None = None, config: str | None = None, **d
             f"No --config and no CUDA GPU: this is the quickstart ({config.name}), a small model on synthetic reviews. "
             f"For real work: --config configs/imdb_bloom_560m.yaml; all settings: --help"
         )
+    if settings.optimizer == "sgd" and not any(arg.split("=")[0] == "--learning_rate" for arg in args):
+        settings.learning_rate = settings.sgd_learning_rate
     _check(settings)
+    _check_devices(settings, defaults)
+    check_optimizer(settings)
     check_model(settings)
     show_errors(settings)
     return settings
 
 
 def mixed_precision() -> str:
-    """Return `bf16-mixed`, or `16-mixed` on GPUs below compute capability 8.0, which only emulate bfloat16.
-
-    `torch.cuda.is_bf16_supported()` is no help: it also says yes to the emulation.
-    """
+    """Return what `mixed` stands for on this machine: `bf16-mixed`, or `16-mixed` where bfloat16 is emulated."""
     return "bf16-mixed" if _has_bfloat16() else "16-mixed"
 
 
 def _has_bfloat16() -> bool:
+    """Ask for the compute capability: `torch.cuda.is_bf16_supported()` also says yes to an emulation."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
 
 
@@ -193,10 +233,12 @@ def _check(settings: Settings) -> None:
     """Refuse values that cannot work, and resolve `accelerator`."""
     at_least_1 = ("epochs", "batch_size", "micro_batch_size", "micro_batch_tokens", "eval_batch_tokens", "log_every")
     at_least_1 += ("max_length", "threads", "pad_to_multiple_of", "train_samples", "validation_samples", "test_samples")
-    for name, least in [*((name, 1) for name in at_least_1), ("num_workers", 0), ("seed", 0), ("split_seed", 0)]:
+    at_least_1 += ("image_size", "resize_to", "num_nodes", *(["devices"] if settings.devices != "auto" else []))
+    at_least_0 = ("num_workers", "seed", "split_seed", "warmup_steps")
+    for name, least in [*((name, 1) for name in at_least_1), *((name, 0) for name in at_least_0)]:
         if (value := getattr(settings, name)) is not None and value < least:
             raise UserError(f"--{name} {value}: must be at least {least}")
-    for name in ("learning_rate", "max_grad_norm"):
+    for name in ("learning_rate", "sgd_learning_rate", "max_grad_norm"):
         if (value := getattr(settings, name)) is not None and not 0 < value < float("inf"):
             raise UserError(f"--{name} {value}: must be a positive number")
     if settings.micro_batch_tokens:
@@ -212,12 +254,35 @@ def _check(settings: Settings) -> None:
         settings.accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     if settings.eval_batch_tokens is None:
         settings.eval_batch_tokens = 4096 if settings.accelerator == "cuda" else 1024
+    if settings.image_size and settings.resize_to and settings.resize_to < settings.image_size:
+        raise UserError(f"--resize_to {settings.resize_to} is below --image_size {settings.image_size}: nothing to cut")
+
+
+def _check_devices(settings: Settings, script: dict) -> None:
+    """Refuse what this machine or this script (by its own defaults) cannot do, and resolve `precision`."""
     if settings.accelerator == "cuda" and not torch.cuda.is_available():
         raise UserError("--accelerator cuda: PyTorch finds no CUDA GPU here; use --accelerator cpu")
+    for name, rung in BELONGS_TO.items():
+        if name not in script and (value := getattr(settings, name)):
+            raise UserError(f"--{name} {value}: {settings.name} has no use for it; run {rung}")
+    resolve_devices(settings, several="devices" in script)
+    if settings.precision == "mixed":
+        settings.precision = mixed_precision()
+    if settings.precision == "16-true" and settings.optimizer in ("adam", "adamw"):
+        raise UserError(
+            f"--precision 16-true: the epsilon of --optimizer {settings.optimizer} is 0 in float16, and every step "
+            "would divide by it; use --precision bf16-true, or --optimizer sgd"
+        )
     if settings.accelerator == "cpu" and settings.precision == "16-mixed":
         raise UserError("--precision 16-mixed needs a CUDA GPU; use --precision bf16-mixed")
     if settings.accelerator == "cuda" and settings.precision.startswith("bf16") and not _has_bfloat16():
         raise UserError(
             f"--precision {settings.precision}: {torch.cuda.get_device_name()} has no bfloat16 (compute capability "
             "below 8.0); use --precision 16-mixed (src/4_mixed_precision.py takes it by itself)"
+        )
+    if "deepspeed" in script and (settings.save != "no" or settings.load):
+        raise UserError("--save and --load do not know DeepSpeed's format: use src/10_fsdp.py")
+    if "offload" in script and settings.precision in ("16-mixed", "64-true"):
+        raise UserError(
+            f"--precision {settings.precision}: FSDP2 under Fabric cannot do it; use bf16-mixed, bf16-true or 32-true"
         )

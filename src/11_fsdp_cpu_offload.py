@@ -1,0 +1,46 @@
+"""11_fsdp_cpu_offload · FSDP with CPU offload: the shards wait in the host's memory, and the optimizer steps there.
+
+Builds on 10_fsdp.py. Every weight crosses to the GPU for each use: the least GPU memory, and the slowest.
+"""
+
+from lightning import Fabric
+from torch.distributed.fsdp import fully_shard
+
+from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
+from fabric_ladder.fsdp import fsdp_strategy, sharding_policy, transformer_blocks
+from local_dataset_utilities import load_datasets
+
+if __name__ == "__main__":
+    settings = parse_settings(
+        batch_size=16,
+        micro_batch_size=1,
+        precision="mixed",
+        devices="auto",
+        offload=True,  # NEW
+    )
+
+    def shard(model, mesh):
+        how = sharding_policy(settings, mesh)
+        for block in transformer_blocks(model):
+            fully_shard(block, **how)
+        return fully_shard(model, **how)
+
+    strategy = fsdp_strategy(settings, shard)
+    ranks = {"devices": settings.devices, "num_nodes": settings.num_nodes, "strategy": strategy}
+    fabric = Fabric(accelerator=settings.accelerator, precision=settings.precision, **ranks)
+    run = Run(fabric, settings)
+
+    ### 1 Loading the dataset
+    datasets = load_datasets(settings)
+    train_loader, val_loader, test_loader = build_dataloaders(fabric, datasets, settings)
+
+    ### 2 Initializing the model
+    model = build_model(settings, datasets)
+    model = fabric.setup(model)
+    optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
+
+    ### 3 Finetuning
+    train(run, model, optimizer, train_loader, val_loader)
+
+    ### 4 Evaluation
+    evaluate(run, model, test_loader)

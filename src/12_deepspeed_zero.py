@@ -1,0 +1,38 @@
+"""12_deepspeed_zero · DeepSpeed ZeRO: stages 1, 2 and 3, with CPU or NVMe offload, by a DeepSpeed configuration.
+
+Builds on 9_ddp.py. Configurations: configs/deepspeed/, or any written for Hugging Face (--deepspeed FILE.json).
+"""
+
+from lightning import Fabric
+
+from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
+from fabric_ladder.zero import zero_strategy
+from local_dataset_utilities import load_datasets
+
+if __name__ == "__main__":
+    settings = parse_settings(
+        batch_size=16,
+        micro_batch_size=1,
+        precision="mixed",
+        devices="auto",
+        deepspeed="zero2",  # NEW
+    )
+
+    strategy = zero_strategy(settings)  # NEW
+    ranks = {"devices": settings.devices, "num_nodes": settings.num_nodes, "strategy": strategy}
+    fabric = Fabric(accelerator=settings.accelerator, precision=settings.precision, **ranks)
+    run = Run(fabric, settings)
+
+    ### 1 Loading the dataset
+    datasets = load_datasets(settings)
+    train_loader, val_loader, test_loader = build_dataloaders(fabric, datasets, settings)
+
+    ### 2 Initializing the model
+    model = build_model(settings, datasets)
+    model, optimizer = fabric.setup(model, build_optimizer(settings, model))  # NEW: DeepSpeed wants them together
+
+    ### 3 Finetuning
+    train(run, model, optimizer, train_loader, val_loader)
+
+    ### 4 Evaluation
+    evaluate(run, model, test_loader)

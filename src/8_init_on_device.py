@@ -1,0 +1,35 @@
+"""8_init_on_device · Weights made on the device, in their final precision: no copy in the host's memory.
+
+Builds on 5_low_precision.py. Pretrained weights are the same; random ones are drawn by the device, in its precision.
+"""
+
+from lightning import Fabric
+
+from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
+from local_dataset_utilities import load_datasets
+
+if __name__ == "__main__":
+    settings = parse_settings(
+        batch_size=16,
+        micro_batch_size=1,
+        precision="bf16-true",
+    )
+
+    fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
+    run = Run(fabric, settings)
+
+    ### 1 Loading the dataset
+    datasets = load_datasets(settings)
+    train_loader, val_loader, test_loader = build_dataloaders(fabric, datasets, settings)
+
+    ### 2 Initializing the model
+    with fabric.init_module():  # NEW
+        model = build_model(settings, datasets)  # NEW
+    model = fabric.setup(model)
+    optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
+
+    ### 3 Finetuning
+    train(run, model, optimizer, train_loader, val_loader)
+
+    ### 4 Evaluation
+    evaluate(run, model, test_loader)

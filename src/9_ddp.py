@@ -1,0 +1,38 @@
+"""9_ddp · Distributed data parallel: each effective batch shared out to the GPUs of one or several machines.
+
+Builds on 4_mixed_precision.py. Takes all GPUs; more machines: torchrun, fabric run, or configs/slurm.
+"""
+
+from lightning import Fabric
+from lightning.fabric.strategies import DDPStrategy
+
+from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
+from local_dataset_utilities import load_datasets
+
+if __name__ == "__main__":
+    settings = parse_settings(
+        batch_size=16,
+        micro_batch_size=1,
+        precision="mixed",
+        devices="auto",
+    )
+
+    strategy = DDPStrategy(gradient_as_bucket_view=True) if settings.ranks > 1 else "auto"  # NEW
+    ranks = {"devices": settings.devices, "num_nodes": settings.num_nodes, "strategy": strategy}
+    fabric = Fabric(accelerator=settings.accelerator, precision=settings.precision, **ranks)
+    run = Run(fabric, settings)
+
+    ### 1 Loading the dataset
+    datasets = load_datasets(settings)
+    train_loader, val_loader, test_loader = build_dataloaders(fabric, datasets, settings)
+
+    ### 2 Initializing the model
+    model = build_model(settings, datasets)
+    model = fabric.setup(model)
+    optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
+
+    ### 3 Finetuning
+    train(run, model, optimizer, train_loader, val_loader)
+
+    ### 4 Evaluation
+    evaluate(run, model, test_loader)

@@ -1,0 +1,67 @@
+"""Saving what was trained: sharded, by every rank its own, or consolidated, as one model for transformers."""
+
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+from lightning import Fabric
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.optim import Optimizer
+
+from fabric_ladder.errors import UserError
+
+
+def save(fabric: Fabric, how: str, folder: Path | None, model: nn.Module, optimizer: Optimizer, tokenizer) -> Path:
+    """Save the model under `folder` and return where. All ranks must call it.
+
+    Args:
+        fabric: Knows the rank.
+        how: `sharded`: model and optimizer in `torch.distributed.checkpoint`'s format, for `load` on any number of
+            ranks. `consolidated`: weights, config and tokenizer as transformers' `from_pretrained` reads them,
+            gathered in the memory of rank 0's host.
+        folder: The run's folder, as rank 0 knows it.
+        model: Set up by Fabric.
+        optimizer: Set up by Fabric.
+        tokenizer: Saved beside a consolidated model; None for images.
+    """
+    inner, bare = _inner(model), optimizer.optimizer
+    folder = fabric.broadcast(folder)
+    if how == "sharded":
+        weights, state = get_state_dict(inner, bare)
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder / "checkpoint")
+        return folder / "checkpoint"
+    weights = get_model_state_dict(inner, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if fabric.global_rank == 0:
+        inner.save_pretrained(folder / "model", state_dict=weights)
+        if tokenizer:
+            tokenizer.save_pretrained(folder / "model")
+    return folder / "model"
+
+
+def load(path: str, model: nn.Module, optimizer: Optimizer) -> None:
+    """Load a sharded checkpoint, made on any number of ranks, into model and optimizer. All ranks must call it.
+
+    Raises:
+        UserError: There is none at `path`, or it is of another model or optimizer.
+    """
+    if not (Path(path) / ".metadata").is_file():
+        raise UserError(f"--load {path} is no sharded checkpoint; a consolidated model is given as --model {path}")
+    inner, bare = _inner(model), optimizer.optimizer
+    weights, state = get_state_dict(inner, bare)
+    target = {"model": weights, "optimizer": state}
+    try:
+        dcp.load(target, checkpoint_id=path)
+    except (dcp.api.CheckpointException, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[-200:]
+        raise UserError(f"--load {path}: made with another model or optimizer ({reason})") from error
+    set_state_dict(inner, bare, model_state_dict=target["model"], optim_state_dict=target["optimizer"])
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """The model itself, without Fabric's and torch.compile's wrappers."""
+    return getattr(model.module, "_orig_mod", model.module)
