@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test lint format bench clean
+.PHONY: run test lint format bench combinations clean
 
 run: .venv/installed
 	$(BIN)/python src/2_grad_accum.py
@@ -20,6 +20,9 @@ format: .venv/installed-dev
 bench: .venv/installed-dev
 	$(BIN)/python benchmarks/bag_of_words.py
 	$(BIN)/python benchmarks/against_blog.py
+
+combinations: .venv/installed-dev
+	FABRIC_LADDER_WRITE_TABLE=1 $(BIN)/python -m pytest tests/test_combinations.py
 
 clean:
 	rm -rf .venv runs

@@ -1,4 +1,4 @@
-"""The one dataset module: gets, reads, splits and tokenises the texts of every script.
+"""The one dataset module: gets, reads, splits and tokenises the texts, and decodes the images, of every script.
 
 It keeps the four names of the blog's module of the same name (`download_dataset`, `load_dataset_into_to_dataframe`,
 `partition_dataset`, `IMDBDataset`), so that a script written for the blog runs with it unchanged.
@@ -6,6 +6,7 @@ It imports no other file of this project and is therefore one long file: it work
 """
 
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -13,24 +14,38 @@ import re
 import sys
 import tarfile
 import tempfile
+import warnings
+import zipfile
 import zlib
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
+from io import BytesIO
 from pathlib import Path, PurePosixPath
+from typing import Literal, NamedTuple
 
 import datasets as hf
 import numpy as np
 import pandas as pd
+import PIL
 import pooch
 import pyarrow as pa
 import pyarrow.compute as pc
 import requests
 from filelock import FileLock
 from huggingface_hub.constants import ENDPOINT
+from PIL import Image, ImageOps
 from safetensors import SafetensorError
 from torch.utils.data import Dataset
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    ImageProcessingMixin,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 IMDB_ARCHIVE = "aclImdb_v1.tar.gz"
 IMDB_URL = f"https://ai.stanford.edu/~amaas/data/sentiment/{IMDB_ARCHIVE}"
@@ -41,6 +56,15 @@ FILE_FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "p
 SPLITS = ("train", "validation", "test")
 SYNTHETIC_SIZES = (4000, 500, 1000)
 CACHE_FORMAT = 1  # raise it whenever the same inputs would give other tokens
+IMAGE_CACHE_FORMAT = 1  # or other pixels
+DAMAGES = (tarfile.TarError, EOFError, zlib.error, OSError)  # what reading a damaged archive raises
+ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
+IMAGES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".avif")
+IMAGES += (".jp2", ".heic")  # the last is not read, and therefore not passed over in silence
+IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "WEBP", "TIFF", "AVIF", "JPEG2000")  # others start programs
+FOLDER_SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
+FILE = pa.struct({"bytes": pa.binary(), "path": pa.string()})  # as `datasets` keeps an image that is not decoded
+PIXELS = pa.schema({"image": pa.binary(), "height": pa.int32(), "width": pa.int32(), "labels": pa.int64()})
 
 
 class DatasetError(ValueError):
@@ -49,18 +73,22 @@ class DatasetError(ValueError):
 
 @dataclass
 class DataSettings:
-    """Which texts to load and how to tokenise them.
+    """Which texts or images to load, and how to make them into what a model reads.
 
     Args:
+        task: What is classified, and with what kind of model.
         dataset: `imdb`, `synthetic`, a CSV, JSON, JSON Lines or Parquet file, a folder of such files (train, validation
-            and test told by their names), or a name on the Hugging Face Hub.
+            and test told by their names), or a name on the Hugging Face Hub. Images: a folder with a folder for each
+            class, or with `train`, `validation` and `test` that hold such folders, a tar or zip archive of either, or a
+            name on the Hub.
         data_dir: Folder in which files are looked for; it may be read-only. Default: $FABRIC_LADDER_DATA, else `data`.
         cache_dir: Folder for what is derived from them. Default: $FABRIC_LADDER_CACHE, else the user's cache folder.
         text_column: Column of the texts.
         label_column: Column of the labels, integers or strings.
+        image_column: Column of the images of a data set on the Hub; where it has none of this name, its only one.
         validation_file: Validation texts for a `dataset` that is a file (default: 10 % of it).
         test_file: Test texts for a `dataset` that is a file (default: 20 % of it).
-        train_samples: Keep only so many training texts, drawn by `split_seed`.
+        train_samples: Keep only so many training samples, drawn by `split_seed`.
         validation_samples: The same for validation.
         test_samples: The same for the test.
         split_seed: Seed of what is split or drawn here; apart from `seed`, so that all seeds are tested on one set.
@@ -68,8 +96,14 @@ class DataSettings:
         tokenizer: The tokenizer's Hub name or folder, or `trained` for a byte-pair encoding learned from the training
             texts. Default: the model's own, or `trained` when `model` is a config file.
         max_length: Tokens kept of a text.
+        image_size: Pixels of a side of the square that the model sees. Default: what the model was made for.
+        resize_to: Resize images to a square of this side before the square that the model sees is cut out, at random
+            in training and from the centre in evaluation. Default: `image_size`, so that nothing is cut off.
+        random_flip: Mirror every other training image, drawn anew in each epoch.
+        bad_images: What to do about images that cannot be decoded: `refuse` to start, or `skip` and count them.
     """
 
+    task: Literal["text-classification", "image-classification"] = "text-classification"
     dataset: str = "imdb"
     data_dir: str = field(default_factory=lambda: os.environ.get("FABRIC_LADDER_DATA") or "data")
     cache_dir: str = field(
@@ -77,6 +111,7 @@ class DataSettings:
     )
     text_column: str = "text"
     label_column: str = "label"
+    image_column: str = "image"
     validation_file: str | None = None
     test_file: str | None = None
     train_samples: int | None = None
@@ -86,6 +121,10 @@ class DataSettings:
     model: str = "bigscience/bloom-560m"
     tokenizer: str | None = None
     max_length: int = 1024
+    image_size: int | None = None
+    resize_to: int | None = None
+    random_flip: bool = False
+    bad_images: Literal["refuse", "skip"] = "refuse"
 
 
 @dataclass
@@ -97,12 +136,56 @@ class TextDatasets:
         class_names: Names of the labels 0, 1, …
         tokenizer: The tokenizer that made `input_ids`.
         fingerprint: A hash of all tokens and labels: the same on every machine, another when anything changes.
+        notices: Lines that the user should read; so far no texts give any.
     """
 
     splits: hf.DatasetDict
     class_names: list[str]
     tokenizer: PreTrainedTokenizerBase
     fingerprint: str
+    notices: list[str] = field(default_factory=list)
+
+
+class ImageFormat(NamedTuple):
+    """How stored pixels become what a model sees.
+
+    Attributes:
+        size: Pixels of a side of the square that the model sees.
+        resize_to: Pixels of a side of the square that every image is resized to before, at least `size`.
+        mean: Of the channels red, green and blue; the model sees (pixel / 255 - mean) / std.
+        std: Of the channels likewise.
+        resample: How images are resized.
+        random_flip: Mirror every other training image.
+        tokens: Tokens of a sample: its patches and the one that stands for the class.
+    """
+
+    size: int
+    resize_to: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    resample: Literal["bilinear", "bicubic"]
+    random_flip: bool
+    tokens: int
+
+
+@dataclass
+class ImageDatasets:
+    """Decoded splits, memory-mapped from the cache.
+
+    Attributes:
+        splits: `train`, `validation` and `test`, each with the columns `image` (bytes: height x width x 3 colours),
+            `height`, `width` (neither above `format.resize_to`), `labels`, and `length` (tokens, the same for all).
+        class_names: Names of the labels 0, 1, …
+        format: What is left to do when a batch is made.
+        fingerprint: A hash of all pixels, all labels and the format: another when anything changes.
+        notices: Lines that the user should read.
+    """
+
+    splits: hf.DatasetDict
+    class_names: list[str]
+    format: ImageFormat
+    fingerprint: str
+    notices: list[str]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -199,7 +282,7 @@ def _read_imdb(source: Path, expected: int) -> pd.DataFrame:
                         reviews[found.groups()] = archive.extractfile(entry).read()
         order = sorted(reviews, key=lambda key: (key[0] != "test", key[1] != "pos", key[2]))
         rows = [(reviews[key].decode("utf-8"), int(key[1] == "pos")) for key in order]
-    except (tarfile.TarError, EOFError, zlib.error, OSError, UnicodeDecodeError) as error:
+    except (*DAMAGES, UnicodeDecodeError) as error:
         raise DatasetError(f"{source} is damaged ({_brief(error)}): delete it and get it again") from error
     if len(rows) != expected:
         raise DatasetError(f"{source} holds {len(rows):,} reviews instead of {expected:,}: delete it and get it again")
@@ -211,14 +294,18 @@ def _read_imdb(source: Path, expected: int) -> pd.DataFrame:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def load_datasets(settings: DataSettings) -> TextDatasets:
-    """Read, split and tokenise; a second call with the same inputs only maps the first one's result into memory.
+def load_datasets(settings: DataSettings) -> TextDatasets | ImageDatasets:
+    """Read, split, and tokenise or decode; a second call with the same inputs only maps the first one's result.
 
     Several processes may call it at once: one does the work, the others wait for it.
 
     Raises:
         DatasetError: Anything that is wrong with the data, the tokenizer or the cache folder.
     """
+    return _load_images(settings) if settings.task == "image-classification" else _load_texts(settings)
+
+
+def _load_texts(settings: DataSettings) -> TextDatasets:
     source = _find_source(settings)
     tokenizer_name = settings.tokenizer or ("trained" if settings.model.endswith(".json") else settings.model)
     tokenizer = None if tokenizer_name == "trained" else load_tokenizer(tokenizer_name)
@@ -226,23 +313,29 @@ def load_datasets(settings: DataSettings) -> TextDatasets:
     names = ("text_column", "label_column", "train_samples", "validation_samples", "test_samples")
     names += ("split_seed", "max_length")
     inputs = [CACHE_FORMAT, pd.__version__, source, vocabulary, *(getattr(settings, name) for name in names)]
+    make = partial(_tokenise, settings, source, tokenizer, vocabulary)
+    folder = _make_once(settings, "tokenised", inputs, make)
+    if tokenizer is None:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
+    splits = hf.DatasetDict({split: hf.load_from_disk(folder / split) for split in SPLITS})
+    facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+    return TextDatasets(splits, facts["class_names"], tokenizer, facts["fingerprint"])
+
+
+def _make_once(settings: DataSettings, kind: str, inputs: list, make: Callable[[Path], Path]) -> Path:
+    """Return the cache's folder for these inputs; where there is none, `make` fills one in a folder of its own."""
     key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:20]
-    folder = Path(settings.cache_dir).expanduser() / "tokenised" / key
+    folder = Path(settings.cache_dir).expanduser() / kind / key
     try:
         if not folder.exists():  # else nothing is written, and the cache may be read-only
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{folder}.lock"):
                 if not folder.exists():
                     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="unfinished-") as scratch, _quiet():
-                        _tokenise(settings, source, tokenizer, vocabulary, Path(scratch))
-                        (Path(scratch) / "tokens").rename(folder)
+                        make(Path(scratch)).rename(folder)
     except OSError as error:
         raise DatasetError(f"cannot write {folder.parent} ({_brief(error)}): choose another --cache_dir") from error
-    if tokenizer is None:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
-    splits = hf.DatasetDict({split: hf.load_from_disk(folder / split) for split in SPLITS})
-    facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
-    return TextDatasets(splits, facts["class_names"], tokenizer, facts["fingerprint"])
+    return folder
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -340,12 +433,14 @@ def _folder_files(folder: Path) -> dict[str, list[Path]]:
             split = next((split for start, split in starts.items() if path.stem.lower().startswith(start)), "train")
             found.setdefault(split, []).append(path)
     if "train" not in found:
-        raise DatasetError(f"{folder} holds no training file ({', '.join(FILE_FORMATS)})")
+        raise DatasetError(
+            f"{folder} holds no training file ({', '.join(FILE_FORMATS)}); for images add --task image-classification"
+        )
     return found
 
 
-def _tokenise(settings: DataSettings, source: list, tokenizer, vocabulary, scratch: Path) -> None:
-    """Read all splits, tokenise them and save them into `scratch / "tokens"`."""
+def _tokenise(settings: DataSettings, source: list, tokenizer, vocabulary, scratch: Path) -> Path:
+    """Read all splits, tokenise them and save them into a folder in `scratch`, which is returned."""
     target = scratch / "tokens"
     splits, class_names = _read_splits(settings, source, scratch / "texts")
     splits = _cut(splits, settings)
@@ -379,6 +474,7 @@ def _tokenise(settings: DataSettings, source: list, tokenizer, vocabulary, scrat
         tokens.save_to_disk(target / split)
     facts = {"class_names": class_names, "fingerprint": content.hexdigest()[:20]}
     (target / "facts.json").write_text(json.dumps(facts, ensure_ascii=False), encoding="utf-8")
+    return target
 
 
 def _read_splits(settings: DataSettings, source: list, scratch: Path) -> tuple[dict[str, hf.Dataset], list[str]]:
@@ -397,19 +493,10 @@ def _read_splits(settings: DataSettings, source: list, scratch: Path) -> tuple[d
             splits[split] = hf.Dataset.from_dict({"text": texts, "label": labels})
         return splits, ["negative", "positive"]
     if kind == "hub":
-        if not _hub_answers():
-            raise DatasetError(f"--dataset {rest[0]}: no such file or folder, and the Hub cannot be reached")
-        try:
-            loaded = hf.load_dataset(rest[0], cache_dir=str(scratch))
-        except Exception as error:  # the Hub's builders raise errors of many kinds
-            raise DatasetError(f"cannot load the data set {rest[0]} from the Hub ({_brief(error)})") from error
         splits = {
-            split: _text_and_label(loaded[split], f"{rest[0]} ({split})", settings)
-            for split in SPLITS
-            if split in loaded
+            split: _text_and_label(table, f"{rest[0]} ({split})", settings)
+            for split, table in _load_hub(rest[0], scratch).items()
         }
-        if "train" not in splits:
-            raise DatasetError(f"the data set {rest[0]} has no split named train, only {', '.join(loaded)}")
     else:
         splits = {}
         for split, stamps in rest[0].items():
@@ -418,7 +505,20 @@ def _read_splits(settings: DataSettings, source: list, scratch: Path) -> tuple[d
             if len(kinds) > 1:
                 raise DatasetError(f"the {split} files hold labels of unlike kinds: make all integers or all strings")
             splits[split] = hf.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
-    return _number_labels(splits)
+    return _number_labels(splits, "texts")
+
+
+def _load_hub(name: str, scratch: Path) -> dict[str, hf.Dataset]:
+    """Download a data set and return those of its splits that are used."""
+    if not _hub_answers():
+        raise DatasetError(f"--dataset {name}: no such file or folder, and the Hub cannot be reached")
+    try:
+        loaded = hf.load_dataset(name, cache_dir=str(scratch))
+    except Exception as error:  # the Hub's builders raise errors of many kinds
+        raise DatasetError(f"cannot load the data set {name} from the Hub ({_brief(error)})") from error
+    if "train" not in loaded:
+        raise DatasetError(f"the data set {name} has no split named train, only {', '.join(loaded)}")
+    return {split: loaded[split] for split in SPLITS if split in loaded}
 
 
 def _read_file(path: Path, scratch: Path) -> hf.Dataset:
@@ -457,19 +557,25 @@ def _text_and_label(table: hf.Dataset, where: str, settings: DataSettings) -> hf
             raise DatasetError(f"{where} has no column {name!r}, only {found}: set --text_column or --label_column")
     table = table.select_columns([settings.text_column, settings.label_column])
     table = table.rename_columns({settings.text_column: "text", settings.label_column: "label"})
-    text, label = (table.data.column(name) for name in ("text", "label"))
+    text = table.data.column("text")
     if not str(text.type).endswith("string"):
         raise DatasetError(f"{where}: column {settings.text_column!r} holds {text.type}, not text")
+    _refuse_rows(pc.fill_null(pc.equal(pc.utf8_trim_whitespace(text), ""), True), f"{where}: empty text")
+    _check_labels(table, where, settings)
+    return table
+
+
+def _check_labels(table: hf.Dataset, where: str, settings: DataSettings) -> None:
+    """Refuse a column `label` that holds no labels, or not in every row."""
+    label = table.data.column("label")
     if not (pa.types.is_integer(label.type) or pa.types.is_boolean(label.type) or str(label.type).endswith("string")):
         raise DatasetError(f"{where}: column {settings.label_column!r} holds {label.type}, not integers or strings")
-    _refuse_rows(pc.fill_null(pc.equal(pc.utf8_trim_whitespace(text), ""), True), f"{where}: empty text")
     empty = pc.is_null(label)
     if str(label.type).endswith("string"):
         empty = pc.or_(empty, pc.fill_null(pc.equal(label, ""), False))
     elif isinstance(table.features["label"], hf.ClassLabel):
         empty = pc.or_(empty, pc.less(label, 0))
     _refuse_rows(empty, f"{where}: no label")
-    return table
 
 
 def _refuse_rows(bad, problem: str) -> None:
@@ -479,19 +585,22 @@ def _refuse_rows(bad, problem: str) -> None:
         raise DatasetError(f"{problem} in {len(rows):,} of {len(bad):,} rows (row {some}): fill or remove them")
 
 
-def _number_labels(splits: dict[str, hf.Dataset]) -> tuple[dict[str, hf.Dataset], list[str]]:
-    """Replace the labels by 0, 1, … in the order of their values (numbers by size, strings by letters)."""
+def _number_labels(splits: dict[str, hf.Dataset], what: str) -> tuple[dict[str, hf.Dataset], list[str]]:
+    """Replace the labels by 0, 1, … in the order of their values (numbers by size, strings by letters).
+
+    `what` they are labels of is for the messages.
+    """
     feature = splits["train"].features["label"]
     if isinstance(feature, hf.ClassLabel):
         return {split: table.cast_column("label", hf.Value("int64")) for split, table in splits.items()}, feature.names
     values = sorted(pc.unique(splits["train"].data.column("label")).to_pylist())
     if len(values) < 2:
-        raise DatasetError(f"all training texts have the same label, {values[0]!r}: there is nothing to learn")
+        raise DatasetError(f"all training {what} have the same label, {values[0]!r}: there is nothing to learn")
     number = {value: index for index, value in enumerate(values)}
     for split, table in splits.items():
         strange = [value for value in pc.unique(table.data.column("label")).to_pylist() if value not in number]
         if strange:
-            raise DatasetError(f"the {split} texts have labels that the training texts lack: {strange[:5]}")
+            raise DatasetError(f"the {split} {what} have labels that the training {what} lack: {strange[:5]}")
         ids = [number[value] for value in table["label"][:]]
         splits[split] = table.remove_columns("label").add_column("label", ids)
     return splits, [str(value) for value in values]
@@ -499,6 +608,7 @@ def _number_labels(splits: dict[str, hf.Dataset]) -> tuple[dict[str, hf.Dataset]
 
 def _cut(splits: dict[str, hf.Dataset], settings: DataSettings) -> dict[str, hf.Dataset]:
     """Split off what the source lacks (10 % validation, 20 % test) and keep as many samples as the settings want."""
+    what = "images" if settings.task == "image-classification" else "texts"
     missing = {split: share for split, share in (("validation", 0.1), ("test", 0.2)) if split not in splits}
     if missing:
         train = splits["train"]
@@ -507,14 +617,14 @@ def _cut(splits: dict[str, hf.Dataset], settings: DataSettings) -> dict[str, hf.
             size = max(1, round(share * len(train)))
             splits[split], order = train.select(order[:size]), order[size:]
         if len(order) == 0:
-            raise DatasetError(f"{len(train)} texts are too few to be split into train, validation and test")
+            raise DatasetError(f"{len(train)} {what} are too few to be split into train, validation and test")
         splits["train"] = train.select(order)
     for split in SPLITS:
         wanted = getattr(settings, f"{split}_samples")
         if wanted and wanted < len(splits[split]):
             splits[split] = splits[split].shuffle(settings.split_seed).select(range(wanted))
     if len(set(splits["train"]["label"][:])) < 2:
-        raise DatasetError("the training texts that are left have a single label: raise --train_samples")
+        raise DatasetError(f"the training {what} that are left have a single label: raise --train_samples")
     return splits
 
 
@@ -561,6 +671,376 @@ def _brief(error: BaseException) -> str:
     """The first line of an error's message."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:200]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Images: from files to pixels
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _load_images(settings: DataSettings) -> ImageDatasets:
+    form, notices = _image_format(settings)
+    source = _find_images(settings)
+    names = ("image_column", "label_column", "bad_images", "train_samples", "validation_samples", "test_samples")
+    chosen = [getattr(settings, name) for name in (*names, "split_seed")]
+    inputs = [IMAGE_CACHE_FORMAT, PIL.__version__, source, form.resize_to, form.resample, *chosen]
+    folder = _make_once(settings, "images", inputs, partial(_decode_splits, settings, source, form))
+    facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+    splits = hf.DatasetDict()
+    for split in SPLITS:
+        table = hf.Dataset.from_file(str(folder / f"{split}.arrow"))
+        splits[split] = table.add_column("length", np.full(len(table), form.tokens))
+    fingerprint = hashlib.sha256(f"{facts['content']} {json.dumps(form)}".encode()).hexdigest()[:20]
+    return ImageDatasets(splits, facts["class_names"], form, fingerprint, notices + facts["notices"])
+
+
+def _image_format(settings: DataSettings) -> tuple[ImageFormat, list[str]]:
+    """Read off the model's config, and its preprocessor_config.json if it has one, what it wants to see."""
+    processor, notices = {}, []
+    if settings.model.endswith(".json"):
+        try:
+            config = AutoConfig.from_pretrained(settings.model)
+        except (OSError, ValueError, KeyError) as error:
+            raise DatasetError(f"{settings.model} is no model config ({_brief(error)})") from error
+    else:
+        with reachable(settings.model, "model") as options:
+            config = AutoConfig.from_pretrained(settings.model, **options)
+            try:
+                processor, _ = ImageProcessingMixin.get_image_processor_dict(settings.model, **options)
+            except OSError as error:
+                if "preprocessor_config" not in str(error):
+                    raise
+                notices.append(f"{settings.model} has no preprocessor_config.json: pixels are scaled to -1 … 1 for it")
+    if getattr(config, "num_channels", 3) != 3:
+        raise DatasetError(f"{settings.model} reads {config.num_channels} channels, images have 3: choose another")
+    shown = processor.get("crop_size") if processor.get("do_center_crop") else None
+    whole = processor.get("size") if processor.get("do_resize", True) else None
+    sizes = [_side(size) for size in (settings.image_size, shown, whole, getattr(config, "image_size", None))]
+    size = next((size for size in sizes if size is not None), None)
+    if size is None:
+        raise DatasetError(f"{settings.model} does not say how large its images are: set --image_size")
+    patch = _side(getattr(config, "patch_size", None)) or 16
+    if size < patch:
+        raise DatasetError(f"--image_size {size} is smaller than a patch of {settings.model}, {patch}: raise it")
+    resize_to = size if settings.resize_to is None else settings.resize_to
+    if resize_to < size:
+        raise DatasetError(f"--resize_to {resize_to}: no square of {size} can be cut out of it; raise it to {size}")
+    mean = std = 0.5
+    if not processor.get("do_normalize", True):
+        mean, std = 0.0, 1.0
+    elif processor:
+        mean, std = (processor.get(name) or 0.5 for name in ("image_mean", "image_std"))
+    scale = 255 * processor.get("rescale_factor", 1 / 255) if processor.get("do_rescale", True) else 255
+    mean, std = (tuple((np.broadcast_to(value, 3) / scale).tolist()) for value in (mean, std))
+    resample = "bicubic" if processor.get("resample") == Image.Resampling.BICUBIC else "bilinear"
+    tokens = (size // patch) ** 2 + 1
+    return ImageFormat(size, resize_to, mean, std, resample, settings.random_flip, tokens), notices
+
+
+def _side(size: int | dict | list | None) -> int | None:
+    """Pixels of a side, in any of the forms in which configs give them."""
+    if isinstance(size, dict):
+        return size.get("height") or size.get("shortest_edge")
+    return size[0] if isinstance(size, (list, tuple)) else size
+
+
+def _find_images(settings: DataSettings) -> list:
+    """Return what identifies the images: their kind and their files (path, size and time of change)."""
+    name = settings.dataset
+    if name in ("imdb", "synthetic"):
+        raise DatasetError(
+            f"--dataset {name} holds texts: --task image-classification needs a folder with a folder for each class, "
+            f"an archive ({', '.join(ARCHIVES)}) of one, or a name on the Hub"
+        )
+    if settings.validation_file or settings.test_file:
+        raise DatasetError(
+            "--validation_file and --test_file are for texts: put images into the folders train, validation and test "
+            "of --dataset"
+        )
+    path, packed = _find_file(name, settings.data_dir), name.lower().endswith(ARCHIVES)
+    if path is None and not packed and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        return ["hub", name]
+    if path is None:
+        raise DatasetError(f"there is no file or folder {name} here or in {settings.data_dir}")
+    if not path.is_dir():
+        if not packed:
+            raise DatasetError(f"{path} is neither a folder nor an archive ({', '.join(ARCHIVES)}) of images")
+        return ["archive", _stamp(path)]
+    digest = hashlib.sha256()
+    try:
+        for file in _walk(path)[0]:
+            status = (path / file).stat()
+            digest.update(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\0".encode(errors="surrogateescape"))
+    except OSError as error:
+        raise DatasetError(f"cannot read {path} ({_brief(error)})") from error
+    return ["folder", str(path.resolve()), digest.hexdigest()]
+
+
+def _walk(folder: Path) -> tuple[list[str], list[str]]:
+    """Return the images and the folders below a folder, by their paths from there, as far down as they may lie."""
+
+    def stop(error: OSError):
+        raise error
+
+    files, folders = [], []
+    for path, below, names in os.walk(folder, onerror=stop, followlinks=True):
+        here = PurePosixPath(Path(path).relative_to(folder).as_posix())
+        below[:] = [name for name in below if _shown(here / name)] if len(here.parts) < 5 else []
+        folders += [str(here / name) for name in below]
+        files += [str(here / name) for name in names if _is_image(here / name)]
+    return sorted(files), sorted(folders)
+
+
+def _shown(path: PurePosixPath) -> bool:
+    """Tell files and folders of the user's from those that file managers add."""
+    return not any(part.startswith(".") or part == "__MACOSX" for part in path.parts)
+
+
+def _is_image(path: PurePosixPath) -> bool:
+    return path.suffix.lower() in IMAGES and _shown(path)
+
+
+def _layout(files: list[str], folders: list[str], where: str | Path) -> dict[str, list[tuple[str, str]]]:
+    """Tell splits and classes from the paths of images: for each split, its files with the names of their classes.
+
+    The paths are `<class>/<file>` or `<split>/<class>/<file>`; a folder that holds all else is looked through.
+    """
+    if not files:
+        raise DatasetError(f"{where} holds no image ({', '.join(IMAGES)})")
+    paths = {name: PurePosixPath(name).parts for name in files}
+    empty = {PurePosixPath(name).parts for name in folders}
+    while len({path[0] for path in paths.values()} | {path[0] for path in empty}) == 1 and any(
+        len(path) > 2 for path in paths.values()
+    ):
+        paths = {name: path[1:] for name, path in paths.items()}
+        empty = {path[1:] for path in empty if len(path) > 1}
+    tops = {path[0] for path in empty}
+    split_of = {top: FOLDER_SPLITS.get(top.lower()) for top in tops}
+    is_split = any(split == "train" for split in split_of.values()) and not any(
+        len(path) == 2 and split_of[path[0]] == "train" for path in paths.values()
+    )
+    depth = 3 if is_split else 2
+    form = "<split>/<class>/<image>" if is_split else "<class>/<image>"
+    if wrong := [name for name, path in paths.items() if len(path) != depth]:
+        some = ", ".join(wrong[:3]) + (", …" if len(wrong) > 3 else "")
+        raise DatasetError(
+            f"{where}: {len(wrong):,} of {len(files):,} images do not lie in the folder of a class ({some}): move them "
+            f"so that all paths are {form}"
+        )
+    if is_split and (strange := sorted(top for top in tops if split_of[top] is None)):
+        raise DatasetError(f"{where}: the folder {strange[0]} beside train is no split: name it validation or test")
+    empty -= {path[:-1] for path in paths.values()}
+    for path in sorted(empty):
+        if len(path) == depth - 1 and (not is_split or split_of[path[0]] == "train"):
+            raise DatasetError(f"{where}: the folder {'/'.join(path)} holds no image: fill or remove it")
+    found = {}
+    for name, path in sorted(paths.items()):
+        found.setdefault(split_of[path[0]] if is_split else "train", []).append((name, path[-2]))
+    if "train" not in found:
+        raise DatasetError(f"{where} holds no training image")
+    return found
+
+
+def _read_images(
+    settings: DataSettings, source: list, scratch: Path
+) -> tuple[hf.Dataset, dict[str, hf.Dataset], list[str]]:
+    """Return all image files, the splits that the source has, and the names of the classes.
+
+    The splits have the columns `row` (of the table of files) and `label`, so that no image moves when they are cut.
+    """
+    kind, name = source[0], settings.dataset
+    splits, tables, start = {}, [], 0
+    if kind == "hub":
+        for split, table in _load_hub(name, scratch / "hub").items():
+            where = f"{name} ({split})"
+            if settings.label_column not in table.column_names:
+                found = ", ".join(table.column_names)
+                raise DatasetError(f"{where} has no column {settings.label_column!r}, only {found}: set --label_column")
+            images = table.select_columns([_image_column(table, where, settings)])
+            images = images.rename_columns({images.column_names[0]: "image"})
+            tables.append(images.cast_column("image", hf.Image(decode=False)))
+            labels = table.select_columns([settings.label_column])
+            labels = labels.rename_columns({settings.label_column: "label"})
+            _check_labels(labels, where, settings)
+            splits[split] = labels.add_column("row", np.arange(start, start + len(table)))
+            start += len(table)
+        files = hf.concatenate_datasets(tables)
+    else:
+        path = _find_file(name, settings.data_dir)
+        if kind == "folder":
+            found = _layout(*_walk(path), path)
+            names = [file for some in found.values() for file, _ in some]
+            places = pa.array([str(path / file) for file in names])
+            images = pa.StructArray.from_arrays([pa.nulls(len(names), pa.binary()), places], fields=list(FILE))
+            files = hf.Dataset(pa.table({"image": images}))
+            rows = {file: row for row, file in enumerate(names)}
+        else:
+            files, rows, folders = _read_archive(path, scratch / "files.arrow")
+            found = _layout(list(rows), folders, path)
+        for split, some in found.items():
+            columns = {"row": [rows[file] for file, _ in some], "label": [label for _, label in some]}
+            splits[split] = hf.Dataset.from_dict(columns)
+    return files, *_number_labels(splits, "images")
+
+
+def _image_column(table: hf.Dataset, where: str, settings: DataSettings) -> str:
+    images = [name for name, feature in table.features.items() if isinstance(feature, hf.Image)]
+    if settings.image_column in images:
+        return settings.image_column
+    if settings.image_column not in table.column_names and len(images) == 1:
+        return images[0]
+    if not images:
+        raise DatasetError(f"{where} has no column of images, only {', '.join(table.column_names)}")
+    raise DatasetError(
+        f"{where} has no column of images {settings.image_column!r}, only {', '.join(images)}: set --image_column"
+    )
+
+
+def _read_archive(path: Path, target: Path) -> tuple[hf.Dataset, dict[str, int], list[str]]:
+    """Copy the image files of an archive, as they are, into one Arrow file; return it, its rows' names, and folders.
+
+    A compressed archive can only be read from its beginning to its end, while splits are read in an order of their own.
+    """
+    rows, folders, count = {}, set(), itertools.count()
+
+    def images() -> Iterator[dict]:
+        try:
+            for name, read in _members(path):
+                member = PurePosixPath(name)
+                if member.is_absolute() or ".." in member.parts:
+                    raise DatasetError(f"{path} is not to be trusted: it holds {name!r}")
+                above = member if read is None else member.parent
+                folders.update(str(folder) for folder in (above, *above.parents) if folder.parts and _shown(folder))
+                if read and _is_image(member):
+                    rows[str(member)] = next(count)  # of two of one name the later counts, as on unpacking
+                    yield {"image": {"bytes": read(), "path": str(member)}}
+        except (*DAMAGES, zipfile.BadZipFile, RuntimeError) as error:  # the last of a password or an unknown packing
+            raise DatasetError(f"{path} is damaged ({_brief(error)}): get it or pack it again") from error
+
+    _write(target, pa.schema({"image": FILE}), images())
+    return hf.Dataset.from_file(str(target)), rows, sorted(folders)
+
+
+def _members(path: Path) -> Iterator[tuple[str, Callable[[], bytes] | None]]:
+    """Go through an archive: the names of files with what reads them, those of folders with None."""
+    if path.name.lower().endswith(".zip"):
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.infolist():
+                yield entry.filename, None if entry.is_dir() else partial(archive.read, entry)
+    else:
+        with tarfile.open(path) as archive:
+            for entry in archive:
+                if entry.isdir() or entry.isfile():
+                    yield entry.name, None if entry.isdir() else archive.extractfile(entry).read
+            archive.fileobj.seek(archive.offset)  # `tarfile` passes over a fault in any header but the first
+            if archive.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise tarfile.ReadError("it has no end")
+
+
+def _decode_splits(settings: DataSettings, source: list, form: ImageFormat, scratch: Path) -> Path:
+    """Read, split and decode, and write pixels and facts into a folder in `scratch`, which is returned."""
+    target = scratch / "pixels"
+    target.mkdir()
+    files, splits, class_names = _read_images(settings, source, scratch)
+    splits = _cut(splits, settings)
+    content, bad, kept = hashlib.sha256(json.dumps(class_names).encode()), [], {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow's, about odd images that it reads all the same
+        for split in SPLITS:
+            kept[split] = []
+            pixels = _decode_rows(files, splits[split], form, bad)
+            _write(target / f"{split}.arrow", PIXELS, _hashed(pixels, content, kept[split]))
+    notices = []
+    if bad:
+        some = "; ".join(f"{name}: {_brief(problem)}" for name, problem in bad[:3]) + ("; …" if len(bad) > 3 else "")
+        notices.append(f"{len(bad):,} of {sum(map(len, splits.values())):,} images cannot be decoded ({some})")
+        if settings.bad_images == "refuse":
+            raise DatasetError(f"{notices[0]}: mend or remove them, or leave them out with --bad_images skip")
+        notices[0] += " and are left out"
+        if empty := [split for split in SPLITS if not kept[split]]:
+            raise DatasetError(f"no image of the {empty[0]} split can be decoded")
+        if len(set(kept["train"])) < 2:
+            raise DatasetError("all training images that can be decoded have the same label")
+    facts = {"class_names": class_names, "content": content.hexdigest(), "notices": notices}
+    (target / "facts.json").write_text(json.dumps(facts, ensure_ascii=False), encoding="utf-8")
+    return target
+
+
+def _decode_rows(files: hf.Dataset, rows: hf.Dataset, form: ImageFormat, bad: list) -> Iterator[dict]:
+    """Yield what is stored of each image in turn; what cannot be decoded is added to `bad` instead, with the error."""
+    decode = partial(_try_decode, side=form.resize_to, resample=Image.Resampling[form.resample.upper()])
+    with ThreadPoolExecutor() as pool, hf.utils.tqdm(total=len(rows), desc="Decoding", unit="image") as progress:
+        for batch in rows.iter(32):
+            images = [image or dict.fromkeys(("bytes", "path")) for image in files[batch["row"]]["image"]]
+            data = [_encoded(image) for image in images]
+            large = sum(map(len, data)) > 2**14 * len(data)  # threads only delay each other where there is little to do
+            decoded = (pool.map if large else map)(decode, data)
+            for image, label, pixels in zip(images, batch["label"], decoded, strict=True):
+                if isinstance(pixels, np.ndarray):
+                    height, width, _ = pixels.shape
+                    yield {"image": pixels.tobytes(), "height": height, "width": width, "labels": label}
+                else:
+                    bad.append((image["path"] or "an image without a name", pixels))
+            progress.update(len(images))
+
+
+def _encoded(image: dict) -> bytes:
+    if image["bytes"] is not None or image["path"] is None:
+        return image["bytes"] or b""
+    try:
+        return Path(image["path"]).read_bytes()
+    except OSError as error:
+        raise DatasetError(f"cannot read {image['path']} ({_brief(error)})") from error
+
+
+def _hashed(rows: Iterator[dict], content, labels: list[int]) -> Iterator[dict]:
+    for row in rows:
+        labels.append(row["labels"])
+        content.update(np.array([row["height"], row["width"], row["labels"]], "<i8").tobytes() + row["image"])
+        yield row
+
+
+def _write(path: Path, schema: pa.Schema, rows: Iterable[dict]) -> None:
+    """Write rows as they come into an Arrow file; 32 MB of images are in memory at once."""
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+        batch, size = [], 0
+        for row in rows:
+            batch.append(row)
+            size += len(row["image"] if "height" in row else row["image"]["bytes"])
+            if size > 2**25:
+                writer.write_batch(pa.RecordBatch.from_pylist(batch, schema))
+                batch, size = [], 0
+        writer.write_batch(pa.RecordBatch.from_pylist(batch, schema))
+
+
+def _try_decode(data: bytes, side: int, resample: Image.Resampling) -> np.ndarray | Exception:
+    try:
+        return _decode(data, side, resample)
+    except PIL.UnidentifiedImageError:
+        return ValueError("no image of a kind that is read" if data else "an empty file")
+    except Exception as error:  # Pillow's readers raise errors of many kinds
+        return error
+
+
+def _decode(data: bytes, side: int, resample: Image.Resampling) -> np.ndarray:
+    """Return (height, width, 3) bytes, upright and on white; an image larger than `side` is made that square."""
+    with Image.open(BytesIO(data), formats=IMAGE_FORMATS) as image:
+        image.draft(None, (2 * side, 2 * side))  # a much larger JPEG is decoded at half, a quarter, … of its size
+        image.load()
+        with suppress(SyntaxError):  # an EXIF part that is none
+            image = ImageOps.exif_transpose(image)
+        if image.mode[0] in "IF":  # more than 8 bits, which Pillow would clip
+            levels = np.asarray(image)
+            if image.mode == "F" or levels.min() < 0 or levels.max() > 65535:
+                raise ValueError(f"its pixels (mode {image.mode}) are not 8 or 16 bits deep")
+            image = Image.fromarray(((levels.astype(np.int32) + 128) // 257).astype(np.uint8))
+        elif image.has_transparency_data:
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        image = image.convert("RGB")
+        if max(image.size) > side:
+            image = image.resize((side, side), resample)
+        return np.asarray(image)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -57,14 +57,14 @@ def sampler(tmp_path, rank=0, ranks=1, count=1000, **values):
 def test_an_epoch_has_ceil_steps_and_each_sample_once(tmp_path, count, batch_size):
     steps = list(sampler(tmp_path, count=count, batch_size=batch_size))
     assert len(steps) == math.ceil(count / batch_size) == len(sampler(tmp_path, count=count, batch_size=batch_size))
-    assert sorted(row for rows, _ in steps for row in rows) == list(range(count))
+    assert sorted(row for plan in steps for row in plan.rows) == list(range(count))
 
 
 def test_effective_batches_depend_on_seed_and_epoch_alone(tmp_path):
     def batches(epoch=0, **values):
         one = sampler(tmp_path, **values)
         one.epoch = epoch
-        return [rows for rows, _ in one]
+        return [plan.rows for plan in one]
 
     first = batches()
     assert batches(micro_batch_size=1) == batches(micro_batch_tokens=99) == batches(rank=1, ranks=3) == first
@@ -75,8 +75,8 @@ def test_effective_batches_depend_on_seed_and_epoch_alone(tmp_path):
 def test_the_ranks_share_every_effective_batch_out(tmp_path):
     shares = [list(sampler(tmp_path, rank, 3, micro_batch_size=2)) for rank in range(3)]
     for one_step in zip(*shares, strict=True):
-        mine = [row for _, parts in one_step for part in parts if part.items for row in part.rows]
-        assert sorted(mine) == sorted(one_step[0][0])
+        mine = [row for plan in one_step for part in plan.parts if part.items for row in part.rows]
+        assert sorted(mine) == sorted(one_step[0].rows)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -91,6 +91,7 @@ def test_loaders_give_padded_tensors_and_count_tokens(tmp_path, fabric, num_work
             inputs = micro_batch.inputs
             assert inputs["input_ids"].shape == inputs["attention_mask"].shape
             assert inputs["input_ids"].shape[1] % 8 == 0
+            assert micro_batch.padded == inputs["input_ids"].numel()
             assert micro_batch.tokens == inputs["attention_mask"].sum() == (inputs["input_ids"] != 0).sum()
             assert (inputs["attention_mask"].diff(dim=1) <= 0).all(), "padding is on the right"
             seen += len(inputs["labels"])

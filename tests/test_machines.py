@@ -77,7 +77,8 @@ def test_two_machines_give_the_losses_of_one(alone, machines, tmp_path, name):
 
 
 def slurm(rank, **more):
-    tasks = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+    tasks = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_NTASKS_PER_NODE": "2"}
+    tasks |= {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
     place = {"SLURM_NODEID": "0", "SLURM_NODELIST": "127.0.0.1", "SLURM_JOB_ID": "2951", "SLURM_JOB_NAME": "ladder"}
     return tasks | place | more
 
@@ -95,6 +96,7 @@ def test_srun_s_ranks_are_taken_from_slurm(alone, tmp_path):
         ("9_ddp", ("--devices", 4), slurm(0), "--devices 4, but srun started 2 processes on each of 1 machines"),
         ("9_ddp", ("--num_nodes", 3), slurm(0), "--num_nodes 3, but srun started 2 processes on each of 1 machines"),
         ("2_grad_accum", (), slurm(0), "srun started 2 processes, but 2_grad_accum runs on one device"),
+        ("9_ddp", (), {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "use --nodes and --ntasks-per-node instead"),
         ("9_ddp", ("--num_nodes", 2), {}, "--num_nodes 2: start the script on every machine by torchrun or srun"),
         ("9_ddp", ("--devices", 0), {}, "--devices 0: must be at least 1"),
         ("9_ddp", ("--devices", 32), {}, "--batch_size 16 is below the number of devices, 32"),
@@ -118,7 +120,7 @@ def test_torchrun_s_count_against_the_settings(tmp_path):
     assert "--devices 3, but torchrun started 2 processes on each of 1 machines" in process.stderr
 
 
-def test_fabric_run_s_own_options_are_named(tmp_path):
+def test_fabric_run_s_strategy_is_refused(tmp_path):
     fabric = os.path.join(os.path.dirname(sys.executable), "fabric")
     command = [fabric, "run", "--strategy", "ddp", str(SRC / "9_ddp.py"), *SIZES]
     environment = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
@@ -126,4 +128,4 @@ def test_fabric_run_s_own_options_are_named(tmp_path):
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert process.returncode != 0
-    assert "fabric run --strategy=ddp: leave it out of fabric run's options, the script sets it" in process.stderr
+    assert "fabric run --strategy=ddp: leave it out, the script sets the strategy" in process.stderr

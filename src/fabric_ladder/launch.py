@@ -31,11 +31,6 @@ def resolve_devices(settings, several: bool) -> None:
         UserError: More devices than there are, or another count than the launcher's.
     """
     launcher = _launcher()
-    for name in ("LT_PRECISION", "LT_STRATEGY", "LT_ACCELERATOR"):
-        if launcher and (value := os.environ.get(name)):
-            option = f"--{name[3:].lower()}"
-            better = "the script sets it" if name == "LT_STRATEGY" else f"give it after the script: {option} {value}"
-            raise UserError(f"fabric run {option}={value}: leave it out of fabric run's options, {better}")
     if launcher:
         for name, started in (("devices", launcher.devices), ("num_nodes", launcher.num_nodes)):
             wanted = getattr(settings, name)
@@ -79,6 +74,20 @@ def resolve_devices(settings, several: bool) -> None:
         settings.notices.append("One device: nothing to share it out to; --devices N or torchrun gives this run more")
 
 
+def options_of_fabric_run() -> list[str]:
+    """Return the settings among `fabric run`'s own options: it keeps those it knows, wherever they stand.
+
+    Raises:
+        UserError: Its `--strategy`, which the script sets.
+    """
+    if os.environ.get("LT_CLI_USED") != "1":
+        return []
+    if strategy := os.environ.get("LT_STRATEGY"):
+        raise UserError(f"fabric run --strategy={strategy}: leave it out, the script sets the strategy")
+    given = {name: os.environ.get(f"LT_{name.upper()}") for name in ("accelerator", "precision")}
+    return [f"--{name}={value}" for name, value in given.items() if value]
+
+
 def launch(fabric: Fabric) -> None:
     """Start the processes, unless `fabric run` did.
 
@@ -102,6 +111,9 @@ def _launcher() -> Launcher | None:
         name = "fabric run" if environment.get("LT_CLI_USED") == "1" else "torchrun"
         return Launcher(name, devices, int(environment["WORLD_SIZE"]) // devices)
     if SLURMEnvironment.detect():
+        tasks = int(environment["SLURM_NTASKS"])
+        if tasks > 1 and "SLURM_NTASKS_PER_NODE" not in environment:  # Fabric cannot tell how they are spread
+            raise UserError(f"Slurm's --ntasks={tasks}: use --nodes and --ntasks-per-node instead (see configs/slurm)")
         nodes = int(environment.get("SLURM_NNODES", 1))
-        return Launcher("srun", int(environment["SLURM_NTASKS"]) // nodes, nodes)
+        return Launcher("srun", tasks // nodes, nodes)
     return None

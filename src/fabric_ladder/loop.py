@@ -87,7 +87,8 @@ def train(run: Run, model: nn.Module, optimizer: Optimizer, train_loader: DataLo
         run.log_epoch(epoch, epoch_totals.accuracy, validation, seconds=perf_counter() - start)
     run.log_training()
     if settings.save != "no":
-        run.print(f"Saved {save(fabric, settings.save, run.folder, model, optimizer, train_loader.dataset.tokenizer)}")
+        place = save(fabric, settings.save, run.folder, model, optimizer, train_loader.dataset)
+        run.print(f"Saved {place}")
 
 
 def evaluate(run: Run, model: nn.Module, test_loader: DataLoader) -> Totals:

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from fabric_ladder.errors import UserError
-from local_dataset_utilities import TextDatasets, reachable
+from local_dataset_utilities import ImageDatasets, TextDatasets, reachable
 
 MODELS = {
     "text-classification": AutoModelForSequenceClassification,
@@ -56,7 +56,7 @@ def check_model(settings) -> None:
         )
 
 
-def build_model(settings, datasets: TextDatasets) -> nn.Module:
+def build_model(settings, datasets: TextDatasets | ImageDatasets) -> nn.Module:
     """Return the classifier in train mode, with the class names as its labels.
 
     Weights are made and read in 32-bit, so that every precision starts from the same ones, and Fabric converts them.
@@ -73,7 +73,7 @@ def build_model(settings, datasets: TextDatasets) -> nn.Module:
     config.num_labels = len(names)
     config.id2label = dict(enumerate(names))
     config.label2id = {name: index for index, name in enumerate(names)}
-    if settings.task == "image-classification":
+    if isinstance(datasets, ImageDatasets):
         config.image_size = datasets.format.size
     else:
         _fit_text(config, settings.model, datasets.tokenizer)

@@ -90,6 +90,8 @@ class Run:
         self.epoch_samples = len(train_loader.dataset)
         self.record["data"] = {"fingerprint": train_loader.dataset.fingerprint, "train_samples": self.epoch_samples}
         self._on_rank_zero(self._open_folder)
+        for notice in train_loader.dataset.notices:
+            self.print(notice)
         count, trainable = results["parameters"] / 1e6, results["trainable_parameters"] / 1e6
         self.print(f"Parameters: {count:.1f} M, {trainable:.1f} M trainable, {', '.join(results['dtypes'])}")
         self.samples = self._tokens = self._padded = 0

@@ -15,7 +15,7 @@ import yaml
 
 import __main__
 from fabric_ladder.errors import UserError, notebook_shell, show_errors
-from fabric_ladder.launch import resolve_devices
+from fabric_ladder.launch import options_of_fabric_run, resolve_devices
 from fabric_ladder.models import check_model
 from fabric_ladder.optimizers import check_optimizer
 from local_dataset_utilities import DataSettings
@@ -125,7 +125,7 @@ def parse_settings(args: list[str] | None = None, config: str | None = None, **d
     """
     show_errors()
     if args is None:
-        args = [] if notebook_shell() else sys.argv[1:]
+        args = [] if notebook_shell() else [*sys.argv[1:], *options_of_fabric_run()]
     parser = jsonargparse.ArgumentParser(prog=_script_name(), description=_script_doc(), exit_on_error=False)
     parser.add_argument("--config", help="YAML file of settings.")
     parser.add_class_arguments(Settings, as_group=False, skip=set(INTERNAL))
@@ -282,6 +282,10 @@ def _check_devices(settings: Settings, script: dict) -> None:
         )
     if "deepspeed" in script and (settings.save != "no" or settings.load):
         raise UserError("--save and --load do not know DeepSpeed's format: use src/10_fsdp.py")
+    if "offload" in script and settings.optimizer in ("adafactor", "adam-8bit"):
+        raise UserError(
+            f"--optimizer {settings.optimizer} cannot step on FSDP2's shards; use sgd, the leanest, adam or adamw"
+        )
     if "offload" in script and settings.precision in ("16-mixed", "64-true"):
         raise UserError(
             f"--precision {settings.precision}: FSDP2 under Fabric cannot do it; use bf16-mixed, bf16-true or 32-true"

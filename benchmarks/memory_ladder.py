@@ -1,0 +1,236 @@
+"""Peak memory of the rungs, with random weights of the shapes of BLOOM-560m and of ViT-L/16.
+
+    python benchmarks/memory_ladder.py [--model bloom-560m|vit-large-16] [--only TEXT …] [--tensors N]
+
+It is predicted for a GPU (see `fabric_ladder.memory`), and where there is one also measured, by running the rung as a
+process of its own on data made here. All samples are as long as they may be: texts of 1,024 tokens, images of 224
+pixels. Both figures are the peak of training and validation, in 10^9 bytes. FSDP and DeepSpeed run on one GPU, where
+there is nothing to share, but something to offload; four are predicted only.
+
+`target` is what the series on memory that the rungs follow prints for the same techniques on ViT-L/16 and CIFAR-10,
+effective batch 64; and 1.6 GB for all that one GPU allows.
+"""
+
+import argparse
+import ast
+import csv
+import json
+import re
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import common  # first of all: it makes the project importable without an installation
+import numpy as np
+import torch
+from PIL import Image
+
+from fabric_ladder import build_model, parse_settings
+from fabric_ladder.memory import largest_batches, predict_peak
+from fabric_ladder.tracker import Peak
+
+OUT = common.RESULTS / "memory_ladder.json"
+CONFIGS = common.ROOT / "configs"
+TOKENS, PIXELS, PATCHES = 1024, 224, 197  # of a text; of an image's side; tokens of an image
+EVAL_TOKENS = "4096"  # of a batch of the evaluation: the default on a GPU
+UNPREDICTED = ("3_torch_compile", "12_deepspeed_zero")
+SHARDED = ("10_fsdp", "11_fsdp_cpu_offload")
+KINDS = ("parameters", "gradients", "optimizer_state", "activations", "other")
+HEADER = ["GB", "parameters", "gradients", "optimizer", "activations", "other", "in host", "predicted", "measured",
+          "target", "highest in"]  # fmt: skip
+
+
+AGAIN = "--activation_checkpointing true"
+
+
+class Entry(NamedTuple):
+    """A rung and its options as on a command line; the target in GB; the GPUs that FSDP shards over."""
+
+    rung: str
+    options: str = ""
+    target: float | None = None
+    gpus: int = 1
+
+    @property
+    def name(self) -> str:
+        """What stands in the table: values that speak for themselves without their option's name."""
+        options = self.options.replace(AGAIN, "checkpointing").replace("--micro_batch_size", "micro-batch")
+        options = re.sub(r"--\w+ ", "", options)
+        return f"{self.rung} {options}".strip() + (f", {self.gpus} GPUs" if self.gpus > 1 else "")
+
+
+ALL = f"--precision bf16-true --optimizer sgd {AGAIN}"
+ZERO = [f"--deepspeed {stage}" for stage in ("zero2", "zero2_offload", "zero3", "zero3_offload")]
+ENTRIES = {
+    "bloom-560m": [
+        *(Entry(rung) for rung in ("1_batch_size_1", "2_grad_accum", "3_torch_compile", "4_mixed_precision")),
+        Entry("4_mixed_precision", "--precision 16-mixed"),
+        *(Entry(rung) for rung in ("5_low_precision", "6_lean_optimizer", "7_grad_checkpointing", "8_init_on_device")),
+        Entry("6_lean_optimizer", AGAIN),
+        *(Entry(rung) for rung in SHARDED),
+        *(Entry("12_deepspeed_zero", stage) for stage in ZERO),
+        Entry("11_fsdp_cpu_offload", ALL),
+        *(Entry(rung, gpus=4) for rung in SHARDED),
+    ],
+    "vit-large-16": [
+        Entry("2_grad_accum", "--micro_batch_size 64", 26.84),
+        Entry("3_torch_compile", "--micro_batch_size 64"),
+        Entry("4_mixed_precision", "--micro_batch_size 64", 18.21),
+        Entry("4_mixed_precision", "--micro_batch_size 64 --precision 16-mixed", 18.21),
+        Entry("5_low_precision", "--micro_batch_size 64", 13.82),
+        Entry("5_low_precision", "--micro_batch_size 16", 5.69),
+        Entry("6_lean_optimizer", "--micro_batch_size 16", 3.91),
+        Entry("6_lean_optimizer", f"--micro_batch_size 16 {AGAIN}", 2.02),
+        Entry("11_fsdp_cpu_offload", f"--micro_batch_size 16 {ALL}", 2.02),
+        *(Entry("12_deepspeed_zero", f"--micro_batch_size 16 {stage}") for stage in ZERO),
+        Entry("6_lean_optimizer", f"--micro_batch_size 1 {AGAIN}", 1.6),
+        Entry("11_fsdp_cpu_offload", f"--micro_batch_size 1 {ALL}", 1.6),
+        *(Entry(rung, "--micro_batch_size 16", gpus=4) for rung in SHARDED),
+    ],
+}
+
+
+class NoTokenizer:
+    """Stands in for a tokenizer where no text is read."""
+
+    pad_token_id = 0
+
+    def __len__(self) -> int:
+        return 0
+
+
+def options_of(model: str) -> list[str]:
+    """Return the options that all entries of a model share."""
+    config = "cifar10_vit_large.yaml" if model.startswith("vit") else "imdb_bloom_560m.yaml"
+    path = CONFIGS / "models" / f"{model}.json"
+    return ["--config", str(CONFIGS / config), "--model", str(path), "--from_scratch", "true"]
+
+
+def script_defaults(rung: str) -> dict:
+    """Read what a rung passes to `parse_settings`."""
+    tree = ast.parse((common.ROOT / "src" / f"{rung}.py").read_text(encoding="utf-8"))
+    call = next(
+        node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "parse_settings"
+    )
+    return {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+
+
+def predict(model: str, entry: Entry, known: dict[str, Peak]) -> Peak | None:
+    """Return the predicted peak, None for what cannot be predicted; `known` are those of the same settings."""
+    if entry.rung in UNPREDICTED:
+        return None
+    options = entry.options.replace("--precision 16-mixed", "--precision bf16-mixed").split()  # of the same size
+    options += ["--accelerator", "cpu", "--eval_batch_tokens", EVAL_TOKENS]
+    settings = parse_settings([*options_of(model), *options], **script_defaults(entry.rung))
+    image_size = PIXELS if settings.task == "image-classification" else None
+    ranks = entry.gpus if entry.rung in SHARDED else None
+    key = json.dumps([asdict(settings), ranks], default=str)
+    if key not in known:
+        names = [str(number) for number in range(10 if image_size else 2)]
+        datasets = SimpleNamespace(class_names=names, tokenizer=NoTokenizer(), format=SimpleNamespace(size=image_size))
+        batches = largest_batches(settings, PATCHES if image_size else TOKENS, image_size, entry.gpus)
+        known[key] = predict_peak(lambda: build_model(settings, datasets), settings, *batches, ranks)
+    return known[key]
+
+
+def make_data(model: str, folder: Path) -> list[str]:
+    """Write texts or images for three effective batches, and return the options that name them."""
+    rng = np.random.default_rng(0)
+    if model.startswith("vit"):
+        for number in range(320):
+            path = folder / f"class{number % 10}" / f"{number}.png"
+            path.parent.mkdir(exist_ok=True)
+            Image.fromarray(rng.integers(0, 256, (32, 32, 3), np.uint8)).save(path)
+        return ["--dataset", str(folder), "--train_samples", "192", "--validation_samples", "32"]
+    words = np.array(["".join(letters) for letters in rng.choice(list("abcdefghij"), (2000, 6))])
+    with open(folder / "texts.csv", "w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file)
+        rows.writerow(["text", "label"])
+        rows.writerows([" ".join(rng.choice(words, TOKENS + 100)), number % 2] for number in range(80))
+    return ["--dataset", str(folder / "texts.csv"), "--train_samples", "48", "--validation_samples", "8"]
+
+
+def measure(model: str, entry: Entry, data: list[str]) -> dict:
+    """Run the rung on one GPU and return its figures, or why it failed."""
+    options = [*options_of(model), *data, "--eval_batch_tokens", EVAL_TOKENS, *entry.options.split()]
+    try:
+        return common.run_rung(entry.rung, [*options, "--devices", "1"])
+    except common.ChildError as error:
+        return {"failed": str(error)}
+
+
+def row(entry: Entry, peak: Peak | None, measured: dict | None) -> list[str | None]:
+    """Return the cells of a line of the table."""
+    sizes = [getattr(peak, kind) for kind in (*KINDS, "host", "total")] if peak else [None] * 7
+    sizes.append((measured or {}).get("peak_memory_bytes"))
+    cells = [None if size is None else f"{size / 1e9:.2f}" for size in sizes]
+    return [entry.name, *cells, entry.target and f"{entry.target:.2f}", peak and peak.phase]
+
+
+def tensor_lines(peak: Peak, count: int) -> list[str]:
+    """Describe the tensors that hold most together at the peak."""
+    return [
+        f"{number * storage.bytes / 1e9:.3f} GB: {number} x {storage.kind} {list(storage.shape)} {storage.dtype}, "
+        f"made by {storage.made_by}"
+        for number, storage in peak.tensors[:count]
+    ]
+
+
+def run_model(model: str, only: list[str], tensors: int, out: Path | None) -> bool:
+    """Predict and measure a model's entries, print and write them; return whether one failed."""
+    gpu = torch.cuda.is_available()
+    rows, records, known, lines = [], [], {}, []
+    with tempfile.TemporaryDirectory(prefix="memory-ladder-") as folder:
+        data = make_data(model, Path(folder)) if gpu else []
+        for entry in ENTRIES[model]:
+            if only and not any(text in entry.name for text in only):
+                continue
+            print(f"{model}: {entry.name} …", file=sys.stderr, flush=True)
+            start = perf_counter()
+            peak = predict(model, entry, known)
+            seconds = perf_counter() - start
+            measured = measure(model, entry, data) if gpu and entry.gpus == 1 else None
+            rows.append(row(entry, peak, measured))
+            record = entry._asdict() | {"predicted": None, "measured": measured}
+            if peak:
+                largest = tensor_lines(peak, 8)
+                record["predicted"] = peak._asdict() | {"total": peak.total, "tensors": largest, "seconds": seconds}
+                highest = max(peak.total, (measured or {}).get("peak_memory_bytes", 0)) / 1e9
+                if entry.target and highest > entry.target:
+                    lines.append(
+                        f"{entry.name}: {highest - entry.target:.2f} GB above the target, most is {largest[0]}"
+                    )
+                lines += [f"{entry.name}: {line}" for line in largest[:tensors]]
+            if measured and "failed" in measured:
+                lines.append(f"{entry.name} failed: {measured['failed']}")
+            records.append(record)
+    print(f"{model}" + ("" if gpu else ": predicted; not measured, since PyTorch finds no GPU here"))
+    common.print_table(HEADER, rows)
+    print(*lines, sep="\n", end="\n\n" if lines else "", flush=True)
+    if out:
+        conditions = {"tokens": TOKENS, "pixels": PIXELS, "eval_batch_tokens": int(EVAL_TOKENS)}
+        environment = common.environment(torch.device("cuda" if gpu else "cpu"))
+        common.write_result(out, model, environment | {"conditions": conditions, "entries": records})
+    return any("failed" in (record["measured"] or {}) for record in records)
+
+
+def main() -> int:
+    """Run the entries; the exit status is 1 if one failed on the GPU."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(ENTRIES), action="append", help="default: both")
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="entries with one of these in their name")
+    parser.add_argument("--tensors", type=int, default=0, metavar="N", help="name the N largest at each peak")
+    default = OUT.relative_to(common.ROOT)
+    parser.add_argument("--out", type=Path, help=f"results file; default: {default}, with --only none")
+    args = parser.parse_args()
+    out = args.out or (None if args.only else OUT)
+    failed = [run_model(model, args.only, args.tensors, out) for model in args.model or ENTRIES]
+    return int(any(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

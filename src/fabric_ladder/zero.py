@@ -1,0 +1,175 @@
+"""DeepSpeed's ZeRO as a Fabric strategy that the one train loop can drive like any other."""
+
+import copy
+import importlib.util
+import shutil
+import tempfile
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from lightning.fabric.strategies import DeepSpeedStrategy
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from torch import nn
+from torch.optim import Optimizer
+
+from fabric_ladder.errors import UserError
+from fabric_ladder.zero_config import offloads, parameter_sizes, read_deepspeed_config
+
+DEEPSPEED = "deepspeed==0.19.8"
+STATE_BYTES = 16  # of each parameter in 32 bits: master weight, gradient, and Adam's two moments
+
+
+class Boundary(_BackwardSyncControl):
+    """Tells DeepSpeed's engine which micro-batch is the last of an effective batch; it sums up those before."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
+        """Stages 2 and 3 reduce gradients after every micro-batch all the same, since they keep only a share."""
+        module.set_gradient_accumulation_boundary(not enabled)
+        return nullcontext()
+
+
+class ZeroStrategy(DeepSpeedStrategy):
+    """Fabric's DeepSpeed strategy for a loop that accumulates and clips by itself, and for models beyond one GPU.
+
+    Args:
+        config: From `read_deepspeed_config`.
+        cpu_adam: Step what is offloaded by DeepSpeed's Adam for the CPU instead of PyTorch's.
+    """
+
+    def __init__(self, config: dict, cpu_adam: bool = False):
+        super().__init__(config=config)
+        self.cpu_adam = cpu_adam
+        self._backward_sync_control = Boundary()
+        # DeepSpeed 0.19 calls what torch 2.13 has renamed
+        warnings.filterwarnings("ignore", ".*`torch.distributed.* is deprecated", FutureWarning)
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler=None
+    ) -> tuple[nn.Module, list, object]:
+        """Wrap the model into DeepSpeed's engine; stage 3 shards it before, parameter by parameter."""
+        if self.zero_stage_3:
+            self._shard(module)
+        if self.cpu_adam:
+            optimizers = [_on_cpu(optimizer) for optimizer in optimizers]
+        return super().setup_module_and_optimizers(module, optimizers, scheduler)
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Leave the model where it is: DeepSpeed moves it once it is in 16 bits, or sharded."""
+
+    def clip_gradients_norm(self, *args, **kwargs) -> None:
+        """Do nothing: the engine clips when it steps, to the `gradient_clipping` of its configuration."""
+
+    def _shard(self, module: nn.Module) -> None:
+        """Share the weights out to the GPUs, so that none ever holds all, as the engine would have it."""
+        import deepspeed
+
+        kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        dtype = next((dtype for name, dtype in kinds.items() if self.config[name]["enabled"]), torch.float32)
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(dtype)
+        for buffer in module.buffers():
+            buffer.data = buffer.data.to(self.root_device)
+        deepspeed.zero.Init(module=module, config_dict_or_path=self.config)
+
+
+def zero_strategy(settings) -> ZeroStrategy:
+    """Return the strategy for the DeepSpeed configuration that the settings name.
+
+    DeepSpeed has one mixed precision, not Fabric's: forward and backward pass run on 16-bit weights throughout, and
+    32-bit copies of them, which start from the rounded ones, are stepped (DeepSpeed, `bf16` and `fp16`). Gradients of
+    micro-batches are summed in 16 bits unless the configuration's `data_types.grad_accum_dtype` is "fp32".
+
+    Raises:
+        UserError: No CUDA GPU, no DeepSpeed, a configuration that does not fit, or an offload that cannot work here.
+    """
+    if settings.accelerator == "cpu":
+        raise UserError(f"{settings.name} needs a CUDA GPU; src/10_fsdp.py shards a model on CPUs too")
+    if importlib.util.find_spec("deepspeed") is None:
+        raise UserError(f'{settings.name} needs DeepSpeed: pip install "{DEEPSPEED}"')
+    config = read_deepspeed_config(settings)
+    _check_values(settings.deepspeed, config)
+    offloaded = offloads(config)
+    devices = {section["device"] for section in offloaded.values()}
+    if "nvme" in devices:
+        _check_nvme(settings, offloaded)
+    cpu_adam = "optimizer" in offloaded and settings.optimizer in ("adam", "adamw")
+    if cpu_adam:
+        from deepspeed.ops.op_builder import CPUAdamBuilder
+
+        if problem := _compile(CPUAdamBuilder()):
+            cpu_adam = False
+            settings.notices.append(
+                f"PyTorch's Adam steps on the CPU: DeepSpeed cannot compile its faster one: {problem}"
+            )
+    return ZeroStrategy(config, cpu_adam)
+
+
+def _check_values(name: str, config: dict) -> None:
+    """Have DeepSpeed itself read the configuration, before processes are started."""
+    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+    from pydantic import ValidationError
+
+    try:
+        DeepSpeedConfig(copy.deepcopy(config))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"--deepspeed {name}: DeepSpeed does not take {key} {first['input']}: {first['msg']}"
+        ) from error
+    except (DeepSpeedConfigError, AssertionError, ValueError, TypeError) as error:
+        raise UserError(f"--deepspeed {name}: DeepSpeed refuses it: {error}") from error
+
+
+def _check_nvme(settings, offloaded: dict[str, dict]) -> None:
+    """Refuse what would fail, or fill a disk, in the middle of a run.
+
+    Space on the disk of each machine, for P parameters: optimizer 16 P / machines bytes, weights 2 P / machines bytes
+    (4 in 32-bit): Rajbhandari et al., ZeRO-Infinity, 2021, section 3. Two moments, master weights and gradients.
+    """
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    name = settings.deepspeed
+    sizes = {"optimizer": STATE_BYTES, "param": 4 if settings.precision == "32-true" else 2}
+    count, needed = sum(parameter_sizes(settings)) / settings.num_nodes, {}
+    for kind, section in offloaded.items():
+        if section["device"] != "nvme":
+            continue
+        folder = Path(section.get("nvme_path") or "")
+        key = f"--deepspeed {name}: zero_optimization.offload_{kind}.nvme_path {folder}"
+        cure = "in a copy of the file, name a folder on a local NVMe disk, and give --deepspeed COPY.json"
+        try:
+            with tempfile.TemporaryFile(dir=folder):
+                disk = folder.stat().st_dev
+        except OSError as error:
+            raise UserError(f"{key}: cannot write there ({error.strerror}): {cure}") from error
+        needed[disk] = needed.get(disk, 0) + sizes[kind] * count
+        free = shutil.disk_usage(folder).free
+        if free < needed[disk]:
+            raise UserError(f"{key}: {needed[disk] / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free: {cure}")
+    if not AsyncIOBuilder().is_compatible():
+        raise UserError(
+            f"--deepspeed {name} needs libaio: apt install libaio-dev, or dnf install libaio-devel, or without NVMe "
+            "--deepspeed zero3_offload"
+        )
+    if problem := _compile(AsyncIOBuilder()):
+        raise UserError(f"--deepspeed {name}: DeepSpeed cannot compile its access to NVMe disks: {problem}")
+
+
+def _compile(builder) -> str | None:
+    """Compile one of DeepSpeed's extensions, which is kept for later runs, or return in one line why it fails."""
+    try:
+        builder.load(verbose=False)
+    except Exception as error:  # compilers, and what is missing for them, have errors of every kind
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    return None
+
+
+def _on_cpu(optimizer: Optimizer) -> Optimizer:
+    """Return DeepSpeed's Adam for the CPU, with the parameters and values of PyTorch's."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    values = {key: optimizer.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")}
+    return DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=isinstance(optimizer, torch.optim.AdamW), **values)
