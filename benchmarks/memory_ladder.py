@@ -21,7 +21,6 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import common  # first of all: it makes the project importable without an installation
@@ -30,7 +29,7 @@ import torch
 from PIL import Image
 
 from fabric_ladder import build_model, parse_settings
-from fabric_ladder.memory import largest_batches, predict_peak
+from fabric_ladder.memory import blank_datasets, largest_batches, predict_peak
 from fabric_ladder.tracker import Peak
 
 OUT = common.RESULTS / "memory_ladder.json"
@@ -42,8 +41,6 @@ SHARDED = ("10_fsdp", "11_fsdp_cpu_offload")
 KINDS = ("parameters", "gradients", "optimizer_state", "activations", "other")
 HEADER = ["GB", "parameters", "gradients", "optimizer", "activations", "other", "in host", "predicted", "measured",
           "target", "highest in"]  # fmt: skip
-
-
 AGAIN = "--activation_checkpointing true"
 
 
@@ -94,15 +91,6 @@ ENTRIES = {
 }
 
 
-class NoTokenizer:
-    """Stands in for a tokenizer where no text is read."""
-
-    pad_token_id = 0
-
-    def __len__(self) -> int:
-        return 0
-
-
 def options_of(model: str) -> list[str]:
     """Return the options that all entries of a model share."""
     config = "cifar10_vit_large.yaml" if model.startswith("vit") else "imdb_bloom_560m.yaml"
@@ -130,8 +118,7 @@ def predict(model: str, entry: Entry, known: dict[str, Peak]) -> Peak | None:
     ranks = entry.gpus if entry.rung in SHARDED else None
     key = json.dumps([asdict(settings), ranks], default=str)
     if key not in known:
-        names = [str(number) for number in range(10 if image_size else 2)]
-        datasets = SimpleNamespace(class_names=names, tokenizer=NoTokenizer(), format=SimpleNamespace(size=image_size))
+        datasets = blank_datasets(10 if image_size else 2, image_size)
         batches = largest_batches(settings, PATCHES if image_size else TOKENS, image_size, entry.gpus)
         known[key] = predict_peak(lambda: build_model(settings, datasets), settings, *batches, ranks)
     return known[key]

@@ -1,7 +1,6 @@
 """The predicted peak memory: against real tensors under PyTorch's own tracker, and against arithmetic."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from fabric_ladder import Settings, build_model, build_optimizer
 from fabric_ladder.fsdp import fsdp_strategy, sharding_policy, transformer_blocks
 from fabric_ladder.loop import accumulate_gradients
-from fabric_ladder.memory import largest_batches, predict_peak
+from fabric_ladder.memory import blank_datasets, largest_batches, predict_peak
 from fabric_ladder.metrics import Meter
 from fabric_ladder.tracker import PeakTracker
 
@@ -36,13 +35,6 @@ TECHNIQUES = {
 }
 
 
-class Tokenizer:
-    pad_token_id = 0
-
-    def __len__(self):
-        return 0
-
-
 def case(tmp_path, kind, **values):
     """Settings of a small model, how to build it, and what it is fed."""
     path = MODELS / "bloom-quickstart.json"
@@ -51,7 +43,7 @@ def case(tmp_path, kind, **values):
         path.write_text(json.dumps(VIT))
         values["task"] = "image-classification"
     settings = settings_for(tmp_path, **({"batch_size": 8, "model": str(path), "from_scratch": True} | values))
-    datasets = SimpleNamespace(class_names=["a", "b"], tokenizer=Tokenizer(), format=SimpleNamespace(size=64))
+    datasets = blank_datasets(2, 64 if kind == "vit" else None)
     batches = largest_batches(settings, 65, 64) if kind == "vit" else largest_batches(settings, 96)
     return settings, lambda: build_model(settings, datasets), *batches
 

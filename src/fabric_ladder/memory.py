@@ -19,6 +19,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 import torch.distributed as dist
+from datasets import DatasetDict
 from lightning import Fabric
 from lightning.fabric.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ from fabric_ladder.loop import accumulate_gradients
 from fabric_ladder.metrics import Meter
 from fabric_ladder.optimizers import build_optimizer
 from fabric_ladder.tracker import Peak, PeakTracker
+from local_dataset_utilities import ImageDatasets, ImageFormat, TextDatasets
 
 
 def predict_peak(
@@ -111,6 +113,22 @@ def largest_batches(
     training = share(settings.batch_size, size=settings.micro_batch_size, tokens=settings.micro_batch_tokens)
     evaluation = share(settings.eval_batch_tokens * ranks, tokens=settings.eval_batch_tokens)[0]
     return training, evaluation
+
+
+def blank_datasets(classes: int, image_size: int | None = None) -> TextDatasets | ImageDatasets:
+    """Return data sets without samples, for `build_model`: of texts, or of images of so many pixels a side."""
+    names = [str(number) for number in range(classes)]
+    if image_size:
+        form = ImageFormat(image_size, image_size, (0.5,) * 3, (0.5,) * 3, "bilinear", random_flip=False, tokens=0)
+        return ImageDatasets(DatasetDict(), names, form, "", [])
+    return TextDatasets(DatasetDict(), names, _NoTokenizer(), "")
+
+
+class _NoTokenizer:
+    pad_token_id = 0
+
+    def __len__(self) -> int:
+        return 0
 
 
 class _Rehearsal:

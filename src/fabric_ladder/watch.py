@@ -62,27 +62,31 @@ class RankWatch(threading.Thread):
         return "rank 0, which launched this one," if self._parent and os.getppid() != self._parent else None
 
     def _find_dead(self) -> str | None:
+        gone = next((rank for rank in (0, self.watched) if self._is_gone(rank)), None)
+        if gone == 0:  # the store was in its process
+            return self._describe(0)
         self._beats += 1
         try:
             self.store.set(f"alive/{self.rank}", str(self._beats))
             if self.store.check(["dead"]):
-                return self._name(int(self.store.get("dead")))
+                return self._describe(int(self.store.get("dead")))
             sign = self.store.get(f"alive/{self.watched}") if self.store.check([f"alive/{self.watched}"]) else b""
-        except RuntimeError:  # the store is in rank 0's process, or in its launcher's
-            return self._name(0)
-        if sign != self._sign:
-            self._sign, self._seen = sign, monotonic()
-        if monotonic() - self._seen > PATIENCE or self._is_gone():
+            if sign != self._sign:
+                self._sign, self._seen = sign, monotonic()
+            if gone is None and monotonic() - self._seen < PATIENCE:
+                return None
             self.store.set("dead", str(self.watched))
-            return self._name(self.watched)
-        return None
+            return self._describe(self.watched)
+        except RuntimeError:  # rank 0 is gone, or its machine
+            return self._describe(0)
 
-    def _name(self, rank: int) -> str:
+    def _describe(self, rank: int) -> str:
         host, process, _ = self.others[rank]
         return f"rank {rank} (process {process} on {host})"
 
-    def _is_gone(self) -> bool:
-        _, process, space = self.others[self.watched]
+    def _is_gone(self, rank: int) -> bool:
+        """Tell whether a rank's process is dead; of other machines that cannot be seen."""
+        _, process, space = self.others[rank]
         if space != _process_space():
             return False
         try:
