@@ -7,7 +7,7 @@ run: .venv/installed
 	$(BIN)/python src/2_grad_accum.py
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

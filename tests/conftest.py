@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; tests and their ranks share few cores
+
 import pytest
 from lightning import Fabric
 

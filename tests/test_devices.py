@@ -149,8 +149,8 @@ def test_a_nan_on_several_processes_ends_them_all(tmp_path):
     assert "Traceback" not in process.stderr
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_killed_rank_ends_the_others_and_is_named(tmp_path, victim):
+@pytest.mark.parametrize(("victim", "how"), [(0, "KILL"), (2, "KILL"), (1, "STOP")])
+def test_a_rank_that_is_killed_or_hangs_ends_the_others_and_is_named(tmp_path, victim, how):
     command = [sys.executable, str(SRC / "10_fsdp.py"), *SIZES, "--devices", "3", "--epochs", "1000"]
     with open(tmp_path / "stderr", "w") as stderr:
         process = subprocess.Popen(
@@ -163,15 +163,16 @@ def test_a_killed_rank_ends_the_others_and_is_named(tmp_path, victim):
         ranks = {int(child.environ()["LOCAL_RANK"]): child for child in launched if "LOCAL_RANK" in child.environ()}
         everyone = [psutil.Process(process.pid), *ranks.values()]
         assert sorted(ranks) == [1, 2]
-        (ranks | {0: process})[victim].send_signal(signal.SIGKILL)
+        (ranks | {0: process})[victim].send_signal(signal.Signals[f"SIG{how}"])
         killed = monotonic()
-        process.stdout.read()
         assert process.wait(timeout=60) != 0
+        if how == "STOP" and ranks[victim].is_running():
+            ranks[victim].kill()
         while any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in everyone):
             assert monotonic() - killed < 60
             sleep(0.2)
     text = (tmp_path / "stderr").read_text()
-    named = rf"error: rank {victim} \(process {(ranks | {0: process})[victim].pid} on .*\) has died"
+    named = rf"error: rank {victim} \(process {(ranks | {0: process})[victim].pid} on .*\) has died or hangs"
     by_launcher = rf"\[rank: {victim}\] Child process with PID \d+ terminated with code -9"
     assert re.search(f"{named}|{by_launcher}", text), text
     assert "Traceback" not in text

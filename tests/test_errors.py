@@ -16,9 +16,9 @@ from fabric_ladder.errors import explain
         (
             "2_grad_accum",
             {"micro_batch_size": 8},
-            r"--micro_batch_size 4 .*; src/4_mixed.*; --activ.*; --max_length 512",
+            r"--micro_batch_size 4 .*; src/5_low.*; --activ.*; --max_length 512",
         ),
-        ("3_torch_compile", {"micro_batch_size": 1}, r"Next to try: src/4_mixed_precision\.py"),
+        ("3_torch_compile", {"micro_batch_size": 1}, r"Next to try: src/5_low_precision\.py"),
         ("4_mixed_precision", {"micro_batch_tokens": 4096}, r"--micro_batch_tokens 2048; src/5_low_precision\.py"),
         ("5_low_precision", {"micro_batch_size": 1}, r"Next to try: src/6_lean_optimizer\.py"),
         ("7_grad_checkpointing", {"activation_checkpointing": True}, r"src/6_lean_optimizer\.py[^;]*; --max_length"),

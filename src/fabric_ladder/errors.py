@@ -8,8 +8,7 @@ import torch
 from fabric_ladder.watch import lost_contact, running_watch
 from local_dataset_utilities import DatasetError
 
-NEXT_RUNG = dict.fromkeys("123", "src/4_mixed_precision.py, which keeps fewer bytes of every activation") | {
-    "4": "src/5_low_precision.py, which halves weights, gradients and optimizer state",
+NEXT_RUNG = dict.fromkeys("1234", "src/5_low_precision.py, which halves weights, gradients and optimizer state") | {
     **dict.fromkeys("578", "src/6_lean_optimizer.py, which keeps no optimizer state"),
     "9": "src/10_fsdp.py, which shards weights, gradients and optimizer state",
     **dict.fromkeys(("6", "10"), "src/11_fsdp_cpu_offload.py, which parks weights in the host's memory"),

@@ -30,13 +30,13 @@ def sharding_policy(settings, mesh: DeviceMesh) -> dict:
     """Return `fully_shard`'s options: the ranks, the mixed precision, and whether the shards are parked on the CPU.
 
     Under `bf16-mixed` the shards stay in 32-bit, weights are gathered in bfloat16, and gradients are summed over the
-    ranks in 32-bit.
+    ranks in 32-bit; under the others everything is in the parameters' own precision.
     """
-    gathered = torch.bfloat16 if settings.precision == "bf16-mixed" else None
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=settings.accelerator == "cuda") if settings.offload else OffloadPolicy()
     return {
         "mesh": mesh["data_parallel"],
-        "mp_policy": MixedPrecisionPolicy(gathered, reduce_dtype=torch.float32),
+        "mp_policy": mixed if settings.precision == "bf16-mixed" else MixedPrecisionPolicy(),
         "offload_policy": offload,
     }
 

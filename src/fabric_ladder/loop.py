@@ -5,7 +5,7 @@ from time import perf_counter
 
 import torch
 from lightning import Fabric
-from lightning.fabric.strategies import DeepSpeedStrategy
+from lightning.fabric.strategies import DeepSpeedStrategy, ModelParallelStrategy
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -28,11 +28,13 @@ def accumulate_gradients(
     """Add up the gradient of the mean loss per item of one effective batch.
 
     The weights of the micro-batches make the sum independent of the cut. Ranks average their gradients once, in the
-    last backward pass; the forward passes before it must be told so too.
+    last backward pass; the forward passes before it must be told so too. Where gradients are sharded, they are averaged
+    in each, so that no rank ever holds all of them.
     """
+    waits = not isinstance(fabric.strategy, ModelParallelStrategy)  # FSDP2 would keep whole gradients until the last
     for number, micro_batch in enumerate(micro_batches, start=1):
         inputs = fabric.to_device(micro_batch.inputs)
-        with fabric.no_backward_sync(model, enabled=number < len(micro_batches)):
+        with fabric.no_backward_sync(model, enabled=waits and number < len(micro_batches)):
             outputs = model(**inputs)
             fabric.backward(outputs.loss * micro_batch.weight)
         meter.add(outputs.loss, outputs.logits, inputs["labels"], micro_batch.items, step)

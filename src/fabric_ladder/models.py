@@ -30,7 +30,7 @@ def check_model(settings) -> None:
         UserError: No such model, a config file without `from_scratch`, a model of another kind than the task's, one
             that cannot recompute its activations, or `max_length` or `image_size` that it was not made for.
     """
-    config = _load_config(settings.model)
+    config = load_config(settings.model)
     if Path(settings.model).is_file() and not settings.from_scratch:
         raise UserError(f"{settings.model} is a config file, which holds no weights: add --from_scratch true")
     kinds = MODELS[settings.task]._model_mapping
@@ -69,7 +69,7 @@ def build_model(settings, datasets: TextDatasets | ImageDatasets) -> nn.Module:
         UserError: The weights cannot be loaded, or the tokenizer has more entries than the embedding has rows.
     """
     names = datasets.class_names
-    config = _load_config(settings.model)
+    config = load_config(settings.model)
     config.num_labels = len(names)
     config.id2label = dict(enumerate(names))
     config.label2id = {name: index for index, name in enumerate(names)}
@@ -103,7 +103,13 @@ def _fit_text(config: PretrainedConfig, name: str, tokenizer: PreTrainedTokenize
     config.use_cache = False  # keys and values are kept for generation only
 
 
-def _load_config(name: str) -> PretrainedConfig:
+def load_config(name: str) -> PretrainedConfig:
+    """Return the config of a model on the Hub, in a folder, or in a file of its own.
+
+    Raises:
+        UserError: The file holds no model config.
+        DatasetError: The name is neither a folder nor reachable.
+    """
     if name.endswith(".json") and not Path(name).is_file():
         raise UserError(f"there is no model config {name}")
     if Path(name).is_file():

@@ -1,4 +1,4 @@
-"""A rank that dies ends the whole run within a minute, with a line that names it.
+"""A rank that dies or hangs ends the whole run within a minute, with a line that names it.
 
 Without this, the others wait in the next collective: for half an hour over NCCL, and without a word of who is missing.
 """
@@ -51,7 +51,7 @@ class RankWatch(threading.Thread):
             sleep(BEAT)
             found = self._find_dead() if self._met else self._find_dead_parent()
             if found is not None and not self._stopping:
-                print(f"error: {found} has died; the run stops on all ranks", file=sys.__stderr__, flush=True)
+                print(f"error: {found} has died or hangs; the run stops on all ranks", file=sys.__stderr__, flush=True)
                 os._exit(1)  # the main thread may be inside a collective that never ends
 
     def stop(self) -> None:

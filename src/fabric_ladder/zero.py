@@ -2,7 +2,9 @@
 
 import copy
 import importlib.util
+import os
 import shutil
+import sys
 import tempfile
 import warnings
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +20,7 @@ from fabric_ladder.errors import UserError
 from fabric_ladder.zero_config import offloads, parameter_sizes, read_deepspeed_config
 
 DEEPSPEED = "deepspeed==0.19.8"
-STATE_BYTES = 16  # of each parameter in 32 bits: master weight, gradient, and Adam's two moments
+STATE_BYTES = 16  # of a parameter, in 32 bits: master weight, gradient, and Adam's two moments
 
 
 class Boundary(_BackwardSyncControl):
@@ -62,7 +64,7 @@ class ZeroStrategy(DeepSpeedStrategy):
         """Do nothing: the engine clips when it steps, to the `gradient_clipping` of its configuration."""
 
     def _shard(self, module: nn.Module) -> None:
-        """Share the weights out to the GPUs, so that none ever holds all, as the engine would have it."""
+        """Share the weights out to the GPUs one by one; the engine would first put all of them on each."""
         import deepspeed
 
         kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -79,7 +81,8 @@ def zero_strategy(settings) -> ZeroStrategy:
 
     DeepSpeed has one mixed precision, not Fabric's: forward and backward pass run on 16-bit weights throughout, and
     32-bit copies of them, which start from the rounded ones, are stepped (DeepSpeed, `bf16` and `fp16`). Gradients of
-    micro-batches are summed in 16 bits unless the configuration's `data_types.grad_accum_dtype` is "fp32".
+    micro-batches are summed in 16 bits unless the configuration's `data_types.grad_accum_dtype` is "fp32". A step whose
+    gradient is not finite is left out.
 
     Raises:
         UserError: No CUDA GPU, no DeepSpeed, a configuration that does not fit, or an offload that cannot work here.
@@ -116,9 +119,7 @@ def _check_values(name: str, config: dict) -> None:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        raise UserError(
-            f"--deepspeed {name}: DeepSpeed does not take {key} {first['input']}: {first['msg']}"
-        ) from error
+        raise UserError(f"--deepspeed {name}: DeepSpeed refuses {key} {first['input']}: {first['msg']}") from error
     except (DeepSpeedConfigError, AssertionError, ValueError, TypeError) as error:
         raise UserError(f"--deepspeed {name}: DeepSpeed refuses it: {error}") from error
 
@@ -126,40 +127,44 @@ def _check_values(name: str, config: dict) -> None:
 def _check_nvme(settings, offloaded: dict[str, dict]) -> None:
     """Refuse what would fail, or fill a disk, in the middle of a run.
 
-    Space on the disk of each machine, for P parameters: optimizer 16 P / machines bytes, weights 2 P / machines bytes
-    (4 in 32-bit): Rajbhandari et al., ZeRO-Infinity, 2021, section 3. Two moments, master weights and gradients.
+    Bytes on the disk of each machine for P parameters: optimizer 16 P / machines, weights 2 P / machines (4 P in
+    32-bit): Rajbhandari et al., ZeRO-Infinity, 2021, section 3.
     """
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    name = settings.deepspeed
-    sizes = {"optimizer": STATE_BYTES, "param": 4 if settings.precision == "32-true" else 2}
+    start = f"--deepspeed {settings.deepspeed}"
+    cure = "in a copy of the file, name a folder on a local NVMe disk, and give --deepspeed COPY.json"
+    bytes_each = {"optimizer": STATE_BYTES, "param": 4 if settings.precision == "32-true" else 2}
     count, needed = sum(parameter_sizes(settings)) / settings.num_nodes, {}
     for kind, section in offloaded.items():
-        if section["device"] != "nvme":
-            continue
-        folder = Path(section.get("nvme_path") or "")
-        key = f"--deepspeed {name}: zero_optimization.offload_{kind}.nvme_path {folder}"
-        cure = "in a copy of the file, name a folder on a local NVMe disk, and give --deepspeed COPY.json"
-        try:
-            with tempfile.TemporaryFile(dir=folder):
-                disk = folder.stat().st_dev
-        except OSError as error:
-            raise UserError(f"{key}: cannot write there ({error.strerror}): {cure}") from error
-        needed[disk] = needed.get(disk, 0) + sizes[kind] * count
-        free = shutil.disk_usage(folder).free
-        if free < needed[disk]:
-            raise UserError(f"{key}: {needed[disk] / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free: {cure}")
+        if section["device"] == "nvme":
+            folder = Path(section.get("nvme_path") or "")
+            try:
+                with tempfile.TemporaryFile(dir=folder):
+                    disk = folder.stat().st_dev
+            except OSError as error:
+                key = f"zero_optimization.offload_{kind}.nvme_path {folder}"
+                raise UserError(f"{start}: {key}: cannot write there ({error.strerror}): {cure}") from error
+            needed[disk] = folder, needed.get(disk, (folder, 0))[1] + bytes_each[kind] * count
+    for folder, size in needed.values():
+        if (free := shutil.disk_usage(folder).free) < size:
+            raise UserError(f"{start}: {folder} needs {size / 1e9:.2f} GB and has {free / 1e9:.2f} GB free: {cure}")
     if not AsyncIOBuilder().is_compatible():
         raise UserError(
-            f"--deepspeed {name} needs libaio: apt install libaio-dev, or dnf install libaio-devel, or without NVMe "
-            "--deepspeed zero3_offload"
+            f"{start} needs libaio: apt install libaio-dev, or dnf install libaio-devel; --deepspeed zero3_offload "
+            "parks in the host's memory instead"
         )
     if problem := _compile(AsyncIOBuilder()):
-        raise UserError(f"--deepspeed {name}: DeepSpeed cannot compile its access to NVMe disks: {problem}")
+        raise UserError(f"{start}: DeepSpeed cannot compile its access to NVMe disks: {problem}")
 
 
 def _compile(builder) -> str | None:
-    """Compile one of DeepSpeed's extensions, which is kept for later runs, or return in one line why it fails."""
+    """Load one of DeepSpeed's extensions, compiled at its first use, or return in one line why it cannot be had."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        where = os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")
+        # an interrupted compilation leaves a lock behind, and PyTorch waits for its release without a word
+        print(f"Loading DeepSpeed's {builder.name}: its first use compiles it for minutes (stuck? Delete {where})",
+              file=sys.stderr, flush=True)  # fmt: skip
     try:
         builder.load(verbose=False)
     except Exception as error:  # compilers, and what is missing for them, have errors of every kind

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fabric_ladder.errors import UserError
-from fabric_ladder.models import MODELS, _load_config
+from fabric_ladder.models import MODELS, load_config
 from fabric_ladder.optimizers import build_optimizer
 from fabric_ladder.settings import CONFIGS
 
@@ -125,7 +125,7 @@ def offloads(config: dict) -> dict[str, dict]:
 def parameter_sizes(settings) -> list[int]:
     """Return the number of elements of each parameter of the model, without making it."""
     with torch.device("meta"):
-        model = MODELS[settings.task].from_config(_load_config(settings.model))
+        model = MODELS[settings.task].from_config(load_config(settings.model))
     return [parameter.numel() for parameter in model.parameters()]
 
 
@@ -172,11 +172,11 @@ def _rules(config: dict, settings) -> Iterator[Rule]:
     share = _share(settings)
     micro = min(settings.micro_batch_size or share, share)
     batch, peak, rise = f"--batch_size {size}", f"--learning_rate {rate}", f"--warmup_steps {warmup}"
-    clip, precision = f"--max_grad_norm {settings.max_grad_norm}", f"--precision {settings.precision}"
+    clip, precision = f"--max_grad_norm {settings.max_grad_norm or 'null'}", f"--precision {settings.precision}"
     cut = f"--micro_batch_size {micro}"
     if settings.micro_batch_tokens:
         cut = f"--micro_batch_tokens {settings.micro_batch_tokens}"
-    cuts = f"{batch} on {settings.devices * settings.num_nodes} GPUs with {cut}"
+    cuts = f"{batch} on {settings.ranks} GPUs with {cut}"
     yield Rule("train_batch_size", size, batch, "give --batch_size {}")
     yield Rule("train_micro_batch_size_per_gpu", micro, cut, "give --micro_batch_size {}")
     yield Rule("gradient_accumulation_steps", math.ceil(share / micro), cuts, "change one of these")
@@ -205,7 +205,7 @@ def _rules(config: dict, settings) -> Iterator[Rule]:
     ):
         path = f"zero_optimization.{key}"
         yield Rule(path, lambda path=path, f=factor, p=power: int(f * _hidden_size(settings, path) ** p))
-    ranks = settings.devices * settings.num_nodes
+    ranks = settings.ranks
     buffer = "zero_optimization.offload_param.buffer_size"  # of DeepSpeed's own size, large embeddings do not fit it
     yield Rule(buffer, lambda: math.ceil(max(parameter_sizes(settings)) / ranks))
     yield from map(Rule, DEFAULTS)
@@ -277,11 +277,11 @@ def _left_autos(config: dict, above: str = "") -> Iterator[str]:
 
 def _share(settings) -> int:
     """Samples of an effective batch on each GPU."""
-    return math.ceil(settings.batch_size / (settings.devices * settings.num_nodes))
+    return math.ceil(settings.batch_size / (settings.ranks))
 
 
 def _hidden_size(settings, path: str) -> int:
-    config = _load_config(settings.model)
+    config = load_config(settings.model)
     for part in (config, getattr(config, "text_config", None)):
         if size := getattr(part, "hidden_size", None) or max(getattr(part, "hidden_sizes", None) or [0]):
             return size
