@@ -14,6 +14,8 @@ def cache(tmp_path_factory):
     """Nothing of the user's cache is read or written."""
     folder = tmp_path_factory.mktemp("cache")
     os.environ["FABRIC_LADDER_CACHE"] = str(folder)
+    # two processes that compile the same kernel at once can read each other's half-written file
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("kernels"))
     return folder
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import current_thread
 
 import pytest
 from helpers import MODELS, ROOT, RUNGS
@@ -59,7 +60,8 @@ def attempt(rung: Path, techniques: dict[str, list[str]]) -> list[str | None]:
     """Run a rung with each technique, in one process."""
     runner = str(ROOT / "tests" / "combination_runner.py")
     command = [sys.executable, runner, str(rung), json.dumps(list(techniques.values()))]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    kernels = f"{os.environ['TORCHINDUCTOR_CACHE_DIR']}-{current_thread().name}"  # each thread has one rung at a time
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": kernels}
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -51,7 +51,7 @@ class Run:
             "begun": strftime("%Y-%m-%dT%H:%M:%S%z"),
             "command": shlex.join([os.path.basename(sys.executable), *sys.argv]),
             "settings": {key: value for key, value in dataclasses.asdict(settings).items() if key != "notices"},
-            "versions": describe_versions(),
+            "versions": describe_versions(*(["deepspeed"] if settings.deepspeed else [])),
             "hardware": describe_hardware(fabric.device),
             "ranks": fabric.world_size,
             "results": {"epochs": []},

@@ -277,7 +277,7 @@ def _left_autos(config: dict, above: str = "") -> Iterator[str]:
 
 def _share(settings) -> int:
     """Samples of an effective batch on each GPU."""
-    return math.ceil(settings.batch_size / (settings.ranks))
+    return math.ceil(settings.batch_size / settings.ranks)
 
 
 def _hidden_size(settings, path: str) -> int:
