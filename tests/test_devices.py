@@ -11,7 +11,7 @@ from time import monotonic, sleep
 
 import psutil
 import pytest
-from helpers import SRC, finished, run_script
+from helpers import MODELS, SRC, finished, run_script
 from transformers import AutoModelForSequenceClassification
 
 # 101 = 6 x 16 + 5 training samples: the last batch gives three ranks 2, 2 and 1; 33 test samples are odd for all
@@ -116,6 +116,17 @@ def test_a_sharded_checkpoint_of_two_ranks_goes_on_with_one_two_and_four(run):
     for folder in folders[1:]:
         same(folders[0], folder)
     assert abs(read(folders[0])[0][0] - read(saved)[0][0]) > 1e-3, "it went on from what was learned"
+
+
+def test_a_checkpoint_of_another_optimizer_is_one_line(run, tmp_path):
+    saved, _ = run("10_fsdp", 2, "--save", "sharded")
+    arguments = [*SIZES, "--load", saved / "checkpoint", "--model", MODELS / "llama-tiny.json"]
+    process = run_script(SRC / "10_fsdp.py", *arguments, cwd=tmp_path, **ONE_THREAD)
+    assert process.returncode == 2
+    assert re.search(
+        r"^error: --load \S+checkpoint: made with another model or optimizer", process.stderr, re.MULTILINE
+    )
+    assert "Traceback" not in process.stderr
 
 
 def test_a_consolidated_model_is_read_by_transformers_and_by_any_rung(run):

@@ -273,6 +273,7 @@ def test_sgd_has_a_learning_rate_of_its_own_unless_the_command_line_gives_one(co
     ("args", "pattern"),
     [(["--optimizer", "adam-8bit"], r"adam-8bit needs a CUDA GPU; use --optimizer adafactor"),
      (["--precision", "16-true"], r"epsilon of --optimizer adam is 0 in float16"),
+     (["--load", "nowhere"], r"--load nowhere is no sharded checkpoint; a consolidated model is given as --model"),
      (["--devices", "2"], r"runs on one; for more: src/9_ddp\.py"),
      (["--devices", "two"], r"--devices two: expected int"),
      (["--offload", "true"], r"run src/11_fsdp_cpu_offload\.py"),

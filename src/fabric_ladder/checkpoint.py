@@ -52,10 +52,8 @@ def load(path: str, model: nn.Module, optimizer: Optimizer) -> None:
     """Load a sharded checkpoint, made on any number of ranks, into model and optimizer. All ranks must call it.
 
     Raises:
-        UserError: There is none at `path`, or it is of another model or optimizer.
+        UserError: It is of another model or optimizer.
     """
-    if not (Path(path) / ".metadata").is_file():
-        raise UserError(f"--load {path} is no sharded checkpoint; a consolidated model is given as --model {path}")
     inner, bare = _inner(model), optimizer.optimizer
     weights, state = get_state_dict(inner, bare)
     target = {"model": weights, "optimizer": state}

@@ -254,6 +254,10 @@ def _check(settings: Settings) -> None:
         settings.accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     if settings.eval_batch_tokens is None:
         settings.eval_batch_tokens = 4096 if settings.accelerator == "cuda" else 1024
+    if settings.load and not (Path(settings.load) / ".metadata").is_file():
+        raise UserError(
+            f"--load {settings.load} is no sharded checkpoint; a consolidated model is given as --model {settings.load}"
+        )
     if settings.image_size and settings.resize_to and settings.resize_to < settings.image_size:
         raise UserError(f"--resize_to {settings.resize_to} is below --image_size {settings.image_size}: nothing to cut")
 
@@ -267,7 +271,7 @@ def _check_devices(settings: Settings, script: dict) -> None:
             raise UserError(f"--{name} {value}: {settings.name} has no use for it; run {rung}")
     resolve_devices(settings, several="devices" in script)
     if settings.precision == "mixed":
-        settings.precision = mixed_precision()
+        settings.precision = "bf16-mixed" if settings.accelerator == "cpu" else mixed_precision()
     if settings.precision == "16-true" and settings.optimizer in ("adam", "adamw"):
         raise UserError(
             f"--precision 16-true: the epsilon of --optimizer {settings.optimizer} is 0 in float16, and every step "
