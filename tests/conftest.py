@@ -19,6 +19,14 @@ def cache(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(autouse=True)
+def no_launcher():
+    """Forget the ranks of a run in this process: a script started later would wait for ranks that nobody starts."""
+    yield
+    for name in ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+
+
 @pytest.fixture(scope="session")
 def archive():
     """The real IMDb archive."""

@@ -100,8 +100,9 @@ def launch(fabric: Fabric) -> None:
         fabric.launch()
     except torch.distributed.DistNetworkError as error:
         raise UserError(f"the processes cannot meet ({str(error).splitlines()[0][:200]})") from error
-    if notebook_shell():
-        os.environ.pop("LOCAL_RANK", None)  # else a script started from the notebook would inherit it
+    if notebook_shell():  # a script started from the notebook would inherit this process's rank and port
+        for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
 
 
 def _launcher() -> Launcher | None:
