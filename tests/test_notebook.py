@@ -2,7 +2,7 @@
 
 import nbformat
 import pytest
-from helpers import RUNGS, SMALL
+from helpers import RUNGS, SMALL, SRC
 from nbclient import NotebookClient
 
 ON_CPU = [path for path in RUNGS if path.stem != "12_deepspeed_zero"]  # Fabric starts DeepSpeed on CUDA GPUs only
@@ -17,6 +17,20 @@ def test_a_pasted_rung_runs(tmp_path, path):
     assert f"{path.stem} · synthetic" in stdout
     assert "Test accuracy" in stdout
     assert (tmp_path / "runs" / path.stem / "1" / "run.json").exists()
+
+
+def test_a_script_on_two_devices_starts_from_a_notebook_that_ran_a_rung(tmp_path):
+    """It must not inherit the rank and the port of the notebook's own run."""
+    source = (SRC / "10_fsdp.py").read_text(encoding="utf-8")
+    source = source.replace("parse_settings(", f"parse_settings(args={list(SMALL)}, ")
+    source += f"""
+    import subprocess, sys
+    command = [sys.executable, {str(SRC / "9_ddp.py")!r}, *{list(SMALL)}, "--devices", "2"]
+    print(subprocess.run(command, capture_output=True, text=True, timeout=200).stdout)
+"""
+    stdout = "".join(output.text for output in execute(tmp_path, source) if output.get("name") == "stdout")
+    assert stdout.count("Test accuracy") == 2, stdout
+    assert "9_ddp · synthetic" in stdout
 
 
 def test_the_kernel_s_own_arguments_are_ignored_and_an_error_is_one_line(tmp_path):
