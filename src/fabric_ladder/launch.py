@@ -80,7 +80,7 @@ def options_of_fabric_run() -> list[str]:
     Raises:
         UserError: Its `--strategy`, which the script sets.
     """
-    if os.environ.get("LT_CLI_USED") != "1":
+    if not _by_fabric_run():
         return []
     if strategy := os.environ.get("LT_STRATEGY"):
         raise UserError(f"fabric run --strategy={strategy}: leave it out, the script sets the strategy")
@@ -94,7 +94,7 @@ def launch(fabric: Fabric) -> None:
     Raises:
         UserError: The processes cannot find each other.
     """
-    if os.environ.get("LT_CLI_USED") == "1":
+    if _by_fabric_run():
         return
     try:
         fabric.launch()
@@ -105,11 +105,15 @@ def launch(fabric: Fabric) -> None:
             os.environ.pop(name, None)
 
 
+def _by_fabric_run() -> bool:
+    return os.environ.get("LT_CLI_USED") == "1"
+
+
 def _launcher() -> Launcher | None:
     environment = os.environ
     if torch.distributed.is_torchelastic_launched():
         devices = int(environment["LOCAL_WORLD_SIZE"])
-        name = "fabric run" if environment.get("LT_CLI_USED") == "1" else "torchrun"
+        name = "fabric run" if _by_fabric_run() else "torchrun"
         return Launcher(name, devices, int(environment["WORLD_SIZE"]) // devices)
     if SLURMEnvironment.detect():
         tasks = int(environment["SLURM_NTASKS"])

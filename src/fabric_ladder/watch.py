@@ -42,7 +42,7 @@ class RankWatch(threading.Thread):
         self.others: list = [None] * ranks
         dist.all_gather_object(self.others, (socket.gethostname(), os.getpid(), _process_space()))
         self.watched = (self.rank - 1) % ranks
-        self._sign, self._seen, self._beats = b"", monotonic(), 0
+        self._sign, self._seen = b"", monotonic()
         self._met = True
 
     def run(self) -> None:
@@ -65,9 +65,8 @@ class RankWatch(threading.Thread):
         gone = next((rank for rank in (0, self.watched) if self._is_gone(rank)), None)
         if gone == 0:  # the store was in its process
             return self._describe(0)
-        self._beats += 1
         try:
-            self.store.set(f"alive/{self.rank}", str(self._beats))
+            self.store.set(f"alive/{self.rank}", str(monotonic()))  # any value that is another in each beat
             if self.store.check(["dead"]):
                 return self._describe(int(self.store.get("dead")))
             sign = self.store.get(f"alive/{self.watched}") if self.store.check([f"alive/{self.watched}"]) else b""
@@ -87,7 +86,7 @@ class RankWatch(threading.Thread):
     def _is_gone(self, rank: int) -> bool:
         """Tell whether a rank's process is dead; of other machines that cannot be seen."""
         _, process, space = self.others[rank]
-        if space != _process_space():
+        if space != self.others[self.rank][2]:
             return False
         try:
             return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
