@@ -76,7 +76,7 @@ class DataSettings:
     """Which texts or images to load, and how to make them into what a model reads.
 
     Args:
-        task: What is classified, and with what kind of model.
+        task: What is learned, and with what kind of model: a class, or the answers to instructions.
         dataset: `imdb`, `synthetic`, a CSV, JSON, JSON Lines or Parquet file, a folder of such files (train, validation
             and test told by their names), or a name on the Hugging Face Hub. Images: a folder with a folder for each
             class, or with `train`, `validation` and `test` that hold such folders, a tar or zip archive of either, or a
@@ -100,10 +100,14 @@ class DataSettings:
         resize_to: Resize images to a square of this side before the square that the model sees is cut out, at random
             in training and from the centre in evaluation. Default: `image_size`, so that nothing is cut off.
         random_flip: Mirror every other training image, drawn anew in each epoch.
-        bad_images: What to do about images that cannot be decoded: `refuse` to start, or `skip` and count them.
+        prompt_template: How an instruction becomes a prompt, say `Human: {instruction}\\n{input}\\nAssistant: `. Chat
+            `messages` are written by the tokenizer's chat template instead. Default: Alpaca's wording.
+        train_on_inputs: Train on the tokens of the prompts too, not on those of the answers alone.
+        bad_samples: What to do about images that cannot be decoded, and instructions without an answer: `refuse` to
+            start, or `skip` and count them.
     """
 
-    task: Literal["text-classification", "image-classification"] = "text-classification"
+    task: Literal["text-classification", "image-classification", "instruction-tuning"] = "text-classification"
     dataset: str = "imdb"
     data_dir: str = field(default_factory=lambda: os.environ.get("FABRIC_LADDER_DATA") or "data")
     cache_dir: str = field(
@@ -124,7 +128,9 @@ class DataSettings:
     image_size: int | None = None
     resize_to: int | None = None
     random_flip: bool = False
-    bad_images: Literal["refuse", "skip"] = "refuse"
+    prompt_template: str | None = None
+    train_on_inputs: bool = False
+    bad_samples: Literal["refuse", "skip"] = "refuse"
 
 
 @dataclass
@@ -681,7 +687,7 @@ def _brief(error: BaseException) -> str:
 def _load_images(settings: DataSettings) -> ImageDatasets:
     form, notices = _image_format(settings)
     source = _find_images(settings)
-    names = ("image_column", "label_column", "bad_images", "train_samples", "validation_samples", "test_samples")
+    names = ("image_column", "label_column", "bad_samples", "train_samples", "validation_samples", "test_samples")
     chosen = [getattr(settings, name) for name in (*names, "split_seed")]
     inputs = [IMAGE_CACHE_FORMAT, PIL.__version__, source, form.resize_to, form.resample, *chosen]
     folder = _make_once(settings, "images", inputs, partial(_decode_splits, settings, source, form))
@@ -954,8 +960,8 @@ def _decode_splits(settings: DataSettings, source: list, form: ImageFormat, scra
     if bad:
         some = "; ".join(f"{name}: {_brief(problem)}" for name, problem in bad[:3]) + ("; …" if len(bad) > 3 else "")
         notices.append(f"{len(bad):,} of {sum(map(len, splits.values())):,} images cannot be decoded ({some})")
-        if settings.bad_images == "refuse":
-            raise DatasetError(f"{notices[0]}: mend or remove them, or leave them out with --bad_images skip")
+        if settings.bad_samples == "refuse":
+            raise DatasetError(f"{notices[0]}: mend or remove them, or leave them out with --bad_samples skip")
         notices[0] += " and are left out"
         if empty := [split for split in SPLITS if not kept[split]]:
             raise DatasetError(f"no image of the {empty[0]} split can be decoded")

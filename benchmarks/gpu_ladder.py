@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from fabric_ladder import parse_settings
-from fabric_ladder.settings import mixed_precision
+from fabric_ladder.checks import mixed_precision
 from local_dataset_utilities import DataSettings, load_datasets
 
 OUT = common.RESULTS / "gpu_ladder.json"

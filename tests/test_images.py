@@ -369,10 +369,10 @@ def test_broken_images_are_refused_or_counted(tmp_path, load, kind, archive):
     with pytest.raises(DatasetError) as error:
         load(dataset)
     pattern = rf"5 of 60 images cannot be decoded \((\S*cat/\d\.png: {problem}; ){{3}}…\)"
-    assert re.fullmatch(pattern + ": mend or remove them, or leave them out with --bad_images skip", str(error.value))
+    assert re.fullmatch(pattern + ": mend or remove them, or leave them out with --bad_samples skip", str(error.value))
     assert not list((tmp_path / "cache").rglob("*.arrow"))
     for _ in range(2):  # the second time from the cache
-        got = load(dataset, bad_images="skip")
+        got = load(dataset, bad_samples="skip")
         (notice,) = got.notices
         assert re.fullmatch(pattern + " and are left out", notice)
         assert sum(len(got.splits[split]) for split in SPLITS) == 55
@@ -387,7 +387,7 @@ def test_a_split_without_any_good_image_is_refused(tmp_path, load):
         path.parent.mkdir(parents=True)
         path.write_bytes(b"no image")
     with pytest.raises(DatasetError, match="no image of the test split can be decoded"):
-        load("pets", bad_images="skip")
+        load("pets", bad_samples="skip")
 
 
 def test_good_images_of_one_class_are_not_enough(tmp_path, load):
@@ -397,7 +397,7 @@ def test_good_images_of_one_class_are_not_enough(tmp_path, load):
     for path in (tmp_path / "pets" / "train" / "dog").iterdir():
         path.write_bytes(b"no image")
     with pytest.raises(DatasetError, match="all training images that can be decoded have the same label"):
-        load("pets", bad_images="skip")
+        load("pets", bad_samples="skip")
 
 
 def test_nothing_but_images_is_opened():
@@ -763,7 +763,7 @@ def test_a_rung_trains_on_a_folder_of_images(tmp_path):
     (tmp_path / "colours" / "cat" / "0.png").write_bytes(b"no image")
     arguments = f"--task {TASK} --dataset colours --model {MODEL} --from_scratch true --random_flip true".split()
     arguments += "--resize_to 36 --batch_size 16 --micro_batch_size 8 --log_every 32 --threads 1".split()
-    arguments += "--learning_rate 1e-3 --bad_images skip".split()
+    arguments += "--learning_rate 1e-3 --bad_samples skip".split()
     config = tmp_path / "none.yaml"
     config.write_text("")
     process = run_script(SRC / "2_grad_accum.py", "--config", config, *arguments, cwd=tmp_path)

@@ -10,7 +10,8 @@ import yaml
 from helpers import MODELS, ROOT
 
 from fabric_ladder import Settings, UserError, parse_settings
-from fabric_ladder.settings import INTERNAL, mixed_precision
+from fabric_ladder.checks import mixed_precision
+from fabric_ladder.settings import INTERNAL
 
 BLOOM = ["--model", str(MODELS / "bloom-quickstart.json"), "--from_scratch", "true"]
 NAMES = [field.name for field in dataclasses.fields(Settings) if field.name not in INTERNAL]
@@ -209,11 +210,13 @@ def test_wrong_types_of_settings_without_a_value_are_told_alike(name, wanted):
 
 AT_LEAST_1 = ("epochs", "batch_size", "micro_batch_size", "micro_batch_tokens", "eval_batch_tokens", "log_every",
               "max_length", "threads", "pad_to_multiple_of", "train_samples", "validation_samples",
-              "test_samples", "image_size", "resize_to", "devices", "num_nodes")  # fmt: skip
-ABOVE_0 = ("learning_rate", "sgd_learning_rate", "max_grad_norm")
+              "test_samples", "image_size", "resize_to", "devices", "num_nodes",
+              "lora_rank", "lora_alpha", "loss_chunk")  # fmt: skip
+ABOVE_0 = ("learning_rate", "sgd_learning_rate", "lora_learning_rate", "max_grad_norm")
 TOO_LOW = [(name, value) for name in AT_LEAST_1 for value in ("0", "-1")]
 TOO_LOW += [(name, "-1") for name in ("num_workers", "seed", "split_seed", "warmup_steps")]
 TOO_LOW += [(name, value) for name in ABOVE_0 for value in ("0", "-1", ".nan", ".inf")]
+TOO_LOW += [("lora_dropout", value) for value in ("-0.1", "1.0", ".nan")]
 
 
 @pytest.mark.parametrize(("name", "value"), TOO_LOW)

@@ -14,20 +14,15 @@ import torch
 import yaml
 
 import __main__
+from fabric_ladder.checks import check
 from fabric_ladder.errors import UserError, notebook_shell, show_errors
-from fabric_ladder.launch import options_of_fabric_run, resolve_devices
-from fabric_ladder.models import check_model
-from fabric_ladder.optimizers import check_optimizer
+from fabric_ladder.launch import options_of_fabric_run
 from local_dataset_utilities import DataSettings
 
 REPOSITORY_CONFIGS = Path(__file__).parents[2] / "configs"
 CONFIGS = REPOSITORY_CONFIGS if REPOSITORY_CONFIGS.is_dir() else Path(__file__).parent / "configs"
 PATHS = ("dataset", "validation_file", "test_file", "model", "tokenizer")
 INTERNAL = ("name", "config", "notices")
-BELONGS_TO = {  # settings that only some scripts use, which name them in their own defaults
-    "offload": "src/11_fsdp_cpu_offload.py",
-    "deepspeed": "src/12_deepspeed_zero.py",
-}
 PRECISIONS = Literal["32-true", "mixed", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true"]
 
 
@@ -53,6 +48,19 @@ class Settings(DataSettings):
         max_grad_norm: Clip the gradient to this 2-norm.
         activation_checkpointing: Keep only the inputs of the transformer blocks and compute the rest again (not
             reentrant), for the backward pass.
+        packing: Let short samples share a row of up to `max_length` tokens, in which they do not see each other; then
+            `micro_batch_size` counts rows.
+        loss_chunk: Tokens whose logits over the vocabulary exist at once, for the loss of a language model.
+        lora: Train low-rank adapters (PEFT) and, for classification, the head; all other weights stay as they are.
+        lora_rank: Rank of the adapters.
+        lora_alpha: Adapters are scaled by `lora_alpha` / `lora_rank`.
+        lora_dropout: Dropout of what enters the adapters.
+        lora_targets: Linear layers that get adapters: their names, separated by commas, or `all-linear`. Default: the
+            attention projections that PEFT takes for the architecture.
+        lora_learning_rate: Learning rate with `lora`, in place of `learning_rate`, which only the command line sets.
+        dora: Weight-decomposed adapters: a trained length for each of the weight's directions.
+        rslora: Scale adapters by `lora_alpha` / the square root of `lora_rank`.
+        quantization: `nf4` keeps the weights that `lora` does not train in 4 bits (bitsandbytes, double quantisation).
         compile: `torch.compile` with dynamic lengths, before Fabric sets the model up.
         offload: Park what FSDP shards in the host's memory, and let the optimizer step there.
         deepspeed: DeepSpeed configuration: a JSON file, or the name of one in `configs/deepspeed/`.
@@ -85,6 +93,17 @@ class Settings(DataSettings):
     pad_to_multiple_of: int = 1
     max_grad_norm: float | None = None
     activation_checkpointing: bool = False
+    packing: bool = False
+    loss_chunk: int = 256
+    lora: bool = False
+    lora_rank: int = 8
+    lora_alpha: int = 32
+    lora_dropout: float = 0.1
+    lora_targets: str | None = None
+    lora_learning_rate: float = 2e-4
+    dora: bool = False
+    rslora: bool = False
+    quantization: Literal["no", "nf4"] = "no"
     compile: bool = False
     offload: bool = False
     deepspeed: str | None = None
@@ -141,24 +160,14 @@ def parse_settings(args: list[str] | None = None, config: str | None = None, **d
             f"No --config and no CUDA GPU: this is the quickstart ({config.name}), a small model on synthetic reviews. "
             f"For real work: --config configs/imdb_bloom_560m.yaml; all settings: --help"
         )
-    if settings.optimizer == "sgd" and not any(arg.split("=")[0] == "--learning_rate" for arg in args):
-        settings.learning_rate = settings.sgd_learning_rate
-    _check(settings)
-    _check_devices(settings, defaults)
-    check_optimizer(settings)
-    check_model(settings)
+    if not any(arg.split("=")[0] == "--learning_rate" for arg in args):  # a config's is Adam's, of all weights
+        if settings.optimizer == "sgd":
+            settings.learning_rate = settings.sgd_learning_rate
+        elif settings.lora:
+            settings.learning_rate = settings.lora_learning_rate
+    check(settings, defaults)
     show_errors(settings)
     return settings
-
-
-def mixed_precision() -> str:
-    """Return what `mixed` stands for on this machine: `bf16-mixed`, or `16-mixed` where bfloat16 is emulated."""
-    return "bf16-mixed" if _has_bfloat16() else "16-mixed"
-
-
-def _has_bfloat16() -> bool:
-    """Ask for the compute capability: `torch.cuda.is_bf16_supported()` also says yes to an emulation."""
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
 
 
 def _script_name() -> str:
@@ -227,70 +236,3 @@ def _parse(parser: jsonargparse.ArgumentParser, args: list[str], where: str = ""
             name, plain, choices, value = found.groups()
             text = f"--{name} {value}: expected {plain or f'one of {choices}'}"
         raise UserError(f"{where}{text} (see --help)") from error
-
-
-def _check(settings: Settings) -> None:
-    """Refuse values that cannot work, and resolve `accelerator`."""
-    at_least_1 = ("epochs", "batch_size", "micro_batch_size", "micro_batch_tokens", "eval_batch_tokens", "log_every")
-    at_least_1 += ("max_length", "threads", "pad_to_multiple_of", "train_samples", "validation_samples", "test_samples")
-    at_least_1 += ("image_size", "resize_to", "num_nodes", *(["devices"] if settings.devices != "auto" else []))
-    at_least_0 = ("num_workers", "seed", "split_seed", "warmup_steps")
-    for name, least in [*((name, 1) for name in at_least_1), *((name, 0) for name in at_least_0)]:
-        if (value := getattr(settings, name)) is not None and value < least:
-            raise UserError(f"--{name} {value}: must be at least {least}")
-    for name in ("learning_rate", "sgd_learning_rate", "max_grad_norm"):
-        if (value := getattr(settings, name)) is not None and not 0 < value < float("inf"):
-            raise UserError(f"--{name} {value}: must be a positive number")
-    if settings.micro_batch_tokens:
-        settings.micro_batch_size = None
-    elif settings.micro_batch_size is None:
-        settings.micro_batch_size = settings.batch_size
-    elif settings.micro_batch_size > settings.batch_size:
-        raise UserError(
-            f"--micro_batch_size {settings.micro_batch_size} is above --batch_size {settings.batch_size}: it is a "
-            "part of the effective batch; lower it, or raise --batch_size too"
-        )
-    if settings.accelerator == "auto":
-        settings.accelerator = "cuda" if torch.cuda.is_available() else "cpu"
-    if settings.eval_batch_tokens is None:
-        settings.eval_batch_tokens = 4096 if settings.accelerator == "cuda" else 1024
-    if settings.load and not (Path(settings.load) / ".metadata").is_file():
-        raise UserError(
-            f"--load {settings.load} is no sharded checkpoint; a consolidated model is given as --model {settings.load}"
-        )
-    if settings.image_size and settings.resize_to and settings.resize_to < settings.image_size:
-        raise UserError(f"--resize_to {settings.resize_to} is below --image_size {settings.image_size}: nothing to cut")
-
-
-def _check_devices(settings: Settings, script: dict) -> None:
-    """Refuse what this machine or this script (by its own defaults) cannot do, and resolve `precision`."""
-    if settings.accelerator == "cuda" and not torch.cuda.is_available():
-        raise UserError("--accelerator cuda: PyTorch finds no CUDA GPU here; use --accelerator cpu")
-    for name, rung in BELONGS_TO.items():
-        if name not in script and (value := getattr(settings, name)):
-            raise UserError(f"--{name} {value}: {settings.name} has no use for it; run {rung}")
-    resolve_devices(settings, several="devices" in script)
-    if settings.precision == "mixed":
-        settings.precision = "bf16-mixed" if settings.accelerator == "cpu" else mixed_precision()
-    if settings.precision == "16-true" and settings.optimizer in ("adam", "adamw"):
-        raise UserError(
-            f"--precision 16-true: the epsilon of --optimizer {settings.optimizer} is 0 in float16, and every step "
-            "would divide by it; use --precision bf16-true, or --optimizer sgd"
-        )
-    if settings.accelerator == "cpu" and settings.precision == "16-mixed":
-        raise UserError("--precision 16-mixed needs a CUDA GPU; use --precision bf16-mixed")
-    if settings.accelerator == "cuda" and settings.precision.startswith("bf16") and not _has_bfloat16():
-        raise UserError(
-            f"--precision {settings.precision}: {torch.cuda.get_device_name()} has no bfloat16 (compute capability "
-            "below 8.0); use --precision 16-mixed (src/4_mixed_precision.py takes it by itself)"
-        )
-    if "deepspeed" in script and (settings.save != "no" or settings.load):
-        raise UserError("--save and --load do not know DeepSpeed's format: use src/10_fsdp.py")
-    if "offload" in script and settings.optimizer in ("adafactor", "adam-8bit"):
-        raise UserError(
-            f"--optimizer {settings.optimizer} cannot step on FSDP2's shards; use sgd, the leanest, adam or adamw"
-        )
-    if "offload" in script and settings.precision in ("16-mixed", "64-true"):
-        raise UserError(
-            f"--precision {settings.precision}: FSDP2 under Fabric cannot do it; use bf16-mixed, bf16-true or 32-true"
-        )
