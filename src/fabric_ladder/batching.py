@@ -1,24 +1,19 @@
-"""Effective batches, the micro-batches that they are cut into, and the loaders that yield them.
-
-Which samples make an effective batch depends on (seed, epoch) alone: not on the micro-batch, the precision or the
-number of devices. So the runs of one seed can be compared step by step.
-"""
+"""Effective batches, the micro-batches that they are cut into, and the loaders that yield them."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from lightning import Fabric
 from torch import Tensor
-from torch.nn.functional import interpolate
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.nn.functional import interpolate, pad
+from torch.utils.data import DataLoader, Dataset
 
-from local_dataset_utilities import ImageDatasets, TextDatasets
-
-IGNORED = -100  # label of a token that is not trained, as in PyTorch's cross entropy
+from fabric_ladder.cutting import EffectiveBatchSampler, Part, Plan, cut
+from local_dataset_utilities import IGNORED, ImageDatasets, TextDatasets
 
 
 class MicroBatch(NamedTuple):
@@ -26,7 +21,10 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         inputs: `input_ids` and `attention_mask` (samples, length), `labels` (samples,) or (samples, length); of images
-            `pixel_values` (samples, 3, size, size) and `labels` (samples,).
+            `pixel_values` (samples, 3, size, size) and `labels` (samples,). Packed, `input_ids`, `labels` and
+            `position_ids`, which count from 0 in each sample and in a row's padding, are (rows, length), and there is
+            no `attention_mask`. In instruction tuning also `predicting` (items,): the places, in the flattened
+            `input_ids`, of the tokens whose next one is trained.
         items: What the loss is a mean of: samples, or trained tokens. 0 marks a filler that must not count.
         weight: Factor of the loss, so that the sum over all micro-batches and the mean over all ranks, which DDP
             takes, is the mean over the items of the whole effective batch.
@@ -53,96 +51,6 @@ class EffectiveBatch(NamedTuple):
     micro_batches: list[MicroBatch]
 
 
-class Part(NamedTuple):
-    """The plan of a micro-batch: rows of the split, and what `MicroBatch` says of items and weight."""
-
-    rows: list[int]
-    items: int
-    weight: float
-
-
-class Plan(NamedTuple):
-    """The plan of an effective batch: its rows, this rank's parts of it, and the epoch, counted from 0."""
-
-    rows: list[int]
-    parts: list[Part]
-    epoch: int
-
-
-def cut(
-    rows: np.ndarray, lengths: np.ndarray, items: np.ndarray, ranks: int = 1, size: int | None = None,
-    tokens: int | None = None, multiple: int = 1,
-) -> list[list[Part]]:  # fmt: skip
-    """Share an effective batch out to the ranks and cut each share into micro-batches.
-
-    Samples are sorted by length, longest first, and dealt out one by one, so that the ranks get alike shares with
-    hardly any padding, and the largest micro-batch comes first. Every rank gets the same number of micro-batches, since
-    sharded models talk to each other in every forward pass: large ones are halved, and where samples run out a filler
-    (a repeated sample without weight) stands in.
-
-    Args:
-        rows: Row numbers of the effective batch.
-        lengths: Tokens of every row of the split.
-        items: Items of every row of the split.
-        ranks: Number of ranks.
-        size: Most samples of a micro-batch.
-        tokens: Most padded tokens of a micro-batch; a sample that is longer stands alone.
-        multiple: Lengths are padded to a multiple of this.
-
-    Returns:
-        For each rank its parts.
-    """
-    rows = rows[np.argsort(-lengths[rows], kind="stable")]
-    padded = -(-lengths[rows] // multiple) * multiple
-    shares = []
-    for rank in range(ranks):
-        share, width, start = [], padded[rank::ranks], 0
-        mine = rows[rank::ranks].tolist()
-        while start < len(mine):
-            count = max(1, tokens // int(width[start])) if tokens else size
-            share.append(mine[start : start + count])
-            start += count
-        shares.append(share)
-    most = max(len(share) for share in shares)
-    total = int(items[rows].sum())
-    plan = []
-    for share in shares:
-        while len(share) < most and any(len(part) > 1 for part in share):
-            largest = max(range(len(share)), key=lambda index: len(share[index]))
-            half = (len(share[largest]) + 1) // 2
-            share[largest : largest + 1] = [share[largest][:half], share[largest][half:]]
-        counts = [int(items[part].sum()) for part in share]
-        parts = [Part(part, count, ranks * count / total) for part, count in zip(share, counts, strict=True)]
-        plan.append(parts + [Part([int(rows[-1])], 0, 0.0)] * (most - len(parts)))
-    return plan
-
-
-class EffectiveBatchSampler(Sampler):
-    """Plans of the effective batches of one epoch, in the order of the permutation that (seed, epoch) gives.
-
-    Set `epoch` before each pass.
-    """
-
-    def __init__(self, lengths: np.ndarray, items: np.ndarray, settings, rank: int, ranks: int):
-        self.lengths, self.items, self.settings, self.rank, self.ranks = lengths, items, settings, rank, ranks
-        self.epoch = 0
-
-    def __len__(self) -> int:
-        """Optimizer steps of an epoch; the last one may be smaller, none is dropped."""
-        return math.ceil(len(self.lengths) / self.settings.batch_size)
-
-    def __iter__(self) -> Iterator[Plan]:
-        settings, epoch = self.settings, self.epoch
-        order = np.random.default_rng([settings.seed, epoch]).permutation(len(self.lengths))
-        for start in range(0, len(order), settings.batch_size):
-            rows = order[start : start + settings.batch_size]
-            plan = cut(
-                rows, self.lengths, self.items, self.ranks, settings.micro_batch_size, settings.micro_batch_tokens,
-                settings.pad_to_multiple_of,
-            )  # fmt: skip
-            yield Plan(rows.tolist(), plan[self.rank], epoch)
-
-
 class Collator(Dataset):
     """Makes tensors of the plans that a sampler yields."""
 
@@ -159,23 +67,32 @@ class Collator(Dataset):
 
 
 class TextCollator(Collator):
-    """Pads texts."""
+    """Pads texts, after packing them into rows where the plan says so."""
 
     def __init__(self, datasets: TextDatasets, name: str, settings):
         super().__init__(datasets, name)
         self.multiple, self.tokenizer = settings.pad_to_multiple_of, datasets.tokenizer
+        self.with_predicting = settings.task == "instruction-tuning"
 
     def micro_batch(self, part: Part, epoch: int | None = None) -> MicroBatch:
-        """Pad a part's samples on the right to its longest, rounded up to the multiple; alike in each epoch."""
-        rows = self.split[part.rows]
-        lengths = [len(ids) for ids in rows["input_ids"]]
+        """Pad a part's rows on the right to its longest, rounded up to the multiple; alike in each epoch."""
+        columns = self.split[part.rows]
+        ids, labels = columns["input_ids"], columns["labels"]
+        places = [range(len(row)) for row in ids]
+        if part.packs:
+            labels = [[IGNORED, *row[1:]] for row in labels]  # no sample says how the next one begins
+            ids, labels, places = (_joined(rows, part.packs) for rows in (ids, labels, places))
+        lengths = [len(row) for row in ids]
         shape = (len(lengths), -(-max(lengths) // self.multiple) * self.multiple)
-        inputs = {
-            "input_ids": _padded(rows["input_ids"], shape, self.tokenizer.pad_token_id),
-            "attention_mask": _padded([[1] * length for length in lengths], shape, 0),
-        }
-        labels = rows["labels"]
+        inputs = {"input_ids": _padded(ids, shape, self.tokenizer.pad_token_id)}
+        if part.packs:
+            inputs["position_ids"] = torch.tensor([[*row, *range(shape[1] - len(row))] for row in places])
+        else:
+            inputs["attention_mask"] = _padded([[1] * length for length in lengths], shape, 0)
         inputs["labels"] = _padded(labels, shape, IGNORED) if isinstance(labels[0], list) else torch.tensor(labels)
+        if self.with_predicting:
+            following = pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)
+            inputs["predicting"] = (following != IGNORED).flatten().nonzero().squeeze(1)
         return MicroBatch(inputs, part.items, part.weight, sum(lengths) if part.items else 0, math.prod(shape))
 
 
@@ -243,8 +160,8 @@ def build_dataloaders(
 ) -> tuple[DataLoader, DataLoader, DataLoader]:
     """Return the loaders of training, validation and test.
 
-    Training yields `EffectiveBatch`es. Validation and test yield `MicroBatch`es of the whole split, sorted by length:
-    each sample counts once, whatever the number of ranks.
+    Training yields `EffectiveBatch`es, packed where the settings say so. Validation and test yield `MicroBatch`es of
+    the whole split, sorted by length, which hardly need packing: each sample counts once, whatever the number of ranks.
     """
     collator = TextCollator
     if isinstance(datasets, ImageDatasets):
@@ -269,6 +186,12 @@ def build_dataloaders(
 
 def _empty_images(count: int, side: int) -> Tensor:
     return torch.empty((count, 3, side, side), dtype=torch.uint8, memory_format=torch.channels_last)
+
+
+def _joined(rows: list, packs: list[int]) -> list[list[int]]:
+    """Put so many rows, one after the other, into one each."""
+    rows = iter(rows)
+    return [list(chain.from_iterable(islice(rows, count))) for count in packs]
 
 
 def _padded(rows: list[list[int]], shape: tuple[int, int], filler: int) -> Tensor:
