@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from fabric_ladder.batching import MicroBatch
 from fabric_ladder.checkpoint import load, save
 from fabric_ladder.errors import UserError
-from fabric_ladder.metrics import Meter, Step, Totals
+from fabric_ladder.metrics import Meter, Step, Totals, count_correct
 from fabric_ladder.optimizers import set_learning_rate
 from fabric_ladder.reporting import Run
 
@@ -37,7 +37,7 @@ def accumulate_gradients(
         with fabric.no_backward_sync(model, enabled=waits and number < len(micro_batches)):
             outputs = model(**inputs)
             fabric.backward(outputs.loss * micro_batch.weight)
-        meter.add(outputs.loss, outputs.logits, inputs["labels"], micro_batch.items, step)
+        meter.add(outputs.loss, count_correct(outputs, inputs["labels"]), micro_batch.items, step)
 
 
 def train(run: Run, model: nn.Module, optimizer: Optimizer, train_loader: DataLoader, val_loader: DataLoader) -> None:
@@ -108,7 +108,7 @@ def _evaluate(fabric: Fabric, model: nn.Module, loader: Iterable[MicroBatch], na
     for micro_batch in loader:
         inputs = fabric.to_device(micro_batch.inputs)
         outputs = model(**inputs)
-        meter.add(outputs.loss, outputs.logits, inputs["labels"], micro_batch.items, (name, []))
+        meter.add(outputs.loss, count_correct(outputs, inputs["labels"]), micro_batch.items, (name, []))
     return meter.collect()
 
 

@@ -7,8 +7,9 @@ import torch
 from lightning import Fabric
 from torch import Tensor
 
-from fabric_ladder.batching import IGNORED
 from fabric_ladder.errors import UserError
+from fabric_ladder.vocabulary import TokenOutput
+from local_dataset_utilities import IGNORED
 
 Step = tuple[str, list[int]]  # its name, and the row numbers of its training samples
 
@@ -24,6 +25,11 @@ class Totals(NamedTuple):
     def loss(self) -> float:
         """Mean loss per item."""
         return self.loss_sum / self.items
+
+    @property
+    def perplexity(self) -> float:
+        """Exponential of the loss: among how many tokens a language model is as if in doubt; infinite above e^700."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
 
     @property
     def accuracy(self) -> float:
@@ -44,19 +50,18 @@ class Meter:
     def _clear(self) -> None:
         self.losses, self.correct, self.items, self.steps = [], [], [], []
 
-    def add(self, loss: Tensor, logits: Tensor, labels: Tensor, items: int, step: Step) -> None:
+    def add(self, loss: Tensor, correct: Tensor, items: int, step: Step) -> None:
         """Add a micro-batch.
 
         Args:
             loss: Mean loss per item, a scalar.
-            logits: (samples, classes), or (samples, length, vocabulary) of a causal language model.
-            labels: (samples,) or (samples, length).
+            correct: Right predictions, a scalar.
             items: Items of the micro-batch; a filler (0) is left out.
             step: To be named if a loss is not finite.
         """
         if items:
             self.losses.append(loss.detach())
-            self.correct.append(count_correct(logits.detach(), labels))
+            self.correct.append(correct)
             self.items.append(items)
             self.steps.append(step)
 
@@ -89,8 +94,16 @@ class Meter:
         raise UserError(f"{text}: the run stops; try a lower --learning_rate, --max_grad_norm 1 or another --precision")
 
 
-def count_correct(logits: Tensor, labels: Tensor) -> Tensor:
-    """Right predictions, a scalar on the device: per sample, or per trained token, which the one before it predicts."""
+def count_correct(outputs, labels: Tensor) -> Tensor:
+    """Right predictions, a scalar on the device: per sample, or per trained token, which the one before it predicts.
+
+    Args:
+        outputs: Of a forward pass: `correct`, or `logits` (samples, classes) or (samples, length, vocabulary).
+        labels: (samples,) or (samples, length).
+    """
+    if isinstance(outputs, TokenOutput):
+        return outputs.correct
+    logits = outputs.logits.detach()
     if labels.ndim == 1:
         return (logits.argmax(-1) == labels).sum()
     predicted, expected = logits[:, :-1].argmax(-1), labels[:, 1:]

@@ -1,0 +1,140 @@
+"""The loss of a language model: all logits at once against chunks of them, and against fused kernels on a GPU.
+
+    python benchmarks/vocabulary.py [--tokens 2048] [--width 1024] [--vocabulary 250880] [--chunk 64 256 1024]
+
+One forward and backward pass of head and loss alone, with the head trained and frozen (as with adapters). `whole` is
+transformers' own `ForCausalLMLoss`. On a GPU the peak is PyTorch's own figure, and Liger Kernel's and Apple's
+cut-cross-entropy are measured too where they are installed; on a CPU it is the bytes of the tensors alive. The inputs'
+own bytes are left out of all of them. The sides take turns; the median of the turns is given.
+"""
+
+import argparse
+import importlib.util
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+
+import common  # first of all: it makes the project importable without an installation
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from fabric_ladder.tracker import PeakTracker
+from fabric_ladder.vocabulary import chunked_loss
+
+OUT = common.RESULTS / "vocabulary.json"
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # of hidden states, the head's weight, and the next tokens
+
+
+def whole(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Make all logits, as transformers' models do."""
+    logits = linear(hidden, weight)
+    return ForCausalLMLoss(logits, None, weight.shape[0], shift_labels=targets)
+
+
+def chunked(chunk: int, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Make the logits of so many tokens at a time, as the ladder does."""
+    return chunked_loss(hidden, weight, None, targets, chunk)[0]
+
+
+def sides(chunks: list[int], device: torch.device) -> dict[str, Loss]:
+    """Return what is compared on this machine."""
+    found: dict[str, Loss] = {"whole": whole} | {f"chunks of {chunk}": partial(chunked, chunk) for chunk in chunks}
+    if device.type != "cuda":
+        return found
+    if importlib.util.find_spec("liger_kernel"):
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+        found["Liger Kernel"] = liger_fused_linear_cross_entropy
+    if importlib.util.find_spec("cut_cross_entropy"):
+        from cut_cross_entropy import linear_cross_entropy
+
+        found["cut-cross-entropy"] = linear_cross_entropy
+    return found
+
+
+def measure(loss: Loss, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[float, int, list[Tensor]]:
+    """Return seconds and peak bytes of a forward and backward pass, and loss and gradients."""
+    hidden.grad = weight.grad = None
+    if hidden.device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    start = perf_counter()
+    value = loss(hidden, weight, targets)
+    value.backward()
+    if hidden.device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = perf_counter() - start
+    results = [value.detach(), hidden.grad, *([] if weight.grad is None else [weight.grad])]
+    if hidden.device.type == "cuda":
+        return seconds, torch.cuda.max_memory_allocated() - before, results
+    hidden.grad = weight.grad = None
+    with PeakTracker() as tracker:  # a pass of its own, since it takes time
+        loss(hidden, weight, targets).backward()
+    return seconds, tracker.peak().total, results
+
+
+def compare(args: argparse.Namespace, dtype: torch.dtype, trained: bool) -> dict:
+    """Measure all sides in turns."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    hidden = torch.randn(args.tokens, args.width, dtype=dtype, device=device, requires_grad=True)
+    weight = torch.randn(args.vocabulary, args.width, dtype=dtype, device=device).mul_(0.02).requires_grad_(trained)
+    targets = torch.randint(args.vocabulary, (args.tokens,), device=device)
+    losses = sides(args.chunk, device)
+    turns: dict[str, list] = {name: [] for name in losses}
+    reference: list[Tensor] = []
+    for turn in range(args.repeats + 1):
+        for name, loss in losses.items():
+            seconds, peak, results = measure(loss, hidden, weight, targets)
+            if turn:  # the first one warms up
+                turns[name].append((seconds, peak))
+            if turn == 0:
+                reference = reference or results
+                errors = [_relative(mine, its) for mine, its in zip(results, reference, strict=True)]
+                print(f"{name}: differs from whole by {max(errors):.1e}", file=sys.stderr, flush=True)
+    return {
+        name: {"seconds": statistics.median(s for s, _ in some), "peak_bytes": max(peak for _, peak in some)}
+        for name, some in turns.items()
+    }
+
+
+def _relative(mine: Tensor, its: Tensor) -> float:
+    return (torch.linalg.vector_norm(mine.float() - its.float()) / torch.linalg.vector_norm(its.float())).item()
+
+
+def main() -> None:
+    """Compare in the precisions asked for, print the tables and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=2048, help="trained tokens; default: 4 x 512")
+    parser.add_argument("--width", type=int, default=1024, help="of the hidden states; default: BLOOM-560m's")
+    parser.add_argument("--vocabulary", type=int, default=250_880, help="default: BLOOM's")
+    parser.add_argument("--chunk", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--precision", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=OUT)
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for precision in args.precision:
+        for trained in (True, False):
+            figures = compare(args, getattr(torch, precision), trained)
+            first = figures["whole"]
+            rows = [
+                [name, figure["peak_bytes"] / 1e9, figure["peak_bytes"] / first["peak_bytes"],
+                 figure["seconds"], figure["seconds"] / first["seconds"]]
+                for name, figure in figures.items()
+            ]  # fmt: skip
+            part = f"{precision}, head {'trained' if trained else 'frozen'}, width {args.width}"
+            common.print_table([part, "peak GB", "of whole", "seconds", "of whole"], rows)
+            shape = {name: getattr(args, name) for name in ("tokens", "width", "vocabulary", "repeats")}
+            record = common.environment(device) | {"shape": shape, "figures": figures}
+            common.write_result(args.out, f"{device.type}, {part}", record)
+
+
+if __name__ == "__main__":
+    main()
