@@ -36,7 +36,7 @@ OUT = common.RESULTS / "memory_ladder.json"
 CONFIGS = common.ROOT / "configs"
 TOKENS, PIXELS, PATCHES = 1024, 224, 197  # of a text; of an image's side; tokens of an image
 EVAL_TOKENS = "4096"  # of a batch of the evaluation: the default on a GPU
-UNPREDICTED = ("3_torch_compile", "12_deepspeed_zero")
+UNPREDICTED = ("3_torch_compile", "12_deepspeed_zero", "14_qlora")
 SHARDED = ("10_fsdp", "11_fsdp_cpu_offload")
 KINDS = ("parameters", "gradients", "optimizer_state", "activations", "other")
 HEADER = ["GB", "parameters", "gradients", "optimizer", "activations", "other", "in host", "predicted", "measured",
@@ -71,6 +71,7 @@ ENTRIES = {
         *(Entry(rung) for rung in SHARDED),
         *(Entry("12_deepspeed_zero", stage) for stage in ZERO),
         Entry("11_fsdp_cpu_offload", ALL),
+        *(Entry(rung, more) for rung in ("13_lora", "14_qlora") for more in ("", AGAIN)),
         *(Entry(rung, gpus=4) for rung in SHARDED),
     ],
     "vit-large-16": [

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -33,6 +32,18 @@ VOCABULARY = 64
 DROPPED = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
+class Tokenizer:
+    """As much of a tokenizer as a model needs to know."""
+
+    pad_token_id = 0
+
+    def __init__(self, size=VOCABULARY):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+
 def token_datasets(train=40, validation=11, test=13, classes=2, per_token=False, seed=0):
     """Random tokens of very unequal lengths, in the form that `load_datasets` returns."""
     rng = np.random.default_rng(seed)
@@ -50,7 +61,7 @@ def token_datasets(train=40, validation=11, test=13, classes=2, per_token=False,
         return Dataset.from_dict(columns)
 
     splits = DatasetDict({"train": split(train), "validation": split(validation), "test": split(test)})
-    return TextDatasets(splits, [str(index) for index in range(classes)], SimpleNamespace(pad_token_id=0), "test")
+    return TextDatasets(splits, [str(index) for index in range(classes)], Tokenizer(), "test")
 
 
 def tiny_model(kind="bloom", dropout=0.0, seed=0, classes=2):

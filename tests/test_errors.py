@@ -24,6 +24,8 @@ from fabric_ladder.errors import explain
         ("7_grad_checkpointing", {"activation_checkpointing": True}, r"src/6_lean_optimizer\.py[^;]*; --max_length"),
         ("9_ddp", {"task": "image-classification"}, r"src/10_fsdp\.py[^;]*; --activation_checkpointing true[^;]*$"),
         ("12_deepspeed_zero", {}, r"--deepspeed zero3_offload"),
+        ("6_lean_optimizer", {"micro_batch_size": 1}, r"Next to try: src/13_lora\.py"),
+        ("13_lora", {"task": "instruction-tuning"}, r"src/14_qlora\.py[^;]*; --activ[^;]*; --max_length 512$"),
     ],
 )
 def test_out_of_memory_names_the_next_things_to_try(tmp_path, name, values, expected):

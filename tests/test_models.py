@@ -2,24 +2,12 @@
 
 import pytest
 import torch
-from helpers import MODELS, settings_for, tiny_model, token_datasets
+from helpers import MODELS, Tokenizer, settings_for, tiny_model, token_datasets
 from lightning import Fabric
 from transformers import AutoModelForSequenceClassification
 
 from fabric_ladder import UserError, build_model
 from local_dataset_utilities import TextDatasets
-
-
-class Tokenizer:
-    """As much of a tokenizer as a model needs to know."""
-
-    pad_token_id = 0
-
-    def __init__(self, size=64):
-        self.size = size
-
-    def __len__(self):
-        return self.size
 
 
 def datasets(names=("bad", "good"), size=64):

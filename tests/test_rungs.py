@@ -20,20 +20,24 @@ LINES = [
     rf"Python {NUMBER}\.\d+ · torch .* · lightning .* · transformers .*",
     r"{name} · synthetic · bloom-quickstart\.json · seed 123 · batch \d+ = \d+ x 1 · {precision} · cpu: .*",
     r"Torch CUDA available\? False",
-    r"Parameters: 0\.2 M, 0\.2 M trainable, torch\.(float32|bfloat16)",
+    r"Parameters: 0\.2 M, {parameters}",
     r"(Epoch: 0001/0001 \| Batch \d{{4}}/\d{{4}} \| Samples \d{{5}}/00096 \| Loss: \d+\.\d{{4}}\n){{6}}",
     r"Epoch: 0001/0001 \| Train acc\.: \d+\.\d\d% \| Val acc\.: \d+\.\d\d%",
     r"Time elapsed \d+\.\d\d min",
     r"(Compile time \d+\.\d\d min of it, \d+ graphs\n)?Throughput \d+\.\d samples/s, \d+ tokens/s, padding \d+\.\d%",
     r"Memory used: \d+\.\d\d GB",
     r"Host memory used: \d+\.\d\d GB, loading included",
-    r"Test accuracy \d+\.\d\d%",
+    r"(Saved runs/{name}/1/adapter\n)?Test accuracy \d+\.\d\d%",
 ]
 PRECISION = dict.fromkeys(NAMES[:3], "32-true")
 PRECISION |= dict.fromkeys(["4_mixed_precision", "9_ddp", "10_fsdp", "11_fsdp_cpu_offload"], "bf16-mixed")
 PRECISION |= dict.fromkeys(
-    ["5_low_precision", "6_lean_optimizer", "7_grad_checkpointing", "8_init_on_device"], "bf16-true"
+    ["5_low_precision", "6_lean_optimizer", "7_grad_checkpointing", "8_init_on_device", "13_lora", "14_qlora"],
+    "bf16-true",
 )
+ALL = r"0\.2 M trainable, torch\.(float32|bfloat16)"
+FEW = r"0\.004 M trainable \(2\.48%\), torch\.bfloat16, torch\.float32"
+PARAMETERS = dict.fromkeys(NAMES, ALL) | {"13_lora": FEW, "14_qlora": rf"{FEW}, torch\.uint8"}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +60,7 @@ def test_the_list_of_rungs_is_whole():
         sorted((path.stem for path in SRC.iterdir() if path.name[0].isdigit()), key=lambda n: int(n.split("_")[0]))
         == NAMES
     )
-    assert len(NAMES) >= 12
+    assert len(NAMES) >= 14
     assert set(ON_CPU) == PRECISION.keys()
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| \[(\d+_\w+)\]\(src/\1\.py\)", readme, re.MULTILINE) == NAMES
@@ -65,7 +69,7 @@ def test_the_list_of_rungs_is_whole():
 @pytest.mark.parametrize("name", ON_CPU)
 def test_a_rung_prints_the_documented_lines(runs, name):
     process, _ = runs(name)
-    pattern = "\n".join(LINES).format(name=name, precision=PRECISION[name]) + "\n"
+    pattern = "\n".join(LINES).format(name=name, precision=PRECISION[name], parameters=PARAMETERS[name]) + "\n"
     pattern = pattern.replace(r"\n){6}" + "\n", r"\n){6}").replace(r"\n)?" + "\n", r"\n)?")
     assert re.fullmatch(pattern, finished(process)), process.stdout
 
@@ -83,7 +87,8 @@ def test_a_run_leaves_its_log_its_figures_and_its_settings(runs, name):
     assert f"Memory used: {results['peak_memory_bytes'] / 1e9:.2f} GB" in process.stdout
     assert results["test_samples"] == 33
     assert ("compile_seconds" in results) == (name == "3_torch_compile")
-    assert sorted(path.name for path in folder.iterdir()) == ["log.txt", "metrics.csv", "run.json"]
+    saved = ["adapter", "base"] if name in ("13_lora", "14_qlora") else []
+    assert sorted(path.name for path in folder.iterdir()) == [*saved, "log.txt", "metrics.csv", "run.json"]
 
 
 def test_the_same_seed_sees_the_same_samples_in_every_rung(runs):

@@ -6,8 +6,10 @@ import torch
 
 from fabric_ladder.errors import UserError
 from fabric_ladder.launch import resolve_devices
+from fabric_ladder.lora import check_lora
 from fabric_ladder.models import check_model
 from fabric_ladder.optimizers import check_optimizer
+from fabric_ladder.packing import check_packing
 
 BELONGS_TO = {  # settings that only some scripts use, which name them in their own defaults
     "offload": "src/11_fsdp_cpu_offload.py",
@@ -28,7 +30,9 @@ def check(settings, script: dict) -> None:
     _check_values(settings)
     _check_devices(settings, script)
     check_optimizer(settings)
+    check_lora(settings, script)
     check_model(settings)
+    check_packing(settings)
 
 
 def mixed_precision() -> str:
@@ -94,7 +98,7 @@ def _check_devices(settings, script: dict) -> None:
     resolve_devices(settings, several="devices" in script)
     if settings.precision == "mixed":
         settings.precision = "bf16-mixed" if settings.accelerator == "cpu" else mixed_precision()
-    if settings.precision == "16-true" and settings.optimizer in ("adam", "adamw"):
+    if settings.precision == "16-true" and settings.optimizer in ("adam", "adamw") and not settings.lora:
         raise UserError(
             f"--precision 16-true: the epsilon of --optimizer {settings.optimizer} is 0 in float16, and every step "
             "would divide by it; use --precision bf16-true, or --optimizer sgd"

@@ -11,9 +11,12 @@ from local_dataset_utilities import DatasetError
 NEXT_RUNG = dict.fromkeys("1234", "src/5_low_precision.py, which halves weights, gradients and optimizer state") | {
     **dict.fromkeys("578", "src/6_lean_optimizer.py, which keeps no optimizer state"),
     "9": "src/10_fsdp.py, which shards weights, gradients and optimizer state",
-    **dict.fromkeys(("6", "10"), "src/11_fsdp_cpu_offload.py, which parks weights in the host's memory"),
-    "11": "--precision bf16-true --optimizer sgd, or more --devices",
+    "6": "src/13_lora.py, which trains thin adapters and keeps no gradient of the model",
+    "10": "src/11_fsdp_cpu_offload.py, which parks weights in the host's memory",
+    "11": "--precision bf16-true --lora true, which trains thin adapters alone",
     "12": "--deepspeed zero3_offload, which parks weights in the host's memory",
+    "13": "src/14_qlora.py, which keeps the model in 4 bits",
+    "14": "src/11_fsdp_cpu_offload.py with --lora true, which parks weights in the host's memory",
 }
 
 
@@ -50,7 +53,7 @@ def _less_memory(settings) -> str:
         tries.append(rung)
     if not settings.activation_checkpointing:
         tries.append("--activation_checkpointing true, which computes activations again")
-    if settings.task == "text-classification":
+    if settings.task != "image-classification":
         tries.append(f"--max_length {max(1, settings.max_length // 2)}")
     return "; ".join(tries)
 

@@ -32,7 +32,8 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
-from fabric_ladder.batching import MicroBatch, cut
+from fabric_ladder.batching import MicroBatch
+from fabric_ladder.cutting import cut
 from fabric_ladder.fsdp import fsdp_strategy, sharding_policy, transformer_blocks
 from fabric_ladder.loop import accumulate_gradients
 from fabric_ladder.metrics import Meter
@@ -59,16 +60,18 @@ def predict_peak(
         ranks: GPUs over which FSDP shards, as in rungs 10 and 11; None: no FSDP.
 
     Raises:
-        ValueError: What cannot be predicted: `torch.compile`, DeepSpeed and 8-bit Adam.
+        ValueError: What cannot be predicted: `torch.compile`, DeepSpeed, 8-bit Adam and 4-bit weights.
     """
-    if settings.compile or settings.deepspeed or settings.optimizer == "adam-8bit":
-        raise ValueError("torch.compile, DeepSpeed and 8-bit Adam cannot be predicted")
+    if settings.compile or settings.deepspeed or settings.optimizer == "adam-8bit" or settings.quantization != "no":
+        raise ValueError("torch.compile, DeepSpeed, 8-bit Adam and 4-bit weights cannot be predicted")
     precision = "bf16-mixed" if settings.precision == "16-mixed" else settings.precision
     settings = replace(settings, accelerator="cpu", precision=precision, devices=ranks or 1, num_nodes=1)
     with _fake_ranks(ranks):
         rehearsal = _Rehearsal(settings, ranks)
+        with torch.device("meta"):  # no weights are drawn, which takes branches that depend on values
+            model = build()
         with rehearsal.mode, rehearsal.tracker, _AttentionWithoutDropout():
-            rehearsal.set_up(build)
+            rehearsal.set_up(model)
             micro_batches = _two_of_each(micro_batches)
             rehearsal.step(micro_batches[:1])
             rehearsal.name_tensors()
@@ -85,7 +88,8 @@ def largest_batches(
     """Return one rank's share of an effective batch, and a batch of the evaluation, if every sample were the longest.
 
     Args:
-        settings: `batch_size`, `micro_batch_size` or `micro_batch_tokens`, `eval_batch_tokens`, `pad_to_multiple_of`.
+        settings: `task`, `batch_size`, `micro_batch_size` or `micro_batch_tokens`, `eval_batch_tokens`,
+            `pad_to_multiple_of`.
         length: Tokens of a sample; of an image, its patches and the one for the class.
         image_size: Pixels of a side of an image; None: the samples are texts.
         ranks: GPUs that share the effective batch.
@@ -97,13 +101,16 @@ def largest_batches(
     padded = -(-length // multiple) * multiple
 
     def make(samples: int) -> MicroBatch:
-        labels = torch.empty(samples, dtype=torch.long, device="meta")
+        items, labels = samples, torch.empty(samples, dtype=torch.long, device="meta")
         if image_size:
             inputs = {"pixel_values": torch.empty(samples, 3, image_size, image_size, device="meta")}
         else:
             ids = torch.empty(samples, padded, dtype=torch.long, device="meta")
             inputs = {"input_ids": ids, "attention_mask": ids}
-        return MicroBatch(inputs | {"labels": labels}, samples, 1.0, samples * length, samples * padded)
+        if settings.task == "instruction-tuning":  # at worst, every token but the first is trained
+            labels, items = ids, samples * (length - 1)
+            inputs["predicting"] = torch.empty(items, dtype=torch.long, device="meta")
+        return MicroBatch(inputs | {"labels": labels}, items, 1.0, samples * length, samples * padded)
 
     def share(samples: int, **how) -> list[MicroBatch]:
         ones = np.ones(samples, int)
@@ -145,10 +152,10 @@ class _Rehearsal:
         self.mode = _FakeTensors()
         self.tracker = PeakTracker(self.mode)
 
-    def set_up(self, build: Callable[[], nn.Module]) -> None:
-        with torch.device("meta"):  # here no weights are drawn, which takes branches that depend on values
-            model = build()
-        self.model = self.fabric.setup(model.to_empty(device="cpu"))
+    def set_up(self, model: nn.Module) -> None:
+        model.to_empty(device="cpu")
+        model.tie_weights()  # each was emptied on its own
+        self.model = self.fabric.setup(model)
         optimizer = build_optimizer(replace(self.settings, accelerator="cuda"), self.model)
         if isinstance(optimizer, Adam | AdamW | SGD) and not self.parked:
             for group in optimizer.param_groups:

@@ -1,6 +1,7 @@
 """The model for the task: pretrained weights from the Hub or a folder, or random ones from a config."""
 
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -8,6 +9,7 @@ import transformers
 from torch import nn
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
     PretrainedConfig,
@@ -15,11 +17,15 @@ from transformers import (
 )
 
 from fabric_ladder.errors import UserError
+from fabric_ladder.lora import add_adapters, check_targets, half_precision, keep_dtype, quantization
+from fabric_ladder.packing import keep_apart
+from fabric_ladder.vocabulary import use_token_loss
 from local_dataset_utilities import ImageDatasets, TextDatasets, reachable
 
 MODELS = {
     "text-classification": AutoModelForSequenceClassification,
     "image-classification": AutoModelForImageClassification,
+    "instruction-tuning": AutoModelForCausalLM,
 }
 
 
@@ -28,7 +34,8 @@ def check_model(settings) -> None:
 
     Raises:
         UserError: No such model, a config file without `from_scratch`, a model of another kind than the task's, one
-            that cannot recompute its activations, or `max_length` or `image_size` that it was not made for.
+            that cannot recompute its activations, layers for adapters that it does not have, or `max_length` or
+            `image_size` that it was not made for.
     """
     config = load_config(settings.model)
     if Path(settings.model).is_file() and not settings.from_scratch:
@@ -38,6 +45,9 @@ def check_model(settings) -> None:
         raise UserError(f"{settings.model} ({config.model_type}) has no form for --task {settings.task}")
     if settings.activation_checkpointing and not kinds[type(config)].supports_gradient_checkpointing:
         raise UserError(f"--activation_checkpointing true: transformers does not offer it for {config.model_type}")
+    if settings.lora:
+        with torch.device("meta"):
+            check_targets(settings, MODELS[settings.task].from_config(config))
     if settings.task == "image-classification":
         size = getattr(config, "image_size", None)
         if size and settings.image_size and size != settings.image_size and not settings.from_scratch:
@@ -57,40 +67,70 @@ def check_model(settings) -> None:
 
 
 def build_model(settings, datasets: TextDatasets | ImageDatasets) -> nn.Module:
-    """Return the classifier in train mode, with the class names as its labels.
+    """Return the model for the task in train mode, a classifier with the class names as its labels.
 
     Weights are made and read in 32-bit, so that every precision starts from the same ones, and Fabric converts them.
-    Without `dtype` a half-precision checkpoint would stay so under `32-true` and the mixed precisions. Only under
-    `fabric.init_module` they are made on the device and in the precision that it says.
+    Without `dtype` a half-precision checkpoint would stay so under `32-true` and the mixed precisions. They are made on
+    the device and in the precision that it says under `fabric.init_module`, and a language model that `lora` freezes is
+    read in its final precision.
 
-    `activation_checkpointing` and `compile` are applied here: both must come before Fabric sets the model up.
+    `lora`, `activation_checkpointing` and `compile` are applied here: all must come before Fabric sets the model up.
 
     Raises:
         UserError: The weights cannot be loaded, or the tokenizer has more entries than the embedding has rows.
     """
-    names = datasets.class_names
     config = load_config(settings.model)
-    config.num_labels = len(names)
-    config.id2label = dict(enumerate(names))
-    config.label2id = {name: index for index, name in enumerate(names)}
+    if settings.task != "instruction-tuning":
+        _name_classes(config, datasets.class_names)
     if isinstance(datasets, ImageDatasets):
         config.image_size = datasets.format.size
     else:
         _fit_text(config, settings.model, datasets.tokenizer)
-    kind, dtype = MODELS[settings.task], torch.get_default_dtype()
-    if settings.from_scratch:
-        model = kind.from_config(config, dtype=dtype)
-    else:
-        _silence_loading()
-        with reachable(settings.model, "weights") as options:
-            model = kind.from_pretrained(
-                settings.model, config=config, dtype=dtype, ignore_mismatched_sizes=True, **options
-            )
+    model = _make(settings, config)
+    for module in model.modules():
+        if module._non_persistent_buffers_set:  # such as the rotary frequencies, which 16 bits would detune
+            keep_dtype(module)
+    if settings.task == "instruction-tuning":
+        keep_apart(model)
+        use_token_loss(model, settings.loss_chunk)
     if settings.activation_checkpointing:
         newer = getattr(model, "activation_checkpointing_enable", None)  # transformers 5.23's name of it
         (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    if settings.lora:
+        model = add_adapters(model, settings)
     model.train()
     return torch.compile(model, dynamic=True) if settings.compile else model
+
+
+def _make(settings, config: PretrainedConfig) -> nn.Module:
+    """Draw random weights, or read pretrained ones, from a folder or the Hub."""
+    kind, dtype = MODELS[settings.task], torch.get_default_dtype()
+    if settings.from_scratch:
+        model = kind.from_config(config, dtype=dtype)
+        if settings.quantization == "no":
+            return model
+        _silence_loading()
+        with tempfile.TemporaryDirectory() as folder:  # only what is read is quantised
+            model.save_pretrained(folder)
+            return kind.from_pretrained(folder, dtype=dtype, **quantization(settings))
+    if settings.lora and settings.task == "instruction-tuning" and settings.precision.endswith("true"):
+        dtype = half_precision(settings) or dtype  # a classifier's new head is drawn in 32-bit, as in every rung
+    _silence_loading()
+    with reachable(settings.model, "weights") as options:
+        return kind.from_pretrained(
+            settings.model,
+            config=config,
+            dtype=dtype,
+            ignore_mismatched_sizes=True,
+            **quantization(settings),
+            **options,
+        )
+
+
+def _name_classes(config: PretrainedConfig, names: list[str]) -> None:
+    config.num_labels = len(names)
+    config.id2label = dict(enumerate(names))
+    config.label2id = {name: index for index, name in enumerate(names)}
 
 
 def _fit_text(config: PretrainedConfig, name: str, tokenizer: PreTrainedTokenizerBase) -> None:

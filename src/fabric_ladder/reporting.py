@@ -51,7 +51,7 @@ class Run:
             "begun": strftime("%Y-%m-%dT%H:%M:%S%z"),
             "command": shlex.join([os.path.basename(sys.executable), *sys.argv]),
             "settings": {key: value for key, value in dataclasses.asdict(settings).items() if key != "notices"},
-            "versions": describe_versions(*(["deepspeed"] if settings.deepspeed else [])),
+            "versions": describe_versions(*self._more_packages()),
             "hardware": describe_hardware(fabric.device),
             "ranks": fabric.world_size,
             "results": {"epochs": []},
@@ -92,8 +92,10 @@ class Run:
         self._on_rank_zero(self._open_folder)
         for notice in train_loader.dataset.notices:
             self.print(notice)
-        count, trainable = results["parameters"] / 1e6, results["trainable_parameters"] / 1e6
-        self.print(f"Parameters: {count:.1f} M, {trainable:.1f} M trainable, {', '.join(results['dtypes'])}")
+        count, trainable = results["parameters"], results["trainable_parameters"]
+        few = f"{trainable / 1e6:.3f} M trainable ({trainable / count:.2%})"
+        share = few if trainable < count else f"{trainable / 1e6:.1f} M trainable"
+        self.print(f"Parameters: {count / 1e6:.1f} M, {share}, {', '.join(results['dtypes'])}")
         self.samples = self._tokens = self._padded = 0
         self._validating = 0.0
         self._compile_clock = CompileClock(model)
@@ -133,8 +135,10 @@ class Run:
     def log_epoch(self, epoch: int, train_accuracy: float, validation: Totals, seconds: float) -> None:
         """Print an epoch's accuracies; `seconds` is the time that the validation took."""
         self._validating += seconds
-        accuracies = f"Train acc.: {train_accuracy * 100:.2f}% | Val acc.: {validation.accuracy * 100:.2f}%"
-        self.print(f"{self._epoch(epoch)} | {accuracies}")
+        line = f"Train acc.: {train_accuracy * 100:.2f}% | Val acc.: {validation.accuracy * 100:.2f}%"
+        if self._of_tokens:
+            line += f" | Val perplexity: {validation.perplexity:.2f}"
+        self.print(f"{self._epoch(epoch)} | {line}")
         figures = {
             "train_accuracy": train_accuracy,
             "validation_accuracy": validation.accuracy,
@@ -177,16 +181,28 @@ class Run:
         self._write_record()
 
     def log_test(self, totals: Totals) -> None:
-        """Print the test's accuracy, mark the run as finished, and let the ranks go."""
+        """Print the test's figures, mark the run as finished, and let the ranks go."""
         self.print(f"Test accuracy {totals.accuracy * 100:.2f}%")
+        if self._of_tokens:
+            self.print(f"Test loss {totals.loss:.4f} per trained token, perplexity {totals.perplexity:.2f}")
         figures = {"test_accuracy": totals.accuracy, "test_loss": totals.loss}
-        self.record["results"] |= figures | {"test_samples": totals.items}
+        self.record["results"] |= figures | {"test_tokens" if self._of_tokens else "test_samples": totals.items}
         self.record["status"] = "finished"
         self._log_row(self.settings.epochs * self.steps, epoch=self.settings.epochs, **figures)
         self._write_record()
         if self._watch:
             self.fabric.barrier()
             self._watch.stop()
+
+    def _more_packages(self) -> list[str]:
+        used = {"deepspeed": self.settings.deepspeed, "peft": self.settings.lora}
+        used["bitsandbytes"] = self.settings.quantization != "no" or self.settings.optimizer == "adam-8bit"
+        return [name for name, is_used in used.items() if is_used]
+
+    @property
+    def _of_tokens(self) -> bool:
+        """Whether losses and accuracies are means over trained tokens, not over samples."""
+        return self.settings.task == "instruction-tuning"
 
     def _epoch(self, epoch: int) -> str:
         return f"Epoch: {epoch + 1:04d}/{self.settings.epochs:04d}"
@@ -198,6 +214,9 @@ class Run:
         dataset = Path(settings.dataset).name if Path(settings.dataset).exists() else settings.dataset
         if settings.micro_batch_tokens:
             cut = f"batch {settings.batch_size} in micro-batches of {settings.micro_batch_tokens} tokens"
+        elif settings.packing:
+            rows = f"{devices}{settings.micro_batch_size} row" + "s" * (settings.micro_batch_size > 1)
+            cut = f"batch {settings.batch_size} packed, {rows} of up to {settings.max_length} tokens at once"
         else:
             share = -(-settings.batch_size // self.fabric.world_size)
             size = min(settings.micro_batch_size, share)
@@ -254,8 +273,9 @@ class Run:
 
 
 def _elements(parameter: nn.Parameter) -> int:
-    """Elements of the whole parameter; ZeRO-3 leaves an empty tensor in its place and notes its size."""
-    return getattr(parameter, "ds_numel", parameter.numel())
+    """Elements of the whole parameter: ZeRO-3 leaves an empty tensor in its place, 4-bit weights share bytes."""
+    state = getattr(parameter, "quant_state", None)
+    return state.shape.numel() if state else getattr(parameter, "ds_numel", parameter.numel())
 
 
 def _bytes_here(parameter: nn.Parameter) -> int:

@@ -116,7 +116,7 @@ class PeakTracker(TorchDispatchMode):
     def watch(self, parameter: nn.Parameter, parked: bool = False) -> None:
         """Count a parameter, and its gradient as soon as there is one; `parked`: both in the host's memory."""
         self.hold(parameter.detach(), "host" if parked else "parameters")
-        if id(parameter) not in self._watched:
+        if parameter.requires_grad and id(parameter) not in self._watched:
             self._watched.add(id(parameter))
             kind = "host" if parked else "gradients"
             parameter.register_post_accumulate_grad_hook(lambda mine: self.hold(mine.grad, kind))

@@ -1,0 +1,189 @@
+"""LoRA and QLoRA on BLOOM-7b1's shape with random weights, 512 tokens a sample: speed, peak memory, what fits.
+
+    python benchmarks/lora_7b.py [--model configs/models/bloom-7b1.json] [--tokens 512]
+
+For each of rungs 13 and 14, with micro-batches of 1 and 4 samples, with the loss in chunks and with all logits at once:
+samples/s, tokens/s and peak memory of the training step; then the largest micro-batch that trains in 24 GB and in 80 GB
+(PyTorch is forbidden more), by doubling and halving. The adapters are the article's: rank 8 on query_key_value. A GPU
+with 16 GB at least is needed, and 14 GB of the disk for the weights. Without a GPU the peaks of rung 13 are predicted
+(`fabric_ladder.memory`), which 4-bit weights cannot be; `--accelerator cpu` runs all of it on a small `--model`.
+"""
+
+import argparse
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+
+import common  # first of all: it makes the project importable without an installation
+import torch
+from lightning import Fabric
+from memory_ladder import script_defaults
+from transformers import AutoModelForCausalLM
+
+from fabric_ladder import build_model, build_optimizer, parse_settings
+from fabric_ladder.batching import MicroBatch
+from fabric_ladder.errors import explain
+from fabric_ladder.loop import accumulate_gradients
+from fabric_ladder.memory import blank_datasets, largest_batches, predict_peak
+from fabric_ladder.metrics import Meter
+from fabric_ladder.models import load_config
+
+OUT = common.RESULTS / "lora_7b.json"
+RUNGS = ("13_lora", "14_qlora")
+SIZES, CARDS = (1, 4), (24e9, 80e9)
+ALL_AT_ONCE = 1_000_000  # tokens in a chunk: more than any micro-batch has
+
+
+def make_weights(model: str, folder: Path, device: torch.device) -> None:
+    """Write random weights in bfloat16, drawn on the GPU, where it takes a second."""
+    torch.set_default_dtype(torch.bfloat16)
+    with device:
+        AutoModelForCausalLM.from_config(load_config(model)).save_pretrained(folder)
+    torch.set_default_dtype(torch.float32)
+
+
+def settings_of(args: argparse.Namespace, rung: str, model: str, samples: int, chunk: int, *more: str):
+    """Return a rung's settings for micro-batches of so many samples; effective batches are as large."""
+    options = ["--config", str(common.ROOT / "configs" / "belle_bloomz_7b1_lora.yaml"), "--model", model]
+    options += ["--batch_size", str(samples), "--micro_batch_size", str(samples), "--loss_chunk", str(chunk)]
+    options += ["--max_length", str(args.tokens), "--packing", "false", "--warmup_steps", "0"]
+    options += ["--activation_checkpointing", str(args.checkpointing).lower(), *more]
+    return parse_settings(options, **script_defaults(rung))
+
+
+def filled(batch: MicroBatch, vocabulary: int) -> MicroBatch:
+    """Give values to the shapes of `largest_batches`: random tokens, of which all but the first are trained."""
+    inputs = dict(batch.inputs)
+    shape = inputs["input_ids"].shape
+    inputs["input_ids"] = inputs["labels"] = torch.randint(4, vocabulary, shape)
+    inputs["attention_mask"] = torch.ones(shape, dtype=torch.long)
+    inputs["predicting"] = torch.arange(shape.numel()).view(shape)[:, :-1].flatten()
+    return batch._replace(inputs=inputs)
+
+
+class Trainee:
+    """A model with its optimizer, set up as its rung does it."""
+
+    def __init__(self, settings):
+        self.settings = settings
+        self.fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
+        self.model = self.fabric.setup(build_model(settings, blank_datasets(2)))
+        self.optimizer = self.fabric.setup_optimizers(build_optimizer(settings, self.model))
+        self.vocabulary = load_config(settings.model).vocab_size
+
+    def steps(self, samples: int, tokens: int, count: int) -> tuple[float, int]:
+        """Train on one micro-batch so often; return the seconds of a step but the first, and peak bytes."""
+        settings = replace(self.settings, batch_size=samples, micro_batch_size=samples)
+        batch = filled(largest_batches(settings, tokens)[0][0], self.vocabulary)
+        cuda = self.fabric.device.type == "cuda"
+        if cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        meter = Meter(self.fabric)
+        for number in range(count + 1):
+            if number == 1:
+                start = perf_counter()
+            accumulate_gradients(self.fabric, self.model, [batch], meter, ("", []))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            meter.collect()  # waits for the device
+        return (perf_counter() - start) / count, torch.cuda.max_memory_allocated() if cuda else 0
+
+    def largest(self, card: float, tokens: int, most: int = 512) -> int:
+        """Return the most samples of a micro-batch with which PyTorch stays within so many bytes; 0: not even one."""
+        torch.cuda.set_per_process_memory_fraction(card / torch.cuda.get_device_properties(0).total_memory)
+        fits, fails = 0, most + 1
+        while fails - fits > 1:
+            samples = min(2 * fits or 1, most) if fails > most else (fits + fails) // 2
+            try:
+                self.steps(samples, tokens, 1)
+                fits = samples
+            except torch.OutOfMemoryError:
+                fails = samples
+                self.optimizer.zero_grad()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        return fits
+
+
+def measured(args: argparse.Namespace, rung: str, folder: str) -> list[dict]:
+    """Run one rung's entries on the device that there is."""
+    records = []
+    for chunk in (args.chunk, ALL_AT_ONCE):
+        trainee = Trainee(settings_of(args, rung, folder, 1, chunk, "--accelerator", args.accelerator))
+        for samples in SIZES:
+            seconds, peak = trainee.steps(samples, args.tokens, args.steps)
+            speed = {"samples_per_second": samples / seconds, "tokens_per_second": samples * args.tokens / seconds}
+            record = {"rung": rung, "micro_batch_size": samples, "loss_chunk": chunk}
+            records.append(record | speed | {"peak_memory_bytes": peak or None})
+        if trainee.fabric.device.type == "cuda":
+            for card in CARDS:
+                records.append({"rung": rung, "loss_chunk": chunk, "card_bytes": card,
+                                "largest_micro_batch": trainee.largest(card, args.tokens)})  # fmt: skip
+        del trainee
+    return records
+
+
+def predicted(args: argparse.Namespace) -> list[dict]:
+    """Predict rung 13's peaks."""
+    records = []
+    for chunk in (args.chunk, ALL_AT_ONCE):
+        for samples in SIZES:
+            more = ["--accelerator", "cpu", "--from_scratch", "true", "--eval_batch_tokens", "4096"]
+            settings = settings_of(args, RUNGS[0], args.model, samples, chunk, *more)
+            batches, _ = largest_batches(settings, args.tokens)
+            peak = predict_peak(lambda settings=settings: build_model(settings, blank_datasets(2)), settings, batches)
+            records.append({"rung": RUNGS[0], "micro_batch_size": samples, "loss_chunk": chunk,
+                            "predicted_peak_bytes": peak.total, "parameters_bytes": peak.parameters,
+                            "activations_bytes": peak.activations, "other_bytes": peak.other})  # fmt: skip
+    return records
+
+
+def print_records(records: list[dict]) -> None:
+    """Print one line for each, bytes as GB."""
+    names = list(dict.fromkeys(name for record in records for name in record))
+    rows = [
+        [value / 1e9 if value and "bytes" in name else value for name in names for value in [record.get(name)]]
+        for record in records
+    ]
+    common.print_table([name.replace("_bytes", " GB").replace("_", " ") for name in names], rows)
+
+
+def main() -> int:
+    """Measure or predict, print a table, and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(common.ROOT / "configs" / "models" / "bloom-7b1.json"))
+    parser.add_argument("--accelerator", choices=["cuda", "cpu"], help="default: a GPU, or else a prediction")
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--chunk", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--checkpointing", action="store_true", help="compute activations again")
+    parser.add_argument("--out", type=Path, default=OUT)
+    args = parser.parse_args()
+    args.accelerator = args.accelerator or ("cuda" if torch.cuda.is_available() else None)
+    device = torch.device(args.accelerator or "cpu")
+    records, failed = [], False
+    if args.accelerator:
+        with tempfile.TemporaryDirectory(prefix="lora-7b-") as folder:
+            make_weights(args.model, Path(folder), device)
+            for rung in RUNGS:
+                try:
+                    records += measured(args, rung, folder)
+                except Exception as error:
+                    print(f"{rung} failed: {explain(error) or repr(error)}", file=sys.stderr)
+                    failed = True
+    else:
+        print("Predicted; not measured on a GPU, since PyTorch finds none here")
+        records = predicted(args)
+    print_records(records)
+    conditions = {name: getattr(args, name) for name in ("model", "tokens", "steps", "checkpointing")}
+    conditions["model"] = Path(args.model).name
+    record = common.environment(device) | {"conditions": conditions, "entries": records}
+    part = ("measured" if args.accelerator else "predicted") + (", checkpointing" if args.checkpointing else "")
+    common.write_result(args.out, part, record)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
