@@ -11,7 +11,7 @@ from time import monotonic, sleep
 
 import psutil
 import pytest
-from helpers import MODELS, SRC, finished, run_script
+from helpers import MODELS, ROOT, SRC, finished, run_script
 from transformers import AutoModelForSequenceClassification
 
 # 101 = 6 x 16 + 5 training samples: the last batch gives three ranks 2, 2 and 1; 33 test samples are odd for all
@@ -137,6 +137,17 @@ def test_a_consolidated_model_is_read_by_transformers_and_by_any_rung(run):
     same(run("10_fsdp", 1, *again)[0], run("10_fsdp", 4, *again)[0])
     first = read(run("10_fsdp", 1, "--load", str(run("10_fsdp", 2, "--save", "sharded")[0] / "checkpoint"))[0])[0][0]
     assert read(run("10_fsdp", 1, *again)[0])[0][0] == pytest.approx(first, abs=1e-6)
+
+
+def test_a_sharded_checkpoint_is_exported_to_the_consolidated_model(run, tmp_path):
+    """In one process, without the data; other ranks' shards are read from the disk."""
+    plain, (whole, _) = tmp_path / "plain", run("10_fsdp", 2, "--save", "consolidated")
+    source = run("10_fsdp", 2, "--save", "sharded")[0]
+    stdout = finished(run_script(ROOT / "scripts" / "export_model.py", source, "--output", plain, cwd=tmp_path))
+    assert stdout == f"Saved {plain}\n"
+    for path in plain.iterdir():
+        assert path.read_bytes() == (whole / "model" / path.name).read_bytes(), path.name
+    assert {path.name for path in plain.iterdir()} == {path.name for path in (whole / "model").iterdir()}
 
 
 def test_an_optimizer_made_before_sharding_is_refused(tmp_path):

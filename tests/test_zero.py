@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import MODELS, ROOT, SRC, finished, run_script, settings_for
+from safetensors.torch import load_file
 from test_devices import ONE_THREAD, SIZES, read, same
 from test_zero_config import ZERO_2, ZERO_3
 from torch.utils import cpp_extension
 
 from fabric_ladder import UserError
 from fabric_ladder import zero as module
+from fabric_ladder.export import find_result, load_result, merge
 from fabric_ladder.zero import zero_strategy
 
 needs_deepspeed = pytest.mark.skipif(not find_spec("deepspeed"), reason="needs deepspeed: requirements-dev.txt")
@@ -94,6 +96,75 @@ def test_mixed_precision_is_close(alone, tmp_path):
     losses, _, results = read(folder)
     assert results["dtypes"] == ["torch.bfloat16"]
     assert losses == pytest.approx(read(alone())[0], abs=0.02)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder of a run that saved its model as a checkpoint of DeepSpeed's and consolidated."""
+
+    @cache
+    def saved(name, *more):
+        cwd = tmp_path_factory.mktemp("saved")
+        return run(cwd, CONFIGS[name], "--save", "sharded", *more, SAVE_BOTH="1")[0]
+
+    return saved
+
+
+CONFIGS = {"zero1": "zero1", "zero2": "zero2", "zero3": small()}
+LORA = ("--lora", "true", "--lora_learning_rate", "1e-2")
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("config", "more"),
+    [
+        ("zero1", ()),
+        ("zero2", ("--precision", "bf16-mixed")),
+        ("zero3", ()),
+        ("zero2", LORA),
+        ("zero3", LORA),
+    ],
+    ids=["zero1", "zero2-bf16", "zero3", "zero2-lora", "zero3-lora"],
+)
+def test_deepspeeds_checkpoint_holds_what_is_consolidated(saved, config, more):
+    folder = saved(config, *more)
+    kind = "adapter" if "--lora" in more else "model"
+    models = [load_result(find_result(folder / name)) for name in ("checkpoint", kind)]
+    if kind == "adapter":
+        models = [merge(model) for model in models]
+        weights = load_file(folder / "adapter" / "adapter_model.safetensors")
+        assert all("lora_" in name or "score" in name for name in weights)
+        largest = max(path.stat().st_size for path in (folder / "checkpoint").rglob("*.pt"))
+        assert largest < (folder / "base" / "model.safetensors").stat().st_size / 2, "no frozen weights"
+    first, second = (model.state_dict() for model in models)
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+        assert second[name].dtype == torch.float32, "from the 32-bit copies"
+    if "bf16-mixed" in more:
+        assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in second.values())
+    assert models[0].config.id2label == {0: "negative", 1: "positive"}
+    assert (folder / "checkpoint" / "tokenizer.json").is_file()
+
+
+@needs_deepspeed
+def test_training_goes_on_from_deepspeeds_checkpoint_on_as_many_ranks(alone, saved, tmp_path):
+    folder = saved("zero3")
+    again, _ = run(tmp_path, small(), "--load", folder / "checkpoint")
+    model = ("--from_scratch", "false", "--model", str(folder / "model"))
+    losses = read(again)[0]
+    assert losses[0] == pytest.approx(read(alone(*model))[0][0], abs=1e-4), "the weights are those that were learned"
+    assert losses[-1] != pytest.approx(read(alone(*model))[0][-1], abs=1e-4), "and Adam's moments are not new"
+    (tmp_path / "other").mkdir()
+    arguments = [*SIZES, "--deepspeed", tmp_path / "zero.json", "--load", folder / "checkpoint", "--devices", "1"]
+    process = run_script(SCRIPT, *arguments, cwd=tmp_path / "other", **ONE_THREAD)
+    assert process.returncode == 2
+    assert re.search(
+        r"^error: --load \S+checkpoint: DeepSpeed's checkpoint of 2 GPUs cannot go on with 1: use 2, or start from its "
+        r"weights: python scripts/export_model.py",
+        process.stderr,
+        re.MULTILINE,
+    )
 
 
 @needs_deepspeed

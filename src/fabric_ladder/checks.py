@@ -80,7 +80,8 @@ def _check_values(settings) -> None:
         settings.accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     if settings.eval_batch_tokens is None:
         settings.eval_batch_tokens = 4096 if settings.accelerator == "cuda" else 1024
-    if settings.load and not (Path(settings.load) / ".metadata").is_file():
+    index = "latest" if settings.deepspeed else ".metadata"
+    if settings.load and not (Path(settings.load) / index).is_file():
         raise UserError(
             f"--load {settings.load} is no sharded checkpoint; a consolidated model is given as --model {settings.load}"
         )
@@ -110,8 +111,6 @@ def _check_devices(settings, script: dict) -> None:
             f"--precision {settings.precision}: {torch.cuda.get_device_name()} has no bfloat16 (compute capability "
             "below 8.0); use --precision 16-mixed (src/4_mixed_precision.py takes it by itself)"
         )
-    if "deepspeed" in script and (settings.save != "no" or settings.load):
-        raise UserError("--save and --load do not know DeepSpeed's format: use src/10_fsdp.py")
     if "offload" in script and settings.optimizer in ("adafactor", "adam-8bit"):
         raise UserError(
             f"--optimizer {settings.optimizer} cannot step on FSDP2's shards; use sgd, the leanest, adam or adamw"

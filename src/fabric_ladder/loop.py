@@ -89,7 +89,8 @@ def train(run: Run, model: nn.Module, optimizer: Optimizer, train_loader: DataLo
         run.log_epoch(epoch, epoch_totals.accuracy, validation, seconds=perf_counter() - start)
     run.log_training()
     if settings.save != "no":
-        place = save(fabric, settings.save, run.folder, model, optimizer, train_loader.dataset)
+        data, random = train_loader.dataset, settings.from_scratch
+        place = save(fabric, settings.save, run.folder, model, optimizer, data, random)
         run.print(f"Saved {place}")
 
 

@@ -42,6 +42,8 @@ class Run:
         if self._watch:
             self._watch.meet()
         self.fabric, self.settings = fabric, settings
+        if fabric.device.type == "cpu":  # DeepSpeed, loaded by transformers where it is installed, would print so
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
         if settings.threads:
             torch.set_num_threads(settings.threads)
         self.folder: Path | None = None

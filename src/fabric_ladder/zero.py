@@ -109,6 +109,45 @@ def zero_strategy(settings) -> ZeroStrategy:
     return ZeroStrategy(config, cpu_adam)
 
 
+def save_engine(engine: nn.Module, folder: Path, trained_only: bool) -> None:
+    """Write DeepSpeed's own checkpoint, by all ranks: 16-bit weights, and 32-bit copies with the optimizer's state."""
+    engine.save_checkpoint(str(folder), exclude_frozen_parameters=trained_only)
+
+
+def load_engine(path: str, engine: nn.Module, trained_only: bool) -> None:
+    """Load DeepSpeed's own checkpoint on all ranks.
+
+    Raises:
+        UserError: It is of another model, or was made on another number of ranks.
+    """
+    import deepspeed.comm as comm
+
+    places, ranks = f"{(Path(path) / 'latest').read_text().strip()}/*optim_states.pt", comm.get_world_size()
+    if (made_on := len(list(Path(path).glob(places)))) != ranks:
+        raise UserError(
+            f"--load {path}: DeepSpeed's checkpoint of {made_on} GPUs cannot go on with {ranks}: use {made_on}, or "
+            f"start from its weights: python scripts/export_model.py {path}, then --model"
+        )
+    try:
+        engine.load_checkpoint(path, load_module_strict=not trained_only, load_lr_scheduler_states=False)
+    except (RuntimeError, ValueError, KeyError, AssertionError, AttributeError) as error:
+        reason = " ".join(str(error).split())[-200:]
+        raise UserError(f"--load {path}: made with another model, optimizer or stage ({reason})") from error
+
+
+def whole_in_32_bit(tensor: torch.Tensor) -> torch.Tensor:
+    """Gather a parameter from all ranks, from its 32-bit copy where DeepSpeed keeps one. All ranks must call it."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    if getattr(tensor, "requires_grad", False) and (whole := safe_get_full_fp32_param(tensor)) is not None:
+        return whole.detach()
+    if hasattr(tensor, "ds_id"):
+        with deepspeed.zero.GatheredParameters([tensor]):
+            return tensor.detach().clone()
+    return tensor.detach()
+
+
 def _check_values(name: str, config: dict) -> None:
     """Have DeepSpeed itself read the configuration, before processes are started."""
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError

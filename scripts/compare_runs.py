@@ -1,0 +1,55 @@
+"""Lay runs side by side: a table of what each technique is worth, as text, page and pictures.
+
+python scripts/compare_runs.py runs/                                   # all finished runs
+python scripts/compare_runs.py runs/2_grad_accum/1 runs/4_mixed_precision/1 --html report.html
+python scripts/compare_runs.py blog.txt --markdown -
+
+SOURCE is the folder of a run, a folder of such, a log.txt, or any text copied from a terminal, Colab or the blog; - reads
+what is piped in. The first run is what the others are measured by. Runs that differ in more than their technique are
+refused.
+"""
+
+import sys
+
+from rich.console import Console
+
+from fabric_ladder.comparing.outputs import check_outputs, write_outputs
+from fabric_ladder.comparing.page import to_html
+from fabric_ladder.comparing.pictures import draw
+from fabric_ladder.comparing.sources import read_sources
+from fabric_ladder.comparing.table import compare, print_table, to_csv, to_json, to_markdown
+from fabric_ladder.errors import UserError, show_errors
+from fabric_ladder.export import Arguments
+
+if __name__ == "__main__":
+    show_errors()
+    parser = Arguments(description=__doc__.split("\n\n")[0])
+    parser.add_argument("sources", nargs="+", metavar="SOURCE", help="folder of a run or of runs, a text, or -")
+    parser.add_argument("--markdown", metavar="FILE", help="write the table as Markdown; - prints it instead")
+    parser.add_argument("--csv", metavar="FILE", help="write a line of figures for each row")
+    parser.add_argument("--json", metavar="FILE", help="write figures, settings and losses")
+    parser.add_argument("--html", metavar="FILE", help="write a page with charts that needs no network")
+    parser.add_argument("--png", metavar="FOLDER", help="write the charts as pictures into a new folder")
+    parser.add_argument("--anyway", action="store_true", help="compare runs that differ in more than their technique")
+    arguments = parser.parse_args()
+    outputs = {option: getattr(arguments, option) for option in ("markdown", "csv", "json", "html", "png")}
+    outputs = {option: name for option, name in outputs.items() if name is not None}
+    to_stdout = outputs.get("markdown") == "-"
+    if to_stdout:
+        del outputs["markdown"]
+    check_outputs({f"--{option}": name for option, name in outputs.items()})
+
+    comparison = compare(read_sources(arguments.sources))
+    if comparison.differences and not arguments.anyway:
+        raise UserError(
+            f"these runs differ in more than their technique: {'; '.join(comparison.differences)}; "
+            "--anyway compares them all the same"
+        )
+    make = {"markdown": to_markdown, "csv": to_csv, "json": to_json, "html": to_html, "png": draw}
+    write_outputs({name: make[option](comparison) for option, name in outputs.items()})
+    if to_stdout:
+        print(to_markdown(comparison), end="")
+    else:
+        print_table(comparison, Console() if sys.stdout.isatty() else Console(width=180))
+    for name in outputs.values():
+        print(f"Saved {name}", file=sys.stderr if to_stdout else sys.stdout)

@@ -1,0 +1,41 @@
+"""Add an adapter (LoRA) to the weights of its base model, and save both as one plain model.
+
+python scripts/merge_lora.py runs/13_lora/1 [--base NAME] [--output FOLDER]
+"""
+
+from pathlib import Path
+
+from fabric_ladder.errors import UserError, show_errors
+from fabric_ladder.export import (
+    DTYPES,
+    Arguments,
+    base_name,
+    find_result,
+    load_result,
+    merge,
+    new_folder,
+    trained_on_other_weights,
+    write_plain,
+)
+
+if __name__ == "__main__":
+    show_errors()
+    parser = Arguments(description=__doc__.split("\n\n")[0])
+    parser.add_argument("adapter", help="folder of an adapter, or of the run that saved it")
+    parser.add_argument("--base", help="base model: a folder or a name on the Hub; default: the one trained on")
+    parser.add_argument("--output", help="folder to write; default: `merged` beside the adapter")
+    parser.add_argument("--precision", choices=DTYPES, default="32-true", help="of the weights; default: 32-true")
+    arguments = parser.parse_args()
+
+    adapter = find_result(arguments.adapter)
+    if not adapter.adapter:
+        raise UserError(f"{adapter.folder} is a whole model, not an adapter: there is nothing to merge")
+    output = Path(arguments.output or adapter.folder.absolute().parent / "merged")
+    with new_folder(output) as folder:
+        base = base_name(adapter, arguments.base)
+        print(f"Base model: {base}")
+        if trained_on_other_weights(adapter, base):
+            print("The adapter was trained on 4-bit weights and is merged into whole ones: outputs differ from theirs")
+        model = load_result(adapter, arguments.base, DTYPES[arguments.precision], quantization="no")
+        write_plain(merge(model), folder, adapter.folder)
+    print(f"Saved {output}")
