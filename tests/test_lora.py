@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from helpers import MODELS, SRC, finished, run_script, settings_for, token_datasets
+from helpers import MODELS, ROOT, SRC, finished, run_script, settings_for, token_datasets
 from lightning import Fabric
 from torch import nn
 
@@ -323,3 +323,21 @@ def test_processes_share_adapters_and_tokens_without_changing_a_loss(tmp_path, p
     assert len(expected) == 3 + 2
     for name in ("9_ddp", "10_fsdp"):
         assert printed_losses(tmp_path, name, *packing, "--devices", "2") == pytest.approx(expected, abs=1e-5), name
+
+
+def test_four_bits_from_training_to_text(tmp_path):
+    """Rung 14 saves an adapter and its 4-bit base; both are loaded, asked, merged, and asked again."""
+    sizes = ["--train_samples", 64, "--validation_samples", 8, "--test_samples", 8, "--lora_learning_rate", "2e-2"]
+    instructions = ["--task", "instruction-tuning", "--epochs", 3]
+    stdout = finished(run_script(SRC / "14_qlora.py", *instructions, *sizes, cwd=tmp_path))
+    assert "Saved runs/14_qlora/1/adapter" in stdout
+    files = list((tmp_path / "runs/14_qlora/1/adapter").iterdir())
+    assert sum(path.stat().st_size for path in files if path.suffix == ".safetensors") < 50_000
+    review = ["--prompt", "Is this film review positive or negative?", "--input", "A good film.", "--max_new_tokens", 5]
+    for script, more in (
+        ("generate", ["--model", "runs/14_qlora/1", *review]),
+        ("merge_lora", ["runs/14_qlora/1"]),
+        ("generate", ["--model", "runs/14_qlora/1/merged", *review]),
+    ):
+        said = finished(run_script(ROOT / "scripts" / f"{script}.py", *more, cwd=tmp_path)).strip()
+        assert said in ("positive", "negative") or script == "merge_lora"

@@ -216,6 +216,9 @@ def _load_adapter(result: Result, base: str | None, dtype: torch.dtype | None, q
         model = kind.from_pretrained(
             name, config=config, dtype=dtype, ignore_mismatched_sizes=True, **bits, **options, **revision
         )
+    for parameter in model.parameters():
+        if parameter.is_floating_point():  # what a 4-bit model has beside its 4-bit weights may come in two precisions
+            parameter.data = parameter.data.to(dtype)
     if stored_in_4_bits and wanted == "no":
         model = model.dequantize(dtype)
         model._weight_conversions = None  # how 4-bit files are read, which saving would undo
