@@ -130,8 +130,9 @@ def test_the_first_loss_is_that_of_the_model_itself(tmp_path, task, way):
     assert losses[True] == pytest.approx(losses[False], rel=4e-3 if settings.precision == "bf16-true" else 1e-6)
 
 
-def test_images_get_adapters_too(tmp_path):
-    settings = lora_settings(tmp_path, "vit", task="image-classification", image_size=16)
+@pytest.mark.parametrize("quantization", ["no", "nf4"])
+def test_images_get_adapters_too(tmp_path, quantization):
+    settings = lora_settings(tmp_path, "vit", task="image-classification", image_size=16, quantization=quantization)
     model = Fabric(accelerator="cpu", devices=1).setup(build_model(settings, blank_datasets(3, 16)))
     optimizer = build_optimizer(settings, model)
     before = snapshot(model)

@@ -3,7 +3,6 @@
 import argparse
 import importlib.util
 import io
-import logging
 import os
 import shutil
 import sys
@@ -163,7 +162,6 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # PEFT asks for it
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where installed, would report that it found none
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it misses an optional package on every CPU
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
 
@@ -292,8 +290,8 @@ def four_bits(config: PretrainedConfig, dtype: torch.dtype) -> dict:
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError("4-bit weights need bitsandbytes: pip install bitsandbytes==0.50.2, or --quantization no")
     saved = getattr(config, "quantization_config", None) or NF4
-    saved = saved if isinstance(saved, dict) else saved.to_dict()
-    known = {key: value for key, value in saved.items() if key != "quant_method" and not key.startswith("_")}
+    items = (saved if isinstance(saved, dict) else saved.to_dict()).items()
+    known = {key: value for key, value in items if key != "quant_method" and not key.startswith("_")}
     return {"quantization_config": BitsAndBytesConfig(**(known | {"bnb_4bit_compute_dtype": dtype}))}
 
 

@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -83,15 +83,22 @@ def check_targets(settings, model: nn.Module) -> None:
         )
 
 
-def quantization(settings) -> dict:
+def quantization(settings, make: Callable[[], nn.Module]) -> dict:
     """Return `from_pretrained`'s options for 4-bit weights; none where `settings.quantization` is `no`.
+
+    Args:
+        settings: `quantization`, `precision`, `task` and `accelerator`.
+        make: Makes a model of the run's architecture; it is called on the meta device.
 
     NF4 with double quantisation takes 4.127 bits a weight (Dettmers et al., 2023, QLoRA, section 3). What multiplies
     with it is in 16 bits, or in 32 under `32-true`. Embeddings, norms and heads keep their own precision.
     """
     if settings.quantization == "no":
         return {}
+    with torch.device("meta"):
+        heads = _heads(make()) if settings.task != "instruction-tuning" else None  # None: the one before the logits
     config = BitsAndBytesConfig(
+        llm_int8_skip_modules=heads,
         load_in_4bit=True,
         bnb_4bit_quant_type=settings.quantization,
         bnb_4bit_use_double_quant=True,

@@ -105,14 +105,15 @@ def build_model(settings, datasets: TextDatasets | ImageDatasets) -> nn.Module:
 def _make(settings, config: PretrainedConfig) -> nn.Module:
     """Draw random weights, or read pretrained ones, from a folder or the Hub."""
     kind, dtype = MODELS[settings.task], torch.get_default_dtype()
+    bits = quantization(settings, lambda: kind.from_config(config))
     if settings.from_scratch:
         model = kind.from_config(config, dtype=dtype)
-        if settings.quantization == "no":
+        if not bits:
             return model
         _silence_loading()
         with tempfile.TemporaryDirectory() as folder:  # only what is read is quantised
             model.save_pretrained(folder)
-            return kind.from_pretrained(folder, dtype=dtype, **quantization(settings))
+            return kind.from_pretrained(folder, dtype=dtype, **bits)
     if settings.lora and settings.task == "instruction-tuning" and settings.precision.endswith("true"):
         dtype = half_precision(settings) or dtype  # a classifier's new head is drawn in 32-bit, as in every rung
     _silence_loading()
@@ -122,7 +123,7 @@ def _make(settings, config: PretrainedConfig) -> nn.Module:
             config=config,
             dtype=dtype,
             ignore_mismatched_sizes=True,
-            **quantization(settings),
+            **bits,
             **options,
         )
 
