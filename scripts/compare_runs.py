@@ -4,9 +4,9 @@ python scripts/compare_runs.py runs/                                   # all fin
 python scripts/compare_runs.py runs/2_grad_accum/1 runs/4_mixed_precision/1 --html report.html
 python scripts/compare_runs.py blog.txt --markdown -
 
-SOURCE is the folder of a run, a folder of such, a log.txt, or any text copied from a terminal, Colab or the blog; - reads
-what is piped in. The first run is what the others are measured by. Runs that differ in more than their technique are
-refused.
+SOURCE is the folder of a run, a folder of such, a log.txt, or any text copied from a terminal, Colab or the blog; -
+reads what is piped in. The first run is what the others are measured by. Runs that differ in more than their technique
+are refused.
 """
 
 import sys

@@ -1,0 +1,1 @@
+"""Laying runs side by side: reading logs, refusing unlike runs, and a table, a page and pictures of the rest."""

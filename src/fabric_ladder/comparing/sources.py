@@ -1,0 +1,165 @@
+"""Finding runs: in their folders, in folders of these, and in texts."""
+
+import csv
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from fabric_ladder.comparing.parsing import LoggedRun, LogParser, Point
+from fabric_ladder.errors import UserError
+
+FORMAT = 1
+FIGURES = {  # of run.json: name here, and the factor to its unit
+    "elapsed_seconds": ("minutes", 1 / 60),
+    "compile_seconds": ("compile_minutes", 1 / 60),
+    "compiled_graphs": ("compiled_graphs", 1),
+    "samples_per_second": ("samples_per_second", 1),
+    "tokens_per_second": ("tokens_per_second", 1),
+    "padding": ("padding", 100),
+    "peak_memory_bytes": ("memory", 1e-9),
+    "peak_host_memory_bytes": ("host_memory", 1e-9),
+    "test_accuracy": ("test_accuracy", 100),
+    "parameters": ("parameters", 1e-6),
+    "trainable_parameters": ("trainable_parameters", 1e-6),
+}
+LARGEST = 50_000_000  # bytes of a text; a checkpoint given by mistake is not read
+
+
+class Found(NamedTuple):
+    """What sources hold: runs, finished or not, and what the reader should know of them."""
+
+    runs: list[LoggedRun]
+    notices: list[str]
+
+
+def read_sources(sources: list[str]) -> Found:
+    """Read the runs of all sources, in their order.
+
+    Args:
+        sources: Folders of runs, folders of such, files of text, or `-` for what is piped in.
+
+    Raises:
+        UserError: A source is not there, cannot be read or holds no log, or none of the runs is finished.
+    """
+    runs, notices = [], []
+    for source in sources:
+        path = Path(source)
+        if source == "-" or path.is_file():
+            found = _read_text(source)
+        elif path.is_dir():
+            found = _read_folder(path)
+        else:
+            raise UserError(f"there is no {source}: give runs/<script>/<n>, a folder of such, a log, or - for a pipe")
+        runs += found.runs
+        notices += found.notices
+    if all(run.unfinished for run in runs):
+        raise UserError(f"there is no finished run in {', '.join(sources)}: {runs[0].name}: {runs[0].unfinished}")
+    if others := list(dict.fromkeys(run.source for run in runs if not run.ours and run.unfinished is None)):
+        notices.append(
+            f"Other scripts printed {', '.join(others)}. The blog's losses are those of single micro-batches, divided "
+            "by the number that is accumulated; its memory is what PyTorch reserved, ours what it allocated."
+        )
+    return Found(runs, notices)
+
+
+def _read_folder(folder: Path) -> Found:
+    folders = {path.parent for name in ("run.json", "log.txt") for path in folder.rglob(name)}
+    if not folders:
+        raise UserError(f"{folder} holds no run: there is no run.json and no log.txt in it or below it")
+    runs, notices = [], []
+    for place in sorted(folders, key=_natural):
+        if (place / "run.json").is_file():
+            runs.append(_read_run(place))
+            continue
+        try:
+            found = _read_text(str(place / "log.txt"))
+        except UserError as error:  # a file of this name that something else has written
+            notices.append(f"{error}: left out.")
+            continue
+        runs += found.runs
+        notices += found.notices
+    if not runs:
+        raise UserError(f"{folder} holds no run: its log.txt is no log of a training")
+    return Found(runs, notices)
+
+
+def _natural(path: Path) -> list:
+    """Sort key that puts 2_grad_accum before 10_fsdp."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", str(path)) if part]
+
+
+def _read_text(source: str) -> Found:
+    if source == "-":
+        name, data = "standard input", sys.stdin.buffer.read(LARGEST + 1)
+    else:
+        name = source
+        try:
+            with open(source, "rb") as file:
+                data = file.read(LARGEST + 1)
+        except OSError as error:
+            raise UserError(f"cannot read {source} ({error.strerror})") from error
+    if len(data) > LARGEST:
+        raise UserError(f"{name} is larger than {LARGEST // 10**6} MB: this is no log")
+    stem = Path(source).parent.name if Path(source).name == "log.txt" else Path(source).stem
+    parser = LogParser(name, "standard input" if source == "-" else stem or name)
+    runs = parser.parse(data.decode("utf-8", errors="replace"))
+    if not runs:
+        raise UserError(f"there is no log in {name}: no line such as 'Epoch: 0001/0001 | …' or 'Test accuracy 92.70%'")
+    notices = []
+    if parser.skipped:
+        lines = "1 line is" if parser.skipped == 1 else f"{parser.skipped} lines are"
+        notices.append(f"{name}: {lines} skipped, being no whole line of a log or out of place.")
+    return Found(runs, notices)
+
+
+def _read_run(folder: Path) -> LoggedRun:
+    """Read run.json and metrics.csv; a record that cannot be read makes an unfinished run that says so."""
+    run = LoggedRun(str(folder), folder.parent.name or str(folder))
+    try:
+        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        _fill(run, record)
+        if run.unfinished is None:
+            run.losses = _read_losses(folder / "metrics.csv", record["data"]["train_samples"])
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, csv.Error) as error:
+        run.unfinished = f"its files cannot be read ({type(error).__name__}: {error})"
+    return run
+
+
+def _fill(run: LoggedRun, record: dict) -> None:
+    if not all(isinstance(record[part], dict) for part in ("settings", "results")):
+        raise TypeError("settings and results must be objects")
+    run.name = str(record["settings"]["name"])
+    if record["format"] != FORMAT:
+        run.unfinished = f"its run.json has format {record['format']}; this version reads {FORMAT}"
+        return
+    if record["status"] != "finished":
+        run.unfinished = f"its status is {record['status']!r}: it goes on still, or was ended"
+        return
+    results = record["results"]
+    run.settings = record["settings"] | {"ranks": record["ranks"]}
+    run.versions, run.hardware = dict(record["versions"]), dict(record["hardware"])
+    run.data = record["data"]["fingerprint"]
+    run.figures = {name: results[key] * factor for key, (name, factor) in FIGURES.items() if key in results}
+    last = results["epochs"][-1]
+    run.figures |= {name: last[name] * 100 for name in ("train_accuracy", "validation_accuracy")}
+    run.test_samples = results.get("test_samples")
+    if "test_tokens" in results:
+        run.figures["test_loss"] = results["test_loss"]
+        run.figures["test_perplexity"] = _exponential(results["test_loss"])
+        run.figures["validation_perplexity"] = _exponential(last["validation_loss"])
+
+
+def _exponential(loss: float) -> float:
+    """Perplexity of a loss, infinite where `fabric_ladder.metrics` says so."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def _read_losses(path: Path, epoch_samples: int) -> list[Point]:
+    if not path.is_file():
+        return []
+    with open(path, encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["loss"]]
+    return [Point(int(row["samples"]) / epoch_samples, int(row["samples"]), float(row["loss"])) for row in rows]
