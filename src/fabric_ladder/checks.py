@@ -6,6 +6,7 @@ import torch
 
 from fabric_ladder.errors import UserError
 from fabric_ladder.launch import resolve_devices
+from fabric_ladder.loggers import check_logger
 from fabric_ladder.lora import check_lora
 from fabric_ladder.models import check_model
 from fabric_ladder.optimizers import check_optimizer
@@ -29,6 +30,7 @@ def check(settings, script: dict) -> None:
     """
     _check_values(settings)
     _check_devices(settings, script)
+    check_logger(settings)
     check_optimizer(settings)
     check_lora(settings, script)
     check_model(settings)

@@ -12,7 +12,6 @@ from time import perf_counter, strftime
 
 import torch
 from lightning import Fabric
-from lightning.fabric.loggers import CSVLogger
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -22,6 +21,7 @@ from fabric_ladder.batching import EffectiveBatch
 from fabric_ladder.errors import UserError
 from fabric_ladder.hardware import CompileClock, describe_hardware, describe_versions, peak_memory, reset_peak_memory
 from fabric_ladder.launch import launch
+from fabric_ladder.loggers import RunLog
 from fabric_ladder.metrics import Totals
 from fabric_ladder.watch import RankWatch
 
@@ -104,6 +104,7 @@ class Run:
         self._host_peak = peak_memory(torch.device("cpu"))  # of making the model, too
         reset_peak_memory(self.fabric.device)
         self._start = perf_counter()
+        self._paced = 0, self._start
 
     def progress(self, loader: Iterable[EffectiveBatch]) -> Iterable[EffectiveBatch]:
         """Show a bar with the time left, on a terminal only."""
@@ -132,7 +133,8 @@ class Run:
             f"{self._epoch(epoch)} | Batch {batch:04d}/{self.steps:04d} "
             f"| Samples {seen:0{width}d}/{self.epoch_samples:0{width}d} | Loss: {loss:.4f}"
         )
-        self._log_row(epoch * self.steps + batch, epoch=epoch + 1, loss=loss, learning_rate=learning_rate)
+        figures = {"loss": loss, "learning_rate": learning_rate, **self._pace()}
+        self._log_row(epoch * self.steps + batch, epoch=epoch + 1, **figures)
 
     def log_epoch(self, epoch: int, train_accuracy: float, validation: Totals, seconds: float) -> None:
         """Print an epoch's accuracies; `seconds` is the time that the validation took."""
@@ -192,6 +194,8 @@ class Run:
         self.record["status"] = "finished"
         self._log_row(self.settings.epochs * self.steps, epoch=self.settings.epochs, **figures)
         self._write_record()
+        if self.folder:
+            self._log.close()
         if self._watch:
             self.fabric.barrier()
             self._watch.stop()
@@ -227,10 +231,20 @@ class Run:
         parts = [settings.name, dataset, model, f"seed {settings.seed}", cut, settings.precision, device]
         return " · ".join(parts)
 
+    def _pace(self) -> dict[str, float]:
+        """Return samples/s since the last such line, validation in between left out, and the peak memory so far."""
+        now = perf_counter() - self._validating
+        samples, start = self._paced
+        self._paced = self.samples, now
+        return {
+            "samples_per_second": (self.samples - samples) / (now - start),
+            "peak_memory_bytes": peak_memory(self.fabric.device),
+        }
+
     def _log_row(self, step: int, **figures: float) -> None:
         if self.folder:
-            figures |= {"samples": self.samples, "seconds": perf_counter() - self._start}
-            self._logger.log_metrics(figures, step)
+            seconds = perf_counter() - self._start
+            self._log.write(step, self.samples, seconds=seconds, **figures)
 
     def _check_runs_dir(self) -> None:
         """Try to write into the nearest folder that there is."""
@@ -251,9 +265,8 @@ class Run:
                 break
             except FileExistsError:
                 number += 1
-        self._logger = CSVLogger(self.settings.runs_dir, self.settings.name, str(number), flush_logs_every_n_steps=1)
-        _ = self._logger.experiment  # made while the folder is empty, or it warns
         self.folder = home / str(number)
+        self._log = RunLog(self.folder, self.settings)
         self._write_record()
 
     def _write_record(self) -> None:

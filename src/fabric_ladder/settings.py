@@ -72,6 +72,8 @@ class Settings(DataSettings):
             capability 8.0, which only emulate bfloat16.
         num_workers: Processes that make batches; 0 makes them in the training process.
         log_every: Samples between two printed losses.
+        logger: Where the figures go while the run goes on: `csv` is metrics.csv in the run's folder; `tensorboard` and
+            `wandb` (Weights & Biases) draw curves live, too.
         save: Save what was trained into the run's folder: `sharded` for `load` (model and optimizer), `consolidated`
             for `model`, here or in transformers.
         load: Sharded checkpoint to start from; trust its origin, since it is read with pickle.
@@ -114,6 +116,7 @@ class Settings(DataSettings):
     precision: PRECISIONS = "32-true"
     num_workers: int = 0
     log_every: int = 4800
+    logger: Literal["csv", "tensorboard", "wandb"] = "csv"
     save: Literal["no", "sharded", "consolidated"] = "no"
     load: str | None = None
     runs_dir: str = "runs"
