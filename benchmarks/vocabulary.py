@@ -5,7 +5,8 @@
 One forward and backward pass of head and loss alone, with the head trained and frozen (as with adapters). `whole` is
 transformers' own `ForCausalLMLoss`. On a GPU the peak is PyTorch's own figure, and Liger Kernel's and Apple's
 cut-cross-entropy are measured too where they are installed; on a CPU it is the bytes of the tensors alive. The inputs'
-own bytes are left out of all of them. The sides take turns; the median of the turns is given.
+own bytes are left out of all of them. The sides take turns; the median of the turns is given, and with `--repeats 0` no
+time: then fake tensors do on a CPU, and nothing is computed.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from time import perf_counter
 import common  # first of all: it makes the project importable without an installation
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.nn.functional import linear
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -58,50 +60,66 @@ def sides(chunks: list[int], device: torch.device) -> dict[str, Loss]:
 
 
 def measure(loss: Loss, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[float, int, list[Tensor]]:
-    """Return seconds and peak bytes of a forward and backward pass, and loss and gradients."""
+    """Return seconds of a forward and backward pass, on a GPU its peak bytes, and loss and gradients."""
     hidden.grad = weight.grad = None
-    if hidden.device.type == "cuda":
+    cuda = hidden.device.type == "cuda"
+    if cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     start = perf_counter()
     value = loss(hidden, weight, targets)
     value.backward()
-    if hidden.device.type == "cuda":
+    if cuda:
         torch.cuda.synchronize()
     seconds = perf_counter() - start
-    results = [value.detach(), hidden.grad, *([] if weight.grad is None else [weight.grad])]
-    if hidden.device.type == "cuda":
-        return seconds, torch.cuda.max_memory_allocated() - before, results
-    hidden.grad = weight.grad = None
-    with PeakTracker() as tracker:  # a pass of its own, since it takes time
-        loss(hidden, weight, targets).backward()
-    return seconds, tracker.peak().total, results
+    peak = torch.cuda.max_memory_allocated() - before if cuda else 0
+    return seconds, peak, [value.detach(), hidden.grad, *([] if weight.grad is None else [weight.grad])]
+
+
+def fake_peak(loss: Loss, args: argparse.Namespace, dtype: torch.dtype, trained: bool) -> int:
+    """Return the bytes of the tensors alive at the peak, on fake tensors; the tests compare them with real ones."""
+    with FakeTensorMode() as mode:
+        inputs = make_inputs(args, dtype, trained, torch.device("cpu"))
+        with PeakTracker(mode) as tracker:
+            for tensor in inputs:
+                tracker.hold(tensor.detach(), "parameters")
+            loss(*inputs).backward()
+    return tracker.peak().total - tracker.peak().parameters
+
+
+def make_inputs(
+    args: argparse.Namespace, dtype: torch.dtype, trained: bool, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hidden states, the head's weight, and the next tokens."""
+    torch.manual_seed(0)
+    hidden = torch.randn(args.tokens, args.width, dtype=dtype, device=device, requires_grad=True)
+    weight = torch.randn(args.vocabulary, args.width, dtype=dtype, device=device).mul_(0.02).requires_grad_(trained)
+    return hidden, weight, torch.randint(args.vocabulary, (args.tokens,), device=device)
 
 
 def compare(args: argparse.Namespace, dtype: torch.dtype, trained: bool) -> dict:
     """Measure all sides in turns."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(0)
-    hidden = torch.randn(args.tokens, args.width, dtype=dtype, device=device, requires_grad=True)
-    weight = torch.randn(args.vocabulary, args.width, dtype=dtype, device=device).mul_(0.02).requires_grad_(trained)
-    targets = torch.randint(args.vocabulary, (args.tokens,), device=device)
     losses = sides(args.chunk, device)
     turns: dict[str, list] = {name: [] for name in losses}
     reference: list[Tensor] = []
-    for turn in range(args.repeats + 1):
-        for name, loss in losses.items():
-            seconds, peak, results = measure(loss, hidden, weight, targets)
-            if turn:  # the first one warms up
+    if args.repeats or device.type == "cuda":
+        inputs = make_inputs(args, dtype, trained, device)
+        for turn in range(args.repeats + 1):
+            for name, loss in losses.items():
+                seconds, peak, results = measure(loss, *inputs)
                 turns[name].append((seconds, peak))
-            if turn == 0:
-                reference = reference or results
-                errors = [_relative(mine, its) for mine, its in zip(results, reference, strict=True)]
-                print(f"{name}: differs from whole by {max(errors):.1e}", file=sys.stderr, flush=True)
-    return {
-        name: {"seconds": statistics.median(s for s, _ in some), "peak_bytes": max(peak for _, peak in some)}
-        for name, some in turns.items()
-    }
+                if turn == 0:
+                    reference = reference or results
+                    error = max(_relative(mine, its) for mine, its in zip(results, reference, strict=True))
+                    print(f"{name}: differs from whole by {error:.1e}", file=sys.stderr, flush=True)
+    figures = {}
+    for name, some in turns.items():
+        peak = max((peak for _, peak in some), default=0) or fake_peak(losses[name], args, dtype, trained)
+        timed = [seconds for seconds, _ in some[1:]]  # the first one warms up
+        figures[name] = {"seconds": statistics.median(timed) if timed else None, "peak_bytes": peak}
+    return figures
 
 
 def _relative(mine: Tensor, its: Tensor) -> float:
@@ -126,7 +144,7 @@ def main() -> None:
             first = figures["whole"]
             rows = [
                 [name, figure["peak_bytes"] / 1e9, figure["peak_bytes"] / first["peak_bytes"],
-                 figure["seconds"], figure["seconds"] / first["seconds"]]
+                 figure["seconds"], figure["seconds"] and figure["seconds"] / first["seconds"]]
                 for name, figure in figures.items()
             ]  # fmt: skip
             part = f"{precision}, head {'trained' if trained else 'frozen'}, width {args.width}"
