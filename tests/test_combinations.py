@@ -94,8 +94,8 @@ def table(found: dict[str, list[str | None]], techniques: dict[str, list[str]]) 
     lines = [f"| | {' | '.join(name.split('_')[0] for name in found)} |", "|---" * (len(found) + 1) + "|"]
     for row, technique in enumerate(techniques):
         cells = []
-        for refusals in found.values():
-            reason = refusals[row] and refusals[row].replace("combination_runner", "this rung")
+        for rung, refusals in found.items():
+            reason = refusals[row] and refusals[row].replace(rung, "this rung")
             if reason and reason not in reasons:
                 reasons.append(reason)
             cells.append(f"({reasons.index(reason) + 1})" if reason else "yes")

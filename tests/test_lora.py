@@ -304,26 +304,22 @@ def test_a_run_prints_what_is_trained(tmp_path):
 
 
 INSTRUCTIONS = """--task instruction-tuning --train_samples 40 --validation_samples 6 --test_samples 6 --max_length 512
-    --log_every 1 --micro_batch_size 2 --precision 32-true --lora true --lora_dropout 0""".split()
+    --log_every 1 --micro_batch_size 2 --precision 32-true --lora true --lora_dropout 0 --packing true""".split()
 
 
 def printed_losses(tmp_path, name, *more):
-    finished(run_script(SRC / f"{name}.py", *INSTRUCTIONS, *more, cwd=tmp_path / f"{name}{len(more)}"))
-    with open(tmp_path / f"{name}{len(more)}" / "runs" / name / "1" / "metrics.csv", newline="") as file:
+    finished(run_script(SRC / f"{name}.py", *INSTRUCTIONS, *more, cwd=tmp_path))
+    with open(tmp_path / "runs" / name / "1" / "metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     return [float(row["loss"] or row["validation_loss"] or row["test_loss"]) for row in rows]
 
 
-@pytest.mark.parametrize("packing", [(), ("--packing", "true")], ids=["", "packed"])
-def test_processes_share_adapters_and_tokens_without_changing_a_loss(tmp_path, packing):
+def test_processes_share_adapters_and_packed_tokens_without_changing_a_loss(tmp_path):
     """DDP and FSDP2 on two processes; the weights of micro-batches count trained tokens over all ranks."""
-    for name in ("2_grad_accum", "9_ddp", "10_fsdp"):
-        (tmp_path / f"{name}{len(packing)}").mkdir()
-        (tmp_path / f"{name}{len(packing) + 2}").mkdir()
-    expected = printed_losses(tmp_path, "2_grad_accum", *packing)
+    expected = printed_losses(tmp_path, "2_grad_accum")
     assert len(expected) == 3 + 2
     for name in ("9_ddp", "10_fsdp"):
-        assert printed_losses(tmp_path, name, *packing, "--devices", "2") == pytest.approx(expected, abs=1e-5), name
+        assert printed_losses(tmp_path, name, "--devices", "2") == pytest.approx(expected, abs=1e-5), name
 
 
 def test_four_bits_from_training_to_text(tmp_path):
@@ -342,3 +338,11 @@ def test_four_bits_from_training_to_text(tmp_path):
     ):
         said = finished(run_script(ROOT / "scripts" / f"{script}.py", *more, cwd=tmp_path)).strip()
         assert said in ("positive", "negative") or script == "merge_lora"
+
+
+def test_the_article_s_config_is_the_article_s_run():
+    shape = ["--model", str(MODELS / "bloom-7b1.json"), "--from_scratch", "true", "--accelerator", "cpu"]
+    settings = parse_settings(["--config", "belle_bloomz_7b1_lora.yaml", *shape], precision="bf16-true")
+    assert (settings.lora_rank, settings.lora_alpha, settings.lora_dropout) == (8, 32, 0.1)
+    assert (settings.lora_targets, settings.learning_rate) == ("query_key_value", 2e-4)
+    assert settings.prompt_template == "Human: {instruction}\n{input}\nAssistant: "

@@ -5,34 +5,24 @@ import re
 
 from helpers import ROOT, SRC, finished, run_script
 
-FEW = "--train_samples 400 --validation_samples 100 --test_samples 200 --max_length 128 --log_every 80".split()
-
-
-def test_minilm_learns_from_real_reviews(tmp_path, archive, minilm):
-    """The README's command, cut short: 25 optimizer steps already beat chance (50 +- 3.5 % on 200 reviews)."""
-    options = ["--config", "imdb_minilm.yaml", "--model", minilm, *FEW]
-    options += ["--learning_rate", "2e-4", "--micro_batch_tokens", "1024", "--data_dir", archive.parent]
-    stdout = finished(run_script(SRC / "2_grad_accum.py", *options, cwd=tmp_path, timeout=600))
-    assert "Parameters: 22.7 M, 22.7 M trainable, torch.float32" in stdout
-    record = json.loads((tmp_path / "runs/2_grad_accum/1/run.json").read_text())
-    assert record["results"]["test_accuracy"] > 0.62
-    losses = [float(loss) for loss in re.findall(r"Loss: ([\d.]+)", stdout)]
-    assert losses[-1] < losses[0]
-    assert record["results"]["padding"] < 0.1, "sorted by length inside the effective batch"
-
 
 def test_adapters_come_near_full_fine_tuning(tmp_path, archive, minilm):
     """2,000 reviews, cut at 64 tokens: within 3 points of accuracy on 1,500 others, with 0.33 % trained."""
     options = ["--config", "imdb_minilm.yaml", "--model", minilm, "--data_dir", archive.parent, "--threads", "1"]
     options += ["--max_length", "64", "--micro_batch_tokens", "1024", "--precision", "bf16-mixed"]
-    found = {}
+    found, stdout = {}, {}
     for name, more in (("2_grad_accum", ()), ("13_lora", ("--lora_learning_rate", "1e-3"))):
-        stdout = finished(run_script(SRC / f"{name}.py", *options, *more, cwd=tmp_path, timeout=900))
+        stdout[name] = finished(run_script(SRC / f"{name}.py", *options, *more, cwd=tmp_path, timeout=900))
+        losses = [float(loss) for loss in re.findall(r"Loss: ([\d.]+)", stdout[name])]
+        assert losses[-1] < losses[0]
         results = json.loads((tmp_path / "runs" / name / "1" / "run.json").read_text())["results"]
         right = 500 * results["epochs"][-1]["validation_accuracy"] + 1000 * results["test_accuracy"]
         found[name] = right / 1500
-    assert "Parameters: 22.8 M, 0.074 M trainable (0.33%), torch.bfloat16, torch.float32" in stdout
+        assert results["padding"] < 0.1, "sorted by length inside the effective batch"
+    assert "Parameters: 22.7 M, 22.7 M trainable, torch.float32" in stdout["2_grad_accum"]
+    assert "Parameters: 22.8 M, 0.074 M trainable (0.33%), torch.bfloat16, torch.float32" in stdout["13_lora"]
     assert results["trainable_parameters"] < 0.02 * results["parameters"]
+    assert found["2_grad_accum"] > 0.7, "chance is half"
     assert found["13_lora"] > found["2_grad_accum"] - 0.03, found
 
 

@@ -24,6 +24,15 @@ class UserError(Exception):
     """Something that the user can mend; the message is one line that says what is wrong and what to do."""
 
 
+class Checked(SystemExit):
+    """Ends a script, with exit status 0, whose settings and machine have passed all checks: `--check_only true`."""
+
+    def __init__(self, settings):
+        super().__init__(0)
+        self.settings = settings
+        print(f"{settings.name} can run here")
+
+
 def explain(error: BaseException, settings=None) -> str | None:
     """Return the one line for an error that the user can mend, None for any other (a bug keeps its traceback)."""
     if isinstance(error, UserError | DatasetError):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from fabric_ladder.batching import EffectiveBatch
-from fabric_ladder.errors import UserError
+from fabric_ladder.errors import Checked, UserError
 from fabric_ladder.hardware import CompileClock, describe_hardware, describe_versions, peak_memory, reset_peak_memory
 from fabric_ladder.launch import launch
 from fabric_ladder.loggers import RunLog
@@ -37,6 +37,8 @@ class Run:
     """
 
     def __init__(self, fabric: Fabric, settings):
+        if settings.check_only:
+            raise Checked(settings)
         self._watch = RankWatch() if settings.ranks > 1 else None
         launch(fabric)
         if self._watch:
@@ -95,8 +97,8 @@ class Run:
         for notice in train_loader.dataset.notices:
             self.print(notice)
         count, trainable = results["parameters"], results["trainable_parameters"]
-        few = f"{trainable / 1e6:.3f} M trainable ({trainable / count:.2%})"
-        share = few if trainable < count else f"{trainable / 1e6:.1f} M trainable"
+        share = f"{trainable / 1e6:.1f} M" if trainable == count else f"{trainable / 1e6:.3f} M"
+        share += " trainable" if trainable == count else f" trainable ({trainable / count:.2%})"
         self.print(f"Parameters: {count / 1e6:.1f} M, {share}, {', '.join(results['dtypes'])}")
         self.samples = self._tokens = self._padded = 0
         self._validating = 0.0
@@ -201,8 +203,8 @@ class Run:
             self._watch.stop()
 
     def _more_packages(self) -> list[str]:
-        used = {"deepspeed": self.settings.deepspeed, "peft": self.settings.lora}
-        used["bitsandbytes"] = self.settings.quantization != "no" or self.settings.optimizer == "adam-8bit"
+        bits = self.settings.quantization != "no" or self.settings.optimizer == "adam-8bit"
+        used = {"deepspeed": self.settings.deepspeed, "peft": self.settings.lora, "bitsandbytes": bits}
         return [name for name, is_used in used.items() if is_used]
 
     @property
@@ -243,8 +245,7 @@ class Run:
 
     def _log_row(self, step: int, **figures: float) -> None:
         if self.folder:
-            seconds = perf_counter() - self._start
-            self._log.write(step, self.samples, seconds=seconds, **figures)
+            self._log.write(step, self.samples, seconds=perf_counter() - self._start, **figures)
 
     def _check_runs_dir(self) -> None:
         """Try to write into the nearest folder that there is."""

@@ -13,7 +13,6 @@ import jsonargparse
 import torch
 import yaml
 
-import __main__
 from fabric_ladder.checks import check
 from fabric_ladder.errors import UserError, notebook_shell, show_errors
 from fabric_ladder.launch import options_of_fabric_run
@@ -78,6 +77,7 @@ class Settings(DataSettings):
             for `model`, here or in transformers.
         load: Sharded checkpoint to start from; trust its origin, since it is read with pickle.
         runs_dir: Folder that gets a folder for every run.
+        check_only: Say whether the run could start here, and do nothing else.
     """
 
     from_scratch: bool = False
@@ -120,6 +120,7 @@ class Settings(DataSettings):
     save: Literal["no", "sharded", "consolidated"] = "no"
     load: str | None = None
     runs_dir: str = "runs"
+    check_only: bool = False
     # not the user's to set: the script's name, the YAML file that was read, and what to print first
     name: str = ""
     config: str | None = None
@@ -174,7 +175,7 @@ def parse_settings(args: list[str] | None = None, config: str | None = None, **d
 
 
 def _script_name() -> str:
-    if file := getattr(__main__, "__file__", None):
+    if file := getattr(sys.modules["__main__"], "__file__", None):
         return Path(file).stem
     found = re.search(r'^"""(\w+) ·', _script_doc(), re.MULTILINE)
     return found.group(1) if found else "notebook"
@@ -182,7 +183,8 @@ def _script_name() -> str:
 
 def _script_doc() -> str:
     """The script's docstring; in a notebook, the source of the running cell."""
-    return __main__.In[-1] if notebook_shell() else __main__.__doc__ or ""
+    main = sys.modules["__main__"]  # not imported once: a script may run others by `runpy`
+    return main.In[-1] if notebook_shell() else main.__doc__ or ""
 
 
 def _chosen_config(args: list[str], config: str | None) -> tuple[bool, Path | None]:

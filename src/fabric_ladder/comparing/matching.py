@@ -17,6 +17,7 @@ IGNORED = {
     "log_every",
     "save",
     "logger",
+    "check_only",
     "accelerator",
     "threads",
 }
