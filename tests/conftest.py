@@ -1,11 +1,11 @@
 """Shared by all tests: a cache of their own, and real data where they are."""
 
 import os
-from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; tests and their ranks share few cores
 
 import pytest
+from helpers import real_file
 from lightning import Fabric
 
 
@@ -30,19 +30,13 @@ def no_launcher():
 @pytest.fixture(scope="session")
 def archive():
     """The real IMDb archive."""
-    path = Path(os.environ.get("FABRIC_LADDER_DATA", "data")) / "aclImdb_v1.tar.gz"
-    if not path.exists():
-        pytest.skip("needs the real reviews: set FABRIC_LADDER_DATA to a folder with aclImdb_v1.tar.gz")
-    return path
+    return real_file("aclImdb_v1.tar.gz", "the real reviews")
 
 
 @pytest.fixture(scope="session")
 def instructions():
     """The real Chinese instructions."""
-    path = Path(os.environ.get("FABRIC_LADDER_DATA", "data")) / "instructions_zh_2000.json"
-    if not path.exists():
-        pytest.skip("needs real instructions: set FABRIC_LADDER_DATA to a folder with instructions_zh_2000.json")
-    return path
+    return real_file("instructions_zh_2000.json", "real instructions")
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from datasets import Dataset, DatasetDict
 from transformers import (
@@ -98,6 +99,26 @@ def run_script(path, *args, cwd, timeout=400, **environment):
     return subprocess.run(
         command, cwd=cwd, capture_output=True, text=True, timeout=timeout, env=os.environ | environment, check=False
     )
+
+
+def real_file(name, what):
+    """Return the path of real data, or skip the test."""
+    path = Path(os.environ.get("FABRIC_LADDER_DATA", "data")) / name
+    if not path.exists():
+        pytest.skip(f"needs {what}: set FABRIC_LADDER_DATA to a folder with {name}")
+    return path
+
+
+def without_package(folder, package):
+    """Return the environment of a process that does not find a package, as on a machine where nobody installed it."""
+    (folder / "sitecustomize.py").write_text(
+        "from importlib.machinery import PathFinder\n"
+        "find = PathFinder.find_spec\n"
+        "def find_others(name, *args):\n"
+        f"    return None if name.split('.')[0] == {package!r} else find(name, *args)\n"
+        "PathFinder.find_spec = staticmethod(find_others)\n"
+    )
+    return {"PYTHONPATH": str(folder)}
 
 
 def finished(process):

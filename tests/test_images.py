@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import os
 import re
 import tarfile
 import zipfile
@@ -14,7 +13,7 @@ import datasets as hf
 import numpy as np
 import pytest
 import torch
-from helpers import MODELS, SRC, finished, relative_error, run_script, settings_for
+from helpers import MODELS, SRC, finished, real_file, relative_error, run_script, settings_for
 from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification
 
@@ -246,10 +245,7 @@ def test_the_real_archive(load, cifar):
 @pytest.fixture(scope="session")
 def cifar():
     """The real part of CIFAR-10."""
-    path = Path(os.environ.get("FABRIC_LADDER_DATA", "data")) / "cifar10_subset.tar.gz"
-    if not path.exists():
-        pytest.skip("needs real images: set FABRIC_LADDER_DATA to a folder with cifar10_subset.tar.gz")
-    return path
+    return real_file("cifar10_subset.tar.gz", "real images")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

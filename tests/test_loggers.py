@@ -3,7 +3,7 @@
 import csv
 
 import pytest
-from helpers import SMALL, SRC, finished, run_script
+from helpers import SMALL, SRC, finished, run_script, without_package
 
 SHORT = [*SMALL, "--micro_batch_size", "4"]
 
@@ -39,14 +39,9 @@ def test_weights_and_biases_keeps_a_run_without_a_network(tmp_path):
 
 @pytest.mark.parametrize("package", ["tensorboard", "wandb"])
 def test_without_its_package_the_line_says_what_to_install(tmp_path, package):
-    (tmp_path / "sitecustomize.py").write_text(
-        "from importlib.machinery import PathFinder\n"
-        "find = PathFinder.find_spec\n"
-        "def find_others(name, *args):\n"
-        f"    return None if name.split('.')[0] == {package!r} else find(name, *args)\n"
-        "PathFinder.find_spec = staticmethod(find_others)\n"
+    process = run_script(
+        SRC / "2_grad_accum.py", "--logger", package, cwd=tmp_path, **without_package(tmp_path, package)
     )
-    process = run_script(SRC / "2_grad_accum.py", "--logger", package, cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert process.returncode == 2
     line = f"error: --logger {package} needs a package: pip install {package}=="
     assert process.stderr.splitlines()[-1].startswith(line)

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from helpers import MODELS, ROOT, SRC, finished, run_script, settings_for, token_datasets
+from helpers import MODELS, ROOT, SRC, finished, run_script, settings_for, token_datasets, without_package
 from lightning import Fabric
 from torch import nn
 
@@ -257,14 +257,7 @@ def test_four_bits_are_refused_where_weights_are_shared_out(rung):
 
 def test_without_bitsandbytes_rung_14_is_one_line(tmp_path):
     """A process that cannot find the package, as on a machine where nobody installed it."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "from importlib.machinery import PathFinder\n"
-        "find = PathFinder.find_spec\n"
-        "def find_others(name, *args):\n"
-        "    return None if name.split('.')[0] == 'bitsandbytes' else find(name, *args)\n"
-        "PathFinder.find_spec = staticmethod(find_others)\n"
-    )
-    process = run_script(SRC / "14_qlora.py", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    process = run_script(SRC / "14_qlora.py", cwd=tmp_path, **without_package(tmp_path, "bitsandbytes"))
     assert process.returncode == 2
     assert process.stderr.splitlines()[-1] == (
         "error: 4-bit weights need bitsandbytes: pip install bitsandbytes==0.50.2, or run src/13_lora.py"

@@ -143,9 +143,12 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, configured: int | list[int] |
 
 def _state(inner: nn.Module, optimizer: Optimizer, adapter: bool) -> dict:
     """The shards of this rank. Names of 4-bit weights are nothing that PyTorch could look up, so PEFT's are ours."""
-    weights = {name: tensor.detach() for name, tensor in _trained(inner).items()}
+    if adapter:
+        weights = {name: tensor.detach() for name, tensor in _trained(inner).items()}
+    else:
+        weights = get_model_state_dict(inner)
     return {
-        "model": weights if adapter else get_model_state_dict(inner),
+        "model": weights,
         "optimizer": get_optimizer_state_dict(inner, optimizer, options=StateDictOptions(ignore_frozen_params=adapter)),
     }
 

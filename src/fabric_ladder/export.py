@@ -5,7 +5,6 @@ import importlib.util
 import io
 import os
 import shutil
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -22,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, P
 from transformers.initialization import no_init_weights
 
 from fabric_ladder.errors import UserError
-from fabric_ladder.models import load_config
+from fabric_ladder.models import load_config, silence_loading
 from local_dataset_utilities import reachable
 
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
@@ -157,13 +156,11 @@ def new_folder(output: Path) -> Iterator[Path]:
 
 def quiet() -> None:
     """Leave out what libraries report while they load; progress bars are for a terminal."""
-    transformers.logging.set_verbosity_error()
+    silence_loading()
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # PEFT asks for it
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where installed, would report that it found none
-    if not sys.stderr.isatty():
-        transformers.utils.logging.disable_progress_bar()
 
 
 def base_name(result: Result, base: str | None = None) -> str:

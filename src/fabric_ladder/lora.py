@@ -69,14 +69,14 @@ def check_targets(settings, model: nn.Module) -> None:
             take by default; the message names the layers that there are.
     """
     layers = _linear_layers(model)
-    found = ", ".join(_last_parts(layers))
-    for target in _targets(model, settings.lora_targets):
+    found, targets = ", ".join(_last_parts(layers)), _targets(model, settings.lora_targets)
+    for target in targets:
         if not any(_ends_with(name, target) for name in layers):
             raise UserError(
                 f"--lora_targets {settings.lora_targets}: {settings.model} has no linear layer {target!r} that could "
                 f"get an adapter; it has {found}"
             )
-    if not _targets(model, settings.lora_targets):
+    if not targets:
         raise UserError(
             f"{settings.model}: no attention projections are found that could get adapters; name layers by "
             f"--lora_targets: {found or 'but it has no linear ones'}"

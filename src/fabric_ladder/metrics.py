@@ -28,8 +28,8 @@ class Totals(NamedTuple):
 
     @property
     def perplexity(self) -> float:
-        """Exponential of the loss: among how many tokens a language model is as if in doubt; infinite above e^700."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        """See `perplexity`."""
+        return perplexity(self.loss)
 
     @property
     def accuracy(self) -> float:
@@ -38,6 +38,11 @@ class Totals(NamedTuple):
 
     def __add__(self, other: "Totals") -> "Totals":
         return Totals(*(mine + its for mine, its in zip(self, other, strict=True)))
+
+
+def perplexity(loss: float) -> float:
+    """Exponential of the loss: among how many tokens a language model is as if in doubt; infinite above e^700."""
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 class Meter:

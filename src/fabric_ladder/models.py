@@ -110,13 +110,13 @@ def _make(settings, config: PretrainedConfig) -> nn.Module:
         model = kind.from_config(config, dtype=dtype)
         if not bits:
             return model
-        _silence_loading()
+        silence_loading()
         with tempfile.TemporaryDirectory() as folder:  # only what is read is quantised
             model.save_pretrained(folder)
             return kind.from_pretrained(folder, dtype=dtype, **bits)
     if settings.lora and settings.task == "instruction-tuning" and settings.precision.endswith("true"):
         dtype = half_precision(settings) or dtype  # a classifier's new head is drawn in 32-bit, as in every rung
-    _silence_loading()
+    silence_loading()
     with reachable(settings.model, "weights") as options:
         return kind.from_pretrained(
             settings.model,
@@ -162,7 +162,7 @@ def load_config(name: str) -> PretrainedConfig:
         return AutoConfig.from_pretrained(name, **options)
 
 
-def _silence_loading() -> None:
+def silence_loading() -> None:
     """The new classification head is no news, and a progress bar is for a terminal."""
     transformers.logging.set_verbosity_error()
     if not sys.stderr.isatty():

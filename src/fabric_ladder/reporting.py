@@ -97,9 +97,9 @@ class Run:
         for notice in train_loader.dataset.notices:
             self.print(notice)
         count, trainable = results["parameters"], results["trainable_parameters"]
-        share = f"{trainable / 1e6:.1f} M" if trainable == count else f"{trainable / 1e6:.3f} M"
-        share += " trainable" if trainable == count else f" trainable ({trainable / count:.2%})"
-        self.print(f"Parameters: {count / 1e6:.1f} M, {share}, {', '.join(results['dtypes'])}")
+        digits, share = (1, "") if trainable == count else (3, f" ({trainable / count:.2%})")
+        trained = f"{trainable / 1e6:.{digits}f} M trainable{share}"
+        self.print(f"Parameters: {count / 1e6:.1f} M, {trained}, {', '.join(results['dtypes'])}")
         self.samples = self._tokens = self._padded = 0
         self._validating = 0.0
         self._compile_clock = CompileClock(model)

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import math
 import re
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import NamedTuple
 
 from fabric_ladder.comparing.parsing import LoggedRun, LogParser, Point
 from fabric_ladder.errors import UserError
+from fabric_ladder.metrics import perplexity
 
 FORMAT = 1
 FIGURES = {  # of run.json: name here, and the factor to its unit
@@ -148,13 +148,8 @@ def _fill(run: LoggedRun, record: dict) -> None:
     run.test_samples = results.get("test_samples")
     if "test_tokens" in results:
         run.figures["test_loss"] = results["test_loss"]
-        run.figures["test_perplexity"] = _exponential(results["test_loss"])
-        run.figures["validation_perplexity"] = _exponential(last["validation_loss"])
-
-
-def _exponential(loss: float) -> float:
-    """Perplexity of a loss, infinite where `fabric_ladder.metrics` says so."""
-    return math.exp(loss) if loss < 700 else math.inf
+        run.figures["test_perplexity"] = perplexity(results["test_loss"])
+        run.figures["validation_perplexity"] = perplexity(last["validation_loss"])
 
 
 def _read_losses(path: Path, epoch_samples: int) -> list[Point]:
