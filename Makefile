@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test lint format bench combinations clean
+.PHONY: run test lint format bench combinations notebooks clean
 
 run: .venv/installed
 	$(BIN)/python src/2_grad_accum.py
@@ -23,6 +23,10 @@ bench: .venv/installed-dev
 
 combinations: .venv/installed-dev
 	FABRIC_LADDER_WRITE_TABLE=1 $(BIN)/python -m pytest tests/test_combinations.py
+
+notebooks: .venv/installed-dev
+	rm -rf notebooks && mkdir notebooks
+	$(BIN)/python scripts/export_notebook.py all --output_dir notebooks
 
 clean:
 	rm -rf .venv runs

@@ -8,7 +8,6 @@ started again with the same options, it goes on where it was: what is finished i
 """
 
 import json
-import runpy
 import subprocess
 import sys
 from dataclasses import asdict
@@ -20,48 +19,15 @@ from fabric_ladder.comparing.outputs import check_outputs, write_outputs
 from fabric_ladder.comparing.page import to_html
 from fabric_ladder.comparing.sources import read_sources
 from fabric_ladder.comparing.table import compare, print_table
-from fabric_ladder.errors import Checked, UserError, explain, show_errors
+from fabric_ladder.errors import UserError, show_errors
 from fabric_ladder.export import Arguments
+from fabric_ladder.rungs import RUNGS, check_rung, choose_rungs
 
-SRC = Path(__file__).parents[1] / "src"
-RUNGS = sorted(SRC.glob("[0-9]*.py"), key=lambda path: int(path.name.split("_")[0]))
 NOT_THE_RUN_S = ("notices", "check_only", "runs_dir", "logger", "save")  # settings that leave its figures as they are
 
 
-def chosen(names: str | None) -> list[Path]:
-    """Return the rungs of these numbers or names, in the ladder's order; all of them if none is named.
-
-    Raises:
-        UserError: There is no such rung.
-    """
-    known = {name: path for path in RUNGS for name in (path.stem.split("_")[0], path.stem, path.name)}
-    wanted = [Path(name.strip()).name for name in (names or "").split(",") if name.strip()]
-    for name in wanted:
-        if name not in known:
-            raise UserError(f"there is no rung {name}: give numbers from 1 to {len(RUNGS)}, separated by commas")
-    return [path for path in RUNGS if not wanted or path in {known[name] for name in wanted}]
-
-
-def check(rung: Path, options: list[str]) -> dict | str:
-    """Return the settings with which a rung would run here, or in one line why it cannot.
-
-    The rung itself is asked, by `--check_only true`, in this process, where the libraries are loaded already.
-    """
-    sys.argv = [str(rung), *options, "--check_only", "true"]
-    try:
-        runpy.run_path(str(rung), run_name="__main__")
-    except Checked as checked:
-        return _comparable(asdict(checked.settings))
-    except Exception as error:
-        if line := explain(error):
-            return " ".join(line.split())
-        raise
-    finally:
-        show_errors()  # the rung's own settings were named for its errors
-    raise AssertionError(f"{rung} went on after its check")
-
-
-def _comparable(settings: dict) -> dict:
+def comparable(settings: dict) -> dict:
+    """Return the settings that decide a run's figures."""
     return {name: value for name, value in settings.items() if name not in NOT_THE_RUN_S}
 
 
@@ -70,7 +36,7 @@ def finished_run(home: Path, settings: dict) -> Path | None:
     for record in sorted(home.glob("*/run.json")):
         try:
             found = json.loads(record.read_text(encoding="utf-8"))
-            if found["status"] == "finished" and _comparable(found["settings"]) == settings:
+            if found["status"] == "finished" and comparable(found["settings"]) == settings:
                 return record.parent
         except (OSError, ValueError, LookupError, TypeError):
             continue  # a run that was killed while it wrote, or something else
@@ -106,7 +72,8 @@ def parse() -> tuple[object, list[str]]:
 if __name__ == "__main__":
     show_errors()
     arguments, options = parse()
-    rungs = chosen(arguments.rungs)
+    named = [name for name in (arguments.rungs or "").split(",") if name.strip()]
+    rungs = choose_rungs(named) if named else RUNGS
     check_outputs({"--html": arguments.html} if arguments.html else {})
 
     ### 1 What can run here
@@ -114,10 +81,11 @@ if __name__ == "__main__":
     for rung in rungs:
         for seed in range(arguments.seed, arguments.seed + arguments.seeds):
             with_seed = [*options, "--seed", str(seed)]
-            settings = check(rung, with_seed)
-            if isinstance(settings, str):
-                print(f"Left out: {rung.stem}: {settings}", flush=True)
+            checked = check_rung(rung, with_seed)
+            if isinstance(checked, str):
+                print(f"Left out: {rung.stem}: {checked}", flush=True)
                 break
+            settings = comparable(asdict(checked))
             plan.append((rung, seed, with_seed, finished_run(Path(arguments.runs_dir) / rung.stem, settings), settings))
     if not plan:
         raise UserError("none of these rungs can run here with these options")

@@ -1,6 +1,7 @@
 """Scripts as real processes; tiny models, tokens and settings for tests that look inside the loop."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,12 @@ MODELS = ROOT / "configs" / "models"
 SMALL = ("--train_samples", "96", "--validation_samples", "20", "--test_samples", "33", "--log_every", "16")
 VOCABULARY = 64
 DROPPED = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+def free_port():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
 
 
 class Tokenizer:

@@ -11,7 +11,7 @@ from time import monotonic, sleep
 
 import psutil
 import pytest
-from helpers import MODELS, ROOT, SRC, finished, run_script
+from helpers import MODELS, ROOT, SRC, finished, free_port, run_script
 from transformers import AutoModelForSequenceClassification
 
 # 101 = 6 x 16 + 5 training samples: the last batch gives three ranks 2, 2 and 1; 33 test samples are odd for all
@@ -202,7 +202,9 @@ def test_a_rank_that_is_killed_or_hangs_ends_the_others_and_is_named(tmp_path, v
 
 def test_launchers_start_the_same_script_and_give_the_same_losses(run, tmp_path):
     bin_folder = os.path.dirname(sys.executable)
-    for number, launcher in enumerate((["torchrun", "--nproc-per-node", "2"], ["fabric", "run", "--devices", "2"])):
+    by_torch = ["torchrun", "--standalone", "--nproc-per-node", "2"]
+    by_fabric = ["fabric", "run", "--devices", "2", "--main-port", str(free_port())]  # or other tests have its default
+    for number, launcher in enumerate((by_torch, by_fabric)):
         cwd = tmp_path / str(number)
         cwd.mkdir()
         command = [os.path.join(bin_folder, launcher[0]), *launcher[1:], str(SRC / "9_ddp.py"), *SIZES]

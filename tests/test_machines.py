@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import SRC, finished, run_script
+from helpers import SRC, finished, free_port, run_script
 from test_devices import ONE_THREAD, SIZES, same
 
 TORCHRUN = os.path.join(os.path.dirname(sys.executable), "torchrun")
@@ -114,7 +114,7 @@ def test_counts_that_cannot_be_are_one_line(tmp_path, name, arguments, environme
 
 
 def test_torchrun_s_count_against_the_settings(tmp_path):
-    command = [TORCHRUN, "--nproc-per-node", "2", str(SRC / "9_ddp.py"), *SIZES, "--devices", "3"]
+    command = [TORCHRUN, "--standalone", "--nproc-per-node", "2", str(SRC / "9_ddp.py"), *SIZES, "--devices", "3"]
     process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert process.returncode != 0
     assert "--devices 3, but torchrun started 2 processes on each of 1 machines" in process.stderr
@@ -122,7 +122,7 @@ def test_torchrun_s_count_against_the_settings(tmp_path):
 
 def test_fabric_run_s_strategy_is_refused(tmp_path):
     fabric = os.path.join(os.path.dirname(sys.executable), "fabric")
-    command = [fabric, "run", "--strategy", "ddp", str(SRC / "9_ddp.py"), *SIZES]
+    command = [fabric, "run", "--main-port", str(free_port()), "--strategy", "ddp", str(SRC / "9_ddp.py"), *SIZES]
     environment = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
     process = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False

@@ -1,22 +1,183 @@
-"""Each rung pasted into one cell of a real Jupyter kernel."""
+"""Rungs in a real Jupyter kernel: pasted into one cell, as notebooks that need nothing beside them, as single files."""
+
+import ast
+import os
+import re
+import sys
 
 import nbformat
 import pytest
-from helpers import RUNGS, SMALL, SRC
+from helpers import ROOT, RUNGS, SMALL, SRC, finished, run_script
 from nbclient import NotebookClient
 
 ON_CPU = [path for path in RUNGS if path.stem != "12_deepspeed_zero"]  # Fabric starts DeepSpeed on CUDA GPUs only
+EXPORT = ROOT / "scripts" / "export_notebook.py"
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """All notebooks, made anew."""
+    folder = tmp_path_factory.mktemp("exported")
+    finished(run_script(EXPORT, "all", "--output_dir", folder, cwd=folder))
+    return folder
+
+
+def test_the_notebooks_are_those_of_the_sources(exported):
+    made = {path.name: path.read_text(encoding="utf-8") for path in exported.iterdir()}
+    kept = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "notebooks").glob("*.ipynb")}
+    assert made.keys() == kept.keys() == {f"{path.stem}.ipynb" for path in RUNGS}
+    stale = [name for name in made if made[name] != kept[name]]
+    assert not stale, f"{stale} are older than the sources: make notebooks"
 
 
 @pytest.mark.parametrize("path", ON_CPU, ids=[path.stem for path in ON_CPU])
-def test_a_pasted_rung_runs(tmp_path, path):
-    source = path.read_text(encoding="utf-8")
-    small = source.replace("parse_settings(", f"parse_settings(args={list(SMALL)}, ")
-    assert small != source
-    stdout = "".join(output.text for output in execute(tmp_path, small) if output.get("name") == "stdout")
+def test_a_notebook_runs_from_top_to_bottom_in_an_empty_folder(tmp_path, exported, path):
+    notebook = nbformat.read(exported / f"{path.stem}.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    if path.stem == "3_torch_compile":  # its small model compiles one shape instead of all
+        cut_short(notebook, "--max_length", "16", "--pad_to_multiple_of", "16", "--train_samples", "32")
+    else:
+        cut_short(notebook)
+    where = "import fabric_ladder as a, local_dataset_utilities as b; print(a.__file__, b.__file__)"
+    notebook.cells.append(nbformat.v4.new_code_cell(where))
+    NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    stdout = printed(notebook.cells)
+    home = tmp_path / "ladder_notebook"
     assert f"{path.stem} · synthetic" in stdout
     assert "Test accuracy" in stdout
-    assert (tmp_path / "runs" / path.stem / "1" / "run.json").exists()
+    assert "No GPU: the quickstart runs" in stdout
+    assert stdout.endswith(f"{home}/src/fabric_ladder/__init__.py {home}/src/local_dataset_utilities.py\n")
+    assert (home / "runs" / path.stem / "1" / "run.json").exists()
+    assert "image/png" in notebook.cells[-2].outputs[0].data
+    assert {found.name for found in tmp_path.iterdir()} == {"ladder_notebook"}
+
+
+def test_deepspeed_s_notebook_says_what_it_lacks_here(tmp_path, exported):
+    notebook = nbformat.read(exported / "12_deepspeed_zero.ipynb", as_version=4)
+    client = NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(tmp_path)}}, allow_errors=True)
+    client.execute()
+    lines = [line for line in printed(notebook.cells, "stderr").splitlines() if line.startswith("error: ")]
+    assert lines[0] == "error: 12_deepspeed_zero needs a CUDA GPU; src/10_fsdp.py shards a model on CPUs too"
+
+
+def test_several_devices_go_through_the_notebook_s_script(tmp_path, exported):
+    notebook = nbformat.read(exported / "9_ddp.ipynb", as_version=4)
+    cut_short(notebook)
+    cell = next(cell for cell in notebook.cells if cell.source.startswith("if torch.cuda.device_count() > 1:"))
+    cell.source = cell.source.replace("torch.cuda.device_count()", "2")  # two processes of the CPU
+    last = notebook.cells.index(cell)
+    notebook.cells = notebook.cells[: last + 1]
+    path = nbformat.v4.new_code_cell(
+        f"import os; os.environ['PATH'] = {os.path.dirname(sys.executable)!r} + ':' + os.environ['PATH']"
+    )
+    notebook.cells.insert(0, path)
+    NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    stdout = printed(notebook.cells)
+    assert "9_ddp · synthetic" in stdout
+    assert "batch 16 = 2 x 8 x 1" in stdout
+    assert "Test accuracy" in stdout
+
+
+@pytest.mark.parametrize("more", [(), ("--devices", "2")])
+def test_a_single_file_runs_by_python(tmp_path, single_files, more):
+    """On two devices each process unpacks what the file holds."""
+    name = "9_ddp" if more else "2_grad_accum"
+    script = tmp_path / "pasted.py"
+    script.write_text(single_files[name], encoding="utf-8")
+    cache = tmp_path / "cache"
+    stdout = finished(run_script(script, *SMALL, *more, cwd=tmp_path, FABRIC_LADDER_CACHE=cache))
+    assert "pasted · synthetic" in stdout
+    assert "Test accuracy" in stdout
+    (home,) = (cache / "scripts").iterdir()
+    assert (home / "src" / "fabric_ladder" / "loop.py").read_text() == (SRC / "fabric_ladder" / "loop.py").read_text()
+
+
+def test_a_single_file_runs_in_one_cell_and_gives_the_same_losses(tmp_path, single_files):
+    modules, rung = single_files["2_grad_accum"].split("import Run,")
+    source = f"{modules}import Run,{rung.replace('parse_settings(', f'parse_settings(args={list(SMALL)}, ')}"
+    outputs = execute(tmp_path, source)
+    stdout = "".join(output.text for output in outputs if output.get("name") == "stdout")
+    alone = finished(run_script(SRC / "2_grad_accum.py", *SMALL, cwd=tmp_path))
+    assert "2_grad_accum · synthetic" in stdout
+    assert re.findall("Loss: .*", stdout) == re.findall("Loss: .*", alone) != []
+
+
+@pytest.fixture(scope="module")
+def single_files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("single")
+    return {name: finished(run_script(EXPORT, name, "--script", cwd=folder)) for name in ("2_grad_accum", "9_ddp")}
+
+
+def test_a_config_goes_along_with_the_files_that_it_names(tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "dataset: few.csv\nmodel: models/small.json\nfrom_scratch: true\nbatch_size: 4\n"
+    )
+    rows = "".join("text,label\n" if not n else f"word{n} word{n % 7} good,{n % 2}\n" for n in range(41))
+    (tmp_path / "few.csv").write_text(rows)
+    (tmp_path / "models").mkdir()
+    small = (ROOT / "configs" / "models" / "bloom-quickstart.json").read_text()
+    (tmp_path / "models" / "small.json").write_text(small)
+    finished(run_script(EXPORT, "2", "--config", "mine.yaml", cwd=tmp_path))
+    notebook = nbformat.read(tmp_path / "2_grad_accum.ipynb", as_version=4)
+    sources = [cell.source for cell in notebook.cells]
+    assert "%%writefile configs/few.csv\n" + rows.rstrip("\n") in sources
+    assert any("ARGS = ['--config', 'configs/mine.yaml']" in source for source in sources)
+    single = finished(run_script(EXPORT, "2", "--config", "mine.yaml", "--script", cwd=tmp_path))
+    assert '\n        config="mine.yaml",\n        batch_size=16' in single
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "one.py").write_text(single, encoding="utf-8")
+    stdout = finished(run_script(empty / "one.py", cwd=empty, FABRIC_LADDER_CACHE=tmp_path / "c"))
+    assert "few.csv · small.json" in stdout
+
+
+def test_what_a_single_file_carries_is_readable_and_the_same(single_files):
+    tree = ast.parse(single_files["2_grad_accum"])
+    texts = {
+        ast.literal_eval(node.targets[0].slice): ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript)
+    }
+    assert texts.pop("src/local_dataset_utilities.py") == (ROOT / "local_dataset_utilities.py").read_text()
+    for name, text in texts.items():
+        assert text == (ROOT / name).read_text(encoding="utf-8")
+    assert "def train(" in single_files["2_grad_accum"], "written out, not packed"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["99"], "there is no rung 99: give numbers from 1 to 14, or names"),
+        (["2", "3", "--script"], "--script prints one rung: name one"),
+        (["2", "--config", "none.yaml"], "cannot read --config none.yaml: [Errno 2]"),
+        (["2", "--config", "list.yaml"], "list.yaml must hold lines such as 'batch_size: 16'"),
+        (["2", "--config", "large.yaml"], "large.yaml names large.csv, which cannot go along"),
+        (["2", "--output_dir", "none"], "2_grad_accum to none/2_grad_accum.ipynb: there is no folder none"),
+        (["1"], "1_batch_size_1 to 1_batch_size_1.ipynb exists: choose another name, or remove it"),
+        ([], "the following arguments are required: RUNG (see --help)"),
+    ],
+)
+def test_what_cannot_be_exported_is_one_line(tmp_path, arguments, says):
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    (tmp_path / "large.yaml").write_text("dataset: large.csv\n")
+    (tmp_path / "large.csv").write_text("x" * 300_000)
+    (tmp_path / "1_batch_size_1.ipynb").write_text("mine")
+    process = run_script(EXPORT, *arguments, cwd=tmp_path)
+    assert process.returncode == 2
+    assert process.stderr.startswith(f"error: {says}")
+    assert process.stderr.count("\n") == 1
+    assert not process.stdout
+    assert len(list(tmp_path.iterdir())) == 4
+    assert (tmp_path / "1_batch_size_1.ipynb").read_text() == "mine"
+
+
+def test_a_pasted_rung_runs(tmp_path):
+    source = (SRC / "2_grad_accum.py").read_text(encoding="utf-8")
+    small = source.replace("parse_settings(", f"parse_settings(args={list(SMALL)}, ")
+    stdout = "".join(output.text for output in execute(tmp_path, small) if output.get("name") == "stdout")
+    assert "2_grad_accum · synthetic" in stdout
+    assert "Test accuracy" in stdout
+    assert (tmp_path / "runs" / "2_grad_accum" / "1" / "run.json").exists()
 
 
 def test_a_script_on_two_devices_starts_from_a_notebook_that_ran_a_rung(tmp_path):
@@ -33,6 +194,16 @@ def test_a_script_on_two_devices_starts_from_a_notebook_that_ran_a_rung(tmp_path
     assert "9_ddp · synthetic" in stdout
 
 
+def test_several_devices_in_a_kernel_are_refused(tmp_path):
+    source = (SRC / "9_ddp.py").read_text(encoding="utf-8")
+    source = source.replace("parse_settings(", 'parse_settings(args=["--devices", "2"], ')
+    text = "".join(output.get("text", "") for output in execute(tmp_path, source))
+    assert text.endswith(
+        "error: a notebook's kernel runs on one device; on 2, in a cell of its own: !python src/9_ddp.py --devices 2\n"
+    )
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_kernel_s_own_arguments_are_ignored_and_an_error_is_one_line(tmp_path):
     source = "from fabric_ladder import parse_settings\nparse_settings(batch_size=2, micro_batch_size=3)"
     outputs = execute(tmp_path, source)
@@ -40,6 +211,16 @@ def test_the_kernel_s_own_arguments_are_ignored_and_an_error_is_one_line(tmp_pat
     assert text.splitlines()[-1].startswith("error: --micro_batch_size 3 is above --batch_size 2")
     assert "Traceback" not in text
     assert not [output for output in outputs if output.output_type == "error"]
+
+
+def cut_short(notebook, *more):
+    (cell,) = [cell for cell in notebook.cells if "\nARGS = []" in cell.source]
+    cell.source = cell.source.replace("ARGS = []", f"ARGS = {[*SMALL, *more]}")
+
+
+def printed(cells, name="stdout"):
+    outputs = (output for cell in cells for output in cell.get("outputs", ()))
+    return "".join(output.text for output in outputs if output.get("name") == name)
 
 
 def execute(folder, source):

@@ -55,7 +55,10 @@ def resolve_devices(settings, several: bool) -> None:
             f"--devices {settings.devices} --num_nodes {settings.num_nodes}: {settings.name} runs on one; {SEVERAL}"
         )
     if ranks > 1 and notebook_shell():
-        raise UserError(f"a notebook runs on one device; on {settings.devices}: !python src/{settings.name}.py")
+        raise UserError(
+            f"a notebook's kernel runs on one device; on {settings.devices}, in a cell of its own: "
+            f"!python src/{settings.name}.py --devices {settings.devices}"
+        )
     if settings.accelerator == "cuda" and settings.devices > torch.cuda.device_count():
         raise UserError(f"--devices {settings.devices}: there are only {torch.cuda.device_count()} CUDA GPUs here")
     if settings.num_nodes > 1 and not launcher and not {"NODE_RANK", "MASTER_ADDR"} <= os.environ.keys():

@@ -21,6 +21,7 @@ from local_dataset_utilities import DataSettings
 REPOSITORY_CONFIGS = Path(__file__).parents[2] / "configs"
 CONFIGS = REPOSITORY_CONFIGS if REPOSITORY_CONFIGS.is_dir() else Path(__file__).parent / "configs"
 PATHS = ("dataset", "validation_file", "test_file", "model", "tokenizer")
+SCRIPT_NAME = re.compile(r'^"""(\w+) ·', re.MULTILINE)  # at the start of each rung's docstring
 INTERNAL = ("name", "config", "notices")
 PRECISIONS = Literal["32-true", "mixed", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true"]
 
@@ -177,14 +178,17 @@ def parse_settings(args: list[str] | None = None, config: str | None = None, **d
 def _script_name() -> str:
     if file := getattr(sys.modules["__main__"], "__file__", None):
         return Path(file).stem
-    found = re.search(r'^"""(\w+) ·', _script_doc(), re.MULTILINE)
+    found = re.search(SCRIPT_NAME, _script_doc())
     return found.group(1) if found else "notebook"
 
 
 def _script_doc() -> str:
-    """The script's docstring; in a notebook, the source of the running cell."""
+    """The script's docstring; in a notebook, the newest cell that holds one."""
     main = sys.modules["__main__"]  # not imported once: a script may run others by `runpy`
-    return main.In[-1] if notebook_shell() else main.__doc__ or ""
+    if not notebook_shell():
+        return main.__doc__ or ""
+    cells = (cell for cell in reversed(main.In) if not cell.startswith("%%"))  # those only write a script
+    return next((cell for cell in cells if re.search(SCRIPT_NAME, cell)), "")
 
 
 def _chosen_config(args: list[str], config: str | None) -> tuple[bool, Path | None]:

@@ -1,0 +1,44 @@
+"""The numbered scripts, for the tools that run, check or copy them."""
+
+import runpy
+import sys
+from pathlib import Path
+
+from fabric_ladder.errors import Checked, UserError, explain, show_errors
+from fabric_ladder.settings import Settings
+
+SRC = Path(__file__).parents[1]
+RUNGS = sorted(SRC.glob("[0-9]*.py"), key=lambda path: int(path.name.split("_")[0]))
+
+
+def choose_rungs(names: list[str]) -> list[Path]:
+    """Return the rungs of these numbers or names (2, 2_grad_accum, src/2_grad_accum.py), in the ladder's order.
+
+    Raises:
+        UserError: There is no such rung.
+    """
+    known = {name: path for path in RUNGS for name in (path.stem.split("_")[0], path.stem, path.name)}
+    names = [Path(name.strip()).name for name in names]
+    for name in names:
+        if name not in known:
+            raise UserError(f"there is no rung {name}: give numbers from 1 to {len(RUNGS)}, or names")
+    return [path for path in RUNGS if path in {known[name] for name in names}]
+
+
+def check_rung(rung: Path, options: list[str]) -> Settings | str:
+    """Return the settings with which a rung would run here, or in one line why it cannot.
+
+    The rung itself is asked, by `--check_only true`, in this process, where the libraries are loaded already.
+    """
+    sys.argv = [str(rung), *options, "--check_only", "true"]
+    try:
+        runpy.run_path(str(rung), run_name="__main__")
+    except Checked as checked:
+        return checked.settings
+    except Exception as error:
+        if line := explain(error):
+            return " ".join(line.split())
+        raise
+    finally:
+        show_errors()  # the rung's own settings were named for its errors
+    raise AssertionError(f"{rung} went on after its check")
