@@ -23,7 +23,8 @@ from fabric_ladder.errors import UserError, show_errors
 from fabric_ladder.export import Arguments
 from fabric_ladder.rungs import RUNGS, check_rung, choose_rungs
 
-NOT_THE_RUN_S = ("notices", "check_only", "runs_dir", "logger", "save")  # settings that leave its figures as they are
+# settings that leave a run's figures as they are
+NOT_THE_RUN_S = "notices check_only runs_dir logger save save_every keep resume max_time".split()
 
 
 def comparable(settings: dict) -> dict:

@@ -105,3 +105,13 @@ def test_half_precision_does_not_detune_rotary_positions(tmp_path):
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
     assert torch.equal(model.model.rotary_emb.inv_freq, exact)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_half_precision_converts_weights_beside_a_buffer_of_positions(tmp_path):
+    """BERT's embeddings hold position numbers, which no checkpoint has; they were once left in 32-bit for these."""
+    tiny_model("bert").save_pretrained(tmp_path / "bert")
+    settings = settings_for(tmp_path, model=str(tmp_path / "bert"), precision="bf16-true")
+    model = Fabric(accelerator="cpu", devices=1, precision="bf16-true").setup(build_model(settings, datasets()))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    ones = torch.ones(2, 5, dtype=torch.long)
+    assert model(input_ids=ones, labels=torch.tensor([0, 1])).loss.isfinite()

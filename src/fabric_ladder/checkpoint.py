@@ -3,9 +3,9 @@
 import copy
 import json
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -14,22 +14,17 @@ from huggingface_hub import save_torch_state_dict
 from lightning import Fabric
 from lightning.fabric.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from fabric_ladder.batching import Collator, TextCollator
 from fabric_ladder.errors import UserError
+from fabric_ladder.sharded import empty_optimizer_state, optimizer_state, read_tensors, write_tensors
 from fabric_ladder.zero import load_engine, save_engine, whole_in_32_bit
 from local_dataset_utilities import ImageFormat
 
+OPTIMIZER = "optimizer.json"
 ADAPTER = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "target_modules")  # what weights do not tell
 
 
@@ -59,7 +54,6 @@ def save(
         from_scratch: The weights were random at first: those that adapters leave as they are, which exist nowhere else,
             are saved as `folder / "base"`.
     """
-    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # of a run with one process
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     inner, adapter = _inner(model), has_adapter(model)
@@ -78,10 +72,10 @@ def save(
             _describe(folder / "base", inner, data, _dtype(base.values()))
     if how == "sharded":
         place, weights = folder / "checkpoint", None
-        if zero:
-            save_engine(model._forward_module, place, trained_only=adapter)
-        else:
-            dcp.save(_state(inner, optimizer.optimizer, adapter), checkpoint_id=place)
+        if fabric.global_rank == 0:
+            place.mkdir(exist_ok=True)
+        fabric.barrier()
+        write_state(place, model, optimizer, fabric.global_rank)
         dtype = torch.float32 if zero else _dtype(_trained(inner).values())  # as it is exported
     else:
         place = folder / ("adapter" if adapter else "model")
@@ -107,22 +101,49 @@ def load(path: str, model: nn.Module, optimizer: Optimizer) -> None:
     Raises:
         UserError: It is of another model, optimizer or adapter; one of DeepSpeed's, of another number of ranks.
     """
+    if has_adapter(model):
+        _check_adapter(path, _inner(model))
+    read_state(f"--load {path}", path, model, optimizer)
+
+
+def write_state(folder: Path, model: nn.Module, optimizer: Optimizer, rank: int) -> None:
+    """Write model and optimizer, each rank its share, into a folder that is there. All ranks must call it.
+
+    Raises:
+        OSError, dcp.api.CheckpointException: It cannot be written.
+    """
     inner, adapter = _inner(model), has_adapter(model)
-    if adapter:
-        _check_adapter(path, inner)
     if hasattr(model._forward_module, "load_checkpoint"):
-        load_engine(path, model._forward_module, trained_only=adapter)
+        save_engine(model._forward_module, folder, trained_only=adapter)
         return
-    target = _state(inner, optimizer.optimizer, adapter)
+    state, values = optimizer_state(inner, optimizer.optimizer)
+    write_tensors(_weights(inner, adapter) | {f"optimizer.{name}": tensor for name, tensor in state.items()}, folder)
+    if rank == 0:
+        record = {"kind": type(optimizer.optimizer).__name__, "values": values}
+        (folder / OPTIMIZER).write_text(json.dumps(record), encoding="utf-8")
+
+
+def read_state(where: str, folder: str | Path, model: nn.Module, optimizer: Optimizer) -> None:
+    """Read what `write_state` has written. All ranks must call it.
+
+    Raises:
+        UserError: It is of another model or optimizer, or damaged; the message begins with `where`.
+    """
+    inner, adapter = _inner(model), has_adapter(model)
+    if hasattr(model._forward_module, "load_checkpoint"):
+        load_engine(str(folder), model._forward_module, trained_only=adapter)
+        return
+    mine = type(optimizer.optimizer).__name__
     try:
-        dcp.load(target, checkpoint_id=path)
-    except (dcp.api.CheckpointException, RuntimeError, ValueError) as error:
+        record = json.loads((Path(folder) / OPTIMIZER).read_text(encoding="utf-8"))
+        if record["kind"] != mine:
+            raise UserError(f"{where}: made with another model or optimizer ({record['kind']}, not {mine})")
+        state = empty_optimizer_state(inner, optimizer.optimizer, folder, "optimizer.", record["values"])
+        state = {f"optimizer.{name}": tensor for name, tensor in state.items()}
+        read_tensors(_weights(inner, adapter) | state, folder)
+    except (dcp.api.CheckpointException, OSError, RuntimeError, ValueError, LookupError, UnpicklingError) as error:
         reason = " ".join(str(error).split())[-200:]
-        raise UserError(f"--load {path}: made with another model or optimizer ({reason})") from error
-    options = StateDictOptions(ignore_frozen_params=adapter)
-    if not adapter:  # whose tensors have been filled in place
-        set_model_state_dict(inner, target["model"], options=options)
-    set_optimizer_state_dict(inner, optimizer.optimizer, target["optimizer"], options=options)
+        raise UserError(f"{where}: made with another model or optimizer, or damaged ({reason})") from error
 
 
 def has_adapter(model: nn.Module) -> bool:
@@ -141,16 +162,10 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, configured: int | list[int] |
     return sorted(ends | {tokenizer.eos_token_id} - {None}) or None
 
 
-def _state(inner: nn.Module, optimizer: Optimizer, adapter: bool) -> dict:
-    """The shards of this rank. Names of 4-bit weights are nothing that PyTorch could look up, so PEFT's are ours."""
-    if adapter:
-        weights = {name: tensor.detach() for name, tensor in _trained(inner).items()}
-    else:
-        weights = get_model_state_dict(inner)
-    return {
-        "model": weights,
-        "optimizer": get_optimizer_state_dict(inner, optimizer, options=StateDictOptions(ignore_frozen_params=adapter)),
-    }
+def _weights(inner: nn.Module, adapter: bool) -> dict[str, Tensor]:
+    """What is saved, of shards this rank's, as tensors that share memory with the model."""
+    tensors = _trained(inner) if adapter else inner.state_dict(keep_vars=True)
+    return {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
 
 
 def _trained(inner: nn.Module) -> dict[str, Tensor]:

@@ -58,13 +58,14 @@ def _check_values(settings) -> None:
         "image_size",
         "resize_to",
         "num_nodes",
+        "keep",
         *(["devices"] if settings.devices != "auto" else []),
     )
-    at_least_0 = ("num_workers", "seed", "split_seed", "warmup_steps")
+    at_least_0 = ("num_workers", "seed", "split_seed", "warmup_steps", "save_every")
     for name, least in [*((name, 1) for name in at_least_1), *((name, 0) for name in at_least_0)]:
         if (value := getattr(settings, name)) is not None and value < least:
             raise UserError(f"--{name} {value}: must be at least {least}")
-    for name in ("learning_rate", "sgd_learning_rate", "lora_learning_rate", "max_grad_norm"):
+    for name in ("learning_rate", "sgd_learning_rate", "lora_learning_rate", "max_grad_norm", "max_time"):
         if (value := getattr(settings, name)) is not None and not 0 < value < float("inf"):
             raise UserError(f"--{name} {value}: must be a positive number")
     if not 0 <= settings.lora_dropout < 1:
@@ -86,6 +87,10 @@ def _check_values(settings) -> None:
     if settings.load and not (Path(settings.load) / index).is_file():
         raise UserError(
             f"--load {settings.load} is no sharded checkpoint; a consolidated model is given as --model {settings.load}"
+        )
+    if settings.resume not in ("no", "auto") and not Path(settings.resume).is_dir():
+        raise UserError(
+            f"--resume {settings.resume}: there is no such folder; --resume auto finds the newest checkpoint"
         )
     if settings.image_size and settings.resize_to and settings.resize_to < settings.image_size:
         raise UserError(f"--resize_to {settings.resize_to} is below --image_size {settings.image_size}: nothing to cut")

@@ -145,12 +145,12 @@ def _halve_largest(share: list[list[list[int]]]) -> bool:
 class EffectiveBatchSampler(Sampler):
     """Plans of the effective batches of one epoch, in the order of the permutation that (seed, epoch) gives.
 
-    Set `epoch` before each pass.
+    Set `epoch` before each pass, and `start`, the effective batches that are left out at its beginning.
     """
 
     def __init__(self, lengths: np.ndarray, items: np.ndarray, settings, rank: int, ranks: int):
         self.lengths, self.items, self.settings, self.rank, self.ranks = lengths, items, settings, rank, ranks
-        self.epoch = 0
+        self.epoch = self.start = 0
 
     def __len__(self) -> int:
         """Optimizer steps of an epoch; the last one may be smaller, none is dropped."""
@@ -159,7 +159,7 @@ class EffectiveBatchSampler(Sampler):
     def __iter__(self) -> Iterator[Plan]:
         settings, epoch = self.settings, self.epoch
         order = np.random.default_rng([settings.seed, epoch]).permutation(len(self.lengths))
-        for start in range(0, len(order), settings.batch_size):
+        for start in range(self.start * settings.batch_size, len(order), settings.batch_size):
             rows = order[start : start + settings.batch_size]
             plan = cut(
                 rows, self.lengths, self.items, self.ranks, settings.micro_batch_size, settings.micro_batch_tokens,

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -22,6 +23,7 @@ from transformers.initialization import no_init_weights
 
 from fabric_ladder.errors import UserError
 from fabric_ladder.models import load_config, silence_loading
+from fabric_ladder.sharded import read_index, read_tensors
 from local_dataset_utilities import reachable
 
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
@@ -157,7 +159,6 @@ def new_folder(output: Path) -> Iterator[Path]:
 def quiet() -> None:
     """Leave out what libraries report while they load; progress bars are for a terminal."""
     silence_loading()
-    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # PEFT asks for it
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where installed, would report that it found none
@@ -243,14 +244,14 @@ def _load_adapter(result: Result, base: str | None, dtype: torch.dtype | None, q
 def _read(result: Result) -> dict[str, Tensor]:
     """Read the weights, with the names that they have in the model, or in PEFT's file."""
     if result.kind == "sharded":
-        saved = dcp.FileSystemReader(result.folder).read_metadata().state_dict_metadata
-        weights = {name.removeprefix("model."): torch.empty(item.size, dtype=item.properties.dtype)
-                   for name, item in saved.items() if name.startswith("model.")}  # fmt: skip
         try:
-            dcp.load({"model": weights}, checkpoint_id=result.folder, no_dist=True)
-        except (dcp.api.CheckpointException, OSError, RuntimeError, ValueError) as error:
+            saved = read_index(result.folder).state_dict_metadata
+            weights = {name: torch.empty(item.size, dtype=item.properties.dtype)
+                       for name, item in saved.items() if name.startswith("model.")}  # fmt: skip
+            read_tensors(weights, result.folder, alone=True)
+        except (dcp.api.CheckpointException, OSError, RuntimeError, ValueError, UnpicklingError) as error:
             raise UserError(f"{result.folder} cannot be read: {_brief(error)}") from error
-        return weights
+        return {name.removeprefix("model."): tensor for name, tensor in weights.items()}
     if result.kind == "deepspeed":
         try:
             from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint

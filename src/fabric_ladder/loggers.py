@@ -1,6 +1,7 @@
 """Where the figures of a run go while it runs: metrics.csv always, TensorBoard or Weights & Biases too if asked for."""
 
 import importlib.util
+import warnings
 from pathlib import Path
 
 from lightning.fabric.loggers import CSVLogger, Logger, TensorBoardLogger
@@ -25,16 +26,23 @@ class RunLog:
     """Writes rows of figures into a run's folder.
 
     Args:
-        folder: `runs/<script>/<n>`; empty, or the CSV logger warns.
+        folder: `runs/<script>/<n>`.
         settings: `logger`, and for Weights & Biases the run's settings.
+        rows: Of a run that goes on: optimizer step, samples and figures of the rows so far.
     """
 
-    def __init__(self, folder: Path, settings):
+    def __init__(self, folder: Path, settings, rows: list[tuple[int, int, dict]] = ()):
         self._csv = CSVLogger(folder.parent.parent, folder.parent.name, folder.name, flush_logs_every_n_steps=1)
-        _ = self._csv.experiment  # which opens the folder
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Experiment logs directory", UserWarning)  # it writes metrics.csv anew
+            writer = self._csv.experiment
+        for step, samples, figures in rows:
+            writer.log_metrics(figures | {"samples": samples}, step)
+        writer.save()
         self._live: Logger | None = None
         if settings.logger == "tensorboard":
-            self._live = TensorBoardLogger(folder, name="", version="tensorboard")
+            later = rows[-1][1] + 1 if rows else None  # what the run had drawn beyond its checkpoint is hidden
+            self._live = TensorBoardLogger(folder, name="", version="tensorboard", purge_step=later)
         elif settings.logger == "wandb":
             from lightning.pytorch.loggers import WandbLogger
 

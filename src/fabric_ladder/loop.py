@@ -1,7 +1,6 @@
 """The one train loop and the one evaluation, under every rung."""
 
-from collections.abc import Iterable
-from time import perf_counter
+from collections.abc import Callable, Iterable
 
 import torch
 from lightning import Fabric
@@ -16,6 +15,7 @@ from fabric_ladder.errors import UserError
 from fabric_ladder.metrics import Meter, Step, Totals, count_correct
 from fabric_ladder.optimizers import set_learning_rate
 from fabric_ladder.reporting import Run
+from fabric_ladder.resume import Keeper
 
 
 def accumulate_gradients(
@@ -24,12 +24,16 @@ def accumulate_gradients(
     micro_batches: list[MicroBatch],
     meter: Meter,
     step: Step,
-) -> None:
+    stop: Callable[[], bool] = bool,
+) -> bool:
     """Add up the gradient of the mean loss per item of one effective batch.
 
     The weights of the micro-batches make the sum independent of the cut. Ranks average their gradients once, in the
     last backward pass; the forward passes before it must be told so too. Where gradients are sharded, they are averaged
     in each, so that no rank ever holds all of them.
+
+    Returns:
+        Whether all were added: after a micro-batch `stop` may ask to stop.
     """
     waits = not isinstance(fabric.strategy, ModelParallelStrategy)  # FSDP2 would keep whole gradients until the last
     for number, micro_batch in enumerate(micro_batches, start=1):
@@ -38,6 +42,9 @@ def accumulate_gradients(
             outputs = model(**inputs)
             fabric.backward(outputs.loss * micro_batch.weight)
         meter.add(outputs.loss, count_correct(outputs, inputs["labels"]), micro_batch.items, step)
+        if number < len(micro_batches) and stop():
+            return False
+    return True
 
 
 def train(run: Run, model: nn.Module, optimizer: Optimizer, train_loader: DataLoader, val_loader: DataLoader) -> None:
@@ -55,61 +62,89 @@ def train(run: Run, model: nn.Module, optimizer: Optimizer, train_loader: DataLo
         ValueError: The optimizer holds other parameters than the model's, and would train nothing.
     """
     fabric, settings = run.fabric, run.settings
-    steps, done = len(train_loader) * settings.epochs, 0
+    steps = len(train_loader) * settings.epochs
     if settings.warmup_steps >= steps:
         raise UserError(f"--warmup_steps {settings.warmup_steps}: the run has only {steps} optimizer steps")
     if not isinstance(fabric.strategy, DeepSpeedStrategy):  # which owns flat copies of the parameters
         _check_ownership(model, optimizer)
     if settings.load:
         load(settings.load, model, optimizer)
-    set_learning_rate(settings, optimizer, done, steps)
-    run.start(model, train_loader)
     fabric.seed_everything(settings.seed + fabric.global_rank, verbose=False)  # dropout differs between the ranks
-    for epoch in range(settings.epochs):
-        train_loader.sampler.epoch = epoch
-        meter, epoch_totals, seen = Meter(fabric), Totals(0.0, 0, 0), 0
+    keeper = run.keeper = Keeper(run, model, optimizer, train_loader)
+    keeper.begin()
+    set_learning_rate(settings, optimizer, keeper.done, steps)
+    while (place := keeper.place).epoch < settings.epochs:
+        train_loader.sampler.epoch, train_loader.sampler.start = place.epoch, place.batch
         model.train()  # after from_pretrained and after each evaluation the inner module is in eval mode
-        for batch_number, batch in enumerate(run.progress(train_loader), start=1):
-            step = (f"epoch {epoch + 1}, batch {batch_number}", batch.samples)
-            accumulate_gradients(fabric, model, batch.micro_batches, meter, step)
+        if not place.batch:  # the checkpoint is from before the iterator was made, which draws a random number
+            keeper.restore_random()
+        batches = iter(train_loader)
+        keeper.restore_random()
+        for batch in run.progress(batches, place.batch):
+            keeper.mark()
+            step = (f"epoch {place.epoch + 1}, batch {place.batch + 1}", batch.samples)
+            stop = run.stopper.asked_alone
+            if not accumulate_gradients(fabric, model, batch.micro_batches, keeper.meter, step, stop):
+                keeper.set_back()
+                keeper.leave()
             if settings.max_grad_norm:
                 fabric.clip_gradients(model, optimizer, max_norm=settings.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
-            done += 1
-            set_learning_rate(settings, optimizer, done, steps)
+            place.batch += 1
+            set_learning_rate(settings, optimizer, keeper.done, steps)
             run.count(batch)
-            before, seen = seen, seen + len(batch.samples)
-            if before // settings.log_every < seen // settings.log_every or batch_number == len(train_loader):
-                totals = meter.collect()  # here, and only here, the loop waits for the device
-                epoch_totals += totals
-                run.log_loss(epoch, batch_number, seen, totals.loss, optimizer.param_groups[0]["lr"])
-        start = perf_counter()
-        validation = _evaluate(fabric, model, val_loader, f"the validation after epoch {epoch + 1}")
-        run.log_epoch(epoch, epoch_totals.accuracy, validation, seconds=perf_counter() - start)
+            before, place.seen = place.seen, place.seen + len(batch.samples)
+            if before // settings.log_every < place.seen // settings.log_every or place.batch == len(train_loader):
+                totals = keeper.meter.collect()  # here, and only here, the loop waits for the device
+                place.totals += totals
+                run.log_loss(place.epoch, place.batch, place.seen, totals.loss, optimizer.param_groups[0]["lr"])
+            keeper.after_step()
+        keeper.mark()
+        with run.beside_training():
+            name = f"the validation after epoch {place.epoch + 1}"
+            validation = _evaluate(fabric, model, val_loader, name, run.stopper.asked)
+        if validation is None:
+            keeper.set_back()
+            keeper.leave()
+        run.log_epoch(place.epoch, place.totals.accuracy, validation)
+        keeper.after_epoch(validation)
+    if place.trained:  # stopped in the test
+        return
     run.log_training()
     if settings.save != "no":
         data, random = train_loader.dataset, settings.from_scratch
-        place = save(fabric, settings.save, run.folder, model, optimizer, data, random)
-        run.print(f"Saved {place}")
+        folder = save(fabric, settings.save, run.folder, model, optimizer, data, random)
+        run.print(f"Saved {folder}")
+    place.trained = True
 
 
 def evaluate(run: Run, model: nn.Module, test_loader: DataLoader) -> Totals:
     """Print and return the totals of the test, and close the run."""
-    totals = _evaluate(run.fabric, model, test_loader, "the test")
+    totals = _evaluate(run.fabric, model, test_loader, "the test", run.stopper.asked)
+    if totals is None:
+        run.keeper.leave()
+    run.keeper.end()
     run.log_test(totals)
     return totals
 
 
 @torch.no_grad()
-def _evaluate(fabric: Fabric, model: nn.Module, loader: Iterable[MicroBatch], name: str) -> Totals:
-    """Count every sample of the loader's split once; `name` is for the message if a loss is not finite."""
+def _evaluate(
+    fabric: Fabric, model: nn.Module, loader: Iterable[MicroBatch], name: str, stop: Callable[[], bool] = bool
+) -> Totals | None:
+    """Count every sample of the loader's split once, unless `stop` asks to stop.
+
+    `name` is for the message if a loss is not finite.
+    """
     model.eval()
     meter = Meter(fabric)
     for micro_batch in loader:
         inputs = fabric.to_device(micro_batch.inputs)
         outputs = model(**inputs)
         meter.add(outputs.loss, count_correct(outputs, inputs["labels"]), micro_batch.items, (name, []))
+        if stop():
+            return None
     return meter.collect()
 
 

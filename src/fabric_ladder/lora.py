@@ -152,15 +152,20 @@ def add_adapters(model: nn.Module, settings) -> nn.Module:
     return model
 
 
-def keep_dtype(module: nn.Module) -> None:
-    """Have a module follow when its model moves to a device, but not when the model is converted to half precision."""
-    module._apply = partial(_apply_but_dtype, module)
+def keep_dtype(module: nn.Module, buffers_alone: bool = False) -> None:
+    """Have a module follow when its model moves to a device, but not when the model is converted to half precision.
+
+    With `buffers_alone` its parameters are converted, and only the buffers stay that no checkpoint holds.
+    """
+    module._apply = partial(_apply_but_dtype, module, buffers_alone)
 
 
-def _apply_but_dtype(module: nn.Module, function, recurse: bool = True) -> nn.Module:
+def _apply_but_dtype(module: nn.Module, buffers_alone: bool, function, recurse: bool = True) -> nn.Module:
+    kept = [module._buffers[name] for name in module._non_persistent_buffers_set]
+
     def move(tensor: Tensor) -> Tensor:
         moved = function(tensor)
-        if moved.dtype == tensor.dtype:
+        if moved.dtype == tensor.dtype or (buffers_alone and not any(tensor is buffer for buffer in kept)):
             return moved
         return torch.empty_like(tensor, device=moved.device) if tensor.is_meta else tensor.to(moved.device)
 

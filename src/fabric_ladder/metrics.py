@@ -70,6 +70,11 @@ class Meter:
             self.items.append(items)
             self.steps.append(step)
 
+    def keep_first(self, count: int) -> None:
+        """Forget all but the first `count` micro-batches."""
+        for kept in (self.losses, self.correct, self.items, self.steps):
+            del kept[count:]
+
     def collect(self) -> Totals:
         """Return the totals over all ranks since the last call. All ranks must call it.
 

@@ -89,7 +89,7 @@ def build_model(settings, datasets: TextDatasets | ImageDatasets) -> nn.Module:
     model = _make(settings, config)
     for module in model.modules():
         if module._non_persistent_buffers_set:  # such as the rotary frequencies, which 16 bits would detune
-            keep_dtype(module)
+            keep_dtype(module, buffers_alone=True)
     if settings.task == "instruction-tuning":
         keep_apart(model)
         use_token_loss(model, settings.loss_chunk)

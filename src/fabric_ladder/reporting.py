@@ -1,29 +1,37 @@
 """What a run prints and leaves behind: the header, the blog's lines, log.txt, metrics.csv and run.json."""
 
+import copy
 import dataclasses
-import json
 import os
 import shlex
 import sys
-import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter, strftime
+from typing import TypeVar
 
 import torch
 from lightning import Fabric
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from fabric_ladder.batching import EffectiveBatch
 from fabric_ladder.errors import Checked, UserError
+from fabric_ladder.folder import RunFolder, check_writable
 from fabric_ladder.hardware import CompileClock, describe_hardware, describe_versions, peak_memory, reset_peak_memory
+from fabric_ladder.header import describe_parameters, parameters_line, title
 from fabric_ladder.launch import launch
-from fabric_ladder.loggers import RunLog
 from fabric_ladder.metrics import Totals
+from fabric_ladder.stopping import Stopper
 from fabric_ladder.watch import RankWatch
+
+T = TypeVar("T")
+FRESH = {
+    "samples": 0, "tokens": 0, "padded": 0, "beside": 0.0, "elapsed": 0.0, "paced": [0, 0.0], "peaks": [0, 0],
+    "compiled": [0.0, 0], "lines": [], "rows": [],
+}  # fmt: skip
 
 
 class Run:
@@ -48,7 +56,7 @@ class Run:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        self.folder: Path | None = None
+        self._files: RunFolder | None = None
         self.record = {
             "format": 1,
             "status": "running",
@@ -61,57 +69,104 @@ class Run:
             "results": {"epochs": []},
         }
         self._unwritten: list[str] = []
+        self.stopper: Stopper | None = None
+        self.keeper = None  # of the checkpoints, once training has started
         fabric.seed_everything(settings.seed, verbose=False)
-        self._on_rank_zero(self._check_runs_dir)
+        self.on_rank_zero(lambda: check_writable(Path(settings.runs_dir)))
         for notice in settings.notices:
             self.print(notice)
         self.print(" · ".join(f"{name} {number}" for name, number in self.record["versions"].items()))
-        self.print(self._title())
+        self.print(title(settings, self.record["hardware"], fabric.world_size))
         self.print(f"Torch CUDA available? {torch.cuda.is_available()}")
 
-    def print(self, line: str) -> None:
-        """Print a line on rank 0 and add it to log.txt."""
+    @property
+    def folder(self) -> Path | None:
+        """`runs/<script>/<n>` on rank 0, once training has started."""
+        return self._files.path if self._files else None
+
+    def print(self, line: str, log: bool = True) -> None:
+        """Print a line on rank 0 and, unless it is of this start of the run alone, add it to log.txt."""
         if self.fabric.global_rank:
             return
         print(line, flush=True)
-        self._unwritten.append(line)
-        if self.folder:
-            with open(self.folder / "log.txt", "a", encoding="utf-8") as log:
-                log.writelines(f"{line}\n" for line in self._unwritten)
-            self._unwritten.clear()
+        if log:
+            self._unwritten.append(line)
+        if self._files and self._unwritten:
+            lines, self._unwritten = self._unwritten, []
+            self._write(lambda: self._files.append(lines))
 
-    def start(self, model: nn.Module, train_loader: DataLoader) -> None:
-        """Open the run's folder, print the model's size and start the clocks."""
-        parameters = list(model.parameters())
-        results = self.record["results"]
-        results["parameters"] = sum(map(_elements, parameters))
-        results["trainable_parameters"] = sum(
-            _elements(parameter) for parameter in parameters if parameter.requires_grad
-        )
-        results["parameter_bytes_of_a_rank"] = sum(_bytes_here(parameter) for parameter in parameters)
-        results["dtypes"] = sorted({str(parameter.dtype) for parameter in parameters})
+    def start(self, model: nn.Module, train_loader: DataLoader, resumed: tuple[Path, dict] | None = None) -> None:
+        """Open the run's folder, print the model's size and start the clocks.
+
+        Args:
+            model: Set up by Fabric.
+            train_loader: Knows the data.
+            resumed: The folder of a run to go on with, and its `state` so far.
+        """
+        self.record["results"] |= describe_parameters(model)
         self.steps = len(train_loader)
         self.epoch_samples = len(train_loader.dataset)
         self.record["data"] = {"fingerprint": train_loader.dataset.fingerprint, "train_samples": self.epoch_samples}
-        self._on_rank_zero(self._open_folder)
+        folder, state = resumed or (None, copy.deepcopy(FRESH))
+        self.on_rank_zero(lambda: self._open_folder(folder, state))
         for notice in train_loader.dataset.notices:
-            self.print(notice)
-        count, trainable = results["parameters"], results["trainable_parameters"]
-        digits, share = (1, "") if trainable == count else (3, f" ({trainable / count:.2%})")
-        trained = f"{trainable / 1e6:.{digits}f} M trainable{share}"
-        self.print(f"Parameters: {count / 1e6:.1f} M, {trained}, {', '.join(results['dtypes'])}")
-        self.samples = self._tokens = self._padded = 0
-        self._validating = 0.0
+            self.print(notice, log=not resumed)
+        self.print(parameters_line(self.record["results"]), log=not resumed)
+        first = self.fabric.global_rank == 0  # which goes on with the sums of all ranks
+        self.samples = state["samples"]
+        self._tokens, self._padded = (state["tokens"], state["padded"]) if first else (0, 0)
+        self._beside, self._peaks, self._paced = state["beside"], state["peaks"], state["paced"]
         self._compile_clock = CompileClock(model)
-        self._host_peak = peak_memory(torch.device("cpu"))  # of making the model, too
+        self._compile_clock.seconds, self._compile_clock.graphs = state["compiled"]
+        self._peaks[1] = max(self._peaks[1], peak_memory(torch.device("cpu")))  # of making the model, too
         reset_peak_memory(self.fabric.device)
-        self._start = perf_counter()
-        self._paced = 0, self._start
+        self._start = perf_counter() - state["elapsed"]
+        self.stopper = Stopper(self.settings.max_time, self.fabric.world_size)
 
-    def progress(self, loader: Iterable[EffectiveBatch]) -> Iterable[EffectiveBatch]:
-        """Show a bar with the time left, on a terminal only."""
+    def state(self) -> dict:
+        """Return, as plain values, what a run needs to go on with lines and figures; all ranks must call it."""
+        tokens, padded = self._sum(self._tokens, self._padded)
+        return {
+            "samples": self.samples,
+            "tokens": tokens,
+            "padded": padded,
+            "beside": self._beside,
+            "elapsed": perf_counter() - self._start,
+            "paced": self._paced,
+            "peaks": self._find_peaks(),
+            "compiled": [self._compile_clock.seconds, self._compile_clock.graphs],
+            "record": self.record,
+            "lines": self._files.lines if self._files else [],
+            "rows": self._files.rows if self._files else [],
+        }
+
+    @contextmanager
+    def beside_training(self) -> Iterator[None]:
+        """Leave what is done within out of the throughput."""
+        start = perf_counter()
+        yield
+        self._beside += perf_counter() - start
+
+    def leave_finished(self) -> None:
+        """End the process: there is nothing to be done. All ranks must call it."""
+        if self._watch:
+            self.fabric.barrier()
+            self._watch.stop()
+        raise SystemExit(0)
+
+    def close(self) -> None:
+        """Let the folder, the signals and the ranks go. All ranks must call it."""
+        self.stopper.restore()
+        if self._files:
+            self._files.close()
+        if self._watch:
+            self.fabric.barrier()
+            self._watch.stop()
+
+    def progress(self, batches: Iterator[EffectiveBatch], done: int) -> Iterable[EffectiveBatch]:
+        """Show a bar with the time left, on a terminal only; so many steps of the epoch are done before."""
         hidden = self.fabric.global_rank > 0 or not sys.stderr.isatty()
-        return tqdm(loader, total=self.steps, unit="batch", disable=hidden, leave=False)
+        return tqdm(batches, total=self.steps, initial=done, unit="batch", disable=hidden, leave=False)
 
     def count(self, batch: EffectiveBatch) -> None:
         """Count the samples of all ranks, and the tokens of this one."""
@@ -138,9 +193,8 @@ class Run:
         figures = {"loss": loss, "learning_rate": learning_rate, **self._pace()}
         self._log_row(epoch * self.steps + batch, epoch=epoch + 1, **figures)
 
-    def log_epoch(self, epoch: int, train_accuracy: float, validation: Totals, seconds: float) -> None:
-        """Print an epoch's accuracies; `seconds` is the time that the validation took."""
-        self._validating += seconds
+    def log_epoch(self, epoch: int, train_accuracy: float, validation: Totals) -> None:
+        """Print an epoch's accuracies."""
         line = f"Train acc.: {train_accuracy * 100:.2f}% | Val acc.: {validation.accuracy * 100:.2f}%"
         if self._of_tokens:
             line += f" | Val perplexity: {validation.perplexity:.2f}"
@@ -157,12 +211,9 @@ class Run:
         """Print time, throughput and peak memory of the training."""
         elapsed = perf_counter() - self._start
         self._compile_clock.stop()
-        counts = torch.tensor([self._tokens, self._padded], dtype=torch.float64, device=self.fabric.device)
-        tokens, padded = self.fabric.all_reduce(counts, reduce_op="sum").tolist()
-        host = max(self._host_peak, peak_memory(torch.device("cpu")))
-        peaks = torch.tensor([peak_memory(self.fabric.device), host], dtype=torch.float64, device=self.fabric.device)
-        device, host = map(int, self.fabric.all_reduce(peaks, reduce_op="max").tolist())
-        training = elapsed - self._validating
+        tokens, padded = self._sum(self._tokens, self._padded)
+        device, host = self._find_peaks()
+        training = elapsed - self._beside
         figures = {
             "elapsed_seconds": elapsed,
             "training_seconds": training,
@@ -184,7 +235,7 @@ class Run:
         self.print(f"Memory used: {device / 1e9:.2f} GB")
         self.print(f"Host memory used: {host / 1e9:.2f} GB, loading included")
         self.record["results"] |= figures
-        self._write_record()
+        self.write_record()
 
     def log_test(self, totals: Totals) -> None:
         """Print the test's figures, mark the run as finished, and let the ranks go."""
@@ -193,14 +244,30 @@ class Run:
             self.print(f"Test loss {totals.loss:.4f} per trained token, perplexity {totals.perplexity:.2f}")
         figures = {"test_accuracy": totals.accuracy, "test_loss": totals.loss}
         self.record["results"] |= figures | {"test_tokens" if self._of_tokens else "test_samples": totals.items}
-        self.record["status"] = "finished"
         self._log_row(self.settings.epochs * self.steps, epoch=self.settings.epochs, **figures)
-        self._write_record()
-        if self.folder:
-            self._log.close()
-        if self._watch:
-            self.fabric.barrier()
-            self._watch.stop()
+        self.record["status"] = "finished"
+        self.write_record()
+        self.close()
+
+    def write_record(self) -> None:
+        """Write run.json, on rank 0."""
+        if self._files:
+            self._write(lambda: self._files.write_record(self.record))
+
+    def on_rank_zero(self, action: Callable[[], T]) -> T:
+        """Run `action` on rank 0 and return what it does to all; if it fails, every rank says so and none waits."""
+        result = problem = None
+        if self.fabric.global_rank == 0:
+            try:
+                result = action()
+            except OSError as error:
+                problem = f"cannot write --runs_dir {self.settings.runs_dir} ({error.strerror}): choose another"
+            except UserError as error:
+                problem = str(error)
+        result, problem = self.fabric.broadcast((result, problem))
+        if problem:
+            raise UserError(problem)
+        return result
 
     def _more_packages(self) -> list[str]:
         bits = self.settings.quantization != "no" or self.settings.optimizer == "adam-8bit"
@@ -215,27 +282,9 @@ class Run:
     def _epoch(self, epoch: int) -> str:
         return f"Epoch: {epoch + 1:04d}/{self.settings.epochs:04d}"
 
-    def _title(self) -> str:
-        settings, hardware = self.settings, self.record["hardware"]
-        devices = f"{self.fabric.world_size} x " if self.fabric.world_size > 1 else ""
-        model = Path(settings.model).name if Path(settings.model).exists() else settings.model
-        dataset = Path(settings.dataset).name if Path(settings.dataset).exists() else settings.dataset
-        if settings.micro_batch_tokens:
-            cut = f"batch {settings.batch_size} in micro-batches of {settings.micro_batch_tokens} tokens"
-        elif settings.packing:
-            rows = f"{devices}{settings.micro_batch_size} row" + "s" * (settings.micro_batch_size > 1)
-            cut = f"batch {settings.batch_size} packed, {rows} of up to {settings.max_length} tokens at once"
-        else:
-            share = -(-settings.batch_size // self.fabric.world_size)
-            size = min(settings.micro_batch_size, share)
-            cut = f"batch {settings.batch_size} = {devices}{-(-share // size)} x {size}"
-        device = f"{hardware['device']}: {devices}{hardware.get('gpu', hardware['processor'])}"
-        parts = [settings.name, dataset, model, f"seed {settings.seed}", cut, settings.precision, device]
-        return " · ".join(parts)
-
     def _pace(self) -> dict[str, float]:
         """Return samples/s since the last such line, validation in between left out, and the peak memory so far."""
-        now = perf_counter() - self._validating
+        now = perf_counter() - self._start - self._beside
         samples, start = self._paced
         self._paced = self.samples, now
         return {
@@ -244,57 +293,37 @@ class Run:
         }
 
     def _log_row(self, step: int, **figures: float) -> None:
-        if self.folder:
-            self._log.write(step, self.samples, seconds=perf_counter() - self._start, **figures)
+        if self._files:
+            seconds = perf_counter() - self._start
+            self._write(lambda: self._files.add_row(step, self.samples, seconds=seconds, **figures))
 
-    def _check_runs_dir(self) -> None:
-        """Try to write into the nearest folder that there is."""
-        folder = Path(self.settings.runs_dir).absolute()
-        while not folder.exists():
-            folder = folder.parent
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+    def _open_folder(self, folder: Path | None, state: dict) -> None:
+        """Open a new folder, or one to go on with, whose log has this run's first lines already."""
+        self._files = RunFolder(self.settings, folder, state["lines"], state["rows"])
+        if folder:
+            self._unwritten.clear()
+            this = {name: self.record[name] for name in ("begun", "command", "versions", "hardware", "ranks")}
+            resumed = [*state["record"].get("resumed", []), this | {"samples": state["samples"]}]
+            self.record = state["record"] | {"resumed": resumed}
+        self._files.write_record(self.record)
 
-    def _open_folder(self) -> None:
-        """Make the first free `runs/<script>/<n>`; a run that starts at the same time takes the next."""
-        home = Path(self.settings.runs_dir) / self.settings.name
-        home.mkdir(parents=True, exist_ok=True)
-        number = 1 + max((int(path.name) for path in home.iterdir() if path.name.isdigit()), default=0)
-        while True:
-            try:
-                (home / str(number)).mkdir()
-                break
-            except FileExistsError:
-                number += 1
-        self.folder = home / str(number)
-        self._log = RunLog(self.folder, self.settings)
-        self._write_record()
+    def _write(self, action: Callable[[], None]) -> None:
+        """Write into the run's folder, or stop the run in one line."""
+        try:
+            action()
+        except OSError as error:
+            raise UserError(
+                f"cannot write into {self.folder} ({error.strerror}), so the run stops: make room there, and go on "
+                "from its last checkpoint, if it wrote any, by --resume auto"
+            ) from error
 
-    def _write_record(self) -> None:
-        if self.folder:
-            temporary = self.folder / ".run.json"
-            temporary.write_text(json.dumps(self.record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-            temporary.replace(self.folder / "run.json")
+    def _sum(self, *counts: int) -> list[int]:
+        """Add up counts over the ranks."""
+        counts = torch.tensor(counts, dtype=torch.float64, device=self.fabric.device)
+        return [int(count) for count in self.fabric.all_reduce(counts, reduce_op="sum").tolist()]
 
-    def _on_rank_zero(self, action: Callable[[], None]) -> None:
-        """Run `action` on rank 0; if it fails, every rank says so and none is left waiting."""
-        problem = None
-        if self.fabric.global_rank == 0:
-            try:
-                action()
-            except OSError as error:
-                problem = f"cannot write --runs_dir {self.settings.runs_dir} ({error.strerror}): choose another"
-        if problem := self.fabric.broadcast(problem):
-            raise UserError(problem)
-
-
-def _elements(parameter: nn.Parameter) -> int:
-    """Elements of the whole parameter: ZeRO-3 leaves an empty tensor in its place, 4-bit weights share bytes."""
-    state = getattr(parameter, "quant_state", None)
-    return state.shape.numel() if state else getattr(parameter, "ds_numel", parameter.numel())
-
-
-def _bytes_here(parameter: nn.Parameter) -> int:
-    """Bytes of this rank's share of a parameter."""
-    here = parameter.to_local() if isinstance(parameter, DTensor) else getattr(parameter, "ds_tensor", parameter)
-    return here.numel() * here.element_size()
+    def _find_peaks(self) -> list[int]:
+        """Return the peak memory of the device and of the host so far, each the largest of all ranks, in bytes."""
+        mine = peak_memory(self.fabric.device), peak_memory(torch.device("cpu"))
+        peaks = torch.tensor([mine, self._peaks], dtype=torch.float64, device=self.fabric.device).amax(0)
+        return [int(peak) for peak in self.fabric.all_reduce(peaks, reduce_op="max").tolist()]

@@ -76,7 +76,12 @@ class Settings(DataSettings):
             `wandb` (Weights & Biases) draw curves live, too.
         save: Save what was trained into the run's folder: `sharded` for `load` (model and optimizer), `consolidated`
             for `model`, here or in transformers.
-        load: Sharded checkpoint to start from; trust its origin, since it is read with pickle.
+        load: Sharded checkpoint to start from.
+        save_every: Optimizer steps between two checkpoints to go on from, which are also written after each epoch; 0:
+            only when the run is stopped by Ctrl-C, SIGTERM or `max_time`.
+        keep: How many of the newest checkpoints stay, besides the one with the lowest validation loss.
+        resume: Go on with the newest run of the same settings (`auto`), or from the folder of a run or a checkpoint.
+        max_time: Minutes after which the run stops as by SIGTERM, and can go on by `resume`.
         runs_dir: Folder that gets a folder for every run.
         check_only: Say whether the run could start here, and do nothing else.
     """
@@ -120,6 +125,10 @@ class Settings(DataSettings):
     logger: Literal["csv", "tensorboard", "wandb"] = "csv"
     save: Literal["no", "sharded", "consolidated"] = "no"
     load: str | None = None
+    save_every: int = 0
+    keep: int = 1
+    resume: str = "no"
+    max_time: float | None = None
     runs_dir: str = "runs"
     check_only: bool = False
     # not the user's to set: the script's name, the YAML file that was read, and what to print first

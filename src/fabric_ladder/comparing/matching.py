@@ -21,6 +21,7 @@ IGNORED = {
     "accelerator",
     "threads",
 }
+IGNORED |= {"save_every", "keep", "resume", "max_time"}
 IGNORED |= {"devices", "num_nodes"}  # which `ranks` counts
 IGNORED |= {"sgd_learning_rate", "lora_learning_rate"}
 # What the data's fingerprint covers; named where fingerprints differ, or are unknown.

@@ -1,0 +1,90 @@
+"""A run that is asked to stop does so at the next place from which it can go on exactly."""
+
+import os
+import signal
+import sys
+from time import monotonic
+
+import torch
+import torch.distributed as dist
+
+from fabric_ladder.errors import notebook_shell
+
+STATUS = {"max_time": 124, "SIGINT": 130, "SIGTERM": 143}  # as `timeout` and shells have them
+REASONS = (None, *STATUS)
+
+
+class Stopper:
+    """Notes SIGINT, SIGTERM and the end of `max_time`; a second SIGINT ends the process at once.
+
+    The ranks of a run agree: each tells the others what it has noted while the next step runs, so nobody waits, and all
+    learn of it one step later.
+
+    Args:
+        max_time: Minutes from now after which the run is to stop; None: never.
+        ranks: Processes of the run, which must all call `asked` equally often.
+    """
+
+    def __init__(self, max_time: float | None, ranks: int):
+        self.reason: str | None = None
+        self._noted: str | None = None
+        self._end = None if max_time is None else monotonic() + 60 * max_time
+        self._group = dist.new_group(backend="gloo") if ranks > 1 else None
+        self._told: tuple[torch.Tensor, dist.Work] | None = None
+        self._before = {}
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+        except ValueError:  # not in the main thread, which alone gets signals
+            pass
+
+    def asked_alone(self) -> bool:
+        """Return whether to stop between two micro-batches: not with several ranks, which must agree first."""
+        return self._group is None and self.asked()
+
+    def asked(self) -> bool:
+        """Return whether to stop now; all ranks get the same answer."""
+        if self._end is not None and self._noted is None and monotonic() > self._end:
+            self._noted = "max_time"
+        if self._group is None:
+            self.reason = self._noted
+            return self.reason is not None
+        if self._told:
+            code, work = self._told
+            work.wait()
+            self.reason = REASONS[int(code)]
+        code = torch.tensor(REASONS.index(self._noted))
+        self._told = code, dist.all_reduce(code, dist.ReduceOp.MAX, self._group, async_op=True)
+        return self.reason is not None
+
+    def restore(self) -> None:
+        """Leave signals to whoever had them before."""
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        self._before = {}
+        if self._told:
+            self._told[1].wait()
+            self._told = None
+
+    def _note(self, number: int, frame) -> None:
+        name = signal.Signals(number).name
+        if name == "SIGINT" and self._noted:
+            if notebook_shell():
+                raise KeyboardInterrupt
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        elif self._noted is None:
+            self._noted = name
+            # print is not safe in here: it may be what was interrupted
+            os.write(2, b"\nStopping at the next micro-batch; Ctrl-C again stops at once\n")
+
+
+def leave(reason: str, rank: int) -> None:
+    """End the process with the status of its reason; in a notebook, the cell.
+
+    Other ranks than 0 end without an error, so that no launcher takes them for broken and ends rank 0 first.
+    """
+    sys.stdout.flush()
+    if notebook_shell():
+        raise KeyboardInterrupt
+    raise SystemExit(STATUS[reason] if rank == 0 else 0)
