@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from helpers import MODELS, ROOT, SRC, finished, run_script, settings_for
 from safetensors.torch import load_file
 from test_devices import ONE_THREAD, SIZES, read, same
+from test_resume import Evil, lines_of, rows_of
 from test_zero_config import ZERO_2, ZERO_3
 from torch.utils import cpp_extension
 
@@ -267,3 +269,29 @@ def test_nvme_needs_libaio(refused, tmp_path, monkeypatch):
     if AsyncIOBuilder().is_compatible():
         pytest.skip("libaio is there")
     assert "needs libaio: apt install libaio-dev" in refused(nvme(optimizer=str(tmp_path)))
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("config", [ZERO_2, small()], ids=["zero2", "zero3"])
+def test_a_run_goes_on_from_its_checkpoint(tmp_path, config):
+    """Printed lines and figures are those of the undisturbed run; nothing that a file says is run."""
+    more = ["--save_every", "4", "--keep", "9"]
+    whole, _ = run(tmp_path, config, *more)
+    shutil.copytree(whole, kept := tmp_path / "whole")
+    for later in sorted((whole / "checkpoints").iterdir())[1:]:
+        shutil.rmtree(later)
+    record = json.loads((whole / "run.json").read_text())
+    (whole / "run.json").write_text(json.dumps(record | {"status": "running"}))
+    folder, stdout = run(tmp_path, config, *more, "--resume", "auto")
+    assert folder == whole
+    assert "Resumed from runs/zero_script/1/checkpoints/step-000000004\n" in stdout
+    assert lines_of(whole) == lines_of(kept)
+    assert rows_of(whole) == rows_of(kept)
+    if config is ZERO_2:
+        state = kept / "checkpoints" / "step-000000004" / "state"
+        (weights,) = state.rglob("mp_rank_00_model_states.pt")
+        torch.save({"module": Evil()}, weights)
+        arguments = [*SIZES, "--deepspeed", tmp_path / "zero.json", "--devices", "2", "--load", state]
+        process = run_script(SCRIPT, *arguments, cwd=tmp_path, **ONE_THREAD)
+        assert re.search("^error.* --load .*made with another model, optimizer or stage", process.stderr, re.MULTILINE)
+        assert not (tmp_path / "executed").exists()

@@ -24,6 +24,7 @@ from transformers.initialization import no_init_weights
 from fabric_ladder.errors import UserError
 from fabric_ladder.models import load_config, silence_loading
 from fabric_ladder.sharded import read_index, read_tensors
+from fabric_ladder.zero import only_values
 from local_dataset_utilities import reachable
 
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
@@ -258,9 +259,9 @@ def _read(result: Result) -> dict[str, Tensor]:
         except ImportError as error:
             raise UserError(f"{result.folder} is DeepSpeed's: pip install deepspeed==0.19.8 to read it") from error
         try:
-            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            with only_values(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
                 return get_fp32_state_dict_from_zero_checkpoint(str(result.folder))
-        except (OSError, RuntimeError, ValueError, KeyError) as error:
+        except (OSError, RuntimeError, ValueError, KeyError, UnpicklingError) as error:
             raise UserError(f"{result.folder} cannot be read: {_brief(error)}") from error
     try:
         return load_file(result.folder / "adapter_model.safetensors")

@@ -7,8 +7,10 @@ import shutil
 import sys
 import tempfile
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from lightning.fabric.strategies import DeepSpeedStrategy
@@ -20,6 +22,7 @@ from fabric_ladder.errors import UserError
 from fabric_ladder.zero_config import offloads, parameter_sizes, read_deepspeed_config
 
 DEEPSPEED = "deepspeed==0.19.8"
+FORCE_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 STATE_BYTES = 16  # of a parameter, in 32 bits: master weight, gradient, and Adam's two moments
 
 
@@ -129,10 +132,33 @@ def load_engine(path: str, engine: nn.Module, trained_only: bool) -> None:
             f"start from its weights: python scripts/export_model.py {path}, then --model"
         )
     try:
-        engine.load_checkpoint(path, load_module_strict=not trained_only, load_lr_scheduler_states=False)
-    except (RuntimeError, ValueError, KeyError, AssertionError, AttributeError) as error:
+        with only_values():
+            engine.load_checkpoint(path, load_module_strict=not trained_only, load_lr_scheduler_states=False)
+    except (RuntimeError, ValueError, KeyError, AssertionError, AttributeError, UnpicklingError) as error:
         reason = " ".join(str(error).split())[-200:]
         raise UserError(f"--load {path}: made with another model, optimizer or stage ({reason})") from error
+
+
+@contextmanager
+def only_values() -> Iterator[None]:
+    """Have DeepSpeed read its files without running what they say: it asks `torch.load` to unpickle them freely.
+
+    Of its own classes they hold those that are named here, which keep values and do nothing when they are made.
+    """
+    from deepspeed.runtime.fp16 import loss_scaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    classes = [ZeroStageEnum, fragment_address, loss_scaler.LossScaler, loss_scaler.DynamicLossScaler]
+    before = os.environ.get(FORCE_WEIGHTS_ONLY)
+    os.environ[FORCE_WEIGHTS_ONLY] = "1"
+    try:
+        with torch.serialization.safe_globals(classes):
+            yield
+    finally:
+        os.environ.pop(FORCE_WEIGHTS_ONLY)
+        if before is not None:
+            os.environ[FORCE_WEIGHTS_ONLY] = before
 
 
 def whole_in_32_bit(tensor: torch.Tensor) -> torch.Tensor:
