@@ -50,9 +50,10 @@ class RunFolder:
 
     def close(self) -> None:
         """Let the folder go."""
-        self._log.close()
-        self._lock.release()
-        Path(self._lock.lock_file).unlink(missing_ok=True)
+        if self._lock.is_locked:
+            self._log.close()
+            self._lock.release(force=True)
+            Path(self._lock.lock_file).unlink(missing_ok=True)
 
 
 def check_writable(folder: Path) -> None:
@@ -71,10 +72,12 @@ def check_writable(folder: Path) -> None:
 def lock(folder: Path) -> FileLock:
     """Take a run's folder; the operating system lets it go when the process ends, however that is.
 
+    A process may take it twice, and lets it go as often.
+
     Raises:
         UserError: Another process has it.
     """
-    found = FileLock(folder / ".lock")
+    found = FileLock((folder / ".lock").absolute(), is_singleton=True)
     try:
         found.acquire(timeout=0)
     except Timeout:

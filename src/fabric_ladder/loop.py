@@ -61,6 +61,22 @@ def train(run: Run, model: nn.Module, optimizer: Optimizer, train_loader: DataLo
         UserError: The loss became NaN or infinite, or the warm-up is longer than the run.
         ValueError: The optimizer holds other parameters than the model's, and would train nothing.
     """
+    with run.abandoned_on_error():
+        _train(run, model, optimizer, train_loader, val_loader)
+
+
+def evaluate(run: Run, model: nn.Module, test_loader: DataLoader) -> Totals:
+    """Print and return the totals of the test, and close the run."""
+    with run.abandoned_on_error():
+        totals = _evaluate(run.fabric, model, test_loader, "the test", run.stopper.asked)
+        if totals is None:
+            run.keeper.leave()
+        run.keeper.end()
+        run.log_test(totals)
+    return totals
+
+
+def _train(run: Run, model: nn.Module, optimizer: Optimizer, train_loader: DataLoader, val_loader: DataLoader) -> None:
     fabric, settings = run.fabric, run.settings
     steps = len(train_loader) * settings.epochs
     if settings.warmup_steps >= steps:
@@ -117,16 +133,6 @@ def train(run: Run, model: nn.Module, optimizer: Optimizer, train_loader: DataLo
         folder = save(fabric, settings.save, run.folder, model, optimizer, data, random)
         run.print(f"Saved {folder}")
     place.trained = True
-
-
-def evaluate(run: Run, model: nn.Module, test_loader: DataLoader) -> Totals:
-    """Print and return the totals of the test, and close the run."""
-    totals = _evaluate(run.fabric, model, test_loader, "the test", run.stopper.asked)
-    if totals is None:
-        run.keeper.leave()
-    run.keeper.end()
-    run.log_test(totals)
-    return totals
 
 
 @torch.no_grad()

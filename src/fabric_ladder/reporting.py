@@ -51,7 +51,7 @@ class Run:
         launch(fabric)
         if self._watch:
             self._watch.meet()
-        self.fabric, self.settings = fabric, settings
+        self.fabric, self.settings, self._begun = fabric, settings, perf_counter()
         if fabric.device.type == "cpu":  # DeepSpeed, loaded by transformers where it is installed, would print so
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         if settings.threads:
@@ -121,7 +121,7 @@ class Run:
         self._peaks[1] = max(self._peaks[1], peak_memory(torch.device("cpu")))  # of making the model, too
         reset_peak_memory(self.fabric.device)
         self._start = perf_counter() - state["elapsed"]
-        self.stopper = Stopper(self.settings.max_time, self.fabric.world_size)
+        self.stopper = Stopper(self.settings.max_time, self._begun, self.fabric.world_size)
 
     def state(self) -> dict:
         """Return, as plain values, what a run needs to go on with lines and figures; all ranks must call it."""
@@ -154,11 +154,24 @@ class Run:
             self._watch.stop()
         raise SystemExit(0)
 
-    def close(self) -> None:
-        """Let the folder, the signals and the ranks go. All ranks must call it."""
-        self.stopper.restore()
+    @contextmanager
+    def abandoned_on_error(self) -> Iterator[None]:
+        """Let folder and signals go if there is an error within: a notebook's kernel lives on."""
+        try:
+            yield
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _let_go(self) -> None:
+        if self.stopper:
+            self.stopper.restore()
         if self._files:
             self._files.close()
+
+    def close(self) -> None:
+        """Let the folder, the signals and the ranks go. All ranks must call it."""
+        self._let_go()
         if self._watch:
             self.fabric.barrier()
             self._watch.stop()

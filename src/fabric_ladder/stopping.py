@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from time import monotonic
+from time import perf_counter
 
 import torch
 import torch.distributed as dist
@@ -21,14 +21,15 @@ class Stopper:
     learn of it one step later.
 
     Args:
-        max_time: Minutes from now after which the run is to stop; None: never.
+        max_time: Minutes after which the run is to stop; None: never.
+        begun: Since when, by `perf_counter`.
         ranks: Processes of the run, which must all call `asked` equally often.
     """
 
-    def __init__(self, max_time: float | None, ranks: int):
+    def __init__(self, max_time: float | None, begun: float, ranks: int):
         self.reason: str | None = None
         self._noted: str | None = None
-        self._end = None if max_time is None else monotonic() + 60 * max_time
+        self._end = None if max_time is None else begun + 60 * max_time
         self._group = dist.new_group(backend="gloo") if ranks > 1 else None
         self._told: tuple[torch.Tensor, dist.Work] | None = None
         self._before = {}
@@ -44,7 +45,7 @@ class Stopper:
 
     def asked(self) -> bool:
         """Return whether to stop now; all ranks get the same answer."""
-        if self._end is not None and self._noted is None and monotonic() > self._end:
+        if self._end is not None and self._noted is None and perf_counter() > self._end:
             self._noted = "max_time"
         if self._group is None:
             self.reason = self._noted
