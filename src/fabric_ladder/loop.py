@@ -109,7 +109,7 @@ def _train(run: Run, model: nn.Module, optimizer: Optimizer, train_loader: DataL
             optimizer.zero_grad()
             place.batch += 1
             set_learning_rate(settings, optimizer, keeper.done, steps)
-            run.count(batch)
+            run.pace.count(batch)
             before, place.seen = place.seen, place.seen + len(batch.samples)
             if before // settings.log_every < place.seen // settings.log_every or place.batch == len(train_loader):
                 totals = keeper.meter.collect()  # here, and only here, the loop waits for the device
@@ -117,7 +117,7 @@ def _train(run: Run, model: nn.Module, optimizer: Optimizer, train_loader: DataL
                 run.log_loss(place.epoch, place.batch, place.seen, totals.loss, optimizer.param_groups[0]["lr"])
             keeper.after_step()
         keeper.mark()
-        with run.beside_training():
+        with run.pace.beside():
             name = f"the validation after epoch {place.epoch + 1}"
             validation = _evaluate(fabric, model, val_loader, name, run.stopper.asked)
         if validation is None:

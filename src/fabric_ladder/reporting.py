@@ -1,6 +1,5 @@
 """What a run prints and leaves behind: the header, the blog's lines, log.txt, metrics.csv and run.json."""
 
-import copy
 import dataclasses
 import os
 import shlex
@@ -20,18 +19,15 @@ from tqdm import tqdm
 from fabric_ladder.batching import EffectiveBatch
 from fabric_ladder.errors import Checked, UserError
 from fabric_ladder.folder import RunFolder, check_writable
-from fabric_ladder.hardware import CompileClock, describe_hardware, describe_versions, peak_memory, reset_peak_memory
+from fabric_ladder.hardware import describe_hardware, describe_versions
 from fabric_ladder.header import describe_parameters, parameters_line, title
 from fabric_ladder.launch import launch
 from fabric_ladder.metrics import Totals
+from fabric_ladder.pace import Pace
 from fabric_ladder.stopping import Stopper
 from fabric_ladder.watch import RankWatch
 
 T = TypeVar("T")
-FRESH = {
-    "samples": 0, "tokens": 0, "padded": 0, "beside": 0.0, "elapsed": 0.0, "paced": [0, 0.0], "peaks": [0, 0],
-    "compiled": [0.0, 0], "lines": [], "rows": [],
-}  # fmt: skip
 
 
 class Run:
@@ -107,45 +103,22 @@ class Run:
         self.steps = len(train_loader)
         self.epoch_samples = len(train_loader.dataset)
         self.record["data"] = {"fingerprint": train_loader.dataset.fingerprint, "train_samples": self.epoch_samples}
-        folder, state = resumed or (None, copy.deepcopy(FRESH))
+        folder, state = resumed or (None, None)
         self.on_rank_zero(lambda: self._open_folder(folder, state))
         for notice in train_loader.dataset.notices:
             self.print(notice, log=not resumed)
         self.print(parameters_line(self.record["results"]), log=not resumed)
-        first = self.fabric.global_rank == 0  # which goes on with the sums of all ranks
-        self.samples = state["samples"]
-        self._tokens, self._padded = (state["tokens"], state["padded"]) if first else (0, 0)
-        self._beside, self._peaks, self._paced = state["beside"], state["peaks"], state["paced"]
-        self._compile_clock = CompileClock(model)
-        self._compile_clock.seconds, self._compile_clock.graphs = state["compiled"]
-        self._peaks[1] = max(self._peaks[1], peak_memory(torch.device("cpu")))  # of making the model, too
-        reset_peak_memory(self.fabric.device)
-        self._start = perf_counter() - state["elapsed"]
+        self.pace = Pace(self.fabric, model, state)
         self.stopper = Stopper(self.settings.max_time, self._begun, self.fabric.world_size)
 
     def state(self) -> dict:
         """Return, as plain values, what a run needs to go on with lines and figures; all ranks must call it."""
-        tokens, padded = self._sum(self._tokens, self._padded)
-        return {
-            "samples": self.samples,
-            "tokens": tokens,
-            "padded": padded,
-            "beside": self._beside,
-            "elapsed": perf_counter() - self._start,
-            "paced": self._paced,
-            "peaks": self._find_peaks(),
-            "compiled": [self._compile_clock.seconds, self._compile_clock.graphs],
+        kept = self._files
+        return self.pace.state() | {
             "record": self.record,
-            "lines": self._files.lines if self._files else [],
-            "rows": self._files.rows if self._files else [],
+            "lines": kept.lines if kept else [],
+            "rows": kept.rows if kept else [],
         }
-
-    @contextmanager
-    def beside_training(self) -> Iterator[None]:
-        """Leave what is done within out of the throughput."""
-        start = perf_counter()
-        yield
-        self._beside += perf_counter() - start
 
     def leave_finished(self) -> None:
         """End the process: there is nothing to be done. All ranks must call it."""
@@ -181,13 +154,6 @@ class Run:
         hidden = self.fabric.global_rank > 0 or not sys.stderr.isatty()
         return tqdm(batches, total=self.steps, initial=done, unit="batch", disable=hidden, leave=False)
 
-    def count(self, batch: EffectiveBatch) -> None:
-        """Count the samples of all ranks, and the tokens of this one."""
-        self.samples += len(batch.samples)
-        for micro_batch in batch.micro_batches:
-            self._tokens += micro_batch.tokens
-            self._padded += micro_batch.padded
-
     def log_loss(self, epoch: int, batch: int, seen: int, loss: float, learning_rate: float) -> None:
         """Print the mean loss per item since the last such line.
 
@@ -203,7 +169,7 @@ class Run:
             f"{self._epoch(epoch)} | Batch {batch:04d}/{self.steps:04d} "
             f"| Samples {seen:0{width}d}/{self.epoch_samples:0{width}d} | Loss: {loss:.4f}"
         )
-        figures = {"loss": loss, "learning_rate": learning_rate, **self._pace()}
+        figures = {"loss": loss, "learning_rate": learning_rate, **self.pace.since_last_line()}
         self._log_row(epoch * self.steps + batch, epoch=epoch + 1, **figures)
 
     def log_epoch(self, epoch: int, train_accuracy: float, validation: Totals) -> None:
@@ -222,31 +188,16 @@ class Run:
 
     def log_training(self) -> None:
         """Print time, throughput and peak memory of the training."""
-        elapsed = perf_counter() - self._start
-        self._compile_clock.stop()
-        tokens, padded = self._sum(self._tokens, self._padded)
-        device, host = self._find_peaks()
-        training = elapsed - self._beside
-        figures = {
-            "elapsed_seconds": elapsed,
-            "training_seconds": training,
-            "samples_per_second": self.samples / training,
-            "tokens_per_second": tokens / training,
-            "padding": 1 - tokens / padded,
-            "peak_memory_bytes": device,
-            "peak_host_memory_bytes": host,
-        }
-        self.print(f"Time elapsed {elapsed / 60:.2f} min")
-        clock = self._compile_clock
-        if clock.graphs:
-            figures |= {"compile_seconds": clock.seconds, "compiled_graphs": clock.graphs}
-            self.print(f"Compile time {clock.seconds / 60:.2f} min of it, {clock.graphs} graphs")
+        figures = self.pace.figures()
+        self.print(f"Time elapsed {figures['elapsed_seconds'] / 60:.2f} min")
+        if seconds := figures.get("compile_seconds"):
+            self.print(f"Compile time {seconds / 60:.2f} min of it, {figures['compiled_graphs']} graphs")
         self.print(
             f"Throughput {figures['samples_per_second']:.1f} samples/s, {figures['tokens_per_second']:.0f} tokens/s, "
             f"padding {figures['padding'] * 100:.1f}%"
         )
-        self.print(f"Memory used: {device / 1e9:.2f} GB")
-        self.print(f"Host memory used: {host / 1e9:.2f} GB, loading included")
+        self.print(f"Memory used: {figures['peak_memory_bytes'] / 1e9:.2f} GB")
+        self.print(f"Host memory used: {figures['peak_host_memory_bytes'] / 1e9:.2f} GB, loading included")
         self.record["results"] |= figures
         self.write_record()
 
@@ -295,25 +246,17 @@ class Run:
     def _epoch(self, epoch: int) -> str:
         return f"Epoch: {epoch + 1:04d}/{self.settings.epochs:04d}"
 
-    def _pace(self) -> dict[str, float]:
-        """Return samples/s since the last such line, validation in between left out, and the peak memory so far."""
-        now = perf_counter() - self._start - self._beside
-        samples, start = self._paced
-        self._paced = self.samples, now
-        return {
-            "samples_per_second": (self.samples - samples) / (now - start),
-            "peak_memory_bytes": peak_memory(self.fabric.device),
-        }
-
     def _log_row(self, step: int, **figures: float) -> None:
         if self._files:
-            seconds = perf_counter() - self._start
-            self._write(lambda: self._files.add_row(step, self.samples, seconds=seconds, **figures))
+            pace = self.pace
+            self._write(lambda: self._files.add_row(step, pace.samples, seconds=pace.elapsed, **figures))
 
-    def _open_folder(self, folder: Path | None, state: dict) -> None:
+    def _open_folder(self, folder: Path | None, state: dict | None) -> None:
         """Open a new folder, or one to go on with, whose log has this run's first lines already."""
-        self._files = RunFolder(self.settings, folder, state["lines"], state["rows"])
-        if folder:
+        if folder is None:
+            self._files = RunFolder(self.settings)
+        else:
+            self._files = RunFolder(self.settings, folder, state["lines"], state["rows"])
             self._unwritten.clear()
             this = {name: self.record[name] for name in ("begun", "command", "versions", "hardware", "ranks")}
             resumed = [*state["record"].get("resumed", []), this | {"samples": state["samples"]}]
@@ -329,14 +272,3 @@ class Run:
                 f"cannot write into {self.folder} ({error.strerror}), so the run stops: make room there, and go on "
                 "from its last checkpoint, if it wrote any, by --resume auto"
             ) from error
-
-    def _sum(self, *counts: int) -> list[int]:
-        """Add up counts over the ranks."""
-        counts = torch.tensor(counts, dtype=torch.float64, device=self.fabric.device)
-        return [int(count) for count in self.fabric.all_reduce(counts, reduce_op="sum").tolist()]
-
-    def _find_peaks(self) -> list[int]:
-        """Return the peak memory of the device and of the host so far, each the largest of all ranks, in bytes."""
-        mine = peak_memory(self.fabric.device), peak_memory(torch.device("cpu"))
-        peaks = torch.tensor([mine, self._peaks], dtype=torch.float64, device=self.fabric.device).amax(0)
-        return [int(peak) for peak in self.fabric.all_reduce(peaks, reduce_op="max").tolist()]

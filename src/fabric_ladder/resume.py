@@ -129,7 +129,7 @@ class Keeper:
 
     def save(self, validation_loss: float | None = None) -> bool:
         """Write a checkpoint; if that fails, say so and let the run go on."""
-        with self.run.beside_training():
+        with self.run.pace.beside():
             progress = {
                 "place": dataclasses.asdict(self.place),
                 "settings": self.run.record["settings"],

@@ -1,0 +1,113 @@
+"""What a run counts and times while it trains: samples, tokens, seconds, peak memory, compilations."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+import torch
+from lightning import Fabric
+from torch import nn
+
+from fabric_ladder.batching import EffectiveBatch
+from fabric_ladder.hardware import CompileClock, peak_memory, reset_peak_memory
+
+FRESH = {
+    "samples": 0, "tokens": 0, "padded": 0, "beside": 0.0, "elapsed": 0.0, "paced": [0, 0.0], "peaks": [0, 0],
+    "compiled": [0.0, 0],
+}  # fmt: skip
+
+
+class Pace:
+    """Counts from the start of the training on.
+
+    Args:
+        fabric: Knows device and rank.
+        model: Set up by Fabric.
+        state: Of a run that goes on: its `state` so far.
+    """
+
+    def __init__(self, fabric: Fabric, model: nn.Module, state: dict | None = None):
+        self.fabric, state = fabric, copy.deepcopy(state or FRESH)
+        first = fabric.global_rank == 0  # which goes on with the sums of all ranks
+        self.samples = state["samples"]
+        self._tokens, self._padded = (state["tokens"], state["padded"]) if first else (0, 0)
+        self._beside, self._peaks, self._paced = state["beside"], state["peaks"], state["paced"]
+        self._peaks[1] = max(self._peaks[1], peak_memory(torch.device("cpu")))  # of making the model, too
+        self._compiling = CompileClock(model)
+        self._compiling.seconds, self._compiling.graphs = state["compiled"]
+        reset_peak_memory(fabric.device)
+        self._start = perf_counter() - state["elapsed"]
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of the training so far, over all parts of the run."""
+        return perf_counter() - self._start
+
+    def count(self, batch: EffectiveBatch) -> None:
+        """Count the samples of all ranks, and the tokens of this one."""
+        self.samples += len(batch.samples)
+        for micro_batch in batch.micro_batches:
+            self._tokens += micro_batch.tokens
+            self._padded += micro_batch.padded
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Leave what is done within out of the throughput."""
+        start = perf_counter()
+        yield
+        self._beside += perf_counter() - start
+
+    def since_last_line(self) -> dict[str, float]:
+        """Return samples/s since the last call, and the peak memory of this process so far."""
+        now = self.elapsed - self._beside
+        samples, start = self._paced
+        self._paced = self.samples, now
+        return {
+            "samples_per_second": (self.samples - samples) / (now - start),
+            "peak_memory_bytes": peak_memory(self.fabric.device),
+        }
+
+    def state(self) -> dict:
+        """Return, as plain values, what is needed to go on; all ranks must call it."""
+        tokens, padded = self._sum(self._tokens, self._padded)
+        return {
+            "samples": self.samples,
+            "tokens": tokens,
+            "padded": padded,
+            "beside": self._beside,
+            "elapsed": self.elapsed,
+            "paced": self._paced,
+            "peaks": self._find_peaks(),
+            "compiled": [self._compiling.seconds, self._compiling.graphs],
+        }
+
+    def figures(self) -> dict[str, float]:
+        """Stop the clock of compilations, and return seconds, rates and peaks of the training, for run.json."""
+        elapsed = self.elapsed
+        self._compiling.stop()
+        tokens, padded = self._sum(self._tokens, self._padded)
+        device, host = self._find_peaks()
+        training = elapsed - self._beside
+        figures = {
+            "elapsed_seconds": elapsed,
+            "training_seconds": training,
+            "samples_per_second": self.samples / training,
+            "tokens_per_second": tokens / training,
+            "padding": 1 - tokens / padded,
+            "peak_memory_bytes": device,
+            "peak_host_memory_bytes": host,
+        }
+        if self._compiling.graphs:
+            figures |= {"compile_seconds": self._compiling.seconds, "compiled_graphs": self._compiling.graphs}
+        return figures
+
+    def _sum(self, *counts: int) -> list[int]:
+        counts = torch.tensor(counts, dtype=torch.float64, device=self.fabric.device)
+        return [int(count) for count in self.fabric.all_reduce(counts, reduce_op="sum").tolist()]
+
+    def _find_peaks(self) -> list[int]:
+        """Return the peak memory of the device and of the host so far, each the largest of all ranks, in bytes."""
+        mine = peak_memory(self.fabric.device), peak_memory(torch.device("cpu"))
+        peaks = torch.tensor([mine, self._peaks], dtype=torch.float64, device=self.fabric.device).amax(0)
+        return [int(peak) for peak in self.fabric.all_reduce(peaks, reduce_op="max").tolist()]
