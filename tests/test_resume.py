@@ -509,20 +509,33 @@ def test_a_disk_without_room_for_the_log_stops_the_run_in_one_line(tmp_path, sma
         run_here("2_grad_accum", tmp_path, "--runs_dir", small_disk / "runs", "--log_every", "1", "--epochs", "30")
 
 
-def test_a_folder_that_vanishes_stops_the_run_in_one_line(tmp_path):
-    class Removes(SignalAt):
-        def write(self, printed):
-            super().write(printed)
-            if "Batch 0003/" in printed:
-                shutil.rmtree(tmp_path / "runs")
+class Does(io.StringIO):
+    """Does something as soon as a text is printed."""
 
-    command = [str(SRC / "2_grad_accum.py"), *SIZES]
-    before = os.getcwd(), sys.argv
-    os.chdir(tmp_path)
-    sys.argv = command
-    try:
-        with contextlib.redirect_stdout(Removes(None, 0)), pytest.raises(UserError, match="cannot write into runs"):
-            runpy.run_path(sys.argv[0], run_name="__main__")
-    finally:
-        os.chdir(before[0])
-        sys.argv = before[1]
+    def __init__(self, text, action):
+        super().__init__()
+        self.text, self.action = text, action
+
+    def write(self, printed):
+        super().write(printed)
+        if self.text in printed:
+            self.action()
+
+
+def test_a_folder_that_vanishes_stops_the_run_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = str(SRC / "2_grad_accum.py")
+    monkeypatch.setattr(sys, "argv", [script, *SIZES, "--save_every", "2"])
+    with (
+        contextlib.redirect_stdout(Does("Batch 0003/", lambda: shutil.rmtree("runs"))),
+        pytest.raises(UserError, match=r"^cannot write into runs/2_grad_accum/1 \(.*\), so the run stops"),
+    ):
+        runpy.run_path(script, run_name="__main__")
+
+
+def test_a_read_only_disk_is_refused_before_any_work(tmp_path, small_disk):
+    run_here("2_grad_accum", tmp_path, "--runs_dir", small_disk / "runs", at="Batch 0003/")
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    for more in ([], ["--resume", "auto"]):
+        with pytest.raises(UserError, match=r"^cannot write --runs_dir .* \(Read-only file system\): choose another"):
+            run_here("2_grad_accum", tmp_path, "--runs_dir", small_disk / "runs", *more)
