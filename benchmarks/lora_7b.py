@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from fabric_ladder import build_model, build_optimizer, parse_settings
 from fabric_ladder.batching import MicroBatch
 from fabric_ladder.errors import explain
-from fabric_ladder.loop import accumulate_gradients
+from fabric_ladder.gradients import accumulate_gradients
 from fabric_ladder.memory import blank_datasets, largest_batches, predict_peak
 from fabric_ladder.metrics import Meter
 from fabric_ladder.models import load_config

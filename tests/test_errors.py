@@ -16,15 +16,21 @@ from fabric_ladder.errors import explain
         (
             "2_grad_accum",
             {"micro_batch_size": 8},
-            r"--micro_batch_size 4 .*; src/5_low.*; --activ.*; --max_length 512",
+            r": python src/2_grad_accum.py --micro_batch_size 4 \(the same [^;]*; python src/5_low_precision.py, "
+            r"which [^;]*; "
+            r"--activ[^;]*; --max_length 512$",
         ),
-        ("3_torch_compile", {"micro_batch_size": 1}, r"Next to try: src/5_low_precision\.py"),
-        ("4_mixed_precision", {"micro_batch_tokens": 4096}, r"--micro_batch_tokens 2048; src/5_low_precision\.py"),
-        ("5_low_precision", {"micro_batch_size": 1}, r"Next to try: src/6_lean_optimizer\.py"),
+        ("3_torch_compile", {"micro_batch_size": 1}, r"Next to try: python src/5_low_precision\.py"),
+        (
+            "4_mixed_precision",
+            {"micro_batch_tokens": 4096},
+            r"--micro_batch_tokens 2048 [^;]*; python src/5_low_precision\.py",
+        ),
+        ("5_low_precision", {"micro_batch_size": 1}, r"Next to try: python src/6_lean_optimizer\.py"),
         ("7_grad_checkpointing", {"activation_checkpointing": True}, r"src/6_lean_optimizer\.py[^;]*; --max_length"),
         ("9_ddp", {"task": "image-classification"}, r"src/10_fsdp\.py[^;]*; --activation_checkpointing true[^;]*$"),
         ("12_deepspeed_zero", {}, r"--deepspeed zero3_offload"),
-        ("6_lean_optimizer", {"micro_batch_size": 1}, r"Next to try: src/13_lora\.py"),
+        ("6_lean_optimizer", {"micro_batch_size": 1}, r"Next to try: python src/13_lora\.py"),
         ("13_lora", {"task": "instruction-tuning"}, r"src/14_qlora\.py[^;]*; --activ[^;]*; --max_length 512$"),
     ],
 )

@@ -11,7 +11,7 @@ from lightning import Fabric
 from transformers import AutoModelForSequenceClassification
 
 from fabric_ladder import Run, UserError, build_dataloaders, build_optimizer, evaluate, train
-from fabric_ladder.loop import accumulate_gradients
+from fabric_ladder.gradients import accumulate_gradients
 from fabric_ladder.metrics import Meter
 
 CUTS = [{"micro_batch_size": 16}, {"micro_batch_size": 4}, {"micro_batch_size": 1}, {"micro_batch_tokens": 64},

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fabric_ladder import Settings, build_model, build_optimizer
 from fabric_ladder.fsdp import fsdp_strategy, sharding_policy, transformer_blocks
-from fabric_ladder.loop import accumulate_gradients
+from fabric_ladder.gradients import accumulate_gradients
 from fabric_ladder.memory import blank_datasets, largest_batches, predict_peak
 from fabric_ladder.metrics import Meter
 from fabric_ladder.tracker import PeakTracker

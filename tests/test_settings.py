@@ -214,7 +214,7 @@ AT_LEAST_1 = ("epochs", "batch_size", "micro_batch_size", "micro_batch_tokens", 
               "lora_rank", "lora_alpha", "loss_chunk")  # fmt: skip
 ABOVE_0 = ("learning_rate", "sgd_learning_rate", "lora_learning_rate", "max_grad_norm", "max_time")
 TOO_LOW = [(name, value) for name in AT_LEAST_1 for value in ("0", "-1")]
-TOO_LOW += [(name, "-1") for name in ("num_workers", "seed", "split_seed", "warmup_steps", "save_every")]
+TOO_LOW += [(name, "-1") for name in ("num_workers", "seed", "split_seed", "warmup_steps", "save_every", "nan_limit")]
 TOO_LOW += [(name, value) for name in ABOVE_0 for value in ("0", "-1", ".nan", ".inf")]
 TOO_LOW += [("lora_dropout", value) for value in ("-0.1", "1.0", ".nan")]
 
@@ -230,7 +230,8 @@ def test_every_number_has_a_tested_bound():
     numbers = {
         item.name for item in dataclasses.fields(Settings) if item.type in (int, int | None, float, float | None)
     }
-    assert numbers | {"devices"} == {name for name, _ in TOO_LOW}, "devices is a number or `auto`"
+    numbers |= {"devices", "micro_batch_tokens"}  # or `auto`
+    assert numbers == {name for name, _ in TOO_LOW}
 
 
 @pytest.mark.parametrize(
@@ -279,6 +280,8 @@ def test_sgd_has_a_learning_rate_of_its_own_unless_the_command_line_gives_one(co
      (["--load", "nowhere"], r"--load nowhere is no sharded checkpoint; a consolidated model is given as --model"),
      (["--devices", "2"], r"runs on one; for more: src/9_ddp\.py"),
      (["--devices", "two"], r"--devices two: expected int"),
+     (["--micro_batch_tokens", "few"], r"--micro_batch_tokens few: expected int"),
+     (["--on_nan", "ignore"], r"--on_nan ignore: expected one of 'stop', 'skip'"),
      (["--offload", "true"], r"run src/11_fsdp_cpu_offload\.py"),
      (["--deepspeed", "zero2"], r"run src/12_deepspeed_zero\.py"),
      (["--image_size", "32", "--resize_to", "16"], r"--resize_to 16 is below --image_size 32"),

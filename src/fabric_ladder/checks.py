@@ -49,7 +49,7 @@ def _has_bfloat16() -> bool:
 
 def _check_values(settings) -> None:
     """Refuse values that cannot work, and resolve `accelerator`."""
-    at_least_1 = ("epochs", "batch_size", "micro_batch_size", "micro_batch_tokens", "eval_batch_tokens", "log_every")
+    at_least_1 = ("epochs", "batch_size", "micro_batch_size", "eval_batch_tokens", "log_every")
     at_least_1 += ("max_length", "threads", "pad_to_multiple_of", "train_samples", "validation_samples", "test_samples")
     at_least_1 += (
         "lora_rank",
@@ -59,9 +59,9 @@ def _check_values(settings) -> None:
         "resize_to",
         "num_nodes",
         "keep",
-        *(["devices"] if settings.devices != "auto" else []),
+        *(name for name in ("devices", "micro_batch_tokens") if getattr(settings, name) != "auto"),
     )
-    at_least_0 = ("num_workers", "seed", "split_seed", "warmup_steps", "save_every")
+    at_least_0 = ("num_workers", "seed", "split_seed", "warmup_steps", "save_every", "nan_limit")
     for name, least in [*((name, 1) for name in at_least_1), *((name, 0) for name in at_least_0)]:
         if (value := getattr(settings, name)) is not None and value < least:
             raise UserError(f"--{name} {value}: must be at least {least}")
@@ -104,6 +104,13 @@ def _check_devices(settings, script: dict) -> None:
         if name not in script and (value := getattr(settings, name)):
             raise UserError(f"--{name} {value}: {settings.name} has no use for it; run {rung}")
     resolve_devices(settings, several="devices" in script)
+    if settings.micro_batch_tokens == "auto" and ("offload" in script or settings.deepspeed):
+        raise UserError(
+            "--micro_batch_tokens auto: where weights are sharded, the ranks talk within the forward pass, and one "
+            "that runs out of memory there leaves the others waiting; give a number"
+        )
+    if settings.on_nan == "skip" and settings.deepspeed:
+        raise UserError("--on_nan skip: DeepSpeed cannot take a gradient back; in fp16 it skips overflows by itself")
     if settings.precision == "mixed":
         settings.precision = "bf16-mixed" if settings.accelerator == "cpu" else mixed_precision()
     if settings.precision == "16-true" and settings.optimizer in ("adam", "adamw") and not settings.lora:

@@ -157,12 +157,38 @@ class EffectiveBatchSampler(Sampler):
         return math.ceil(len(self.lengths) / self.settings.batch_size)
 
     def __iter__(self) -> Iterator[Plan]:
-        settings, epoch = self.settings, self.epoch
-        order = np.random.default_rng([settings.seed, epoch]).permutation(len(self.lengths))
-        for start in range(self.start * settings.batch_size, len(order), settings.batch_size):
-            rows = order[start : start + settings.batch_size]
-            plan = cut(
-                rows, self.lengths, self.items, self.ranks, settings.micro_batch_size, settings.micro_batch_tokens,
-                settings.pad_to_multiple_of, settings.max_length if settings.packing else None,
-            )  # fmt: skip
-            yield Plan(rows.tolist(), plan[self.rank], epoch)
+        order = self._order()
+        for number in range(self.start, len(self)):
+            yield self._plan(order, number)
+
+    def heaviest(self) -> list[Plan]:
+        """Return the epoch's effective batches that need the most memory, found without making any.
+
+        These are the one with the most padded tokens in its first micro-batch, and the one with the longest sample,
+        whose attention needs the most; of equals, the one with the most tokens. They are often the same.
+        """
+        settings, order = self.settings, self._order()
+        starts = np.arange(0, len(order), settings.batch_size)
+        longest = np.maximum.reduceat(self.lengths[order], starts)
+        width = -(-longest // settings.pad_to_multiple_of) * settings.pad_to_multiple_of
+        total = np.add.reduceat(self.lengths[order], starts)
+        if settings.packing:  # whose rows are alike
+            tokens = total
+        else:
+            share = -(-np.diff(starts, append=len(order)) // self.ranks)
+            most = settings.micro_batch_size or np.maximum(1, (settings.micro_batch_tokens or 0) // width)
+            tokens = np.minimum(share, most) * width
+        numbers = [np.lexsort((total, width, tokens))[-1], np.lexsort((total, tokens, width))[-1]]
+        return [self._plan(order, number) for number in dict.fromkeys(map(int, numbers))]
+
+    def _order(self) -> np.ndarray:
+        return np.random.default_rng([self.settings.seed, self.epoch]).permutation(len(self.lengths))
+
+    def _plan(self, order: np.ndarray, number: int) -> Plan:
+        settings = self.settings
+        rows = order[number * settings.batch_size : (number + 1) * settings.batch_size]
+        plan = cut(
+            rows, self.lengths, self.items, self.ranks, settings.micro_batch_size, settings.micro_batch_tokens,
+            settings.pad_to_multiple_of, settings.max_length if settings.packing else None,
+        )  # fmt: skip
+        return Plan(rows.tolist(), plan[self.rank], self.epoch)

@@ -4,47 +4,20 @@ from collections.abc import Callable, Iterable
 
 import torch
 from lightning import Fabric
-from lightning.fabric.strategies import DeepSpeedStrategy, ModelParallelStrategy
+from lightning.fabric.strategies import DeepSpeedStrategy
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from fabric_ladder.batching import MicroBatch
 from fabric_ladder.checkpoint import load, save
-from fabric_ladder.errors import UserError
-from fabric_ladder.metrics import Meter, Step, Totals, count_correct
+from fabric_ladder.errors import UserError, shape_told
+from fabric_ladder.fitting import try_longest
+from fabric_ladder.gradients import accumulate_gradients, is_usable
+from fabric_ladder.metrics import Meter, Totals, count_correct
 from fabric_ladder.optimizers import set_learning_rate
 from fabric_ladder.reporting import Run
 from fabric_ladder.resume import Keeper
-
-
-def accumulate_gradients(
-    fabric: Fabric,
-    model: nn.Module,
-    micro_batches: list[MicroBatch],
-    meter: Meter,
-    step: Step,
-    stop: Callable[[], bool] = bool,
-) -> bool:
-    """Add up the gradient of the mean loss per item of one effective batch.
-
-    The weights of the micro-batches make the sum independent of the cut. Ranks average their gradients once, in the
-    last backward pass; the forward passes before it must be told so too. Where gradients are sharded, they are averaged
-    in each, so that no rank ever holds all of them.
-
-    Returns:
-        Whether all were added: after a micro-batch `stop` may ask to stop.
-    """
-    waits = not isinstance(fabric.strategy, ModelParallelStrategy)  # FSDP2 would keep whole gradients until the last
-    for number, micro_batch in enumerate(micro_batches, start=1):
-        inputs = fabric.to_device(micro_batch.inputs)
-        with fabric.no_backward_sync(model, enabled=waits and number < len(micro_batches)):
-            outputs = model(**inputs)
-            fabric.backward(outputs.loss * micro_batch.weight)
-        meter.add(outputs.loss, count_correct(outputs, inputs["labels"]), micro_batch.items, step)
-        if number < len(micro_batches) and stop():
-            return False
-    return True
 
 
 def train(run: Run, model: nn.Module, optimizer: Optimizer, train_loader: DataLoader, val_loader: DataLoader) -> None:
@@ -58,7 +31,7 @@ def train(run: Run, model: nn.Module, optimizer: Optimizer, train_loader: DataLo
         val_loader: Yields micro-batches; evaluated after each epoch.
 
     Raises:
-        UserError: The loss became NaN or infinite, or the warm-up is longer than the run.
+        UserError: A loss or a gradient became NaN or infinite, or the warm-up is longer than the run.
         ValueError: The optimizer holds other parameters than the model's, and would train nothing.
     """
     with run.abandoned_on_error():
@@ -88,6 +61,7 @@ def _train(run: Run, model: nn.Module, optimizer: Optimizer, train_loader: DataL
     fabric.seed_everything(settings.seed + fabric.global_rank, verbose=False)  # dropout differs between the ranks
     keeper = run.keeper = Keeper(run, model, optimizer, train_loader)
     keeper.begin()
+    try_longest(keeper)
     set_learning_rate(settings, optimizer, keeper.done, steps)
     while (place := keeper.place).epoch < settings.epochs:
         train_loader.sampler.epoch, train_loader.sampler.start = place.epoch, place.batch
@@ -103,9 +77,10 @@ def _train(run: Run, model: nn.Module, optimizer: Optimizer, train_loader: DataL
             if not accumulate_gradients(fabric, model, batch.micro_batches, keeper.meter, step, stop):
                 keeper.set_back()
                 keeper.leave()
-            if settings.max_grad_norm:
-                fabric.clip_gradients(model, optimizer, max_norm=settings.max_grad_norm)
-            optimizer.step()
+            if is_usable(keeper, step):
+                if settings.max_grad_norm:  # asked to raise an error, it would wait for the device
+                    fabric.clip_gradients(model, optimizer, max_norm=settings.max_grad_norm, error_if_nonfinite=False)
+                optimizer.step()
             optimizer.zero_grad()
             place.batch += 1
             set_learning_rate(settings, optimizer, keeper.done, steps)
@@ -114,7 +89,8 @@ def _train(run: Run, model: nn.Module, optimizer: Optimizer, train_loader: DataL
             if before // settings.log_every < place.seen // settings.log_every or place.batch == len(train_loader):
                 totals = keeper.meter.collect()  # here, and only here, the loop waits for the device
                 place.totals += totals
-                run.log_loss(place.epoch, place.batch, place.seen, totals.loss, optimizer.param_groups[0]["lr"])
+                if totals.items:  # else all batches were skipped
+                    run.log_loss(place.epoch, place.batch, place.seen, totals.loss, optimizer.param_groups[0]["lr"])
             keeper.after_step()
         keeper.mark()
         with run.pace.beside():
@@ -147,7 +123,8 @@ def _evaluate(
     meter = Meter(fabric)
     for micro_batch in loader:
         inputs = fabric.to_device(micro_batch.inputs)
-        outputs = model(**inputs)
+        with shape_told(inputs, of="the evaluation"):
+            outputs = model(**inputs)
         meter.add(outputs.loss, count_correct(outputs, inputs["labels"]), micro_batch.items, (name, []))
         if stop():
             return None

@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 from fabric_ladder.batching import MicroBatch
 from fabric_ladder.cutting import cut
 from fabric_ladder.fsdp import fsdp_strategy, sharding_policy, transformer_blocks
-from fabric_ladder.loop import accumulate_gradients
+from fabric_ladder.gradients import accumulate_gradients
 from fabric_ladder.metrics import Meter
 from fabric_ladder.optimizers import build_optimizer
 from fabric_ladder.tracker import Peak, PeakTracker
@@ -117,7 +117,10 @@ def largest_batches(
         parts = cut(np.arange(samples), length * ones, ones, ranks, multiple=multiple, **how)[0]
         return [make(len(part.rows)) for part in parts]
 
-    training = share(settings.batch_size, size=settings.micro_batch_size, tokens=settings.micro_batch_tokens)
+    size, tokens = settings.micro_batch_size, settings.micro_batch_tokens
+    if tokens == "auto":  # which begins with all samples at once
+        size, tokens = settings.batch_size, None
+    training = share(settings.batch_size, size=size, tokens=tokens)
     evaluation = share(settings.eval_batch_tokens * ranks, tokens=settings.eval_batch_tokens)[0]
     return training, evaluation
 

@@ -36,6 +36,8 @@ class Place:
         seen: Samples of these.
         totals: Their losses and right predictions, up to the last printed line.
         trained: Whether only the test is left.
+        skipped: Effective batches left out so far, in all epochs, because of numbers that are not finite.
+        fitted: The `micro_batch_tokens` that `auto` has chosen.
     """
 
     epoch: int = 0
@@ -43,6 +45,8 @@ class Place:
     seen: int = 0
     totals: Totals = field(default_factory=lambda: Totals(0.0, 0, 0))
     trained: bool = False
+    skipped: int = 0
+    fitted: int | None = None
 
 
 class Keeper:
@@ -85,7 +89,7 @@ class Keeper:
         saved, ranks = progress["ranks"], self.fabric.world_size
         mine = [rank] if saved == ranks else range(saved) if rank == 0 else []
         for number in mine:
-            self._add_to_meter(_read_rank(folder, number)["meter"])
+            self.meter.add_state(_read_rank(folder, number)["meter"])
         if rank < saved:
             self._random = _read_rank(folder, rank)["random"]
         if saved != ranks:
@@ -94,12 +98,12 @@ class Keeper:
     def restore_random(self) -> None:
         """Set the random numbers back; making a loader's iterator has drawn some."""
         if self._random:
-            _set_random_state(self._random, self.fabric.device)
+            set_random_state(self._random, self.fabric.device)
             self._random = None
 
     def mark(self) -> None:
         """Remember what a stop within the next effective batch, or the validation, must be set back to."""
-        self._mark = _random_state(self.fabric.device), len(self.meter.losses)
+        self._mark = random_state(self.fabric.device), len(self.meter.losses)
 
     def set_back(self) -> None:
         """Forget the micro-batches since `mark`."""
@@ -118,7 +122,7 @@ class Keeper:
 
     def after_epoch(self, validation: Totals) -> None:
         """Go to the next epoch, and write the checkpoint of the last one."""
-        self.place = Place(self.place.epoch + 1)
+        self.place = Place(self.place.epoch + 1, skipped=self.place.skipped, fitted=self.place.fitted)
         if self.settings.save_every:
             self.save(validation.loss)
 
@@ -180,24 +184,10 @@ class Keeper:
         self.run.record["best_checkpoint"] = best and best.relative_to(part.parent.parent).as_posix()
 
     def _write_rank(self, part: Path) -> None:
-        meter = self.meter
-        state = {
-            "losses": torch.stack(meter.losses).cpu() if meter.losses else torch.zeros(0),
-            "correct": torch.stack(meter.correct).cpu() if meter.losses else torch.zeros(0),
-            "items": meter.items,
-            "steps": meter.steps,
-        }
-        mine = {"random": _random_state(self.fabric.device), "meter": state}
+        mine = {"random": random_state(self.fabric.device), "meter": self.meter.state()}
         buffer = io.BytesIO()  # written to a full disk, torch.save would not say so
         torch.save(mine, buffer)
         (part / f"rank-{self.fabric.global_rank}.pt").write_bytes(buffer.getvalue())
-
-    def _add_to_meter(self, state: dict) -> None:
-        device = self.fabric.device
-        for loss, correct, items, (name, samples) in zip(
-            state["losses"].to(device), state["correct"].to(device), state["items"], state["steps"], strict=True
-        ):
-            self.meter.add(loss, correct, items, (name, samples))
 
     def _try(self, action) -> str | None:
         """Run `action`; return why it failed, on whichever rank."""
@@ -221,7 +211,8 @@ def _read_rank(folder: Path, rank: int) -> dict:
         raise UserError(f"--resume {folder}: rank-{rank}.pt is none of ours ({_brief(error)})") from error
 
 
-def _random_state(device: torch.device) -> dict:
+def random_state(device: torch.device) -> dict:
+    """Return the states of all random numbers that a run draws: PyTorch's, NumPy's and Python's."""
     kind, keys, *rest = np.random.get_state()
     state = {"torch": torch.get_rng_state(), "python": random.getstate()}
     state["numpy"] = [kind, torch.from_numpy(keys.astype(np.int64)), *rest]
@@ -230,7 +221,8 @@ def _random_state(device: torch.device) -> dict:
     return state
 
 
-def _set_random_state(state: dict, device: torch.device) -> None:
+def set_random_state(state: dict, device: torch.device) -> None:
+    """Set all random numbers back to what `random_state` returned."""
     torch.set_rng_state(state["torch"])
     version, numbers, following = state["python"]
     random.setstate((version, tuple(numbers), following))

@@ -41,11 +41,15 @@ class Settings(DataSettings):
         warmup_steps: Optimizer steps in which the learning rate rises to its full value.
         batch_size: Effective batch size: samples per optimizer step, over all devices.
         micro_batch_size: Samples of it in a device's memory at once. Default: all.
-        micro_batch_tokens: Padded tokens in a device's memory at once; takes the place of `micro_batch_size`.
+        micro_batch_tokens: Padded tokens in a device's memory at once; takes the place of `micro_batch_size`. `auto`
+            tries the longest effective batch and halves the number until it fits.
         eval_batch_tokens: Padded tokens of an evaluation's batch on each device. Default: 4096 on a GPU; 1024 on a CPU,
             where more is slower.
         pad_to_multiple_of: Round the length of every micro-batch up to a multiple of so many tokens.
         max_grad_norm: Clip the gradient to this 2-norm.
+        on_nan: `stop` ends the run at the next printed line after a loss or gradient that is not finite; `skip` leaves
+            such an effective batch out, for which it waits for the device in each step.
+        nan_limit: Effective batches that `skip` may leave out before it stops the run.
         activation_checkpointing: Keep only the inputs of the transformer blocks and compute the rest again (not
             reentrant), for the backward pass.
         packing: Let short samples share a row of up to `max_length` tokens, in which they do not see each other; then
@@ -96,10 +100,12 @@ class Settings(DataSettings):
     warmup_steps: int = 0
     batch_size: int = 1
     micro_batch_size: int | None = None
-    micro_batch_tokens: int | None = None
+    micro_batch_tokens: int | Literal["auto"] | None = None
     eval_batch_tokens: int | None = None
     pad_to_multiple_of: int = 1
     max_grad_norm: float | None = None
+    on_nan: Literal["stop", "skip"] = "stop"
+    nan_limit: int = 10
     activation_checkpointing: bool = False
     packing: bool = False
     loss_chunk: int = 256

@@ -22,6 +22,7 @@ IGNORED = {
     "threads",
 }
 IGNORED |= {"save_every", "keep", "resume", "max_time"}
+IGNORED |= {"on_nan", "nan_limit"}  # without effect unless something goes wrong, and then it is printed
 IGNORED |= {"devices", "num_nodes"}  # which `ranks` counts
 IGNORED |= {"sgd_learning_rate", "lora_learning_rate"}
 # What the data's fingerprint covers; named where fingerprints differ, or are unknown.

@@ -45,7 +45,7 @@ WATERMARK = re.compile(rf"({'|'.join(NAMES)}) *: *({VERSION})")
 PYTHON = re.compile(rf"Python version *: *({VERSION})")
 VERSIONS = re.compile(rf"Python {VERSION}(?: · [\w-]+ {VERSION})+")
 CUT = re.compile(
-    r"batch (\d+)(?: = (?:(\d+) x )?(\d+) x (\d+)| in micro-batches of (\d+) tokens"
+    r"batch (\d+)(?: = (?:(\d+) x )?(\d+) x (\d+)| in micro-batches of (\d+|auto) tokens"
     r"| packed, (?:(\d+) x )?(\d+) rows? of up to (\d+) tokens at once)"
 )
 PRECISION = re.compile(r"(?:32|64|bf16|16)-true|(?:bf16|16)-mixed")
@@ -238,7 +238,8 @@ class LogParser:
         if self._begun:
             self._close()
         ranks = int(device[2] or 1)
-        batch, _, _, size, tokens, _, rows, length = (int(group) if group else None for group in cut.groups())
+        values = (int(group) if group and group.isdigit() else group for group in cut.groups())
+        batch, _, _, size, tokens, _, rows, length = values
         self.run.name, self.run.ours = parts[0], True
         self.run.settings = {
             "dataset": parts[1],
