@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; tests and their ranks share few cores
 
+import fork_server
 import pytest
 from helpers import real_file
 from lightning import Fabric
@@ -17,6 +18,28 @@ def cache(tmp_path_factory):
     # two processes that compile the same kernel at once can read each other's half-written file
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("kernels"))
     return folder
+
+
+LONGEST = """combinations devices real lora notebook rungs zero resume bad_input doctor run_ladder machines export
+    dataset""".split()
+
+
+def pytest_configure(config):
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # pytest-xdist would start those with the fewest tests last
+
+
+def pytest_collection_modifyitems(items):
+    """Start the files that take minutes first, so that no process is left with one when the others are done."""
+    order = {f"test_{name}": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def servers():
+    """None of them outlives the tests."""
+    yield
+    fork_server.stop()
 
 
 @pytest.fixture(autouse=True)

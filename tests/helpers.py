@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fork_server
 import numpy as np
 import pytest
 import torch
@@ -100,12 +101,20 @@ def settings_for(tmp_path, **values):
     return settings
 
 
-def run_script(path, *args, cwd, timeout=400, **environment):
-    """Run a Python file as a user does, and return the finished process with its stdout and stderr."""
-    command = [sys.executable, str(path), *map(str, args)]
-    return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=timeout, env=os.environ | environment, check=False
-    )
+def run_script(path, *args, cwd, timeout=400, fresh=False, **environment):
+    """Run a Python file as a user does, and return the finished process with its stdout and stderr.
+
+    Args:
+        fresh: Start Python anew even where `fork_server` knows a quicker way: the start itself is tested.
+    """
+    arguments, environment = list(map(str, args)), os.environ | {k: str(v) for k, v in environment.items()}
+    process = None if fresh else fork_server.run(path, arguments, cwd, environment, timeout)
+    if process is None:
+        command = [sys.executable, str(path), *arguments]
+        process = subprocess.run(
+            command, cwd=cwd, capture_output=True, text=True, timeout=timeout, env=environment, check=False
+        )
+    return process
 
 
 def real_file(name, what):

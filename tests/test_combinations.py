@@ -7,14 +7,12 @@ quarter of a minute each, `make test` takes the table's word for pairs with `tor
 import json
 import os
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import current_thread
 
 import pytest
-from helpers import MODELS, ROOT, RUNGS
+from helpers import MODELS, ROOT, RUNGS, run_script
 from PIL import Image
 
 TABLE = ROOT / "docs" / "combinations.md"
@@ -71,10 +69,10 @@ def techniques(tmp_path_factory):
 def attempt(rung: Path, techniques: dict[str, list[str]]) -> list[str | None]:
     """Run a rung with each technique, in one process."""
     runner = str(ROOT / "tests" / "combination_runner.py")
-    command = [sys.executable, runner, str(rung), json.dumps(list(techniques.values()))]
+    arguments = (runner, rung, json.dumps(list(techniques.values())))
     kernels = f"{os.environ['TORCHINDUCTOR_CACHE_DIR']}-{current_thread().name}"  # each thread has one rung at a time
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": kernels}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3000, env=environment, check=False)
+    environment = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": kernels}
+    done = run_script(*arguments, cwd=os.getcwd(), timeout=3000, fresh="compile" in techniques, **environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

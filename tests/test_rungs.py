@@ -42,13 +42,14 @@ PARAMETERS = dict.fromkeys(NAMES, ALL) | {"13_lora": FEW, "14_qlora": rf"{FEW}, 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Each rung's finished process and its working folder, run once."""
+    """Each rung's finished process and its working folder, run once; some as Python starts, to see what imports say."""
     done = {}
 
     def run(name):
         if name not in done:
             cwd = tmp_path_factory.mktemp(name)
-            done[name] = run_script(SRC / f"{name}.py", *SMALL, cwd=cwd, timeout=600), cwd
+            fresh = name in ("2_grad_accum", "10_fsdp", "14_qlora")
+            done[name] = run_script(SRC / f"{name}.py", *SMALL, cwd=cwd, timeout=600, fresh=fresh), cwd
         return done[name]
 
     return run
