@@ -164,7 +164,7 @@ def test_an_optimizer_made_before_sharding_is_refused(tmp_path):
 def test_a_nan_on_several_processes_ends_them_all(tmp_path):
     arguments = [*SIZES, "--devices", 2, "--learning_rate", "1e35"]
     # fresh: a fork is so much in step with rank 1 that both write at once, and `print` writes a line in pieces
-    process = run_script(SRC / "9_ddp.py", *arguments, cwd=tmp_path, timeout=120, fresh=True, **ONE_THREAD)
+    process = run_script(SRC / "9_ddp.py", *arguments, cwd=tmp_path, timeout=120, **ONE_THREAD)
     assert process.returncode == 2
     said = re.findall(r"^error(?: on rank 1)?: the loss is", process.stderr, re.MULTILINE)
     assert said, "the first to fail says so; the launcher may end the other before it can"

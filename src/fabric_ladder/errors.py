@@ -151,7 +151,8 @@ def show_errors(settings=None) -> None:
         if line is not None:
             rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
             start = "error:" if rank == "0" else f"error on rank {rank}:"
-            print(start, " ".join(line.split()), file=stream, flush=True)
+            stream.write(f"{start} {' '.join(line.split())}\n")  # at once: other ranks write there, too
+            stream.flush()
         return line is not None
 
     def in_script(kind, error, trace):

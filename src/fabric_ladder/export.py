@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from fabric_ladder.checkpoint import OPTIMIZER
 from fabric_ladder.errors import UserError
 from fabric_ladder.models import load_config, silence_loading
 from fabric_ladder.sharded import read_index, read_tensors
@@ -29,7 +30,7 @@ from local_dataset_utilities import reachable
 
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 PROCESSOR = (".json", ".jinja", ".txt", ".model")  # files of tokenizers and image preprocessors
-OTHERS = ("config.json", "adapter_config.json", "generation_config.json")
+OTHERS = ("config.json", "adapter_config.json", "generation_config.json", OPTIMIZER)
 DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
