@@ -210,7 +210,7 @@ def test_models_in_the_hub_s_cache_and_data_on_the_disk(tmp_path):
     cache_model(tmp_path / "hub", "bigscience/bloomz-7b1-mt", *sharded, model=index)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "aclImdb_v1.tar.gz").write_bytes(b"")
-    said = items(quick(tmp_path, "--json"))
+    said = items(quick(tmp_path, "--json", FABRIC_LADDER_DATA=str(tmp_path / "data")))
     assert said["Data and models", "Hub"]["text"] == "HF_HUB_OFFLINE is set: its cache alone"
     assert said["Data and models", "bigscience/bloom-560m"]["text"] == "in the cache"
     half = said["Data and models", "bigscience/bloomz-7b1-mt"]

@@ -9,7 +9,7 @@ from filelock import FileLock, Timeout
 from fabric_ladder.errors import UserError
 from fabric_ladder.loggers import RunLog
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, LOCK = "checkpoints", ".lock"
 
 
 class RunFolder:
@@ -77,7 +77,7 @@ def lock(folder: Path) -> FileLock:
     Raises:
         UserError: Another process has it.
     """
-    found = FileLock((folder / ".lock").absolute(), is_singleton=True)
+    found = FileLock((folder / LOCK).absolute(), is_singleton=True)
     try:
         found.acquire(timeout=0)
     except Timeout:

@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from fabric_ladder import store
 from fabric_ladder.errors import UserError
-from fabric_ladder.folder import CHECKPOINTS, lock
+from fabric_ladder.folder import CHECKPOINTS, LOCK, lock
 
 PROGRESS = "progress.json"  # in a checkpoint: place, settings, figures so far
 FINISHED = Path("finished")
@@ -86,6 +87,10 @@ def _newest_run(home: Path) -> Path | None:
             continue
         if status == "finished" or any((folder / CHECKPOINTS).glob("step-*")):
             return folder
+        with suppress(UserError):  # it goes on still; else it died before its first checkpoint was whole
+            _release(folder)
+            store.remove_unfinished(folder / CHECKPOINTS)
+            (folder / LOCK).unlink(missing_ok=True)
     return None
 
 

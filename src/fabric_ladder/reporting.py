@@ -144,6 +144,7 @@ class Run:
 
     def close(self) -> None:
         """Let the folder, the signals and the ranks go. All ranks must call it."""
+        self.stopper.close()
         self._let_go()
         if self._watch:
             self.fabric.barrier()

@@ -63,9 +63,16 @@ class Stopper:
         for number, before in self._before.items():
             signal.signal(number, before)
         self._before = {}
+
+    def close(self) -> None:
+        """Leave signals to whoever had them before, and the other ranks in peace; all must call it."""
+        self.restore()
         if self._told:
             self._told[1].wait()
             self._told = None
+        if self._group:  # left to the end of Python, its threads may abort the process
+            dist.destroy_process_group(self._group)
+            self._group = None
 
     def _note(self, number: int, frame) -> None:
         name = signal.Signals(number).name
