@@ -448,6 +448,10 @@ def newest_run(cwd):
     return max(folders, key=lambda path: int(path.name), default=cwd)
 
 
+def writes(cwd):
+    return any((newest_run(cwd) / "checkpoints").glob(".step-*.part"))
+
+
 def test_fifty_kills_at_random_instants_lose_nothing(tmp_path, dropout_model):
     """Each start goes on from what the one before has left; the end is that of a run that nobody disturbed."""
     more = ["--model", dropout_model, "--save_every", 1, "--keep", 2, "--resume", "auto", "--epochs", 6]
@@ -464,13 +468,20 @@ def test_fifty_kills_at_random_instants_lose_nothing(tmp_path, dropout_model):
         for _ in range(200):
             process = context.Process(target=train_and_be_killed, args=(cwd, more))
             process.start()
-            process.join(draw.uniform(0.1, 1.0) if kills < KILLS else None)
+            if kills == KILLS:
+                process.join()
+            elif kills % 2:
+                process.join(draw.uniform(0.1, 1.0))
+            else:  # as soon as it writes a checkpoint
+                while process.is_alive() and not writes(cwd):
+                    time.sleep(0.001)
+                time.sleep(draw.uniform(0, 0.01))
             if process.exitcode is None:
                 process.kill()
                 process.join()
                 kills += 1
                 home = newest_run(cwd)
-                while_writing += any((home / "checkpoints").glob(".step-*"))
+                while_writing += writes(cwd)
                 newest, skipped = store.newest_whole(home / "checkpoints")
                 assert not skipped, "every checkpoint under its name is whole"
                 assert newest or not any((home / "checkpoints").glob("step-*"))
