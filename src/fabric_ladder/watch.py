@@ -10,7 +10,7 @@ import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic
 
 import psutil
 import torch.distributed as dist
@@ -31,7 +31,7 @@ class RankWatch(threading.Thread):
         super().__init__(daemon=True, name="rank-watch")
         launched = "LOCAL_RANK" in os.environ and not dist.is_torchelastic_launched()
         self._parent = os.getppid() if launched else None
-        self._met = self._stopping = False
+        self._met, self._stopping = False, threading.Event()
         self.start()
 
     def meet(self) -> None:
@@ -47,16 +47,17 @@ class RankWatch(threading.Thread):
 
     def run(self) -> None:
         """Beat until `stop`; end the process when a rank has died."""
-        while not self._stopping:
-            sleep(BEAT)
+        while not self._stopping.wait(BEAT):
             found = self._find_dead() if self._met else self._find_dead_parent()
-            if found is not None and not self._stopping:
+            if found is not None and not self._stopping.is_set():
                 print(f"error: {found} has died or hangs; the run stops on all ranks", file=sys.__stderr__, flush=True)
                 os._exit(1)  # the main thread may be inside a collective that never ends
 
     def stop(self) -> None:
-        """Watch no longer: this rank is about to end."""
-        self._stopping = True
+        """Watch no longer: this rank is about to end, and would abort if a thread were in the store then."""
+        self._stopping.set()
+        if self is not threading.current_thread():
+            self.join(2 * BEAT)
 
     def _find_dead_parent(self) -> str | None:
         return "rank 0, which launched this one," if self._parent and os.getppid() != self._parent else None
