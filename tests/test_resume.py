@@ -38,24 +38,24 @@ def dropout_model(tmp_path_factory):
     return path
 
 
-class SignalAt(io.StringIO):
-    """Sends this process a signal as soon as it has printed a text."""
+class Does(io.StringIO):
+    """Does something, once, as soon as a text is printed; nothing without a text."""
 
-    def __init__(self, text, number):
+    def __init__(self, text, action):
         super().__init__()
-        self.text, self.number = text, number
+        self.text, self.action = text, action
 
     def write(self, printed):
         super().write(printed)
         if self.text and self.text in self.getvalue():
             self.text = None
-            os.kill(os.getpid(), self.number)
+            self.action()
 
 
 def run_here(name, cwd, *arguments, at=None, number=signal.SIGTERM, names=None):
     """Run a rung (or a script, with more names) in this process; return its exit status and what it printed."""
     before = os.getcwd(), sys.argv
-    stdout, status = SignalAt(at, number), 0
+    stdout, status = Does(at, lambda: os.kill(os.getpid(), number)), 0
     os.chdir(cwd)
     sys.argv = [str(name if isinstance(name, Path) else SRC / f"{name}.py"), *SIZES, *map(str, arguments)]
     try:
@@ -523,19 +523,6 @@ def test_a_disk_without_room_for_the_log_stops_the_run_in_one_line(tmp_path, sma
     (small_disk / "filler").write_bytes(b"x" * 1_510_000)
     with pytest.raises(UserError, match=r"cannot write .*No space left on device"):
         run_here("2_grad_accum", tmp_path, "--runs_dir", small_disk / "runs", "--log_every", "1", "--epochs", "30")
-
-
-class Does(io.StringIO):
-    """Does something as soon as a text is printed."""
-
-    def __init__(self, text, action):
-        super().__init__()
-        self.text, self.action = text, action
-
-    def write(self, printed):
-        super().write(printed)
-        if self.text in printed:
-            self.action()
 
 
 def test_a_folder_that_vanishes_stops_the_run_in_one_line(tmp_path, monkeypatch):
