@@ -19,6 +19,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+ON_DEVICE = ("parameters", "gradients", "optimizer_state", "activations", "logits", "other")
+
 
 class Storage(NamedTuple):
     """What a tensor holds together with its views.
@@ -51,6 +53,7 @@ class Peak(NamedTuple):
         gradients: Gradients of the parameters.
         optimizer_state: What the optimizer keeps beside each parameter.
         activations: What the forward pass made, or its repetition under activation checkpointing.
+        logits: Of that, and of their gradients, what has a value for each entry of the vocabulary.
         other: Inputs, gradients of activations, and what the optimizer needs for a moment.
         host: What CPU offload parks in the host's memory at that moment; no part of the total.
         phase: The moment: `training` (forward or backward), `optimizer` or `evaluation`.
@@ -61,6 +64,7 @@ class Peak(NamedTuple):
     gradients: int
     optimizer_state: int
     activations: int
+    logits: int
     other: int
     host: int
     phase: str
@@ -69,7 +73,7 @@ class Peak(NamedTuple):
     @property
     def total(self) -> int:
         """All that is on the device."""
-        return self.parameters + self.gradients + self.optimizer_state + self.activations + self.other
+        return sum(getattr(self, kind) for kind in ON_DEVICE)
 
 
 class PeakTracker(TorchDispatchMode):
@@ -77,11 +81,13 @@ class PeakTracker(TorchDispatchMode):
 
     Args:
         fake_mode: Only this mode's tensors count, not those on which DTensor works out shapes; None: real tensors.
+        vocabulary: Entries that a language model knows, to tell its logits; None: there are none to speak of.
     """
 
-    def __init__(self, fake_mode: FakeTensorMode | None = None):
+    def __init__(self, fake_mode: FakeTensorMode | None = None, vocabulary: int | None = None):
         super().__init__()
-        self._fake_mode, self._phase, self._on_host = fake_mode, "training", False
+        self._fake_mode, self._vocabulary = fake_mode, vocabulary
+        self._phase, self._on_host = "training", False
         self._live: dict[int, Storage] = {}  # by address, which is nobody else's while the storage lives
         self._references: dict[int, weakref.ref] = {}
         self._watched: set[int] = set()
@@ -97,11 +103,13 @@ class PeakTracker(TorchDispatchMode):
             on_host: New tensors are in the host's memory.
             gathering: FSDP gives the modules parameters of which the model's own are shards.
         """
+        self._note_peak()
         self._phase, self._on_host = phase, on_host
         hook = register_module_forward_pre_hook(self._watch_gathered) if gathering else None
         try:
             yield
         finally:
+            self._note_peak()
             self._on_host = False
             if hook:
                 hook.remove()
@@ -127,7 +135,8 @@ class PeakTracker(TorchDispatchMode):
 
     def peak(self) -> Peak:
         """Return the highest state since `forget_peak`."""
-        sums = dict.fromkeys(("parameters", "gradients", "optimizer_state", "activations", "other", "host"), 0)
+        self._note_peak()
+        sums = dict.fromkeys((*ON_DEVICE, "host"), 0)
         for storage in self._at_peak.values():
             sums[storage.kind] += storage.bytes
         counts = Counter(storage for storage in self._at_peak.values() if storage.on_device)
@@ -158,9 +167,12 @@ class PeakTracker(TorchDispatchMode):
             if isinstance(tensor, Tensor) and self._counts(tensor):
                 kind = kind or self._kind(operation, args)
                 self._count(tensor, kind, operation.name())
+        return result
+
+    def _note_peak(self) -> None:
+        """Keep what is held now, if it is the most so far; asked before anything is freed, not at every rise."""
         if self._total > self._peak:
             self._peak, self._at_peak, self._peak_phase = self._total, dict(self._live), self._phase
-        return result
 
     def _counts(self, tensor: Tensor) -> bool:
         return getattr(tensor, "fake_mode", None) is self._fake_mode and not tensor.is_meta
@@ -185,12 +197,18 @@ class PeakTracker(TorchDispatchMode):
         key = storage._cdata
         if key not in self._live:
             self._references[key] = weakref.ref(storage, partial(self._drop, key))
+            if kind in ("activations", "other") and tensor.shape[-1:] == (self._vocabulary,):
+                kind = "logits"
             self._put(key, Storage(storage.nbytes(), kind, made_by, tensor.dtype, tuple(tensor.shape)))
 
     def _put(self, key: int, storage: Storage) -> None:
-        self._total += storage.on_device - (self._live[key].on_device if key in self._live else 0)
+        more = storage.on_device - (self._live[key].on_device if key in self._live else 0)
+        if more < 0:
+            self._note_peak()
+        self._total += more
         self._live[key] = storage
 
     def _drop(self, key: int, _) -> None:
+        self._note_peak()
         self._total -= self._live.pop(key).on_device
         del self._references[key]

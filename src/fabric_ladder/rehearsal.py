@@ -1,0 +1,251 @@
+"""A run's step on fake tensors, which have a shape, a dtype and a storage, but no memory behind it.
+
+The fake tensors are CPU tensors, since fake CUDA tensors need a CUDA build of PyTorch and, in attention, a GPU. They
+keep the same for the backward pass: autocast casts the same operations, and `scaled_dot_product_attention` takes a
+kernel that keeps no tokens x tokens matrix, as FlashAttention on a GPU, once its dropout is left out. Optimizers take
+the form that they take on a GPU.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from lightning import Fabric
+from lightning.fabric.plugins.environments import LightningEnvironment
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import scaled_dot_product_attention
+from torch.optim import SGD, Adam, AdamW
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
+
+from fabric_ladder.batching import MicroBatch
+from fabric_ladder.fsdp import fsdp_strategy, sharding_policy, transformer_blocks
+from fabric_ladder.gradients import accumulate_gradients
+from fabric_ladder.metrics import Meter
+from fabric_ladder.optimizers import build_optimizer
+from fabric_ladder.tracker import Peak, PeakTracker
+
+
+@contextmanager
+def rehearse(build: Callable[[], nn.Module], settings, ranks: int | None = None) -> Iterator["Rehearsal"]:
+    """Set up the run of some settings on fake tensors.
+
+    Args:
+        build: Makes the model, such as `lambda: build_model(settings, datasets)`; its tensors are on no device.
+        settings: `precision`, `optimizer`, `max_grad_norm`, `task`, `devices`, `offload`. `16-mixed` is taken for
+            `bf16-mixed`, which holds the same bytes.
+        ranks: GPUs over which FSDP shards, as in rungs 10 and 11; None: no FSDP.
+    """
+    precision = "bf16-mixed" if settings.precision == "16-mixed" else settings.precision
+    buckets = settings.ranks > 1 and not ranks
+    settings = replace(settings, accelerator="cpu", precision=precision, devices=ranks or 1, num_nodes=1)
+    with _fake_ranks(ranks):
+        with torch.device("meta"):  # no weights are drawn, which takes branches that depend on values
+            model = build()
+        yield Rehearsal(model, settings, ranks, buckets)
+
+
+class Rehearsal:
+    """A run on fake tensors: what a rung's script and `loop.train` do, but for printing and reading values.
+
+    Gradients and the optimizer's state, which a run has from its second step on, are put in place instead of computed.
+    Only FSDP, which prepares itself in a first pass, gets one before anything is counted.
+
+    Args:
+        model: On the meta device.
+        settings: With one device for each of the ranks.
+        ranks: GPUs over which FSDP shards; None: no FSDP.
+        buckets: Whether gradients stay from step to step, as DDP's buckets do (`gradient_as_bucket_view`).
+    """
+
+    def __init__(self, model: nn.Module, settings, ranks: int | None, buckets: bool):
+        self.settings, self.sharded, self.buckets = settings, bool(ranks), buckets
+        self.parked, self._warm = self.sharded and settings.offload, False
+        how = {"precision": settings.precision, "devices": settings.devices}
+        if self.sharded:
+            how |= {"strategy": fsdp_strategy(settings, self._shard), "plugins": [_AllRanksStarted()]}
+        self.fabric = Fabric(accelerator="cpu", **how)
+        self.fabric.launch()
+        of_language = settings.task == "instruction-tuning"
+        self.mode = _FakeTensors()
+        self.tracker = PeakTracker(self.mode, model.config.vocab_size if of_language else None)
+        self._evaluations: dict[tuple, Peak] = {}
+        with self._counted():
+            self._set_up(model)
+            self._give_gradients()
+            self._step()
+            self._name_tensors()
+            self._give_gradients()
+            self.tracker.forget_peak()
+            self._step()
+            self._optimizer_peak = self.tracker.peak()
+            self._drop_gradients()
+
+    def peak(self, micro_batches: list[MicroBatch], evaluation: MicroBatch | None = None) -> Peak:
+        """Return the highest of training, optimizer step and evaluation, once the optimizer has its state.
+
+        Args:
+            micro_batches: A rank's share of an effective batch. Only the shapes count, and of them only those that no
+                other one exceeds.
+            evaluation: A batch of the evaluation.
+        """
+        peaks = [self._train(micro_batches), self._optimizer_peak]
+        if evaluation:
+            key = tuple(tensor.shape for tensor in evaluation.inputs.values())
+            if key not in self._evaluations:
+                self._evaluations[key] = self._evaluate(evaluation)
+            peaks.append(self._evaluations[key])
+        return max(peaks, key=lambda peak: peak.total)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        with self.mode, self.tracker, _AttentionWithoutDropout():
+            yield
+
+    def _set_up(self, model: nn.Module) -> None:
+        model.to_empty(device="cpu")
+        model.tie_weights()  # each was emptied on its own
+        self.model = self.fabric.setup(model)
+        optimizer = build_optimizer(replace(self.settings, accelerator="cuda"), self.model)
+        if isinstance(optimizer, Adam | AdamW | SGD) and not self.parked:
+            for group in optimizer.param_groups:
+                if group["foreach"] is None and not group["fused"]:
+                    group["foreach"] = True  # what None means for parameters on a GPU
+        self.optimizer = self.fabric.setup_optimizers(optimizer)
+        self._name_tensors()
+
+    def _train(self, micro_batches: list[MicroBatch]) -> Peak:
+        largest = _unexceeded(micro_batches)
+        with self._counted():
+            if self.sharded and not self._warm:
+                self._pass(largest[-1])
+                self._name_tensors()
+                self._warm = True
+            self._drop_gradients()
+            if len(micro_batches) > 1 or self.buckets:
+                self._give_gradients()
+            self.tracker.forget_peak()
+            for micro_batch in largest:
+                self._pass(micro_batch)
+            self._drop_gradients()
+            return self.tracker.peak()
+
+    def _pass(self, micro_batch: MicroBatch) -> None:
+        with self.tracker.at("training", gathering=self.sharded):
+            accumulate_gradients(self.fabric, self.model, [_waiting(micro_batch)], Meter(self.fabric), ("", []))
+
+    def _step(self) -> None:
+        with self.tracker.at("optimizer", on_host=self.parked):
+            if norm := self.settings.max_grad_norm:
+                self.fabric.clip_gradients(self.model, self.optimizer, max_norm=norm, error_if_nonfinite=False)
+            self.optimizer.step()
+
+    def _evaluate(self, micro_batch: MicroBatch) -> Peak:
+        self.model.eval()
+        with self._counted(), torch.no_grad(), self.tracker.at("evaluation", gathering=self.sharded):
+            if self.buckets:
+                self._give_gradients()
+            self.tracker.forget_peak()
+            self.model(**self.fabric.to_device(_waiting(micro_batch).inputs))
+        self.model.train()
+        return self.tracker.peak()
+
+    def _give_gradients(self) -> None:
+        """Have all gradients, as after an effective batch's first micro-batch."""
+        for parameter in self.model.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+                self.tracker.hold(parameter.grad, "host" if self.parked else "gradients")
+
+    def _drop_gradients(self) -> None:
+        self.optimizer.zero_grad()
+
+    def _name_tensors(self) -> None:
+        """Tell the tracker what the run keeps from step to step."""
+        for tensor in self.model.parameters():
+            self.tracker.watch(tensor, parked=self.parked)
+        for tensor in self.model.buffers():
+            self.tracker.hold(tensor, "parameters")
+        for tensor in tree_leaves(list(self.optimizer.state.values())):
+            if isinstance(tensor, Tensor):
+                self.tracker.hold(tensor, "host" if self.parked else "optimizer_state")
+
+    def _shard(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """As in rungs 10 and 11."""
+        how = sharding_policy(self.settings, mesh)
+        for block in transformer_blocks(model):
+            fully_shard(block, **how)
+        return fully_shard(model, **how)
+
+
+class _FakeTensors(FakeTensorMode):
+    def __init__(self):
+        super().__init__(allow_non_fake_inputs=True)
+        # a weak reference to each tensor, which Module.to does not allow to those that it converts
+        self.fake_tensor_converter.set_tensor_memo = lambda *_: None
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        try:
+            return super().__torch_dispatch__(operation, types, args, kwargs or {})
+        except DataDependentOutputException:
+            if operation is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            kind = args[0].dtype  # a value is read: a norm, or whether it is finite
+            return False if kind is torch.bool else 1.0 if kind.is_floating_point else 1
+
+
+class _AttentionWithoutDropout(TorchFunctionMode):
+    """On a CPU, dropout in attention needs the matrix that it drops from; on a GPU two numbers stand for it."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is scaled_dot_product_attention:
+            args, kwargs = args[:4], {**(kwargs or {}), "dropout_p": 0.0}
+        return function(*args, **(kwargs or {}))
+
+
+class _AllRanksStarted(LightningEnvironment):
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    def local_rank(self) -> int:
+        return 0
+
+
+@contextmanager
+def _fake_ranks(ranks: int | None) -> Iterator[None]:
+    """Stand in for a process group of so many ranks, of which this process is the first; nothing is sent."""
+    if ranks is None:
+        yield
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _unexceeded(micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+    """Keep one of each shape, but none that is nowhere larger than another one."""
+    kept: dict[tuple, MicroBatch] = {}
+    for micro_batch in micro_batches:
+        sizes = tuple(size for tensor in micro_batch.inputs.values() for size in tensor.shape)
+        if not any(_within(sizes, other) for other in kept):
+            kept = {other: value for other, value in kept.items() if not _within(other, sizes)} | {sizes: micro_batch}
+    return list(kept.values())
+
+
+def _within(sizes: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return all(mine <= its for mine, its in zip(sizes, other, strict=True))
+
+
+def _waiting(micro_batch: MicroBatch) -> MicroBatch:
+    """Keep the inputs off the device, as in a run, until it is their turn."""
+    inputs = {name: torch.empty_like(tensor, device="meta") for name, tensor in micro_batch.inputs.items()}
+    return micro_batch._replace(inputs=inputs)
