@@ -1099,7 +1099,7 @@ def _json_lines(file: Iterable[str]) -> Iterator[tuple[str, dict | ValueError]]:
 
 
 def _load_images(settings: DataSettings) -> ImageDatasets:
-    form, notices = _image_format(settings)
+    form, notices = read_image_format(settings)
     source = _find_images(settings)
     names = ("image_column", "label_column", "bad_samples", "train_samples", "validation_samples", "test_samples")
     chosen = [getattr(settings, name) for name in (*names, "split_seed")]
@@ -1114,7 +1114,7 @@ def _load_images(settings: DataSettings) -> ImageDatasets:
     return ImageDatasets(splits, facts["class_names"], form, fingerprint, notices + facts["notices"])
 
 
-def _image_format(settings: DataSettings) -> tuple[ImageFormat, list[str]]:
+def read_image_format(settings: DataSettings) -> tuple[ImageFormat, list[str]]:
     """Read off the model's config, and its preprocessor_config.json if it has one, what it wants to see."""
     processor, notices = {}, []
     if settings.model.endswith(".json"):

@@ -12,7 +12,6 @@ effective batch 64; and 1.6 GB for all that one GPU allows.
 """
 
 import argparse
-import ast
 import csv
 import json
 import re
@@ -30,7 +29,8 @@ from PIL import Image
 
 from fabric_ladder import build_model, parse_settings
 from fabric_ladder.memory import blank_datasets, largest_batches, predict_peak
-from fabric_ladder.tracker import Peak
+from fabric_ladder.rungs import script_defaults
+from fabric_ladder.tracker import ON_DEVICE, Peak
 
 OUT = common.RESULTS / "memory_ladder.json"
 CONFIGS = common.ROOT / "configs"
@@ -38,8 +38,7 @@ TOKENS, PIXELS, PATCHES = 1024, 224, 197  # of a text; of an image's side; token
 EVAL_TOKENS = "4096"  # of a batch of the evaluation: the default on a GPU
 UNPREDICTED = ("3_torch_compile", "12_deepspeed_zero", "14_qlora")
 SHARDED = ("10_fsdp", "11_fsdp_cpu_offload")
-KINDS = ("parameters", "gradients", "optimizer_state", "activations", "other")
-HEADER = ["GB", "parameters", "gradients", "optimizer", "activations", "other", "in host", "predicted", "measured",
+HEADER = ["GB", "parameters", "gradients", "optimizer", "activations", "logits", "other", "in host", "predicted", "measured",
           "target", "highest in"]  # fmt: skip
 AGAIN = "--activation_checkpointing true"
 
@@ -99,15 +98,6 @@ def options_of(model: str) -> list[str]:
     return ["--config", str(CONFIGS / config), "--model", str(path), "--from_scratch", "true"]
 
 
-def script_defaults(rung: str) -> dict:
-    """Read what a rung passes to `parse_settings`."""
-    tree = ast.parse((common.ROOT / "src" / f"{rung}.py").read_text(encoding="utf-8"))
-    call = next(
-        node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "parse_settings"
-    )
-    return {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-
-
 def predict(model: str, entry: Entry, known: dict[str, Peak]) -> Peak | None:
     """Return the predicted peak, None for what cannot be predicted; `known` are those of the same settings."""
     if entry.rung in UNPREDICTED:
@@ -153,7 +143,7 @@ def measure(model: str, entry: Entry, data: list[str]) -> dict:
 
 def row(entry: Entry, peak: Peak | None, measured: dict | None) -> list[str | None]:
     """Return the cells of a line of the table."""
-    sizes = [getattr(peak, kind) for kind in (*KINDS, "host", "total")] if peak else [None] * 7
+    sizes = [getattr(peak, kind) for kind in (*ON_DEVICE, "host", "total")] if peak else [None] * 8
     sizes.append((measured or {}).get("peak_memory_bytes"))
     cells = [None if size is None else f"{size / 1e9:.2f}" for size in sizes]
     return [entry.name, *cells, entry.target and f"{entry.target:.2f}", peak and peak.phase]

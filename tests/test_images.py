@@ -561,7 +561,7 @@ def test_size_and_normalisation_are_the_models(tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     if processor:
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
-    form, notices = module._image_format(DataSettings(task=TASK, model=str(tmp_path), **values))
+    form, notices = module.read_image_format(DataSettings(task=TASK, model=str(tmp_path), **values))
     size, resize_to, mean, std, resample, tokens = expected
     assert (form.size, form.resize_to, form.resample, form.tokens) == (size, resize_to, resample, tokens)
     assert form.mean == pytest.approx(mean)
@@ -573,11 +573,11 @@ def test_models_that_do_not_fit_are_refused(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG | {"num_channels": 1}))
     with pytest.raises(DatasetError, match="reads 1 channels, images have 3"):
-        module._image_format(DataSettings(task=TASK, model=str(path)))
+        module.read_image_format(DataSettings(task=TASK, model=str(path)))
     path.write_text(json.dumps({"model_type": "resnet"}))
     with pytest.raises(DatasetError, match="does not say how large its images are: set --image_size"):
-        module._image_format(DataSettings(task=TASK, model=str(path)))
-    assert module._image_format(DataSettings(task=TASK, model=str(path), image_size=64))[0].tokens == 17
+        module.read_image_format(DataSettings(task=TASK, model=str(path)))
+    assert module.read_image_format(DataSettings(task=TASK, model=str(path), image_size=64))[0].tokens == 17
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
 """The numbered scripts, for the tools that run, check or copy them."""
 
+import ast
 import runpy
 import sys
+from functools import cache
 from pathlib import Path
 
 from fabric_ladder.errors import Checked, UserError, explain, show_errors
@@ -23,6 +25,16 @@ def choose_rungs(names: list[str]) -> list[Path]:
         if name not in known:
             raise UserError(f"there is no rung {name}: give numbers from 1 to {len(RUNGS)}, or names")
     return [path for path in RUNGS if path in {known[name] for name in names}]
+
+
+@cache
+def script_defaults(rung: str) -> dict:
+    """Return what a rung, given by its name, passes to `parse_settings`."""
+    tree = ast.parse((SRC / f"{rung}.py").read_text(encoding="utf-8"))
+    call = next(
+        node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "parse_settings"
+    )
+    return {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
 
 
 def check_rung(rung: Path, options: list[str]) -> Settings | str:

@@ -1,0 +1,293 @@
+"""Which rung runs a model on a GPU: the peak of each, the largest micro-batch that fits, and the fastest of those."""
+
+import json
+import multiprocessing
+import os
+import shlex
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from fabric_ladder.candidates import Candidate, relative_speed
+from fabric_ladder.errors import UserError
+from fabric_ladder.formulas import Counts, count_parameters, in_4_bits, with_zero
+from fabric_ladder.memory import blank_datasets, largest_batches
+from fabric_ladder.models import build_model
+from fabric_ladder.overhead import Overhead
+from fabric_ladder.rehearsal import Rehearsal, rehearse
+from fabric_ladder.rungs import script_defaults
+from fabric_ladder.settings import Settings, parse_settings
+from fabric_ladder.tracker import Peak
+from fabric_ladder.zero_config import read_deepspeed_config
+
+LIBRARIES = 2_000_000_000  # bytes of a process's host memory without a model, with CUDA: a guess
+EVALUATED = 4096  # tokens of an evaluation's batch on a GPU, unless the user says otherwise
+NOT_THE_MODEL_S = ("batch_size", "micro_batch_size", "micro_batch_tokens", "name", "config", "notices", "save")
+
+
+class Samples(NamedTuple):
+    """What a plan is made for.
+
+    Attributes:
+        length: Tokens of the longest sample; of an image, its patches and the one for the class.
+        classes: Of a classifier.
+        image_size: Pixels of a side of an image; None: the samples are texts.
+    """
+
+    length: int
+    classes: int = 2
+    image_size: int | None = None
+
+
+class Limits(NamedTuple):
+    """The GPUs of a plan: their sizes in bytes, and what a run needs beside its tensors."""
+
+    sizes: tuple[int, ...]
+    overhead: Overhead
+
+    def met_by(self, peak: Peak) -> list[bool]:
+        """Say for each size whether tensors of this peak fit."""
+        needed = peak.total + self.overhead.beside(peak.total)
+        return [needed <= size for size in self.sizes]
+
+
+class Way(NamedTuple):
+    """A candidate as it would be run.
+
+    Attributes:
+        candidate: Rung and options.
+        settings: Of the run; on a CPU, which they are checked on, and with the plan's devices.
+        sizes: Micro-batches worth trying, in samples, ascending; (None,) where the user has settled them.
+    """
+
+    candidate: Candidate
+    settings: Settings
+    sizes: tuple[int | None, ...]
+
+
+class Figures(NamedTuple):
+    """A way's peaks and padded tokens, both by micro-batch, and its model's parameters."""
+
+    peaks: dict[int | None, Peak]
+    tokens: dict[int | None, int]
+    counts: Counts
+
+
+class Plan(NamedTuple):
+    """A way on a GPU of some size.
+
+    Attributes:
+        candidate: Rung and options.
+        micro_batch: Samples; None: as the settings say.
+        peak: What its tensors hold.
+        overhead: Bytes beside them.
+        host: Bytes of a machine's memory.
+        fits: Whether GPU and host have room.
+        room: Bytes that the GPU has left; negative: that it lacks.
+        speed: See `relative_speed`.
+        adapters: Whether adapters are trained, not all weights.
+        command: That runs it.
+    """
+
+    candidate: Candidate
+    micro_batch: int | None
+    peak: Peak
+    overhead: int
+    host: int
+    fits: bool
+    room: int
+    speed: float
+    adapters: bool
+    command: str
+
+
+def make_ways(found: list[Candidate], options: list[str], gpus: int) -> tuple[list[Way], dict[str, str]]:
+    """Read the settings of every candidate.
+
+    Args:
+        found: Candidates; what `options` says already is taken out of their own options.
+        options: Of the user, as on a rung's command line.
+        gpus: Devices of the plan.
+
+    Returns:
+        The ways, and by name why others cannot be gone.
+
+    Raises:
+        UserError: No candidate can run: the reason of the first.
+    """
+    given = {word.split("=")[0] for word in options if word.startswith("--")}
+    ways, problems = {}, {}
+    for candidate in found:
+        pairs = zip(candidate.options[::2], candidate.options[1::2], strict=True)
+        candidate = candidate._replace(options=sum((pair for pair in pairs if pair[0] not in given), ()))
+        if candidate in ways or candidate.name in problems:
+            continue
+        try:
+            ways[candidate] = _make_way(candidate, options, gpus if candidate.several else 1, given)
+        except UserError as error:
+            problems[candidate.name] = str(error)
+    if not ways:
+        raise UserError(next(iter(problems.values()), "there is nothing to plan"))
+    return list(ways.values()), problems
+
+
+def find_peaks(ways: list[Way], samples: Samples, limits: Limits) -> list[Figures]:
+    """Rehearse every way with the micro-batches that decide, in as many processes as there are cores.
+
+    Ways that differ in their micro-batches alone share a rehearsal.
+    """
+    groups: dict[str, list[int]] = {}
+    for number, way in enumerate(ways):
+        kept = {name: value for name, value in asdict(_rehearsed(way)).items() if name not in NOT_THE_MODEL_S}
+        groups.setdefault(json.dumps([kept, _shards(way)]), []).append(number)
+    order = sorted(groups.values(), key=lambda numbers: not _shards(ways[numbers[0]]))  # those take longest
+    tasks = [([ways[number] for number in numbers], samples, limits) for numbers in order]
+    cores = min(len(tasks), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    if cores > 1 and "fork" in multiprocessing.get_all_start_methods():  # a spawned one would load all libraries anew
+        with ProcessPoolExecutor(cores, multiprocessing.get_context("fork")) as pool:
+            done = list(pool.map(_rehearse_together, tasks))
+    else:
+        done = [_rehearse_together(task) for task in tasks]
+    pairs = zip(order, done, strict=True)
+    found = {number: figures for numbers, group in pairs for number, figures in zip(numbers, group, strict=True)}
+    return [found[number] for number in range(len(ways))]
+
+
+def make_plan(
+    way: Way, figures: Figures, options: list[str], overhead: Overhead, memory: int, host_memory: int | None = None
+) -> Plan:
+    """Return a way with its largest micro-batch that fits; with its smallest, if none does.
+
+    Args:
+        way: Rung and settings.
+        figures: Of the way.
+        options: Of the user, for the command.
+        overhead: What comes on top of the tensors.
+        memory: Bytes of a GPU.
+        host_memory: Bytes of the machine's memory; None: as much as it takes.
+    """
+    room = {size: memory - peak.total - overhead.beside(peak.total) for size, peak in figures.peaks.items()}
+    fitting = [size for size in way.sizes if room.get(size, -1) >= 0]
+    size = fitting[-1] if fitting else way.sizes[0]
+    peak, settings = figures.peaks[size], way.settings
+    host = _host_bytes(settings, way.candidate.rung, peak, figures.counts)
+    words = list(way.candidate.options)
+    if size is not None and size != script_defaults(way.candidate.rung).get("micro_batch_size", size):
+        words += ["--micro_batch_size", str(size)]
+    if settings.ranks > 1:
+        words += ["--devices", str(settings.ranks)]
+    return Plan(
+        candidate=way.candidate,
+        micro_batch=size,
+        peak=peak,
+        overhead=overhead.beside(peak.total),
+        host=host,
+        fits=bool(fitting) and (host_memory is None or host <= host_memory),
+        room=room[size],
+        speed=relative_speed(settings, way.candidate.rung, figures.tokens[size]),
+        adapters=settings.lora,
+        command=shlex.join(["python", f"src/{way.candidate.rung}.py", *options, *words]),
+    )
+
+
+def recommend(plans: Iterable[Plan]) -> dict[str, Plan | None]:
+    """Return the fastest that fits: of those that train all weights, and of those that train adapters.
+
+    Of equally fast ones the lower rung, which changes less.
+    """
+    best = {"all weights": None, "adapters": None}
+    for plan in plans:
+        kind = "adapters" if plan.adapters else "all weights"
+        if plan.fits and (best[kind] is None or plan.speed > best[kind].speed):
+            best[kind] = plan
+    return best
+
+
+def _make_way(candidate: Candidate, options: list[str], gpus: int, given: set[str]) -> Way:
+    here = ["--accelerator", "cpu", "--devices", "1", "--from_scratch", "true"]  # checked here, planned for there
+    if "--eval_batch_tokens" not in given:
+        here += ["--eval_batch_tokens", str(EVALUATED)]
+    settings = parse_settings([*options, *candidate.options, *here], **script_defaults(candidate.rung))
+    settings.name = candidate.rung
+    settings.devices = gpus
+    if gpus > settings.batch_size:
+        raise UserError(f"--batch_size {settings.batch_size} is below the number of devices, {gpus}: raise it")
+    if given & {"--micro_batch_size", "--micro_batch_tokens"}:
+        return Way(candidate, settings, (None,))
+    share = -(-settings.batch_size // gpus)
+    return Way(candidate, settings, tuple(sorted({*(2**power for power in range(share.bit_length())), share})))
+
+
+def _shards(way: Way) -> int | None:
+    return way.settings.ranks if "fsdp" in way.candidate.rung else None
+
+
+def _rehearsed(way: Way) -> Settings:
+    """Return the settings of the rehearsal that a way's figures come from; formulas do the rest.
+
+    torch.compile is left out: it keeps at most what the same run keeps without it.
+    """
+    settings = replace(way.settings, compile=False, quantization="no", notices=[])
+    if settings.deepspeed:
+        settings = replace(settings, deepspeed=None, precision="bf16-true", optimizer="sgd", devices=1)
+    return settings
+
+
+def _rehearse_together(task: tuple[list[Way], Samples, Limits]) -> list[Figures]:
+    """Find the figures of ways that share a rehearsal."""
+    ways, samples, limits = task
+    settings, ranks = _rehearsed(ways[0]), _shards(ways[0])
+    datasets = blank_datasets(samples.classes, samples.image_size)
+    with torch.device("meta"):
+        counts = count_parameters(build_model(replace(settings, activation_checkpointing=False), datasets))
+    with rehearse(lambda: build_model(settings, datasets), settings, ranks) as rehearsal:
+        return [_find_figures(way, rehearsal, counts, samples, limits) for way in ways]
+
+
+def _find_figures(way: Way, rehearsal: Rehearsal, counts: Counts, samples: Samples, limits: Limits) -> Figures:
+    """Rehearse the largest micro-batch, and others as long as it is open which one is the largest that fits."""
+    figures = Figures({}, {}, counts)
+
+    def met(size: int | None) -> list[bool]:
+        if size not in figures.peaks:
+            settings = way.settings if size is None else replace(way.settings, micro_batch_size=size)
+            batches = largest_batches(settings, samples.length, samples.image_size, way.settings.ranks)
+            figures.peaks[size] = _finished(way.settings, rehearsal.peak(*batches), counts)
+            figures.tokens[size] = batches[0][0].padded
+        return limits.met_by(figures.peaks[size])
+
+    sizes = way.sizes
+    for number in range(len(limits.sizes)):
+        low, high = 0, len(sizes)  # the largest that fits is at `low` or between
+        if met(sizes[-1])[number]:
+            continue
+        high -= 1
+        if not met(sizes[0])[number]:
+            continue
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if met(sizes[middle])[number] else (low, middle)
+    return figures
+
+
+def _finished(settings: Settings, peak: Peak, counts: Counts) -> Peak:
+    """Add what is known by formula only, and keep of the tensors those that hold most."""
+    peak = peak._replace(tensors=peak.tensors[:8])
+    if settings.quantization != "no":
+        return in_4_bits(peak, counts)
+    if settings.deepspeed:
+        zero = read_deepspeed_config(settings)["zero_optimization"]
+        return with_zero(peak, counts, zero, settings.optimizer, settings.ranks)
+    return peak
+
+
+def _host_bytes(settings: Settings, rung: str, peak: Peak, counts: Counts) -> int:
+    """Return the bytes of a machine's memory: each rank loads all weights in 32-bit before it moves or shares them."""
+    loaded = 4 * counts.all
+    if "init" in rung or settings.quantization != "no":
+        loaded = 0  # made on the GPU
+    return settings.devices * (LIBRARIES + max(loaded, peak.host))
