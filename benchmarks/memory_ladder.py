@@ -38,8 +38,8 @@ TOKENS, PIXELS, PATCHES = 1024, 224, 197  # of a text; of an image's side; token
 EVAL_TOKENS = "4096"  # of a batch of the evaluation: the default on a GPU
 UNPREDICTED = ("3_torch_compile", "12_deepspeed_zero", "14_qlora")
 SHARDED = ("10_fsdp", "11_fsdp_cpu_offload")
-HEADER = ["GB", "parameters", "gradients", "optimizer", "activations", "logits", "other", "in host", "predicted", "measured",
-          "target", "highest in"]  # fmt: skip
+HEADER = ["GB", "parameters", "gradients", "optimizer", "activations", "logits", "other", "in host", "predicted",
+          "measured", "target", "highest in"]  # fmt: skip
 AGAIN = "--activation_checkpointing true"
 
 

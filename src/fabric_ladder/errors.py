@@ -105,10 +105,10 @@ def _out_of_memory(error: BaseException, settings) -> str:
         form = f"{shape[0]} x {shape[1]} tokens" if len(shape) == 2 else f"{shape[0]} images of {shape[-1]} pixels"
         text += f" in a batch of {form} in {of}"
     peak = peak_memory(torch.device(settings.accelerator))
-    return f"{text}, at a peak of {peak / 1e9:.2f} GB. Next to try: {_less_memory(settings, of, shape)}"
+    return f"{text}, at a peak of {peak / 1e9:.2f} GB. Next to try: {less_memory(settings, of, shape)}"
 
 
-def _less_memory(settings, of: str | None, shape: tuple[int, ...]) -> str:
+def less_memory(settings, of: str | None = None, shape: tuple[int, ...] = ()) -> str:
     """Return the next things to try, in order of their cost; for `of` and `shape` see `shape_told`."""
     tries, same = [], " (the same effective batch in less memory)"
     name = "micro_batch_tokens" if settings.micro_batch_tokens else "micro_batch_size"

@@ -56,6 +56,15 @@ def in_4_bits(peak: Peak, counts: Counts) -> Peak:
     return peak._replace(parameters=peak.parameters - saved, other=peak.other + 2 * counts.largest_linear)
 
 
+def with_8_bit_adam(peak: Peak, counts: Counts) -> Peak:
+    """Return the peak of training without optimizer state once 8-bit Adam keeps its own.
+
+    Two moments of a byte for each weight, and a 32-bit constant for every 256 of them (Dettmers et al., 2022, 8-bit
+    Optimizers via Block-wise Quantization; bitsandbytes 0.50).
+    """
+    return peak._replace(optimizer_state=round(2 * counts.trained * (1 + 4 / 256)))
+
+
 def with_zero(peak: Peak, counts: Counts, config: dict, optimizer: str, ranks: int) -> Peak:
     """Return the peak under DeepSpeed's ZeRO in 16-bit mixed precision, on each of so many GPUs of one machine.
 

@@ -16,6 +16,7 @@ from fabric_ladder.fitting import try_longest
 from fabric_ladder.gradients import accumulate_gradients, is_usable
 from fabric_ladder.metrics import Meter, Totals, count_correct
 from fabric_ladder.optimizers import set_learning_rate
+from fabric_ladder.prediction import expect
 from fabric_ladder.reporting import Run
 from fabric_ladder.resume import Keeper
 
@@ -59,6 +60,7 @@ def _train(run: Run, model: nn.Module, optimizer: Optimizer, train_loader: DataL
     if settings.load:
         load(settings.load, model, optimizer)
     fabric.seed_everything(settings.seed + fabric.global_rank, verbose=False)  # dropout differs between the ranks
+    run.expected = expect(run, model, train_loader, val_loader)
     keeper = run.keeper = Keeper(run, model, optimizer, train_loader)
     keeper.begin()
     try_longest(keeper)

@@ -98,6 +98,8 @@ class Pace:
             "peak_memory_bytes": device,
             "peak_host_memory_bytes": host,
         }
+        if self.fabric.device.type == "cuda":
+            figures["peak_reserved_bytes"] = torch.cuda.max_memory_reserved(self.fabric.device)
         if self._compiling.graphs:
             figures |= {"compile_seconds": self._compiling.seconds, "compiled_graphs": self._compiling.graphs}
         return figures

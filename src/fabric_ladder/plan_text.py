@@ -98,8 +98,8 @@ def _title(answer: Answer) -> str:
     sample = f"images of {samples.image_size} pixels" if samples.image_size else f"samples of {samples.length:,} tokens"
     sizes = " or ".join(_gigabytes(size) for size in answer.plans)
     return (
-        f"{answer.model} ({answer.parameters / 1e6:,.1f} M parameters) · effective batch {answer.batch_size} · {sample} "
-        f"· {answer.gpus} x {sizes} GB{'' if count > 1 else f' · overhead {answer.overhead.source}'}"
+        f"{answer.model} ({answer.parameters / 1e6:,.1f} M parameters) · effective batch {answer.batch_size} · "
+        f"{sample} · {answer.gpus} x {sizes} GB{'' if count > 1 else f' · overhead {answer.overhead.source}'}"
     )
 
 

@@ -7,26 +7,23 @@ import shlex
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import NamedTuple
-
-import torch
 
 from fabric_ladder.candidates import Candidate, relative_speed
 from fabric_ladder.errors import UserError
-from fabric_ladder.formulas import Counts, count_parameters, in_4_bits, with_zero
+from fabric_ladder.formulas import Counts
 from fabric_ladder.memory import blank_datasets, largest_batches
 from fabric_ladder.models import build_model
 from fabric_ladder.overhead import Overhead
+from fabric_ladder.prediction import complete, count, rehearsed
 from fabric_ladder.rehearsal import Rehearsal, rehearse
 from fabric_ladder.rungs import script_defaults
 from fabric_ladder.settings import Settings, parse_settings
 from fabric_ladder.tracker import Peak
-from fabric_ladder.zero_config import read_deepspeed_config
 
 LIBRARIES = 2_000_000_000  # bytes of a process's host memory without a model, with CUDA: a guess
 EVALUATED = 4096  # tokens of an evaluation's batch on a GPU, unless the user says otherwise
-NOT_THE_MODEL_S = ("batch_size", "micro_batch_size", "micro_batch_tokens", "name", "config", "notices", "save")
+NO_MATTER = "batch_size micro_batch_size micro_batch_tokens name config notices save learning_rate schedule".split()
 
 
 class Samples(NamedTuple):
@@ -142,7 +139,7 @@ def find_peaks(ways: list[Way], samples: Samples, limits: Limits) -> list[Figure
     """
     groups: dict[str, list[int]] = {}
     for number, way in enumerate(ways):
-        kept = {name: value for name, value in asdict(_rehearsed(way)).items() if name not in NOT_THE_MODEL_S}
+        kept = {name: value for name, value in asdict(rehearsed(way.settings)).items() if name not in NO_MATTER}
         groups.setdefault(json.dumps([kept, _shards(way)]), []).append(number)
     order = sorted(groups.values(), key=lambda numbers: not _shards(ways[numbers[0]]))  # those take longest
     tasks = [([ways[number] for number in numbers], samples, limits) for numbers in order]
@@ -226,24 +223,12 @@ def _shards(way: Way) -> int | None:
     return way.settings.ranks if "fsdp" in way.candidate.rung else None
 
 
-def _rehearsed(way: Way) -> Settings:
-    """Return the settings of the rehearsal that a way's figures come from; formulas do the rest.
-
-    torch.compile is left out: it keeps at most what the same run keeps without it.
-    """
-    settings = replace(way.settings, compile=False, quantization="no", notices=[])
-    if settings.deepspeed:
-        settings = replace(settings, deepspeed=None, precision="bf16-true", optimizer="sgd", devices=1)
-    return settings
-
-
 def _rehearse_together(task: tuple[list[Way], Samples, Limits]) -> list[Figures]:
     """Find the figures of ways that share a rehearsal."""
     ways, samples, limits = task
-    settings, ranks = _rehearsed(ways[0]), _shards(ways[0])
+    settings, ranks = rehearsed(ways[0].settings), _shards(ways[0])
     datasets = blank_datasets(samples.classes, samples.image_size)
-    with torch.device("meta"):
-        counts = count_parameters(build_model(replace(settings, activation_checkpointing=False), datasets))
+    counts = count(settings, datasets)
     with rehearse(lambda: build_model(settings, datasets), settings, ranks) as rehearsal:
         return [_find_figures(way, rehearsal, counts, samples, limits) for way in ways]
 
@@ -256,7 +241,7 @@ def _find_figures(way: Way, rehearsal: Rehearsal, counts: Counts, samples: Sampl
         if size not in figures.peaks:
             settings = way.settings if size is None else replace(way.settings, micro_batch_size=size)
             batches = largest_batches(settings, samples.length, samples.image_size, way.settings.ranks)
-            figures.peaks[size] = _finished(way.settings, rehearsal.peak(*batches), counts)
+            figures.peaks[size] = complete(way.settings, rehearsal.peak(*batches), counts)
             figures.tokens[size] = batches[0][0].padded
         return limits.met_by(figures.peaks[size])
 
@@ -272,17 +257,6 @@ def _find_figures(way: Way, rehearsal: Rehearsal, counts: Counts, samples: Sampl
             middle = (low + high) // 2
             low, high = (middle, high) if met(sizes[middle])[number] else (low, middle)
     return figures
-
-
-def _finished(settings: Settings, peak: Peak, counts: Counts) -> Peak:
-    """Add what is known by formula only, and keep of the tensors those that hold most."""
-    peak = peak._replace(tensors=peak.tensors[:8])
-    if settings.quantization != "no":
-        return in_4_bits(peak, counts)
-    if settings.deepspeed:
-        zero = read_deepspeed_config(settings)["zero_optimization"]
-        return with_zero(peak, counts, zero, settings.optimizer, settings.ranks)
-    return peak
 
 
 def _host_bytes(settings: Settings, rung: str, peak: Peak, counts: Counts) -> int:

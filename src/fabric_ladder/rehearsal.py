@@ -75,7 +75,7 @@ class Rehearsal:
         of_language = settings.task == "instruction-tuning"
         self.mode = _FakeTensors()
         self.tracker = PeakTracker(self.mode, model.config.vocab_size if of_language else None)
-        self._evaluations: dict[tuple, Peak] = {}
+        self._known: dict[tuple, Peak] = {}
         with self._counted():
             self._set_up(model)
             self._give_gradients()
@@ -95,12 +95,16 @@ class Rehearsal:
                 other one exceeds.
             evaluation: A batch of the evaluation.
         """
-        peaks = [self._train(micro_batches), self._optimizer_peak]
-        if evaluation:
-            key = tuple(tensor.shape for tensor in evaluation.inputs.values())
-            if key not in self._evaluations:
-                self._evaluations[key] = self._evaluate(evaluation)
-            peaks.append(self._evaluations[key])
+        largest = _unexceeded(micro_batches)
+        adding = len(micro_batches) > 1 or self.buckets
+        peaks = [self._optimizer_peak]
+        for phase, run, parts in (("training", self._train, largest), ("evaluation", self._evaluate, [evaluation])):
+            if parts == [None]:
+                continue
+            key = (phase, adding, *map(_sizes, parts))
+            if key not in self._known:
+                self._known[key] = run(parts, adding)
+            peaks.append(self._known[key])
         return max(peaks, key=lambda peak: peak.total)
 
     @contextmanager
@@ -120,18 +124,17 @@ class Rehearsal:
         self.optimizer = self.fabric.setup_optimizers(optimizer)
         self._name_tensors()
 
-    def _train(self, micro_batches: list[MicroBatch]) -> Peak:
-        largest = _unexceeded(micro_batches)
+    def _train(self, micro_batches: list[MicroBatch], adding: bool) -> Peak:
         with self._counted():
             if self.sharded and not self._warm:
-                self._pass(largest[-1])
+                self._pass(micro_batches[-1])
                 self._name_tensors()
                 self._warm = True
             self._drop_gradients()
-            if len(micro_batches) > 1 or self.buckets:
+            if adding:
                 self._give_gradients()
             self.tracker.forget_peak()
-            for micro_batch in largest:
+            for micro_batch in micro_batches:
                 self._pass(micro_batch)
             self._drop_gradients()
             return self.tracker.peak()
@@ -146,13 +149,14 @@ class Rehearsal:
                 self.fabric.clip_gradients(self.model, self.optimizer, max_norm=norm, error_if_nonfinite=False)
             self.optimizer.step()
 
-    def _evaluate(self, micro_batch: MicroBatch) -> Peak:
+    def _evaluate(self, micro_batches: list[MicroBatch], _: bool) -> Peak:
         self.model.eval()
         with self._counted(), torch.no_grad(), self.tracker.at("evaluation", gathering=self.sharded):
             if self.buckets:
                 self._give_gradients()
             self.tracker.forget_peak()
-            self.model(**self.fabric.to_device(_waiting(micro_batch).inputs))
+            for micro_batch in micro_batches:
+                self.model(**self.fabric.to_device(_waiting(micro_batch).inputs))
         self.model.train()
         return self.tracker.peak()
 
@@ -235,10 +239,14 @@ def _unexceeded(micro_batches: list[MicroBatch]) -> list[MicroBatch]:
     """Keep one of each shape, but none that is nowhere larger than another one."""
     kept: dict[tuple, MicroBatch] = {}
     for micro_batch in micro_batches:
-        sizes = tuple(size for tensor in micro_batch.inputs.values() for size in tensor.shape)
+        sizes = _sizes(micro_batch)
         if not any(_within(sizes, other) for other in kept):
             kept = {other: value for other, value in kept.items() if not _within(other, sizes)} | {sizes: micro_batch}
     return list(kept.values())
+
+
+def _sizes(micro_batch: MicroBatch) -> tuple[int, ...]:
+    return tuple(size for tensor in micro_batch.inputs.values() for size in tensor.shape)
 
 
 def _within(sizes: tuple[int, ...], other: tuple[int, ...]) -> bool:

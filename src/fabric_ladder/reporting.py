@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from fabric_ladder.batching import EffectiveBatch
 from fabric_ladder.errors import Checked, UserError
+from fabric_ladder.expected import Expected
 from fabric_ladder.folder import RunFolder, check_writable
 from fabric_ladder.hardware import describe_hardware, describe_versions
 from fabric_ladder.header import describe_parameters, parameters_line, title
@@ -67,6 +68,7 @@ class Run:
         self._unwritten: list[str] = []
         self.stopper: Stopper | None = None
         self.keeper = None  # of the checkpoints, once training has started
+        self.expected: Expected | None = None  # of its peak memory, likewise
         fabric.seed_everything(settings.seed, verbose=False)
         self.on_rank_zero(lambda: check_writable(Path(settings.runs_dir)))
         for notice in settings.notices:
@@ -108,6 +110,9 @@ class Run:
         for notice in train_loader.dataset.notices:
             self.print(notice, log=not resumed)
         self.print(parameters_line(self.record["results"]), log=not resumed)
+        if self.expected:
+            self.record["results"] |= self.expected.figures()
+            self.print(self.expected.line(self.settings, self.record["hardware"]), log=not resumed)
         self.pace = Pace(self.fabric, model, state)
         self.stopper = Stopper(self.settings.max_time, self._begun, self.fabric.world_size)
 
@@ -198,6 +203,8 @@ class Run:
             f"padding {figures['padding'] * 100:.1f}%"
         )
         self.print(f"Memory used: {figures['peak_memory_bytes'] / 1e9:.2f} GB")
+        if self.expected and self.expected.peak:
+            self.print(self.expected.end_line(figures["peak_memory_bytes"], self.fabric.device.type == "cuda"))
         self.print(f"Host memory used: {figures['peak_host_memory_bytes'] / 1e9:.2f} GB, loading included")
         self.record["results"] |= figures
         self.write_record()

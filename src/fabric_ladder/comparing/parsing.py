@@ -28,6 +28,7 @@ RESULTS = {  # each line with the figures that it holds, in the order of its gro
         "padding",
     ),
     rf"Memory used: {NUMBER} GB": ("memory",),
+    rf"Memory predicted: {NUMBER} GB.*": ("predicted_memory",),
     rf"Host memory used: {NUMBER} GB, loading included": ("host_memory",),
     rf"Test accuracy:? {PERCENT}": ("test_accuracy",),
     rf"Test loss {LOSS_NUMBER} per trained token, perplexity ({WHOLE}\.\d\d|inf)": ("test_loss", "test_perplexity"),

@@ -20,6 +20,7 @@ FIGURES = {  # of run.json: name here, and the factor to its unit
     "tokens_per_second": ("tokens_per_second", 1),
     "padding": ("padding", 100),
     "peak_memory_bytes": ("memory", 1e-9),
+    "predicted_peak_bytes": ("predicted_memory", 1e-9),
     "peak_host_memory_bytes": ("host_memory", 1e-9),
     "test_accuracy": ("test_accuracy", 100),
     "parameters": ("parameters", 1e-6),

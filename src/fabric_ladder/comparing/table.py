@@ -31,6 +31,7 @@ COLUMNS = (
     Column("samples_per_second", "samples/s", "", 1),
     Column("tokens_per_second", "tokens/s", "", 0),
     Column("memory", "peak memory", "GB", 2),
+    Column("predicted_memory", "predicted", "GB", 2),
     Column("train_accuracy", "train acc.", "%", 2, points=True),
     Column("validation_accuracy", "val acc.", "%", 2, points=True),
     Column("test_accuracy", "test acc.", "%", 2, points=True),
