@@ -15,21 +15,26 @@ from pathlib import Path
 
 import psutil
 import torch
+from lightning import Fabric
 from rich.console import Console
 
+from fabric_ladder import build_model, build_optimizer, parse_settings
 from fabric_ladder.candidates import AGAIN, Candidate, candidates
 from fabric_ladder.comparing.outputs import check_outputs, write_outputs
 from fabric_ladder.errors import UserError, show_errors
 from fabric_ladder.export import Arguments
+from fabric_ladder.gradients import accumulate_gradients
+from fabric_ladder.memory import blank_datasets, largest_batches
+from fabric_ladder.metrics import Meter
 from fabric_ladder.overhead import Overhead, keep_overhead, load_overhead, measure_overhead
 from fabric_ladder.plan_text import Answer, print_answer, to_json, to_markdown
 from fabric_ladder.planner import Limits, Plan, Samples, find_peaks, make_plan, make_ways
 from fabric_ladder.rungs import choose_rungs
-from fabric_ladder.settings import Settings
+from fabric_ladder.settings import CONFIGS, Settings
 from local_dataset_utilities import DatasetError, load_datasets, read_image_format
 
 UNITS = {"": 1e9, "GB": 1e9, "GIB": 2**30, "MB": 1e6, "MIB": 2**20}
-STANDARD = ["--config", "configs/imdb_bloom_560m.yaml"]  # what the rungs do on a GPU when they are told nothing
+STANDARD = ["--config", "imdb_bloom_560m.yaml"]  # what the rungs do on a GPU when they are told nothing
 
 
 def read_sizes(text: str, option: str) -> tuple[int, ...]:
@@ -90,11 +95,25 @@ def what_it_takes(
     return f"Nothing fits. It would take {'; or '.join(ways)}."
 
 
-def calibrate(cache_dir: str) -> None:
-    """Measure this GPU's overhead by training a BLOOM of 6 layers, keep it, and print it."""
-    from fabric_ladder.rehearsal import train_briefly
+def train_briefly(options: list[str], lengths: tuple[int, ...]) -> None:
+    """Take three optimizer steps with random weights, in micro-batches of so many tokens a sample each."""
+    settings = parse_settings([*options, "--from_scratch", "true"], batch_size=4 * len(lengths), micro_batch_size=4)
+    fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
+    model = fabric.setup(build_model(settings, blank_datasets(2)))
+    optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
+    batch = [largest_batches(settings, length)[0][0] for length in lengths]
+    for _ in range(3):
+        real = [each._replace(inputs={name: torch.ones_like(tensor, device="cpu") for name, tensor in
+                                      each.inputs.items()}) for each in batch]  # fmt: skip
+        accumulate_gradients(fabric, model, real, Meter(fabric), ("", []))
+        optimizer.step()
+        optimizer.zero_grad()
 
-    overhead = measure_overhead(train_briefly)
+
+def calibrate(cache_dir: str) -> None:
+    """Measure this GPU's overhead by training a model of BLOOM-560m's shape, keep it, and print it."""
+    shape = [*STANDARD, "--model", str(CONFIGS / "models" / "bloom-560m.json"), "--precision", "bf16-true"]
+    overhead = measure_overhead(lambda: train_briefly(shape, (512, 448, 200, 320)))
     path = keep_overhead(cache_dir, torch.cuda.get_device_name(0), overhead)
     print(
         f"CUDA context {overhead.context / 1e9:.3f} GB, cuBLAS workspace {overhead.workspace / 1e9:.3f} GB, "
@@ -154,6 +173,8 @@ if __name__ == "__main__":
         chosen = [candidate for candidate in chosen if candidate.rung in names]
     ways, problems = make_ways(chosen, options, gpus)
     settings = ways[0].settings
+    if Path(settings.model).is_file() and "--from_scratch" not in options:
+        options += ["--from_scratch", "true"]  # a config file alone holds no weights to start from
     samples = find_samples(replace(settings, notices=[]), arguments.length)
 
     ### 3 Their peaks

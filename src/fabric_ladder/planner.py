@@ -46,10 +46,9 @@ class Limits(NamedTuple):
     sizes: tuple[int, ...]
     overhead: Overhead
 
-    def met_by(self, peak: Peak) -> list[bool]:
-        """Say for each size whether tensors of this peak fit."""
-        needed = peak.total + self.overhead.beside(peak.total)
-        return [needed <= size for size in self.sizes]
+    def need(self, peak: Peak) -> int:
+        """Return the bytes of a GPU that tensors of this peak need."""
+        return peak.total + self.overhead.beside(peak.total)
 
 
 class Way(NamedTuple):
@@ -234,28 +233,37 @@ def _rehearse_together(task: tuple[list[Way], Samples, Limits]) -> list[Figures]
 
 
 def _find_figures(way: Way, rehearsal: Rehearsal, counts: Counts, samples: Samples, limits: Limits) -> Figures:
-    """Rehearse the largest micro-batch, and others as long as it is open which one is the largest that fits."""
-    figures = Figures({}, {}, counts)
+    """Rehearse the smallest micro-batch, and others as long as it is open which one is the largest that fits.
 
-    def met(size: int | None) -> list[bool]:
+    At each moment of a step the tensors are a straight line over the micro-batch's size, so the peak is the highest of
+    many lines: between two known sizes it lies below their chord, beyond them above it.
+    """
+    figures, sizes = Figures({}, {}, counts), way.sizes
+
+    def need(number: int) -> int:
+        size = sizes[number]
         if size not in figures.peaks:
             settings = way.settings if size is None else replace(way.settings, micro_batch_size=size)
             batches = largest_batches(settings, samples.length, samples.image_size, way.settings.ranks)
             figures.peaks[size] = complete(way.settings, rehearsal.peak(*batches), counts)
             figures.tokens[size] = batches[0][0].padded
-        return limits.met_by(figures.peaks[size])
+        return limits.need(figures.peaks[size])
 
-    sizes = way.sizes
-    for number in range(len(limits.sizes)):
-        low, high = 0, len(sizes)  # the largest that fits is at `low` or between
-        if met(sizes[-1])[number]:
-            continue
-        high -= 1
-        if not met(sizes[0])[number]:
+    def on_line(first: int, second: int, number: int) -> float:
+        slope = (need(second) - need(first)) / (sizes[second] - sizes[first])
+        return need(first) + slope * (sizes[number] - sizes[first])
+
+    for limit in limits.sizes:
+        low, high = 0, len(sizes) - 1
+        if need(low) > limit or need(high) <= limit:
             continue
         while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if met(sizes[middle])[number] else (low, middle)
+            known = [number for number in range(low) if sizes[number] in figures.peaks]
+            if known and on_line(known[-1], low, low + 1) > limit:
+                break
+            safe = [number for number in range(low + 1, high) if on_line(low, high, number) <= limit]
+            middle = safe[-1] if safe else low + 1
+            low, high = (middle, high) if need(middle) <= limit else (low, middle)
     return figures
 
 

@@ -101,7 +101,7 @@ class Rehearsal:
         for phase, run, parts in (("training", self._train, largest), ("evaluation", self._evaluate, [evaluation])):
             if parts == [None]:
                 continue
-            key = (phase, adding, *map(_sizes, parts))
+            key = (phase, phase == "training" and adding, *map(_sizes, parts))
             if key not in self._known:
                 self._known[key] = run(parts, adding)
             peaks.append(self._known[key])
