@@ -190,7 +190,7 @@ if __name__ == "__main__":
     ### 4 The answer
     name = Path(settings.model).name if Path(settings.model).exists() else settings.model
     batch = max(way.settings.batch_size for way in ways)
-    answer = Answer(name, figures[0].counts.all, batch, samples, gpus, overhead, plans, problems, takes)
+    answer = Answer(name, figures[0].counts.all, batch, samples, gpus, overhead, plans, problems, takes, options)
     print_answer(answer, Console() if sys.stdout.isatty() else Console(width=180))
     make = {"markdown": to_markdown, "json": to_json}
     write_outputs({path: make[option](answer) for option, path in outputs.items()})

@@ -58,9 +58,7 @@ def test_every_rung_s_prediction_agrees_with_real_tensors(tmp_path, rung, kind):
         assert predicted == pytest.approx(measured_peak(settings, build, training), rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "offload", "precision"), [(2, False, "bf16-mixed"), (4, False, "bf16-true"), (2, True, "32-true")]
-)
+@pytest.mark.parametrize(("ranks", "offload", "precision"), [(2, False, "bf16-mixed"), (4, True, "32-true")])
 def test_sharded_predictions_agree_with_what_real_ranks_hold(tmp_path, ranks, offload, precision):
     values = {"model": str(LLAMA), "from_scratch": True, "task": "instruction-tuning", "precision": precision,
               "batch_size": 8, "micro_batch_size": 1, "devices": ranks, "offload": offload, "accelerator": "cpu",

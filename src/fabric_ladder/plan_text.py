@@ -1,6 +1,7 @@
 """A plan as text: on the terminal, in Markdown and in JSON."""
 
 import json
+import shlex
 from typing import NamedTuple
 
 from rich import box
@@ -31,6 +32,7 @@ class Answer(NamedTuple):
         plans: By size of a GPU in bytes.
         problems: Why a candidate cannot run, by its name.
         takes: By size, what it would take where nothing fits.
+        options: Of the user, in every command.
     """
 
     model: str
@@ -42,6 +44,7 @@ class Answer(NamedTuple):
     plans: dict[int, list[Plan]]
     problems: dict[str, str]
     takes: dict[int, str]
+    options: list[str]
 
 
 def print_answer(answer: Answer, console: Console) -> None:
@@ -59,7 +62,8 @@ def print_answer(answer: Answer, console: Console) -> None:
     for row in rows:
         table.add_row(*row)
     console.print(table)
-    for line in (*notes, *_notes(answer), *_advice(answer)):
+    commands = _commands(answer) if len(answer.plans) == 1 else []
+    for line in (*notes, *_notes(answer), *commands, *_advice(answer)):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
@@ -71,7 +75,9 @@ def to_markdown(answer: Answer) -> str:
             lines += [f"**{_gigabytes(size)} GB**", ""]
         lines += [f"| {' | '.join(HEADER)} |", "|---|" + "---:|" * (len(HEADER) - 1)]
         lines += [f"| {' | '.join(_row(plan))} |" for plan in plans] + [""]
-    return "\n".join([*lines, LEGEND, *(f"\n{line}" for line in (*_notes(answer), *_advice(answer)))]) + "\n"
+    commands = [line for plans in answer.plans.values() for line in _commands(answer._replace(plans={0: plans}))]
+    notes = [LEGEND, *_notes(answer), *dict.fromkeys(commands), *_advice(answer)]
+    return "\n".join([*lines, *(f"{line}\n" for line in notes)])
 
 
 def to_json(answer: Answer) -> str:
@@ -129,6 +135,14 @@ def _notes(answer: Answer) -> list[str]:
     return ["9_ddp, 10_fsdp and ZeRO without offload share among GPUs: --devices 2 plans for two."] + [
         f"{name}: {why}" for name, why in answer.problems.items()
     ]
+
+
+def _commands(answer: Answer) -> list[str]:
+    """Return the command of each row that fits, in short."""
+    (plans,) = answer.plans.values()
+    shared = f" {shlex.join(answer.options)} "
+    fitting = [f"{plan.command} ".replace(shared, " … ").rstrip() for plan in plans if plan.fits]
+    return [f"Commands, where … is{shared.rstrip()}:", *(f"  {command}" for command in fitting)] if fitting else []
 
 
 def _advice(answer: Answer) -> list[str]:
