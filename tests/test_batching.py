@@ -10,7 +10,8 @@ import pytest
 from helpers import settings_for, token_datasets
 
 from fabric_ladder import build_dataloaders
-from fabric_ladder.batching import EffectiveBatchSampler, Part, TextCollator, cut
+from fabric_ladder.batching import TextCollator
+from fabric_ladder.cutting import EffectiveBatchSampler, Part, cut
 
 RNG = np.random.default_rng(0)
 LENGTHS = RNG.integers(1, 200, 1000)
