@@ -602,6 +602,8 @@ def _read_file(path: Path, scratch: Path) -> hf.Dataset:
 def _read_parquet(path: Path, scratch: Path) -> hf.Dataset:
     """Copy 1,000 rows at a time; `datasets` would have all of a row group in memory, and often a file is one."""
     with pq.ParquetFile(path) as file:
+        if file.metadata.num_rows == 0:
+            raise DatasetError(f"{path} holds no rows")
         schema = hf.Features.from_arrow_schema(file.schema_arrow).arrow_schema
         return _copy((table_cast(pa.table(batch), schema) for batch in file.iter_batches(1000)), schema, scratch)
 
