@@ -9,8 +9,8 @@ Parts:
     evaluation  MiniLM, 256 tokens: tokens/s of the evaluation over those of the training.
 
 Each figure comes from an unchanged src/2_grad_accum.py in a process of its own. A start is watched from outside until
-the first loss is printed: its memory is what the process holds itself; files that it has mapped are counted apart, since
-the system drops them when it needs room. `--size 0.1` is a rehearsal with a tenth of the texts.
+the first loss is printed: its memory is what the process holds itself, without the files that it has mapped, which the
+system drops when it needs room. `--size 0.1` is a rehearsal with a tenth of the texts.
 """
 
 import argparse
@@ -62,16 +62,8 @@ TARGETS = {  # (ratio, "min" or "max", bound)
 def small_bloom(folder: Path, *more: str) -> list[str]:
     """Write the small model's config and return the settings that choose it."""
     (folder / "bloom.json").write_text(json.dumps(BLOOM), encoding="utf-8")
-    return [
-        *common.BASE,
-        "--accelerator",
-        "cpu",
-        "--model",
-        str(folder / "bloom.json"),
-        "--from_scratch",
-        "true",
-        *more,
-    ]
+    model = ["--model", str(folder / "bloom.json"), "--from_scratch", "true"]
+    return [*common.BASE, "--accelerator", "cpu", *model, *more]
 
 
 def measure_throughput(folder: Path, size: float, repeats: int, threads: int) -> dict:
@@ -105,11 +97,10 @@ def start_rung(options: list[str], threads: int) -> dict[str, float]:
     held = []
 
     def watch() -> None:
-        with suppress(OSError, ValueError, StopIteration):  # the process has ended
+        status = Path(f"/proc/{process.pid}/status")
+        with suppress(OSError, KeyError):  # the process has ended
             while True:
-                lines = dict(
-                    line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines()
-                )
+                lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
                 held.append([int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "VmHWM")])
                 sleep(0.005)
 
