@@ -10,7 +10,7 @@ Parts:
 
 Each figure comes from an unchanged src/2_grad_accum.py in a process of its own. A start is watched from outside until
 the first loss is printed: its memory is what the process holds itself, without the files that it has mapped, which the
-system drops when it needs room. `--size 0.1` is a rehearsal with a tenth of the texts.
+system drops when it needs room. `--size 0.1` rehearses on a tenth of the texts, which proves nothing.
 """
 
 import argparse
@@ -105,7 +105,7 @@ def start_rung(options: list[str], threads: int) -> dict[str, float]:
                 sleep(0.005)
 
     with tempfile.TemporaryDirectory(prefix="fabric-ladder-runs-") as runs:
-        options = [*options, "--runs_dir", runs, "--log_every", "16"]
+        options = [*options, "--runs_dir", runs, "--log_every", "1"]
         command = [sys.executable, str(common.ROOT / "src" / f"{RUNG}.py"), *options]
         environment, begun = common.child_environment(threads), perf_counter()
         with subprocess.Popen(
@@ -155,7 +155,8 @@ def measure_parquet(folder: Path, size: float, repeats: int, threads: int) -> di
 
 def measure_startup(folder: Path, size: float, repeats: int, threads: int) -> dict:
     """Start on all of IMDb, whatever `size`, and import the libraries alone."""
-    options = [*common.BASE, "--accelerator", "cpu", *model_options("minilm", folder), "--batch_size", "16"]
+    options = [*common.BASE, "--accelerator", "cpu", *model_options("minilm", folder)]
+    options += ["--batch_size", "1", "--micro_batch_size", "1"]  # so that the first step is hardly any training
     reviews = sum(map(len, data.load_datasets(parse_settings(options)).splits.values()))  # which fills the cache
 
     def import_libraries() -> dict[str, float]:
