@@ -35,9 +35,12 @@ import PIL
 import pooch
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import requests
+from datasets.table import table_cast
 from filelock import FileLock
 from huggingface_hub.constants import ENDPOINT
+from huggingface_hub.errors import StrictDataclassError
 from PIL import Image, ImageOps
 from safetensors import SafetensorError
 from torch.utils.data import Dataset
@@ -309,8 +312,9 @@ def _read_imdb(source: Path, expected: int) -> pd.DataFrame:
                         raise DatasetError(f"{source} is not to be trusted: it holds {entry.name!r}")
                     if entry.isfile() and (found := member.fullmatch(entry.name)):
                         reviews[found.groups()] = archive.extractfile(entry).read()
+                    archive.members.clear()  # `tarfile` would keep 100 MB of what it has passed
         order = sorted(reviews, key=lambda key: (key[0] != "test", key[1] != "pos", key[2]))
-        rows = [(reviews[key].decode("utf-8"), int(key[1] == "pos")) for key in order]
+        rows = [(reviews.pop(key).decode("utf-8"), int(key[1] == "pos")) for key in order]  # never both in memory
     except (*DAMAGES, UnicodeDecodeError) as error:
         raise DatasetError(f"{source} is damaged ({_brief(error)}): delete it and get it again") from error
     if len(rows) != expected:
@@ -406,7 +410,7 @@ def reachable(name: str, what: str):
     offline = not is_folder and not _hub_answers()
     try:
         yield {"local_files_only": offline or is_folder}
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
         if isinstance(error, DatasetError):
             raise
         if is_folder:
@@ -499,16 +503,18 @@ def _tokenise(settings: DataSettings, source: list, tokenizer, vocabulary, scrat
     tokens = {}
     for split in SPLITS:
         texts = splits[split].rename_column("label", "labels")
-        tokens[split] = _map(texts, encode, split, remove_columns=["text"])
-        if min(tokens[split]["length"][:]) == 0:
+        tokens[split] = _map(texts, encode, split, scratch, remove_columns=["text"])
+        if pc.min(tokens[split].data.column("length")).as_py() == 0:
             raise DatasetError(f"a {split} text has no token left: remove texts that hold only unknown characters")
     return _save(target, tokens, {"class_names": class_names})
 
 
-def _map(table: hf.Dataset, function: Callable[[dict], dict], name: str, **options) -> hf.Dataset:
+def _map(table: hf.Dataset, function: Callable[[dict], dict], name: str, scratch: Path, **options) -> hf.Dataset:
+    """Write what `function` makes of the table's batches into a file, from where it is mapped."""
     return table.map(
-        function, batched=True, load_from_cache_file=False, new_fingerprint=name, desc="Tokenizing", **options
-    )
+        function, batched=True, load_from_cache_file=False, new_fingerprint=name, desc="Tokenizing",
+        cache_file_name=str(scratch / f"mapped-{name}.arrow"), **options,
+    )  # fmt: skip
 
 
 def _save(target: Path, splits: dict[str, hf.Dataset], facts: dict) -> Path:
@@ -529,7 +535,7 @@ def _read_splits(settings: DataSettings, source: list, scratch: Path) -> tuple[d
     """Return the splits that the source has, with the columns `text` and `label`, and the names of the classes."""
     kind, *rest = source
     if kind in ("imdb", "synthetic"):
-        return _read_reviews(settings, kind), ["negative", "positive"]
+        return _read_reviews(settings, kind, scratch), ["negative", "positive"]
     if kind == "hub":
         splits = {
             split: _text_and_label(table, f"{rest[0]} ({split})", settings)
@@ -546,12 +552,16 @@ def _read_splits(settings: DataSettings, source: list, scratch: Path) -> tuple[d
     return _number_labels(splits, "texts")
 
 
-def _read_reviews(settings: DataSettings, kind: str) -> dict[str, hf.Dataset]:
+def _read_reviews(settings: DataSettings, kind: str, scratch: Path) -> dict[str, hf.Dataset]:
     """Return the splits of the reviews, with the columns `text` and `label` (0 negative, 1 positive)."""
     if kind == "imdb":
-        frames = _imdb_parts(load_dataset_into_to_dataframe(settings.data_dir))
-        parts = [hf.Dataset.from_pandas(frame, preserve_index=False) for frame in frames]
-        return dict(zip(SPLITS, parts, strict=True))
+        reviews = load_dataset_into_to_dataframe(settings.data_dir)
+        rows = [part.index.to_numpy() for part in _imdb_parts(reviews[["label"]])]
+        table = pa.Table.from_pandas(reviews, preserve_index=False).replace_schema_metadata()
+        mapped = _copy(table.to_batches(1000), table.schema, scratch)
+        del reviews, table
+        pa.default_memory_pool().release_unused()  # 150 MB: from here on they are read from the disk
+        return {split: mapped.select(some) for split, some in zip(SPLITS, rows, strict=True)}
     wanted = (settings.train_samples, settings.validation_samples, settings.test_samples)
     sizes = [max(own, some or 0) for own, some in zip(SYNTHETIC_SIZES, wanted, strict=True)]
     splits = {}
@@ -575,7 +585,7 @@ def _load_hub(name: str, scratch: Path) -> dict[str, hf.Dataset]:
 
 
 def _read_file(path: Path, scratch: Path) -> hf.Dataset:
-    """Read a table through `datasets`, which maps it from disk however large it is."""
+    """Read a table into an Arrow file in `scratch`, which is mapped from there however large it is."""
     kind = FILE_FORMATS.get(path.suffix.lower())
     if kind is None:
         raise DatasetError(f"{path}: files of this kind are not read, only {', '.join(FILE_FORMATS)}")
@@ -584,8 +594,29 @@ def _read_file(path: Path, scratch: Path) -> hf.Dataset:
             with open(path, encoding="utf-8") as lines:  # `datasets` would guess another encoding, or die of it
                 for _ in lines:
                     pass
+        if kind == "parquet":
+            return _read_parquet(path, scratch)
         options = {"keep_default_na": False} if kind == "csv" else {}  # the text "None" is a text
         return hf.load_dataset(kind, data_files=str(path), split="train", cache_dir=str(scratch), **options)
+
+
+def _read_parquet(path: Path, scratch: Path) -> hf.Dataset:
+    """Copy 1,000 rows at a time; `datasets` would have all of a row group in memory, and often a file is one."""
+    with pq.ParquetFile(path) as file:
+        if file.metadata.num_rows == 0:
+            raise DatasetError(f"{path} holds no rows")
+        schema = hf.Features.from_arrow_schema(file.schema_arrow).arrow_schema
+        return _copy((table_cast(pa.table(batch), schema) for batch in file.iter_batches(1000)), schema, scratch)
+
+
+def _copy(tables: Iterable[pa.Table | pa.RecordBatch], schema: pa.Schema, scratch: Path) -> hf.Dataset:
+    """Write tables as they come into a new Arrow file in `scratch`, and map it."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    target = scratch / f"copy-{len(list(scratch.iterdir()))}.arrow"
+    with pa.OSFile(str(target), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+        for table in tables:
+            writer.write(table)
+    return hf.Dataset.from_file(str(target))
 
 
 @contextmanager
@@ -620,7 +651,8 @@ def _text_and_label(table: hf.Dataset, where: str, settings: DataSettings) -> hf
     text = table.data.column("text")
     if not str(text.type).endswith("string"):
         raise DatasetError(f"{where}: column {settings.text_column!r} holds {text.type}, not text")
-    _refuse_rows(pc.fill_null(pc.equal(pc.utf8_trim_whitespace(text), ""), True), f"{where}: empty text")
+    empty = [pc.fill_null(pc.equal(pc.utf8_trim_whitespace(chunk), ""), True) for chunk in text.iterchunks()]
+    _refuse_rows(pa.chunked_array(empty, pa.bool_()), f"{where}: empty text")
     _check_labels(table, where, settings)
     return table
 
@@ -661,8 +693,8 @@ def _number_labels(splits: dict[str, hf.Dataset], what: str) -> tuple[dict[str, 
         strange = [value for value in pc.unique(table.data.column("label")).to_pylist() if value not in number]
         if strange:
             raise DatasetError(f"the {split} {what} have labels that the training {what} lack: {strange[:5]}")
-        ids = [number[value] for value in table["label"][:]]
-        splits[split] = table.remove_columns("label").add_column("label", ids)
+        ids = pc.index_in(table.data.column("label"), pa.array(values, table.data.column("label").type))
+        splits[split] = table.remove_columns("label").add_column("label", ids.cast(pa.int64()).to_numpy())
     return splits, [str(value) for value in values]
 
 
@@ -683,8 +715,11 @@ def _cut(splits: dict[str, hf.Dataset], settings: DataSettings) -> dict[str, hf.
         wanted = getattr(settings, f"{split}_samples")
         if wanted and wanted < len(splits[split]):
             splits[split] = splits[split].shuffle(settings.split_seed).select(range(wanted))
-    if "label" in splits["train"].column_names and len(set(splits["train"]["label"][:])) < 2:
-        raise DatasetError(f"the training {what} that are left have a single label: raise --train_samples")
+    if "label" in splits["train"].column_names:
+        labels = (set(batch["label"]) for batch in splits["train"].select_columns("label").iter(1000))
+        first = next(labels)
+        if len(first) == 1 and all(more == first for more in labels):
+            raise DatasetError(f"the training {what} that are left have a single label: raise --train_samples")
     return splits
 
 
@@ -844,6 +879,7 @@ def _tokenise_instructions(settings: DataSettings, source: list, tokenizer, voca
             splits["train"],
             lambda batch: {"text": prompts(batch) + batch["output"]},
             "texts",
+            scratch,
             remove_columns=INSTRUCTIONS.names,
         )
         tokenizer = _train_tokenizer(texts, vocabulary, eos_token=END_OF_TEXT)
@@ -879,7 +915,7 @@ def _tokenise_instructions(settings: DataSettings, source: list, tokenizer, voca
     features = hf.Features({"input_ids": tokens, "labels": tokens, "length": number, "items": number})
     for split in SPLITS:
         names = splits[split].column_names
-        splits[split] = _map(splits[split], encode, split, remove_columns=names, features=features)
+        splits[split] = _map(splits[split], encode, split, scratch, remove_columns=names, features=features)
     notices += _leave_out(bad, total, "samples cannot be written by the tokenizer's chat template", settings)
     if counts["left out"]:
         notices.append(
@@ -935,7 +971,8 @@ def _read_instructions(settings: DataSettings, source: list, scratch: Path) -> t
     """
     kind, *rest = source
     if kind in ("imdb", "synthetic"):
-        return {split: _ask_of_reviews(table) for split, table in _read_reviews(settings, kind).items()}, []
+        reviews = _read_reviews(settings, kind, scratch)
+        return {split: _ask_of_reviews(table, scratch / f"{split}.arrow") for split, table in reviews.items()}, []
     if kind == "hub":
         sources = {
             split: {f"{rest[0]} ({split})": _table_rows(table)}
@@ -959,11 +996,15 @@ def _read_instructions(settings: DataSettings, source: list, scratch: Path) -> t
     return splits, notices
 
 
-def _ask_of_reviews(reviews: hf.Dataset) -> hf.Dataset:
-    """Make instructions of labelled reviews."""
-    answers = np.where(reviews["label"][:], "positive", "negative")
-    columns = [[REVIEW_QUESTION] * len(reviews), reviews.data.column("text"), answers]
-    return hf.Dataset(pa.table(columns, names=INSTRUCTIONS.names).cast(INSTRUCTIONS))
+def _ask_of_reviews(reviews: hf.Dataset, target: Path) -> hf.Dataset:
+    """Make instructions of labelled reviews, written to `target`."""
+    rows = (
+        {"instruction": REVIEW_QUESTION, "input": text, "output": "positive" if label else "negative"}
+        for batch in reviews.iter(1000)
+        for text, label in zip(batch["text"], batch["label"], strict=True)
+    )
+    _write(target, INSTRUCTIONS, rows)
+    return hf.Dataset.from_file(str(target))
 
 
 def _read_rows(
@@ -1120,7 +1161,7 @@ def read_image_format(settings: DataSettings) -> tuple[ImageFormat, list[str]]:
     if settings.model.endswith(".json"):
         try:
             config = AutoConfig.from_pretrained(settings.model)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, StrictDataclassError) as error:
             raise DatasetError(f"{settings.model} is no model config ({_brief(error)})") from error
     else:
         with reachable(settings.model, "model") as options:
@@ -1352,6 +1393,7 @@ def _members(path: Path) -> Iterator[tuple[str, Callable[[], bytes] | None]]:
             for entry in archive:
                 if entry.isdir() or entry.isfile():
                     yield entry.name, None if entry.isdir() else archive.extractfile(entry).read
+                archive.members.clear()  # which `tarfile` would keep
             archive.fileobj.seek(archive.offset)  # `tarfile` passes over a fault in any header but the first
             if archive.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise tarfile.ReadError("it has no end")

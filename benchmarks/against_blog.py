@@ -230,7 +230,7 @@ def compare_loops(part: str, reviews: int, repeats: int, threads: int) -> dict:
     return {"conditions": facts, "repeats": figures, "medians": middle, "ratios": ratios}
 
 
-def judge(record: dict, part: str) -> None:
+def judge(record: dict, targets: list[tuple[str, str, float]]) -> None:
     """Add the targets and whether they are met."""
     record["targets"] = [
         {
@@ -238,7 +238,7 @@ def judge(record: dict, part: str) -> None:
             kind: bound,
             "met": record["ratios"][name] * (sign := 1 if kind == "min" else -1) >= bound * sign,
         }
-        for name, kind, bound in TARGETS[part]
+        for name, kind, bound in targets
     ]
     record["passed"] = all(target["met"] for target in record["targets"])
 
@@ -284,7 +284,7 @@ def main() -> int:
         except CannotMeasureError as reason:
             print(f"skipped {part}: {reason}")
             continue
-        judge(record, part)
+        judge(record, TARGETS[part])
         common.write_result(args.out, part, common.environment(torch.device("cpu")) | record)
         report(record, part)
         passed = passed and record["passed"]

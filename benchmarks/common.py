@@ -57,7 +57,9 @@ def run_rung(script: str, options: list[str], threads: int | None = None) -> dic
     return {
         "samples_per_second": results["samples_per_second"],
         "evaluation_samples_per_second": settings["validation_samples"] / validating,
+        "evaluation_tokens_per_second": results["evaluation_tokens_per_second"],
         "peak_memory_bytes": results["peak_memory_bytes"],
+        "peak_host_memory_bytes": results["peak_host_memory_bytes"],
         "training_seconds": results["training_seconds"],
         "evaluation_seconds": validating,
         "compile_seconds": results.get("compile_seconds", 0.0),
@@ -79,12 +81,18 @@ def run_blog(texts: Path, padding: str, options: list[str], threads: int | None 
         return json.loads(out.read_text(encoding="utf-8"))
 
 
-def _run_child(command: list[str], threads: int | None) -> None:
+def child_environment(threads: int | None) -> dict[str, str]:
+    """Return the environment of a measured process."""
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src"), *filter(None, [env.get("PYTHONPATH")])])
     env["TOKENIZERS_PARALLELISM"] = "false"
     if threads:
         env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    return env
+
+
+def _run_child(command: list[str], threads: int | None) -> None:
+    env = child_environment(threads)
     done = subprocess.run([sys.executable, *command], env=env, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]

@@ -152,7 +152,7 @@ if __name__ == "__main__":
         sys.exit()
     gpu = host_memory = None
     found = torch.cuda.device_count()
-    gpus = arguments.devices or found or 1
+    gpus = arguments.devices if arguments.devices is not None else found or 1
     if gpus < 1:
         raise UserError(f"--devices {gpus}: must be at least 1")
     if arguments.gpu_memory:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import tracemalloc
 from itertools import chain
 
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 from helpers import settings_for, token_datasets
 
 from fabric_ladder import build_dataloaders
-from fabric_ladder.batching import EffectiveBatchSampler, Part, TextCollator, cut
+from fabric_ladder.batching import TextCollator
+from fabric_ladder.cutting import EffectiveBatchSampler, EvaluationSampler, Part, cut
 
 RNG = np.random.default_rng(0)
 LENGTHS = RNG.integers(1, 200, 1000)
@@ -175,6 +177,30 @@ def test_loaders_give_padded_tensors_and_count_tokens(tmp_path, fabric, num_work
     assert seen == 40
     assert sum(micro_batch.items for micro_batch in val_loader) == 11
     assert sum(micro_batch.items for micro_batch in test_loader) == 13
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_an_evaluation_is_cut_like_one_batch_of_the_whole_split(tmp_path, ranks):
+    settings = settings_for(tmp_path, eval_batch_tokens=500, pad_to_multiple_of=8)
+    for rank, share in enumerate(cut(np.arange(1000), LENGTHS, ITEMS, ranks, tokens=500, multiple=8)):
+        sampler = EvaluationSampler(LENGTHS, ITEMS, settings, rank, ranks)
+        assert list(sampler) == list(sampler) == share
+        assert len(sampler) == len(share)
+        assert sampler.tokens == LENGTHS.sum()
+
+
+def test_an_evaluation_keeps_8_bytes_of_a_sample(tmp_path):
+    lengths = np.random.default_rng(0).integers(1, 20, 200_000)
+    settings = settings_for(tmp_path, eval_batch_tokens=4096)
+    tracemalloc.start()
+    try:
+        kept = EvaluationSampler(lengths, np.ones_like(lengths), settings, 0, 1)
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert sum(len(part.rows) for part in kept) == 200_000
+    assert held < 10 * 200_000
+    assert peak < 50 * 200_000
 
 
 def test_packing_changes_no_effective_batch_and_no_evaluation(tmp_path, fabric):

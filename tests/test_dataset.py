@@ -1,6 +1,7 @@
 """The dataset module: the blog's four names, files of every kind, the cache, and the synthetic reviews."""
 
 import gzip
+import itertools
 import json
 import os
 import re
@@ -17,6 +18,8 @@ from pathlib import Path
 import datasets as hf
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from helpers import MODELS, ROOT
@@ -384,6 +387,80 @@ def test_what_cannot_be_used_is_refused_in_one_line(tmp_path, load, name):
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 700
     assert [path for path in (tmp_path / "cache").glob("tokenised/*") if path.suffix != ".lock"] == []
+
+
+def test_parquet_without_rows_is_refused(tmp_path, load):
+    with pytest.raises(DatasetError, match=r"texts\.parquet holds no rows"):
+        load(write(table().iloc[:0], tmp_path / "texts.parquet"))
+
+
+@pytest.mark.parametrize("kind", ["row groups", "large strings", "categories", "class labels"])
+def test_parquet_of_any_make_gives_the_same_tokens(tmp_path, load, kind):
+    frame, path = table(), tmp_path / "texts.parquet"
+    names = ["0", "1"]
+    if kind == "row groups":
+        frame.to_parquet(path, index=False, row_group_size=7)
+    elif kind == "large strings":
+        columns = [pa.array(frame["text"], pa.large_string()), pa.array(frame["label"])]
+        pq.write_table(pa.table(columns, names=["text", "label"]), path)
+    elif kind == "categories":
+        frame.astype({"text": "category"}).to_parquet(path, index=False)
+    else:
+        features = hf.Features({"text": hf.Value("string"), "label": hf.ClassLabel(names=names)})
+        hf.Dataset.from_pandas(frame, features=features).to_parquet(path)
+    assert load(path).class_names == names
+    assert load(path).fingerprint == load(write(table(), tmp_path / "texts.csv")).fingerprint
+
+
+STARTS = """
+import sys, threading, time
+from pathlib import Path
+from types import SimpleNamespace
+from fabric_ladder import Settings, build_dataloaders
+from local_dataset_utilities import load_datasets
+
+def held():  # bytes that are the process's own, mapped files left out
+    return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) * 1024
+
+def watch():
+    global peak
+    while True:
+        peak = max(peak, held())
+        time.sleep(0.002)
+
+def start(name):
+    settings = Settings(dataset=name, model=sys.argv[1], cache_dir="cache", accelerator="cpu", batch_size=16)
+    settings.micro_batch_size, settings.eval_batch_tokens, settings.max_length = 16, 1024, 64
+    one = SimpleNamespace(global_rank=0, world_size=1)
+    loaders = build_dataloaders(one, load_datasets(settings), settings)
+    return [next(iter(loader)) for loader in loaders]
+
+peak = 0
+threading.Thread(target=watch, daemon=True).start()
+start("few.parquet")
+for _ in ("first", "second"):
+    peak = before = held()
+    start("many.parquet")
+    print(peak - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux, which tells memory from mapped files")
+def test_a_large_file_is_never_in_memory(tmp_path):
+    """100,000 texts of 200 bytes, one row group as pandas writes it, after a start on 2,000 of them."""
+    words = ["".join(letter * 8 for letter in letters) for letters in itertools.permutations("abcd")]
+    chosen = np.array(words, object)[np.random.default_rng(0).integers(len(words), size=(6, 100_000))]
+    frame = pd.DataFrame({"text": [" ".join(row) for row in chosen.T], "label": np.arange(100_000) % 2})
+    frame.to_parquet(tmp_path / "many.parquet", index=False)
+    frame[:2000].to_parquet(tmp_path / "few.parquet", index=False)
+    assert frame["text"].str.len().sum() > 19e6
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
+    command = [sys.executable, "-c", STARTS, MODEL]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = map(int, done.stdout.split())
+    assert first < 50e6, "a row group, or lists of lengths and rows, would take 110 MB"
+    assert second < 5e6, "50 bytes a text"
 
 
 def test_files_with_unlike_kinds_of_labels_are_refused(tmp_path, load):

@@ -225,6 +225,14 @@ def test_evaluation_counts_each_sample_once_for_every_batch_size(tmp_path):
     assert [samples for samples, _ in seen] == [13], "an odd number, with one accuracy"
 
 
+def test_the_pace_of_the_evaluation_is_kept(tmp_path):
+    datasets = token_datasets()
+    run, _ = run_training(tmp_path, datasets=datasets, epochs=2)
+    results = json.loads((run.folder / "run.json").read_text())["results"]
+    seconds = 2 * sum(datasets.splits["validation"]["length"][:]) / results["evaluation_tokens_per_second"]
+    assert 0 < seconds <= results["elapsed_seconds"] - results["training_seconds"]
+
+
 def test_training_learns(tmp_path):
     """A model that sees the label among its tokens must find it."""
     datasets = token_datasets(train=320)

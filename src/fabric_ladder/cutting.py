@@ -61,12 +61,21 @@ def cut(
     Returns:
         For each rank its parts.
     """
+    shares = _shares(rows, lengths, items, ranks, size, tokens, multiple, capacity)
+    return [[part._replace(rows=part.rows.tolist()) for part in share] for share in shares]
+
+
+def _shares(
+    rows: np.ndarray, lengths: np.ndarray, items: np.ndarray, ranks: int, size: int | None, tokens: int | None,
+    multiple: int, capacity: int | None,
+) -> list[list[Part]]:  # fmt: skip
+    """Do the work of `cut`; a part's rows are an array, unless they are packed a view of one that all parts share."""
     rows = rows[np.argsort(-lengths[rows], kind="stable")]
     shares = []
     for rank in range(ranks):
         mine = rows[rank::ranks]
         if capacity is None:
-            packs, used = [[row] for row in mine.tolist()], lengths[mine]
+            packs, used = mine[:, None], lengths[mine]
         else:
             packs, used = _pack(mine, lengths, max(1, capacity // multiple * multiple))
         share, width, start = [], -(-used // multiple) * multiple, 0
@@ -84,10 +93,10 @@ def cut(
         parts = []
         for packs in share:
             packs = packs if capacity is None else _level(packs, lengths)
-            part = [row for pack in packs for row in pack]
+            part = packs[:, 0] if capacity is None else np.concatenate(packs)
             count = int(items[part].sum())
             parts.append(Part(part, count, ranks * count / total, capacity and [len(pack) for pack in packs]))
-        filler = Part([int(rows[-1])], 0, 0.0, capacity and [1])
+        filler = Part(rows[-1:], 0, 0.0, capacity and [1])
         plan.append(parts + [filler] * (most - len(parts)))
     return plan
 
@@ -140,6 +149,26 @@ def _halve_largest(share: list[list[list[int]]]) -> bool:
     else:
         return False
     return True
+
+
+class EvaluationSampler(Sampler):
+    """Plans of this rank's micro-batches of a whole split, sorted by length; 8 bytes are kept of a sample.
+
+    Attributes:
+        tokens: Tokens of the whole split, of all ranks, without padding.
+    """
+
+    def __init__(self, lengths: np.ndarray, items: np.ndarray, settings, rank: int, ranks: int):
+        self.tokens = int(lengths.sum())
+        how = {"size": None, "tokens": settings.eval_batch_tokens, "multiple": settings.pad_to_multiple_of}
+        self._parts = _shares(np.arange(len(lengths)), lengths, items, ranks, **how, capacity=None)[rank]
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __iter__(self) -> Iterator[Part]:
+        for part in self._parts:
+            yield part._replace(rows=part.rows.tolist())
 
 
 class EffectiveBatchSampler(Sampler):

@@ -1,6 +1,7 @@
 """The one train loop and the one evaluation, under every rung."""
 
 from collections.abc import Callable, Iterable
+from time import perf_counter
 
 import torch
 from lightning import Fabric
@@ -96,8 +97,10 @@ def _train(run: Run, model: nn.Module, optimizer: Optimizer, train_loader: DataL
             keeper.after_step()
         keeper.mark()
         with run.pace.beside():
-            name = f"the validation after epoch {place.epoch + 1}"
+            name, start = f"the validation after epoch {place.epoch + 1}", perf_counter()
             validation = _evaluate(fabric, model, val_loader, name, run.stopper.asked)
+            if validation:
+                run.pace.count_evaluation(val_loader.sampler.tokens, perf_counter() - start)
         if validation is None:
             keeper.set_back()
             keeper.leave()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -156,7 +157,7 @@ def load_config(name: str) -> PretrainedConfig:
     if Path(name).is_file():
         try:
             return AutoConfig.from_pretrained(name)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, StrictDataclassError) as error:
             raise UserError(f"{name} is no model config: {' '.join(str(error).split())[:200]}") from error
     with reachable(name, "model") as options:
         return AutoConfig.from_pretrained(name, **options)

@@ -14,7 +14,7 @@ from fabric_ladder.hardware import CompileClock, peak_memory, reset_peak_memory
 
 FRESH = {
     "samples": 0, "tokens": 0, "padded": 0, "beside": 0.0, "elapsed": 0.0, "paced": [0, 0.0], "peaks": [0, 0],
-    "compiled": [0.0, 0],
+    "compiled": [0.0, 0], "evaluated": [0, 0.0],
 }  # fmt: skip
 
 
@@ -28,12 +28,13 @@ class Pace:
     """
 
     def __init__(self, fabric: Fabric, model: nn.Module, state: dict | None = None):
-        self.fabric, state = fabric, copy.deepcopy(state or FRESH)
+        self.fabric, state = fabric, copy.deepcopy(FRESH | (state or {}))
         first = fabric.global_rank == 0  # which goes on with the sums of all ranks
         self.samples = state["samples"]
         self._tokens, self._padded = (state["tokens"], state["padded"]) if first else (0, 0)
         self._beside, self._peaks, self._paced = state["beside"], state["peaks"], state["paced"]
         self._peaks[1] = max(self._peaks[1], peak_memory(torch.device("cpu")))  # of making the model, too
+        self._evaluated = state["evaluated"]
         self._compiling = CompileClock(model)
         self._compiling.seconds, self._compiling.graphs = state["compiled"]
         reset_peak_memory(fabric.device)
@@ -50,6 +51,10 @@ class Pace:
         for micro_batch in batch.micro_batches:
             self._tokens += micro_batch.tokens
             self._padded += micro_batch.padded
+
+    def count_evaluation(self, tokens: int, seconds: float) -> None:
+        """Count a validation that is done, of so many tokens of all ranks without padding."""
+        self._evaluated = [self._evaluated[0] + tokens, self._evaluated[1] + seconds]
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -80,6 +85,7 @@ class Pace:
             "paced": self._paced,
             "peaks": self._find_peaks(),
             "compiled": [self._compiling.seconds, self._compiling.graphs],
+            "evaluated": self._evaluated,
         }
 
     def figures(self) -> dict[str, float]:
@@ -100,6 +106,8 @@ class Pace:
         }
         if self.fabric.device.type == "cuda":
             figures["peak_reserved_bytes"] = torch.cuda.max_memory_reserved(self.fabric.device)
+        if self._evaluated[0]:
+            figures["evaluation_tokens_per_second"] = self._evaluated[0] / self._evaluated[1]
         if self._compiling.graphs:
             figures |= {"compile_seconds": self._compiling.seconds, "compiled_graphs": self._compiling.graphs}
         return figures
