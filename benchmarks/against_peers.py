@@ -1,7 +1,7 @@
 """Duels with the peers, side by side on this machine's CPU; exit status 1 when a target is missed.
 
     python benchmarks/against_peers.py [--part minilm bloom attention] [--reviews N] [--repeats 5] [--threads 2]
-    python benchmarks/against_peers.py --part minilm --find     which switches of Trainer, and which cut of ours, are fastest
+    python benchmarks/against_peers.py --part minilm --find     the fastest switches of Trainer and cut of ours
 
 Parts:
     minilm     The pretrained all-MiniLM-L6-v2 on IMDb, up to 512 tokens.
@@ -96,7 +96,7 @@ def check_alike(figures: dict[str, list[dict]]) -> None:
             raise RuntimeError(f"the sides differ in {name}: {values}")
 
 
-def measure_side(command: list[str], threads: int) -> dict:
+def measure_side(command: list[str], threads: int | None = None) -> dict:
     """Run a side and return its figures; a command of src/ is a rung."""
     script, *options = command
     if Path(script).parent == common.ROOT / "src":

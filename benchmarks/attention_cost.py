@@ -1,6 +1,6 @@
 """One attention of BLOOM, forward and backward, at one length: seconds and peak memory, in a process of its own.
 
-    python benchmarks/attention_cost.py --out FILE --kind fused --tokens 1024 [--rows 1] [--passes 5] [a rung's settings]
+    python benchmarks/attention_cost.py --out FILE --kind fused --tokens 1024 [--rows 1] [--passes 5] [--model FILE …]
 
 The rows are full: without padding both ways do the same work. The loss shows that they compute the same.
 """

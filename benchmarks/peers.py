@@ -39,7 +39,7 @@ SIDES = ("trainer", "accelerate", "bare")
 MICRO_BATCH = 8  # Trainer's default, which goes twice into an effective batch of 16
 EVALUATED_AT_ONCE = 32  # in accelerate's examples
 SWITCHES = {  # of Trainer; bf16 follows --precision, and a fused Adam is the default since transformers 5
-    **{f"micro_batch_{size}": {"per_device_train_batch_size": size} for size in (1, 2, 4, 16, 64)},
+    **{f"micro_batch_{size}": {"per_device_train_batch_size": size} for size in (1, 2, 4, 16)},
     "group_by_length": {"train_sampling_strategy": "group_by_length"},
     "no_nan_filter": {"logging_nan_inf_filter": False},  # which asks the device for every loss
     "foreach_adam": {"optim": "adamw_torch"},
@@ -113,9 +113,7 @@ def measure_trainer(settings, datasets: TextDatasets, model: nn.Module, switches
     options = {"per_device_train_batch_size": MICRO_BATCH}
     for switch in switches:
         options |= SWITCHES[switch]
-    micro_batch = options["per_device_train_batch_size"] = min(
-        options["per_device_train_batch_size"], settings.batch_size
-    )
+    accumulation = settings.batch_size // options["per_device_train_batch_size"]
     clock = Clock(torch.device(settings.accelerator), len(splits["train"]) // settings.batch_size)
     compiling = CompileClock(torch.compile(model) if "compile" in switches else model)  # Trainer compiles it itself
     with tempfile.TemporaryDirectory() as folder:
@@ -123,7 +121,7 @@ def measure_trainer(settings, datasets: TextDatasets, model: nn.Module, switches
             output_dir=folder, num_train_epochs=1, seed=settings.seed, learning_rate=settings.learning_rate,
             lr_scheduler_type="constant", max_grad_norm=0.0, gradient_accumulation_steps=accumulation,
             save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=settings.accelerator == "cpu",
-            bf16=settings.precision == "bf16-mixed", **options,
+            bf16=settings.precision == "bf16-mixed", fp16=settings.precision == "16-mixed", **options,
         )  # fmt: skip
         trainer = Trainer(
             model, arguments, counting, splits["train"], splits["validation"],
