@@ -49,8 +49,8 @@ from local_dataset_utilities import IMDB_ARCHIVE, DataSettings
 OUT = common.RESULTS / "against_peers.json"
 REVIEWS = {"minilm": 32, "bloom": 32}  # for training, validation and test each
 LADDER = {  # the ladder's fastest settings for this work on two cores: found with --find
-    "minilm": ("2_grad_accum", "--micro_batch_tokens", "1024"),
-    "bloom": ("2_grad_accum", "--micro_batch_size", "1"),
+    "minilm": ("2_grad_accum", "--micro_batch_tokens", "512"),
+    "bloom": ("2_grad_accum", "--micro_batch_tokens", "1024"),
 }
 BEST = {  # Trainer's, likewise
     "minilm": ("micro_batch_1", "no_nan_filter"),
