@@ -126,7 +126,6 @@ def measure(settings, texts: Path, padding: bool | str = True) -> dict:
     fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
     fabric.launch()
     fabric.seed_everything(settings.seed, verbose=False)
-    settings.attention = "eager"  # the blog's, and the only one that transformers has for BLOOM
     datasets = load_datasets(settings)  # for its tokenizer and the names of its classes
     hf.disable_progress_bars()
     tokens = tokenise(hf.load_from_disk(texts), datasets.tokenizer, settings.max_length, padding)

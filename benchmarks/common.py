@@ -49,8 +49,9 @@ def save_texts(settings: data.DataSettings, folder: Path) -> None:
 def run_rung(script: str, options: list[str], threads: int | None = None) -> dict:
     """Run an unchanged script of the ladder in a process of its own, and return its figures.
 
-    Evaluation is timed on the validation split: it is what the elapsed time has beyond the training. The rate of the
-    last printed line is `late_samples_per_second`.
+    Evaluation is timed on the validation split, between the last printed loss and the line of the epoch. The rate of
+    the last printed loss is `late_samples_per_second`; `seconds_to_last_step` has all that came before it, such as
+    compilation.
     """
     with tempfile.TemporaryDirectory(prefix="fabric-ladder-runs-") as runs:
         _run_child([str(ROOT / "src" / f"{script}.py"), *options, "--runs_dir", runs], threads)
@@ -59,10 +60,12 @@ def run_rung(script: str, options: list[str], threads: int | None = None) -> dic
         with open(folder / "metrics.csv", encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
     results, settings = record["results"], record["settings"]
-    validating = results["elapsed_seconds"] - results["training_seconds"]
+    last, epoch = ([row for row in rows if row[name]][-1] for name in ("loss", "validation_loss"))
+    validating = float(epoch["seconds"]) - float(last["seconds"])
     return {
         "samples_per_second": results["samples_per_second"],
-        "late_samples_per_second": float([row for row in rows if row["loss"]][-1]["samples_per_second"]),
+        "late_samples_per_second": float(last["samples_per_second"]),
+        "seconds_to_last_step": float(last["seconds"]),
         "evaluation_samples_per_second": settings["validation_samples"] / validating,
         "peak_memory_bytes": results["peak_memory_bytes"],
         "training_seconds": results["training_seconds"],

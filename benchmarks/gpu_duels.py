@@ -18,10 +18,11 @@ Every entry is a process of its own, kept in the results file with its command; 
 entry that fails is recorded with its error. After the run, all entries on this GPU with as many reviews are judged; the
 exit status is 1 when a target is missed.
 
-`epoch_seconds` extrapolates to the 35,000 reviews of an epoch: the seconds of the training, with what torch.compile and
-the first batches took, and for the reviews that are missing the rate of the second half. `mfu` follows gpu_ladder.py;
-`late_mfu` is that of the second half, and is what is judged. Trainer's attention is eager: transformers has no other
-for BLOOM. The ladder's entry that meets it is the fastest of the same precision with no more peak memory.
+`epoch_seconds` extrapolates to the 35,000 reviews of an epoch: the seconds of the training, with what torch.compile,
+the trial of the longest batch and the first batches took, and for the reviews that are missing the rate of the second
+half. `mfu` follows gpu_ladder.py; `late_mfu` is that of the second half, and is what is judged. Trainer's attention is
+eager: transformers has no other for BLOOM. The ladder's entry that meets it is the fastest of the same precision with
+no more peak memory.
 """
 
 import argparse
@@ -118,7 +119,8 @@ def extrapolate(figures: dict, config: dict, lengths: np.ndarray, peak: float | 
         raise RuntimeError(f"{figures['tokens']} tokens were trained instead of {lengths.sum()}")
     late = figures.setdefault("late_samples_per_second", figures["samples_per_second"])  # the blog's rate is one
     flops = training_flops(figures["parameters"], config, lengths)
-    figures["epoch_seconds"] = figures["training_seconds"] + (EPOCH - len(lengths)) / late
+    begun = figures.get("seconds_to_last_step", figures["training_seconds"])
+    figures["epoch_seconds"] = begun + (EPOCH - len(lengths)) / late
     figures["peak_memory_GB"] = figures["peak_memory_bytes"] / 1e9
     figures["mfu"] = flops / figures["training_seconds"] / peak if peak else None
     figures["late_mfu"] = flops / len(lengths) * late / peak if peak else None

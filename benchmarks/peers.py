@@ -31,8 +31,8 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding, Trainer, TrainerCallback, TrainingArguments
 
 from fabric_ladder import build_dataloaders, build_model, build_optimizer, parse_settings
-from fabric_ladder.hardware import CompileClock, peak_memory, reset_peak_memory
-from fabric_ladder.models import silence_loading
+from fabric_ladder.hardware import peak_memory, reset_peak_memory
+from fabric_ladder.models import load_config, silence_loading
 from local_dataset_utilities import TextDatasets, load_datasets
 
 SIDES = ("trainer", "accelerate", "bare")
@@ -115,7 +115,6 @@ def measure_trainer(settings, datasets: TextDatasets, model: nn.Module, switches
         options |= SWITCHES[switch]
     accumulation = settings.batch_size // options["per_device_train_batch_size"]
     clock = Clock(torch.device(settings.accelerator), len(splits["train"]) // settings.batch_size)
-    compiling = CompileClock(torch.compile(model) if "compile" in switches else model)  # Trainer compiles it itself
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder, num_train_epochs=1, seed=settings.seed, learning_rate=settings.learning_rate,
@@ -129,14 +128,13 @@ def measure_trainer(settings, datasets: TextDatasets, model: nn.Module, switches
         )  # fmt: skip
         trainer.train()
         figures = clock.figures(settings.batch_size, counting.counts.tolist())
-        compiling.stop()
         start = perf_counter()
         trainer.evaluate()
         seconds = perf_counter() - start
         peak = peak_memory(clock.device)
         tested = trainer.predict(splits["test"])
     accuracy = (tested.predictions.argmax(1) == tested.label_ids).mean()
-    return figures | closing(datasets, seconds, peak, accuracy) | {"compile_seconds": compiling.seconds}
+    return figures | closing(datasets, seconds, peak, accuracy)
 
 
 def measure_accelerate(settings, datasets: TextDatasets, model: nn.Module, _: list[str]) -> dict:
@@ -231,7 +229,6 @@ def closing(datasets: TextDatasets, seconds: float, peak: int, accuracy: float) 
         "evaluation_seconds": seconds,
         "evaluation_samples_per_second": len(datasets.splits["validation"]) / seconds,
         "peak_memory_bytes": peak,
-        "compile_seconds": 0.0,
         "test_accuracy": float(accuracy),
         "threads": torch.get_num_threads(),
     }
@@ -241,8 +238,8 @@ def measure(settings, side: str, switches: list[str]) -> dict:
     """Train for one epoch, validate and test, and return the figures that `common.run_rung` returns of a rung."""
     if len(switches) and side != "trainer":
         raise ValueError(f"{side} has no switches")
-    if side != "bare":
-        settings.attention = "eager"  # what transformers itself has for BLOOM
+    if side != "bare" and load_config(settings.model).model_type == "bloom":
+        settings.attention = "eager"  # transformers has no other
     seed_everything(settings.seed, verbose=False)
     datasets = load_datasets(settings)
     if len(datasets.splits["train"]) % settings.batch_size:
