@@ -179,7 +179,7 @@ def find(part: str, args: argparse.Namespace) -> dict:
 
 
 def duel_of_attention(_: str, args: argparse.Namespace) -> dict:
-    """Measure `attention`: as many passes as there are repeats of the process."""
+    """Measure `attention`."""
     with tempfile.TemporaryDirectory() as scratch:
         options = [*common.BASE, "--accelerator", "cpu", *model_options("bloom", Path(scratch))]
         script = str(Path(__file__).with_name("attention_cost.py"))

@@ -1,6 +1,6 @@
 """One attention of BLOOM, forward and backward, at one length: seconds and peak memory, in a process of its own.
 
-    python benchmarks/attention_cost.py --out FILE --kind fused --tokens 1024 [--rows 1] [--passes 5] [--model FILE …]
+    python benchmarks/attention_cost.py --out FILE --kind fused --tokens 1024 [--rows 1] [--passes 3] [--model FILE …]
 
 The rows are full: without padding both ways do the same work. The loss shows that they compute the same.
 """
@@ -55,7 +55,7 @@ if __name__ == "__main__":
     parser.add_argument("--kind", choices=("fused", "eager"), required=True)
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--rows", type=int, default=1)
-    parser.add_argument("--passes", type=int, default=5)
+    parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--out", type=Path, required=True)
     own, options = parser.parse_known_args()
     settings = parse_settings([*options, "--max_length", str(own.tokens)])
