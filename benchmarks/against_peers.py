@@ -143,7 +143,7 @@ def duel(part: str, args: argparse.Namespace) -> dict:
     }
     return {
         "conditions": facts | {"precision": args.precision, "trainer_best": BEST[part], "ladder": LADDER[part]},
-        "commands": {side: shlex.join(["python", *command]) for side, command in commands.items()},
+        "commands": {side: common.shown(command) for side, command in commands.items()},
         "repeats": figures,
         "medians": middle,
         "ratios": ratios,
@@ -199,7 +199,7 @@ def duel_of_attention(_: str, args: argparse.Namespace) -> dict:
         ratios[f"peak memory of fused / eager at {tokens}"] = fused[MEMORY] / eager[MEMORY]
     return {
         "conditions": {"model": BLOOM, "rows": 1, "precision": "32-true"},
-        "commands": {side: shlex.join(["python", *command]) for side, command in commands.items()},
+        "commands": {side: common.shown(command) for side, command in commands.items()},
         "repeats": figures,
         "medians": middle,
         "ratios": ratios,

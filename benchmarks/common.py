@@ -105,6 +105,11 @@ def run_script(command: list[str], threads: int | None = None) -> dict:
         return json.loads(out.read_text(encoding="utf-8"))
 
 
+def shown(command: list[str]) -> str:
+    """Return a child's command line as it is kept: paths of this machine's folders shortened."""
+    return shlex.join(["python", *command]).replace(f"{ROOT}/", "").replace(sys.prefix, "VENV")
+
+
 def checksum(model: torch.nn.Module) -> float:
     """Return a number that weights share only when they are the same: the sum of their absolute values."""
     return sum(float(weights.detach().abs().sum(dtype=torch.float64)) for weights in model.parameters())

@@ -274,7 +274,7 @@ def main() -> int:
             training = not name.startswith("attention")
             finish = partial(extrapolate, config=config, lengths=lengths, peak=peak) if training else dict
             figures = run_entry(commands[name], finish)
-            entry = {"command of the entry": shlex.join(["python", *commands[name]]), "figures": figures}
+            entry = {"command of the entry": common.shown(commands[name]), "figures": figures}
             common.write_result(out, name, record | entry)
             if "failed" in figures:
                 print(f"{name} failed: {figures['failed']}", flush=True)
