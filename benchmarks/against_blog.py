@@ -231,7 +231,7 @@ def compare_loops(part: str, reviews: int, repeats: int, threads: int) -> dict:
 
 
 def judge(record: dict, targets: list[tuple[str, str, float]]) -> None:
-    """Add the targets (ratio, `min` or `max`, bound) and whether they are met."""
+    """Add the targets and whether they are met."""
     record["targets"] = [
         {
             "ratio": name,

@@ -27,6 +27,7 @@ import shlex
 import sys
 import tempfile
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import common  # first of all: it makes the project importable without an installation
@@ -48,11 +49,11 @@ from local_dataset_utilities import IMDB_ARCHIVE, DataSettings
 
 OUT = common.RESULTS / "against_peers.json"
 REVIEWS = {"minilm": 32, "bloom": 32}  # for training, validation and test each
-LADDER = {  # the ladder's fastest settings for this work on two cores: found with --find
+LADDER = {  # a review of full length, or shorter ones that need no more memory, at once; --find shows what else costs
     "minilm": ("2_grad_accum", "--micro_batch_tokens", "512"),
     "bloom": ("2_grad_accum", "--micro_batch_tokens", "1024"),
 }
-BEST = {  # Trainer's, likewise
+BEST = {  # Trainer's fastest switches on two cores, to be set to what --find finds
     "minilm": ("micro_batch_1", "no_nan_filter"),
     "bloom": ("micro_batch_1", "no_nan_filter"),
 }
@@ -91,8 +92,9 @@ def check_alike(figures: dict[str, list[dict]]) -> None:
         RuntimeError: They differ, where they report it, in one of `ALIKE` by more than this share of it.
     """
     for name, tolerance in ALIKE.items():
-        values = {side: run[name] for side, runs in figures.items() for run in runs if name in run}
-        if values and max(values.values()) - min(values.values()) > tolerance * max(values.values()):
+        values = {side: [run[name] for run in runs if name in run] for side, runs in figures.items()}
+        every = list(chain.from_iterable(values.values()))
+        if every and max(every) - min(every) > tolerance * max(every):
             raise RuntimeError(f"the sides differ in {name}: {values}")
 
 
