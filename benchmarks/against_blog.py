@@ -103,7 +103,7 @@ def fair_draw(splits: hf.DatasetDict, sizes: dict[str, int], longest: int) -> in
     raise CannotMeasureError(f"no draw of {sizes} reviews is as long as all reviews are")
 
 
-def prepare(part: str, reviews: int, evaluated: int, folder: Path) -> tuple[list[str], dict]:
+def prepare(part: str, reviews: int, evaluated: int, folder: Path, tested: int = 8) -> tuple[list[str], dict]:
     """Tokenise all of IMDb once (the cache keeps it) and draw the reviews.
 
     A tokenizer that a part needs is trained on all training reviews: on a few dozen it would know whole words only.
@@ -116,7 +116,7 @@ def prepare(part: str, reviews: int, evaluated: int, folder: Path) -> tuple[list
     lengths = np.concatenate([split["length"][:] for split in everything.splits.values()])
     everything.tokenizer.save_pretrained(folder / "tokenizer")
     options += ["--tokenizer", str(folder / "tokenizer"), "--train_samples", str(reviews)]
-    options += ["--validation_samples", str(evaluated), "--test_samples", "8"]
+    options += ["--validation_samples", str(evaluated), "--test_samples", str(tested)]
     options += ["--batch_size", "16", "--micro_batch_size", "1"]
     seed = fair_draw(everything.splits, {"train": reviews, "validation": evaluated}, int(lengths.max()))
     options += ["--split_seed", str(seed)]

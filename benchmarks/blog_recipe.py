@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 import torch
 import torchmetrics
-from common import hf  # first of all: it makes the project importable without an installation
+from common import checksum, hf  # first of all: it makes the project importable without an installation
 from lightning import Fabric
 from torch import nn
 from torch.optim import Optimizer
@@ -131,6 +131,7 @@ def measure(settings, texts: Path, padding: bool | str = True) -> dict:
     tokens = tokenise(hf.load_from_disk(texts), datasets.tokenizer, settings.max_length, padding)
     train_loader, val_loader, test_loader = build_loaders(fabric, tokens, settings.num_workers)
     model = build_model(settings, datasets)
+    weights = checksum(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
     model, optimizer = fabric.setup(model, optimizer)
     masks = tokens["train"].with_format("numpy")["attention_mask"][:]
@@ -156,6 +157,8 @@ def measure(settings, texts: Path, padding: bool | str = True) -> dict:
         "padding": 1 - real / padded,
         "test_accuracy": evaluate(fabric, model, test_loader),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "weights": weights,
+        "updates": -(-samples // settings.batch_size),
         "threads": torch.get_num_threads(),
     }
 

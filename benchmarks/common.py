@@ -1,5 +1,6 @@
 """What the benchmarks share: the texts, child processes that measure one side, and the written results."""
 
+import csv
 import json
 import os
 import shlex
@@ -20,6 +21,7 @@ from fabric_ladder.hardware import describe_hardware, describe_versions  # noqa:
 
 RESULTS = ROOT / "benchmarks" / "results"
 BLOG = ROOT / "benchmarks" / "blog_recipe.py"
+PEERS = ROOT / "benchmarks" / "peers.py"
 BASE = ["--config", str(ROOT / "configs" / "imdb_bloom_560m.yaml")]  # without it, a machine without a GPU does less
 
 
@@ -47,15 +49,23 @@ def save_texts(settings: data.DataSettings, folder: Path) -> None:
 def run_rung(script: str, options: list[str], threads: int | None = None) -> dict:
     """Run an unchanged script of the ladder in a process of its own, and return its figures.
 
-    Evaluation is timed on the validation split: it is what the elapsed time has beyond the training.
+    Evaluation is timed on the validation split, between the last printed loss and the line of the epoch. The rate of
+    the last printed loss is `late_samples_per_second`; `seconds_to_last_step` has all that came before it, such as
+    compilation.
     """
     with tempfile.TemporaryDirectory(prefix="fabric-ladder-runs-") as runs:
         _run_child([str(ROOT / "src" / f"{script}.py"), *options, "--runs_dir", runs], threads)
-        record = json.loads((Path(runs) / script / "1" / "run.json").read_text(encoding="utf-8"))
+        folder = Path(runs) / script / "1"
+        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        with open(folder / "metrics.csv", encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
     results, settings = record["results"], record["settings"]
-    validating = results["elapsed_seconds"] - results["training_seconds"]
+    last, epoch = ([row for row in rows if row[name]][-1] for name in ("loss", "validation_loss"))
+    validating = float(epoch["seconds"]) - float(last["seconds"])
     return {
         "samples_per_second": results["samples_per_second"],
+        "late_samples_per_second": float(last["samples_per_second"]),
+        "seconds_to_last_step": float(last["seconds"]),
         "evaluation_samples_per_second": settings["validation_samples"] / validating,
         "evaluation_tokens_per_second": results["evaluation_tokens_per_second"],
         "peak_memory_bytes": results["peak_memory_bytes"],
@@ -67,18 +77,44 @@ def run_rung(script: str, options: list[str], threads: int | None = None) -> dic
         "tokens_per_second": results["tokens_per_second"],
         "padding": results["padding"],
         "test_accuracy": results["test_accuracy"],
+        "test_loss": results["test_loss"],
         "parameters": results["parameters"],
+        "updates": int(rows[-1]["step"]),
         "threads": record["hardware"]["threads"],
     }
 
 
 def run_blog(texts: Path, padding: str, options: list[str], threads: int | None = None) -> dict:
     """Run the blog's recipe on saved texts in a process of its own, and return the same figures."""
-    with tempfile.TemporaryDirectory(prefix="blog-recipe-") as folder:
+    return run_script(blog_command(texts, padding, options), threads)
+
+
+def blog_command(texts: Path, padding: str, options: list[str]) -> list[str]:
+    """Return the blog's recipe with its arguments, for `run_script`."""
+    return [str(BLOG), "--texts", str(texts), "--padding", padding, *options]
+
+
+def peer_command(side: str, options: list[str], *switches: str) -> list[str]:
+    """Return a side of peers.py with its arguments, for `run_script`."""
+    return [str(PEERS), "--side", side, "--switches", *switches, *options]
+
+
+def run_script(command: list[str], threads: int | None = None) -> dict:
+    """Run a script that writes its figures to `--out`, in a process of its own, and return them."""
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         out = Path(folder) / "figures.json"
-        extra = ["--texts", str(texts), "--padding", padding, "--out", str(out)]
-        _run_child([str(BLOG), *extra, *options], threads)
+        _run_child([*command, "--out", str(out)], threads)
         return json.loads(out.read_text(encoding="utf-8"))
+
+
+def shown(command: list[str]) -> str:
+    """Return a child's command line as it is kept: paths of this machine's folders shortened."""
+    return shlex.join(["python", *command]).replace(f"{ROOT}/", "").replace(sys.prefix, "VENV")
+
+
+def checksum(model: torch.nn.Module) -> float:
+    """Return a number that weights share only when they are the same: the sum of their absolute values."""
+    return sum(float(weights.detach().abs().sum(dtype=torch.float64)) for weights in model.parameters())
 
 
 def child_environment(threads: int | None) -> dict[str, str]:

@@ -67,9 +67,10 @@ def entries(options: list[str], texts: Path, padding: str) -> dict[str, Callable
 
 
 def precision_of(name: str) -> str:
-    """Return the precision that an entry's matrix products have."""
-    if name.startswith("blog-"):
-        return name.removeprefix("blog-")
+    """Return the precision that an entry's matrix products have: the one that it names, or its rung's."""
+    for precision in ("bf16-mixed", "16-mixed", "bf16-true", "32-true"):
+        if precision in name:
+            return precision
     return {"4": mixed_precision(), "5": "bf16-true"}.get(name[0], "32-true")
 
 
@@ -110,6 +111,16 @@ def measure(run: Callable[[], dict], name: str, config: dict, lengths: np.ndarra
     return figures
 
 
+def job(rehearse: bool, reviews: int) -> tuple[list[str], Path, torch.device]:
+    """Return the settings of all entries, the file of the model's config, and the device."""
+    model = MODELS / ("bloom-quickstart.json" if rehearse else "bloom-560m.json")
+    device = torch.device("cpu" if rehearse else "cuda")
+    options = [*common.BASE, "--accelerator", device.type, "--from_scratch", "true", "--model", str(model)]
+    options += ["--train_samples", str(reviews), "--validation_samples", str(-(-reviews // 10))]
+    options += ["--test_samples", str(-(-reviews // 4)), "--max_length", "128" if rehearse else "1024"]
+    return options, model, device
+
+
 def main() -> int:
     """Run the entries and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -130,11 +141,7 @@ def main() -> int:
         print(f"skipped: the archive of IMDb is not in FABRIC_LADDER_DATA ({DataSettings().data_dir})")
         return 0
     reviews = args.reviews or (32 if args.rehearse else 2000)
-    model = MODELS / ("bloom-quickstart.json" if args.rehearse else "bloom-560m.json")
-    device = torch.device("cpu" if args.rehearse else "cuda")
-    options = [*common.BASE, "--accelerator", device.type, "--from_scratch", "true", "--model", str(model)]
-    options += ["--train_samples", str(reviews), "--validation_samples", str(-(-reviews // 10))]
-    options += ["--test_samples", str(-(-reviews // 4)), "--max_length", "128" if args.rehearse else "1024"]
+    options, model, device = job(args.rehearse, reviews)
     config = json.loads(model.read_text(encoding="utf-8"))
     settings = parse_settings(options)
     lengths = np.asarray(load_datasets(settings).splits["train"]["length"][:])

@@ -1,0 +1,252 @@
+"""Duels with the peers, side by side on this machine's CPU; exit status 1 when a target is missed.
+
+    python benchmarks/against_peers.py [--part minilm bloom attention] [--reviews N] [--repeats 5] [--threads 2]
+    python benchmarks/against_peers.py --part minilm --find     the fastest switches of Trainer and cut of ours
+
+Parts:
+    minilm     The pretrained all-MiniLM-L6-v2 on IMDb, up to 512 tokens.
+    bloom      The BLOOM of against_blog.py, 6 layers from its config, up to 1,024 tokens.
+    attention  The same BLOOM forward and backward, `--attention fused` against `eager`, at 256 to 2,048 tokens.
+
+Sides of `minilm` and `bloom`: the blog's recipe (blog_recipe.py), Trainer with its defaults, Trainer with its best
+switches, accelerate's plain loop, a bare PyTorch loop (peers.py), and the ladder: an unchanged script of src/ with one
+more option, see `LADDER`. All have the same initial weights, reviews, effective batch of 16 reviews, precision, Adam,
+number of optimizer steps and threads, and a fresh process each time; they take turns, and the median of the repeats
+counts. What is alike is checked: the sides must agree in weights, tokens, steps and threads, and the ladder's test loss
+must be that of the bare loop. The peers get tokenised texts; the blog pads all to the longest, and its padding is not
+timed. Trainer and accelerate draw batches of their own and pad them to their longest; the ladder sorts within its
+effective batch. transformers has eager attention only for BLOOM, so has every peer but the bare loop.
+
+Peak memory is that of the process since the first batch, validation included, on all sides. Two optimizer steps say
+nothing of an accuracy: it is recorded to show that the sides learn alike.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+import common  # first of all: it makes the project importable without an installation
+import torch
+from against_blog import (
+    BLOOM,
+    MEASURES,
+    CannotMeasureError,
+    alternate,
+    judge,
+    medians,
+    model_options,
+    prepare,
+    report,
+)
+
+from fabric_ladder.hardware import describe_versions
+from local_dataset_utilities import IMDB_ARCHIVE, DataSettings
+
+OUT = common.RESULTS / "against_peers.json"
+REVIEWS = {"minilm": 32, "bloom": 32}  # for training; half as many for validation and for the test
+PEERS = ("blog", "trainer", "trainer_best", "accelerate", "bare")
+LADDER = {  # a review of full length, or shorter ones that need no more memory, at once; --find shows what else costs
+    "minilm": ("2_grad_accum", "--micro_batch_tokens", "512"),
+    "bloom": ("2_grad_accum", "--micro_batch_tokens", "1024"),
+}
+BEST = {  # Trainer's fastest switches on two cores, to be set to what --find finds
+    "minilm": ("micro_batch_1", "no_nan_filter"),
+    "bloom": ("micro_batch_1", "no_nan_filter"),
+}
+SWITCHES = (  # what --find tries, one group after the other; of a group at most one can be on
+    ("micro_batch_16", "micro_batch_4", "micro_batch_2", "micro_batch_1"),
+    ("group_by_length",),
+    ("no_nan_filter",),
+    ("foreach_adam",),
+    ("compile",),
+    ("evaluate_1", "evaluate_4", "evaluate_32"),  # judged by the samples/s of the evaluation
+)
+CUTS = (*(("--micro_batch_size", str(size)) for size in (1, 2, 4)),
+        *(("--micro_batch_tokens", str(tokens)) for tokens in (512, 1024, 2048, 4096)))  # fmt: skip
+LENGTHS = (256, 512, 1024, 2048)
+SPEED, MEMORY = "samples_per_second", "peak_memory_bytes"
+ALIKE = {"parameters": 0, "tokens": 0, "updates": 0, "threads": 0, "weights": 1e-6, "test_loss": 1e-4}  # and tolerance
+TARGETS = {  # (ratio, "min" or "max", bound); ratios are ladder / peer
+    "training": [
+        (f"trainer: {SPEED}", "min", 1.3),
+        (f"trainer_best: {SPEED}", "min", 1.0),
+        (f"trainer_best: {MEMORY}", "max", 1.0),
+        (f"bare: {SPEED}", "min", 0.97),
+    ],
+    "attention": [
+        ("seconds of eager / fused at 1024", "min", 1.0),
+        ("peak memory of fused / eager at 1024", "max", 0.999),
+        ("seconds of eager / fused at 2048", "min", 1.2),
+    ],
+}
+
+
+def check_alike(figures: dict[str, list[dict]]) -> None:
+    """Refuse sides that did not do the same work.
+
+    Raises:
+        RuntimeError: They differ, where they report it, in one of `ALIKE` by more than this share of it.
+    """
+    for name, tolerance in ALIKE.items():
+        values = {side: [run[name] for run in runs if name in run] for side, runs in figures.items()}
+        every = list(chain.from_iterable(values.values()))
+        if every and max(every) - min(every) > tolerance * max(every):
+            raise RuntimeError(f"the sides differ in {name}: {values}")
+
+
+def measure_side(command: list[str], threads: int | None = None) -> dict:
+    """Run a side and return its figures; a command of src/ is a rung."""
+    script, *options = command
+    if Path(script).parent == common.ROOT / "src":
+        return common.run_rung(Path(script).stem, options, threads)
+    return common.run_script(command, threads)
+
+
+def rung_command(options: list[str], script: str, *more: str) -> list[str]:
+    """Return a rung with its arguments."""
+    return [str(common.ROOT / "src" / f"{script}.py"), *options, *more]
+
+
+def draw(part: str, args: argparse.Namespace, folder: Path) -> tuple[list[str], dict]:
+    """Draw the reviews; return the settings of all sides, and facts."""
+    reviews = args.reviews or REVIEWS[part]
+    if reviews % 16:
+        raise CannotMeasureError("--reviews must be a multiple of 16, the effective batch")
+    return prepare(part, reviews, reviews // 2, folder, tested=reviews // 2)
+
+
+def duel(part: str, args: argparse.Namespace) -> dict:
+    """Measure all sides of `minilm` or `bloom`."""
+    with tempfile.TemporaryDirectory() as scratch:
+        options, facts = draw(part, args, Path(scratch))
+        options += ["--precision", args.precision]
+        ladder = rung_command(options, *LADDER[part])
+        commands = {
+            "blog": common.blog_command(Path(scratch) / "texts", "max_length", options),
+            "trainer": common.peer_command("trainer", options),
+            "trainer_best": common.peer_command("trainer", options, *BEST[part]),
+            "accelerate": common.peer_command("accelerate", options),
+            "bare": common.peer_command("bare", ladder[1:]),
+            "ladder": ladder,
+        }
+        commands = {side: command for side, command in commands.items() if side not in args.without}
+        sides = {side: partial(measure_side, command, args.threads) for side, command in commands.items()}
+        figures = alternate(args.repeats, **sides)
+    check_alike(figures)
+    middle = medians(figures)
+    ratios = {
+        f"{side}: {name}": middle["ladder"][name] / values[name]
+        for side, values in middle.items()
+        for name in MEASURES
+        if side != "ladder"
+    }
+    return {
+        "conditions": facts | {"precision": args.precision, "trainer_best": BEST[part], "ladder": LADDER[part]},
+        "commands": {side: common.shown(command) for side, command in commands.items()},
+        "repeats": figures,
+        "medians": middle,
+        "ratios": ratios,
+    }
+
+
+def find(part: str, args: argparse.Namespace) -> dict:
+    """Find the fastest switches of Trainer, group by group, and the fastest cut into micro-batches of the ladder."""
+    tried = {}
+
+    def measure(name: str, command: list[str]) -> dict:
+        runs = [measure_side(command, args.threads) for _ in range(args.repeats)]
+        tried[name] = medians({name: runs})[name]
+        print(f"  {name}: {json.dumps(tried[name])}", file=sys.stderr, flush=True)
+        return tried[name]
+
+    with tempfile.TemporaryDirectory() as scratch:
+        options, facts = draw(part, args, Path(scratch))
+        options += ["--precision", args.precision]
+        best, chosen = measure("trainer", common.peer_command("trainer", options)), ()
+        for group in SWITCHES:
+            for switch in group:
+                switches = (*(other for other in chosen if other not in group), switch)
+                figures = measure("trainer " + " ".join(switches), common.peer_command("trainer", options, *switches))
+                name = f"evaluation_{SPEED}" if switch.startswith("evaluate") else SPEED
+                if figures[name] > best[name]:
+                    best, chosen = figures, switches
+        for cut in CUTS:
+            measure(shlex.join(cut), rung_command(options, "2_grad_accum", *cut))
+    common.print_table([part, *MEASURES], [[name, *(row[key] for key in MEASURES)] for name, row in tried.items()])
+    print(f"Trainer's best: {' '.join(chosen) or 'its defaults'}\n")
+    return {"conditions": facts | {"precision": args.precision}, "tried": tried, "trainer_best": chosen}
+
+
+def duel_of_attention(_: str, args: argparse.Namespace) -> dict:
+    """Measure `attention`."""
+    with tempfile.TemporaryDirectory() as scratch:
+        options = [*common.BASE, "--accelerator", "cpu", *model_options("bloom", Path(scratch))]
+        script = str(Path(__file__).with_name("attention_cost.py"))
+        commands = {
+            f"{kind} {tokens}": [script, "--kind", kind, "--tokens", str(tokens), *options]
+            for tokens in LENGTHS
+            for kind in ("eager", "fused")
+        }
+        sides = {side: partial(common.run_script, command, args.threads) for side, command in commands.items()}
+        figures = alternate(args.repeats, **sides)
+    middle, ratios = medians(figures), {}
+    for tokens in LENGTHS:
+        eager, fused = middle[f"eager {tokens}"], middle[f"fused {tokens}"]
+        if abs(eager["loss"] - fused["loss"]) > 1e-4:
+            raise RuntimeError(f"at {tokens} tokens the losses differ: {eager['loss']} and {fused['loss']}")
+        ratios[f"seconds of eager / fused at {tokens}"] = eager["seconds"] / fused["seconds"]
+        ratios[f"peak memory of fused / eager at {tokens}"] = fused[MEMORY] / eager[MEMORY]
+    return {
+        "conditions": {"model": BLOOM, "rows": 1, "precision": "32-true"},
+        "commands": {side: common.shown(command) for side, command in commands.items()},
+        "repeats": figures,
+        "medians": middle,
+        "ratios": ratios,
+    }
+
+
+def main() -> int:
+    """Measure the chosen parts and return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--find", action="store_true", help="try switches and cuts instead, of minilm and bloom")
+    parser.add_argument("--reviews", type=int, help=f"for training; default: {REVIEWS}")
+    parser.add_argument("--without", nargs="+", choices=PEERS, default=[], help="peers to leave out, to save time")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--precision", choices=("32-true", "bf16-mixed"), default="32-true", help="of all sides")
+    parser.add_argument("--out", type=Path, default=OUT, help="results file; the parts that are not run stay in it")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    passed = True
+    for part in args.part:
+        name = part if args.precision == "32-true" else f"{part} {args.precision}"
+        try:
+            if part != "attention" and common.imdb_archive() is None:
+                raise CannotMeasureError(f"no {IMDB_ARCHIVE} in FABRIC_LADDER_DATA ({DataSettings().data_dir})")
+            if args.find:
+                name, record = f"{name} --find", find(part, args)
+            else:
+                record = PARTS[part](part, args)
+        except CannotMeasureError as reason:
+            print(f"skipped {part}: {reason}")
+            continue
+        if not args.find:
+            targets = TARGETS["attention" if part == "attention" else "training"]
+            judge(record, [target for target in targets if target[0] in record["ratios"]])
+            report(record, name)
+            passed = passed and record["passed"]
+        versions = {"versions": describe_versions("accelerate", "torchmetrics")}
+        common.write_result(args.out, name, common.environment(torch.device("cpu")) | versions | record)
+    return int(not passed)
+
+
+PARTS = {"minilm": duel, "bloom": duel, "attention": duel_of_attention}
+
+if __name__ == "__main__":
+    sys.exit(main())

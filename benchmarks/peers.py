@@ -1,0 +1,263 @@
+"""The opponents of against_peers.py and gpu_duels.py: Trainer, accelerate's plain loop, and a bare PyTorch loop.
+
+- `trainer`: transformers' Trainer with its defaults: random batches of 8, here two to an optimizer step, padded to
+  their longest, Adam fused. `--switches` turns more on, see `SWITCHES`.
+- `accelerate`: the loop of accelerate's own examples: `Accelerator.accumulate`, a DataLoader with random batches padded
+  to their longest, batches of 32 for evaluation.
+- `bare`: forward, backward and step on the ladder's own micro-batches, made beforehand and kept in memory: what is left
+  when nothing is printed, logged or loaded. It has the ladder's attention and optimizer.
+
+All get tokenised texts, the weights that a rung with the same settings draws, the same Adam at a constant rate without
+clipping, and one epoch. Nothing is saved or reported. The clock and the peak of the memory run from the first batch on,
+when everything is set up; evaluation has a clock of its own.
+
+As a script, it takes the settings of the rungs and `--side`, `--switches` and `--out`, and writes its figures as JSON:
+`python benchmarks/peers.py --side trainer --out FILE [--switches group_by_length …] [--batch_size 16 …]`.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from time import perf_counter
+
+import common  # first of all: it makes the project importable without an installation
+import torch
+from accelerate import Accelerator
+from lightning import Fabric, seed_everything
+from loop_cost import Prepared, bare_loop
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import DataCollatorWithPadding, Trainer, TrainerCallback, TrainingArguments
+
+from fabric_ladder import build_dataloaders, build_model, build_optimizer, parse_settings
+from fabric_ladder.hardware import peak_memory, reset_peak_memory
+from fabric_ladder.models import load_config, silence_loading
+from local_dataset_utilities import TextDatasets, load_datasets
+
+SIDES = ("trainer", "accelerate", "bare")
+MICRO_BATCH = 8  # Trainer's default, which goes twice into an effective batch of 16
+EVALUATED_AT_ONCE = 32  # in accelerate's examples
+SWITCHES = {  # of Trainer; bf16 follows --precision, and a fused Adam is the default since transformers 5
+    **{f"micro_batch_{size}": {"per_device_train_batch_size": size} for size in (1, 2, 4, 16)},
+    "group_by_length": {"train_sampling_strategy": "group_by_length"},
+    "no_nan_filter": {"logging_nan_inf_filter": False},  # which asks the device for every loss
+    "foreach_adam": {"optim": "adamw_torch"},
+    "compile": {"torch_compile": True},
+    "tf32": {"tf32": True},
+    "worker": {"dataloader_num_workers": 1},
+    **{f"evaluate_{size}": {"per_device_eval_batch_size": size} for size in (1, 2, 4, 32, 64)},
+}
+
+
+class Counting:
+    """Pads a batch to its longest text and counts samples, tokens and padded tokens, also from a worker process."""
+
+    def __init__(self, datasets: TextDatasets):
+        self.collate = DataCollatorWithPadding(datasets.tokenizer)
+        self.counts = torch.zeros(3, dtype=torch.int64).share_memory_()
+
+    def __call__(self, samples: list[dict]) -> dict:
+        """Return `input_ids` and `attention_mask` (samples, length), and `labels` (samples,)."""
+        batch = self.collate(samples)
+        mask = batch["attention_mask"]
+        self.counts += torch.tensor([len(mask), int(mask.sum()), mask.numel()])
+        return batch
+
+
+class Clock(TrainerCallback):
+    """Takes the times of the training: at its beginning, after half of its steps and at its end."""
+
+    def __init__(self, device: torch.device, steps: int):
+        self.device, self.half, self.times, self.steps = device, steps // 2, [], 0
+
+    def _take(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.times.append(perf_counter())
+
+    def on_train_begin(self, *_, **__) -> None:
+        """Start the clock and the peak of the memory."""
+        reset_peak_memory(self.device)
+        self._take()
+
+    def on_step_end(self, *_, **__) -> None:
+        """Count an optimizer step."""
+        self.steps += 1
+        if self.steps == self.half:
+            self._take()
+
+    def on_train_end(self, *_, **__) -> None:
+        """Stop the clock."""
+        self._take()
+
+    def figures(self, batch_size: int, counts: tuple[int, int, int]) -> dict:
+        """Return steps, seconds and rates; `late` is the second half of the steps, when everything is warm."""
+        (samples, tokens, padded), seconds = counts, self.times[-1] - self.times[0]
+        late = samples - self.half * batch_size, self.times[-1] - self.times[-2]
+        return {
+            "updates": self.steps,
+            "samples": samples,
+            "tokens": tokens,
+            "padding": 1 - tokens / padded,
+            "training_seconds": seconds,
+            "samples_per_second": samples / seconds,
+            "tokens_per_second": tokens / seconds,
+            "late_samples_per_second": late[0] / late[1],
+        }
+
+
+def measure_trainer(settings, datasets: TextDatasets, model: nn.Module, switches: list[str]) -> dict:
+    """Train, validate and test by Trainer."""
+    splits, counting = datasets.splits, Counting(datasets)
+    options = {"per_device_train_batch_size": MICRO_BATCH}
+    for switch in switches:
+        options |= SWITCHES[switch]
+    accumulation = settings.batch_size // options["per_device_train_batch_size"]
+    clock = Clock(torch.device(settings.accelerator), len(splits["train"]) // settings.batch_size)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder, num_train_epochs=1, seed=settings.seed, learning_rate=settings.learning_rate,
+            lr_scheduler_type="constant", max_grad_norm=0.0, gradient_accumulation_steps=accumulation,
+            save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=settings.accelerator == "cpu",
+            bf16=settings.precision == "bf16-mixed", fp16=settings.precision == "16-mixed", **options,
+        )  # fmt: skip
+        trainer = Trainer(
+            model, arguments, counting, splits["train"], splits["validation"],
+            processing_class=datasets.tokenizer, callbacks=[clock],
+        )  # fmt: skip
+        trainer.train()
+        figures = clock.figures(settings.batch_size, counting.counts.tolist())
+        start = perf_counter()
+        trainer.evaluate()
+        seconds = perf_counter() - start
+        peak = peak_memory(clock.device)
+        tested = trainer.predict(splits["test"])
+    accuracy = (tested.predictions.argmax(1) == tested.label_ids).mean()
+    return figures | closing(datasets, seconds, peak, accuracy)
+
+
+def measure_accelerate(settings, datasets: TextDatasets, model: nn.Module, _: list[str]) -> dict:
+    """Train, validate and test by the loop of accelerate's examples."""
+    counting = Counting(datasets)
+    accelerator = Accelerator(
+        cpu=settings.accelerator == "cpu",
+        gradient_accumulation_steps=settings.batch_size // MICRO_BATCH,
+        mixed_precision="bf16" if settings.precision == "bf16-mixed" else "no",
+    )
+    loaders = [
+        DataLoader(
+            datasets.splits[split].select_columns(["input_ids", "labels"]), shuffle=split == "train",
+            batch_size=MICRO_BATCH if split == "train" else EVALUATED_AT_ONCE, collate_fn=counting,
+        ) for split in ("train", "validation", "test")
+    ]  # fmt: skip
+    optimizer = build_optimizer(settings, model)
+    model, optimizer, *loaders = accelerator.prepare(model, optimizer, *loaders)
+
+    def accuracy(loader: DataLoader) -> float:
+        model.eval()
+        right = 0
+        for inputs in loader:
+            with torch.no_grad():
+                outputs = model(**inputs)
+            found, labels = accelerator.gather_for_metrics((outputs.logits.argmax(dim=-1), inputs["labels"]))
+            right += (found == labels).sum()
+        return float(right) / len(loader.dataset)
+
+    clock = Clock(accelerator.device, len(datasets.splits["train"]) // settings.batch_size)
+    clock.on_train_begin()
+    model.train()
+    for inputs in loaders[0]:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**inputs).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            clock.on_step_end()
+    clock.on_train_end()
+    figures = clock.figures(settings.batch_size, counting.counts.tolist())
+    start = perf_counter()
+    accuracy(loaders[1])
+    seconds = perf_counter() - start
+    peak = peak_memory(clock.device)
+    return figures | closing(datasets, seconds, peak, accuracy(loaders[2]))
+
+
+def measure_bare(settings, datasets: TextDatasets, model: nn.Module, _: list[str]) -> dict:
+    """Train, validate and test with PyTorch alone, on the ladder's micro-batches."""
+    fabric = Fabric(accelerator=settings.accelerator, devices=1)  # tells the loaders that there is one rank
+    if settings.precision == "bf16-mixed":
+        model.forward = torch.autocast(fabric.device.type, torch.bfloat16)(model.forward)
+    loaders = build_dataloaders(fabric, datasets, settings)
+    batches, *evaluated = [fabric.to_device(Prepared(loader).batches) for loader in loaders]
+    model.to(fabric.device)
+    optimizer = build_optimizer(settings, model)
+
+    @torch.no_grad()
+    def evaluate(micro_batches: list) -> list[float]:
+        """Return loss and accuracy, for which it waits only at the end."""
+        model.eval()
+        totals = torch.zeros(2, device=fabric.device)
+        for part in micro_batches:
+            outputs = model(**part.inputs)
+            right = (outputs.logits.argmax(1) == part.inputs["labels"]).sum()
+            totals += torch.stack([outputs.loss.float() * part.items, right.float()])
+        return (totals / sum(part.items for part in micro_batches)).tolist()
+
+    seed_everything(settings.seed, verbose=False)
+    iter(loaders[0])  # draws a random number, as in the ladder, so that dropout is the same
+    clock = Clock(fabric.device, len(batches))
+    clock.on_train_begin()
+    for step in batches:
+        bare_loop(model, optimizer, [step])
+        clock.on_step_end()
+    clock.on_train_end()
+    start = perf_counter()
+    evaluate(evaluated[0])
+    seconds = perf_counter() - start
+    peak = peak_memory(fabric.device)
+    loss, accuracy = evaluate(evaluated[1])
+    parts = [part for step in batches for part in step.micro_batches]
+    counts = sum(part.items for part in parts), sum(part.tokens for part in parts), sum(part.padded for part in parts)
+    figures = clock.figures(settings.batch_size, counts)
+    return figures | closing(datasets, seconds, peak, accuracy) | {"test_loss": loss}
+
+
+def closing(datasets: TextDatasets, seconds: float, peak: int, accuracy: float) -> dict:
+    """Return the figures that follow the training."""
+    return {
+        "evaluation_seconds": seconds,
+        "evaluation_samples_per_second": len(datasets.splits["validation"]) / seconds,
+        "peak_memory_bytes": peak,
+        "test_accuracy": float(accuracy),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def measure(settings, side: str, switches: list[str]) -> dict:
+    """Train for one epoch, validate and test, and return the figures that `common.run_rung` returns of a rung."""
+    if len(switches) and side != "trainer":
+        raise ValueError(f"{side} has no switches")
+    if side != "bare" and load_config(settings.model).model_type == "bloom":
+        settings.attention = "eager"  # transformers has no other
+    seed_everything(settings.seed, verbose=False)
+    datasets = load_datasets(settings)
+    if len(datasets.splits["train"]) % settings.batch_size:
+        raise ValueError("give a number of reviews that the effective batch divides: the sides differ in what is left")
+    silence_loading()
+    model = build_model(settings, datasets)
+    facts = {"parameters": sum(weights.numel() for weights in model.parameters()), "weights": common.checksum(model)}
+    if settings.precision == "bf16-true":
+        model.to(torch.bfloat16)
+    run = {"trainer": measure_trainer, "accelerate": measure_accelerate, "bare": measure_bare}[side]
+    return facts | run(settings, datasets, model, switches)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--side", choices=SIDES, required=True)
+    parser.add_argument("--switches", nargs="*", choices=SWITCHES, default=[])
+    parser.add_argument("--out", type=Path, required=True)
+    own, options = parser.parse_known_args()
+    figures = measure(parse_settings(options, batch_size=16), own.side, own.switches)
+    own.out.write_text(json.dumps(figures), encoding="utf-8")
