@@ -18,7 +18,7 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionMaskInterface
 from transformers.cache_utils import Cache
 from transformers.masking_utils import causal_mask_function, eager_mask
@@ -79,26 +79,30 @@ class FusedAttention(BloomAttention):
         if layer_past is not None:
             layer_past.update(key, value, self.layer_idx)  # which is empty, or there would be a 4-D mask
         half, unit = key.element_size() == 2, _unit(self.head_dim)
-        of_query, of_key = attention_mask[int(half)].to(key.dtype).expand(-1, len(key), -1, -1, -1)
-        if not half:  # where it costs no digits, the query is scaled, as far as it takes more than a power of two
-            query = query * (self.inv_norm_factor * unit)
+        of_query, of_key = attention_mask[-int(half)].to(key.dtype).expand(-1, len(key), -1, -1, -1)
+        scale, left = (self.inv_norm_factor, 1.0) if half else (1 / unit, self.inv_norm_factor * unit)
+        if left != 1:  # in 32-bit it costs no digits to scale the query itself by what is no power of two
+            query = query * left
+        new = -(-(self.head_dim + USED) // MULTIPLE) * MULTIPLE - self.head_dim
+        zeros = key.new_zeros(()).expand(*key.shape[:-1], new)
         attended = scaled_dot_product_attention(
-            torch.cat([of_query, query], -1),
-            torch.cat([of_key, key], -1),
-            torch.cat([value, value.new_zeros(()).expand_as(of_key)], -1),
+            torch.cat([of_query, query, zeros[..., USED:]], -1),
+            torch.cat([of_key, key, zeros[..., USED:]], -1),
+            torch.cat([value, zeros], -1),
             dropout_p=self.attention_dropout.p if self.training else 0.0,
             is_causal=True,
-            scale=self.inv_norm_factor if half else 1 / unit,
+            scale=scale,
         )
         attended = attended[..., : self.head_dim].transpose(1, 2).flatten(2)
         return dropout_add(self.dense(attended), residual, self.hidden_dropout, self.training), None
 
 
 def _new_dimensions(**asked) -> Tensor:
-    """Return what queries and keys get, (2, 2, rows, heads, tokens, dimensions), or a 4-D mask where that does not do.
+    """Return what queries and keys get, (1 or 2, 2, rows, heads, tokens, USED), or a 4-D mask where that does not do.
 
-    The first index: for 32-bit and above, and for 16-bit, in which the kernel scales the bias too. The second: queries,
-    keys. Without padding there is one row. Each value has 8 bits, and is the same in every floating-point format.
+    The first index: for 32-bit and above, and for 16-bit, in which the kernel scales the bias too; one for both if the
+    scale is a power of two. The second: queries, keys. Without padding there is one row. No value has more than 8 bits,
+    so that each is the same in every floating-point format.
 
     Args:
         **asked: What transformers gives to a function that makes masks.
@@ -111,13 +115,14 @@ def _new_dimensions(**asked) -> Tensor:
     heads = asked["config"].n_head
     width = asked["config"].hidden_size // heads
     unit = _unit(width)
+    ratio = unit / math.sqrt(width)
     bias = build_alibi_tensor(visible, heads, torch.float32).view(-1, heads, length)
-    bias = torch.stack([bias, bias / (unit / math.sqrt(width))])
+    bias = bias[None] if ratio == 1 else torch.stack([bias, bias / ratio])
     high, middle, low = _parts(bias)
     units = torch.full_like(high, unit)
     of_key = torch.stack([high.masked_fill(~visible[:, None], HIDDEN), units, middle, low], -1)
     of_query = torch.stack([units, -high, units, units], -1)
-    return pad(torch.stack([of_query, of_key], 1), (0, -(width + USED) % MULTIPLE)).to(asked["dtype"])
+    return torch.stack([of_query, of_key], 1).to(asked["dtype"])
 
 
 def _parts(values: Tensor) -> list[Tensor]:
