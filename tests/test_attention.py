@@ -147,6 +147,14 @@ def test_no_matrix_of_tokens_by_tokens(kind, masked):
         assert bool(square.found) == wanted, square.found
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_waits_for_the_device(kind):
+    """On the device `meta` there are no values: to ask for one is an error."""
+    _, fused = pair(kind)
+    inputs = {name: tensor.to("meta") for name, tensor in batch(23).items()}
+    fused.to("meta")(**inputs).logits.sum().backward()
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_on_either_side_is_hidden(kind, side):
@@ -263,10 +271,10 @@ def with_adapters(model):
 
 @pytest.mark.parametrize("wrap", [checkpointed, compiled, with_adapters, copy.deepcopy])
 def test_what_is_wrapped_around_it_changes_nothing(wrap):
-    models = pair()
+    expected, got = pair()
+    expected, got = expected if wrap is compiled else wrap(expected), wrap(got)
     for length in (23, 37):  # another length, once compiled
         inputs = batch(length)
-        expected, got = (wrap(copy.deepcopy(model)) for model in models)
         with nullcontext(Square(length)) if wrap is compiled else Square(length) as square:  # compiled, it sees nothing
             logits = got(**inputs).logits
             logits.square().mean().backward()
