@@ -256,7 +256,7 @@ def checkpointed(model):
 
 
 def compiled(model):
-    return torch.compile(model, dynamic=True, backend="aot_eager", fullgraph=True)
+    return torch.compile(model, dynamic=True, backend="eager", fullgraph=True)
 
 
 def with_adapters(model):
