@@ -36,7 +36,7 @@ def fuse_attention(model: nn.Module) -> None:
     padding may be on either side, and what is computed for padding itself is of no use. Eager, as transformers computes
     it, remain: an answer's later tokens, which see cached keys; 4-D masks, such as those of packed samples;
     `output_attentions`; and `slow_but_exact`. Dropout in attention is the kernel's: of the same distribution, but with
-    random numbers of its own.
+    random numbers of its own (and on a CPU, where flash kernels know none, with the matrix).
 
     Args:
         model: A model of transformers, or one that holds it.
