@@ -15,6 +15,7 @@ As a script, it takes the settings of the rungs and `--texts`, `--padding` and `
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
@@ -31,6 +32,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fabric_ladder import build_model, parse_settings
 from fabric_ladder.hardware import peak_memory, reset_peak_memory
+from fabric_ladder.models import load_config
 from local_dataset_utilities import IMDBDataset, load_datasets
 
 COLUMNS = ["input_ids", "attention_mask", "label"]
@@ -130,6 +132,8 @@ def measure(settings, texts: Path, padding: bool | str = True) -> dict:
     hf.disable_progress_bars()
     tokens = tokenise(hf.load_from_disk(texts), datasets.tokenizer, settings.max_length, padding)
     train_loader, val_loader, test_loader = build_loaders(fabric, tokens, settings.num_workers)
+    if load_config(settings.model).model_type == "bloom":
+        settings = replace(settings, attention="eager")  # transformers has no other
     model = build_model(settings, datasets)
     weights = checksum(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)

@@ -29,6 +29,7 @@ from fabric_ladder.errors import explain
         ("5_low_precision", {"micro_batch_size": 1}, r"Next to try: python src/6_lean_optimizer\.py"),
         ("7_grad_checkpointing", {"activation_checkpointing": True}, r"src/6_lean_optimizer\.py[^;]*; --max_length"),
         ("9_ddp", {"task": "image-classification"}, r"src/10_fsdp\.py[^;]*; --activation_checkpointing true[^;]*$"),
+        ("2_grad_accum", {"attention": "eager"}, r"Next to try: --attention fused[^;]*; python"),
         ("12_deepspeed_zero", {}, r"--deepspeed zero3_offload"),
         ("6_lean_optimizer", {"micro_batch_size": 1}, r"Next to try: python src/13_lora\.py"),
         ("13_lora", {"task": "instruction-tuning"}, r"src/14_qlora\.py[^;]*; --activ[^;]*; --max_length 512$"),

@@ -28,6 +28,8 @@ TECHNIQUES = {
     "bf16-true": {"precision": "bf16-true"},
     "sgd": {"precision": "bf16-true", "optimizer": "sgd"},
     "adafactor": {"precision": "bf16-true", "optimizer": "adafactor"},
+    "eager": {"attention": "eager"},
+    "eager-mixed": {"attention": "eager", "precision": "bf16-mixed"},
     "checkpointing": {"activation_checkpointing": True},
     "checkpointing-mixed": {"precision": "bf16-mixed", "activation_checkpointing": True},
     "cut": {"micro_batch_size": 2},
@@ -191,12 +193,13 @@ def test_recomputing_and_smaller_micro_batches_save_activations(tmp_path):
 
 
 def test_attention_by_sdpa_keeps_no_matrix_of_tokens_by_tokens(tmp_path):
-    def matrices(kind, tokens):
-        settings, build, micro_batches, _ = case(tmp_path, kind)
+    def matrices(kind, tokens, **values):
+        settings, build, micro_batches, _ = case(tmp_path, kind, **values)
         return [s for _, s in predict_peak(build, settings, micro_batches).tensors if s.shape[-2:] == (tokens, tokens)]
 
-    assert not matrices("vit", 65)
-    assert matrices("bloom", 96)
+    for kind, tokens in (("vit", 65), ("bloom", 96)):
+        assert not matrices(kind, tokens)
+        assert matrices(kind, tokens, attention="eager")
 
 
 def test_dropout_in_attention_keeps_no_matrix_either(tmp_path):

@@ -7,6 +7,7 @@ from lightning import Fabric
 from transformers import AutoModelForSequenceClassification
 
 from fabric_ladder import UserError, build_model
+from fabric_ladder.attention import NAME
 from local_dataset_utilities import TextDatasets
 
 
@@ -73,11 +74,14 @@ def test_padding_changes_no_logits(tmp_path, fabric, kind):
     assert torch.allclose(logits[1], logits[16], atol=1e-5)
 
 
-def test_only_an_attention_that_the_model_has_is_asked_for(tmp_path):
+@pytest.mark.parametrize(("attention", "name"), [("fused", NAME), ("eager", "eager")])
+def test_only_an_attention_that_the_model_has_is_asked_for(tmp_path, attention, name):
     """BLOOM refuses sdpa; nothing here may ask for it."""
-    settings = settings_for(tmp_path, model=str(MODELS / "bloom-quickstart.json"), from_scratch=True)
+    settings = settings_for(
+        tmp_path, model=str(MODELS / "bloom-quickstart.json"), from_scratch=True, attention=attention
+    )
     model = build_model(settings, datasets(size=1024))
-    assert model.config._attn_implementation == "eager"
+    assert model.config._attn_implementation == name
 
 
 def test_a_config_makes_random_weights_that_the_seed_decides(tmp_path):

@@ -111,6 +111,8 @@ def _out_of_memory(error: BaseException, settings) -> str:
 def less_memory(settings, of: str | None = None, shape: tuple[int, ...] = ()) -> str:
     """Return the next things to try, in order of their cost; for `of` and `shape` see `shape_told`."""
     tries, same = [], " (the same effective batch in less memory)"
+    if settings.attention == "eager":
+        tries.append("--attention fused, which keeps no matrix of tokens x tokens")
     name = "micro_batch_tokens" if settings.micro_batch_tokens else "micro_batch_size"
     if of == "the evaluation":
         name, same = "eval_batch_tokens", ""

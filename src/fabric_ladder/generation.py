@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, TextStreamer
 
+from fabric_ladder.attention import fuse_attention
 from fabric_ladder.checkpoint import end_tokens
 from fabric_ladder.errors import UserError
 from fabric_ladder.export import base_name, find_result, four_bits, load_result, quiet
@@ -160,6 +161,7 @@ def load_language_model(
         place = str(result.folder) if described else base_name(result)  # an adapter that others have trained
         _check_language(load_config(place), name)
         model = load_result(result, dtype=dtype, quantization=quantization)
+        fuse_attention(model)
         own = any((result.folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json"))
         return model, load_tokenizer(str(result.folder) if own or not result.adapter else base_name(result))
     quiet()
@@ -169,6 +171,7 @@ def load_language_model(
     bits = four_bits(config, dtype) if quantization == "nf4" else {}
     with reachable(name, "weights") as options:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **bits, **options)
+    fuse_attention(model)
     return model.eval(), tokenizer
 
 

@@ -14,7 +14,7 @@ FINISHED = Path("finished")
 # Settings that change no gradient but for rounding, and may differ between a run's parts.
 FREE = frozenset(
     "micro_batch_size micro_batch_tokens eval_batch_tokens devices num_nodes threads num_workers log_every logger save "
-    "runs_dir check_only resume save_every keep max_time cache_dir data_dir config on_nan nan_limit".split()
+    "runs_dir check_only resume save_every keep max_time cache_dir data_dir config on_nan nan_limit attention".split()
 )
 
 

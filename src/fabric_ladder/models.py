@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from fabric_ladder.attention import fuse_attention
 from fabric_ladder.errors import UserError
 from fabric_ladder.lora import add_adapters, check_targets, half_precision, keep_dtype, quantization
 from fabric_ladder.packing import keep_apart
@@ -75,7 +76,8 @@ def build_model(settings, datasets: TextDatasets | ImageDatasets) -> nn.Module:
     the device and in the precision that it says under `fabric.init_module`, and a language model that `lora` freezes is
     read in its final precision.
 
-    `lora`, `activation_checkpointing` and `compile` are applied here: all must come before Fabric sets the model up.
+    `attention`, `lora`, `activation_checkpointing` and `compile` are applied here: all must come before Fabric sets the
+    model up.
 
     Raises:
         UserError: The weights cannot be loaded, or the tokenizer has more entries than the embedding has rows.
@@ -88,6 +90,8 @@ def build_model(settings, datasets: TextDatasets | ImageDatasets) -> nn.Module:
     else:
         _fit_text(config, settings.model, datasets.tokenizer)
     model = _make(settings, config)
+    if settings.attention == "fused":
+        fuse_attention(model)
     for module in model.modules():
         if module._non_persistent_buffers_set:  # such as the rotary frequencies, which 16 bits would detune
             keep_dtype(module, buffers_alone=True)
@@ -107,14 +111,15 @@ def _make(settings, config: PretrainedConfig) -> nn.Module:
     """Draw random weights, or read pretrained ones, from a folder or the Hub."""
     kind, dtype = MODELS[settings.task], torch.get_default_dtype()
     bits = quantization(settings, lambda: kind.from_config(config))
+    attention = {"attn_implementation": "eager"} if settings.attention == "eager" else {}
     if settings.from_scratch:
-        model = kind.from_config(config, dtype=dtype)
+        model = kind.from_config(config, dtype=dtype, **attention)
         if not bits:
             return model
         silence_loading()
         with tempfile.TemporaryDirectory() as folder:  # only what is read is quantised
             model.save_pretrained(folder)
-            return kind.from_pretrained(folder, dtype=dtype, **bits)
+            return kind.from_pretrained(folder, dtype=dtype, **attention, **bits)
     if settings.lora and settings.task == "instruction-tuning" and settings.precision.endswith("true"):
         dtype = half_precision(settings) or dtype  # a classifier's new head is drawn in 32-bit, as in every rung
     silence_loading()
@@ -124,6 +129,7 @@ def _make(settings, config: PretrainedConfig) -> nn.Module:
             config=config,
             dtype=dtype,
             ignore_mismatched_sizes=True,
+            **attention,
             **bits,
             **options,
         )

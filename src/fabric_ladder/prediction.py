@@ -33,7 +33,7 @@ from fabric_ladder.zero_config import read_deepspeed_config
 
 PATIENCE = 120  # seconds
 MATTERS = (  # settings that a rehearsal depends on, beside the shapes of its batches
-    "task model precision optimizer max_grad_norm activation_checkpointing packing loss_chunk lora lora_rank "
+    "task model precision optimizer max_grad_norm attention activation_checkpointing packing loss_chunk lora lora_rank "
     "lora_targets lora_dropout dora quantization offload deepspeed devices num_nodes"
 ).split()
 

@@ -50,6 +50,8 @@ class Settings(DataSettings):
         on_nan: `stop` ends the run at the next printed line after a loss or gradient that is not finite; `skip` leaves
             such an effective batch out, for which it waits for the device in each step.
         nan_limit: Effective batches that `skip` may leave out before it stops the run.
+        attention: `fused` computes attention by a kernel that keeps no matrix of tokens x tokens, for BLOOM and where
+            transformers has it (as `sdpa`); `eager` makes this matrix for every model. They differ in rounding alone.
         activation_checkpointing: Keep only the inputs of the transformer blocks and compute the rest again (not
             reentrant), for the backward pass.
         packing: Let short samples share a row of up to `max_length` tokens, in which they do not see each other; then
@@ -106,6 +108,7 @@ class Settings(DataSettings):
     max_grad_norm: float | None = None
     on_nan: Literal["stop", "skip"] = "stop"
     nan_limit: int = 10
+    attention: Literal["fused", "eager"] = "fused"
     activation_checkpointing: bool = False
     packing: bool = False
     loss_chunk: int = 256
