@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import cache
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ class MicroBatch(NamedTuple):
             takes, is the mean over the items of the whole effective batch.
         tokens: Tokens without padding; 0 in a filler. Those of an image are its patches and the one for the class.
         padded: Tokens with padding.
+        masked: Whether `attention_mask` may hide a token.
     """
 
     inputs: dict[str, Tensor]
@@ -37,6 +39,7 @@ class MicroBatch(NamedTuple):
     weight: float
     tokens: int
     padded: int
+    masked: bool = True
 
 
 class EffectiveBatch(NamedTuple):
@@ -72,6 +75,7 @@ class TextCollator(Collator):
     def __init__(self, datasets: TextDatasets, name: str, settings):
         super().__init__(datasets, name)
         self.multiple, self.tokenizer = settings.pad_to_multiple_of, datasets.tokenizer
+        self.compiled = settings.compile  # two forms of a mask would be two graphs
         self.with_predicting = settings.task == "instruction-tuning"
 
     def micro_batch(self, part: Part, epoch: int | None = None) -> MicroBatch:
@@ -93,7 +97,9 @@ class TextCollator(Collator):
         if self.with_predicting:
             following = pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)
             inputs["predicting"] = (following != IGNORED).flatten().nonzero().squeeze(1)
-        return MicroBatch(inputs, part.items, part.weight, sum(lengths) if part.items else 0, math.prod(shape))
+        tokens, padded = sum(lengths), math.prod(shape)
+        masked = self.compiled or tokens < padded
+        return MicroBatch(inputs, part.items, part.weight, tokens if part.items else 0, padded, masked)
 
 
 class ImageCollator(Collator):
@@ -182,6 +188,28 @@ def build_dataloaders(
         )  # fmt: skip
         loaders.append(loader)
     return tuple(loaders)
+
+
+def to_device(fabric: Fabric, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Move a micro-batch's inputs to the device without waiting for it.
+
+    On CUDA they are copied, from pinned memory, on a stream of their own: not behind the micro-batches before them,
+    which the device has yet to compute, but while it computes them.
+    """
+    if fabric.device.type != "cuda":
+        return fabric.to_device(inputs)
+    computing, copying = torch.cuda.current_stream(fabric.device), _copying_stream(fabric.device)
+    with torch.cuda.stream(copying):
+        inputs = fabric.to_device(inputs)
+    computing.wait_stream(copying)
+    for tensor in inputs.values():
+        tensor.record_stream(computing)  # or its memory could be given away when Python, far ahead, lets it go
+    return inputs
+
+
+@cache
+def _copying_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _empty_images(count: int, side: int) -> Tensor:

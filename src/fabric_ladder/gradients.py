@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fabric_ladder.batching import MicroBatch
+from fabric_ladder.batching import MicroBatch, to_device
 from fabric_ladder.errors import UserError, shape_told
+from fabric_ladder.masks import mask_known
 from fabric_ladder.metrics import Meter, Step, count_correct, in_words
 from fabric_ladder.resume import Keeper
 
@@ -34,14 +35,22 @@ def accumulate_gradients(
     """
     waits = not isinstance(fabric.strategy, ModelParallelStrategy)  # FSDP2 would keep whole gradients until the last
     for number, micro_batch in enumerate(micro_batches, start=1):
-        inputs = fabric.to_device(micro_batch.inputs)
-        with fabric.no_backward_sync(model, enabled=waits and number < len(micro_batches)), shape_told(inputs):
-            outputs = model(**inputs)
-            fabric.backward(outputs.loss * micro_batch.weight)
-        meter.add(outputs.loss, count_correct(outputs, inputs["labels"]), micro_batch.items, step)
+        waiting = fabric.no_backward_sync(model, enabled=waits and number < len(micro_batches))
+        with waiting, shape_told(micro_batch.inputs):
+            loss, correct = run_model(fabric, model, micro_batch)
+            fabric.backward(loss * micro_batch.weight)
+        meter.add(loss, correct, micro_batch.items, step)
         if number < len(micro_batches) and stop():
             return False
     return True
+
+
+def run_model(fabric: Fabric, model: nn.Module, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Return a micro-batch's mean loss per item, and its right predictions, both on the device."""
+    inputs = to_device(fabric, micro_batch.inputs)
+    with mask_known(micro_batch.masked):
+        outputs = model(**inputs)
+    return outputs.loss, count_correct(outputs, inputs["labels"])
 
 
 def is_usable(keeper: Keeper, step: Step) -> bool:

@@ -6,7 +6,8 @@ dtype and a storage, but no memory behind it; `PeakTracker` adds up what they wo
 What is predicted is `torch.cuda.max_memory_allocated()`. The fake tensors are CPU tensors, since fake CUDA tensors need
 a CUDA build of PyTorch and, in attention, a GPU. They keep the same for the backward pass: autocast casts the same
 operations, and `scaled_dot_product_attention` takes a kernel that keeps no tokens x tokens matrix, as FlashAttention on
-a GPU, once its dropout is left out. Optimizers take the form that they take on a GPU, all tensors at once.
+a GPU, once its dropout is left out. Optimizers take the form that they take on a GPU: one kernel for all tensors, which
+makes no others, or where that is not allowed, all tensors at once.
 
 Not counted: cuBLAS's workspaces (tens of MB), what a kernel allocates inside, rounding by PyTorch's allocator, and with
 CPU offload the shards of one block on their way. The CUDA context and fragmentation come on top of any such figure.
@@ -64,8 +65,7 @@ def predict_peak(
     """
     if settings.compile or settings.deepspeed or settings.optimizer == "adam-8bit" or settings.quantization != "no":
         raise ValueError("torch.compile, DeepSpeed, 8-bit Adam and 4-bit weights cannot be predicted")
-    precision = "bf16-mixed" if settings.precision == "16-mixed" else settings.precision
-    settings = replace(settings, accelerator="cpu", precision=precision, devices=ranks or 1, num_nodes=1)
+    settings = replace(settings, accelerator="cpu", devices=ranks or 1, num_nodes=1)
     with _fake_ranks(ranks):
         rehearsal = _Rehearsal(settings, ranks)
         with torch.device("meta"):  # no weights are drawn, which takes branches that depend on values
@@ -147,7 +147,8 @@ class _Rehearsal:
     def __init__(self, settings, ranks: int | None):
         self.settings, self.sharded = settings, bool(ranks)
         self.parked = self.sharded and settings.offload
-        how = {"precision": settings.precision, "devices": settings.devices}
+        precision = "bf16-mixed" if settings.precision == "16-mixed" else settings.precision
+        how = {"precision": precision, "devices": settings.devices}
         if self.sharded:
             how |= {"strategy": fsdp_strategy(settings, self._shard), "plugins": [_AllRanksStarted()]}
         self.fabric = Fabric(accelerator="cpu", **how)
@@ -159,7 +160,7 @@ class _Rehearsal:
         model.to_empty(device="cpu")
         model.tie_weights()  # each was emptied on its own
         self.model = self.fabric.setup(model)
-        optimizer = build_optimizer(replace(self.settings, accelerator="cuda"), self.model)
+        optimizer = build_optimizer(self.settings, self.model)
         if isinstance(optimizer, Adam | AdamW | SGD) and not self.parked:
             for group in optimizer.param_groups:
                 if group["foreach"] is None and not group["fused"]:
