@@ -54,10 +54,19 @@ def case(tmp_path, kind, **values):
     return settings, lambda: build_model(settings, datasets), *batches
 
 
+class Unmoved:
+    """An input that takes no memory before it is moved to the device."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def to(self, device, **_):
+        return torch.zeros_like(self.tensor, device=device)
+
+
 def real(micro_batch):
     """Real tensors of these shapes."""
-    inputs = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in micro_batch.inputs.items()}
-    return micro_batch._replace(inputs=inputs)
+    return micro_batch._replace(inputs={name: Unmoved(tensor) for name, tensor in micro_batch.inputs.items()})
 
 
 def measured_peak(settings, build, micro_batches):

@@ -14,7 +14,7 @@ def compile_blocks(model: nn.Module, cache_dir: str) -> None:
     """Have each layer of the model compiled in place, at its first call.
 
     Layers of a kind run the same code on unlike weights, which are inputs to the compiled graph: what the first of them
-    compiles serves all. So the time does not grow with the depth, and hooks around a layer (FSDP's, DDP's) stay outside.
+    compiles serves all, and the time does not grow with the depth.
     A model without layers of transformers' base class is compiled as a whole, in place, too.
 
     Args:

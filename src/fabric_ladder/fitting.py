@@ -83,12 +83,13 @@ def _shapes_of_training(keeper: Keeper) -> list[Part]:
     may have both.
     """
     settings, sampler = keeper.settings, keeper.loader.sampler
-    if settings.micro_batch_tokens or settings.packing and settings.micro_batch_size > 1:
+    if settings.micro_batch_tokens or (settings.packing and settings.micro_batch_size > 1):
         rows = list(range(min(2, len(sampler.lengths))))
         parts = [Part(some, len(some), 1.0, [1] * len(some) if settings.packing else None) for some in (rows[:1], rows)]
     else:
         sampler.epoch, parts = keeper.place.epoch, []
-        for sampler.start in (0, len(sampler) - 1):
+        for number in (0, len(sampler) - 1):
+            sampler.start = number
             parts += next(iter(sampler)).parts
     return _one_and_several(keeper, parts)
 

@@ -29,8 +29,8 @@ def build_optimizer(settings, model: nn.Module) -> Optimizer:
 
     State beside each parameter, in the parameter's dtype: Adam and AdamW two values, SGD none, Adafactor one row and
     one column for each matrix (Shazeer and Stern, 2018), 8-bit Adam two bytes (Dettmers et al., 2022).
-    The model comes set up: sharding and half precision replace or convert its parameters. Adam and AdamW take one kernel
-    for the whole step, which makes no temporary tensors, where `may_fuse` allows it; SGD's step is one addition anyway.
+    The model comes set up: sharding and half precision replace or convert its parameters. Adam and AdamW take one
+    kernel for the whole step, which makes no temporary tensors, where `may_fuse` allows it; SGD's is an addition.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     rate = settings.learning_rate

@@ -67,8 +67,8 @@ class Settings(DataSettings):
         dora: Weight-decomposed adapters: a trained length for each of the weight's directions.
         rslora: Scale adapters by `lora_alpha` / the square root of `lora_rank`.
         quantization: `nf4` keeps the weights that `lora` does not train in 4 bits (bitsandbytes, double quantisation).
-        compile: `torch.compile` the layers of the model, one graph for all of them and for all lengths, before the first
-            step; what it makes is kept in `cache_dir`.
+        compile: `torch.compile` the layers of the model, one graph for all of them and for all lengths, before the
+            first step; what it makes is kept in `cache_dir`.
         offload: Park what FSDP shards in the host's memory, and let the optimizer step there.
         deepspeed: DeepSpeed configuration: a JSON file, or the name of one in `configs/deepspeed/`.
         devices: Devices of a machine: a number, or `auto` for all GPUs, or what the launcher says.
