@@ -94,10 +94,11 @@ def compiling_paid(rows: list[Row]) -> list[str]:
         if not minutes or not rate or not size:
             continue
         won = size / plain.mean("samples_per_second") - size / rate  # seconds per effective batch
-        after = f"paid for after {math.ceil(minutes * 60 / won):,} batches" if won > 0 else "never paid for"
-        notices.append(
-            f"{row.label}: {minutes * 60:.0f} s of compiling, {after} of {size} samples, against {plain.label}."
-        )
+        if won > 0:
+            end = f"paid for after {math.ceil(minutes * 60 / won):,} batches of {size} samples, against {plain.label}"
+        else:
+            end = f"never paid for: a batch takes no less time than with {plain.label}"
+        notices.append(f"{row.label}: compiling took {minutes * 60:.0f} s, {end}.")
     return notices
 
 
