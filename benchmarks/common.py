@@ -47,13 +47,13 @@ def save_texts(settings: data.DataSettings, folder: Path) -> None:
 def run_rung(script: str, options: list[str], threads: int | None = None) -> dict:
     """Run an unchanged script of the ladder in a process of its own, and return its figures.
 
-    Evaluation is timed on the validation split.
+    Evaluation is timed on the validation split: it is what the elapsed time has beyond the training.
     """
     with tempfile.TemporaryDirectory(prefix="fabric-ladder-runs-") as runs:
         _run_child([str(ROOT / "src" / f"{script}.py"), *options, "--runs_dir", runs], threads)
         record = json.loads((Path(runs) / script / "1" / "run.json").read_text(encoding="utf-8"))
     results, settings = record["results"], record["settings"]
-    validating = results["validation_seconds"]
+    validating = results["elapsed_seconds"] - results["training_seconds"]
     return {
         "samples_per_second": results["samples_per_second"],
         "evaluation_samples_per_second": settings["validation_samples"] / validating,

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from functools import cache
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -188,28 +187,6 @@ def build_dataloaders(
         )  # fmt: skip
         loaders.append(loader)
     return tuple(loaders)
-
-
-def to_device(fabric: Fabric, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Move a micro-batch's inputs to the device without waiting for it.
-
-    On CUDA they are copied, from pinned memory, on a stream of their own: not behind the micro-batches before them,
-    which the device has yet to compute, but while it computes them.
-    """
-    if fabric.device.type != "cuda":
-        return fabric.to_device(inputs)
-    computing, copying = torch.cuda.current_stream(fabric.device), _copying_stream(fabric.device)
-    with torch.cuda.stream(copying):
-        inputs = fabric.to_device(inputs)
-    computing.wait_stream(copying)
-    for tensor in inputs.values():
-        tensor.record_stream(computing)  # or its memory could be given away when Python, far ahead, lets it go
-    return inputs
-
-
-@cache
-def _copying_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 def _empty_images(count: int, side: int) -> Tensor:

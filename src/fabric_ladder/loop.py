@@ -94,7 +94,7 @@ def _train(run: Run, model: nn.Module, optimizer: Optimizer, train_loader: DataL
                     run.log_loss(place.epoch, place.batch, place.seen, totals.loss, optimizer.param_groups[0]["lr"])
             keeper.after_step()
         keeper.mark()
-        with run.pace.beside(validating=True):
+        with run.pace.beside():
             name = f"the validation after epoch {place.epoch + 1}"
             validation = _evaluate(fabric, model, val_loader, name, run.stopper.asked)
         if validation is None:

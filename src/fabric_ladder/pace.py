@@ -14,8 +14,8 @@ from fabric_ladder.compiling import CompileClock
 from fabric_ladder.hardware import peak_memory, reset_peak_memory
 
 FRESH = {
-    "samples": 0, "tokens": 0, "padded": 0, "beside": 0.0, "validating": 0.0, "elapsed": 0.0, "paced": [0, 0.0],
-    "peaks": [0, 0], "compiled": [0.0, 0],
+    "samples": 0, "tokens": 0, "padded": 0, "beside": 0.0, "elapsed": 0.0, "paced": [0, 0.0], "peaks": [0, 0],
+    "compiled": [0.0, 0],
 }  # fmt: skip
 
 
@@ -33,8 +33,7 @@ class Pace:
         first = fabric.global_rank == 0  # which goes on with the sums of all ranks
         self.samples = state["samples"]
         self._tokens, self._padded = (state["tokens"], state["padded"]) if first else (0, 0)
-        self._beside, self._validating = state["beside"], state["validating"]
-        self._peaks, self._paced = state["peaks"], state["paced"]
+        self._beside, self._peaks, self._paced = state["beside"], state["peaks"], state["paced"]
         self._peaks[1] = max(self._peaks[1], peak_memory(torch.device("cpu")))  # of making the model, too
         self._compiling = CompileClock(model)
         self._compiling.seconds, self._compiling.graphs = state["compiled"]
@@ -54,13 +53,11 @@ class Pace:
             self._padded += micro_batch.padded
 
     @contextmanager
-    def beside(self, validating: bool = False) -> Iterator[None]:
-        """Leave what is done within out of the throughput: a validation, or what is neither that nor training."""
+    def beside(self) -> Iterator[None]:
+        """Leave what is done within out of the throughput."""
         start = perf_counter()
         yield
-        seconds = perf_counter() - start
-        self._beside += seconds
-        self._validating += seconds * validating
+        self._beside += perf_counter() - start
 
     def since_last_line(self) -> dict[str, float]:
         """Return samples/s since the last call, and the peak memory of this process so far."""
@@ -80,7 +77,6 @@ class Pace:
             "tokens": tokens,
             "padded": padded,
             "beside": self._beside,
-            "validating": self._validating,
             "elapsed": self.elapsed,
             "paced": self._paced,
             "peaks": self._find_peaks(),
@@ -97,7 +93,6 @@ class Pace:
         figures = {
             "elapsed_seconds": elapsed,
             "training_seconds": training,
-            "validation_seconds": self._validating,
             "samples_per_second": self.samples / training,
             "tokens_per_second": tokens / training,
             "padding": 1 - tokens / padded,
