@@ -11,7 +11,7 @@ costs 6 N + 12 L H Q T floating-point operations, forward and backward, where N 
 H Q = heads x head size is the hidden size, and T is the sequence's length. Over sequences of the lengths t this adds up
 to 6 N sum(t) + 12 L H Q sum(t^2). N leaves out the embedding, which is only looked up: a classifier has no output
 embedding. Padding is not counted as work, so it lowers the MFU; the seconds are those of the training, without
-validation, but with what torch.compile takes.
+validation and without what torch.compile takes, which stands beside them.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""3_torch_compile · torch.compile: the model as fused kernels, made once for all lengths.
+"""3_torch_compile · torch.compile: the model's layers as fused kernels, made once for all layers and all lengths.
 
 Builds on 2_grad_accum.py.
 """

@@ -94,7 +94,7 @@ def tiny_model(kind="bloom", dropout=0.0, seed=0, classes=2):
 def settings_for(tmp_path, **values):
     """Settings as `parse_settings` returns them, for a run in this process."""
     defaults = {"batch_size": 16, "accelerator": "cpu", "name": "test", "log_every": 1, "eval_batch_tokens": 1024}
-    defaults["runs_dir"] = str(tmp_path / "runs")
+    defaults |= {"matmul_precision": "highest", "runs_dir": str(tmp_path / "runs")}
     settings = Settings(**(defaults | values))
     if settings.micro_batch_size is None and settings.micro_batch_tokens is None:
         settings.micro_batch_size = settings.batch_size

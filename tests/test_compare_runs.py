@@ -27,6 +27,7 @@ from fabric_ladder.comparing.parsing import LogParser
 from fabric_ladder.comparing.pictures import draw
 from fabric_ladder.comparing.sources import read_sources
 from fabric_ladder.comparing.table import compare, to_csv, to_json, to_markdown
+from fabric_ladder.header import title
 
 SCRIPT = ROOT / "scripts" / "compare_runs.py"
 BLOG = Path(__file__).parent / "fixtures" / "blog"
@@ -149,7 +150,7 @@ def test_a_log_of_ours_is_read_in_full():
     assert run.versions["Python"] == "3.11.7"
     expected = {"dataset": "synthetic", "model": "bloom-quickstart.json", "seed": 123, "batch_size": 16, "epochs": 1}
     expected |= {"micro_batch_size": 1, "micro_batch_tokens": None, "precision": "32-true", "packing": False}
-    assert run.settings == expected | {"ranks": 1}
+    assert run.settings == expected | {"ranks": 1, "matmul_precision": "highest"}
     assert [(point.samples, point.loss) for point in run.losses[-2:]] == [(3840, 0.2512), (4000, 0.1438)]
     expected = {"minutes": 0.54, "samples_per_second": 128.4, "tokens_per_second": 11771, "padding": 7.6}
     expected |= {"memory": 0.65, "host_memory": 0.65, "train_accuracy": 79.07, "validation_accuracy": 91.6}
@@ -461,6 +462,31 @@ def test_seeds_are_one_row(tmp_path):
     assert (line["n"], line["seeds"], line["minutes"], line["minutes_spread"]) == ("3", "1 2 3", "2.2", "0.2")
     again = write_run(tmp_path / "again", record(seed=1))
     assert len(make_rows(read_sources([str(tmp_path / "2_grad_accum"), again]).runs)) == 2  # a seed counts once
+
+
+@pytest.mark.parametrize(
+    ("rate", "said"),
+    [(20.0, " after 77 batches of 16 samples, against 2_grad_accum."),
+     (11.4, ": a batch takes no less time than with 2_grad_accum.")],
+)  # fmt: skip
+def test_compiling_is_set_against_the_time_that_it_saves(tmp_path, rate, said):
+    """16 samples take 16 / 11.4 s without, and 16 / 20 s with it."""
+    compiled = record("3_torch_compile", compile=True)
+    compiled["results"] |= {"compile_seconds": 46.3, "compiled_graphs": 3, "samples_per_second": rate}
+    plain, other = write_run(tmp_path, record()), write_run(tmp_path, compiled)
+    for order in ([plain, other], [other, plain]):
+        notices = compare(read_sources(order)).notices
+        never = "never " if rate == 11.4 else ""
+        assert f"3_torch_compile: compiling took 46 s, {never}paid for{said}" in notices
+    assert not any("compiling" in notice for notice in compare(read_sources([other])).notices)
+
+
+def test_faster_products_are_told_in_the_header(tmp_path):
+    settings = settings_for(tmp_path, matmul_precision="high")
+    hardware = {"device": "cuda", "gpu": "NVIDIA H200", "processor": "AMD"}
+    run = parse(f"{title(settings, hardware, 1)}\n{LOG.split(chr(10), 2)[2]}")[0]
+    assert (run.settings["precision"], run.settings["matmul_precision"]) == ("32-true", "high")
+    assert parse(LOG)[0].settings["matmul_precision"] == "highest"
 
 
 def test_what_a_text_does_not_tell_is_no_reason_to_refuse(tmp_path):

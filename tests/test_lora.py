@@ -64,7 +64,7 @@ def set_up(settings, datasets=None):
 
 
 def inner(model):
-    return getattr(model.module, "_orig_mod", model.module)
+    return model.module
 
 
 def snapshot(model):

@@ -121,6 +121,14 @@ def test_without_a_gpu_the_quickstart_is_taken_and_says_so():
         assert part in notice
 
 
+def test_products_in_32_bit_are_faster_on_a_gpu_unless_the_user_says_otherwise(gpu):
+    assert parse_settings(BLOOM).matmul_precision == "highest"
+    gpu(8, 0)
+    assert parse_settings(BLOOM).matmul_precision == "high"
+    assert parse_settings([*BLOOM, "--matmul_precision", "medium"]).matmul_precision == "medium"
+    assert "one of 'highest', 'high', 'medium'" in refusal("--matmul_precision", "tf32")
+
+
 def test_with_a_gpu_the_defaults_in_code_are_taken(gpu):
     gpu(8, 0)
     settings = parse_settings(BLOOM)

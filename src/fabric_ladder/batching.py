@@ -31,6 +31,7 @@ class MicroBatch(NamedTuple):
             takes, is the mean over the items of the whole effective batch.
         tokens: Tokens without padding; 0 in a filler. Those of an image are its patches and the one for the class.
         padded: Tokens with padding.
+        masked: Whether `attention_mask` may hide a token.
     """
 
     inputs: dict[str, Tensor]
@@ -38,6 +39,7 @@ class MicroBatch(NamedTuple):
     weight: float
     tokens: int
     padded: int
+    masked: bool = True
 
 
 class EffectiveBatch(NamedTuple):
@@ -73,6 +75,7 @@ class TextCollator(Collator):
     def __init__(self, datasets: TextDatasets, name: str, settings):
         super().__init__(datasets, name)
         self.multiple, self.tokenizer = settings.pad_to_multiple_of, datasets.tokenizer
+        self.compiled = settings.compile  # two forms of a mask would be two graphs
         self.with_predicting = settings.task == "instruction-tuning"
 
     def micro_batch(self, part: Part, epoch: int | None = None) -> MicroBatch:
@@ -94,7 +97,9 @@ class TextCollator(Collator):
         if self.with_predicting:
             following = pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)
             inputs["predicting"] = (following != IGNORED).flatten().nonzero().squeeze(1)
-        return MicroBatch(inputs, part.items, part.weight, sum(lengths) if part.items else 0, math.prod(shape))
+        tokens, padded = sum(lengths), math.prod(shape)
+        masked = self.compiled or tokens < padded
+        return MicroBatch(inputs, part.items, part.weight, tokens if part.items else 0, padded, masked)
 
 
 class ImageCollator(Collator):

@@ -261,5 +261,5 @@ def _preprocessor(form: ImageFormat) -> dict:
 
 
 def _inner(model: nn.Module) -> nn.Module:
-    """The model itself, without Fabric's and torch.compile's wrappers."""
-    return getattr(model.module, "_orig_mod", model.module)
+    """The model itself, without Fabric's wrapper."""
+    return model.module

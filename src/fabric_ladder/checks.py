@@ -111,6 +111,8 @@ def _check_devices(settings, script: dict) -> None:
         )
     if settings.on_nan == "skip" and settings.deepspeed:
         raise UserError("--on_nan skip: DeepSpeed cannot take a gradient back; in fp16 it skips overflows by itself")
+    if settings.matmul_precision is None:
+        settings.matmul_precision = "high" if settings.accelerator == "cuda" else "highest"
     if settings.precision == "mixed":
         settings.precision = "bf16-mixed" if settings.accelerator == "cpu" else mixed_precision()
     if settings.precision == "16-true" and settings.optimizer in ("adam", "adamw") and not settings.lora:

@@ -1,20 +1,25 @@
 """The most demanding batches first: what would run out of memory at hour two does so in the first minute.
 
+And what torch.compile will need before anything else, so that no step of the run waits for it.
+
 A trial takes every micro-batch of an effective batch forward and backward, without a step, and leaves no trace: random
 numbers, gradients and buffers are set back, so not one bit of the run changes.
 """
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from lightning.fabric.strategies import DDPStrategy, DeepSpeedStrategy
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from fabric_ladder.batching import EffectiveBatch
+from fabric_ladder.batching import EffectiveBatch, MicroBatch
+from fabric_ladder.compiling import is_compiled
+from fabric_ladder.cutting import Part
 from fabric_ladder.errors import UserError, is_out_of_memory
-from fabric_ladder.gradients import accumulate_gradients
+from fabric_ladder.gradients import accumulate_gradients, run_model
 from fabric_ladder.hardware import reset_peak_memory
 from fabric_ladder.metrics import Meter
 from fabric_ladder.resume import Keeper, random_state, set_random_state
@@ -48,6 +53,54 @@ def try_longest(keeper: Keeper) -> None:
         elif problem := _find_problem(keeper, _heaviest(keeper)):
             raise problem
     reset_peak_memory(device)  # which failed tries have raised
+
+
+def compile_ahead(keeper: Keeper, val_loader: DataLoader) -> None:
+    """Have torch.compile make, before the first step here, what training and validation will need of it.
+
+    To the compiler one row is another shape than several, and training another graph than evaluation; lengths and
+    numbers of rows are dynamic. So up to four small passes show it all there is. All ranks must call this.
+
+    Not under DeepSpeed, for the same reason as above: there the first steps compile.
+    """
+    done = keeper.place.epoch == keeper.settings.epochs
+    if done or not is_compiled(keeper.model) or isinstance(keeper.fabric.strategy, DeepSpeedStrategy):
+        return
+    loader, fabric, model = keeper.loader, keeper.fabric, keeper.model
+    with keeper.run.pace.beside(), _without_a_trace(keeper):
+        for part in _shapes_of_training(keeper):
+            _pass(keeper, [loader.dataset.micro_batch(part, keeper.place.epoch)])
+        model.eval()
+        with torch.no_grad():
+            for part in _one_and_several(keeper, val_loader.sampler):
+                run_model(fabric, model, val_loader.dataset.micro_batch(part))
+
+
+def _shapes_of_training(keeper: Keeper) -> list[Part]:
+    """Return a part of one row and one of two, as far as training has micro-batches of one row and of several.
+
+    Cut by samples, the first and the last effective batch show all sizes of an epoch; by tokens, or packed, any epoch
+    may have both.
+    """
+    settings, sampler = keeper.settings, keeper.loader.sampler
+    if settings.micro_batch_tokens or (settings.packing and settings.micro_batch_size > 1):
+        rows = list(range(min(2, len(sampler.lengths))))
+        parts = [Part(some, len(some), 1.0, [1] * len(some) if settings.packing else None) for some in (rows[:1], rows)]
+    else:
+        sampler.epoch, parts = keeper.place.epoch, []
+        for number in (0, len(sampler) - 1):
+            sampler.start = number
+            parts += next(iter(sampler)).parts
+    return _one_and_several(keeper, parts)
+
+
+def _one_and_several(keeper: Keeper, parts: Iterable[Part]) -> list[Part]:
+    """Return the first part of one row and the first of several, as far as any rank has such; as many on all ranks."""
+    found: dict[bool, Part] = {}
+    for part in parts:
+        found.setdefault(len(part.packs or part.rows) > 1, part)
+    wanted = _largest(keeper, False in found, True in found)
+    return [found.get(kind) or next(iter(found.values())) for kind in (False, True) if wanted[kind]]
 
 
 def _choose_tokens(keeper: Keeper) -> None:
@@ -88,13 +141,10 @@ def _find_problem(keeper: Keeper, batches: list[EffectiveBatch]) -> BaseExceptio
 
     Nothing that the error knows may outlive this: its traceback holds the tensors of the pass that failed.
     """
-    fabric, model, problem = keeper.fabric, keeper.model, None
+    problem = None
     try:
         for batch in batches:
-            # DDP's ranks must not meet in a backward pass that one of them may not reach
-            with fabric.no_backward_sync(model, enabled=isinstance(fabric.strategy, DDPStrategy)):
-                accumulate_gradients(fabric, model, batch.micro_batches, Meter(fabric), ("", []))
-            keeper.optimizer.zero_grad()
+            _pass(keeper, batch.micro_batches)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -103,9 +153,18 @@ def _find_problem(keeper: Keeper, batches: list[EffectiveBatch]) -> BaseExceptio
     if problem:
         keeper.optimizer.zero_grad()
         gc.collect()
-        if fabric.device.type == "cuda":
+        if keeper.fabric.device.type == "cuda":
             torch.cuda.empty_cache()
     return problem
+
+
+def _pass(keeper: Keeper, micro_batches: list[MicroBatch]) -> None:
+    """Go forward and backward, and forget the gradients."""
+    fabric, model = keeper.fabric, keeper.model
+    # DDP's ranks must not meet in a backward pass that one of them may not reach
+    with fabric.no_backward_sync(model, enabled=isinstance(fabric.strategy, DDPStrategy)):
+        accumulate_gradients(fabric, model, micro_batches, Meter(fabric), ("", []))
+    keeper.optimizer.zero_grad()
 
 
 def _largest(keeper: Keeper, *values: int) -> list[int]:

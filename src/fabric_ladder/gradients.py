@@ -1,6 +1,7 @@
 """The gradient of one effective batch: added up over its micro-batches, and looked at before it is used."""
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from lightning import Fabric
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 
 from fabric_ladder.batching import MicroBatch
 from fabric_ladder.errors import UserError, shape_told
+from fabric_ladder.masks import mask_known
 from fabric_ladder.metrics import Meter, Step, count_correct, in_words
 from fabric_ladder.resume import Keeper
 
@@ -34,14 +36,44 @@ def accumulate_gradients(
     """
     waits = not isinstance(fabric.strategy, ModelParallelStrategy)  # FSDP2 would keep whole gradients until the last
     for number, micro_batch in enumerate(micro_batches, start=1):
-        inputs = fabric.to_device(micro_batch.inputs)
-        with fabric.no_backward_sync(model, enabled=waits and number < len(micro_batches)), shape_told(inputs):
-            outputs = model(**inputs)
-            fabric.backward(outputs.loss * micro_batch.weight)
-        meter.add(outputs.loss, count_correct(outputs, inputs["labels"]), micro_batch.items, step)
+        waiting = fabric.no_backward_sync(model, enabled=waits and number < len(micro_batches))
+        with waiting, shape_told(micro_batch.inputs):
+            loss, correct = run_model(fabric, model, micro_batch)
+            fabric.backward(loss * micro_batch.weight)
+        meter.add(loss, correct, micro_batch.items, step)
         if number < len(micro_batches) and stop():
             return False
     return True
+
+
+def run_model(fabric: Fabric, model: nn.Module, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Return a micro-batch's mean loss per item, and its right predictions, both on the device."""
+    inputs = _to_device(fabric, micro_batch.inputs)
+    with mask_known(micro_batch.masked):
+        outputs = model(**inputs)
+    return outputs.loss, count_correct(outputs, inputs["labels"])
+
+
+def _to_device(fabric: Fabric, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Move a micro-batch's inputs to the device without waiting for it.
+
+    On CUDA they are copied, from pinned memory, on a stream of their own: not behind the micro-batches before them,
+    which the device has yet to compute, but while it computes them.
+    """
+    if fabric.device.type != "cuda":
+        return fabric.to_device(inputs)
+    computing, copying = torch.cuda.current_stream(fabric.device), _copying_stream(fabric.device)
+    with torch.cuda.stream(copying):
+        inputs = fabric.to_device(inputs)
+    computing.wait_stream(copying)
+    for tensor in inputs.values():
+        tensor.record_stream(computing)  # or its memory could be given away when Python, far ahead, lets it go
+    return inputs
+
+
+@cache
+def _copying_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def is_usable(keeper: Keeper, step: Step) -> bool:

@@ -1,14 +1,12 @@
-"""What the run stands on: versions, the device's name, its peak memory, and the time that torch.compile takes."""
+"""What the run stands on: versions, the device's name, and its peak memory."""
 
 import os
 import platform
 from importlib.metadata import version
 from pathlib import Path
-from time import perf_counter
 
 import psutil
 import torch
-from torch import nn
 
 PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "datasets", "numpy", "pandas")
 
@@ -53,35 +51,6 @@ def peak_memory(device: torch.device) -> int:
     import resource  # not on Windows; macOS counts in bytes
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-class CompileClock:
-    """Adds up the seconds that torch.compile spends on graphs, forward and backward, as they turn up.
-
-    It listens to `torch._dynamo`'s callbacks, which run around every compilation.
-    """
-
-    def __init__(self, model: nn.Module):
-        self.seconds, self.graphs = 0.0, 0
-        self.active = any(hasattr(module, "_orig_mod") for module in model.modules())
-        if self.active:
-            import torch._dynamo
-
-            torch._dynamo.on_compile_start(self._begin)
-            torch._dynamo.on_compile_end(self._end)
-
-    def _begin(self, _) -> None:
-        self._start = perf_counter()
-
-    def _end(self, _) -> None:
-        self.seconds += perf_counter() - self._start
-        self.graphs += 1
-
-    def stop(self) -> None:
-        """Listen no longer."""
-        if self.active:
-            torch._dynamo.callback_handler.remove_start_callback(self._begin)
-            torch._dynamo.callback_handler.remove_end_callback(self._end)
 
 
 def _processor() -> str:

@@ -21,7 +21,10 @@ def title(settings, hardware: dict, ranks: int) -> str:
         size = min(settings.micro_batch_size, share)
         cut = f"batch {settings.batch_size} = {devices}{-(-share // size)} x {size}"
     device = f"{hardware['device']}: {devices}{hardware.get('gpu', hardware['processor'])}"
-    parts = [settings.name, dataset, model, f"seed {settings.seed}", cut, settings.precision, device]
+    precision = settings.precision
+    if settings.matmul_precision in ("high", "medium"):  # not PyTorch's own
+        precision += f", matmul {settings.matmul_precision}"
+    parts = [settings.name, dataset, model, f"seed {settings.seed}", cut, precision, device]
     return " · ".join(parts)
 
 

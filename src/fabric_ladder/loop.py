@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 from fabric_ladder.batching import MicroBatch
 from fabric_ladder.checkpoint import load, save
 from fabric_ladder.errors import UserError, shape_told
-from fabric_ladder.fitting import try_longest
-from fabric_ladder.gradients import accumulate_gradients, is_usable
-from fabric_ladder.metrics import Meter, Totals, count_correct
+from fabric_ladder.fitting import compile_ahead, try_longest
+from fabric_ladder.gradients import accumulate_gradients, is_usable, run_model
+from fabric_ladder.metrics import Meter, Totals
 from fabric_ladder.optimizers import set_learning_rate
 from fabric_ladder.prediction import expect
 from fabric_ladder.reporting import Run
@@ -65,6 +65,7 @@ def _train(run: Run, model: nn.Module, optimizer: Optimizer, train_loader: DataL
     keeper = run.keeper = Keeper(run, model, optimizer, train_loader)
     keeper.begin()
     try_longest(keeper)
+    compile_ahead(keeper, val_loader)
     set_learning_rate(settings, optimizer, keeper.done, steps)
     while (place := keeper.place).epoch < settings.epochs:
         train_loader.sampler.epoch, train_loader.sampler.start = place.epoch, place.batch
@@ -127,10 +128,9 @@ def _evaluate(
     model.eval()
     meter = Meter(fabric)
     for micro_batch in loader:
-        inputs = fabric.to_device(micro_batch.inputs)
-        with shape_told(inputs, of="the evaluation"):
-            outputs = model(**inputs)
-        meter.add(outputs.loss, count_correct(outputs, inputs["labels"]), micro_batch.items, (name, []))
+        with shape_told(micro_batch.inputs, of="the evaluation"):
+            loss, correct = run_model(fabric, model, micro_batch)
+        meter.add(loss, correct, micro_batch.items, (name, []))
         if stop():
             return None
     return meter.collect()

@@ -75,7 +75,8 @@ def largest_batches(
         if settings.task == "instruction-tuning":  # at worst, every token but the first is trained
             labels, items = ids, samples * (length - 1)
             inputs["predicting"] = torch.empty(items, dtype=torch.long, device="meta")
-        return MicroBatch(inputs | {"labels": labels}, items, 1.0, samples * length, samples * padded)
+        masked = samples > 1 or padded > length  # several are hardly ever equally long
+        return MicroBatch(inputs | {"labels": labels}, items, 1.0, samples * length, samples * padded, masked)
 
     def share(samples: int, **how) -> list[MicroBatch]:
         ones = np.ones(samples, int)

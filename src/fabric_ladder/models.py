@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from fabric_ladder.attention import fuse_attention
+from fabric_ladder.compiling import compile_blocks
 from fabric_ladder.errors import UserError
 from fabric_ladder.lora import add_adapters, check_targets, half_precision, keep_dtype, quantization
 from fabric_ladder.packing import keep_apart
@@ -103,8 +104,9 @@ def build_model(settings, datasets: TextDatasets | ImageDatasets) -> nn.Module:
         (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
     if settings.lora:
         model = add_adapters(model, settings)
-    model.train()
-    return torch.compile(model, dynamic=True) if settings.compile else model
+    if settings.compile:
+        compile_blocks(model, settings.cache_dir)
+    return model.train()
 
 
 def _make(settings, config: PretrainedConfig) -> nn.Module:

@@ -29,7 +29,8 @@ def build_optimizer(settings, model: nn.Module) -> Optimizer:
 
     State beside each parameter, in the parameter's dtype: Adam and AdamW two values, SGD none, Adafactor one row and
     one column for each matrix (Shazeer and Stern, 2018), 8-bit Adam two bytes (Dettmers et al., 2022).
-    The model comes set up: sharding and half precision replace or convert its parameters.
+    The model comes set up: sharding and half precision replace or convert its parameters. Adam and AdamW take one
+    kernel for the whole step, which makes no temporary tensors, where `may_fuse` allows it; SGD's is an addition.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     rate = settings.learning_rate
@@ -37,10 +38,23 @@ def build_optimizer(settings, model: nn.Module) -> Optimizer:
         import bitsandbytes
 
         return bitsandbytes.optim.Adam8bit(parameters, lr=rate)
+    fused = may_fuse(settings) or None  # None leaves it to PyTorch
+    if settings.optimizer == "adam":
+        return torch.optim.Adam(parameters, lr=rate, fused=fused)
     if settings.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, lr=rate, weight_decay=0.01)
-    kinds = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
+        return torch.optim.AdamW(parameters, lr=rate, weight_decay=0.01, fused=fused)
+    kinds = {"sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
     return kinds[settings.optimizer](parameters, lr=rate)
+
+
+def may_fuse(settings) -> bool:
+    """Say whether the step of Adam or AdamW may be one kernel, on a GPU or a CPU, sharded or not.
+
+    Not under `16-mixed` with clipping: the kernel would take the gradients scaled as they are and divide by the scale
+    itself, while clipping needs them unscaled, and PyTorch refuses that. Not under DeepSpeed, whose flat partitions and
+    their gradients may differ in precision.
+    """
+    return not settings.deepspeed and not (settings.precision == "16-mixed" and settings.max_grad_norm)
 
 
 def set_learning_rate(settings, optimizer: Optimizer, done: int, steps: int) -> None:

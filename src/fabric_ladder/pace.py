@@ -10,7 +10,8 @@ from lightning import Fabric
 from torch import nn
 
 from fabric_ladder.batching import EffectiveBatch
-from fabric_ladder.hardware import CompileClock, peak_memory, reset_peak_memory
+from fabric_ladder.compiling import CompileClock
+from fabric_ladder.hardware import peak_memory, reset_peak_memory
 
 FRESH = {
     "samples": 0, "tokens": 0, "padded": 0, "beside": 0.0, "elapsed": 0.0, "paced": [0, 0.0], "peaks": [0, 0],

@@ -3,7 +3,8 @@
 The fake tensors are CPU tensors, since fake CUDA tensors need a CUDA build of PyTorch and, in attention, a GPU. They
 keep the same for the backward pass: autocast casts the same operations, and `scaled_dot_product_attention` takes a
 kernel that keeps no tokens x tokens matrix, as FlashAttention on a GPU, once its dropout is left out. Optimizers take
-the form that they take on a GPU.
+the form that they take on a GPU: one kernel for all tensors, which makes no others, or where that is not allowed, all
+tensors at once.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from fabric_ladder.batching import MicroBatch
 from fabric_ladder.fsdp import fsdp_strategy, sharding_policy, transformer_blocks
-from fabric_ladder.gradients import accumulate_gradients
+from fabric_ladder.gradients import accumulate_gradients, run_model
 from fabric_ladder.metrics import Meter
 from fabric_ladder.optimizers import build_optimizer
 from fabric_ladder.tracker import Peak, PeakTracker
@@ -42,9 +43,8 @@ def rehearse(build: Callable[[], nn.Module], settings, ranks: int | None = None)
             `bf16-mixed`, which holds the same bytes.
         ranks: GPUs over which FSDP shards, as in rungs 10 and 11; None: no FSDP.
     """
-    precision = "bf16-mixed" if settings.precision == "16-mixed" else settings.precision
     buckets = settings.ranks > 1 and not ranks
-    settings = replace(settings, accelerator="cpu", precision=precision, devices=ranks or 1, num_nodes=1)
+    settings = replace(settings, accelerator="cpu", devices=ranks or 1, num_nodes=1)
     with _fake_ranks(ranks):
         with torch.device("meta"):  # no weights are drawn, which takes branches that depend on values
             model = build()
@@ -67,7 +67,8 @@ class Rehearsal:
     def __init__(self, model: nn.Module, settings, ranks: int | None, buckets: bool):
         self.settings, self.sharded, self.buckets = settings, bool(ranks), buckets
         self.parked, self._warm = self.sharded and settings.offload, False
-        how = {"precision": settings.precision, "devices": settings.devices}
+        precision = "bf16-mixed" if settings.precision == "16-mixed" else settings.precision
+        how = {"precision": precision, "devices": settings.devices}
         if self.sharded:
             how |= {"strategy": fsdp_strategy(settings, self._shard), "plugins": [_AllRanksStarted()]}
         self.fabric = Fabric(accelerator="cpu", **how)
@@ -116,7 +117,7 @@ class Rehearsal:
         model.to_empty(device="cpu")
         model.tie_weights()  # each was emptied on its own
         self.model = self.fabric.setup(model)
-        optimizer = build_optimizer(replace(self.settings, accelerator="cuda"), self.model)
+        optimizer = build_optimizer(self.settings, self.model)
         if isinstance(optimizer, Adam | AdamW | SGD) and not self.parked:
             for group in optimizer.param_groups:
                 if group["foreach"] is None and not group["fused"]:
@@ -156,7 +157,7 @@ class Rehearsal:
                 self._give_gradients()
             self.tracker.forget_peak()
             for micro_batch in micro_batches:
-                self.model(**self.fabric.to_device(_waiting(micro_batch).inputs))
+                run_model(self.fabric, self.model, _waiting(micro_batch))
         self.model.train()
         return self.tracker.peak()
 

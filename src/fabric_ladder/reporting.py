@@ -53,6 +53,8 @@ class Run:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         if settings.threads:
             torch.set_num_threads(settings.threads)
+        if settings.matmul_precision:
+            torch.set_float32_matmul_precision(settings.matmul_precision)
         self._files: RunFolder | None = None
         self.record = {
             "format": 1,

@@ -22,6 +22,7 @@ REPOSITORY_CONFIGS = Path(__file__).parents[2] / "configs"
 CONFIGS = REPOSITORY_CONFIGS if REPOSITORY_CONFIGS.is_dir() else Path(__file__).parent / "configs"
 PATHS = ("dataset", "validation_file", "test_file", "model", "tokenizer")
 SCRIPT_NAME = re.compile(r'^"""(\w+) ·', re.MULTILINE)  # at the start of each rung's docstring
+BUCKET = 16  # tokens; kernels for lengths that may be no multiple of this are slower, and a step of 64 mostly padding
 INTERNAL = ("name", "config", "notices")
 PRECISIONS = Literal["32-true", "mixed", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true"]
 
@@ -45,7 +46,8 @@ class Settings(DataSettings):
             tries the longest effective batch and halves the number until it fits.
         eval_batch_tokens: Padded tokens of an evaluation's batch on each device. Default: 4096 on a GPU; 1024 on a CPU,
             where more is slower.
-        pad_to_multiple_of: Round the length of every micro-batch up to a multiple of so many tokens.
+        pad_to_multiple_of: Round the length of every micro-batch up to a multiple of so many tokens. Default: 16 with
+            `compile`, where `max_length` is such a multiple; else 1.
         max_grad_norm: Clip the gradient to this 2-norm.
         on_nan: `stop` ends the run at the next printed line after a loss or gradient that is not finite; `skip` leaves
             such an effective batch out, for which it waits for the device in each step.
@@ -67,7 +69,8 @@ class Settings(DataSettings):
         dora: Weight-decomposed adapters: a trained length for each of the weight's directions.
         rslora: Scale adapters by `lora_alpha` / the square root of `lora_rank`.
         quantization: `nf4` keeps the weights that `lora` does not train in 4 bits (bitsandbytes, double quantisation).
-        compile: `torch.compile` with dynamic lengths, before Fabric sets the model up.
+        compile: `torch.compile` the layers of the model, one graph for all of them and for all lengths, before the
+            first step; what it makes is kept in `cache_dir`.
         offload: Park what FSDP shards in the host's memory, and let the optimizer step there.
         deepspeed: DeepSpeed configuration: a JSON file, or the name of one in `configs/deepspeed/`.
         devices: Devices of a machine: a number, or `auto` for all GPUs, or what the launcher says.
@@ -76,7 +79,10 @@ class Settings(DataSettings):
         threads: PyTorch's threads on the CPU. Default: as many as it finds cores.
         precision: Fabric's name of the precision; `mixed` is `bf16-mixed`, or `16-mixed` on GPUs below compute
             capability 8.0, which only emulate bfloat16.
-        num_workers: Processes that make batches; 0 makes them in the training process.
+        matmul_precision: Precision within products of 32-bit matrices: `high` (on a GPU TF32, 10 bits of mantissa) and
+            `medium` (bfloat16) are faster. Default: `high` on a GPU, `highest` (all 23 bits) on a CPU.
+        num_workers: Processes that make batches; 0 makes them in the training process, while the device computes what
+            it was given before, and is enough for texts. Images that must be enlarged or cut out may want 2 or more.
         log_every: Samples between two printed losses.
         logger: Where the figures go while the run goes on: `csv` is metrics.csv in the run's folder; `tensorboard` and
             `wandb` (Weights & Biases) draw curves live, too.
@@ -104,7 +110,7 @@ class Settings(DataSettings):
     micro_batch_size: int | None = None
     micro_batch_tokens: int | Literal["auto"] | None = None
     eval_batch_tokens: int | None = None
-    pad_to_multiple_of: int = 1
+    pad_to_multiple_of: int | None = None
     max_grad_norm: float | None = None
     on_nan: Literal["stop", "skip"] = "stop"
     nan_limit: int = 10
@@ -129,6 +135,7 @@ class Settings(DataSettings):
     accelerator: Literal["auto", "cuda", "cpu"] = "auto"
     threads: int | None = None
     precision: PRECISIONS = "32-true"
+    matmul_precision: Literal["highest", "high", "medium"] | None = None
     num_workers: int = 0
     log_every: int = 4800
     logger: Literal["csv", "tensorboard", "wandb"] = "csv"
@@ -144,6 +151,10 @@ class Settings(DataSettings):
     name: str = ""
     config: str | None = None
     notices: list[str] = field(default_factory=list)
+
+    def __post_init__(self):
+        if self.pad_to_multiple_of is None:
+            self.pad_to_multiple_of = BUCKET if self.compile and self.max_length % BUCKET == 0 else 1
 
     @property
     def ranks(self) -> int:

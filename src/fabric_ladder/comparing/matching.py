@@ -30,7 +30,15 @@ DATA = ("dataset", "text_column", "label_column", "image_column", "validation_fi
 DATA += ("validation_samples", "test_samples", "split_seed", "tokenizer", "max_length", "prompt_template")
 DATA += ("train_on_inputs", "bad_samples")
 LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "dora", "rslora")
-TECHNIQUE = ("optimizer", "precision", "micro_batch_size", "micro_batch_tokens", "packing", "pad_to_multiple_of")
+TECHNIQUE = (
+    "optimizer",
+    "precision",
+    "matmul_precision",
+    "micro_batch_size",
+    "micro_batch_tokens",
+    "packing",
+    "pad_to_multiple_of",
+)
 TECHNIQUE += ("eval_batch_tokens", "loss_chunk", "activation_checkpointing", "compile", "lora", *LORA, "quantization")
 TECHNIQUE += ("offload", "deepspeed", "ranks", "num_workers", "attention")
 # What another optimizer, or adapters, need to be tuned anew: then part of the technique, otherwise a difference.

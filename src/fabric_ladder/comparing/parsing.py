@@ -49,7 +49,7 @@ CUT = re.compile(
     r"batch (\d+)(?: = (?:(\d+) x )?(\d+) x (\d+)| in micro-batches of (\d+|auto) tokens"
     r"| packed, (?:(\d+) x )?(\d+) rows? of up to (\d+) tokens at once)"
 )
-PRECISION = re.compile(r"(?:32|64|bf16|16)-true|(?:bf16|16)-mixed")
+PRECISION = re.compile(r"((?:32|64|bf16|16)-true|(?:bf16|16)-mixed)(?:, matmul (high|medium))?")
 DEVICE = re.compile(r"(cuda|cpu): (?:(\d+) x )?(\S.*)")
 KNOWN = re.compile(r"```\w*|~~~|Torch CUDA available\? (?:True|False)|Saved \S.*|Python implementation *: \w+")
 
@@ -250,7 +250,8 @@ class LogParser:
             "micro_batch_size": size or rows,
             "micro_batch_tokens": tokens,
             "packing": bool(rows),
-            "precision": parts[5],
+            "precision": precision[1],
+            "matmul_precision": precision[2] or "highest",
         }
         if length:
             self.run.settings["max_length"] = length

@@ -76,10 +76,31 @@ def compare(found: Found) -> Comparison:
     return Comparison(
         rows=rows,
         differences=find_differences(rows),
-        notices=[*left_out, *found.notices, *find_unknown(rows)],
+        notices=[*left_out, *found.notices, *find_unknown(rows), *compiling_paid(rows)],
         settings=differing_settings(rows),
         columns=COLUMNS + LANGUAGE_COLUMNS * of_language,
     )
+
+
+def compiling_paid(rows: list[Row]) -> list[str]:
+    """Return, for each row that compiled, after how many effective batches it has won back the time that this took.
+
+    Against the first row that did not compile, by the samples/s of both; without it nothing can be said.
+    """
+    plain = next((row for row in rows if not row.values("compile_minutes") and row.mean("samples_per_second")), None)
+    notices = []
+    for row in rows if plain else ():
+        minutes, rate = row.mean("compile_minutes"), row.mean("samples_per_second")
+        size = row.first.settings.get("batch_size")
+        if not minutes or not rate or not size:
+            continue
+        won = size / plain.mean("samples_per_second") - size / rate  # seconds per effective batch
+        if won > 0:
+            end = f"paid for after {math.ceil(minutes * 60 / won):,} batches of {size} samples, against {plain.label}"
+        else:
+            end = f"never paid for: a batch takes no less time than with {plain.label}"
+        notices.append(f"{row.label}: compiling took {minutes * 60:.0f} s, {end}.")
+    return notices
 
 
 def value_text(row: Row, column: Column, unit: bool = True) -> str:

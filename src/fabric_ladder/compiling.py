@@ -1,0 +1,62 @@
+"""torch.compile by blocks: one block is compiled for all layers and all lengths, and the time that it takes counted."""
+
+import os
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import nn
+from torch.fx.experimental import _config as shapes
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+def compile_blocks(model: nn.Module, cache_dir: str) -> None:
+    """Have each layer of the model compiled in place, at its first call.
+
+    Layers of a kind run the same code on unlike weights, which are inputs to the compiled graph: what the first of them
+    compiles serves all, and the time does not grow with the depth.
+    A model without layers of transformers' base class is compiled as a whole, in place, too.
+
+    Args:
+        model: Of transformers, perhaps with adapters, before Fabric sets it up.
+        cache_dir: What is compiled stays in its folder `kernels`, unless TORCHINDUCTOR_CACHE_DIR names another.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(cache_dir).expanduser() / "kernels"))
+    shapes.use_duck_shape = False  # else a first length that equals the width would be taken for the width
+    torch._dynamo.config.recompile_limit = 64  # all layers of all models of a process share one code object
+    torch._dynamo.config.optimize_ddp = False  # which would cut the graphs where DDP's buckets end; blocks are cuts
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for module in layers or [model]:
+        module.compile(dynamic=True)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Say whether `compile_blocks` was here."""
+    return any(module._compiled_call_impl is not None for module in model.modules())
+
+
+class CompileClock:
+    """Adds up the seconds that torch.compile spends on graphs, forward and backward, as they turn up.
+
+    It listens to `torch._dynamo`'s callbacks, which run around every compilation.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.seconds, self.graphs = 0.0, 0
+        self.active = is_compiled(model)
+        if self.active:
+            torch._dynamo.on_compile_start(self._begin)
+            torch._dynamo.on_compile_end(self._end)
+
+    def _begin(self, _) -> None:
+        self._start = perf_counter()
+
+    def _end(self, _) -> None:
+        self.seconds += perf_counter() - self._start
+        self.graphs += 1
+
+    def stop(self) -> None:
+        """Listen no longer."""
+        if self.active:
+            torch._dynamo.callback_handler.remove_start_callback(self._begin)
+            torch._dynamo.callback_handler.remove_end_callback(self._end)
