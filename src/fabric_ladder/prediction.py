@@ -159,7 +159,9 @@ def _blank(micro_batch: MicroBatch) -> MicroBatch:
 def _key(settings, config: dict, batches: tuple, ranks: int | None) -> str:
     """Name what a rehearsal depends on: settings, model, shapes, versions, and this package's own sources."""
     values = asdict(settings)
-    shapes = [[list(tensor.shape) for tensor in each.inputs.values()] for part in batches for each in part]
+    shapes = [
+        [each.masked, *(list(tensor.shape) for tensor in each.inputs.values())] for part in batches for each in part
+    ]
     sources = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         sources.update(path.read_bytes())

@@ -247,7 +247,7 @@ def _unexceeded(micro_batches: list[MicroBatch]) -> list[MicroBatch]:
 
 
 def _sizes(micro_batch: MicroBatch) -> tuple[int, ...]:
-    return tuple(size for tensor in micro_batch.inputs.values() for size in tensor.shape)
+    return (micro_batch.masked, *(size for tensor in micro_batch.inputs.values() for size in tensor.shape))
 
 
 def _within(sizes: tuple[int, ...], other: tuple[int, ...]) -> bool:
