@@ -20,8 +20,8 @@ def cache(tmp_path_factory):
     return folder
 
 
-LONGEST = """combinations devices real lora notebook rungs zero resume bad_input doctor run_ladder machines export
-    dataset""".split()
+LONGEST = """combinations devices real lora notebook planner rungs zero resume memory compiling bad_input doctor
+    attention run_ladder machines export dataset""".split()
 
 
 def pytest_configure(config):

@@ -161,7 +161,8 @@ class EvaluationSampler(Sampler):
     def __init__(self, lengths: np.ndarray, items: np.ndarray, settings, rank: int, ranks: int):
         self.tokens = int(lengths.sum())
         how = {"size": None, "tokens": settings.eval_batch_tokens, "multiple": settings.pad_to_multiple_of}
-        self._parts = _shares(np.arange(len(lengths)), lengths, items, ranks, **how, capacity=None)[rank]
+        self._lengths, rows = lengths, np.arange(len(lengths))
+        self._parts = _shares(rows, lengths, items, ranks, **how, capacity=None)[rank]
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -169,6 +170,13 @@ class EvaluationSampler(Sampler):
     def __iter__(self) -> Iterator[Part]:
         for part in self._parts:
             yield part._replace(rows=part.rows.tolist())
+
+    def heaviest(self) -> list[Part]:
+        """Return the micro-batches with the longest sample and with the most padded tokens, often the same one."""
+        longest = np.array([self._lengths[part.rows].max() for part in self._parts])
+        padded = longest * [len(part.rows) for part in self._parts]
+        chosen = dict.fromkeys((int(longest.argmax()), int(padded.argmax())))
+        return [self._parts[number]._replace(rows=self._parts[number].rows.tolist()) for number in chosen]
 
 
 class EffectiveBatchSampler(Sampler):

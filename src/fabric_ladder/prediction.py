@@ -14,7 +14,6 @@ from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.fabric.strategies import ModelParallelStrategy
@@ -144,11 +143,8 @@ def _largest(train_loader: DataLoader, val_loader: DataLoader) -> tuple[list[Mic
     """Return, without values, the micro-batches of training and the batches of the evaluation that may need most."""
     plans = train_loader.sampler.heaviest()
     training = [micro_batch for plan in plans for micro_batch in train_loader.dataset[plan].micro_batches]
-    parts, lengths = val_loader.sampler, np.asarray(val_loader.dataset.split["length"][:])
-    longest = [int(lengths[part.rows].max()) for part in parts]
-    padded = [length * len(part.rows) for length, part in zip(longest, parts, strict=True)]
-    numbers = {int(np.argmax(longest)), int(np.argmax(padded))}
-    return [_blank(each) for each in training], [_blank(val_loader.dataset[parts[number]]) for number in numbers]
+    evaluations = [val_loader.dataset[part] for part in val_loader.sampler.heaviest()]
+    return [_blank(each) for each in training], [_blank(each) for each in evaluations]
 
 
 def _blank(micro_batch: MicroBatch) -> MicroBatch:
