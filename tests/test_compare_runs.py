@@ -153,7 +153,13 @@ def test_a_log_of_ours_is_read_in_full():
     assert run.settings == expected | {"ranks": 1, "matmul_precision": "highest"}
     assert [(point.samples, point.loss) for point in run.losses[-2:]] == [(3840, 0.2512), (4000, 0.1438)]
     expected = {"minutes": 0.54, "samples_per_second": 128.4, "tokens_per_second": 11771, "padding": 7.6}
-    expected |= {"memory": 0.65, "host_memory": 0.65, "train_accuracy": 79.07, "validation_accuracy": 91.6}
+    expected |= {
+        "memory": 0.65,
+        "predicted_memory": 0.04,
+        "host_memory": 0.65,
+        "train_accuracy": 79.07,
+        "validation_accuracy": 91.6,
+    }
     assert run.figures == expected | {"test_accuracy": 92.7, "parameters": 0.2, "trainable_parameters": 0.2}
 
 
@@ -274,6 +280,7 @@ def mutate(text, rng):
 PRINTED = {
     "minutes": "Time elapsed:? {:.2f} min",
     "memory": r"Memory used: {:.2f} GB",
+    "predicted_memory": r"Memory predicted: {:.2f} GB",
     "host_memory": r"Host memory used: {:.2f} GB",
     "test_accuracy": r"Test accuracy:? {:.2f}%",
     "train_accuracy": r"Train acc\.: {:.2f}%",

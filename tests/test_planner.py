@@ -48,6 +48,14 @@ def test_the_rungs_that_are_compared_are_all_that_a_process_without_a_gpu_can_co
     assert {*ON_A_CPU, *left_out} == {rung.stem for rung in SRC.glob("[0-9]*.py")}
 
 
+def test_every_rung_is_a_candidate():
+    assert {candidate.rung for candidate in candidates(2)} == {rung.stem for rung in SRC.glob("[0-9]*.py")}
+    assert {candidate.rung for candidate in candidates(2)} - {each.rung for each in candidates(1)} == {
+        "9_ddp",
+        "10_fsdp",
+    }
+
+
 @pytest.mark.filterwarnings("ignore:Module is None")
 @pytest.mark.parametrize("kind", ["bloom-quickstart", "vit", "llama-tiny"])
 @pytest.mark.parametrize("rung", ON_A_CPU)
@@ -247,7 +255,10 @@ def test_the_script_says_what_it_would_take(tmp_path):
         (["--gpu_memory", "16GB", "--rungs", "77"], "there is no rung 77"),
         (["--gpu_memory", "16GB", "--model", "nobody/nothing"], "cannot load the model 'nobody/nothing'"),
         (["--gpu_memory", "16GB", "--model", "empty.json"], "empty.json is no model config"),
-        (["--gpu_memory", "16GB", "--model", "vit.json", "--task", "image-classification"], "does not say how large"),
+        (
+            ["--gpu_memory", "16GB", "--model", "vit.json", "--task", "image-classification"],
+            "vit.json is no model config",
+        ),
         (["--gpu_memory", "16GB", "--no_such", "1"], "there is no setting 'no_such'"),
         (["--calibrate"], "--calibrate measures a CUDA GPU"),
         ([], "say which one to plan for"),

@@ -169,6 +169,9 @@ class Interrupts:
     def __len__(self):
         return len(self.items)
 
+    def __getattr__(self, name):
+        return getattr(self.items, name)
+
     def __iter__(self):
         for place, item in enumerate(self.items):
             if place == self.at:
@@ -209,12 +212,13 @@ def interrupt_the_fifth(loader):
     """Have the fifth effective batch interrupted after three of its micro-batches."""
     collator = loader.dataset
     kind, made = type(collator), []
+    fifth = len(loader.sampler.heaviest()) + 5  # after those that the prediction of the peak looks at
 
     class Collator(kind):
         def __getitem__(self, plan):
             batch = super().__getitem__(plan)
             made.append(plan)
-            return batch._replace(micro_batches=Interrupts(batch.micro_batches, 3)) if len(made) == 5 else batch
+            return batch._replace(micro_batches=Interrupts(batch.micro_batches, 3)) if len(made) == fifth else batch
 
     collator.__class__ = Collator
     return loader

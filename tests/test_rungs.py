@@ -21,11 +21,13 @@ LINES = [
     r"{name} · synthetic · bloom-quickstart\.json · seed 123 · batch \d+ = \d+ x 1 · {precision} · cpu: .*",
     r"Torch CUDA available\? False",
     r"Parameters: 0\.2 M, {parameters}",
+    r"Predicted peak: 0\.0\d GB( \([a-z]+ 0\.0\d(, [a-z]+ 0\.0\d)*\))? of tensors on a GPU",
     r"(Epoch: 0001/0001 \| Batch \d{{4}}/\d{{4}} \| Samples \d{{5}}/00096 \| Loss: \d+\.\d{{4}}\n){{6}}",
     r"Epoch: 0001/0001 \| Train acc\.: \d+\.\d\d% \| Val acc\.: \d+\.\d\d%",
     r"Time elapsed \d+\.\d\d min",
     r"(Compile time \d+\.\d\d min of it, \d+ graphs\n)?Throughput \d+\.\d samples/s, \d+ tokens/s, padding \d+\.\d%",
     r"Memory used: \d+\.\d\d GB",
+    r"Memory predicted: 0\.0\d GB of tensors, the process \+\d\.\d\d GB: libraries, data, working memory",
     r"Host memory used: \d+\.\d\d GB, loading included",
     r"(Saved runs/{name}/1/adapter\n)?Test accuracy \d+\.\d\d%",
 ]
