@@ -1,5 +1,6 @@
 """Which rung runs a model on a GPU: the peak of each, the largest micro-batch that fits, and the fastest of those."""
 
+import gc
 import json
 import multiprocessing
 import os
@@ -15,7 +16,7 @@ from fabric_ladder.formulas import Counts
 from fabric_ladder.memory import blank_datasets, largest_batches
 from fabric_ladder.models import build_model
 from fabric_ladder.overhead import Overhead
-from fabric_ladder.prediction import complete, count, rehearsed
+from fabric_ladder.prediction import complete, rehearsed
 from fabric_ladder.rehearsal import Rehearsal, rehearse
 from fabric_ladder.rungs import script_defaults
 from fabric_ladder.settings import Settings, parse_settings
@@ -23,7 +24,9 @@ from fabric_ladder.tracker import Peak
 
 LIBRARIES = 2_000_000_000  # bytes of a process's host memory without a model, with CUDA: a guess
 EVALUATED = 4096  # tokens of an evaluation's batch on a GPU, unless the user says otherwise
-NO_MATTER = "batch_size micro_batch_size micro_batch_tokens name config notices save learning_rate schedule".split()
+NO_MATTER = (  # to a rehearsal: what its batches say, and what takes no memory of the device
+    "batch_size micro_batch_size micro_batch_tokens pad_to_multiple_of name config notices save learning_rate schedule"
+).split()
 
 
 class Samples(NamedTuple):
@@ -144,7 +147,8 @@ def find_peaks(ways: list[Way], samples: Samples, limits: Limits) -> list[Figure
     tasks = [([ways[number] for number in numbers], samples, limits) for numbers in order]
     cores = min(len(tasks), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     if cores > 1 and "fork" in multiprocessing.get_all_start_methods():  # a spawned one would load all libraries anew
-        with ProcessPoolExecutor(cores, multiprocessing.get_context("fork")) as pool:
+        how = {"mp_context": multiprocessing.get_context("fork"), "initializer": gc.freeze}
+        with ProcessPoolExecutor(cores, **how) as pool:  # what all libraries hold is not searched for garbage again
             done = list(pool.map(_rehearse_together, tasks))
     else:
         done = [_rehearse_together(task) for task in tasks]
@@ -227,25 +231,24 @@ def _rehearse_together(task: tuple[list[Way], Samples, Limits]) -> list[Figures]
     ways, samples, limits = task
     settings, ranks = rehearsed(ways[0].settings), _shards(ways[0])
     datasets = blank_datasets(samples.classes, samples.image_size)
-    counts = count(settings, datasets)
     with rehearse(lambda: build_model(settings, datasets), settings, ranks) as rehearsal:
-        return [_find_figures(way, rehearsal, counts, samples, limits) for way in ways]
+        return [_find_figures(way, rehearsal, samples, limits) for way in ways]
 
 
-def _find_figures(way: Way, rehearsal: Rehearsal, counts: Counts, samples: Samples, limits: Limits) -> Figures:
-    """Rehearse the smallest micro-batch, and others as long as it is open which one is the largest that fits.
+def _find_figures(way: Way, rehearsal: Rehearsal, samples: Samples, limits: Limits) -> Figures:
+    """Rehearse micro-batches as long as it is open which one is the largest that fits, from the likelier end on.
 
     At each moment of a step the tensors are a straight line over the micro-batch's size, so the peak is the highest of
     many lines: between two known sizes it lies below their chord, beyond them above it.
     """
-    figures, sizes = Figures({}, {}, counts), way.sizes
+    figures, sizes = Figures({}, {}, rehearsal.counts), way.sizes
 
     def need(number: int) -> int:
         size = sizes[number]
         if size not in figures.peaks:
             settings = way.settings if size is None else replace(way.settings, micro_batch_size=size)
             batches = largest_batches(settings, samples.length, samples.image_size, way.settings.ranks)
-            figures.peaks[size] = complete(way.settings, rehearsal.peak(*batches), counts)
+            figures.peaks[size] = complete(way.settings, rehearsal.peak(*batches), rehearsal.counts)
             figures.tokens[size] = batches[0][0].padded
         return limits.need(figures.peaks[size])
 
@@ -255,7 +258,8 @@ def _find_figures(way: Way, rehearsal: Rehearsal, counts: Counts, samples: Sampl
 
     for limit in limits.sizes:
         low, high = 0, len(sizes) - 1
-        if need(low) > limit or need(high) <= limit:
+        ends = (high, low) if 2 * rehearsal.kept < limit else (low, high)
+        if any(need(end) <= limit if end == high else need(end) > limit for end in ends):
             continue
         while high - low > 1:
             known = [number for number in range(low) if sizes[number] in figures.peaks]

@@ -4,6 +4,7 @@ The rehearsal runs in a forked process, so that nothing of it is left in the run
 process group. What it found is kept in the cache, and a second run of the same shape does not repeat it.
 """
 
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from fabric_ladder.batching import MicroBatch
 from fabric_ladder.expected import Expected
-from fabric_ladder.formulas import Counts, count_parameters, in_4_bits, with_8_bit_adam, with_zero
+from fabric_ladder.formulas import Counts, in_4_bits, with_8_bit_adam, with_zero
 from fabric_ladder.hardware import describe_versions
 from fabric_ladder.memory import blank_datasets
 from fabric_ladder.models import build_model
@@ -97,12 +98,6 @@ def complete(settings, peak: Peak, counts: Counts) -> Peak:
     return peak
 
 
-def count(settings, datasets) -> Counts:
-    """Count the parameters of the model that the settings build."""
-    with torch.device("meta"):
-        return count_parameters(build_model(replace(settings, activation_checkpointing=False), datasets))
-
-
 def _in_fork(task: tuple) -> Expected:
     here, there = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(target=_predict, args=(there, *task), daemon=True)
@@ -124,6 +119,7 @@ def _predict(answer: Connection, settings, batches: tuple, ranks: int | None, cl
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
+    gc.freeze()  # what the run holds is not searched for garbage
     torch.set_num_threads(1)  # the threads of the process before are not here
     dist.distributed_c10d._world = dist.distributed_c10d._World()  # nor are its connections to other ranks
     training, evaluations = batches
@@ -134,7 +130,7 @@ def _predict(answer: Connection, settings, batches: tuple, ranks: int | None, cl
         with rehearse(lambda: build_model(plain, datasets), plain, ranks) as rehearsal:
             peaks = [rehearsal.peak(training, evaluation) for evaluation in evaluations]
         peak = max(peaks, key=lambda each: each.total)
-        answer.send(Expected(complete(settings, peak, count(plain, datasets))._replace(tensors=[])))
+        answer.send(Expected(complete(settings, peak, rehearsal.counts)._replace(tensors=[])))
     except Exception as error:  # of whatever kind: a run that cannot be predicted may run
         answer.send(Expected(None, f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"))
 

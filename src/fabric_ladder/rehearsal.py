@@ -26,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 from fabric_ladder.batching import MicroBatch
+from fabric_ladder.formulas import count_parameters
 from fabric_ladder.fsdp import fsdp_strategy, sharding_policy, transformer_blocks
 from fabric_ladder.gradients import accumulate_gradients, run_model
 from fabric_ladder.metrics import Meter
@@ -62,6 +63,9 @@ class Rehearsal:
         settings: With one device for each of the ranks.
         ranks: GPUs over which FSDP shards; None: no FSDP.
         buckets: Whether gradients stay from step to step, as DDP's buckets do (`gradient_as_bucket_view`).
+
+    Attributes:
+        counts: Of the model's parameters.
     """
 
     def __init__(self, model: nn.Module, settings, ranks: int | None, buckets: bool):
@@ -76,6 +80,7 @@ class Rehearsal:
         of_language = settings.task == "instruction-tuning"
         self.mode = _FakeTensors()
         self.tracker = PeakTracker(self.mode, model.config.vocab_size if of_language else None)
+        self.counts = count_parameters(model)
         self._known: dict[tuple, Peak] = {}
         with self._counted():
             self._set_up(model)
@@ -88,6 +93,11 @@ class Rehearsal:
             self._optimizer_peak = self.tracker.peak()
             self._drop_gradients()
 
+    @property
+    def kept(self) -> int:
+        """Bytes without any activation: at the peak of the optimizer's step."""
+        return self._optimizer_peak.total
+
     def peak(self, micro_batches: list[MicroBatch], evaluation: MicroBatch | None = None) -> Peak:
         """Return the highest of training, optimizer step and evaluation, once the optimizer has its state.
 
@@ -98,6 +108,8 @@ class Rehearsal:
         """
         largest = _unexceeded(micro_batches)
         adding = len(micro_batches) > 1 or self.buckets
+        if evaluation and any(_within(_sizes(evaluation), _sizes(part)) for part in largest):
+            evaluation = None  # training holds as much, and more for its backward pass
         peaks = [self._optimizer_peak]
         for phase, run, parts in (("training", self._train, largest), ("evaluation", self._evaluate, [evaluation])):
             if parts == [None]:
