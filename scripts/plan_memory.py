@@ -8,6 +8,7 @@ Whatever is no option of this script is given to every rung, as on its command l
 read. Without --length the data is loaded, and the plan is made for its longest sample.
 """
 
+import logging
 import re
 import sys
 from dataclasses import replace
@@ -140,6 +141,7 @@ def parse() -> tuple[object, list[str]]:
 
 if __name__ == "__main__":
     show_errors()
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # which precision a rehearsal takes is no news
     arguments, options = parse()
     if not any(option.split("=")[0] == "--config" for option in options):
         options = [*STANDARD, *options]
