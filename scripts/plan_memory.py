@@ -141,7 +141,8 @@ def parse() -> tuple[object, list[str]]:
 
 if __name__ == "__main__":
     show_errors()
-    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # which precision a rehearsal takes is no news
+    for name in ("lightning.fabric", "lightning.pytorch"):  # the second logs for both
+        logging.getLogger(name).setLevel(logging.WARNING)  # which precision a rehearsal takes is no news
     arguments, options = parse()
     if not any(option.split("=")[0] == "--config" for option in options):
         options = [*STANDARD, *options]
