@@ -1,6 +1,7 @@
 """The planner: its peaks against real tensors for every rung, its choice, and what a run says of its own peak."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -296,6 +297,15 @@ def test_a_run_s_prediction_leaves_no_trace_and_is_kept(tmp_path):
     assert sum(parts.values()) == results["predicted_peak_bytes"]
     assert (phase, host) == ("training", 0) or phase == "evaluation"
     assert any(line.startswith("Predicted peak: 0.0") for line in first)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: the planner does not fork")
+def test_a_forked_rehearsal_asks_no_gpu(tmp_path, monkeypatch):
+    """A GPU that the parent has used cannot be asked in a fork: the question itself would fail."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: 1 / 0)
+    ways, _ = make_ways([Candidate("5_low_precision"), Candidate("7_grad_checkpointing")], bloom(tmp_path, 2), 1)
+    figures = find_peaks(ways, Samples(64), Limits((10**12,), ASSUMED))
+    assert all(peak.total for each in figures for peak in each.peaks.values())
 
 
 def test_what_cannot_be_predicted_does_not_stop_a_run(tmp_path):

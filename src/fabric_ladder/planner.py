@@ -1,6 +1,5 @@
 """Which rung runs a model on a GPU: the peak of each, the largest micro-batch that fits, and the fastest of those."""
 
-import gc
 import json
 import multiprocessing
 import os
@@ -17,7 +16,7 @@ from fabric_ladder.memory import blank_datasets, largest_batches
 from fabric_ladder.models import build_model
 from fabric_ladder.overhead import Overhead
 from fabric_ladder.prediction import complete, rehearsed
-from fabric_ladder.rehearsal import Rehearsal, rehearse
+from fabric_ladder.rehearsal import Rehearsal, enter_fork, rehearse
 from fabric_ladder.rungs import script_defaults
 from fabric_ladder.settings import Settings, parse_settings
 from fabric_ladder.tracker import Peak
@@ -147,8 +146,8 @@ def find_peaks(ways: list[Way], samples: Samples, limits: Limits) -> list[Figure
     tasks = [([ways[number] for number in numbers], samples, limits) for numbers in order]
     cores = min(len(tasks), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     if cores > 1 and "fork" in multiprocessing.get_all_start_methods():  # a spawned one would load all libraries anew
-        how = {"mp_context": multiprocessing.get_context("fork"), "initializer": gc.freeze}
-        with ProcessPoolExecutor(cores, **how) as pool:  # what all libraries hold is not searched for garbage again
+        how = {"mp_context": multiprocessing.get_context("fork"), "initializer": enter_fork}
+        with ProcessPoolExecutor(cores, **how) as pool:
             done = list(pool.map(_rehearse_together, tasks))
     else:
         done = [_rehearse_together(task) for task in tasks]

@@ -4,7 +4,6 @@ The rehearsal runs in a forked process, so that nothing of it is left in the run
 process group. What it found is kept in the cache, and a second run of the same shape does not repeat it.
 """
 
-import gc
 import hashlib
 import json
 import multiprocessing
@@ -27,7 +26,7 @@ from fabric_ladder.formulas import Counts, in_4_bits, with_8_bit_adam, with_zero
 from fabric_ladder.hardware import describe_versions
 from fabric_ladder.memory import blank_datasets
 from fabric_ladder.models import build_model
-from fabric_ladder.rehearsal import rehearse
+from fabric_ladder.rehearsal import enter_fork, rehearse
 from fabric_ladder.tracker import Peak
 from fabric_ladder.zero_config import read_deepspeed_config
 
@@ -119,9 +118,8 @@ def _predict(answer: Connection, settings, batches: tuple, ranks: int | None, cl
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
-    gc.freeze()  # what the run holds is not searched for garbage
-    torch.set_num_threads(1)  # the threads of the process before are not here
-    dist.distributed_c10d._world = dist.distributed_c10d._World()  # nor are its connections to other ranks
+    enter_fork()
+    dist.distributed_c10d._world = dist.distributed_c10d._World()  # the run's connections to other ranks are not here
     training, evaluations = batches
     pixels = training[0].inputs.get("pixel_values")
     try:

@@ -7,6 +7,7 @@ the form that they take on a GPU: one kernel for all tensors, which makes no oth
 tensors at once.
 """
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,6 +33,14 @@ from fabric_ladder.gradients import accumulate_gradients, run_model
 from fabric_ladder.metrics import Meter
 from fabric_ladder.optimizers import build_optimizer
 from fabric_ladder.tracker import Peak, PeakTracker
+
+
+def enter_fork() -> None:
+    """Prepare a forked process for rehearsals: no CUDA call, which no fork survives, and no search of old garbage."""
+    gc.freeze()
+    torch.set_num_threads(1)  # the threads of the process before are not here
+    torch.cuda.is_available = bool  # False; optimizers ask these two whether a graph is being captured
+    torch.accelerator.current_accelerator = lambda *_, **__: None
 
 
 @contextmanager
