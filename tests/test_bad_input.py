@@ -151,7 +151,7 @@ def material(tmp_path_factory):
         tar.extractall(folder / "unpacked", [f"aclImdb/train/neg/{number}_1.txt" for number in range(2)], filter="data")
         tar.extractall(folder / "unpacked", [f"aclImdb/test/pos/{number}_1.txt" for number in range(2)], filter="data")
 
-    settings = DataSettings(str(folder / "good.csv"), model=str(LLAMA), cache_dir=str(folder.parent / "cache"))
+    settings = DataSettings(dataset=str(folder / "good.csv"), model=str(LLAMA), cache_dir=str(folder.parent / "cache"))
     tokenizer = load_datasets(settings).tokenizer
     model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(LLAMA))
     for name in ("no_tokenizer", "no_weights", "cut_weights"):
