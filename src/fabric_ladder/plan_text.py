@@ -62,7 +62,7 @@ def print_answer(answer: Answer, console: Console) -> None:
     for row in rows:
         table.add_row(*row)
     console.print(table)
-    commands = _commands(answer) if len(answer.plans) == 1 else []
+    commands = _commands(*answer.plans.values(), answer.options) if len(answer.plans) == 1 else []
     for line in (*notes, *_notes(answer), *commands, *_advice(answer)):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
 
@@ -75,7 +75,7 @@ def to_markdown(answer: Answer) -> str:
             lines += [f"**{_gigabytes(size)} GB**", ""]
         lines += [f"| {' | '.join(HEADER)} |", "|---|" + "---:|" * (len(HEADER) - 1)]
         lines += [f"| {' | '.join(_row(plan))} |" for plan in plans] + [""]
-    commands = [line for plans in answer.plans.values() for line in _commands(answer._replace(plans={0: plans}))]
+    commands = [line for plans in answer.plans.values() for line in _commands(plans, answer.options)]
     notes = [LEGEND, *_notes(answer), *dict.fromkeys(commands), *_advice(answer)]
     return "\n".join([*lines, *(f"{line}\n" for line in notes)])
 
@@ -130,17 +130,13 @@ def _choice(size: int, plans: list[Plan]) -> list[str]:
 
 
 def _notes(answer: Answer) -> list[str]:
-    if answer.gpus > 1:
-        return [f"{name}: {why}" for name, why in answer.problems.items()]
-    return ["9_ddp, 10_fsdp and ZeRO without offload share among GPUs: --devices 2 plans for two."] + [
-        f"{name}: {why}" for name, why in answer.problems.items()
-    ]
+    alone = ["9_ddp, 10_fsdp and ZeRO without offload share among GPUs: --devices 2 plans for two."]
+    return [*alone * (answer.gpus == 1), *(f"{name}: {why}" for name, why in answer.problems.items())]
 
 
-def _commands(answer: Answer) -> list[str]:
+def _commands(plans: list[Plan], options: list[str]) -> list[str]:
     """Return the command of each row that fits, in short."""
-    (plans,) = answer.plans.values()
-    shared = f" {shlex.join(answer.options)} "
+    shared = f" {shlex.join(options)} "
     fitting = [f"{plan.command} ".replace(shared, " … ").rstrip() for plan in plans if plan.fits]
     return [f"Commands, where … is{shared.rstrip()}:", *(f"  {command}" for command in fitting)] if fitting else []
 

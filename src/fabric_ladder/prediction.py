@@ -14,7 +14,6 @@ from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from lightning.fabric.strategies import ModelParallelStrategy
 from torch import nn
@@ -134,16 +133,10 @@ def _predict(answer: Connection, settings, batches: tuple, ranks: int | None, cl
 
 
 def _largest(train_loader: DataLoader, val_loader: DataLoader) -> tuple[list[MicroBatch], list[MicroBatch]]:
-    """Return, without values, the micro-batches of training and the batches of the evaluation that may need most."""
+    """Return the micro-batches of training and the batches of the evaluation that may need most."""
     plans = train_loader.sampler.heaviest()
     training = [micro_batch for plan in plans for micro_batch in train_loader.dataset[plan].micro_batches]
-    evaluations = [val_loader.dataset[part] for part in val_loader.sampler.heaviest()]
-    return [_blank(each) for each in training], [_blank(each) for each in evaluations]
-
-
-def _blank(micro_batch: MicroBatch) -> MicroBatch:
-    inputs = {name: torch.empty_like(tensor, device="meta") for name, tensor in micro_batch.inputs.items()}
-    return micro_batch._replace(inputs=inputs)
+    return training, [val_loader.dataset[part] for part in val_loader.sampler.heaviest()]
 
 
 def _key(settings, config: dict, batches: tuple, ranks: int | None) -> str:
