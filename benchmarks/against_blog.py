@@ -22,6 +22,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -30,6 +31,7 @@ import numpy as np
 import torch
 from blog_recipe import read_frame, split_frame
 from common import hf
+from duel import MEASURES, CannotMeasureError, alternate, medians, need_imdb, run_parts
 from loop_cost import measure_loop
 
 import local_dataset_utilities as data
@@ -42,34 +44,12 @@ BLOOM = {  # the shape that is also in `loop`
 }  # fmt: skip
 REVIEWS = {"bloom": 48, "minilm": 96, "reading": 4000, "loop": 32}
 EVALUATED = 4  # times as many reviews are evaluated as trained: sorting few reviews leaves padding that a split has not
-MEASURES = ("samples_per_second", "evaluation_samples_per_second", "peak_memory_bytes")
 TARGETS = {  # (ratio, "min" or "max", bound); ratios are ladder / blog
     "bloom": [(MEASURES[0], "min", 4.0), (MEASURES[1], "min", 2.0), (MEASURES[2], "max", 1.0)],
     "minilm": [(MEASURES[0], "min", 1.5), (MEASURES[1], "min", 2.0)],
     "reading": [("ladder_seconds_50000", "max", 10.0), ("blog_seconds / ladder_seconds", "min", 50.0)],
     "loop": [("ladder_seconds / bare_seconds", "max", 1.03)],
 }
-
-
-class CannotMeasureError(Exception):
-    """A part cannot be measured here; the message says why."""
-
-
-def alternate(repeats: int, **sides: Callable[[], dict]) -> dict[str, list[dict]]:
-    """Let the sides take turns, `repeats` times each."""
-    figures = {name: [] for name in sides}
-    for number in range(1, repeats + 1):
-        for name, measure in sides.items():
-            figures[name].append(measure())
-            print(f"  {number}/{repeats} {name}: {json.dumps(figures[name][-1])}", file=sys.stderr, flush=True)
-    return figures
-
-
-def medians(figures: dict[str, list[dict]]) -> dict[str, dict]:
-    """Return each side's median of every figure."""
-    return {
-        side: {name: statistics.median(run[name] for run in runs) for name in runs[0]} for side, runs in figures.items()
-    }
 
 
 def model_options(part: str, folder: Path) -> list[str]:
@@ -230,66 +210,25 @@ def compare_loops(part: str, reviews: int, repeats: int, threads: int) -> dict:
     return {"conditions": facts, "repeats": figures, "medians": middle, "ratios": ratios}
 
 
-def judge(record: dict, targets: list[tuple[str, str, float]]) -> None:
-    """Add the targets and whether they are met."""
-    record["targets"] = [
-        {
-            "ratio": name,
-            kind: bound,
-            "met": record["ratios"][name] * (sign := 1 if kind == "min" else -1) >= bound * sign,
-        }
-        for name, kind, bound in targets
-    ]
-    record["passed"] = all(target["met"] for target in record["targets"])
-
-
-def report(record: dict, part: str) -> None:
-    """Print the medians, the ratios and every target."""
-    sides = record["medians"]
-    names = [name for name in (*MEASURES, "seconds") if name in next(iter(sides.values()))]
-    common.print_table([part, *names], [[side, *(figures[name] for name in names)] for side, figures in sides.items()])
-    for name, value in (record.get("growth", {}) | record["ratios"]).items():
-        print(f"  {name}: {value if not isinstance(value, float) else f'{value:,.3f}'}")
-    for target in record["targets"]:
-        kind = "min" if "min" in target else "max"
-        word = "met" if target["met"] else "MISSED"
-        print(f"  target {word}: {target['ratio']} {'>=' if kind == 'min' else '<='} {target[kind]}")
-    print(flush=True)
-
-
 def main() -> int:
     """Measure the chosen parts and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", nargs="+", choices=REVIEWS, default=list(REVIEWS))
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--reviews", type=int, help=f"training reviews (reading: the largest size); default: {REVIEWS}")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=OUT, help="results file; the parts that are not run stay in it")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    measures = {
-        "bloom": compare_recipes,
-        "minilm": compare_recipes,
-        "reading": compare_reading,
-        "loop": compare_loops,
-    }
-    passed = True
-    for part in args.part:
-        try:
-            if common.imdb_archive() is None:
-                raise CannotMeasureError(
-                    f"no {data.IMDB_ARCHIVE} in FABRIC_LADDER_DATA ({data.DataSettings().data_dir})"
-                )
-            record = measures[part](part, args.reviews or REVIEWS[part], args.repeats, args.threads)
-        except CannotMeasureError as reason:
-            print(f"skipped {part}: {reason}")
-            continue
-        judge(record, TARGETS[part])
-        common.write_result(args.out, part, common.environment(torch.device("cpu")) | record)
-        report(record, part)
-        passed = passed and record["passed"]
-    return int(not passed)
 
+    def measure(part: str) -> dict:
+        need_imdb()
+        return PARTS[part](part, args.reviews or REVIEWS[part], args.repeats, args.threads)
+
+    return run_parts({part: partial(measure, part) for part in args.part}, TARGETS, args.out)
+
+
+PARTS = {"bloom": compare_recipes, "minilm": compare_recipes, "reading": compare_reading, "loop": compare_loops}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,13 +9,13 @@ Parts:
     attention  The same BLOOM forward and backward, `--attention fused` against `eager`, at 256 to 2,048 tokens.
 
 Sides of `minilm` and `bloom`: the blog's recipe (blog_recipe.py), Trainer with its defaults, Trainer with its best
-switches, accelerate's plain loop, a bare PyTorch loop (peers.py), and the ladder: an unchanged script of src/ with one
-more option, see `LADDER`. All have the same initial weights, reviews, effective batch of 16 reviews, precision, Adam,
-number of optimizer steps and threads, and a fresh process each time; they take turns, and the median of the repeats
-counts. What is alike is checked: the sides must agree in weights, tokens, steps and threads, and the ladder's test loss
-must be that of the bare loop. The peers get tokenised texts; the blog pads all to the longest, and its padding is not
-timed. Trainer and accelerate draw batches of their own and pad them to their longest; the ladder sorts within its
-effective batch. transformers has eager attention only for BLOOM, so has every peer but the bare loop.
+switches, accelerate's plain loop, a bare PyTorch loop (peers.py), and the ladder: an unchanged script of src/ with at
+most one more option, see `LADDER`. All have the same initial weights, reviews, effective batch of 16 reviews,
+precision, Adam, number of optimizer steps and threads, and a fresh process each time; they take turns, and the median
+of the repeats counts. What is alike is checked: the sides must agree in weights, tokens, steps and threads, and the
+ladder's test loss must be that of the bare loop. The peers get tokenised texts; the blog pads all to the longest, and
+its padding is not timed. Trainer and accelerate draw batches of their own and pad them to their longest; the ladder
+sorts within its effective batch. transformers has eager attention only for BLOOM, so has every peer but the bare loop.
 
 Peak memory is that of the process since the first batch, validation included, on all sides. Two optimizer steps say
 nothing of an accuracy: it is recorded to show that the sides learn alike.
@@ -32,31 +32,19 @@ from pathlib import Path
 
 import common  # first of all: it makes the project importable without an installation
 import torch
-from against_blog import (
-    BLOOM,
-    MEASURES,
-    CannotMeasureError,
-    alternate,
-    judge,
-    medians,
-    model_options,
-    prepare,
-    report,
-)
-
-from fabric_ladder.hardware import describe_versions
-from local_dataset_utilities import IMDB_ARCHIVE, DataSettings
+from against_blog import BLOOM, model_options, prepare
+from duel import MEASURES, CannotMeasureError, alternate, medians, need_imdb, run_parts
 
 OUT = common.RESULTS / "against_peers.json"
 REVIEWS = {"minilm": 32, "bloom": 32}  # for training; half as many for validation and for the test
 PEERS = ("blog", "trainer", "trainer_best", "accelerate", "bare")
-LADDER = {  # a review of full length, or shorter ones that need no more memory, at once; --find shows what else costs
-    "minilm": ("2_grad_accum", "--micro_batch_tokens", "512"),
+LADDER = {  # by --find the fastest cuts on two cores; bloom: a review of full length, or several that are shorter
+    "minilm": ("2_grad_accum",),
     "bloom": ("2_grad_accum", "--micro_batch_tokens", "1024"),
 }
-BEST = {  # Trainer's fastest switches on two cores, to be set to what --find finds
-    "minilm": ("micro_batch_1", "no_nan_filter"),
-    "bloom": ("micro_batch_1", "no_nan_filter"),
+BEST = {  # of Trainer on two cores, by --find
+    "minilm": ("micro_batch_1", "evaluate_1"),
+    "bloom": ("micro_batch_1", "group_by_length", "evaluate_1"),
 }
 SWITCHES = (  # what --find tries, one group after the other; of a group at most one can be on
     ("micro_batch_16", "micro_batch_4", "micro_batch_2", "micro_batch_1"),
@@ -114,6 +102,7 @@ def rung_command(options: list[str], script: str, *more: str) -> list[str]:
 
 def draw(part: str, args: argparse.Namespace, folder: Path) -> tuple[list[str], dict]:
     """Draw the reviews; return the settings of all sides, and facts."""
+    need_imdb()
     reviews = args.reviews or REVIEWS[part]
     if reviews % 16:
         raise CannotMeasureError("--reviews must be a multiple of 16, the effective batch")
@@ -177,9 +166,9 @@ def find(part: str, args: argparse.Namespace) -> dict:
                     best, chosen = figures, switches
         for cut in CUTS:
             measure(shlex.join(cut), rung_command(options, "2_grad_accum", *cut))
-    common.print_table([part, *MEASURES], [[name, *(row[key] for key in MEASURES)] for name, row in tried.items()])
-    print(f"Trainer's best: {' '.join(chosen) or 'its defaults'}\n")
-    return {"conditions": facts | {"precision": args.precision}, "tried": tried, "trainer_best": chosen}
+    print(f"Trainer's best: {' '.join(chosen) or 'its defaults'}")
+    facts |= {"precision": args.precision, "trainer_best": chosen}
+    return {"conditions": facts, "medians": tried, "ratios": {}}
 
 
 def duel_of_attention(_: str, args: argparse.Namespace) -> dict:
@@ -223,27 +212,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=OUT, help="results file; the parts that are not run stay in it")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    passed = True
+    measures, targets = {}, {}
     for part in args.part:
-        name = part if args.precision == "32-true" else f"{part} {args.precision}"
-        try:
-            if part != "attention" and common.imdb_archive() is None:
-                raise CannotMeasureError(f"no {IMDB_ARCHIVE} in FABRIC_LADDER_DATA ({DataSettings().data_dir})")
-            if args.find:
-                name, record = f"{name} --find", find(part, args)
-            else:
-                record = PARTS[part](part, args)
-        except CannotMeasureError as reason:
-            print(f"skipped {part}: {reason}")
+        if args.find and part == "attention":
             continue
-        if not args.find:
-            targets = TARGETS["attention" if part == "attention" else "training"]
-            judge(record, [target for target in targets if target[0] in record["ratios"]])
-            report(record, name)
-            passed = passed and record["passed"]
-        versions = {"versions": describe_versions("accelerate", "torchmetrics")}
-        common.write_result(args.out, name, common.environment(torch.device("cpu")) | versions | record)
-    return int(not passed)
+        words = [part, *(["--find"] if args.find else []), *([args.precision] if args.precision != "32-true" else [])]
+        measures[name := " ".join(words)] = partial(find if args.find else PARTS[part], part, args)
+        judged = TARGETS["attention" if part == "attention" else "training"]
+        targets[name] = [target for target in judged if not args.find and target[0].split(":")[0] not in args.without]
+    return run_parts(measures, targets, args.out)
 
 
 PARTS = {"minilm": duel, "bloom": duel, "attention": duel_of_attention}

@@ -143,7 +143,7 @@ def environment(device: torch.device) -> dict:
         "command": shlex.join(["python", name, *sys.argv[1:]]),
         "date": strftime("%Y-%m-%dT%H:%M:%S%z"),
         "commit": _commit(),
-        "versions": describe_versions("torchmetrics"),
+        "versions": describe_versions("accelerate", "torchmetrics"),
         "hardware": describe_hardware(device),
     }
 

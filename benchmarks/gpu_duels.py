@@ -38,13 +38,12 @@ import common  # first of all: it makes the project importable without an instal
 import gpu_ladder
 import numpy as np
 import torch
-from against_blog import judge
 from against_peers import LENGTHS, measure_side, rung_command
+from duel import judge
 from gpu_ladder import peak_flops, precision_of, training_flops
 
 from fabric_ladder import parse_settings
 from fabric_ladder.checks import mixed_precision
-from fabric_ladder.hardware import describe_versions
 from local_dataset_utilities import DataSettings, load_datasets
 
 OUT = common.RESULTS / "gpu_duels.json"
@@ -237,7 +236,7 @@ def main() -> int:
     parser.add_argument("--rehearse", action="store_true", help="tiny, on the CPU: shows that the commands work")
     parser.add_argument("--reviews", type=int, help="training reviews (default: 2000; rehearsed: 32)")
     parser.add_argument(
-        "--peak_tflops", nargs=2, type=float, metavar=("HALF", "FP32"), help="of a GPU not in the table"
+        "--peak_tflops", nargs=2, type=float, metavar=("HALF", "TF32"), help="of a GPU not in the table"
     )
     parser.add_argument("--out", type=Path, help="results file; default: gpu_duels.json, rehearsed: none")
     args = parser.parse_args()
@@ -256,7 +255,6 @@ def main() -> int:
     settings = parse_settings(options)
     lengths = np.asarray(load_datasets(settings).splits["train"]["length"][:])
     record = common.environment(device)
-    record["versions"] |= describe_versions("accelerate")
     peaks = peak_flops(record["hardware"].get("gpu", ""), args.peak_tflops)
     record["conditions"] = {"reviews": reviews, "model": model.name, "peak_flops": peaks, "rehearsal": args.rehearse}
     failed = False

@@ -1,6 +1,6 @@
 """The ladder and the blog's recipe on one GPU: BLOOM-560m, random weights, 2,000 reviews of IMDb, up to 1,024 tokens.
 
-    python benchmarks/gpu_ladder.py [--reviews 2000] [--only NAME …] [--peak_tflops HALF FP32]
+    python benchmarks/gpu_ladder.py [--reviews 2000] [--only NAME …] [--peak_tflops HALF TF32]
     python benchmarks/gpu_ladder.py --rehearse      the same commands on the CPU, with a tiny model and 32 reviews
 
 Every entry is a process of its own. Random weights cost what pretrained ones cost, so nothing need be downloaded; the
@@ -32,20 +32,20 @@ from local_dataset_utilities import DataSettings, load_datasets
 OUT = common.RESULTS / "gpu_ladder.json"
 MODELS = common.ROOT / "configs" / "models"
 RUNGS = ("1_batch_size_1", "2_grad_accum", "3_torch_compile", "4_mixed_precision", "5_low_precision")
-# Dense peaks in TFLOP/s: 16-bit on tensor cores with 32-bit accumulation, and 32-bit without TF32, which no rung turns
-# on. From NVIDIA's data sheets; where those give figures "with sparsity", half of them. The longest name that fits
-# counts. V100, T4: float16, since they have no bfloat16.
+# Dense peaks in TFLOP/s of tensor cores: 16-bit with 32-bit accumulation, and TF32, which the rungs take for 32-bit
+# products. From NVIDIA's data sheets; where those give figures "with sparsity", half of them. The longest name that
+# fits counts. V100 and T4 have neither bfloat16 nor TF32: float16, and 32-bit outside of tensor cores.
 PEAKS = {
-    "B200": (2250.0, 75.0),
-    "H200": (989.5, 67.0),
-    "GH200": (989.5, 67.0),
-    "H100": (989.5, 67.0),
-    "H100 PCIe": (756.0, 51.0),
-    "H100 NVL": (835.0, 60.0),
-    "A100": (312.0, 19.5),
-    "A10": (125.0, 31.2),
-    "L40S": (362.0, 91.6),
-    "L4": (121.0, 30.3),
+    "B200": (2250.0, 1125.0),
+    "H200": (989.5, 494.7),
+    "GH200": (989.5, 494.7),
+    "H100": (989.5, 494.7),
+    "H100 PCIe": (756.0, 378.0),
+    "H100 NVL": (835.0, 417.5),
+    "A100": (312.0, 156.0),
+    "A10": (125.0, 62.5),
+    "L40S": (362.0, 183.0),
+    "L4": (121.0, 60.0),
     "V100": (125.0, 15.7),
     "T4": (65.0, 8.1),
     "RTX 4090": (165.2, 82.6),  # Ada and Ampere architecture white papers
@@ -88,7 +88,7 @@ def training_flops(parameters: int, config: dict, lengths: np.ndarray) -> float:
 
 
 def peak_flops(gpu: str, given: list[float] | None) -> dict[str, float] | None:
-    """Return the peaks of 16-bit and of 32-bit in FLOP/s; None for a GPU that is not in the table."""
+    """Return the peaks of 16-bit and of 32-bit products in FLOP/s; None for a GPU that is not in the table."""
     words = set(gpu.replace("-", " ").split())
     names = [name for name in PEAKS if set(name.split()) <= words and not words & {"Laptop", "Ti", "D"}]
     peaks = given or PEAKS.get(max(names, key=len, default=""))
@@ -128,7 +128,7 @@ def main() -> int:
     parser.add_argument("--reviews", type=int, help="training reviews (default: 2000; rehearsed: 32)")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="entries to run, such as 2_grad_accum blog-bf16-true")
     parser.add_argument(
-        "--peak_tflops", nargs=2, type=float, metavar=("HALF", "FP32"), help="of a GPU not in the table"
+        "--peak_tflops", nargs=2, type=float, metavar=("HALF", "TF32"), help="of a GPU not in the table"
     )
     parser.add_argument(
         "--out", type=Path, help=f"results file; default: {OUT.relative_to(common.ROOT)}, rehearsed: none"

@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from time import perf_counter, sleep
@@ -29,7 +30,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from against_blog import CannotMeasureError, alternate, judge, medians, model_options, report
+from against_blog import model_options
+from duel import CannotMeasureError, alternate, medians, need_imdb, run_parts
 
 import local_dataset_utilities as data
 from fabric_ladder import parse_settings
@@ -212,23 +214,16 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=OUT, help="results file; the parts that are not run stay in it")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    passed = True
-    for part in args.part:
-        try:
-            if part != "parquet" and common.imdb_archive() is None:
-                raise CannotMeasureError(f"no {data.IMDB_ARCHIVE} in {data.DataSettings().data_dir}")
-            if part == "parquet" and not Path("/proc/self/status").exists():
-                raise CannotMeasureError("memory is told from mapped files on Linux only")
-            with tempfile.TemporaryDirectory(prefix="fabric-ladder-scale-") as folder:
-                record = MEASURES[part](Path(folder), args.size, args.repeats, args.threads)
-        except CannotMeasureError as reason:
-            print(f"skipped {part}: {reason}")
-            continue
-        judge(record, TARGETS[part])
-        common.write_result(args.out, part, common.environment(torch.device("cpu")) | record)
-        report(record, part)
-        passed = passed and record["passed"]
-    return int(not passed)
+
+    def measure(part: str) -> dict:
+        if part != "parquet":
+            need_imdb()
+        elif not Path("/proc/self/status").exists():
+            raise CannotMeasureError("memory is told from mapped files on Linux only")
+        with tempfile.TemporaryDirectory(prefix="fabric-ladder-scale-") as folder:
+            return MEASURES[part](Path(folder), args.size, args.repeats, args.threads)
+
+    return run_parts({part: partial(measure, part) for part in args.part}, TARGETS, args.out)
 
 
 if __name__ == "__main__":
