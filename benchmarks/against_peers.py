@@ -1,7 +1,8 @@
 """Duels with the peers, side by side on this machine's CPU; exit status 1 when a target is missed.
 
     python benchmarks/against_peers.py [--part minilm bloom attention] [--reviews N] [--repeats 5] [--threads 2]
-    python benchmarks/against_peers.py --part minilm --find     the fastest switches of Trainer and cut of ours
+    python benchmarks/against_peers.py --part minilm bloom --measure switches --repeats 1    Trainer, switch by switch
+    python benchmarks/against_peers.py --part minilm bloom --measure cuts    rung 2, from one sample at a time to all
 
 Parts:
     minilm     The pretrained all-MiniLM-L6-v2 on IMDb, up to 512 tokens.
@@ -22,7 +23,6 @@ nothing of an accuracy: it is recorded to show that the sides learn alike.
 """
 
 import argparse
-import json
 import shlex
 import sys
 import tempfile
@@ -38,15 +38,15 @@ from duel import MEASURES, CannotMeasureError, alternate, medians, need_imdb, ru
 OUT = common.RESULTS / "against_peers.json"
 REVIEWS = {"minilm": 32, "bloom": 32}  # for training; half as many for validation and for the test
 PEERS = ("blog", "trainer", "trainer_best", "accelerate", "bare")
-LADDER = {  # by --find the fastest cuts on two cores; bloom: a review of full length, or several that are shorter
+LADDER = {  # the fastest cuts on two cores; bloom: a review of full length, or several that are shorter
     "minilm": ("2_grad_accum",),
     "bloom": ("2_grad_accum", "--micro_batch_tokens", "1024"),
 }
-BEST = {  # of Trainer on two cores, by --find
+BEST = {  # of Trainer on two cores, by --measure switches
     "minilm": ("micro_batch_1", "evaluate_1"),
     "bloom": ("micro_batch_1", "group_by_length", "evaluate_1"),
 }
-SWITCHES = (  # what --find tries, one group after the other; of a group at most one can be on
+SWITCHES = (  # what --measure switches tries, one group after the other; of a group at most one can be on
     ("micro_batch_16", "micro_batch_4", "micro_batch_2", "micro_batch_1"),
     ("group_by_length",),
     ("no_nan_filter",),
@@ -54,7 +54,7 @@ SWITCHES = (  # what --find tries, one group after the other; of a group at most
     ("compile",),
     ("evaluate_1", "evaluate_4", "evaluate_32"),  # judged by the samples/s of the evaluation
 )
-CUTS = (*(("--micro_batch_size", str(size)) for size in (1, 2, 4)),
+CUTS = (*(("--micro_batch_size", str(size)) for size in (1, 2, 4, 16)),
         *(("--micro_batch_tokens", str(tokens)) for tokens in (512, 1024, 2048, 4096)))  # fmt: skip
 LENGTHS = (256, 512, 1024, 2048)
 SPEED, MEMORY = "samples_per_second", "peak_memory_bytes"
@@ -106,14 +106,14 @@ def draw(part: str, args: argparse.Namespace, folder: Path) -> tuple[list[str], 
     reviews = args.reviews or REVIEWS[part]
     if reviews % 16:
         raise CannotMeasureError("--reviews must be a multiple of 16, the effective batch")
-    return prepare(part, reviews, reviews // 2, folder, tested=reviews // 2)
+    options, facts = prepare(part, reviews, reviews // 2, folder, tested=reviews // 2)
+    return [*options, "--precision", args.precision], facts | {"precision": args.precision}
 
 
 def duel(part: str, args: argparse.Namespace) -> dict:
     """Measure all sides of `minilm` or `bloom`."""
     with tempfile.TemporaryDirectory() as scratch:
         options, facts = draw(part, args, Path(scratch))
-        options += ["--precision", args.precision]
         ladder = rung_command(options, *LADDER[part])
         commands = {
             "blog": common.blog_command(Path(scratch) / "texts", "max_length", options),
@@ -135,7 +135,7 @@ def duel(part: str, args: argparse.Namespace) -> dict:
         if side != "ladder"
     }
     return {
-        "conditions": facts | {"precision": args.precision, "trainer_best": BEST[part], "ladder": LADDER[part]},
+        "conditions": facts | {"trainer_best": BEST[part], "ladder": LADDER[part]},
         "commands": {side: common.shown(command) for side, command in commands.items()},
         "repeats": figures,
         "medians": middle,
@@ -144,31 +144,41 @@ def duel(part: str, args: argparse.Namespace) -> dict:
 
 
 def find(part: str, args: argparse.Namespace) -> dict:
-    """Find the fastest switches of Trainer, group by group, and the fastest cut into micro-batches of the ladder."""
+    """Find the fastest switches of Trainer, group by group."""
     tried = {}
 
-    def measure(name: str, command: list[str]) -> dict:
-        runs = [measure_side(command, args.threads) for _ in range(args.repeats)]
-        tried[name] = medians({name: runs})[name]
-        print(f"  {name}: {json.dumps(tried[name])}", file=sys.stderr, flush=True)
+    def measure(*switches: str) -> dict:
+        command = common.peer_command("trainer", options, *switches)
+        name = " ".join(["trainer", *switches])
+        tried.update(medians(alternate(args.repeats, **{name: partial(measure_side, command, args.threads)})))
         return tried[name]
 
     with tempfile.TemporaryDirectory() as scratch:
         options, facts = draw(part, args, Path(scratch))
-        options += ["--precision", args.precision]
-        best, chosen = measure("trainer", common.peer_command("trainer", options)), ()
+        best, chosen = measure(), ()
         for group in SWITCHES:
             for switch in group:
                 switches = (*(other for other in chosen if other not in group), switch)
-                figures = measure("trainer " + " ".join(switches), common.peer_command("trainer", options, *switches))
+                figures = measure(*switches)
                 name = f"evaluation_{SPEED}" if switch.startswith("evaluate") else SPEED
                 if figures[name] > best[name]:
                     best, chosen = figures, switches
-        for cut in CUTS:
-            measure(shlex.join(cut), rung_command(options, "2_grad_accum", *cut))
     print(f"Trainer's best: {' '.join(chosen) or 'its defaults'}")
-    facts |= {"precision": args.precision, "trainer_best": chosen}
-    return {"conditions": facts, "medians": tried, "ratios": {}}
+    return {"conditions": facts | {"trainer_best": chosen}, "medians": tried, "ratios": {}}
+
+
+def cut_by_cut(part: str, args: argparse.Namespace) -> dict:
+    """Measure rung 2 from one sample at a time to the whole effective batch; the loss must stay the same."""
+    with tempfile.TemporaryDirectory() as scratch:
+        options, facts = draw(part, args, Path(scratch))
+        commands = {shlex.join(cut): rung_command(options, "2_grad_accum", *cut) for cut in CUTS}
+        sides = {cut: partial(measure_side, command, args.threads) for cut, command in commands.items()}
+        figures = alternate(args.repeats, **sides)
+    check_alike(figures)
+    middle = medians(figures)
+    alone = middle[shlex.join(CUTS[0])]
+    ratios = {f"{cut}: {name}": run[name] / alone[name] for cut, run in middle.items() for name in (SPEED, MEMORY)}
+    return {"conditions": facts, "repeats": figures, "medians": middle, "ratios": ratios}
 
 
 def duel_of_attention(_: str, args: argparse.Namespace) -> dict:
@@ -203,7 +213,7 @@ def main() -> int:
     """Measure the chosen parts and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--find", action="store_true", help="try switches and cuts instead, of minilm and bloom")
+    parser.add_argument("--measure", choices=("sides", *OTHERS), default="sides", help="of minilm and bloom, see above")
     parser.add_argument("--reviews", type=int, help=f"for training; default: {REVIEWS}")
     parser.add_argument("--without", nargs="+", choices=PEERS, default=[], help="peers to leave out, to save time")
     parser.add_argument("--repeats", type=int, default=5)
@@ -214,16 +224,18 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     measures, targets = {}, {}
     for part in args.part:
-        if args.find and part == "attention":
-            continue
-        words = [part, *(["--find"] if args.find else []), *([args.precision] if args.precision != "32-true" else [])]
-        measures[name := " ".join(words)] = partial(find if args.find else PARTS[part], part, args)
-        judged = TARGETS["attention" if part == "attention" else "training"]
-        targets[name] = [target for target in judged if not args.find and target[0].split(":")[0] not in args.without]
+        words, measure, judged = [part], PARTS[part], TARGETS["attention" if part == "attention" else "training"]
+        if part != "attention" and args.measure != "sides":
+            words, measure, judged = [part, args.measure], OTHERS[args.measure], []
+        if part != "attention" and args.precision != "32-true":
+            words.append(args.precision)
+        measures[name := " ".join(words)] = partial(measure, part, args)
+        targets[name] = [target for target in judged if target[0].split(":")[0] not in args.without]
     return run_parts(measures, targets, args.out)
 
 
 PARTS = {"minilm": duel, "bloom": duel, "attention": duel_of_attention}
+OTHERS = {"switches": find, "cuts": cut_by_cut}
 
 if __name__ == "__main__":
     sys.exit(main())

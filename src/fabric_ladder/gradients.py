@@ -41,6 +41,7 @@ def accumulate_gradients(
             loss, correct = run_model(fabric, model, micro_batch)
             fabric.backward(loss * micro_batch.weight)
         meter.add(loss, correct, micro_batch.items, step)
+        del loss  # and with it the graph, whose nodes would lie scattered among the next micro-batch's activations
         if number < len(micro_batches) and stop():
             return False
     return True
