@@ -602,7 +602,7 @@ def _read_file(path: Path, scratch: Path) -> hf.Dataset:
 
 def _read_parquet(path: Path, scratch: Path) -> hf.Dataset:
     """Copy 1,000 rows at a time; `datasets` would have all of a row group in memory, and often a file is one."""
-    with pq.ParquetFile(path) as file:
+    with pq.ParquetFile(path, memory_map=True) as file:  # else all of a column of a row group is read at once
         if file.metadata.num_rows == 0:
             raise DatasetError(f"{path} holds no rows")
         schema = hf.Features.from_arrow_schema(file.schema_arrow).arrow_schema
