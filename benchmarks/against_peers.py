@@ -74,13 +74,13 @@ TARGETS = {  # (ratio, "min" or "max", bound); ratios are ladder / peer
 }
 
 
-def check_alike(figures: dict[str, list[dict]]) -> None:
-    """Refuse sides that did not do the same work.
+def check_alike(figures: dict[str, list[dict]], *free: str) -> None:
+    """Refuse sides that did not do the same work; what is named `free` may differ.
 
     Raises:
         RuntimeError: They differ, where they report it, in one of `ALIKE` by more than this share of it.
     """
-    for name, tolerance in ALIKE.items():
+    for name, tolerance in ((name, tolerance) for name, tolerance in ALIKE.items() if name not in free):
         values = {side: [run[name] for run in runs if name in run] for side, runs in figures.items()}
         every = list(chain.from_iterable(values.values()))
         if every and max(every) - min(every) > tolerance * max(every):
@@ -168,13 +168,13 @@ def find(part: str, args: argparse.Namespace) -> dict:
 
 
 def cut_by_cut(part: str, args: argparse.Namespace) -> dict:
-    """Measure rung 2 from one sample at a time to the whole effective batch; the loss must stay the same."""
+    """Measure rung 2 from one sample at a time to the whole effective batch; the cut changes no gradient."""
     with tempfile.TemporaryDirectory() as scratch:
         options, facts = draw(part, args, Path(scratch))
         commands = {shlex.join(cut): rung_command(options, "2_grad_accum", *cut) for cut in CUTS}
         sides = {cut: partial(measure_side, command, args.threads) for cut, command in commands.items()}
         figures = alternate(args.repeats, **sides)
-    check_alike(figures)
+    check_alike(figures, *(["test_loss"] if part == "minilm" else []))  # whose dropout another cut draws anew
     middle = medians(figures)
     alone = middle[shlex.join(CUTS[0])]
     ratios = {f"{cut}: {name}": run[name] / alone[name] for cut, run in middle.items() for name in (SPEED, MEMORY)}

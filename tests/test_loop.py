@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import weakref
 
 import pytest
 import torch
@@ -54,6 +55,16 @@ def test_the_cut_changes_no_gradient(tmp_path, dtype, tolerance, kind, samples):
         got, its_loss = gradients(tmp_path, dtype, kind, samples, values)
         assert relative_error([expected[i] for i in kept], [got[i] for i in kept]) < tolerance, values
         assert its_loss == pytest.approx(loss, rel=tolerance)
+
+
+def test_no_graph_is_kept_until_the_next_forward_pass(tmp_path):
+    fabric = Fabric(accelerator="cpu", devices=1)
+    loader, _, _ = build_dataloaders(fabric, token_datasets(), settings_for(tmp_path, micro_batch_size=4))
+    model, graphs, alive = tiny_model(), [], []
+    model.register_forward_pre_hook(lambda *_: alive.append([graph() is not None for graph in graphs]))
+    model.register_forward_hook(lambda _, __, outputs: graphs.append(weakref.ref(outputs.loss)))
+    accumulate_gradients(fabric, fabric.setup(model), next(iter(loader)).micro_batches, Meter(fabric), ("first", []))
+    assert alive == [[False] * count for count in range(4)]
 
 
 def run_training(tmp_path, model=None, datasets=None, precision="32-true", prepare=None, **values):
