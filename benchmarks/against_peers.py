@@ -80,7 +80,9 @@ def check_alike(figures: dict[str, list[dict]], *free: str) -> None:
     Raises:
         RuntimeError: They differ, where they report it, in one of `ALIKE` by more than this share of it.
     """
-    for name, tolerance in ((name, tolerance) for name, tolerance in ALIKE.items() if name not in free):
+    for name, tolerance in ALIKE.items():
+        if name in free:
+            continue
         values = {side: [run[name] for run in runs if name in run] for side, runs in figures.items()}
         every = list(chain.from_iterable(values.values()))
         if every and max(every) - min(every) > tolerance * max(every):
@@ -93,6 +95,12 @@ def measure_side(command: list[str], threads: int | None = None) -> dict:
     if Path(script).parent == common.ROOT / "src":
         return common.run_rung(Path(script).stem, options, threads)
     return common.run_script(command, threads)
+
+
+def take_turns(commands: dict[str, list[str]], args: argparse.Namespace) -> dict[str, list[dict]]:
+    """Return the figures of every side's repeats."""
+    sides = {side: partial(measure_side, command, args.threads) for side, command in commands.items()}
+    return alternate(args.repeats, **sides)
 
 
 def rung_command(options: list[str], script: str, *more: str) -> list[str]:
@@ -124,8 +132,7 @@ def duel(part: str, args: argparse.Namespace) -> dict:
             "ladder": ladder,
         }
         commands = {side: command for side, command in commands.items() if side not in args.without}
-        sides = {side: partial(measure_side, command, args.threads) for side, command in commands.items()}
-        figures = alternate(args.repeats, **sides)
+        figures = take_turns(commands, args)
     check_alike(figures)
     middle = medians(figures)
     ratios = {
@@ -148,9 +155,8 @@ def find(part: str, args: argparse.Namespace) -> dict:
     tried = {}
 
     def measure(*switches: str) -> dict:
-        command = common.peer_command("trainer", options, *switches)
         name = " ".join(["trainer", *switches])
-        tried.update(medians(alternate(args.repeats, **{name: partial(measure_side, command, args.threads)})))
+        tried.update(medians(take_turns({name: common.peer_command("trainer", options, *switches)}, args)))
         return tried[name]
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -172,8 +178,7 @@ def cut_by_cut(part: str, args: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory() as scratch:
         options, facts = draw(part, args, Path(scratch))
         commands = {shlex.join(cut): rung_command(options, "2_grad_accum", *cut) for cut in CUTS}
-        sides = {cut: partial(measure_side, command, args.threads) for cut, command in commands.items()}
-        figures = alternate(args.repeats, **sides)
+        figures = take_turns(commands, args)
     check_alike(figures, *(["test_loss"] if part == "minilm" else []))  # whose dropout another cut draws anew
     middle = medians(figures)
     alone = middle[shlex.join(CUTS[0])]
@@ -191,8 +196,7 @@ def duel_of_attention(_: str, args: argparse.Namespace) -> dict:
             for tokens in LENGTHS
             for kind in ("eager", "fused")
         }
-        sides = {side: partial(common.run_script, command, args.threads) for side, command in commands.items()}
-        figures = alternate(args.repeats, **sides)
+        figures = take_turns(commands, args)
     middle, ratios = medians(figures), {}
     for tokens in LENGTHS:
         eager, fused = middle[f"eager {tokens}"], middle[f"fused {tokens}"]
