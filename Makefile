@@ -1,13 +1,17 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: run test lint format bench combinations notebooks clean
+.PHONY: run test test-slow lint format bench combinations notebooks docs clean
 
 run: .venv/installed
 	$(BIN)/python src/2_grad_accum.py
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+
+# what is slow by nature: every pair of techniques, every notebook in a kernel, kills, compiling
+test-slow: .venv/installed-dev
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
@@ -22,11 +26,14 @@ bench: .venv/installed-dev
 	$(BIN)/python benchmarks/against_blog.py
 
 combinations: .venv/installed-dev
-	FABRIC_LADDER_WRITE_TABLE=1 $(BIN)/python -m pytest tests/test_combinations.py
+	FABRIC_LADDER_WRITE_TABLE=1 $(BIN)/python -m pytest tests/rungs/test_combinations.py -m slow
 
 notebooks: .venv/installed-dev
 	rm -rf notebooks && mkdir notebooks
 	$(BIN)/python scripts/export_notebook.py all --output_dir notebooks
+
+docs: .venv/installed-dev
+	$(BIN)/properdocs build --strict
 
 clean:
 	rm -rf .venv runs

@@ -15,12 +15,10 @@ longest of the data set, so its side is padded to the maximum, which reviews of 
 are drawn from the 50,000 are as long as these are: in the mean within 5 %, and the longest has the maximum.
 """
 
-import argparse
 import json
 import statistics
 import sys
 import tarfile
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,8 +28,7 @@ import common  # first of all: it makes the project importable without an instal
 import numpy as np
 import torch
 from blog_recipe import read_frame, split_frame
-from common import hf
-from duel import MEASURES, CannotMeasureError, alternate, medians, need_imdb, run_parts
+from common import MEASURES, CannotMeasureError, alternate, hf, medians
 from loop_cost import measure_loop
 
 import local_dataset_utilities as data
@@ -84,7 +81,7 @@ def fair_draw(splits: hf.DatasetDict, sizes: dict[str, int], longest: int) -> in
 
 
 def prepare(part: str, reviews: int, evaluated: int, folder: Path, tested: int = 8) -> tuple[list[str], dict]:
-    """Tokenise all of IMDb once (the cache keeps it) and draw the reviews.
+    """Tokenize all of IMDb once (the cache keeps it) and draw the reviews.
 
     A tokenizer that a part needs is trained on all training reviews: on a few dozen it would know whole words only.
 
@@ -117,16 +114,14 @@ def prepare(part: str, reviews: int, evaluated: int, folder: Path, tested: int =
     return options, facts
 
 
-def compare_recipes(part: str, reviews: int, repeats: int, threads: int) -> dict:
+def compare_recipes(part: str, reviews: int, repeats: int, threads: int, folder: Path) -> dict:
     """Measure `bloom` or `minilm`."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        options, facts = prepare(part, reviews, EVALUATED * reviews, folder)
-        figures = alternate(
-            repeats,
-            blog=lambda: common.run_blog(folder / "texts", "max_length", options, threads),
-            ladder=lambda: common.run_rung("2_grad_accum", options, threads),
-        )
+    options, facts = prepare(part, reviews, EVALUATED * reviews, folder)
+    figures = alternate(
+        repeats,
+        blog=lambda: common.run_command(common.blog_command(folder / "texts", options), threads),
+        ladder=lambda: common.run_rung("2_grad_accum", options, threads),
+    )
     for name in ("parameters", "tokens", "threads"):
         if len(values := {run[name] for runs in figures.values() for run in runs}) > 1:
             raise RuntimeError(f"the sides differ in {name}: {values}")
@@ -140,9 +135,9 @@ def unpack(archive: Path, folder: Path, reviews: int) -> Path:
     left = {(split, name): reviews // 4 for split in ("train", "test") for name in ("pos", "neg")}
     with tarfile.open(archive, "r|gz") as members:
         for member in members:
-            place = tuple(Path(member.name).parts[1:3])
-            if member.isfile() and left.get(place):
-                left[place] -= 1
+            source = tuple(Path(member.name).parts[1:3])
+            if member.isfile() and left.get(source):
+                left[source] -= 1
                 members.extract(member, folder, filter="data")
     return folder / "aclImdb"
 
@@ -154,19 +149,18 @@ def timed(read: Callable, split: Callable) -> dict:
     return {"seconds": perf_counter() - start}
 
 
-def compare_reading(_: str, reviews: int, repeats: int, threads: int) -> dict:
+def compare_reading(_: str, reviews: int, repeats: int, threads: int, folder: Path) -> dict:
     """Measure `reading`: the ladder on everything, the blog's way on a fraction, since it takes very long."""
     archive = common.imdb_archive()
     sizes = [4 * (max(reviews, 32) // part // 4) for part in (8, 4, 2, 1)]  # a quarter from each folder
-    with tempfile.TemporaryDirectory() as scratch:
-        folders = {size: unpack(archive, Path(scratch) / str(size), size) for size in sizes}
-        sides = {"ladder_50000": lambda: timed(data.load_dataset_into_to_dataframe, data._imdb_parts)}
-        for size, folder in folders.items():
-            sides[f"ladder_{size}"] = lambda folder=folder, size=size: timed(
-                lambda: data._read_imdb(folder, size), data._imdb_parts
-            )
-            sides[f"blog_{size}"] = lambda folder=folder: timed(lambda: read_frame(folder), split_frame)
-        figures = alternate(repeats, **sides)
+    folders = {size: unpack(archive, folder / str(size), size) for size in sizes}
+    sides = {"ladder_50000": lambda: timed(data.load_dataset_into_to_dataframe, data._split)}
+    for size, source in folders.items():
+        sides[f"ladder_{size}"] = lambda source=source, size=size: timed(
+            lambda: data._read_imdb(source, size), data._split
+        )
+        sides[f"blog_{size}"] = lambda source=source: timed(lambda: read_frame(source), split_frame)
+    figures = alternate(repeats, **sides)
     middle = medians(figures)
     seconds = {side: figure["seconds"] for side, figure in middle.items()}
     counts, blog = np.array(sizes, float), np.array([seconds[f"blog_{size}"] for size in sizes])
@@ -174,9 +168,9 @@ def compare_reading(_: str, reviews: int, repeats: int, threads: int) -> dict:
     (linear, square), *_ = np.linalg.lstsq(np.stack([counts, counts**2], 1) * scale, np.ones(len(sizes)), rcond=None)
     exponent = float(np.log(blog[-1] / blog[-2]) / np.log(2))
     if square > 0:
-        guess, how = float(linear * 50_000 + square * 50_000**2), "a n + b n^2"
+        guess, formula = float(linear * 50_000 + square * 50_000**2), "a n + b n^2"
     else:  # no growth beyond the straight line was seen
-        guess, how = float(blog[-1] * 50_000 / sizes[-1]), "a n"
+        guess, formula = float(blog[-1] * 50_000 / sizes[-1]), "a n"
     measured, extrapolated = float(blog[-1]) / seconds[f"ladder_{sizes[-1]}"], guess / seconds["ladder_50000"]
     which = f"measured on {sizes[-1]:,} reviews" if measured >= 50 else "EXTRAPOLATED to 50,000 reviews"
     return {
@@ -187,7 +181,7 @@ def compare_reading(_: str, reviews: int, repeats: int, threads: int) -> dict:
             "fit": {"formula": "a n + b n^2", "a": float(linear), "b": float(square)},
             "local_exponent": exponent,
             "blog_seconds_50000_EXTRAPOLATED": guess,
-            "extrapolated_by": how,
+            "extrapolated_by": formula,
         },
         "ratios": {
             "ladder_seconds_50000": seconds["ladder_50000"],
@@ -198,11 +192,10 @@ def compare_reading(_: str, reviews: int, repeats: int, threads: int) -> dict:
     }
 
 
-def compare_loops(part: str, reviews: int, repeats: int, threads: int) -> dict:
+def compare_loops(part: str, reviews: int, repeats: int, threads: int, folder: Path) -> dict:
     """Measure `loop`."""
-    with tempfile.TemporaryDirectory() as scratch:
-        options, facts = prepare(part, reviews, 1, Path(scratch))
-        figures = measure_loop([*options, "--runs_dir", f"{scratch}/runs"], repeats)
+    options, facts = prepare(part, reviews, 1, folder)
+    figures = measure_loop([*options, "--runs_dir", f"{folder}/runs"], repeats)
     middle = medians(figures)
     ratios = {"ladder_seconds / bare_seconds": middle["ladder"]["seconds"] / middle["bare"]["seconds"]}
     pairs = zip(figures["ladder"], figures["bare"], strict=True)
@@ -212,20 +205,16 @@ def compare_loops(part: str, reviews: int, repeats: int, threads: int) -> dict:
 
 def main() -> int:
     """Measure the chosen parts and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
+    parser = common.duel_parser(__doc__, PARTS, 5, OUT)
     parser.add_argument("--reviews", type=int, help=f"training reviews (reading: the largest size); default: {REVIEWS}")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=OUT, help="results file; the parts that are not run stay in it")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
 
-    def measure(part: str) -> dict:
-        need_imdb()
-        return PARTS[part](part, args.reviews or REVIEWS[part], args.repeats, args.threads)
+    def measure(part: str, folder: Path) -> dict:
+        common.imdb_archive()
+        return PARTS[part](part, args.reviews or REVIEWS[part], args.repeats, args.threads, folder)
 
-    return run_parts({part: partial(measure, part) for part in args.part}, TARGETS, args.out)
+    return common.run_parts({part: partial(measure, part) for part in args.part}, args.out, TARGETS)
 
 
 PARTS = {"bloom": compare_recipes, "minilm": compare_recipes, "reading": compare_reading, "loop": compare_loops}

@@ -14,7 +14,7 @@ switches, accelerate's plain loop, a bare PyTorch loop (peers.py), and the ladde
 most one more option, see `LADDER`. All have the same initial weights, reviews, effective batch of 16 reviews,
 precision, Adam, number of optimizer steps and threads, and a fresh process each time; they take turns, and the median
 of the repeats counts. What is alike is checked: the sides must agree in weights, tokens, steps and threads, and the
-ladder's test loss must be that of the bare loop. The peers get tokenised texts; the blog pads all to the longest, and
+ladder's test loss must be that of the bare loop. The peers get tokenized texts; the blog pads all to the longest, and
 its padding is not timed. Trainer and accelerate draw batches of their own and pad them to their longest; the ladder
 sorts within its effective batch. transformers has eager attention only for BLOOM, so has every peer but the bare loop.
 
@@ -25,7 +25,6 @@ nothing of an accuracy: it is recorded to show that the sides learn alike.
 import argparse
 import shlex
 import sys
-import tempfile
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -33,7 +32,7 @@ from pathlib import Path
 import common  # first of all: it makes the project importable without an installation
 import torch
 from against_blog import BLOOM, model_options, prepare
-from duel import MEASURES, CannotMeasureError, alternate, medians, need_imdb, run_parts
+from common import MEASURES, CannotMeasureError, alternate, medians, rung_command
 
 OUT = common.RESULTS / "against_peers.json"
 REVIEWS = {"minilm": 32, "bloom": 32}  # for training; half as many for validation and for the test
@@ -89,28 +88,15 @@ def check_alike(figures: dict[str, list[dict]], *free: str) -> None:
             raise RuntimeError(f"the sides differ in {name}: {values}")
 
 
-def measure_side(command: list[str], threads: int | None = None) -> dict:
-    """Run a side and return its figures; a command of src/ is a rung."""
-    script, *options = command
-    if Path(script).parent == common.ROOT / "src":
-        return common.run_rung(Path(script).stem, options, threads)
-    return common.run_script(command, threads)
-
-
 def take_turns(commands: dict[str, list[str]], args: argparse.Namespace) -> dict[str, list[dict]]:
     """Return the figures of every side's repeats."""
-    sides = {side: partial(measure_side, command, args.threads) for side, command in commands.items()}
+    sides = {side: partial(common.run_command, command, args.threads) for side, command in commands.items()}
     return alternate(args.repeats, **sides)
-
-
-def rung_command(options: list[str], script: str, *more: str) -> list[str]:
-    """Return a rung with its arguments."""
-    return [str(common.ROOT / "src" / f"{script}.py"), *options, *more]
 
 
 def draw(part: str, args: argparse.Namespace, folder: Path) -> tuple[list[str], dict]:
     """Draw the reviews; return the settings of all sides, and facts."""
-    need_imdb()
+    common.imdb_archive()
     reviews = args.reviews or REVIEWS[part]
     if reviews % 16:
         raise CannotMeasureError("--reviews must be a multiple of 16, the effective batch")
@@ -118,21 +104,20 @@ def draw(part: str, args: argparse.Namespace, folder: Path) -> tuple[list[str], 
     return [*options, "--precision", args.precision], facts | {"precision": args.precision}
 
 
-def duel(part: str, args: argparse.Namespace) -> dict:
+def duel(part: str, args: argparse.Namespace, folder: Path) -> dict:
     """Measure all sides of `minilm` or `bloom`."""
-    with tempfile.TemporaryDirectory() as scratch:
-        options, facts = draw(part, args, Path(scratch))
-        ladder = rung_command(options, *LADDER[part])
-        commands = {
-            "blog": common.blog_command(Path(scratch) / "texts", "max_length", options),
-            "trainer": common.peer_command("trainer", options),
-            "trainer_best": common.peer_command("trainer", options, *BEST[part]),
-            "accelerate": common.peer_command("accelerate", options),
-            "bare": common.peer_command("bare", ladder[1:]),
-            "ladder": ladder,
-        }
-        commands = {side: command for side, command in commands.items() if side not in args.without}
-        figures = take_turns(commands, args)
+    options, facts = draw(part, args, folder)
+    ladder = rung_command(options, *LADDER[part])
+    commands = {
+        "blog": common.blog_command(folder / "texts", options),
+        "trainer": common.peer_command("trainer", options),
+        "trainer_best": common.peer_command("trainer", options, *BEST[part]),
+        "accelerate": common.peer_command("accelerate", options),
+        "bare": common.peer_command("bare", ladder[1:]),
+        "ladder": ladder,
+    }
+    commands = {side: command for side, command in commands.items() if side not in args.without}
+    figures = take_turns(commands, args)
     check_alike(figures)
     middle = medians(figures)
     ratios = {
@@ -150,7 +135,7 @@ def duel(part: str, args: argparse.Namespace) -> dict:
     }
 
 
-def find(part: str, args: argparse.Namespace) -> dict:
+def find(part: str, args: argparse.Namespace, folder: Path) -> dict:
     """Find the fastest switches of Trainer, group by group."""
     tried = {}
 
@@ -159,26 +144,24 @@ def find(part: str, args: argparse.Namespace) -> dict:
         tried.update(medians(take_turns({name: common.peer_command("trainer", options, *switches)}, args)))
         return tried[name]
 
-    with tempfile.TemporaryDirectory() as scratch:
-        options, facts = draw(part, args, Path(scratch))
-        best, chosen = measure(), ()
-        for group in SWITCHES:
-            for switch in group:
-                switches = (*(other for other in chosen if other not in group), switch)
-                figures = measure(*switches)
-                name = f"evaluation_{SPEED}" if switch.startswith("evaluate") else SPEED
-                if figures[name] > best[name]:
-                    best, chosen = figures, switches
+    options, facts = draw(part, args, folder)
+    best, chosen = measure(), ()
+    for group in SWITCHES:
+        for switch in group:
+            switches = (*(other for other in chosen if other not in group), switch)
+            figures = measure(*switches)
+            name = f"evaluation_{SPEED}" if switch.startswith("evaluate") else SPEED
+            if figures[name] > best[name]:
+                best, chosen = figures, switches
     print(f"Trainer's best: {' '.join(chosen) or 'its defaults'}")
     return {"conditions": facts | {"trainer_best": chosen}, "medians": tried, "ratios": {}}
 
 
-def cut_by_cut(part: str, args: argparse.Namespace) -> dict:
+def cut_by_cut(part: str, args: argparse.Namespace, folder: Path) -> dict:
     """Measure rung 2 from one sample at a time to the whole effective batch; the cut changes no gradient."""
-    with tempfile.TemporaryDirectory() as scratch:
-        options, facts = draw(part, args, Path(scratch))
-        commands = {shlex.join(cut): rung_command(options, "2_grad_accum", *cut) for cut in CUTS}
-        figures = take_turns(commands, args)
+    options, facts = draw(part, args, folder)
+    commands = {shlex.join(cut): rung_command(options, "2_grad_accum", *cut) for cut in CUTS}
+    figures = take_turns(commands, args)
     check_alike(figures, *(["test_loss"] if part == "minilm" else []))  # whose dropout another cut draws anew
     middle = medians(figures)
     alone = middle[shlex.join(CUTS[0])]
@@ -186,17 +169,16 @@ def cut_by_cut(part: str, args: argparse.Namespace) -> dict:
     return {"conditions": facts, "repeats": figures, "medians": middle, "ratios": ratios}
 
 
-def duel_of_attention(_: str, args: argparse.Namespace) -> dict:
+def duel_of_attention(_: str, args: argparse.Namespace, folder: Path) -> dict:
     """Measure `attention`."""
-    with tempfile.TemporaryDirectory() as scratch:
-        options = [*common.BASE, "--accelerator", "cpu", *model_options("bloom", Path(scratch))]
-        script = str(Path(__file__).with_name("attention_cost.py"))
-        commands = {
-            f"{kind} {tokens}": [script, "--kind", kind, "--tokens", str(tokens), *options]
-            for tokens in LENGTHS
-            for kind in ("eager", "fused")
-        }
-        figures = take_turns(commands, args)
+    options = [*common.BASE, "--accelerator", "cpu", *model_options("bloom", folder)]
+    script = str(Path(__file__).with_name("attention_cost.py"))
+    commands = {
+        f"{attention} {tokens}": [script, "--attention", attention, "--tokens", str(tokens), *options]
+        for tokens in LENGTHS
+        for attention in ("eager", "fused")
+    }
+    figures = take_turns(commands, args)
     middle, ratios = medians(figures), {}
     for tokens in LENGTHS:
         eager, fused = middle[f"eager {tokens}"], middle[f"fused {tokens}"]
@@ -215,15 +197,11 @@ def duel_of_attention(_: str, args: argparse.Namespace) -> dict:
 
 def main() -> int:
     """Measure the chosen parts and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
+    parser = common.duel_parser(__doc__, PARTS, 5, OUT)
     parser.add_argument("--measure", choices=("sides", *OTHERS), default="sides", help="of minilm and bloom, see above")
     parser.add_argument("--reviews", type=int, help=f"for training; default: {REVIEWS}")
     parser.add_argument("--without", nargs="+", choices=PEERS, default=[], help="peers to leave out, to save time")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--precision", choices=("32-true", "bf16-mixed"), default="32-true", help="of all sides")
-    parser.add_argument("--out", type=Path, default=OUT, help="results file; the parts that are not run stay in it")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     measures, targets = {}, {}
@@ -234,8 +212,8 @@ def main() -> int:
         if part != "attention" and args.precision != "32-true":
             words.append(args.precision)
         measures[name := " ".join(words)] = partial(measure, part, args)
-        targets[name] = [target for target in judged if target[0].split(":")[0] not in args.without]
-    return run_parts(measures, targets, args.out)
+        targets[name] = judged
+    return common.run_parts(measures, args.out, targets)
 
 
 PARTS = {"minilm": duel, "bloom": duel, "attention": duel_of_attention}

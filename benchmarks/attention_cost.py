@@ -1,6 +1,6 @@
 """One attention of BLOOM, forward and backward, at one length: seconds and peak memory, in a process of its own.
 
-    python benchmarks/attention_cost.py --out FILE --kind fused --tokens 1024 [--rows 1] [--passes 3] [--model FILE …]
+    python benchmarks/attention_cost.py --out FILE --attention fused --tokens 1024 [--rows 1] [--passes 3] [--model …]
 
 The rows are full: without padding both ways do the same work. The loss shows that they compute the same.
 """
@@ -15,12 +15,12 @@ import common  # noqa: F401 - first of all: it makes the project importable with
 import torch
 from lightning import seed_everything
 
-from fabric_ladder import build_model, parse_settings
-from fabric_ladder.hardware import peak_memory, reset_peak_memory
-from fabric_ladder.memory import blank_datasets
+from fabric_ladder import Settings, build_model, parse_settings
+from fabric_ladder.environment import peak_memory, reset_peak_memory
+from fabric_ladder.planning.predict import blank_datasets
 
 
-def measure(settings, tokens: int, rows: int, passes: int) -> dict:
+def measure(settings: Settings, tokens: int, rows: int, passes: int) -> dict:
     """Return the median seconds of a forward and a backward pass, after a warm-up, and the peak memory in bytes.
 
     The gradients are kept between the passes, as between the micro-batches of an effective batch.
@@ -52,13 +52,11 @@ def measure(settings, tokens: int, rows: int, passes: int) -> dict:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--kind", choices=("fused", "eager"), required=True)
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--out", type=Path, required=True)
     own, options = parser.parse_known_args()
     settings = parse_settings([*options, "--max_length", str(own.tokens)])
-    settings.attention = own.kind
     figures = measure(settings, own.tokens, own.rows, own.passes)
     own.out.write_text(json.dumps(figures), encoding="utf-8")

@@ -14,9 +14,13 @@ from pathlib import Path
 from statistics import mean
 
 import torch
-from common import RESULTS, ROOT, data, environment, run_rung, write_result
+from common import RESULTS, ROOT, environment, run_rung, write_result
 from sklearn.feature_extraction.text import CountVectorizer, TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
+
+from fabric_ladder.data.sources import Source
+from fabric_ladder.data.tables import read_splits
+from fabric_ladder.settings import DataSettings
 
 QUICKSTART = ["--config", str(ROOT / "configs" / "quickstart.yaml"), "--validation_samples", "500"]
 LEAST_ACCURACY, LEAST_LEAD = 0.85, 0.05
@@ -24,9 +28,9 @@ LEAST_ACCURACY, LEAST_LEAD = 0.85, 0.05
 
 def bag_of_words(seed: int) -> dict[str, float]:
     """Return the test accuracy of a logistic regression on word counts and on tf-idf."""
-    settings = data.DataSettings(dataset="synthetic", split_seed=seed)
+    settings = DataSettings(dataset="synthetic", split_seed=seed)
     with tempfile.TemporaryDirectory() as scratch:
-        splits, _ = data._read_splits(settings, ["synthetic"], Path(scratch))
+        splits, _ = read_splits(settings, Source(["synthetic"]), Path(scratch))
     train, test = splits["train"], splits["test"]
     found = {}
     for name, vectorizer in (("counts", CountVectorizer()), ("tf-idf", TfidfVectorizer())):

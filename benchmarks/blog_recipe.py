@@ -6,7 +6,7 @@
   counted after every review, with the model put into eval mode and back.
 - Validation and test go through the reviews one by one.
 
-One thing is mended here: the blog steps after reviews 1, n + 1, 2n + 1, …, and so loses the last n - 1. Here it steps
+One thing is fixed here: the blog steps after reviews 1, n + 1, 2n + 1, …, and so loses the last n - 1. Here it steps
 at the end of each window, so that both sides of a comparison take the same optimizer steps.
 
 As a script, it takes the settings of the rungs and `--texts`, `--padding` and `--out`, and writes its figures as JSON:
@@ -30,9 +30,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from fabric_ladder import build_model, parse_settings
-from fabric_ladder.hardware import peak_memory, reset_peak_memory
-from fabric_ladder.models import load_config
+from fabric_ladder import Settings, build_model, parse_settings
+from fabric_ladder.environment import peak_memory, reset_peak_memory
+from fabric_ladder.models.configs import load_config
 from local_dataset_utilities import IMDBDataset, load_datasets
 
 COLUMNS = ["input_ids", "attention_mask", "label"]
@@ -56,7 +56,7 @@ def split_frame(frame: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame, pd.Dat
     return shuffled.iloc[:first], shuffled.iloc[first:second], shuffled.iloc[second:]
 
 
-def tokenise(
+def tokenize(
     texts: hf.DatasetDict, tokenizer: PreTrainedTokenizerBase, max_length: int, padding: bool | str = True
 ) -> hf.DatasetDict:
     """Pad every text of a split to the split's longest, as tensors.
@@ -120,7 +120,7 @@ def evaluate(fabric: Fabric, model: nn.Module, loader: DataLoader) -> float:
     return accuracy.compute().item()
 
 
-def measure(settings, texts: Path, padding: bool | str = True) -> dict:
+def measure(settings: Settings, texts: Path, padding: bool | str = True) -> dict:
     """Train for one epoch, validate and test, and return the figures that `common.run_rung` returns of a rung.
 
     The initial weights are those of a rung with the same settings: the same seed goes to the same `build_model`.
@@ -130,7 +130,7 @@ def measure(settings, texts: Path, padding: bool | str = True) -> dict:
     fabric.seed_everything(settings.seed, verbose=False)
     datasets = load_datasets(settings)  # for its tokenizer and the names of its classes
     hf.disable_progress_bars()
-    tokens = tokenise(hf.load_from_disk(texts), datasets.tokenizer, settings.max_length, padding)
+    tokens = tokenize(hf.load_from_disk(texts), datasets.tokenizer, settings.max_length, padding)
     train_loader, val_loader, test_loader = build_loaders(fabric, tokens, settings.num_workers)
     if load_config(settings.model).model_type == "bloom":
         settings = replace(settings, attention="eager")  # transformers has no other

@@ -1,12 +1,16 @@
-"""What the benchmarks share: the texts, child processes that measure one side, and the written results."""
+"""What the benchmarks share: texts, child processes that measure one side, sides in turns, targets, written results."""
 
+import argparse
 import csv
 import json
 import os
+import re
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from time import strftime
 
@@ -16,34 +20,56 @@ sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # so that no installation is need
 import datasets as hf  # noqa: E402
 import torch  # noqa: E402
 
-import local_dataset_utilities as data  # noqa: E402
-from fabric_ladder.hardware import describe_hardware, describe_versions  # noqa: E402
+from fabric_ladder.data.cache import quiet  # noqa: E402
+from fabric_ladder.data.sources import find_source  # noqa: E402
+from fabric_ladder.data.tables import complete_splits, read_splits  # noqa: E402
+from fabric_ladder.environment import describe_hardware, describe_versions, write_whole  # noqa: E402
+from fabric_ladder.settings import DataSettings  # noqa: E402
+from local_dataset_utilities import IMDB_ARCHIVE, download_dataset, read_split  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 BLOG = ROOT / "benchmarks" / "blog_recipe.py"
 PEERS = ROOT / "benchmarks" / "peers.py"
+KEPT = (
+    "samples_per_second tokens_per_second evaluation_tokens_per_second peak_memory_bytes peak_host_memory_bytes".split()
+)
+KEPT += "training_seconds padding test_accuracy test_loss parameters".split()  # figures of run.json
 BASE = ["--config", str(ROOT / "configs" / "imdb_bloom_560m.yaml")]  # without it, a machine without a GPU does less
+
+
+MEASURES = ("samples_per_second", "evaluation_samples_per_second", "peak_memory_bytes")
 
 
 class ChildError(RuntimeError):
     """A measured process failed; the message is the last line that it wrote to stderr."""
 
 
-def imdb_archive() -> Path | None:
-    """Return the archive of IMDb, or None where there is none: a benchmark downloads nothing."""
-    path = Path(data.DataSettings().data_dir) / data.IMDB_ARCHIVE
-    return path if path.is_file() else None
+class CannotMeasureError(Exception):
+    """A part cannot be measured here; the message says why."""
 
 
-def save_texts(settings: data.DataSettings, folder: Path) -> None:
-    """Save the splits that the rungs draw for these settings as texts, for the blog's recipe to tokenise.
+def imdb_archive() -> Path:
+    """Return the archive of IMDb; a benchmark downloads nothing.
+
+    Raises:
+        CannotMeasureError: It is not there.
+    """
+    path = Path(DataSettings().data_dir) / IMDB_ARCHIVE
+    if not path.is_file():
+        raise CannotMeasureError(f"no {IMDB_ARCHIVE} in FABRIC_LADDER_DATA ({path.parent})")
+    return path
+
+
+def save_texts(settings: DataSettings, folder: Path) -> None:
+    """Save the splits that the rungs draw for these settings as texts, for the blog's recipe to tokenize.
 
     A child that reads them from here has not held all 50,000 reviews, so its memory is its recipe's own.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        splits, _ = data._read_splits(settings, data._find_source(settings), Path(scratch))
-        with data._quiet():
-            hf.DatasetDict(data._cut(splits, settings)).save_to_disk(folder)
+        source = find_source(settings, download_dataset, read_split)
+        splits, _ = read_splits(settings, source, Path(scratch))
+        with quiet():
+            hf.DatasetDict(complete_splits(splits, settings)).save_to_disk(folder)
 
 
 def run_rung(script: str, options: list[str], threads: int | None = None) -> dict:
@@ -59,57 +85,51 @@ def run_rung(script: str, options: list[str], threads: int | None = None) -> dic
         record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         with open(folder / "metrics.csv", encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
-    results, settings = record["results"], record["settings"]
+    results = record["results"]
     last, epoch = ([row for row in rows if row[name]][-1] for name in ("loss", "validation_loss"))
     validating = float(epoch["seconds"]) - float(last["seconds"])
-    return {
-        "samples_per_second": results["samples_per_second"],
+    return {name: results[name] for name in KEPT} | {
         "late_samples_per_second": float(last["samples_per_second"]),
         "seconds_to_last_step": float(last["seconds"]),
-        "evaluation_samples_per_second": settings["validation_samples"] / validating,
-        "evaluation_tokens_per_second": results["evaluation_tokens_per_second"],
-        "peak_memory_bytes": results["peak_memory_bytes"],
-        "peak_host_memory_bytes": results["peak_host_memory_bytes"],
-        "training_seconds": results["training_seconds"],
+        "evaluation_samples_per_second": record["settings"]["validation_samples"] / validating,
         "evaluation_seconds": validating,
         "compile_seconds": results.get("compile_seconds", 0.0),
         "tokens": round(results["tokens_per_second"] * results["training_seconds"]),
-        "tokens_per_second": results["tokens_per_second"],
-        "padding": results["padding"],
-        "test_accuracy": results["test_accuracy"],
-        "test_loss": results["test_loss"],
-        "parameters": results["parameters"],
         "updates": int(rows[-1]["step"]),
         "threads": record["hardware"]["threads"],
     }
 
 
-def run_blog(texts: Path, padding: str, options: list[str], threads: int | None = None) -> dict:
-    """Run the blog's recipe on saved texts in a process of its own, and return the same figures."""
-    return run_script(blog_command(texts, padding, options), threads)
-
-
-def blog_command(texts: Path, padding: str, options: list[str]) -> list[str]:
-    """Return the blog's recipe with its arguments, for `run_script`."""
-    return [str(BLOG), "--texts", str(texts), "--padding", padding, *options]
+def blog_command(texts: Path, options: list[str]) -> list[str]:
+    """Return the blog's recipe with its arguments, for `run_command`."""
+    return [str(BLOG), "--texts", str(texts), "--padding", "max_length", *options]
 
 
 def peer_command(side: str, options: list[str], *switches: str) -> list[str]:
-    """Return a side of peers.py with its arguments, for `run_script`."""
+    """Return a side of peers.py with its arguments, for `run_command`."""
     return [str(PEERS), "--side", side, "--switches", *switches, *options]
 
 
-def run_script(command: list[str], threads: int | None = None) -> dict:
-    """Run a script that writes its figures to `--out`, in a process of its own, and return them."""
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+def rung_command(options: list[str], script: str, *more: str) -> list[str]:
+    """Return a rung with its arguments, for `run_command`."""
+    return [str(ROOT / "src" / f"{script}.py"), *options, *more]
+
+
+def run_command(command: list[str], threads: int | None = None) -> dict:
+    """Run a rung, or a script that writes its figures to `--out`, in a process of its own, and return the figures."""
+    script, *options = command
+    if Path(script).parent == ROOT / "src":
+        return run_rung(Path(script).stem, options, threads)
+    with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
         _run_child([*command, "--out", str(out)], threads)
         return json.loads(out.read_text(encoding="utf-8"))
 
 
 def shown(command: list[str]) -> str:
-    """Return a child's command line as it is kept: paths of this machine's folders shortened."""
-    return shlex.join(["python", *command]).replace(f"{ROOT}/", "").replace(sys.prefix, "VENV")
+    """Return a child's command line as it is kept: the folders of this machine and of this run have names instead."""
+    text = shlex.join(["python", *command]).replace(f"{ROOT}/", "").replace(sys.prefix, "VENV")
+    return re.sub(rf"{re.escape(tempfile.gettempdir())}/[^/\s]+", "$SCRATCH", text)
 
 
 def checksum(model: torch.nn.Module) -> float:
@@ -131,16 +151,18 @@ def _run_child(command: list[str], threads: int | None) -> None:
     env = child_environment(threads)
     done = subprocess.run([sys.executable, *command], env=env, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no message"]
-        raise ChildError(f"{Path(command[0]).name} ended with status {done.returncode}: {lines[-1]}")
+        raise ChildError(f"{Path(command[0]).name} ended with status {done.returncode}: {last_line(done.stderr)}")
+
+
+def last_line(stderr: str) -> str:
+    """Return what a process wrote last to stderr."""
+    return (stderr.strip().splitlines() or ["no message"])[-1]
 
 
 def environment(device: torch.device) -> dict:
     """Return what a result depends on beside the code: command, date, versions and hardware."""
-    script = Path(sys.argv[0]).resolve()
-    name = str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else str(script)
     return {
-        "command": shlex.join(["python", name, *sys.argv[1:]]),
+        "command": shown([str(Path(sys.argv[0]).resolve()), *sys.argv[1:]]),
         "date": strftime("%Y-%m-%dT%H:%M:%S%z"),
         "commit": _commit(),
         "versions": describe_versions("accelerate", "torchmetrics"),
@@ -156,14 +178,15 @@ def _commit() -> str | None:
         return None
 
 
+def read_results(path: Path) -> dict[str, dict]:
+    """Return the records of a results file by part; none where there is no file."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
 def write_result(path: Path, part: str, record: dict) -> None:
     """Put a part's record into a results file; the other parts of the file stay as they are."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    records = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    records[part] = record
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(json.dumps(records, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_whole(path, json.dumps(read_results(path) | {part: record}, indent=2, ensure_ascii=False) + "\n")
 
 
 def print_table(header: list[str], rows: list[list]) -> None:
@@ -182,3 +205,89 @@ def _cell(value) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
     return str(value)
+
+
+def alternate(repeats: int, **sides: Callable[[], dict]) -> dict[str, list[dict]]:
+    """Let the sides take turns, `repeats` times each."""
+    figures = {name: [] for name in sides}
+    for number in range(1, repeats + 1):
+        for name, measure in sides.items():
+            figures[name].append(measure())
+            print(f"  {number}/{repeats} {name}: {json.dumps(figures[name][-1])}", file=sys.stderr, flush=True)
+    return figures
+
+
+def medians(figures: dict[str, list[dict]]) -> dict[str, dict]:
+    """Return each side's median of every figure."""
+    return {
+        side: {name: statistics.median(run[name] for run in runs) for name in runs[0]} for side, runs in figures.items()
+    }
+
+
+def judge(record: dict, targets: list[tuple[str, str, float]]) -> None:
+    """Add the targets whose ratio has been measured, and whether they are met."""
+    record["targets"] = [
+        {
+            "ratio": name,
+            limit: bound,
+            "met": record["ratios"][name] * (sign := 1 if limit == "min" else -1) >= bound * sign,
+        }
+        for name, limit, bound in targets
+        if name in record["ratios"]
+    ]
+    record["passed"] = all(target["met"] for target in record["targets"])
+
+
+def report(record: dict) -> None:
+    """Print the ratios and every target of a record that has been judged."""
+    for name, value in (record.get("growth", {}) | record["ratios"]).items():
+        print(f"  {name}: {value if not isinstance(value, float) else f'{value:,.3f}'}")
+    for target in record["targets"]:
+        limit, sign = ("min", ">=") if "min" in target else ("max", "<=")
+        print(f"  target {'met' if target['met'] else 'MISSED'}: {target['ratio']} {sign} {target[limit]}")
+    print(flush=True)
+
+
+def duel_parser(description: str, parts: Iterable[str], repeats: int, out: Path) -> argparse.ArgumentParser:
+    """Return a parser of what all duels on the CPU share: parts, repeats, threads and the results file."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", nargs="+", choices=parts, default=list(parts))
+    parser.add_argument("--repeats", type=int, default=repeats)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=out, help="results file; the parts that are not run stay in it")
+    return parser
+
+
+def run_parts(
+    measures: dict[str, Callable[[Path], dict]], out: Path, targets: dict[str, list] | None = None, device: str = "cpu"
+) -> int:
+    """Measure each part, judge, print and keep it, and return the exit status: 1 when one failed or missed a target.
+
+    Args:
+        measures: For each part, what measures it, with an empty folder to work in, and returns its record. It raises
+            `CannotMeasureError` for a part to be skipped; one that fails is kept with its error, and the rest go on.
+        out: The results file; the parts that are not measured stay in it.
+        targets: For each part that has any, the targets for `judge`.
+        device: Its type is kept with the results.
+    """
+    passed = True
+    for part, measure in measures.items():
+        print(f"{part} …", file=sys.stderr, flush=True)
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                record = measure(Path(folder))
+        except CannotMeasureError as reason:
+            print(f"skipped {part}: {reason}")
+            continue
+        except RuntimeError as error:
+            print(f"{part} failed: {error}", flush=True)
+            record = {"failed": str(error), "passed": False}
+        if sides := record.get("medians"):
+            names = [name for name in (*MEASURES, "seconds") if name in next(iter(sides.values()))]
+            print_table([part, *names], [[side, *map(figures.get, names)] for side, figures in sides.items()])
+        if "ratios" in record:
+            judge(record, (targets or {}).get(part, []))
+            report(record)
+        write_result(out, part, environment(torch.device(device)) | record)
+        passed = passed and record.get("passed", True)
+    return int(not passed)

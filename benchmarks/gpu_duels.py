@@ -25,30 +25,22 @@ eager: transformers has no other for BLOOM. The ladder's entry that meets it is 
 no more peak memory.
 """
 
-import argparse
-import json
 import shlex
 import sys
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import common  # first of all: it makes the project importable without an installation
-import gpu_ladder
-import numpy as np
 import torch
-from against_peers import LENGTHS, measure_side, rung_command
-from duel import judge
-from gpu_ladder import peak_flops, precision_of, training_flops
+from against_peers import LENGTHS
+from common import CannotMeasureError, peer_command, rung_command
+from gpu_ladder import Job, blog_entries, precision_of, run
 
-from fabric_ladder import parse_settings
-from fabric_ladder.checks import mixed_precision
-from local_dataset_utilities import DataSettings, load_datasets
+from fabric_ladder.environment import mixed_precision
 
 OUT = common.RESULTS / "gpu_duels.json"
 PROFILE = "gpu_profile.txt"
-EPOCH = 35_000  # reviews
 RUNGS = {"rung2": "2_grad_accum", "rung3": "3_torch_compile", "rung4": "4_mixed_precision", "rung5": "5_low_precision"}
 CUTS = {"1_sample": ("--micro_batch_size", "1")} | {
     f"{tokens}_tokens": ("--micro_batch_tokens", str(tokens)) for tokens in (4096, 16384, 65536)
@@ -63,7 +55,6 @@ TRAINER = {  # name: switches; the precision is added
 GPU_ONLY = ("tf32", "compile")  # compile works on a CPU too, but takes minutes
 LADDER = tuple(RUNGS.values())  # how the names of its entries begin
 PARTS = ("attention", "blog", "trainer", *RUNGS, "batch64", "profile")
-COLUMNS = ("samples_per_second", "late_samples_per_second", "epoch_seconds", "peak_memory_GB", "mfu", "late_mfu")
 TARGETS = [
     ("epoch of the blog's recipe / ladder, same precision", "min", 15.0),
     ("epoch of Trainer's best / ladder, same precision, no more peak memory", "min", 1.3),
@@ -72,57 +63,35 @@ TARGETS = [
 ]
 
 
-def entries(part: str, options: list[str], texts: Path, rehearse: bool) -> dict[str, list[str]]:
-    """Return a part's entries: their names and commands."""
-    if part == "profile":  # comes last, of what has been measured
-        return {}
-    if part == "attention":
+def entries(job: Job, parts: list[str]) -> dict[str, list[str]]:
+    """Return the names and commands of the parts' entries."""
+    options, found = [*job.options, "--batch_size", "16"], {}
+    if "attention" in parts:
         script = str(Path(__file__).with_name("attention_cost.py"))
-        more = ["--rows", "2", "--passes", "2" if rehearse else "20", *options, "--precision", "bf16-true"]
-        return {
-            f"attention-{kind}-{tokens}": [script, "--kind", kind, "--tokens", str(tokens), *more]
+        more = ["--rows", "2", "--passes", "2" if job.rehearsal else "20", *options, "--precision", "bf16-true"]
+        found |= {
+            f"attention-{attention}-{tokens}": [script, "--attention", attention, "--tokens", str(tokens), *more]
             for tokens in LENGTHS
-            for kind in ("eager", "fused")
+            for attention in ("eager", "fused")
         }
-    if part == "blog":
-        return {
-            f"blog-{precision}": common.blog_command(texts, "max_length", [*options, "--precision", precision])
-            for precision in ("32-true", mixed_precision(), "bf16-true")
-        }
-    if part == "trainer":
-        runs = {}
-        for precision, sets in TRAINER.items():
-            precision = mixed_precision() if precision == "mixed" else precision
-            for name, switches in sets.items():
-                switches = [switch for switch in switches if not (rehearse and switch in GPU_ONLY)]
-                command = common.peer_command("trainer", [*options, "--precision", precision], *switches)
-                runs[f"trainer-{precision}-{name}"] = command
-        return runs
-    if part == "batch64":
+    if "blog" in parts:
+        found |= blog_entries(job)
+    for precision, sets in TRAINER.items() if "trainer" in parts else ():
+        precision = mixed_precision() if precision == "mixed" else precision
+        for name, switches in sets.items():
+            switches = [switch for switch in switches if not (job.rehearsal and switch in GPU_ONLY)]
+            command = peer_command("trainer", [*options, "--precision", precision], *switches)
+            found[f"trainer-{precision}-{name}"] = command
+    for part in (part for part in RUNGS if part in parts):
+        found |= {f"{RUNGS[part]}-{name}": rung_command(options, RUNGS[part], *cut) for name, cut in CUTS.items()}
+    if "batch64" in parts:
         more = [*options, "--batch_size", "64"]
-        return {
+        found |= {
             f"{RUNGS[rung]}-{cut}-batch64": rung_command(more, RUNGS[rung], *CUTS[cut])
             for rung in ("rung4", "rung5")
             for cut in ("16384_tokens", "65536_tokens")
         }
-    return {f"{RUNGS[part]}-{name}": rung_command(options, RUNGS[part], *cut) for name, cut in CUTS.items()}
-
-
-def extrapolate(figures: dict, config: dict, lengths: np.ndarray, peak: float | None) -> None:
-    """Add an epoch's seconds and the model FLOPs utilisation to the figures of a training.
-
-    Raises:
-        RuntimeError: It trained other texts.
-    """
-    if figures["tokens"] != lengths.sum():
-        raise RuntimeError(f"{figures['tokens']} tokens were trained instead of {lengths.sum()}")
-    late = figures.setdefault("late_samples_per_second", figures["samples_per_second"])  # the blog's rate is one
-    flops = training_flops(figures["parameters"], config, lengths)
-    begun = figures.get("seconds_to_last_step", figures["training_seconds"])
-    figures["epoch_seconds"] = begun + (EPOCH - len(lengths)) / late
-    figures["peak_memory_GB"] = figures["peak_memory_bytes"] / 1e9
-    figures["mfu"] = flops / figures["training_seconds"] / peak if peak else None
-    figures["late_mfu"] = flops / len(lengths) * late / peak if peak else None
+    return found
 
 
 def fastest(figures: dict[str, dict], *starts: str, precision: str = "") -> str | None:
@@ -159,46 +128,26 @@ def compare(figures: dict[str, dict]) -> dict[str, float]:
     return ratios
 
 
-def run_entry(command: list[str], finish: Callable[[dict], None]) -> dict:
-    """Return an entry's figures, or its error."""
-    try:
-        figures = measure_side(command)
-        finish(figures)
-    except (common.ChildError, RuntimeError) as error:
-        return {"failed": str(error)}
-    return figures
+def further(job: Job, parts: list[str], out: Path) -> dict[str, Callable[[Path], dict]]:
+    """Return what follows the entries: the profile, where it is chosen, and the verdict on all that can be compared."""
+    profile = {"profile": partial(profile_fastest, job, out)} if "profile" in parts else {}
+    return profile | {"verdict": partial(judge_all, job, out)}
 
 
-def alike(out: Path, record: dict) -> dict[str, dict]:
-    """Return the records of the results file that can be compared with this one: the same GPU, as many reviews."""
-    records = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
-    return {
-        name: other
-        for name, other in records.items()
-        if "failed" not in other.get("figures", {"failed": None})
-        and other["conditions"] == record["conditions"]
-        and other["hardware"].get("gpu") == record["hardware"].get("gpu")
-    }
-
-
-def profile_fastest(records: dict[str, dict], record: dict, out: Path, rehearse: bool) -> None:
+def profile_fastest(job: Job, out: Path, runs: Path) -> dict:
     """Profile the training of the ladder's fastest entry, and write the result in words."""
-    trained = {name: other["figures"] for name, other in records.items() if not name.startswith("attention")}
-    name = fastest(trained, *LADDER)
+    records = job.records(out)
+    name = fastest(trainings(records), *LADDER)
     if name is None:
-        print("profile: none of the rungs' entries has run yet")
-        return
+        raise CannotMeasureError("none of the rungs' entries has run yet")
     _, script, *options = shlex.split(records[name]["command of the entry"])
-    options += ["--train_samples", "32" if rehearse else "640", "--validation_samples", "1", "--test_samples", "1"]
+    options += ["--train_samples", "32" if job.rehearsal else "640", "--validation_samples", "1", "--test_samples", "1"]
     command = [str(Path(__file__).with_name("profile_rung.py")), "--script", Path(script).stem, *options]
-    with tempfile.TemporaryDirectory() as runs:
-        found = common.run_script([*command, "--runs_dir", runs])
-    common.write_result(out, "profile", record | {"entry": name, "profile": found})
-    idle = 1 - found["busy_seconds"] / found["wall_seconds"]
+    found = common.run_command([*command, "--runs_dir", str(runs)])
     lines = [
-        f"Where the time of {name} goes: {record['command']}, {record['date']}",
-        f"{record['hardware'].get('gpu', 'CPU')}, torch {record['versions']['torch']}",
-        f"Work takes {found['busy_seconds']:.2f} of {found['wall_seconds']:.2f} seconds; the device waits {idle:.0%}.",
+        f"Where the time of {name} goes, on {job.gpu or 'CPU'}, torch {torch.__version__}",
+        f"Work takes {found['busy_seconds']:.2f} of {found['wall_seconds']:.2f} seconds; "
+        f"the device waits {1 - found['busy_seconds'] / found['wall_seconds']:.0%}.",
         "",
         *(
             f"{row['share']:6.1%} {row['ms']:10.1f} ms {row['calls']:7} x  {row['words']}: {row['name'][:80]}"
@@ -207,85 +156,25 @@ def profile_fastest(records: dict[str, dict], record: dict, out: Path, rehearse:
     ]
     out.with_name(PROFILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines) + "\n", flush=True)
+    return {"conditions": job.conditions, "entry": name, "profile": found}
 
 
-def judge_all(records: dict[str, dict], record: dict, out: Path) -> bool:
-    """Print all entries and the targets that they allow to judge; return whether none is missed."""
-    figures = {name: other["figures"] for name, other in records.items()}
-    attention = {name: run for name, run in figures.items() if name.startswith("attention")}
-    if attention:
-        rows = [[name, run["seconds"] * 1e3, run["peak_memory_bytes"] / 1e9] for name, run in attention.items()]
-        common.print_table(["forward and backward", "ms", "peak_memory_GB"], rows)
-    trained = {name: run for name, run in figures.items() if name not in attention}
-    common.print_table(["entry", *COLUMNS], [[name, *map(run.get, COLUMNS)] for name, run in trained.items()])
-    verdict = {"ratios": compare(trained)}
-    judge(verdict, [target for target in TARGETS if target[0] in verdict["ratios"]])
-    for name, value in verdict["ratios"].items():
-        print(f"  {name}: {value:.3f}")
-    for target in verdict["targets"]:
-        print(f"  target {'met' if target['met'] else 'MISSED'}: {target['ratio']}")
-    common.write_result(out, "verdict", record | verdict)
-    return verdict["passed"]
+def judge_all(job: Job, out: Path, _: Path) -> dict:
+    """Compare all entries so far, those of attention in a table."""
+    records = job.records(out)
+    rows = [
+        [name, record["figures"]["seconds"] * 1e3, record["figures"]["peak_memory_bytes"] / 1e9]
+        for name, record in records.items()
+        if name.startswith("attention")
+    ]
+    common.print_table(["forward and backward", "ms", "peak_memory_GB"], rows)
+    return {"conditions": job.conditions, "ratios": compare(trainings(records))}
 
 
-def main() -> int:
-    """Run the chosen entries, judge all, and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="of the chosen parts' entries")
-    parser.add_argument("--rehearse", action="store_true", help="tiny, on the CPU: shows that the commands work")
-    parser.add_argument("--reviews", type=int, help="training reviews (default: 2000; rehearsed: 32)")
-    parser.add_argument(
-        "--peak_tflops", nargs=2, type=float, metavar=("HALF", "TF32"), help="of a GPU not in the table"
-    )
-    parser.add_argument("--out", type=Path, help="results file; default: gpu_duels.json, rehearsed: none")
-    args = parser.parse_args()
-    if not args.rehearse and not torch.cuda.is_available():
-        print("no CUDA GPU: not measured (--rehearse runs the same commands on the CPU)")
-        return 0
-    if common.imdb_archive() is None:
-        print(f"skipped: the archive of IMDb is not in FABRIC_LADDER_DATA ({DataSettings().data_dir})")
-        return 0
-    reviews = args.reviews or (32 if args.rehearse else 2000)
-    if reviews % 16:
-        parser.error("--reviews must be a multiple of 16, the effective batch")
-    options, model, device = gpu_ladder.job(args.rehearse, reviews)
-    options += ["--log_every", str(reviews // 2), "--batch_size", "16"]
-    config = json.loads(model.read_text(encoding="utf-8"))
-    settings = parse_settings(options)
-    lengths = np.asarray(load_datasets(settings).splits["train"]["length"][:])
-    record = common.environment(device)
-    peaks = peak_flops(record["hardware"].get("gpu", ""), args.peak_tflops)
-    record["conditions"] = {"reviews": reviews, "model": model.name, "peak_flops": peaks, "rehearsal": args.rehearse}
-    failed = False
-    with tempfile.TemporaryDirectory() as scratch:
-        out = args.out or (Path(scratch) / OUT.name if args.rehearse else OUT)
-        common.save_texts(settings, Path(scratch) / "texts")
-        commands = {}
-        for part in args.part:
-            commands |= entries(part, options, Path(scratch) / "texts", args.rehearse)
-        if unknown := set(args.only or ()) - set(commands):
-            parser.error(f"no entry {', '.join(sorted(unknown))}; there are {', '.join(commands)}")
-        for name in args.only or commands:
-            print(f"{name} …", file=sys.stderr, flush=True)
-            peak = peaks and peaks["32" if precision_of(name) == "32-true" else "16"]
-            training = not name.startswith("attention")
-            finish = partial(extrapolate, config=config, lengths=lengths, peak=peak) if training else dict
-            figures = run_entry(commands[name], finish)
-            entry = {"command of the entry": common.shown(commands[name]), "figures": figures}
-            common.write_result(out, name, record | entry)
-            if "failed" in figures:
-                print(f"{name} failed: {figures['failed']}", flush=True)
-                failed = True
-        records = alike(out, record)
-        if "profile" in args.part:
-            profile_fastest(records, record, out, args.rehearse)
-        passed = judge_all(records, record, out)
-    if args.rehearse:
-        print("a rehearsal: not measured on a GPU")
-        return int(failed)
-    return int(failed or not passed)
+def trainings(records: dict[str, dict]) -> dict[str, dict]:
+    """Return the figures of all entries that train."""
+    return {name: record["figures"] for name, record in records.items() if not name.startswith("attention")}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, OUT, entries, PARTS, further, TARGETS))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fabric_ladder import Run, build_dataloaders, build_model, parse_settings, train
-from fabric_ladder.batching import EffectiveBatch
+from fabric_ladder.data.loaders import EffectiveBatch
 from local_dataset_utilities import load_datasets
 
 
@@ -71,7 +71,7 @@ def measure_loop(options: list[str], pairs: int) -> dict[str, list[dict]]:
             start = perf_counter()
             train(run, model, optimizer, train_loader, val_loader)
             seconds = perf_counter() - start
-        results = run.record["results"]
+        results = run.record.values["results"]
         return {"seconds": seconds - (results["elapsed_seconds"] - results["training_seconds"])}
 
     figures = {"bare": [], "ladder": []}

@@ -6,7 +6,7 @@ For each of rungs 13 and 14, with micro-batches of 1 and 4 samples, with the los
 samples/s, tokens/s and peak memory of the training step; then the largest micro-batch that trains in 24 GB and in 80 GB
 (PyTorch is forbidden more), by doubling and halving. The adapters are the article's: rank 8 on query_key_value. A GPU
 with 16 GB at least is needed, and 14 GB of the disk for the weights. Without a GPU the peaks of rung 13 are predicted
-(`fabric_ladder.memory`), which 4-bit weights cannot be; `--accelerator cpu` runs all of it on a small `--model`.
+(`fabric_ladder.planning`), which 4-bit weights cannot be; `--accelerator cpu` runs all of it on a small `--model`.
 """
 
 import argparse
@@ -19,16 +19,16 @@ from time import perf_counter
 import common  # first of all: it makes the project importable without an installation
 import torch
 from lightning import Fabric
-from memory_ladder import script_defaults
 from transformers import AutoModelForCausalLM
 
-from fabric_ladder import build_model, build_optimizer, parse_settings
-from fabric_ladder.batching import MicroBatch
-from fabric_ladder.errors import explain
-from fabric_ladder.gradients import accumulate_gradients
-from fabric_ladder.memory import blank_datasets, largest_batches, predict_peak
-from fabric_ladder.metrics import Meter
-from fabric_ladder.models import load_config
+from fabric_ladder import Settings, build_model, build_optimizer, parse_settings
+from fabric_ladder.advice import explain
+from fabric_ladder.data.loaders import MicroBatch
+from fabric_ladder.models.configs import load_config
+from fabric_ladder.planning.predict import blank_datasets, largest_batches, predict_peak
+from fabric_ladder.rungs import script_defaults
+from fabric_ladder.runs.metrics import Meter
+from fabric_ladder.training.gradients import accumulate_gradients
 
 OUT = common.RESULTS / "lora_7b.json"
 RUNGS = ("13_lora", "14_qlora")
@@ -44,7 +44,7 @@ def make_weights(model: str, folder: Path, device: torch.device) -> None:
     torch.set_default_dtype(torch.float32)
 
 
-def settings_of(args: argparse.Namespace, rung: str, model: str, samples: int, chunk: int, *more: str):
+def settings_of(args: argparse.Namespace, rung: str, model: str, samples: int, chunk: int, *more: str) -> Settings:
     """Return a rung's settings for micro-batches of so many samples; effective batches are as large."""
     options = ["--config", str(common.ROOT / "configs" / "belle_bloomz_7b1_lora.yaml"), "--model", model]
     options += ["--batch_size", str(samples), "--micro_batch_size", str(samples), "--loss_chunk", str(chunk)]
@@ -66,7 +66,7 @@ def filled(batch: MicroBatch, vocabulary: int) -> MicroBatch:
 class Trainee:
     """A model with its optimizer, set up as its rung does it."""
 
-    def __init__(self, settings):
+    def __init__(self, settings: Settings):
         self.settings = settings
         self.fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
         self.model = self.fabric.setup(build_model(settings, blank_datasets(2)))
@@ -85,7 +85,7 @@ class Trainee:
         for number in range(count + 1):
             if number == 1:
                 start = perf_counter()
-            accumulate_gradients(self.fabric, self.model, [batch], meter, ("", []))
+            accumulate_gradients(self.fabric, self.model, [batch], meter)
             self.optimizer.step()
             self.optimizer.zero_grad()
             meter.collect()  # waits for the device
@@ -133,7 +133,7 @@ def predicted(args: argparse.Namespace) -> list[dict]:
             more = ["--accelerator", "cpu", "--from_scratch", "true", "--eval_batch_tokens", "4096"]
             settings = settings_of(args, RUNGS[0], args.model, samples, chunk, *more)
             batches, _ = largest_batches(settings, args.tokens)
-            peak = predict_peak(lambda settings=settings: build_model(settings, blank_datasets(2)), settings, batches)
+            peak = predict_peak(settings, batches)
             records.append({"rung": RUNGS[0], "micro_batch_size": samples, "loss_chunk": chunk,
                             "predicted_peak_bytes": peak.total, "parameters_bytes": peak.parameters,
                             "activations_bytes": peak.activations, "other_bytes": peak.other})  # fmt: skip

@@ -2,10 +2,11 @@
 
     python benchmarks/memory_ladder.py [--model bloom-560m|vit-large-16] [--only TEXT …] [--tensors N]
 
-It is predicted for a GPU (see `fabric_ladder.memory`), and where there is one also measured, by running the rung as a
-process of its own on data made here. All samples are as long as they may be: texts of 1,024 tokens, images of 224
-pixels. Both figures are the peak of training and validation, in 10^9 bytes. FSDP and DeepSpeed run on one GPU, where
-there is nothing to share, but something to offload; four are predicted only.
+It is predicted for a GPU (see `fabric_ladder.planning.predict`), and where there is one also measured, by running the
+rung as a process of its own on data made here. All samples are as long as they may be: texts of 1,024 tokens, images of
+224 pixels. Both figures are the peak of training and validation, in 10^9 bytes. FSDP and DeepSpeed run on one GPU,
+where there is nothing to share, but something to offload; four are predicted only. What DeepSpeed and 4-bit weights
+take is predicted by formula, and `torch.compile` left out of the prediction, since it keeps at most as much.
 
 `target` is what the series on memory that the rungs follow prints for the same techniques on ViT-L/16 and CIFAR-10,
 effective batch 64; and 1.6 GB for all that one GPU allows.
@@ -17,7 +18,7 @@ import json
 import re
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
@@ -27,20 +28,18 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fabric_ladder import build_model, parse_settings
-from fabric_ladder.memory import blank_datasets, largest_batches, predict_peak
-from fabric_ladder.rungs import script_defaults
-from fabric_ladder.tracker import ON_DEVICE, Peak
+from fabric_ladder.planning.candidates import CHECKPOINTING, read_settings
+from fabric_ladder.planning.predict import largest_batches, predict_peak
+from fabric_ladder.planning.tracker import ON_DEVICE, Peak
 
 OUT = common.RESULTS / "memory_ladder.json"
 CONFIGS = common.ROOT / "configs"
 TOKENS, PIXELS, PATCHES = 1024, 224, 197  # of a text; of an image's side; tokens of an image
 EVAL_TOKENS = "4096"  # of a batch of the evaluation: the default on a GPU
-UNPREDICTED = ("3_torch_compile", "12_deepspeed_zero", "14_qlora")
 SHARDED = ("10_fsdp", "11_fsdp_cpu_offload")
 HEADER = ["GB", "parameters", "gradients", "optimizer", "activations", "logits", "other", "in host", "predicted",
           "measured", "target", "highest in"]  # fmt: skip
-AGAIN = "--activation_checkpointing true"
+CHECKPOINTED = " ".join(CHECKPOINTING)
 
 
 class Entry(NamedTuple):
@@ -54,23 +53,23 @@ class Entry(NamedTuple):
     @property
     def name(self) -> str:
         """What stands in the table: values that speak for themselves without their option's name."""
-        options = self.options.replace(AGAIN, "checkpointing").replace("--micro_batch_size", "micro-batch")
+        options = self.options.replace(CHECKPOINTED, "checkpointing").replace("--micro_batch_size", "micro-batch")
         options = re.sub(r"--\w+ ", "", options)
         return f"{self.rung} {options}".strip() + (f", {self.gpus} GPUs" if self.gpus > 1 else "")
 
 
-ALL = f"--precision bf16-true --optimizer sgd {AGAIN}"
+ALL = f"--precision bf16-true --optimizer sgd {CHECKPOINTED}"
 ZERO = [f"--deepspeed {stage}" for stage in ("zero2", "zero2_offload", "zero3", "zero3_offload")]
 ENTRIES = {
     "bloom-560m": [
         *(Entry(rung) for rung in ("1_batch_size_1", "2_grad_accum", "3_torch_compile", "4_mixed_precision")),
         Entry("4_mixed_precision", "--precision 16-mixed"),
         *(Entry(rung) for rung in ("5_low_precision", "6_lean_optimizer", "7_grad_checkpointing", "8_init_on_device")),
-        Entry("6_lean_optimizer", AGAIN),
+        Entry("6_lean_optimizer", CHECKPOINTED),
         *(Entry(rung) for rung in SHARDED),
         *(Entry("12_deepspeed_zero", stage) for stage in ZERO),
         Entry("11_fsdp_cpu_offload", ALL),
-        *(Entry(rung, more) for rung in ("13_lora", "14_qlora") for more in ("", AGAIN)),
+        *(Entry(rung, more) for rung in ("13_lora", "14_qlora") for more in ("", CHECKPOINTED)),
         *(Entry(rung, gpus=4) for rung in SHARDED),
     ],
     "vit-large-16": [
@@ -81,10 +80,10 @@ ENTRIES = {
         Entry("5_low_precision", "--micro_batch_size 64", 13.82),
         Entry("5_low_precision", "--micro_batch_size 16", 5.69),
         Entry("6_lean_optimizer", "--micro_batch_size 16", 3.91),
-        Entry("6_lean_optimizer", f"--micro_batch_size 16 {AGAIN}", 2.02),
+        Entry("6_lean_optimizer", f"--micro_batch_size 16 {CHECKPOINTED}", 2.02),
         Entry("11_fsdp_cpu_offload", f"--micro_batch_size 16 {ALL}", 2.02),
         *(Entry("12_deepspeed_zero", f"--micro_batch_size 16 {stage}") for stage in ZERO),
-        Entry("6_lean_optimizer", f"--micro_batch_size 1 {AGAIN}", 1.6),
+        Entry("6_lean_optimizer", f"--micro_batch_size 1 {CHECKPOINTED}", 1.6),
         Entry("11_fsdp_cpu_offload", f"--micro_batch_size 1 {ALL}", 1.6),
         *(Entry(rung, "--micro_batch_size 16", gpus=4) for rung in SHARDED),
     ],
@@ -98,20 +97,17 @@ def options_of(model: str) -> list[str]:
     return ["--config", str(CONFIGS / config), "--model", str(path), "--from_scratch", "true"]
 
 
-def predict(model: str, entry: Entry, known: dict[str, Peak]) -> Peak | None:
-    """Return the predicted peak, None for what cannot be predicted; `known` are those of the same settings."""
-    if entry.rung in UNPREDICTED:
-        return None
+def predict(model: str, entry: Entry, known: dict[str, Peak]) -> Peak:
+    """Return the predicted peak; `known` are those of the same settings."""
     options = entry.options.replace("--precision 16-mixed", "--precision bf16-mixed").split()  # of the same size
-    options += ["--accelerator", "cpu", "--eval_batch_tokens", EVAL_TOKENS]
-    settings = parse_settings([*options_of(model), *options], **script_defaults(entry.rung))
-    image_size = PIXELS if settings.task == "image-classification" else None
+    settings = read_settings(entry.rung, [*options_of(model), *options, "--eval_batch_tokens", EVAL_TOKENS])
     ranks = entry.gpus if entry.rung in SHARDED else None
-    key = json.dumps([asdict(settings), ranks], default=str)
+    key = json.dumps([asdict(replace(settings, name="")), ranks])
     if key not in known:
-        datasets = blank_datasets(10 if image_size else 2, image_size)
-        batches = largest_batches(settings, PATCHES if image_size else TOKENS, image_size, entry.gpus)
-        known[key] = predict_peak(lambda: build_model(settings, datasets), settings, *batches, ranks)
+        images = settings.task == "image-classification"
+        length, image_size, classes = (PATCHES, PIXELS, 10) if images else (TOKENS, None, 2)
+        batches = largest_batches(settings, length, image_size, entry.gpus)
+        known[key] = predict_peak(settings, *batches, ranks, classes)
     return known[key]
 
 
@@ -141,18 +137,18 @@ def measure(model: str, entry: Entry, data: list[str]) -> dict:
         return {"failed": str(error)}
 
 
-def row(entry: Entry, peak: Peak | None, measured: dict | None) -> list[str | None]:
+def row(entry: Entry, peak: Peak, measured: dict | None) -> list[str | None]:
     """Return the cells of a line of the table."""
-    sizes = [getattr(peak, kind) for kind in (*ON_DEVICE, "host", "total")] if peak else [None] * 8
+    sizes = [getattr(peak, part) for part in (*ON_DEVICE, "host", "total")]
     sizes.append((measured or {}).get("peak_memory_bytes"))
     cells = [None if size is None else f"{size / 1e9:.2f}" for size in sizes]
-    return [entry.name, *cells, entry.target and f"{entry.target:.2f}", peak and peak.phase]
+    return [entry.name, *cells, entry.target and f"{entry.target:.2f}", peak.phase]
 
 
 def tensor_lines(peak: Peak, count: int) -> list[str]:
     """Describe the tensors that hold most together at the peak."""
     return [
-        f"{number * storage.bytes / 1e9:.3f} GB: {number} x {storage.kind} {list(storage.shape)} {storage.dtype}, "
+        f"{number * storage.bytes / 1e9:.3f} GB: {number} x {storage.part} {list(storage.shape)} {storage.dtype}, "
         f"made by {storage.made_by}"
         for number, storage in peak.tensors[:count]
     ]
@@ -173,19 +169,15 @@ def run_model(model: str, only: list[str], tensors: int, out: Path | None) -> bo
             seconds = perf_counter() - start
             measured = measure(model, entry, data) if gpu and entry.gpus == 1 else None
             rows.append(row(entry, peak, measured))
-            record = entry._asdict() | {"predicted": None, "measured": measured}
-            if peak:
-                largest = tensor_lines(peak, 8)
-                record["predicted"] = peak._asdict() | {"total": peak.total, "tensors": largest, "seconds": seconds}
-                highest = max(peak.total, (measured or {}).get("peak_memory_bytes", 0)) / 1e9
-                if entry.target and highest > entry.target:
-                    lines.append(
-                        f"{entry.name}: {highest - entry.target:.2f} GB above the target, most is {largest[0]}"
-                    )
-                lines += [f"{entry.name}: {line}" for line in largest[:tensors]]
+            largest = tensor_lines(peak, 8)
+            predicted = peak._asdict() | {"total": peak.total, "tensors": largest, "seconds": seconds}
+            records.append(entry._asdict() | {"predicted": predicted, "measured": measured})
+            highest = max(peak.total, (measured or {}).get("peak_memory_bytes", 0)) / 1e9
+            if entry.target and highest > entry.target:
+                lines.append(f"{entry.name}: {highest - entry.target:.2f} GB above the target, most is {largest[0]}")
+            lines += [f"{entry.name}: {line}" for line in largest[:tensors]]
             if measured and "failed" in measured:
                 lines.append(f"{entry.name} failed: {measured['failed']}")
-            records.append(record)
     print(f"{model}" + ("" if gpu else ": predicted; not measured, since PyTorch finds no GPU here"))
     common.print_table(HEADER, rows)
     print(*lines, sep="\n", end="\n\n" if lines else "", flush=True)

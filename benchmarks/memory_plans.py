@@ -1,4 +1,4 @@
-"""The fastest rung that fits, for five models on six sizes of GPU: docs/memory_plans.md, and the README's table.
+"""The fastest rung that fits, for five models on six sizes of GPU: docs/memory_plans.md, and a table in docs/memory.md.
 
     python benchmarks/memory_plans.py
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import common  # first of all: it makes the project importable without an installation
 
-from fabric_ladder.hardware import describe_versions
+from fabric_ladder.environment import describe_versions
 
 SIZES = "8GB,16GB,24GB,40GB,80GB,141GB"
 TEXT = ["--config", "configs/imdb_bloom_560m.yaml", "--length", "1024"]
@@ -42,7 +42,7 @@ def plan(model: str, options: list[str], folder: Path) -> str:
 
 
 def chosen(text: str) -> list[str]:
-    """Return the README's cells: for each size the fastest way to train all weights, and with adapters."""
+    """Return the table's cells: for each size the fastest way to train all weights, and with adapters."""
     cells = []
     for size in SIZES.split(","):
         start = rf"^{size[:-2]} GB: Fastest that fits, "
@@ -76,11 +76,11 @@ def main() -> None:
     )
     parts = [head, "\n".join(table), *(f"## {model}\n\n{text}" for model, text in texts.items())]
     DOCUMENT.write_text("\n\n".join(parts).rstrip() + "\n", encoding="utf-8")
-    readme = common.ROOT / "README.md"
-    before, rest = readme.read_text(encoding="utf-8").split(MARKS[0])
+    guide = common.ROOT / "docs" / "memory.md"
+    before, rest = guide.read_text(encoding="utf-8").split(MARKS[0])
     after = rest.split(MARKS[1])[1]
-    readme.write_text("\n".join([before + MARKS[0], *table, MARKS[1] + after]), encoding="utf-8")
-    print(f"Wrote {DOCUMENT.relative_to(common.ROOT)} and the README's table")
+    guide.write_text("\n".join([before + MARKS[0], *table, MARKS[1] + after]), encoding="utf-8")
+    print(f"Wrote {DOCUMENT.relative_to(common.ROOT)} and the table in {guide.relative_to(common.ROOT)}")
 
 
 if __name__ == "__main__":

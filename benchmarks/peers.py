@@ -7,7 +7,7 @@
 - `bare`: forward, backward and step on the ladder's own micro-batches, made beforehand and kept in memory: what is left
   when nothing is printed, logged or loaded. It has the ladder's attention and optimizer.
 
-All get tokenised texts, the weights that a rung with the same settings draws, the same Adam at a constant rate without
+All get tokenized texts, the weights that a rung with the same settings draws, the same Adam at a constant rate without
 clipping, and one epoch. Nothing is saved or reported. The clock and the peak of the memory run from the first batch on,
 when everything is set up; evaluation has a clock of its own.
 
@@ -18,6 +18,7 @@ As a script, it takes the settings of the rungs and `--side`, `--switches` and `
 import argparse
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
@@ -30,10 +31,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding, Trainer, TrainerCallback, TrainingArguments
 
-from fabric_ladder import build_dataloaders, build_model, build_optimizer, parse_settings
-from fabric_ladder.hardware import peak_memory, reset_peak_memory
-from fabric_ladder.models import load_config, silence_loading
-from local_dataset_utilities import TextDatasets, load_datasets
+from fabric_ladder import Settings, build_dataloaders, build_model, build_optimizer, parse_settings
+from fabric_ladder.data.splits import TextDatasets
+from fabric_ladder.environment import peak_memory, reset_peak_memory
+from fabric_ladder.models.configs import load_config, silence_loading
+from local_dataset_utilities import load_datasets
 
 SIDES = ("trainer", "accelerate", "bare")
 MICRO_BATCH = 8  # Trainer's default, which goes twice into an effective batch of 16
@@ -107,7 +109,7 @@ class Clock(TrainerCallback):
         }
 
 
-def measure_trainer(settings, datasets: TextDatasets, model: nn.Module, switches: list[str]) -> dict:
+def measure_trainer(settings: Settings, datasets: TextDatasets, model: nn.Module, switches: list[str]) -> dict:
     """Train, validate and test by Trainer."""
     splits, counting = datasets.splits, Counting(datasets)
     options = {"per_device_train_batch_size": MICRO_BATCH}
@@ -137,7 +139,7 @@ def measure_trainer(settings, datasets: TextDatasets, model: nn.Module, switches
     return figures | closing(datasets, seconds, peak, accuracy)
 
 
-def measure_accelerate(settings, datasets: TextDatasets, model: nn.Module, _: list[str]) -> dict:
+def measure_accelerate(settings: Settings, datasets: TextDatasets, model: nn.Module, _: list[str]) -> dict:
     """Train, validate and test by the loop of accelerate's examples."""
     counting = Counting(datasets)
     accelerator = Accelerator(
@@ -183,7 +185,7 @@ def measure_accelerate(settings, datasets: TextDatasets, model: nn.Module, _: li
     return figures | closing(datasets, seconds, peak, accuracy(loaders[2]))
 
 
-def measure_bare(settings, datasets: TextDatasets, model: nn.Module, _: list[str]) -> dict:
+def measure_bare(settings: Settings, datasets: TextDatasets, model: nn.Module, _: list[str]) -> dict:
     """Train, validate and test with PyTorch alone, on the ladder's micro-batches."""
     fabric = Fabric(accelerator=settings.accelerator, devices=1)  # tells the loaders that there is one rank
     if settings.precision == "bf16-mixed":
@@ -234,12 +236,12 @@ def closing(datasets: TextDatasets, seconds: float, peak: int, accuracy: float) 
     }
 
 
-def measure(settings, side: str, switches: list[str]) -> dict:
+def measure(settings: Settings, side: str, switches: list[str]) -> dict:
     """Train for one epoch, validate and test, and return the figures that `common.run_rung` returns of a rung."""
     if len(switches) and side != "trainer":
         raise ValueError(f"{side} has no switches")
     if side != "bare" and load_config(settings.model).model_type == "bloom":
-        settings.attention = "eager"  # transformers has no other
+        settings = replace(settings, attention="eager")  # transformers has no other
     seed_everything(settings.seed, verbose=False)
     datasets = load_datasets(settings)
     if len(datasets.splits["train"]) % settings.batch_size:

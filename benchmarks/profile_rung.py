@@ -79,11 +79,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     own, options = parser.parse_known_args()
     script, train = common.ROOT / "src" / f"{own.script}.py", fabric_ladder.train
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
 
     def profiled(*args) -> None:
         start = perf_counter()
-        with profile(activities=kinds) as profiler:
+        with profile(activities=activities) as profiler:
             train(*args)
         own.out.write_text(json.dumps(top(profiler, perf_counter() - start)), encoding="utf-8")
 

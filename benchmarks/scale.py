@@ -5,7 +5,7 @@
 Parts:
     throughput  A small BLOOM on 1,000 reviews of IMDb, on all of it, and for five epochs: tokens/s, peak of the host.
     parquet     A million short texts in one row group of a Parquet file: memory of the first start and of the second.
-    startup     All of IMDb, tokenised before: from the start to the first optimizer step, less the libraries' import.
+    startup     All of IMDb, tokenized before: from the start to the first optimizer step, less the libraries' import.
     evaluation  MiniLM, 256 tokens: tokens/s of the evaluation over those of the training.
 
 Each figure comes from an unchanged src/2_grad_accum.py in a process of its own. A start is watched from outside until
@@ -13,7 +13,6 @@ the first loss is printed: its memory is what the process holds itself, without 
 system drops when it needs room. `--size 0.1` rehearses on a tenth of the texts, which proves nothing.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -31,7 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from against_blog import model_options
-from duel import CannotMeasureError, alternate, medians, need_imdb, run_parts
+from common import CannotMeasureError, alternate, last_line, medians
 
 import local_dataset_utilities as data
 from fabric_ladder import parse_settings
@@ -120,7 +119,7 @@ def start_rung(options: list[str], threads: int) -> dict[str, float]:
             errors = process.stderr.read()
         watcher.join()
     if stepped is None:
-        raise common.ChildError(f"the start failed: {(errors.strip().splitlines() or ['no message'])[-1]}")
+        raise common.ChildError(f"the start failed: {last_line(errors)}")
     own, peak = (max(values) for values in zip(*held, strict=True))
     return {"seconds": stepped - begun, "own_memory_bytes": own, "peak_memory_bytes": peak}
 
@@ -206,24 +205,19 @@ MEASURES = {
 
 def main() -> int:
     """Measure the chosen parts and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", nargs="+", choices=MEASURES, default=list(MEASURES))
+    parser = common.duel_parser(__doc__, MEASURES, 3, OUT)
     parser.add_argument("--size", type=float, default=1.0, help="share of the texts; below 1 for a rehearsal")
-    parser.add_argument("--repeats", type=int, default=3, help="of every side but the Parquet file's")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=OUT, help="results file; the parts that are not run stay in it")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
 
-    def measure(part: str) -> dict:
+    def measure(part: str, folder: Path) -> dict:
         if part != "parquet":
-            need_imdb()
+            common.imdb_archive()
         elif not Path("/proc/self/status").exists():
             raise CannotMeasureError("memory is told from mapped files on Linux only")
-        with tempfile.TemporaryDirectory(prefix="fabric-ladder-scale-") as folder:
-            return MEASURES[part](Path(folder), args.size, args.repeats, args.threads)
+        return MEASURES[part](folder, args.size, args.repeats, args.threads)
 
-    return run_parts({part: partial(measure, part) for part in args.part}, TARGETS, args.out)
+    return common.run_parts({part: partial(measure, part) for part in args.part}, args.out, TARGETS)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,14 @@ import sys
 
 from rich.console import Console
 
-from fabric_ladder.comparing.outputs import check_outputs, write_outputs
+from fabric_ladder.advice import show_errors
+from fabric_ladder.checkpoints.export import Arguments
+from fabric_ladder.comparing.charts import to_png
 from fabric_ladder.comparing.page import to_html
-from fabric_ladder.comparing.pictures import draw
 from fabric_ladder.comparing.sources import read_sources
 from fabric_ladder.comparing.table import compare, print_table, to_csv, to_json, to_markdown
-from fabric_ladder.errors import UserError, show_errors
-from fabric_ladder.export import Arguments
+from fabric_ladder.errors import UserError
+from fabric_ladder.tools.outputs import check_outputs, write_outputs
 
 if __name__ == "__main__":
     show_errors()
@@ -45,7 +46,7 @@ if __name__ == "__main__":
             f"these runs differ in more than their technique: {'; '.join(comparison.differences)}; "
             "--anyway compares them all the same"
         )
-    make = {"markdown": to_markdown, "csv": to_csv, "json": to_json, "html": to_html, "png": draw}
+    make = {"markdown": to_markdown, "csv": to_csv, "json": to_json, "html": to_html, "png": to_png}
     write_outputs({name: make[option](comparison) for option, name in outputs.items()})
     if to_stdout:
         print(to_markdown(comparison), end="")

@@ -1,10 +1,10 @@
-"""Say what this machine can run, and what it lacks for the rest: a line for each thing, with the cure.
+"""Say what this machine can run, and what it lacks for the rest: a line for each thing, with the fix.
 
 python scripts/doctor.py
 python scripts/doctor.py --json
 
 It downloads nothing and writes nothing. Where nothing is installed yet it runs all the same, by the standard library of
-any Python from 3.8 on. Libraries that are slow, talk, hang or abort are left to src/fabric_ladder/doctor.py.
+any Python from 3.8 on. Libraries that are slow, talk, hang or abort are left to src/fabric_ladder/tools/doctor.py.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -28,8 +29,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ASKED = ROOT / "src" / "fabric_ladder" / "doctor.py"
-ASK_SECONDS = 180  # from a cold network disk, the imports take a minute
+PACKAGE = ROOT / "src" / "fabric_ladder"
+ASKED = PACKAGE / "tools" / "doctor.py"
+SHARED = runpy.run_path(str(ASKED))  # no import, which needs torch
+item, brief = SHARED["item"], SHARED["brief"]
+TIMEOUT = 180  # seconds; from a cold network disk, the imports take a minute
 MODEST = ("PYTHONSAFEPATH", "PYTHONDONTWRITEBYTECODE", "HF_HUB_OFFLINE")  # nothing shadowed, written, fetched
 KERNELS = ("JPY_PARENT_PID", "COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE")  # set by Jupyter, Colab and Kaggle
 PIN = r'(?:^|")([\w.-]+)(?:\[.*?\])?==([^\s;"]+)'
@@ -39,39 +43,35 @@ LEAST_DISK = {"runs": 7e9, "cache": 1e9, "Hub cache": 2e9}  # bytes; BLOOM-560m 
 ELSEWHERE = {"runs": "give --runs_dir", "cache": "set FABRIC_LADDER_CACHE", "Hub cache": "set HF_HOME"}
 
 
-def item(name: str, good: str, problem: str | None = None, cure: str | None = None, status: str = "missing") -> tuple:
-    """Return name, status, text and cure of a thing that is good, or has a problem of this status."""
-    return (name, status, problem, cure) if problem else (name, "ok", good, None)
-
-
 def python():
-    """This Python against pyproject.toml's range, what started it, and whose package it imports."""
+    """Check this Python against pyproject.toml's range, what started it, and whose package it imports."""
     wanted = re.search(r'^requires-python = "(.*)"', _read("pyproject.toml"), re.MULTILINE)
     bounds = re.findall(r"(>=|<)(\d+)\.(\d+)", wanted.group(1)) if wanted else []
     outside = [sign for sign, *number in bounds if (sys.version_info[:2] < tuple(map(int, number))) == (sign == ">=")]
     text = f"{platform.python_version()}, {sys.executable}"
-    cure = "name another: make PYTHON=python{}.{} run".format(*bounds[0][1:]) if bounds else None
-    yield item("Python", text, f"{text}, is not {wanted.group(1)}" if outside else None, cure)
-    there = any(name in os.environ for name in KERNELS) or "ipykernel" in sys.modules
-    yield item("notebook", "yes: its kernel runs on one device, !python src/9_ddp.py on all" if there else "no")
-    ours, spec = ASKED.parent, find_spec("fabric_ladder")
+    fix = "name another: make PYTHON=python{}.{} run".format(*bounds[0][1:]) if bounds else None
+    yield item("Python", text, f"{text}, is not {wanted.group(1)}" if outside else None, fix)
+    kernel = any(name in os.environ for name in KERNELS) or "ipykernel" in sys.modules
+    yield item("notebook", "yes: its kernel runs on one device, !python src/9_ddp.py on all" if kernel else "no")
+    spec = find_spec("fabric_ladder")
     found = Path(spec.origin).resolve().parent if spec and spec.origin else None
-    problem = None if found == ours else f"in {found}, not in {ours}" if found else "not installed"
-    yield item("fabric_ladder", f"in {ours}", problem, f'pip install -e "{ROOT}"', "warn" if found else "missing")
+    problem = None if found == PACKAGE else f"in {found}, not in {PACKAGE}" if found else "not installed"
+    fix, status = f'pip install -e "{ROOT}"', "warn" if found else "missing"
+    yield item("fabric_ladder", f"in {PACKAGE}", problem, fix, status)
 
 
 def packages():
-    """What is installed, against the pins of requirements.txt and the ranges of pyproject.toml."""
+    """Check what is installed against the pins of requirements.txt and the ranges of pyproject.toml."""
     project, _, extras = _read("pyproject.toml").partition("\n[project.optional-dependencies]")
     ranges = dict(re.findall(r'"([\w.-]+)(?:\[.*?\])?([<>=!~][^"]*)"', project.partition("\ndependencies = [")[2]))
     tested, optional = (dict(re.findall(PIN, text, re.MULTILINE)) for text in (_read("requirements.txt"), extras))
     for name in {**tested, **ranges, **optional}:
         pin, wanted = tested.get(name) or optional.get(name), ranges.get(name, "")
-        cure = f'pip install "{name}=={pin}"' if pin else f'pip install "{name}{wanted}"'
+        fix = f'pip install "{name}=={pin}"' if pin else f'pip install "{name}{wanted}"'
         try:
             found = str(version(name))
         except Exception:  # not installed, or there are only remains of it
-            yield item(name, "", "not installed" + (", optional" if name in optional else ""), cure)
+            yield item(name, "", "not installed" + (", optional" if name in optional else ""), fix)
             continue
         fits = True
         with suppress(Exception):  # without `packaging` the pins alone count
@@ -80,13 +80,13 @@ def packages():
             fits = SpecifierSet(wanted).contains(found, prereleases=True)
         if fits:
             other = pin and found.split("+")[0] != pin
-            yield item(name, found, f"{found}, tested with {pin}" if other else None, cure, "warn")
+            yield item(name, found, f"{found}, tested with {pin}" if other else None, fix, "warn")
         else:
-            yield item(name, "", f"{found} is not {wanted}", cure)
+            yield item(name, "", f"{found} is not {wanted}", fix)
 
 
 def memory():
-    """Memory that processes share, and the host's, or what the container's control group leaves of it."""
+    """Check memory that processes share, and the host's, or what the container's control group leaves of it."""
     if Path("/dev/shm").is_dir():
         usage = shutil.disk_usage("/dev/shm")
         text = f"{usage.free / 1e9:.2f} GB free of {usage.total / 1e9:.2f} GB"
@@ -102,8 +102,8 @@ def memory():
     if limit and limit[0] < total:
         total, available, whose = limit[0], min(available, limit[0] - limit[1]), " of its control group"
     text = f"{available / 1e9:.2f} GB available of {total / 1e9:.2f} GB{whose}"
-    cure = "end other programs, or give the container more: docker run --memory"
-    yield item("memory", text, f"{text}: hardly enough" if available < LEAST_MEMORY else None, cure, "warn")
+    fix = "end other programs, or give the container more: docker run --memory"
+    yield item("memory", text, f"{text}: hardly enough" if available < LEAST_MEMORY else None, fix, "warn")
 
 
 def cgroup_limit(groups: str, root: Path) -> tuple[int, int] | None:
@@ -135,22 +135,21 @@ def cgroup_limit(groups: str, root: Path) -> tuple[int, int] | None:
 
 
 def disk(name: str):
-    """Whether a folder can be written, and the free space where it is or would be made."""
-    if name == "runs":
-        folder = "runs"
-    elif name == "cache":
+    """Check whether a folder can be written, and the free space where it is or would be made."""
+    folder = "runs"
+    if name == "cache":
         import pooch
 
         folder = os.environ.get("FABRIC_LADDER_CACHE") or pooch.os_cache("fabric_ladder")
-    else:
+    elif name == "Hub cache":
         from huggingface_hub import constants
 
         folder = constants.HF_HUB_CACHE
     folder = Path(folder).absolute()
-    there = next(place for place in (folder, *folder.parents) if os.path.exists(place))
+    there = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "cannot be written" if there.is_dir() else "is a file"
-        yield item(name, "", f"{folder} cannot be used: {there} {why}", ELSEWHERE[name])
+        reason = "cannot be written" if there.is_dir() else "is a file"
+        yield item(name, "", f"{folder} cannot be used: {there} {reason}", ELSEWHERE[name])
         return
     usage = shutil.disk_usage(there)
     text = f"{usage.free / 1e9:.2f} GB free of {usage.total / 1e9:.2f} GB, {folder}"
@@ -158,37 +157,37 @@ def disk(name: str):
 
 
 def data():
-    """The files that configs/ read."""
+    """Look for the files that configs/ read."""
     folder = Path(os.environ.get("FABRIC_LADDER_DATA") or "data")
     files = {name: (name,) for name in _named_in_configs("dataset") if "/" not in name and "." in name}
     for name, wanted in {"imdb": ("aclImdb", "aclImdb_v1.tar.gz"), **files}.items():
-        places = (place / file for place in (folder, Path()) for file in wanted)
-        found = next((str(place.absolute()) for place in places if place.exists()), None)
+        paths = (parent / file for parent in (folder, Path()) for file in wanted)
+        found = next((str(path.absolute()) for path in paths if path.exists()), None)
         problem = f"not in {folder.absolute()}" + (": a run downloads it there (84 MB)" if name == "imdb" else "")
-        cure = f"set FABRIC_LADDER_DATA to a folder with {wanted[-1]}"
-        yield item(name, found, None if found else problem, cure)
+        fix = f"set FABRIC_LADDER_DATA to a folder with {wanted[-1]}"
+        yield item(name, found, None if found else problem, fix)
 
 
 def hub():
-    """The Hugging Face Hub, and which of configs/'s models are in its cache."""
+    """Ask for the Hugging Face Hub, and look which of configs/'s models are in its cache."""
     import requests
     from huggingface_hub import constants
 
-    problem, cure = None, "check network and proxy; HF_HUB_OFFLINE=1 takes the cache at once"
+    problem, fix = None, "check network and proxy; HF_HUB_OFFLINE=1 takes the cache at once"
     if constants.HF_HUB_OFFLINE:
-        problem, cure = "HF_HUB_OFFLINE is set: its cache alone", "unset HF_HUB_OFFLINE"
+        problem, fix = "HF_HUB_OFFLINE is set: its cache alone", "unset HF_HUB_OFFLINE"
     else:
         try:
             requests.head(constants.ENDPOINT, timeout=5)
         except requests.RequestException as error:
             problem = f"{constants.ENDPOINT} does not answer ({type(error).__name__}): its cache alone"
-    yield item("Hub", f"{constants.ENDPOINT} answers", problem, cure, "warn")
+    yield item("Hub", f"{constants.ENDPOINT} answers", problem, fix, "warn")
     for name in _named_in_configs("model"):
         if not (ROOT / "configs" / name).exists():
             lacks = _uncached(name)
             good = f"not in the cache ({lacks}): a run downloads it" if lacks else "in the cache"
-            cure = f"hf download {name} where the Hub answers, then copy its cache; or --model FOLDER"
-            yield item(name, good, f"not in the cache ({lacks})" if problem and lacks else None, cure)
+            fix = f"hf download {name} where the Hub answers, then copy its cache; or --model FOLDER"
+            yield item(name, good, f"not in the cache ({lacks})" if problem and lacks else None, fix)
 
 
 def _uncached(name: str) -> str | None:
@@ -221,13 +220,13 @@ def _read(name: str | Path) -> str:
 
 
 def ask(steps: list[str], folder: str):
-    """Yield steps of src/fabric_ladder/doctor.py with an item each time; one that ends its process is an item, too."""
-    places = dict.fromkeys(("TMPDIR", "MPLCONFIGDIR", "TORCHINDUCTOR_CACHE_DIR"), folder)  # imports leave files behind
-    environment = {**os.environ, **places, **dict.fromkeys(MODEST, "1")}
+    """Yield steps of tools/doctor.py with an item each time; one that ends its process is an item, too."""
+    folders = dict.fromkeys(("TMPDIR", "MPLCONFIGDIR", "TORCHINDUCTOR_CACHE_DIR"), folder)  # imports leave files behind
+    environment = {**os.environ, **folders, **dict.fromkeys(MODEST, "1")}
     while steps:
         command, nothing = [sys.executable, str(ASKED), *steps], subprocess.DEVNULL
         process = subprocess.Popen(command, env=environment, stdin=nothing, stdout=subprocess.PIPE, stderr=nothing)
-        timer = threading.Timer(ASK_SECONDS, process.kill)
+        timer = threading.Timer(TIMEOUT, process.kill)
         timer.start()
         left = list(steps)
         for line in process.stdout:
@@ -238,7 +237,7 @@ def ask(steps: list[str], folder: str):
         timer.cancel()
         if left:
             end = signal.Signals(-status).name if status < 0 else f"status {status}"
-            problem = f"ends Python with {end}" if in_time else f"no answer in {ASK_SECONDS} s"
+            problem = f"ends Python with {end}" if in_time else f"no answer in {TIMEOUT} s"
             yield left[0], item(left[0], "", problem, f"python -P {ASKED} {left[0]} shows more")
             if len(left) == len(steps):  # so it would be with each
                 yield from ((step, item(step, "", f"not asked: {left[0]} {problem}")) for step in left[1:])
@@ -246,26 +245,26 @@ def ask(steps: list[str], folder: str):
         steps = left[1:]
 
 
-LOOKS = {
+CHECKS = {
     "Python": {"Python": python},
     "Packages": {"packages": packages},
     "Memory and disk": {"memory": memory, **{name: partial(disk, name) for name in LEAST_DISK}},
     "Data and models": {"data": data, "Hub": hub},
 }
-ASKS = {"torch": "GPU", "torch.compile": "Extensions", "bitsandbytes": "Extensions", "DeepSpeed": "Extensions"}
+SECTIONS = {"torch": "GPU", "torch.compile": "Extensions", "bitsandbytes": "Extensions", "DeepSpeed": "Extensions"}
 
 
 def report():
     """Yield each section with an item of it; nothing that is broken here ends the report."""
-    for section, looks in LOOKS.items():
-        for name, look in looks.items():
+    for section, checks in CHECKS.items():
+        for name, check in checks.items():
             try:
-                yield from ((section, found) for found in look())
+                yield from ((section, found) for found in check())
             except Exception as error:
-                cure = "pip install -r requirements.txt" if isinstance(error, ImportError) else None
-                yield section, item(name, "", f"not known: {' '.join(str(error).split())[:200]}", cure)
+                fix = "pip install -r requirements.txt" if isinstance(error, ImportError) else None
+                yield section, item(name, "", f"not known: {brief(error)}", fix)
     rungs = sorted((ROOT / "src").glob("[0-9]*.py"), key=lambda path: int(path.name.split("_")[0]))
-    section_of = {**ASKS, **{path.stem: "Rungs" for path in rungs}}
+    section_of = {**SECTIONS, **{path.stem: "Rungs" for path in rungs}}
     try:
         with tempfile.TemporaryDirectory() as folder:
             yield from ((section_of[step], found) for step, found in ask(list(section_of), folder))
@@ -285,14 +284,14 @@ if __name__ == "__main__":
 
     found = []
     try:
-        for section, (name, status, text, cure) in report():
+        for section, (name, status, text, fix) in report():
             if not as_json:
                 if not found or found[-1]["section"] != section:
                     print(section)
-                print(f"  {status:<7}  {name:<28}  {text}" + (f" -> {cure}" if cure else ""), flush=True)
-            found.append({"section": section, "name": name, "status": status, "text": text, "cure": cure})
+                print(f"  {status:<7}  {name:<28}  {text}" + (f" -> {fix}" if fix else ""), flush=True)
+            found.append({"section": section, "name": name, "status": status, "text": text, "fix": fix})
         if as_json:
-            print(json.dumps({"format": 1, "items": found}, indent=1))
+            print(json.dumps({"format": 2, "items": found}, indent=1))
         else:
             counts = {status: sum(one["status"] == status for one in found) for status in ("ok", "warn", "missing")}
             print(", ".join(f"{count} {status}" for status, count in counts.items()))

@@ -9,8 +9,8 @@ base. Sharded checkpoints are read with pickle: trust their origin.
 import shutil
 from pathlib import Path
 
-from fabric_ladder.errors import show_errors
-from fabric_ladder.export import Arguments, find_result, load_result, merge, new_folder, write_plain
+from fabric_ladder.advice import show_errors
+from fabric_ladder.checkpoints.export import Arguments, find_result, load_result, new_folder, write_plain
 
 if __name__ == "__main__":
     show_errors()
@@ -22,9 +22,8 @@ if __name__ == "__main__":
     source = find_result(arguments.source)
     output = Path(arguments.output or source.folder.absolute().parent / "export")
     with new_folder(output) as folder:
-        if source.kind == "model":
+        if source.format == "model":
             shutil.copytree(source.folder, folder, dirs_exist_ok=True)
         else:
-            model = load_result(source, quantization="no" if source.adapter else None)
-            write_plain(merge(model) if source.adapter else model, folder, source.folder)
+            write_plain(load_result(source, quantization="no"), folder, source.folder)
     print(f"Saved {output}")

@@ -5,27 +5,32 @@ python scripts/generate.py --model runs/13_lora/1 --prompts questions.jsonl --ou
 python scripts/generate.py --model runs/13_lora/1 --chat
 """
 
+import argparse
 import json
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from fabric_ladder.errors import UserError, show_errors
-from fabric_ladder.export import DTYPES, Arguments
-from fabric_ladder.generation import (
+from fabric_ladder.advice import show_errors
+from fabric_ladder.checkpoints.export import DTYPES, Arguments
+from fabric_ladder.environment import write_whole
+from fabric_ladder.errors import UserError
+from fabric_ladder.tools.generation import (
     RAW,
     Generator,
     Question,
     answer_all,
     choose_template,
     load_language_model,
-    new_file,
     read_questions,
 )
 
 
-def parse() -> object:
+def parse() -> argparse.Namespace:
     """Read the command line, and refuse what does not go together."""
     parser = Arguments(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", required=True, help="folder of a run, a model or an adapter, or a name on the Hub")
@@ -34,9 +39,9 @@ def parse() -> object:
     task.add_argument("--prompts", type=Path, help="text file, or JSON (Lines) with instruction and input, or prompt")
     task.add_argument("--chat", action="store_true", help="talk on the terminal; an empty line ends it")
     parser.add_argument("--input", default="", help="what to do it with, for --prompt")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--prompt_template", help="how an instruction becomes a prompt; default: as in training")
-    form.add_argument("--raw", action="store_true", help="give the prompt to the model as it is")
+    template = parser.add_mutually_exclusive_group()
+    template.add_argument("--prompt_template", help="how an instruction becomes a prompt; default: as in training")
+    template.add_argument("--raw", action="store_true", help="give the prompt to the model as it is")
     parser.add_argument("--max_new_tokens", type=int, default=128, help="longest answer; default: 128")
     parser.add_argument("--temperature", type=float, default=0, help="0, the default, takes the likeliest token")
     parser.add_argument("--top_k", type=int, help="sample from so many of the likeliest tokens only")
@@ -60,6 +65,10 @@ def parse() -> object:
             raise UserError(f"--{name} needs sampling: add a --temperature above 0, say 0.7")
     if found.output and not found.prompts:
         raise UserError("--output keeps the answers to --prompts; a single answer and a chat are printed")
+    if found.output and found.output.exists():
+        raise UserError(f"{found.output} is there already and is left as it is: choose another --output")
+    if found.output and not os.access(found.output.parent, os.W_OK):
+        raise UserError(f"cannot write --output {found.output}: choose another")
     if found.input and not found.prompt:
         raise UserError("--input goes with --prompt")
     if found.accelerator == "cuda" and not torch.cuda.is_available():
@@ -67,14 +76,11 @@ def parse() -> object:
     return found
 
 
-def typed_lines():
-    """Yield what is typed, until there is no more; the question mark is for a terminal only."""
-    while True:
-        if sys.stdin.isatty():
-            print("> ", end="", flush=True)
-        if not (line := sys.stdin.readline()):
-            return
-        yield line
+def typed_lines() -> Iterator[str]:
+    """Yield what is typed, until there is no more; the prompt sign is for a terminal only."""
+    with suppress(EOFError):
+        while True:
+            yield input("> " if sys.stdin.isatty() else "")
 
 
 if __name__ == "__main__":
@@ -98,13 +104,11 @@ if __name__ == "__main__":
         generator.chat(typed_lines())
     elif not arguments.prompts:
         generator.answer([generator.tokens(Question(arguments.prompt, arguments.input))], stream=True)
-    elif arguments.output:
-        with new_file(arguments.output) as file:
-            answers = answer_all(generator, [question for _, question in questions], arguments.batch_size)
-            for (row, _), answer in zip(questions, answers, strict=True):
-                file.write(json.dumps(row | {"generated": answer}, ensure_ascii=False) + "\n")
-        print(f"Saved {len(answers)} answers in {arguments.output}")
     else:
         answers = answer_all(generator, [question for _, question in questions], arguments.batch_size)
-        for (row, _), answer in zip(questions, answers, strict=True):
-            print(json.dumps(row | {"generated": answer}, ensure_ascii=False))
+        rows = [row | {"generated": answer} for (row, _), answer in zip(questions, answers, strict=True)]
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        if arguments.output:
+            write_whole(arguments.output, text)
+            text = f"Saved {len(answers)} answers in {arguments.output}\n"
+        print(text, end="")

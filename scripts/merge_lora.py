@@ -5,18 +5,18 @@ python scripts/merge_lora.py runs/13_lora/1 [--base NAME] [--output FOLDER]
 
 from pathlib import Path
 
-from fabric_ladder.errors import UserError, show_errors
-from fabric_ladder.export import (
+from fabric_ladder.advice import show_errors
+from fabric_ladder.checkpoints.export import (
     DTYPES,
     Arguments,
     base_name,
     find_result,
     load_result,
-    merge,
     new_folder,
-    trained_on_other_weights,
     write_plain,
 )
+from fabric_ladder.errors import UserError
+from fabric_ladder.models.configs import load_config
 
 if __name__ == "__main__":
     show_errors()
@@ -34,8 +34,8 @@ if __name__ == "__main__":
     with new_folder(output) as folder:
         base = base_name(adapter, arguments.base)
         print(f"Base model: {base}")
-        if trained_on_other_weights(adapter, base):
+        if hasattr(adapter.config, "quantization_config") and not hasattr(load_config(base), "quantization_config"):
             print("The adapter was trained on 4-bit weights and is merged into whole ones: outputs differ from theirs")
         model = load_result(adapter, arguments.base, DTYPES[arguments.precision], quantization="no")
-        write_plain(merge(model), folder, adapter.folder)
+        write_plain(model, folder, adapter.folder)
     print(f"Saved {output}")

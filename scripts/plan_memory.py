@@ -8,49 +8,74 @@ Whatever is no option of this script is given to every rung, as on its command l
 read. Without --length the data is loaded, and the plan is made for its longest sample.
 """
 
+import argparse
 import logging
-import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import torch
+from accelerate.utils import convert_file_size_to_int
 from lightning import Fabric
 from rich.console import Console
 
 from fabric_ladder import build_model, build_optimizer, parse_settings
-from fabric_ladder.candidates import AGAIN, Candidate, candidates
-from fabric_ladder.comparing.outputs import check_outputs, write_outputs
-from fabric_ladder.errors import UserError, show_errors
-from fabric_ladder.export import Arguments
-from fabric_ladder.gradients import accumulate_gradients
-from fabric_ladder.memory import blank_datasets, largest_batches
-from fabric_ladder.metrics import Meter
-from fabric_ladder.overhead import Overhead, keep_overhead, load_overhead, measure_overhead
-from fabric_ladder.plan_text import Answer, print_answer, to_json, to_markdown
-from fabric_ladder.planner import Limits, Plan, Samples, find_peaks, make_plan, make_ways
+from fabric_ladder.advice import show_errors
+from fabric_ladder.checkpoints.export import Arguments
+from fabric_ladder.data.images import read_image_format
+from fabric_ladder.environment import CONFIGS
+from fabric_ladder.errors import UserError
+from fabric_ladder.planning.candidates import CHECKPOINTING, list_choices, read_candidates
+from fabric_ladder.planning.formulas import ASSUMED, keep_overhead, load_overhead, measure_overhead
+from fabric_ladder.planning.planner import Machine, Plan, Samples, find_gpus, find_peaks, make_plan
+from fabric_ladder.planning.predict import blank_datasets, largest_batches
+from fabric_ladder.planning.report import Answer, print_answer, to_json, to_markdown
 from fabric_ladder.rungs import choose_rungs
-from fabric_ladder.settings import CONFIGS, Settings
-from local_dataset_utilities import DatasetError, load_datasets, read_image_format
+from fabric_ladder.runs.metrics import Meter
+from fabric_ladder.settings import Settings
+from fabric_ladder.tools.outputs import check_outputs, write_outputs
+from fabric_ladder.training.gradients import accumulate_gradients
+from local_dataset_utilities import load_datasets
 
-UNITS = {"": 1e9, "GB": 1e9, "GIB": 2**30, "MB": 1e6, "MIB": 2**20}
 STANDARD = ["--config", "imdb_bloom_560m.yaml"]  # what the rungs do on a GPU when they are told nothing
 
 
 def read_sizes(text: str, option: str) -> tuple[int, ...]:
-    """Return sizes such as 16GB or 15.9GiB, separated by commas, in bytes, ascending.
+    """Return sizes such as 16GB or 15.9GiB, separated by commas, in bytes, ascending; a mere number is in GB.
 
     Raises:
         UserError: One does not parse.
     """
-    sizes = []
-    for part in text.split(","):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", part)
-        if not found or found.group(2).upper() not in UNITS or not float(found.group(1)):
-            raise UserError(f"{option} {text}: give a size such as 16GB or 15.9GiB, or several, separated by commas")
-        sizes.append(round(float(found.group(1)) * UNITS[found.group(2).upper()]))
-    return tuple(sorted(set(sizes)))
+    parts = [part.strip().upper() for part in text.split(",")]  # a small b would be bits
+    try:
+        sizes = {convert_file_size_to_int(part if part[-1:].isalpha() else f"{part}GB") for part in parts}
+    except (ValueError, OverflowError):
+        sizes = {0}
+    if 0 in sizes:
+        raise UserError(f"{option} {text}: give a size such as 16GB or 15.9GiB, or several, separated by commas")
+    return tuple(sorted(sizes))
+
+
+def find_machine(arguments: argparse.Namespace) -> tuple[Machine, str | None]:
+    """Return what to plan for, by the options or as found here, and the name of its GPU if it is here.
+
+    Raises:
+        UserError: An option makes no sense, or there is neither --gpu_memory nor a GPU.
+    """
+    found, name, host_memory = find_gpus(), None, None
+    gpus = arguments.devices if arguments.devices is not None else len(found) or 1
+    if gpus < 1:
+        raise UserError(f"--devices {gpus}: must be at least 1")
+    if arguments.gpu_memory:
+        memory_limits = read_sizes(arguments.gpu_memory, "--gpu_memory")
+    elif found:
+        memory, name = min(found)
+        memory_limits, host_memory = (memory,), psutil.virtual_memory().total
+    else:
+        raise UserError("PyTorch finds no CUDA GPU here: say which one to plan for, as in --gpu_memory 16GB")
+    if arguments.host_memory:
+        host_memory = read_sizes(arguments.host_memory, "--host_memory")[-1]
+    return Machine(memory_limits, ASSUMED, host_memory, gpus), name
 
 
 def find_samples(settings: Settings, length: int | None) -> Samples:
@@ -60,12 +85,12 @@ def find_samples(settings: Settings, length: int | None) -> Samples:
         UserError: There is no data, or the length is beyond `max_length`.
     """
     if settings.task == "image-classification":
-        form, _ = read_image_format(settings)
-        return Samples(form.tokens, image_size=form.size)
+        image_format, _ = read_image_format(settings)
+        return Samples(image_format.tokens, image_size=image_format.size)
     if length is None:
         try:
             datasets = load_datasets(settings)
-        except DatasetError as error:
+        except UserError as error:
             raise UserError(f"{error}; or plan without data, for samples of N tokens: --length N") from error
         classes = len(datasets.class_names) or 2
         return Samples(max(max(split["length"][:]) for split in datasets.splits.values()), classes)
@@ -75,25 +100,25 @@ def find_samples(settings: Settings, length: int | None) -> Samples:
 
 
 def what_it_takes(
-    plans: list[Plan], options: list[str], samples: Samples, overhead: Overhead, memory: int, gpus: int
-) -> str:
+    plans: list[Plan], options: list[str], samples: Samples, machine: Machine, memory_limit: int,
+) -> str:  # fmt: skip
     """Say what would help where nothing fits: a larger GPU, more of them, or shorter samples."""
     least = min(plans, key=lambda plan: plan.peak.total)
-    needs = (least.peak.total + least.overhead) / 1e9
-    if least.room >= 0:
+    if least.free >= 0:
         return f"Nothing fits: {least.candidate.name} needs {least.host / 1e9:.1f} GB of the host's memory."
-    ways = [f"a GPU of {needs:.1f} GB, for {least.candidate.name}"]
-    for number in (2, 4, 8):
-        if number <= gpus:
+    remedies = [f"a GPU of {least.needed / 1e9:.1f} GB, for {least.candidate.name}"]
+    for gpus in (2, 4, 8):
+        if gpus <= machine.gpus:
             continue
-        found, _ = make_ways([Candidate("10_fsdp", AGAIN, several=True)], options, number)
-        (figures,) = find_peaks(found, samples, Limits((memory,), overhead))
-        if make_plan(found[0], figures, options, overhead, memory).fits:
-            ways.append(f"--devices {number}, for 10_fsdp with checkpointing")
+        (candidate,), _ = read_candidates([("10_fsdp", CHECKPOINTING)], options, gpus)
+        larger = machine._replace(memory_limits=(memory_limit,), host_memory=None, gpus=gpus)
+        (figures,) = find_peaks([candidate], samples, larger)
+        if make_plan(candidate, figures, options, larger, memory_limit).fits:
+            remedies.append(f"--devices {gpus}, for 10_fsdp with checkpointing")
             break
     if samples.image_size is None:
-        ways.append(f"shorter samples, say --max_length {samples.length // 2}")
-    return f"Nothing fits. It would take {'; or '.join(ways)}."
+        remedies.append(f"shorter samples, say --max_length {samples.length // 2}")
+    return f"Nothing fits. It would take {'; or '.join(remedies)}."
 
 
 def train_briefly(options: list[str], lengths: tuple[int, ...]) -> None:
@@ -106,7 +131,7 @@ def train_briefly(options: list[str], lengths: tuple[int, ...]) -> None:
     for _ in range(3):
         real = [each._replace(inputs={name: torch.ones_like(tensor, device="cpu") for name, tensor in
                                       each.inputs.items()}) for each in batch]  # fmt: skip
-        accumulate_gradients(fabric, model, real, Meter(fabric), ("", []))
+        accumulate_gradients(fabric, model, real, Meter(fabric))
         optimizer.step()
         optimizer.zero_grad()
 
@@ -123,7 +148,7 @@ def calibrate(cache_dir: str) -> None:
     print(f"Saved {path}")
 
 
-def parse() -> tuple[object, list[str]]:
+def parse() -> tuple[argparse.Namespace, list[str]]:
     """Return this script's options, and those for the rungs."""
     parser = Arguments(description=__doc__.split("\n\n")[0], allow_abbrev=False, epilog="All other options are given "
                        "to every rung, such as --config, --model, --max_length, --batch_size.")  # fmt: skip
@@ -136,7 +161,34 @@ def parse() -> tuple[object, list[str]]:
     parser.add_argument("--markdown", metavar="FILE", help="write the table as Markdown")
     parser.add_argument("--json", metavar="FILE", help="write all figures, in bytes")
     parser.add_argument("--calibrate", action="store_true", help="measure what this GPU needs beside tensors")
-    return parser.parse_known_args()
+    arguments, options = parser.parse_known_args()
+    given = any(option.split("=")[0] == "--config" for option in options)
+    return arguments, options if given else [*STANDARD, *options]
+
+
+def find_answer(arguments: argparse.Namespace, options: list[str]) -> Answer:
+    """Plan for every size of GPU."""
+    machine, gpu = find_machine(arguments)
+    choices = list_choices(machine.gpus)
+    if arguments.rungs:
+        names = {rung.stem for rung in choose_rungs(arguments.rungs.split(","))}
+        choices = [choice for choice in choices if choice[0] in names]
+    candidates, problems = read_candidates(choices, options, machine.gpus)
+    settings = candidates[0].settings
+    if Path(settings.model).is_file() and "--from_scratch" not in options:
+        options = [*options, "--from_scratch", "true"]  # a config file alone holds no weights to start from
+    machine = machine._replace(overhead=load_overhead(settings.cache_dir, gpu))
+    samples = find_samples(settings, arguments.length)
+    figures = find_peaks(candidates, samples, machine)
+    plans, takes = {}, {}
+    for limit in machine.memory_limits:
+        plans[limit] = [make_plan(candidate, its, options, machine, limit)
+                        for candidate, its in zip(candidates, figures, strict=True)]  # fmt: skip
+        if not any(plan.fits for plan in plans[limit]):
+            takes[limit] = what_it_takes(plans[limit], options, samples, machine, limit)
+    name = Path(settings.model).name if Path(settings.model).exists() else settings.model
+    batch_size = max(candidate.settings.batch_size for candidate in candidates)
+    return Answer(name, figures[0].counts.all, batch_size, samples, machine, options, plans, problems, takes)
 
 
 if __name__ == "__main__":
@@ -144,56 +196,12 @@ if __name__ == "__main__":
     for name in ("lightning.fabric", "lightning.pytorch"):  # the second logs for both
         logging.getLogger(name).setLevel(logging.WARNING)  # which precision a rehearsal takes is no news
     arguments, options = parse()
-    if not any(option.split("=")[0] == "--config" for option in options):
-        options = [*STANDARD, *options]
     outputs = {name: getattr(arguments, name) for name in ("markdown", "json") if getattr(arguments, name)}
     check_outputs({f"--{option}": name for option, name in outputs.items()})
-
-    ### 1 The GPUs
     if arguments.calibrate:
         calibrate(Settings().cache_dir)
         sys.exit()
-    gpu = host_memory = None
-    found = torch.cuda.device_count()
-    gpus = arguments.devices if arguments.devices is not None else found or 1
-    if gpus < 1:
-        raise UserError(f"--devices {gpus}: must be at least 1")
-    if arguments.gpu_memory:
-        memories = read_sizes(arguments.gpu_memory, "--gpu_memory")
-    elif found:
-        smallest = min((torch.cuda.get_device_properties(number) for number in range(found)),
-                       key=lambda each: each.total_memory)  # fmt: skip
-        gpu, memories, host_memory = smallest.name, (smallest.total_memory,), psutil.virtual_memory().total
-    else:
-        raise UserError("PyTorch finds no CUDA GPU here: say which one to plan for, as in --gpu_memory 16GB")
-    if arguments.host_memory:
-        (host_memory,) = read_sizes(arguments.host_memory, "--host_memory")[-1:]
-
-    ### 2 The candidates
-    chosen = candidates(gpus)
-    if arguments.rungs:
-        names = {rung.stem for rung in choose_rungs(arguments.rungs.split(","))}
-        chosen = [candidate for candidate in chosen if candidate.rung in names]
-    ways, problems = make_ways(chosen, options, gpus)
-    settings = ways[0].settings
-    if Path(settings.model).is_file() and "--from_scratch" not in options:
-        options += ["--from_scratch", "true"]  # a config file alone holds no weights to start from
-    samples = find_samples(replace(settings, notices=[]), arguments.length)
-
-    ### 3 Their peaks
-    overhead = load_overhead(settings.cache_dir, gpu)
-    figures = find_peaks(ways, samples, Limits(memories, overhead))
-    plans, takes = {}, {}
-    for memory in memories:
-        plans[memory] = [make_plan(way, its, options, overhead, memory, host_memory)
-                         for way, its in zip(ways, figures, strict=True)]  # fmt: skip
-        if not any(plan.fits for plan in plans[memory]):
-            takes[memory] = what_it_takes(plans[memory], options, samples, overhead, memory, gpus)
-
-    ### 4 The answer
-    name = Path(settings.model).name if Path(settings.model).exists() else settings.model
-    batch = max(way.settings.batch_size for way in ways)
-    answer = Answer(name, figures[0].counts.all, batch, samples, gpus, overhead, plans, problems, takes, options)
+    answer = find_answer(arguments, options)
     print_answer(answer, Console() if sys.stdout.isatty() else Console(width=180))
     make = {"markdown": to_markdown, "json": to_json}
     write_outputs({path: make[option](answer) for option, path in outputs.items()})

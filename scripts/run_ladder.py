@@ -15,21 +15,22 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fabric_ladder.comparing.outputs import check_outputs, write_outputs
+from fabric_ladder.advice import show_errors
+from fabric_ladder.checkpoints.export import Arguments
 from fabric_ladder.comparing.page import to_html
 from fabric_ladder.comparing.sources import read_sources
 from fabric_ladder.comparing.table import compare, print_table
-from fabric_ladder.errors import UserError, show_errors
-from fabric_ladder.export import Arguments
+from fabric_ladder.errors import UserError
 from fabric_ladder.rungs import RUNGS, check_rung, choose_rungs
+from fabric_ladder.tools.outputs import check_outputs, write_outputs
 
-# settings that leave a run's figures as they are
-NOT_THE_RUN_S = "notices check_only runs_dir logger save save_every keep resume max_time".split()
+# Settings that leave a run's figures as they are.
+WITHOUT_EFFECT = "notices check_only runs_dir logger save save_every keep resume max_time".split()
 
 
 def comparable(settings: dict) -> dict:
     """Return the settings that decide a run's figures."""
-    return {name: value for name, value in settings.items() if name not in NOT_THE_RUN_S}
+    return {name: value for name, value in settings.items() if name not in WITHOUT_EFFECT}
 
 
 def finished_run(home: Path, settings: dict) -> Path | None:

@@ -1,13 +1,20 @@
 """10_fsdp · Fully sharded data parallel (FSDP2): every GPU keeps a share of weights, gradients and optimizer state.
 
-Builds on 9_ddp.py. A block's weights are gathered from all GPUs just before they are used.
+Builds on 9_ddp.py. In plain PyTorch:
+
+    for block in model.transformer.h:
+        fully_shard(block)  # its weights are gathered from all GPUs just before they are used
+    fully_shard(model)
+    optimizer = torch.optim.Adam(model.parameters())  # after sharding, which replaces the parameters
+
+Unchanged: effective batches and their gradients. Here: distributed/fsdp.py: sharding_policy
 """
 
 from lightning import Fabric
 from torch.distributed.fsdp import fully_shard
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
-from fabric_ladder.fsdp import fsdp_strategy, sharding_policy, transformer_blocks
+from fabric_ladder.distributed.fsdp import fsdp_strategy, sharding_policy, transformer_blocks
 from local_dataset_utilities import load_datasets
 
 if __name__ == "__main__":
@@ -20,14 +27,16 @@ if __name__ == "__main__":
     )
 
     def shard(model, mesh):  # NEW
-        how = sharding_policy(settings, mesh)
+        policy = sharding_policy(settings, mesh)
         for block in transformer_blocks(model):
-            fully_shard(block, **how)
-        return fully_shard(model, **how)
+            fully_shard(block, **policy)
+        return fully_shard(model, **policy)
 
     strategy = fsdp_strategy(settings, shard)
     ranks = {"devices": settings.devices, "num_nodes": settings.num_nodes, "strategy": strategy}
     fabric = Fabric(accelerator=settings.accelerator, precision=settings.precision, **ranks)
+    fabric.launch()
+    fabric.seed_everything(settings.seed)
     run = Run(fabric, settings)
 
     ### 1 Loading the dataset

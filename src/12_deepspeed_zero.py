@@ -1,12 +1,20 @@
 """12_deepspeed_zero · DeepSpeed ZeRO: stages 1, 2 and 3, with CPU or NVMe offload, by a DeepSpeed configuration.
 
 Builds on 9_ddp.py. Configurations: configs/deepspeed/, or any written for Hugging Face (--deepspeed FILE.json).
+In plain PyTorch:
+
+    model, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config="zero2.json")
+    for micro_batch in effective_batch:
+        model.backward(model(**micro_batch).loss)
+    model.step()
+
+Unchanged: effective batches. Here: distributed/deepspeed_config.py: read_deepspeed_config
 """
 
 from lightning import Fabric
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
-from fabric_ladder.zero import zero_strategy
+from fabric_ladder.distributed.deepspeed import deepspeed_strategy
 from local_dataset_utilities import load_datasets
 
 if __name__ == "__main__":
@@ -18,9 +26,11 @@ if __name__ == "__main__":
         deepspeed="zero2",  # NEW
     )
 
-    strategy = zero_strategy(settings)  # NEW
+    strategy = deepspeed_strategy(settings)  # NEW
     ranks = {"devices": settings.devices, "num_nodes": settings.num_nodes, "strategy": strategy}
     fabric = Fabric(accelerator=settings.accelerator, precision=settings.precision, **ranks)
+    fabric.launch()
+    fabric.seed_everything(settings.seed)
     run = Run(fabric, settings)
 
     ### 1 Loading the dataset

@@ -1,6 +1,14 @@
 """13_lora · Low-rank adapters (LoRA): a few thin matrices are trained, the model itself stays as it is.
 
 Builds on 5_low_precision.py. No gradient and no optimizer state of the model; the adapters are trained in 32-bit.
+In plain PyTorch, for each linear layer of the attention:
+
+    down = torch.nn.Linear(width, rank, bias=False)
+    up = torch.nn.Linear(rank, width, bias=False)
+    torch.nn.init.zeros_(up.weight)  # so that the first step starts from the model as it is
+    output = layer(x) + up(down(dropout(x))) * alpha / rank  # only `down` and `up` are trained
+
+Unchanged: the model's own weights. Here: models/lora.py: add_adapters
 """
 
 from lightning import Fabric
@@ -21,6 +29,8 @@ if __name__ == "__main__":
     )
 
     fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
+    fabric.launch()
+    fabric.seed_everything(settings.seed)
     run = Run(fabric, settings)
 
     ### 1 Loading the dataset

@@ -1,6 +1,13 @@
 """14_qlora · Adapters on a 4-bit model (QLoRA): the weights that are not trained take 4 bits each.
 
 Builds on 13_lora.py. NF4 with double quantisation; embeddings, norms and what is trained keep their precision.
+In plain PyTorch, for each linear layer:
+
+    packed, state = bitsandbytes.functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+    weight = bitsandbytes.functional.dequantize_4bit(packed, state)  # for each use, block by block
+    output = x @ weight.T + up(down(dropout(x))) * alpha / rank
+
+Unchanged: the adapters and what they learn from. Here: models/lora.py: quantization
 """
 
 from lightning import Fabric
@@ -22,6 +29,8 @@ if __name__ == "__main__":
     )
 
     fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
+    fabric.launch()
+    fabric.seed_everything(settings.seed)
     run = Run(fabric, settings)
 
     ### 1 Loading the dataset

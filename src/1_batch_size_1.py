@@ -1,6 +1,13 @@
 """1_batch_size_1 · Batch size 1: one sample at a time, the least memory for activations; 32-bit, Adam.
 
-The first rung; the others build on it.
+The first rung; the others build on it. In plain PyTorch:
+
+    for sample in samples:
+        model(**sample).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+Here: training/loop.py: train
 """
 
 from lightning import Fabric
@@ -12,6 +19,8 @@ if __name__ == "__main__":
     settings = parse_settings(batch_size=1, micro_batch_size=1)
 
     fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
+    fabric.launch()
+    fabric.seed_everything(settings.seed)
     run = Run(fabric, settings)
 
     ### 1 Loading the dataset

@@ -1,6 +1,14 @@
 """2_grad_accum · Gradient accumulation: an effective batch of 16 in the memory of one sample.
 
-Builds on 1_batch_size_1.py.
+Builds on 1_batch_size_1.py. In plain PyTorch:
+
+    for sample in effective_batch:
+        loss = model(**sample).loss / len(effective_batch)
+        loss.backward()  # adds to the gradients
+    optimizer.step()
+    optimizer.zero_grad()
+
+Unchanged: the gradient of the effective batch, however it is cut. Here: training/gradients.py: accumulate_gradients
 """
 
 from lightning import Fabric
@@ -15,6 +23,8 @@ if __name__ == "__main__":
     )
 
     fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
+    fabric.launch()
+    fabric.seed_everything(settings.seed)
     run = Run(fabric, settings)
 
     ### 1 Loading the dataset

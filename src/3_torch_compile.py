@@ -1,6 +1,12 @@
 """3_torch_compile · torch.compile: the model's layers as fused kernels, made once for all layers and all lengths.
 
-Builds on 2_grad_accum.py.
+Builds on 2_grad_accum.py. In plain PyTorch:
+
+    for block in model.transformer.h:
+        block.compile(dynamic=True)  # one graph serves all blocks, and lengths are variables in it
+    loss = model(**batch).loss  # the first call compiles
+
+Unchanged: the losses, but for rounding. Here: models/compile.py: compile_blocks
 """
 
 from lightning import Fabric
@@ -16,6 +22,8 @@ if __name__ == "__main__":
     )
 
     fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
+    fabric.launch()
+    fabric.seed_everything(settings.seed)
     run = Run(fabric, settings)
 
     ### 1 Loading the dataset

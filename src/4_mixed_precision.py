@@ -1,6 +1,13 @@
 """4_mixed_precision · Mixed precision: 16-bit activations, 32-bit weights.
 
-Builds on 2_grad_accum.py. bfloat16 where the GPU computes in it, else float16 with a scaled loss.
+Builds on 2_grad_accum.py. bfloat16 where the GPU computes in it, else float16 with a scaled loss. In plain PyTorch:
+
+    with torch.autocast("cuda", dtype=torch.bfloat16):  # products of matrices in 16 bits
+        loss = model(**batch).loss
+    loss.backward()
+    optimizer.step()  # on 32-bit weights
+
+Unchanged: weights, gradients and optimizer state in 32-bit. Here: environment.py: mixed_precision
 """
 
 from lightning import Fabric
@@ -16,6 +23,8 @@ if __name__ == "__main__":
     )
 
     fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
+    fabric.launch()
+    fabric.seed_everything(settings.seed)
     run = Run(fabric, settings)
 
     ### 1 Loading the dataset

@@ -1,6 +1,14 @@
 """5_low_precision · Low precision: weights, gradients and optimizer state in bfloat16 too.
 
 Builds on 4_mixed_precision.py. An update below about a thousandth of its weight is rounded away (torchao#1124).
+In plain PyTorch:
+
+    model = model.to(torch.bfloat16)
+    loss = model(**batch).loss
+    loss.backward()  # gradients in bfloat16, and so is the state of the optimizer
+    optimizer.step()
+
+Unchanged: samples, order and learning rate. Here: models/build.py: build_model
 """
 
 from lightning import Fabric
@@ -16,6 +24,8 @@ if __name__ == "__main__":
     )
 
     fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
+    fabric.launch()
+    fabric.seed_everything(settings.seed)
     run = Run(fabric, settings)
 
     ### 1 Loading the dataset

@@ -1,7 +1,14 @@
 """6_lean_optimizer · Lean optimizer: SGD, which keeps no state, and a cosine schedule instead of Adam.
 
-Builds on 5_low_precision.py. The schedule counts optimizer steps; --warmup_steps lets it start low. Almost as lean and
-closer to Adam: --optimizer adafactor, or adam-8bit on a GPU.
+Builds on 5_low_precision.py. Almost as lean and closer to Adam: --optimizer adafactor, or adam-8bit on a GPU.
+In plain PyTorch:
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)  # Adam keeps two more values for each weight
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=optimizer_steps)
+    optimizer.step()
+    schedule.step()  # once for each optimizer step, not for each micro-batch
+
+Unchanged: the gradients of the first step. Here: models/optimizer.py: build_optimizer
 """
 
 from lightning import Fabric
@@ -19,6 +26,8 @@ if __name__ == "__main__":
     )
 
     fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
+    fabric.launch()
+    fabric.seed_everything(settings.seed)
     run = Run(fabric, settings)
 
     ### 1 Loading the dataset

@@ -1,6 +1,13 @@
 """7_grad_checkpointing · Gradient checkpointing: keep the inputs of the blocks, compute their activations again.
 
-Builds on 5_low_precision.py. A third more computing for the activations of one block instead of all; the same losses.
+Builds on 5_low_precision.py. A third more computing for the activations of one block instead of all.
+In plain PyTorch:
+
+    for block in model.transformer.h:
+        hidden = torch.utils.checkpoint.checkpoint(block, hidden, use_reentrant=False)
+    loss.backward()  # runs each block once more, just before its gradients
+
+Unchanged: losses and gradients. Here: models/build.py: build_model
 """
 
 from lightning import Fabric
@@ -17,6 +24,8 @@ if __name__ == "__main__":
     )
 
     fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
+    fabric.launch()
+    fabric.seed_everything(settings.seed)
     run = Run(fabric, settings)
 
     ### 1 Loading the dataset

@@ -1,6 +1,12 @@
 """8_init_on_device · Weights made on the device, in their final precision: no copy in the host's memory.
 
-Builds on 5_low_precision.py. Pretrained weights are the same; random ones are drawn by the device, in its precision.
+Builds on 5_low_precision.py. In plain PyTorch:
+
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = BloomForSequenceClassification(config)  # no 32-bit weights, none on the host
+
+Unchanged: pretrained weights; random ones are drawn by the device, in its precision. Here: models/build.py: build_model
 """
 
 from lightning import Fabric
@@ -16,6 +22,8 @@ if __name__ == "__main__":
     )
 
     fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
+    fabric.launch()
+    fabric.seed_everything(settings.seed)
     run = Run(fabric, settings)
 
     ### 1 Loading the dataset

@@ -1,6 +1,15 @@
 """9_ddp · Distributed data parallel: each effective batch shared out to the GPUs of one or several machines.
 
 Builds on 4_mixed_precision.py. Takes all GPUs; more machines: torchrun, fabric run, or configs/slurm.
+In plain PyTorch, on each of the ranks:
+
+    model = torch.nn.parallel.DistributedDataParallel(model)
+    with model.no_sync():  # all micro-batches but the last
+        loss.backward()
+    loss.backward()  # the last: gradients are averaged over the ranks
+    optimizer.step()  # the same on every rank
+
+Unchanged: effective batches and their gradients. Here: training/gradients.py: accumulate_gradients
 """
 
 from lightning import Fabric
@@ -20,6 +29,8 @@ if __name__ == "__main__":
     strategy = DDPStrategy(gradient_as_bucket_view=True) if settings.ranks > 1 else "auto"  # NEW
     ranks = {"devices": settings.devices, "num_nodes": settings.num_nodes, "strategy": strategy}
     fabric = Fabric(accelerator=settings.accelerator, precision=settings.precision, **ranks)
+    fabric.launch()
+    fabric.seed_everything(settings.seed)
     run = Run(fabric, settings)
 
     ### 1 Loading the dataset

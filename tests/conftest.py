@@ -1,13 +1,13 @@
 """Shared by all tests: a cache of their own, and real data where they are."""
 
+import json
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; tests and their ranks share few cores
 
-import fork_server
 import pytest
-from helpers import real_file
 from lightning import Fabric
+from support.helpers import MODELS, real_file
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -21,7 +21,7 @@ def cache(tmp_path_factory):
 
 
 LONGEST = """combinations devices real lora notebook planner rungs zero resume memory compiling bad_input doctor
-    attention run_ladder machines export dataset""".split()
+    attention run_ladder machines export cache""".split()
 
 
 def pytest_configure(config):
@@ -33,13 +33,6 @@ def pytest_collection_modifyitems(items):
     """Start the files that take minutes first, so that no process is left with one when the others are done."""
     order = {f"test_{name}": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def servers():
-    """None of them outlives the tests."""
-    yield
-    fork_server.stop()
 
 
 @pytest.fixture(autouse=True)
@@ -74,3 +67,12 @@ def fabric():
     fabric = Fabric(accelerator="cpu", devices=1)
     fabric.launch()
     return fabric
+
+
+@pytest.fixture(scope="session")
+def dropout_model(tmp_path_factory):
+    """A model that draws random numbers in each forward pass."""
+    config = json.loads((MODELS / "bloom-quickstart.json").read_text())
+    path = tmp_path_factory.mktemp("model") / "bloom.json"
+    path.write_text(json.dumps(config | {"hidden_dropout": 0.1, "n_layer": 1, "hidden_size": 32, "n_head": 2}))
+    return path

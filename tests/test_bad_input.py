@@ -9,10 +9,11 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 import pytest
-from helpers import MODELS, SRC, run_script, tiny_model
+from support.helpers import MODELS, SRC, run_script, tiny_model
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from local_dataset_utilities import DataSettings, load_datasets
+from fabric_ladder.settings import DataSettings
+from local_dataset_utilities import load_datasets
 
 SMALL = ["--train_samples", "32", "--validation_samples", "8", "--test_samples", "8", "--max_length", "64"]
 HEADER = re.compile(r"No --config and no CUDA GPU|Python \d|2_grad_accum · |Torch CUDA available\? False$")

@@ -6,7 +6,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from fabric_ladder.errors import Checked, UserError, explain, show_errors
+from fabric_ladder.advice import explain, show_errors
+from fabric_ladder.errors import Checked, UserError
 from fabric_ladder.settings import Settings
 
 SRC = Path(__file__).parents[1]

@@ -1,33 +1,79 @@
 """The settings of a run: defaults in code, then the script's own, then a YAML file, then the command line."""
 
-import argparse
-import dataclasses
-import difflib
-import re
-import sys
+import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
-import jsonargparse
-import torch
-import yaml
+import pooch
 
-from fabric_ladder.checks import check
-from fabric_ladder.errors import UserError, notebook_shell, show_errors
-from fabric_ladder.launch import options_of_fabric_run
-from local_dataset_utilities import DataSettings
-
-REPOSITORY_CONFIGS = Path(__file__).parents[2] / "configs"
-CONFIGS = REPOSITORY_CONFIGS if REPOSITORY_CONFIGS.is_dir() else Path(__file__).parent / "configs"
-PATHS = ("dataset", "validation_file", "test_file", "model", "tokenizer")
-SCRIPT_NAME = re.compile(r'^"""(\w+) ·', re.MULTILINE)  # at the start of each rung's docstring
-BUCKET = 16  # tokens; kernels for lengths that may be no multiple of this are slower, and a step of 64 mostly padding
 INTERNAL = ("name", "config", "notices")
 PRECISIONS = Literal["32-true", "mixed", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true"]
 
 
-@dataclass
+@dataclass(frozen=True)
+class DataSettings:
+    """Which texts or images to load, and how to make them into what a model reads.
+
+    Args:
+        task: What is learned, and with what kind of model: a class, or the answers to instructions.
+        dataset: `imdb`, `synthetic`, a CSV, JSON, JSON Lines or Parquet file, a folder of such files (train, validation
+            and test told by their names), or a name on the Hugging Face Hub. Images: a folder with a folder for each
+            class, or with `train`, `validation` and `test` that hold such folders, a tar or zip archive of either, or a
+            name on the Hub. Instructions: such tables with the columns `instruction`, `output` and perhaps `input`, or
+            `input` and `target`, or chat `messages`; the reviews are made into questions.
+        data_dir: Folder in which files are looked for; it may be read-only. Default: $FABRIC_LADDER_DATA, else `data`.
+        cache_dir: Folder for what is derived from them. Default: $FABRIC_LADDER_CACHE, else the user's cache folder.
+        text_column: Column of the texts.
+        label_column: Column of the labels, integers or strings.
+        image_column: Column of the images of a data set on the Hub; where it has none of this name, its only one.
+        validation_file: Validation texts for a `dataset` that is a file (default: 10 % of it).
+        test_file: Test texts for a `dataset` that is a file (default: 20 % of it).
+        train_samples: Keep only so many training samples, drawn by `split_seed`.
+        validation_samples: The same for validation.
+        test_samples: The same for the test.
+        split_seed: Seed of what is split or drawn here; apart from `seed`, so that all seeds are tested on one set.
+        model: A name on the Hugging Face Hub, a local folder, or a model's config file (with `from_scratch`).
+        tokenizer: The tokenizer's Hub name or folder, or `trained` for a byte-pair encoding learned from the training
+            texts. Default: the model's own, or `trained` when `model` is a config file.
+        max_length: Tokens kept of a text.
+        image_size: Pixels of a side of the square that the model sees. Default: what the model was made for.
+        resize_to: Resize images to a square of this side before the square that the model sees is cut out, at random
+            in training and from the centre in evaluation. Default: `image_size`, so that nothing is cut off.
+        random_flip: Mirror every other training image, drawn anew in each epoch.
+        prompt_template: How an instruction becomes a prompt, say `Human: {instruction}\\n{input}\\nAssistant: `. Chat
+            `messages` are written by the tokenizer's chat template instead. Default: Alpaca's wording.
+        train_on_inputs: Train on the tokens of the prompts too, not on those of the answers alone.
+        bad_samples: What to do about images that cannot be decoded, and instructions without an answer: `refuse` to
+            start, or `skip` and count them.
+    """
+
+    task: Literal["text-classification", "image-classification", "instruction-tuning"] = "text-classification"
+    dataset: str = "imdb"
+    data_dir: str = field(default_factory=lambda: os.environ.get("FABRIC_LADDER_DATA") or "data")
+    cache_dir: str = field(
+        default_factory=lambda: os.environ.get("FABRIC_LADDER_CACHE") or str(pooch.os_cache("fabric_ladder"))
+    )
+    text_column: str = "text"
+    label_column: str = "label"
+    image_column: str = "image"
+    validation_file: str | None = None
+    test_file: str | None = None
+    train_samples: int | None = None
+    validation_samples: int | None = None
+    test_samples: int | None = None
+    split_seed: int = 1
+    model: str = "bigscience/bloom-560m"
+    tokenizer: str | None = None
+    max_length: int = 1024
+    image_size: int | None = None
+    resize_to: int | None = None
+    random_flip: bool = False
+    prompt_template: str | None = None
+    train_on_inputs: bool = False
+    bad_samples: Literal["refuse", "skip"] = "refuse"
+
+
+@dataclass(frozen=True)
 class Settings(DataSettings):
     """Everything that is set for a run.
 
@@ -95,6 +141,8 @@ class Settings(DataSettings):
         resume: Go on with the newest run of the same settings (`auto`), or from the folder of a run or a checkpoint.
         max_time: Minutes after which the run stops as by SIGTERM, and can go on by `resume`.
         runs_dir: Folder that gets a folder for every run.
+        predict_memory: Predict the peak memory before the first step, and compare it with the measured one at the end.
+            Default: on a GPU.
         check_only: Say whether the run could start here, and do nothing else.
     """
 
@@ -146,131 +194,14 @@ class Settings(DataSettings):
     resume: str = "no"
     max_time: float | None = None
     runs_dir: str = "runs"
+    predict_memory: bool | None = None
     check_only: bool = False
     # not the user's to set: the script's name, the YAML file that was read, and what to print first
     name: str = ""
     config: str | None = None
-    notices: list[str] = field(default_factory=list)
-
-    def __post_init__(self):
-        if self.pad_to_multiple_of is None:
-            self.pad_to_multiple_of = BUCKET if self.compile and self.max_length % BUCKET == 0 else 1
+    notices: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
         """Processes of the run, one for each device; known once the settings are parsed."""
         return self.devices * self.num_nodes
-
-
-def parse_settings(args: list[str] | None = None, config: str | None = None, **defaults) -> Settings:
-    """Read the settings of the running script.
-
-    Args:
-        args: What to read instead of the command line; a notebook's own arguments are never read.
-        config: YAML file to read when the command line names none.
-        **defaults: The script's own defaults, which a YAML file or the command line may override.
-
-    Returns:
-        Checked settings, with `accelerator` resolved to `cuda` or `cpu`.
-
-    Raises:
-        UserError: An unknown setting, a wrong type, or values that do not go together or ask for what is not there.
-    """
-    show_errors()
-    if args is None:
-        args = [] if notebook_shell() else [*sys.argv[1:], *options_of_fabric_run()]
-    parser = jsonargparse.ArgumentParser(prog=_script_name(), description=_script_doc(), exit_on_error=False)
-    parser.add_argument("--config", help="YAML file of settings.")
-    parser.add_class_arguments(Settings, as_group=False, skip=set(INTERNAL))
-    parser.set_defaults(defaults)
-    chosen, config = _chosen_config(args, config)
-    from_file = _read_config(config) if config else []
-    _parse(parser, from_file, f"{config}: ")
-    values = _parse(parser, [*from_file, *args])
-    values.pop("config")
-    settings = Settings(**values, name=_script_name(), config=str(config) if config else None)
-    if not chosen and config:
-        settings.notices.append(
-            f"No --config and no CUDA GPU: this is the quickstart ({config.name}), a small model on synthetic reviews. "
-            f"For real work: --config configs/imdb_bloom_560m.yaml; all settings: --help"
-        )
-    if not any(arg.split("=")[0] == "--learning_rate" for arg in args):  # a config's is Adam's, of all weights
-        if settings.optimizer == "sgd":
-            settings.learning_rate = settings.sgd_learning_rate
-        elif settings.lora:
-            settings.learning_rate = settings.lora_learning_rate
-    check(settings, defaults)
-    show_errors(settings)
-    return settings
-
-
-def _script_name() -> str:
-    if file := getattr(sys.modules["__main__"], "__file__", None):
-        return Path(file).stem
-    found = re.search(SCRIPT_NAME, _script_doc())
-    return found.group(1) if found else "notebook"
-
-
-def _script_doc() -> str:
-    """The script's docstring; in a notebook, the newest cell that holds one."""
-    main = sys.modules["__main__"]  # not imported once: a script may run others by `runpy`
-    if not notebook_shell():
-        return main.__doc__ or ""
-    cells = (cell for cell in reversed(main.In) if not cell.startswith("%%"))  # those only write a script
-    return next((cell for cell in cells if re.search(SCRIPT_NAME, cell)), "")
-
-
-def _chosen_config(args: list[str], config: str | None) -> tuple[bool, Path | None]:
-    """Return whether the user chose the config, and its path; the quickstart's on a machine without a CUDA GPU."""
-    finder = argparse.ArgumentParser(exit_on_error=False, add_help=False, allow_abbrev=False)
-    finder.add_argument("--config")
-    try:
-        config = finder.parse_known_args(args)[0].config or config
-    except argparse.ArgumentError as error:
-        raise UserError("--config: give a YAML file") from error
-    if config:
-        path = next((path for path in (Path(config), CONFIGS / config) if path.is_file()), None)
-        if path is None:
-            ours = ", ".join(sorted(path.name for path in CONFIGS.glob("*.yaml")))
-            raise UserError(f"there is no config file {config}; those that come along: {ours}")
-        return True, path
-    return False, None if torch.cuda.is_available() else CONFIGS / "quickstart.yaml"
-
-
-def _read_config(path: Path) -> list[str]:
-    """Read a YAML file as arguments; a relative path in it is taken from the file's own folder where that holds it."""
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path} must hold lines such as 'batch_size: 16'")
-    beside = {key: path.parent / str(values[key]) for key in PATHS if values.get(key)}
-    values |= {key: str(place) for key, place in beside.items() if place.exists()}
-    return [f"--{key}={'null' if value is None else value}" for key, value in values.items()]
-
-
-def _names() -> list[str]:
-    return [item.name for item in dataclasses.fields(Settings) if item.name not in INTERNAL]
-
-
-def _unknown(name: str) -> str:
-    near = difflib.get_close_matches(name, _names(), n=1)
-    return f"there is no setting {name!r}; " + (f"did you mean {near[0]!r}?" if near else "see --help for all settings")
-
-
-def _parse(parser: jsonargparse.ArgumentParser, args: list[str], where: str = "") -> dict:
-    """Check names and types; `where` starts the message of an error."""
-    for arg in args:
-        name = arg[2:].split("=")[0]
-        if arg.startswith("--") and name not in ("help", "config" if not where else "", *_names()):
-            raise UserError(where + _unknown(name))
-    try:
-        return parser.parse_args(args).as_dict()
-    except jsonargparse.ArgumentError as error:
-        text = " ".join(str(error).split())
-        kind = r"(?:<class '(\w+)'>|typing.Literal\[(.*?)\])"
-        if found := re.match(rf'Parser key "(\w+)":.*? Expected an? {kind}.*(?:Got|Given) value: (.*)', text):
-            name, plain, choices, value = found.groups()
-            text = f"--{name} {value}: expected {plain or f'one of {choices}'}"
-        raise UserError(f"{where}{text} (see --help)") from error

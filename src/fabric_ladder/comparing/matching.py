@@ -5,42 +5,26 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from fabric_ladder.comparing.parsing import LoggedRun
+from fabric_ladder.comparing.logs import LoggedRun
 
-# Where a run was started and what it left behind; rates that `learning_rate` was taken from.
-IGNORED = {
-    "name",
-    "config",
-    "runs_dir",
-    "data_dir",
-    "cache_dir",
-    "log_every",
-    "save",
-    "logger",
-    "check_only",
-    "accelerator",
-    "threads",
-}
-IGNORED |= {"save_every", "keep", "resume", "max_time"}
-IGNORED |= {"on_nan", "nan_limit"}  # without effect unless something goes wrong, and then it is printed
-IGNORED |= {"devices", "num_nodes"}  # which `ranks` counts
-IGNORED |= {"sgd_learning_rate", "lora_learning_rate"}
-# What the data's fingerprint covers; named where fingerprints differ, or are unknown.
-DATA = ("dataset", "text_column", "label_column", "image_column", "validation_file", "test_file", "train_samples")
-DATA += ("validation_samples", "test_samples", "split_seed", "tokenizer", "max_length", "prompt_template")
-DATA += ("train_on_inputs", "bad_samples")
-LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "dora", "rslora")
-TECHNIQUE = (
-    "optimizer",
-    "precision",
-    "matmul_precision",
-    "micro_batch_size",
-    "micro_batch_tokens",
-    "packing",
-    "pad_to_multiple_of",
+# Where a run was started and what it left behind; `ranks` counts devices and machines; what becomes of a NaN is without
+# effect unless there is one, and then it is printed; rates that `learning_rate` was taken from.
+IGNORED = set(
+    "name config runs_dir data_dir cache_dir log_every save logger check_only accelerator threads save_every keep "
+    "resume max_time devices num_nodes on_nan nan_limit sgd_learning_rate lora_learning_rate "
+    "predict_memory".split()
 )
-TECHNIQUE += ("eval_batch_tokens", "loss_chunk", "activation_checkpointing", "compile", "lora", *LORA, "quantization")
-TECHNIQUE += ("offload", "deepspeed", "ranks", "num_workers", "attention")
+# What the data's fingerprint covers; named where fingerprints differ, or are unknown.
+DATA = (
+    "dataset text_column label_column image_column validation_file test_file train_samples validation_samples "
+    "test_samples split_seed tokenizer max_length prompt_template train_on_inputs bad_samples"
+).split()
+LORA = "lora_rank lora_alpha lora_dropout lora_targets dora rslora".split()
+TECHNIQUE = (
+    "optimizer precision matmul_precision micro_batch_size micro_batch_tokens packing pad_to_multiple_of "
+    "eval_batch_tokens loss_chunk activation_checkpointing compile lora"
+).split()
+TECHNIQUE += [*LORA, *"quantization offload deepspeed ranks num_workers attention".split()]
 # What another optimizer, or adapters, need to be tuned anew: then part of the technique, otherwise a difference.
 TUNED = ("learning_rate", "schedule", "warmup_steps", "max_grad_norm")
 HARDWARE = {"cuda": ("gpu",), "cpu": ("processor", "cores", "threads")}
@@ -109,49 +93,41 @@ def make_rows(runs: list[LoggedRun]) -> list[Row]:
 
 def _labels(rows: list[Row]) -> list[str]:
     """Name each row by its rung; where several have one name, by the run's number too, or by the whole source."""
-    names = [row.first.name for row in rows]
-    forms = [names, [f"{row.first.name}/{Path(row.first.source).name}" for row in rows]]
-    forms.append([f"{row.first.name} ({row.first.source})" for row in rows])
+    runs = [row.first for row in rows]
+    shortest = [run.name for run in runs]
+    longest = [f"{run.name} ({run.source})" for run in runs]
+    candidates = [shortest, [f"{run.name}/{Path(run.source).name}" for run in runs], longest]
     labels: list[str] = []
-    for index, name in enumerate(names):
-        alike = [other for other, its in enumerate(names) if its == name]
-        form = next((form for form in forms if len({form[other] for other in alike}) == len(alike)), forms[-1])
-        label, number = form[index], 2
+    for index, name in enumerate(shortest):
+        alike = [other for other, its in enumerate(shortest) if its == name]
+        telling = (names for names in candidates if len({names[other] for other in alike}) == len(alike))
+        first = label = next(telling, longest)[index]
+        number = 2
         while label in labels:
-            label, number = f"{form[index]} ({number})", number + 1
+            label, number = f"{first} ({number})", number + 1
         labels.append(label)
     return labels
 
 
 def find_differences(rows: list[Row]) -> list[str]:
     """Return what differs between rows beyond their technique, a phrase for each."""
-    found = []
     runs = [row.first for row in rows]
     seeds = [sorted(run.settings["seed"] for run in row.runs if "seed" in run.settings) for row in rows]
-    seeds = [", ".join(map(str, each)) for each in seeds]
-    if phrase := _phrase("seed", [each or ... for each in seeds]):
-        found.append(phrase)
-    prints = [run.data for run in runs]
-    if len({each for each in prints if each}) > 1:
-        why = [phrase for name in DATA if (phrase := _phrase(name, _settings(runs, name)))]
-        found.append("data (" + ("; ".join(why) if why else "another content") + ")")
-    elif not all(prints):
-        found += [phrase for name in DATA if (phrase := _phrase(name, _settings(runs, name)))]
-    left = {name for run in runs for name in run.settings} - IGNORED - set(DATA) - set(TECHNIQUE) - {"seed"}
-    order = [name for run in runs for name in run.settings]
-    for name in sorted(left, key=order.index):
-        if phrase := _untuned(runs, name) if name in TUNED else _phrase(name, _settings(runs, name)):
-            found.append(phrase)
-    kinds = [run.hardware.get("device", ...) for run in runs]
-    if phrase := _phrase("device", kinds):
-        found.append(phrase)
-    else:
-        for name in HARDWARE.get(next((kind for kind in kinds if kind is not ...), ""), ()):
-            if phrase := _phrase(name, [run.hardware.get(name, ...) for run in runs]):
-                found.append(phrase)
+    found = _phrases({"seed": [", ".join(map(str, each)) or ... for each in seeds]})
+    in_data = _phrases({name: _settings(runs, name) for name in DATA})
+    if len({run.data for run in runs if run.data}) > 1:
+        found.append(f"data ({'; '.join(in_data) or 'another content'})")
+    elif not all(run.data for run in runs):
+        found += in_data
+    known = {*IGNORED, *DATA, *TECHNIQUE, "seed"}
+    for name in dict.fromkeys(name for run in runs for name in run.settings if name not in known):
+        found += _untuned(runs, name) if name in TUNED else _phrases({name: _settings(runs, name)})
+    devices = [run.hardware.get("device", ...) for run in runs]
+    parts = HARDWARE.get(next((device for device in devices if device is not ...), ""), ())
+    parts = {name: [run.hardware.get(name, ...) for run in runs] for name in parts}
+    found += _phrases({"device": devices}) or _phrases(parts)
     packages = dict.fromkeys(name for run in runs for name in run.versions)
-    found += [phrase for name in packages if (phrase := _phrase(name, [run.versions.get(name, ...) for run in runs]))]
-    return found
+    return found + _phrases({name: [run.versions.get(name, ...) for run in runs] for name in packages})
 
 
 def find_unknown(rows: list[Row]) -> list[str]:
@@ -176,7 +152,7 @@ def differing_settings(rows: list[Row]) -> list[tuple[str, list[str]]]:
     table = []
     for name in names:
         values = _settings(runs, name)
-        if _phrase(name, values):
+        if _phrases({name: values}):
             told = [show(value) if name in run.settings else "unknown" for run, value in zip(runs, values, strict=True)]
             table.append((name, told))
     return table
@@ -192,46 +168,42 @@ def show(value) -> str:
 
 
 def _settings(runs: list[LoggedRun], name: str) -> list:
-    """Values of a setting: `...` where it is not known, None where it is known to be none."""
-    values = []
-    for run in runs:
-        value = run.settings.get(name, ...)
-        if name in LORA and not run.settings.get("lora"):
-            value = ...  # means nothing without adapters
-        values.append(value)
-    return values
+    """Return each run's value of a setting: `...` where it is not known, None where it is known to be none."""
+    # of adapters it means nothing where there are none
+    return [run.settings.get(name, ...) if run.settings.get("lora") or name not in LORA else ... for run in runs]
 
 
-def _phrase(name: str, values: list) -> str | None:
-    """Return `name 1 / 2` if known values differ; `...` stands for what is not known."""
-    known = [value for value in values if value is not ...]
-    if name in ("model", "dataset", "tokenizer", "validation_file", "test_file"):
-        # One model in two homes is one. A log tells the last part alone.
-        short = any("/" not in str(value) for value in known)
-        known = [value and "/".join(Path(value).parts[-1 if short else -3 :]) for value in known]
-    distinct = list(dict.fromkeys(show(value) for value in known))
-    return f"{name} {' / '.join(distinct)}" if len(distinct) > 1 else None
+def _phrases(values: dict[str, list]) -> list[str]:
+    """Return `name 1 / 2` for each name whose known values differ; `...` stands for what is not known."""
+    phrases = []
+    for name, each in values.items():
+        known = [value for value in each if value is not ...]
+        if name in ("model", "dataset", "tokenizer", "validation_file", "test_file"):
+            # One model in two homes is one. A log tells the last part alone.
+            short = any("/" not in str(value) for value in known)
+            known = [value and "/".join(Path(value).parts[-1 if short else -3 :]) for value in known]
+        distinct = list(dict.fromkeys(map(show, known)))
+        phrases += [f"{name} {' / '.join(distinct)}"] if len(distinct) > 1 else []
+    return phrases
 
 
-def _untuned(runs: list[LoggedRun], name: str) -> str | None:
+def _untuned(runs: list[LoggedRun], name: str) -> list[str]:
     """Return the phrase for runs of one optimizer, all with or all without adapters, that differ in a setting."""
     groups: dict[tuple, list] = {}
     for run in runs:
-        kind = (run.settings.get("optimizer"), run.settings.get("lora"))
-        groups.setdefault(kind, []).append(run)
-    return next((phrase for group in groups.values() if (phrase := _phrase(name, _settings(group, name)))), None)
+        groups.setdefault((run.settings.get("optimizer"), run.settings.get("lora")), []).append(run)
+    return [phrase for group in groups.values() for phrase in _phrases({name: _settings(group, name)})][:1]
 
 
 def _changes(first: LoggedRun, run: LoggedRun) -> list[str]:
     """Name the settings of the technique that differ from the first run's, with their new values."""
     pair = [first, run]
     tuned = [name for name in TUNED if not _untuned(pair, name)]
-    names = [name for name in (*TECHNIQUE, *tuned) if _phrase(name, _settings(pair, name))]
-    changes = [f"{name} {show(run.settings[name])}" for name in names]
+    names = [name for name in (*TECHNIQUE, *tuned) if _phrases({name: _settings(pair, name)})]
     if run.settings.get("lora") and first.settings.get("lora") is False:
-        changes += [f"lora_rank {run.settings['lora_rank']}"] if "lora_rank" in run.settings else []
-        changes += [f"{name} true" for name in ("dora", "rslora") if run.settings.get(name)]
-    return changes
+        names += ["lora_rank"] if "lora_rank" in run.settings else []
+        names += [name for name in ("dora", "rslora") if run.settings.get(name)]
+    return [f"{name} {show(run.settings[name])}" for name in names]
 
 
 def _untold(first: LoggedRun, run: LoggedRun) -> bool:

@@ -1,4 +1,4 @@
-"""Finding runs: in their folders, in folders of these, and in texts."""
+"""Finding and reading runs: in their folders, in folders of these, and in texts."""
 
 import csv
 import json
@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from fabric_ladder.comparing.parsing import LoggedRun, LogParser, Point
+from fabric_ladder.comparing.logs import LoggedRun, LogParser, Point
 from fabric_ladder.errors import UserError
-from fabric_ladder.metrics import perplexity
+from fabric_ladder.runs.metrics import perplexity
 
 FORMAT = 1
 FIGURES = {  # of run.json: name here, and the factor to its unit
@@ -71,12 +71,12 @@ def _read_folder(folder: Path) -> Found:
     if not folders:
         raise UserError(f"{folder} holds no run: there is no run.json and no log.txt in it or below it")
     runs, notices = [], []
-    for place in sorted(folders, key=_natural):
-        if (place / "run.json").is_file():
-            runs.append(_read_run(place))
+    for path in sorted(folders, key=_natural):
+        if (path / "run.json").is_file():
+            runs.append(_read_run(path))
             continue
         try:
-            found = _read_text(str(place / "log.txt"))
+            found = _read_text(str(path / "log.txt"))
         except UserError as error:  # a file of this name that something else has written
             notices.append(f"{error}: left out.")
             continue

@@ -1,12 +1,11 @@
 """The comparison as a table: on the terminal, in Markdown, CSV and JSON."""
 
-import csv
-import io
 import json
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import pandas as pd
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -24,6 +23,11 @@ class Column(NamedTuple):
     unit: str
     digits: int
     points: bool = False
+
+    @property
+    def against(self) -> str:
+        """What rows are compared by."""
+        return "points" if self.points else "ratio"
 
 
 COLUMNS = (
@@ -133,10 +137,24 @@ def against_text(row: Row, first: Row, column: Column) -> str:
     return f"{value:.2f} x" if value >= 0.1 else f"{value:.2g} x"
 
 
+def cell_text(row: Row, first: Row, column: Column) -> str:
+    """Return a row's figure, and in brackets how it stands against the first row's."""
+    against = against_text(row, first, column)
+    return value_text(row, column) + (f" ({against})" if against else "")
+
+
+def seeds_text(row: Row) -> str:
+    """Return how many seeds a row is the mean of, and which."""
+    return f"mean of seeds {', '.join(_seeds(row))} (n = {len(row.runs)})"
+
+
 def label(row: Row) -> str:
-    """Return a row's name, with the number of its seeds."""
-    seeds = ", ".join(str(run.settings["seed"]) for run in row.runs if "seed" in run.settings)
-    return f"{row.label}, mean of seeds {seeds} (n = {len(row.runs)})" if len(row.runs) > 1 else row.label
+    """Return a row's name, with its seeds if there are several."""
+    return f"{row.label}, {seeds_text(row)}" if len(row.runs) > 1 else row.label
+
+
+def _seeds(row: Row) -> list[str]:
+    return [str(run.settings["seed"]) for run in row.runs if "seed" in run.settings]
 
 
 def footnote(comparison: Comparison) -> str:
@@ -179,23 +197,25 @@ def to_markdown(comparison: Comparison) -> str:
     """Return the table in GitHub's Markdown, with the settings that differ."""
     first = comparison.rows[0]
     lines = [f"**{_cell(comparison.warning)}**", ""] if comparison.warning else []
-    lines.append("| " + " | ".join(["rung", "what changed", *(column.title for column in comparison.columns)]) + " |")
+    lines += _markdown_row(["rung", "what changed", *(column.title for column in comparison.columns)])
     lines.append("|---|---|" + "---:|" * len(comparison.columns))
     for row in comparison.rows:
-        cells = [_cell(label(row)), _cell(row.changed)]
-        for column in comparison.columns:
-            against = against_text(row, first, column)
-            cells.append(value_text(row, column) + (f" ({against})" if against else ""))
-        lines.append("| " + " | ".join(cells) + " |")
+        cells = [cell_text(row, first, column) for column in comparison.columns]
+        lines += _markdown_row([_cell(label(row)), _cell(row.changed), *cells])
     if note := footnote(comparison):
         lines += ["", _cell(note)]
     if comparison.settings:
-        lines += ["", "| setting | " + " | ".join(_cell(row.label) for row in comparison.rows) + " |"]
+        lines += ["", *_markdown_row(["setting", *(_cell(row.label) for row in comparison.rows)])]
         lines.append("|---|" + "---|" * len(comparison.rows))
-        lines += [f"| {name} | " + " | ".join(map(_cell, values)) + " |" for name, values in comparison.settings]
+        for name, values in comparison.settings:
+            lines += _markdown_row([name, *map(_cell, values)])
     if comparison.notices:
         lines += ["", *(f"- {_cell(notice)}" for notice in comparison.notices)]
     return "\n".join(lines) + "\n"
+
+
+def _markdown_row(cells: list[str]) -> list[str]:
+    return [f"| {' | '.join(cells)} |"]
 
 
 def _cell(text: str) -> str:
@@ -206,65 +226,56 @@ def _cell(text: str) -> str:
 
 def to_csv(comparison: Comparison) -> str:
     """Return a line for each row; lines that start with # stand above it where runs differ beyond their technique."""
-    text = io.StringIO()
-    text.writelines(f"# differs: {' '.join(difference.split())}\n" for difference in comparison.differences)
-    writer = csv.writer(text, lineterminator="\n")
-    names = [f"{column.key}{end}" for column in comparison.columns for end in ("", "_spread", _against_name(column))]
-    writer.writerow(["rung", "sources", "what_changed", "seeds", "n", *names])
+    records = []
     for row in comparison.rows:
-        figures = []
+        record = {"rung": row.label, "sources": " ".join(run.source for run in row.runs), "what_changed": row.changed}
+        record |= {"seeds": " ".join(_seeds(row)), "n": len(row.runs)}
         for column in comparison.columns:
-            figures += [row.mean(column.key), row.spread(column.key), against_first(row, comparison.rows[0], column)]
-        sources = " ".join(run.source for run in row.runs)
-        seeds = " ".join(str(run.settings["seed"]) for run in row.runs if "seed" in run.settings)
-        writer.writerow([row.label, sources, row.changed, seeds, len(row.runs), *map(_number, figures)])
-    return text.getvalue()
-
-
-def _number(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.12g}")  # no tails such as 69.97000000000001
-
-
-def _against_name(column: Column) -> str:
-    return "_points" if column.points else "_ratio"
+            record[column.key] = _rounded(row.mean(column.key))
+            record[f"{column.key}_spread"] = _rounded(row.spread(column.key))
+            record[f"{column.key}_{column.against}"] = _rounded(against_first(row, comparison.rows[0], column))
+        records.append(record)
+    above = "".join(f"# differs: {' '.join(difference.split())}\n" for difference in comparison.differences)
+    return above + pd.DataFrame(records).to_csv(index=False, lineterminator="\n")
 
 
 def to_json(comparison: Comparison) -> str:
     """Return everything as JSON: differences first, then each row with its figures, settings and losses."""
-    rows = []
-    for row in comparison.rows:
-        figures = {}
-        for key in dict.fromkeys(key for run in row.runs for key in run.figures):
-            figures[key] = {"mean": _finite(row.mean(key)), "spread": _finite(row.spread(key))}
-        for column in comparison.columns:
-            if column.key in figures:
-                against = against_first(row, comparison.rows[0], column)
-                figures[column.key][_against_name(column)[1:]] = _finite(against)
-        runs = [
-            {
-                "source": run.source,
-                "seed": run.settings.get("seed"),
-                "figures": {key: _finite(value) for key, value in run.figures.items()},
-                "test_samples": run.test_samples,
-                "losses": [[point.epochs, point.samples, _finite(point.loss)] for point in run.losses],
-            }
-            for run in row.runs
-        ]
-        shared = {key: value for key, value in row.first.settings.items() if key != "seed"}
-        rows.append({"rung": row.label, "what_changed": row.changed, "n": len(runs), "figures": figures, "runs": runs}
-                    | {"settings": shared, "versions": row.first.versions, "hardware": row.first.hardware,
-                       "data": row.first.data})  # fmt: skip
     record = {
         "format": 1,
         "differences": comparison.differences,
         "notices": comparison.notices,
         "units": {column.key: column.unit for column in comparison.columns if column.unit},
         "loss_columns": ["epochs", "samples", "loss"],
-        "rows": rows,
+        "rows": [_row_record(row, comparison) for row in comparison.rows],
     }
     return json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False, default=str) + "\n"
 
 
+def _row_record(row: Row, comparison: Comparison) -> dict:
+    keys = dict.fromkeys(key for run in row.runs for key in run.figures)
+    figures = {key: {"mean": _finite(row.mean(key)), "spread": _finite(row.spread(key))} for key in keys}
+    for column in comparison.columns:
+        if column.key in figures:
+            figures[column.key][column.against] = _finite(against_first(row, comparison.rows[0], column))
+    runs = [
+        {
+            "source": run.source,
+            "seed": run.settings.get("seed"),
+            "figures": {key: _finite(value) for key, value in run.figures.items()},
+            "test_samples": run.test_samples,
+            "losses": [[point.epochs, point.samples, _finite(point.loss)] for point in run.losses],
+        }
+        for run in row.runs
+    ]
+    shared = {key: value for key, value in row.first.settings.items() if key != "seed"}
+    record = {"rung": row.label, "what_changed": row.changed, "n": len(runs), "figures": figures, "runs": runs}
+    return record | {"settings": shared} | {name: getattr(row.first, name) for name in ("versions", "hardware", "data")}
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.12g}")  # no tails such as 69.97000000000001
+
+
 def _finite(value: float | None) -> float | None:
-    number = _number(value)
-    return number if number is not None and math.isfinite(number) else None
+    return _rounded(value) if value is not None and math.isfinite(value) else None

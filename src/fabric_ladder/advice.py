@@ -1,0 +1,159 @@
+"""What to try next when memory runs out, and how errors are shown."""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from fabric_ladder.distributed.watch import lost_contact, running_watch
+from fabric_ladder.environment import notebook_shell, peak_memory
+from fabric_ladder.errors import UserError, first_line
+from fabric_ladder.settings import Settings
+
+OUT_OF_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+
+
+class NextRung(NamedTuple):
+    """What needs less memory than a rung.
+
+    Attributes:
+        name: The script; None: the same one.
+        why: What it does with less.
+        options: Settings that it needs.
+        decides: Settings that are its own to make; those of the command line before are left out.
+    """
+
+    name: str | None
+    why: str
+    options: str = ""
+    decides: tuple[str, ...] = ()
+
+
+LOW_PRECISION = NextRung("5_low_precision", "halves weights, gradients and optimizer state", "", ("precision",))
+LEAN = NextRung("6_lean_optimizer", "keeps no optimizer state", "", ("optimizer", "schedule", "learning_rate"))
+NEXT_RUNG = dict.fromkeys("1234", LOW_PRECISION) | {
+    **dict.fromkeys("578", LEAN),
+    "9": NextRung("10_fsdp", "shards weights, gradients and optimizer state"),
+    "6": NextRung("13_lora", "trains thin adapters and keeps no gradient of the model", "", ("lora", "learning_rate")),
+    "10": NextRung("11_fsdp_cpu_offload", "parks weights in the host's memory", "", ("offload",)),
+    "11": NextRung(None, "trains thin adapters alone", "--precision bf16-true --lora true"),
+    "12": NextRung(None, "parks weights in the host's memory", "--deepspeed zero3_offload"),
+    "13": NextRung("14_qlora", "keeps the model in 4 bits", "", ("quantization",)),
+    "14": NextRung("11_fsdp_cpu_offload", "parks weights in the host's memory", "--lora true", ("quantization",)),
+}
+
+
+def explain(error: BaseException, settings: Settings | None = None) -> str | None:
+    """Return the one line for an error that the user can fix, None for any other (a bug keeps its traceback)."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, torch.distributed.DistNetworkError):
+        return f"the processes cannot meet ({first_line(error)})"
+    if is_out_of_memory(error):
+        return _out_of_memory(error, settings)
+    if "No working C++ compiler found" in str(error):
+        return "torch.compile needs a C++ compiler, and none was found: install g++, or run src/2_grad_accum.py"
+    if "C++ compile error" in str(error):
+        return (
+            f"torch {torch.__version__} compiled the model to C++ that is not valid, a fault of its own: "
+            "install another torch, or run src/2_grad_accum.py"
+        )
+    return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether memory ran out, of the GPU or of the host."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in OUT_OF_MEMORY)
+
+
+def _out_of_memory(error: BaseException, settings: Settings | None) -> str:
+    text = f"out of memory ({first_line(error, 160)})"
+    if settings is None:
+        return f"{text}. Next to try: a smaller --micro_batch_size"
+    phase, shape = getattr(error, "batch", (None, ()))
+    if shape:
+        size = f"{shape[0]} x {shape[1]} tokens" if len(shape) == 2 else f"{shape[0]} images of {shape[-1]} pixels"
+        text += f" in a batch of {size} in {phase}"
+    peak = peak_memory(torch.device(settings.accelerator))
+    return f"{text}, at a peak of {peak / 1e9:.2f} GB. Next to try: {less_memory(settings, phase, shape)}"
+
+
+def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, ...] = ()) -> str:
+    """Return the next things to try, in order of their cost.
+
+    Args:
+        settings: Of the run.
+        phase: Where memory ran out: `training` or `the evaluation`.
+        shape: Of the batch there.
+    """
+    tries, same = [], " (the same effective batch in less memory)"
+    if settings.attention == "eager":
+        tries.append("--attention fused, which keeps no matrix of tokens x tokens")
+    name = "micro_batch_tokens" if settings.micro_batch_tokens else "micro_batch_size"
+    if phase == "the evaluation":
+        name, same = "eval_batch_tokens", ""
+    most = getattr(settings, name)
+    if name == "micro_batch_size" and shape:  # a rank's share can be smaller than the setting
+        most = min(most, shape[0])
+    if isinstance(most, int) and most > 1 and shape[:1] != (1,):
+        tries.append(_command(settings, f"--{name} {most // 2}") + same)
+    if rung := NEXT_RUNG.get(settings.name.split("_")[0]):
+        tries.append(f"{_command(settings, rung.options, rung.name, rung.decides)}, which {rung.why}")
+    if not settings.activation_checkpointing:
+        tries.append("--activation_checkpointing true, which computes activations again")
+    if settings.task != "image-classification":
+        tries.append(f"--max_length {max(1, settings.max_length // 2)}")
+    return "; ".join(tries)
+
+
+def _command(settings: Settings, options: str, rung: str | None = None, decides: tuple[str, ...] = ()) -> str:
+    """Return the command line of this run with other options, or of another rung."""
+    script, given = Path(sys.argv[0]), sys.argv[1:]
+    if script.stem != settings.name:  # in a notebook, the kernel's
+        script, given = Path("src") / f"{settings.name}.py", []
+    replaced = {*decides, *(option.removeprefix("--") for option in options.split()), *(["resume"] if rung else [])}
+    kept, keeps = [], True
+    for word in given:
+        if word.startswith("--"):
+            keeps = word.removeprefix("--").split("=")[0] not in replaced
+        if keeps:
+            kept.append(word)
+    return shlex.join(["python", str(script.with_name(f"{rung}.py") if rung else script), *kept, *options.split()])
+
+
+def show_errors(settings: Settings | None = None) -> None:
+    """From now on, print errors that the user can fix as one line on stderr; in a script, end with exit status 2."""
+
+    def explained(error: BaseException, stream) -> bool:
+        line = explain(error, settings)
+        if line is not None:
+            rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
+            start = "error:" if rank == "0" else f"error on rank {rank}:"
+            stream.write(f"{start} {' '.join(line.split())}\n")  # at once: other ranks write there, too
+            stream.flush()
+        return line is not None
+
+    def in_script(error_type, error, trace):
+        if watch := running_watch():
+            if lost_contact(error):
+                watch.join()  # it names the rank that is gone, and ends this process
+            watch.stop()
+        if explained(error, sys.__stderr__):  # torch.distributed's own hook holds sys.stderr back
+            raise SystemExit(2)  # raised inside the hook, it sets the exit status
+        sys.__excepthook__(error_type, error, trace)
+
+    def in_notebook(shell, error_type, error, trace, tb_offset=None):
+        if not explained(error, sys.stderr):
+            shell.showtraceback((error_type, error, trace), tb_offset)
+
+    if shell := notebook_shell():
+        shell.set_custom_exc((Exception,), in_notebook)
+    else:
+        sys.excepthook = in_script

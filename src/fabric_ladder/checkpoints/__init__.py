@@ -1,0 +1,1 @@
+"""Checkpoints: crash-safe folders, sharded state, going on with a run, and export."""

@@ -1,0 +1,131 @@
+"""Tensors of all ranks in one folder of safetensors files, by `torch.distributed.checkpoint`.
+
+Its own format is an index and values that are unpickled freely, so that a file from elsewhere could run anything. A
+safetensors file holds names, sizes and numbers, and nothing that could be run.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.optim import Optimizer
+
+from fabric_ladder.errors import first_line
+
+FILE_BYTES = 2**30  # of all ranks together: what is written at once, and so copied to the host's memory
+
+
+class _Reader(dcp.HuggingFaceStorageReader):
+    def read_metadata(self) -> Metadata:
+        metadata = super().read_metadata()
+        for name, tensor in metadata.state_dict_metadata.items():
+            if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
+                raise ValueError(f"a part of {name} is missing")
+        return metadata
+
+
+def read_index(folder: str | Path) -> Metadata:
+    """Return names, sizes and places of the tensors in a folder.
+
+    Raises:
+        OSError, RuntimeError: It cannot be read, is damaged, or lacks a part of a tensor.
+    """
+    with _plain_errors():
+        return _Reader(str(folder)).read_metadata()
+
+
+def write_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Write the tensors, of shards this rank's share. All ranks must call it.
+
+    Raises:
+        OSError, RuntimeError: A rank could not write.
+    """
+    files, written, state, seen = {}, 0, {}, set()
+    for name, tensor in tensors.items():
+        files[name] = 1 + written // FILE_BYTES
+        written += tensor.nbytes
+        plain = tensor.is_contiguous() and id(tensor) not in seen  # a file holds no tensor under two names
+        state[name] = tensor if plain else tensor.detach().clone(memory_format=torch.contiguous_format)
+        seen.add(id(tensor))
+    with _plain_errors():
+        dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(folder), files, save_distributed=True))
+
+
+def read_tensors(tensors: dict[str, Tensor], folder: str | Path, alone: bool = False) -> None:
+    """Fill the tensors in place; a folder of any number of ranks will do. All ranks must call it, or one `alone`.
+
+    Raises:
+        OSError, RuntimeError: The folder lacks a tensor, has it in another size, or is damaged.
+    """
+    with _plain_errors():
+        dcp.load(dict(tensors), storage_reader=_Reader(str(folder)), no_dist=alone)
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Raise what went wrong on any rank on all of them, and warn of no run with one process."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            yield
+    except (dcp.api.CheckpointException, SafetensorError, ValueError, LookupError) as error:
+        failures = getattr(error, "failures", None)
+        cause = next(iter(failures.values()))[0] if failures else error
+        raise cause if isinstance(cause, OSError) else RuntimeError(first_line(cause)) from error
+
+
+def optimizer_state(inner: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, dict]]:
+    """Return the optimizer's tensors by `optimizer.<parameter>.<key>`, and its other values by parameter.
+
+    `torch.distributed.checkpoint.state_dict` is no help: where a parameter has no state yet, it makes one by a step,
+    which counts; it writes hyperparameters as pickled values, and its way back casts the state to the weights' dtype.
+    """
+    tensors, values = {}, {}
+    for name, parameter in inner.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer.{name}.{key}"] = value
+            else:
+                values.setdefault(name, {})[key] = value
+    return tensors, values
+
+
+def empty_optimizer_state(
+    inner: nn.Module, optimizer: Optimizer, folder: Path, names: list[str], values: dict[str, dict]
+) -> dict[str, Tensor]:
+    """Give the optimizer the state that a folder holds, and return its tensors by name, yet to be filled.
+
+    A tensor of its parameter's size is sharded like it; others, such as the number of steps, are whole. Numbers stay on
+    the CPU unless the optimizer wants them on the device.
+
+    Args:
+        inner: The model.
+        optimizer: Without any state.
+        folder: From `write_tensors`.
+        names: Of the tensors that `optimizer_state` returned.
+        values: From `optimizer_state`.
+
+    Raises:
+        KeyError: The model or the folder lacks a name.
+        OSError, RuntimeError: The folder cannot be read.
+    """
+    saved, parameters, tensors = read_index(folder).state_dict_metadata, dict(inner.named_parameters()), {}
+    on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    for full in names:
+        name, key = full.removeprefix("optimizer.").rsplit(".", 1)
+        parameter, size, dtype = parameters[name], saved[full].size, saved[full].properties.dtype
+        if size == parameter.shape:
+            tensors[full] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        else:
+            device = parameter.device if size or on_device else "cpu"
+            tensors[full] = torch.zeros(size, dtype=dtype, device=device)
+        optimizer.state[parameter][key] = tensors[full]
+    for name, state in values.items():
+        optimizer.state[parameters[name]].update(state)
+    return tensors

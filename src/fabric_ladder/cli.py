@@ -1,0 +1,202 @@
+"""Settings from defaults in code, the script's own, a YAML file and the command line, in that order."""
+
+import argparse
+import dataclasses
+import difflib
+import re
+import sys
+from pathlib import Path
+
+import jsonargparse
+import torch
+import yaml
+
+from fabric_ladder.advice import show_errors
+from fabric_ladder.checks import check, check_values
+from fabric_ladder.distributed.launch import check_launcher, options_of_fabric_run, prepare_launch, resolve_devices
+from fabric_ladder.environment import CONFIGS, mixed_precision, notebook_shell
+from fabric_ladder.errors import Checked, UserError
+from fabric_ladder.settings import INTERNAL, Settings
+
+BUCKET = 16  # tokens; kernels for lengths that may be no multiple of this are slower, and a step of 64 mostly padding
+PATHS = ("dataset", "validation_file", "test_file", "model", "tokenizer")
+SCRIPT_NAME = re.compile(r'^"""(\w+) ·', re.MULTILINE)  # at the start of each rung's docstring
+
+
+def parse_settings(args: list[str] | None = None, config: str | None = None, **defaults) -> Settings:
+    """Read, resolve and check the settings of the running script.
+
+    Args:
+        args: What to read instead of the command line; a notebook's own arguments are never read.
+        config: YAML file to read when the command line names none.
+        **defaults: The script's own defaults, which a YAML file or the command line may override.
+
+    Returns:
+        Checked settings in which `auto` and defaults that depend on others are resolved, see `resolve`.
+
+    Raises:
+        UserError: An unknown setting, a wrong type, or values that do not go together or ask for what is not there.
+        Checked: `check_only` is set, and the run could start.
+    """
+    show_errors()
+    if args is None:
+        args = [] if notebook_shell() else [*sys.argv[1:], *options_of_fabric_run()]
+    parser = jsonargparse.ArgumentParser(prog=_script_name(), description=_script_doc(), exit_on_error=False)
+    parser.add_argument("--config", help="YAML file of settings.")
+    parser.add_class_arguments(Settings, as_group=False, skip=set(INTERNAL))
+    parser.set_defaults(defaults)
+    chosen, config = choose_config(args, config)
+    from_file = read_config(config) if config else []
+    _parse(parser, from_file, f"{config}: ")
+    values = _parse(parser, [*from_file, *args])
+    values.pop("config")
+    settings = Settings(**values, name=_script_name(), config=str(config) if config else None)
+    if not chosen and config:
+        settings = _with_notice(
+            settings,
+            f"No --config and no CUDA GPU: this is the quickstart ({config.name}), a small model on synthetic reviews. "
+            f"For real work: --config configs/imdb_bloom_560m.yaml; all settings: --help",
+        )
+    several = "devices" in defaults
+    check_values(settings)
+    check_launcher(settings, several)
+    given = [name for name in (_name(arg) for arg in args) if name]
+    settings = resolve(_with_learning_rate(settings, given, [_name(arg) for arg in from_file]))
+    check(settings, defaults)
+    if several and settings.ranks == 1:
+        settings = _with_notice(
+            settings, "One device: nothing to share it out to; --devices N or torchrun gives this run more"
+        )
+    show_errors(settings)
+    if settings.check_only:
+        raise Checked(settings)
+    prepare_launch(several)
+    return settings
+
+
+def resolve(settings: Settings) -> Settings:
+    """Return settings in which every `auto`, and every default that depends on other settings, is a value.
+
+    `micro_batch_tokens` alone stays `auto`: what fits is found once the model is there, and kept in the training state.
+    """
+    accelerator = settings.accelerator
+    if accelerator == "auto":
+        accelerator = "cuda" if torch.cuda.is_available() else "cpu"
+    on_gpu = accelerator == "cuda"
+    precision, multiple, micro_batch_size = settings.precision, settings.pad_to_multiple_of, settings.micro_batch_size
+    if precision == "mixed":
+        precision = mixed_precision() if on_gpu else "bf16-mixed"
+    if multiple is None:
+        multiple = BUCKET if settings.compile and settings.max_length % BUCKET == 0 else 1
+    settings = dataclasses.replace(
+        settings,
+        accelerator=accelerator,
+        precision=precision,
+        matmul_precision=settings.matmul_precision or ("high" if on_gpu else "highest"),
+        micro_batch_size=None if settings.micro_batch_tokens else micro_batch_size or settings.batch_size,
+        eval_batch_tokens=settings.eval_batch_tokens or (4096 if on_gpu else 1024),
+        pad_to_multiple_of=multiple,
+    )
+    devices, num_nodes = resolve_devices(settings)
+    return dataclasses.replace(settings, devices=devices, num_nodes=num_nodes)
+
+
+def _with_learning_rate(settings: Settings, given: list[str], in_file: list[str]) -> Settings:
+    """Take the rate of `sgd` or of adapters, whose steps are of another size, unless the command line gives one.
+
+    Args:
+        settings: With the learning rate of Adam for all weights.
+        given: Names of settings on the command line.
+        in_file: Names of settings in the YAML file, whose learning rate is not replaced in silence.
+    """
+    name = "sgd_learning_rate" if settings.optimizer == "sgd" else "lora_learning_rate" if settings.lora else None
+    if name is None or "learning_rate" in given:
+        return settings
+    rate, before = getattr(settings, name), settings.learning_rate
+    if "learning_rate" in in_file:
+        settings = _with_notice(
+            settings,
+            f"Learning rate {rate:g} (--{name}) in place of {before:g}, which {Path(settings.config).name} has for "
+            "Adam on all weights; --learning_rate sets another",
+        )
+    return dataclasses.replace(settings, learning_rate=rate)
+
+
+def _with_notice(settings: Settings, notice: str) -> Settings:
+    return dataclasses.replace(settings, notices=(*settings.notices, notice))
+
+
+def _name(arg: str) -> str:
+    return arg.removeprefix("--").split("=")[0] if arg.startswith("--") else ""
+
+
+def _script_name() -> str:
+    if file := getattr(sys.modules["__main__"], "__file__", None):
+        return Path(file).stem
+    found = re.search(SCRIPT_NAME, _script_doc())
+    return found.group(1) if found else "notebook"
+
+
+def _script_doc() -> str:
+    """The script's docstring; in a notebook, the newest cell that holds one."""
+    main = sys.modules["__main__"]  # not imported once: a script may run others by `runpy`
+    if not notebook_shell():
+        return main.__doc__ or ""
+    cells = (cell for cell in reversed(main.In) if not cell.startswith("%%"))  # those only write a script
+    return next((cell for cell in cells if re.search(SCRIPT_NAME, cell)), "")
+
+
+def choose_config(args: list[str], config: str | None) -> tuple[bool, Path | None]:
+    """Return whether the user chose the config, and its path; the quickstart's on a machine without a CUDA GPU."""
+    finder = argparse.ArgumentParser(exit_on_error=False, add_help=False, allow_abbrev=False)
+    finder.add_argument("--config")
+    try:
+        config = finder.parse_known_args(args)[0].config or config
+    except argparse.ArgumentError as error:
+        raise UserError("--config: give a YAML file") from error
+    if config:
+        path = next((path for path in (Path(config), CONFIGS / config) if path.is_file()), None)
+        if path is None:
+            ours = ", ".join(sorted(path.name for path in CONFIGS.glob("*.yaml")))
+            raise UserError(f"there is no config file {config}; those that come along: {ours}")
+        return True, path
+    return False, None if torch.cuda.is_available() else CONFIGS / "quickstart.yaml"
+
+
+def read_config(path: Path) -> list[str]:
+    """Read a YAML file as arguments; a relative path in it is taken from the file's own folder where that holds it."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} must hold lines such as 'batch_size: 16'")
+    beside = {key: path.parent / str(values[key]) for key in PATHS if values.get(key)}
+    values |= {key: str(place) for key, place in beside.items() if place.exists()}
+    return [f"--{key}={'null' if value is None else value}" for key, value in values.items()]
+
+
+def _names() -> list[str]:
+    return [item.name for item in dataclasses.fields(Settings) if item.name not in INTERNAL]
+
+
+def _unknown(name: str) -> str:
+    near = difflib.get_close_matches(name, _names(), n=1)
+    return f"there is no setting {name!r}; " + (f"did you mean {near[0]!r}?" if near else "see --help for all settings")
+
+
+def _parse(parser: jsonargparse.ArgumentParser, args: list[str], where: str = "") -> dict:
+    """Check names and types; `where` starts the message of an error."""
+    for arg in args:
+        name = arg[2:].split("=")[0]
+        if arg.startswith("--") and name not in ("help", "config" if not where else "", *_names()):
+            raise UserError(where + _unknown(name))
+    try:
+        return parser.parse_args(args).as_dict()
+    except jsonargparse.ArgumentError as error:
+        text = " ".join(str(error).split())
+        kind = r"(?:<class '(\w+)'>|typing.Literal\[(.*?)\])"
+        if found := re.match(rf'Parser key "(\w+)":.*? Expected an? {kind}.*(?:Got|Given) value: (.*)', text):
+            name, plain, choices, value = found.groups()
+            text = f"--{name} {value}: expected {plain or f'one of {choices}'}"
+        raise UserError(f"{where}{text} (see --help)") from error

@@ -1,0 +1,101 @@
+"""What is derived from data files, kept in a cache folder under a key made of its inputs."""
+
+import hashlib
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import datasets as hf
+import numpy as np
+import pyarrow as pa
+from filelock import FileLock
+
+from fabric_ladder.environment import write_whole
+from fabric_ladder.errors import UserError, first_line
+from fabric_ladder.settings import DataSettings
+
+
+def make_once(
+    settings: DataSettings, name: str, inputs: list, make: Callable[[Path], tuple[Path, dict]]
+) -> tuple[Path, dict]:
+    """Return the cache's folder for these inputs, and what is known of it.
+
+    If there is none, `make` makes one below the folder that it is given, and it is moved as a whole, never half made.
+    """
+    key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:20]
+    folder = Path(settings.cache_dir).expanduser() / name / key
+    try:
+        if not folder.exists():  # else nothing is written, and the cache may be read-only
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{folder}.lock"):
+                if not folder.exists():
+                    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="unfinished-") as scratch, quiet():
+                        made, facts = make(Path(scratch))
+                        write_whole(made / "facts.json", json.dumps(facts, ensure_ascii=False))
+                        made.rename(folder)
+    except OSError as error:
+        raise UserError(f"cannot write {folder.parent} ({first_line(error)}): choose another --cache_dir") from error
+    return folder, json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+
+
+def save_tokens(target: Path, splits: dict[str, hf.Dataset], facts: dict) -> tuple[Path, dict]:
+    """Write tokens into the folder `target`; return it, and the facts with a hash of the tokens."""
+    content = hashlib.sha256(json.dumps(facts["class_names"]).encode())
+    for split, tokens in splits.items():
+        for batch in tokens.with_format("numpy").iter(1000):
+            labels = batch["labels"] if facts["class_names"] else np.concatenate(batch["labels"])
+            for column in (np.concatenate(batch["input_ids"]), batch["length"], labels):
+                content.update(column.astype("<i8").tobytes())
+        tokens.save_to_disk(target / split)
+    return target, facts | {"fingerprint": content.hexdigest()[:20]}
+
+
+def map_batches(table: hf.Dataset, function: Callable[[dict], dict], name: str, scratch: Path, **options) -> hf.Dataset:
+    """Write the columns that `function` makes of the table's batches into a file in `scratch`, and map it."""
+    return table.map(
+        function, batched=True, load_from_cache_file=False, new_fingerprint=name, desc="Tokenizing",
+        cache_file_name=str(scratch / f"mapped-{name}.arrow"), remove_columns=table.column_names, **options,
+    )  # fmt: skip
+
+
+def write_rows(path: Path, schema: pa.Schema, rows: Iterable[dict]) -> hf.Dataset:
+    """Write rows as they come into an Arrow file, and map it; see `write_batches`."""
+    return write_batches(path, schema, _in_batches(rows, schema))
+
+
+def write_batches(path: Path, schema: pa.Schema, batches: Iterable[pa.Table | pa.RecordBatch]) -> hf.Dataset:
+    """Write tables as they come into a new Arrow file, and map it: one of them at a time is in memory."""
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
+        for batch in batches:
+            writer.write(batch)
+    return hf.Dataset.from_file(str(path))
+
+
+def _in_batches(rows: Iterable[dict], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """Collect 32 MB of images, or 1,024 rows of text, at a time."""
+    batch, size = [], 0
+    for row in rows:
+        batch.append(row)
+        size += len(row["image"] if "height" in row else row["image"]["bytes"]) if "image" in row else 2**15
+        if size >= 2**25:
+            yield pa.RecordBatch.from_pylist(batch, schema)
+            batch, size = [], 0
+    yield pa.RecordBatch.from_pylist(batch, schema)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence `datasets`, whose errors are said in one line, and its progress bars where nobody watches them."""
+    shown, level = hf.is_progress_bar_enabled(), hf.logging.get_verbosity()
+    hf.logging.set_verbosity(hf.logging.CRITICAL)
+    if not sys.stderr.isatty():
+        hf.disable_progress_bars()
+    try:
+        yield
+    finally:
+        hf.logging.set_verbosity(level)
+        if shown:
+            hf.enable_progress_bars()

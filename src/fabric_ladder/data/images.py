@@ -1,0 +1,187 @@
+"""Images as a model wants to see them: its format, and their pixels, decoded once and kept in the cache."""
+
+import hashlib
+import json
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+
+import datasets as hf
+import numpy as np
+import PIL
+import pyarrow as pa
+from huggingface_hub.errors import StrictDataclassError
+from PIL import Image, ImageOps
+from transformers import AutoConfig, ImageProcessingMixin, PretrainedConfig
+
+from fabric_ladder.data.cache import make_once, write_rows
+from fabric_ladder.data.hub import reachable
+from fabric_ladder.data.image_files import find_images, read_images
+from fabric_ladder.data.splits import SPLITS, ImageDatasets, ImageFormat
+from fabric_ladder.data.tables import complete_splits, note_bad_samples
+from fabric_ladder.errors import UserError, first_line
+from fabric_ladder.settings import DataSettings
+
+IMAGE_CACHE_FORMAT = 1  # raise it whenever the same inputs would give other pixels
+IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "WEBP", "TIFF", "AVIF", "JPEG2000")  # others start programs
+PIXELS = pa.schema({"image": pa.binary(), "height": pa.int32(), "width": pa.int32(), "labels": pa.int64()})
+CHOICES = (  # settings that change which pixels are stored, beside the format
+    "image_column label_column bad_samples train_samples validation_samples test_samples split_seed".split()
+)
+
+
+def load_images(settings: DataSettings) -> ImageDatasets:
+    """Read, split and decode images; see `prepare`."""
+    image_format, notices = read_image_format(settings)
+    path, source = find_images(settings)
+    inputs = [IMAGE_CACHE_FORMAT, PIL.__version__, source, image_format.resize_to, image_format.resample]
+    inputs += [getattr(settings, name) for name in CHOICES]
+    folder, facts = make_once(settings, "images", inputs, partial(_decode_splits, settings, path, image_format))
+    splits = hf.DatasetDict()
+    for split in SPLITS:
+        table = hf.Dataset.from_file(str(folder / f"{split}.arrow"))
+        splits[split] = table.add_column("length", np.full(len(table), image_format.tokens))
+    fingerprint = hashlib.sha256(f"{facts['content']} {json.dumps(image_format)}".encode()).hexdigest()[:20]
+    return ImageDatasets(splits, facts["class_names"], image_format, fingerprint, notices + facts["notices"])
+
+
+def read_image_format(settings: DataSettings) -> tuple[ImageFormat, list[str]]:
+    """Return what a model wants to see, by its config and preprocessor_config.json, and lines for the user to read.
+
+    Raises:
+        UserError: There is no such model, it reads no colours, or it does not go with the sizes in the settings.
+    """
+    config, processor, notices = _read_configs(settings.model)
+    if getattr(config, "num_channels", 3) != 3:
+        raise UserError(f"{settings.model} reads {config.num_channels} channels, images have 3: choose another")
+    shown = processor.get("crop_size") if processor.get("do_center_crop") else None
+    whole = processor.get("size") if processor.get("do_resize", True) else None
+    sizes = [_side(size) for size in (settings.image_size, shown, whole, getattr(config, "image_size", None))]
+    size = next((size for size in sizes if size is not None), None)
+    if size is None:
+        raise UserError(f"{settings.model} does not say how large its images are: set --image_size")
+    patch = _side(getattr(config, "patch_size", None)) or 16
+    if size < patch:
+        raise UserError(f"--image_size {size} is smaller than a patch of {settings.model}, {patch}: raise it")
+    resize_to = size if settings.resize_to is None else settings.resize_to
+    if resize_to < size:
+        raise UserError(f"--resize_to {resize_to}: no square of {size} can be cut out of it; raise it to {size}")
+    mean = std = 0.5
+    if not processor.get("do_normalize", True):
+        mean, std = 0.0, 1.0
+    elif processor:
+        mean, std = (processor.get(name) or 0.5 for name in ("image_mean", "image_std"))
+    scale = 255 * processor.get("rescale_factor", 1 / 255) if processor.get("do_rescale", True) else 255
+    mean, std = (tuple((np.broadcast_to(value, 3) / scale).tolist()) for value in (mean, std))
+    resample = "bicubic" if processor.get("resample") == Image.Resampling.BICUBIC else "bilinear"
+    tokens = (size // patch) ** 2 + 1
+    return ImageFormat(size, resize_to, mean, std, resample, settings.random_flip, tokens), notices
+
+
+def _read_configs(model: str) -> tuple[PretrainedConfig, dict, list[str]]:
+    """Return a model's config, what its preprocessor_config.json says, and a notice if it has none."""
+    if model.endswith(".json"):
+        try:
+            return AutoConfig.from_pretrained(model), {}, []
+        except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+            raise UserError(f"{model} is no model config ({first_line(error)})") from error
+    with reachable(model, "model") as options:
+        config = AutoConfig.from_pretrained(model, **options)
+        try:
+            return config, ImageProcessingMixin.get_image_processor_dict(model, **options)[0], []
+        except OSError as error:
+            if "preprocessor_config" not in str(error):
+                raise
+            return config, {}, [f"{model} has no preprocessor_config.json: pixels are scaled to -1 … 1 for it"]
+
+
+def _side(size: int | dict | list | None) -> int | None:
+    """Return the pixels of a side, however a config gives them."""
+    if isinstance(size, dict):
+        return size.get("height") or size.get("shortest_edge")
+    return size[0] if isinstance(size, (list, tuple)) else size
+
+
+def _decode_splits(
+    settings: DataSettings, path: Path | None, image_format: ImageFormat, scratch: Path
+) -> tuple[Path, dict]:
+    """Read, split and decode into a folder in `scratch`; return it, and what is known of it."""
+    target = scratch / "pixels"
+    target.mkdir()
+    files, splits, class_names = read_images(settings, path, scratch)
+    splits = complete_splits(splits, settings)
+    content, bad, kept = hashlib.sha256(json.dumps(class_names).encode()), [], {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow's, about odd images that it reads all the same
+        for split in SPLITS:
+            rows = _decode_rows(files, splits[split], image_format, content, bad)
+            kept[split] = write_rows(target / f"{split}.arrow", PIXELS, rows)
+    notices = note_bad_samples(bad, sum(map(len, splits.values())), "images cannot be decoded", settings)
+    if empty := [split for split in SPLITS if not len(kept[split])]:
+        raise UserError(f"no image of the {empty[0]} split can be decoded")
+    if len(kept["train"].unique("labels")) < 2:
+        raise UserError("all training images that can be decoded have the same label")
+    return target, {"class_names": class_names, "content": content.hexdigest(), "notices": notices}
+
+
+def _decode_rows(files: hf.Dataset, rows: hf.Dataset, image_format: ImageFormat, content, bad: list) -> Iterator[dict]:
+    """Yield what is stored of each image in turn, and hash it; add what cannot be decoded to `bad`, with the reason."""
+    resample = Image.Resampling[image_format.resample.upper()]
+    decode = partial(_try_decode, side=image_format.resize_to, resample=resample)
+    with ThreadPoolExecutor() as pool, hf.utils.tqdm(total=len(rows), desc="Decoding", unit="image") as progress:
+        for batch in rows.iter(32):
+            images = [image or dict.fromkeys(("bytes", "path")) for image in files[batch["row"]]["image"]]
+            data = [_encoded(image) for image in images]
+            large = sum(map(len, data)) > 2**14 * len(data)  # threads only delay each other where there is little to do
+            decoded = (pool.map if large else map)(decode, data)
+            for image, label, pixels in zip(images, batch["label"], decoded, strict=True):
+                if isinstance(pixels, np.ndarray):
+                    (height, width, _), pixels = pixels.shape, pixels.tobytes()
+                    content.update(np.array([height, width, label], "<i8").tobytes() + pixels)
+                    yield {"image": pixels, "height": height, "width": width, "labels": label}
+                else:
+                    bad.append((image["path"] or "an image without a name", first_line(pixels)))
+            progress.update(len(images))
+
+
+def _encoded(image: dict) -> bytes:
+    if image["bytes"] is not None or image["path"] is None:
+        return image["bytes"] or b""
+    try:
+        return Path(image["path"]).read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {image['path']} ({first_line(error)})") from error
+
+
+def _try_decode(data: bytes, side: int, resample: Image.Resampling) -> np.ndarray | Exception:
+    try:
+        return _decode(data, side, resample)
+    except PIL.UnidentifiedImageError:
+        return ValueError("no image of a kind that is read" if data else "an empty file")
+    except Exception as error:  # Pillow's readers raise errors of many kinds
+        return error
+
+
+def _decode(data: bytes, side: int, resample: Image.Resampling) -> np.ndarray:
+    """Return (height, width, 3) bytes, upright and on white; an image larger than `side` is made that square."""
+    with Image.open(BytesIO(data), formats=IMAGE_FORMATS) as image:
+        image.draft(None, (2 * side, 2 * side))  # a much larger JPEG is decoded at half, a quarter, … of its size
+        image.load()
+        with suppress(SyntaxError):  # an EXIF part that is none
+            image = ImageOps.exif_transpose(image)
+        if image.mode[0] in "IF":  # more than 8 bits, which Pillow would clip
+            levels = np.asarray(image)
+            if image.mode == "F" or levels.min() < 0 or levels.max() > 65535:
+                raise ValueError(f"its pixels (mode {image.mode}) are not 8 or 16 bits deep")
+            image = Image.fromarray(((levels.astype(np.int32) + 128) // 257).astype(np.uint8))
+        elif image.has_transparency_data:
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        image = image.convert("RGB")
+        if max(image.size) > side:
+            image = image.resize((side, side), resample)
+        return np.asarray(image)

@@ -1,0 +1,204 @@
+"""Instructions and chats, from checked rows to prompts and answers, and to tokens of which the answers are trained."""
+
+import itertools
+import string
+from collections import Counter
+from functools import lru_cache
+from pathlib import Path
+
+import datasets as hf
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from fabric_ladder.data.cache import map_batches, save_tokens
+from fabric_ladder.data.instruction_rows import read_instructions
+from fabric_ladder.data.sources import Source
+from fabric_ladder.data.splits import IGNORED, SPLITS
+from fabric_ladder.data.tables import complete_splits, note_bad_samples
+from fabric_ladder.data.tokens import END_OF_TEXT, tokenize, train_tokenizer
+from fabric_ladder.errors import UserError, first_line
+from fabric_ladder.settings import DataSettings
+
+INSTRUCTION_CACHE_FORMAT = 1  # raise it whenever the same instructions would give other tokens
+ALPACA = (  # with and without an input, word for word as Stanford's Alpaca was trained
+    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+    "response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n"
+    "### Response:",
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:",
+)
+COUNTED = {  # what is said of samples that are counted under these names
+    "left out": "have a prompt of --max_length {length} tokens or more and are left out",
+    "cut": "have their answer cut at --max_length {length} tokens",
+    "hidden": "have an input that --prompt_template does not show",
+}
+TOKENS, NUMBER = hf.List(hf.Value("int32")), hf.Value("int64")
+FEATURES = hf.Features({"input_ids": TOKENS, "labels": TOKENS, "length": NUMBER, "items": NUMBER})
+
+
+def prompt_text(instruction: str, input: str = "", template: str | None = None) -> str:
+    """Write what a model is asked, up to where its answer starts.
+
+    Args:
+        instruction: What to do.
+        input: What to do it with; may be empty.
+        template: A text with `{instruction}` and perhaps `{input}`; a line that holds nothing but `{input}` is left out
+            where the input is empty. None or `alpaca`: Alpaca's two wordings.
+
+    Raises:
+        UserError: The template lacks `{instruction}` or names another field.
+    """
+    with_input, without = prompt_templates(template)
+    if not input.strip():
+        return without.format(instruction=instruction, input="")
+    return with_input.format(instruction=instruction, input=input)
+
+
+@lru_cache
+def prompt_templates(template: str | None) -> tuple[str, str]:
+    """Return the templates of a prompt with and without an input, for `str.format`; see `prompt_text`."""
+    if template in (None, "alpaca"):
+        return ALPACA
+    template = template.replace("\\n", "\n")  # as it is typed on a command line
+    try:
+        fields = [tuple(field) for _, *field in string.Formatter().parse(template) if field[0] is not None]
+    except ValueError as error:
+        raise UserError(f"--prompt_template: {error}; write a brace that is meant as one twice") from error
+    for name, specification, conversion in fields:
+        if name not in ("instruction", "input") or specification or conversion:
+            raise UserError(
+                f"--prompt_template names {{{name}}}: only {{instruction}} and {{input}} are filled in, as they are; "
+                "write a brace that is meant as one twice"
+            )
+    if "instruction" not in [name for name, *_ in fields]:
+        raise UserError(f"--prompt_template {template!r} lacks {{instruction}}: say where the instruction goes")
+    return template, "\n".join(line for line in template.split("\n") if line.strip() != "{input}")
+
+
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> list[list[int]]:
+    """Tokenize prompts that an answer will follow: with what the tokenizer puts first (say BOS), but no end."""
+    encoded = tokenize(tokenizer, prompts, return_special_tokens_mask=True)
+    rows = zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True)
+    return [ids[: len(ids) - (mask[::-1].index(0) if 0 in mask else 0)] for ids, mask in rows]
+
+
+def set_end_token(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Give a tokenizer without a token that ends an answer, such as BERT's, its separator for it."""
+    if tokenizer.eos_token is None:
+        if tokenizer.sep_token is None:
+            raise UserError(
+                f"the tokenizer of {name} has no token that ends an answer (eos_token): choose another --tokenizer"
+            )
+        tokenizer.eos_token = tokenizer.sep_token
+
+
+def tokenize_instructions(
+    settings: DataSettings, source: Source, tokenizer: PreTrainedTokenizerBase | None, vocabulary, scratch: Path
+) -> tuple[Path, dict]:
+    """Read all splits, tokenize them and save them into a folder in `scratch`; return it, and what is known of it."""
+    target = scratch / "tokens"
+    splits, notices = read_instructions(settings, source, scratch)
+    splits = complete_splits(splits, settings)
+    chat = "messages" in splits["train"].column_names
+    if chat and (tokenizer is None or tokenizer.chat_template is None):
+        raise UserError(
+            f"{settings.dataset} holds messages, and the tokenizer has no chat template to write them: choose a "
+            "--tokenizer that has one, or give instructions with the columns instruction and output"
+        )
+    if chat and settings.prompt_template:
+        notices.append("--prompt_template is not used: the tokenizer's chat template writes the messages")
+    if tokenizer is None:
+        texts = map_batches(
+            splits["train"], lambda rows: {"text": _prompts(rows, settings) + rows["output"]}, "texts", scratch
+        )
+        tokenizer = train_tokenizer(texts, vocabulary, eos_token=END_OF_TEXT)
+        tokenizer.save_pretrained(target / "tokenizer")
+    encoder, total = _Encoder(settings, tokenizer), sum(map(len, splits.values()))
+    encode = encoder.encode_chats if chat else encoder.encode_instructions
+    tokens = {split: map_batches(splits[split], encode, split, scratch, features=FEATURES) for split in SPLITS}
+    notices += encoder.notices(total)
+    if empty := [split for split in SPLITS if len(tokens[split]) == 0]:
+        advice = f": raise --max_length {settings.max_length}" if encoder.counts["left out"] else ""
+        raise UserError(f"no {empty[0]} sample is left ({'; '.join(notices)}){advice}")
+    return save_tokens(target, tokens, {"class_names": [], "chat": chat, "notices": notices})
+
+
+class _Encoder:
+    """Makes tokens and labels of batches of rows, and counts what is cut and what is left out."""
+
+    def __init__(self, settings: DataSettings, tokenizer: PreTrainedTokenizerBase):
+        self.settings, self.tokenizer = settings, tokenizer
+        self.bad, self.counts = [], Counter()
+
+    def encode_instructions(self, batch: dict[str, list]) -> dict[str, list]:
+        """Tokenize prompts and answers."""
+        if "{input}" not in prompt_templates(self.settings.prompt_template)[0]:
+            self.counts["hidden"] += sum(map(bool, map(str.strip, batch["input"])))
+        answers = tokenize(self.tokenizer, batch["output"], add_special_tokens=False)["input_ids"]
+        prompts = prompt_tokens(self.tokenizer, _prompts(batch, self.settings))
+        end = self.tokenizer.eos_token_id
+        return self._columns([[ids, [*answer, end]] for ids, answer in zip(prompts, answers, strict=True)])
+
+    def encode_chats(self, batch: dict[str, list]) -> dict[str, list]:
+        """Tokenize messages; those that the chat template cannot write are added to `bad`, with the reason."""
+        chats = []
+        for messages, location in zip(batch["messages"], batch["location"], strict=True):
+            try:
+                chats.append(_chat_parts(messages, self.tokenizer))
+            except Exception as error:  # a template is a program of its own
+                self.bad.append((location, first_line(error)))
+        texts = [part for parts in chats for part in parts]
+        tokens = iter(tokenize(self.tokenizer, texts, add_special_tokens=False)["input_ids"] if texts else ())
+        return self._columns([list(itertools.islice(tokens, len(parts))) for parts in chats])
+
+    def notices(self, total: int) -> list[str]:
+        """Return lines on what was cut or left out of so many samples, or refuse what no template can write."""
+        problem, length = "samples cannot be written by the tokenizer's chat template", self.settings.max_length
+        counted = [
+            f"{self.counts[name]:,} of {total:,} samples {text.format(length=length)}"
+            for name, text in COUNTED.items()
+            if self.counts[name]
+        ]
+        return note_bad_samples(self.bad, total, problem, self.settings) + counted
+
+    def _columns(self, samples: list[list[list[int]]]) -> dict[str, list]:
+        """Join each sample's lists of tokens, of which every second is an answer, label them and cut them."""
+        columns, longest = {name: [] for name in FEATURES}, self.settings.max_length
+        for parts in samples:
+            ids = np.array([token for part in parts for token in part], np.int32)
+            answered = np.repeat(np.arange(len(parts)) % 2 == 1, [len(part) for part in parts])
+            labels = ids if self.settings.train_on_inputs else np.where(answered, ids, np.int32(IGNORED))
+            labels = labels[:longest]
+            items = np.count_nonzero(labels[1:] != IGNORED)
+            if items:
+                self.counts["cut"] += bool(answered[longest:].any())
+                row = {"input_ids": ids[:longest], "labels": labels, "length": len(labels), "items": items}
+                for name, value in row.items():
+                    columns[name].append(value)
+            else:
+                self.counts["left out"] += 1
+        return columns
+
+
+def _prompts(batch: dict[str, list], settings: DataSettings) -> list[str]:
+    pairs = zip(batch["instruction"], batch["input"], strict=True)
+    return [prompt_text(*pair, settings.prompt_template) for pair in pairs]
+
+
+def _chat_parts(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Write a chat by the tokenizer's template, cut so that every second part is an assistant's turn.
+
+    Raises:
+        ValueError: The template writes a turn otherwise when more follows.
+        Exception: Any that the template raises.
+    """
+    ends = [end for end, message in enumerate(messages, 1) if message["role"] == "assistant"]
+    steps = [step for end in ends for step in ((end - 1, True), (end, False))]
+    parts, written = [], ""
+    for end, ask in [*steps, (len(messages), False)]:
+        text = tokenizer.apply_chat_template(messages[:end], tokenize=False, add_generation_prompt=ask)
+        if not text.startswith(written):
+            raise ValueError(f"the messages before message {end} are written otherwise once it follows")
+        parts.append(text[len(written) :])
+        written = text
+    return parts if parts[-1] else parts[:-1]

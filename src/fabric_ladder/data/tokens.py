@@ -1,0 +1,66 @@
+"""Tokenizers: loaded, or trained on the training texts."""
+
+import json
+from pathlib import Path
+
+import datasets as hf
+from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from fabric_ladder.data.hub import reachable
+from fabric_ladder.errors import UserError, first_line
+
+TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model")
+CACHE_FORMAT = 1  # raise it whenever the same inputs would give other tokens
+END_OF_TEXT = "<|endoftext|>"  # of a trained tokenizer
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from a folder or the Hub, with a padding token (the end-of-text token where it has none).
+
+    Raises:
+        UserError: The name is neither a folder nor reachable, or the tokenizer has no fast version.
+    """
+    with reachable(name, "tokenizer") as options:
+        folder = Path(name)
+        if folder.is_dir() and not any(found for pattern in TOKENIZER_FILES for found in folder.glob(pattern)):
+            raise OSError("no tokenizer.json and no vocabulary")  # for some models the library would make one up
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+    if not tokenizer.is_fast:
+        raise UserError(f"the tokenizer of {name} has no fast version: choose another --tokenizer")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    return tokenizer
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options) -> BatchEncoding:
+    """Return the `input_ids` of texts and what the options ask for, without a word on texts that are long."""
+    return tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False, **options)
+
+
+def trained_vocabulary(model: str) -> int:
+    """Return the entries of a tokenizer trained for this model: its embedding's rows, at most 32,768."""
+    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
+    try:
+        return min(json.loads(path.read_text(encoding="utf-8"))["vocab_size"], 32_768)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--tokenizer trained needs a config with vocab_size: {path} ({first_line(error)})") from error
+
+
+def train_tokenizer(texts: hf.Dataset, vocabulary: int, **special: str) -> PreTrainedTokenizerFast:
+    """Learn a byte-level byte-pair encoding, BLOOM's kind of tokenizer, from the training texts.
+
+    `special` tokens beside the padding one are given by their names in transformers, say `eos_token`.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=["<pad>", *special.values()],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator((batch["text"] for batch in texts.iter(1000)), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", **special)

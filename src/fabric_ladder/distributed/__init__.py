@@ -1,0 +1,1 @@
+"""Several processes: launching, sharding, DeepSpeed, dead ranks and signals."""

@@ -1,0 +1,120 @@
+"""A rank that dies or hangs ends the whole run within a minute, with a line that names it.
+
+Without this, the others wait in the next collective: for half an hour over NCCL, and without a word of who is missing.
+"""
+
+import os
+import re
+import socket
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+from time import monotonic, sleep
+
+import psutil
+import torch.distributed as dist
+
+BEAT = 1.0  # seconds between two signs of life
+PATIENCE = 30.0  # seconds without one; a rank that compiles or loads still gives them, from its own thread
+
+
+class RankWatch(threading.Thread):
+    """Gives signs of life in the key-value store of the ranks, and ends this process when another rank gives none.
+
+    Each rank watches the one before it, so the store's work grows with the number of ranks, not with its square; who
+    finds a dead one tells all through the store. A process on the same machine is also looked for by its number. Until
+    the ranks have met, a process that another one launched watches that one.
+    """
+
+    def __init__(self):
+        super().__init__(daemon=True, name="rank-watch")
+        launched = "LOCAL_RANK" in os.environ and not dist.is_torchelastic_launched()
+        self._parent = os.getppid() if launched else None
+        self._met, self._stopping = False, threading.Event()
+        self.start()
+
+    def meet(self) -> None:
+        """Watch the other ranks from now on. All ranks must call it."""
+        self._rank, ranks = dist.get_rank(), dist.get_world_size()
+        self._watched = (self._rank - 1) % ranks
+        self._store = dist.distributed_c10d._get_default_store().clone()  # its own connection: no waiting in line
+        self._store.set_timeout(timedelta(seconds=PATIENCE / 2))
+        self._store.set(f"alive/{self._rank}", "")
+        self._ranks: list = [None] * ranks
+        dist.all_gather_object(self._ranks, (socket.gethostname(), os.getpid(), _process_space()))
+        self._sign, self._seen, self._met = b"", monotonic(), True
+
+    def run(self) -> None:
+        """Beat until `stop`; end the process when a rank has died."""
+        while not self._stopping.wait(BEAT):
+            dead = self._find_dead()
+            if dead is not None and not self._stopping.is_set():
+                print(f"error: {dead} has died or hangs; the run stops on all ranks", file=sys.__stderr__, flush=True)
+                if self._met and self._rank == 0:
+                    sleep(2 * BEAT)  # the others ask the store in this process who is dead
+                os._exit(1)  # the main thread may be inside a collective that never ends
+
+    def stop(self) -> None:
+        """Watch no longer: this rank is about to end, and would abort if a thread were in the store then."""
+        self._stopping.set()
+        if self is not threading.current_thread():
+            self.join(2 * BEAT)
+
+    def _find_dead(self) -> str | None:
+        """Return a rank that is dead or hangs, as the user knows it."""
+        if not self._met:
+            return "rank 0, which launched this one," if self._parent and os.getppid() != self._parent else None
+        dead = next((rank for rank in (0, self._watched) if self._is_gone(rank)), None)
+        if dead != 0:  # the store is in its process
+            try:
+                dead = self._ask_store(dead)
+            except RuntimeError:  # rank 0 is gone, or its machine
+                dead = 0
+        if dead is None:
+            return None
+        host, process, _ = self._ranks[dead]
+        return f"rank {dead} (process {process} on {host})"
+
+    def _ask_store(self, dead: int | None) -> int | None:
+        """Give a sign of life, and return the rank that is dead: `dead`, the watched one, or one that another found."""
+        self._store.set(f"alive/{self._rank}", str(monotonic()))  # any value that is another in each beat
+        if self._store.check(["dead"]):
+            return int(self._store.get("dead"))
+        sign = self._store.get(f"alive/{self._watched}")
+        if sign != self._sign:
+            self._sign, self._seen = sign, monotonic()
+        if dead is None and monotonic() - self._seen < PATIENCE:
+            return None
+        self._store.set("dead", str(self._watched))
+        return self._watched
+
+    def _is_gone(self, rank: int) -> bool:
+        """Tell whether a rank's process is dead; of other machines that cannot be seen."""
+        _, process, space = self._ranks[rank]
+        if space != self._ranks[self._rank][2]:
+            return False
+        try:
+            return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+
+def _process_space() -> str:
+    """Return what tells machines and containers apart in which process numbers mean the same."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return socket.gethostname()
+
+
+def running_watch() -> RankWatch | None:
+    """Return the watch of this process."""
+    return next((thread for thread in threading.enumerate() if isinstance(thread, RankWatch)), None)
+
+
+def lost_contact(error: BaseException) -> bool:
+    """Tell whether a collective has failed because another rank is gone."""
+    return isinstance(error, dist.DistBackendError | dist.DistNetworkError) or (
+        isinstance(error, RuntimeError) and re.search(r"[Cc]onnection (closed|reset|refused)", str(error)) is not None
+    )

@@ -1,0 +1,96 @@
+"""What a run stands on: versions, hardware and its peak memory, the folder of configs, a script or a notebook."""
+
+import os
+import platform
+import sys
+from pathlib import Path
+
+import psutil
+import torch
+from watermark import watermark
+
+REPOSITORY_CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = REPOSITORY_CONFIGS if REPOSITORY_CONFIGS.is_dir() else Path(__file__).parent / "configs"
+PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "datasets", "numpy", "pandas")
+
+
+def describe_versions(*more: str) -> dict[str, str]:
+    """Return the versions of Python and of the packages that a result depends on, and of `more` packages."""
+    lines = watermark(python=True, packages=",".join([*PACKAGES, *more])).splitlines()
+    found = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
+    versions = {"Python": found["Python version"]} | {name: found[name] for name in (*PACKAGES, *more)}
+    return versions | {"torch": torch.__version__}  # this one tells CPU and CUDA builds apart
+
+
+def describe_hardware(device: torch.device) -> dict:
+    """Return names and sizes (bytes) of the processor and, on CUDA, the GPU."""
+    facts = {
+        "device": device.type,
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory": psutil.virtual_memory().total,
+    }
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(device)
+        facts |= {"gpu": gpu.name, "gpu_memory": gpu.total_memory, "compute_capability": f"{gpu.major}.{gpu.minor}"}
+        facts["cuda"] = torch.version.cuda
+    return facts
+
+
+def mixed_precision() -> str:
+    """Return what `mixed` stands for on this machine: `bf16-mixed`, or `16-mixed` where bfloat16 is emulated."""
+    return "bf16-mixed" if has_bfloat16() else "16-mixed"
+
+
+def has_bfloat16() -> bool:
+    """Tell by the compute capability: `torch.cuda.is_bf16_supported()` also says yes to an emulation."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Let the peak start from what is held now."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif Path("/proc/self/clear_refs").exists():
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the peak in bytes: what PyTorch allocated on the GPU, or what the process held in the host's memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if Path("/proc/self/status").exists():
+        status = Path("/proc/self/status").read_text().split()
+        return int(status[status.index("VmHWM:") + 1]) * 1024
+    import resource  # not on Windows; macOS counts in bytes
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def notebook_shell():
+    """Return IPython's shell when this process is a notebook kernel, else None."""
+    if "ipykernel" not in sys.modules:
+        return None
+    from IPython import get_ipython
+
+    return get_ipython()
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file that is there as a whole, or as it was before."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

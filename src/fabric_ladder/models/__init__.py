@@ -1,0 +1,1 @@
+"""Models, and the techniques that change them."""

@@ -1,0 +1,161 @@
+"""What the planner may choose from: rungs with options, their settings, and the speeds by which they are compared."""
+
+import argparse
+from dataclasses import replace
+from typing import NamedTuple
+
+from fabric_ladder.cli import parse_settings
+from fabric_ladder.distributed.deepspeed_config import read_deepspeed_config
+from fabric_ladder.errors import UserError
+from fabric_ladder.rungs import script_defaults
+from fabric_ladder.settings import Settings
+
+CHECKPOINTING = ("--activation_checkpointing", "true")
+LEAN = ("--precision", "bf16-true", "--optimizer", "sgd")
+ON_ALL_GPUS = ("9_ddp", "10_fsdp", "11_fsdp_cpu_offload", "12_deepspeed_zero")  # of the plan; the other rungs on one
+EVAL_BATCH_TOKENS = "4096"  # on a GPU, unless the user says otherwise
+
+BUSY = 1024  # tokens of a micro-batch at which half of a GPU's speed is reached: a guess
+# In the DeepSpeed guide's order, which is 0 > 1 > 2 > 2 + offload > 3 > 3 + offload; the distances are guesses.
+# FSDP2 is a stage 3. (huggingface.co/docs/transformers/deepspeed, "Select a ZeRO stage")
+SHARING = {
+    "zero1": 0.95, "zero2": 0.9, "zero2_offload": 0.7, "zero3": 0.6, "10_fsdp": 0.6, "zero3_offload": 0.25,
+    "11_fsdp_cpu_offload": 0.25,
+}  # fmt: skip
+HALF_AS_FAST = 0.5  # 32-bit by TF32: 156 against 312 TFLOP/s in 16 bits (NVIDIA, A100 data sheet; H100: 494 and 989)
+RECOMPUTED = 0.75  # three thirds of work become four (Chen et al., 2016, Training Deep Nets with Sublinear Memory)
+COMPILED = 1.2  # 51.4 against 43.3 minutes in the series that the rungs follow
+UNPACKED = 0.7  # 4-bit weights are unpacked for each product: a guess
+ONE_BY_ONE = 0.8  # an optimizer step for each sample: a guess
+
+
+class Candidate(NamedTuple):
+    """A rung as it would be run.
+
+    Attributes:
+        name: The rung, and the values of its options that speak for themselves without the option's name.
+        rung: The script's name.
+        options: What it gets besides the user's options, as on a command line.
+        settings: Of the run; for a CPU, which they are checked on, but with the plan's devices.
+        micro_batches: Sizes worth trying, in samples, ascending; (None,) where the user has settled them.
+    """
+
+    name: str
+    rung: str
+    options: tuple[str, ...]
+    settings: Settings
+    micro_batches: tuple[int | None, ...]
+
+    @property
+    def fsdp_ranks(self) -> int | None:
+        """GPUs over which FSDP shards; None: no FSDP."""
+        return self.settings.ranks if "fsdp" in self.rung else None
+
+
+def list_choices(gpus: int) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the rungs and options worth trying on so many GPUs, in the ladder's order.
+
+    FSDP's offload is tried with activation checkpointing alone, which costs less speed than offloading does.
+    """
+    either = ((), CHECKPOINTING)
+    choices = [(rung, ()) for rung in ("1_batch_size_1", "2_grad_accum", "3_torch_compile")]
+    choices += [("4_mixed_precision", options) for options in either]
+    choices += [("5_low_precision", ()), *(("6_lean_optimizer", options) for options in either)]
+    choices += [("7_grad_checkpointing", ()), ("8_init_on_device", ())]
+    if gpus > 1:
+        choices += [(rung, options) for rung in ("9_ddp", "10_fsdp") for options in either]
+    choices += [("11_fsdp_cpu_offload", options) for options in (CHECKPOINTING, (*LEAN, *CHECKPOINTING))]
+    stages = ("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload") if gpus > 1 else (
+        "zero2_offload", "zero3_offload")  # fmt: skip
+    choices += [("12_deepspeed_zero", ("--deepspeed", stage, *options)) for stage in stages for options in either]
+    return [*choices, *((rung, options) for rung in ("13_lora", "14_qlora") for options in either)]
+
+
+def read_candidates(
+    choices: list[tuple[str, tuple[str, ...]]], options: list[str], gpus: int
+) -> tuple[list[Candidate], dict[str, str]]:
+    """Read the settings of every choice.
+
+    Args:
+        choices: Rungs and their options; what `options` says already is taken out of these.
+        options: Of the user, as on a rung's command line.
+        gpus: Devices of the plan.
+
+    Returns:
+        The candidates, and by name why other choices cannot be run.
+
+    Raises:
+        UserError: No choice can be run: the reason of the first.
+    """
+    given = {word.split("=")[0] for word in options if word.startswith("--")}
+    here = ["--from_scratch", "true"]  # no weights are looked for
+    here += [] if "--eval_batch_tokens" in given else ["--eval_batch_tokens", EVAL_BATCH_TOKENS]
+    candidates, problems = {}, {}
+    for rung, extra in choices:
+        pairs = [pair for pair in zip(extra[::2], extra[1::2], strict=True) if pair[0] not in given]
+        name = " ".join([rung, *("checkpointing" if value == "true" else value for _, value in pairs)])
+        if name in candidates or name in problems:
+            continue
+        extra = sum(pairs, ())
+        try:
+            settings = read_settings(rung, [*options, *extra, *here], gpus if rung in ON_ALL_GPUS else 1)
+            sizes = (None,) if given & {"--micro_batch_size", "--micro_batch_tokens"} else _sizes(settings)
+            candidates[name] = Candidate(name, rung, extra, settings, sizes)
+        except UserError as error:
+            problems[name] = str(error)
+    if not candidates:
+        raise UserError(next(iter(problems.values()), "there is nothing to plan"))
+    return list(candidates.values()), problems
+
+
+def read_settings(rung: str, options: list[str], gpus: int = 1) -> Settings:
+    """Return a rung's settings as they would be on so many GPUs, checked on this machine's CPU.
+
+    DeepSpeed, which would be refused there, is put in afterwards.
+
+    Raises:
+        UserError: The rung cannot be run with these options.
+    """
+    defaults, deepspeed = script_defaults(rung), None
+    if "deepspeed" in defaults:
+        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        finder.add_argument("--deepspeed", default=defaults["deepspeed"])
+        found, options = finder.parse_known_args(options)
+        defaults, deepspeed = defaults | {"deepspeed": None}, found.deepspeed
+    settings = parse_settings([*options, "--accelerator", "cpu", "--devices", "1"], **defaults)
+    if gpus > settings.batch_size:
+        raise UserError(f"--batch_size {settings.batch_size} is below the number of devices, {gpus}: raise it")
+    settings = replace(settings, name=rung, devices=gpus, deepspeed=deepspeed)
+    if deepspeed:
+        read_deepspeed_config(settings)  # refuses one that does not fit
+    return settings
+
+
+def relative_speed(settings: Settings, rung: str, tokens: int) -> float:
+    """Return a run's samples/s, as a multiple of what a busy GPU does in 16 bits.
+
+    Args:
+        settings: `precision`, `activation_checkpointing`, `compile`, `quantization`, `deepspeed`, `batch_size`, and
+            `devices` and `num_nodes`.
+        rung: The script's name.
+        tokens: Padded tokens of a micro-batch.
+    """
+    speed = settings.ranks * SHARING.get(settings.deepspeed or rung, 1.0)
+    speed *= tokens / (tokens + BUSY)
+    if settings.precision in ("32-true", "64-true"):
+        speed *= HALF_AS_FAST
+    if settings.activation_checkpointing:
+        speed *= RECOMPUTED
+    if settings.compile:
+        speed *= COMPILED
+    if settings.quantization != "no":
+        speed *= UNPACKED
+    if settings.batch_size == 1:
+        speed *= ONE_BY_ONE
+    return speed
+
+
+def _sizes(settings: Settings) -> tuple[int, ...]:
+    """Return the powers of two below a GPU's share of the effective batch, and the share."""
+    share = -(-settings.batch_size // settings.ranks)
+    return tuple(sorted({*(2**power for power in range(share.bit_length())), share}))

@@ -1,0 +1,242 @@
+"""What of a run's memory cannot be rehearsed, by formula.
+
+First what changes the tensors of a rehearsed `Peak` (4-bit weights, 8-bit Adam, DeepSpeed's ZeRO), then what a GPU
+needs on top of all tensors: `Overhead`, measured on a GPU and kept in the cache, or assumed.
+"""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from time import strftime
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from fabric_ladder.environment import write_whole
+from fabric_ladder.errors import UserError
+from fabric_ladder.planning.tracker import Peak
+
+NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8  # of a weight, with its constants: QLoRA, section 3
+MOMENTS = {"adam": 8, "adamw": 8, "adafactor": 0, "sgd": 0}  # bytes of a weight's optimizer state, in 32-bit
+
+
+class Counts(NamedTuple):
+    """Elements of a model's parameters.
+
+    Attributes:
+        all: Of the whole model.
+        trained: That are trained.
+        largest_layer: Of the module that holds most itself.
+        linear: Of frozen linear layers, which `quantization` keeps in 4 bits.
+        largest_linear: Of the largest of these.
+    """
+
+    all: int
+    trained: int
+    largest_layer: int
+    linear: int
+    largest_linear: int
+
+
+def count_parameters(model: nn.Module) -> Counts:
+    """Count the parameters of a model, with its adapters if it has any; shared ones once."""
+    head = model.get_output_embeddings()
+    frozen = [
+        module.weight.numel()
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and module is not head and not module.weight.requires_grad
+    ]
+    return Counts(
+        all=sum(parameter.numel() for parameter in model.parameters()),
+        trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        largest_layer=max(sum(each.numel() for each in module.parameters(recurse=False)) for module in model.modules()),
+        linear=sum(frozen),
+        largest_linear=max(frozen, default=0),
+    )
+
+
+def in_4_bits(peak: Peak, counts: Counts) -> Peak:
+    """Return the peak of 16-bit adapters' training once the frozen linear layers are in 4 bits.
+
+    NF4 with double quantisation takes 4.127 bits a weight (Dettmers et al., 2023, QLoRA, section 3). For its product a
+    layer is unpacked to 16 bits, one at a time.
+    """
+    saved = round(counts.linear * (2 - NF4_BYTES))
+    return peak._replace(parameters=peak.parameters - saved, other=peak.other + 2 * counts.largest_linear)
+
+
+def with_8_bit_adam(peak: Peak, counts: Counts) -> Peak:
+    """Return the peak of training without optimizer state once 8-bit Adam keeps its own.
+
+    Two moments of a byte for each weight, and a 32-bit constant for every 256 of them (Dettmers et al., 2022, 8-bit
+    Optimizers via Block-wise Quantization; bitsandbytes 0.50).
+    """
+    return peak._replace(optimizer_state=round(2 * counts.trained * (1 + 4 / 256)))
+
+
+def with_zero(peak: Peak, counts: Counts, config: dict, optimizer: str, ranks: int) -> Peak:
+    """Return the peak under DeepSpeed's ZeRO in 16-bit mixed precision, on each of so many GPUs of one machine.
+
+    With P parameters, T of them trained, N GPUs and o bytes of optimizer state (8 for Adam), of model states each GPU
+    holds, and `host` the machine's memory over N:
+
+    | stage | GPU | host |
+    |---|---|---|
+    | 1 | 2 P + 6 T + (4 + o) T / N | |
+    | 2 | 2 P + (10 + o) T / N | |
+    | 2, optimizer offloaded | 2 P | 1.5 max(4 N, 8 + o) T / N |
+    | 3 | 4 L + 2 P / N + (8 + o) T / N | |
+    | 3, optimizer offloaded | 4 L + 2 P / N | 1.5 max(4 N, 8 + o) T / N |
+    | 3, parameters too | 4 L | 1.5 max(4 N P, 2 P + (8 + o) T) / N |
+
+    where L is the largest layer. Stage 1 is Rajbhandari et al., 2020, ZeRO, section 3, with the 32-bit sum of the
+    gradients that `data_types.grad_accum_dtype` asks for; the others are DeepSpeed 0.19's own
+    `estimate_zero2_model_states_mem_needs` and `estimate_zero3_model_states_mem_needs`, for T = P and o = 8. The two
+    communication buckets come on top, in 16 bits.
+
+    Args:
+        peak: Of one GPU without DeepSpeed under `bf16-true`, without optimizer state.
+        counts: Of the model's parameters.
+        config: The `zero_optimization` section of DeepSpeed's configuration.
+        optimizer: Its name in the settings.
+        ranks: GPUs.
+    """
+    stage, state = config["stage"], 8 + MOMENTS[optimizer]  # with the 32-bit copy and the 32-bit gradient
+    offloaded = {name for name in ("optimizer", "param") if config.get(f"offload_{name}", {}).get("device") == "cpu"}
+    weights, trained, gradients, kept, host = 2 * counts.all, counts.trained, 0, 0, 0
+    if stage == 3:
+        weights = 4 * counts.largest_layer + (0 if "param" in offloaded else weights / ranks)
+    if "optimizer" in offloaded:
+        host = max(4 * ranks, state) * trained
+        if "param" in offloaded:
+            host = max(4 * ranks * counts.all, 2 * counts.all + state * trained)
+    else:
+        gradients = {1: 6 * trained, 2: 6 * trained / ranks, 3: 4 * trained / ranks}[stage]
+        kept = (state - 4) * trained / ranks
+    buckets = 2 * (config.get("reduce_bucket_size", 5e8) + config.get("allgather_bucket_size", 0))
+    return peak._replace(
+        parameters=round(weights),
+        gradients=round(gradients),
+        optimizer_state=round(kept),
+        other=peak.other + round(buckets),
+        host=round(1.5 * host / ranks),
+    )
+
+
+KEPT = "memory/overhead.json"  # in the cache's folder
+
+
+class Overhead(NamedTuple):
+    """What a run needs of a GPU on top of its tensors.
+
+    Attributes:
+        context: Bytes that the driver and CUDA's kernels take before the first tensor.
+        workspace: Bytes that cuBLAS takes from PyTorch's allocator.
+        fragmentation: What the allocator reserves beyond the peak of its tensors, as a share of that peak.
+        source: Where the figures are from, in words.
+    """
+
+    context: int
+    workspace: int
+    fragmentation: float
+    source: str
+
+    def needed(self, peak: Peak) -> int:
+        """Return the bytes of a GPU that a run of this peak needs in all."""
+        tensors = peak.total
+        return tensors + round(self.context + self.workspace + self.fragmentation * (tensors + self.workspace))
+
+
+# 2 x 32 MiB: forward and backward pass run in threads of their own, each with the workspace that NVIDIA recommends for
+# compute capability 9.0 (pytorch#120925; less before). The rest is a guess.
+ASSUMED = Overhead(context=500_000_000, workspace=2 * 32 * 2**20, fragmentation=0.05, source="assumed, not measured")
+
+
+def load_overhead(cache_dir: str, gpu: str | None) -> Overhead:
+    """Return what was measured on this GPU with this PyTorch; what is assumed, if nothing was.
+
+    Args:
+        cache_dir: Folder of the cache, as in the settings.
+        gpu: Name of the GPU; None: the plan is for one that is not here.
+    """
+    try:
+        return Overhead(**_read_kept(cache_dir)[_key(gpu)])
+    except (LookupError, TypeError):
+        return ASSUMED
+
+
+def keep_overhead(cache_dir: str, gpu: str, overhead: Overhead) -> Path:
+    """Write down what was measured, together with that of other GPUs and versions.
+
+    Raises:
+        UserError: The cache cannot be written.
+    """
+    path = Path(cache_dir).expanduser() / KEPT
+    kept = _read_kept(cache_dir) | {_key(gpu): overhead._asdict()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(kept, indent=2))
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror}): set FABRIC_LADDER_CACHE to another folder") from error
+    return path
+
+
+def measure_overhead(train: Callable[[], None]) -> Overhead:
+    """Measure all three on the first CUDA GPU; nothing else may use it.
+
+    Args:
+        train: Runs a few optimizer steps of a model on that GPU, and keeps nothing.
+
+    Raises:
+        UserError: There is no CUDA GPU.
+        RuntimeError: This process has used the GPU already.
+    """
+    if not torch.cuda.is_available():
+        raise UserError("--calibrate measures a CUDA GPU, and PyTorch finds none here")
+    if torch.cuda.is_initialized():
+        raise RuntimeError("the CUDA context must not exist yet, or it cannot be measured")
+    before = _used_before()
+    workspace = _measure_workspace()
+    free, total = torch.cuda.mem_get_info(0)
+    context = total - free - torch.cuda.memory_reserved(0) - before
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(0)
+    train()
+    fragmentation = torch.cuda.max_memory_reserved(0) / torch.cuda.max_memory_allocated(0) - 1
+    source = f"measured on {torch.cuda.get_device_name(0)}, torch {torch.__version__}, {strftime('%Y-%m-%d')}"
+    return Overhead(max(0, context), workspace, fragmentation, source)
+
+
+def _measure_workspace() -> int:
+    """Return the bytes that stay allocated when forward and backward pass of a linear layer are over."""
+    layer = torch.nn.Linear(1024, 1024, device="cuda")
+    held = torch.cuda.memory_allocated(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+            layer(torch.zeros(1024, 1024, device="cuda")).sum().backward()
+    layer.zero_grad()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated(0) - held
+
+
+def _used_before() -> int:
+    """Return the bytes in use on the GPU before this process touches it, as the driver's own tool says."""
+    if not (tool := shutil.which("nvidia-smi")):
+        return 0
+    command = [tool, "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    mebibytes = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return int(mebibytes) * 2**20 if mebibytes.isdigit() else 0
+
+
+def _read_kept(cache_dir: str) -> dict:
+    try:
+        return json.loads((Path(cache_dir).expanduser() / KEPT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _key(gpu: str | None) -> str:
+    return f"{gpu}, torch {torch.__version__}, CUDA {torch.version.cuda}"

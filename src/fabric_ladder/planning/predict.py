@@ -1,0 +1,157 @@
+"""Peak memory of a run, predicted without a GPU and without allocating anything.
+
+The project's own step (model, precision, FSDP, micro-batches, optimizer) runs on fake tensors (see `rehearsal`), and
+`PeakTracker` adds up what they would hold; `formulas` add what cannot be rehearsed. What is predicted is
+`torch.cuda.max_memory_allocated()`. Started as a process of its own, this module answers a run (`runs/prediction.py`).
+
+Not counted: cuBLAS's workspaces (tens of MB), what a kernel allocates inside, rounding by PyTorch's allocator, and with
+CPU offload the shards of one block on their way. The CUDA context and fragmentation come on top of any such figure.
+"""
+
+import json
+import os
+import pickle
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from datasets import DatasetDict
+
+from fabric_ladder.data.loaders import MicroBatch
+from fabric_ladder.data.sampler import cut
+from fabric_ladder.data.splits import ImageDatasets, ImageFormat, TextDatasets
+from fabric_ladder.distributed.deepspeed_config import read_deepspeed_config
+from fabric_ladder.errors import first_line
+from fabric_ladder.planning.formulas import Counts, in_4_bits, load_overhead, with_8_bit_adam, with_zero
+from fabric_ladder.planning.rehearsal import rehearse
+from fabric_ladder.planning.tracker import ON_DEVICE, Peak
+from fabric_ladder.settings import Settings
+
+
+def predict_peak(
+    settings: Settings,
+    micro_batches: list[MicroBatch],
+    evaluations: Sequence[MicroBatch] = (),
+    ranks: int | None = None,
+    classes: int = 2,
+) -> Peak:
+    """Return the peak of a run: that of its second optimizer step (the first makes the state) and of its evaluation.
+
+    `torch.compile` is left out: it keeps at most what the same run keeps without it.
+
+    Args:
+        settings: Of the run. `16-mixed` is taken for `bf16-mixed`, which holds the same bytes.
+        micro_batches: A rank's share of an effective batch. Only the shapes count.
+        evaluations: Batches of the evaluation.
+        ranks: GPUs over which FSDP shards, as in rungs 10 and 11; None: no FSDP.
+        classes: Of a classifier.
+    """
+    pixels = micro_batches[0].inputs.get("pixel_values")
+    datasets = blank_datasets(classes, None if pixels is None else pixels.shape[-1])
+    with rehearse(to_rehearse(settings), datasets, ranks) as rehearsal:
+        return complete(settings, rehearsal.peak(micro_batches, evaluations), rehearsal.counts)
+
+
+def largest_batches(
+    settings: Settings, length: int, image_size: int | None = None, ranks: int = 1
+) -> tuple[list[MicroBatch], list[MicroBatch]]:
+    """Return one rank's share of an effective batch, and of the evaluation, if every sample were the longest.
+
+    Args:
+        settings: `task`, `batch_size`, `micro_batch_size` or `micro_batch_tokens`, `eval_batch_tokens`,
+            `pad_to_multiple_of`.
+        length: Tokens of a sample; of an image, its patches and the one for the class.
+        image_size: Pixels of a side of an image; None: the samples are texts.
+        ranks: GPUs that share the effective batch.
+
+    Returns:
+        Micro-batches of meta tensors, which have no more than a shape and a dtype; of the evaluation one.
+    """
+    multiple = 1 if image_size else settings.pad_to_multiple_of
+    padded = -(-length // multiple) * multiple
+
+    def make(samples: int) -> MicroBatch:
+        items, labels = samples, torch.empty(samples, dtype=torch.long, device="meta")
+        if image_size:
+            inputs = {"pixel_values": torch.empty(samples, 3, image_size, image_size, device="meta")}
+        else:
+            ids = torch.empty(samples, padded, dtype=torch.long, device="meta")
+            inputs = {"input_ids": ids, "attention_mask": ids}
+        if settings.task == "instruction-tuning":  # at worst, every token but the first is trained
+            labels, items = ids, samples * (length - 1)
+            inputs["predicting"] = torch.empty(items, dtype=torch.long, device="meta")
+        masked = samples > 1 or padded > length  # several are hardly ever equally long
+        return MicroBatch(inputs | {"labels": labels}, items, 1.0, samples * length, samples * padded, masked)
+
+    def share(samples: int, **limits) -> list[MicroBatch]:
+        ones = np.ones(samples, int)
+        plans = cut(np.arange(samples), length * ones, ones, ranks, multiple=multiple, **limits)[0]
+        return [make(len(plan.rows)) for plan in plans]
+
+    size, tokens = settings.micro_batch_size, settings.micro_batch_tokens
+    if tokens == "auto":  # which begins with all samples at once
+        size, tokens = settings.batch_size, None
+    training = share(settings.batch_size, size=size, tokens=tokens)
+    return training, share(settings.eval_batch_tokens * ranks, tokens=settings.eval_batch_tokens)[:1]
+
+
+def blank_datasets(classes: int, image_size: int | None = None) -> TextDatasets | ImageDatasets:
+    """Return data sets without samples, for `build_model`: of texts, or of images of so many pixels a side."""
+    names = [str(number) for number in range(classes)]
+    if image_size:
+        shape = ImageFormat(image_size, image_size, (0.5,) * 3, (0.5,) * 3, "bilinear", random_flip=False, tokens=0)
+        return ImageDatasets(DatasetDict(), names, shape, "", [])
+    return TextDatasets(DatasetDict(), names, _NoTokenizer(), "")
+
+
+class _NoTokenizer:
+    pad_token_id = 0
+
+    def __len__(self) -> int:
+        return 0
+
+
+def to_rehearse(settings: Settings) -> Settings:
+    """Return the settings of the rehearsal whose figures `complete` completes."""
+    settings = replace(settings, compile=False, quantization="no", from_scratch=True)
+    if settings.deepspeed:
+        settings = replace(settings, deepspeed=None, precision="bf16-true", optimizer="sgd", devices=1, num_nodes=1)
+    if settings.optimizer == "adam-8bit":
+        settings = replace(settings, optimizer="sgd")
+    return settings
+
+
+def complete(settings: Settings, peak: Peak, counts: Counts) -> Peak:
+    """Add to a rehearsal's peak what is known by formula only."""
+    if settings.optimizer == "adam-8bit":
+        peak = with_8_bit_adam(peak, counts)
+    if settings.quantization != "no":
+        peak = in_4_bits(peak, counts)
+    if settings.deepspeed:
+        config = read_deepspeed_config(settings)[0]["zero_optimization"]
+        peak = with_zero(peak, counts, config, settings.optimizer, settings.ranks)
+    return peak
+
+
+def main() -> None:
+    """Answer a run that asks for its peak: see `runs/prediction.py`, which starts this module as a process."""
+    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    with open(os.devnull, "w") as nowhere:  # what libraries print is no answer
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    settings, (training, evaluations), ranks, classes, gpu = pickle.load(sys.stdin.buffer)
+    try:
+        peak = predict_peak(settings, training, evaluations, ranks, classes)
+        found = {name: getattr(peak, name) for name in (*ON_DEVICE, "host", "phase", "total")}
+        if gpu:
+            found["needed"] = load_overhead(settings.cache_dir, gpu).needed(peak)
+    except Exception as error:  # of whatever kind: a run that cannot be predicted may run
+        found = {"problem": f"{type(error).__name__}: {first_line(error, 160)}"}
+    with answer:
+        json.dump(found, answer)
+
+
+if __name__ == "__main__":
+    main()

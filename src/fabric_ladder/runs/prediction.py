@@ -1,0 +1,154 @@
+"""The peak memory of a run before its first step, printed in its header and compared with the measured one at its end.
+
+It is rehearsed by the planner in a fresh interpreter that sees no GPU, so that nothing of it is left in the run: no
+memory, no random number, no process group, and no CUDA context in a forked process. What it found is kept in the cache.
+"""
+
+import hashlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from lightning import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy
+from torch import nn
+from torch.utils.data import DataLoader
+
+from fabric_ladder.advice import less_memory
+from fabric_ladder.data.loaders import MicroBatch
+from fabric_ladder.environment import describe_versions, write_whole
+from fabric_ladder.settings import Settings
+
+PACKAGE = Path(__file__).parents[1]
+PLANNER = "fabric_ladder.planning.predict"  # started as a module, never imported: a run stands below the planner
+TIMEOUT = 120  # seconds
+PARTS = {
+    "parameters": "weights", "gradients": "gradients", "optimizer_state": "optimizer", "activations": "activations",
+    "logits": "logits", "other": "other",
+}  # fmt: skip
+RELEVANT = (  # settings that a rehearsal depends on, beside the shapes of its batches
+    "task model precision optimizer max_grad_norm attention activation_checkpointing packing loss_chunk lora lora_rank "
+    "lora_targets lora_dropout dora quantization offload deepspeed devices num_nodes"
+).split()
+
+
+class Prediction:
+    """What is known of a run's peak before it.
+
+    Args:
+        found: Bytes on each GPU: `total`, its parts (see `PARTS`), what is `needed` with CUDA's own, and of the
+            `host`; or the `problem` that kept it from being found.
+    """
+
+    def __init__(self, found: dict):
+        self.found = found
+
+    def figures(self) -> dict:
+        """Return what run.json keeps, in bytes."""
+        if "problem" in self.found:
+            return {}
+        parts = {name: self.found[name] for name in (*PARTS, "host", "phase")}
+        return {"predicted_peak_bytes": self.found["total"], "predicted": parts}
+
+    def line(self, settings: Settings, hardware: dict) -> str:
+        """Return the line of the header; on a GPU that is too small, with what to try next."""
+        if "problem" in self.found:
+            return f"Predicted peak: unknown ({self.found['problem']})"
+        total = self.found["total"]
+        text = ", ".join(f"{name} {self.found[key] / 1e9:.2f}" for key, name in PARTS.items() if self.found[key] >= 5e6)
+        text = f"Predicted peak: {total / 1e9:.2f} GB" + f" ({text})" * bool(text)
+        if "gpu" not in hardware:
+            return f"{text} of tensors on a GPU"
+        needed, available = self.found["needed"], hardware["gpu_memory"]
+        text += f"; {needed / 1e9:.2f} of {available / 1e9:.2f} GB with CUDA's own"
+        return text if needed <= available else f"{text}, so it may not fit. Next to try: {less_memory(settings)}"
+
+    def end_line(self, measured: int, of_gpu: bool) -> str:
+        """Return the line that compares, after the training; `measured` in bytes."""
+        text, gap = f"Memory predicted: {self.found['total'] / 1e9:.2f} GB", measured - self.found["total"]
+        if of_gpu:
+            return f"{text}, measured {gap / 1e9:+.2f} GB ({gap / measured:+.1%})"
+        return f"{text} of tensors, the process {gap / 1e9:+.2f} GB: libraries, data, working memory"
+
+
+def predict(
+    fabric: Fabric, settings: Settings, model: nn.Module, train_loader: DataLoader, val_loader: DataLoader
+) -> Prediction | None:
+    """Predict the peak of a run on each device, where `predict_memory` asks for it; None on all ranks but the first.
+
+    Args:
+        fabric: Of the run.
+        settings: Of the run.
+        model: Set up by Fabric; only its config is looked at.
+        train_loader: Knows the effective batches that need most.
+        val_loader: Likewise those of the evaluation.
+    """
+    wanted = settings.predict_memory if settings.predict_memory is not None else fabric.device.type == "cuda"
+    if fabric.global_rank or not wanted:
+        return None
+    if settings.micro_batch_tokens == "auto":
+        return Prediction({"problem": "--micro_batch_tokens auto tries what fits"})
+    batches = _largest(train_loader, val_loader)
+    ranks = settings.ranks if isinstance(fabric.strategy, ModelParallelStrategy) else None
+    config = model.config.to_dict()
+    gpu = torch.cuda.get_device_name(fabric.device) if fabric.device.type == "cuda" else None
+    key = _key(settings, config, batches, ranks, gpu)
+    path = Path(settings.cache_dir).expanduser() / "memory" / f"{key}.json"
+    with suppress(OSError, ValueError):
+        return Prediction(json.loads(path.read_text(encoding="utf-8")))
+    found = _ask_planner((settings, batches, ranks, model.config.num_labels, gpu))
+    if "problem" not in found:
+        with suppress(OSError):  # then the next run predicts again
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(found))
+    return Prediction(found)
+
+
+def _ask_planner(question: tuple) -> dict:
+    """Return what the planner's process answers; it imports this very package, and is shown no GPU."""
+    path = os.pathsep.join([str(PACKAGE.parent), *filter(None, sys.path)])
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+    try:
+        process = subprocess.run(
+            [sys.executable, "-m", PLANNER], input=pickle.dumps(question), env=environment, timeout=TIMEOUT,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        return json.loads(process.stdout)
+    except subprocess.TimeoutExpired:
+        return {"problem": f"not found within {TIMEOUT} seconds"}
+    except (OSError, ValueError):
+        return {"problem": "the rehearsal ended without an answer"}
+
+
+def _largest(train_loader: DataLoader, val_loader: DataLoader) -> tuple[list[MicroBatch], list[MicroBatch]]:
+    """Return the micro-batches of training and the batches of the evaluation that may need most, without values."""
+    plans = train_loader.sampler.heaviest()
+    training = [micro_batch for plan in plans for micro_batch in train_loader.dataset[plan].micro_batches]
+    evaluation = [val_loader.dataset[part] for part in val_loader.sampler.heaviest()]
+    return _without_values(training), _without_values(evaluation)
+
+
+def _without_values(batches: list[MicroBatch]) -> list[MicroBatch]:
+    return [
+        batch._replace(inputs={name: tensor.to("meta") for name, tensor in batch.inputs.items()}) for batch in batches
+    ]
+
+
+def _key(settings: Settings, config: dict, batches: tuple, ranks: int | None, gpu: str | None) -> str:
+    """Name what a rehearsal depends on: settings, model, shapes, versions, and this package's own sources."""
+    values = asdict(settings)
+    shapes = [
+        [each.masked, *(list(tensor.shape) for tensor in each.inputs.values())] for part in batches for each in part
+    ]
+    sources = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        sources.update(path.read_bytes())
+    parts = [{name: values[name] for name in RELEVANT}, config, shapes, ranks, gpu, describe_versions("peft")]
+    parts.append(sources.hexdigest())
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]

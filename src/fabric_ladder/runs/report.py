@@ -1,0 +1,61 @@
+"""What the first lines of a run say: of its settings, and of its model."""
+
+from pathlib import Path
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fabric_ladder.settings import Settings
+
+
+def title(settings: Settings, hardware: dict, ranks: int) -> str:
+    """Return the line of script, data, model, seed, effective batch, precision and device."""
+    devices = f"{ranks} x " if ranks > 1 else ""
+    model = Path(settings.model).name if Path(settings.model).exists() else settings.model
+    dataset = Path(settings.dataset).name if Path(settings.dataset).exists() else settings.dataset
+    if settings.micro_batch_tokens:
+        cut = f"batch {settings.batch_size} in micro-batches of {settings.micro_batch_tokens} tokens"
+    elif settings.packing:
+        rows = f"{devices}{settings.micro_batch_size} row" + "s" * (settings.micro_batch_size > 1)
+        cut = f"batch {settings.batch_size} packed, {rows} of up to {settings.max_length} tokens at once"
+    else:
+        share = -(-settings.batch_size // ranks)
+        size = min(settings.micro_batch_size, share)
+        cut = f"batch {settings.batch_size} = {devices}{-(-share // size)} x {size}"
+    device = f"{hardware['device']}: {devices}{hardware.get('gpu', hardware['processor'])}"
+    precision = settings.precision
+    if settings.matmul_precision in ("high", "medium"):  # not PyTorch's own
+        precision += f", matmul {settings.matmul_precision}"
+    parts = [settings.name, dataset, model, f"seed {settings.seed}", cut, precision, device]
+    return " · ".join(parts)
+
+
+def describe_parameters(model: nn.Module) -> dict:
+    """Return, for run.json, how many parameters the whole model has, their precisions, and this rank's bytes."""
+    parameters = list(model.parameters())
+    return {
+        "parameters": sum(map(_elements, parameters)),
+        "trainable_parameters": sum(_elements(parameter) for parameter in parameters if parameter.requires_grad),
+        "parameter_bytes_of_a_rank": sum(_bytes_here(parameter) for parameter in parameters),
+        "dtypes": sorted({str(parameter.dtype) for parameter in parameters}),
+    }
+
+
+def parameters_line(described: dict) -> str:
+    """Return the printed line of `describe_parameters`."""
+    count, trainable = described["parameters"], described["trainable_parameters"]
+    digits, share = (1, "") if trainable == count else (3, f" ({trainable / count:.2%})")
+    trained = f"{trainable / 1e6:.{digits}f} M trainable{share}"
+    return f"Parameters: {count / 1e6:.1f} M, {trained}, {', '.join(described['dtypes'])}"
+
+
+def _elements(parameter: nn.Parameter) -> int:
+    """Elements of the whole parameter: ZeRO-3 leaves an empty tensor in its place, 4-bit weights share bytes."""
+    state = getattr(parameter, "quant_state", None)
+    return state.shape.numel() if state else getattr(parameter, "ds_numel", parameter.numel())
+
+
+def _bytes_here(parameter: nn.Parameter) -> int:
+    """Bytes of this rank's share of a parameter."""
+    here = parameter.to_local() if isinstance(parameter, DTensor) else getattr(parameter, "ds_tensor", parameter)
+    return here.numel() * here.element_size()

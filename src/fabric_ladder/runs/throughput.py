@@ -1,0 +1,119 @@
+"""What a run counts and times while it trains: samples, tokens, seconds, peak memory, compilations."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+import torch
+from lightning import Fabric
+from torch import nn
+
+from fabric_ladder.data.loaders import EffectiveBatch
+from fabric_ladder.environment import peak_memory, reset_peak_memory
+from fabric_ladder.models.compile import CompileClock
+
+
+class Throughput:
+    """Counts from the start of the training on.
+
+    Args:
+        fabric: Knows device and rank.
+        model: Set up by Fabric.
+        state: Of a run that goes on: its `state_dict` so far.
+    """
+
+    def __init__(self, fabric: Fabric, model: nn.Module, state: dict | None = None):
+        self.fabric, state = fabric, state or {}
+        first = fabric.global_rank == 0  # which goes on with the sums of all ranks
+        self.samples = state.get("samples", 0)
+        self._tokens, self._padded = (state.get("tokens", 0), state.get("padded", 0)) if first else (0, 0)
+        self._excluded = state.get("excluded", 0.0)
+        self._last_line = state.get("last_line", (0, 0.0))  # samples and seconds then
+        self._evaluated = state.get("evaluated", (0, 0.0))  # tokens and seconds
+        device, host = state.get("peaks", (0, 0))
+        self._peaks = device, max(host, peak_memory(torch.device("cpu")))  # of making the model, too
+        self._compiling = CompileClock(model, *state.get("compiled", ()))
+        reset_peak_memory(fabric.device)
+        self._start = perf_counter() - state.get("elapsed", 0.0)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of the training so far, over all parts of the run."""
+        return perf_counter() - self._start
+
+    def count(self, batch: EffectiveBatch) -> None:
+        """Count the samples of all ranks, and the tokens of this one."""
+        self.samples += len(batch.samples)
+        for micro_batch in batch.micro_batches:
+            self._tokens += micro_batch.tokens
+            self._padded += micro_batch.padded
+
+    def count_evaluation(self, tokens: int, seconds: float) -> None:
+        """Count a validation that is done, of so many tokens of all ranks without padding."""
+        self._evaluated = self._evaluated[0] + tokens, self._evaluated[1] + seconds
+
+    @contextmanager
+    def excluded(self) -> Iterator[None]:
+        """Exclude this block from throughput."""
+        start = perf_counter()
+        yield
+        self._excluded += perf_counter() - start
+
+    def since_last_line(self) -> dict[str, float]:
+        """Return samples/s since the last call, and the peak memory of this process so far."""
+        now = self.elapsed - self._excluded
+        samples, start = self._last_line
+        self._last_line = self.samples, now
+        return {
+            "samples_per_second": (self.samples - samples) / (now - start),
+            "peak_memory_bytes": peak_memory(self.fabric.device),
+        }
+
+    def state_dict(self) -> dict:
+        """Return, as plain values, what is needed to go on; all ranks must call it."""
+        tokens, padded = self._sum(self._tokens, self._padded)
+        return {
+            "samples": self.samples,
+            "tokens": tokens,
+            "padded": padded,
+            "excluded": self._excluded,
+            "elapsed": self.elapsed,
+            "last_line": self._last_line,
+            "peaks": self._find_peaks(),
+            "compiled": (self._compiling.seconds, self._compiling.graphs),
+            "evaluated": self._evaluated,
+        }
+
+    def figures(self) -> dict[str, float]:
+        """Stop the clock of compilations, and return seconds, rates and peaks of the training, for run.json."""
+        elapsed = self.elapsed
+        self._compiling.stop()
+        tokens, padded = self._sum(self._tokens, self._padded)
+        device, host = self._find_peaks()
+        training = elapsed - self._excluded
+        figures = {
+            "elapsed_seconds": elapsed,
+            "training_seconds": training,
+            "samples_per_second": self.samples / training,
+            "tokens_per_second": tokens / training,
+            "padding": 1 - tokens / padded,
+            "peak_memory_bytes": device,
+            "peak_host_memory_bytes": host,
+        }
+        if self.fabric.device.type == "cuda":
+            figures["peak_reserved_bytes"] = torch.cuda.max_memory_reserved(self.fabric.device)
+        if self._evaluated[0]:
+            figures["evaluation_tokens_per_second"] = self._evaluated[0] / self._evaluated[1]
+        if self._compiling.graphs:
+            figures |= {"compile_seconds": self._compiling.seconds, "compiled_graphs": self._compiling.graphs}
+        return figures
+
+    def _sum(self, *counts: int) -> list[int]:
+        counts = torch.tensor(counts, dtype=torch.float64, device=self.fabric.device)
+        return [int(count) for count in self.fabric.all_reduce(counts, reduce_op="sum").tolist()]
+
+    def _find_peaks(self) -> list[int]:
+        """Return the peak memory of the device and of the host so far, each the largest of all ranks, in bytes."""
+        own = peak_memory(self.fabric.device), peak_memory(torch.device("cpu"))
+        peaks = torch.tensor([own, self._peaks], dtype=torch.float64, device=self.fabric.device).amax(0)
+        return [int(peak) for peak in self.fabric.all_reduce(peaks, reduce_op="max").tolist()]

@@ -1,0 +1,1 @@
+"""Tools beside training: generation, notebooks, the doctor."""

@@ -1,0 +1,226 @@
+"""Answers of a trained language model: from a prompt to its tokens, as in training, to the answer's text."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, TextStreamer
+
+from fabric_ladder.checkpoints.export import Result, base_name, find_result, load_result
+from fabric_ladder.checkpoints.save import end_tokens
+from fabric_ladder.data.instruction_rows import file_rows
+from fabric_ladder.data.instructions import prompt_text, prompt_tokens
+from fabric_ladder.data.sources import FILE_FORMATS
+from fabric_ladder.data.tables import reading
+from fabric_ladder.data.tokens import load_tokenizer
+from fabric_ladder.errors import UserError
+from fabric_ladder.models.bloom import fuse_attention
+from fabric_ladder.models.configs import load_config, silence_loading
+
+RAW, CHAT = "raw", "chat"  # what a template's name can be, beside its text: none, and the tokenizer's chat template
+
+
+class Question(NamedTuple):
+    """A prompt: what to do, and what to do it with."""
+
+    instruction: str
+    input: str = ""
+
+
+class Generator:
+    """A language model that continues prompts.
+
+    Args:
+        model: On its device, in eval mode.
+        tokenizer: The model's.
+        template: How an instruction becomes a prompt: a template for `prompt_text`, `alpaca`, `chat` or `raw`.
+        max_new_tokens: Longest answer.
+        sampling: `temperature`, `top_k` and `top_p`; empty to take the likeliest token always.
+    """
+
+    def __init__(
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, template: str, max_new_tokens: int, sampling: dict
+    ):
+        self.model, self.tokenizer, self.template = model, tokenizer, template
+        self._ends = end_tokens(tokenizer, model.generation_config.eos_token_id) or []
+        self._config = GenerationConfig(
+            max_new_tokens=max_new_tokens,
+            do_sample=bool(sampling),
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=self._ends or None,
+            use_cache=True,
+            **({"top_k": 0} | sampling if sampling else {}),  # a config's own default would cut off all but 50
+        )
+
+    def tokens(self, question: Question) -> list[int]:
+        """Return the tokens of a prompt as training had them.
+
+        Raises:
+            UserError: There are none, or too many for the model, or the template has no field for the input.
+        """
+        if self.template == CHAT:
+            return self.chat_tokens([{"role": "user", "content": "\n\n".join(filter(None, question))}])
+        return self._checked(prompt_tokens(self.tokenizer, [self._written(question)])[0])
+
+    def chat_tokens(self, messages: list[dict[str, str]]) -> list[int]:
+        """Return the tokens of a chat, written by the tokenizer's template up to where the next answer starts."""
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return self._checked(self._plain_tokens(text))
+
+    def answer(self, prompts: list[list[int]], stream: bool = False) -> list[list[int]]:
+        """Return the tokens that follow each prompt, up to the end or with it; `stream` prints those of the only one.
+
+        Shorter prompts are padded on the left, and what is padded is masked.
+        """
+        device = next(self.model.parameters()).device
+        inputs = self.tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(device)
+        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
+        with torch.inference_mode():
+            found = self.model.generate(**inputs, generation_config=self._config, streamer=streamer)
+        answers = []
+        for row in found[:, inputs["input_ids"].shape[1] :].tolist():
+            length = next((index for index, token in enumerate(row, start=1) if token in self._ends), len(row))
+            answers.append(row[:length])
+        return answers
+
+    def text(self, tokens: list[int]) -> str:
+        """Return an answer's text."""
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def chat(self, lines: Iterator[str]) -> None:
+        """Answer line after line, each after all that was said before; an empty one ends it.
+
+        Without a chat template the prompts and answers of training stand one after another, each answer with its end.
+        """
+        messages, history = [], []
+        for line in lines:
+            if not (line := line.strip()):
+                return
+            messages.append({"role": "user", "content": line})
+            if self.template == CHAT:
+                prompt = self.chat_tokens(messages)
+            elif history:  # without what the tokenizer puts first
+                prompt = self._checked([*history, *self._plain_tokens(self._written(Question(line)))])
+            else:
+                prompt = self.tokens(Question(line))
+            (reply,) = self.answer([prompt], stream=True)
+            messages.append({"role": "assistant", "content": self.text(reply)})
+            history = [*prompt, *reply]
+            if self._ends and history[-1] not in self._ends:
+                history.append(self.tokenizer.eos_token_id or self._ends[0])
+
+    def _written(self, question: Question) -> str:
+        """Return the text of a prompt."""
+        if self.template != RAW:
+            return prompt_text(*question, self.template)
+        if question.input:
+            raise UserError("an input needs a template to stand in: give --prompt_template, say alpaca")
+        return question.instruction
+
+    def _plain_tokens(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        if not ids:
+            raise UserError("the prompt is empty: there is nothing to go on from")
+        positions, new = getattr(self.model.config, "max_position_embeddings", None), self._config.max_new_tokens
+        if positions and len(ids) + new > positions:
+            raise UserError(
+                f"{len(ids)} tokens of prompt and --max_new_tokens {new} are beyond the model's {positions} positions: "
+                "lower it, or shorten the prompt"
+            )
+        return ids
+
+
+def load_language_model(
+    name: str, dtype: torch.dtype, quantization: str | None
+) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    """Return a language model in eval mode on the CPU, and its tokenizer.
+
+    Args:
+        name: The folder of a run or of what it has saved, of a model or of an adapter; or a name on the Hub.
+        dtype: Precision of the weights.
+        quantization: `nf4` or `no`; default: as the adapter's base was while training, else `no`.
+
+    Raises:
+        UserError: A classifier, or nothing that was saved there.
+        UserError: Weights or tokenizer cannot be read.
+    """
+    silence_loading()
+    result = find_result(name) if Path(name).is_dir() else Result(Path(name), "model", adapter=False)
+    _check_language(result.config or load_config(base_name(result)), name)  # an adapter that others have trained
+    own = not result.adapter or result.has("tokenizer.json", "tokenizer_config.json")
+    tokenizer = load_tokenizer(result.folder.as_posix() if own else base_name(result))
+    model = load_result(result, dtype=dtype, quantization=quantization)
+    fuse_attention(model)
+    return model, tokenizer
+
+
+def choose_template(tokenizer: PreTrainedTokenizerBase, wanted: str | None, chat: bool) -> str:
+    """Return how prompts are written: as is wanted, as in training, by the tokenizer's chat template, or as they are.
+
+    Args:
+        tokenizer: Keeps the template of the training.
+        wanted: What the user asks for, if anything.
+        chat: Whether a chat is held, for which the tokenizer's own template comes first.
+    """
+    template = wanted or (CHAT if chat and tokenizer.chat_template else tokenizer.init_kwargs.get("prompt_template"))
+    if template == CHAT and not tokenizer.chat_template:
+        raise UserError("the tokenizer has no chat template: give --prompt_template, or --raw")
+    if template not in (None, RAW, CHAT):
+        prompt_text("", "", template)  # refuses one that lacks the instruction
+    return template or (CHAT if tokenizer.chat_template else RAW)
+
+
+def read_questions(path: Path) -> list[tuple[dict, Question]]:
+    """Return the prompts of a file, each with the row that it was in.
+
+    A text file has one on each line that is not empty. JSON (a list) and JSON Lines have objects with `instruction` and
+    perhaps `input`, or with `prompt`, which means the same as `instruction`.
+
+    Raises:
+        UserError: No such file, or not such a one, or no prompt in it.
+    """
+    if FILE_FORMATS.get(path.suffix.lower()) == "json":
+        rows = file_rows(path, path.parent)
+    else:
+        with reading(path, "text"):
+            lines = enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+            rows = [(f"line {number}", {"prompt": line}) for number, line in lines if line.strip()]
+    questions = []
+    for location, row in rows:
+        if isinstance(row, ValueError):
+            raise UserError(f"--prompts {path}, {location}: {row}")
+        question = Question(row.get("instruction") or row.get("prompt"), row.get("input") or "")
+        if not all(isinstance(text, str) for text in question) or not question.instruction.strip():
+            raise UserError(f"--prompts {path}, {location}: expected texts named instruction (and input) or prompt")
+        questions.append((row, question))
+    if not questions:
+        raise UserError(f"--prompts {path} holds no prompt")
+    return questions
+
+
+def answer_all(generator: Generator, questions: list[Question], batch_size: int) -> list[str]:
+    """Return the answers, in the order of the questions; prompts of alike lengths share a batch."""
+    prompts = [generator.tokens(question) for question in questions]
+    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))  # the largest batch comes first
+    answers = {}
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        for index, tokens in zip(chosen, generator.answer([prompts[index] for index in chosen]), strict=True):
+            answers[index] = generator.text(tokens)
+    return [answers[index] for index in range(len(prompts))]
+
+
+def _check_language(config: PretrainedConfig, name: str) -> None:
+    """Refuse a model that is no language model of transformers."""
+    classes = AutoModelForCausalLM._model_mapping
+    architecture = (config.architectures or ["nothing that is known"])[0]
+    if type(config) not in classes or architecture != classes[type(config)].__name__:
+        reason = "classifies" if architecture.endswith("Classification") else "is no language model"
+        raise UserError(
+            f"{name} {reason} ({architecture}) and writes no text: give a model that was trained by --task "
+            "instruction-tuning"
+        )

@@ -1,0 +1,339 @@
+"""What is saved is what was trained: read back whole, sharded or as an adapter, merged, and loaded by transformers."""
+
+import json
+import re
+
+import pytest
+import torch
+from peft import PeftModel
+from PIL import Image
+from safetensors.torch import load_file
+from support.devices import ONE_THREAD, SIZES
+from support.export import run_here, tiny, with_adapter, words_tokenizer
+from support.helpers import MODELS, ROOT, SRC, VOCABULARY, finished, run_script, settings_for, token_datasets
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    pipeline,
+)
+
+from fabric_ladder import UserError, build_dataloaders
+from fabric_ladder.checkpoints.export import find_result, load_result, new_folder, write_plain
+from fabric_ladder.checkpoints.save import read_state, save
+from fabric_ladder.checkpoints.sharded import read_index
+
+EXPORT, MERGE = ROOT / "scripts" / "export_model.py", ROOT / "scripts" / "merge_lora.py"
+
+
+def inputs_for(kind):
+    torch.manual_seed(1)
+    if kind == "vit":
+        return {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.tensor([0, 1, 1, 0])}
+    ids = torch.randint(3, VOCABULARY, (4, 12))
+    return {"input_ids": ids, "labels": ids if kind.endswith("-lm") else torch.tensor([0, 1, 1, 0])}
+
+
+@pytest.fixture
+def trained(tmp_path, fabric):
+    """Train a model for some steps and save it; returns the run's folder, the model and its logits."""
+
+    def trained(model, kind, how="consolidated", from_scratch=True, tokenizer=None):
+        settings = settings_for(tmp_path)
+        datasets = token_datasets()
+        datasets.tokenizer = tokenizer or words_tokenizer()
+        data = build_dataloaders(fabric, datasets, settings)[0].dataset
+        weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        model = fabric.setup(model)
+        optimizer = fabric.setup_optimizers(torch.optim.Adam(weights, lr=3e-2))
+        inputs = inputs_for(kind)
+        for _ in range(3):
+            fabric.backward(model(**inputs).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        folder = tmp_path / f"run-{how}"
+        folder.mkdir()
+        save(fabric, how, folder, model, optimizer, data, from_scratch)
+        return folder, model, logits(model.module, kind)
+
+    return trained
+
+
+@torch.no_grad()
+def logits(model, kind):
+    inputs = inputs_for(kind)
+    del inputs["labels"]
+    return model.eval()(**inputs).logits
+
+
+def close(first, second, atol=1e-5):
+    torch.testing.assert_close(second, first, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("how", ["sharded", "consolidated"])
+@pytest.mark.parametrize("kind", ["bloom", "bert", "llama", "llama-lm", "gpt2-lm"])
+def test_a_whole_model_is_read_back_as_it_was(trained, tmp_path, kind, how):
+    folder, model, expected = trained(tiny(kind), kind, how)
+    again = load_result(find_result(folder))
+    assert type(again) is type(model.module)
+    assert torch.equal(logits(again, kind), expected)
+    write_plain(again, tmp_path / "plain", find_result(folder).folder)
+    auto = AutoModelForCausalLM if kind.endswith("-lm") else AutoModelForSequenceClassification
+    plain = auto.from_pretrained(tmp_path / "plain")
+    assert torch.equal(logits(plain, kind), expected)
+    assert plain.config.use_cache
+    if kind.endswith("-lm"):
+        assert plain.generation_config.eos_token_id == [1], "the tokenizer's end, and not the config's 2"
+    else:
+        assert plain.config.id2label == {0: "bad", 1: "good"}
+    assert AutoTokenizer.from_pretrained(tmp_path / "plain")("word7")["input_ids"] == [7]
+
+
+CASES = {
+    "bloom": ("bloom", {}),
+    "bloom DoRA": ("bloom", {"use_dora": True}),
+    "llama rsLoRA": ("llama", {"use_rslora": True}),
+    "bert": ("bert", {}),
+    "llama language model": ("llama-lm", {}),
+    "gpt2 with a tied head": ("gpt2-lm", {"fan_in_fan_out": True}),
+}
+
+
+@pytest.mark.parametrize("how", ["sharded", "consolidated"])
+@pytest.mark.parametrize("case", CASES)
+def test_an_adapter_is_read_back_and_merged(trained, tmp_path, case, how):
+    kind, more = CASES[case]
+    folder, _, expected = trained(with_adapter(tiny(kind), kind, **more), kind, how)
+    result = find_result(folder)
+    assert result.folder.name == {"sharded": "checkpoint", "consolidated": "adapter"}[how]
+    model = load_result(result)
+    assert isinstance(model, PeftModel)
+    close(logits(model, kind), expected, atol=1e-6)
+    assert not torch.allclose(logits(load_result(find_result(folder / "base")), kind), expected, atol=1e-3)
+    write_plain(model, tmp_path / "merged", result.folder)
+    auto = AutoModelForCausalLM if kind.endswith("-lm") else AutoModelForSequenceClassification
+    merged = auto.from_pretrained(tmp_path / "merged")
+    close(logits(merged, kind), expected)
+    assert not [name for name in merged.state_dict() if "lora" in name or "base_layer" in name]
+
+
+def test_an_adapter_of_an_image_classifier(trained, tmp_path):
+    folder, _, expected = trained(with_adapter(tiny("vit"), "vit"), "vit")
+    model = load_result(find_result(folder))
+    close(logits(model, "vit"), expected, atol=1e-6)
+    close(logits(model.merge_and_unload(), "vit"), expected)
+
+
+def test_an_adapter_on_4_bit_weights(trained, tmp_path, monkeypatch, capsys):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = LlamaConfig(**sizes, intermediate_size=64, vocab_size=VOCABULARY, pad_token_id=0, num_labels=2)
+    torch.manual_seed(0)
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path / "whole")
+    bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+                              bnb_4bit_compute_dtype=torch.float32)  # fmt: skip
+    quantised = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "whole", quantization_config=bits, dtype=torch.float32
+    )
+    quantised.config.id2label = {0: "bad", 1: "good"}
+    folder, _, expected = trained(with_adapter(quantised, "llama"), "llama")
+    base = load_file(folder / "base" / "model.safetensors")
+    assert base["model.layers.0.self_attn.q_proj.weight"].dtype == torch.uint8, "as small as it was"
+    assert "quantization_config" in json.loads((folder / "base" / "config.json").read_text())
+    result = find_result(folder)
+    close(logits(load_result(result), "llama"), expected, atol=1e-6)
+    whole = load_result(result, quantization="no")
+    unmerged = logits(whole, "llama")
+    close(unmerged, expected, atol=1e-2)
+    write_plain(whole, tmp_path / "merged", result.folder)
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    assert not hasattr(merged.config, "quantization_config")
+    close(logits(merged, "llama"), unmerged)
+
+    # the weights that were quantised are at hand: the adapter goes onto them, and the script says so
+    run_here(monkeypatch, MERGE, folder, "--base", tmp_path / "whole", "--output", tmp_path / "onto-whole")
+    assert "trained on 4-bit weights and is merged into whole ones: outputs differ" in capsys.readouterr().out
+    onto_whole = AutoModelForSequenceClassification.from_pretrained(tmp_path / "onto-whole")
+    close(logits(onto_whole, "llama"), logits(load_result(result, str(tmp_path / "whole"), quantization="no"), "llama"))
+
+
+def test_the_adapters_file_holds_only_what_was_trained(trained):
+    for more in ({}, {"use_dora": True}):
+        folder, model, _ = trained(with_adapter(tiny("bloom"), "bloom", **more), "bloom")
+        weights = load_file(folder / "adapter" / "adapter_model.safetensors")
+        assert all(re.search(r"\.lora_(A|B)\.weight|lora_magnitude_vector|\.score\.weight", name) for name in weights)
+        trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        assert sum(tensor.numel() for tensor in weights.values()) == trainable
+        files = {path.name for path in (folder / "adapter").iterdir()}
+        assert files == {"adapter_model.safetensors", "adapter_config.json", "config.json", "tokenizer.json",
+                         "tokenizer_config.json"}  # fmt: skip
+        config = json.loads((folder / "adapter" / "config.json").read_text())
+        assert config["architectures"] == ["BloomForSequenceClassification"]
+        assert config["id2label"] == {"0": "bad", "1": "good"}
+        folder.rename(folder.with_name(f"before-{len(more)}"))
+
+
+def test_a_sharded_adapter_holds_only_what_was_trained(trained):
+    folder, model, _ = trained(with_adapter(tiny("llama-lm"), "llama-lm"), "llama-lm", "sharded")
+    saved = read_index(folder / "checkpoint").state_dict_metadata
+    names = [name.removeprefix("model.") for name in saved if name.startswith("model.")]
+    assert sorted(names) == sorted(name for name, value in model.module.named_parameters() if value.requires_grad)
+
+
+def test_an_adapter_names_its_base_so_that_it_is_found_from_anywhere(trained, tmp_path, monkeypatch):
+    tiny("bloom").save_pretrained(tmp_path / "pretrained")
+    monkeypatch.chdir(tmp_path)
+    model = AutoModelForSequenceClassification.from_pretrained("pretrained")
+    folder, _, expected = trained(with_adapter(model, "bloom"), "bloom", from_scratch=False)
+    assert not (folder / "base").exists()
+    config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "pretrained")
+    monkeypatch.chdir("/")
+    close(logits(load_result(find_result(folder)), "bloom"), expected, atol=1e-6)
+
+
+def test_of_a_base_from_the_hub_the_commit_is_kept(trained):
+    model = tiny("bloom")
+    model.name_or_path, model.config._commit_hash = "some/bloom", "0123abc"
+    folder, _, _ = trained(with_adapter(model, "bloom"), "bloom", from_scratch=False)
+    config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("some/bloom", "0123abc")
+
+
+def test_training_goes_on_with_a_sharded_adapter(trained, fabric):
+    folder, _, expected = trained(with_adapter(tiny("bloom"), "bloom"), "bloom", "sharded")
+
+    def fresh(**more):
+        model = with_adapter(tiny("bloom"), "bloom", **more)
+        weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        model = fabric.setup(model)
+        return model, fabric.setup_optimizers(torch.optim.Adam(weights, lr=1e-2))
+
+    model, optimizer = fresh()
+    read_state("--load", folder / "checkpoint", model, optimizer)
+    close(logits(model.module, "bloom"), expected, atol=1e-6)
+    assert {int(state["step"]) for state in optimizer.optimizer.state.values()} == {3}
+    with pytest.raises(UserError, match="made with another model or optimizer \\(use_rslora False, not True\\)"):
+        read_state("--load", folder / "checkpoint", *fresh(use_rslora=True))
+    whole = fabric.setup(tiny("bloom"))
+    adam = fabric.setup_optimizers(torch.optim.Adam(whole.parameters()))
+    with pytest.raises(UserError, match="made with another model or optimizer"):
+        read_state("--load", folder / "checkpoint", whole, adam)
+
+
+REFUSED = {
+    "another architecture": ("bert", {}, r"adapter is an adapter for \S+base, and does not fit \S+other: a bloom and"),
+    "another width": ("bloom", {"hidden_size": 32}, r"not fit \S+other: \S+ has the sizes \[\d+, 16\] and \[\d+, 32\]"),
+    "fewer layers": ("bloom", {"n_layer": 1}, r"does not fit \S+other: only one of them has \S+h\.1\."),
+    "more layers": ("bloom", {"n_layer": 3}, r"does not fit \S+other: only one of them has \S+h\.2\."),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_adapter_for_another_base_is_refused(trained, tmp_path, case):
+    kind, sizes, said = REFUSED[case]
+    folder, _, _ = trained(with_adapter(tiny("bloom"), "bloom"), "bloom")
+    other = tiny(kind)
+    type(other)(type(other.config)(**(other.config.to_dict() | sizes))).save_pretrained(tmp_path / "other")
+    with pytest.raises(UserError, match=said) as error:
+        load_result(find_result(folder), str(tmp_path / "other"))
+    assert "\n" not in str(error.value)
+
+
+def test_the_scripts_refuse_in_one_line_and_leave_nothing(trained, tmp_path, monkeypatch, capsys):
+    whole, _, _ = trained(tiny("bloom"), "bloom")
+    whole = whole.rename(tmp_path / "whole")
+    adapter, _, _ = trained(with_adapter(tiny("bloom"), "bloom"), "bloom")
+    (adapter / "base").rename(tmp_path / "moved")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    for name, said in (
+        ("nowhere", "there is no folder nowhere: give the folder of a run"),
+        (tmp_path / "empty", "empty holds nothing that a run has saved"),
+    ):
+        with pytest.raises(UserError, match=said):
+            find_result(name)
+    with pytest.raises(UserError, match=r"is an adapter for \S+base, which is not there: give --base FOLDER"):
+        load_result(find_result(adapter))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for script, arguments, said in (
+        (MERGE, ["whole"], "model is a whole model, not an adapter: there is nothing to merge"),
+        (MERGE, ["run-consolidated", "--base", "no/such"], "cannot load the base model 'no/such'"),
+        (EXPORT, ["whole", "--output", "full"], "full is there already and is left as it is: choose another --output"),
+        (EXPORT, [], "the following arguments are required: source"),
+    ):
+        with pytest.raises(UserError, match=said) as error:
+            run_here(monkeypatch, script, *arguments)
+        assert "\n" not in str(error.value)
+    process = run_script(EXPORT, "whole", "--output", "full", cwd=tmp_path)
+    assert process.returncode == 2, process.stderr
+    assert re.fullmatch(r"error: .*full is there already and is left as it is: .*\n", process.stderr), process.stderr
+    with pytest.raises(UserError, match="cannot write"), new_folder(tmp_path / "full" / "mine" / "model"):
+        pass
+    assert sorted(tmp_path.rglob("*")) == before
+    run_here(monkeypatch, MERGE, adapter, "--base", "moved")
+    assert f"Saved {adapter / 'merged'}" in capsys.readouterr().out
+
+
+def test_a_folder_that_could_not_be_finished_is_not_left(tmp_path):
+    def write():
+        with new_folder(tmp_path / "new") as folder:
+            (folder / "half").touch()
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write()
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_ranks_that_shard_an_adapter_save_what_one_file_holds(tmp_path):
+    for how in ("sharded", "consolidated"):
+        arguments = (*SIZES, "--devices", "2", "--lora", "true", "--lora_learning_rate", "1e-2", "--save", how)
+        finished(run_script(SRC / "10_fsdp.py", *arguments, cwd=tmp_path, **ONE_THREAD))
+    runs = [tmp_path / "runs" / "10_fsdp" / number for number in "12"]
+    first, second = (load_result(find_result(run)).merge_and_unload().state_dict() for run in runs)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    weights = load_file(runs[1] / "adapter" / "adapter_model.safetensors")
+    assert all("lora_" in name or "score" in name for name in weights)
+    base = load_file(runs[1] / "base" / "model.safetensors")
+    assert all(torch.equal(tensor, load_file(runs[0] / "base" / "model.safetensors")[name])
+               for name, tensor in base.items())  # fmt: skip
+
+
+def test_pipelines_read_what_is_exported(tmp_path, monkeypatch):
+    """A run's folder becomes one that `pipeline` reads by itself, with the names of the classes."""
+    for number in range(40):
+        for name, colour in (("red", (200, number, 0)), ("blue", (0, number, 200))):
+            (tmp_path / "colours" / name).mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (40, 32), colour).save(tmp_path / "colours" / name / f"{number}.png")
+    arguments = ("--task", "image-classification", "--dataset", "colours", "--model", MODELS / "vit-small.json")
+    arguments += ("--from_scratch", "true", "--learning_rate", "1e-3", "--batch_size", "8", "--epochs", "2")
+    config = tmp_path / "none.yaml"
+    config.write_text("{}")
+    arguments += ("--config", config, "--save", "sharded", "--image_size", "32")
+    finished(run_script(SRC / "2_grad_accum.py", *arguments, cwd=tmp_path, **ONE_THREAD))
+    finished(run_script(EXPORT, "runs/2_grad_accum/1", cwd=tmp_path))
+    classify = pipeline("image-classification", model=str(tmp_path / "runs" / "2_grad_accum" / "1" / "export"))
+    for name, colour in (("red", (210, 5, 0)), ("blue", (0, 5, 210))):
+        assert classify(Image.new("RGB", (50, 50), colour))[0]["label"] == name
+
+    finished(run_script(SRC / "2_grad_accum.py", *SIZES, "--save", "consolidated", cwd=tmp_path, **ONE_THREAD))
+    monkeypatch.chdir(tmp_path)
+    run_here(monkeypatch, EXPORT, "runs/2_grad_accum/2", "--output", "plain")
+    found = pipeline("text-classification", model=str(tmp_path / "plain"))("A film.", top_k=None)
+    assert {row["label"] for row in found} == {"negative", "positive"}
+
+
+def test_text_generation_reads_a_merged_adapter(trained, monkeypatch):
+    folder, model, _ = trained(with_adapter(tiny("llama-lm"), "llama-lm"), "llama-lm")
+    run_here(monkeypatch, MERGE, folder)
+    write = pipeline("text-generation", model=str(folder / "merged"))
+    text = write("word7 word9", max_new_tokens=5, do_sample=False)[0]["generated_text"]
+    ids = model.module.generate(input_ids=torch.tensor([[7, 9]]), max_new_tokens=5, do_sample=False, eos_token_id=1)
+    assert text.replace(" ", "") == words_tokenizer().decode(ids[0]).replace(" ", "").removesuffix("<end>")

@@ -1,0 +1,459 @@
+"""A run that is stopped, killed or damaged goes on as if nothing had happened."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import re
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from support.helpers import SRC
+from support.resuming import SIZES, Does, Evil, assert_same, checkpoints, lines_of, run_here
+
+from fabric_ladder import UserError
+from fabric_ladder.checkpoints import store
+
+STEPS = 16  # two epochs of eight
+QUICK = ["2_grad_accum", "4_mixed_precision", "13_lora"]
+OTHERS = ["1_batch_size_1", "5_low_precision", "6_lean_optimizer", "7_grad_checkpointing"]
+RUNGS = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+PLACES = {
+    "within the first epoch": "Batch 0003/",
+    "at its end": "Batch 0008/0008",
+    "in the second": "0002/0002 | Batch 0006/",
+}
+
+
+@pytest.mark.parametrize("name", RUNGS)
+def test_a_stopped_run_goes_on_bitwise(tmp_path, dropout_model, name):
+    """Stopped by SIGTERM in the middle of an epoch, at its end before the validation, and once more in the next."""
+    more = ["--model", dropout_model, "--save_every", 100]
+    if name == "1_batch_size_1":
+        more += ["--batch_size", 8, "--micro_batch_size", 8]
+    (tmp_path / "whole").mkdir()
+    status, _ = run_here(name, tmp_path / "whole", *more)
+    assert status == 0
+    for place in PLACES.values():
+        status, text = run_here(name, tmp_path, *more, "--resume", "auto", at=place)
+        assert status == 143
+        assert re.search(r"^Stopped by SIGTERM in epoch \d after batch \d; go on with: .* --resume auto$", text, re.M)
+    status, text = run_here(name, tmp_path, *more, "--resume", "auto")
+    assert status == 0
+    assert "Resumed from runs/" in text
+    assert_same(tmp_path / "runs" / name / "1", tmp_path / "whole" / "runs" / name / "1")
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_every_checkpoint_of_a_run_leads_to_the_same_end(tmp_path, dropout_model, workers):
+    more = ["--model", dropout_model, "--save_every", 3, "--keep", 99, "--num_workers", workers]
+    run_here("2_grad_accum", tmp_path, *more)
+    whole = tmp_path / "runs" / "2_grad_accum" / "1"
+    names = [path.name for path in checkpoints(whole)]
+    assert names == [f"step-{n:09d}" for n in (3, 6)] + ["step-000000008-validated"] + [
+        f"step-{n:09d}" for n in (9, 12, 15)
+    ] + ["step-000000016-validated"]
+    for name in names[:-1] if workers == 0 else names[1:2]:
+        home = tmp_path / name / "runs" / "2_grad_accum" / "1"
+        shutil.copytree(whole, home)
+        for later in checkpoints(home):
+            if later.name > name:
+                shutil.rmtree(later)
+        record = json.loads((home / "run.json").read_text())
+        (home / "run.json").write_text(json.dumps(record | {"status": "running"}))
+        status, text = run_here("2_grad_accum", tmp_path / name, *more, "--resume", "auto")
+        assert (status, f"Resumed from runs/2_grad_accum/1/checkpoints/{name}\n" in text) == (0, True)
+        assert_same(home, whole)
+
+
+class Interrupts:
+    """A loader, or a list of micro-batches, that sends this process a signal before its item `at`."""
+
+    def __init__(self, items, at, number=signal.SIGTERM):
+        self.items, self.at, self.number = items, at, number
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getattr__(self, name):
+        return getattr(self.items, name)
+
+    def __iter__(self):
+        for place, item in enumerate(self.items):
+            if place == self.at:
+                os.kill(os.getpid(), self.number)
+            yield item
+
+
+@pytest.mark.parametrize("place", ["micro-batch", "validation", "test"])
+def test_a_run_stopped_inside_a_step_or_an_evaluation_goes_on_bitwise(tmp_path, dropout_model, place):
+    """The rung's own objects, with a signal between two micro-batches."""
+    more = ["--model", dropout_model, "--save_every", 100]
+    (tmp_path / "whole").mkdir()
+    run_here("2_grad_accum", tmp_path / "whole", *more)
+    source = (SRC / "2_grad_accum.py").read_text(encoding="utf-8")
+    where = {
+        "micro-batch": (
+            "    train(run, model, optimizer, train_loader,",
+            "Stopped by SIGTERM in epoch 1 after batch 4;",
+        ),
+        "validation": ("    train(run, model, optimizer, train_loader, val_loader)", "in epoch 1 after batch 8;"),
+        "test": ("    evaluate(run, model, test_loader)", "in epoch 3 after batch 0;"),
+    }[place]
+    wrapped = {
+        "micro-batch": "    train_loader = Fifth(train_loader)\n",
+        "validation": "    val_loader = Interrupts(val_loader, 1)\n",
+        "test": "    test_loader = Interrupts(test_loader, 1)\n",
+    }[place]
+    script = tmp_path / "2_grad_accum.py"
+    script.write_text(source.replace(where[0], wrapped + where[0]), encoding="utf-8")
+    status, text = run_here(script, tmp_path, *more, names={"Interrupts": Interrupts, "Fifth": interrupt_the_fifth})
+    assert (status, where[1] in text) == (143, True), text
+    status, _ = run_here("2_grad_accum", tmp_path, *more, "--resume", "auto")
+    assert status == 0
+    assert_same(tmp_path / "runs" / "2_grad_accum" / "1", tmp_path / "whole" / "runs" / "2_grad_accum" / "1")
+
+
+def interrupt_the_fifth(loader):
+    """Have the fifth effective batch interrupted after three of its micro-batches."""
+    collator = loader.dataset
+    kind, made = type(collator), []
+
+    class Collator(kind):
+        def __getitem__(self, plan):
+            batch = super().__getitem__(plan)
+            made.append(plan)
+            return batch._replace(micro_batches=Interrupts(batch.micro_batches, 3)) if len(made) == 5 else batch
+
+    collator.__class__ = Collator
+    return loader
+
+
+def test_a_run_without_save_every_can_be_stopped_too_and_leaves_nothing_at_its_end(tmp_path, dropout_model):
+    status, text = run_here("2_grad_accum", tmp_path, "--model", dropout_model, at="Batch 0003/")
+    assert status == 143
+    assert "Stopped by SIGTERM in epoch 1 after batch 3; go on with: " in text
+    home = tmp_path / "runs" / "2_grad_accum" / "1"
+    assert [path.name for path in checkpoints(home)] == ["step-000000003"]
+    assert json.loads((home / "run.json").read_text())["status"] == "stopped"
+    status, _ = run_here("2_grad_accum", tmp_path, "--model", dropout_model, "--resume", "auto")
+    assert status == 0
+    assert {path.name for path in home.iterdir()} == {"log.txt", "metrics.csv", "run.json"}
+    resumed = json.loads((home / "run.json").read_text())["resumed"]
+    assert [part["samples"] for part in resumed] == [24]
+    status, text = run_here("2_grad_accum", tmp_path, "--model", dropout_model, "--resume", "auto")
+    assert status == 0
+    assert text.endswith("has finished: there is nothing to go on with (leave out --resume to run anew)\n")
+    assert [path.name for path in home.parent.iterdir()] == ["1"]
+
+
+def test_keep_keeps_the_newest_and_the_best(tmp_path):
+    """A learning rate that spoils the weights makes the first epoch's the best."""
+    more = ["--save_every", 3, "--keep", 2, "--epochs", 3, "--learning_rate", 0.5]
+    run_here("2_grad_accum", tmp_path, *more)
+    home = tmp_path / "runs" / "2_grad_accum" / "1"
+    losses = [epoch["validation_loss"] for epoch in json.loads((home / "run.json").read_text())["results"]["epochs"]]
+    best = f"step-{8 * (1 + losses.index(min(losses))):09d}-validated"
+    newest = ["step-000000021", "step-000000024-validated"]
+    assert [path.name for path in checkpoints(home)] == sorted({best, *newest})
+    assert json.loads((home / "run.json").read_text())["best_checkpoint"] == f"checkpoints/{best}"
+
+
+def test_max_time_stops_and_resume_goes_on(tmp_path):
+    status, text = run_here("2_grad_accum", tmp_path, "--max_time", 0.0001)
+    assert status == 124
+    assert "Stopped by max_time in epoch 1 after batch 0; go on with: " in text
+    status, _ = run_here("2_grad_accum", tmp_path, "--resume", "auto")
+    assert status == 0
+
+
+CHANGED = [
+    (["--learning_rate", "0.1"], "--learning_rate 0.1, not 0.001"),
+    (["--seed", "5"], "--seed 5, not 123"),
+    (["--train_samples", "61"], "--train_samples 61, not 60"),
+    (["--precision", "bf16-mixed"], "--precision bf16-mixed, not 32-true"),
+]
+
+
+@pytest.fixture
+def stopped(tmp_path):
+    run_here("2_grad_accum", tmp_path, "--save_every", 2, "--keep", 9, at="Batch 0006/")
+    return tmp_path / "runs" / "2_grad_accum" / "1"
+
+
+def test_settings_that_alter_the_run_are_refused_and_others_are_not(tmp_path, stopped):
+    before = {path: path.stat().st_mtime_ns for path in stopped.rglob("*")}
+    for more, says in CHANGED:
+        name, mine, _, theirs = says.replace(",", "").split()
+        with pytest.raises(UserError) as refusal:
+            run_here("2_grad_accum", tmp_path, *more, "--resume", "auto")
+        assert f"was made with {name} {theirs}, not {mine}: set them so, or leave out --resume" in str(refusal.value)
+    assert {path: path.stat().st_mtime_ns for path in stopped.rglob("*") if path.name != ".lock"} == before
+    free = ["--micro_batch_size", 4, "--num_workers", 1, "--log_every", 8, "--threads", 2, "--save_every", 5]
+    status, text = run_here("2_grad_accum", tmp_path, *free, "--resume", stopped)
+    assert status == 0
+    assert "Resumed from" in text
+    assert "batch 8 = 2 x 4" in text
+
+
+def test_an_older_checkpoint_can_be_taken(tmp_path, stopped):
+    status, text = run_here("2_grad_accum", tmp_path, "--resume", stopped / "checkpoints" / "step-000000002")
+    assert status == 0
+    assert "Batch 0003/0008" in text, "printed anew"
+    assert [line for line in lines_of(stopped) if "Epoch: 0001/0002 | Batch 0003/0008" in line].__len__() == 1
+
+
+def damage(folder, kind):
+    manifest = folder / "manifest.json"
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != manifest)
+    tensors = max(files, key=lambda path: path.stat().st_size)
+    if kind == "missing manifest":
+        manifest.unlink()
+    elif kind == "empty manifest":
+        manifest.write_text("")
+    elif kind == "manifest of something else":
+        manifest.write_text('{"format": 1, "validation_loss": null, "files": [3]}')
+    elif kind == "wrong size in the manifest":
+        text = json.loads(manifest.read_text())
+        text["files"]["progress.json"][0] += 1
+        manifest.write_text(json.dumps(text))
+    elif kind == "cut manifest":
+        manifest.write_bytes(manifest.read_bytes()[:-9])
+    elif kind.startswith("truncated"):
+        os.truncate(tensors, tensors.stat().st_size - 1)
+    elif kind.startswith("missing"):
+        {path.name: path for path in files}[kind.split()[1]].unlink()
+    else:  # one bit, at the start, in the middle or at the end of a file
+        name, place = kind.split()[1:]
+        path = {path.name: path for path in files}.get(name, tensors)
+        data = bytearray(path.read_bytes())
+        data[{"start": 0, "middle": len(data) // 2, "end": -1}[place]] ^= 4
+        path.write_bytes(data)
+
+
+TENSORS = "shard-00001-model-00001-of-00001.safetensors"
+KINDS = ["missing manifest", "empty manifest", "manifest of something else", "wrong size in the manifest"]
+KINDS += ["cut manifest", "truncated tensors", "missing progress.json", "missing rank-0.pt", "missing optimizer.json"]
+KINDS += [f"missing {TENSORS}"]
+KINDS += [f"flipped {name} {place}" for name in ("tensors", "progress.json", "rank-0.pt", "optimizer.json")
+          for place in ("start", "middle", "end")]  # fmt: skip
+
+
+def test_damaged_checkpoints_are_skipped_with_a_reason(tmp_path, stopped):
+    good, last = checkpoints(stopped)[-2:]
+    assert store.newest_whole(last.parent)[0] == last
+    for kind in KINDS:
+        copy = last.with_name("whole")
+        shutil.copytree(last, copy)
+        damage(last, kind)
+        found, skipped = store.newest_whole(last.parent)
+        assert found == good, kind
+        assert len(skipped) == 1
+        assert skipped[0].startswith(f"{last} is skipped: ")
+        shutil.rmtree(last)
+        copy.rename(last)
+    damage(last, "flipped tensors middle")
+    status, text = run_here("2_grad_accum", tmp_path, "--save_every", 2, "--resume", "auto")
+    assert status == 0
+    assert f"{last.relative_to(tmp_path)} is skipped: state/{TENSORS} is damaged: its checksum is another\n" in text
+    assert f"Resumed from {good.relative_to(tmp_path)}\n" in text
+    damage(last := checkpoints(stopped)[-1], "flipped progress.json middle")
+    with pytest.raises(UserError, match=r"cannot be used: .*; --resume auto finds a whole one"):
+        run_here("2_grad_accum", tmp_path, "--resume", last)
+
+
+def test_nothing_pickled_is_executed(tmp_path, stopped):
+    """Even if the manifest fits."""
+    last = checkpoints(stopped)[-1]
+    for name, content in (("rank-0.pt", None), (f"state/{TENSORS}", pickle.dumps(Evil()))):
+        copy = last.with_name("whole")
+        shutil.copytree(last, copy)
+        if content is None:
+            torch.save(Evil(), last / name)
+        else:
+            (last / name).write_bytes(content)
+        (last / "manifest.json").unlink()
+        part = last.with_name(".step-000000006.part")
+        last.rename(part)
+        store.finish(part, None)
+        with pytest.raises(UserError, match=r"rank-0.pt is none of ours|made with another .*, or damaged"):
+            run_here("2_grad_accum", tmp_path, "--resume", "auto")
+        shutil.rmtree(last)
+        copy.rename(last)
+    assert not (tmp_path / "executed").exists()
+
+
+def several(name, cwd, *arguments, ranks=2, wait=True):
+    command = [sys.executable, str(SRC / f"{name}.py"), *SIZES, "--devices", str(ranks), *map(str, arguments)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    return process.communicate(timeout=200) if wait else process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["9_ddp", "10_fsdp"])
+def test_two_processes_end_with_a_checkpoint_and_go_on_bitwise(tmp_path, dropout_model, name):
+    """SIGTERM to the launcher alone; then on one process, which draws other dropout, from the same checkpoint."""
+    more = ["--model", dropout_model, "--save_every", 100, "--precision", "32-true"]
+    for folder in ("whole", "stopped"):
+        (tmp_path / folder).mkdir()
+    several(name, tmp_path / "whole", *more)
+    process = several(name, tmp_path / "stopped", *more, wait=False)
+    for line in process.stdout:
+        if "Batch 0003/0008" in line:
+            process.send_signal(signal.SIGTERM)
+            break
+    stdout, stderr = process.communicate(timeout=100)
+    assert process.returncode == 143, stderr
+    assert "Stopped by SIGTERM in epoch 1 after batch" in stdout, stderr
+    assert "rror" not in stderr
+    home = tmp_path / "stopped" / "runs" / name / "1"
+    (made,) = checkpoints(home)
+    assert {f"rank-{rank}.pt" for rank in (0, 1)} <= {path.name for path in made.iterdir()}
+    shutil.copytree(tmp_path / "stopped", tmp_path / "alone")
+    several(name, tmp_path / "stopped", *more, "--resume", "auto")
+    assert_same(home, tmp_path / "whole" / "runs" / name / "1")
+    stdout, stderr = several(name, tmp_path / "alone", *more, "--resume", "auto", ranks=1)
+    assert "The checkpoint is of 2 devices: dropout is drawn anew on 1" in stdout, stderr
+    assert "Test accuracy" in stdout
+
+
+def test_a_second_interrupt_ends_at_once_and_a_run_in_use_is_refused(tmp_path):
+    """The first run is stopped by Ctrl-C while it still has a minute to go."""
+    long = ["--train_samples", "4000", "--epochs", "50", "--log_every", "8"]
+    command = [sys.executable, str(SRC / "2_grad_accum.py"), *SIZES, *long, "--save_every", "1"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if "Batch 0004/" in line:
+            break
+    with pytest.raises(UserError, match=r"runs/2_grad_accum/1 belongs to a run that is still going on"):
+        run_here("2_grad_accum", tmp_path, *long, "--resume", "auto")
+    os.kill(process.pid, signal.SIGSTOP)  # or it might be gone before the second one
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        os.kill(process.pid, signal.SIGCONT)
+        time.sleep(0.002)
+    assert process.wait(timeout=30) in (-signal.SIGINT, 130)
+    process.stdout.close()
+    process.stderr.close()
+
+
+KILLS = 50
+
+
+def train_and_be_killed(cwd, arguments):
+    with contextlib.suppress(SystemExit), open(os.devnull, "w") as nothing, contextlib.redirect_stderr(nothing):
+        run_here("2_grad_accum", cwd, *arguments)
+
+
+def newest_run(cwd):
+    """The folder of the last run: one that was killed before its first checkpoint is not gone on with."""
+    folders = (cwd / "runs" / "2_grad_accum").glob("*")
+    return max(folders, key=lambda path: int(path.name), default=cwd)
+
+
+def writes(cwd):
+    return any((newest_run(cwd) / "checkpoints").glob(".step-*.part"))
+
+
+@pytest.mark.slow
+def test_fifty_kills_at_random_instants_lose_nothing(tmp_path, dropout_model):
+    """Each start goes on from what the one before has left; the end is that of a run that nobody disturbed."""
+    more = ["--model", dropout_model, "--save_every", 1, "--keep", 2, "--resume", "auto", "--epochs", 6]
+    (tmp_path / "whole").mkdir()
+    run_here("2_grad_accum", tmp_path / "whole", *more)
+    whole, draw = tmp_path / "whole" / "runs" / "2_grad_accum" / "1", random.Random(7)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fabric_ladder", "test_resume"])
+    kills = while_writing = rounds = 0
+    while kills < KILLS:
+        cwd = tmp_path / str(rounds)
+        cwd.mkdir()
+        rounds += 1
+        for _ in range(200):
+            process = context.Process(target=train_and_be_killed, args=(cwd, more))
+            process.start()
+            if kills == KILLS:
+                process.join()
+            elif kills % 2:
+                process.join(draw.uniform(0.1, 1.0))
+            else:  # as soon as it writes a checkpoint
+                while process.is_alive() and not writes(cwd):
+                    time.sleep(0.001)
+                time.sleep(draw.uniform(0, 0.01))
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+                kills += 1
+                home = newest_run(cwd)
+                while_writing += writes(cwd)
+                newest, skipped = store.newest_whole(home / "checkpoints")
+                assert not skipped, "every checkpoint under its name is whole"
+                assert newest or not any((home / "checkpoints").glob("step-*"))
+            else:
+                assert process.exitcode == 0
+                break
+        assert_same(newest_run(cwd), whole)
+        assert not [*cwd.rglob(".step-*"), *cwd.rglob(".lock")]
+    assert while_writing >= 5, f"only {while_writing} kills fell into the writing of a checkpoint"
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1.5 MB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", place], capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_a_full_disk_costs_no_checkpoint_and_no_run(tmp_path, small_disk, dropout_model):
+    """Room for some checkpoints: then the run goes on without, and the ones before stay whole."""
+    more = ["--model", dropout_model, "--runs_dir", small_disk / "runs", "--save_every", 1, "--keep", 99]
+    status, text = run_here("2_grad_accum", tmp_path, *more)
+    assert status == 0
+    problems = re.findall(r"No checkpoint after step (\d+): (.*); the one before stays", text)
+    assert problems
+    assert all("No space left" in why or "is the disk full?" in why for _, why in problems), problems
+    assert "Test accuracy" in text
+    home = small_disk / "runs" / "2_grad_accum" / "1"
+    assert not list((home / "checkpoints").glob(".*"))
+    for folder in checkpoints(home):
+        store.check(folder)
+
+
+def test_a_disk_without_room_for_the_log_stops_the_run_in_one_line(tmp_path, small_disk):
+    (small_disk / "filler").write_bytes(b"x" * 1_510_000)
+    with pytest.raises(UserError, match=r"cannot write .*No space left on device"):
+        run_here("2_grad_accum", tmp_path, "--runs_dir", small_disk / "runs", "--log_every", "1", "--epochs", "30")
+
+
+def test_a_folder_that_vanishes_stops_the_run_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = str(SRC / "2_grad_accum.py")
+    monkeypatch.setattr(sys, "argv", [script, *SIZES, "--save_every", "2"])
+    with (
+        contextlib.redirect_stdout(Does("Batch 0003/", lambda: shutil.rmtree("runs"))),
+        pytest.raises(UserError, match=r"^cannot write into runs/2_grad_accum/1 \(.*\), so the run stops"),
+    ):
+        runpy.run_path(script, run_name="__main__")
+
+
+def test_a_read_only_disk_is_refused_before_any_work(tmp_path, small_disk):
+    run_here("2_grad_accum", tmp_path, "--runs_dir", small_disk / "runs", at="Batch 0003/")
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    for more in ([], ["--resume", "auto"]):
+        with pytest.raises(UserError, match=r"^cannot write --runs_dir .* \(Read-only file system\): choose another"):
+            run_here("2_grad_accum", tmp_path, "--runs_dir", small_disk / "runs", *more)

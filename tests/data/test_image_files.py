@@ -1,0 +1,330 @@
+"""Images from folders, archives and the Hub: their splits and classes, and what is refused."""
+
+import io
+import re
+import tarfile
+import zipfile
+from collections import Counter
+from functools import partial
+
+import datasets as hf
+import numpy as np
+import pytest
+from PIL import Image
+from support.data_files import (
+    BLOOM,
+    PETS,
+    SPLITS,
+    VIT,
+    load_in,
+    noise,
+    packed,
+    save_image,
+    stored,
+    write_images,
+    write_pets,
+)
+from support.helpers import real_file
+
+from fabric_ladder.data import hub as hub_module
+from fabric_ladder.errors import UserError
+
+TASK = "image-classification"
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Load images with a cache of the test's own."""
+    return partial(load_in, tmp_path, model=VIT, task=TASK)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Folders, archives and the Hub
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_classes_is_split_like_texts(tmp_path, load):
+    written = write_pets(tmp_path / "pets")
+    got = load("pets")
+    assert got.class_names == list(PETS)
+    assert [len(got.splits[split]) for split in SPLITS] == [21, 3, 6]
+    assert sum((stored(got, split) for split in SPLITS), Counter()) == written
+    row = got.splits["train"][0]
+    assert set(row) == {"image", "height", "width", "labels", "length"}
+    assert (row["height"], row["width"], row["length"]) == (32, 32, 17)
+    assert got.notices == []
+    few = load("pets", train_samples=9, test_samples=2)
+    assert [len(few.splits[split]) for split in SPLITS] == [9, 3, 2]
+    assert stored(few, "train") <= stored(got, "train")
+    assert stored(load("pets", split_seed=2), "test") != stored(got, "test")
+
+
+@pytest.mark.parametrize("names", [("train", "validation", "test"), ("Train", "val", "TEST"), ("train", "test")])
+@pytest.mark.parametrize("home", ["pets", "pets/all"])
+def test_folders_of_splits_are_taken_as_they_are(tmp_path, load, names, home):
+    sizes = {"cat": 9, "dog": 6}
+    written = {
+        name: write_images(tmp_path / home / name, sizes, start=100 * number) for number, name in enumerate(names)
+    }
+    for junk in ("../Thumbs.db", "notes.txt", "cat/.hidden.png", "cat/list.csv", "../.git/x/a.png", "../.DS_Store"):
+        path = tmp_path / home / names[0] / junk
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"no image")
+    got = load("pets")
+    assert stored(got, "test") == written[names[-1]]
+    if len(names) == 3:
+        assert [stored(got, split) for split in SPLITS] == list(written.values())
+    else:
+        assert [len(got.splits[split]) for split in SPLITS] == [13, 2, 15]
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("a.tar", ""), ("a.tar.gz", "./"), ("a.TGZ", ""), ("a.zip", "")])
+def test_an_archive_reads_like_the_folder(tmp_path, load, name, prefix):
+    for number, split in enumerate(("train", "test")):
+        write_images(tmp_path / "pets" / split, {"dog": 12, "cat": 8}, start=100 * number)
+    (tmp_path / "pets" / "read.me").write_text("not read")
+    folder, archive = load("pets"), load(packed(tmp_path / "pets", tmp_path / name, prefix).name)
+    assert [stored(archive, split) for split in SPLITS] == [stored(folder, split) for split in SPLITS]
+    assert archive.fingerprint == folder.fingerprint, "the same images in the same order"
+    assert not list((tmp_path / "cache").rglob("*.png"))
+
+
+def test_of_two_files_of_one_name_in_an_archive_the_later_counts(tmp_path, load):
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for number in range(24):
+            path = save_image(tmp_path / "one.png", noise(number))
+            archive.add(path, f"{PETS[number % 2]}/{number % 12}.png")
+    got = load("a.tar")
+    images = [image for split in SPLITS for image, _ in stored(got, split)]
+    assert sorted(images) == sorted(noise(number).tobytes() for number in range(12, 24))
+
+
+@pytest.mark.parametrize("name", ["../evil.png", "/evil.png"])
+@pytest.mark.parametrize("archive", ["a.tar.gz", "a.zip"])
+def test_a_hostile_archive_is_refused(tmp_path, load, name, archive):
+    path = tmp_path / archive
+    if path.suffix == ".zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr(name, b"evil")
+    else:
+        with tarfile.open(path, "w:gz") as archive:
+            archive.addfile(tarfile.TarInfo(name), io.BytesIO())
+    with pytest.raises(UserError, match=f"not to be trusted: it holds '{re.escape(name)}'"):
+        load(path)
+
+
+@pytest.mark.parametrize("archive", ["a.tar", "a.tar.gz", "a.zip"])
+@pytest.mark.parametrize("broken", ["half", "noise", "nothing"])
+def test_a_damaged_archive_is_refused(tmp_path, load, archive, broken):
+    write_pets(tmp_path / "pets")
+    path = packed(tmp_path / "pets", tmp_path / archive)
+    whole = path.read_bytes()
+    path.write_bytes({"half": whole[: len(whole) // 2], "noise": b"noise" * 999, "nothing": b""}[broken])
+    with pytest.raises(UserError, match=re.escape(f"{archive} is damaged (")) as error:
+        load(path)
+    assert "\n" not in str(error.value)
+
+
+HUB = {"img": hf.Image(), "label": hf.ClassLabel(names=["frog", "cat", "ship"])}
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A data set in Parquet files as on the Hub, and where it is looked for instead."""
+    read = hf.load_dataset
+    monkeypatch.setattr(hub_module, "_hub_answers", lambda: True)
+    monkeypatch.setattr(hf, "load_dataset", lambda name, **options: read(str(tmp_path / "hub" / name), **options))
+
+    def hub(features=HUB, labels=(0, 1, 2), **sizes):
+        start = 0
+        for split, size in sizes.items():
+            images = [Image.fromarray(noise(number)) for number in range(start, start + size)]
+            columns = {name: images for name, feature in features.items() if isinstance(feature, hf.Image)}
+            columns |= {"label": [labels[number % 3] for number in range(size)]}
+            path = tmp_path / "hub" / "org" / "name" / f"{split}-00000-of-00001.parquet"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            hf.Dataset.from_dict(columns, features=hf.Features(features)).to_parquet(path)
+            start += size
+        return "org/name"
+
+    return hub
+
+
+@pytest.mark.parametrize("column", ["img", "image"])
+def test_a_hub_data_set_is_decoded(load, hub, column):
+    got = load(hub(train=40, test=9), image_column=column)
+    assert got.class_names == ["frog", "cat", "ship"]
+    assert [len(got.splits[split]) for split in SPLITS] == [36, 4, 9]
+    expected = Counter((noise(40 + number).tobytes(), ["frog", "cat", "ship"][number % 3]) for number in range(9))
+    assert stored(got, "test") == expected
+
+
+def test_hub_labels_may_be_strings(load, hub):
+    got = load(hub({"image": hf.Image(), "label": hf.Value("string")}, labels=("b", "a", "c"), train=30))
+    assert got.class_names == ["a", "b", "c"]
+    assert [len(got.splits[split]) for split in SPLITS] == [21, 3, 6]
+
+
+@pytest.mark.parametrize(
+    ("features", "values", "pattern"),
+    [
+        ({"a": hf.Image(), "b": hf.Image()}, {}, r"no column of images 'image', only a, b: set --image_column"),
+        ({"image": hf.Value("string")}, {}, r"no column of images, only label"),
+        ({"image": hf.Image()}, {"label_column": "kind"}, r"no column 'kind', only image, label: set --label_column"),
+    ],
+)
+def test_hub_columns_that_are_not_there_are_named(load, hub, features, values, pattern):
+    features = {name: feature for name, feature in features.items() if isinstance(feature, hf.Image)}
+    name = hub(features | {"label": hf.Value("int64")}, train=9)
+    with pytest.raises(UserError, match=rf"org/name \(train\) has {pattern}"):
+        load(name, **values)
+
+
+def test_the_real_archive(load):
+    cifar = real_file("cifar10_subset.tar.gz", "real images")
+    got = load(cifar)
+    assert [len(got.splits[split]) for split in SPLITS] == [4194, 466, 846]
+    assert got.class_names == "airplane automobile bird cat deer dog frog horse ship truck".split()
+    with tarfile.open(cifar) as archive:
+        names = [name for name in archive.getnames() if re.search(r"/test/.*\.png", name)][::50]
+        expected = [
+            (np.asarray(Image.open(archive.extractfile(name)).convert("RGB")).tobytes(), name.split("/")[2])
+            for name in names
+        ]
+    assert set(expected) <= set(stored(got, "test"))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What cannot be used
+# ----------------------------------------------------------------------------------------------------------------------
+
+BROKEN = {
+    "text": (b"no image", "no image of a kind that is read"),
+    "empty": (b"", "an empty file"),
+    "half": (None, r".+"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+@pytest.mark.parametrize("archive", [False, True])
+def test_broken_images_are_refused_or_counted(tmp_path, load, fault, archive):
+    write_pets(tmp_path / "pets", each=20)
+    content, problem = BROKEN[fault]
+    if content is None:
+        content = (tmp_path / "pets" / "cat" / "0.png").read_bytes()[:1500]
+    for number in range(5):
+        (tmp_path / "pets" / "cat" / f"{number}.png").write_bytes(content)
+    dataset = packed(tmp_path / "pets", tmp_path / "a.tar.gz") if archive else "pets"
+    with pytest.raises(UserError) as error:
+        load(dataset)
+    pattern = rf"5 of 60 images cannot be decoded \((\S*cat/\d\.png: {problem}; ){{3}}…\)"
+    assert re.fullmatch(pattern + ": fix or remove them, or leave them out with --bad_samples skip", str(error.value))
+    assert not list((tmp_path / "cache").rglob("*.arrow"))
+    for _ in range(2):  # the second time from the cache
+        got = load(dataset, bad_samples="skip")
+        (notice,) = got.notices
+        assert re.fullmatch(pattern + " and are left out", notice)
+        assert sum(len(got.splits[split]) for split in SPLITS) == 55
+        labels = sum((Counter(got.splits[split]["labels"][:]) for split in SPLITS), Counter())
+        assert labels == {0: 15, 1: 20, 2: 20}
+
+
+def test_a_split_without_any_good_image_is_refused(tmp_path, load):
+    write_images(tmp_path / "pets" / "train", dict.fromkeys(PETS, 4))
+    for name in PETS:
+        path = tmp_path / "pets" / "test" / name / "a.jpg"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"no image")
+    with pytest.raises(UserError, match="no image of the test split can be decoded"):
+        load("pets", bad_samples="skip")
+
+
+def test_good_images_of_one_class_are_not_enough(tmp_path, load):
+    write_images(tmp_path / "pets" / "train", {"cat": 4, "dog": 4})
+    write_images(tmp_path / "pets" / "val", {"cat": 4})
+    write_images(tmp_path / "pets" / "test", {"cat": 4})
+    for path in (tmp_path / "pets" / "train" / "dog").iterdir():
+        path.write_bytes(b"no image")
+    with pytest.raises(UserError, match="all training images that can be decoded have the same label"):
+        load("pets", bad_samples="skip")
+
+
+def test_a_photograph_that_pillow_does_not_know_is_not_passed_over(tmp_path, load):
+    write_pets(tmp_path / "pets")
+    (tmp_path / "pets" / "cat" / "phone.HEIC").write_bytes(b"\0\0\0\x18ftypheic")
+    with pytest.raises(UserError, match=r"1 of 31 images cannot be decoded \(\S*phone\.HEIC: no image of a kind"):
+        load("pets")
+
+
+REFUSED = {
+    "nothing": ([], {}, r"pets holds no image \(\.png, "),
+    "no image": (["cat/a.txt", "dog/b.csv"], {}, r"pets holds no image \(\.png, "),
+    "one class": (["cat/a.png", "cat/b.png"], {}, "all training images have the same label, 'cat'"),
+    "too few": (["cat/a.png", "dog/b.png"], {}, "2 images are too few to be split"),
+    "empty class": (["cat/a.png", "dog/b.png", "eel/"], {}, "the folder eel holds no image: fill or remove it"),
+    "class without images": (["cat/a.png", "dog/b.txt"], {}, "the folder dog holds no image: fill or remove it"),
+    "empty training class": (
+        ["train/cat/a.png", "train/dog/", "test/cat/b.png", "test/dog/c.png"], {},
+        "the folder train/dog holds no image",
+    ),
+    "unknown class": (
+        ["train/cat/a.png", "train/dog/b.png", "test/cat/c.png", "test/eel/d.png"], {},
+        r"the test images have labels that the training images lack: \['eel'\]",
+    ),
+    "empty training": (["train/", "test/cat/c.png", "test/dog/d.png"], {}, "pets holds no training image"),
+    "beside classes": (
+        ["cat/a.png", "dog/b.png", "c.png"], {},
+        r"1 of 3 images do not lie in the folder of a class \(c\.png\): move them so that all paths are <class>/<im",
+    ),
+    "too deep": (["cat/a.png", "cat/small/b.png", "dog/c.png"], {}, r"1 of 3 .* \(cat/small/b\.png\): move them"),
+    "in a split": (
+        ["train/cat/a.png", "train/dog/b.png", "test/c.png"], {}, r"\(test/c\.png\).* are <split>/<class>/<image>"
+    ),
+    "unlike splits": (
+        ["train/cat/a.png", "train/dog/b.png", "extra/cat/c.png"], {},
+        "the folder extra beside train is no split: name it validation or test",
+    ),
+    "texts": ([], {"dataset": "imdb"}, "imdb holds texts: --task image-classification needs a folder with a folder"),
+    "synthetic texts": ([], {"dataset": "synthetic"}, "synthetic holds texts"),
+    "file": (["a.csv"], {"dataset": "pets/a.csv"}, r"a\.csv is neither a folder nor an archive \(\.tar, "),
+    "no such archive": ([], {"dataset": "b.tar.gz"}, r"no file or folder b\.tar\.gz here or in "),
+    "test file": (["cat/a.png"], {"test_file": "b.csv"}, "--validation_file and --test_file are for texts"),
+    "no room for a crop": (["cat/a.png"], {"resize_to": 31}, "--resize_to 31: no square of 32 can be cut out of it"),
+    "no room for a patch": (["cat/a.png"], {"image_size": 3}, r"--image_size 3 is smaller than a patch of .*, 8: "),
+    "no config": (["a.json"], {"model": "{a}"}, r"a\.json is no model config"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_used_is_refused_in_one_line(tmp_path, load, name):
+    files, values, pattern = REFUSED[name]
+    (tmp_path / "pets").mkdir()
+    for number, file in enumerate(files):
+        path = tmp_path / "pets" / file
+        if file.endswith("/"):
+            path.mkdir(parents=True)
+        elif file.endswith(".png"):
+            save_image(path, noise(number))
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("{}")
+    values = {key: str(tmp_path / "pets" / "a.json") if value == "{a}" else value for key, value in values.items()}
+    with pytest.raises(UserError, match=pattern) as error:
+        load(values.pop("dataset", "pets"), **values)
+    assert "\n" not in str(error.value)
+    assert not list((tmp_path / "cache").rglob("*.arrow"))
+
+
+def test_an_archive_names_its_empty_folders_too(tmp_path, load):
+    write_pets(tmp_path / "pets")
+    (tmp_path / "pets" / "fox").mkdir()
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "pets", "pets")
+    with pytest.raises(UserError, match=r"a\.tar\.gz: the folder fox holds no image"):
+        load("a.tar.gz")
+
+
+def test_a_folder_of_images_without_the_task_is_told_what_to_add(tmp_path, load):
+    write_pets(tmp_path / "pets")
+    with pytest.raises(UserError, match="for images add --task image-classification"):
+        load("pets", task="text-classification", model=BLOOM)

@@ -1,0 +1,433 @@
+"""Images as a model sees them: decoded and kept, cut into batches, and trained on by a rung."""
+
+import csv
+import io
+import json
+import re
+from collections import Counter
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support.data_files import (
+    PETS,
+    SPLITS,
+    VIT,
+    assert_mapped,
+    files_of,
+    load_in,
+    noise,
+    packed,
+    save_image,
+    stored,
+    write_pets,
+)
+from support.helpers import SRC, finished, relative_error, run_script, settings_for
+from transformers import ViTConfig, ViTForImageClassification
+
+from fabric_ladder import build_dataloaders
+from fabric_ladder.data import images
+from fabric_ladder.data.images import _decode, read_image_format
+from fabric_ladder.data.loaders import ImageCollator
+from fabric_ladder.data.sampler import EffectiveBatchSampler, MicroBatchPlan
+from fabric_ladder.errors import UserError
+from fabric_ladder.settings import DataSettings
+from local_dataset_utilities import load_datasets
+
+TASK = "image-classification"
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Load images with a cache of the test's own."""
+    return partial(load_in, tmp_path, model=VIT, task=TASK)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Decoding
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def decoded(image, side=64, **options):
+    """The pixels that are stored of an image which is saved as a file."""
+    file = io.BytesIO()
+    image.save(file, **{"format": "PNG"} | options)
+    return _decode(file.getvalue(), side, Image.Resampling.BILINEAR)
+
+
+GREY = np.arange(256, dtype=np.uint8).reshape(16, 16)
+
+COLOURS = Image.fromarray(noise(0))
+
+
+def palette(transparency=None):
+    image = Image.fromarray(GREY % 4, "P")
+    image.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255, 9, 9, 9])
+    if transparency is not None:
+        image.info["transparency"] = transparency
+    return image
+
+
+def rgb(grey):
+    return np.stack([grey] * 3, axis=-1)
+
+
+RAINBOW = np.array([[255, 0, 0], [0, 255, 0], [0, 0, 255], [9, 9, 9]], np.uint8)
+
+HALF = np.full((16, 16), 128, np.uint8)
+
+MODES = {
+    "colours": (COLOURS, {}, np.asarray(COLOURS)),
+    "grey": (Image.fromarray(GREY), {}, rgb(GREY)),
+    "black and white": (Image.fromarray(GREY).point(lambda level: 255 * (level > 99), "1"), {}, rgb(255 * (GREY > 99))),
+    "palette": (palette(), {}, RAINBOW[GREY % 4]),
+    "GIF": (palette(), {"format": "GIF"}, RAINBOW[GREY % 4]),
+    "palette with a hole": (palette(3), {}, np.vstack([RAINBOW[:3], [[255] * 3]])[GREY % 4]),
+    "16-bit grey": (Image.fromarray(GREY.astype(np.uint16) * 257), {}, rgb(GREY)),
+    "32-bit grey": (Image.fromarray(GREY.astype(np.int32) * 257), {"format": "TIFF"}, rgb(GREY)),
+    "grey, half transparent": (
+        Image.merge("LA", [Image.fromarray(GREY), Image.fromarray(HALF)]), {}, rgb(255 - (255 - GREY) * (128 / 255))
+    ),
+    "colours, transparent": (Image.fromarray(noise(0)[:16, :16]).convert("RGBA"), {}, noise(0)[:16, :16]),
+    "CMYK": (Image.new("CMYK", (16, 16), (0, 255, 255, 0)), {"format": "TIFF"}, np.full((16, 16, 3), [255, 0, 0])),
+    "WEBP": (COLOURS, {"format": "WEBP", "lossless": True}, np.asarray(COLOURS)),
+    "no EXIF part": (COLOURS, {"exif": b"Exif\0\0garbage"}, np.asarray(COLOURS)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_becomes_three_colours_on_white(mode):
+    image, options, expected = MODES[mode]
+    got = decoded(image, **options)
+    assert got.dtype == np.uint8
+    assert got.shape == expected.shape
+    assert np.abs(got.astype(float) - expected).max() <= 1
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_images_are_turned_upright(orientation):
+    image = Image.fromarray(noise(1, (20, 30)))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    undone = [None, *map(Image.Transpose, (0, 3, 1, 5, 4, 6, 2))]  # of the orientations 1 to 8
+    turn = undone[orientation - 1]
+    expected = image if turn is None else image.transpose(turn)
+    np.testing.assert_array_equal(decoded(image, exif=exif), np.asarray(expected))
+
+
+def test_large_images_are_stored_small_and_small_ones_as_they_are(tmp_path, load):
+    sizes = [(40, 20), (33, 33), (32, 32), (7, 5), (32, 31)]
+    for number, size in enumerate(sizes * 4):
+        save_image(tmp_path / "pets" / PETS[number % 2] / f"{number}.png", noise(number, size))
+    got = load("pets")
+    for split in SPLITS:
+        for row in got.splits[split]:
+            assert len(row["image"]) == row["height"] * row["width"] * 3
+    shapes = Counter((row["height"], row["width"]) for split in SPLITS for row in got.splits[split])
+    assert shapes == {(32, 32): 12, (7, 5): 4, (32, 31): 4}
+    large = Image.fromarray(noise(0, (40, 20))).resize((32, 32), Image.BILINEAR)
+    assert large.tobytes() in {row["image"] for split in SPLITS for row in got.splits[split]}
+    assert (40, 20) in {(row["height"], row["width"]) for row in load("pets", resize_to=40).splits["train"]}
+
+
+def test_a_photograph_is_shrunk_as_by_pillow_alone():
+    """A JPEG is decoded at a fraction of its size, which must not show."""
+    smooth = Image.fromarray(noise(3, (30, 40))).resize((640, 480), Image.BICUBIC)
+    file = io.BytesIO()
+    smooth.save(file, "JPEG", quality=95)
+    expected = np.asarray(Image.open(file).convert("RGB").resize((64, 64), Image.BILINEAR), int)
+    assert np.abs(decoded(smooth, format="JPEG", quality=95) - expected).mean() < 1
+
+
+def test_nothing_but_images_is_opened():
+    """Pillow would hand PostScript to another program."""
+    with pytest.raises(OSError, match="cannot identify"):
+        _decode(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EOF\n", 32, Image.Resampling.BILINEAR)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The cache
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("archive", [False, True])
+def test_a_second_call_decodes_nothing_and_writes_nothing(tmp_path, load, monkeypatch, archive):
+    write_pets(tmp_path / "pets")
+    dataset = packed(tmp_path / "pets", tmp_path / "a.zip") if archive else "pets"
+    first = load(dataset)
+    before = files_of(tmp_path / "cache")
+    assert not [name for name in before if "unfinished" in name.name]
+    monkeypatch.delattr(images, "_decode")
+    second = load(dataset)
+    for values in ({"image_size": 24, "resize_to": 32}, {"random_flip": True}):
+        other = load(dataset, **values)  # not decoded anew, and yet no longer the same data
+        assert other.fingerprint != first.fingerprint
+        assert stored(other, "train") == stored(first, "train")
+    assert files_of(tmp_path / "cache") == before
+    assert second.fingerprint == first.fingerprint
+    assert [stored(second, split) for split in SPLITS] == [stored(first, split) for split in SPLITS]
+    assert_mapped(second, tmp_path)
+
+
+def test_a_changed_image_is_read_again(tmp_path, load):
+    write_pets(tmp_path / "pets")
+    first = load("pets")
+    assert load("pets", cache_dir=str(tmp_path / "other")).fingerprint == first.fingerprint
+    save_image(tmp_path / "pets" / "cat" / "0.png", noise(999))
+    assert load("pets").fingerprint != first.fingerprint
+    save_image(tmp_path / "pets" / "cat" / "0.png", noise(0))
+    assert load("pets").fingerprint == first.fingerprint, "of the content, not of the path or the time"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the model wants to see
+# ----------------------------------------------------------------------------------------------------------------------
+
+CONFIG = {"model_type": "vit", "image_size": 48, "patch_size": 8}
+
+FORMATS = {
+    "config alone": ({}, {}, (48, 48, (0.5,) * 3, (0.5,) * 3, "bilinear", 37)),
+    "processor": (
+        {"size": {"height": 64, "width": 64}, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6],
+         "resample": 3, "do_rescale": True, "rescale_factor": 1 / 255},
+        {}, (64, 64, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "bicubic", 65),
+    ),
+    "number": ({"size": 32}, {}, (32, 32, (0.5,) * 3, (0.5,) * 3, "bilinear", 17)),
+    "shortest edge": ({"size": {"shortest_edge": 40}}, {}, (40, 40, (0.5,) * 3, (0.5,) * 3, "bilinear", 26)),
+    "crop": (
+        {"size": {"shortest_edge": 64}, "do_center_crop": True, "crop_size": {"height": 56, "width": 56}},
+        {}, (56, 56, (0.5,) * 3, (0.5,) * 3, "bilinear", 50),
+    ),
+    "not resized": ({"size": 32, "do_resize": False}, {}, (48, 48, (0.5,) * 3, (0.5,) * 3, "bilinear", 37)),
+    "not normalised": (
+        {"do_normalize": False, "image_mean": [0.1] * 3}, {}, (48, 48, (0.0,) * 3, (1.0,) * 3, "bilinear", 37)
+    ),
+    "not rescaled": (
+        {"do_rescale": False, "image_mean": 102, "image_std": 51}, {},
+        (48, 48, (0.4,) * 3, (0.2,) * 3, "bilinear", 37),
+    ),
+    "settings win": (
+        {"size": 32}, {"image_size": 16, "resize_to": 20}, (16, 20, (0.5,) * 3, (0.5,) * 3, "bilinear", 5)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_size_and_normalisation_are_the_models(tmp_path, name):
+    processor, values, expected = FORMATS[name]
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    if processor:
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    found, notices = read_image_format(DataSettings(task=TASK, model=str(tmp_path), **values))
+    size, resize_to, mean, std, resample, tokens = expected
+    assert (found.size, found.resize_to, found.resample, found.tokens) == (size, resize_to, resample, tokens)
+    assert found.mean == pytest.approx(mean)
+    assert found.std == pytest.approx(std)
+    assert [("no preprocessor_config.json" in notice) for notice in notices] == ([] if processor else [True])
+
+
+def test_models_that_do_not_fit_are_refused(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG | {"num_channels": 1}))
+    with pytest.raises(UserError, match="reads 1 channels, images have 3"):
+        read_image_format(DataSettings(task=TASK, model=str(path)))
+    path.write_text(json.dumps({"model_type": "resnet"}))
+    with pytest.raises(UserError, match="does not say how large its images are: set --image_size"):
+        read_image_format(DataSettings(task=TASK, model=str(path)))
+    assert read_image_format(DataSettings(task=TASK, model=str(path), image_size=64))[0].tokens == 17
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Batches
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Images of several sizes."""
+    home = tmp_path_factory.mktemp("images")
+    for number in range(60):
+        size = [(32, 32), (20, 30), (50, 45), (32, 32)][number % 4]
+        save_image(home / "pets" / PETS[number % 3] / f"{number}.png", noise(number, size))
+    return home
+
+
+@pytest.fixture
+def collator(folder, tmp_path):
+    """Make a split's collator, by name and settings."""
+
+    def make(name="train", **values):
+        values = {"model": VIT, "task": TASK, "data_dir": str(folder), "dataset": "pets", "batch_size": 16} | values
+        settings = settings_for(tmp_path, cache_dir=str(folder / "cache"), **values)
+        return ImageCollator(load_datasets(settings), name, settings), settings
+
+    return make
+
+
+def shown(make, row, epoch=None):
+    return make.micro_batch(MicroBatchPlan([row], 1, 1.0), epoch).inputs["pixel_values"][0]
+
+
+@pytest.mark.parametrize(("resample", "tolerance"), [(2, 1), (3, 2)])
+def test_pixels_are_those_of_pillow_and_numpy(collator, tmp_path, resample, tolerance):
+    """All of it by hand: enlarging, cutting out the centre, normalising."""
+    mean, std = [0.1, 0.2, 0.3], [0.4, 0.5, 0.6]
+    processor = {"size": 40, "image_mean": mean, "image_std": std, "resample": resample}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    make, _ = collator("test", model=str(tmp_path), resize_to=46)
+    rows = list(range(len(make)))
+    batch = make.micro_batch(MicroBatchPlan(rows, len(rows), 1.0))
+    assert batch.inputs["pixel_values"].shape == (12, 3, 40, 40)
+    assert batch.inputs["pixel_values"].dtype == torch.float32
+    assert batch.inputs["pixel_values"].is_contiguous()
+    assert batch.inputs["labels"].tolist() == make.split["labels"][:]
+    assert len({(row["height"], row["width"]) for row in make.split}) == 3
+    for pixels, row in zip(batch.inputs["pixel_values"], make.split, strict=True):
+        image = Image.fromarray(np.frombuffer(row["image"], np.uint8).reshape(row["height"], row["width"], 3))
+        image = np.asarray(image.resize((46, 46), Image.Resampling(resample)))[3:43, 3:43] / 255
+        expected = torch.from_numpy((image - mean) / std).permute(2, 0, 1)
+        assert (pixels - expected).abs().max() <= tolerance / 255 / min(std) + 1e-6
+
+
+def test_a_batch_counts_patches_as_tokens(collator):
+    make, _ = collator()
+    batch = make.micro_batch(MicroBatchPlan([3, 5], 2, 1.0))
+    assert (batch.tokens, batch.padded) == (34, 34)
+    filler = make.micro_batch(MicroBatchPlan([3], 0, 0.0))
+    assert (filler.tokens, filler.padded, filler.items) == (0, 17, 0)
+
+
+def test_cuts_and_mirrors_are_parts_of_the_image_and_differ_by_epoch(collator):
+    make, _ = collator(resize_to=36, random_flip=True)
+    plain, _ = collator(resize_to=36, image_size=36)
+    seen = []
+    for row in range(len(make)):
+        whole = shown(plain, row)
+        for epoch in (0, 1):
+            part = shown(make, row, epoch)
+            assert torch.equal(part, shown(make, row, epoch))
+            seen += [
+                (epoch, top, left, mirrored)
+                for mirrored in (False, True)
+                for top in range(5)
+                for left in range(5)
+                if torch.equal(part.flip(2) if mirrored else part, whole[:, top : top + 32, left : left + 32])
+            ]
+        assert torch.equal(shown(make, row), whole[:, 2:34, 2:34]), "the centre, not mirrored, in evaluation"
+    assert len(seen) == 2 * len(make)
+    first, second = ([cut[1:] for cut in seen if cut[0] == epoch] for epoch in (0, 1))
+    assert sum(one == other for one, other in zip(first, second, strict=True)) < 6
+    assert {cut[1] for cut in seen} == {cut[2] for cut in seen} == set(range(5))
+    assert 0.3 < np.mean([cut[3] for cut in seen]) < 0.7
+    other, _ = collator(resize_to=36, random_flip=True, seed=7)
+    assert sum(torch.equal(shown(make, row, 0), shown(other, row, 0)) for row in range(len(make))) < 6
+
+
+def by_row(collator, epoch=1, ranks=1, **values):
+    """Pixels and labels of an epoch's rows, in the order of the steps, from all ranks."""
+    make, settings = collator(resize_to=36, random_flip=True, **values)
+    lengths = np.asarray(make.split["length"][:])
+    steps = []
+    for rank in range(ranks):
+        sampler = EffectiveBatchSampler(lengths, np.ones_like(lengths), settings, rank, ranks)
+        sampler.epoch = epoch
+        for step, plan in enumerate(sampler):
+            steps += [{}] if rank == 0 else []
+            for part, micro_batch in zip(plan.parts, make[plan].micro_batches, strict=True):
+                inputs = micro_batch.inputs
+                if part.items:
+                    assert not set(part.rows) & set(steps[step])
+                    steps[step] |= dict(zip(part.rows, zip(*inputs.values(), strict=True), strict=True))
+    return steps
+
+
+CUTS = [{"micro_batch_size": 1}, {"micro_batch_size": 5}, {"micro_batch_tokens": 60}]
+
+
+@pytest.mark.parametrize("values", [*CUTS, {"ranks": 2}, {"ranks": 3}])
+def test_cut_and_ranks_change_no_sample(collator, values):
+    alone, other = by_row(collator), by_row(collator, **values)
+    make, _ = collator(resize_to=36, random_flip=True)
+    assert [sorted(step) for step in alone] == [sorted(step) for step in other]
+    for one, two in zip(alone, other, strict=True):
+        for row, (pixels, label) in one.items():
+            assert torch.equal(pixels, shown(make, row, epoch=1))
+            assert torch.equal(pixels, two[row][0])
+            assert label == two[row][1]
+
+
+def test_workers_change_no_sample_in_any_epoch(folder, tmp_path, fabric):
+    def epochs(num_workers):
+        settings = settings_for(
+            tmp_path, cache_dir=str(folder / "cache"), model=VIT, task=TASK, data_dir=str(folder), dataset="pets",
+            resize_to=36, random_flip=True, num_workers=num_workers, micro_batch_size=4, pad_to_multiple_of=64,
+            eval_batch_tokens=210,
+        )  # fmt: skip
+        train_loader, val_loader, test_loader = build_dataloaders(fabric, load_datasets(settings), settings)
+        seen = []
+        for epoch in range(2):
+            train_loader.sampler.epoch = epoch
+            seen.append([micro_batch for batch in train_loader for micro_batch in batch.micro_batches])
+        evaluated = [*val_loader, *test_loader]
+        assert sum(micro_batch.items for micro_batch in evaluated) == 6 + 12
+        assert max(len(micro_batch.inputs["labels"]) for micro_batch in evaluated) == 12, (
+            "210 tokens hold as many, with nothing to pad"
+        )
+        return seen
+
+    alone, workers = epochs(0), epochs(2)
+    for one, other in zip(alone, workers, strict=True):
+        assert len(one) == 11
+        for first, second in zip(one, other, strict=True):
+            assert all(torch.equal(first.inputs[name], second.inputs[name]) for name in first.inputs)
+    assert not any(
+        torch.equal(first.inputs["pixel_values"], second.inputs["pixel_values"])
+        for first, second in zip(*alone, strict=True)
+    )
+
+
+@pytest.mark.parametrize("values", CUTS)
+def test_the_cut_changes_no_gradient(collator, values):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    model = ViTForImageClassification(ViTConfig(image_size=32, patch_size=4, num_labels=3, **sizes))
+
+    def gradient(**values):
+        make, settings = collator(random_flip=True, resize_to=36, **values)
+        lengths = np.asarray(make.split["length"][:])
+        plan = next(iter(EffectiveBatchSampler(lengths, np.ones_like(lengths), settings, 0, 1)))
+        model.zero_grad()
+        for micro_batch in make[plan].micro_batches:
+            (model(**micro_batch.inputs).loss * micro_batch.weight).backward()
+        # as one vector: a bias in front of a softmax has a gradient of zero, which no relative error can measure
+        return [torch.cat([parameter.grad.flatten() for parameter in model.parameters()])]
+
+    assert relative_error(gradient(), gradient(**values)) < 1e-5
+
+
+def test_a_rung_trains_on_a_folder_of_images(tmp_path):
+    """Three plain colours, which a few steps tell apart."""
+    rng = np.random.default_rng(0)
+    for name, colour in zip(PETS, ([200, 40, 40], [40, 200, 40], [40, 40, 200]), strict=True):
+        for number in range(60):
+            pixels = np.clip(rng.normal(colour, 30, (32, 32, 3)), 0, 255).astype(np.uint8)
+            save_image(tmp_path / "colours" / name / f"{number}.png", pixels)
+    (tmp_path / "colours" / "cat" / "0.png").write_bytes(b"no image")
+    arguments = f"--task {TASK} --dataset colours --model {VIT} --from_scratch true --random_flip true".split()
+    arguments += "--resize_to 36 --batch_size 16 --micro_batch_size 8 --log_every 32 --threads 1".split()
+    arguments += "--learning_rate 1e-3 --bad_samples skip".split()
+    config = tmp_path / "none.yaml"
+    config.write_text("")
+    process = run_script(SRC / "2_grad_accum.py", "--config", config, *arguments, cwd=tmp_path)
+    stdout = finished(process)
+    assert "colours · vit-small.json · seed 123 · batch 16 = 2 x 8 · 32-true · cpu" in stdout
+    assert re.search(r"^Epoch: 0001/0001 \| Batch 0008/0008 \| Samples 00125/00125 \| Loss: ", stdout, re.MULTILINE)
+    assert re.search(r"^Throughput [\d.]+ samples/s, \d+ tokens/s, padding 0\.0%$", stdout, re.MULTILINE)
+    accuracy = float(re.search(r"^Test accuracy ([\d.]+)%$", stdout, re.MULTILINE)[1])
+    assert accuracy > 60
+    with open(tmp_path / "runs" / "2_grad_accum" / "1" / "metrics.csv", newline="") as file:
+        losses = [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
+    assert losses[-1] < losses[0]

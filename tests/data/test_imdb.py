@@ -1,0 +1,213 @@
+"""IMDb: the blog's four names, with the package and without it, and the reviews as every script reads them."""
+
+import gzip
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import datasets as hf
+import numpy as np
+import pandas as pd
+import pytest
+from support.data_files import BLOOM, SPLITS
+from support.helpers import ROOT, finished
+
+import local_dataset_utilities as module
+from fabric_ladder.data.synthetic import synthetic_reviews
+from fabric_ladder.data.tokens import train_tokenizer
+from fabric_ladder.errors import UserError
+from fabric_ladder.settings import DataSettings
+from local_dataset_utilities import (
+    IMDBDataset,
+    download_dataset,
+    load_dataset_into_to_dataframe,
+    load_datasets,
+    partition_dataset,
+)
+
+
+@pytest.fixture(scope="module")
+def partitioned(archive, tmp_path_factory):
+    """The folder and the frame after the blog's first three calls, on the real reviews."""
+    folder = tmp_path_factory.mktemp("blog")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FABRIC_LADDER_DATA", str(archive.resolve().parent))
+        patch.chdir(folder)
+        download_dataset()
+        df = load_dataset_into_to_dataframe()
+        partition_dataset(df)
+    return folder, df
+
+
+def test_the_blogs_calls_give_the_blogs_splits(partitioned, monkeypatch, tmp_path):
+    folder, _ = partitioned
+    monkeypatch.chdir(folder)
+    files = {"train": "train.csv", "validation": "val.csv", "test": "test.csv"}
+    imdb = hf.load_dataset("csv", data_files=files, cache_dir=str(tmp_path))
+    for split, size in (("train", 35_000), ("validation", 5_000), ("test", 10_000)):
+        assert len(IMDBDataset(imdb, partition_key=split)) == size
+        labels = Counter(imdb[split]["label"])
+        assert set(labels) == {0, 1}
+        assert min(labels.values()) > 0.48 * size
+
+
+def test_the_csv_files_hold_the_shuffled_frame(partitioned):
+    folder, df = partitioned
+    parts = [pd.read_csv(folder / f"{name}.csv", keep_default_na=False) for name in ("train", "val", "test")]
+    assert all(list(part.columns) == ["index", "text", "label"] for part in parts)
+    expected = df.sample(frac=1, random_state=1).reset_index()
+    whole = pd.concat(parts, ignore_index=True)
+    assert whole["text"].tolist() == expected["text"].tolist()
+    assert whole["label"].tolist() == expected["label"].tolist()
+    assert sorted(path.name for path in folder.iterdir()) == ["test.csv", "train.csv", "val.csv"]
+
+
+def test_nothing_is_downloaded_where_archive_or_folder_is(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FABRIC_LADDER_DATA", raising=False)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "aclImdb_v1.tar.gz").touch()
+    assert download_dataset() == Path("aclImdb_v1.tar.gz"), "where the blog has it"
+    (tmp_path / "data" / "aclImdb").mkdir()
+    assert download_dataset("data") == Path("data/aclImdb")
+
+
+def test_the_split_is_that_of_the_blogs_own_code(unpacked):
+    """The blog's own lines, for the installed pandas: one row at a time, and an index of zeros."""
+    df = pd.DataFrame()
+    for split in ("test", "train"):
+        for sentiment, label in (("pos", 1), ("neg", 0)):
+            path = unpacked / split / sentiment
+            for name in sorted(os.listdir(path)):
+                with open(path / name, encoding="utf-8") as file:
+                    row = pd.DataFrame([[file.read(), label]], columns=["review", "sentiment"])
+                df = pd.concat([df, row], ignore_index=False)
+    df.columns = ["text", "label"]
+    np.random.seed(0)
+    df = df.reindex(np.random.permutation(df.index))
+    expected = df.sample(frac=1, random_state=1).reset_index()
+
+    parts = module._split(module._read_imdb(unpacked, 240))
+    assert [len(part) for part in parts] == [168, 24, 48]
+    got = pd.concat(parts)
+    assert got["text"].tolist() == expected["text"].tolist()
+    assert got["label"].tolist() == expected["label"].tolist()
+
+
+@pytest.mark.parametrize("prefix", ["", "./"])
+def test_an_archive_reads_like_the_unpacked_folder(unpacked, tmp_path, prefix):
+    files = [path for path in unpacked.rglob("*") if path.is_file()]
+    np.random.default_rng(0).shuffle(files)
+    with tarfile.open(tmp_path / "own.tar.gz", "w:gz") as tar:
+        for path in files:
+            tar.add(path, prefix + str(path.relative_to(unpacked.parent)))
+    frame = module._read_imdb(tmp_path / "own.tar.gz", 240)
+    pd.testing.assert_frame_equal(frame, module._read_imdb(unpacked, 240))
+
+
+def test_imdb_is_tokenized_from_the_archive(archive, tmp_path, partitioned):
+    _, df = partitioned
+    settings = DataSettings(data_dir=str(archive.parent), cache_dir=str(tmp_path), model=BLOOM, max_length=100)
+    got = load_datasets(replace(settings, train_samples=100, validation_samples=20, test_samples=30))
+    assert [len(got.splits[split]) for split in SPLITS] == [100, 20, 30]
+    assert got.class_names == ["negative", "positive"]
+    label_of = dict(zip(df["text"], df["label"], strict=True))
+    starts = {}
+    for text, label in label_of.items():
+        starts.setdefault(text[:40], set()).add(label)
+    for row in got.splits["test"]:
+        start = got.tokenizer.decode(row["input_ids"], clean_up_tokenization_spaces=False)[:40]
+        assert row["labels"] in starts[start], "every text kept its own label"
+
+
+@pytest.mark.parametrize("broken", ["half a tar", "half a gzip", "noise", "nothing"])
+def test_a_damaged_archive_is_refused(tmp_path, broken):
+    path = tmp_path / "aclImdb_v1.tar.gz"
+    with tarfile.open(path, "w:gz") as tar:
+        for number in range(9):
+            (tmp_path / "review").write_bytes(np.random.default_rng(number).bytes(700))
+            tar.add(tmp_path / "review", f"aclImdb/train/pos/{number}_9.txt")
+    whole = path.read_bytes()
+    contents = {"half a gzip": whole[: len(whole) // 2], "noise": b"noise" * 999, "nothing": b""}
+    path.write_bytes(contents.get(broken, gzip.compress(gzip.decompress(whole)[:5000])))
+    with pytest.raises(UserError, match=r"aclImdb_v1\.tar\.gz is damaged \(.+\): delete it and get it again"):
+        load_dataset_into_to_dataframe(tmp_path)
+
+
+def test_the_spread_of_synthetic_lengths_is_imdbs(partitioned):
+    real = partitioned[1]["text"].iloc[::25].str.split().str.len()
+    made = pd.Series(synthetic_reviews(2000, 1)[0]).str.split().str.len()
+    assert np.log(made).std() == pytest.approx(np.log(real).std(), abs=0.08)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The module alone
+# ----------------------------------------------------------------------------------------------------------------------
+
+FEW = """
+import os, runpy, sys
+import local_dataset_utilities as module
+
+os.mkdir("empty")
+os.chdir("empty")
+try:
+    module.download_dataset()
+except ValueError as error:
+    print(type(error).__module__, error)
+os.chdir("..")
+module.IMDB_REVIEWS = 240
+sys.argv = ["blog_script.py", "tokenizer"]
+runpy.run_path("blog_script.py", run_name="__main__")
+"""
+OFFLINE = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+OFFLINE |= {"no_proxy": "", "NO_PROXY": ""}
+BATCH = ["attention_mask (12, 64) torch.int64", "input_ids (12, 64) torch.int64", "label (12,) torch.int64"]
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """Run Python in a folder that has the module and the blog's script, where `fabric_ladder` cannot be imported."""
+    for path in (ROOT / "local_dataset_utilities.py", ROOT / "tests" / "support" / "blog_script.py"):
+        shutil.copy(path, tmp_path)
+    texts = hf.Dataset.from_dict({"text": synthetic_reviews(50, 1)[0]})
+    train_tokenizer(texts, 400).save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("import sys; sys.modules['fabric_ladder'] = None")
+    environment = {name: value for name, value in os.environ.items() if name != "FABRIC_LADDER_DATA"}
+    environment |= {"PYTHONPATH": str(tmp_path / "site"), "HF_HOME": str(tmp_path / "hub"), **OFFLINE}
+
+    def run(*arguments):
+        command = [sys.executable, *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
+
+    return run
+
+
+def test_the_blogs_script_runs_with_the_module_alone(alone, tmp_path):
+    """On 240 reviews; the download that fails first is refused in one line."""
+    for number in range(240):
+        path = (
+            tmp_path / "aclImdb" / ("test", "train")[number % 2] / ("neg", "pos")[number // 2 % 2] / f"{number}_5.txt"
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"Review {number}. " + "A long film, I would say. " * 20, encoding="utf-8")
+    refusal, *printed = finished(alone("-c", FEW)).splitlines()
+    assert re.match(r"local_dataset_utilities IMDb is neither in \S*/empty/data nor can it be downloaded", refusal)
+    assert "(URLError): save https://ai.stanford.edu/" in refusal
+    assert not list((tmp_path / "empty").iterdir())
+    assert printed == ["240 168 24 48 14", *BATCH]
+    frame = pd.concat(pd.read_csv(tmp_path / f"{name}.csv") for name in ("train", "val", "test"))
+    assert sorted(frame["text"]) == sorted(path.read_text() for path in (tmp_path / "aclImdb").rglob("*.txt"))
+
+
+@pytest.mark.slow
+def test_the_blogs_script_runs_with_the_module_alone_on_all_reviews(alone, archive, tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / archive.name).symlink_to(archive.resolve())
+    assert finished(alone("blog_script.py", "tokenizer")).splitlines() == ["50000 35000 5000 10000 2916", *BATCH]

@@ -1,0 +1,360 @@
+"""Instructions: prompts, tokens and labels one by one for three kinds of tokenizers, and the cache."""
+
+import json
+import os
+from functools import partial
+
+import numpy as np
+import pytest
+from support.data_files import (
+    CHATML,
+    KINDS,
+    SPLITS,
+    assert_mapped,
+    cached,
+    chats,
+    files_of,
+    load_instructions,
+    rows,
+    samples_of,
+    write_rows,
+)
+from transformers import AutoTokenizer
+
+from fabric_ladder.data.instructions import prompt_text, prompt_tokens
+from fabric_ladder.errors import UserError
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Load rows or a file with a cache of the test's own."""
+    return partial(load_instructions, tmp_path)
+
+
+REWRITING = CHATML.replace("{{ message.content }}", "{{ message.content if loop.last else '(long ago)' }}")
+
+REFUSING = CHATML + "{% if messages[0].content == 'Name 4.' %}{{ raise_exception('no fours') }}{% endif %}"
+
+BEGIN = {"trained": [], "wordpiece": ["[CLS]"], "unigram": ["<s>"]}
+
+END = {"trained": "<|endoftext|>", "wordpiece": "[SEP]", "unigram": "</s>"}
+
+
+def pieces(tokenizer, text):
+    """The tokens of a text alone, by the tokenizer's own Rust part."""
+    return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def with_chat_template(tokenizer, template, folder):
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Prompts
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_alpacas_wordings():
+    assert prompt_text("Do it.", "With this.") == (
+        "Below is an instruction that describes a task, paired with an input that provides further context. "
+        "Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nDo it.\n\n### Input:\nWith this.\n\n### Response:"
+    )
+    assert prompt_text("Do it.") == prompt_text("Do it.", " ", "alpaca") == (
+        "Below is an instruction that describes a task. "
+        "Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nDo it.\n\n### Response:"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("template", "with_input", "without"),
+    [
+        ("Human: {instruction}\n{input}\nAssistant: ", "Human: A\nB\nAssistant: ", "Human: A\nAssistant: "),
+        (r"Human: {instruction}\n{input}\nAssistant: ", "Human: A\nB\nAssistant: ", "Human: A\nAssistant: "),
+        ("{instruction}\n{input}", "A\nB", "A"),
+        ("{instruction} ({input})\n", "A (B)\n", "A ()\n"),
+        ("{instruction}\n\n", "A\n\n", "A\n\n"),
+        ('{{"asked": "{instruction}"}}', '{"asked": "A"}', '{"asked": "A"}'),
+    ],
+)
+def test_own_templates(template, with_input, without):
+    assert prompt_text("A", "B", template) == with_input
+    assert prompt_text("A", "", template) == prompt_text("A", "\n", template) == without
+
+
+def test_braces_in_the_data_are_texts():
+    for text in ("{input}", "{0} {instruction} }{", "{{x}}", r"\n"):
+        assert prompt_text(text, text, "{instruction}|{input}") == f"{text}|{text}"
+
+
+@pytest.mark.parametrize(
+    ("template", "pattern"),
+    [
+        ("Human:", r"--prompt_template 'Human:' lacks \{instruction\}: say where"),
+        ("{input}", r"lacks \{instruction\}"),
+        ("{instruction} {context}", r"names \{context\}: only \{instruction\} and \{input\} are filled in"),
+        ("{instruction.__class__}", r"names \{instruction\.__class__\}"),
+        ("{instruction!r}", r"only \{instruction\} and \{input\} are filled in, as they are"),
+        ("{instruction:>9}", r"as they are"),
+        ("{instruction} {}", r"names \{\}"),
+        ("{instruction} {", r"write a brace that is meant as one twice"),
+    ],
+)
+def test_templates_that_cannot_be_filled_in_are_refused_before_anything_is_read(load, template, pattern):
+    with pytest.raises(UserError, match=pattern) as error:
+        load([{"messages": "unread"}], prompt_template=template)
+    assert "\n" not in str(error.value)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tokens and labels
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("template", [None, r"Human: {instruction}\n{input}\nAssistant: "])
+@pytest.mark.parametrize("train_on_inputs", [False, True])
+@pytest.mark.parametrize("name", KINDS)
+def test_each_token_and_its_label(load, tokenizers, name, train_on_inputs, template):
+    got = load(rows(), tokenizer=tokenizers[name], train_on_inputs=train_on_inputs, prompt_template=template)
+    tokenizer = got.tokenizer
+    begin, end = tokenizer.convert_tokens_to_ids(BEGIN[name]), tokenizer.convert_tokens_to_ids(END[name])
+    expected = {}
+    for row in rows():
+        text = prompt_text(row["instruction"], row["input"], template)
+        prompt, answer = begin + pieces(tokenizer, text), [*pieces(tokenizer, row["output"]), end]
+        assert prompt_tokens(tokenizer, [text]) == [prompt], "generation sees what was trained"
+        expected[(*prompt, *answer)] = (prompt if train_on_inputs else [-100] * len(prompt)) + answer
+    assert samples_of(got) == expected
+    assert got.notices == got.class_names == []
+    assert [len(got.splits[split]) for split in SPLITS] == [28, 4, 8]
+
+
+@pytest.mark.parametrize("train_on_inputs", [False, True])
+@pytest.mark.parametrize("name", KINDS)
+def test_each_token_of_a_chat_and_its_label(load, tokenizers, name, train_on_inputs):
+    got = load(chats(), tokenizer=tokenizers[name], train_on_inputs=train_on_inputs)
+    tokenizer, expected = got.tokenizer, {}
+    for chat in chats():
+        ids, labels, asked = [], [], ""
+        for message in chat["messages"]:
+            if message["role"] == "assistant":
+                prompt = pieces(tokenizer, asked + "<|im_start|>assistant\n")
+                answer = pieces(tokenizer, f"{message['content']}<|im_end|>\n")
+                ids += prompt + answer
+                labels += (prompt if train_on_inputs else [-100] * len(prompt)) + answer
+                asked = ""
+            else:
+                asked += f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
+        expected[tuple(ids)] = labels
+    found = samples_of(got)
+    assert found == expected
+    first = next(index for index, message in enumerate(chats()[0]["messages"]) if message["role"] == "assistant")
+    prompt = tokenizer.apply_chat_template(chats()[0]["messages"][:first], add_generation_prompt=True)["input_ids"]
+    assert any(ids[: len(prompt)] == tuple(prompt) for ids in found), "generation sees what was trained"
+    assert tokenizer.init_kwargs["prompt_template"] == "chat"
+
+
+def test_a_template_that_marks_answers_gives_the_same(load, tokenizers, tmp_path):
+    """What ends a turn is trained too, be it marked or not."""
+    marked = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}"
+        "{% generation %}{{ message.content }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    other = with_chat_template(tokenizers["unigram"], marked, tmp_path / "own")
+    assert load(chats(), tokenizer=other).fingerprint == load(chats(), tokenizer=tokenizers["unigram"]).fingerprint
+
+
+def test_what_follows_the_last_answer_is_not_trained(load, tokenizers):
+    asked = [chat["messages"] + [{"role": "user", "content": "Thanks."}] for chat in chats()]
+    got = load([{"messages": messages} for messages in asked], tokenizer=tokenizers["unigram"])
+    thanks = pieces(got.tokenizer, "<|im_start|>user\nThanks.<|im_end|>\n")
+    for ids, labels in samples_of(got).items():
+        assert ids[-len(thanks) :] == tuple(thanks)
+        assert set(labels[-len(thanks) :]) == {-100}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_truncation_counts_what_it_cuts_and_what_it_leaves_out(load, tokenizers, name):
+    whole = samples_of(load(rows(), tokenizer=tokenizers[name]))
+    prompts = sorted(labels.count(-100) for labels in whole.values())
+    longest = prompts[len(prompts) // 2] + 2
+    got = load(rows(), tokenizer=tokenizers[name], max_length=longest)
+    out = sum(prompt >= longest for prompt in prompts)
+    cut = sum(labels.count(-100) < longest < len(labels) for labels in whole.values())
+    assert min(out, cut) > 0
+    kept = {ids[:longest]: labels[:longest] for ids, labels in whole.items() if labels.count(-100) < longest}
+    assert samples_of(got) == kept
+    assert got.notices == [
+        f"{out} of 40 samples have a prompt of --max_length {longest} tokens or more and are left out",
+        f"{cut} of 40 samples have their answer cut at --max_length {longest} tokens",
+    ]
+
+
+def test_with_inputs_trained_a_prompt_alone_is_a_sample(load, tokenizers):
+    got = load(rows(), tokenizer=tokenizers["unigram"], max_length=9, train_on_inputs=True)
+    assert [len(got.splits[split]) for split in SPLITS] == [28, 4, 8]
+    assert got.notices == ["40 of 40 samples have their answer cut at --max_length 9 tokens"]
+
+
+def test_a_split_without_a_sample_is_refused(load, tokenizers):
+    line = (
+        r"no train sample is left \(40 of 40 samples have a prompt of --max_length 9 tokens or more and are left "
+        r"out\): raise --max_length 9"
+    )
+    with pytest.raises(UserError, match=line):
+        load(rows(), tokenizer=tokenizers["trained"], max_length=9)
+
+
+def test_a_cut_chat_keeps_the_answers_that_fit(load, tokenizers):
+    whole = samples_of(load(chats(), tokenizer=tokenizers["trained"]))
+    longest = max(map(len, whole)) - 3
+    got = load(chats(), tokenizer=tokenizers["trained"], max_length=longest)
+    assert samples_of(got) == {ids[:longest]: labels[:longest] for ids, labels in whole.items()}
+    cut = sum(len(ids) > longest for ids in whole)
+    assert got.notices == [f"{cut} of 30 samples have their answer cut at --max_length {longest} tokens"]
+
+
+def test_real_chinese_answers_come_back(load, instructions):
+    with pytest.raises(UserError, match=r"1 of 2,000 rows of .*2000\.json cannot be used \(row 55: no output\): fix"):
+        load(instructions)
+    got = load(instructions, bad_samples="skip", max_length=8192)
+    assert len(got.notices) == 1
+    tokenizer, found = got.tokenizer, []
+    assert len(tokenizer) == 1024
+    for split in SPLITS:
+        for sample in got.splits[split]:
+            *answer, end = [label for label in sample["labels"] if label != -100]
+            assert end == tokenizer.eos_token_id
+            asked = sample["input_ids"][: sample["labels"].count(-100)]
+            found.append(tuple(tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (asked, answer)))
+    real = [row for row in json.loads(instructions.read_text(encoding="utf-8")) if row["output"].strip()]
+    assert sorted(found) == sorted((prompt_text(row["instruction"], row["input"]), row["output"]) for row in real)
+
+
+def test_a_tokenizer_that_cannot_end_an_answer_is_refused(load, tokenizers, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tokenizers["unigram"])
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "endless")
+    with pytest.raises(UserError, match=r"endless has no token that ends an answer \(eos_token\): choose another"):
+        load(rows(), tokenizer=str(tmp_path / "endless"))
+
+
+@pytest.mark.parametrize("template", [None, "Human: {instruction}\nAssistant: "])
+def test_the_template_travels_with_the_tokenizer(load, tokenizers, tmp_path, template):
+    for tokenizer in ("trained", tokenizers["wordpiece"]):
+        got = load(rows(), tokenizer=tokenizer, prompt_template=template)
+        got.tokenizer.save_pretrained(tmp_path / "saved")
+        saved = AutoTokenizer.from_pretrained(tmp_path / "saved")
+        assert saved.init_kwargs["prompt_template"] == (template or "alpaca")
+        text = prompt_text("Do it.", "", saved.init_kwargs["prompt_template"])
+        assert text == prompt_text("Do it.", "", template)
+        assert prompt_tokens(saved, [text]) == prompt_tokens(got.tokenizer, [text])
+        assert saved.eos_token_id == got.tokenizer.eos_token_id is not None
+
+
+def test_inputs_that_a_template_does_not_show_are_counted(load, tokenizers):
+    got = load(rows(), tokenizer=tokenizers["trained"], prompt_template="{instruction}\n")
+    assert got.notices == ["20 of 40 samples have an input that --prompt_template does not show"]
+
+
+def test_chats_need_a_chat_template(load, tokenizers, tmp_path):
+    for tokenizer in ("trained", with_chat_template(tokenizers["wordpiece"], None, tmp_path / "own")):
+        with pytest.raises(
+            UserError, match=r"holds messages, and the tokenizer has no chat template .*: choose a --tok"
+        ):
+            load(chats(), tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "count", "reason"),
+    [
+        (REWRITING, 30, "are written otherwise once it follows"),
+        (REFUSING, 1, "no fours"),
+    ],
+)
+def test_chats_that_a_template_cannot_write(load, tokenizers, tmp_path, template, count, reason):
+    tokenizer = with_chat_template(tokenizers["trained"], template, tmp_path / "own")
+    found = (
+        rf"{count} of 30 samples cannot be written by the tokenizer's chat template \(.*rows\.jsonl, line .*{reason}"
+    )
+    with pytest.raises(UserError, match=found + r".*\): fix or remove them, or"):
+        load(chats(), tokenizer=tokenizer)
+    if count < 30:
+        got = load(chats(), tokenizer=tokenizer, bad_samples="skip")
+        assert sum(map(len, got.splits.values())) == 30 - count
+        assert len(got.notices) == 1
+    else:
+        with pytest.raises(UserError, match=r"^no train sample is left \(30 of 30 samples cannot"):
+            load(chats(), tokenizer=tokenizer, bad_samples="skip")
+
+
+def test_a_prompt_template_is_not_for_chats(load, tokenizers):
+    got = load(chats(), tokenizer=tokenizers["trained"], prompt_template="{instruction}")
+    assert got.notices == ["--prompt_template is not used: the tokenizer's chat template writes the messages"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The cache
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_call_only_maps_the_first_ones_files(tmp_path, load):
+    path = write_rows([*rows(), {"instruction": "Be silent.", "output": ""}], tmp_path / "rows.jsonl")
+    first = load(path, bad_samples="skip", max_length=64)
+    files = files_of(tmp_path / "cache")
+    stamp = path.stat()
+    path.write_bytes(b"?" * stamp.st_size)  # could no longer be read
+    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    second = load(path, bad_samples="skip", max_length=64)
+    assert files_of(tmp_path / "cache") == files
+    assert not list((tmp_path / "cache").rglob("unfinished*"))
+    assert second.fingerprint == first.fingerprint
+    assert second.notices == first.notices
+    assert first.notices
+    assert second.tokenizer.init_kwargs["prompt_template"] == "alpaca"
+    for split in SPLITS:
+        assert second.splits[split][:] == first.splits[split][:]
+    assert_mapped(second, tmp_path)
+
+
+def test_what_changes_the_tokens_is_tokenized_again(tmp_path, load, tokenizers):
+    path = write_rows(rows(), tmp_path / "rows.jsonl")
+    changes = [{}, {"prompt_template": "{instruction}"}, {"prompt_template": "{instruction}\n{input}"}]
+    changes += [{"train_on_inputs": True}, {"max_length": 50}, {"split_seed": 2}, {"train_samples": 20}]
+    changes += [{"tokenizer": tokenizers["wordpiece"]}]
+    for change in changes:
+        load(path, **({"tokenizer": tokenizers["trained"]} | change))
+    kept = cached(tmp_path)
+    prints = {json.loads((folder / "facts.json").read_text())["fingerprint"] for folder in kept}
+    assert len(prints) == len(kept) == len(changes)
+    load(path, tokenizer=tokenizers["trained"], prompt_template="alpaca")
+    assert len(cached(tmp_path)) == len(changes)
+
+
+def test_another_chat_template_or_end_is_another_tokenizer(load, tokenizers, tmp_path):
+    other = with_chat_template(tokenizers["unigram"], CHATML.replace("Be ", "").replace("\n", " "), tmp_path / "own")
+    assert load(chats(), tokenizer=other).fingerprint != load(chats(), tokenizer=tokenizers["unigram"]).fingerprint
+    tokenizer = AutoTokenizer.from_pretrained(tokenizers["unigram"])
+    tokenizer.eos_token = "<|im_end|>"
+    tokenizer.save_pretrained(tmp_path / "other")
+    ends = []
+    for name in (tokenizers["unigram"], str(tmp_path / "other")):
+        got = load(rows(), tokenizer=name)
+        ends.append({got.tokenizer.convert_ids_to_tokens(ids[-1]) for ids in samples_of(got)})
+    assert ends == [{"</s>"}, {"<|im_end|>"}]
+
+
+def test_text_classification_knows_nothing_of_it(load):
+    """Neither its tokenizer nor its folder in the cache."""
+    settings = {"task": "text-classification", "train_samples": 50, "validation_samples": 10, "test_samples": 10}
+    first = load("synthetic", **settings)
+    other = load("synthetic", **settings, prompt_template="{instruction}", train_on_inputs=True, bad_samples="skip")
+    assert first.splits["train"].cache_files == other.splits["train"].cache_files
+    assert first.tokenizer.eos_token is None
+    assert "prompt_template" not in other.tokenizer.init_kwargs
+    assert np.ndim(first.splits["train"]["labels"][:]) == 1

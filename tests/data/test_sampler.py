@@ -1,0 +1,193 @@
+"""Batch plans: what is in effective batches, how they are shared out, cut and packed."""
+
+import hashlib
+import json
+import math
+import tracemalloc
+from itertools import chain
+
+import numpy as np
+import pytest
+from support.helpers import settings_for
+
+from fabric_ladder.data.sampler import EffectiveBatchSampler, EvaluationSampler, cut
+
+RNG = np.random.default_rng(0)
+
+LENGTHS = RNG.integers(1, 200, 1000)
+
+ITEMS = RNG.integers(1, 9, 1000)
+
+LIMITS = [{"size": 1}, {"size": 4}, {"size": 16}, {"tokens": 1}, {"tokens": 256}, {"tokens": 9999}]
+
+UNPACKED = [  # what `cut` gave before there was packing
+    "c157380d8453d3cbf17275cd552ed849bdd977c5de31f5bae8e63d18ca9bce67",
+    "66701d2cbdbb46bb53e47c1f57c893348a4bd10121fead0f6442a851764dc5fb",
+    "a08eaa30aba2716fe454174cb711d082ad4a4ee312dddc519cef78b8ab038967",
+]
+
+
+def row_tokens(part):
+    """Tokens of each row of a micro-batch."""
+    packs = part.packs or [1] * len(part.rows)
+    return [LENGTHS[list(rows)].sum() for rows in np.split(np.array(part.rows), np.cumsum(packs)[:-1])]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("count", [1, 2, 5, 16, 33])
+@pytest.mark.parametrize("capacity", [None, 5, 300])
+def test_a_cut_holds_each_sample_once_in_equally_many_micro_batches(ranks, limit, count, capacity):
+    rows = RNG.permutation(1000)[:count]
+    plan = cut(rows, LENGTHS, ITEMS, ranks, **limit, multiple=8, capacity=capacity)
+    assert len(plan) == ranks
+    assert len({len(share) for share in plan}) == 1
+    real = [part for share in plan for part in share if part.items]
+    assert sorted(row for part in real for row in part.rows) == sorted(rows.tolist())
+    assert sum(part.items for part in real) == ITEMS[rows].sum()
+    assert sum(part.weight for part in real) == pytest.approx(ranks)
+    for part in real:
+        tokens = row_tokens(part)
+        width = math.ceil(max(tokens) / 8) * 8
+        assert len(tokens) <= limit.get("size", 99)
+        assert len(tokens) == 1 or width * len(tokens) <= limit.get("tokens", 10**9)
+        if capacity:
+            assert sum(part.packs) == len(part.rows)
+            assert all(math.ceil(total / 8) * 8 <= capacity or count == 1
+                       for total, count in zip(tokens, part.packs, strict=True))  # fmt: skip
+        else:
+            assert part.packs is None
+    for share in plan:
+        widths = [max(row_tokens(part)) for part in share if part.items]
+        if ranks == 1:  # else a row may have been halved for another rank
+            assert widths == sorted(widths, reverse=True)
+    fillers = [part for share in plan for part in share if not part.items]
+    assert all(part.packs == (capacity and [1]) for part in fillers)
+    assert all(part.weight == 0 and len(part.rows) == 1 for part in fillers)
+    if ranks == 1:
+        assert not fillers
+
+
+@pytest.mark.parametrize(("seed", "digest"), list(enumerate(UNPACKED)))
+def test_without_packing_a_cut_is_what_it_was(seed, digest):
+    rng, seen = np.random.default_rng(seed), hashlib.sha256()
+    lengths, items = rng.integers(1, 200, 300), rng.integers(1, 9, 300)
+    for count in (1, 2, 5, 16, 33):
+        rows = rng.permutation(300)[:count]
+        for ranks in (1, 2, 3, 5):
+            for limit in LIMITS:
+                for multiple in (1, 8):
+                    plan = cut(rows, lengths, items, ranks, **limit, multiple=multiple)
+                    plain = [
+                        [[part.rows.tolist(), part.items, round(part.weight, 9)] for part in share] for share in plan
+                    ]
+                    seen.update(json.dumps(plain).encode())
+    assert seen.hexdigest() == digest
+
+
+@pytest.mark.parametrize("limit", [{"size": 4}, {"tokens": 2048}])
+@pytest.mark.parametrize(("median", "spread"), [(230, 0.65), (90, 0.75)], ids=["IMDb", "instructions"])
+@pytest.mark.parametrize(("batch", "ranks", "most"), [(16, 1, 0.06), (64, 1, 0.03), (256, 4, 0.03)])
+def test_packing_leaves_hardly_any_padding_in_fewer_micro_batches(limit, median, spread, batch, ranks, most):
+    draws = np.random.default_rng(0).lognormal(np.log(median), spread, 2048)
+    lengths = np.clip(draws.astype(int), 8, 512)
+
+    def padding(capacity):
+        padded = count = 0
+        for start in range(0, 2048, batch):
+            rows = np.arange(start, start + batch)
+            for part in chain(*cut(rows, lengths, np.ones_like(lengths), ranks, **limit, capacity=capacity)):
+                if part.items:
+                    starts = np.cumsum([0, *(part.packs or [1] * len(part.rows))[:-1]])
+                    widths = np.add.reduceat(lengths[part.rows], starts)
+                    padded, count = padded + len(widths) * widths.max(), count + 1
+        return 1 - lengths.sum() / padded, count
+
+    (before, many), (after, few) = padding(None), padding(512)
+    assert after < min(most, before / 2)
+    assert few < many
+
+
+def test_a_row_of_several_samples_is_halved_before_a_filler_stands_in():
+    ones = np.ones(6, int)
+    shares = cut(np.arange(6), np.array([100, 60, 10, 10, 10, 10]), ones, ranks=2, size=1, capacity=80)
+    assert [[(part.rows.tolist(), part.packs) for part in share] for share in shares] == [
+        [([0], [1]), ([2, 4], [2])],
+        [([1, 5], [2]), ([3], [1])],
+    ]
+    shares = cut(np.arange(3), np.array([100, 90, 80]), ones, ranks=2, size=1, capacity=80)
+    assert [[part.items for part in share] for share in shares] == [[1, 1], [1, 0]]
+
+
+def test_the_longest_sample_comes_first_and_padding_is_small():
+    rows = np.arange(64)
+    (share,) = cut(rows, LENGTHS, ITEMS, size=8)
+    widths = [LENGTHS[part.rows].max() for part in share]
+    assert widths == sorted(widths, reverse=True)
+    padded = sum(len(part.rows) * LENGTHS[part.rows].max() for part in share)
+    unsorted = sum(8 * LENGTHS[start : start + 8].max() for start in range(0, 64, 8))
+    assert LENGTHS[rows].sum() / padded > 0.8
+    assert padded < unsorted
+
+
+def sampler(tmp_path, rank=0, ranks=1, count=1000, **values):
+    return EffectiveBatchSampler(LENGTHS[:count], ITEMS[:count], settings_for(tmp_path, **values), rank, ranks)
+
+
+@pytest.mark.parametrize(("count", "batch_size"), [(1000, 16), (37, 16), (16, 16), (5, 16), (7, 1)])
+def test_an_epoch_has_ceil_steps_and_each_sample_once(tmp_path, count, batch_size):
+    steps = list(sampler(tmp_path, count=count, batch_size=batch_size))
+    assert len(steps) == math.ceil(count / batch_size) == len(sampler(tmp_path, count=count, batch_size=batch_size))
+    assert sorted(row for plan in steps for row in plan.rows) == list(range(count))
+
+
+def test_effective_batches_depend_on_seed_and_epoch_alone(tmp_path):
+    def batches(epoch=0, **values):
+        one = sampler(tmp_path, **values)
+        one.epoch = epoch
+        return [plan.rows for plan in one]
+
+    first = batches()
+    assert batches(micro_batch_size=1) == batches(micro_batch_tokens=99) == batches(rank=1, ranks=3) == first
+    assert batches(epoch=1) != first
+    assert batches(seed=124) != first
+
+
+def test_what_auto_has_found_cuts_the_batches_and_no_settings(tmp_path):
+    settings = settings_for(tmp_path, micro_batch_tokens="auto")
+    plans = EffectiveBatchSampler(LENGTHS, ITEMS, settings, 0, 1)
+    plans.cut_by_tokens(300)
+    assert str(list(plans)) == str(list(sampler(tmp_path, micro_batch_tokens=300)))
+    assert str(plans.heaviest()) == str(sampler(tmp_path, micro_batch_tokens=300).heaviest())
+    assert settings.micro_batch_tokens == "auto"
+
+
+def test_the_ranks_share_every_effective_batch_out(tmp_path):
+    shares = [list(sampler(tmp_path, rank, 3, micro_batch_size=2)) for rank in range(3)]
+    for one_step in zip(*shares, strict=True):
+        mine = [row for plan in one_step for part in plan.parts if part.items for row in part.rows]
+        assert sorted(mine) == sorted(one_step[0].rows)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_an_evaluation_is_cut_like_one_batch_of_the_whole_split(tmp_path, ranks):
+    settings = settings_for(tmp_path, eval_batch_tokens=500, pad_to_multiple_of=8)
+    for rank, share in enumerate(cut(np.arange(1000), LENGTHS, ITEMS, ranks, tokens=500, multiple=8)):
+        sampler = EvaluationSampler(LENGTHS, ITEMS, settings, rank, ranks)
+        assert str(list(sampler)) == str(list(sampler)) == str(share)
+        assert len(sampler) == len(share)
+        assert sampler.tokens == LENGTHS.sum()
+
+
+def test_an_evaluation_keeps_8_bytes_of_a_sample(tmp_path):
+    lengths = np.random.default_rng(0).integers(1, 20, 200_000)
+    settings = settings_for(tmp_path, eval_batch_tokens=4096)
+    tracemalloc.start()
+    try:
+        kept = EvaluationSampler(lengths, np.ones_like(lengths), settings, 0, 1)
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert sum(len(part.rows) for part in kept) == 200_000
+    assert held < 10 * 200_000
+    assert peak < 50 * 200_000

@@ -1,0 +1,44 @@
+"""The synthetic reviews: from the seed alone, balanced, and not all labelled well."""
+
+import re
+from functools import partial
+
+import numpy as np
+from support.data_files import BLOOM, load_in, texts_of
+
+from fabric_ladder.data.synthetic import ADVICE, synthetic_reviews
+
+
+def test_synthetic_reviews_depend_on_the_seed_alone():
+    assert synthetic_reviews(50, 3) == synthetic_reviews(50, 3)
+    assert synthetic_reviews(50, 3)[0] != synthetic_reviews(50, 4)[0]
+
+
+def test_synthetic_reviews_are_balanced_and_spread_like_imdbs():
+    texts, labels = synthetic_reviews(5000, 1)
+    assert 0.47 < np.mean(labels) < 0.53
+    assert len(set(texts)) > 4950
+    assert all(re.match(r"[A-Z].*[.!?\w]$", text, re.DOTALL) for text in texts)
+    assert not [text for text in texts if "{" in text or "|" in text or "  " in text]
+    words = np.array([len(text.split()) for text in texts])
+    assert words.min() > 2
+    assert 0.5 < np.log(words).std() < 0.8
+    assert words.max() > 5 * np.median(words)
+
+
+def test_some_synthetic_labels_are_wrong():
+    """A review that ends with advice has no doubtful verdict."""
+    texts, labels = synthetic_reviews(5000, 1)
+    sure = []
+    for text, label in zip(texts, labels, strict=True):
+        against, in_favour = (any(text.endswith(words) for words in advice.split("|")) for advice in ADVICE)
+        sure += [label == in_favour] * (against or in_favour)
+    assert len(sure) > 1000
+    assert 0.94 < np.mean(sure) < 0.99
+
+
+def test_more_synthetic_texts_of_one_split_leave_the_others_alone(tmp_path):
+    load = partial(load_in, tmp_path, model=BLOOM)
+    sizes = {"train_samples": 50, "test_samples": 50}
+    few, more = (load("synthetic", validation_samples=size, **sizes) for size in (500, 501))
+    assert sorted(texts_of(few, "test")) == sorted(texts_of(more, "test"))

@@ -1,0 +1,294 @@
+"""Rung 12 on real processes (DeepSpeed on CPUs) against one process without it; and what it refuses at once."""
+
+import json
+import re
+import shutil
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.deepspeed_configs import ZERO_2, ZERO_3
+from support.devices import ONE_THREAD, SIZES, read, same
+from support.helpers import MODELS, ROOT, run_script, settings_for
+from support.resuming import Evil, lines_of, rows_of
+from torch.utils import cpp_extension
+
+from fabric_ladder import UserError
+from fabric_ladder.checkpoints.export import find_result, load_result
+from fabric_ladder.distributed import deepspeed as module
+from fabric_ladder.distributed.deepspeed import check_deepspeed
+
+needs_deepspeed = pytest.mark.skipif(not find_spec("deepspeed"), reason="needs deepspeed: requirements-dev.txt")
+SCRIPT = ROOT / "tests" / "support" / "deepspeed_script.py"
+SLOW = pytest.mark.slow
+LEARNING = ["--learning_rate", "5e-3", "--max_grad_norm", "0.05", "--schedule", "cosine", "--warmup_steps", "2"]
+
+
+def small(**more):
+    """Stage 3 in which nothing is too small to be sharded, gathered and let go, and nothing is reduced at once."""
+    sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters")
+    zero = {"stage": 3, "stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
+    return {"zero_optimization": zero | dict.fromkeys(sizes, 5000) | more}
+
+
+@pytest.fixture
+def alone(run):
+    """The folder of a run of rung 2: one process, without DeepSpeed."""
+    return lambda *more: run("2_grad_accum", 1, *LEARNING, *more)[0]
+
+
+def run_deepspeed(cwd, config, *more, **environment):
+    """The folder of a run on two processes, and its stdout; judged by its record, as DeepSpeed may abort at exit."""
+    if isinstance(config, dict):
+        (cwd / "zero.json").write_text(json.dumps(config))
+        config = cwd / "zero.json"
+    arguments = [*SIZES, *LEARNING, "--devices", "2", "--deepspeed", config, *more]
+    process = run_script(SCRIPT, *arguments, cwd=cwd, **ONE_THREAD, **environment)
+    folder = cwd / "runs" / "deepspeed_script" / "1"
+    assert (folder / "run.json").exists(), process.stderr[-3000:]
+    assert json.loads((folder / "run.json").read_text())["status"] == "finished", process.stderr[-3000:]
+    return folder, process.stdout
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("config", [pytest.param("zero1", marks=SLOW), pytest.param("zero2", marks=SLOW), "zero3"])
+def test_zero_prints_the_losses_of_one_process(alone, saved, config):
+    folder, stdout = saved(config)
+    same(alone(), folder, abs=1e-4)
+    rates = read(folder)[1]
+    assert (max(rates), rates[-1]) == (5e-3, 0), "the schedule reaches its end"
+    assert stdout.count("Test accuracy") == 1, "rank 0 alone prints"
+    assert "Parameters: 0.2 M" in stdout, "of the whole model, whatever is sharded"
+    results = read(folder)[2]
+    if config == "zero3":
+        assert results["parameter_bytes_of_a_rank"] == pytest.approx(2 * results["parameters"], rel=0.01)
+
+
+@SLOW
+@needs_deepspeed
+def test_offload_and_checkpointing_change_nothing(alone, tmp_path):
+    config = small(offload_param={"device": "cpu"})
+    same(alone(), run_deepspeed(tmp_path, config, "--activation_checkpointing", "true")[0], abs=1e-4)
+
+
+@SLOW
+@needs_deepspeed
+@pytest.mark.parametrize("config", [ZERO_2, ZERO_3], ids=["zero2", "zero3"])
+def test_hugging_faces_configurations_run_unchanged_even_without_a_compiler(alone, tmp_path, config):
+    environment = {"CXX": "no-compiler", "TORCH_EXTENSIONS_DIR": str(tmp_path / "none")}
+    constant = ("--schedule", "constant", "--warmup_steps", "0")
+    folder, stdout = run_deepspeed(tmp_path, config, *constant, **environment)
+    same(alone(*constant), folder, abs=1e-4)
+    assert "PyTorch's Adam steps on the CPU: DeepSpeed cannot compile its faster one: " in stdout
+
+
+@SLOW
+@needs_deepspeed
+def test_mixed_precision_is_close(alone, saved):
+    folder, _ = saved("zero3", *HALF)
+    losses, _, results = read(folder)
+    assert results["dtypes"] == ["torch.bfloat16"]
+    assert losses == pytest.approx(read(alone())[0], abs=0.02)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder of a run that saved its model as a checkpoint of DeepSpeed's and consolidated."""
+
+    @cache
+    def saved(name, *more):
+        cwd = tmp_path_factory.mktemp("saved")
+        return run_deepspeed(cwd, CONFIGS[name], "--save", "sharded", *more, SAVE_BOTH="1")
+
+    return saved
+
+
+CONFIGS = {"zero1": "zero1", "zero2": "zero2", "zero3": small()}
+LORA, HALF = ("--lora", "true", "--lora_dropout", "0"), ("--precision", "bf16-mixed")
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("config", "more"),
+    [
+        pytest.param("zero1", (), marks=SLOW),
+        pytest.param("zero2", (), marks=SLOW),
+        ("zero3", ()),
+        pytest.param("zero3", HALF, marks=SLOW),
+        pytest.param("zero2", LORA, marks=SLOW),
+        pytest.param("zero3", LORA, marks=SLOW),
+    ],
+    ids=["zero1", "zero2", "zero3", "zero3-bf16", "zero2-lora", "zero3-lora"],
+)
+def test_deepspeeds_checkpoint_holds_what_is_consolidated(alone, saved, config, more):
+    folder, _ = saved(config, *more)
+    if more == LORA:
+        same(alone(*LORA), folder, abs=1e-4)
+    whole = "adapter" if "--lora" in more else "model"
+    models = [load_result(find_result(folder / name)) for name in ("checkpoint", whole)]
+    if whole == "adapter":
+        models = [model.merge_and_unload() for model in models]
+        weights = load_file(folder / "adapter" / "adapter_model.safetensors")
+        assert all("lora_" in name or "score" in name for name in weights)
+        largest = max(path.stat().st_size for path in (folder / "checkpoint").rglob("*.pt"))
+        assert largest < (folder / "base" / "model.safetensors").stat().st_size / 2, "no frozen weights"
+    first, second = (model.state_dict() for model in models)
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+        assert second[name].dtype == torch.float32, "from the 32-bit copies"
+    if "bf16-mixed" in more:
+        assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in second.values())
+    assert models[0].config.id2label == {0: "negative", 1: "positive"}
+    assert (folder / "checkpoint" / "tokenizer.json").is_file()
+
+
+@SLOW
+@needs_deepspeed
+def test_training_goes_on_from_deepspeeds_checkpoint_on_as_many_ranks(alone, saved, tmp_path):
+    folder, _ = saved("zero3")
+    again, _ = run_deepspeed(tmp_path, small(), "--load", folder / "checkpoint")
+    model = ("--from_scratch", "false", "--model", str(folder / "model"))
+    losses = read(again)[0]
+    assert losses[0] == pytest.approx(read(alone(*model))[0][0], abs=1e-4), "the weights are those that were learned"
+    assert losses[-1] != pytest.approx(read(alone(*model))[0][-1], abs=1e-4), "and Adam's moments are not new"
+    (tmp_path / "other").mkdir()
+    arguments = [*SIZES, "--deepspeed", tmp_path / "zero.json", "--load", folder / "checkpoint", "--devices", "1"]
+    process = run_script(SCRIPT, *arguments, cwd=tmp_path / "other", **ONE_THREAD)
+    assert process.returncode == 2
+    assert re.search(
+        r"^error: --load \S+checkpoint: DeepSpeed's checkpoint of 2 GPUs cannot go on with 1: use 2, or start from its "
+        r"weights: python scripts/export_model.py",
+        process.stderr,
+        re.MULTILINE,
+    )
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, torch.optim.AdamW])
+def test_deepspeeds_adam_for_the_cpu_takes_the_same_steps(monkeypatch, optimizer_class, decay):
+    built = Path(cpp_extension._get_build_directory("cpu_adam", False))
+    ours = str(Path(find_spec("deepspeed").origin).parent)  # another installation's would be compiled anew
+    if not (built / "cpu_adam.so").exists() or ours not in (built / "build.ninja").read_text():
+        pytest.skip("compiling it takes minutes: run deepspeed_script.py --deepspeed zero2_offload once")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    first, second = (torch.nn.Parameter(torch.linspace(-1, 1, 1000)) for _ in range(2))
+    mine = optimizer_class([first], lr=1e-2, weight_decay=decay)
+    theirs = module._on_cpu(optimizer_class([second], lr=1e-2, weight_decay=decay))
+    for step in range(5):
+        for parameter, optimizer in ((first, mine), (second, theirs)):
+            parameter.grad = torch.sin(parameter.detach() * 10 + step)
+            optimizer.step()
+    torch.testing.assert_close(second, first, atol=1e-6, rtol=1e-5)
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch):
+    """The one line of a refusal, for a machine with GPUs."""
+
+    def refused(config, **values):
+        monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+        if isinstance(config, dict):
+            (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": config}))
+            config = str(tmp_path / "zero.json")
+        defaults = {"accelerator": "cuda", "model": str(MODELS / "bloom-quickstart.json"), "deepspeed": config}
+        with pytest.raises(UserError) as error:
+            check_deepspeed(settings_for(tmp_path, **(defaults | values)))
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    return refused
+
+
+def test_a_cpu_is_sent_to_the_rung_that_runs_there(refused):
+    text = refused("zero2", accelerator="cpu", name="12_deepspeed_zero")
+    assert text == "12_deepspeed_zero needs a CUDA GPU; src/10_fsdp.py shards a model on CPUs too"
+
+
+def test_without_deepspeed_the_line_says_what_to_install(refused, monkeypatch):
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    assert refused("zero2").endswith(f'needs DeepSpeed: pip install "{module.DEEPSPEED}"')
+    assert f'deepspeed = ["{module.DEEPSPEED}"]' in (ROOT / "pyproject.toml").read_text()
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("zero", "said"),
+    [
+        ({"stage": 2, "reduce_bucket": 5}, "DeepSpeed refuses reduce_bucket 5: Extra inputs are not permitted"),
+        ({"stage": 2, "reduce_bucket_size": -1}, "DeepSpeed refuses reduce_bucket_size -1: Input should be greater"),
+        ({"stage": 2, "mics_shard_size": 2}, "DeepSpeed refuses it: MiCS ZeRO-3 sharding has been removed"),
+    ],
+)
+def test_what_deepspeed_itself_refuses_is_one_line_before_any_work(refused, zero, said):
+    assert said in refused(zero)
+
+
+def nvme(**sections):
+    return {"stage": 3} | {f"offload_{name}": {"device": "nvme", "nvme_path": path} for name, path in sections.items()}
+
+
+@needs_deepspeed
+def test_nvme_needs_a_folder_that_can_be_written(refused, tmp_path):
+    (tmp_path / "file").touch()
+    for path in ("/local_nvme", str(tmp_path / "file")):
+        text = refused(nvme(optimizer=path))
+        assert f"zero_optimization.offload_optimizer.nvme_path {path}: cannot write there (" in text
+        assert "name a folder on a local NVMe disk, and give --deepspeed COPY.json" in text
+    assert "offload_param.nvme_path /local_nvme: cannot" in refused(nvme(optimizer=str(tmp_path), param="/local_nvme"))
+    assert "nvme_path /local_nvme" in refused("zero3_nvme")
+
+
+@needs_deepspeed
+def test_nvme_needs_room_for_what_is_parked_there(refused, tmp_path):
+    huge = {"model_type": "bloom", "vocab_size": 8, "hidden_size": 65536, "n_layer": 8, "n_head": 8}
+    (tmp_path / "model.json").write_text(json.dumps(huge))
+    count = 8 * 12 * 65536**2 / 1e9  # weights of the blocks, in billions
+    for config, number, precision in (
+        (nvme(optimizer=str(tmp_path)), 16, "32-true"),
+        (nvme(optimizer=str(tmp_path), param=str(tmp_path)), 18, "bf16-mixed"),
+    ):
+        text = refused(config, model=str(tmp_path / "model.json"), precision=precision)
+        needed = float(re.search(rf"{tmp_path} needs ([0-9.]+) GB and has [0-9.]+ GB free: in a copy", text)[1])
+        assert needed == pytest.approx(number * count, rel=1e-3)
+
+
+@needs_deepspeed
+def test_nvme_needs_libaio(refused, tmp_path, monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if AsyncIOBuilder().is_compatible():
+        pytest.skip("libaio is there")
+    assert "needs libaio: apt install libaio-dev" in refused(nvme(optimizer=str(tmp_path)))
+
+
+@SLOW
+@needs_deepspeed
+@pytest.mark.parametrize("config", [{"zero_optimization": {"stage": 2}}, small()], ids=["zero2", "zero3"])
+def test_a_run_goes_on_from_its_checkpoint(tmp_path, config):
+    """Printed lines and figures are those of the undisturbed run; nothing that a file says is run."""
+    more = ["--save_every", "4", "--keep", "9"]
+    whole, _ = run_deepspeed(tmp_path, config, *more)
+    shutil.copytree(whole, kept := tmp_path / "whole")
+    for later in sorted((whole / "checkpoints").iterdir())[1:]:
+        shutil.rmtree(later)
+    record = json.loads((whole / "run.json").read_text())
+    (whole / "run.json").write_text(json.dumps(record | {"status": "running"}))
+    folder, stdout = run_deepspeed(tmp_path, config, *more, "--resume", "auto")
+    assert folder == whole
+    assert "Resumed from runs/deepspeed_script/1/checkpoints/step-000000004\n" in stdout
+    assert lines_of(whole) == lines_of(kept)
+    assert rows_of(whole) == rows_of(kept)
+    if config["zero_optimization"]["stage"] == 2:
+        state = kept / "checkpoints" / "step-000000004" / "state"
+        (weights,) = state.rglob("mp_rank_00_model_states.pt")
+        torch.save({"module": Evil()}, weights)
+        arguments = [*SIZES, "--deepspeed", tmp_path / "zero.json", "--devices", "2", "--load", state]
+        process = run_script(SCRIPT, *arguments, cwd=tmp_path, **ONE_THREAD)
+        assert re.search("^error.* --load .*made with another model, optimizer or stage", process.stderr, re.MULTILINE)
+        assert not (tmp_path / "executed").exists()

@@ -1,0 +1,221 @@
+"""Several real processes (gloo) against one: the same losses step by step, whatever is shared out or sharded."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from support.devices import ONE_THREAD, SIZES, read, same
+from support.helpers import MODELS, ROOT, SRC, finished, free_port, run_script
+from transformers import AutoModelForSequenceClassification
+
+# each combination of rung and processes runs once, with all that can be looked at in one run
+CLIP = ("--max_grad_norm", "0.05")
+DDP = ("9_ddp", 2, "--eval_batch_tokens", "1")
+FSDP = ("10_fsdp", 2, *CLIP, "--save", "sharded")
+OFFLOAD = ("11_fsdp_cpu_offload", 2, *CLIP, "--activation_checkpointing", "true", "--save", "consolidated")
+
+
+@pytest.mark.parametrize(
+    ("alone", "several"),
+    [
+        pytest.param((), DDP, id="ddp"),
+        pytest.param(CLIP, FSDP, id="fsdp"),
+        pytest.param(CLIP, OFFLOAD, id="fsdp-offload"),
+        pytest.param(CLIP, ("9_ddp", 2, *CLIP), id="ddp-clipped", marks=pytest.mark.slow),
+        pytest.param((), ("9_ddp", 3, "--micro_batch_tokens", "300"), id="ddp-3", marks=pytest.mark.slow),
+        pytest.param((), ("10_fsdp", 4), id="fsdp-4", marks=pytest.mark.slow),
+    ],
+)
+def test_more_processes_print_the_same_losses_and_accuracies(run, alone, several):
+    folder, stdout = run(*several)
+    same(run("2_grad_accum", 1, *alone)[0], folder)
+    assert stdout.count("Test accuracy") == 1, "rank 0 alone prints"
+    assert f"batch 16 = {several[1]} x" in stdout or "--micro_batch_tokens" in several
+    assert f"cpu: {several[1]} x" in stdout
+
+
+def test_clipping_takes_effect(run):
+    """By the norm over all ranks, since losses of several processes are those of one."""
+    assert read(run("2_grad_accum", 1, *CLIP)[0])[0] != pytest.approx(read(run("2_grad_accum", 1)[0])[0], abs=1e-5)
+
+
+def test_one_device_is_enough_and_the_run_says_so(run):
+    for name in ("9_ddp", "10_fsdp", "11_fsdp_cpu_offload"):
+        folder, stdout = run(name, 1)
+        same(run("2_grad_accum", 1)[0], folder)
+        assert "One device: nothing to share it out to" in stdout
+
+
+def test_offload_and_activation_checkpointing_change_no_bit(run):
+    assert read(run(*OFFLOAD)[0])[0] == read(run(*FSDP)[0])[0]
+
+
+@pytest.mark.parametrize("sharded", [FSDP, pytest.param(("10_fsdp", 4), marks=pytest.mark.slow)])
+def test_parameters_are_really_sharded(run, sharded):
+    results, devices = read(run(*DDP)[0])[2], sharded[1]
+    whole, share = results["parameter_bytes_of_a_rank"], read(run(*sharded)[0])[2]["parameter_bytes_of_a_rank"]
+    assert whole == 4 * results["parameters"]
+    assert whole / devices <= share <= whole / devices * 1.02, "the rest of a division goes to the first ranks"
+
+
+def test_evaluation_on_two_processes_does_not_depend_on_the_batch_size(run):
+    assert read(run(*DDP)[0])[2]["test_accuracy"] == read(run("2_grad_accum", 1)[0])[2]["test_accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"), [("2_grad_accum", 1), ("10_fsdp", 2), pytest.param("10_fsdp", 4, marks=pytest.mark.slow)]
+)
+def test_a_sharded_checkpoint_of_two_ranks_goes_on_with_one_two_and_four(run, name, devices):
+    saved, stdout = run(*FSDP)
+    assert f"Saved {os.path.join('runs', '10_fsdp', '1', 'checkpoint')}" in stdout
+    checkpoint = ("--load", str(saved / "checkpoint"))
+    first = run("10_fsdp", 1, *checkpoint)[0]
+    same(first, run(name, devices, *checkpoint)[0])
+    assert abs(read(first)[0][0] - read(saved)[0][0]) > 1e-3, "it went on from what was learned"
+
+
+def test_a_checkpoint_of_another_model_is_one_line(run, tmp_path):
+    saved, _ = run(*FSDP)
+    arguments = [*SIZES, "--load", saved / "checkpoint", "--model", MODELS / "llama-tiny.json"]
+    process = run_script(SRC / "10_fsdp.py", *arguments, cwd=tmp_path, **ONE_THREAD)
+    assert process.returncode == 2
+    assert re.search(
+        r"^error: --load \S+checkpoint: made with another model or optimizer", process.stderr, re.MULTILINE
+    )
+    assert "Traceback" not in process.stderr
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_checkpoint_without_one_of_its_shards_is_one_line(run, tmp_path, rank):
+    broken = shutil.copytree(run(*FSDP)[0] / "checkpoint", tmp_path / "checkpoint")
+    next(broken.glob(f"shard-0000{rank}-*")).unlink()
+    process = run_script(SRC / "10_fsdp.py", *SIZES, "--load", broken, cwd=tmp_path, **ONE_THREAD)
+    assert process.returncode == 2
+    assert re.search(r"^error: --load \S+checkpoint: made with .*, or damaged \(", process.stderr, re.MULTILINE)
+    assert "Traceback" not in process.stderr
+
+
+def test_a_consolidated_model_is_read_by_transformers_and_by_any_rung(run):
+    saved, _ = run(*OFFLOAD)
+    model = AutoModelForSequenceClassification.from_pretrained(saved / "model")
+    assert sum(parameter.numel() for parameter in model.parameters()) == read(saved)[2]["parameters"]
+    again = ("--from_scratch", "false", "--model", str(saved / "model"))
+    same(run("10_fsdp", 1, *again)[0], run("2_grad_accum", 1, *again)[0])
+    first = read(run("10_fsdp", 1, "--load", str(run(*FSDP)[0] / "checkpoint"))[0])[0][0]
+    assert read(run("10_fsdp", 1, *again)[0])[0][0] == pytest.approx(first, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_a_consolidated_model_is_sharded_over_four(run):
+    again = ("--from_scratch", "false", "--model", str(run(*OFFLOAD)[0] / "model"))
+    same(run("10_fsdp", 1, *again)[0], run("10_fsdp", 4, *again)[0])
+
+
+def test_a_sharded_checkpoint_is_exported_to_the_consolidated_model(run, tmp_path):
+    """In one process, without the data; other ranks' shards are read from the disk."""
+    plain, whole = tmp_path / "plain", run(*OFFLOAD)[0] / "model"
+    source = run(*FSDP)[0]
+    stdout = finished(run_script(ROOT / "scripts" / "export_model.py", source, "--output", plain, cwd=tmp_path))
+    assert stdout == f"Saved {plain}\n"
+    for path in plain.iterdir():
+        assert path.read_bytes() == (whole / path.name).read_bytes(), path.name
+    assert {path.name for path in plain.iterdir()} == {path.name for path in whole.iterdir()}
+
+
+@pytest.mark.slow
+def test_an_optimizer_made_before_sharding_is_refused(tmp_path):
+    source = (SRC / "10_fsdp.py").read_text()
+    joint = source.replace("    model = fabric.setup(model)\n", "    early = build_optimizer(settings, model)\n" * 1
+                           + "    model = fabric.setup(model)\n")  # fmt: skip
+    joint = joint.replace("fabric.setup_optimizers(build_optimizer(settings, model))", "fabric.setup_optimizers(early)")
+    (tmp_path / "joint.py").write_text(joint)
+    process = run_script(tmp_path / "joint.py", *SIZES, cwd=tmp_path, **ONE_THREAD)
+    assert process.returncode != 0
+    assert "make it after fabric.setup(model)" in process.stderr
+
+
+@pytest.mark.slow
+def test_a_nan_on_several_processes_ends_them_all(tmp_path):
+    arguments = [*SIZES, "--devices", 2, "--learning_rate", "1e35"]
+    # fresh: a fork is so much in step with rank 1 that both write at once, and `print` writes a line in pieces
+    process = run_script(SRC / "9_ddp.py", *arguments, cwd=tmp_path, timeout=120, **ONE_THREAD)
+    assert process.returncode == 2
+    said = re.findall(r"^error(?: on rank 1)?: the loss is", process.stderr, re.MULTILINE)
+    assert said, "the first to fail says so; the launcher may end the other before it can"
+    assert "Traceback" not in process.stderr
+
+
+def end_one(ranks, victim, signal_name, folder):
+    """Send a signal to one of the ranks; all others must end by themselves, and say on stderr which one is gone."""
+    ranks[victim].send_signal(signal.Signals[f"SIG{signal_name}"])
+    try:
+        for rank, process in enumerate(ranks):
+            if rank != victim:
+                assert process.wait(timeout=60) != 0
+                text = (folder / f"stderr-{rank}").read_text()
+                named = rf"error: rank {victim} \(process {ranks[victim].pid} on .*\) has died or hangs"
+                assert re.search(named, text), text
+                assert "Traceback" not in text
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+def start(command, rank, folder, **environment):
+    """Start a rank without a launcher, which would end it when another one dies."""
+    with open(folder / f"stderr-{rank}", "w") as stderr:
+        environment = os.environ | ONE_THREAD | environment
+        return subprocess.Popen(
+            [sys.executable, *map(str, command)], cwd=folder, stdout=subprocess.PIPE, stderr=stderr, env=environment
+        )
+
+
+@pytest.mark.parametrize(("victim", "signal_name", "count"), [(0, "KILL", 2), (1, "KILL", 3), (1, "STOP", 2)])
+def test_the_watch_of_a_rank_ends_it_and_names_the_one_that_is_killed_or_hangs(tmp_path, victim, signal_name, count):
+    """While the main thread waits in a collective that never ends."""
+    script, port = ROOT / "tests" / "support" / "watched_rank.py", free_port()
+    ranks = [start([script, rank, count, port], rank, tmp_path) for rank in range(count)]
+    for process in ranks:
+        assert process.stdout.readline() == b"met\n"
+    end_one(ranks, victim, signal_name, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("victim", "signal_name", "count"),
+    [
+        (1, "KILL", 2),
+        pytest.param(0, "KILL", 3, marks=pytest.mark.slow),
+        pytest.param(2, "KILL", 3, marks=pytest.mark.slow),
+        pytest.param(1, "STOP", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_whose_rank_is_killed_or_hangs_ends_on_all_ranks(tmp_path, victim, signal_name, count):
+    """Within a minute, in the middle of training."""
+    command = [SRC / "10_fsdp.py", *SIZES, "--devices", count, "--epochs", "1000"]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count), "NODE_RANK": "0"}
+    ranks = [start(command, rank, tmp_path, LOCAL_RANK=str(rank), **common) for rank in range(count)]
+    for line in ranks[0].stdout:
+        if b"Loss" in line:
+            break
+    end_one(ranks, victim, signal_name, tmp_path)
+
+
+@pytest.mark.slow
+def test_launchers_start_the_same_script_and_give_the_same_losses(run, tmp_path):
+    bin_folder = os.path.dirname(sys.executable)
+    by_torch = ["torchrun", "--standalone", "--nproc-per-node", "2"]
+    by_fabric = ["fabric", "run", "--devices", "2", "--main-port", str(free_port())]  # or other tests have its default
+    for number, launcher in enumerate((by_torch, by_fabric)):
+        cwd = tmp_path / str(number)
+        cwd.mkdir()
+        command = [os.path.join(bin_folder, launcher[0]), *launcher[1:], str(SRC / "9_ddp.py"), *SIZES]
+        environment = os.environ | ONE_THREAD | {"PATH": f"{bin_folder}:{os.environ['PATH']}"}
+        process = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=200)
+        finished(process)
+        same(run("2_grad_accum", 1)[0], cwd / "runs" / "9_ddp" / "1")

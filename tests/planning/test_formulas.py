@@ -1,0 +1,74 @@
+"""What is known by formula: ZeRO's states as DeepSpeed estimates them, few bits, and the overhead that is kept."""
+
+import pytest
+import torch
+from support.planning import NO_PEAK
+
+from fabric_ladder.errors import UserError
+from fabric_ladder.planning.formulas import (
+    ASSUMED,
+    KEPT,
+    NF4_BYTES,
+    Counts,
+    Overhead,
+    in_4_bits,
+    keep_overhead,
+    load_overhead,
+    measure_overhead,
+    with_8_bit_adam,
+    with_zero,
+)
+
+COUNTS = Counts(all=10_000, trained=10_000, largest_layer=700, linear=0, largest_linear=0)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_zero_s_states_are_those_of_deepspeed_s_own_estimates(ranks):
+    stage_2 = pytest.importorskip("deepspeed.runtime.zero.stage_1_and_2").estimate_zero2_model_states_mem_needs
+    stage_3 = pytest.importorskip("deepspeed.runtime.zero.stage3").estimate_zero3_model_states_mem_needs
+    none = {"reduce_bucket_size": 0, "allgather_bucket_size": 0}
+    cpu = {"device": "cpu"}
+
+    def mine(**config):
+        peak = with_zero(NO_PEAK, COUNTS, none | config, "adam", ranks)
+        return peak.host * ranks, peak.total
+
+    assert mine(stage=2)[1] == stage_2(10_000, ranks, 1, cpu_offload=False)[1]
+    assert mine(stage=2, offload_optimizer=cpu) == pytest.approx(stage_2(10_000, ranks, 1, cpu_offload=True), abs=4)
+    assert mine(stage=3)[1] == stage_3(10_000, 700, ranks, 1, False, False, False)[1]
+    estimate = stage_3(10_000, 700, ranks, 1, True, False, False)[:2]
+    assert mine(stage=3, offload_optimizer=cpu) == pytest.approx(estimate, abs=4)
+    estimate = stage_3(10_000, 700, ranks, 1, True, True, False)[:2]
+    assert mine(stage=3, offload_optimizer=cpu, offload_param=cpu) == pytest.approx(estimate, abs=4)
+    assert mine(stage=1)[1] == 20_000 + 60_000 + 120_000 / ranks
+
+
+def test_what_few_bits_take():
+    assert pytest.approx(4.127, abs=5e-4) == NF4_BYTES * 8  # bits a weight, as the article says
+    peak = in_4_bits(NO_PEAK._replace(parameters=20_000), COUNTS._replace(linear=8_000, largest_linear=500))
+    assert peak.parameters == 20_000 - 16_000 + round(8_000 * NF4_BYTES)
+    assert peak.other == 1_000, "one layer is unpacked at a time"
+    assert with_8_bit_adam(NO_PEAK, COUNTS).optimizer_state == 20_000 + 2 * 10_000 * 4 // 256
+
+
+def test_overheads_are_kept_by_gpu_and_version(tmp_path):
+    measured = Overhead(400_000_000, 9_000_000, 0.02, "measured on A, torch x")
+    assert load_overhead(str(tmp_path), "A") is ASSUMED
+    keep_overhead(str(tmp_path), "A", measured)
+    keep_overhead(str(tmp_path), "B", measured._replace(context=1))
+    assert load_overhead(str(tmp_path), "A") == measured
+    assert load_overhead(str(tmp_path), "B").context == 1
+    assert load_overhead(str(tmp_path), "C") is ASSUMED
+    (tmp_path / KEPT).write_text("{")
+    assert load_overhead(str(tmp_path), "A") is ASSUMED
+    tensors = NO_PEAK._replace(activations=1_000_000_000)
+    assert measured.needed(tensors) == 1_000_000_000 + 400_000_000 + 9_000_000 + round(0.02 * 1_009_000_000)
+
+
+def test_an_overhead_is_measured_on_a_gpu_alone_and_kept_where_one_may_write(tmp_path):
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="--calibrate measures a CUDA GPU"):
+            measure_overhead(lambda: None)
+    (tmp_path / "memory").write_text("no folder")
+    with pytest.raises(UserError, match="cannot write "):
+        keep_overhead(str(tmp_path), "A", ASSUMED)

@@ -1,0 +1,180 @@
+"""The predicted peak memory: against real tensors under PyTorch's own tracker, and against arithmetic."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+from support.helpers import MODELS, settings_for
+from support.planning import build, case, count_weights, measured_peak, sharded_peak
+
+from fabric_ladder import Settings
+from fabric_ladder.planning.predict import largest_batches, predict_peak
+
+BERT = {"model_type": "bert", "vocab_size": 1024, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 128, "hidden_dropout_prob": 0.0}  # fmt: skip
+TECHNIQUES = {
+    "32-true": {},
+    "clipped": {"max_grad_norm": 1.0},
+    "bf16-mixed": {"precision": "bf16-mixed"},
+    "bf16-true": {"precision": "bf16-true"},
+    "sgd": {"precision": "bf16-true", "optimizer": "sgd"},
+    "adafactor": {"precision": "bf16-true", "optimizer": "adafactor"},
+    "eager": {"attention": "eager"},
+    "eager-mixed": {"attention": "eager", "precision": "bf16-mixed"},
+    "checkpointing": {"activation_checkpointing": True},
+    "checkpointing-mixed": {"precision": "bf16-mixed", "activation_checkpointing": True},
+    "cut": {"micro_batch_size": 2},
+    "cut-sgd": {"micro_batch_size": 1, "optimizer": "sgd"},
+    "lora": {"lora": True, "lora_dropout": 0.0},
+    "lora-mixed": {"lora": True, "precision": "bf16-mixed", "micro_batch_size": 2},
+    "lora-true": {"lora": True, "precision": "bf16-true", "activation_checkpointing": True, "dora": True},
+}
+OF_TOKENS = ("32-true", "bf16-mixed", "bf16-true", "checkpointing", "cut", "lora", "lora-mixed", "lora-true")
+ALL = [(family, technique) for family in ("bloom", "vit") for technique in TECHNIQUES]
+ALL += [("bloom-lm", technique) for technique in OF_TOKENS]
+QUICK = [(("bloom", "vit")[number % 2], technique) for number, technique in enumerate(TECHNIQUES)]
+QUICK += [("bloom-lm", technique) for technique in ("bf16-true", "checkpointing", "lora-mixed")]
+
+
+@pytest.mark.filterwarnings("ignore:Module is None")  # of the other tracker
+@pytest.mark.parametrize(
+    ("family", "technique"), [pytest.param(*pair, marks=[] if pair in QUICK else [pytest.mark.slow]) for pair in ALL]
+)
+def test_the_prediction_agrees_with_real_tensors(tmp_path, family, technique):
+    settings, training, _ = case(tmp_path, family, **TECHNIQUES[technique])
+    assert predict_peak(settings, training).total == pytest.approx(measured_peak(settings, training), rel=0.01)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_the_prediction_agrees_with_real_tensors_under_fsdp(tmp_path, precision, offload):
+    """With one rank."""
+    settings, training, _ = case(
+        tmp_path, "bloom", precision=precision, offload=offload, optimizer="sgd", micro_batch_size=4, devices=1
+    )
+    predicted, measured = predict_peak(settings, training, ranks=1), sharded_peak(settings, training)
+    assert predicted.total == pytest.approx(measured.total, rel=0.01)
+    assert predicted.host == pytest.approx(measured.host, rel=0.01)
+
+
+PER_PARAMETER = [("32-true", "adam", 4, 4, 8), ("bf16-mixed", "adam", 4, 4, 8), ("bf16-true", "adamw", 2, 2, 4),
+                 ("bf16-true", "sgd", 2, 2, 0), ("32-true", "sgd", 4, 4, 0), ("64-true", "adam", 8, 8, 16)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("precision", "optimizer", "weights", "gradients", "state"), PER_PARAMETER)
+def test_bytes_per_parameter(tmp_path, precision, optimizer, weights, gradients, state):
+    settings, training, _ = case(tmp_path, "bloom", precision=precision, optimizer=optimizer, micro_batch_size=4)
+    count, peak = count_weights(settings), predict_peak(settings, training)
+    assert peak.parameters == weights * count
+    assert peak.gradients == gradients * count
+    assert peak.optimizer_state == pytest.approx(state * count, rel=0.01, abs=1)  # and a count of steps each
+    assert peak.total == peak.parameters + peak.gradients + peak.optimizer_state + peak.activations + peak.other
+    assert peak.total == sum(count * storage.bytes for count, storage in peak.tensors)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_adam_needs_a_fifth_copy_while_it_steps_unless_it_is_fused(tmp_path, fused):
+    settings, _, _ = case(tmp_path, "vit", precision="16-mixed", max_grad_norm=None if fused else 1.0)
+    tiny, _ = largest_batches(Settings(batch_size=1, micro_batch_size=1, eval_batch_tokens=1), 65, 64)
+    count, peak = count_weights(settings), predict_peak(settings, tiny)
+    if fused:
+        assert peak.phase == "training"
+        assert peak.total < 19 * count
+    else:
+        assert peak.phase == "optimizer"
+        assert peak.total == pytest.approx(20 * count, rel=0.02)
+
+
+def test_adafactor_keeps_a_row_and_a_column(tmp_path):
+    settings, training, _ = case(tmp_path, "bloom", optimizer="adafactor")
+    state = sum(sum(parameter.shape) for parameter in build(settings).parameters())
+    assert predict_peak(settings, training).optimizer_state == pytest.approx(4 * state, rel=0.05)
+
+
+def test_recomputing_and_smaller_micro_batches_save_activations(tmp_path):
+    options = {"whole": {}, "recomputed": {"activation_checkpointing": True}, "cut": {"micro_batch_size": 2}}
+    peaks = {name: predict_peak(*case(tmp_path, "vit", **values)[:2]) for name, values in options.items()}
+    assert peaks["recomputed"].activations < 0.6 * peaks["whole"].activations
+    assert peaks["cut"].activations == pytest.approx(peaks["whole"].activations / 4, rel=0.05)
+    assert peaks["whole"].gradients < 0.01 * peaks["whole"].parameters, "highest when the backward pass begins"
+
+
+def test_attention_by_sdpa_keeps_no_matrix_of_tokens_by_tokens(tmp_path):
+    def matrices(family, tokens, **values):
+        peak = predict_peak(*case(tmp_path, family, **values)[:2])
+        return [storage for _, storage in peak.tensors if storage.shape[-2:] == (tokens, tokens)]
+
+    for family, tokens in (("vit", 65), ("bloom", 96)):
+        assert not matrices(family, tokens)
+        assert matrices(family, tokens, attention="eager")
+
+
+def test_dropout_in_attention_keeps_no_matrix_either(tmp_path):
+    peaks = []
+    for dropout in (0.0, 0.1):
+        path = tmp_path / "bert.json"
+        path.write_text(json.dumps({**BERT, "attention_probs_dropout_prob": dropout}))
+        peaks.append(predict_peak(*case(tmp_path, "bert", model=str(path))[:2]))
+    assert peaks[0] == peaks[1]
+
+
+def test_an_evaluation_may_be_the_peak(tmp_path):
+    settings, training, evaluations = case(
+        tmp_path, "bloom", micro_batch_size=1, optimizer="sgd", eval_batch_tokens=96 * 64
+    )
+    assert [batch.inputs["input_ids"].shape for batch in evaluations] == [(64, 96)]
+    assert predict_peak(settings, training).phase == "training"
+    assert predict_peak(settings, training, evaluations).phase == "evaluation"
+
+
+def test_ranks_share_what_is_sharded(tmp_path):
+    settings, training, _ = case(tmp_path, "vit", micro_batch_size=1)
+    count = count_weights(settings)
+    alone, shared = (predict_peak(settings, training[:1], ranks=ranks) for ranks in (1, 4))
+    assert alone.optimizer_state == pytest.approx(8 * count, rel=0.01)
+    assert shared.optimizer_state == pytest.approx(2 * count, rel=0.15)  # what has one row is not shared
+    assert not dist.is_initialized()
+    parked = predict_peak(replace(settings, offload=True), training[:1], ranks=4)
+    assert parked.optimizer_state == 0
+    assert parked.total < shared.total < alone.total
+    assert parked.host >= 3 * count, "shards of weights and state"
+
+
+def test_nothing_is_allocated(tmp_path):
+    config = json.loads((MODELS / "bloom-560m.json").read_text()) | {"hidden_size": 65536, "n_layer": 2, "n_head": 512}
+    path = tmp_path / "huge.json"
+    path.write_text(json.dumps(config))
+    assert predict_peak(*case(tmp_path, "bloom", model=str(path))[:2]).total > 1e12
+
+
+def test_what_cannot_be_rehearsed_is_known_by_formula(tmp_path):
+    def predicted(**values):
+        settings, training, _ = case(tmp_path, "bloom", **({"precision": "bf16-true", "devices": 1} | values))
+        return predict_peak(settings, training)
+
+    count = count_weights(case(tmp_path, "bloom")[0])
+    plain, lean = predicted(), predicted(optimizer="sgd")
+    assert predicted(compile=True) == plain, "compiled, it keeps at most as much"
+    assert predicted(optimizer="adam-8bit") == lean._replace(optimizer_state=round(2 * count * (1 + 4 / 256)))
+    offloaded = predicted(precision="bf16-mixed", deepspeed="zero2_offload")
+    assert (offloaded.gradients, offloaded.optimizer_state, offloaded.host) == (0, 0, 1.5 * 16 * count)
+    assert (offloaded.parameters, offloaded.activations) == (2 * count, lean.activations)
+    whole, in_4_bits = predicted(lora=True), predicted(lora=True, quantization="nf4")
+    assert in_4_bits.parameters < whole.parameters
+    assert in_4_bits.activations == whole.activations
+
+
+def test_largest_batches_are_cut_as_the_loader_cuts_them(tmp_path):
+    def shapes(ranks=1, image_size=None, **values):
+        batches = largest_batches(settings_for(tmp_path, **values), 100, image_size, ranks)
+        name = "pixel_values" if image_size else "input_ids"
+        return tuple([tuple(batch.inputs[name].shape) for batch in part] for part in batches)
+
+    assert shapes(batch_size=5, micro_batch_size=2) == ([(2, 100), (2, 100), (1, 100)], [(10, 100)])
+    assert shapes(batch_size=5, micro_batch_tokens=330, pad_to_multiple_of=8)[0] == [(3, 104), (2, 104)]
+    assert shapes(batch_size=16, micro_batch_size=4, ranks=4)[0] == [(4, 100)]
+    assert shapes(batch_size=2, image_size=32, pad_to_multiple_of=8, eval_batch_tokens=300) == (
+        [(2, 3, 32, 32)],
+        [(3, 3, 32, 32)],
+    )

@@ -1,0 +1,220 @@
+"""Every rung as a user runs it: a real process on the quickstart, cut short."""
+
+import csv
+import difflib
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from support.helpers import MODELS, ROOT, RUNGS, SMALL, SRC, finished, run_script, settings_for
+
+from fabric_ladder.data.sampler import EffectiveBatchSampler
+
+NAMES = [path.stem for path in RUNGS]
+ON_CPU = [name for name in NAMES if name != "12_deepspeed_zero"]  # Fabric starts DeepSpeed on CUDA GPUs only
+QUICK = [name for name in ON_CPU if name != "3_torch_compile"]  # compiling takes a minute
+EACH = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in ON_CPU]
+NUMBER = r"\d+(\.\d+)?"
+LINES = [
+    r"No --config and no CUDA GPU: this is the quickstart .*--help",
+    r"(Learning rate [\d.]+ \(--(sgd|lora)_learning_rate\) in place of 0\.001, which quickstart\.yaml has .*\n)?",
+    r"(One device: nothing to share it out to; .*\n)?",
+    rf"Python {NUMBER}\.\d+ · torch .* · lightning .* · transformers .*",
+    r"{name} · synthetic · bloom-quickstart\.json · seed 123 · batch \d+ = \d+ x 1 · {precision} · cpu: .*",
+    r"Torch CUDA available\? False",
+    r"Parameters: 0\.2 M, {parameters}",
+    r"(Epoch: 0001/0001 \| Batch \d{{4}}/\d{{4}} \| Samples \d{{5}}/00096 \| Loss: \d+\.\d{{4}}\n){{6}}",
+    r"Epoch: 0001/0001 \| Train acc\.: \d+\.\d\d% \| Val acc\.: \d+\.\d\d%",
+    r"Time elapsed \d+\.\d\d min",
+    r"(Compile time \d+\.\d\d min of it, \d+ graphs\n)?Throughput \d+\.\d samples/s, \d+ tokens/s, padding \d+\.\d%",
+    r"Memory used: \d+\.\d\d GB",
+    r"Host memory used: \d+\.\d\d GB, loading included",
+    r"(Saved runs/{name}/1/adapter\n)?Test accuracy \d+\.\d\d%",
+]
+PRECISION = dict.fromkeys(NAMES[:3], "32-true")
+PRECISION |= dict.fromkeys(["4_mixed_precision", "9_ddp", "10_fsdp", "11_fsdp_cpu_offload"], "bf16-mixed")
+PRECISION |= dict.fromkeys(
+    ["5_low_precision", "6_lean_optimizer", "7_grad_checkpointing", "8_init_on_device", "13_lora", "14_qlora"],
+    "bf16-true",
+)
+ALL = r"0\.2 M trainable, torch\.(float32|bfloat16)"
+FEW = r"0\.004 M trainable \(2\.48%\), torch\.bfloat16, torch\.float32"
+PARAMETERS = dict.fromkeys(NAMES, ALL) | {"13_lora": FEW, "14_qlora": rf"{FEW}, torch\.uint8"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Each rung's finished process and its working folder, run once; some as Python starts, to see what imports say."""
+    done = {}
+
+    def run(name):
+        if name not in done:
+            cwd = tmp_path_factory.mktemp(name)
+            fresh = name in ("2_grad_accum", "10_fsdp", "14_qlora")
+            done[name] = run_script(SRC / f"{name}.py", *SMALL, cwd=cwd, timeout=600, fresh=fresh), cwd
+        return done[name]
+
+    return run
+
+
+def test_the_list_of_rungs_is_whole():
+    """The tests below walk NAMES: it must be every file that the ladder's glob finds, and the README's table."""
+    assert (
+        sorted((path.stem for path in SRC.iterdir() if path.name[0].isdigit()), key=lambda n: int(n.split("_")[0]))
+        == NAMES
+    )
+    assert len(NAMES) >= 14
+    assert set(ON_CPU) == PRECISION.keys()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| \[(\d+_\w+)\]\(src/\1\.py\)", readme, re.MULTILINE) == NAMES
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_a_rung_prints_the_documented_lines(runs, name):
+    process, _ = runs(name)
+    pattern = "\n".join(LINES).format(name=name, precision=PRECISION[name], parameters=PARAMETERS[name]) + "\n"
+    pattern = pattern.replace(r"\n){6}" + "\n", r"\n){6}").replace(r"\n)?" + "\n", r"\n)?")
+    assert re.fullmatch(pattern, finished(process)), process.stdout
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_a_run_leaves_its_log_its_figures_and_its_settings(runs, name):
+    process, cwd = runs(name)
+    folder = cwd / "runs" / name / "1"
+    assert (folder / "log.txt").read_text(encoding="utf-8") == finished(process)
+    record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    assert record["status"] == "finished"
+    assert record["settings"]["name"] == name
+    results = record["results"]
+    assert f"Test accuracy {results['test_accuracy'] * 100:.2f}%" in process.stdout
+    assert f"Memory used: {results['peak_memory_bytes'] / 1e9:.2f} GB" in process.stdout
+    assert results["test_samples"] == 33
+    assert ("compile_seconds" in results) == (name == "3_torch_compile")
+    saved = ["adapter", "base"] if name in ("13_lora", "14_qlora") else []
+    assert sorted(path.name for path in folder.iterdir()) == [*saved, "log.txt", "metrics.csv", "run.json"]
+
+
+def record_of(runs, name):
+    return json.loads((runs(name)[1] / "runs" / name / "1" / "run.json").read_text(encoding="utf-8"))
+
+
+def test_every_rung_trains_on_the_same_samples_in_the_same_effective_batches(runs, tmp_path):
+    """`samples_hash` is of the rows of every effective batch, in order, as the train loop got them."""
+    batches = list(EffectiveBatchSampler(np.ones(96, int), np.ones(96, int), settings_for(tmp_path), 0, 1))
+    expected = ""
+    for batch in batches:
+        content = expected.encode() + np.asarray(batch.rows, "<i8").tobytes()
+        expected = hashlib.sha256(content).hexdigest()[:16]
+    assert len(batches) == 6
+    for name in QUICK[1:]:
+        assert record_of(runs, name)["results"]["samples_hash"] == expected, name
+        assert record_of(runs, name)["data"] == record_of(runs, "2_grad_accum")["data"]
+    assert record_of(runs, QUICK[0])["results"]["samples_hash"] != expected, "rung 1 steps after each sample"
+
+
+def test_the_first_losses_are_equal_or_near_in_every_rung(runs):
+    """Of the first effective batch of 16: equal in exact rungs, near in the low-precision ones."""
+    first = {name: float(re.search(r"Loss: ([\d.]+)", finished(runs(name)[0]))[1]) for name in QUICK}
+    for name in QUICK[2:]:
+        assert first[name] == pytest.approx(first["2_grad_accum"], rel=0.02), name
+
+
+def losses(runs, name):
+    with open(runs(name)[1] / "runs" / name / "1" / "metrics.csv", newline="") as file:
+        return [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
+
+
+def test_what_changes_no_number_changes_no_bit(runs):
+    """Activations computed again and weights made in place; sharding on one device, parked on the CPU or not."""
+    assert losses(runs, "7_grad_checkpointing") == losses(runs, "5_low_precision")
+    assert losses(runs, "11_fsdp_cpu_offload") == losses(runs, "10_fsdp")
+    assert losses(runs, "9_ddp") == losses(runs, "4_mixed_precision")
+
+
+@pytest.mark.slow
+def test_compiled_and_eager_agree_and_lengths_share_their_graphs(runs):
+    assert losses(runs, "3_torch_compile") == pytest.approx(losses(runs, "2_grad_accum"), abs=1e-4)
+    results = record_of(runs, "3_torch_compile")["results"]
+    assert results["samples_hash"] == record_of(runs, "2_grad_accum")["results"]["samples_hash"]
+    assert results["compiled_graphs"] <= 4, "one graph forward, one backward, one or two for evaluation"
+    assert 0 < results["compile_seconds"] < results["elapsed_seconds"]
+
+
+def code_lines(path):
+    """Lines without the docstring and blank ones."""
+    return [line for line in path.read_text().split('"""', 2)[2].splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("path", RUNGS, ids=NAMES)
+def test_a_rung_is_short_and_near_the_one_it_builds_on(path):
+    source = path.read_text()
+    assert len(source.splitlines()) <= 70
+    parent = re.search(r"Builds on (\d\w*\.py)", source)
+    if path == RUNGS[0]:
+        assert parent is None
+        return
+    difference = list(difflib.unified_diff(code_lines(SRC / parent[1]), code_lines(path), n=0, lineterm=""))[2:]
+    changed = [line for line in difference if line[0] in "+-"]
+    assert 0 < len(changed) <= 12
+    assert any("# NEW" in line for line in changed if line[0] == "+")
+
+
+def test_deepspeed_without_a_gpu_is_one_line(tmp_path):
+    process = run_script(SRC / "12_deepspeed_zero.py", *SMALL, cwd=tmp_path)
+    assert process.returncode == 2
+    assert process.stderr.splitlines()[-1].startswith("error: ")
+    assert "CUDA" in process.stderr
+    assert "src/10_fsdp.py" in process.stderr
+
+
+def test_weights_made_on_the_device_are_those_of_the_checkpoint(tmp_path):
+    """Pretrained weights: the same losses as rung 5's, bit by bit. Checkpoint: half precision, of another rung."""
+    small = [*SMALL, "--micro_batch_size", 4]
+    finished(run_script(SRC / "2_grad_accum.py", *small, "--save", "consolidated", cwd=tmp_path))
+    model = tmp_path / "runs" / "2_grad_accum" / "1" / "model"
+    found = {}
+    for name in ("5_low_precision", "8_init_on_device"):
+        finished(run_script(SRC / f"{name}.py", *small, "--from_scratch", "false", "--model", model, cwd=tmp_path))
+        with open(tmp_path / "runs" / name / "1" / "metrics.csv", newline="") as file:
+            found[name] = [row["loss"] for row in csv.DictReader(file) if row["loss"]]
+    assert found["5_low_precision"] == found["8_init_on_device"]
+
+
+@pytest.mark.parametrize("config", ["llama-tiny", "qwen3-tiny"])
+def test_other_architectures_train(tmp_path, config):
+    arguments = [*SMALL, "--model", MODELS / f"{config}.json", "--micro_batch_size", 4]
+    stdout = finished(run_script(SRC / "2_grad_accum.py", *arguments, cwd=tmp_path))
+    assert f"{config}.json · seed 123 · batch 16 = 4 x 4" in stdout
+    assert "Test accuracy" in stdout
+
+
+def test_two_runs_get_two_folders_and_a_second_start_tokenises_nothing(tmp_path, cache):
+    before = set(cache.rglob("*"))
+    for _ in range(2):
+        finished(run_script(SRC / "1_batch_size_1.py", *SMALL, "--train_samples", 24, cwd=tmp_path))
+        if before != set(cache.rglob("*")):
+            before, made = set(cache.rglob("*")), before
+            assert made != before
+    assert before == set(cache.rglob("*"))
+    assert sorted(path.name for path in (tmp_path / "runs" / "1_batch_size_1").iterdir()) == ["1", "2"]
+
+
+def test_the_quickstart_touches_no_network(tmp_path):
+    """In a network namespace without any interface."""
+    unshare = shutil.which("unshare")
+    if not unshare or subprocess.run([unshare, "-n", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to make a network namespace (unshare -n)")
+    command = [unshare, "-n", sys.executable, str(SRC / "2_grad_accum.py"), *SMALL]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert "Test accuracy" in finished(process)
+
+
+def test_help_names_every_setting(tmp_path):
+    stdout = finished(run_script(SRC / "4_mixed_precision.py", "--help", cwd=tmp_path))
+    assert "--micro_batch_tokens" in stdout
+    assert "16-bit activations" in stdout

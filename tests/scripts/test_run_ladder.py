@@ -1,0 +1,83 @@
+"""The whole ladder by one command: what is left out, what fails, and that nothing finished is run again."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from time import monotonic, sleep
+
+import pytest
+from support.helpers import ROOT, SMALL, finished, run_script
+
+SCRIPT = ROOT / "scripts" / "run_ladder.py"
+FEW = [*SMALL, "--micro_batch_size", "4", "--batch_size", "8"]
+
+
+def runs_of(folder):
+    """Rungs and seeds of the finished runs, in the order in which they were made."""
+    records = sorted(folder.glob("*/*/run.json"), key=lambda path: path.stat().st_mtime)
+    found = [json.loads(path.read_text()) for path in records]
+    return [(run["settings"]["name"], run["settings"]["seed"]) for run in found if run["status"] == "finished"]
+
+
+def test_it_says_what_it_leaves_out_goes_on_after_a_failure_and_compares(tmp_path):
+    (tmp_path / "ladder").mkdir()
+    (tmp_path / "ladder" / "4_mixed_precision").write_text("in the way of a folder")
+    arguments = ["--rungs", "2,4,5_low_precision,12", "--runs_dir", "ladder", "--html", "report.html", *FEW]
+    process = run_script(SCRIPT, *arguments, cwd=tmp_path)
+    assert process.returncode == 1, process.stderr
+    lines = process.stdout.splitlines()
+    assert lines.index("2_grad_accum can run here") < lines.index("[1/3] 2_grad_accum, seed 123")
+    assert any(line.startswith("Left out: 12_deepspeed_zero: 12_deepspeed_zero needs a CUDA GPU") for line in lines)
+    assert "[2/3] 4_mixed_precision, seed 123: failed; the others go on" in lines
+    assert any(line.startswith("Failed: 4_mixed_precision, seed 123: cannot write --runs_dir ladder") for line in lines)
+    assert runs_of(tmp_path / "ladder") == [("2_grad_accum", 123), ("5_low_precision", 123)]
+    table = process.stdout.split("Failed: ")[-1]
+    assert re.search(r"│ 2_grad_accum +│ reference", table)
+    assert re.search(r"│ 5_low_precision +│ precision bf16-true", table)
+    assert "5_low_precision" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    again = finished(run_script(SCRIPT, "--rungs", "2,5", "--runs_dir", "ladder", *FEW, cwd=tmp_path))
+    assert "[2/2] 5_low_precision, seed 123: finished before, in ladder/5_low_precision/1\n" in again
+    assert len(runs_of(tmp_path / "ladder")) == 2
+
+
+@pytest.mark.slow
+def test_killed_and_started_again_it_repeats_no_finished_run(tmp_path):
+    """Killed with its rung in the second of four runs; then once more when all is done."""
+    arguments = ["--rungs", "1,2", "--seeds", "2", "--runs_dir", "ladder", *FEW]
+    command = [sys.executable, str(SCRIPT), *arguments]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, start_new_session=True)
+    deadline = monotonic() + 200
+    while runs_of(tmp_path / "ladder") != [("1_batch_size_1", 123)]:
+        assert process.poll() is None
+        assert monotonic() < deadline
+        sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    stdout = finished(run_script(SCRIPT, *arguments, cwd=tmp_path))
+    assert "[1/4] 1_batch_size_1, seed 123: finished before, in ladder/1_batch_size_1/1\n" in stdout
+    everything = [(name, seed) for name in ("1_batch_size_1", "2_grad_accum") for seed in (123, 124)]
+    assert runs_of(tmp_path / "ladder") == everything
+    assert "mean of seeds 123, 124" in stdout
+    assert finished(run_script(SCRIPT, *arguments, cwd=tmp_path)).count("finished before") == 4
+    assert runs_of(tmp_path / "ladder") == everything
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--rungs", "2,99"], "there is no rung 99: give numbers from 1 to "),
+        (["--seeds", "0"], "--seeds 0: must be at least 1"),
+        (["--rungs", "1,2", "--batch_sise", "2"], "none of these rungs can run here with these options"),
+        (["--html", "there.html"], "there.html"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, arguments, line):
+    (tmp_path / "there.html").write_text("")
+    process = run_script(SCRIPT, *arguments, cwd=tmp_path)
+    assert process.returncode == 2
+    assert line in process.stderr.splitlines()[-1]
+    assert "Traceback" not in process.stderr
+    assert not (tmp_path / "runs").exists()

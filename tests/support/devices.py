@@ -1,0 +1,29 @@
+"""Runs of rungs that are compared across numbers of processes: their sizes, and what must be the same."""
+
+import csv
+import json
+
+import pytest
+
+# 101 = 6 x 16 + 5 training samples: the last batch gives three ranks 2, 2 and 1; 33 test samples are odd for all
+SIZES = "--train_samples 101 --validation_samples 21 --test_samples 33 --log_every 1 --eval_batch_tokens 400".split()
+SIZES += ["--micro_batch_size", "2", "--precision", "32-true"]
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+def read(folder):
+    """Losses and learning rates of all steps, and what run.json says."""
+    with open(folder / "metrics.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["loss"]]
+    losses, rates = ([float(row[name]) for row in rows] for name in ("loss", "learning_rate"))
+    return losses, rates, json.loads((folder / "run.json").read_text())["results"]
+
+
+def same(first, second, abs=1e-5):
+    """Assert that two runs printed the same losses and accuracies."""
+    (losses, rates, results), (others, other_rates, other) = read(first), read(second)
+    assert len(losses) == 7
+    assert others == pytest.approx(losses, abs=abs)
+    assert rates == other_rates
+    assert other["epochs"] == [pytest.approx(epoch, abs=abs) for epoch in results["epochs"]]
+    assert (other["test_samples"], other["test_accuracy"]) == (33, results["test_accuracy"])

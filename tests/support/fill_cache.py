@@ -1,0 +1,18 @@
+"""Wait until the file `go` is there, then load texts.csv, and print what came of it.
+
+python fill_cache.py READY MODEL: writes the file READY before it waits.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+from fabric_ladder.settings import DataSettings
+from local_dataset_utilities import load_datasets
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).touch()
+    while not Path("go").exists():
+        time.sleep(0.001)
+    datasets = load_datasets(DataSettings(dataset="texts.csv", model=sys.argv[2], cache_dir="cache"))
+    print(datasets.fingerprint, len(datasets.splits["train"]))

@@ -1,0 +1,39 @@
+"""scripts/plan_memory.py on a machine that seems to have two GPUs, of which the smaller one has 1 GB.
+
+A process that was forked after its parent looked for them could not train: such a fork ends everything, by status 77.
+The last line is the number of other forks.
+"""
+
+import os
+import runpy
+import sys
+from types import SimpleNamespace
+
+import torch
+
+GPUS = [SimpleNamespace(name="Large", total_memory=8 * 10**9), SimpleNamespace(name="Small", total_memory=10**9)]
+seen, forks = [], []
+
+
+def look_for_gpus(*_):
+    """What initialises CUDA's driver."""
+    found = [] if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else GPUS
+    seen.extend(found)
+    return found
+
+
+def before_fork():
+    if seen:
+        os._exit(77)
+    forks.append(True)
+
+
+if __name__ == "__main__":
+    torch.cuda.is_available = lambda: bool(look_for_gpus())
+    torch.cuda.device_count = lambda: len(look_for_gpus())
+    torch.cuda.get_device_properties = lambda number: look_for_gpus()[number]
+    os.register_at_fork(before=before_fork)
+    os.sched_getaffinity = lambda _: {0, 1}
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    print(len(forks))

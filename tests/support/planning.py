@@ -1,0 +1,131 @@
+"""Small models for the planner, and what their real tensors hold."""
+
+import json
+
+import torch
+import torch.distributed as dist
+from lightning import Fabric
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.fsdp import fully_shard
+
+from fabric_ladder import build_model, build_optimizer
+from fabric_ladder.distributed.fsdp import fsdp_strategy, sharding_policy, transformer_blocks
+from fabric_ladder.planning.predict import blank_datasets, largest_batches
+from fabric_ladder.planning.tracker import Peak, PeakTracker
+from fabric_ladder.runs.metrics import Meter
+from fabric_ladder.training.gradients import accumulate_gradients
+from support.helpers import MODELS, settings_for
+
+VIT = {"model_type": "vit", "image_size": 64, "patch_size": 8, "hidden_size": 64, "num_hidden_layers": 2,
+       "num_attention_heads": 4, "intermediate_size": 256}  # fmt: skip
+PIXELS, PATCHES = 64, 65
+NO_PEAK = Peak(0, 0, 0, 0, 0, 0, 0, "training", [])
+
+
+def case(tmp_path, family, **values):
+    """Settings of a small model, and the largest micro-batches of its training and its evaluation."""
+    path = MODELS / "bloom-quickstart.json"
+    if family == "vit":
+        path = tmp_path / "vit.json"
+        path.write_text(json.dumps(VIT))
+        values["task"] = "image-classification"
+    if family == "bloom-lm":
+        values |= {"task": "instruction-tuning", "loss_chunk": 64}
+    settings = settings_for(tmp_path, **({"batch_size": 8, "model": str(path), "from_scratch": True} | values))
+    return settings, *(largest_batches(settings, PATCHES, PIXELS) if family == "vit" else largest_batches(settings, 96))
+
+
+def build(settings):
+    return build_model(settings, blank_datasets(2, PIXELS if settings.task == "image-classification" else None))
+
+
+def count_weights(settings):
+    return sum(parameter.numel() for parameter in build(settings).parameters())
+
+
+class Unmoved:
+    """An input that takes no memory before it is moved to the device."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def to(self, device, **_):
+        return torch.zeros_like(self.tensor, device=device)
+
+
+def real(micro_batch):
+    """Real tensors of these shapes."""
+    return micro_batch._replace(inputs={name: Unmoved(tensor) for name, tensor in micro_batch.inputs.items()})
+
+
+def measured_peak(settings, micro_batches):
+    """Bytes that real tensors hold at the peak of the second step, under PyTorch's own tracker.
+
+    Which dies of frozen parameters: those of adapters are counted by ours.
+    """
+    fabric = Fabric(accelerator="cpu", devices=1, precision=settings.precision)
+    model = fabric.setup(build(settings))
+    optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
+    tracker = PeakTracker() if settings.lora else MemTracker()
+
+    def step():
+        for micro_batch in micro_batches:
+            if not settings.lora:
+                tracker.reset_mod_stats()  # or it refuses a second pass
+            accumulate_gradients(fabric, model, [real(micro_batch)], Meter(fabric))
+        if settings.max_grad_norm:
+            fabric.clip_gradients(model, optimizer, max_norm=settings.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    if settings.lora:
+        for parameter in model.parameters():
+            tracker.watch(parameter)
+        for state in optimizer.optimizer.state.values():
+            for tensor in state.values():
+                tracker.hold(tensor, "optimizer_state")
+        with tracker:
+            step()
+        return tracker.peak().total
+    tracker.track_external(model, optimizer.optimizer)
+    with tracker:
+        step()
+    return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+
+
+def sharded_peak(settings, micro_batches):
+    """The same under FSDP over gloo, of each of the settings' ranks; `host` too.
+
+    PyTorch's own tracker for FSDP follows one pass only, so it is ours on real tensors.
+    """
+
+    def shard(model, mesh):
+        options = sharding_policy(settings, mesh)
+        for block in transformer_blocks(model):
+            fully_shard(block, **options)
+        return fully_shard(model, **options)
+
+    strategy = fsdp_strategy(settings, shard)
+    fabric = Fabric(accelerator="cpu", devices=settings.devices, precision=settings.precision, strategy=strategy)
+    fabric.launch()
+    try:
+        model = fabric.setup(build(settings))
+        optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
+        tracker, parked = PeakTracker(), settings.offload
+        with tracker:
+            for _ in range(2):
+                for parameter in model.parameters():
+                    tracker.watch(parameter, parked=parked)
+                for state in optimizer.optimizer.state.values():
+                    for tensor in state.values():
+                        tracker.hold(tensor, "host" if parked else "optimizer_state")
+                tracker.forget_peak()
+                with tracker.at("training", gathering=True):
+                    accumulate_gradients(fabric, model, list(map(real, micro_batches)), Meter(fabric))
+                with tracker.at("optimizer", on_host=parked):
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return tracker.peak()
+    finally:
+        dist.destroy_process_group()

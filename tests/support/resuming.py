@@ -1,0 +1,98 @@
+"""Runs in this process that are stopped and go on, and what must be the same at their end, bit by bit."""
+
+import contextlib
+import csv
+import io
+import json
+import os
+import re
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from fabric_ladder.checkpoints.sharded import read_index, read_tensors
+from support.helpers import SRC
+
+SIZES = "--train_samples 60 --validation_samples 12 --test_samples 9 --log_every 24 --epochs 2 --batch_size 8".split()
+SIZES += ["--threads", "1"]
+
+
+class Does(io.StringIO):
+    """Does something, once, as soon as a text is printed; nothing without a text."""
+
+    def __init__(self, text, action):
+        super().__init__()
+        self.text, self.action = text, action
+
+    def write(self, printed):
+        super().write(printed)
+        if self.text and self.text in self.getvalue():
+            self.text = None
+            self.action()
+
+
+def run_here(name, cwd, *arguments, at=None, number=signal.SIGTERM, names=None):
+    """Run a rung (or a script, with more names) in this process; return its exit status and what it printed."""
+    before = os.getcwd(), sys.argv
+    stdout, status = Does(at, lambda: os.kill(os.getpid(), number)), 0
+    os.chdir(cwd)
+    sys.argv = [str(name if isinstance(name, Path) else SRC / f"{name}.py"), *SIZES, *map(str, arguments)]
+    try:
+        with contextlib.redirect_stdout(stdout):
+            runpy.run_path(sys.argv[0], names, run_name="__main__")
+    except SystemExit as end:
+        status = end.code or 0
+    finally:
+        os.chdir(before[0])
+        sys.argv = before[1]
+    return status, stdout.getvalue()
+
+
+def tensors_of(checkpoint):
+    """All tensors of the model and the optimizer."""
+    saved = read_index(checkpoint / "state").state_dict_metadata
+    tensors = {name: torch.zeros(item.size, dtype=item.properties.dtype) for name, item in saved.items()}
+    read_tensors(tensors, checkpoint / "state", alone=True)
+    return tensors
+
+
+def checkpoints(folder):
+    return sorted((folder / "checkpoints").iterdir())
+
+
+def lines_of(folder):
+    """The log without the times and the memory, which differ from run to run."""
+    lines = (folder / "log.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if not re.match("Time elapsed|Throughput|Memory|Host memory", line)]
+
+
+def rows_of(folder):
+    with open(folder / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        for name in ("seconds", "samples_per_second", "peak_memory_bytes"):
+            del row[name]
+    return rows
+
+
+def assert_same(folder, undisturbed):
+    """Weights, optimizer, printed lines and figures are the same, bit by bit."""
+    mine, theirs = tensors_of(checkpoints(folder)[-1]), tensors_of(checkpoints(undisturbed)[-1])
+    assert mine.keys() == theirs.keys()
+    assert any(name.startswith("model.") for name in mine)
+    for name, tensor in mine.items():
+        assert torch.equal(tensor, theirs[name]), name
+    assert lines_of(folder) == lines_of(undisturbed)
+    assert rows_of(folder) == rows_of(undisturbed)
+    records = [json.loads((each / "run.json").read_text()) for each in (folder, undisturbed)]
+    assert records[0]["status"] == "finished"
+    assert records[0]["results"]["samples_hash"] == records[1]["results"]["samples_hash"]
+    assert not [*folder.rglob(".*")], "nothing half-written, no lock"
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch executed",)

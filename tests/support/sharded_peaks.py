@@ -1,0 +1,24 @@
+"""Two optimizer steps of rung 10 or 11 on real tensors, on as many gloo processes as are asked for.
+
+Arguments: settings of the rung, as JSON. The first process prints what its tensors held at their peak, in bytes.
+"""
+
+import json
+import os
+import sys
+
+import torch
+
+from fabric_ladder import Settings
+from fabric_ladder.planning.predict import largest_batches
+from support.planning import sharded_peak
+
+if __name__ == "__main__":
+    values = json.loads(sys.argv[1])
+    length = values.pop("length")
+    settings = Settings(**values)
+    torch.set_num_threads(1)
+    training, _ = largest_batches(settings, length, ranks=settings.devices)
+    peak = sharded_peak(settings, training)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(json.dumps({"total": peak.total, "host": peak.host, "phase": peak.phase}))

@@ -1,0 +1,41 @@
+"""A rung whose process is short of memory from the start of training on, or has a poisoned token.
+
+Arguments: the MB that are left (0: all), the word `poison` or `healthy`, the rung, and its own arguments.
+"""
+
+import resource
+import runpy
+import sys
+from importlib import import_module
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
+from fabric_ladder.training import fitting, loop
+from support.helpers import SRC
+from support.training import poison
+
+PAGE = resource.getpagesize()
+
+
+def little_room(room):
+    import_module("torch._dynamo")  # as the first optimizer step would
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
+    resource.setrlimit(resource.RLIMIT_AS, (held + room * 2**20, resource.RLIM_INFINITY))
+
+
+def spoil(training):
+    if room:
+        little_room(room)
+    if condition == "poison":
+        print("Poisoned", poison(training), flush=True)
+    real(training)
+    if training.run.settings.ranks > 1:  # the stacks of gloo's threads, and DDP's new buckets, would count too
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+if __name__ == "__main__":
+    room, condition, rung = int(sys.argv[1]), sys.argv[2], SRC / f"{sys.argv[3]}.py"
+    sys.argv = [str(rung), *sys.argv[4:]]
+    fitting.CLIFFS = ("cuda", "cpu")
+    real, loop.try_longest = loop.try_longest, spoil
+    runpy.run_path(str(rung), run_name="__main__")

@@ -1,0 +1,135 @@
+"""What `fork_server` forks is what Python starts: state, streams, exit status, signals, time limits."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from time import monotonic, sleep
+
+import psutil
+import pytest
+
+from support import fork_server
+from support.helpers import ROOT, SRC
+
+ENVIRONMENT = dict(os.environ)
+
+STATE = """
+import fabric_ladder, json, logging, multiprocessing, os, random, signal, sys, threading, warnings
+import numpy, torch, transformers
+print(json.dumps({
+    "argv": sys.argv, "path": sys.path, "main": [__name__, __file__, sys.modules["__main__"].__file__, str(__spec__)],
+    "cwd": os.getcwd(), "environment": dict(os.environ), "hook": sys.excepthook is sys.__excepthook__,
+    "warnings": [str(one) for one in warnings.filters], "threads": threading.active_count(),
+    "signals": [str(signal.getsignal(number)) for number in (2, 13, 15, 17)],
+    "starts": multiprocessing.get_start_method(), "blocked": list(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+    "loggers": {name: [logging.getLogger(name).level, len(logging.getLogger(name).handlers)]
+                for name in ("", "transformers", "lightning", "lightning.fabric", "torch", "datasets", "py.warnings")},
+    "torch": [torch.get_num_threads(), str(torch.get_default_dtype()), torch.is_grad_enabled()],
+    "streams": [[one.fileno(), one.encoding, one.line_buffering] for one in (sys.stdin, sys.stdout, sys.stderr)],
+    "descriptors": sorted(file for file in map(int, os.listdir("/proc/self/fd")) if file < 3),
+}), flush=True)
+print(random.random(), numpy.random.random(), torch.initial_seed(), file=sys.stderr)
+"""
+ENDS = {
+    "as usual": "import atexit; atexit.register(print, 'at the end'); print('unflushed', end='')",
+    "status": "import sys; print('said'); sys.exit(7)",
+    "message": "raise SystemExit('a message')",
+    "a bug": "print('before')\n1 / 0",
+    "a hook's own status": "import sys\ndef hook(*_):\n    raise SystemExit(2)\nsys.excepthook = hook\n1 / 0",
+    "a signal": "import os; os.kill(os.getpid(), 9)",
+    "interrupted": "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)",
+    "a thread": "import threading, time; threading.Thread(target=lambda: time.sleep(0.2) or print('late')).start()",
+    "a child": "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(5)']); print('mine')",
+    "no input": "print(repr(input()))",
+}
+
+
+def both(script, *arguments, cwd, environment):
+    """Run a script by the server, and by Python."""
+    command = [str(script), *arguments]
+    options = {"cwd": cwd, "env": environment, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    fresh = subprocess.run([sys.executable, *command], **options, check=False)
+    return fork_server.fork(command, str(cwd), environment, 60), fresh
+
+
+def test_a_fork_has_the_state_of_a_fresh_process(tmp_path):
+    """But for its imports. Random numbers that nobody has seeded differ."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "state.py").write_text(STATE)
+    environment = ENVIRONMENT | {"FABRIC_LADDER_CACHE": "elsewhere"}
+    environment.pop("FABRIC_LADDER_DATA", None)
+    arguments = ("--a", "b c", "ü")
+    forked, fresh = both(tmp_path / "scripts" / "state.py", *arguments, cwd=tmp_path, environment=environment)
+    again = fork_server.fork([str(tmp_path / "scripts" / "state.py"), *arguments], str(tmp_path), environment, 60)
+    assert forked.stdout == fresh.stdout
+    numbers = [process.stderr.splitlines()[-1].split() for process in (forked, fresh, again)]
+    assert len({number for pair in numbers for number in pair}) == 9
+    assert len(forked.stderr.splitlines()) == len(fresh.stderr.splitlines()) == 1, "imports print nothing"
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_fork_ends_as_a_fresh_process_ends(tmp_path, end):
+    (tmp_path / "end.py").write_text(ENDS[end])
+    forked, fresh = both(tmp_path / "end.py", cwd=tmp_path, environment=ENVIRONMENT)
+    assert (forked.returncode, forked.stdout) == (fresh.returncode, fresh.stdout)
+    assert forked.stderr.splitlines()[-1:] == fresh.stderr.splitlines()[-1:]  # a traceback begins further out
+    assert ("Traceback" in forked.stderr) == ("Traceback" in fresh.stderr)
+
+
+def test_a_time_limit_ends_the_process_and_its_children(tmp_path):
+    (tmp_path / "long.py").write_text(
+        "import subprocess, sys\nprint('begun', flush=True)\n"
+        "child = subprocess.Popen(['sleep', '1000'])\nprint(child.pid, flush=True)\nchild.wait()\n"
+    )
+    with pytest.raises(subprocess.TimeoutExpired) as caught:
+        fork_server.fork([str(tmp_path / "long.py")], str(tmp_path), ENVIRONMENT, 2)
+    begun, child = caught.value.stdout.decode().split()
+    assert begun == "begun"
+    deadline = monotonic() + 10
+    while psutil.pid_exists(int(child)) and psutil.Process(int(child)).status() != psutil.STATUS_ZOMBIE:
+        assert monotonic() < deadline
+        sleep(0.05)
+
+
+def test_the_server_has_no_second_thread(tmp_path):
+    """Only the thread that forks is in the fork: a lock that another one holds would stay locked."""
+    (tmp_path / "threads.py").write_text(
+        "import os, sys\nfrom pathlib import Path\nserver = str(os.getppid())\n"
+        "tasks = [task for task in Path('/proc', server, 'task').iterdir() if task.name != server]\n"
+        "print(*{(task / 'comm').read_text().strip() for task in tasks}, 'deepspeed' in sys.modules, sep='\\n')"
+    )
+    *threads, deepspeed = fork_server.fork(
+        [str(tmp_path / "threads.py")], str(tmp_path), ENVIRONMENT, 60
+    ).stdout.split()
+    assert set(threads) <= {"jemalloc_bg_thd"}  # pyarrow's; jemalloc looks after its locks in a fork
+    assert deepspeed == "False"
+
+
+def test_what_could_differ_is_started_fresh(tmp_path, monkeypatch):
+    monkeypatch.delenv("FABRIC_LADDER_FRESH_PROCESSES", raising=False)
+
+    def forked(script, *arguments, **environment):
+        return fork_server.can_be_forked(script, arguments, ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ""} | environment)
+
+    assert forked(SRC / "2_grad_accum.py", "--train_samples", "8", HF_HUB_OFFLINE="1") == (sys.platform == "linux")
+    assert not forked(SRC / "2_grad_accum.py", SLURM_PROCID="1")
+    assert not forked(SRC / "2_grad_accum.py", OMP_NUM_THREADS="7")
+    assert not forked(SRC / "3_torch_compile.py")
+    assert not forked(SRC / "2_grad_accum.py", "--compile", "true")
+    assert not forked(ROOT / "scripts" / "doctor.py")
+    assert not forked(ROOT / "tests" / "support" / "deepspeed_script.py")
+    assert not forked(tmp_path / "2_grad_accum.py")
+
+
+def test_two_forks_run_side_by_side(tmp_path):
+    (tmp_path / "meet.py").write_text(
+        "import os, sys, time\nmine, other = sys.argv[1:]\nopen(mine, 'w').close()\n"
+        "while not os.path.exists(other):\n    time.sleep(0.02)\n"
+    )
+    with ThreadPoolExecutor(2) as pool:
+        runs = [
+            pool.submit(fork_server.fork, [str(tmp_path / "meet.py"), *names], str(tmp_path), ENVIRONMENT, 30)
+            for names in (("a", "b"), ("b", "a"))
+        ]
+    assert [run.result().returncode for run in runs] == [0, 0]

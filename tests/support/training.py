@@ -1,0 +1,92 @@
+"""Training in this process, and rungs whose process is short of memory or has a poisoned token."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import torch
+from lightning import Fabric
+
+from fabric_ladder import Run, build_dataloaders, build_optimizer, evaluate, train
+from support.helpers import ROOT, SMALL, free_port, settings_for, tiny_model, token_datasets
+
+SCRIPT = ROOT / "tests" / "support" / "spoilt_script.py"
+SIZES = [*SMALL, "--eval_batch_tokens", "100", "--threads", "1", "--precision", "32-true"]
+# the memory of the process then goes up and down with its tensors, so that a limit decides alike each time
+PLAIN = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
+
+
+def start(cwd, room, rung, *arguments, condition="healthy", **environment):
+    cwd.mkdir(exist_ok=True)
+    command = [sys.executable, str(SCRIPT), str(room), condition, rung, *SIZES, *map(str, arguments)]
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=os.environ | PLAIN | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def alone(*args, **options):
+    process = start(*args, **options)
+    return (*process.communicate(timeout=200), process.returncode)
+
+
+def two(cwd, rooms, rung, *arguments, condition="healthy"):
+    """Two ranks, of unlike room."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "NODE_RANK": "0"}
+    ranks = [
+        start(cwd, room, rung, "--devices", 2, *arguments, condition=condition, LOCAL_RANK=str(rank), **common)
+        for rank, room in enumerate(rooms)
+    ]
+    return [(*process.communicate(timeout=200), process.returncode) for process in ranks]
+
+
+def read(cwd, rung):
+    with open(cwd / "runs" / rung / "1" / "metrics.csv", newline="") as file:
+        losses = [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
+    return losses, json.loads((cwd / "runs" / rung / "1" / "run.json").read_text())
+
+
+def run_training(tmp_path, model=None, datasets=None, precision="32-true", prepare=None, **values):
+    """Train in this process; return the run and the trained model."""
+    fabric = Fabric(accelerator="cpu", devices=1, precision=precision)
+    fabric.launch()
+    settings = settings_for(tmp_path, precision=precision, **({"learning_rate": 1e-2} | values))
+    run = Run(fabric, settings)
+    datasets = datasets or token_datasets()
+    loaders = build_dataloaders(fabric, datasets, settings)
+    model = model or tiny_model()
+    optimizer = build_optimizer(settings, model)
+    if prepare:
+        prepare(model, optimizer)
+    model, optimizer = fabric.setup(model, optimizer)
+    train(run, model, optimizer, *loaders[:2])
+    evaluate(run, model, loaders[2])
+    return run, model
+
+
+def printed(run, column):
+    """A column of a run's metrics.csv, in full precision, of the rows that have a loss."""
+    with open(run.folder / "metrics.csv", newline="") as file:
+        return [float(row[column]) for row in csv.DictReader(file) if row["loss"]]
+
+
+def losses(run):
+    return printed(run, "loss")
+
+
+def poison(training):
+    """Make the embedding of a token infinite that stands in a single sample; return the sample's row."""
+    rows = training.train_loader.dataset.split["input_ids"][:]
+    tokens = np.concatenate([np.unique(row) for row in rows])
+    token = int(np.flatnonzero(np.bincount(tokens) == 1)[0])
+    weight = next(each for name, each in training.model.named_parameters() if name.endswith("word_embeddings.weight"))
+    with torch.no_grad():
+        weight[token] = torch.inf
+    return next(number for number, row in enumerate(rows) if token in row)

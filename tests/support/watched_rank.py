@@ -1,0 +1,31 @@
+"""A rank that waits for the others in a collective that never ends, under a watch with the patience of five seconds.
+
+Arguments: its number, the number of ranks, the port of rank 0. The watch is imported alone, without the package.
+"""
+
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from time import sleep
+
+import torch.distributed as dist
+
+WATCH = Path(__file__).parents[2] / "src" / "fabric_ladder" / "distributed" / "watch.py"
+
+if __name__ == "__main__":
+    rank, ranks, port = map(int, sys.argv[1:])
+    spec = spec_from_file_location("watch", WATCH)
+    spec.loader.exec_module(module := module_from_spec(spec))
+    module.PATIENCE = 5.0
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    watch = module.RankWatch()
+    watch.meet()
+    print("met", flush=True)
+    if rank == 1:
+        sleep(600)  # the collective of the others has to wait for it
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        if not module.lost_contact(error):
+            raise
+        watch.join()  # it ends this process

@@ -1,0 +1,58 @@
+"""Errors that no bad input can provoke on this machine, or that come from the libraries below."""
+
+import re
+
+import pytest
+import torch
+from support.helpers import SMALL, SRC, run_script, settings_for
+
+from fabric_ladder import UserError
+from fabric_ladder.advice import explain
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "expected"),
+    [
+        (
+            "2_grad_accum",
+            {"micro_batch_size": 8},
+            r": python src/2_grad_accum.py --micro_batch_size 4 \(the same [^;]*; python src/5_low_precision.py, "
+            r"which [^;]*; "
+            r"--activ[^;]*; --max_length 512$",
+        ),
+        ("3_torch_compile", {"micro_batch_size": 1}, r"Next to try: python src/5_low_precision\.py"),
+        (
+            "4_mixed_precision",
+            {"micro_batch_tokens": 4096},
+            r"--micro_batch_tokens 2048 [^;]*; python src/5_low_precision\.py",
+        ),
+        ("5_low_precision", {"micro_batch_size": 1}, r"Next to try: python src/6_lean_optimizer\.py"),
+        ("7_grad_checkpointing", {"activation_checkpointing": True}, r"src/6_lean_optimizer\.py[^;]*; --max_length"),
+        ("9_ddp", {"task": "image-classification"}, r"src/10_fsdp\.py[^;]*; --activation_checkpointing true[^;]*$"),
+        ("2_grad_accum", {"attention": "eager"}, r"Next to try: --attention fused[^;]*; python"),
+        ("12_deepspeed_zero", {}, r"--deepspeed zero3_offload"),
+        ("6_lean_optimizer", {"micro_batch_size": 1}, r"Next to try: python src/13_lora\.py"),
+        ("13_lora", {"task": "instruction-tuning"}, r"src/14_qlora\.py[^;]*; --activ[^;]*; --max_length 512$"),
+    ],
+)
+def test_out_of_memory_names_the_next_things_to_try(tmp_path, name, values, expected):
+    settings = settings_for(tmp_path, name=name, **values)
+    with pytest.raises(RuntimeError, match="allocate") as caught:
+        torch.empty(2**60, dtype=torch.uint8)
+    for error in (caught.value, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")):
+        line = explain(error, settings)
+        assert line.startswith("out of memory (")
+        assert re.search(expected, line)
+
+
+def test_a_bug_is_not_explained_away():
+    assert explain(ValueError("a bug")) is None
+    assert explain(UserError("mend it")) == "mend it"
+
+
+def test_a_missing_compiler_is_one_line(tmp_path):
+    environment = {"CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    process = run_script(SRC / "3_torch_compile.py", *SMALL, cwd=tmp_path, **environment)
+    assert process.returncode == 2
+    assert "Traceback" not in process.stderr
+    assert process.stderr.splitlines()[-1].startswith("error: torch.compile needs a C++ compiler")

@@ -1,0 +1,325 @@
+"""Settings: which source wins, what is suggested, what is refused, and what the hardware decides."""
+
+import dataclasses
+import re
+import sys
+
+import pytest
+import torch
+import yaml
+from support.helpers import MODELS, ROOT
+
+from fabric_ladder import Settings, UserError, parse_settings
+from fabric_ladder.environment import mixed_precision
+from fabric_ladder.settings import INTERNAL
+
+BLOOM = ["--model", str(MODELS / "bloom-quickstart.json"), "--from_scratch", "true"]
+NAMES = [field.name for field in dataclasses.fields(Settings) if field.name not in INTERNAL]
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch, tmp_path):
+    """An empty folder, no GPU, and Python's own excepthook afterwards, which `parse_settings` replaces."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Pretend that there is a GPU of some compute capability; PyTorch says of all of them that they do bfloat16."""
+
+    def pretend(*capability):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla T4")
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: True)
+
+    return pretend
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Write a YAML file into a folder of its own; return the arguments that name it."""
+
+    def write(text):
+        path = tmp_path / "elsewhere" / "own.yaml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return ["--config", str(path)]
+
+    return write
+
+
+def refusal(*args, **defaults):
+    """The one line that refuses these arguments."""
+    with pytest.raises(UserError) as error:
+        parse_settings([*BLOOM, *args], **defaults)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("script", "file", "line", "expected"),
+    [({}, "", [], 1), ({"batch_size": 16}, "", [], 16), ({"batch_size": 16}, "batch_size: 8", [], 8),
+     ({"batch_size": 16}, "batch_size: 8", ["--batch_size", "4"], 4), ({}, "", ["--batch_size=4"], 4)],
+)  # fmt: skip
+def test_the_command_line_wins_over_yaml_and_yaml_over_the_script(config, script, file, line, expected):
+    settings = parse_settings([*config(file), *BLOOM, *line], **script)
+    assert settings.batch_size == settings.micro_batch_size == expected
+
+
+def test_all_sources_are_merged(config):
+    args = [*config("epochs: 3\nmicro_batch_size: null\nfrom_scratch: true"), *BLOOM[:2], "--seed", "7"]
+    settings = parse_settings(args, batch_size=16, micro_batch_size=1)
+    assert (settings.epochs, settings.seed, settings.batch_size, settings.from_scratch) == (3, 7, 16, True)
+    assert settings.micro_batch_size == 16, "null in a file takes back the script's own value"
+
+
+def test_relative_paths_in_yaml_are_looked_for_beside_the_file(config, tmp_path):
+    """All five settings that may be paths; what is not there stays as it is written."""
+    args = config(
+        "{dataset: a.csv, validation_file: b.csv, test_file: c.csv, tokenizer: t, model: m.json, from_scratch: true}"
+    )
+    beside = tmp_path / "elsewhere"
+    for name in ("a.csv", "b.csv", "t"):
+        (beside / name).touch()
+    (beside / "m.json").write_bytes((MODELS / "bloom-quickstart.json").read_bytes())
+    settings = parse_settings(args)
+    found = (settings.dataset, settings.validation_file, settings.tokenizer, settings.model)
+    assert found == tuple(str(beside / name) for name in ("a.csv", "b.csv", "t", "m.json"))
+    assert settings.test_file == "c.csv"
+
+
+def test_relative_paths_on_the_command_line_are_not(config, tmp_path):
+    args = [*config("seed: 1"), *BLOOM, "--dataset", "a.csv"]
+    (tmp_path / "elsewhere" / "a.csv").touch()
+    assert parse_settings(args).dataset == "a.csv"
+
+
+def test_a_config_that_comes_along_is_found_by_its_name():
+    settings = parse_settings(["--config", "imdb_minilm.yaml", *BLOOM])
+    assert (settings.dataset, settings.max_length, settings.train_samples) == ("imdb", 256, 2000)
+    assert settings.config == str(ROOT / "configs" / "imdb_minilm.yaml")
+    assert settings.notices == ()
+
+
+def test_a_missing_config_names_those_that_come_along():
+    message = refusal("--config", "nowhere.yaml")
+    assert "no config file nowhere.yaml" in message
+    assert all(path.name in message for path in (ROOT / "configs").glob("*.yaml"))
+
+
+def test_without_a_gpu_the_quickstart_is_taken_and_says_so():
+    settings = parse_settings([], batch_size=16)
+    assert (settings.dataset, settings.max_length, settings.batch_size) == ("synthetic", 512, 16)
+    assert settings.model == str(MODELS / "bloom-quickstart.json")
+    assert settings.accelerator == "cpu"
+    (notice,) = settings.notices
+    for part in ("no CUDA GPU", "quickstart.yaml", "--config configs/imdb_bloom_560m.yaml", "--help"):
+        assert part in notice
+
+
+def test_products_in_32_bit_are_faster_on_a_gpu_unless_the_user_says_otherwise(gpu):
+    assert parse_settings(BLOOM).matmul_precision == "highest"
+    gpu(8, 0)
+    assert parse_settings(BLOOM).matmul_precision == "high"
+    assert parse_settings([*BLOOM, "--matmul_precision", "medium"]).matmul_precision == "medium"
+    assert "one of 'highest', 'high', 'medium'" in refusal("--matmul_precision", "tf32")
+
+
+def test_with_a_gpu_the_defaults_in_code_are_taken(gpu):
+    gpu(8, 0)
+    settings = parse_settings(BLOOM)
+    assert (settings.dataset, settings.max_length, settings.config, settings.notices) == ("imdb", 1024, None, ())
+    assert settings.accelerator == "cuda"
+    assert parse_settings([*BLOOM, "--accelerator", "cpu"]).accelerator == "cpu"
+
+
+def test_the_defaults_are_the_blogs_run():
+    settings = Settings()
+    assert (settings.dataset, settings.model) == ("imdb", "bigscience/bloom-560m")
+    assert (settings.learning_rate, settings.seed) == (5e-5, 123)
+    assert (settings.max_length, settings.epochs) == (1024, 1)
+    values = yaml.safe_load((ROOT / "configs" / "imdb_bloom_560m.yaml").read_text())
+    assert values == {name: getattr(settings, name) for name in values}
+
+
+def test_the_environment_names_the_folders(monkeypatch):
+    monkeypatch.setenv("FABRIC_LADDER_DATA", "/some/data")
+    monkeypatch.setenv("FABRIC_LADDER_CACHE", "/some/cache")
+    settings = parse_settings(BLOOM)
+    assert (settings.data_dir, settings.cache_dir) == ("/some/data", "/some/cache")
+    monkeypatch.delenv("FABRIC_LADDER_DATA")
+    assert parse_settings(BLOOM).data_dir == "data"
+
+
+def test_tokens_take_the_place_of_micro_batch_size():
+    settings = parse_settings([*BLOOM, "--micro_batch_tokens", "512"], batch_size=16, micro_batch_size=1)
+    assert (settings.micro_batch_tokens, settings.micro_batch_size) == (512, None)
+
+
+@pytest.mark.parametrize(
+    ("capability", "precision"), [((7, 0), "16-mixed"), ((7, 5), "16-mixed"), ((8, 0), "bf16-mixed")]
+)
+def test_mixed_precision_follows_the_compute_capability(gpu, capability, precision):
+    gpu(*capability)
+    assert torch.cuda.is_bf16_supported(), "the trap: true of the emulation too"
+    assert mixed_precision() == precision
+    assert parse_settings(BLOOM, precision="mixed").precision == precision
+
+
+def test_mixed_precision_on_a_cpu_is_bfloat16():
+    assert mixed_precision() == "bf16-mixed"
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_bfloat16_is_refused_on_a_gpu_that_emulates_it(gpu, precision):
+    gpu(7, 5)
+    message = refusal("--precision", precision)
+    assert re.search(rf"--precision {precision}: Tesla T4 .* 8\.0\); use --precision 16-mixed", message)
+    assert parse_settings([*BLOOM, "--precision", precision, "--accelerator", "cpu"]).precision == precision
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("bach_size", "batch_size"), ("batch", "batch_size"), ("learningrate", "learning_rate"), ("epoch", "epochs"),
+     ("max_len", "max_length"), ("micro_batch_token", "micro_batch_tokens"), ("data-dir", "data_dir")],
+)  # fmt: skip
+def test_the_nearest_setting_is_suggested(config, written, meant):
+    assert refusal(f"--{written}", "1") == f"there is no setting '{written}'; did you mean '{meant}'?"
+    message = refusal(*config(f"{written}: 1"))
+    assert message.endswith(f"own.yaml: there is no setting '{written}'; did you mean '{meant}'?")
+
+
+@pytest.mark.parametrize("name", ["xyzzy", "notices"])
+def test_what_is_like_no_setting_sends_to_the_help(name):
+    assert refusal(f"--{name}", "1") == f"there is no setting {name!r}; see --help for all settings"
+
+
+@pytest.mark.parametrize(
+    ("args", "pattern"),
+    [(["--batch_size", "many"], r"--batch_size many: expected int"),
+     (["--batch_size", "1.5"], r"--batch_size 1\.5: expected int"),
+     (["--precision", "8-bit"], r"--precision 8-bit: expected one of .*'bf16-mixed'"),
+     (["--from_scratch", "perhaps"], r"--from_scratch perhaps: expected bool"),
+     (["--learning_rate", "1e-"], r"--learning_rate 1e-: expected float"),
+     (["stray"], r"stray"), (["--seed"], r"seed"), (["--config"], r"--config: give a YAML file")],
+)  # fmt: skip
+def test_wrong_types_are_refused_by_name_and_value(args, pattern):
+    assert re.search(pattern, refusal(*args))
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("train_samples", "int"), ("max_grad_norm", "float")])
+def test_wrong_types_of_settings_without_a_value_are_told_alike(name, wanted):
+    assert re.search(rf"^--{name} few: expected {wanted}\b", refusal(f"--{name}", "few"))
+
+
+AT_LEAST_1 = ("epochs", "batch_size", "micro_batch_size", "micro_batch_tokens", "eval_batch_tokens", "log_every",
+              "max_length", "threads", "pad_to_multiple_of", "train_samples", "validation_samples",
+              "test_samples", "image_size", "resize_to", "devices", "num_nodes", "keep",
+              "lora_rank", "lora_alpha", "loss_chunk")  # fmt: skip
+ABOVE_0 = ("learning_rate", "sgd_learning_rate", "lora_learning_rate", "max_grad_norm", "max_time")
+TOO_LOW = [(name, value) for name in AT_LEAST_1 for value in ("0", "-1")]
+TOO_LOW += [(name, "-1") for name in ("num_workers", "seed", "split_seed", "warmup_steps", "save_every", "nan_limit")]
+TOO_LOW += [(name, value) for name in ABOVE_0 for value in ("0", "-1", ".nan", ".inf")]
+TOO_LOW += [("lora_dropout", value) for value in ("-0.1", "1.0", ".nan")]
+
+
+@pytest.mark.parametrize(("name", "value"), TOO_LOW)
+def test_numbers_that_cannot_work_are_refused(name, value):
+    message = refusal(f"--{name}={value}")
+    assert re.match(rf"--{name} {value.lstrip('.')}(\.0)?: must be ", message)
+
+
+def test_every_number_has_a_tested_bound():
+    """A setting that is new must be added above."""
+    numbers = {
+        item.name for item in dataclasses.fields(Settings) if item.type in (int, int | None, float, float | None)
+    }
+    numbers |= {"devices", "micro_batch_tokens"}  # or `auto`
+    assert numbers == {name for name, _ in TOO_LOW}
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [("a: [1", r"cannot read .*own\.yaml"), ("- 1\n- 2", r"must hold lines such as"), ("\t", r"cannot read|must hold"),
+     ("batch_size: [1, 2]", r"own\.yaml: --batch_size .*expected int"), ("seed: many", r"own\.yaml: --seed many")],
+)  # fmt: skip
+def test_a_bad_yaml_file_is_named(config, text, pattern):
+    assert re.search(pattern, refusal(*config(text)))
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"])
+def test_an_empty_yaml_file_changes_nothing(config, text):
+    assert parse_settings([*config(text), *BLOOM]).dataset == "imdb"
+
+
+def test_a_config_in_a_config_is_refused(config):
+    assert "config" in refusal(*config("config: quickstart.yaml"))
+
+
+def test_help_describes_every_setting(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.raises(SystemExit) as stop:
+        parse_settings(["--help"], batch_size=16)
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for name in NAMES:
+        found = re.search(rf"^  --{name}\b(.*?)(?=^  -|\Z)", text, re.MULTILINE | re.DOTALL)
+        assert found, name
+        description = re.sub(r"\(type: .*", "", " ".join(found[1].split()))
+        assert len(description.split()) > 4, found[0]
+    assert "default: 16)" in text, "the script's own default"
+
+
+def test_sgd_has_a_learning_rate_of_its_own_unless_the_command_line_gives_one(config):
+    file = config("learning_rate: 1e-3\nsgd_learning_rate: 0.5")
+    assert parse_settings([*file, *BLOOM], optimizer="sgd").learning_rate == 0.5
+    assert parse_settings([*file, *BLOOM, "--learning_rate", "0.2"], optimizer="sgd").learning_rate == 0.2
+    assert parse_settings([*file, *BLOOM, "--optimizer", "adam"], optimizer="sgd").learning_rate == 1e-3
+
+
+def test_a_learning_rate_from_a_file_is_never_replaced_in_silence(config):
+    for option, name, rate in (("--optimizer sgd", "sgd", 0.01), ("--lora true", "lora", 0.0002)):
+        file = config("learning_rate: 1e-3")
+        settings = parse_settings([*file, *BLOOM, *option.split()])
+        assert settings.learning_rate == rate
+        (notice,) = settings.notices
+        assert notice.startswith(f"Learning rate {rate} (--{name}_learning_rate) in place of 0.001, which own.yaml has")
+        assert not parse_settings([*file, *BLOOM, *option.split(), "--learning_rate", "0.5"]).notices
+        assert not parse_settings([*file, *BLOOM]).notices
+        assert not parse_settings([*config("seed: 1"), *BLOOM, *option.split()]).notices
+
+
+@pytest.mark.parametrize(
+    ("args", "pattern"),
+    [(["--optimizer", "adam-8bit"], r"adam-8bit needs a CUDA GPU; use --optimizer adafactor"),
+     (["--precision", "16-true"], r"epsilon of --optimizer adam is 0 in float16"),
+     (["--load", "nowhere"], r"--load nowhere is no sharded checkpoint; a consolidated model is given as --model"),
+     (["--devices", "2"], r"runs on one; for more: src/9_ddp\.py"),
+     (["--devices", "two"], r"--devices two: expected int"),
+     (["--micro_batch_tokens", "few"], r"--micro_batch_tokens few: expected int"),
+     (["--on_nan", "ignore"], r"--on_nan ignore: expected one of 'stop', 'skip'"),
+     (["--offload", "true"], r"run src/11_fsdp_cpu_offload\.py"),
+     (["--deepspeed", "zero2"], r"run src/12_deepspeed_zero\.py"),
+     (["--image_size", "32", "--resize_to", "16"], r"--resize_to 16 is below --image_size 32"),
+     (["--task", "image-classification"], r"\(bloom\) has no form for --task image-classification")],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused_before_any_work(args, pattern):
+    assert re.search(pattern, refusal(*args))
+
+
+def test_eight_bit_adam_without_its_library_says_how_to_install_it(gpu, monkeypatch):
+    gpu(8, 0)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install bitsandbytes==" in refusal("--optimizer", "adam-8bit")
+
+
+def test_more_gpus_than_there_are(gpu, monkeypatch):
+    gpu(8, 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert parse_settings(BLOOM, devices="auto", batch_size=16).devices == 2
+    message = refusal("--devices", "4", devices="auto", batch_size=16)
+    assert message == "--devices 4: there are only 2 CUDA GPUs here"

@@ -1,0 +1,71 @@
+"""The house: who may import whom, how long modules and functions are, and what the rungs' docstrings name."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.helpers import ROOT, RUNGS
+
+PACKAGE = ROOT / "src" / "fabric_ladder"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def test_rooms_import_only_from_the_rooms_below_them_and_nothing_runs_in_a_circle():
+    """The contracts are in pyproject.toml; each of them must have been looked at, and every room stand in a layer."""
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout
+    assert re.search(r"Contracts: 5 kept, 0 broken", process.stdout), process.stdout
+    found = re.search(r"Analyzed (\d+) files", process.stdout)
+    assert int(found[1]) >= len(MODULES)
+
+
+def test_planning_comparing_and_tools_are_imported_by_scripts_and_benchmarks_alone():
+    """The rungs and the dataset module, which are no part of the package, do not either."""
+    for path in (*RUNGS, ROOT / "local_dataset_utilities.py"):
+        names = [node.module or "" for node in ast.walk(parsed(path)) if isinstance(node, ast.ImportFrom)]
+        assert not [name for name in names if re.match(r"fabric_ladder\.(planning|comparing|tools)", name)], path
+
+
+def parsed(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def test_modules_are_at_most_300_lines_and_functions_50():
+    assert len(MODULES) > 50
+    long = {path: lines for path in MODULES if (lines := len(path.read_text(encoding="utf-8").splitlines())) > 300}
+    assert not long
+    for path in MODULES:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, FUNCTIONS):
+                assert node.end_lineno - node.lineno < 50, f"{path}: {node.name}"
+
+
+def test_few_files_stand_beside_the_rooms():
+    assert len(list(PACKAGE.glob("*.py"))) <= 10
+    assert len((ROOT / "local_dataset_utilities.py").read_text(encoding="utf-8").splitlines()) <= 250
+
+
+def test_settings_cannot_be_written_into():
+    from dataclasses import FrozenInstanceError
+
+    from fabric_ladder import Settings
+
+    with pytest.raises(FrozenInstanceError):
+        Settings().batch_size = 2
+
+
+@pytest.mark.parametrize("path", RUNGS, ids=lambda path: path.stem)
+def test_a_rung_shows_its_technique_on_a_board_and_names_where_this_project_does_it(path):
+    doc = ast.get_docstring(parsed(path))
+    board = [line for line in doc.splitlines() if line.startswith("    ")]
+    assert 3 <= len(board) <= 8
+    ast.parse("\n".join(line.removeprefix("    ") for line in board))
+    assert "Unchanged: " in doc or path.stem.startswith("1_")
+    file, name = re.search(r"Here: (\S+\.py): (\w+)$", doc).groups()
+    names = [node.name for node in parsed(PACKAGE / file).body if isinstance(node, (*FUNCTIONS.__args__, ast.ClassDef))]
+    assert name in names

@@ -1,0 +1,265 @@
+"""Answers of a trained language model: the same as transformers' own, on the terminal, from a file and in a chat."""
+
+import io
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning import Fabric
+from support.export import run_here, tiny, with_adapter, words_tokenizer
+from support.helpers import ROOT, VOCABULARY, run_script, settings_for, tiny_model, token_datasets
+from transformers import BloomConfig, BloomForCausalLM
+
+from fabric_ladder import UserError, build_dataloaders
+from fabric_ladder.checkpoints.save import save
+from fabric_ladder.data.instructions import prompt_text, prompt_tokens
+from fabric_ladder.data.tokens import load_tokenizer
+from fabric_ladder.tools.generation import (
+    CHAT,
+    RAW,
+    Generator,
+    Question,
+    answer_all,
+    choose_template,
+    load_language_model,
+    read_questions,
+)
+
+SCRIPT = ROOT / "scripts" / "generate.py"
+TEMPLATE = "word10 {instruction}\n{input}\nword11"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ 'word12' if m.role == 'user' else 'word13' }} {{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}word13{% endif %}"
+)
+LONG = ("--max_new_tokens", "12")
+
+
+def language_model(kind="bloom"):
+    """Large weights: what small random ones say hardly depends on the prompt."""
+    model = tiny_model("llama-lm")
+    if kind == "bloom":
+        torch.manual_seed(0)
+        sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 2, "n_head": 2}
+        model = BloomForCausalLM(BloomConfig(**sizes, pad_token_id=0, use_cache=False))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=1 if "embed" in name else 0.5)
+    return model
+
+
+def saved(folder, model, **more):
+    """Save a model as a run does, with the template of its training."""
+    fabric = Fabric(accelerator="cpu", devices=1)
+    datasets = token_datasets()
+    datasets.tokenizer = words_tokenizer(**more)
+    data = build_dataloaders(fabric, datasets, settings_for(folder))[0].dataset
+    folder.mkdir()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model, optimizer = fabric.setup(model, torch.optim.SGD(weights, lr=0.1))
+    save(fabric, "consolidated", folder, model, optimizer, data, from_scratch=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    adapter = with_adapter(language_model(), "bloom-lm")
+    return SimpleNamespace(
+        whole=saved(folder / "whole", language_model("llama"), prompt_template=TEMPLATE),
+        adapter=saved(folder / "adapter", adapter, prompt_template=TEMPLATE),
+        chat=saved(folder / "chat", language_model(), chat_template=CHAT_TEMPLATE),
+        classifier=saved(folder / "classifier", tiny("bloom")),
+    )
+
+
+def generator(folder, template=RAW, tokens=12, **sampling):
+    model, tokenizer = load_language_model(str(folder), torch.float32, None)
+    return Generator(model, tokenizer, template, tokens, sampling)
+
+
+def by_transformers(ours, ids, tokens=12):
+    """What transformers itself writes after one prompt, without what pads it, as text."""
+    out = ours.model.generate(
+        input_ids=torch.tensor([ids]), max_new_tokens=tokens, do_sample=False, eos_token_id=1, pad_token_id=0
+    )
+    return ours.tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("run", ["whole", "adapter"])
+def test_batches_padded_on_the_left_say_what_single_prompts_do(runs, run):
+    """Llama counts positions and BLOOM biases distances, both with a cache: padding must not be counted."""
+    ours = generator(getattr(runs, run), tokens=16)
+    torch.manual_seed(3)
+    prompts = [torch.randint(4, VOCABULARY, (length,)).tolist() for length in (1, 17, 4, 9, 2, 30)]
+    together, single = ours.answer(prompts), [ours.answer([prompt])[0] for prompt in prompts]
+    assert together == single
+    assert len({tuple(answer) for answer in together}) > 3, "the answers depend on the prompts"
+    for prompt, answer in zip(prompts, together, strict=True):
+        assert ours.text(answer) == by_transformers(ours, prompt, 16)
+
+
+def test_an_answer_ends_where_the_tokenizer_says(runs):
+    ours = generator(runs.whole, tokens=40)
+    torch.manual_seed(0)
+    answers = ours.answer([torch.randint(4, VOCABULARY, (5,)).tolist() for _ in range(64)])
+    ended = [answer for answer in answers if answer[-1] == 1]
+    assert ended
+    assert len(ended) < len(answers)
+    assert all(answer.index(1) == len(answer) - 1 for answer in ended)
+    assert all(len(answer) == 40 for answer in answers if answer[-1] != 1)
+    assert "<end>" not in ours.text(ended[0])
+
+
+def test_prompts_are_tokenised_as_in_training(runs):
+    tokenizer = load_tokenizer(str(runs.adapter / "adapter"))
+    assert choose_template(tokenizer, None, chat=False) == TEMPLATE, "it came along with the tokenizer"
+    ours = generator(runs.adapter, TEMPLATE)
+    question = Question("word7", "word8 word9")
+    assert ours.tokens(question) == prompt_tokens(tokenizer, [prompt_text(*question, TEMPLATE)])[0] == [10, 7, 8, 9, 11]
+    assert ours.tokens(Question("word7")) == [10, 7, 11]
+    assert generator(runs.adapter, RAW).tokens(Question("word7")) == [7]
+    chats = load_tokenizer(str(runs.chat / "model"))
+    assert choose_template(chats, None, chat=False) == CHAT
+    assert generator(runs.chat, CHAT).tokens(Question("word7")) == [12, 7, 13]
+    assert choose_template(words_tokenizer(), None, chat=False) == RAW
+    with pytest.raises(UserError, match="an input needs a template"):
+        generator(runs.adapter, RAW).tokens(Question("word7", "word8"))
+
+
+def test_one_prompt_is_streamed_to_the_terminal(runs, monkeypatch, capsys):
+    ours = generator(runs.adapter, TEMPLATE)
+    expected = by_transformers(ours, ours.tokens(Question("word7", "word9")))
+    run_here(monkeypatch, SCRIPT, "--model", runs.adapter, "--prompt", "word7", "--input", "word9", *LONG)
+    assert capsys.readouterr().out == expected + "\n"
+    raw = by_transformers(ours, [7])
+    run_here(monkeypatch, SCRIPT, "--model", runs.adapter / "adapter", "--prompt", "word7", "--raw", *LONG)
+    assert capsys.readouterr().out == raw + "\n"
+
+
+def test_a_file_of_prompts_becomes_a_file_of_answers(runs, tmp_path, monkeypatch, capsys):
+    ours = generator(runs.whole, TEMPLATE)
+    rows = [{"instruction": f"word{10 + number} " * number, "input": "word5" if number % 2 else "", "output": "known"}
+            for number in range(1, 12)]  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    (tmp_path / "rows.json").write_text(json.dumps([{"prompt": row["instruction"]} for row in rows]))
+    (tmp_path / "rows.txt").write_text("word7\n\nword8 word9\n")
+    monkeypatch.chdir(tmp_path)
+    arguments = ("--model", runs.whole, "--prompts", "rows.jsonl", "--output", "out.jsonl", "--batch_size", "4", *LONG)
+    run_here(monkeypatch, SCRIPT, *arguments)
+    assert "Saved 11 answers in out.jsonl" in capsys.readouterr().out
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    single = [by_transformers(ours, ours.tokens(Question(row["instruction"], row["input"]))) for row in rows]
+    assert found == [row | {"generated": text} for row, text in zip(rows, single, strict=True)]
+    questions = [question for _, question in read_questions(tmp_path / "rows.json")]
+    assert questions == [Question(row["instruction"]) for row in rows]
+    assert [question for _, question in read_questions(tmp_path / "rows.txt")] == [
+        Question("word7"),
+        Question("word8 word9"),
+    ]
+    assert answer_all(ours, questions, 3) == [by_transformers(ours, ours.tokens(question)) for question in questions]
+
+
+def test_sampling_repeats_with_its_seed_and_differs_with_another(runs):
+    def sampled(seed, **how):
+        ours = generator(runs.whole, tokens=10, **({"temperature": 1.5} | how))
+        torch.manual_seed(seed)
+        return ours.answer([[7, 8, 9], [10]])
+
+    assert sampled(1) == sampled(1)
+    assert sampled(1) != sampled(2)
+    greedy = generator(runs.whole, tokens=10).answer([[7, 8, 9], [10]])
+    assert sampled(1, top_k=1) == greedy
+    assert sampled(1, top_p=1e-6) == greedy
+    assert sampled(1) != greedy
+
+
+def chat_of(ours, lines):
+    """What a chat should say, from the tokens of all that was said before."""
+    history, messages, said = [], [], []
+    for line in lines:
+        if ours.template == CHAT:
+            messages.append({"role": "user", "content": line})
+            prompt = ours.chat_tokens(messages)
+        else:
+            prompt = [*history, *ours.tokens(Question(line))]
+        (answer,) = ours.answer([prompt])
+        said.append(ours.text(answer))
+        messages.append({"role": "assistant", "content": said[-1]})
+        history = [*prompt, *answer, *([] if answer[-1] == 1 else [1])]
+    return said
+
+
+@pytest.mark.parametrize("run", ["chat", "adapter"])
+def test_a_chat_keeps_what_was_said(runs, monkeypatch, capsys, run):
+    folder, lines = getattr(runs, run), ["word7 word8", "word9", "word7 word8"]
+    expected = chat_of(generator(folder, CHAT if run == "chat" else TEMPLATE), lines)
+    assert expected[0] != expected[2]
+    given = "\n".join(lines) + "\n\nword5\n"  # what follows the empty line is not answered
+    monkeypatch.setattr(sys, "stdin", io.StringIO(given))
+    run_here(monkeypatch, SCRIPT, "--model", folder, "--chat", *LONG)
+    assert capsys.readouterr().out.splitlines() == expected
+
+
+def test_a_chat_on_a_terminal_ends_with_control_d(runs, tmp_path):
+    expected = chat_of(generator(runs.adapter, TEMPLATE), ["word7"])
+    here, there = pty.openpty()
+    command = [sys.executable, str(SCRIPT), "--model", str(runs.adapter), "--chat", *LONG]
+    with subprocess.Popen(command, stdin=there, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        os.write(here, b"word7\n\x04")
+        stdout, _ = process.communicate(timeout=120)
+    os.close(here)
+    os.close(there)
+    assert process.returncode == 0
+    assert stdout == f"> {expected[0]}\n> "
+
+
+REFUSED = {
+    "a classifier": (["--model", "{classifier}", "--prompt", "word7"],
+                     r"classifier classifies \(BloomForSequenceClassification\) and writes no text"),
+    "nothing to do": (["--model", "{whole}"], "one of the arguments --prompt --prompts --chat is required"),
+    "too long": (["--model", "{whole}", "--prompt", "word7", "--max_new_tokens", "2046"],
+                 "3 tokens of prompt and --max_new_tokens 2046 are beyond the model's 2048 positions"),
+    "no such file": (["--model", "{whole}", "--prompts", "none.txt"], r"cannot read none\.txt"),
+    "not JSON": (["--model", "{whole}", "--prompts", "bad.json"], r"bad\.json cannot be read as json"),
+    "no instruction": (["--model", "{whole}", "--prompts", "odd.jsonl"], r"odd\.jsonl, line 2: expected texts named"),
+    "empty file": (["--model", "{whole}", "--prompts", "empty.txt"], "--prompts empty.txt holds no prompt"),
+    "output is there": (["--model", "{whole}", "--prompts", "good.txt", "--output", "good.txt"],
+                        "good.txt is there already and is left as it is"),
+    "no folder for the output": (["--model", "{whole}", "--prompts", "good.txt", "--output", "none/out"],
+                                 "cannot write --output none/out"),
+    "greedy with top_k": (["--model", "{whole}", "--prompt", "word7", "--top_k", "4"], "--top_k needs sampling"),
+    "no such model": (["--model", "no/such", "--prompt", "word7"], "cannot load the model 'no/such'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_one_line(runs, tmp_path, monkeypatch, case):
+    for name, text in {"bad.json": "[1,", "odd.jsonl": '{"prompt": "a"}\n{"text": "b"}', "empty.txt": "\n",
+                       "good.txt": "word7\n"}.items():  # fmt: skip
+        (tmp_path / name).write_text(text)
+    before = sorted(tmp_path.iterdir())
+    arguments, said = REFUSED[case]
+    folders = {name: str(folder) for name, folder in vars(runs).items()}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match=said) as error:
+        run_here(monkeypatch, SCRIPT, *(argument.format(**folders) for argument in arguments))
+    assert "\n" not in str(error.value)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_refusal_ends_the_script_with_status_2(runs, tmp_path):
+    process = run_script(SCRIPT, "--model", runs.classifier, "--prompt", "word7", cwd=tmp_path)
+    assert process.returncode == 2
+    assert re.fullmatch(r"error: .*writes no text: .*\n", process.stderr)

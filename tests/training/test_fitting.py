@@ -1,0 +1,146 @@
+"""Out of memory: the longest batch comes first, leaves no trace, and `auto` finds what fits."""
+
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from support.helpers import ROOT, free_port, settings_for
+from support.resuming import assert_same, run_here
+from support.training import SIZES, alone, read, two
+
+from fabric_ladder import UserError, parse_settings
+from fabric_ladder.data.sampler import EffectiveBatchSampler
+from fabric_ladder.training import fitting
+
+
+def test_auto_halves_until_it_fits_and_the_gradient_stays(tmp_path):
+    chosen, losses = [], []
+    for room in (0, 60):
+        cwd = tmp_path / str(room)
+        stdout, stderr, status = alone(cwd, room, "2_grad_accum", "--micro_batch_tokens", "auto")
+        assert status == 0, stderr
+        assert " · batch 16 in micro-batches of auto tokens · " in stdout
+        chosen.append(int(re.search(r"^Micro-batches of (\d+) tokens fit\nEpoch: ", stdout, re.M)[1]))
+        figures, record = read(cwd, "2_grad_accum")
+        losses.append(figures)
+        assert record["settings"]["micro_batch_tokens"] == "auto"
+        assert record["results"]["fitted_micro_batch_tokens"] == chosen[-1]
+    assert chosen[0] >= 2 * chosen[1]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_all_ranks_take_what_fits_the_one_with_the_least_room(tmp_path):
+    options = ("--micro_batch_tokens", "auto", "--attention", "eager")  # whose matrices take room
+    results = two(tmp_path / "two", (0, 30), "9_ddp", *options)
+    assert [status for *_, status in results] == [0, 0], results[1][1]
+    alone(tmp_path / "one", 0, "2_grad_accum", *options)
+    (whole, record), (losses, halved) = read(tmp_path / "one", "2_grad_accum"), read(tmp_path / "two", "9_ddp")
+    assert losses == pytest.approx(whole, rel=1e-5)
+    share = record["results"]["fitted_micro_batch_tokens"] // 2
+    assert halved["results"]["fitted_micro_batch_tokens"] <= share // 2, "less than a rank's whole share"
+
+
+def test_what_never_fits_is_said_in_the_first_minute_with_what_to_try(tmp_path):
+    stdout, stderr, status = alone(tmp_path, 60, "2_grad_accum", "--micro_batch_size", 16)
+    assert (status, "Loss:" in stdout) == (2, False)
+    line = stderr.splitlines()[-1]
+    assert re.match(
+        r"error: out of memory \(.*DefaultCPUAllocator.*\) in a batch of 16 x \d+ tokens in training,", line
+    )
+    found = re.search(
+        r", at a peak of 0\.\d\d GB\. Next to try: (python .*?) \(the same [^;]*; (python .*?), which", line
+    )
+    smaller, rung = (words.split() for words in found.groups())
+    assert (smaller[1].endswith("2_grad_accum.py"), smaller[-2:]) == (True, ["--micro_batch_size", "8"])
+    assert "16" not in smaller[smaller.index("--micro_batch_size") :]
+    assert rung[1].endswith("5_low_precision.py")
+    assert "--precision" not in rung, "it is what the next rung decides"
+    assert rung[rung.index("--train_samples") + 1] == "96"
+
+
+@pytest.mark.slow
+def test_auto_ends_where_a_single_sample_does_not_fit(tmp_path):
+    stdout, stderr, status = alone(tmp_path, 6, "2_grad_accum", "--micro_batch_tokens", "auto")
+    assert (status, "fit\n" in stdout) == (2, False)
+    line = stderr.splitlines()[-1]
+    assert re.search(r"in a batch of 1 x \d+ tokens in training, .*Next to try: python \S*5_low_precision\.py", line)
+
+
+SLOWER = [pytest.param(name, marks=pytest.mark.slow) for name in ("4_mixed_precision", "13_lora")]
+
+
+@pytest.mark.parametrize("name", ["2_grad_accum", *SLOWER])
+def test_the_trial_changes_no_bit_of_a_run_nor_of_a_resumed_one(tmp_path, dropout_model, monkeypatch, name):
+    more = ["--model", dropout_model, "--save_every", 100, "--micro_batch_size", 4]
+    (tmp_path / "whole").mkdir()
+    run_here(name, tmp_path / "whole", *more)
+    monkeypatch.setattr(fitting, "CLIFFS", ("cpu",))
+    tried, real = [], fitting._find_problem
+    monkeypatch.setattr(fitting, "_find_problem", lambda *args: tried.append(real(*args)))
+    for place in ("Batch 0003/", None):
+        run_here(name, tmp_path, *more, "--resume", "auto", at=place)
+    assert tried == [None, None]
+    assert_same(tmp_path / "runs" / name / "1", tmp_path / "whole" / "runs" / name / "1")
+
+
+def test_auto_goes_on_with_what_it_chose(tmp_path, dropout_model):
+    """Bit by bit, as one that nobody stopped; and as one that was told the number."""
+    more = ["--model", dropout_model, "--save_every", 100, "--micro_batch_tokens"]
+    (tmp_path / "whole").mkdir()
+    _, text = run_here("2_grad_accum", tmp_path / "whole", *more, "auto")
+    whole = tmp_path / "whole" / "runs" / "2_grad_accum"
+    for place in ("Batch 0003/", None):
+        run_here("2_grad_accum", tmp_path, *more, "auto", "--resume", "auto", at=place)
+    assert_same(tmp_path / "runs" / "2_grad_accum" / "1", whole / "1")
+    _, told = run_here("2_grad_accum", tmp_path / "whole", *more, re.search(r"of (\d+) tokens fit", text)[1])
+    assert re.findall("Loss: .*", told) == re.findall("Loss: .*", text)
+
+
+@pytest.mark.slow
+def test_sharded_ranks_try_the_longest_too_and_lose_no_bit(tmp_path, monkeypatch):
+    """FSDP2 on two ranks, against the rung itself, which on CPUs tries nothing."""
+    assert [status for *_, status in two(tmp_path / "tried", (0, 0), "10_fsdp")] == [0, 0]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "NODE_RANK": "0"}
+    (tmp_path / "plain").mkdir()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, ROOT / "src" / "10_fsdp.py", *SIZES, "--devices", "2"],
+            cwd=tmp_path / "plain", env=os.environ | common | {"LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    assert [process.wait(timeout=200) for process in ranks] == [0, 0]
+    assert read(tmp_path / "tried", "10_fsdp")[0] == read(tmp_path / "plain", "10_fsdp")[0]
+
+
+@pytest.mark.parametrize("values", [{"micro_batch_size": 3}, {"micro_batch_tokens": 60, "pad_to_multiple_of": 8},
+                                    {"micro_batch_tokens": 2**62}])  # fmt: skip
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_heaviest_batches_are_found_without_making_any(tmp_path, values, ranks):
+    """Against all plans of the epoch; 101 samples leave a short tail."""
+    lengths = np.random.default_rng(5).integers(3, 90, 101)
+    settings = settings_for(tmp_path, batch_size=8, **values)
+    sampler = EffectiveBatchSampler(lengths, np.ones_like(lengths), settings, 0, ranks)
+    multiple = settings.pad_to_multiple_of
+
+    def weight(plan):
+        part = plan.parts[0]
+        return len(part.rows) * -(-max(lengths[part.rows]) // multiple) * multiple
+
+    plans, found = list(sampler), sampler.heaviest()
+    assert 1 <= len(found) <= 2
+    assert max(map(weight, found)) == max(map(weight, plans))
+    assert max(lengths[plan.rows].max() for plan in found) == lengths.max()
+    assert {str(plan) for plan in found} <= set(map(str, plans))
+
+
+@pytest.mark.parametrize(("script", "more"), [({"offload": False}, []), ({"deepspeed": "zero2"}, [])])
+def test_auto_is_refused_where_weights_are_sharded(monkeypatch, script, more):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    with pytest.raises(UserError, match=r"--micro_batch_tokens auto: where weights are sharded, .*; give a number"):
+        parse_settings(["--micro_batch_tokens", "auto", *more], devices="auto", batch_size=16, **script)

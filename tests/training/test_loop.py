@@ -1,0 +1,228 @@
+"""The train loop: gradients, steps, modes, losses, and what must not change them."""
+
+import json
+import math
+import weakref
+
+import pytest
+import torch
+from lightning import Fabric
+from support.helpers import relative_error, settings_for, tiny_model, token_datasets
+from support.training import losses, printed, run_training
+from transformers import AutoModelForSequenceClassification
+
+from fabric_ladder import UserError, build_dataloaders
+from fabric_ladder.runs.metrics import Meter
+from fabric_ladder.training.gradients import accumulate_gradients
+
+CUTS = [{"micro_batch_size": 16}, {"micro_batch_size": 4}, {"micro_batch_size": 1}, {"micro_batch_tokens": 64},
+        {"micro_batch_size": 3, "pad_to_multiple_of": 8}]  # fmt: skip
+
+
+def loss_in_its_own_dtype(logits, labels, **_):
+    """The library's loss for causal language models rounds the logits to 32-bit first."""
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def gradients(tmp_path, dtype, kind, samples, values):
+    """Gradients of the first effective batch, and its mean loss."""
+    fabric = Fabric(accelerator="cpu", devices=1)  # with 64-true it would round the loss to 32-bit
+    datasets = token_datasets(train=samples, per_token=kind.endswith("-lm"))
+    loader, _, _ = build_dataloaders(fabric, datasets, settings_for(tmp_path, **values))
+    model = tiny_model(kind).to(dtype)
+    if dtype == torch.float64 and kind == "gpt2-lm":
+        model.loss_function = loss_in_its_own_dtype
+    model = fabric.setup(model)
+    model.train()
+    meter = Meter(fabric)
+    accumulate_gradients(fabric, model, next(iter(loader)).micro_batches, meter)
+    meter.commit(("first", []))
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None], meter.collect().loss
+
+
+KINDS = [(torch.float32, 1e-5, kind) for kind in ("bloom", "bert", "llama", "llama-lm", "gpt2-lm")]
+# BLOOM's softmax and Llama's norms are computed in 32-bit whatever the precision, so these prove nothing in 64-bit
+KINDS += [(torch.float64, 1e-12, kind) for kind in ("bert", "gpt2-lm")]
+
+
+@pytest.mark.parametrize("samples", [16, 5], ids=["whole", "tail of 5"])
+@pytest.mark.parametrize(("dtype", "tolerance", "kind"), KINDS)
+def test_the_cut_changes_no_gradient(tmp_path, dtype, tolerance, kind, samples):
+    expected, loss = gradients(tmp_path, dtype, kind, samples, CUTS[0])
+    assert sum(gradient.abs().sum() for gradient in expected) > 0
+    # a bias in front of a softmax has a gradient of zero, which no relative error can measure
+    kept = [index for index, gradient in enumerate(expected) if gradient.norm() > 1e-6]
+    for values in CUTS[1:]:
+        got, its_loss = gradients(tmp_path, dtype, kind, samples, values)
+        assert relative_error([expected[i] for i in kept], [got[i] for i in kept]) < tolerance, values
+        assert its_loss == pytest.approx(loss, rel=tolerance)
+
+
+def test_no_graph_is_kept_until_the_next_forward_pass(tmp_path):
+    fabric = Fabric(accelerator="cpu", devices=1)
+    loader, _, _ = build_dataloaders(fabric, token_datasets(), settings_for(tmp_path, micro_batch_size=4))
+    model, graphs, alive = tiny_model(), [], []
+    model.register_forward_pre_hook(lambda *_: alive.append([graph() is not None for graph in graphs]))
+    model.register_forward_hook(lambda _, __, outputs: graphs.append(weakref.ref(outputs.loss)))
+    accumulate_gradients(fabric, fabric.setup(model), next(iter(loader)).micro_batches, Meter(fabric))
+    assert alive == [[False] * count for count in range(4)]
+
+
+@pytest.mark.parametrize(("schedule", "warmup"), [("cosine", 0), ("cosine", 3), ("linear", 2), ("constant", 4)])
+def test_schedules_count_optimizer_steps_and_reach_their_end(tmp_path, schedule, warmup):
+    """Against the library's schedules; SGD's cosine ends at 0."""
+    rates, steps = [], 3 * math.ceil(40 / 16)
+
+    def prepare(_, optimizer):
+        optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
+
+    run, _ = run_training(
+        tmp_path, prepare=prepare, micro_batch_size=1, epochs=3, optimizer="sgd", learning_rate=0.1,
+        schedule=schedule, warmup_steps=warmup,
+    )  # fmt: skip
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    expected = []
+    after = {
+        "cosine": lambda: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps - warmup),
+        "linear": lambda: torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0, steps - warmup),
+        "constant": lambda: torch.optim.lr_scheduler.ConstantLR(optimizer, 1),
+    }[schedule]()
+    for _ in range(steps - warmup + 1):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        after.step()
+    assert rates == pytest.approx([0.1 * (step + 1) / (warmup + 1) for step in range(warmup)] + expected[:-1])
+    assert len(rates) == steps
+    assert printed(run, "learning_rate")[-1] == pytest.approx(0.1 if schedule == "constant" else 0, abs=1e-12)
+
+
+def test_a_warm_up_longer_than_the_run_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"--warmup_steps 3: the run has only 3 optimizer steps"):
+        run_training(tmp_path, warmup_steps=3)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd", "adafactor"])
+def test_every_optimizer_learns(tmp_path, optimizer):
+    run, model = run_training(
+        tmp_path, epochs=8, optimizer=optimizer, learning_rate=0.3 if optimizer == "sgd" else 0.01
+    )
+    values = losses(run)
+    assert sum(values[-3:]) < sum(values[:3])
+    assert model.training is False
+
+
+def test_an_optimizer_of_other_parameters_is_a_bug(tmp_path):
+    def prepare(model, optimizer):
+        model.score.weight = torch.nn.Parameter(model.score.weight.detach().clone())
+
+    with pytest.raises(ValueError, match=r"make it after fabric\.setup\(model\)"):
+        run_training(tmp_path, prepare=prepare)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_repeated_run_prints_bitwise_the_same_losses(tmp_path, dropout):
+    one, other = (run_training(tmp_path, tiny_model("bert", dropout), micro_batch_size=2)[0] for _ in range(2))
+    assert one.folder != other.folder
+    assert losses(one) == losses(other)
+    results = [json.loads((run.folder / "run.json").read_text())["results"] for run in (one, other)]
+    assert results[0]["test_loss"] == results[1]["test_loss"]
+
+
+@pytest.mark.parametrize("values", CUTS[1:])
+def test_micro_batches_change_no_printed_loss(tmp_path, values):
+    expected = losses(run_training(tmp_path, epochs=2)[0])
+    assert losses(run_training(tmp_path, epochs=2, **values)[0]) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(("precision", "distance"), [("bf16-mixed", 0.01), ("bf16-true", 0.05)])
+def test_low_precision_stays_near_32_bit(tmp_path, precision, distance):
+    """Distance: of each printed loss of six steps from the 32-bit run's, relative."""
+    expected = losses(run_training(tmp_path, epochs=2)[0])
+    run, model = run_training(tmp_path, epochs=2, precision=precision)
+    got = losses(run)
+    assert got == pytest.approx(expected, rel=distance)
+    assert got != expected, "the precision had no effect"
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+
+
+def test_printed_losses_are_undivided_means_per_item(tmp_path):
+    """The first step's printed loss is that of the untrained model on the same 16 samples, whatever the micro-batch."""
+    datasets = token_datasets()
+    fabric = Fabric(accelerator="cpu", devices=1)
+    loader, _, _ = build_dataloaders(fabric, datasets, settings_for(tmp_path))
+    (micro_batch,) = next(iter(loader)).micro_batches
+    with torch.no_grad():
+        expected = tiny_model()(**micro_batch.inputs).loss.item()
+    run, _ = run_training(tmp_path, datasets=datasets, micro_batch_size=1)
+    assert losses(run)[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_mean_since_the_last_line_weighs_every_sample_alike(tmp_path):
+    each = losses(run_training(tmp_path)[0])
+    run, _ = run_training(tmp_path, log_every=10_000)
+    assert losses(run) == [pytest.approx((16 * each[0] + 16 * each[1] + 8 * each[2]) / 40, rel=1e-6)]
+
+
+def test_the_inner_module_follows_every_switch(tmp_path):
+    """`from_pretrained` leaves the inner module in eval mode under a wrapper that says it is in train mode."""
+    tiny_model("bert", dropout=0.1).save_pretrained(tmp_path / "saved")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
+    assert not model.training
+    modes = []
+    model.bert.encoder.layer[0].register_forward_hook(lambda module, *_: modes.append(module.training))
+    run_training(tmp_path, model, epochs=2)
+    training, evaluating = [True] * 3, [False]
+    assert modes == training + evaluating + training + evaluating + evaluating
+
+
+def test_clipping_bounds_the_whole_effective_batch(tmp_path):
+    norms = []
+
+    def watch(model, optimizer):
+        def record(*_):
+            norms.append(torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters()])).item())
+
+        optimizer.register_step_pre_hook(record)
+
+    run_training(tmp_path, prepare=watch, micro_batch_size=2)
+    assert max(norms) > 1e-3
+    norms.clear()
+    run_training(tmp_path, prepare=watch, micro_batch_size=2, max_grad_norm=1e-3)
+    assert norms == pytest.approx([1e-3] * 3, rel=1e-3)
+
+
+def test_a_nan_loss_stops_the_run_and_names_step_and_samples(tmp_path):
+    def poison(model, optimizer):
+        optimizer.register_step_post_hook(lambda *_: model.score.weight.data.fill_(float("nan")))
+
+    with pytest.raises(UserError, match=r"loss is nan at epoch 1, batch 2 \(training samples \d+(, \d+){15}\)"):
+        run_training(tmp_path, prepare=poison, micro_batch_size=4, log_every=48)
+
+
+def test_evaluation_counts_each_sample_once_for_every_batch_size(tmp_path):
+    seen = set()
+    for tokens in (1, 64, 100_000):
+        run, _ = run_training(tmp_path, eval_batch_tokens=tokens)
+        results = json.loads((run.folder / "run.json").read_text())["results"]
+        seen.add((results["test_samples"], results["test_accuracy"]))
+    assert [samples for samples, _ in seen] == [13], "an odd number, with one accuracy"
+
+
+def test_the_pace_of_the_evaluation_is_kept(tmp_path):
+    datasets = token_datasets()
+    run, _ = run_training(tmp_path, datasets=datasets, epochs=2)
+    results = json.loads((run.folder / "run.json").read_text())["results"]
+    seconds = 2 * sum(datasets.splits["validation"]["length"][:]) / results["evaluation_tokens_per_second"]
+    assert 0 < seconds <= results["elapsed_seconds"] - results["training_seconds"]
+
+
+def test_training_learns(tmp_path):
+    """A model that sees the label among its tokens must find it."""
+    datasets = token_datasets(train=320)
+    for name, split in datasets.splits.items():
+        datasets.splits[name] = split.map(lambda row: {"labels": int(row["input_ids"][-1] > 32)})
+    run, _ = run_training(tmp_path, datasets=datasets, epochs=4, micro_batch_size=4)
+    results = json.loads((run.folder / "run.json").read_text())["results"]
+    assert results["epochs"][-1]["train_accuracy"] > 0.9
+    assert results["test_accuracy"] > 0.75

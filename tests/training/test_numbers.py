@@ -1,0 +1,183 @@
+"""Losses and gradients that are NaN or infinite: named, and left out where that is asked for."""
+
+import gc
+import json
+import re
+import sys
+
+import pytest
+import torch
+from support.helpers import tiny_model, token_datasets
+from support.resuming import assert_same, run_here
+from support.training import losses, poison, read, run_training, two
+from transformers import BloomForSequenceClassification
+
+from fabric_ladder import UserError, parse_settings
+from fabric_ladder.training import loop
+
+BAD = 63  # a token that only one sample has
+
+
+class FiniteLoss(BloomForSequenceClassification):
+    """The root of zero, whose slope is infinite, joins the loss of a batch with the token."""
+
+    def forward(self, input_ids, **inputs):
+        outputs = super().forward(input_ids, **inputs)
+        if (input_ids == BAD).any():
+            outputs.loss = outputs.loss + (0 * self.score.weight.sum()).sqrt()
+        return outputs
+
+
+def data():
+    """Two epochs of three batches; the token stands in row 20 alone."""
+    datasets = token_datasets()
+
+    def change(row, number):
+        ids = [token if token != BAD else 1 for token in row["input_ids"]]
+        return {"input_ids": [BAD, *ids[1:]] if number == 20 else ids}
+
+    datasets.splits["train"] = datasets.splits["train"].map(change, with_indices=True)
+    for name in ("validation", "test"):
+        datasets.splits[name] = datasets.splits[name].map(lambda row: change(row, -1))
+    return datasets
+
+
+def broken(kind):
+    model = tiny_model()
+    if kind == "loss":
+        model.transformer.word_embeddings.weight.data[BAD] = torch.nan
+    else:
+        model.__class__ = FiniteLoss
+    return model
+
+
+def healthy_weights(model):
+    return [weight[:BAD] if "word_embeddings.weight" in name else weight for name, weight in model.state_dict().items()]
+
+
+@pytest.mark.parametrize("kind", ["loss", "gradient"])
+@pytest.mark.parametrize("log_every", [1, 1000])
+def test_the_first_step_with_a_bad_number_is_named_with_its_samples(tmp_path, kind, log_every):
+    """Even though the weights, and with them all later losses, are NaN when it is found."""
+    says = {"loss": "loss is nan", "gradient": "gradient is not finite"}[kind]
+    with pytest.raises(UserError) as stop:
+        run_training(tmp_path, broken(kind), data(), micro_batch_size=4, log_every=log_every)
+    found = re.match(
+        rf"the {says} at epoch 1, batch \d \(training samples (.*)\): the run stops; .*--on_nan skip", str(stop.value)
+    )
+    assert "20" in found[1].split(", ")
+
+
+@pytest.mark.parametrize("kind", ["loss", "gradient"])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_skip_leaves_the_batch_out_and_the_weights_finite(tmp_path, capsys, kind, clip):
+    how = {"micro_batch_size": 4, "epochs": 2, "on_nan": "skip", "max_grad_norm": clip, "schedule": "linear"}
+    run, model = run_training(tmp_path, broken(kind), data(), **how)
+    assert all(weight.isfinite().all() for weight in healthy_weights(model))
+    text = capsys.readouterr().out
+    named = re.findall(
+        rf"^Skipped: the {kind} is not finite at epoch (\d), batch \d \(training samples (.*)\)$", text, re.M
+    )
+    assert [epoch for epoch, _ in named] == ["1", "2"]
+    assert all("20" in samples.split(", ") for _, samples in named)
+    record = json.loads((run.folder / "run.json").read_text())
+    assert record["results"]["skipped_batches"] == 2
+    assert len(losses(run)) == 4, "two batches of each epoch"
+    assert all(loss < 2 for loss in losses(run))
+
+
+def test_clipping_a_gradient_that_is_not_finite_stops_at_the_printed_line_too(tmp_path):
+    with pytest.raises(UserError, match="gradient is not finite at epoch 1, batch"):
+        run_training(tmp_path, broken("gradient"), data(), micro_batch_size=4, log_every=1000, max_grad_norm=1.0)
+
+
+def test_an_exploding_run_is_stopped_after_the_limit(tmp_path, capsys):
+    how = {"optimizer": "sgd", "learning_rate": 1e30, "batch_size": 4, "on_nan": "skip", "nan_limit": 3}
+    with pytest.raises(
+        UserError, match=r"is not finite at epoch \d, batch \d .*the run stops, since --nan_limit 3 batch"
+    ):
+        run_training(tmp_path, **how)
+    assert capsys.readouterr().out.count("Skipped: ") == 3
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+def test_healthy_runs_are_the_same_bit_by_bit(tmp_path, precision):
+    runs = [run_training(tmp_path, micro_batch_size=4, precision=precision, on_nan=how) for how in ("stop", "skip")]
+    assert losses(runs[0][0]) == losses(runs[1][0])
+    for one, other in zip(runs[0][1].parameters(), runs[1][1].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_gradient_whose_norm_overflows_is_not_called_infinite(tmp_path):
+    """Its squares do in 32 bits."""
+
+    def enlarge(model, _):
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient * 1e25)
+
+    run, _ = run_training(tmp_path, prepare=enlarge, learning_rate=1e-4)
+    assert len(losses(run)) == 3
+
+
+def test_a_resumed_run_skips_and_counts_as_if_it_had_never_stopped(tmp_path, dropout_model, monkeypatch):
+    monkeypatch.setattr(loop, "try_longest", poison)
+    more = ["--model", dropout_model, "--save_every", 100, "--on_nan", "skip", "--nan_limit", 2]
+    (tmp_path / "whole").mkdir()
+    status, text = run_here("2_grad_accum", tmp_path / "whole", *more)
+    assert (status, text.count("Skipped: the loss")) == (0, 2)
+    for place in ("0001/0002 | Train acc", None):
+        run_here("2_grad_accum", tmp_path, *more, "--resume", "auto", at=place)
+    home, whole = (folder / "runs" / "2_grad_accum" / "1" for folder in (tmp_path, tmp_path / "whole"))
+    assert_same(home, whole)
+    assert json.loads((home / "run.json").read_text())["results"]["skipped_batches"] == 2
+
+
+def test_a_bad_number_waiting_for_its_line_survives_a_checkpoint(tmp_path, dropout_model, monkeypatch):
+    """Stopped between the step with the NaN and the next printed line, and told to stop there by the resumed run."""
+    monkeypatch.setattr(loop, "try_longest", poison)
+    more = ["--model", dropout_model, "--log_every", 1000, "--save_every", 1, "--keep", 99]
+    with pytest.raises(UserError) as stop:
+        run_here("2_grad_accum", tmp_path, *more)
+    first = str(stop.value)
+    del stop  # its traceback holds the run, whose folder is in use
+    gc.collect()
+    home = tmp_path / "runs" / "2_grad_accum" / "1"
+    record = json.loads((home / "run.json").read_text())
+    (home / "run.json").write_text(json.dumps(record | {"status": "stopped"}))
+    with pytest.raises(UserError) as second:
+        run_here("2_grad_accum", tmp_path, *more, "--resume", "auto")
+    assert str(second.value) == first
+    assert re.match(r"the loss is nan at epoch 1, batch \d \(training samples", first)
+
+
+@pytest.mark.slow
+def test_all_ranks_skip_what_is_bad_on_one(tmp_path):
+    """The rank that has the bad sample, by loss; the other, which has none, by agreement."""
+    results = two(tmp_path, (0, 0), "9_ddp", "--on_nan", "skip", condition="poison")
+    assert [status for *_, status in results] == [0, 0], results[0][1][-2000:]
+    stdout = results[0][0]
+    sample = re.search(r"^Poisoned (\d+)$", stdout, re.M)[1]
+    (samples,) = re.findall(
+        r"^Skipped: the loss is not finite at epoch 1, batch \d \(training samples (.*)\)$", stdout, re.M
+    )
+    assert sample in samples.split(", ")
+    figures, record = read(tmp_path, "9_ddp")
+    assert len(figures) == 5, "of six batches"
+    assert record["results"]["skipped_batches"] == 1
+
+
+@pytest.mark.slow
+def test_sharded_ranks_skip_and_stop_together(tmp_path):
+    """FSDP2: a learning rate that makes the weights, and with them all that follows, overflow."""
+    explode = ["--optimizer", "sgd", "--learning_rate", "1e30", "--on_nan", "skip", "--nan_limit", "2"]
+    first, second = two(tmp_path, (0, 0), "10_fsdp", *explode)
+    assert first[0].count("Skipped: the ") == 2
+    for _, stderr, _ in (first, second):
+        assert "the run stops, since --nan_limit 2 batches are left out already" in stderr
+    assert first[2] == second[2] == 2
+
+
+def test_deepspeed_cannot_skip(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    with pytest.raises(UserError, match="--on_nan skip: DeepSpeed cannot take a gradient back"):
+        parse_settings(["--on_nan", "skip"], devices="auto", batch_size=16, deepspeed="zero2")

@@ -1,0 +1,56 @@
+"""The loop never waits for the device between two printed lines."""
+
+import pytest
+import torch
+from lightning import Fabric
+from lightning.fabric.accelerators import CPUAccelerator
+from lightning.fabric.strategies import SingleDeviceStrategy
+from lightning.fabric.wrappers import _FabricOptimizer
+from support.helpers import settings_for, tiny_model, token_datasets
+
+from fabric_ladder import Run, build_dataloaders, build_optimizer, train
+from fabric_ladder.runs.metrics import Meter
+
+CASES = {
+    "bloom": ("bloom", {}),
+    "bert": ("bert", {}),
+    "llama": ("llama", {}),
+    "llama-lm": ("llama-lm", {"task": "instruction-tuning"}),
+    "clipped": ("bloom", {"max_grad_norm": 1.0}),
+    "sgd": ("llama", {"optimizer": "sgd", "schedule": "cosine"}),
+    "whole batches": ("bert", {"micro_batch_size": 16}),
+    "by tokens": ("llama", {"micro_batch_tokens": 64, "micro_batch_size": None}),
+    "half precision": ("llama", {"precision": "bf16-true"}),
+    "mixed precision": ("bert", {"precision": "bf16-mixed"}),
+    "recomputed": ("llama", {"activation_checkpointing": True}),
+}
+
+
+class Valueless(CPUAccelerator):
+    """The device `meta`."""
+
+    def setup_device(self, device):
+        """Nothing is to be set up."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_step_asks_the_device_for_a_value(tmp_path, name):
+    """A real run on the device `meta`, whose tensors have no values: to read one is an error, at the first line's."""
+    kind, values = CASES[name]
+    settings = settings_for(tmp_path, **({"micro_batch_size": 2, "log_every": 10_000} | values))
+    strategy = SingleDeviceStrategy(device=torch.device("meta"), accelerator=Valueless())
+    fabric = Fabric(strategy=strategy, precision=settings.precision)
+    run = Run(fabric, settings)
+    datasets = token_datasets(per_token=kind.endswith("-lm"))
+    loaders = build_dataloaders(fabric, datasets, settings)
+    model = tiny_model(kind)
+    if settings.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model = fabric.setup(model)
+    optimizer = build_optimizer(settings, model)
+    optimizer.param_groups[0]["fused"] = None  # a kernel that reads nothing, but which this device does not have
+    optimizer = _FabricOptimizer(optimizer, strategy)  # `setup_optimizers` takes such tensors for a mistake
+    with pytest.raises((RuntimeError, NotImplementedError)) as stopped:
+        train(run, model, optimizer, *loaders[:2])
+    assert any(entry.name == Meter.collect.__name__ for entry in stopped.traceback), stopped.value
+    assert run.checkpointer.state.batch == len(loaders[0]) == 3
