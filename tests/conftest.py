@@ -20,8 +20,8 @@ def cache(tmp_path_factory):
     return folder
 
 
-LONGEST = """combinations devices real lora notebook planner rungs zero resume memory compiling bad_input doctor
-    attention run_ladder machines export cache""".split()
+LONGEST = """combinations notebooks devices deepspeed planner resume rungs lora real bad_input export doctor loggers
+    prediction compile run_ladder fitting machines cache""".split()
 
 
 def pytest_configure(config):

@@ -35,6 +35,7 @@ HARMLESS = ("FABRIC_LADDER_", "WANDB_", "PYTEST_", "PL_GLOBAL_SEED", "PL_SEED_WO
 HARMLESS += ("HF_HUB_OFFLINE", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 HARMLESS += ("HF_HOME", "CUDA_VISIBLE_DEVICES")  # no script finds anything in the first; only CPUs are forked for
 HARMLESS += ("TORCHINDUCTOR_CACHE_DIR",)  # what compiles is not forked
+HARMLESS += ("KMP_", "_MLFLOW_")  # set by imports of scikit-learn and DeepSpeed in the tests' process
 HARMLESS += ("SLURM_",)  # but for a rank: Lightning's import asks whether it is another than 0
 # torch.compile starts a pool of processes and threads of its own as it is imported, and is what tests of it are about;
 # the doctor imports next to nothing; DeepSpeed compiles, too.
