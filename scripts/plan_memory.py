@@ -23,8 +23,8 @@ from fabric_ladder import build_model, build_optimizer, parse_settings
 from fabric_ladder.advice import show_errors
 from fabric_ladder.checkpoints.export import Arguments
 from fabric_ladder.data.images import read_image_format
-from fabric_ladder.environment import CONFIGS
 from fabric_ladder.errors import UserError
+from fabric_ladder.places import CONFIGS
 from fabric_ladder.planning.candidates import CHECKPOINTING, list_choices, read_candidates
 from fabric_ladder.planning.formulas import ASSUMED, keep_overhead, load_overhead, measure_overhead
 from fabric_ladder.planning.planner import Machine, Plan, Samples, find_gpus, find_peaks, make_plan

@@ -1,22 +1,34 @@
 """Fabric Ladder: one train loop under numbered scripts that differ only in their technique."""
 
-from fabric_ladder.cli import parse_settings
-from fabric_ladder.data.loaders import build_dataloaders
-from fabric_ladder.errors import UserError
-from fabric_ladder.models.build import build_model
-from fabric_ladder.models.optimizer import build_optimizer
-from fabric_ladder.runs.run import Run
-from fabric_ladder.settings import Settings
-from fabric_ladder.training.loop import evaluate, train
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Run",
-    "Settings",
-    "UserError",
-    "build_dataloaders",
-    "build_model",
-    "build_optimizer",
-    "evaluate",
-    "parse_settings",
-    "train",
-]
+if TYPE_CHECKING:
+    from fabric_ladder.cli import parse_settings
+    from fabric_ladder.data.loaders import build_dataloaders
+    from fabric_ladder.errors import UserError
+    from fabric_ladder.models.build import build_model
+    from fabric_ladder.models.optimizer import build_optimizer
+    from fabric_ladder.runs.run import Run
+    from fabric_ladder.settings import Settings
+    from fabric_ladder.training.loop import evaluate, train
+
+HOMES = {
+    "Run": "runs.run",
+    "Settings": "settings",
+    "UserError": "errors",
+    "build_dataloaders": "data.loaders",
+    "build_model": "models.build",
+    "build_optimizer": "models.optimizer",
+    "evaluate": "training.loop",
+    "parse_settings": "cli",
+    "train": "training.loop",
+}
+__all__ = [*HOMES]
+
+
+def __getattr__(name: str):
+    """Import what is asked for: the doctor runs without torch, and the command completes without waiting for it."""
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"fabric_ladder.{HOMES[name]}"), name)

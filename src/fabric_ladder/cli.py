@@ -14,8 +14,9 @@ import yaml
 from fabric_ladder.advice import show_errors
 from fabric_ladder.checks import check, check_values
 from fabric_ladder.distributed.launch import check_launcher, options_of_fabric_run, prepare_launch, resolve_devices
-from fabric_ladder.environment import CONFIGS, mixed_precision, notebook_shell
+from fabric_ladder.environment import mixed_precision, notebook_shell
 from fabric_ladder.errors import Checked, UserError
+from fabric_ladder.places import CONFIGS
 from fabric_ladder.settings import INTERNAL, Settings
 
 BUCKET = 16  # tokens; kernels for lengths that may be no multiple of this are slower, and a step of 64 mostly padding
@@ -155,7 +156,9 @@ def choose_config(args: list[str], config: str | None) -> tuple[bool, Path | Non
     except argparse.ArgumentError as error:
         raise UserError("--config: give a YAML file") from error
     if config:
-        path = next((path for path in (Path(config), CONFIGS / config) if path.is_file()), None)
+        path = next(
+            (path for path in (Path(config), CONFIGS / config, CONFIGS.parent / config) if path.is_file()), None
+        )
         if path is None:
             ours = ", ".join(sorted(path.name for path in CONFIGS.glob("*.yaml")))
             raise UserError(f"there is no config file {config}; those that come along: {ours}")

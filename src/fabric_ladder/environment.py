@@ -9,8 +9,6 @@ import psutil
 import torch
 from watermark import watermark
 
-REPOSITORY_CONFIGS = Path(__file__).parents[2] / "configs"
-CONFIGS = REPOSITORY_CONFIGS if REPOSITORY_CONFIGS.is_dir() else Path(__file__).parent / "configs"
 PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "datasets", "numpy", "pandas")
 
 

@@ -6,11 +6,10 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from fabric_ladder.advice import explain, show_errors
 from fabric_ladder.errors import Checked, UserError
+from fabric_ladder.places import SRC
 from fabric_ladder.settings import Settings
 
-SRC = Path(__file__).parents[1]
 RUNGS = sorted(SRC.glob("[0-9]*.py"), key=lambda path: int(path.name.split("_")[0]))
 
 
@@ -43,6 +42,8 @@ def check_rung(rung: Path, options: list[str]) -> Settings | str:
 
     The rung itself is asked, by `--check_only true`, in this process, where the libraries are loaded already.
     """
+    from fabric_ladder.advice import explain, show_errors  # needs torch, which finding the rungs does not
+
     sys.argv = [str(rung), *options, "--check_only", "true"]
     try:
         runpy.run_path(str(rung), run_name="__main__")

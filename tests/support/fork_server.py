@@ -42,7 +42,6 @@ HARMLESS += ("SLURM_",)  # but for a rank: Lightning's import asks whether it is
 FRESH = ("3_torch_compile.py", "doctor.py", "deepspeed_script.py")
 FOLDERS = (ROOT / "src", ROOT / "scripts", ROOT / "tests" / "support")  # others may bring modules of their own
 MODULES = [module.name for module in pkgutil.walk_packages(fabric_ladder.__path__, "fabric_ladder.")]
-MODULES.remove("fabric_ladder.tools.doctor")
 MODULES += [
     f"transformers.models.{name}.modeling_{name}" for name in ("bert", "bloom", "gpt2", "llama", "qwen3", "vit")
 ]

@@ -5,20 +5,24 @@ import http.server
 import json
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
 import threading
 from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 from support.helpers import ROOT, RUNGS, run_script, without_package
 
+from fabric_ladder.tools import hardware
+from fabric_ladder.tools.doctor import cgroup_limit
+
 SCRIPT = ROOT / "scripts" / "doctor.py"
-ASKED = ROOT / "src" / "fabric_ladder" / "tools" / "doctor.py"
+ASKED = Path(hardware.__file__)
 CONFIGS = ROOT / "configs"
 SHA = "0" * 40
 
@@ -312,7 +316,7 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path):
 
 
 def test_a_compiler_is_tried_not_only_found(tmp_path, monkeypatch):
-    compiler = runpy.run_path(str(ASKED))["compiler"]
+    compiler = hardware.compiler
     monkeypatch.delenv("CXX", raising=False)
     path, problem, fix = compiler("CXX", ("g++",), "c++")
     assert (path, problem) == (shutil.which("g++"), None)
@@ -337,18 +341,18 @@ def test_a_compiler_is_tried_not_only_found(tmp_path, monkeypatch):
 def test_a_driver_that_does_not_answer(tmp_path, monkeypatch):
     (tmp_path / "nvidia-smi").symlink_to(shutil.which("false"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    asked = runpy.run_path(str(ASKED))
-    driver = asked["nvidia_driver"]()
+    driver = hardware.nvidia_driver()
     assert driver["problem"] == "status 1"
-    name, status, text, fix = asked["diagnose_cuda"](None, driver)
+    name, status, text, fix = hardware.diagnose_cuda(None, driver)
     assert (name, status, text) == ("CUDA", "missing", "nvidia-smi fails: status 1")
     assert fix == "install NVIDIA's driver anew, and restart"
 
 
 CPU = {"build": "CPU", "cuda": None, "available": False, "reason": "not compiled with CUDA", "warnings": []}
 CUDA = CPU | {"build": "CUDA 13.0", "cuda": "13.0", "reason": "No CUDA GPUs are available"}
-NONE = {"gpus": [], "version": None, "problem": None, "cuda": None}
-A100 = {"gpus": ["NVIDIA A100", "NVIDIA A100"], "version": "580.65.06", "problem": None, "cuda": (13, 0)}
+ROCM = CPU | {"build": "ROCm 7.0"}
+NONE = {"gpus": [], "version": None, "problem": None, "cuda": None, "amd": False}
+A100 = {"gpus": ["NVIDIA A100", "NVIDIA A100"], "version": "580.65.06", "problem": None, "cuda": (13, 0), "amd": False}
 SEEN = "driver 580.65.06 (CUDA up to 13.0) sees NVIDIA A100, NVIDIA A100"
 
 
@@ -365,8 +369,8 @@ SEEN = "driver 580.65.06 (CUDA up to 13.0) sees NVIDIA A100, NVIDIA A100"
             "Found GPU0",
             "anoth",
         ),
-        (CPU, NONE, None, "warn", "no NVIDIA GPU is seen: the rungs run on the CPU", "--gpus all"),
-        (None, NONE, None, "warn", "no NVIDIA GPU is seen: the rungs run on the CPU", "--gpus all"),
+        (CPU, NONE, None, "warn", "no GPU is seen: the rungs run on the CPU", "--gpus all"),
+        (None, NONE, None, "warn", "no GPU is seen: the rungs run on the CPU", "--gpus all"),
         (None, A100, None, "ok", f"{SEEN}; torch is not there to use it", None),
         (CPU, A100, None, "missing", f"torch is built for CPU, though {SEEN}", "another build of torch"),
         (CUDA, A100 | {"cuda": (12, 8)}, None, "missing", "the driver is too old for torch's CUDA 13.0", "update"),
@@ -382,17 +386,45 @@ SEEN = "driver 580.65.06 (CUDA up to 13.0) sees NVIDIA A100, NVIDIA A100"
         (CUDA, A100, "", "missing", 'CUDA_VISIBLE_DEVICES="" leaves torch no GPU', "unset CUDA_VISIBLE_DEVICES"),
         (CUDA, A100, "7", "missing", 'CUDA_VISIBLE_DEVICES="7" leaves torch no GPU', "unset CUDA_VISIBLE_DEVICES"),
         (CUDA, A100, None, "missing", f"torch cannot use what {SEEN}: No CUDA GPUs are available", "restart"),
-        (CPU | {"build": "ROCm 7.0"}, NONE, None, "warn", "ROCm finds none either: not compiled", "--gpus all"),
+        (
+            ROCM,
+            NONE,
+            None,
+            "warn",
+            "no GPU is seen (not compiled with CUDA): the rungs run on the CPU",
+            "--device /dev/kfd",
+        ),
+        (ROCM | {"available": True}, NONE | {"amd": True}, None, "ok", "available", None),
+        (CPU, NONE | {"amd": True}, None, "missing", "there is an AMD GPU; torch is built for CPU", "another build"),
+        (None, NONE | {"amd": True}, None, "missing", "there is an AMD GPU; torch is built for nothing yet", "another"),
     ],
 )
 def test_what_is_between_torch_and_the_gpus(monkeypatch, torch, driver, visible, status, text, fix):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    _, found, said, advice = runpy.run_path(str(ASKED))["diagnose_cuda"](torch, driver)
+    _, found, said, advice = hardware.diagnose_cuda(torch, driver)
     assert found == status
     assert text in said
     assert advice is None if fix is None else fix in advice
+
+
+def test_an_amd_gpu_and_apple_s_are_named():
+    """Stand-ins for torch, since no test has such a GPU."""
+    gpu = SimpleNamespace(name="AMD Instinct MI300X", gcnArchName="gfx942", major=9, minor=4)
+    cuda = SimpleNamespace(
+        device_count=lambda: 1, get_device_properties=lambda _: gpu, mem_get_info=lambda _: (150e9, 200e9)
+    )
+    amd = SimpleNamespace(version=SimpleNamespace(hip="7.0"), cuda=cuda)
+    first, second = hardware.gpu_items(amd)
+    assert first == ("GPU 0", "ok", "AMD Instinct MI300X, 150.00 GB free of 200.00 GB, gfx942", None)
+    assert second[:2] == ("bfloat16", "ok")
+    mps = SimpleNamespace(recommended_max_memory=lambda: 12e9)
+    for available, status, text in ((True, "ok", "Apple's GPU, up to 12.00 GB"), (False, "warn", "torch does not see")):
+        backends = SimpleNamespace(mps=SimpleNamespace(is_available=lambda available=available: available))
+        found = hardware.apple_item(SimpleNamespace(backends=backends, mps=mps))
+        assert found[:2] == ("MPS", status)
+        assert found[2].startswith(text)
 
 
 def cgroup_files(folder, limit, used, dropped=0, version=2):
@@ -406,7 +438,7 @@ def cgroup_files(folder, limit, used, dropped=0, version=2):
 
 
 def test_the_limit_of_a_control_group(tmp_path):
-    limit = runpy.run_path(str(SCRIPT))["cgroup_limit"]
+    limit = cgroup_limit
     assert limit("0::/\n", tmp_path) is None
     cgroup_files(tmp_path / "pods" / "mine", 4_000_000_000, 900, 100)
     cgroup_files(tmp_path / "pods", "max", 2000)

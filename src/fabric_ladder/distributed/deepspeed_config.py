@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fabric_ladder.environment import CONFIGS
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.configs import MODELS, load_config
 from fabric_ladder.models.optimizer import build_optimizer
+from fabric_ladder.places import CONFIGS
 from fabric_ladder.settings import Settings
 
 # What `deepspeed.runtime.config.DeepSpeedConfig` and `deepspeed.initialize` of 0.19.8 ask for at the top level, but for

@@ -1,269 +1,270 @@
-"""What scripts/doctor.py leaves to a process of its own: libraries that are slow, talk, hang or abort at import.
+"""What a machine can run, and what it lacks for the rest: sections of items, each with a status and a fix.
 
-python -P src/fabric_ladder/tools/doctor.py STEP...
-
-It is started by its path and never imported: where torch is missing, the package itself cannot be. A step is the name
-of a library or of a rung; each prints one line of JSON, `[STEP, [[name, status, text, fix], ...]]`.
+It runs where nothing is installed, by the standard library of any Python from 3.8 on. Libraries that are slow, talk,
+hang or abort are left to a process of their own, tools/hardware.py.
 """
 
-from __future__ import annotations  # scripts/doctor.py, which shares the first functions, runs on Python 3.8
+from __future__ import annotations
 
-import ctypes
 import json
 import os
+import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
-import sysconfig
-import traceback
-import warnings
-from collections.abc import Iterator
+import tempfile
+import threading
 from contextlib import suppress
+from functools import partial
+from importlib.machinery import ModuleSpec
+from importlib.metadata import version
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
-OTHER_TORCH = "install another build of torch: https://pytorch.org/get-started/locally/"
-BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # as Linux names them, for x86 and Arm
+from fabric_ladder.places import CONFIGS, PACKAGE, SRC
+from fabric_ladder.tools import hardware
+from fabric_ladder.tools.hardware import brief, item
+from fabric_ladder.tools.project import ROOT, describe_project, read
+
+ASKED = hardware.__file__
+TIMEOUT = 180  # seconds; from a cold network disk, the imports take a minute
+MODEST = ("PYTHONSAFEPATH", "PYTHONDONTWRITEBYTECODE", "HF_HUB_OFFLINE")  # nothing shadowed, written, fetched
+KERNELS = ("JPY_PARENT_PID", "COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE")  # set by Jupyter, Colab and Kaggle
+LEAST_MEMORY = 2e9  # bytes; the quickstart holds up to 1.1 GB
+LEAST_SHARED = 1e9  # bytes; Docker gives 64 MB, and NCCL's documentation advises 1 GB
+LEAST_DISK = {"runs": 7e9, "cache": 1e9, "Hub cache": 2e9}  # bytes; BLOOM-560m with Adam's state is saved in 6.7 GB
+ELSEWHERE = {"runs": "give --runs_dir", "cache": "set FABRIC_LADDER_CACHE", "Hub cache": "set HF_HOME"}
 
 
-def item(name: str, good: str, problem: str | None = None, fix: str | None = None, status: str = "missing") -> tuple:
-    """Return name, status, text and fix of a thing that is good, or has a problem of this status."""
-    return (name, status, problem, fix) if problem else (name, "ok", good, None)
+def python(installed: ModuleSpec | None):
+    """Check this Python against the project's range, what started it, and whose package it imports."""
+    wanted, bounds = describe_project().python, {}
+    for sign, *number in re.findall(r"(>=|<)(\d+)\.(\d+)", wanted):
+        bounds[sign] = tuple(map(int, number))
+    outside = [sign for sign, bound in bounds.items() if (sys.version_info[:2] < bound) == (sign == ">=")]
+    text = f"{platform.python_version()}, {sys.executable}"
+    fix = "name another: make PYTHON=python{}.{} run".format(*bounds[">="]) if bounds else None
+    yield item("Python", text, f"{text}, is not {wanted}" if outside else None, fix)
+    kernel = any(name in os.environ for name in KERNELS) or "ipykernel" in sys.modules
+    yield item("notebook", "yes: its kernel runs on one device, !python src/9_ddp.py on all" if kernel else "no")
+    found = Path(installed.origin).resolve().parent if installed and installed.origin else None
+    problem = None if found == PACKAGE else f"in {found}, not in {PACKAGE}" if found else "not installed"
+    fix, status = f'pip install -e "{ROOT}"', "warn" if found else "missing"
+    yield item("fabric_ladder", f"in {PACKAGE}", problem, fix, status)
 
 
-def brief(error: object) -> str:
-    """Return an error, or a text, as one line."""
-    return " ".join(str(error).split())[:200]
-
-
-def torch_items() -> Iterator[tuple]:
-    """Check the build of torch, what is between it and the GPUs, and each GPU."""
-    driver = nvidia_driver()
-    try:
-        import torch
-    except Exception:
-        yield diagnose_cuda(None, driver)
-        raise
-    cuda, hip = torch.version.cuda, torch.version.hip
-    build = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPU"
-    yield item("torch", f"{torch.__version__}, built for {build}")
-    reason = None
-    with warnings.catch_warnings(record=True) as caught:  # of a driver or a GPU that is too old torch only warns
-        warnings.simplefilter("always")
+def packages():
+    """Check what is installed against the pins of requirements.txt and the ranges of the project."""
+    project = describe_project()
+    ranges, optional = dict(map(_split, project.needed)), dict(map(_split, project.optional))
+    tested = {name: wanted for name, wanted in map(_split, read("requirements.txt").splitlines()) if "==" in wanted}
+    for name in {**tested, **ranges, **optional}:
+        pin, wanted = tested.get(name) or optional.get(name), ranges.get(name, "")
+        fix = f'pip install "{name}{pin or wanted}"'
         try:
-            torch.cuda.init()
-        except (RuntimeError, AssertionError) as error:
-            reason = brief(error)
-        available = torch.cuda.is_available()
-    said = [brief(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
-    facts = {"build": build, "cuda": cuda, "available": available, "reason": reason, "warnings": said}
-    yield diagnose_cuda(facts, driver)
-    yield from gpu_items(torch) if available else [processor_item()]
-    if cuda:
-        nccl = torch.distributed.is_nccl_available() and ".".join(map(str, torch.cuda.nccl.version()))
-        yield item("NCCL", f"{nccl}", None if nccl else "not in this build: one GPU alone", OTHER_TORCH)
-    gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
-    problem = None if gloo else "not in this build of torch: one CPU process alone"
-    yield item("gloo", "connects CPU processes (--accelerator cpu --devices 2)", problem, OTHER_TORCH)
+            found = str(version(name))
+        except Exception:  # not installed, or there are only remains of it
+            yield item(name, "", "not installed" + (", optional" if name in optional else ""), fix)
+            continue
+        fits = True
+        with suppress(Exception):  # without `packaging` the pins alone count
+            from packaging.specifiers import SpecifierSet
+
+            fits = SpecifierSet(wanted).contains(found, prereleases=True)
+        if fits:
+            other = pin and found.split("+")[0] != pin[2:]
+            yield item(name, found, f"{found}, tested with {pin[2:]}" if other else None, fix, "warn")
+        else:
+            yield item(name, "", f"{found} is not {wanted}", fix)
 
 
-def nvidia_driver() -> dict:
-    """Return what nvidia-smi and libcuda say, without torch, as `diagnose_cuda` takes it."""
-    driver = {"gpus": [], "version": None, "problem": None, "cuda": None}
-    if shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        try:
-            said = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
-            rows = [line.rsplit(", ", 1) for line in said.splitlines() if ", " in line]
-            driver |= {"gpus": [name for name, _ in rows], "version": rows[0][1] if rows else None}
-        except subprocess.CalledProcessError as error:
-            driver["problem"] = brief(error.stdout + error.stderr) or f"status {error.returncode}"
-        except (OSError, subprocess.TimeoutExpired) as error:
-            driver["problem"] = brief(error)
-    number = ctypes.c_int()
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
-    if number.value:
-        driver["cuda"] = number.value // 1000, number.value % 1000 // 10
-    return driver
+def memory():
+    """Check memory that processes share, and the host's, or what the container's control group leaves of it."""
+    if Path("/dev/shm").is_dir():
+        usage = shutil.disk_usage("/dev/shm")
+        text = f"{usage.free / 1e9:.2f} GB free of {usage.total / 1e9:.2f} GB"
+        problem = f"{text}: NCCL and --num_workers may fail" if usage.free < LEAST_SHARED else None
+        yield item("/dev/shm", text, problem, "docker run --ipc=host, or --shm-size=8g", "warn")
+
+    import psutil
+
+    host = psutil.virtual_memory()
+    total, available, whose = host.total, host.available, ""
+    groups = Path("/proc/self/cgroup")
+    limit = cgroup_limit(groups.read_text(), Path("/sys/fs/cgroup")) if groups.exists() else None
+    if limit and limit[0] < total:
+        total, available, whose = limit[0], min(available, limit[0] - limit[1]), " of its control group"
+    text = f"{available / 1e9:.2f} GB available of {total / 1e9:.2f} GB{whose}"
+    fix = "end other programs, or give the container more: docker run --memory"
+    yield item("memory", text, f"{text}: hardly enough" if available < LEAST_MEMORY else None, fix, "warn")
 
 
-def diagnose_cuda(torch: dict | None, driver: dict) -> tuple:
-    """Say what stands between torch and NVIDIA's GPUs.
+def cgroup_limit(groups: str, root: Path) -> tuple[int, int] | None:
+    """Return the lowest memory limit on the way up from the process's control group, and what is used of it.
 
     Args:
-        torch: `build`, version of `cuda`, whether that is `available`, the `reason` if not, `warnings`; None where
-            torch cannot be imported.
-        driver: Names of `gpus` and `version` by nvidia-smi, its `problem` if it fails, and the newest version of `cuda`
-            that the driver serves (major, minor), None where there is none.
+        groups: Text of /proc/self/cgroup: a line `4:memory:/path` for version 1, `0::/path` for version 2.
+        root: Where they are mounted, /sys/fs/cgroup.
+
+    Returns:
+        Bytes of the limit and, without files that the kernel can drop, of what is used; None without a limit.
     """
-    serves = "CUDA up to {}.{}".format(*driver["cuda"]) if driver["cuda"] else "an unknown CUDA"
-    seen = f"driver {driver['version']} ({serves}) sees {', '.join(driver['gpus']) or 'no GPU'}"
-    if torch and torch["available"]:
-        warning = next(iter(torch["warnings"]), None)
-        return item("CUDA", seen if driver["gpus"] else "available", warning, OTHER_TORCH, "warn")
-    if driver["problem"]:
-        return item("CUDA", "", f"nvidia-smi fails: {driver['problem']}", "install NVIDIA's driver anew, and restart")
-    if not driver["gpus"]:
-        rocm = f"ROCm finds none either: {torch['reason']}; " if torch and "ROCm" in torch["build"] else ""
-        problem = f"no NVIDIA GPU is seen: {rocm}the rungs run on the CPU, to try them out"
-        return item("CUDA", "", problem, "where there is one, start the container with --gpus all", "warn")
-    if torch is None:
-        return item("CUDA", f"{seen}; torch is not there to use it")
-    if not torch["cuda"]:
-        return item("CUDA", "", f"torch is built for {torch['build']}, though {seen}", OTHER_TORCH)
-    # a driver serves newer toolkits too, but of its own major version only
-    older = driver["cuda"] and driver["cuda"][0] < int(torch["cuda"].split(".")[0])
-    if older or "driver on your system is too old" in str(torch["reason"]):
-        problem = f"the driver is too old for torch's CUDA {torch['cuda']}: {seen}"
-        return item("CUDA", "", problem, f"update the driver, or {OTHER_TORCH}")
-    if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        problem = f'CUDA_VISIBLE_DEVICES="{chosen}" leaves torch no GPU; {seen}'
-        return item("CUDA", "", problem, "unset CUDA_VISIBLE_DEVICES")
-    problem = f"torch cannot use what {seen}: {torch['reason']}"
-    return item("CUDA", "", problem, "restart, if the driver was updated; start a container with --gpus all")
-
-
-def gpu_items(torch) -> Iterator[tuple]:
-    """Check each GPU's memory, and whether all of them compute in bfloat16."""
-    emulating = []
-    for index in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(index)
-        capability = f"compute capability {gpu.major}.{gpu.minor}"
-        try:
-            free, total = torch.cuda.mem_get_info(index)
-        except RuntimeError as error:  # another process has it for itself, or it is broken
-            yield item(f"GPU {index}", "", f"{gpu.name}: {brief(error)}", "nvidia-smi names the processes on it")
+    limits = []
+    for _, controllers, path in (line.split(":", 2) for line in groups.splitlines()):
+        if controllers == "":
+            top, limit, used, files = root, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            top, limit, used = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            files = "total_inactive_file"
         else:
-            text = f"{gpu.name}, {free / 1e9:.2f} GB free of {total / 1e9:.2f} GB, {capability}"
-            taken = f"{text}: others hold most of it" if free < total / 2 else None
-            yield item(f"GPU {index}", text, taken, "nvidia-smi names the processes on it", "warn")
-        if (gpu.major, gpu.minor) < (8, 0):  # `torch.cuda.is_bf16_supported()` also says yes to an emulation
-            emulating.append(f"{gpu.name} ({capability})")
-    problem = f"only emulated by {', '.join(emulating)}: `mixed` is 16-mixed there" if emulating else None
-    yield item("bfloat16", "computed by the GPU: `mixed` is bf16-mixed", problem, "--precision 16-mixed", "warn")
+            continue
+        group = top / path.lstrip("/")
+        for folder in (group, *list(group.parents)[: len(group.parts) - len(top.parts)]):  # in a container only the top
+            with suppress(OSError, ValueError):  # "max" is no limit, and the top of version 2 says nothing
+                size, taken = int((folder / limit).read_text()), int((folder / used).read_text())
+                droppable = re.search(rf"^{files} (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
+                limits.append((size, taken - int(droppable.group(1) if droppable else 0)))
+    return min(limits, default=None)
 
 
-def processor_item() -> tuple:
-    """Check whether the processor computes in bfloat16, which torch otherwise emulates."""
-    cpuinfo = Path("/proc/cpuinfo")
-    words = set(cpuinfo.read_text(encoding="utf-8").lower().split()) if cpuinfo.exists() else set()
-    found = sorted(words & BF16_FLAGS)
-    problem = None if found else "the processor is not known to compute in it: on this CPU it may save no time"
-    return item("bfloat16", f"computed by the processor ({', '.join(found)})", problem, "--precision 32-true", "warn")
+def disk(name: str):
+    """Check whether a folder can be written, and the free space where it is or would be made."""
+    folder = "runs"
+    if name == "cache":
+        import pooch
+
+        folder = os.environ.get("FABRIC_LADDER_CACHE") or pooch.os_cache("fabric_ladder")
+    elif name == "Hub cache":
+        from huggingface_hub import constants
+
+        folder = constants.HF_HUB_CACHE
+    folder = Path(folder).absolute()
+    there = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        reason = "cannot be written" if there.is_dir() else "is a file"
+        yield item(name, "", f"{folder} cannot be used: {there} {reason}", ELSEWHERE[name])
+        return
+    usage = shutil.disk_usage(there)
+    text = f"{usage.free / 1e9:.2f} GB free of {usage.total / 1e9:.2f} GB, {folder}"
+    yield item(name, text, f"{text}: little" if usage.free < LEAST_DISK[name] else None, ELSEWHERE[name], "warn")
 
 
-def compile_item() -> tuple:
-    """Check what `torch.compile` calls: a C++ compiler for a CPU, Triton and a C compiler for a GPU."""
-    import torch
-
-    if not torch.cuda.is_available():
-        path, problem, fix = compiler("CXX", ("clang++",) if sys.platform == "darwin" else ("g++",), "c++")
-        return item("torch.compile", f"{path} with Python.h", problem, fix)
-    try:
-        import triton
-    except Exception as error:
-        return item("torch.compile", "", f"Triton cannot be imported: {brief(error)}", OTHER_TORCH)
-    path, problem, fix = compiler("CC", ("gcc", "clang"), "c")
-    return item("torch.compile", f"Triton {triton.__version__}, {path} with Python.h", problem, fix)
+def data():
+    """Look for the files that configs/ read."""
+    folder = Path(os.environ.get("FABRIC_LADDER_DATA") or "data")
+    files = {name: (name,) for name in _named_in_configs("dataset") if "/" not in name and "." in name}
+    for name, wanted in {"imdb": ("aclImdb", "aclImdb_v1.tar.gz"), **files}.items():
+        paths = (parent / file for parent in (folder, Path()) for file in wanted)
+        found = next((str(path.absolute()) for path in paths if path.exists()), None)
+        problem = f"not in {folder.absolute()}" + (": a run downloads it there (84 MB)" if name == "imdb" else "")
+        fix = f"set FABRIC_LADDER_DATA to a folder with {wanted[-1]}"
+        yield item(name, found, None if found else problem, fix)
 
 
-def compiler(variable: str, names: tuple[str, ...], language: str) -> tuple[str | None, str | None, str | None]:
-    """Return the path of a compiler that finds Python's headers, or a problem and its fix."""
-    wanted = (os.environ[variable],) if os.environ.get(variable) else names
-    path, fix = next(filter(None, map(shutil.which, wanted)), None), f"apt install g++, or set {variable}"
-    if path is None:
-        return None, f"there is no compiler {' or '.join(wanted)}", fix
-    command = [path, "-fsyntax-only", "-x", language, "-I", sysconfig.get_paths()["include"], "-"]
-    options = {"capture_output": True, "text": True, "timeout": 60, "env": {**os.environ, "LC_ALL": "C"}}
-    try:
-        done = subprocess.run(command, input="#include <Python.h>\n", **options)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return path, f"{path} does not run: {brief(error)}", fix
-    if done.returncode and re.search(r"fatal error: '?Python\.h", done.stderr):
-        return path, f"{path} finds no Python.h", "install this Python's headers: apt install python3-dev"
-    said = brief(done.stderr) or f"status {done.returncode}"
-    return path, f"{path} compiles nothing: {said}" if done.returncode else None, fix
+def hub():
+    """Ask for the Hugging Face Hub, and look which of configs/'s models are in its cache."""
+    import requests
+    from huggingface_hub import constants
 
-
-def bitsandbytes_item() -> tuple:
-    """Check whether bitsandbytes makes 4-bit weights on the device that a run would take."""
-    import bitsandbytes
-    import torch
-    from bitsandbytes.functional import quantize_4bit
-
-    device, problem = "cuda" if torch.cuda.is_available() else "cpu", None
-    try:
-        quantize_4bit(torch.ones(64, 64, device=device), quant_type="nf4", compress_statistics=True)
-    except Exception as error:  # its class depends on what its native library lacks
-        problem = f"{bitsandbytes.__version__} cannot make 4-bit weights on {device}: {brief(error)}"
-    adam = "" if device == "cuda" else "; its 8-bit Adam needs a CUDA GPU"
-    good = f"{bitsandbytes.__version__} makes 4-bit weights on {device}{adam}"
-    return item("bitsandbytes", good, problem, "run src/13_lora.py, which needs none")
-
-
-def deepspeed_items() -> Iterator[tuple]:
-    """Check whether DeepSpeed can be imported, and what its offloads would have to be compiled with."""
-    import deepspeed
-    import torch
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-    from deepspeed.ops.op_builder.builder import assert_no_cuda_mismatch
-
-    on_gpu = torch.cuda.is_available()
-    yield item("DeepSpeed", deepspeed.__version__ + ("" if on_gpu else "; src/12_deepspeed_zero.py needs a CUDA GPU"))
-    _, problem, fix = compiler("CXX", ("c++",), "c++")
-    if not shutil.which("ninja"):
-        beside = Path(sys.executable).with_name("ninja").exists()
-        problem = "ninja is not on the PATH"
-        fix = f"source {Path(sys.executable).with_name('activate')}" if beside else "pip install ninja"
-    slower = f"{problem}: PyTorch's slower Adam takes its place in zero2_offload and zero3_offload"
-    yield item("DeepSpeed CPU Adam", "compiled by its first use", problem and slower, fix, "warn")
-    if not problem and on_gpu:
+    problem, fix = None, "check network and proxy; HF_HUB_OFFLINE=1 takes the cache at once"
+    if constants.HF_HUB_OFFLINE:
+        problem, fix = "HF_HUB_OFFLINE is set: its cache alone", "unset HF_HUB_OFFLINE"
+    else:
         try:
-            assert_no_cuda_mismatch()
-        except Exception as error:  # there is no CUDA toolkit, or it is that of another version
-            problem, fix = brief(error), f"install the toolkit of CUDA {torch.version.cuda}, or set CUDA_HOME to it"
-    if not problem and not AsyncIOBuilder().is_compatible():
-        problem, fix = "no libaio", "apt install libaio-dev, or dnf install libaio-devel"
-    problem = problem and f"{problem}: zero3_nvme cannot run"
-    yield item("DeepSpeed NVMe offload", "compiled by its first use", problem, fix)
+            requests.head(constants.ENDPOINT, timeout=5)
+        except requests.RequestException as error:
+            problem = f"{constants.ENDPOINT} does not answer ({type(error).__name__}): its cache alone"
+    yield item("Hub", f"{constants.ENDPOINT} answers", problem, fix, "warn")
+    for name in _named_in_configs("model"):
+        if not (CONFIGS / name).exists():
+            lacks = _uncached(name)
+            good = f"not in the cache ({lacks}): a run downloads it" if lacks else "in the cache"
+            fix = f"hf download {name} where the Hub answers, then copy its cache; or --model FOLDER"
+            yield item(name, good, f"not in the cache ({lacks})" if problem and lacks else None, fix)
 
 
-def rung_item(stem: str) -> tuple:
-    """Ask the rung itself, for the quickstart, which needs no network; its check starts no compiler."""
-    from fabric_ladder.rungs import check_rung
+def _uncached(name: str) -> str | None:
+    """Return what the Hub's cache lacks of a model; None if it is complete."""
+    from huggingface_hub import try_to_load_from_cache
 
-    answer = check_rung(ROOT / "src" / f"{stem}.py", ["--config", str(ROOT / "configs" / "quickstart.yaml")])
-    if isinstance(answer, str):
-        return item(stem, "", answer)
-    good = f"can run the quickstart: {answer.devices} x {answer.accelerator}, {answer.precision}"
-    _, status, problem, fix = compile_item() if answer.compile else (None, "ok", None, None)
-    return item(stem, good, None if status == "ok" else f"torch.compile: {problem}", fix)
+    def cached(file: str) -> str | None:
+        path = try_to_load_from_cache(name, file)
+        return path if isinstance(path, str) else None  # else None, or a mark for what the Hub does not have
+
+    if not cached("config.json"):
+        return "no config.json"
+    for weights in ("model.safetensors", "pytorch_model.bin"):
+        index = cached(f"{weights}.index.json")
+        shards = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values() if index else [weights]
+        if all(map(cached, shards)):
+            return None
+    return "no weights"
+
+
+def _split(requirement: str) -> tuple[str, str]:
+    """Return the package of a requirement, and its range of versions."""
+    return re.match(r"([\w.-]*)(?:\[.*?\])?(.*)", requirement).groups()
+
+
+def _named_in_configs(setting: str) -> list[str]:
+    texts = "\n".join(path.read_text(encoding="utf-8") for path in sorted(CONFIGS.glob("*.yaml")))
+    return list(dict.fromkeys(re.findall(rf"^{setting}: (\S+)", texts, re.MULTILINE)))
+
+
+def ask(steps: list[str], folder: str):
+    """Yield steps of tools/hardware.py with an item each time; one that ends its process is an item, too."""
+    folders = dict.fromkeys(("TMPDIR", "MPLCONFIGDIR", "TORCHINDUCTOR_CACHE_DIR"), folder)  # imports leave files behind
+    environment = {**os.environ, **folders, **dict.fromkeys(MODEST, "1")}
+    path = os.environ.get("PYTHONPATH")
+    environment["PYTHONPATH"] = os.pathsep.join([str(PACKAGE.parent), *([path] if path else [])])
+    while steps:
+        command, nothing = [sys.executable, ASKED, *steps], subprocess.DEVNULL
+        process = subprocess.Popen(command, env=environment, stdin=nothing, stdout=subprocess.PIPE, stderr=nothing)
+        timer = threading.Timer(TIMEOUT, process.kill)
+        timer.start()
+        left = list(steps)
+        for line in process.stdout:
+            step, items = json.loads(line)
+            left.remove(step)
+            yield from ((step, found) for found in items)
+        in_time, status = timer.is_alive(), process.wait()
+        timer.cancel()
+        if left:
+            end = signal.Signals(-status).name if status < 0 else f"status {status}"
+            problem = f"ends Python with {end}" if in_time else f"no answer in {TIMEOUT} s"
+            yield left[0], item(left[0], "", problem, f"python -P {ASKED} {left[0]} shows more")
+            if len(left) == len(steps):  # so it would be with each
+                yield from ((step, item(step, "", f"not asked: {left[0]} {problem}")) for step in left[1:])
+                return
+        steps = left[1:]
 
 
 CHECKS = {
-    "torch": torch_items,
-    "torch.compile": lambda: [compile_item()],
-    "bitsandbytes": lambda: [bitsandbytes_item()],
-    "DeepSpeed": deepspeed_items,
+    "Packages": {"packages": packages},
+    "Memory and disk": {"memory": memory, **{name: partial(disk, name) for name in LEAST_DISK}},
+    "Data and models": {"data": data, "Hub": hub},
 }
+SECTIONS = {"torch": "GPU", "torch.compile": "Extensions", "bitsandbytes": "Extensions", "DeepSpeed": "Extensions"}
 
 
-def check(step: str) -> Iterator[tuple]:
-    """Yield the items of a step; what it raises is one, too."""
+def report(installed: ModuleSpec | None):
+    """Yield each section with an item of it; nothing that is broken here ends the report.
+
+    Args:
+        installed: What `import fabric_ladder` finds where nothing was done for it.
+    """
+    for section, checks in {"Python": {"Python": partial(python, installed)}, **CHECKS}.items():
+        for name, check in checks.items():
+            try:
+                yield from ((section, found) for found in check())
+            except Exception as error:
+                fix = "pip install -r requirements.txt" if isinstance(error, ImportError) else None
+                yield section, item(name, "", f"not known: {brief(error)}", fix)
+    rungs = sorted(SRC.glob("[0-9]*.py"), key=lambda path: int(path.name.split("_")[0]))
+    section_of = {**SECTIONS, **{path.stem: "Rungs" for path in rungs}}
     try:
-        yield from CHECKS[step]() if step in CHECKS else [rung_item(step)]
-    except ModuleNotFoundError as error:
-        source = '-e ".[deepspeed]"' if step == "DeepSpeed" else "-r requirements.txt"
-        yield item(step, "", brief(error), f"pip install {source}")
-    except (Exception, SystemExit) as error:  # a broken installation raises anything
-        traceback.print_exc()
-        yield item(step, "", f"{type(error).__name__}: {brief(error)}", f"python -P {__file__} {step} shows more")
-
-
-if __name__ == "__main__":
-    with os.fdopen(os.dup(1), "w") as channel:
-        os.dup2(2, 1)  # libraries print on stdout, too
-        for step in sys.argv[1:]:
-            print(json.dumps([step, list(check(step))]), file=channel, flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            yield from ((section_of[step], found) for step, found in ask(list(section_of), folder))
+    except OSError as error:  # nowhere for temporary files, or no room for a process
+        yield "GPU", item("torch", "", f"not asked: {error}", "set TMPDIR")
