@@ -61,9 +61,12 @@ def peak_memory(device: torch.device) -> int:
     if Path("/proc/self/status").exists():
         status = Path("/proc/self/status").read_text().split()
         return int(status[status.index("VmHWM:") + 1]) * 1024
-    import resource  # not on Windows; macOS counts in bytes
+    memory = psutil.Process().memory_info()
+    if hasattr(memory, "peak_wset"):  # on Windows, which has no `resource`
+        return memory.peak_wset
+    import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS counts in bytes
 
 
 def _processor() -> str:

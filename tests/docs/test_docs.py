@@ -16,7 +16,10 @@ import pytest
 import yaml
 from support.helpers import ROOT, RUNGS, SMALL, run_script
 
+from fabric_ladder.places import SCRIPTS
+from fabric_ladder.rungs import choose_rungs
 from fabric_ladder.settings import INTERNAL, Settings
+from fabric_ladder.tools.command import COMMANDS
 
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
@@ -166,7 +169,7 @@ def commands(page: Path) -> list[list[str]]:
     found = []
     for line in lines:
         line = re.sub(r"^\s*!", "", line)
-        if re.match(r"(python|make|torchrun|fabric run|sbatch) ", line):
+        if re.match(r"(python|make|torchrun|fabric run|fabric-ladder|sbatch) ", line):
             words = shlex.split(line, comments=True)
             found.append(words[: words.index(">")] if ">" in words else words)
     return found
@@ -203,6 +206,12 @@ def check_command(words: list[str]) -> None:
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
         assert set(words[1:]) <= set(targets), words
         return
+    if words[0] == "fabric-ladder":
+        name, *rest = words[1:]
+        if name.startswith("-"):
+            return
+        path = choose_rungs([rest.pop(0)])[0] if name == "run" else SCRIPTS / f"{COMMANDS[name]}.py"
+        words = ["python", str(path.relative_to(ROOT)), *rest]
     place = next((index for index, word in enumerate(words) if word.endswith(".py") and "/" in word), None)
     if place is None or "<" in words[place]:  # a module of another project, or any rung
         return
@@ -240,6 +249,7 @@ def test_the_commands_are_found():
         "python benchmarks/memory_ladder.py",
         "torchrun --nnodes 2",
         "fabric run",
+        "fabric-ladder run",
         "sbatch",
     ):
         assert any(command.startswith(start) for command in found), start
@@ -253,6 +263,8 @@ def test_the_commands_are_found():
         "python src/2_grad_accum.py --config nothing.yaml",
         "python src/2_gradaccum.py",
         "python scripts/doctor.py --jason",
+        "fabric-ladder run 2 --batchsize 2",
+        "fabric-ladder doctor --jason",
         "make nothing",
     ],
 )

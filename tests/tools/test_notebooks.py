@@ -1,4 +1,4 @@
-"""Rungs in a real Jupyter kernel: pasted into one cell, as notebooks that need nothing beside them, as single files."""
+"""Rungs in a real Jupyter kernel: pasted into a cell, as notebooks with and without their modules, as single files."""
 
 import ast
 import base64
@@ -6,13 +6,16 @@ import bz2
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
-from support.helpers import ROOT, RUNGS, SMALL, SRC, finished, run_script
+from support.helpers import ROOT, RUNGS, SMALL, SRC, finished, run_script, without_package
+
+from fabric_ladder.tools.notebooks import notebook, script
 
 ON_CPU = [  # Fabric starts DeepSpeed on CUDA GPUs only
     path if path.stem == "2_grad_accum" else pytest.param(path, marks=pytest.mark.slow)
@@ -21,84 +24,122 @@ ON_CPU = [  # Fabric starts DeepSpeed on CUDA GPUs only
 ]
 LOOP = Path("fabric_ladder", "training", "loop.py")
 EXPORT = ROOT / "scripts" / "export_notebook.py"
+NAMES = [path.stem for path in RUNGS]
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory):
-    """All notebooks, made anew."""
-    folder = tmp_path_factory.mktemp("exported")
-    finished(run_script(EXPORT, "all", "--output_dir", folder, cwd=folder))
-    return folder
+def made(name, **options):
+    """The notebook of a rung, made anew and checked."""
+    return nbformat.reads(notebook(SRC / f"{name}.py", None, **options), as_version=4)
 
 
-def test_the_notebooks_are_those_of_the_sources(exported):
-    made = {path.name: path.read_text(encoding="utf-8") for path in exported.iterdir()}
-    kept = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "notebooks").glob("*.ipynb")}
-    assert made.keys() == kept.keys() == {f"{path.stem}.ipynb" for path in RUNGS}
-    stale = [name for name in made if made[name] != kept[name]]
-    assert not stale, f"{stale} are older than the sources: make notebooks"
+@pytest.mark.parametrize("name", NAMES)
+def test_the_notebook_is_that_of_the_sources(name):
+    kept = (ROOT / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8")
+    assert notebook(SRC / f"{name}.py", None) == kept, "older than the sources: make notebooks"
 
 
-def test_a_notebook_carries_its_modules_packed_or_readable(exported, tmp_path):
-    finished(run_script(EXPORT, "12", "--readable", "--output_dir", tmp_path, cwd=tmp_path))
-    readable = nbformat.read(tmp_path / "12_deepspeed_zero.ipynb", as_version=4)
+def test_every_rung_has_its_notebook_and_no_other_is_kept():
+    assert {path.stem for path in (ROOT / "notebooks").iterdir()} == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_opens_with_its_technique_and_is_small(name):
+    text = notebook(SRC / f"{name}.py", None)
+    assert len(text.encode()) < 60_000
+    document = nbformat.reads(text, as_version=4)
+    nbformat.validate(document)
+    number, *_ = name.split("_")
+    opening = [cell for cell in document.cells[:5] if cell.cell_type == "markdown"]
+    introduction, *change, figures, _ = [cell.source for cell in opening]
+    assert introduction.startswith("[![Open in Colab](https://colab.research.google.com/")
+    assert f"/notebooks/{name}.ipynb)\n\n# {number} · " in introduction
+    assert re.search(r"^```python\n\S", introduction, re.MULTILINE)
+    assert len(change) == (number != "1")
+    for source in change:
+        lines = re.search(r"```diff\n(.*)```", source, re.DOTALL)[1].splitlines()
+        assert lines[1] == f"+++ src/{name}.py"
+        assert any("# NEW" in line for line in lines if line.startswith("+"))
+        assert len([line for line in lines[2:] if line[:1] in ("+", "-")]) <= 12
+    assert re.search(rf"^\| \[{name}\]\(https://\S+/src/{name}\.py\) \|", figures, re.MULTILINE)
+    install = next(cell.source for cell in document.cells if cell.cell_type == "code")
+    assert "subprocess.run([sys.executable" in install
+    assert not [cell for cell in document.cells if len(max(cell.source.splitlines(), key=len)) > 800]
+
+
+def test_a_notebook_can_carry_its_modules_packed_or_readable():
+    carried = packed(made("12_deepspeed_zero", self_contained=True))
+    readable = made("12_deepspeed_zero", self_contained=True, readable=True)
     cells = (cell.source.partition("\n") for cell in readable.cells if cell.source.startswith("%%writefile "))
     written = {first.split()[1]: text for first, _, text in cells}
-    carried = packed(nbformat.read(exported / "12_deepspeed_zero.ipynb", as_version=4))
-    assert {name: text.rstrip("\n") for name, text in carried.items()} == written
+    assert {name: text.strip("\n") for name, text in carried.items()} == written
     assert carried.pop("src/local_dataset_utilities.py") == (ROOT / "local_dataset_utilities.py").read_text()
     for name, text in carried.items():
         assert text == (ROOT / name).read_text(encoding="utf-8")
     rooms = {Path(name).parts[2] for name in carried if name.startswith("src/fabric_ladder/") and name.count("/") > 2}
     assert {"data", "models", "training", "planning"} <= rooms  # a run on a GPU starts the planner
     assert not rooms & {"comparing", "tools"}
-    assert max(path.stat().st_size for path in exported.iterdir()) < 140_000
+    [cell] = [cell for cell in made("2_grad_accum", self_contained=True).cells if "PACKED = " in cell.source]
+    assert cell.source.startswith("#@title ")
+    assert (cell.metadata.cellView, cell.metadata.jupyter.source_hidden) == ("form", True)
+    assert len(cell.source.splitlines()) < 50
 
 
 @pytest.mark.parametrize("path", ON_CPU, ids=lambda path: path.stem)
-def test_a_notebook_runs_from_top_to_bottom_in_an_empty_folder(tmp_path, exported, path):
-    notebook = nbformat.read(exported / f"{path.stem}.ipynb", as_version=4)
-    nbformat.validate(notebook)
+def test_a_notebook_runs_from_top_to_bottom_in_an_empty_folder(tmp_path, path):
+    document = made(path.stem)
     if path.stem == "3_torch_compile":  # its small model compiles one shape instead of all
-        cut_short(notebook, "--max_length", "16", "--pad_to_multiple_of", "16", "--train_samples", "32")
+        cut_short(document, "--max_length", "16", "--pad_to_multiple_of", "16", "--train_samples", "32")
     else:
-        cut_short(notebook)
-    where = "import fabric_ladder as a, local_dataset_utilities as b; print(a.__file__, b.__file__)"
-    notebook.cells.append(nbformat.v4.new_code_cell(where))
-    NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    stdout = printed(notebook.cells)
-    home = tmp_path / "ladder_notebook"
+        cut_short(document)
+    run_all(document, tmp_path)
+    stdout = printed(document.cells)
     assert f"{path.stem} · synthetic" in stdout
     assert "Test accuracy" in stdout
     assert "No GPU: the quickstart runs" in stdout
-    assert stdout.endswith(f"{home}/src/fabric_ladder/__init__.py {home}/src/local_dataset_utilities.py\n")
-    assert (home / "runs" / path.stem / "1" / "run.json").exists()
-    assert "image/png" in notebook.cells[-2].outputs[0].data
-    assert {found.name for found in tmp_path.iterdir()} == {"ladder_notebook"}
+    assert (tmp_path / "runs" / path.stem / "1" / "run.json").exists()
+    assert "image/png" in document.cells[-1].outputs[0].data
+    assert {found.name for found in tmp_path.iterdir()} == {"runs"}
+
+
+def run_all(document, folder):
+    NotebookClient(document, timeout=500, resources={"metadata": {"path": str(folder)}}).execute()
+
+
+def test_without_the_package_and_its_address_the_notebook_says_what_to_write(tmp_path):
+    install = next(cell.source for cell in made("2_grad_accum").cells if cell.cell_type == "code")
+    environment = os.environ | without_package(tmp_path, "fabric_ladder")
+    command = [sys.executable, "-c", install]
+    process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert (process.returncode, process.stdout) == (1, "")
+    assert process.stderr.startswith("Write the project's address, or the folder of a clone, into REPOSITORY above.")
 
 
 @pytest.mark.slow
-def test_deepspeed_s_notebook_says_what_it_lacks_here(tmp_path, exported):
-    notebook = nbformat.read(exported / "12_deepspeed_zero.ipynb", as_version=4)
-    client = NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(tmp_path)}}, allow_errors=True)
+def test_deepspeed_s_notebook_says_what_it_lacks_here(tmp_path):
+    document = made("12_deepspeed_zero")
+    client = NotebookClient(document, timeout=500, resources={"metadata": {"path": str(tmp_path)}}, allow_errors=True)
     client.execute()
-    lines = [line for line in printed(notebook.cells, "stderr").splitlines() if line.startswith("error: ")]
+    lines = [line for line in printed(document.cells, "stderr").splitlines() if line.startswith("error: ")]
     assert lines[0] == "error: 12_deepspeed_zero needs a CUDA GPU; src/10_fsdp.py shards a model on CPUs too"
 
 
-def test_several_devices_go_through_the_notebook_s_script(tmp_path, exported):
-    """After the rung itself has run in the kernel, whose rank and port they must not inherit."""
-    notebook = nbformat.read(exported / "9_ddp.ipynb", as_version=4)
-    cut_short(notebook)
-    cell = next(cell for cell in notebook.cells if cell.source.startswith("if torch.cuda.device_count() > 1:"))
+def test_a_self_contained_notebook_runs_and_several_devices_go_through_its_script(tmp_path):
+    """The script after the rung itself has run in the kernel, whose rank and port it must not inherit."""
+    document = made("9_ddp", self_contained=True)
+    cut_short(document)
+    cell = next(cell for cell in document.cells if "if torch.cuda.device_count() > 1:" in cell.source)
     cell.source = cell.source.replace("torch.cuda.device_count()", "2")  # two processes of the CPU
-    notebook.cells.remove(cell)
-    path = nbformat.v4.new_code_cell(
-        f"import os; os.environ['PATH'] = {os.path.dirname(sys.executable)!r} + ':' + os.environ['PATH']"
-    )
-    notebook.cells = [path, *notebook.cells, cell]
-    NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    assert "batch 16 = 16 x 1" in printed(notebook.cells[:-1])
+    document.cells.remove(cell)
+    install = next(cell for cell in document.cells if "subprocess.run" in cell.source)
+    install.source = install.source.replace('"install",', '"install", "--dry-run", "--no-index",')  # all is here
+    where = "import fabric_ladder as a, local_dataset_utilities as b; print(a.__file__, b.__file__)"
+    document.cells += [nbformat.v4.new_code_cell(where), cell]
+    run_all(document, tmp_path)
+    home = tmp_path / "ladder_notebook"
+    stdout = printed(document.cells[:-1])
+    assert "batch 16 = 16 x 1" in stdout
+    assert stdout.endswith(f"{home}/src/fabric_ladder/__init__.py {home}/src/local_dataset_utilities.py\n")
+    assert {found.name for found in tmp_path.iterdir()} == {"ladder_notebook"}
     stdout = printed([cell])
     assert "9_ddp · synthetic" in stdout
     assert "batch 16 = 2 x 8 x 1" in stdout
@@ -109,10 +150,10 @@ def test_several_devices_go_through_the_notebook_s_script(tmp_path, exported):
 def test_a_single_file_runs_by_python(tmp_path, single_files, more):
     """On two devices each process unpacks what the file holds."""
     name = "9_ddp" if more else "2_grad_accum"
-    script = tmp_path / "pasted.py"
-    script.write_text(single_files[name], encoding="utf-8")
+    path = tmp_path / "pasted.py"
+    path.write_text(single_files[name], encoding="utf-8")
     cache = tmp_path / "cache"
-    stdout = finished(run_script(script, *SMALL, *more, cwd=tmp_path, FABRIC_LADDER_CACHE=cache))
+    stdout = finished(run_script(path, *SMALL, *more, cwd=tmp_path, FABRIC_LADDER_CACHE=cache))
     assert "pasted · synthetic" in stdout
     assert "Test accuracy" in stdout
     (home,) = (cache / "scripts").iterdir()
@@ -130,9 +171,8 @@ def test_a_single_file_runs_in_one_cell_and_gives_the_same_losses(tmp_path, sing
 
 
 @pytest.fixture(scope="module")
-def single_files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("single")
-    return {name: finished(run_script(EXPORT, name, "--script", cwd=folder)) for name in ("2_grad_accum", "9_ddp")}
+def single_files():
+    return {name: script(SRC / f"{name}.py", None) for name in ("2_grad_accum", "9_ddp")}
 
 
 def test_a_config_goes_along_with_the_files_that_it_names(tmp_path):
@@ -145,9 +185,10 @@ def test_a_config_goes_along_with_the_files_that_it_names(tmp_path):
     small = (ROOT / "configs" / "models" / "bloom-quickstart.json").read_text()
     (tmp_path / "models" / "small.json").write_text(small)
     finished(run_script(EXPORT, "2", "--config", "mine.yaml", cwd=tmp_path))
-    notebook = nbformat.read(tmp_path / "2_grad_accum.ipynb", as_version=4)
-    sources = [cell.source for cell in notebook.cells]
-    assert packed(notebook)["configs/few.csv"] == rows
+    document = nbformat.read(tmp_path / "2_grad_accum.ipynb", as_version=4)
+    sources = [cell.source for cell in document.cells]
+    assert packed(document).keys() == {"configs/mine.yaml", "configs/few.csv", "configs/models/small.json"}
+    assert packed(document)["configs/few.csv"] == rows
     assert any("ARGS = ['--config', 'configs/mine.yaml']" in source for source in sources)
     single = finished(run_script(EXPORT, "2", "--config", "mine.yaml", "--script", cwd=tmp_path))
     assert '\n        config="mine.yaml",\n        batch_size=16' in single
@@ -254,14 +295,14 @@ def test_the_kernel_s_own_arguments_are_ignored_and_an_error_is_one_line(pasted)
     assert not [output for output in outputs if output.output_type == "error"]
 
 
-def cut_short(notebook, *more):
-    (cell,) = [cell for cell in notebook.cells if "\nARGS = []" in cell.source]
+def cut_short(document, *more):
+    (cell,) = [cell for cell in document.cells if "\nARGS = []" in cell.source]
     cell.source = cell.source.replace("ARGS = []", f"ARGS = {[*SMALL, *more]}")
 
 
-def packed(notebook):
+def packed(document):
     """The files that the notebook's packed cell holds."""
-    (source,) = (cell.source for cell in notebook.cells if "PACKED = " in cell.source)
+    (source,) = (cell.source for cell in document.cells if "PACKED = " in cell.source)
     text = source.split('"""')[1].replace("\n", "")
     return json.loads(bz2.decompress(base64.b85decode(text)))
 
@@ -273,7 +314,7 @@ def printed(cells, name="stdout"):
 
 def execute(folder, *sources):
     """Run cells in one kernel and return the outputs of each."""
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
-    client = NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(folder)}}, allow_errors=True)
+    document = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+    client = NotebookClient(document, timeout=500, resources={"metadata": {"path": str(folder)}}, allow_errors=True)
     client.execute()
-    return [cell.outputs for cell in notebook.cells]
+    return [cell.outputs for cell in document.cells]

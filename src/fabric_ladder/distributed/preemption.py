@@ -80,7 +80,7 @@ class StopRequest:
             if notebook_shell():
                 raise KeyboardInterrupt
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
         elif self._own is None:
             self._own = name
             # print is not safe in here: it may be what was interrupted

@@ -4,6 +4,7 @@ Each is run by its own file, with its own options, as `python src/2_grad_accum.p
 """
 
 import ast
+import os
 import runpy
 import sys
 
@@ -28,24 +29,27 @@ COMMANDS = {
 
 def main() -> None:
     """Run the rung or the script that the command line names; it ends this process as it would end its own."""
-    name, rest = sys.argv[1] if sys.argv[1:] else "--help", sys.argv[2:]
-    if name in COMMANDS:
-        path = SCRIPTS / f"{COMMANDS[name]}.py"
-    elif name == "run" and rest and not rest[0].startswith("-"):
-        try:
-            path = choose_rungs([rest.pop(0)])[0]
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            raise SystemExit(2) from None
-    else:
-        parser().parse_args([name, *rest])
-        return
+    name, *rest = sys.argv[1:] or ["--help"]
+    try:
+        if name in COMMANDS:
+            path = SCRIPTS / f"{COMMANDS[name]}.py"
+        elif name == "run" and rest and not rest[0].startswith("-"):
+            [path] = choose_rungs([rest.pop(0)])
+        elif name.startswith("-") or rest:
+            parser().parse_args([name, *rest])
+            return
+        else:
+            raise UserError(f"give a command: run RUNG, {', '.join(COMMANDS)} (see --help)")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
     sys.argv = [str(path), *rest]
     runpy.run_path(str(path), run_name="__main__")
 
 
 def parser() -> jsonargparse.ArgumentParser:
     """Return what `--help` shows and what shells complete; the files themselves read their options."""
+    os.environ["JSONARGPARSE_ADD_PRINT_COMPLETION_ARGUMENT"] = "true"  # it offers what shtab, if installed, can write
     whole = jsonargparse.ArgumentParser(prog="fabric-ladder", description=__doc__)
     commands = whole.add_subcommands()
     run = jsonargparse.ArgumentParser(description="Run a rung.")

@@ -1,57 +1,174 @@
-"""What a rung needs beside it, gathered from this repository, to travel inside a notebook or a single file."""
+"""A rung as a notebook: its technique, what it changes and what to expect of it, then its code; or as a single file."""
 
 import ast
+import base64
+import bz2
+import difflib
+import json
 import re
-from modulefinder import ModuleFinder
+import textwrap
 from pathlib import Path
 
 from fabric_ladder.cli import PATHS, choose_config, read_config
 from fabric_ladder.errors import UserError
-from fabric_ladder.rungs import SRC
-from fabric_ladder.runs.prediction import PLANNER
+from fabric_ladder.places import CONFIGS, PACKAGE, SRC
+from fabric_ladder.tools import notebook_cells as cells
+from fabric_ladder.tools.project import ROOT, describe_project
 
-ROOT = SRC.parent
 LARGEST = 200_000  # bytes of a file that a config names
-# What decides the figures is pinned; of what a notebook's machine comes with, torch stays as it is, and of the rest is
-# only added what is missing: a loaded numpy cannot be replaced without a new start of the kernel.
-PINNED = "lightning transformers accelerate peft tokenizers huggingface-hub datasets jsonargparse pooch".split()
-PINNED += ["watermark", "torchmetrics"]
-AS_IT_IS = "torch pandas pyarrow numpy pyyaml pillow requests tqdm matplotlib filelock psutil".split()
-MORE = {"12_deepspeed_zero": ["deepspeed"], "14_qlora": ["bitsandbytes"]}
+EXTRAS = {"12_deepspeed_zero": "deepspeed", "14_qlora": "bitsandbytes"}
+LEFT_OUT = ("comparing", "tools", "configs", "scripts", "src")  # folders of the package that no run needs
+LINE = 10_000  # characters in a line of packed files: few lines, which editors still show
+
+
+def notebook(rung: Path, config: str | None, self_contained: bool = False, readable: bool = False) -> str:
+    """Return the text of a rung's notebook; the same sources give the same text.
+
+    Args:
+        rung: The script.
+        config: YAML file of settings that is used, and goes along unless it is one of the project's.
+        self_contained: Carry the shared modules, instead of installing them from the repository.
+        readable: Give each file that goes along a cell of its own, instead of one for all.
+    """
+    doc, imports, parts = sections(rung)
+    files = needed_files(rung, config) if self_contained else _config_files(config) if config else {}
+    about = [_introduction(rung, doc), _difference(rung, doc), _figures(rung)]
+    content = [_text(text) for text in [*about, "## Set-up"] if text]
+    content += [_code(_install(rung, self_contained)), _code(cells.ACCELERATOR)]
+    if self_contained:
+        content += [_text(cells.ABOUT_MODULES), _code(cells.FOLDER)]
+    if files:
+        content += _readable(files) if readable else [_packed(files)]
+    arguments = ["--config", f"configs/{Path(config).name}"] if config else []
+    content += [_text("## Settings"), _code(cells.SETTINGS.format(args=arguments))]
+    if any('devices="auto"' in code for _, code in parts):
+        content += [_text(cells.ABOUT_SEVERAL), _code(cells.SEVERAL.format(name=rung.name))]
+    content += [_text("## The rung"), _code(f'"""{doc.splitlines()[0]}"""\n\n{imports}')]
+    for heading, code in parts:
+        content += [_text(f"### {heading}"), _code(with_argument(code, "args=ARGS"))]
+    content += [_text("## The run's log"), _code(cells.PLOT)]
+    for number, cell in enumerate(content):
+        cell["id"] = f"cell-{number}"
+    return json.dumps(cells.NOTEBOOK | {"cells": content}, ensure_ascii=False, indent=1, sort_keys=True) + "\n"
+
+
+def script(rung: Path, config: str | None) -> str:
+    """Return the text of one file that holds a rung and all that it needs."""
+    doc, *_ = sections(rung)
+    code = rung.read_text(encoding="utf-8").split('"""\n', 1)[1].strip()
+    if config:
+        code = with_argument(code, f'config="{Path(config).name}"')
+    texts = needed_files(rung, config).items()
+    files = "\n\n".join(f"FILES[{name!r}] = {_literal(text)}" for name, text in texts)
+    install = " ".join(f'"{line}"' for line in _requirements(rung))
+    return cells.ONE_FILE.format(doc=doc, requirements=install, files=files, code=code)
+
+
+def _literal(text: str) -> str:
+    """Return a literal that can be read, too."""
+    readable = "'''" not in text and not text.endswith(("'", "\\")) and "\r" not in text
+    return f"r'''{text}'''" if readable else repr(text)
+
+
+def _text(source: str) -> dict:
+    return {"cell_type": "markdown", "metadata": {}, "source": source.strip("\n").splitlines(keepends=True)}
+
+
+def _code(source: str, folded: bool = False) -> dict:
+    """Return a cell; Jupyter and Colab show the title alone of one that is folded."""
+    metadata = {"jupyter": {"source_hidden": True}, "cellView": "form", "tags": ["hide-input"]} if folded else {}
+    return _text(source) | {"cell_type": "code", "execution_count": None, "metadata": metadata, "outputs": []}
+
+
+def _packed(files: dict[str, str]) -> dict:
+    """Return the cell that unpacks files: of what Python unpacks, bz2 packs sources best, and alike everywhere."""
+    text = base64.b85encode(bz2.compress(json.dumps(files, ensure_ascii=False).encode())).decode()
+    return _code(cells.UNPACK.format(packed="\n".join(re.findall(f".{{1,{LINE}}}", text))), folded=True)
+
+
+def _readable(files: dict[str, str]) -> list[dict]:
+    folders = sorted({Path(name).parent.as_posix() for name in files})
+    cell = cells.FOLDERS.format(folders=folders)
+    return [_code(cell), *(_code(f"%%writefile {name}\n{text}", folded=True) for name, text in files.items())]
+
+
+def _install(rung: Path, self_contained: bool) -> str:
+    extra = EXTRAS.get(rung.stem)
+    if self_contained:
+        needed = f"NEEDED = {_requirements(rung)}"
+    else:
+        found = " and ".join(f'find_spec("{module}")' for module in ("fabric_ladder", extra) if module)
+        extras = f"[{extra}]" if extra else ""
+        needed = cells.FROM_REPOSITORY.format(url=describe_project().url, found=found, extras=extras)
+    return cells.INSTALL.format(needed=needed)
+
+
+def _requirements(rung: Path) -> list[str]:
+    project = describe_project()
+    extra = EXTRAS.get(rung.stem)
+    return project.needed + [line for line in project.optional if extra and line.startswith(extra)]
+
+
+def _introduction(rung: Path, doc: str) -> str:
+    """Return the docstring as Markdown, below a link that opens the notebook in Colab."""
+    first, *paragraphs = doc.split("\n\n")
+    title, _, what = first.partition(" · ")[2].partition(": ")
+    shown = [cells.BOARD.format(code=textwrap.dedent(text)) if text.startswith("    ") else text for text in paragraphs]
+    badge = cells.BADGE.format(address=describe_project().url.removeprefix("https://github.com/"), name=rung.stem)
+    return "\n\n".join([badge, f"# {rung.stem.split('_')[0]} · {title}", what[:1].upper() + what[1:], *shown])
+
+
+def _difference(rung: Path, doc: str) -> str:
+    """Return the lines that the rung changes in the one it builds on; nothing for the first."""
+    if not (parent := re.search(r"Builds on (\w+)\.py", doc)):
+        return ""
+    before, after = SRC / f"{parent[1]}.py", rung
+    bodies = (path.read_text(encoding="utf-8").split('"""\n', 1)[1].splitlines() for path in (before, after))
+    lines = difflib.unified_diff(*bodies, f"src/{before.name}", f"src/{after.name}", n=1, lineterm="")
+    return cells.DIFFERENCE.format(lines="\n".join(line for line in lines if not line.startswith("@@")))
+
+
+def _figures(rung: Path) -> str:
+    """Return the rung's row of the README's table, with links that lead to the repository."""
+    project = describe_project()
+    row = re.search(rf"^\| \[{rung.stem}\].*", project.readme, re.MULTILINE)
+    head = re.search(r"^\| rung .*\n\|.*", project.readme, re.MULTILINE)
+    if not (row and head):
+        return ""
+    table = re.sub(r"\]\((?!http)", f"]({project.url}/blob/main/", f"{head[0]}\n{row[0]}")
+    return cells.FIGURES.format(table=table, url=project.url)
 
 
 def needed_files(rung: Path, config: str | None) -> dict[str, str]:
     """Return the text of the shared modules and configs that a rung needs, by their paths in the repository's layout.
 
-    `local_dataset_utilities.py` goes to `src/`, too, where a script finds it without being installed; so does the
-    planner, which a run on a GPU starts as a process of its own.
+    `local_dataset_utilities.py` goes to `src/`, too, where a script finds it without being installed.
 
     Args:
-        rung: The script.
+        rung: The script, which goes along if it starts processes of its own.
         config: YAML file of settings that goes along with what it names; the quickstart always does.
 
     Raises:
         UserError: The config cannot be read, or names something beside it that is too large to go along.
     """
-    finder = ModuleFinder(path=[str(SRC), str(ROOT)])
-    finder.run_script(str(rung))
-    finder.import_hook(PLANNER)
-    modules = {Path(module.__file__) for module in finder.modules.values() if module.__file__} - {rung}
-    files = {}
-    for path in sorted(modules, key=lambda path: (path.parent != ROOT, path)):
-        relative = path.relative_to(ROOT if path.parent == ROOT else SRC)
-        files[f"src/{relative.as_posix()}"] = path.read_text(encoding="utf-8")
-    for name in dict.fromkeys(["quickstart.yaml", config or "quickstart.yaml"]):
-        files |= _config_files(name)
-    if "deepspeed" in MORE.get(rung.stem, ()):
-        for path in sorted((ROOT / "configs" / "deepspeed").glob("*.json")):
-            files[f"configs/deepspeed/{path.name}"] = path.read_text(encoding="utf-8")
-    return files
+    modules = [path for path in sorted(PACKAGE.rglob("*.py")) if path.relative_to(PACKAGE).parts[0] not in LEFT_OUT]
+    utilities = next(path for home in (ROOT, PACKAGE.parent) if (path := home / "local_dataset_utilities.py").exists())
+    paths = {f"src/{utilities.name}": utilities}
+    paths |= {f"src/{path.relative_to(PACKAGE.parent).as_posix()}": path for path in modules}
+    if 'devices="auto"' in rung.read_text(encoding="utf-8"):
+        paths[f"src/{rung.name}"] = rung
+    if EXTRAS.get(rung.stem) == "deepspeed":
+        paths |= {f"configs/deepspeed/{path.name}": path for path in sorted(CONFIGS.glob("deepspeed/*.json"))}
+    files = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+    return files | _config_files("quickstart.yaml", ours=True) | (_config_files(config, ours=True) if config else {})
 
 
-def _config_files(name: str) -> dict[str, str]:
+def _config_files(name: str, ours: bool = False) -> dict[str, str]:
+    """Return the text of a config and of the files that it names; of the project's own none unless `ours`."""
     _, config = choose_config([], name)
     values = dict(argument.removeprefix("--").split("=", 1) for argument in read_config(config))
+    if config.is_relative_to(CONFIGS) and not ours:
+        return {}
     files = {f"configs/{config.name}": config.read_text(encoding="utf-8")}
     for path in (Path(values[name]) for name in PATHS if name in values):
         beside = path.is_relative_to(config.parent)
@@ -64,13 +181,6 @@ def _config_files(name: str) -> dict[str, str]:
             )
         files[f"configs/{path.relative_to(config.parent).as_posix()}"] = path.read_text(encoding="utf-8")
     return files
-
-
-def pins(names: list[str]) -> list[str]:
-    """Return the lines of requirements.txt, or of requirements-dev.txt, for these packages."""
-    lines = "".join((ROOT / name).read_text() for name in ("requirements.txt", "requirements-dev.txt"))
-    found = {re.split(r"[\[=]", line)[0]: line for line in lines.split() if "==" in line}
-    return [found[name] for name in names]
 
 
 def sections(rung: Path) -> tuple[str, str, list[tuple[str, str]]]:

