@@ -1,4 +1,4 @@
-"""The command `fabric-ladder`: the same files by short names, from the repository and from a wheel in an empty folder."""
+"""The command `fabric-ladder`: the same files by short names, from the repository and from a wheel elsewhere."""
 
 import json
 import os
@@ -18,10 +18,10 @@ from fabric_ladder.tools.notebooks import notebook
 COMMAND = [sys.executable, "-c", "from fabric_ladder.tools.command import main; main()"]
 COMPLETE = """
 source {script}
-complete() {{ COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _shtab_fabric_ladder; echo "${{COMPREPLY[@]}}"; }}
-complete fabric-ladder comp
-complete fabric-ladder run 13
-complete fabric-ladder run 2 --precision bf16
+tab() {{ COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _shtab_fabric_ladder; echo "${{COMPREPLY[@]}}"; }}
+tab fabric-ladder comp
+tab fabric-ladder run 13
+tab fabric-ladder run 2 --precision bf16
 """
 
 
