@@ -1,13 +1,15 @@
 """Errors that no bad input can provoke on this machine, or that come from the libraries below."""
 
 import re
+import sys
 
 import pytest
 import torch
 from support.helpers import SMALL, SRC, run_script, settings_for
 
 from fabric_ladder import UserError
-from fabric_ladder.advice import explain
+from fabric_ladder.advice import explain, less_memory
+from fabric_ladder.places import PACKAGE
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,12 @@ def test_out_of_memory_names_the_next_things_to_try(tmp_path, name, values, expe
         line = explain(error, settings)
         assert line.startswith("out of memory (")
         assert re.search(expected, line)
+
+
+def test_an_installed_package_names_its_own_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(PACKAGE / "src" / "2_grad_accum.py"), "--batch_size", "8"])
+    line = less_memory(settings_for(tmp_path, name="2_grad_accum"))
+    assert "fabric-ladder run 5_low_precision --batch_size 8, which" in line
 
 
 def test_a_bug_is_not_explained_away():

@@ -98,6 +98,13 @@ def test_relative_paths_on_the_command_line_are_not(config, tmp_path):
     assert parse_settings(args).dataset == "a.csv"
 
 
+def test_what_comes_along_is_found_from_any_folder():
+    model = "configs/models/bloom-quickstart.json"
+    settings = parse_settings(["--config", "configs/imdb_minilm.yaml", "--model", model, "--from_scratch", "true"])
+    assert settings.config == str(ROOT / "configs" / "imdb_minilm.yaml")
+    assert settings.model == str(ROOT / model)
+
+
 def test_a_config_that_comes_along_is_found_by_its_name():
     settings = parse_settings(["--config", "imdb_minilm.yaml", *BLOOM])
     assert (settings.dataset, settings.max_length, settings.train_samples) == ("imdb", 256, 2000)

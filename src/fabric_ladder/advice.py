@@ -11,6 +11,7 @@ import torch
 from fabric_ladder.distributed.watch import lost_contact, running_watch
 from fabric_ladder.environment import notebook_shell, peak_memory
 from fabric_ladder.errors import UserError, first_line
+from fabric_ladder.places import PACKAGE
 from fabric_ladder.settings import Settings
 
 OUT_OF_MEMORY = (
@@ -125,7 +126,9 @@ def _command(settings: Settings, options: str, rung: str | None = None, decides:
             keeps = word.removeprefix("--").split("=")[0] not in replaced
         if keeps:
             kept.append(word)
-    return shlex.join(["python", str(script.with_name(f"{rung}.py") if rung else script), *kept, *options.split()])
+    script = script.with_name(f"{rung}.py") if rung else script
+    start = ["fabric-ladder", "run", script.stem] if script.parent == PACKAGE / "src" else ["python", str(script)]
+    return shlex.join([*start, *kept, *options.split()])
 
 
 def show_errors(settings: Settings | None = None) -> None:

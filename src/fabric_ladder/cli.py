@@ -49,7 +49,7 @@ def parse_settings(args: list[str] | None = None, config: str | None = None, **d
     chosen, config = choose_config(args, config)
     from_file = read_config(config) if config else []
     _parse(parser, from_file, f"{config}: ")
-    values = _parse(parser, [*from_file, *args])
+    values = _with_carried(_parse(parser, [*from_file, *args]))
     values.pop("config")
     settings = Settings(**values, name=_script_name(), config=str(config) if config else None)
     if not chosen and config:
@@ -125,6 +125,13 @@ def _with_learning_rate(settings: Settings, given: list[str], in_file: list[str]
 
 def _with_notice(settings: Settings, notice: str) -> Settings:
     return dataclasses.replace(settings, notices=(*settings.notices, notice))
+
+
+def _with_carried(values: dict) -> dict:
+    """Take files such as configs/models/vit-small.json, where this folder has none, from those that come along."""
+    names = [name for name in (*PATHS, "deepspeed") if str(values[name]).startswith("configs/")]
+    paths = {name: CONFIGS.parent / values[name] for name in names if not Path(values[name]).exists()}
+    return values | {name: str(path) for name, path in paths.items() if path.exists()}
 
 
 def _name(arg: str) -> str:
