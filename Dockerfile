@@ -9,7 +9,8 @@ FROM nvidia/cuda:13.0.2-devel-ubuntu24.04
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends git libaio-dev python3-dev python3-venv \
-    && rm -rf /var/lib/apt/lists/*
+    && rm -rf /var/lib/apt/lists/* \
+    && install --directory --owner 1000 --group 1000 /home/ubuntu/fabric-ladder /home/ubuntu/fabric-ladder/runs
 
 USER 1000
 WORKDIR /home/ubuntu/fabric-ladder
