@@ -13,21 +13,24 @@ from support.helpers import ROOT
 
 from fabric_ladder import environment
 
-# Run once the libraries are there, which choose by the system's name what they import.
+# The libraries, which choose by the system's name what they import, are there before anything is taken away.
 ON_WINDOWS = """
 import importlib, os, pkgutil, signal, sys
-import datasets, deepspeed, lightning, peft, rich, torch, torch.distributed.fsdp, transformers, watermark
-import matplotlib.pyplot, torch._inductor.config
+import fabric_ladder
+names = [module.name for module in pkgutil.walk_packages(fabric_ladder.__path__, "fabric_ladder.")]
+def import_all():
+    for name in names:
+        importlib.import_module(name)
+import_all()
+for name in [name for name in sys.modules if name.split(".")[0] == "fabric_ladder"]:
+    del sys.modules[name]
 for name in ("fcntl", "grp", "pwd", "resource", "termios", "syslog"):
     sys.modules[name] = None
 for name in ("fork", "getuid", "geteuid", "getpgid", "killpg", "setsid", "sched_getaffinity", "statvfs"):
     delattr(os, name)
 for name in ("SIGKILL", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGCHLD", "pthread_kill", "setitimer"):
     delattr(signal, name)
-import fabric_ladder
-names = [module.name for module in pkgutil.walk_packages(fabric_ladder.__path__, "fabric_ladder.")]
-for name in names:
-    importlib.import_module(name)
+import_all()
 print(len(names))
 """
 
