@@ -106,7 +106,7 @@ def run_all(document, folder):
 
 def test_without_the_package_and_its_address_the_notebook_says_what_to_write(tmp_path):
     install = next(cell.source for cell in made("2_grad_accum").cells if cell.cell_type == "code")
-    absent = "import importlib.util as u\nfind = u.find_spec\nu.find_spec = lambda name: 'ladder' not in name and find(name)"
+    absent = "import importlib.util as u\nfind = u.find_spec\nu.find_spec = lambda name: name == 'torch' and find(name)"
     command = [sys.executable, "-c", f"{absent}\n{install}"]
     process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (process.returncode, process.stdout) == (1, "")
