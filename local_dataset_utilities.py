@@ -79,6 +79,8 @@ def download_dataset(data_dir: "str | Path | None" = None) -> Path:
 def load_dataset_into_to_dataframe(data_dir: "str | Path | None" = None) -> pd.DataFrame:
     """Return all 50,000 reviews with the columns `text` and `label` (0 negative, 1 positive), in the blog's order.
 
+    As in the blog, where each review was a frame of its own, every row has the index 0.
+
     Raises:
         UserError: The archive is damaged or hostile, or it does not hold 50,000 labelled reviews.
     """
@@ -116,7 +118,7 @@ def load_datasets(settings: "DataSettings") -> "TextDatasets | ImageDatasets":
 def read_split(data_dir: str) -> tuple[pd.DataFrame, list[np.ndarray]]:
     """Return all reviews, and the row numbers of each part of the blog's split."""
     reviews = load_dataset_into_to_dataframe(data_dir)
-    return reviews, [part.index.to_numpy() for part in _split(reviews[["label"]])]
+    return reviews, [part.index.to_numpy() for part in _split(reviews[["label"]].reset_index(drop=True))]
 
 
 def _split(df: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
@@ -144,9 +146,14 @@ def _read_imdb(source: Path, expected: int) -> pd.DataFrame:
                         reviews[found.groups()] = archive.extractfile(entry).read()
                     archive.members.clear()  # `tarfile` would keep 100 MB of what it has passed
         order = sorted(reviews, key=lambda key: (key[0] != "test", key[1] != "pos", key[2]))
-        rows = [(reviews.pop(key).decode("utf-8"), int(key[1] == "pos")) for key in order]  # never both in memory
+        rows = [(_decode(reviews.pop(key)), int(key[1] == "pos")) for key in order]  # never both in memory
     except (tarfile.TarError, EOFError, zlib.error, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{source} is damaged ({error}): delete it and get it again") from error
     if len(rows) != expected:
         raise UserError(f"{source} holds {len(rows):,} reviews instead of {expected:,}: delete it and get it again")
-    return pd.DataFrame(rows, columns=["text", "label"])
+    return pd.DataFrame(rows, columns=["text", "label"], index=np.zeros(len(rows), int))
+
+
+def _decode(review: bytes) -> str:
+    """Return a review's text, its line ends as from a file opened for reading."""
+    return review.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")

@@ -67,7 +67,7 @@ def save_texts(settings: DataSettings, folder: Path) -> None:
     """
     with tempfile.TemporaryDirectory() as scratch:
         source = find_source(settings, download_dataset, read_split)
-        splits, _ = read_splits(settings, source, Path(scratch))
+        splits, *_ = read_splits(settings, source, Path(scratch))
         with quiet():
             hf.DatasetDict(complete_splits(splits, settings)).save_to_disk(folder)
 

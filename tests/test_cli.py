@@ -128,6 +128,25 @@ def test_without_a_gpu_the_quickstart_is_taken_and_says_so():
         assert part in notice
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "this is the quickstart (quickstart.yaml), a small model on synthetic reviews. For real work"),
+        (["--dataset", "a.csv"], "this is the quickstart (quickstart.yaml), a small model. For real work"),
+        (
+            [f"--model={MODELS / 'llama-tiny.json'}"],
+            "this is the quickstart (quickstart.yaml), synthetic reviews. For real work",
+        ),
+        (
+            ["--dataset", "a.csv", "--model", str(MODELS / "llama-tiny.json")],
+            "what you do not set is the quickstart's (quickstart.yaml). For",
+        ),
+    ],
+)
+def test_the_notice_names_what_the_quickstart_supplies_alone(given, said):
+    assert f"CUDA GPU: {said}" in parse_settings(given).notices[0]
+
+
 def test_products_in_32_bit_are_faster_on_a_gpu_unless_the_user_says_otherwise(gpu):
     assert parse_settings(BLOOM).matmul_precision == "highest"
     gpu(8, 0)

@@ -51,17 +51,17 @@ def parse_settings(args: list[str] | None = None, config: str | None = None, **d
     _parse(parser, from_file, f"{config}: ")
     values = _with_carried(_parse(parser, [*from_file, *args]))
     values.pop("config")
+    given = [name for name in (_name(arg) for arg in args) if name]
     settings = Settings(**values, name=_script_name(), config=str(config) if config else None)
     if not chosen and config:
         settings = _with_notice(
             settings,
-            f"No --config and no CUDA GPU: this is the quickstart ({config.name}), a small model on synthetic reviews. "
-            f"For real work: --config configs/imdb_bloom_560m.yaml; all settings: --help",
+            f"No --config and no CUDA GPU: {_describe_quickstart(config, given)}. For real work: --config "
+            "configs/imdb_bloom_560m.yaml; all settings: --help",
         )
     several = "devices" in defaults
     check_values(settings)
     check_launcher(settings, several)
-    given = [name for name in (_name(arg) for arg in args) if name]
     settings = resolve(_with_learning_rate(settings, given, [_name(arg) for arg in from_file]))
     check(settings, defaults)
     if several and settings.ranks == 1:
@@ -121,6 +121,15 @@ def _with_learning_rate(settings: Settings, given: list[str], in_file: list[str]
             "Adam on all weights; --learning_rate sets another",
         )
     return dataclasses.replace(settings, learning_rate=rate)
+
+
+def _describe_quickstart(config: Path, given: list[str]) -> str:
+    """Say what the quickstart's config supplies to a run whose command line gives these settings."""
+    supplied = {"model": "a small model", "dataset": "synthetic reviews"}
+    supplied = [text for name, text in supplied.items() if name not in given]
+    if not supplied:
+        return f"what you do not set is the quickstart's ({config.name})"
+    return f"this is the quickstart ({config.name}), {' on '.join(supplied)}"
 
 
 def _with_notice(settings: Settings, notice: str) -> Settings:

@@ -16,15 +16,17 @@ class DataSettings:
 
     Args:
         task: What is learned, and with what kind of model: a class, or the answers to instructions.
-        dataset: `imdb`, `synthetic`, a CSV, JSON, JSON Lines or Parquet file, a folder of such files (train, validation
-            and test told by their names), or a name on the Hugging Face Hub. Images: a folder with a folder for each
+        dataset: `imdb`, `synthetic`, a CSV, TSV, JSON, JSON Lines (each also as .gz) or Parquet file, a folder of such
+            files (train, validation and test told by their names), or a name on the Hugging Face Hub, with a
+            configuration as `glue:sst2`. Images: a folder with a folder for each
             class, or with `train`, `validation` and `test` that hold such folders, a tar or zip archive of either, or a
             name on the Hub. Instructions: such tables with the columns `instruction`, `output` and perhaps `input`, or
             `input` and `target`, or chat `messages`; the reviews are made into questions.
         data_dir: Folder in which files are looked for; it may be read-only. Default: $FABRIC_LADDER_DATA, else `data`.
         cache_dir: Folder for what is derived from them. Default: $FABRIC_LADDER_CACHE, else the user's cache folder.
-        text_column: Column of the texts.
+        text_column: Column of the texts; of several, separated by commas, each text has a line of each.
         label_column: Column of the labels, integers or strings.
+        column_names: Names of the columns of CSV and TSV files without a header, from the left, separated by commas.
         image_column: Column of the images of a data set on the Hub; where it has none of this name, its only one.
         validation_file: Validation texts for a `dataset` that is a file (default: 10 % of it).
         test_file: Test texts for a `dataset` that is a file (default: 20 % of it).
@@ -43,8 +45,8 @@ class DataSettings:
         prompt_template: How an instruction becomes a prompt, say `Human: {instruction}\\n{input}\\nAssistant: `. Chat
             `messages` are written by the tokenizer's chat template instead. Default: Alpaca's wording.
         train_on_inputs: Train on the tokens of the prompts too, not on those of the answers alone.
-        bad_samples: What to do about images that cannot be decoded, and instructions without an answer: `refuse` to
-            start, or `skip` and count them.
+        bad_samples: What to do about images that cannot be decoded, texts without a label and instructions without an
+            answer: `refuse` to start, or `skip` and count them.
     """
 
     task: Literal["text-classification", "image-classification", "instruction-tuning"] = "text-classification"
@@ -55,6 +57,7 @@ class DataSettings:
     )
     text_column: str = "text"
     label_column: str = "label"
+    column_names: str | None = None
     image_column: str = "image"
     validation_file: str | None = None
     test_file: str | None = None

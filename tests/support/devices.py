@@ -26,4 +26,5 @@ def same(first, second, abs=1e-5):
     assert others == pytest.approx(losses, abs=abs)
     assert rates == other_rates
     assert other["epochs"] == [pytest.approx(epoch, abs=abs) for epoch in results["epochs"]]
+    assert other["classes"] == results["classes"]
     assert (other["test_samples"], other["test_accuracy"]) == (33, results["test_accuracy"])

@@ -71,7 +71,8 @@ def token_datasets(train=40, validation=11, test=13, classes=2, per_token=False,
         return Dataset.from_dict(columns)
 
     splits = DatasetDict({"train": split(train), "validation": split(validation), "test": split(test)})
-    return TextDatasets(splits, [str(index) for index in range(classes)], Tokenizer(), "test")
+    names = [] if per_token else [str(index) for index in range(classes)]
+    return TextDatasets(splits, names, Tokenizer(), "test")
 
 
 def tiny_model(kind="bloom", dropout=0.0, seed=0, classes=2):

@@ -10,6 +10,7 @@ from support.helpers import settings_for, tiny_model, token_datasets
 
 from fabric_ladder import Run, build_dataloaders, build_optimizer, train
 from fabric_ladder.runs.metrics import Meter
+from fabric_ladder.training.loop import _evaluate
 
 CASES = {
     "bloom": ("bloom", {}),
@@ -33,13 +34,27 @@ class Valueless(CPUAccelerator):
         """Nothing is to be set up."""
 
 
+def valueless(precision):
+    strategy = SingleDeviceStrategy(device=torch.device("meta"), accelerator=Valueless())
+    return Fabric(strategy=strategy, precision=precision)
+
+
+def test_no_batch_of_the_evaluation_asks_the_device_for_a_value(tmp_path):
+    fabric, settings = valueless("32-true"), settings_for(tmp_path, eval_batch_tokens=64)
+    test_loader = build_dataloaders(fabric, token_datasets(), settings)[2]
+    confusion, batches = torch.zeros((2, 2), dtype=torch.int64, device="meta"), []
+    with pytest.raises((RuntimeError, NotImplementedError)) as stopped:
+        _evaluate(fabric, fabric.setup(tiny_model()), test_loader, "the test", lambda: batches.append(1), confusion)
+    assert any(entry.name == Meter.collect.__name__ for entry in stopped.traceback), stopped.value
+    assert len(batches) == len(test_loader) > 1
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_no_step_asks_the_device_for_a_value(tmp_path, name):
     """A real run on the device `meta`, whose tensors have no values: to read one is an error, at the first line's."""
     kind, values = CASES[name]
     settings = settings_for(tmp_path, **({"micro_batch_size": 2, "log_every": 10_000} | values))
-    strategy = SingleDeviceStrategy(device=torch.device("meta"), accelerator=Valueless())
-    fabric = Fabric(strategy=strategy, precision=settings.precision)
+    fabric = valueless(settings.precision)
     run = Run(fabric, settings)
     datasets = token_datasets(per_token=kind.endswith("-lm"))
     loaders = build_dataloaders(fabric, datasets, settings)
@@ -49,7 +64,7 @@ def test_no_step_asks_the_device_for_a_value(tmp_path, name):
     model = fabric.setup(model)
     optimizer = build_optimizer(settings, model)
     optimizer.param_groups[0]["fused"] = None  # a kernel that reads nothing, but which this device does not have
-    optimizer = _FabricOptimizer(optimizer, strategy)  # `setup_optimizers` takes such tensors for a mistake
+    optimizer = _FabricOptimizer(optimizer, fabric.strategy)  # `setup_optimizers` takes such tensors for a mistake
     with pytest.raises((RuntimeError, NotImplementedError)) as stopped:
         train(run, model, optimizer, *loaders[:2])
     assert any(entry.name == Meter.collect.__name__ for entry in stopped.traceback), stopped.value

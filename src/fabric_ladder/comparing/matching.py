@@ -16,8 +16,8 @@ IGNORED = set(
 )
 # What the data's fingerprint covers; named where fingerprints differ, or are unknown.
 DATA = (
-    "dataset text_column label_column image_column validation_file test_file train_samples validation_samples "
-    "test_samples split_seed tokenizer max_length prompt_template train_on_inputs bad_samples"
+    "dataset text_column label_column column_names image_column validation_file test_file train_samples "
+    "validation_samples test_samples split_seed tokenizer max_length prompt_template train_on_inputs bad_samples"
 ).split()
 LORA = "lora_rank lora_alpha lora_dropout lora_targets dora rslora".split()
 TECHNIQUE = (

@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import datasets as hf
+import pyarrow.compute as pc
 import requests
 from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.errors import StrictDataclassError
@@ -14,6 +15,7 @@ from safetensors import SafetensorError
 
 from fabric_ladder.data.splits import SPLITS
 from fabric_ladder.errors import UserError, first_line
+from fabric_ladder.settings import DataSettings
 
 
 @contextmanager
@@ -54,14 +56,27 @@ def _hub_answers() -> bool:
     return True
 
 
-def load_hub(name: str, scratch: Path) -> dict[str, hf.Dataset]:
-    """Download a data set and return those of its splits that are used."""
+def load_hub(settings: DataSettings, scratch: Path, notices: list[str]) -> dict[str, hf.Dataset]:
+    """Download a data set, `name` or `name:configuration`, and return those of its splits that are used.
+
+    `notices` gets a line on a split that has no labels, as the test of a competition.
+    """
+    name = settings.dataset
     if not _hub_answers():
         raise UserError(f"--dataset {name}: no such file or folder, and the Hub cannot be reached")
     try:
-        loaded = hf.load_dataset(name, cache_dir=str(scratch / "hub"))
+        loaded = hf.load_dataset(*name.split(":"), cache_dir=str(scratch / "hub"))
     except Exception as error:  # the Hub's builders raise errors of many kinds
-        raise UserError(f"cannot load the data set {name} from the Hub ({first_line(error)})") from error
+        reason = first_line(error)
+        if "onfig name is missing" in reason:
+            reason = f"give one of its configurations as {name}:CONFIGURATION; {' '.join(str(error).split())[:300]}"
+        raise UserError(f"cannot load the data set {name} from the Hub ({reason})") from error
     if "train" not in loaded:
         raise UserError(f"the data set {name} has no split named train, only {', '.join(loaded)}")
-    return {split: loaded[split] for split in SPLITS if split in loaded}
+    splits = {split: loaded[split] for split in SPLITS if split in loaded}
+    for split, table in list(splits.items()):
+        is_class = isinstance(table.features.get(settings.label_column), hf.ClassLabel)
+        if split != "train" and is_class and pc.max(table.data.column(settings.label_column)).as_py() == -1:
+            del splits[split]
+            notices.append(f"{name} ({split}) has no labels and is left out")
+    return splits

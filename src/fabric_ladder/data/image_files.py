@@ -16,8 +16,9 @@ import pyarrow as pa
 
 from fabric_ladder.data.cache import write_rows
 from fabric_ladder.data.hub import load_hub
+from fabric_ladder.data.rows import table_rows, write_checked
 from fabric_ladder.data.sources import REVIEWS, file_stamp, find_path
-from fabric_ladder.data.tables import check_column, check_labels, number_labels
+from fabric_ladder.data.tables import check_column, label_reader, number_labels, number_whole
 from fabric_ladder.errors import UserError, first_line
 from fabric_ladder.settings import DataSettings
 
@@ -63,14 +64,15 @@ def find_images(settings: DataSettings) -> tuple[Path | None, list]:
 
 
 def read_images(
-    settings: DataSettings, path: Path | None, scratch: Path
+    settings: DataSettings, path: Path | None, scratch: Path, notices: list[str]
 ) -> tuple[hf.Dataset, dict[str, hf.Dataset], list[str]]:
     """Return all image files, the splits that the source has, and the names of the classes.
 
     The splits have the columns `row` (of the table of files) and `label`, so that no image moves when they are cut.
+    `notices` gets what is left out.
     """
     if path is None:
-        files, splits = _read_hub(settings, scratch)
+        files, splits = _read_hub(settings, scratch, notices)
     elif path.is_dir():
         names, folders = _walk(path)
         files = hf.Dataset.from_dict({"image": [{"path": str(path / name), "bytes": None} for name in names]})
@@ -81,17 +83,23 @@ def read_images(
     return files, *number_labels(splits, "images")
 
 
-def _read_hub(settings: DataSettings, scratch: Path) -> tuple[hf.Dataset, dict[str, hf.Dataset]]:
-    splits, tables, start = {}, [], 0
-    for split, table in load_hub(settings.dataset, scratch).items():
+def _read_hub(settings: DataSettings, scratch: Path, notices: list[str]) -> tuple[hf.Dataset, dict[str, hf.Dataset]]:
+    splits, tables, start, label = {}, [], 0, settings.label_column
+    for split, table in load_hub(settings, scratch, notices).items():
         name = f"{settings.dataset} ({split})"
-        check_column(table, settings.label_column, name, "--label_column")
+        check_column(table.column_names, label, name, "--label_column")
         column = _image_column(table, name, settings)
         images = table.select_columns([column]).rename_columns({column: "image"})
         tables.append(images.cast_column("image", hf.Image(decode=False)))
-        labels = table.select_columns([settings.label_column]).rename_columns({settings.label_column: "label"})
-        check_labels(labels, name, settings)
-        splits[split] = labels.add_column("row", np.arange(start, start + len(table)))
+        feature, label_of = label_reader(label, table.features)
+        schema = hf.Features({"row": hf.Value("int64"), "label": feature}).arrow_schema
+
+        def check(_, row, label_of=label_of):
+            return {"row": row["row"], "label": label_of(row)}
+
+        rows = table_rows(table.select_columns([label]).add_column("row", np.arange(start, start + len(table))))
+        labels = write_checked(rows, name, check, schema, scratch / f"{split}-labels.arrow", settings, notices)
+        splits[split] = number_whole(labels, name, label)
         start += len(table)
     return hf.concatenate_datasets(tables), splits
 

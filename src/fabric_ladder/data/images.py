@@ -21,8 +21,9 @@ from transformers import AutoConfig, ImageProcessingMixin, PretrainedConfig
 from fabric_ladder.data.cache import make_once, write_rows
 from fabric_ladder.data.hub import reachable
 from fabric_ladder.data.image_files import find_images, read_images
+from fabric_ladder.data.rows import note_bad_samples
 from fabric_ladder.data.splits import SPLITS, ImageDatasets, ImageFormat
-from fabric_ladder.data.tables import complete_splits, note_bad_samples
+from fabric_ladder.data.tables import complete_splits
 from fabric_ladder.errors import UserError, first_line
 from fabric_ladder.settings import DataSettings
 
@@ -112,7 +113,8 @@ def _decode_splits(
     """Read, split and decode into a folder in `scratch`; return it, and what is known of it."""
     target = scratch / "pixels"
     target.mkdir()
-    files, splits, class_names = read_images(settings, path, scratch)
+    notices: list[str] = []
+    files, splits, class_names = read_images(settings, path, scratch, notices)
     splits = complete_splits(splits, settings)
     content, bad, kept = hashlib.sha256(json.dumps(class_names).encode()), [], {}
     with warnings.catch_warnings():
@@ -120,7 +122,7 @@ def _decode_splits(
         for split in SPLITS:
             rows = _decode_rows(files, splits[split], image_format, content, bad)
             kept[split] = write_rows(target / f"{split}.arrow", PIXELS, rows)
-    notices = note_bad_samples(bad, sum(map(len, splits.values())), "images cannot be decoded", settings)
+    notices += note_bad_samples(bad, sum(map(len, splits.values())), "images cannot be decoded", settings)
     if empty := [split for split in SPLITS if not len(kept[split])]:
         raise UserError(f"no image of the {empty[0]} split can be decoded")
     if len(kept["train"].unique("labels")) < 2:

@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from fabric_ladder.data.cache import map_batches, save_tokens
 from fabric_ladder.data.instruction_rows import read_instructions
+from fabric_ladder.data.rows import note_bad_samples
 from fabric_ladder.data.sources import Source
 from fabric_ladder.data.splits import IGNORED, SPLITS
-from fabric_ladder.data.tables import complete_splits, note_bad_samples
+from fabric_ladder.data.tables import complete_splits
 from fabric_ladder.data.tokens import END_OF_TEXT, tokenize, train_tokenizer
 from fabric_ladder.errors import UserError, first_line
 from fabric_ladder.settings import DataSettings

@@ -26,7 +26,8 @@ from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
 
 CHOICES = (  # settings that change the tokens
-    "text_column label_column train_samples validation_samples test_samples split_seed max_length".split()
+    "text_column label_column column_names bad_samples train_samples validation_samples test_samples split_seed "
+    "max_length".split()
 )
 
 
@@ -55,7 +56,7 @@ def prepare(
     vocabulary = trained_vocabulary(settings.model) if tokenizer is None else tokenizer.backend_tokenizer.to_str()
     inputs = [CACHE_FORMAT, pd.__version__, source.key, vocabulary, *(getattr(settings, name) for name in CHOICES)]
     if instructed:
-        inputs += [settings.task, INSTRUCTION_CACHE_FORMAT, templates, settings.train_on_inputs, settings.bad_samples]
+        inputs += [settings.task, INSTRUCTION_CACHE_FORMAT, templates, settings.train_on_inputs]
         if tokenizer is not None:
             set_end_token(tokenizer, tokenizer_name)
             inputs += [tokenizer.chat_template, tokenizer.special_tokens_map]
@@ -67,7 +68,7 @@ def prepare(
     if instructed:
         template = "chat" if facts["chat"] else settings.prompt_template or "alpaca"
         tokenizer.init_kwargs["prompt_template"] = template  # `save_pretrained` writes it
-    return TextDatasets(splits, facts["class_names"], tokenizer, facts["fingerprint"], facts.get("notices", []))
+    return TextDatasets(splits, facts["class_names"], tokenizer, facts["fingerprint"], facts["notices"])
 
 
 def _tokenize_texts(
@@ -75,7 +76,7 @@ def _tokenize_texts(
 ) -> tuple[Path, dict]:
     """Read all splits, tokenize them and save them into a folder in `scratch`; return it, and what is known of it."""
     target = scratch / "tokens"
-    splits, class_names = read_splits(settings, source, scratch)
+    splits, class_names, notices = read_splits(settings, source, scratch)
     splits = complete_splits(splits, settings)
     if tokenizer is None:
         tokenizer = train_tokenizer(splits["train"], vocabulary)
@@ -90,4 +91,6 @@ def _tokenize_texts(
         splits[split] = map_batches(splits[split], encode, split, scratch)
         if pc.min(splits[split].data.column("length")).as_py() == 0:
             raise UserError(f"a {split} text has no token left: remove texts that hold only unknown characters")
-    return save_tokens(target, {split: splits[split] for split in SPLITS}, {"class_names": class_names})
+    return save_tokens(
+        target, {split: splits[split] for split in SPLITS}, {"class_names": class_names, "notices": notices}
+    )

@@ -11,7 +11,9 @@ import pandas as pd
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
 
-FILE_FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+FILE_FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".tsv": "tsv"}
+FILE_FORMATS |= {f"{suffix}.gz": kind for suffix, kind in FILE_FORMATS.items() if kind != "parquet"}
+SEPARATORS = {"csv": ",", "tsv": "\t"}
 REVIEWS = ("imdb", "synthetic")  # data sets that are negative or positive
 ReadImdb = Callable[[str], tuple[pd.DataFrame, list[np.ndarray]]]
 SPLIT_NAMES = {"val": "validation", "dev": "validation", "test": "test"}  # how a file of a folder begins
@@ -37,6 +39,8 @@ def find_source(settings: DataSettings, find_imdb: Callable[[str], Path], read_i
     path = None if name in REVIEWS else find_path(settings, tuple(FILE_FORMATS))
     if (settings.validation_file or settings.test_file) and (path is None or path.is_dir()):
         raise UserError(f"--validation_file and --test_file go with a --dataset that is a file, not with {name}")
+    if settings.column_names and path is None:
+        raise UserError(f"--column_names goes with CSV and TSV files without a header, not with {name}")
     if name == "synthetic":
         return Source([name])
     if name == "imdb":
@@ -59,7 +63,7 @@ def find_path(settings: DataSettings, suffixes: tuple[str, ...]) -> Path | None:
     """Return the file or folder `dataset`; None if it can only be a name on the Hub, which has none of the suffixes."""
     name = settings.dataset
     path = _find_file(name, settings)
-    if path is None and (name.lower().endswith(suffixes) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)):
+    if path is None and (name.lower().endswith(suffixes) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", name)):
         raise UserError(f"there is no file or folder {name} here or in {settings.data_dir}")
     return path
 
@@ -67,6 +71,11 @@ def find_path(settings: DataSettings, suffixes: tuple[str, ...]) -> Path | None:
 def _find_file(name: str, settings: DataSettings) -> Path | None:
     """Return the file or folder of this name, here or in `data_dir`; None if there is none."""
     return next((path for path in (Path(name), Path(settings.data_dir) / name) if path.exists()), None)
+
+
+def file_format(path: Path) -> str | None:
+    """Return how a file is read, by its name; None if it is not."""
+    return next((kind for suffix, kind in FILE_FORMATS.items() if path.name.lower().endswith(suffix)), None)
 
 
 def file_stamp(path: Path) -> tuple[str, int, int]:
@@ -79,7 +88,7 @@ def _folder_files(folder: Path) -> dict[str, list[Path]]:
     """Sort a folder's files into splits by their names; files that name no split are training texts."""
     found = {}
     for path in sorted(folder.iterdir()):
-        if path.suffix.lower() in FILE_FORMATS:
+        if file_format(path):
             name = path.stem.lower()
             split = next((split for start, split in SPLIT_NAMES.items() if name.startswith(start)), "train")
             found.setdefault(split, []).append(path)

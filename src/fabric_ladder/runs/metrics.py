@@ -12,6 +12,7 @@ from fabric_ladder.data.splits import IGNORED
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.chunked_loss import ChunkedLossOutput
 
+MOST_CLASSES = 20  # for which a run keeps which class is taken for which
 Step = tuple[str, list[int]]  # its name, and the row numbers of its training samples
 
 
@@ -160,6 +161,31 @@ def describe_step(step: Step) -> str:
     name, samples = step
     listed = ", ".join(map(str, samples[:32])) + (", …" if len(samples) > 32 else "")
     return name + (f" (training samples {listed})" if samples else "")
+
+
+def count_pairs(confusion: Tensor, outputs, labels: Tensor) -> None:
+    """Add each sample to `confusion` (classes, classes), at its class and the predicted one, without waiting for it."""
+    predicted = outputs.logits.detach().argmax(-1)
+    confusion.view(-1).scatter_add_(0, labels * len(confusion) + predicted, torch.ones_like(labels))
+
+
+def describe_classes(names: list[str], confusion: list[list[int]]) -> dict:
+    """Return, for run.json, how well each class is found.
+
+    Args:
+        names: Of the classes.
+        confusion: Samples by their class (rows) and the predicted one (columns).
+
+    Returns:
+        `names`, `confusion`, `accuracy` (the share of each class's samples that is found, None of a class without any)
+        and `macro_f1`: the mean of the classes' F1 scores (twice the right predictions over the class's samples and the
+        predictions of it), without those that are neither there nor predicted.
+    """
+    right = [row[index] for index, row in enumerate(confusion)]
+    samples, predictions = list(map(sum, confusion)), list(map(sum, zip(*confusion, strict=True)))
+    scores = [2 * hits / (of + by) for hits, of, by in zip(right, samples, predictions, strict=True) if of + by]
+    accuracy = [hits / of if of else None for hits, of in zip(right, samples, strict=True)]
+    return {"names": names, "confusion": confusion, "accuracy": accuracy, "macro_f1": sum(scores) / len(scores)}
 
 
 def count_correct(outputs, labels: Tensor) -> Tensor:

@@ -104,7 +104,9 @@ class Run:
         self.record.add(data={"fingerprint": train_loader.dataset.fingerprint, "train_samples": self.epoch_samples})
         folder, state = resumed or (None, None)
         self.record.open(folder, state)
-        for notice in train_loader.dataset.notices:
+        imbalance = train_loader.dataset.imbalance
+        self._imbalanced = bool(imbalance)
+        for notice in (*train_loader.dataset.notices, *([imbalance] if imbalance else [])):
             self.print(notice, log=not resumed)
         self.print(parameters_line(described), log=not resumed)
         self.checkpointer, self._prediction = checkpointer, prediction
@@ -182,9 +184,18 @@ class Run:
         self.record.add_results(**figures, samples_hash=samples_hash)
         self.record.write()
 
-    def log_test(self, totals: Totals) -> None:
-        """Print the test's figures, mark the run as finished, and release the ranks."""
+    def log_test(self, totals: Totals, classes: dict | None = None) -> None:
+        """Print the test's figures, mark the run as finished, and release the ranks.
+
+        Args:
+            totals: Of the test.
+            classes: From `describe_classes`.
+        """
         self.print(f"Test accuracy {totals.accuracy * 100:.2f}%")
+        if classes and (len(classes["names"]) > 2 or self._imbalanced):
+            self.print(f"Test macro-F1 {classes['macro_f1'] * 100:.2f}%")
+        if classes:
+            self.record.add_results(classes=classes)
         if self._of_tokens:
             self.print(f"Test loss {totals.loss:.4f} per trained token, perplexity {totals.perplexity:.2f}")
         figures = {"test_accuracy": totals.accuracy, "test_loss": totals.loss}

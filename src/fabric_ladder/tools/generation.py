@@ -10,10 +10,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 
 from fabric_ladder.checkpoints.export import Result, base_name, find_result, load_result
 from fabric_ladder.checkpoints.save import end_tokens
-from fabric_ladder.data.instruction_rows import file_rows
 from fabric_ladder.data.instructions import prompt_text, prompt_tokens
-from fabric_ladder.data.sources import FILE_FORMATS
-from fabric_ladder.data.tables import reading
+from fabric_ladder.data.rows import read_file, reading
+from fabric_ladder.data.sources import file_format
 from fabric_ladder.data.tokens import load_tokenizer
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.bloom import fuse_attention
@@ -183,8 +182,8 @@ def read_questions(path: Path) -> list[tuple[dict, Question]]:
     Raises:
         UserError: No such file, or not such a one, or no prompt in it.
     """
-    if FILE_FORMATS.get(path.suffix.lower()) == "json":
-        rows = file_rows(path, path.parent)
+    if file_format(path) == "json":
+        rows = read_file(path).rows
     else:
         with reading(path, "text"):
             lines = enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from fabric_ladder.data.loaders import MicroBatch
 from fabric_ladder.models.masks import declare_padding
-from fabric_ladder.runs.metrics import Meter, count_correct
+from fabric_ladder.runs.metrics import Meter, count_correct, count_pairs
 
 
 @contextmanager
@@ -62,11 +62,18 @@ def accumulate_gradients(
     return True
 
 
-def run_model(fabric: Fabric, model: nn.Module, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Return a micro-batch's mean loss per item, and its right predictions, both on the device."""
+def run_model(
+    fabric: Fabric, model: nn.Module, micro_batch: MicroBatch, confusion: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return a micro-batch's mean loss per item, and its right predictions, both on the device.
+
+    `confusion`, if given, gets its samples by their classes, see `count_pairs`.
+    """
     inputs = _to_device(fabric, micro_batch.inputs)
     with declare_padding(micro_batch.masked):
         outputs = model(**inputs)
+    if confusion is not None and micro_batch.items:
+        count_pairs(confusion, outputs, inputs["labels"])
     return outputs.loss, count_correct(outputs, inputs["labels"])
 
 

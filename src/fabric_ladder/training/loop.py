@@ -7,7 +7,7 @@ from time import perf_counter
 import torch
 from lightning import Fabric
 from lightning.fabric.strategies import DeepSpeedStrategy
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -16,7 +16,7 @@ from fabric_ladder.checkpoints.save import read_state, save
 from fabric_ladder.data.loaders import EffectiveBatch, MicroBatch
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.optimizer import set_learning_rate
-from fabric_ladder.runs.metrics import Meter, Totals, describe_step
+from fabric_ladder.runs.metrics import MOST_CLASSES, Meter, Totals, describe_classes, describe_step
 from fabric_ladder.runs.prediction import predict
 from fabric_ladder.runs.run import Run
 from fabric_ladder.training.fitting import compile_ahead, try_longest
@@ -52,11 +52,17 @@ def train(run: Run, model: nn.Module, optimizer: Optimizer, train_loader: DataLo
 def evaluate(run: Run, model: nn.Module, test_loader: DataLoader) -> Totals:
     """Print and return the totals of the test, and close the run."""
     with run.released_on_error():
-        totals = _evaluate(run.fabric, model, test_loader, "the test", run.stop_request.made)
+        names = test_loader.dataset.class_names
+        size = len(names) if len(names) <= MOST_CLASSES else 0
+        confusion = torch.zeros((size, size), dtype=torch.int64, device=run.fabric.device) if size else None
+        totals = _evaluate(run.fabric, model, test_loader, "the test", run.stop_request.made, confusion)
         if totals is None:
             run.checkpointer.stop()
         run.checkpointer.finish()
-        run.log_test(totals)
+        classes = None
+        if confusion is not None:
+            classes = describe_classes(names, run.fabric.all_reduce(confusion, reduce_op="sum").tolist())
+        run.log_test(totals, classes)
     return totals
 
 
@@ -177,17 +183,18 @@ def _finish(training: Training) -> None:
 
 @torch.no_grad()
 def _evaluate(
-    fabric: Fabric, model: nn.Module, loader: Iterable[MicroBatch], name: str, stop: Callable[[], bool]
-) -> Totals | None:
+    fabric: Fabric, model: nn.Module, loader: Iterable[MicroBatch], name: str, stop: Callable[[], bool],
+    confusion: Tensor | None = None,
+) -> Totals | None:  # fmt: skip
     """Count every sample of the loader's split once; None if `stop` asks to stop.
 
-    `name` is for the message if a loss is not finite.
+    `name` is for the message if a loss is not finite; `confusion`, if given, gets this rank's samples by their classes.
     """
     model.eval()
     meter = Meter(fabric)
     for micro_batch in loader:
         with name_shape(micro_batch.inputs, phase="the evaluation"):
-            loss, correct = run_model(fabric, model, micro_batch)
+            loss, correct = run_model(fabric, model, micro_batch, confusion)
         meter.add(loss, correct, micro_batch.items)
         meter.commit((name, []))
         if stop():

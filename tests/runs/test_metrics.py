@@ -1,0 +1,98 @@
+"""Which class is taken for which: counted on the device, in run.json, and in one more line where it matters."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import confusion_matrix, f1_score, recall_score
+from support.helpers import settings_for, tiny_model, token_datasets
+from support.training import run_training
+
+from fabric_ladder import build_dataloaders
+from fabric_ladder.runs.metrics import describe_classes
+
+
+def predictions(model, datasets):
+    """Predict the test split one sample at a time."""
+    model.eval()
+    with torch.no_grad():
+        return [
+            model(input_ids=torch.tensor([row])).logits.argmax().item()
+            for row in datasets.splits["test"]["input_ids"][:]
+        ]
+
+
+def imbalanced(size=(40, 11, 13)):
+    """Two classes, the first of three quarters of the training samples."""
+    datasets = token_datasets(*size)
+    split = datasets.splits["train"]
+    labels = [int(index % 4 == 0) for index in range(len(split))]
+    datasets.splits["train"] = split.remove_columns("labels").add_column("labels", labels)
+    return datasets
+
+
+@pytest.mark.parametrize("absent", [None, 2])
+def test_the_figures_are_scikit_learns(absent):
+    rng = np.random.default_rng(0)
+    classes = [number for number in range(4) if number != absent]
+    true, predicted = rng.choice(classes, 200), rng.choice(classes[:3], 200)
+    got = describe_classes(list("abcd"), confusion_matrix(true, predicted, labels=range(4)).tolist())
+    assert got["macro_f1"] == pytest.approx(f1_score(true, predicted, average="macro"))
+    recall = recall_score(true, predicted, average=None, labels=classes)
+    assert [got["accuracy"][number] for number in classes] == pytest.approx(recall.tolist())
+    assert absent is None or got["accuracy"][absent] is None
+
+
+@pytest.mark.parametrize("tokens", [1, 100_000])
+def test_run_json_has_which_class_is_taken_for_which(tmp_path, capsys, tokens):
+    datasets = token_datasets(test=30, classes=3)
+    run, model = run_training(tmp_path, tiny_model(classes=3), datasets, eval_batch_tokens=tokens)
+    results = json.loads((run.folder / "run.json").read_text())["results"]
+    expected = confusion_matrix(datasets.splits["test"]["labels"][:], predictions(model, datasets), labels=range(3))
+    assert results["classes"]["confusion"] == expected.tolist()
+    assert results["classes"]["names"] == ["0", "1", "2"]
+    assert results["test_accuracy"] == pytest.approx(np.trace(expected) / 30)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == [
+        f"Test accuracy {results['test_accuracy'] * 100:.2f}%",
+        f"Test macro-F1 {results['classes']['macro_f1'] * 100:.2f}%",
+    ]
+
+
+def test_two_balanced_classes_print_no_more_lines(tmp_path, capsys):
+    run, _ = run_training(tmp_path)
+    assert "classes" in json.loads((run.folder / "run.json").read_text())["results"]
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[-1].startswith("Test accuracy ")
+    assert "mbalanced" not in printed
+
+
+def test_imbalanced_classes_are_named_before_the_training(tmp_path, capsys):
+    run_training(tmp_path, datasets=imbalanced())
+    lines = capsys.readouterr().out.splitlines()
+    notice = [number for number, line in enumerate(lines) if line.startswith("Imbalanced classes: 75.0% of the train")]
+    assert len(notice) == 1
+    assert lines[notice[0]].endswith("0', one of 2 classes; an accuracy below that is worse than always guessing it")
+    assert lines[notice[0] + 1].startswith("Parameters: ")
+    assert lines[-1].startswith("Test macro-F1 ")
+
+
+def test_more_than_twenty_classes_and_instructions_have_no_matrix(tmp_path, capsys):
+    many = run_training(tmp_path, tiny_model(classes=21), token_datasets(classes=21))
+    spoken = token_datasets(per_token=True)
+    language = run_training(tmp_path, tiny_model("llama-lm"), spoken, task="instruction-tuning")
+    for run, _ in (many, language):
+        assert "classes" not in json.loads((run.folder / "run.json").read_text())["results"]
+    assert "macro-F1" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("counts", "said"), [((60, 40), False), ((61, 39), True), ((40, 35, 25), False),
+                                              ((51, 17, 16, 16), True), ((50, 18, 16, 16), False)])  # fmt: skip
+def test_over_60_percent_or_twice_the_even_share_is_imbalanced(tmp_path, counts, said):
+    datasets = token_datasets(train=100, classes=len(counts))
+    labels = np.repeat(np.arange(len(counts)), counts)
+    datasets.splits["train"] = datasets.splits["train"].remove_columns("labels").add_column("labels", labels)
+    settings = settings_for(tmp_path)
+    fabric = type("Alone", (), {"global_rank": 0, "world_size": 1})
+    assert (build_dataloaders(fabric, datasets, settings)[0].dataset.imbalance is not None) == said
