@@ -51,14 +51,15 @@ CASES = {
     "folder that is called .csv": Case("--dataset good.csv --test_file folder.csv", r"folder\.csv.*director"),
     "unreadable kind": Case("--dataset notes.txt", r"notes\.txt: files of this kind are not read, only \.csv, \.json"),
     "missing text column": Case("--dataset columns.csv", r"columns\.csv has no column 'text', only review, label: set"),
-    "empty texts": Case("--dataset empty_text.csv", r"empty_text\.csv: empty text in 2 of 20 rows \(row 3, 5\)"),
-    "empty labels": Case("--dataset empty_label.csv", r"empty_label\.csv: no label in 1 of 20 rows \(row 4\)"),
+    "empty texts": Case("--dataset empty_text.csv", r"2 of 20 rows of .* \(row 3: no text; row 5: no text\)"),
+    "empty labels": Case("--dataset empty_label.csv", r"1 of 20 rows of .*empty_label\.csv .* \(row 4: no label\)"),
     "a single class": Case("--dataset one_class.csv", r"same label, 1: there is nothing to learn"),
-    "decimal labels": Case("--dataset decimal.csv", r"column 'label' holds double, not integers or strings"),
+    "decimal labels": Case("--dataset decimal.csv", r"column 'label' holds decimal numbers, not integers or strings"),
     "unknown validation label": Case(
         "--dataset good.csv --validation_file strange.csv", r"validation texts have labels that .* lack: \[5\]"
     ),
     "not UTF-8": Case("--dataset latin1.csv", r"latin1\.csv is not UTF-8 \(byte 0xe9\): convert it"),
+    "null": Case("--dataset null.json", r"null\.json holds no rows that can be read \(line 1: no JSON object\)"),
     "broken JSON": Case("--dataset broken.json", r"broken\.json cannot be read as json \(.+\)"),
     "ragged CSV": Case(
         "--dataset ragged.csv", r"ragged\.csv cannot be read as csv \(.*line 3"
@@ -131,6 +132,7 @@ def material(tmp_path_factory):
     good.rename(columns={"text": "review"}).to_csv(folder / "columns.csv", index=False)
     (folder / "latin1.csv").write_bytes("text,label\ncafé,1\n".encode("latin-1"))
     (folder / "broken.json").write_text('[{"text": "a", "label": ')
+    (folder / "null.json").write_text("null")
     (folder / "ragged.csv").write_text("text,label\na,1\nb,0,c,d\n")
     (folder / "nothing.csv").touch()
     (folder / "no.parquet").write_bytes(np.random.default_rng(0).bytes(2000))

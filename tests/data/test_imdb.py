@@ -78,8 +78,15 @@ def test_nothing_is_downloaded_where_archive_or_folder_is(monkeypatch, tmp_path)
     assert download_dataset("data") == Path("data/aclImdb")
 
 
-def test_the_split_is_that_of_the_blogs_own_code(unpacked):
-    """The blog's own lines, for the installed pandas: one row at a time, and an index of zeros."""
+def test_the_csv_files_are_byte_by_byte_those_of_the_blogs_own_code(unpacked, monkeypatch, tmp_path):
+    """The blog's own lines, for the installed pandas: one row at a time, and an index of zeros.
+
+    The last review has line ends of all kinds, quotes and a line separator of Unicode.
+    """
+    shutil.copytree(unpacked, tmp_path / "aclImdb")
+    (tmp_path / "aclImdb" / "train" / "neg" / "odd_1.txt").write_bytes('one\r\ntwo\rthree\n"four", \u2028café'.encode())
+    unpacked = tmp_path / "aclImdb"
+    monkeypatch.chdir(tmp_path)
     df = pd.DataFrame()
     for split in ("test", "train"):
         for sentiment, label in (("pos", 1), ("neg", 0)):
@@ -91,13 +98,17 @@ def test_the_split_is_that_of_the_blogs_own_code(unpacked):
     df.columns = ["text", "label"]
     np.random.seed(0)
     df = df.reindex(np.random.permutation(df.index))
-    expected = df.sample(frac=1, random_state=1).reset_index()
+    df_shuffled = df.sample(frac=1, random_state=1).reset_index()
+    df_shuffled.iloc[:168].to_csv("train.csv", index=False, encoding="utf-8")
+    df_shuffled.iloc[168:192].to_csv("val.csv", index=False, encoding="utf-8")
+    df_shuffled.iloc[192:].to_csv("test.csv", index=False, encoding="utf-8")
+    expected = {path.name: path.read_bytes() for path in tmp_path.glob("*.csv")}
+    assert len(expected) == 3
 
-    parts = module._split(module._read_imdb(unpacked, 240))
-    assert [len(part) for part in parts] == [168, 24, 48]
-    got = pd.concat(parts)
-    assert got["text"].tolist() == expected["text"].tolist()
-    assert got["label"].tolist() == expected["label"].tolist()
+    for name in expected:
+        (tmp_path / name).unlink()
+    partition_dataset(module._read_imdb(unpacked, 241))
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("*.csv")} == expected
 
 
 @pytest.mark.parametrize("prefix", ["", "./"])

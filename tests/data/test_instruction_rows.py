@@ -151,7 +151,7 @@ REFUSED = {
     "no JSON list": ("a.json", '[\n{"instruction": "a"\n"output": "b"}]', r"a\.json cannot be read as json \(.*line 3"),
     "other columns": ("a.csv", "question,answer\na,b\n", r"a\.csv has the columns question, answer: instructions are"),
     "no answers": ("a.jsonl", [{"instruction": "a"}] * 9, r"has the columns instruction: .* as input and target, or"),
-    "no rows": ("a.json", "[]", r"a\.json holds no rows that can be read \(none\): instructions"),
+    "no rows": ("a.json", "[]", r"a\.json holds no rows that can be read \(none\): give a"),
     "header alone": ("a.csv", "instruction,output\n", r"a\.csv holds no rows that can be read"),
     "numbers": ("a.json", "[1, 2]", r"holds no rows that can be read \(row 1: no JSON object; row 2"),
     "a number": ("a.json", "17", r"holds no rows that can be read \(line 1: no JSON object\)"),
@@ -180,6 +180,6 @@ def test_files_that_cannot_be_used_are_refused_in_one_line(tmp_path, load, token
 
 def test_rows_that_are_all_bad_are_refused_even_when_they_may_be_left_out(load, tokenizers):
     with pytest.raises(
-        UserError, match=r"^no row is left: 9 of 9 rows of .* \(line 1: no output; .*; …\) and are left"
+        UserError, match=r"^nothing is left: 9 of 9 rows of .* cannot be used \(line 1: no output; .*; …\)$"
     ):
         load([{"instruction": "a", "output": ""}] * 9, tokenizer=tokenizers["trained"], bad_samples="skip")

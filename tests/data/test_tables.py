@@ -133,12 +133,27 @@ GOOD = "text,label\n" + "".join(f"review {index},{index % 2}\n" for index in ran
 JSON = [{"text": f"review {index}", "label": index % 2} for index in range(20)]
 
 REFUSED = {
-    "empty text": ("a.csv", GOOD.replace("review 3", "  "), {}, r"a\.csv: empty text in 1 of 20 rows \(row 4\)"),
-    "null text": ("a.json", [*JSON, {"label": 1}], {}, r"empty text in 1 of 21 rows \(row 21\)"),
-    "null label": ("a.jsonl", [*JSON, {"text": "a"}], {}, r"no label in 1 of 21 rows \(row 21\)"),
-    "numbers": ("a.csv", GOOD.replace("review", ""), {}, r"column 'text' holds int64, not text"),
-    "lists": ("a.json", [{"text": ["a"], "label": 1}] * 9, {}, r"column 'text' holds list.*, not text"),
-    "list labels": ("a.json", [{"text": "a", "label": [1]}] * 9, {}, r"column 'label' holds list.*, not integers"),
+    "empty text": (
+        "a.csv",
+        GOOD.replace("review 3", "  "),
+        {},
+        r"1 of 20 rows of .*a\.csv cannot be used \(row 4: no text\)",
+    ),
+    "null text": ("a.json", [*JSON, {"label": 1}], {}, r"1 of 21 rows of .* \(row 21: no text\)"),
+    "null label": ("a.jsonl", [*JSON, {"text": "a"}], {}, r"1 of 21 rows of .* \(line 21: no label\)"),
+    "numbers": ("a.csv", GOOD.replace("review", ""), {}, r"column 'text' holds numbers, not text: set --text_col"),
+    "lists": (
+        "a.json",
+        [{"text": ["a"], "label": 1}] * 9,
+        {},
+        r"nothing is left: 9 .*row 1: text is \['a'\], not text; ",
+    ),
+    "list labels": (
+        "a.json",
+        [{"text": "a", "label": [1]}] * 9,
+        {},
+        r"row 1: label is \[1\], not an integer or a string;",
+    ),
     "no label column": ("a.csv", GOOD, {"label_column": "stars"}, r"no column 'stars', only text, label: set --text"),
     "header alone": ("a.csv", "text,label\n", {}, r"a\.csv"),
     "white space alone": ("a.csv", "\n\n", {}, r"a\.csv cannot be read as csv"),

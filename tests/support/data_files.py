@@ -73,9 +73,13 @@ def table(rows=60, start=0):
 
 WRITERS = {
     "texts.csv": lambda frame, path: frame.to_csv(path, index=False),
+    "texts.tsv": lambda frame, path: frame.to_csv(path, index=False, sep="\t"),
     "texts.json": lambda frame, path: frame.to_json(path, orient="records"),
     "texts.jsonl": lambda frame, path: frame.to_json(path, orient="records", lines=True),
     "texts.parquet": lambda frame, path: frame.to_parquet(path, index=False),
+    "texts.csv.gz": lambda frame, path: frame.to_csv(path, index=False),
+    "texts.tsv.gz": lambda frame, path: frame.to_csv(path, index=False, sep="\t"),
+    "texts.jsonl.gz": lambda frame, path: frame.to_json(path, orient="records", lines=True),
     "byte_order_mark.csv": lambda frame, path: frame.to_csv(path, index=False, encoding="utf-8-sig"),
     "line_ends.csv": lambda frame, path: frame.to_csv(path, index=False, lineterminator="\r\n"),
     "indented.json": lambda frame, path: frame.to_json(path, orient="records", indent=2, force_ascii=False),
@@ -85,7 +89,8 @@ WRITERS = {
 def write_table(frame, path):
     """Write a table in the form that the name says."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    WRITERS.get(path.name, WRITERS[f"texts{path.suffix.lower()}"])(frame, path)
+    name = path.name if path.name in WRITERS else f"texts{''.join(path.suffixes).lower()}"
+    WRITERS[name](frame, path)
     return path
 
 
