@@ -10,6 +10,7 @@ from support.helpers import settings_for, tiny_model, token_datasets
 from support.training import run_training
 
 from fabric_ladder import build_dataloaders
+from fabric_ladder.comparing.logs import LogParser
 from fabric_ladder.runs.metrics import describe_classes
 
 
@@ -69,13 +70,16 @@ def test_two_balanced_classes_print_no_more_lines(tmp_path, capsys):
 
 
 def test_imbalanced_classes_are_named_before_the_training(tmp_path, capsys):
-    run_training(tmp_path, datasets=imbalanced())
+    run, _ = run_training(tmp_path, datasets=imbalanced())
     lines = capsys.readouterr().out.splitlines()
     notice = [number for number, line in enumerate(lines) if line.startswith("Imbalanced classes: 75.0% of the train")]
     assert len(notice) == 1
     assert lines[notice[0]].endswith("0', one of 2 classes; an accuracy below that is worse than always guessing it")
     assert lines[notice[0] + 1].startswith("Parameters: ")
     assert lines[-1].startswith("Test macro-F1 ")
+    parser = LogParser("log.txt", "test")
+    parser.parse((run.folder / "log.txt").read_text())
+    assert parser.skipped == 0, "a log that is compared"
 
 
 def test_more_than_twenty_classes_and_instructions_have_no_matrix(tmp_path, capsys):

@@ -52,14 +52,13 @@ def train(run: Run, model: nn.Module, optimizer: Optimizer, train_loader: DataLo
 def evaluate(run: Run, model: nn.Module, test_loader: DataLoader) -> Totals:
     """Print and return the totals of the test, and close the run."""
     with run.released_on_error():
-        names = test_loader.dataset.class_names
-        size = len(names) if len(names) <= MOST_CLASSES else 0
-        confusion = torch.zeros((size, size), dtype=torch.int64, device=run.fabric.device) if size else None
+        names, confusion, classes = test_loader.dataset.class_names, None, None
+        if 0 < len(names) <= MOST_CLASSES:
+            confusion = torch.zeros((len(names), len(names)), dtype=torch.int64, device=run.fabric.device)
         totals = _evaluate(run.fabric, model, test_loader, "the test", run.stop_request.made, confusion)
         if totals is None:
             run.checkpointer.stop()
         run.checkpointer.finish()
-        classes = None
         if confusion is not None:
             classes = describe_classes(names, run.fabric.all_reduce(confusion, reduce_op="sum").tolist())
         run.log_test(totals, classes)
