@@ -99,4 +99,4 @@ def test_over_60_percent_or_twice_the_even_share_is_imbalanced(tmp_path, counts,
     datasets.splits["train"] = datasets.splits["train"].remove_columns("labels").add_column("labels", labels)
     settings = settings_for(tmp_path)
     fabric = type("Alone", (), {"global_rank": 0, "world_size": 1})
-    assert (build_dataloaders(fabric, datasets, settings)[0].dataset.imbalance is not None) == said
+    assert bool(build_dataloaders(fabric, datasets, settings)[0].dataset.imbalance) == said

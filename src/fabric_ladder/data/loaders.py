@@ -61,7 +61,7 @@ class Collator(Dataset):
     def __init__(self, datasets: TextDatasets | ImageDatasets, name: str):
         self.split, self.fingerprint, self.notices = datasets.splits[name], datasets.fingerprint, datasets.notices
         self.class_names = datasets.class_names
-        self.imbalance = describe_imbalance(self.split, self.class_names) if name == "train" else None
+        self.imbalance = describe_imbalance(self.split, self.class_names) if name == "train" else []
 
     def __len__(self) -> int:
         return len(self.split)
@@ -190,19 +190,18 @@ def build_dataloaders(
     return tuple(loaders)
 
 
-def describe_imbalance(split: hf.Dataset, class_names: list[str]) -> str | None:
-    """Say which class is the largest, where it has over 60 % of the samples or over twice its even share."""
+def describe_imbalance(split: hf.Dataset, class_names: list[str]) -> list[str]:
+    """Return a line on the largest class, if it has over 60 % of the samples or over twice its even share."""
     if not class_names:
-        return None
+        return []
     counts = np.bincount(_numbers(split, "labels"))
-    share, even = counts.max() / len(split), 1 / len(class_names)
-    if share <= min(0.6, 2 * even):
-        return None
-    name = class_names[int(counts.argmax())]
-    return (
+    share, name = counts.max() / len(split), class_names[counts.argmax()]
+    if share <= min(0.6, 2 / len(class_names)):
+        return []
+    return [
         f"Imbalanced classes: {share:.1%} of the training samples are {name!r}, one of {len(class_names)} classes; an "
         "accuracy below that is worse than always guessing it"
-    )
+    ]
 
 
 def _numbers(split: hf.Dataset, column: str) -> np.ndarray:

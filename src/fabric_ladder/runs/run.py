@@ -104,9 +104,8 @@ class Run:
         self.record.add(data={"fingerprint": train_loader.dataset.fingerprint, "train_samples": self.epoch_samples})
         folder, state = resumed or (None, None)
         self.record.open(folder, state)
-        imbalance = train_loader.dataset.imbalance
-        self._imbalanced = bool(imbalance)
-        for notice in (*train_loader.dataset.notices, *([imbalance] if imbalance else [])):
+        self._imbalance = train_loader.dataset.imbalance
+        for notice in train_loader.dataset.notices + self._imbalance:
             self.print(notice, log=not resumed)
         self.print(parameters_line(described), log=not resumed)
         self.checkpointer, self._prediction = checkpointer, prediction
@@ -192,7 +191,7 @@ class Run:
             classes: From `describe_classes`.
         """
         self.print(f"Test accuracy {totals.accuracy * 100:.2f}%")
-        if classes and (len(classes["names"]) > 2 or self._imbalanced):
+        if classes and (len(classes["names"]) > 2 or self._imbalance):
             self.print(f"Test macro-F1 {classes['macro_f1'] * 100:.2f}%")
         if classes:
             self.record.add_results(classes=classes)

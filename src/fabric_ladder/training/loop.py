@@ -58,9 +58,9 @@ def evaluate(run: Run, model: nn.Module, test_loader: DataLoader) -> Totals:
         totals = _evaluate(run.fabric, model, test_loader, "the test", run.stop_request.made, confusion)
         if totals is None:
             run.checkpointer.stop()
-        run.checkpointer.finish()
         if confusion is not None:
             classes = describe_classes(names, run.fabric.all_reduce(confusion, reduce_op="sum").tolist())
+        run.checkpointer.finish()
         run.log_test(totals, classes)
     return totals
 
