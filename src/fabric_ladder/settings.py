@@ -18,10 +18,10 @@ class DataSettings:
         task: What is learned, and with what kind of model: a class, or the answers to instructions.
         dataset: `imdb`, `synthetic`, a CSV, TSV, JSON, JSON Lines (each also as .gz) or Parquet file, a folder of such
             files (train, validation and test told by their names), or a name on the Hugging Face Hub, with a
-            configuration as `glue:sst2`. Images: a folder with a folder for each
-            class, or with `train`, `validation` and `test` that hold such folders, a tar or zip archive of either, or a
-            name on the Hub. Instructions: such tables with the columns `instruction`, `output` and perhaps `input`, or
-            `input` and `target`, or chat `messages`; the reviews are made into questions.
+            configuration as `glue:sst2`. Images: a folder with a folder for each class, or with `train`, `validation`
+            and `test` that hold such folders, a tar or zip archive of either, or a name on the Hub. Instructions: such
+            tables with the columns `instruction`, `output` and perhaps `input`, or `input` and `target`, or chat
+            `messages`; the reviews are made into questions.
         data_dir: Folder in which files are looked for; it may be read-only. Default: $FABRIC_LADDER_DATA, else `data`.
         cache_dir: Folder for what is derived from them. Default: $FABRIC_LADDER_CACHE, else the user's cache folder.
         text_column: Column of the texts; of several, separated by commas, each text has a line of each.

@@ -165,9 +165,7 @@ def complete_splits(splits: dict[str, hf.Dataset], settings: DataSettings) -> di
         wanted = getattr(settings, f"{split}_samples")
         if wanted and wanted < len(splits[split]):
             splits[split] = splits[split].shuffle(settings.split_seed).select(range(wanted))
-    if "label" in splits["train"].column_names:
-        labels = (set(batch["label"]) for batch in splits["train"].select_columns("label").iter(1000))
-        first = next(labels)
-        if len(first) == 1 and all(more == first for more in labels):
-            raise UserError(f"the training {samples} that are left have a single label: raise --train_samples")
+    train = splits["train"].with_format("arrow")
+    if "label" in train.column_names and len(pc.unique(train["label"][:])) < 2:
+        raise UserError(f"the training {samples} that are left have a single label: raise --train_samples")
     return splits
