@@ -1,0 +1,154 @@
+"""Sharing a model: the card that says what it is, and the way to the Hugging Face Hub."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import yaml
+from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, get_token
+from huggingface_hub.errors import HFValidationError, HTTPError
+from huggingface_hub.utils import validate_repo_id
+
+from fabric_ladder.comparing.charts import wilson_interval
+from fabric_ladder.errors import UserError, first_line
+from fabric_ladder.settings import Settings
+
+# Folders of whoever trained it, and what changes no result
+LEFT_OUT = frozenset("name config data_dir cache_dir runs_dir resume load save threads num_workers logger".split())
+TASKS = {"instruction-tuning": "text-generation"}  # the Hub's names, where they are other ones
+HUB_NAMES = {"imdb": "stanfordnlp/imdb", "synthetic": None}  # of data sets
+INPUTS = {"text-classification": '"A film."', "image-classification": '"photo.jpg"', "text-generation": '"Hello"'}
+
+
+def write_card(folder: Path, run: Path | None, title: str) -> None:
+    """Write a model card, README.md: data, figures, settings, versions, and how to load the model.
+
+    Args:
+        folder: A model that transformers reads.
+        run: Folder of the run that made it; without its run.json the card says how to load the model and no more.
+        title: Of the card; the name on the Hub, if it has one.
+    """
+    try:
+        record = json.loads((run / "run.json").read_text(encoding="utf-8")) if run else {}
+    except (OSError, ValueError):
+        record = {}
+    task = _task(folder, record)
+    facts = _metadata(record, task, title) if record else ModelCardData(library_name="transformers", pipeline_tag=task)
+    load = f'from transformers import pipeline\n\nmodel = pipeline("{task}", "{title}")\nprint(model({INPUTS[task]}))'
+    parts = [f"# {title}", *(_sections(record) if record else ()), f"## How to load it\n\n```python\n{load}\n```"]
+    ModelCard(f"---\n{facts.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n").save(folder / "README.md")
+
+
+def check_push(name: str) -> None:
+    """Refuse, before any work, a name that is none, or to push without a token.
+
+    Raises:
+        UserError: One of these.
+    """
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise UserError(f"--push {name}: {first_line(error)}") from error
+    if name.count("/") != 1:
+        raise UserError(f"--push {name}: give USER/NAME, the name that the model is to have on the Hub")
+    if not get_token():
+        raise UserError(f"--push {name}: no token of the Hugging Face Hub: hf auth login, or set HF_TOKEN")
+
+
+def push(folder: Path, name: str) -> str:
+    """Upload a folder to the Hub, where a new repository is private, and return its address.
+
+    Raises:
+        UserError: The Hub cannot be reached, or refuses it.
+    """
+    api = HfApi()
+    try:
+        url = api.create_repo(name, private=True, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload model")
+    except (HTTPError, OSError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"{folder} is written, but --push {name} failed ({first_line(error)}); to try again: hf upload {name} "
+            f"{folder}"
+        ) from error
+    return str(url)
+
+
+def _task(folder: Path, record: dict) -> str:
+    """Return the Hub's name of what the model does, by its run or by its class."""
+    if record:
+        task = record["settings"]["task"]
+        return TASKS.get(task, task)
+    (name,) = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
+    images = "image-classification" if "ForImage" in name else "text-classification"
+    return images if name.endswith("Classification") else "text-generation"
+
+
+def _metadata(record: dict, task: str, title: str) -> ModelCardData:
+    """Return what stands above the card: base model, data and test accuracy, where the Hub knows them."""
+    settings, accuracy = record["settings"], record["results"].get("test_accuracy")
+    pretrained = not settings["from_scratch"] and _is_hub_name(settings["model"])
+    name = HUB_NAMES.get(settings["dataset"], settings["dataset"])
+    on_hub = name and _is_hub_name(name)
+    result = accuracy is not None and EvalResult(
+        task_type=task,
+        dataset_type=name if on_hub else "other",
+        dataset_name=Path(settings["dataset"]).name,
+        dataset_split="test",
+        metric_type="accuracy",
+        metric_value=round(accuracy, 4),
+    )
+    return ModelCardData(
+        library_name="transformers",
+        pipeline_tag=task,
+        base_model=settings["model"] if pretrained else None,
+        datasets=[name] if on_hub else None,
+        metrics=["accuracy"] if result else None,
+        tags=["fabric-ladder"],
+        model_name=title.split("/")[-1],
+        eval_results=[result] if result else None,
+    )
+
+
+def _is_hub_name(name: str) -> bool:
+    """Tell a name on the Hub, USER/NAME, from a file or folder."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
+
+
+def _sections(record: dict) -> list[str]:
+    """Return the sections that a run's record fills."""
+    settings, data = record["settings"], record["data"]
+    start = "random weights of" if settings["from_scratch"] else "the weights of"
+    model, dataset = (_shown(settings[name]) for name in ("model", "dataset"))
+    changed = {key: value for key, value in settings.items()
+               if key not in LEFT_OUT and value != asdict(Settings()).get(key)}  # fmt: skip
+    changed |= {"model": model, "dataset": dataset}
+    versions = "\n".join(f"- {name} {number}" for name, number in record["versions"].items())
+    return [
+        f"Trained by `{settings['name']}` of Fabric Ladder, from {start} {model}.",
+        f"## Data\n\n{dataset}: {data['train_samples']:,} training samples, {settings['epochs']} epochs, seed "
+        f"{settings['seed']}. Fingerprint of the data: `{data['fingerprint']}`.",
+        f"## Figures\n\n{_figures(record['results'])}",
+        f"## Settings\n\nThose that are not the defaults:\n\n```yaml\n{yaml.safe_dump(changed)}```",
+        f"## Versions\n\n{versions}",
+    ]
+
+
+def _figures(results: dict) -> str:
+    """Return a table of the figures that there are, the test accuracy with Wilson's 95 % interval."""
+    rows = {"test loss": f"{results['test_loss']:.4f}"} if "test_loss" in results else {}
+    if samples := results.get("test_samples"):
+        low, high = wilson_interval(results["test_accuracy"], samples)
+        share = f"{results['test_accuracy']:.2%} ({low:.2%} to {high:.2%}, 95 % interval of {samples:,} test samples)"
+        rows = {"test accuracy": share} | rows
+    elif "test_tokens" in results:  # tokens of one text depend on each other: no interval
+        rows = {"test token accuracy": f"{results['test_accuracy']:.2%} of {results['test_tokens']:,} tokens"} | rows
+    if results["epochs"]:
+        rows["validation accuracy"] = f"{results['epochs'][-1]['validation_accuracy']:.2%}"
+    if "elapsed_seconds" in results:
+        rows["minutes of training"] = f"{results['elapsed_seconds'] / 60:.2f}"
+    return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+
+
+def _shown(name: str) -> str:
+    """Return a name on the Hub as it is, of a path only its end: folders are nobody's business."""
+    return name if _is_hub_name(name) else Path(name).name

@@ -1,0 +1,99 @@
+"""The bytes that a step sends: the formulas against what real processes send, and how far a link goes."""
+
+import json
+from importlib.util import find_spec
+
+import pytest
+import torch
+from support.devices import ONE_THREAD, SIZES
+from support.helpers import MODELS, ROOT, SRC, finished, run_script
+
+from fabric_ladder.models.build import build_model
+from fabric_ladder.planning.candidates import read_settings
+from fabric_ladder.planning.predict import blank_datasets
+from fabric_ladder.planning.scaling import TECHNIQUES, Work, bytes_sent, describe_work, most_gpus
+
+SUPPORT = ROOT / "tests" / "support"
+SCRIPTS = {"ddp": SRC / "9_ddp.py", "fsdp2": SRC / "10_fsdp.py"}
+FACTORS = {"allreduce_": 2, "_allgather_base_": 1, "_reduce_scatter_base_": 1}  # of (N - 1) / N, for a ring
+QUICKSTART = str(MODELS / "bloom-quickstart.json")
+
+
+def work_of(precision, *more):
+    """What a run of SIZES trains: 16 samples a step, two a micro-batch."""
+    settings = read_settings("2_grad_accum", ["--model", QUICKSTART, "--from_scratch", "true", *more])
+    with torch.device("meta"):
+        model = build_model(settings, blank_datasets(2))
+    return describe_work(model, precision, samples=16, micro_batch=2, length=100)
+
+
+def counted(cwd, technique, gpus, precision, *more):
+    """The bytes that a GPU of a ring sends for what rank 0 of a real run hands to collectives in a step."""
+    script, environment = SCRIPTS.get(technique, SUPPORT / "deepspeed_script.py"), ONE_THREAD
+    environment = environment | {"COUNT_SENT": str(script), "COUNTED": str(cwd / "counted.json")}
+    if technique.startswith("zero"):
+        stage = {"stage": int(technique[-1]), "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0,
+                 "stage3_max_live_parameters": 0, "stage3_prefetch_bucket_size": 0}  # fmt: skip
+        (cwd / "zero.json").write_text(json.dumps({"zero_optimization": stage}))
+        more += ("--deepspeed", str(cwd / "zero.json"))
+    arguments = (*SIZES, "--model", QUICKSTART, "--from_scratch", "true", "--devices", gpus, "--precision", precision)
+    process = run_script(SUPPORT / "count_sent.py", *arguments, *more, cwd=cwd, **environment)
+    if not technique.startswith("zero"):  # DeepSpeed may abort at exit
+        finished(process)
+    assert (cwd / "counted.json").exists(), process.stderr[-3000:]
+    found = json.loads((cwd / "counted.json").read_text())
+    return sum(FACTORS[name] * size for name, size in found.items()) * (gpus - 1) / gpus
+
+
+SLOW = pytest.mark.slow
+CASES = [
+    ("ddp", 2, "32-true"),
+    ("fsdp2", 2, "bf16-mixed"),
+    *(pytest.param(*case, marks=SLOW) for case in [
+        ("ddp", 4, "bf16-mixed"), ("ddp", 2, "bf16-true"), ("fsdp2", 2, "32-true"), ("fsdp2", 4, "bf16-true"),
+        ("zero1", 2, "32-true"), ("zero2", 2, "bf16-mixed"), ("zero3", 2, "32-true"), ("zero3", 2, "bf16-mixed"),
+        ("zero1", 2, "bf16-mixed"), ("zero2", 4, "32-true"),
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("technique", "gpus", "precision"), CASES)
+def test_a_real_step_sends_what_the_formula_says(tmp_path, technique, gpus, precision):
+    if technique.startswith("zero") and not find_spec("deepspeed"):
+        pytest.skip("needs deepspeed: requirements-dev.txt")
+    expected = bytes_sent(technique, work_of(precision), gpus)
+    assert counted(tmp_path, technique, gpus, precision) == pytest.approx(expected, rel=0.01)
+
+
+WORK = Work(weights=1000, trained=1000, root=100, precision="32-true", samples=64, micro_batch=4, flops=1e6)
+
+
+def test_nothing_is_sent_alone_and_adapters_send_little():
+    assert [bytes_sent(technique, WORK, 1) for technique in TECHNIQUES] == [0] * 5
+    lean = WORK._replace(trained=10)
+    assert bytes_sent("ddp", lean, 4) == 2 * 4 * 10 * 3 / 4
+    assert bytes_sent("fsdp2", lean, 64) > bytes_sent("fsdp2", WORK, 64) / 2, "frozen weights are gathered all the same"
+
+
+def test_one_micro_batch_more_is_gathered_once_more():
+    once, twice = (bytes_sent("zero3", WORK._replace(samples=samples), 4) for samples in (16, 32))
+    assert twice == 2 * once
+    assert bytes_sent("ddp", WORK._replace(samples=16), 4) == bytes_sent("ddp", WORK, 4)
+
+
+def test_a_faster_link_keeps_more_gpus_busy_and_a_faster_gpu_fewer():
+    counts = [1, 2, 4, 8, 16, 32, 64, 128]
+    # 64 samples of 1e6 operations at 1e9 a second take 64 ms on one GPU; about 8,000 bytes are sent
+    slow, fast = (most_gpus("ddp", WORK, counts, 1e9, link) for link in (1e6, 2e6))
+    assert (slow, fast) == (8, 16)
+    assert most_gpus("ddp", WORK, counts, 2e9, 1e6) == 4
+    assert most_gpus("ddp", WORK, counts, 1e9, 1e12) == 64, "no GPU without a sample"
+
+
+def test_what_is_only_looked_up_costs_no_operation():
+    work = work_of("32-true")
+    config = json.loads((MODELS / "bloom-quickstart.json").read_text())
+    looked_up = config["vocab_size"] * config["hidden_size"]
+    matrices = 100 * 6 * (work.weights - looked_up)
+    assert work.flops == matrices + 12 * config["n_layer"] * config["hidden_size"] * 100**2
+    assert looked_up < work.root < work.weights
