@@ -1,18 +1,24 @@
-"""Two machines: two network namespaces joined by a virtual cable, and Slurm's variables, set by hand."""
+"""Two machines: two network namespaces joined by a virtual cable, Slurm's variables, set by hand, and two torchruns."""
 
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
+from time import monotonic, sleep
 
 import pytest
-from support.devices import ONE_THREAD, SIZES, same
-from support.helpers import SRC, free_port, run_script
+import yaml
+from support.devices import ONE_THREAD, SIZES, read, same
+from support.helpers import ROOT, SRC, free_port, run_script
 
 from fabric_ladder import Settings, UserError
 from fabric_ladder.distributed.launch import check_launcher, find_launcher, options_of_fabric_run
 
-TORCHRUN = os.path.join(os.path.dirname(sys.executable), "torchrun")
+BIN = os.path.dirname(sys.executable)
+TORCHRUN = os.path.join(BIN, "torchrun")
+CLOUD = ROOT / "configs" / "cloud"
 
 
 @pytest.fixture
@@ -146,3 +152,99 @@ def test_fabric_run_s_strategy_is_refused(tmp_path):
     )
     assert process.returncode != 0
     assert "fabric run --strategy=ddp: leave it out, the script sets the strategy" in process.stderr
+
+
+@pytest.mark.slow
+def test_a_machine_that_dies_and_comes_back_goes_on_where_it_was(run, tmp_path):
+    """Two torchruns by the project's own file; the second is killed with its rank, and started again."""
+    environment = os.environ | ONE_THREAD | {"PATH": f"{BIN}:{os.environ['PATH']}", "HOST": "127.0.0.1"}
+    environment |= {"PORT": str(free_port()), "ADDRESS": "127.0.0.1", "GPUS": "1", "SAVE_EVERY": "2"}
+    command = ["bash", str(CLOUD / "torchrun_elastic.sh"), str(SRC / "9_ddp.py"), *SIZES, "--epochs", "12"]
+    logs = [tmp_path / f"{name}.txt" for name in ("first", "second", "again")]
+
+    def begin(log):
+        with open(log, "w") as file:
+            return subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=file, stderr=subprocess.STDOUT,
+                                    start_new_session=True)  # fmt: skip
+
+    processes = [begin(logs[0]), begin(logs[1])]
+    try:
+        home = tmp_path / "runs" / "9_ddp" / "1"
+        wait_until(lambda: [*home.glob("checkpoints/step-*")], processes)
+        os.killpg(processes[1].pid, signal.SIGKILL)
+        processes[1].wait()
+        wait_until(lambda: "has died" in logs[0].read_text() or "onnection" in logs[0].read_text(), processes[:1])
+        processes[1] = begin(logs[2])
+        for process in processes:
+            assert process.wait(timeout=240) == 0, "".join(log.read_text()[-1500:] for log in logs)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    printed = "".join(log.read_text() for log in logs)
+    (step,) = re.findall(r"^Resumed from .*/step-(\d+)", printed, re.M)
+    assert int(step) > 0
+    assert [path.name for path in home.parent.iterdir()] == ["1"], "one run from beginning to end"
+    alone = read(run("9_ddp", 2, "--epochs", "12")[0])
+    losses, rates, results = read(home)
+    assert (losses, rates) == alone[:2]
+    assert results["samples_hash"] == alone[2]["samples_hash"]
+    assert results["test_accuracy"] == alone[2]["test_accuracy"]
+
+
+def wait_until(found, processes, seconds=180):
+    end = monotonic() + seconds
+    while not found():
+        assert monotonic() < end, "it took too long"
+        assert not [process for process in processes if process.poll() is not None], "one has ended"
+        sleep(0.1)
+
+
+def test_the_trainjob_is_one_of_kubeflow_s():
+    """Read by Kubeflow's own classes: what they do not know would be lost on the way."""
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs requirements-dev.txt")
+    job = yaml.safe_load((CLOUD / "trainjob.yaml").read_text())
+    job["spec"]["trainer"]["resourcesPerNode"]["limits"]["nvidia.com/gpu"] = "8"  # a quantity: a string in their class
+    assert models.TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job
+    with pytest.raises(ValueError, match="runtimeRef"):
+        models.TrainerV1alpha1TrainJob.from_dict(job | {"spec": {}})
+
+
+# SkyPilot 0.14.1, sky/utils/schemas.py: get_task_schema, _get_single_resources_schema. The package itself brings a
+# hundred others.
+TASK = "name workdir num_nodes resources file_mounts service pool setup run envs secrets config volumes".split()
+RESOURCES = "infra cpus memory accelerators instance_type use_spot job_recovery disk_size disk_tier network_tier".split()
+RESOURCES += ["image_id", "ports", "labels", "autostop", "priority", "any_of", "ordered"]
+
+
+def test_the_skypilot_task_has_keys_of_its_schema():
+    task = yaml.safe_load((CLOUD / "skypilot.yaml").read_text())
+    assert set(task) <= set(TASK)
+    assert set(task["resources"]) <= set(RESOURCES)
+    assert set(task["resources"]["job_recovery"]) <= {"strategy", "max_restarts_on_errors", "recover_on_exit_codes"}
+    assert all(isinstance(value, str) for value in task["envs"].values())
+    assert isinstance(task["num_nodes"], int)
+
+
+@pytest.mark.parametrize("name", ["skypilot.yaml", "trainjob.yaml"])
+def test_what_the_files_of_a_cloud_run_is_there(tmp_path, name):
+    """Their shell commands, with a `torchrun` that tells what it was given."""
+    job = yaml.safe_load((CLOUD / name).read_text())
+    script = job["run"] if "run" in job else job["spec"]["trainer"]["args"][0]
+    script = script.replace("cd /workspace", f"cd {ROOT}").replace("source .venv/bin/activate", "")
+    fake = tmp_path / "torchrun"
+    fake.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    fake.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **job.get("envs", {})}
+    environment |= {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}
+    environment |= {"SKYPILOT_NUM_GPUS_PER_NODE": "8", "SKYPILOT_TASK_ID": "7", "PET_MASTER_ADDR": "10.0.0.1"}
+    environment |= {"PET_MASTER_PORT": "29500", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "8"}
+    process = subprocess.run(["bash", "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    given = process.stdout.splitlines()
+    assert {"--nnodes=2", "--nproc-per-node=8", "--max-restarts=3", "--rdzv-endpoint=10.0.0.1:29500"} <= set(given)
+    rung = next(number for number, word in enumerate(given) if word.startswith("src/"))
+    assert (ROOT / given[rung]).is_file()
+    assert given[rung + 1 :][-6:] == ["--runs_dir", "/runs", "--save_every", "200", "--resume", "auto"]
+    if name == "skypilot.yaml":
+        assert "--local-addr=10.0.0.2" in given

@@ -27,8 +27,9 @@ PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 GENERATED = [DOCS / "combinations.md", DOCS / "memory_plans.md"]
 NAMES = [rung.stem for rung in RUNGS]
 HEADINGS = ["Idea", "In plain PyTorch", "What it saves", "What it costs", "When to take it", "Unchanged", "Code"]
-OWN_OPTIONS = ("run_ladder.py", "plan_memory.py")  # they hand all others to the rungs
-LAUNCHER_OPTIONS = {"nproc-per-node", "nnodes", "rdzv-backend", "rdzv-endpoint", "signal", "logdir", "strict"}
+OWN_OPTIONS = ("run_ladder.py", "plan_memory.py", "plan_scaling.py")  # they hand all others to the rungs
+LAUNCHER_OPTIONS = {"nproc-per-node", "nnodes", "max-restarts", "rdzv-backend", "rdzv-endpoint", "signal", "logdir"}
+LAUNCHER_OPTIONS |= {"strict"}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`]+)`")
 

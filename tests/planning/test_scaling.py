@@ -37,6 +37,7 @@ def counted(cwd, technique, gpus, precision, *more):
         (cwd / "zero.json").write_text(json.dumps({"zero_optimization": stage}))
         more += ("--deepspeed", str(cwd / "zero.json"))
     arguments = (*SIZES, "--model", QUICKSTART, "--from_scratch", "true", "--devices", gpus, "--precision", precision)
+    arguments += ("--train_samples", "48", "--validation_samples", "4", "--test_samples", "4")
     process = run_script(SUPPORT / "count_sent.py", *arguments, *more, cwd=cwd, **environment)
     if not technique.startswith("zero"):  # DeepSpeed may abort at exit
         finished(process)

@@ -54,7 +54,7 @@ def save(
     """
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
-    inner, adapter, engine, rank = _inner(model), has_adapter(model), _engine(model), fabric.global_rank
+    inner, adapter, engine, rank = model.module, has_adapter(model), _engine(model), fabric.global_rank
     if engine:
         engine.empty_partition_cache()  # weights that ZeRO-3 has fetched ahead cannot be gathered
     folder = Path(fabric.broadcast(folder))
@@ -64,7 +64,10 @@ def save(
         _save_base(fabric, folder / "base", model, data)
     if layout == "sharded":
         target = folder / "checkpoint"
-        _make_empty(fabric, target)
+        if rank == 0:  # without the shards of a run that died here, on another number of ranks
+            shutil.rmtree(target, ignore_errors=True)
+            target.mkdir()
+        fabric.barrier()
         write_state(target, model, optimizer, rank)
     else:
         target = folder / ("adapter" if adapter else "model")
@@ -77,21 +80,13 @@ def save(
     return target
 
 
-def _make_empty(fabric: Fabric, folder: Path) -> None:
-    """Make a folder without the shards of a run that died here, on another number of ranks. All ranks must call it."""
-    if fabric.global_rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-    fabric.barrier()
-
-
 def write_state(folder: Path, model: nn.Module, optimizer: Optimizer, rank: int) -> None:
     """Write model and optimizer, each rank its share, into a folder that is there. All ranks must call it.
 
     Raises:
         OSError, RuntimeError: It cannot be written.
     """
-    inner, adapter = _inner(model), has_adapter(model)
+    inner, adapter = model.module, has_adapter(model)
     if adapter and rank == 0:
         inner.peft_config["default"].save_pretrained(folder)
     if engine := _engine(model):
@@ -112,7 +107,7 @@ def read_state(option: str, folder: Path, model: nn.Module, optimizer: Optimizer
     Raises:
         UserError: It is of another model, optimizer or adapter, or damaged; the message begins with `option`.
     """
-    inner, adapter, mine = _inner(model), has_adapter(model), type(optimizer.optimizer).__name__
+    inner, adapter, mine = model.module, has_adapter(model), type(optimizer.optimizer).__name__
     if adapter:
         _check_adapter(option, folder, inner)
     if engine := _engine(model):
@@ -131,7 +126,7 @@ def read_state(option: str, folder: Path, model: nn.Module, optimizer: Optimizer
 def has_adapter(model: nn.Module) -> bool:
     """Return whether PEFT has put adapters into a model that Fabric has set up; PEFT is not imported for it."""
     peft = sys.modules.get("peft")
-    return peft is not None and isinstance(_inner(model), peft.PeftModel)
+    return peft is not None and isinstance(model.module, peft.PeftModel)
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, configured: int | list[int] | None) -> list[int] | None:
@@ -166,19 +161,15 @@ def _name_in_base(name: str) -> str:
 def _gather(fabric: Fabric, model: nn.Module, wanted: Callable[[str, Tensor], bool]) -> dict[str, Tensor]:
     """Return the whole tensors, in the memory of rank 0's host; nothing on other ranks. One is gathered at a time."""
     engine, gathered, weights = _engine(model), {}, {}
-    for name, tensor in _inner(model).state_dict(keep_vars=True).items():
+    for name, tensor in model.module.state_dict(keep_vars=True).items():
         if wanted(name, tensor):
             if id(tensor) not in gathered:  # tied weights stay tied
-                whole = whole_in_32_bit(tensor) if engine else _whole(tensor.detach())
+                whole = whole_in_32_bit(tensor) if engine else tensor.detach()
+                if isinstance(whole, DTensor):  # moved first: parked shards cannot be gathered
+                    whole = whole.to(whole.device_mesh.device_type).full_tensor()
                 gathered[id(tensor)] = whole.cpu() if fabric.global_rank == 0 else None
             weights[name] = gathered[id(tensor)]
     return weights if fabric.global_rank == 0 else {}
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):
-        return tensor.to(tensor.device_mesh.device_type).full_tensor()  # parked shards cannot be gathered
-    return tensor
 
 
 def _save_base(fabric: Fabric, folder: Path, model: nn.Module, data: Collator) -> None:
@@ -188,7 +179,7 @@ def _save_base(fabric: Fabric, folder: Path, model: nn.Module, data: Collator) -
         folder.mkdir(exist_ok=True)
         base = {_name_in_base(name): tensor for name, tensor in frozen.items()}
         save_torch_state_dict(base, folder, metadata={"format": "pt"})
-        _describe(folder, _inner(model), data, _dtype(base.values()))
+        _describe(folder, model.module, data, _dtype(base.values()))
 
 
 def _dtype(tensors) -> torch.dtype:
@@ -250,11 +241,6 @@ def _preprocessor(images: ImageFormat) -> dict:
         "do_center_crop": images.resize_to > images.size,
         "crop_size": {"height": images.size, "width": images.size},
     }
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    """Return the model itself, without Fabric's wrapper."""
-    return model.module
 
 
 def _engine(model: nn.Module) -> nn.Module | None:
