@@ -213,7 +213,9 @@ def test_the_trainjob_is_one_of_kubeflow_s():
 # SkyPilot 0.14.1, sky/utils/schemas.py: get_task_schema, _get_single_resources_schema. The package itself brings a
 # hundred others.
 TASK = "name workdir num_nodes resources file_mounts service pool setup run envs secrets config volumes".split()
-RESOURCES = "infra cpus memory accelerators instance_type use_spot job_recovery disk_size disk_tier network_tier".split()
+RESOURCES = (
+    "infra cpus memory accelerators instance_type use_spot job_recovery disk_size disk_tier network_tier".split()
+)
 RESOURCES += ["image_id", "ports", "labels", "autostop", "priority", "any_of", "ordered"]
 
 

@@ -20,7 +20,7 @@ HUB_NAMES = {"imdb": "stanfordnlp/imdb", "synthetic": None}  # of data sets
 INPUTS = {"text-classification": '"A film."', "image-classification": '"photo.jpg"', "text-generation": '"Hello"'}
 
 
-def write_card(folder: Path, run: Path | None, title: str) -> None:
+def write_card(folder: Path, run: Path, title: str) -> None:
     """Write a model card, README.md: data, figures, settings, versions, and how to load the model.
 
     Args:
@@ -29,7 +29,7 @@ def write_card(folder: Path, run: Path | None, title: str) -> None:
         title: Of the card; the name on the Hub, if it has one.
     """
     try:
-        record = json.loads((run / "run.json").read_text(encoding="utf-8")) if run else {}
+        record = json.loads((run / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         record = {}
     task = _task(folder, record)
