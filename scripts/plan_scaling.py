@@ -32,6 +32,7 @@ from fabric_ladder.settings import Settings
 
 STANDARD = ["--config", "imdb_bloom_560m.yaml", "--batch_size", "1024", "--micro_batch_size", "8"]
 GPUS = [2**power for power in range(11)]
+REHEARSED = 16  # a rehearsal cuts every tensor into as many parts as there are GPUs
 RUNGS = {"ddp": ("9_ddp",), "fsdp2": ("10_fsdp",)}
 RUNGS |= {stage: ("12_deepspeed_zero", "--deepspeed", stage) for stage in ("zero1", "zero2", "zero3")}
 
@@ -44,14 +45,25 @@ def rehearsed(settings: Settings, length: int, pixels: int | None, ranks: int | 
 
 
 def memory(technique: str, options: list[str], length: int, pixels: int | None, gpus: int) -> int:
-    """Return the bytes of the tensors of each GPU at the peak, as the planner predicts them."""
+    """Return the bytes of the tensors of each GPU at the peak, as the planner predicts them.
+
+    FSDP2 is rehearsed on up to `REHEARSED` GPUs; on N more, what is sharded shrinks as 1 / N, and the rest stays.
+    """
     rung, *extra = RUNGS[technique]
     settings = read_settings(rung, [*options, *extra], gpus)
     share = -(-settings.batch_size // gpus)
-    ranks = {"ddp": min(gpus, 2), "fsdp2": gpus}.get(technique, 1)  # as many as change a GPU's own tensors
     share = min(share, 2 * (settings.micro_batch_size or share))  # a second micro-batch adds to gradients, a third too
-    alike = replace(to_rehearse(settings), devices=ranks, batch_size=share * ranks)
-    return complete(settings, *rehearsed(alike, length, pixels, gpus if technique == "fsdp2" else None)).total
+
+    def peak(ranks: int) -> int:
+        alike = replace(to_rehearse(settings), devices=ranks, batch_size=share * ranks)
+        return complete(settings, *rehearsed(alike, length, pixels, ranks if technique == "fsdp2" else None)).total
+
+    if technique != "fsdp2":
+        return peak(min(gpus, 2) if technique == "ddp" else 1)  # as many as change a GPU's own tensors
+    if gpus <= REHEARSED:
+        return peak(gpus)
+    half, most = peak(REHEARSED // 2), peak(REHEARSED)
+    return round(most - (half - most) * (1 - REHEARSED / gpus))
 
 
 def parse() -> tuple[object, list[str]]:

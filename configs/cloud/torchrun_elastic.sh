@@ -6,6 +6,8 @@
 # dies itself, start all of them again. All machines must see the same --runs_dir.
 
 set -euo pipefail
+# torch 2.13 shares the store of the first round and tells its address once: a machine that comes later waits in vain
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec torchrun \
     --nnodes="${NODES:-2}" --nproc-per-node="${GPUS:-gpu}" --max-restarts="${RESTARTS:-3}" \
     --rdzv-backend=c10d --rdzv-id="${JOB:-fabric-ladder}" --rdzv-endpoint="${HOST:?name the first machine}:${PORT:-29500}" \

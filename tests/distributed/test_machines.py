@@ -3,11 +3,12 @@
 import os
 import re
 import shutil
-import signal
+import socket
 import subprocess
 import sys
 from time import monotonic, sleep
 
+import psutil
 import pytest
 import yaml
 from support.devices import ONE_THREAD, SIZES, read, same
@@ -164,23 +165,26 @@ def test_a_machine_that_dies_and_comes_back_goes_on_where_it_was(run, tmp_path):
 
     def begin(log):
         with open(log, "w") as file:
-            return subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=file, stderr=subprocess.STDOUT,
-                                    start_new_session=True)  # fmt: skip
+            return subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=file, stderr=subprocess.STDOUT)
 
-    processes = [begin(logs[0]), begin(logs[1])]
+    def has_store():
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", int(environment["PORT"]))) == 0
+
+    processes = [begin(logs[0])]
     try:
+        wait_until(has_store, processes)  # else the second might keep the list of machines
+        processes.append(begin(logs[1]))
         home = tmp_path / "runs" / "9_ddp" / "1"
         wait_until(lambda: [*home.glob("checkpoints/step-*")], processes)
-        os.killpg(processes[1].pid, signal.SIGKILL)
-        processes[1].wait()
+        kill(processes[1])
         wait_until(lambda: "has died" in logs[0].read_text() or "onnection" in logs[0].read_text(), processes[:1])
         processes[1] = begin(logs[2])
         for process in processes:
             assert process.wait(timeout=240) == 0, "".join(log.read_text()[-1500:] for log in logs)
     finally:
         for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+            kill(process)
     printed = "".join(log.read_text() for log in logs)
     (step,) = re.findall(r"^Resumed from .*/step-(\d+)", printed, re.M)
     assert int(step) > 0
@@ -190,6 +194,14 @@ def test_a_machine_that_dies_and_comes_back_goes_on_where_it_was(run, tmp_path):
     assert (losses, rates) == alone[:2]
     assert results["samples_hash"] == alone[2]["samples_hash"]
     assert results["test_accuracy"] == alone[2]["test_accuracy"]
+
+
+def kill(process):
+    """Kill a process with all that it has started, whose sessions are their own."""
+    if process.poll() is None:
+        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+            each.kill()
+        process.wait()
 
 
 def wait_until(found, processes, seconds=180):

@@ -1,6 +1,7 @@
 """The bytes that a step sends: the formulas against what real processes send, and how far a link goes."""
 
 import json
+import runpy
 from importlib.util import find_spec
 
 import pytest
@@ -64,6 +65,16 @@ def test_a_real_step_sends_what_the_formula_says(tmp_path, technique, gpus, prec
         pytest.skip("needs deepspeed: requirements-dev.txt")
     expected = bytes_sent(technique, work_of(precision), gpus)
     assert counted(tmp_path, technique, gpus, precision) == pytest.approx(expected, rel=0.01)
+
+
+def test_the_memory_of_more_gpus_than_are_rehearsed_is_that_of_a_rehearsal():
+    script = runpy.run_path(str(ROOT / "scripts" / "plan_scaling.py"))
+    options = ["--model", QUICKSTART, "--from_scratch", "true", "--batch_size", "256", "--micro_batch_size", "2"]
+    found = {}
+    for rehearsed in (16, 64):
+        script["memory"].__globals__["REHEARSED"] = rehearsed
+        found[rehearsed] = script["memory"]("fsdp2", options, 64, None, 64)
+    assert found[16] == pytest.approx(found[64], rel=0.01)
 
 
 WORK = Work(weights=1000, trained=1000, root=100, precision="32-true", samples=64, micro_batch=4, flops=1e6)
