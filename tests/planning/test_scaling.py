@@ -1,19 +1,23 @@
 """The bytes that a step sends: the formulas against what real processes send, and how far a link goes."""
 
 import json
+import re
 import runpy
 from importlib.util import find_spec
 
 import pytest
 import torch
 from support.devices import ONE_THREAD, SIZES
+from support.export import run_here
 from support.helpers import MODELS, ROOT, SRC, finished, run_script
 
+from fabric_ladder import UserError
 from fabric_ladder.models.build import build_model
 from fabric_ladder.planning.candidates import read_settings
 from fabric_ladder.planning.predict import blank_datasets
 from fabric_ladder.planning.scaling import TECHNIQUES, Work, bytes_sent, describe_work, most_gpus
 
+PLAN = ROOT / "scripts" / "plan_scaling.py"
 SUPPORT = ROOT / "tests" / "support"
 SCRIPTS = {"ddp": SRC / "9_ddp.py", "fsdp2": SRC / "10_fsdp.py"}
 FACTORS = {"allreduce_": 2, "_allgather_base_": 1, "_reduce_scatter_base_": 1}  # of (N - 1) / N, for a ring
@@ -70,8 +74,27 @@ def test_a_real_step_sends_what_the_formula_says(tmp_path, technique, gpus, prec
     assert counted(tmp_path, technique, gpus, precision) == pytest.approx(expected, rel=0.01)
 
 
+def test_the_script_prints_memory_bytes_and_how_far_each_link_goes(monkeypatch, capsys):
+    sizes = ("--length", 64, "--batch_size", 2, "--micro_batch_size", 1)
+    run_here(monkeypatch, PLAN, "--model", QUICKSTART, *sizes)
+    printed = capsys.readouterr().out
+    assert "(0.2 M parameters) · effective batch 2 · micro-batch 1 · samples of 64 tokens · bf16-mixed" in printed
+    rows = re.findall(r"^ *(\d+) +((?:\S+ · \S+ *){5})$", printed, re.M)
+    assert [gpus for gpus, _ in rows] == ["1", "2"], "no GPU without a sample"
+    assert [cell.split(" · ")[1] for cell in re.findall(r"\S+ · \S+", rows[0][1])] == ["0.00"] * 5
+    assert len(re.findall(r"GB/s +(?:(?:\d+|–) *){5}$", printed, re.M)) == 5
+    for arguments, said in (
+        (("--tflops", 0), "--tflops 0.0: must be above 0"),
+        (("--length", 5000), "--length 5000: must be from 2 to --max_length 1024"),
+        (("--precision", "bf16-mixd"), "bf16-mixd"),
+    ):
+        with pytest.raises(UserError, match=said) as error:
+            run_here(monkeypatch, PLAN, "--model", QUICKSTART, *arguments)
+        assert "\n" not in str(error.value)
+
+
 def test_the_memory_of_more_gpus_than_are_rehearsed_is_that_of_a_rehearsal():
-    script = runpy.run_path(str(ROOT / "scripts" / "plan_scaling.py"))
+    script = runpy.run_path(str(PLAN))
     options = ["--model", QUICKSTART, "--from_scratch", "true", "--batch_size", "256", "--micro_batch_size", "2"]
     found = {}
     for rehearsed in (16, 64):
