@@ -46,8 +46,7 @@ def save(
             tokenizer as transformers' `from_pretrained` reads them, or an adapter as PEFT reads it, gathered in the
             memory of rank 0's host; under DeepSpeed from its 32-bit copies.
         folder: The run's folder, as rank 0 knows it.
-        model: Set up by Fabric.
-        optimizer: Set up by Fabric.
+        model, optimizer: Set up by Fabric.
         data: Made the batches; its tokenizer, or how it prepares images, is saved too.
         from_scratch: The weights were random at first: those that adapters leave as they are, which exist nowhere else,
             are saved as `folder / "base"`.
