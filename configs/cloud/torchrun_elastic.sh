@@ -12,4 +12,4 @@ exec torchrun \
     --nnodes="${NODES:-2}" --nproc-per-node="${GPUS:-gpu}" --max-restarts="${RESTARTS:-3}" \
     --rdzv-backend=c10d --rdzv-id="${JOB:-fabric-ladder}" --rdzv-endpoint="${HOST:?name the first machine}:${PORT:-29500}" \
     ${ADDRESS:+--local-addr="$ADDRESS"} \
-    "$@" --save_every "${SAVE_EVERY:-200}" --resume auto
+    "$1" --save_every 200 --resume auto "${@:2}"
