@@ -111,7 +111,8 @@ def record_of(trained, **settings):
         ({"model": "bigscience/bloom-560m", "from_scratch": False, "dataset": "imdb"}, "bigscience/bloom-560m",
          ["stanfordnlp/imdb"]),
         ({"model": "bigscience/bloom-560m", "from_scratch": True, "dataset": "someone/films"}, None, ["someone/films"]),
-        ({"model": "/home/me/secret/base", "from_scratch": False, "dataset": "/home/me/secret/films.csv"}, None, None),
+        ({"model": "/home/me/secret/base", "from_scratch": False, "dataset": "/home/me/secret/films.csv",
+          "test_file": "/home/me/secret/test.csv"}, None, None),
     ],
 )  # fmt: skip
 def test_the_card_names_what_is_on_the_hub_and_no_folder(trained, tmp_path, settings, base_model, datasets):

@@ -15,6 +15,7 @@ from fabric_ladder.settings import Settings
 
 # Folders of whoever trained it, and what changes no result
 LEFT_OUT = frozenset("name config data_dir cache_dir runs_dir resume load save threads num_workers logger".split())
+FILES = ("validation_file", "test_file", "tokenizer", "deepspeed")  # may be paths, as model and dataset may
 TASKS = {"instruction-tuning": "text-generation"}  # the Hub's names, where they are other ones
 HUB_NAMES = {"imdb": "stanfordnlp/imdb", "synthetic": None}  # of data sets
 INPUTS = {"text-classification": '"A film."', "image-classification": '"photo.jpg"', "text-generation": '"Hello"'}
@@ -121,7 +122,7 @@ def _sections(record: dict) -> list[str]:
     model, dataset = (_shown(settings[name]) for name in ("model", "dataset"))
     changed = {key: value for key, value in settings.items()
                if key not in LEFT_OUT and value != asdict(Settings()).get(key)}  # fmt: skip
-    changed |= {"model": model, "dataset": dataset}
+    changed |= {"model": model, "dataset": dataset} | {key: _shown(changed[key]) for key in FILES if changed.get(key)}
     versions = "\n".join(f"- {name} {number}" for name, number in record["versions"].items())
     return [
         f"Trained by `{settings['name']}` of Fabric Ladder, from {start} {model}.",
