@@ -17,6 +17,7 @@ from fabric_ladder.settings import INTERNAL, Settings
 
 COMMANDS = {
     "plan": "plan_memory",
+    "scaling": "plan_scaling",
     "ladder": "run_ladder",
     "compare": "compare_runs",
     "generate": "generate",
