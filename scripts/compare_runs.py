@@ -20,6 +20,7 @@ from fabric_ladder.comparing.page import to_html
 from fabric_ladder.comparing.sources import read_sources
 from fabric_ladder.comparing.table import compare, print_table, to_csv, to_json, to_markdown
 from fabric_ladder.errors import UserError
+from fabric_ladder.rungs import RUNGS, script_defaults
 from fabric_ladder.tools.outputs import check_outputs, write_outputs
 
 if __name__ == "__main__":
@@ -40,7 +41,8 @@ if __name__ == "__main__":
         del outputs["markdown"]
     check_outputs({f"--{option}": name for option, name in outputs.items()})
 
-    comparison = compare(read_sources(arguments.sources))
+    rungs = {rung.stem: script_defaults(rung.stem) for rung in RUNGS}
+    comparison = compare(read_sources(arguments.sources), rungs)
     if comparison.differences and not arguments.anyway:
         raise UserError(
             f"these runs differ in more than their technique: {'; '.join(comparison.differences)}; "
@@ -51,6 +53,6 @@ if __name__ == "__main__":
     if to_stdout:
         print(to_markdown(comparison), end="")
     else:
-        print_table(comparison, Console() if sys.stdout.isatty() else Console(width=180))
+        print_table(comparison, Console())
     for name in outputs.values():
         print(f"Saved {name}", file=sys.stderr if to_stdout else sys.stdout)

@@ -21,7 +21,7 @@ from fabric_ladder.comparing.page import to_html
 from fabric_ladder.comparing.sources import read_sources
 from fabric_ladder.comparing.table import compare, print_table
 from fabric_ladder.errors import UserError
-from fabric_ladder.rungs import RUNGS, check_rung, choose_rungs
+from fabric_ladder.rungs import RUNGS, check_rung, choose_rungs, script_defaults
 from fabric_ladder.tools.outputs import check_outputs, write_outputs
 
 # Settings that leave a run's figures as they are.
@@ -115,8 +115,9 @@ if __name__ == "__main__":
     for line in failed:
         print(f"Failed: {line}")
     if folders:
-        comparison = compare(read_sources(folders))  # rungs differ in their effective batch; the table says so
-        print_table(comparison, Console() if sys.stdout.isatty() else Console(width=180))
+        own = {rung.stem: script_defaults(rung.stem) for rung in rungs}
+        comparison = compare(read_sources(folders), own)
+        print_table(comparison, Console())
         if arguments.html:
             write_outputs({arguments.html: to_html(comparison)})
             print(f"Saved {arguments.html}")

@@ -1,10 +1,11 @@
 """The comparison's charts, drawn by Matplotlib: PNG files, and SVG in the colours of the page that shows it."""
 
 import io
+import json
 import math
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -14,12 +15,20 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
-from fabric_ladder.comparing.logs import Point
 from fabric_ladder.comparing.matching import Row
 from fabric_ladder.comparing.table import Column, Comparison, cell_text, value_text
 
-Z95 = 1.959963984540054  # the normal distribution's 97.5 % quantile
 HALF_LIFE = 0.05  # of the longest curve
+FEW = 20  # points that a line shows
+AVERAGE = f"moving average whose weights halve every {HALF_LIFE:.0%} of the longest curve"
+CURVES = {  # of a run: heading, axis and caption
+    "losses": ("Training loss", "training loss", f"Thin: as printed. Thick: {AVERAGE}."),
+    "accuracies": (
+        "Accuracy",
+        "accuracy in %",
+        "After each epoch. Thin: of training, while it went on. Thick: validation.",
+    ),
+}
 WIDE, NARROW = 8.4, 4.6  # inches
 INK, SOFT, GRID, WARNING = "#1b2230", "#566072", "#dfe3ea", "#8a3b00"
 COLOURS = ("#0b67b2", "#c2490a", "#007a55", "#a8388a", "#7d6200", "#5b4bc4", "#4a5568", "#b3263a")
@@ -44,31 +53,39 @@ STYLE = {
 
 
 class Chart(NamedTuple):
-    """A figure with its file's name, its heading, the line below it, and what it shows in words."""
+    """A figure with its file's name, its heading, the line below it, what it shows in words, and its lines' names."""
 
     name: str
     title: str
     caption: str
     description: str
     figure: Figure
+    lines: Sequence[str] = ()
 
 
 class Curve(NamedTuple):
-    """A run's losses: number of its row, samples (or epochs) seen, losses as printed, and their moving average."""
+    """A run's losses, as printed and their moving average, or its accuracies, of training and of validation.
+
+    Attributes:
+        row: Number of its row.
+        x: Samples, epochs or minutes so far.
+        thin: As printed, or of training.
+        thick: Smoothed, or of validation.
+    """
 
     row: int
     x: list[float]
-    raw: list[float]
-    smoothed: list[float]
+    thin: list[float]
+    thick: list[float]
 
 
 def draw_charts(comparison: Comparison) -> list[Chart]:
-    """Return the loss on both scales, time, memory and test accuracy, as far as they are known."""
+    """Return loss and accuracy over samples and minutes, time, memory and test accuracy, as far as they are known."""
     rows, columns = comparison.rows, {column.key: column for column in comparison.columns}
     of_time, of_memory = "Minutes of training with its validation.", "GB (10⁹ bytes) while training and validating."
     with rc_context(STYLE):
         charts = [
-            *_losses(rows),
+            *_curves(rows),
             *_bars(rows, columns["minutes"], "time", "Time", of_time),
             *_bars(rows, columns["memory"], "memory", "Peak memory", of_memory),
             *_accuracies(rows, columns["test_accuracy"]),
@@ -100,8 +117,21 @@ def to_svg(chart: Chart) -> str:
         chart.figure.savefig(buffer, format="svg", transparent=True)
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", buffer.getvalue(), flags=re.DOTALL)
     box, parts = re.search(r'<svg[^>]*(viewBox="[^"]*")[^>]*>(.*)', svg, flags=re.DOTALL).groups()
-    start = f'<svg class="{chart.name}" role="img" aria-label="{escape(chart.description)}" {box}>'
+    start = f'<svg class="{chart.name}" role="img" aria-label="{escape(chart.description)}" {box}{_scales(chart)}>'
     return start + re.sub("<[^>]*>", _for_page, parts)
+
+
+def _scales(chart: Chart) -> str:
+    """Return where the axes lie, in parts of the picture, and what they reach, for the page to tell values by."""
+    if not chart.lines:
+        return ""
+    [axes] = chart.figure.axes
+    place = axes.get_position()
+    numbers = [place.x0, place.x1, 1 - place.y0, 1 - place.y1, *axes.get_xlim(), *axes.get_ylim()]
+    facts = {"scale": axes.get_yscale(), "unit": axes.get_xlabel(), "lines": list(chart.lines)}
+    facts["digits"] = 3 if chart.title == "Training loss" else 2
+    facts["axes"] = [float(f"{number:.6g}") for number in numbers]
+    return f' data-chart="{escape(json.dumps(facts, ensure_ascii=False))}"'
 
 
 def _for_page(tag: re.Match) -> str:
@@ -109,34 +139,6 @@ def _for_page(tag: re.Match) -> str:
     text = re.sub(r"(\.\d\d)\d+", r"\1", re.sub(r' id="[\w.]+_\d+"', "", tag.group()))
     text = re.sub("'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", text)
     return re.sub("|".join(VARIABLES), lambda colour: f"var(--{VARIABLES[colour.group()]})", text)
-
-
-def wilson_interval(share: float, n: int, z: float = Z95) -> tuple[float, float]:
-    """Return the confidence interval of a binomial share, from 0 to 1.
-
-    Formula: E. B. Wilson, Probable inference, the law of succession, and statistical inference, Journal of the American
-    Statistical Association 22 (1927), 209-212, https://doi.org/10.1080/01621459.1927.10502953.
-
-    Args:
-        share: Share of successes, from 0 to 1.
-        n: Number of trials, at least 1.
-        z: Quantile of the normal distribution; the default gives 95 %.
-    """
-    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return max(0.0, centre - half), min(1.0, centre + half)
-
-
-def accuracy_interval(row: Row) -> tuple[float, float] | None:
-    """Return the 95 % interval of a row's test accuracy in percent, None where the number of test samples is not known.
-
-    Of several seeds it is that of their mean on the one test set: the seeds do not make the test set larger.
-    """
-    mean, sizes = row.mean("test_accuracy"), {run.test_samples for run in row.runs}
-    if mean is None or len(sizes) != 1 or not (n := sizes.pop()):
-        return None
-    low, high = wilson_interval(mean / 100, n)
-    return low * 100, high * 100
 
 
 def smooth(x: list[float], y: list[float], half_life: float) -> list[float]:
@@ -147,61 +149,78 @@ def smooth(x: list[float], y: list[float], half_life: float) -> list[float]:
     return pd.Series(y).ewm(halflife="1s", times=times).mean().tolist()
 
 
-def loss_curves(rows: list[Row]) -> tuple[list[Curve], str]:
-    """Return a curve for each run that printed losses, and what its x axis counts.
+def find_curves(rows: list[Row], name: str, over: str) -> tuple[list[Curve], str]:
+    """Return a curve for each run that has points, and what its x axis counts.
 
-    It counts samples where all runs tell them, epochs otherwise: a log of batches does not tell how many are in one.
+    Args:
+        rows: Of the comparison.
+        name: `losses` or `accuracies`.
+        over: `minutes`, which a log does not tell, or `samples`: epochs where a run does not tell these, since a log of
+            batches does not tell how many are in one.
     """
-    runs = [(number, run.losses) for number, row in enumerate(rows) for run in row.runs]
-    of_samples = all(point.samples is not None for _, points in runs for point in points)
-
-    def seen(point: Point) -> float:
-        return point.samples if of_samples else point.epochs
-
-    runs = [(number, [point for point in points if math.isfinite(point.loss)]) for number, points in runs]
-    half_life = HALF_LIFE * max((seen(points[-1]) for _, points in runs if points), default=0)
+    runs = [(number, getattr(run, name)) for number, row in enumerate(rows) for run in row.runs]
+    runs = [(number, [point for point in points if math.isfinite(point.value)]) for number, points in runs]
+    if over == "samples" and any(point.samples is None for _, points in runs for point in points):
+        over = "epochs"
+    half_life = HALF_LIFE * max((points[-1].epochs for _, points in runs if points), default=0)
     curves = []
     for number, points in runs:
-        if points:
-            x, raw = list(map(seen, points)), [point.loss for point in points]
-            curves.append(Curve(number, x, raw, smooth(x, raw, half_life)))
-    return curves, "samples seen" if of_samples else "epochs"
-
-
-def _losses(rows: list[Row]) -> Iterator[Chart]:
-    curves, unit = loss_curves(rows)
-    if not curves:
-        return
-    ends = "; ".join(f"{rows[curve.row].label} ends at {curve.smoothed[-1]:.4f}" for curve in curves)
-    caption = f"Thin: as printed. Thick: moving average whose weights halve every {HALF_LIFE:.0%} of the longest curve."
-    for name, scale in (("loss", "linear"), ("loss_log", "log")):
-        figure, axes = _figure(WIDE, 3.3 + 0.06 * len(rows))
-        for number, curve in enumerate(curves):
-            axes.plot(
-                curve.x, curve.raw, color=_colour(curve.row), linewidth=0.8, alpha=0.4, gid=f"raw-{name}-{number}"
-            )
-        lines = {}
-        for number, curve in enumerate(curves):
-            dash = DASHES[(curve.row + curve.row // len(COLOURS)) % len(DASHES)]
-            lines[curve.row], *_ = axes.plot(
-                curve.x, curve.smoothed, dash, color=_colour(curve.row), linewidth=1.8,
-                marker="o" if len(curve.x) == 1 else "", gid=f"{name}-{number}",
-            )  # fmt: skip
-        axes.set_yscale(scale)
-        if scale == "log":
-            low, high = axes.get_ylim()
-            axes.yaxis.set_major_locator(LogLocator(subs=range(1, 10) if high < 20 * low else (1, 2, 5)))
-            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-            axes.yaxis.set_minor_locator(NullLocator())
+        if not points or getattr(points[0], over) is None:
+            continue
+        x, values = [getattr(point, over) for point in points], [point.value for point in points]
+        if name == "losses":
+            curves.append(Curve(number, x, values, smooth([point.epochs for point in points], values, half_life)))
         else:
-            axes.set_ylim(bottom=0)
-        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.6g}"))
-        axes.set(xlabel=unit, ylabel="training loss")
-        axes.grid(axis="y")
-        names = [_name(rows, number) for number in lines]
-        axes.legend(lines.values(), names, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, handlelength=3)
-        about = f"Smoothed training loss against {unit}, {scale} scale: {ends}."
-        yield Chart(name, "Training loss", caption, about, figure)
+            curves.append(Curve(number, x, [point.train_accuracy for point in points], values))
+    return curves, "samples seen" if over == "samples" else over
+
+
+def _curves(rows: list[Row]) -> Iterator[Chart]:
+    """Yield loss and accuracy, over samples and over minutes, as far as they are known."""
+    for name, of, scale in (
+        ("loss", "losses", "linear"), ("loss_log", "losses", "log"), ("validation", "accuracies", "linear"),
+    ):  # fmt: skip
+        title, label, caption = CURVES[of]
+        for over in ("samples", "minutes"):
+            curves, unit = find_curves(rows, of, over)
+            if not curves:
+                continue
+            chart = name + "_minutes" * (over == "minutes")
+            figure, axes = _lines(rows, curves, chart)
+            axes.set(xlabel=unit, ylabel=label, yscale=scale)
+            axes.set_xlim(left=0)
+            if scale == "log":
+                low, high = axes.get_ylim()
+                axes.yaxis.set_major_locator(LogLocator(subs=range(1, 10) if high < 20 * low else (1, 2, 5)))
+                axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+                axes.yaxis.set_minor_locator(NullLocator())
+            elif of == "losses":
+                axes.set_ylim(bottom=0)
+            labels = [rows[curve.row].label for curve in curves]
+            ends = "; ".join(
+                f"{name} ends at {curve.thick[-1]:.4g}" for name, curve in zip(labels, curves, strict=True)
+            )
+            about = f"Thick lines of {label} against {unit}, {scale} scale: {ends}."
+            yield Chart(chart, title, caption, about, figure, labels)
+
+
+def _lines(rows: list[Row], curves: list[Curve], name: str) -> tuple[Figure, Axes]:
+    """Draw the thin lines below the thick ones; a line of few points shows them."""
+    figure, axes = _figure(WIDE, 3.3 + 0.06 * len(rows))
+    for number, curve in enumerate(curves):
+        axes.plot(curve.x, curve.thin, color=_colour(curve.row), linewidth=0.8, alpha=0.4, gid=f"thin-{name}-{number}")
+    lines = {}
+    for number, curve in enumerate(curves):
+        dash = DASHES[(curve.row + curve.row // len(COLOURS)) % len(DASHES)]
+        lines[curve.row], *_ = axes.plot(
+            curve.x, curve.thick, dash, color=_colour(curve.row), linewidth=1.8,
+            marker="o" if len(curve.x) <= FEW else "", markersize=4, gid=f"{name}-{number}",
+        )  # fmt: skip
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.6g}"))
+    axes.grid(axis="y")
+    names = [_name(rows, number) for number in lines]
+    axes.legend(lines.values(), names, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, handlelength=3)
+    return figure, axes
 
 
 def _bars(rows: list[Row], column: Column, name: str, title: str, caption: str) -> Iterator[Chart]:
@@ -226,7 +245,7 @@ def _accuracies(rows: list[Row], column: Column) -> Iterator[Chart]:
     if all(row.mean(column.key) is None for row in rows):
         return
     figure, axes = _figure(WIDE, 0.6 + 0.36 * len(rows))
-    intervals, texts = [accuracy_interval(row) for row in rows], []
+    intervals, texts = [row.interval for row in rows], []
     for number, (row, interval) in enumerate(zip(rows, intervals, strict=True)):
         texts.append(value_text(row, column) + (" ({:.2f} to {:.2f})".format(*interval) if interval else ""))
         _note(axes, texts[-1], 1, number, 8, of_axes=True)

@@ -6,6 +6,7 @@ A line counts only as a whole: what is cut off, garbled or foreign is skipped an
 import math
 import re
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fabric_ladder.environment import PACKAGES
 
@@ -57,19 +58,22 @@ KNOWN = re.compile(
 )
 
 
-@dataclass
-class Point:
-    """A printed loss.
+class Point(NamedTuple):
+    """A printed loss, or accuracies after an epoch.
 
     Attributes:
         epochs: Passes over the training data so far, as a fraction.
         samples: Training samples so far, over all epochs; None where the log does not tell.
-        loss: As printed.
+        value: The loss as printed, or the validation accuracy in percent.
+        minutes: Of the training so far; None where only a log tells.
+        train_accuracy: Of the epoch, in percent; None beside a loss.
     """
 
     epochs: float
     samples: int | None
-    loss: float
+    value: float
+    minutes: float | None = None
+    train_accuracy: float | None = None
 
 
 @dataclass
@@ -84,11 +88,13 @@ class LoggedRun:
         hardware: As `describe_hardware` names it.
         data: The data's fingerprint.
         figures: `minutes` and `compile_minutes`; `samples_per_second`, `tokens_per_second`; `memory` and `host_memory`
-            (10^9 bytes); `padding`, `train_accuracy`, `validation_accuracy` and `test_accuracy` (percent);
+            (10^9 bytes); `padding`, `train_accuracy`, `validation_accuracy`, `test_accuracy` and `macro_f1` (percent);
             `validation_perplexity`, `test_loss` (per trained token) and `test_perplexity` of language models;
             `parameters` and `trainable_parameters` (millions).
         test_samples: Samples of the test, where it counts samples.
         losses: In the order of training.
+        accuracies: After each epoch, in the order of training.
+        classes: As in run.json: names, confusion (rows true, columns predicted) and more; empty where not counted.
         unfinished: Why there is no result; None for a finished run.
         ours: Whether this project's scripts printed it.
         from_text: Whether it comes from printed lines alone.
@@ -103,6 +109,8 @@ class LoggedRun:
     figures: dict[str, float] = field(default_factory=dict)
     test_samples: int | None = None
     losses: list[Point] = field(default_factory=list)
+    accuracies: list[Point] = field(default_factory=list)
+    classes: dict = field(default_factory=dict)
     unfinished: str | None = None
     ours: bool = True
     from_text: bool = False
@@ -203,6 +211,9 @@ class LogParser:
             return False
         if epoch <= self._accuracy_epoch or epoch < self._position[0]:
             return False
+        samples = self._totals and self._totals[2]
+        at = (float(epoch), epoch * int(samples) if samples else None)
+        self.run.accuracies.append(Point(*at, float(validation), train_accuracy=float(train)))
         self.run.figures |= figures | ({"validation_perplexity": float(perplexity)} if perplexity else {})
         self.run.settings["epochs"] = epochs
         self._accuracy_epoch, self._position = epoch, (epoch, math.inf)

@@ -2,35 +2,42 @@
 
 import math
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
+
 from fabric_ladder.comparing.logs import LoggedRun
 
-# Where a run was started and what it left behind; `ranks` counts devices and machines; what becomes of a NaN is without
-# effect unless there is one, and then it is printed; rates that `learning_rate` was taken from.
-IGNORED = set(
+# Every setting but the seed is in one of four lists. Where a run was started and what it left behind; `ranks` counts
+# devices and machines; what becomes of a NaN is without effect unless there is one, and then it is printed.
+IGNORED = (
     "name config runs_dir data_dir cache_dir log_every save logger check_only accelerator threads save_every keep "
-    "resume max_time devices num_nodes on_nan nan_limit sgd_learning_rate lora_learning_rate "
-    "predict_memory".split()
-)
+    "resume max_time devices num_nodes on_nan nan_limit predict_memory"
+).split()
 # What the data's fingerprint covers; named where fingerprints differ, or are unknown.
 DATA = (
     "dataset text_column label_column column_names image_column validation_file test_file train_samples "
-    "validation_samples test_samples split_seed tokenizer max_length prompt_template train_on_inputs bad_samples"
+    "validation_samples test_samples split_seed tokenizer max_length image_size resize_to random_flip prompt_template "
+    "train_on_inputs bad_samples"
 ).split()
 LORA = "lora_rank lora_alpha lora_dropout lora_targets dora rslora".split()
+RATES = ("sgd_learning_rate", "lora_learning_rate")
+# In the order in which changes are told.
 TECHNIQUE = (
-    "optimizer precision matmul_precision micro_batch_size micro_batch_tokens packing pad_to_multiple_of "
+    "batch_size optimizer precision matmul_precision micro_batch_size micro_batch_tokens packing pad_to_multiple_of "
     "eval_batch_tokens loss_chunk activation_checkpointing compile lora"
 ).split()
-TECHNIQUE += [*LORA, *"quantization offload deepspeed ranks num_workers attention".split()]
-# What another optimizer, or adapters, need to be tuned anew: then part of the technique, otherwise a difference.
-TUNED = ("learning_rate", "schedule", "warmup_steps", "max_grad_norm")
+TECHNIQUE += [*LORA, *"quantization offload deepspeed ranks num_workers attention learning_rate schedule".split()]
+# Of the technique where the rung itself sets them; given by hand, they must be alike.
+OF_RUNGS = ("batch_size", "learning_rate", "schedule")
+ALIKE = ("task", "model", "from_scratch", "load", "epochs", *RATES, "warmup_steps", "max_grad_norm")
 HARDWARE = {"cuda": ("gpu",), "cpu": ("processor", "cores", "threads")}
 ASKED = {"data": "the content of the data", "model": "model", "seed": "seed", "epochs": "epochs"}
 ASKED |= {"batch_size": "effective batch", "learning_rate": "learning rate", "hardware": "hardware"}
 ASKED |= {"versions": "versions"}  # what to name where a source does not tell it
+Z95 = statistics.NormalDist().inv_cdf(0.975)
 
 
 @dataclass
@@ -52,6 +59,19 @@ class Row:
         """The run whose settings stand for all."""
         return self.runs[0]
 
+    @property
+    def confusion(self) -> pd.DataFrame | None:
+        """Test samples by true (index) and predicted class, summed over the seeds; None unless all runs have it."""
+        if not all(run.classes for run in self.runs):
+            return None
+        names = self.first.classes["names"]
+        return sum(pd.DataFrame(run.classes["confusion"], names, names) for run in self.runs)
+
+    @property
+    def seeds(self) -> list[str]:
+        """The seeds that are known."""
+        return [str(run.settings["seed"]) for run in self.runs if "seed" in run.settings]
+
     def values(self, figure: str) -> list[float]:
         """Return the figure of every run that has it."""
         return [run.figures[figure] for run in self.runs if figure in run.figures]
@@ -67,6 +87,34 @@ class Row:
         if len(values) != len(self.runs) or len(values) < 2 or not all(map(math.isfinite, values)):
             return None
         return statistics.stdev(values)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Wilson's 95 % interval of the test accuracy in percent, None where the test samples are not known.
+
+        Of several seeds it is that of their mean on the one test set: the seeds do not make the test set larger.
+        """
+        mean, sizes = self.mean("test_accuracy"), {run.test_samples for run in self.runs}
+        if mean is None or len(sizes) != 1 or not (n := sizes.pop()):
+            return None
+        low, high = wilson_interval(mean / 100, n)
+        return low * 100, high * 100
+
+
+def wilson_interval(share: float, n: int, z: float = Z95) -> tuple[float, float]:
+    """Return the confidence interval of a binomial share, from 0 to 1.
+
+    Formula: E. B. Wilson, Probable inference, the law of succession, and statistical inference, Journal of the American
+    Statistical Association 22 (1927), 209-212, https://doi.org/10.1080/01621459.1927.10502953.
+
+    Args:
+        share: Share of successes, from 0 to 1.
+        n: Number of trials, at least 1.
+        z: Quantile of the normal distribution; the default gives 95 %.
+    """
+    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def make_rows(runs: list[LoggedRun]) -> list[Row]:
@@ -87,47 +135,54 @@ def make_rows(runs: list[LoggedRun]) -> list[Row]:
     for row, name in zip(rows, _labels(rows), strict=True):
         row.label = name
         row.changed = "; ".join(_changes(rows[0].first, row.first)) if row is not rows[0] else "reference"
-        row.changed = row.changed or ("not told" if _untold(rows[0].first, row.first) else "the script alone")
+        untold = any("precision" not in run.settings for run in (rows[0].first, row.first))
+        row.changed = row.changed or ("not told" if untold else "the script alone")
     return rows
 
 
 def _labels(rows: list[Row]) -> list[str]:
     """Name each row by its rung; where several have one name, by the run's number too, or by the whole source."""
     runs = [row.first for row in rows]
-    shortest = [run.name for run in runs]
-    longest = [f"{run.name} ({run.source})" for run in runs]
-    candidates = [shortest, [f"{run.name}/{Path(run.source).name}" for run in runs], longest]
-    labels: list[str] = []
-    for index, name in enumerate(shortest):
-        alike = [other for other, its in enumerate(shortest) if its == name]
-        telling = (names for names in candidates if len({names[other] for other in alike}) == len(alike))
-        first = label = next(telling, longest)[index]
-        number = 2
-        while label in labels:
-            label, number = f"{first} ({number})", number + 1
-        labels.append(label)
+    forms = (
+        lambda number: runs[number].name,
+        lambda number: f"{runs[number].name}/{Path(runs[number].source).name}",
+        lambda number: f"{runs[number].name} ({runs[number].source})",
+        lambda number: f"{runs[number].name} ({runs[number].source}, {number + 1})",
+    )
+    labels = []
+    for run in runs:
+        alike = [other for other, its in enumerate(runs) if its.name == run.name]
+        form = next(form for form in forms if len(set(map(form, alike))) == len(alike))
+        labels.append(form(len(labels)))
     return labels
 
 
-def find_differences(rows: list[Row]) -> list[str]:
-    """Return what differs between rows beyond their technique, a phrase for each."""
+def find_differences(rows: list[Row], rungs: Mapping[str, dict]) -> list[str]:
+    """Return what differs between rows beyond their technique, a phrase for each.
+
+    Args:
+        rows: To be compared.
+        rungs: By name, the settings that each rung sets itself.
+    """
     runs = [row.first for row in rows]
-    seeds = [sorted(run.settings["seed"] for run in row.runs if "seed" in run.settings) for row in rows]
-    found = _phrases({"seed": [", ".join(map(str, each)) or ... for each in seeds]})
-    in_data = _phrases({name: _settings(runs, name) for name in DATA})
+    found = _phrase("seed", [", ".join(sorted(row.seeds, key=int)) or ... for row in rows])
+    in_data = [phrase for name in DATA for phrase in _phrase(name, _values(runs, name))]
     if len({run.data for run in runs if run.data}) > 1:
         found.append(f"data ({'; '.join(in_data) or 'another content'})")
     elif not all(run.data for run in runs):
         found += in_data
-    known = {*IGNORED, *DATA, *TECHNIQUE, "seed"}
-    for name in dict.fromkeys(name for run in runs for name in run.settings if name not in known):
-        found += _untuned(runs, name) if name in TUNED else _phrases({name: _settings(runs, name)})
+    listed = {*IGNORED, *DATA, *TECHNIQUE, *ALIKE, "seed"}
+    later = [name for run in runs for name in run.settings if name not in listed]  # of a later version
+    for name in dict.fromkeys([*ALIKE, *OF_RUNGS, *later]):
+        found += _phrase(name, _given(runs, name, rungs))
     devices = [run.hardware.get("device", ...) for run in runs]
     parts = HARDWARE.get(next((device for device in devices if device is not ...), ""), ())
-    parts = {name: [run.hardware.get(name, ...) for run in runs] for name in parts}
-    found += _phrases({"device": devices}) or _phrases(parts)
+    in_device = [phrase for name in parts for phrase in _phrase(name, [_hardware(run, name) for run in runs])]
+    found += _phrase("device", devices) or in_device
     packages = dict.fromkeys(name for run in runs for name in run.versions)
-    return found + _phrases({name: [run.versions.get(name, ...) for run in runs] for name in packages})
+    return found + [
+        phrase for name in packages for phrase in _phrase(name, [run.versions.get(name, ...) for run in runs])
+    ]
 
 
 def find_unknown(rows: list[Row]) -> list[str]:
@@ -148,18 +203,15 @@ def find_unknown(rows: list[Row]) -> list[str]:
 def differing_settings(rows: list[Row]) -> list[tuple[str, list[str]]]:
     """Return all settings that differ between rows, with each row's value as text."""
     runs = [row.first for row in rows]
-    names = [name for name in dict.fromkeys(name for run in runs for name in run.settings) if name not in IGNORED]
-    table = []
-    for name in names:
-        values = _settings(runs, name)
-        if _phrases({name: values}):
-            told = [show(value) if name in run.settings else "unknown" for run, value in zip(runs, values, strict=True)]
-            table.append((name, told))
-    return table
+    names = dict.fromkeys(name for run in runs for name in run.settings if name not in IGNORED)
+    values = {name: _values(runs, name) for name in names}
+    return [(name, list(map(show, each))) for name, each in values.items() if _phrase(name, each)]
 
 
 def show(value) -> str:
-    """Write a setting's value as on a command line."""
+    """Write a setting's value as on a command line; a dash if it is not known, or without effect."""
+    if value is ...:
+        return "–"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
@@ -167,52 +219,64 @@ def show(value) -> str:
     return "none" if value is None else str(value)
 
 
-def _settings(runs: list[LoggedRun], name: str) -> list:
-    """Return each run's value of a setting: `...` where it is not known, None where it is known to be none."""
-    # of adapters it means nothing where there are none
-    return [run.settings.get(name, ...) if run.settings.get("lora") or name not in LORA else ... for run in runs]
+def _values(runs: list[LoggedRun], name: str) -> list:
+    """Return each run's value of a setting: `...` where it is unknown or without effect, None where it is none."""
+
+    def used(run: LoggedRun) -> bool:
+        return bool(run.settings.get("lora")) if name in LORA else name not in RATES or name == _rate(run)
+
+    return [run.settings.get(name, ...) if used(run) else ... for run in runs]
 
 
-def _phrases(values: dict[str, list]) -> list[str]:
-    """Return `name 1 / 2` for each name whose known values differ; `...` stands for what is not known."""
-    phrases = []
-    for name, each in values.items():
-        known = [value for value in each if value is not ...]
-        if name in ("model", "dataset", "tokenizer", "validation_file", "test_file"):
-            # One model in two homes is one. A log tells the last part alone.
-            short = any("/" not in str(value) for value in known)
-            known = [value and "/".join(Path(value).parts[-1 if short else -3 :]) for value in known]
-        distinct = list(dict.fromkeys(map(show, known)))
-        phrases += [f"{name} {' / '.join(distinct)}"] if len(distinct) > 1 else []
-    return phrases
+def _rate(run: LoggedRun) -> str | None:
+    """Name the setting that takes the place of the learning rate of Adam on all weights."""
+    of_lora = "lora_learning_rate" if run.settings.get("lora") else None
+    return "sgd_learning_rate" if run.settings.get("optimizer") == "sgd" else of_lora
 
 
-def _untuned(runs: list[LoggedRun], name: str) -> list[str]:
-    """Return the phrase for runs of one optimizer, all with or all without adapters, that differ in a setting."""
-    groups: dict[tuple, list] = {}
-    for run in runs:
-        groups.setdefault((run.settings.get("optimizer"), run.settings.get("lora")), []).append(run)
-    return [phrase for group in groups.values() for phrase in _phrases({name: _settings(group, name)})][:1]
+def _given(runs: list[LoggedRun], name: str, rungs: Mapping[str, dict]) -> list:
+    """Return each run's value of a setting, `...` where it is the rung's own; once one is not, all are given."""
+    values = _values(runs, name)
+    if name not in OF_RUNGS:
+        return values
+    if name == "learning_rate":
+        own = [run.settings.get(_rate(run), ...) for run in runs]
+    else:
+        own = [rungs.get(run.name, {}).get(name, ...) for run in runs]
+    pairs = list(zip(values, own, strict=True))
+    overruled = any(value is not ... and mine not in (..., value) for value, mine in pairs)
+    return values if overruled else [value if mine is ... else ... for value, mine in pairs]
+
+
+def _hardware(run: LoggedRun, name: str):
+    """Return a fact of the hardware, `...` if unknown; several ranks share the threads out: no other hardware."""
+    shared = name == "threads" and run.settings.get("ranks", 1) > 1
+    return ... if shared else run.hardware.get(name, ...)
+
+
+def _phrase(name: str, values: list) -> list[str]:
+    """Return `name 1 / 2` if known values differ, else nothing; `...` stands for what is not known."""
+    known = [value for value in values if value is not ...]
+    if name in ("model", "dataset", "tokenizer", "validation_file", "test_file"):
+        # One model in two homes is one. A log tells the last part alone.
+        short = any("/" not in str(value) for value in known)
+        known = [value and "/".join(Path(value).parts[-1 if short else -3 :]) for value in known]
+    distinct = list(dict.fromkeys(map(show, known)))
+    return [f"{name} {' / '.join(distinct)}"] if len(distinct) > 1 else []
 
 
 def _changes(first: LoggedRun, run: LoggedRun) -> list[str]:
     """Name the settings of the technique that differ from the first run's, with their new values."""
-    pair = [first, run]
-    tuned = [name for name in TUNED if not _untuned(pair, name)]
-    names = [name for name in (*TECHNIQUE, *tuned) if _phrases({name: _settings(pair, name)})]
+    names = [name for name in TECHNIQUE if _phrase(name, _values([first, run], name))]
     if run.settings.get("lora") and first.settings.get("lora") is False:
         names += ["lora_rank"] if "lora_rank" in run.settings else []
         names += [name for name in ("dora", "rslora") if run.settings.get(name)]
     return [f"{name} {show(run.settings[name])}" for name in names]
 
 
-def _untold(first: LoggedRun, run: LoggedRun) -> bool:
-    return "precision" not in first.settings or "precision" not in run.settings
-
-
 def _alike(run: LoggedRun, other: LoggedRun) -> bool:
     """Whether two runs are the same in everything but the seed."""
-    names = (run.settings.keys() | other.settings.keys()) - IGNORED - set(DATA) - {"seed"}
+    names = (run.settings.keys() | other.settings.keys()) - {*IGNORED, *DATA, "seed"}
     same = all(run.settings.get(name) == other.settings.get(name) for name in names)
     sizes = ("memory", "gpu_memory")  # in bytes, which differ from one start of a machine to the next
     devices = [{key: value for key, value in each.hardware.items() if key not in sizes} for each in (run, other)]

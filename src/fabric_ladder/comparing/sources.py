@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import pandas as pd
+
 from fabric_ladder.comparing.logs import LoggedRun, LogParser, Point
 from fabric_ladder.errors import UserError
 from fabric_ladder.runs.metrics import perplexity
@@ -123,7 +125,7 @@ def _read_run(folder: Path) -> LoggedRun:
         record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         _fill(run, record)
         if run.unfinished is None:
-            run.losses = _read_losses(folder / "metrics.csv", record["data"]["train_samples"])
+            _read_points(run, folder / "metrics.csv", record["data"]["train_samples"])
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError, csv.Error) as error:
         run.unfinished = f"its files cannot be read ({type(error).__name__}: {error})"
     return run
@@ -147,15 +149,26 @@ def _fill(run: LoggedRun, record: dict) -> None:
     last = results["epochs"][-1]
     run.figures |= {name: last[name] * 100 for name in ("train_accuracy", "validation_accuracy")}
     run.test_samples = results.get("test_samples")
+    if classes := results.get("classes"):
+        pd.DataFrame(classes["confusion"], classes["names"], classes["names"], dtype=int)  # raises unless it is square
+        run.classes = classes
+        run.figures["macro_f1"] = classes["macro_f1"] * 100
     if "test_tokens" in results:
         run.figures["test_loss"] = results["test_loss"]
         run.figures["test_perplexity"] = perplexity(results["test_loss"])
         run.figures["validation_perplexity"] = perplexity(last["validation_loss"])
 
 
-def _read_losses(path: Path, epoch_samples: int) -> list[Point]:
+def _read_points(run: LoggedRun, path: Path, epoch_samples: int) -> None:
+    """Read the losses and the accuracies of metrics.csv, which has a row for every printed point."""
     if not path.is_file():
-        return []
+        return
     with open(path, encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["loss"]]
-    return [Point(int(row["samples"]) / epoch_samples, int(row["samples"]), float(row["loss"])) for row in rows]
+        for row in csv.DictReader(file):
+            samples, minutes = int(row["samples"]), float(row["seconds"]) / 60
+            at = {"epochs": samples / epoch_samples, "samples": samples, "minutes": minutes}
+            if row["loss"]:
+                run.losses.append(Point(value=float(row["loss"]), **at))
+            if accuracy := row.get("validation_accuracy"):
+                of_training = float(row["train_accuracy"]) * 100
+                run.accuracies.append(Point(value=float(accuracy) * 100, train_accuracy=of_training, **at))

@@ -1,8 +1,9 @@
 """The comparison as a table: on the terminal, in Markdown, CSV and JSON."""
 
-import json
 import math
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import pandas as pd
@@ -11,8 +12,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fabric_ladder.comparing.logs import Point
 from fabric_ladder.comparing.matching import Row, differing_settings, find_differences, find_unknown, make_rows
 from fabric_ladder.comparing.sources import Found
+
+UNBALANCED = 1.5  # times as many test samples in the largest class as in the smallest
 
 
 class Column(NamedTuple):
@@ -24,26 +28,23 @@ class Column(NamedTuple):
     digits: int
     points: bool = False
 
-    @property
-    def against(self) -> str:
-        """What rows are compared by."""
-        return "points" if self.points else "ratio"
 
-
-COLUMNS = (
+COSTS = (
     Column("minutes", "time", "min", 2),
     Column("samples_per_second", "samples/s", "", 1),
     Column("tokens_per_second", "tokens/s", "", 0),
     Column("memory", "peak memory", "GB", 2),
     Column("predicted_memory", "predicted", "GB", 2),
+)
+GAINS = (
     Column("train_accuracy", "train acc.", "%", 2, points=True),
     Column("validation_accuracy", "val acc.", "%", 2, points=True),
     Column("test_accuracy", "test acc.", "%", 2, points=True),
-)
-LANGUAGE_COLUMNS = (
+    Column("macro_f1", "macro-F1", "%", 2, points=True),
     Column("test_loss", "test loss", "", 4),
     Column("test_perplexity", "perplexity", "", 2),
 )
+OPTIONAL = ("predicted_memory", "macro_f1", "test_loss", "test_perplexity")  # where no run has it, there is no column
 
 
 @dataclass
@@ -62,7 +63,7 @@ class Comparison:
     differences: list[str]
     notices: list[str]
     settings: list[tuple[str, list[str]]]
-    columns: tuple[Column, ...]
+    columns: list[Column]
 
     @property
     def warning(self) -> str:
@@ -72,18 +73,39 @@ class Comparison:
         return f"Not comparable without care: these runs differ in {'; '.join(self.differences)}."
 
 
-def compare(found: Found) -> Comparison:
-    """Make the comparison of the finished runs; the first of them is what the others are measured by."""
+def compare(found: Found, rungs: Mapping[str, dict]) -> Comparison:
+    """Make the comparison of the finished runs; the first of them is what the others are measured by.
+
+    Args:
+        found: The runs.
+        rungs: By name, the settings that each rung sets itself: to differ in these is its technique.
+    """
     rows = make_rows([run for run in found.runs if run.unfinished is None])
     left_out = [f"Left out: {run.name} ({run.source}): {run.unfinished}." for run in found.runs if run.unfinished]
-    of_language = any(row.values("test_perplexity") for row in rows)
+    known = {key for row in rows for run in row.runs for key in run.figures}
+    if not any(_needs_f1(row) for row in rows):
+        known.discard("macro_f1")
     return Comparison(
         rows=rows,
-        differences=find_differences(rows),
-        notices=[*left_out, *found.notices, *find_unknown(rows), *compiling_paid(rows)],
+        differences=find_differences(rows, rungs),
+        notices=[*left_out, *found.notices, *find_unknown(rows), *compiling_paid(rows), *_one_seed(rows)],
         settings=differing_settings(rows),
-        columns=COLUMNS + LANGUAGE_COLUMNS * of_language,
+        columns=[column for column in COSTS + GAINS if column.key not in OPTIONAL or column.key in known],
     )
+
+
+def _needs_f1(row: Row) -> bool:
+    """Whether accuracy alone may hide how single classes fare."""
+    if row.confusion is None:
+        return False
+    sizes = row.confusion.sum(axis="columns")
+    return len(sizes) > 2 or sizes.max() > UNBALANCED * sizes.min()
+
+
+def _one_seed(rows: list[Row]) -> list[str]:
+    if len(rows) < 2 or any(len(row.runs) > 1 for row in rows) or not any(row.values("test_accuracy") for row in rows):
+        return []
+    return ["One run of each: whether a small difference of accuracy is chance, one seed does not tell."]
 
 
 def compiling_paid(rows: list[Row]) -> list[str]:
@@ -107,121 +129,111 @@ def compiling_paid(rows: list[Row]) -> list[str]:
     return notices
 
 
-def value_text(row: Row, column: Column, unit: bool = True) -> str:
+def compare_figure(row: Row, first: Row, column: Column) -> dict[str, float | bool | None]:
+    """Return `mean` and `spread` of a figure, None if not known, and how it stands against the first row's mean.
+
+    That is a `ratio`, or `points` in percent, and of these whether they are `within_spread`: no more than the larger of
+    both rows' spreads over their seeds, where there is one.
+    """
+    mean, reference = row.mean(column.key), first.mean(column.key)
+    spreads = [row.spread(column.key), first.spread(column.key)]
+    found = {"mean": mean, "spread": spreads[0], "points" if column.points else "ratio": None}
+    if mean is None or reference is None:
+        return found
+    if not column.points:
+        ratio = mean / reference if reference else math.inf
+        return found | {"ratio": ratio if math.isfinite(ratio) else None}
+    found["points"], spreads = mean - reference, [spread for spread in spreads if spread is not None]
+    return found | ({"within_spread": abs(mean - reference) <= max(spreads)} if spreads else {})
+
+
+def cell_parts(row: Row, first: Row, column: Column) -> list[str]:
+    """Return a figure, its spread over the seeds, and how it stands against the first row's; empty if not known."""
+    found, digits = compare_figure(row, first, column), column.digits
+    against, told = found.get("points", found.get("ratio")), ""
+    if against is not None and row is not first and column.points:
+        told = f"{against:+.{digits}f}" + " ≈" * found.get("within_spread", False)
+    elif against is not None and row is not first:
+        told = f"{against:.2f} x" if against >= 0.1 else f"{against:.2g} x"
+    value = "–" if found["mean"] is None else f"{found['mean']:.{digits}f}"
+    return [value, "" if found["spread"] is None else f"± {found['spread']:.{digits}f}", told]
+
+
+def value_text(row: Row, column: Column) -> str:
     """Return a row's figure, with its spread over the seeds and its unit; a dash if it is not known."""
-    mean, spread = row.mean(column.key), row.spread(column.key)
-    if mean is None:
-        return "–"
-    text = f"{mean:.{column.digits}f}" + (f" ± {spread:.{column.digits}f}" if spread is not None else "")
-    return f"{text} {column.unit}".strip() if unit else text
-
-
-def against_first(row: Row, first: Row, column: Column) -> float | None:
-    """Return the ratio to the first row's mean, or the difference in percentage points; None if either is not known."""
-    value, reference = row.mean(column.key), first.mean(column.key)
-    if value is None or reference is None:
-        return None
-    if column.points:
-        return value - reference
-    ratio = value / reference if reference else math.inf
-    return ratio if math.isfinite(ratio) else None
-
-
-def against_text(row: Row, first: Row, column: Column) -> str:
-    """Return `against_first` as text; empty if not known, and for the first row itself."""
-    value = against_first(row, first, column)
-    if value is None or row is first:
-        return ""
-    if column.points:
-        return f"{value:+.{column.digits}f}"
-    return f"{value:.2f} x" if value >= 0.1 else f"{value:.2g} x"
+    value, spread, _ = cell_parts(row, row, column)
+    return value if value == "–" else " ".join(filter(None, [value, spread, column.unit]))
 
 
 def cell_text(row: Row, first: Row, column: Column) -> str:
     """Return a row's figure, and in brackets how it stands against the first row's."""
-    against = against_text(row, first, column)
+    against = cell_parts(row, first, column)[-1]
     return value_text(row, column) + (f" ({against})" if against else "")
 
 
 def seeds_text(row: Row) -> str:
-    """Return how many seeds a row is the mean of, and which."""
-    return f"mean of seeds {', '.join(_seeds(row))} (n = {len(row.runs)})"
-
-
-def label(row: Row) -> str:
-    """Return a row's name, with its seeds if there are several."""
-    return f"{row.label}, {seeds_text(row)}" if len(row.runs) > 1 else row.label
-
-
-def _seeds(row: Row) -> list[str]:
-    return [str(run.settings["seed"]) for run in row.runs if "seed" in run.settings]
+    """Return how many seeds a row is the mean of, and which; nothing of a single run."""
+    return f"mean of seeds {', '.join(row.seeds)} (n = {len(row.runs)})" if len(row.runs) > 1 else ""
 
 
 def footnote(comparison: Comparison) -> str:
     """Say what the second figures mean."""
     if len(comparison.rows) < 2:
         return ""
-    text = f"x: ratio to the first run, {comparison.rows[0].label}; + and -: percentage points of accuracy from it."
+    text = f"x: ratio to the first run, {comparison.rows[0].label}; + and -: percentage points from it."
     if any(len(row.runs) > 1 for row in comparison.rows):
-        text += " ±: sample standard deviation over the seeds."
+        text += " ±: sample standard deviation over the seeds; ≈: points that are no more than this, of either rung."
     return text
 
 
 def print_table(comparison: Comparison, console: Console) -> None:
-    """Print the table, what stands above it, and what the reader should know."""
+    """Print what the runs cost and what they reach, each in 80 columns, and what the reader should know."""
+    rows, first = comparison.rows, comparison.rows[0]
+    known = [column for column in comparison.columns if any(row.values(column.key) for row in rows)]
+    groups = [columns for group in (COSTS, GAINS) if (columns := [column for column in known if column in group])]
     if comparison.warning:
-        console.print(escape(comparison.warning), style="bold red", soft_wrap=True)
-    wide = console.width >= 120
-    table = Table(box=box.HEAVY_HEAD if wide else box.SIMPLE, show_lines=len(comparison.rows) > 1, pad_edge=wide)
-    table.add_column("rung", overflow="fold", min_width=8)
-    if wide:
-        table.add_column("what changed", overflow="fold", min_width=8)
-    for column in comparison.columns:
-        title = column.title if wide else column.title.replace("/", " /")  # where it may break
-        table.add_column(f"{title}\n{column.unit}".strip(), justify="right", no_wrap=wide, overflow="fold")
-    for row in comparison.rows:
-        cells = [
-            f"{value_text(row, column, unit=False)}\n{against_text(row, comparison.rows[0], column)}".strip()
-            for column in comparison.columns
-        ]
-        table.add_row(escape(label(row)), *[escape(row.changed)] * wide, *cells)
-    console.print(table)
-    for row in comparison.rows[1:] if not wide else ():
-        console.print(escape(f"{row.label}: {row.changed}"), soft_wrap=True)
-    for line in (footnote(comparison), *comparison.notices):
-        if line:
-            console.print(escape(line), soft_wrap=True)
+        console.print(escape(comparison.warning), style="bold red", highlight=False)
+    for columns in groups:
+        whole = columns is groups[0]
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, leading=len(rows) > 1)
+        table.add_column("rung\nwhat changed" if whole else "rung", overflow="fold", min_width=12)
+        for column in columns:
+            words = [*column.title.split(), *[column.unit] * bool(column.unit)]
+            table.add_column("\n".join(words), justify="right", no_wrap=True)
+        for row in rows:
+            names = [row.label, *([seeds_text(row), row.changed] if whole else [])]
+            cells = ["\n".join(filter(None, cell_parts(row, first, column))) for column in columns]
+            table.add_row(escape("\n".join(filter(None, names))), *cells)
+        console.print(table)
+    for line in filter(None, (footnote(comparison), *comparison.notices)):
+        console.print(escape(line), highlight=False)
 
 
 def to_markdown(comparison: Comparison) -> str:
     """Return the table in GitHub's Markdown, with the settings that differ."""
-    first = comparison.rows[0]
+    rows, columns = comparison.rows, comparison.columns
     lines = [f"**{_cell(comparison.warning)}**", ""] if comparison.warning else []
-    lines += _markdown_row(["rung", "what changed", *(column.title for column in comparison.columns)])
-    lines.append("|---|---|" + "---:|" * len(comparison.columns))
-    for row in comparison.rows:
-        cells = [cell_text(row, first, column) for column in comparison.columns]
-        lines += _markdown_row([_cell(label(row)), _cell(row.changed), *cells])
+    lines.append(_line(["rung", "what changed", *(column.title for column in columns)]))
+    lines.append("|---|---|" + "---:|" * len(columns))
+    for row in rows:
+        cells = [cell_text(row, rows[0], column) for column in columns]
+        lines.append(_line([_cell(", ".join(filter(None, [row.label, seeds_text(row)]))), _cell(row.changed), *cells]))
     if note := footnote(comparison):
         lines += ["", _cell(note)]
     if comparison.settings:
-        lines += ["", *_markdown_row(["setting", *(_cell(row.label) for row in comparison.rows)])]
-        lines.append("|---|" + "---|" * len(comparison.rows))
-        for name, values in comparison.settings:
-            lines += _markdown_row([name, *map(_cell, values)])
+        lines += ["", _line(["setting", *(_cell(row.label) for row in rows)]), "|---|" + "---|" * len(rows)]
+        lines += [_line([name, *map(_cell, values)]) for name, values in comparison.settings]
     if comparison.notices:
         lines += ["", *(f"- {_cell(notice)}" for notice in comparison.notices)]
     return "\n".join(lines) + "\n"
 
 
-def _markdown_row(cells: list[str]) -> list[str]:
-    return [f"| {' | '.join(cells)} |"]
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _cell(text: str) -> str:
-    for mark in "\\`*_|<>[]":
-        text = text.replace(mark, f"\\{mark}")
-    return text
+    return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", text)
 
 
 def to_csv(comparison: Comparison) -> str:
@@ -229,53 +241,38 @@ def to_csv(comparison: Comparison) -> str:
     records = []
     for row in comparison.rows:
         record = {"rung": row.label, "sources": " ".join(run.source for run in row.runs), "what_changed": row.changed}
-        record |= {"seeds": " ".join(_seeds(row)), "n": len(row.runs)}
+        record |= {"seeds": " ".join(row.seeds), "n": len(row.runs)}
         for column in comparison.columns:
-            record[column.key] = _rounded(row.mean(column.key))
-            record[f"{column.key}_spread"] = _rounded(row.spread(column.key))
-            record[f"{column.key}_{column.against}"] = _rounded(against_first(row, comparison.rows[0], column))
+            figure = compare_figure(row, comparison.rows[0], column)
+            record[column.key] = figure.pop("mean")
+            record |= {f"{column.key}_{name}": value for name, value in figure.items()}
         records.append(record)
     above = "".join(f"# differs: {' '.join(difference.split())}\n" for difference in comparison.differences)
-    return above + pd.DataFrame(records).to_csv(index=False, lineterminator="\n")
+    return above + pd.DataFrame(records).to_csv(index=False, lineterminator="\n", float_format="%.12g")
 
 
 def to_json(comparison: Comparison) -> str:
-    """Return everything as JSON: differences first, then each row with its figures, settings and losses."""
+    """Return everything as JSON: differences first, then each row with its figures, and its runs as they were read."""
+    rows = [
+        {
+            "rung": row.label,
+            "what_changed": row.changed,
+            "n": len(row.runs),
+            "figures": {
+                column.key: compare_figure(row, comparison.rows[0], column)
+                for column in comparison.columns
+                if row.values(column.key)
+            },
+            "runs": [asdict(run) for run in row.runs],
+        }
+        for row in comparison.rows
+    ]
     record = {
-        "format": 1,
+        "format": 2,
         "differences": comparison.differences,
         "notices": comparison.notices,
         "units": {column.key: column.unit for column in comparison.columns if column.unit},
-        "loss_columns": ["epochs", "samples", "loss"],
-        "rows": [_row_record(row, comparison) for row in comparison.rows],
+        "point": Point._fields,
+        "rows": rows,
     }
-    return json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False, default=str) + "\n"
-
-
-def _row_record(row: Row, comparison: Comparison) -> dict:
-    keys = dict.fromkeys(key for run in row.runs for key in run.figures)
-    figures = {key: {"mean": _finite(row.mean(key)), "spread": _finite(row.spread(key))} for key in keys}
-    for column in comparison.columns:
-        if column.key in figures:
-            figures[column.key][column.against] = _finite(against_first(row, comparison.rows[0], column))
-    runs = [
-        {
-            "source": run.source,
-            "seed": run.settings.get("seed"),
-            "figures": {key: _finite(value) for key, value in run.figures.items()},
-            "test_samples": run.test_samples,
-            "losses": [[point.epochs, point.samples, _finite(point.loss)] for point in run.losses],
-        }
-        for run in row.runs
-    ]
-    shared = {key: value for key, value in row.first.settings.items() if key != "seed"}
-    record = {"rung": row.label, "what_changed": row.changed, "n": len(runs), "figures": figures, "runs": runs}
-    return record | {"settings": shared} | {name: getattr(row.first, name) for name in ("versions", "hardware", "data")}
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.12g}")  # no tails such as 69.97000000000001
-
-
-def _finite(value: float | None) -> float | None:
-    return _rounded(value) if value is not None and math.isfinite(value) else None
+    return pd.Series(record).to_json(indent=1, force_ascii=False, double_precision=12, default_handler=str) + "\n"

@@ -1,0 +1,309 @@
+"""Logs and folders of runs are read as they stand, or not at all."""
+
+import json
+import random
+import re
+import shutil
+
+import pytest
+from lightning import Fabric
+from support.helpers import settings_for, tiny_model, token_datasets
+from support.recorded_runs import BLOG, LOG, compare, parse, record, script, write_run
+
+from fabric_ladder import Run, UserError, build_dataloaders, build_optimizer, evaluate, train
+from fabric_ladder.comparing.logs import LogParser
+from fabric_ladder.comparing.page import to_html
+from fabric_ladder.comparing.sources import read_sources
+from fabric_ladder.comparing.table import to_csv, to_json, to_markdown
+from fabric_ladder.runs.report import title
+
+LANGUAGE_LOG = """\
+Python 3.11.7 · torch 2.13.0+cpu · lightning 2.6.6
+13_lora · belle · bloomz-7b1-mt · seed 7 · batch 64 = 4 x 4 x 4 · bf16-mixed · cuda: 4 x NVIDIA A100-SXM4-80GB
+Torch CUDA available? True
+Parameters: 22.8 M, 0.074 M trainable (0.33%), torch.bfloat16, torch.float32
+Epoch: 0001/0002 | Batch 0005/0005 | Samples 00020/00020 | Loss: 6.9242
+Epoch: 0001/0002 | Train acc.: 0.20% | Val acc.: 0.30% | Val perplexity: 705.28
+Epoch: 0002/0002 | Batch 0005/0005 | Samples 00020/00020 | Loss: 6.3696
+Epoch: 0002/0002 | Train acc.: 3.05% | Val acc.: 5.91% | Val perplexity: 413.37
+Time elapsed 0.21 min
+Compile time 0.05 min of it, 3 graphs
+Throughput 173.3 samples/s, 13631 tokens/s, padding 21.9%
+Memory used: 0.60 GB
+Memory predicted: 0.55 GB, measured +0.05 GB (+8.3%)
+Host memory used: 0.61 GB, loading included
+Saved runs/13_lora/1/adapter
+Test accuracy 4.00%
+Test loss 6.0102 per trained token, perplexity 407.56
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "minutes", "accuracy"),
+    [("batch_size_1", 69.97, 78.53), ("gradient_accumulation", 51.37, 87.37), ("compile", 43.33, 87.91)],
+)
+def test_the_blogs_output_is_read_as_printed(name, minutes, accuracy):
+    [run] = read_sources([str(BLOG / f"{name}.txt")]).runs
+    assert (run.name, run.unfinished, run.ours) == (name, None, False)
+    expected = {"minutes": minutes, "test_accuracy": accuracy}
+    if name == "gradient_accumulation":
+        expected |= {"train_accuracy": 78.67, "validation_accuracy": 87.28}
+    assert run.figures == expected
+    assert [(point.value, point.samples) for point in run.losses] == [(1.9902, None)] * (name == "batch_size_1")
+
+
+def test_a_file_of_several_scripts_under_headings():
+    found = read_sources([str(BLOG / "memory_series.txt")])
+    keys = ("minutes", "memory", "train_accuracy", "validation_accuracy", "test_accuracy")
+    assert {run.name: tuple(run.figures.get(key) for key in keys) for run in found.runs} == {
+        "01_pytorch-vit": (17.94, 26.79, 94.44, 96.00, 95.85),
+        "01-2_pytorch-fabric": (17.88, 26.84, 94.44, 96.06, 96.06),
+        "02_mixed-precision": (3.45, 18.21, 94.56, 96.02, 95.71),
+        "03_bfloat16": (2.88, 13.82, 95.62, 96.94, 96.92),
+        "04_lower-batchsize": (3.96, 5.69, 95.21, 97.20, 97.34),
+        "05_gradient-accum": (12.91, 3.91, 95.46, 97.24, 97.27),
+        "08 FSDP ADAM": (5.53, 6.59, 94.74, 97.28, 97.13),
+        "bonus: distilbert before": (None, 3.99, 90.55, 92.99, 92.95),
+    }
+    assert found.runs[0].versions == {"torch": "2.1.0.dev20230623+cu118", "lightning": "2.1.0.dev0"}
+    assert [point.value for point in found.runs[0].losses] == [2.4105, 0.0640, 0.0680]
+    assert found.notices[0].endswith("8 lines are skipped, being no whole line of a log or out of place.")
+    assert "divided by the number that is accumulated" in found.notices[1]
+
+
+def quoted(pattern):
+    """A figure of the README's log that another machine or day would print differently."""
+    return float(re.search(pattern, LOG)[1])
+
+
+def test_a_log_of_ours_is_read_in_full():
+    [run] = parse(LOG)
+    assert run.ours
+    assert (run.name, run.hardware) == ("2_grad_accum", {"device": "cpu", "processor": "AMD EPYC"})
+    assert run.versions["torch"] == "2.13.0+cpu"
+    assert run.versions["Python"] == "3.11.7"
+    expected = {"dataset": "synthetic", "model": "bloom-quickstart.json", "seed": 123, "batch_size": 16, "epochs": 1}
+    expected |= {"micro_batch_size": 1, "micro_batch_tokens": None, "precision": "32-true", "packing": False}
+    assert run.settings == expected | {"ranks": 1, "matmul_precision": "highest"}
+    assert [(point.samples, point.value) for point in run.losses[-2:]] == [(3840, 0.2512), (4000, 0.1438)]
+    expected = {
+        "minutes": quoted("Time elapsed (.*) min"),
+        "samples_per_second": quoted("Throughput (.*?) samples/s"),
+        "tokens_per_second": quoted(r"(\d+) tokens/s"),
+        "memory": quoted("Memory used: (.*) GB"),
+        "host_memory": quoted("Host memory used: (.*?) GB"),
+    }
+    expected |= {"padding": 7.6, "train_accuracy": 79.07, "validation_accuracy": 91.6}
+    assert run.figures == expected | {"test_accuracy": 92.7, "parameters": 0.2, "trainable_parameters": 0.2}
+
+
+def test_a_language_models_log():
+    [run] = parse(LANGUAGE_LOG)
+    assert (run.settings["ranks"], run.settings["micro_batch_size"], run.settings["epochs"]) == (4, 4, 2)
+    assert run.hardware == {"device": "cuda", "gpu": "NVIDIA A100-SXM4-80GB"}
+    assert [(point.samples, point.epochs) for point in run.losses] == [(20, 1.0), (40, 2.0)]
+    expected = {"test_loss": 6.0102, "test_perplexity": 407.56, "validation_perplexity": 413.37, "compiled_graphs": 3}
+    expected |= {"trainable_parameters": 0.074, "compile_minutes": 0.05, "predicted_memory": 0.55}
+    assert run.figures.items() >= expected.items()
+
+
+def test_a_real_run_says_the_same_in_its_folder_and_in_its_log(tmp_path, monkeypatch):
+    settings = settings_for(tmp_path, task="instruction-tuning", model="gpt2", micro_batch_tokens=64)
+    run = Run(Fabric(accelerator="cpu", devices=1), settings)
+    loaders = build_dataloaders(run.fabric, token_datasets(per_token=True), settings)
+    model = run.fabric.setup(tiny_model("gpt2-lm"))
+    optimizer = run.fabric.setup_optimizers(build_optimizer(settings, model))
+    train(run, model, optimizer, *loaders[:2])
+    evaluate(run, model, loaders[2])
+    [of_folder] = read_sources([str(run.folder)]).runs
+    [of_log] = read_sources([str(run.folder / "log.txt")]).runs
+    assert of_log.figures.keys() == of_folder.figures.keys()
+    for name, value in of_log.figures.items():
+        assert value == pytest.approx(of_folder.figures[name], rel=5e-3, abs=0.06), name
+    shared = of_log.settings.keys() - {"name"}
+    assert {name: of_folder.settings[name] for name in shared} == {name: of_log.settings[name] for name in shared}
+    assert of_log.versions.items() <= of_folder.versions.items()
+    assert of_log.hardware.items() <= of_folder.hardware.items()
+    for one, other in zip(of_log.losses, of_folder.losses, strict=True):
+        assert (one.epochs, one.samples) == (other.epochs, other.samples)
+        assert one.value == pytest.approx(other.value, abs=6e-5)
+    moved = tmp_path / "moved.txt"
+    shutil.copy(run.folder / "log.txt", moved)
+    printed = script(monkeypatch, run.folder, moved)  # nothing known differs
+    assert "learning rate" in printed
+    assert "perplexity" in printed
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Epoch: 0001/0001 | Batch 24000/35000 | Loss: 1.99",
+        "Epoch: 0001/0001 | Batch 24000/350",
+        "Epoch: 0001/0001 | Batch 36000/35000 | Loss: 1.9902",
+        "poch: 0001/0001 | Batch 24000/35000 | Loss: 1.9902",
+        "Epoch: 0002/0001 | Batch 24000/35000 | Loss: 1.9902",
+        "Epoch: 0001/0001 | Batch 0030/0250 | Samples 04800/04000 | Loss: 0.6964",
+        "Time elapsed 69.9",
+        "Time elapsed 69.97 mi",
+        "Total Training Time: 69.97 min",
+        "Total training time: 0.71 min",
+        "GPU Memory used: 1.24 GB",
+        "Memory used: 26.79 MB",
+        "Test accuracy 78.5%",
+        "Test accuracy 178.53%",
+        "Test accuracy 78.53% of 10",
+        "Best Test accuracy 78.53%",
+    ],
+)
+def test_a_line_that_is_not_whole_is_skipped_and_counted(line):
+    parser = LogParser("log", "log")
+    [run] = parser.parse(f"Memory used: 1.00 GB\n{line}\n> Test accuracy 50.00%\nTest accuracy 60.00%\n")
+    assert run.figures == {"memory": 1.0, "test_accuracy": 60.0}
+    assert (parser.skipped, run.losses) == (2, [])
+
+
+def test_lines_out_of_place_are_skipped():
+    lines = LOG.splitlines()
+    loss = next(line for line in lines if "Samples 00960" in line)
+    for place in (4, 9, len(lines)):  # before the first loss, after later ones, after the end
+        parser = LogParser("log", "log")
+        [run] = parser.parse("\n".join([*[x for x in lines[:place] if x != loss], loss, loss, *lines[place:]]))
+        seen = [point.samples for point in run.losses]
+        assert seen == sorted(set(seen))
+        assert parser.skipped >= 2  # and the line of three dots
+        assert run.figures["test_accuracy"] == 92.7
+
+
+def test_runs_below_each_other_without_headings():
+    runs = parse("".join((BLOG / f"{name}.txt").read_text() for name in ("gradient_accumulation", "compile")) + LOG * 2)
+    assert [run.figures["minutes"] for run in runs] == [51.37, 43.33, *[quoted("Time elapsed (.*) min")] * 2]
+    assert [run.figures.get("train_accuracy") for run in runs] == [78.67, None, 79.07, 79.07]
+
+
+def mutate(text, rng):
+    """Damage a log as copying does, or worse."""
+    lines = text.splitlines()
+    for _ in range(rng.randint(1, 8)):
+        at = rng.randrange(len(lines))
+        match rng.randrange(9):
+            case 0:
+                del lines[at]
+            case 1:
+                lines.insert(rng.randrange(len(lines)), lines[at])
+            case 2:
+                lines[at] = lines[at][: rng.randrange(len(lines[at]) + 1)]
+            case 3:
+                lines[at] = lines[at][rng.randrange(len(lines[at]) + 1) :]
+            case 4:
+                lines[at] += lines[rng.randrange(len(lines))]
+            case 5:
+                rng.shuffle(lines)
+            case 6:
+                place = rng.randrange(len(lines[at]) + 1)
+                lines[at] = lines[at][:place] + rng.choice("0 9|:.%\x00\u202eé\x1b[31m\r#·") + lines[at][place:]
+            case 7:
+                lines[at] = lines[at].replace(rng.choice("0123456789 |:"), rng.choice("0123456789 "), 1)
+            case 8:
+                lines.insert(
+                    at, rng.choice(["# title", "Loss: 1.0", "100%|███| 3/3", "Traceback (most recent call last):"])
+                )
+        lines = lines or [""]
+    return "\n".join(lines)
+
+
+PRINTED = {
+    "minutes": "Time elapsed:? {:.2f} min",
+    "memory": r"Memory used: {:.2f} GB",
+    "predicted_memory": r"Memory predicted: {:.2f} GB",
+    "host_memory": r"Host memory used: {:.2f} GB",
+    "test_accuracy": r"Test accuracy:? {:.2f}%",
+    "train_accuracy": r"Train acc\.: {:.2f}%",
+    "validation_accuracy": r"Val acc\.: {:.2f}%",
+    "samples_per_second": "Throughput {:.1f} samples/s",
+    "tokens_per_second": "/s, {:.0f} tokens/s",
+    "test_loss": "Test loss {:.4f} per",
+    "test_perplexity": "perplexity {:.2f}",
+    "validation_perplexity": "Val perplexity: {:.2f}",
+}
+
+
+def test_a_thousand_damaged_logs(tmp_path):
+    rng = random.Random(0)
+    blog = [path.read_text() for path in sorted(BLOG.glob("*.txt"))]
+    path, kept = tmp_path / "log.txt", 0
+    for number in range(1000):
+        text = mutate(rng.choice([LOG, LANGUAGE_LOG, *blog]), rng)
+        path.write_text(text, encoding="utf-8", newline="")
+        try:
+            found = read_sources([str(path)])
+            comparison = compare(found)
+        except UserError:
+            continue
+        kept += 1
+        plain = " ".join(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).split())
+        plain = re.sub(r" ?\| ?", " | ", plain)
+        numbers = set(re.findall(r"\d+", plain))
+        for run in found.runs:
+            for name, value in run.figures.items():
+                pattern = PRINTED.get(name, r"\b{:g}").format(value)
+                assert re.search(pattern, plain), (number, name, value)
+            for point in run.losses:
+                assert f"Loss: {point.value:.4f}" in plain, (number, point)
+            for name in ("seed", "batch_size", "epochs"):
+                assert run.settings.get(name) is None or any(int(x) == run.settings[name] for x in numbers)
+        if number % 50 == 0:
+            json.loads(to_json(comparison))
+            assert all(map(str, (to_markdown(comparison), to_csv(comparison), to_html(comparison))))
+    assert kept > 500
+
+
+@pytest.mark.parametrize("text", [LOG, LANGUAGE_LOG, (BLOG / "gradient_accumulation.txt").read_text()])
+def test_cut_and_shuffled_lines_give_no_figure_that_was_not_printed(text):
+    rng, [whole] = random.Random(1), parse(text)
+    for _ in range(300):
+        lines = [line[: rng.choice([len(line), len(line), rng.randrange(len(line) + 1)])] for line in text.splitlines()]
+        if rng.random() < 0.3:
+            rng.shuffle(lines)
+        for run in parse("\n".join(line for line in lines if rng.random() < 0.9)):
+            for name, value in run.figures.items():
+                earlier = ("train_accuracy", "validation_accuracy", "validation_perplexity")
+                assert value == whole.figures[name] or (name in earlier and f"{value:.2f}" in text)
+            assert all(point in whole.losses for point in run.losses)
+
+
+def test_broken_run_folders_are_named_and_left_out(tmp_path):
+    write_run(tmp_path, record())
+    cases = {
+        "running": record() | {"status": "running"},
+        "newer": record() | {"format": 2},
+        "empty": {},
+        "list": [],
+        "no data": {key: value for key, value in record().items() if key != "data"},
+        "text": record() | {"results": "none"},
+        "figure": record() | {"results": record()["results"] | {"elapsed_seconds": "long"}},
+        "no epoch": record() | {"results": record()["results"] | {"epochs": []}},
+        "versions": record() | {"versions": [1]},
+    }
+    for name, content in cases.items():
+        (tmp_path / name / "1").mkdir(parents=True)
+        (tmp_path / name / "1" / "run.json").write_text(json.dumps(content))
+    (tmp_path / "cut" / "1").mkdir(parents=True)
+    (tmp_path / "cut" / "1" / "run.json").write_text('{"format": 1, "sta')
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "log.txt").write_text("a log of something else\n")
+    comparison = compare(read_sources([str(tmp_path)]))
+    assert [row.label for row in comparison.rows] == ["2_grad_accum"]
+    left_out = [notice for notice in comparison.notices if notice.startswith("Left out:")]
+    assert len(left_out) == len(cases) + 1
+    assert any("'running'" in notice for notice in left_out)
+    assert any("other" in notice and "left out" in notice for notice in comparison.notices)
+    with pytest.raises(UserError, match="no finished run"):
+        read_sources([str(tmp_path / "running")])
+
+
+def test_faster_products_are_told_in_the_header(tmp_path):
+    settings = settings_for(tmp_path, matmul_precision="high")
+    hardware = {"device": "cuda", "gpu": "NVIDIA H200", "processor": "AMD"}
+    run = parse(f"{title(settings, hardware, 1)}\n{LOG.split(chr(10), 2)[2]}")[0]
+    assert (run.settings["precision"], run.settings["matmul_precision"]) == ("32-true", "high")
+    assert parse(LOG)[0].settings["matmul_precision"] == "highest"

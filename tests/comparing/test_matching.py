@@ -1,0 +1,215 @@
+"""Unlike runs are refused by name; what belongs to the techniques compared is not."""
+
+import csv
+import dataclasses
+import io
+import json
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from support.helpers import settings_for
+from support.recorded_runs import BLOG, HARDWARE, LOG, OWN, compare, record, script, write_run
+
+from fabric_ladder import UserError, cli, parse_settings
+from fabric_ladder.comparing.logs import LoggedRun
+from fabric_ladder.comparing.matching import ALIKE, DATA, IGNORED, OF_RUNGS, TECHNIQUE, find_differences, make_rows
+from fabric_ladder.comparing.page import to_html
+from fabric_ladder.comparing.sources import read_sources
+from fabric_ladder.comparing.table import to_csv, to_json, to_markdown
+from fabric_ladder.errors import Checked
+
+DIFFERENCES = {
+    "data": ({"data": {"fingerprint": "xyz", "train_samples": 100}}, {"max_length": 64}, "data (max_length 1024 / 64)"),
+    "content": ({"data": {"fingerprint": "xyz", "train_samples": 100}}, {}, "data (another content)"),
+    "seed": ({}, {"seed": 5}, "seed 123 / 5"),
+    "model": ({}, {"model": "bert-base-uncased"}, "model bloom-560m / bert-base-uncased"),
+    "task": ({}, {"task": "instruction-tuning"}, "task text-classification / instruction-tuning"),
+    "epochs": ({}, {"epochs": 3}, "epochs 1 / 3"),
+    "batch": ({}, {"batch_size": 32}, "batch_size 16 / 32"),
+    "rate": ({}, {"learning_rate": 1e-3}, "learning_rate 5e-05 / 0.001"),
+    "schedule": ({}, {"schedule": "linear"}, "schedule constant / linear"),
+    "warmup": ({}, {"warmup_steps": 9}, "warmup_steps 0 / 9"),
+    "clipping": ({}, {"max_grad_norm": 1.0}, "max_grad_norm none / 1"),
+    "start": ({}, {"load": "checkpoint"}, "load none / checkpoint"),
+    "scratch": ({}, {"from_scratch": True}, "from_scratch false / true"),
+    "gpu": ({"hardware": HARDWARE | {"gpu": "NVIDIA T4"}}, {}, "gpu NVIDIA A100 / NVIDIA T4"),
+    "device": ({"hardware": HARDWARE | {"device": "cpu"}}, {}, "device cuda / cpu"),
+    "versions": ({"versions": {"torch": "2.11.0"}}, {}, "torch 2.13.0 / 2.11.0"),
+    "new setting": ({}, {"of_a_later_version": 1}, None),
+}
+
+
+@pytest.mark.parametrize("kind", DIFFERENCES)
+def test_each_difference_is_refused_by_name(tmp_path, monkeypatch, kind):
+    more, settings, phrase = DIFFERENCES[kind]
+    first = write_run(tmp_path, record(**({"of_a_later_version": 0} if phrase is None else {})))
+    second = write_run(tmp_path, record("3_torch_compile", compile=True, **settings) | more)
+    phrase = phrase or "of_a_later_version 0 / 1"
+    with pytest.raises(UserError) as refused:
+        script(monkeypatch, first, second, "--markdown", tmp_path / "out.md")
+    assert str(refused.value) == (
+        f"these runs differ in more than their technique: {phrase}; --anyway compares them all the same"
+    )
+    assert not (tmp_path / "out.md").exists()
+    comparison = compare(read_sources([first, second]))
+    assert comparison.differences == [phrase]
+    escaped = phrase.replace("_", "\\_")
+    assert (
+        to_markdown(comparison).splitlines()[0] == f"**Not comparable without care: these runs differ in {escaped}.**"
+    )
+    assert to_csv(comparison).splitlines()[0] == f"# differs: {phrase}"
+    assert list(json.loads(to_json(comparison)).items())[1] == ("differences", [phrase])
+    page = to_html(comparison)
+    assert page.index(f"<li>{phrase}</li>") < page.index("<table")
+
+
+def test_techniques_are_compared(tmp_path):
+    sources = [
+        write_run(tmp_path, record()),
+        write_run(tmp_path, record("6_lean_optimizer", optimizer="sgd", learning_rate=0.01, schedule="cosine")),
+        write_run(tmp_path, record("13_lora", lora=True, learning_rate=2e-4, lora_rank=16, precision="bf16-true")),
+        write_run(tmp_path, record("8_init_on_device")),
+        write_run(tmp_path, record("9_ddp", devices=4) | {"ranks": 4}),
+    ]
+    comparison = compare(read_sources(sources))
+    assert comparison.differences == []
+    assert [row.changed for row in comparison.rows] == [
+        "reference",
+        "optimizer sgd; learning_rate 0.01; schedule cosine",
+        "precision bf16-true; lora true; learning_rate 0.0002; lora_rank 16",
+        "the script alone",
+        "ranks 4",
+    ]
+    assert ("learning_rate", ["5e-05", "0.01", "0.0002", "5e-05", "5e-05"]) in comparison.settings
+
+
+def test_every_setting_is_in_one_list_and_no_technique_is_refused():
+    """A new setting, or a rung that sets another one, must be thought about here."""
+    lists = [*IGNORED, *DATA, *TECHNIQUE, *ALIKE, "seed", "notices"]
+    assert sorted(lists) == sorted({*settings_for(Path("/x")).__dataclass_fields__, "ranks"})
+    assert set(OF_RUNGS) <= set(TECHNIQUE)
+    assert all(set(defaults) <= {*IGNORED, *TECHNIQUE} for defaults in OWN.values())
+
+
+def settings_of(rung, config, *options):
+    """Settings of a rung as its run.json has them."""
+    with pytest.raises(Checked) as checked:
+        parse_settings(["--check_only", "true", "--accelerator", "cpu", *options], config, **OWN[rung])
+    settings = dataclasses.asdict(checked.value.settings)
+    return {name: value for name, value in settings.items() if name != "notices"} | {"name": rung}
+
+
+def logged(settings):
+    facts = {"versions": {"torch": "2.13.0"}, "hardware": HARDWARE, "data": "abc"}
+    return LoggedRun(settings["name"], settings["name"], settings | {"ranks": 1}, **facts)
+
+
+@pytest.mark.parametrize("config", ["quickstart.yaml", "cifar10_vit_small.yaml", "belle_bloomz_7b1_lora.yaml"])
+def test_all_pairs_of_rungs_on_one_config_are_compared(config, monkeypatch):
+    monkeypatch.setattr(cli, "check", lambda settings, script: None)  # two rungs need a GPU, some configs the Hub
+    runs = [logged(settings_of(rung, config)) for rung in OWN]
+    assert find_differences(make_rows(runs), OWN) == []
+    for first, second in combinations(runs, 2):
+        rows = make_rows([first, second])
+        assert find_differences(rows, OWN) == []
+        assert rows[1].changed not in ("", "not told")
+    first = {row.label: row.changed for row in make_rows(runs)}
+    if config == "quickstart.yaml":
+        assert first["2_grad_accum"] == "batch_size 16"
+        assert first["6_lean_optimizer"].endswith(
+            "optimizer sgd; precision bf16-true; learning_rate 0.01; schedule cosine"
+        )
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "phrases"),
+    [
+        (["1_batch_size_1"], ["2_grad_accum", "--batch_size", "32"], ["batch_size 1 / 32"]),
+        (["1_batch_size_1", "--batch_size", "32"], ["2_grad_accum", "--batch_size", "32"], []),
+        (["2_grad_accum", "--batch_size", "32"], ["3_torch_compile"], ["batch_size 32 / 16"]),
+        (["5_low_precision"], ["6_lean_optimizer"], []),
+        (["5_low_precision"], ["6_lean_optimizer", "--schedule", "linear"], ["schedule constant / linear"]),
+        (["5_low_precision"], ["6_lean_optimizer", "--learning_rate", "0.5"], ["learning_rate 0.001 / 0.5"]),
+        (["5_low_precision"], ["4_mixed_precision", "--learning_rate", "0.5"], ["learning_rate 0.001 / 0.5"]),
+        (["6_lean_optimizer"], ["6_lean_optimizer", "--sgd_learning_rate", "0.5"], ["sgd_learning_rate 0.01 / 0.5"]),
+        (["13_lora", "--lora_learning_rate", "0.5"], ["14_qlora"], ["lora_learning_rate 0.5 / 0.0002"]),
+        (["5_low_precision", "--lora_learning_rate", "0.5"], ["13_lora"], []),
+        (["4_mixed_precision"], ["4_mixed_precision", "--optimizer", "adafactor"], []),
+    ],
+)
+def test_what_a_rung_sets_is_its_technique_and_what_is_given_by_hand_is_not(first, second, phrases, monkeypatch):
+    monkeypatch.setattr(cli, "check", lambda settings, script: None)
+    runs = [logged(settings_of(rung, "quickstart.yaml", *options)) for rung, *options in (first, second)]
+    assert find_differences(make_rows(runs), OWN) == phrases
+
+
+def test_ranks_that_share_the_threads_are_no_other_hardware(tmp_path):
+    on_cpu = HARDWARE | {"device": "cpu"}
+    alone = write_run(tmp_path, record("4_mixed_precision") | {"hardware": on_cpu})
+    shared = write_run(tmp_path, record("9_ddp") | {"ranks": 2, "hardware": on_cpu | {"threads": 4}})
+    fewer = write_run(tmp_path, record("5_low_precision") | {"hardware": on_cpu | {"threads": 4}})
+    assert compare(read_sources([alone, shared])).differences == []
+    assert compare(read_sources([alone, fewer])).differences == ["threads 8 / 4"]
+
+
+def test_one_model_in_two_homes_is_one(tmp_path):
+    first = write_run(tmp_path, record(model="/a/configs/models/bloom.json"))
+    same = write_run(tmp_path, record("3_torch_compile", model="/b/c/configs/models/bloom.json"))
+    other = write_run(tmp_path, record("4_mixed_precision", model="runs/2_grad_accum/1/model"))
+    third = write_run(tmp_path, record("5_low_precision", model="runs/1_batch_size_1/1/model"))
+    assert compare(read_sources([first, same])).differences == []
+    assert len(compare(read_sources([other, third])).differences) == 1
+
+
+def test_seeds_are_one_row(tmp_path):
+    for number, (seed, accuracy, minutes) in enumerate([(1, 0.90, 2.0), (2, 0.92, 2.2), (3, 0.91, 2.4)], start=1):
+        write_run(tmp_path, record(seed=seed, accuracy=accuracy, minutes=minutes), number)
+        write_run(tmp_path, record("3_torch_compile", seed=seed, accuracy=0.9, minutes=1.1, compile=True), number)
+    comparison = compare(read_sources([str(tmp_path)]))
+    assert (len(comparison.rows), comparison.differences) == (2, [])
+    first, second = comparison.rows
+    assert first.mean("test_accuracy") == pytest.approx(91)
+    assert first.spread("test_accuracy") == pytest.approx(1)  # n - 1 in the denominator
+    assert first.spread("minutes") == pytest.approx(0.2)
+    assert second.spread("test_accuracy") == pytest.approx(0, abs=1e-9)
+    text = to_markdown(comparison)
+    assert "mean of seeds 1, 2, 3 (n = 3)" in text
+    assert "91.00 ± 1.00 %" in text
+    assert "1.10 ± 0.00 min (0.50 x)" in text
+    line = next(csv.DictReader(io.StringIO(to_csv(comparison))))
+    assert (line["n"], line["seeds"], line["minutes"], line["minutes_spread"]) == ("3", "1 2 3", "2.2", "0.2")
+    again = write_run(tmp_path / "again", record(seed=1))
+    assert len(make_rows(read_sources([str(tmp_path / "2_grad_accum"), again]).runs)) == 2  # a seed counts once
+
+
+@pytest.mark.parametrize(
+    ("rate", "said"),
+    [(20.0, " after 77 batches of 16 samples, against 2_grad_accum."),
+     (11.4, ": a batch takes no less time than with 2_grad_accum.")],
+)  # fmt: skip
+def test_compiling_is_set_against_the_time_that_it_saves(tmp_path, rate, said):
+    """16 samples take 16 / 11.4 s without, and 16 / 20 s with it."""
+    compiled = record("3_torch_compile", compile=True)
+    compiled["results"] |= {"compile_seconds": 46.3, "compiled_graphs": 3, "samples_per_second": rate}
+    plain, other = write_run(tmp_path, record()), write_run(tmp_path, compiled)
+    for order in ([plain, other], [other, plain]):
+        notices = compare(read_sources(order)).notices
+        never = "never " if rate == 11.4 else ""
+        assert f"3_torch_compile: compiling took 46 s, {never}paid for{said}" in notices
+    assert not any("compiling" in notice for notice in compare(read_sources([other])).notices)
+
+
+def test_what_a_text_does_not_tell_is_no_reason_to_refuse(tmp_path):
+    run = write_run(tmp_path, record())
+    comparison = compare(read_sources([run, str(BLOG / "compile.txt")]))
+    assert comparison.differences == []
+    assert any(
+        notice.startswith("Not told by compile: the content of the data, model") for notice in comparison.notices
+    )
+    log = tmp_path / "other.txt"
+    log.write_text(LOG)
+    found = compare(read_sources([run, str(log)])).differences
+    assert "device cuda / cpu" in found
+    assert "model bloom-560m / bloom-quickstart.json" in found
+    assert "dataset imdb / synthetic" in found
