@@ -8,9 +8,11 @@ import sys
 
 import pytest
 from support.helpers import run_script
-from support.recorded_runs import BLOG, SCRIPT, record, script, write_run
+from support.recorded_runs import BLOG, LOG, SCRIPT, compare, parse, record, script, write_run
 
 from fabric_ladder import UserError
+from fabric_ladder.comparing.sources import read_sources
+from fabric_ladder.comparing.table import to_csv, to_json, to_markdown
 
 
 def test_the_script_writes_all_outputs(tmp_path):
@@ -53,6 +55,71 @@ def test_standard_input_and_markdown_to_standard_output(monkeypatch):
     printed = script(monkeypatch, "-", "--markdown", "-")
     assert printed.startswith("| rung | what changed | time |")
     assert "| 02\\_mixed-precision | not told | 3.45 min (0.19 x) |" in printed
+
+
+def test_the_table_is_readable_in_80_columns(tmp_path, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    classes = {"names": ["a", "b"], "confusion": [[900, 10], [50, 40]], "macro_f1": 0.7712}
+    for number, seed in enumerate((1, 2, 3), start=1):
+        one = record("11_fsdp_cpu_offload", minutes=1234.5, accuracy=0.90 + 0.01 * seed, seed=seed)
+        other = record(
+            "6_lean_optimizer", accuracy=0.915, optimizer="sgd", learning_rate=0.01, schedule="cosine", seed=seed
+        )
+        for content in (one, other):
+            content["results"] |= {"predicted_peak_bytes": 10**10, "tokens_per_second": 123456, "test_tokens": 5}
+            content["results"] |= {"test_loss": 2.5, "classes": classes}
+            write_run(tmp_path, content, number)
+    printed = script(monkeypatch, tmp_path)
+    assert max(map(len, printed.splitlines())) <= 80
+    for text in ("mean of seeds 1, 2, 3", "1234.50", "123456", "12.1825", "-0.50 ≈", "± 1.00", "schedule cosine"):
+        assert text in printed
+    assert printed.count("77.12") == 2  # of unequal classes
+    assert "…" not in printed
+
+
+def test_macro_f1_is_shown_where_accuracy_alone_may_mislead(tmp_path):
+    cases = {
+        "balanced": [[45, 5], [5, 45]],
+        "unequal": [[90, 5], [5, 45]],
+        "three": [[45, 5, 0], [5, 45, 0], [0, 0, 50]],
+    }
+    shown = {}
+    for name, confusion in cases.items():
+        content = record(name)
+        content["results"]["classes"] = {
+            "names": list("abc")[: len(confusion)],
+            "confusion": confusion,
+            "macro_f1": 0.9,
+        }
+        comparison = compare(read_sources([write_run(tmp_path, content)]))
+        shown[name] = "macro_f1" in [column.key for column in comparison.columns]
+    assert shown == {"balanced": False, "unequal": True, "three": True}
+    content["results"]["classes"]["confusion"] = [[1, 2], [3]]
+    (tmp_path / "three" / "1" / "run.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="its files cannot be read"):
+        read_sources([str(tmp_path / "three")])
+    [run] = parse(f"{LOG}Test macro-F1 87.65%\n")
+    assert run.figures["macro_f1"] == 87.65
+
+
+def test_differences_within_the_spread_of_the_seeds_are_marked(tmp_path):
+    for number, seed in enumerate((1, 2, 3), start=1):
+        write_run(tmp_path, record(seed=seed, accuracy=0.90 + 0.01 * seed), number)
+        write_run(tmp_path, record("3_torch_compile", compile=True, seed=seed, accuracy=0.929), number)
+        write_run(tmp_path, record("4_mixed_precision", precision="bf16-mixed", seed=seed, accuracy=0.94), number)
+    comparison = compare(read_sources([str(tmp_path)]))
+    text = to_markdown(comparison)
+    assert "92.90 ± 0.00 % (+0.90 ≈)" in text
+    assert "94.00 ± 0.00 % (+2.00)" in text
+    assert "≈: points that are no more than this" in text
+    assert not any("one seed" in notice for notice in comparison.notices)
+    rows = json.loads(to_json(comparison))["rows"]
+    assert [row["figures"]["test_accuracy"]["within_spread"] for row in rows] == [True, True, False]
+    lines = list(csv.DictReader(io.StringIO(to_csv(comparison))))
+    assert [line["test_accuracy_within_spread"] for line in lines] == ["True", "True", "False"]
+    single = compare(read_sources([str(tmp_path / name / "1") for name in ("2_grad_accum", "3_torch_compile")]))
+    assert any("one seed does not tell" in notice for notice in single.notices)
+    assert "≈" not in to_markdown(single)
 
 
 def test_one_run_is_a_table_of_one(tmp_path, monkeypatch):

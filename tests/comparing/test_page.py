@@ -8,11 +8,12 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 from scipy.stats import binomtest
 from support.recorded_runs import BLOG, compare, record, write_run
 
-from fabric_ladder.comparing.charts import smooth, to_png
+from fabric_ladder.comparing.charts import find_curves, smooth, to_png
 from fabric_ladder.comparing.matching import wilson_interval
 from fabric_ladder.comparing.page import to_html
 from fabric_ladder.comparing.sources import read_sources
@@ -175,7 +176,10 @@ def test_the_page_in_a_browser(page, tmp_path, scheme, width):
     seen = json.loads(re.search(r"<pre>(.*?)</pre>", printed).group(1))
     assert (seen["overflow"], seen["requests"], seen["cut"]) == (0, 0, 0)
     assert seen["charts"] == [["loss", "validation"], ["loss_log_minutes", "validation_minutes"]]
-    assert re.fullmatch(r"\d+(\.\d)? samples seen", seen["told"][0])
+    x = int(re.fullmatch(r"(\d+) samples seen", seen["told"][0]).group(1))
+    curves, _ = find_curves(compare(read_sources([str(page.parent)])).rows, "losses", "samples")
+    for line, curve in zip(seen["told"][1:], curves, strict=True):
+        assert float(line.split(" ")[0]) == pytest.approx(np.interp(x, curve.x, curve.thick), abs=0.01)
     assert [line.split(" ")[1] for line in seen["told"][1:]] == ["2_grad_accum"] * 3 + ["3_torch_compile"] * 3 + [
         "5_low_precision"
     ]

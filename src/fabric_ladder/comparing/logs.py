@@ -32,6 +32,7 @@ RESULTS = {  # each line with the figures that it holds, in the order of its gro
     rf"Memory predicted: {NUMBER} GB.*": ("predicted_memory",),
     rf"Host memory used: {NUMBER} GB, loading included": ("host_memory",),
     rf"Test accuracy:? {PERCENT}": ("test_accuracy",),
+    rf"Test macro-F1 {PERCENT}": ("macro_f1",),
     rf"Test loss {LOSS_NUMBER} per trained token, perplexity ({WHOLE}\.\d\d|inf)": ("test_loss", "test_perplexity"),
     rf"Parameters: ({WHOLE}\.\d) M, ({WHOLE}\.\d(?:\d\d)?) M trainable(?: \({WHOLE}\.\d\d%\))?(?:, torch\.\w+)+": (
         "parameters",
@@ -39,7 +40,7 @@ RESULTS = {  # each line with the figures that it holds, in the order of its gro
     ),
 }
 RESULTS = {re.compile(pattern): names for pattern, names in RESULTS.items()}
-PERCENTAGES = ("padding", "test_accuracy", "train_accuracy", "validation_accuracy")
+PERCENTAGES = ("padding", "macro_f1", "test_accuracy", "train_accuracy", "validation_accuracy")
 HEADING = re.compile(r"#{1,6} +(.*?)[ #]*")
 NAMES = (*PACKAGES, "peft", "deepspeed", "bitsandbytes", "torchmetrics", "torchvision")
 VERSION = r"\d+(?:\.\d+)+[\w.+-]*"

@@ -97,7 +97,7 @@ def compare(found: Found, rungs: Mapping[str, dict]) -> Comparison:
 def _needs_f1(row: Row) -> bool:
     """Whether accuracy alone may hide how single classes fare."""
     if row.confusion is None:
-        return False
+        return bool(row.values("macro_f1"))  # a log tells it only then
     sizes = row.confusion.sum(axis="columns")
     return len(sizes) > 2 or sizes.max() > UNBALANCED * sizes.min()
 
