@@ -235,9 +235,7 @@ def _bars(rows: list[Row], column: Column, name: str, title: str, caption: str) 
             axes.barh(number, mean, 0.62, xerr=spread, **style)
         texts.append(cell_text(row, rows[0], column))
         _note(axes, texts[-1], (mean or 0) + (spread or 0), number, 5)
-    _name_rows(axes, rows)
-    axes.set_xlabel(column.unit)
-    axes.grid(axis="x")
+    _name_rows(axes, rows, column.unit)
     yield Chart(name, title, f"{caption} Shorter is better.", _in_words(title, rows, texts), figure)
 
 
@@ -257,9 +255,7 @@ def _accuracies(rows: list[Row], column: Column) -> Iterator[Chart]:
         if len(row.runs) > 1:
             axes.plot(row.values(column.key), [number] * len(row.runs), "D", color=colour, fillstyle="none")
         axes.plot(mean, number, "o", color=colour, markersize=7)
-    _name_rows(axes, rows)
-    axes.set_xlabel("test accuracy in %")
-    axes.grid(axis="x")
+    _name_rows(axes, rows, "test accuracy in %")
     caption = "Percent of the test's samples." if any(intervals) else "Percent."
     caption += " The axis does not start at 0." if axes.get_xlim()[0] > 0 else ""
     caption += " Lines: Wilson's 95 % interval, for the size of the test set." if any(intervals) else ""
@@ -282,10 +278,12 @@ def _name(rows: list[Row], number: int) -> str:
     return textwrap.fill(f"{number + 1}\u2002{rows[number].label}", 28)
 
 
-def _name_rows(axes: Axes, rows: list[Row]) -> None:
+def _name_rows(axes: Axes, rows: list[Row], label: str) -> None:
     axes.set_yticks(range(len(rows)), [_name(rows, number) for number in range(len(rows))])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
+    axes.set_xlabel(label)
+    axes.grid(axis="x")
     for number, text in enumerate(axes.get_yticklabels()):
         text.set(color=_colour(number), fontweight="bold")
 

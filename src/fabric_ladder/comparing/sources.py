@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import pandas as pd
+import numpy as np
 
 from fabric_ladder.comparing.logs import LoggedRun, LogParser, Point
 from fabric_ladder.errors import UserError
@@ -150,7 +150,7 @@ def _fill(run: LoggedRun, record: dict) -> None:
     run.figures |= {name: last[name] * 100 for name in ("train_accuracy", "validation_accuracy")}
     run.test_samples = results.get("test_samples")
     if classes := results.get("classes"):
-        pd.DataFrame(classes["confusion"], classes["names"], classes["names"], dtype=int)  # raises unless it is square
+        np.array(classes["confusion"], dtype=int).reshape(2 * [len(classes["names"])])  # raises unless it is square
         run.classes = classes
         run.figures["macro_f1"] = classes["macro_f1"] * 100
     if "test_tokens" in results:
