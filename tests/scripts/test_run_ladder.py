@@ -37,7 +37,7 @@ def test_it_says_what_it_leaves_out_goes_on_after_a_failure_and_compares(tmp_pat
     table = process.stdout.split("Failed: ")[-1]
     assert re.search(r"^ 2_grad_accum .*\n reference ", table, re.MULTILINE)
     assert re.search(r"^ 5_low_precision .*\n precision bf16-true ", table, re.MULTILINE)
-    assert max(map(len, table.splitlines())) <= 80
+    assert max(map(len, table.splitlines()[1:])) <= 80
     assert "5_low_precision" in (tmp_path / "report.html").read_text(encoding="utf-8")
     again = finished(run_script(SCRIPT, "--rungs", "2,5", "--runs_dir", "ladder", *FEW, cwd=tmp_path))
     assert "[2/2] 5_low_precision, seed 123: finished before, in ladder/5_low_precision/1\n" in again
