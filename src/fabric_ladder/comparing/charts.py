@@ -24,9 +24,9 @@ AVERAGE = f"moving average whose weights halve every {HALF_LIFE:.0%} of the long
 CURVES = {  # of a run: heading, axis and caption
     "losses": ("Training loss", "training loss", f"Thin: as printed. Thick: {AVERAGE}."),
     "accuracies": (
-        "Accuracy",
+        "Accuracy after each epoch",
         "accuracy in %",
-        "After each epoch. Thin: of training, while it went on. Thick: validation.",
+        "Thin: training, while it went on. Thick: validation.",
     ),
 }
 WIDE, NARROW = 8.4, 4.6  # inches
