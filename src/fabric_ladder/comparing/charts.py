@@ -26,7 +26,7 @@ CURVES = {  # of a run: heading, axis and caption
     "accuracies": (
         "Accuracy after each epoch",
         "accuracy in %",
-        "Thin: training, while it went on. Thick: validation.",
+        "Thin: training, as it went on. Thick: validation.",
     ),
 }
 WIDE, NARROW = 8.4, 4.6  # inches
