@@ -53,6 +53,10 @@ def test_an_installed_package_names_its_own_command(tmp_path, monkeypatch):
     assert "fabric-ladder run 5_low_precision --batch_size 8, which" in line
 
 
+def test_attention_that_has_no_kernel_names_the_one_that_needs_none():
+    assert "--attention eager" in explain(RuntimeError("cutlassB: no kernel found to launch!"))
+
+
 def test_a_bug_is_not_explained_away():
     assert explain(ValueError("a bug")) is None
     assert explain(UserError("mend it")) == "mend it"

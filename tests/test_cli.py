@@ -7,10 +7,13 @@ import sys
 import pytest
 import torch
 import yaml
-from support.helpers import MODELS, ROOT
+from support.helpers import MODELS, ROOT, RUNGS
 
 from fabric_ladder import Settings, UserError, parse_settings
+from fabric_ladder.checks import check_precision
+from fabric_ladder.cli import resolve
 from fabric_ladder.environment import mixed_precision
+from fabric_ladder.rungs import script_defaults
 from fabric_ladder.settings import INTERNAL
 
 BLOOM = ["--model", str(MODELS / "bloom-quickstart.json"), "--from_scratch", "true"]
@@ -187,7 +190,8 @@ def test_tokens_take_the_place_of_micro_batch_size():
 
 
 @pytest.mark.parametrize(
-    ("capability", "precision"), [((7, 0), "16-mixed"), ((7, 5), "16-mixed"), ((8, 0), "bf16-mixed")]
+    ("capability", "precision"),
+    [((7, 0), "16-mixed"), ((7, 5), "16-mixed"), *((each, "bf16-mixed") for each in ((8, 0), (8, 9), (9, 0), (12, 0)))],
 )
 def test_mixed_precision_follows_the_compute_capability(gpu, capability, precision):
     gpu(*capability)
@@ -200,12 +204,56 @@ def test_mixed_precision_on_a_cpu_is_bfloat16():
     assert mixed_precision() == "bf16-mixed"
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_bfloat16_is_refused_on_a_gpu_that_emulates_it(gpu, precision):
+ON_A_T4 = {
+    "5": ("bf16-true", "no tensor cores, and attention keeps a matrix of tokens x tokens"),
+    "10": ("32-true", "32-true in place of mixed precision, since FSDP2 cannot scale the loss"),
+    "13": ("16-mixed", "16-mixed in place of bf16-true: frozen matrices in float16, adapters in 32-bit"),
+}
+ON_A_T4 |= dict.fromkeys("678", ON_A_T4["5"]) | {"11": ON_A_T4["10"], "14": ON_A_T4["13"]}  # fmt: skip
+
+
+@pytest.mark.parametrize("rung", RUNGS, ids=lambda path: path.stem)
+def test_every_rung_runs_on_a_gpu_without_bfloat16_and_says_what_it_takes(gpu, rung):
+    script = script_defaults(rung.stem)
+    for capability in ((8, 0), (8, 9), (9, 0), (12, 0)):
+        gpu(*capability)
+        newer = resolve(Settings(**script), script=script)
+        assert newer.precision == {"mixed": "bf16-mixed"}.get(
+            script.get("precision"), script.get("precision", "32-true")
+        )
+        assert newer.notices == ()
+        check_precision(newer, capability, sharded="offload" in script)
     gpu(7, 5)
-    message = refusal("--precision", precision)
-    assert re.search(rf"--precision {precision}: Tesla T4 .* 8\.0\); use --precision 16-mixed", message)
-    assert parse_settings([*BLOOM, "--precision", precision, "--accelerator", "cpu"]).precision == precision
+    settings = resolve(Settings(**script), script=script)
+    check_precision(settings, (7, 5), sharded="offload" in script)
+    number = rung.stem.split("_")[0]
+    if number in ON_A_T4:
+        precision, meaning = ON_A_T4[number]
+        (notice,) = settings.notices
+        assert notice.startswith("Tesla T4 only emulates bfloat16 (compute capability below 8.0): ")
+        assert meaning in notice
+        assert "\n" not in notice
+    else:
+        precision = "16-mixed" if number in ("4", "9", "12") else "32-true"
+        assert settings.notices == ()
+    assert settings.precision == precision
+
+
+def test_a_precision_given_by_hand_is_taken_or_refused_with_the_reason(gpu):
+    gpu(7, 5)
+    for settings in (
+        parse_settings([*BLOOM, "--precision", "bf16-true"]),
+        resolve(Settings(precision="bf16-true", lora=True), given=["precision"]),
+    ):
+        assert settings.precision == "bf16-true"
+        assert "attention keeps a matrix of tokens x tokens" in settings.notices[0]
+    for script, instead in (({}, "16-mixed"), ({"offload": False}, "32-true")):
+        message = refusal("--precision", "bf16-mixed", **script)
+        assert "capability 7.5, below 8.0, only emulates bfloat16" in message
+        assert f"use --precision {instead}" in message
+    for precision in ("bf16-mixed", "bf16-true"):
+        settings = parse_settings([*BLOOM, "--precision", precision, "--accelerator", "cpu"])
+        assert (settings.precision, settings.notices) == (precision, ())
 
 
 @pytest.mark.parametrize(

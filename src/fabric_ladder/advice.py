@@ -59,6 +59,8 @@ def explain(error: BaseException, settings: Settings | None = None) -> str | Non
         return f"the processes cannot meet ({first_line(error)})"
     if is_out_of_memory(error):
         return _out_of_memory(error, settings)
+    if "no kernel found to launch" in str(error):  # by memory-efficient attention, below compute capability 8.0
+        return "PyTorch has no fused attention for heads of this width on this GPU: add --attention eager"
     if "No working C++ compiler found" in str(error):
         return "torch.compile needs a C++ compiler, and none was found: install g++, or run src/2_grad_accum.py"
     if "C++ compile error" in str(error):

@@ -6,7 +6,7 @@ import torch
 
 from fabric_ladder.distributed.deepspeed import check_deepspeed
 from fabric_ladder.distributed.launch import check_devices
-from fabric_ladder.environment import has_bfloat16
+from fabric_ladder.environment import compute_capability, has_bfloat16
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.configs import check_model
 from fabric_ladder.models.lora import check_lora
@@ -80,7 +80,9 @@ def check(settings: Settings, script: dict) -> None:
         if name not in script and (value := getattr(settings, name)):
             raise UserError(f"--{name} {value}: {settings.name} has no use for it; run {rung}")
     check_devices(settings, several="devices" in script)
-    _check_precision(settings)
+    check_precision(
+        settings, compute_capability() if settings.accelerator == "cuda" else None, sharded="offload" in script
+    )
     _check_sharding(settings, script)
     check_logger(settings)
     check_optimizer(settings)
@@ -91,18 +93,28 @@ def check(settings: Settings, script: dict) -> None:
         check_deepspeed(settings)
 
 
-def _check_precision(settings: Settings) -> None:
+def check_precision(settings: Settings, capability: tuple[int, int] | None, sharded: bool) -> None:
+    """Refuse a precision that a device cannot do, or does worse than another.
+
+    Args:
+        settings: Resolved.
+        capability: Compute capability of the GPU; None: a CPU.
+        sharded: By FSDP2.
+
+    Raises:
+        UserError: In one line, why and which one to use.
+    """
     if settings.precision == "16-true" and settings.optimizer in ("adam", "adamw") and not settings.lora:
         raise UserError(
             f"--precision 16-true: the epsilon of --optimizer {settings.optimizer} is 0 in float16, and every step "
             "would divide by it; use --precision bf16-true, or --optimizer sgd"
         )
-    if settings.accelerator == "cpu" and settings.precision == "16-mixed":
+    if settings.precision == "16-mixed" and capability is None:
         raise UserError("--precision 16-mixed needs a CUDA GPU; use --precision bf16-mixed")
-    if settings.accelerator == "cuda" and settings.precision.startswith("bf16") and not has_bfloat16():
+    if settings.precision == "bf16-mixed" and not has_bfloat16(capability):
         raise UserError(
-            f"--precision {settings.precision}: {torch.cuda.get_device_name()} has no bfloat16 (compute capability "
-            "below 8.0); use --precision 16-mixed (src/4_mixed_precision.py takes it by itself)"
+            f"--precision bf16-mixed: a GPU of compute capability {capability[0]}.{capability[1]}, below 8.0, only "
+            f"emulates bfloat16; use --precision {'32-true' if sharded else '16-mixed'}"
         )
 
 

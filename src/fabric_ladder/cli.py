@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import re
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import jsonargparse
@@ -14,7 +15,7 @@ import yaml
 from fabric_ladder.advice import show_errors
 from fabric_ladder.checks import check, check_values
 from fabric_ladder.distributed.launch import check_launcher, options_of_fabric_run, prepare_launch, resolve_devices
-from fabric_ladder.environment import mixed_precision, notebook_shell
+from fabric_ladder.environment import compute_capability, fit_precision, notebook_shell
 from fabric_ladder.errors import Checked, UserError
 from fabric_ladder.places import CONFIGS
 from fabric_ladder.settings import INTERNAL, Settings
@@ -62,7 +63,7 @@ def parse_settings(args: list[str] | None = None, config: str | None = None, **d
     several = "devices" in defaults
     check_values(settings)
     check_launcher(settings, several)
-    settings = resolve(_with_learning_rate(settings, given, [_name(arg) for arg in from_file]))
+    settings = resolve(_with_learning_rate(settings, given, [_name(arg) for arg in from_file]), given, defaults)
     check(settings, defaults)
     if several and settings.ranks == 1:
         settings = _with_notice(
@@ -75,18 +76,27 @@ def parse_settings(args: list[str] | None = None, config: str | None = None, **d
     return settings
 
 
-def resolve(settings: Settings) -> Settings:
+def resolve(settings: Settings, given: Collection[str] = (), script: Collection[str] = ()) -> Settings:
     """Return settings in which every `auto`, and every default that depends on other settings, is a value.
 
     `micro_batch_tokens` alone stays `auto`: what fits is found once the model is there, and kept in the training state.
+
+    Args:
+        settings: As they were read.
+        given: Names of settings on the command line, whose precision is taken as it is.
+        script: Names of the script's own defaults.
     """
     accelerator = settings.accelerator
     if accelerator == "auto":
         accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     on_gpu = accelerator == "cuda"
-    precision, multiple, micro_batch_size = settings.precision, settings.pad_to_multiple_of, settings.micro_batch_size
-    if precision == "mixed":
-        precision = mixed_precision() if on_gpu else "bf16-mixed"
+    multiple, micro_batch_size = settings.pad_to_multiple_of, settings.micro_batch_size
+    capability = compute_capability() if on_gpu else None
+    replaceable = settings.lora and "precision" not in given
+    precision, meaning = fit_precision(settings.precision, capability, replaceable, "offload" in script)
+    if meaning:
+        emulates = f"{torch.cuda.get_device_name()} only emulates bfloat16 (compute capability below 8.0)"
+        settings = _with_notice(settings, f"{emulates}: {meaning}")
     if multiple is None:
         multiple = BUCKET if settings.compile and settings.max_length % BUCKET == 0 else 1
     settings = dataclasses.replace(

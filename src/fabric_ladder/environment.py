@@ -36,14 +36,44 @@ def describe_hardware(device: torch.device) -> dict:
     return facts
 
 
+def compute_capability() -> tuple[int, int] | None:
+    """Return the GPU's compute capability; None where there is no CUDA GPU."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+def has_bfloat16(capability: tuple[int, int] | None) -> bool:
+    """Tell whether a GPU, or the CPU (None), computes in bfloat16; `torch.cuda.is_bf16_supported` counts emulation."""
+    return capability is None or capability >= (8, 0)
+
+
 def mixed_precision() -> str:
     """Return what `mixed` stands for on this machine: `bf16-mixed`, or `16-mixed` where bfloat16 is emulated."""
-    return "bf16-mixed" if has_bfloat16() else "16-mixed"
+    return fit_precision("mixed", compute_capability())[0]
 
 
-def has_bfloat16() -> bool:
-    """Tell by the compute capability: `torch.cuda.is_bf16_supported()` also says yes to an emulation."""
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 0)
+def fit_precision(
+    precision: str, capability: tuple[int, int] | None, lora: bool = False, sharded: bool = False
+) -> tuple[str, str]:
+    """Return what comes closest to a script's precision on a device, and what that means, where it must be said.
+
+    Args:
+        precision: As in the settings.
+        capability: Compute capability of the GPU; None: a CPU.
+        lora: Only adapters are trained, which `16-mixed` keeps in 32-bit beside frozen matrices in float16.
+        sharded: By FSDP2, which cannot scale the loss as float16 needs (Fabric's `FSDPPrecision`).
+    """
+    if has_bfloat16(capability):
+        return "bf16-mixed" if precision == "mixed" else precision, ""
+    if precision == "mixed" and sharded:
+        return "32-true", "32-true in place of mixed precision, since FSDP2 cannot scale the loss that float16 needs"
+    if precision == "bf16-true" and lora:
+        return "16-mixed", "16-mixed in place of bf16-true: frozen matrices in float16, adapters in 32-bit"
+    if precision == "bf16-true":
+        return precision, (
+            "bf16-true saves the same memory of weights, but its products take no tensor cores, and attention keeps a "
+            "matrix of tokens x tokens; src/4_mixed_precision.py computes in float16"
+        )
+    return "16-mixed" if precision == "mixed" else precision, ""
 
 
 def reset_peak_memory(device: torch.device) -> None:

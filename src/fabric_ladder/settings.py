@@ -126,8 +126,8 @@ class Settings(DataSettings):
         num_nodes: Machines on which the script is started.
         accelerator: `auto` takes the CUDA GPU when there is one.
         threads: PyTorch's threads on the CPU. Default: as many as it finds cores.
-        precision: Fabric's name of the precision; `mixed` is `bf16-mixed`, or `16-mixed` on GPUs below compute
-            capability 8.0, which only emulate bfloat16.
+        precision: Fabric's name of the precision; `mixed` is `bf16-mixed`, or on GPUs below compute capability 8.0,
+            which only emulate bfloat16, `16-mixed` (under FSDP `32-true`).
         matmul_precision: Precision within products of 32-bit matrices: `high` (on a GPU TF32, 10 bits of mantissa) and
             `medium` (bfloat16) are faster. Default: `high` on a GPU, `highest` (all 23 bits) on a CPU.
         num_workers: Processes that make batches; 0 makes them in the training process, while the device computes what
