@@ -111,6 +111,10 @@ def check_precision(settings: Settings, capability: tuple[int, int] | None, shar
         )
     if settings.precision == "16-mixed" and capability is None:
         raise UserError("--precision 16-mixed needs a CUDA GPU; use --precision bf16-mixed")
+    if sharded and settings.precision in ("16-mixed", "64-true"):
+        raise UserError(
+            f"--precision {settings.precision}: FSDP2 under Fabric cannot do it; use bf16-mixed, bf16-true or 32-true"
+        )
     if settings.precision == "bf16-mixed" and not has_bfloat16(capability):
         raise UserError(
             f"--precision bf16-mixed: a GPU of compute capability {capability[0]}.{capability[1]}, below 8.0, only "
@@ -131,8 +135,4 @@ def _check_sharding(settings: Settings, script: dict) -> None:
     if sharded and settings.optimizer in ("adafactor", "adam-8bit"):
         raise UserError(
             f"--optimizer {settings.optimizer} cannot step on FSDP2's shards; use sgd, the leanest, adam or adamw"
-        )
-    if sharded and settings.precision in ("16-mixed", "64-true"):
-        raise UserError(
-            f"--precision {settings.precision}: FSDP2 under Fabric cannot do it; use bf16-mixed, bf16-true or 32-true"
         )

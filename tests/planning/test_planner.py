@@ -1,6 +1,7 @@
 """The planner: its peaks against real tensors for every rung, its choice, and the script that prints it."""
 
 import json
+import re
 import runpy
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from fabric_ladder.planning.candidates import (
     relative_speed,
 )
 from fabric_ladder.planning.formulas import ASSUMED
+from fabric_ladder.planning.gpus import ANY, GPUS, find_gpu, match_gpu
 from fabric_ladder.planning.planner import Machine, Samples, find_peaks, make_plan, recommend
 from fabric_ladder.planning.predict import blank_datasets, largest_batches, predict_peak
 from fabric_ladder.rungs import script_defaults
@@ -109,10 +111,10 @@ def bloom(tmp_path, layers):
     return ["--config", "imdb_bloom_560m.yaml", "--model", str(path)]
 
 
-def plans_of(rungs, options, memories, length=256):
+def plans_of(rungs, options, memories, length=256, gpu=ANY):
     """The plans for each size, of the choices for one GPU among these rungs."""
-    candidates, _ = read_candidates([each for each in list_choices(1) if each[0] in rungs], options, 1)
-    machine = Machine(tuple(memories), ASSUMED)
+    candidates, _ = read_candidates([each for each in list_choices(1) if each[0] in rungs], options, 1, gpu)
+    machine = Machine(tuple(memories), ASSUMED, gpu=gpu)
     figures = find_peaks(candidates, Samples(length), machine)
     return [
         [
@@ -132,13 +134,14 @@ def test_the_choice_is_monotone_in_memory_and_in_the_model_s_size(tmp_path, numb
     small, large = (
         [recommend(plans) for plans in plans_of(rungs, bloom(tmp_path, layers), memories)] for layers in (2, 6)
     )
-    speeds = {}
+    worth = {}
     for weights in ("all weights", "adapters"):
         for name, found in (("small", small), ("large", large)):
-            speeds[name] = [each[weights].speed if each[weights] else 0.0 for each in found]
-            assert speeds[name] == sorted(speeds[name]), "more memory, slower rung"
-        assert all(few <= many for few, many in zip(speeds["large"], speeds["small"], strict=True))
-        assert len(set(speeds["large"])) > 2, "the sizes decide nothing"
+            plans = [each[weights] for each in found]
+            worth[name] = [(-len(plan.costs), plan.speed) if plan else (-9, 0.0) for plan in plans]
+            assert worth[name] == sorted(worth[name]), "more memory, and a worse rung"
+        assert all(few <= many for few, many in zip(worth["large"], worth["small"], strict=True))
+        assert len(set(worth["large"])) > 2, "the sizes decide nothing"
     assert large[0]["all weights"] is None or large[0]["all weights"].speed < large[-1]["all weights"].speed
 
 
@@ -198,38 +201,127 @@ def plan(cwd, *options, **environment):
     return run_script(SCRIPT, *options, cwd=cwd, HF_HUB_OFFLINE=1, **environment)
 
 
-def test_the_script_prints_a_table_a_choice_and_files(tmp_path):
+def test_the_answer_comes_first_in_three_lines_and_every_figure_on_demand(tmp_path):
     model = ["--config", "imdb_bloom_560m.yaml", "--model", bloom(tmp_path, 2)[-1], "--length", "200"]
     files = ["--json", "p.json", "--markdown", "p.md"]
-    out = finished(plan(tmp_path, *model, "--gpu_memory", "1GB", "--rungs", "2,5,7", *files))
-    assert "effective batch 16 · samples of 200 tokens · 1 x 1 GB · overhead assumed, not measured" in out
-    assert "Fastest that fits, all weights: 5_low_precision, micro-batch 16" in out
+    out = finished(plan(tmp_path, *model, "--gpu_memory", "1GB", "--rungs", "2,5,7", "--full", *files))
+    run, takes, costs, *rest = out.splitlines()
+    assert run.startswith("Run    python src/2_grad_accum.py --config imdb_bloom_560m.yaml ")
+    assert re.fullmatch(r"Takes  0\.\d\d of 1 GB of the GPU, \d+\.\d GB of host memory", takes)
+    assert re.fullmatch(r"Costs  no accuracy that could be seen; speed 0\.\d\d", costs)
+    assert max(map(len, rest)) <= 80, "readable when piped"
+    text = " ".join(out.split())
+    assert "effective batch 16 · samples of 200 tokens · 1 x 1 GB" in text
+    assert "Faster: 5_low_precision, micro-batch 16, speed 0.76; it costs 14 points of accuracy" in text
     record = json.loads((tmp_path / "p.json").read_text())
     (size,) = record["sizes"]
     assert [row["rung"] for row in size["rows"]] == ["2_grad_accum", "5_low_precision", "7_grad_checkpointing"]
     chosen = size["rows"][size["recommended"]["all weights"]]
     assert chosen["peak"]["total"] + chosen["overhead"] + chosen["room"] == 1_000_000_000
-    assert chosen["command"] in out
+    assert run == f"Run    {chosen['command']}"
     assert size["recommended"]["adapters"] is None
-    assert (tmp_path / "p.md").read_text().count("\n| ") == 4
+    assert [line.split()[0] for line in rest if re.match(r"\d_", line)] == [row["name"] for row in size["rows"]]
+    markdown = (tmp_path / "p.md").read_text()
+    assert re.findall(r"^\| (\w+)", markdown, re.M) == ["rung", *(row["name"] for row in size["rows"])]
+    assert chosen["command"] in markdown
     words = [*chosen["command"].split()[2:], "--accelerator", "cpu", "--check_only", "true"]
-    assert run_script(SRC / "5_low_precision.py", *words, cwd=tmp_path).returncode == 0, "the command is not one"
+    assert run_script(SRC / "2_grad_accum.py", *words, cwd=tmp_path).returncode == 0, "the command is not one"
 
 
 def test_the_script_says_what_it_would_take(tmp_path):
     options = [*bloom(tmp_path, 2), "--length", "200", "--rungs", "2,5"]
     out = finished(plan(tmp_path, *options, "--gpu_memory", "560MB,2GB"))
-    assert "0.56 GB: Nothing fits. It would take a GPU of 0.6 GB, for 5_low_precision; or shorter samples" in out
-    assert "2 GB: Fastest that fits, all weights" in out
+    assert out.startswith(
+        "0.56 GB:\nNothing fits. It would take a GPU of 0.6 GB, for 5_low_precision; or shorter samples"
+    )
+    assert "2 GB:\nRun    python src/2_grad_accum.py" in out
+
+
+def test_without_the_data_a_plan_is_for_the_longest_sample_there_can_be(tmp_path):
+    """And tries to download none: IMDb's archive would be written into `data`."""
+    options = [*bloom(tmp_path, 1), "--max_length", "96", "--rungs", "4,5", "--gpu", "t4"]
+    out = " ".join(finished(plan(tmp_path, *options, FABRIC_LADDER_DATA="data")).split())
+    assert "IMDb is not in data, and a plan downloads no data: it is for --max_length 96" in out
+    assert "samples of 96 tokens · 1 x T4, 15.6 GB" in out
+    assert "T4 (compute capability 7.5) only emulates bfloat16: never recommended" in out
+    assert not (tmp_path / "data").exists()
+    process = plan(tmp_path, *options, "--dataset", "nowhere.csv")
+    assert process.returncode == 2
+    assert "there is no file or folder nowhere.csv" in process.stderr
+
+
+def test_bfloat16_everywhere_comes_after_what_costs_no_accuracy_unless_nothing_else_fits(tmp_path):
+    rungs, options = ["4_mixed_precision", "5_low_precision", "6_lean_optimizer"], bloom(tmp_path, 6)
+    (without_room,) = plans_of(rungs, options, (1,), length=64)
+    least = min(plan.needed for plan in without_room if plan.candidate.rung == rungs[0])
+    found = plans_of(rungs, options, (least - 1, least), length=64)
+    chosen = [recommend(plans)["all weights"] for plans in found]
+    assert [plan.candidate.rung for plan in chosen] == ["5_low_precision", "4_mixed_precision"]
+    assert ["14 points" in " ".join(plan.costs) for plan in chosen] == [True, False]
+    (plans,) = plans_of(rungs, [*options, "--precision", "bf16-true"], (10**10,), length=64)
+    assert recommend(plans)["all weights"].candidate.settings.precision == "bf16-true", "asked for"
+
+
+def test_emulated_bfloat16_is_planned_but_never_recommended(tmp_path):
+    rungs, options = ["4_mixed_precision", "5_low_precision", "13_lora"], bloom(tmp_path, 2)
+    found = {name: plans_of(rungs, options, (10**10,), gpu=find_gpu(name))[0] for name in ("T4", "L4")}
+    precisions = {name: [plan.candidate.settings.precision for plan in plans] for name, plans in found.items()}
+    assert precisions == {
+        "T4": ["16-mixed", "16-mixed", "bf16-true", "16-mixed", "16-mixed"],
+        "L4": ["bf16-mixed", "bf16-mixed", "bf16-true", "bf16-true", "bf16-true"],
+    }
+    (older,), (newer,) = ([plan for plan in plans if plan.candidate.rung[0] == "5"] for plans in found.values())
+    assert (older.emulated, newer.emulated) == (True, False)
+    assert older.speed == pytest.approx(newer.speed * 8.1 / 65)
+    assert older.peak.activations > newer.peak.activations, "attention keeps its matrix"
+    (plans,) = plans_of(rungs[1:2], options, (10**10,), length=64, gpu=find_gpu("T4"))
+    assert plans[0].fits
+    assert recommend(plans) == {"all weights": None, "adapters": None}
+
+
+def test_a_precision_given_to_the_planner_is_taken_or_refused_as_by_a_rung(tmp_path):
+    choices, t4 = [("10_fsdp", ()), ("4_mixed_precision", ())], find_gpu("T4")
+    precisions = {}
+    for given in (None, "mixed", "32-true", "16-mixed"):
+        options = [*bloom(tmp_path, 1), *(["--precision", given] if given else [])]
+        candidates, _ = read_candidates(choices, options, 1, t4)
+        precisions[given] = [candidate.settings.precision for candidate in candidates]
+    both = ["32-true", "16-mixed"]
+    assert precisions == {None: both, "mixed": both, "32-true": ["32-true"] * 2, "16-mixed": ["16-mixed"]}
+    with pytest.raises(UserError, match=r"capability 7.5, below 8.0, only emulates bfloat16; use --precision 32-true"):
+        read_candidates(choices, [*bloom(tmp_path, 1), "--precision", "bf16-mixed"], 1, t4)
+
+
+def test_gpus_are_found_by_what_users_and_drivers_call_them():
+    for name, found in {
+        "t4": "T4", "Tesla T4": "T4", "rtx-2080ti": "RTX 2080 Ti", "RTX 2060": "RTX 2060", "4060 Ti 16GB":
+        "RTX 4060 Ti 16GB", "a100-80gb": "A100 80GB", "NVIDIA A100-SXM4-80GB": "A100 80GB", "A4000": "RTX A4000",
+        "NVIDIA H100 80GB HBM3": "H100", "NVIDIA H100 PCIe": "H100 PCIe", "NVIDIA GeForce RTX 3090": "RTX 3090",
+        "NVIDIA A10G": "A10G", "Tesla V100-SXM2-16GB": "V100", "NVIDIA L40S": "L40S", "B 200": "B200",
+    }.items():  # fmt: skip
+        assert match_gpu(name).name == found, name
+        assert find_gpu(name) is match_gpu(name)
+    for name in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3080 Ti", "NVIDIA GeForce RTX 4070 SUPER"):
+        assert match_gpu(name) is None
+    with pytest.raises(
+        UserError, match=r"^--gpu A100: not in the table; there is A100 40GB, A100 80GB; of another one"
+    ):
+        find_gpu("A100")
+    with pytest.raises(UserError, match=r"--gpu RTX 4091: .*RTX 4090"):
+        find_gpu("RTX 4091")
+    for gpu in GPUS:
+        assert match_gpu(gpu.name) is gpu
+        assert 5e9 < gpu.memory < 2e11
+        assert 1 < gpu.half / gpu.single < 9
 
 
 def test_the_script_plans_for_the_gpus_that_it_finds_and_forks_before_it_sees_them(tmp_path):
     script = ROOT / "tests" / "support" / "plan_with_gpu.py"
     process = run_script(script, SCRIPT, *bloom(tmp_path, 2), "--length", "200", "--rungs", "5,10", cwd=tmp_path)
     out = finished(process)
-    assert " · 2 x 1 GB · overhead assumed, not measured" in out
+    assert " · 2 x Small, 1 GB" in out.replace("\n    ", " ")
     assert int(out.splitlines()[-1]) == 1 + 2, "one process to look for GPUs, two to rehearse"
-    assert "Fastest that fits, all weights: 5_low_precision, micro-batch 16" in out
+    assert out.startswith("Run    python src/10_fsdp.py ")
 
 
 @pytest.mark.parametrize(
@@ -237,6 +329,7 @@ def test_the_script_plans_for_the_gpus_that_it_finds_and_forks_before_it_sees_th
     [
         (["--gpu_memory", "16 XB"], "--gpu_memory 16 XB: give a size such as 16GB"),
         (["--gpu_memory", "0GB"], "--gpu_memory 0GB: give a size"),
+        (["--gpu", "T40", "--gpu_memory", "16GB"], "--gpu T40: not in the table; there is "),
         (["--gpu_memory", "16GB", "--devices", "0"], "--devices 0: must be at least 1"),
         (["--gpu_memory", "16GB", "--length", "5000"], "--length 5000: must be from 2 to --max_length 1024"),
         (["--gpu_memory", "16GB", "--rungs", "77"], "there is no rung 77"),

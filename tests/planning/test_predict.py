@@ -7,6 +7,7 @@ import pytest
 import torch.distributed as dist
 from support.helpers import MODELS, settings_for
 from support.planning import build, case, count_weights, measured_peak, sharded_peak
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fabric_ladder import Settings
 from fabric_ladder.planning.predict import largest_batches, predict_peak
@@ -44,6 +45,16 @@ QUICK += [("bloom-lm", technique) for technique in ("bf16-true", "checkpointing"
 def test_the_prediction_agrees_with_real_tensors(tmp_path, family, technique):
     settings, training, _ = case(tmp_path, family, **TECHNIQUES[technique])
     assert predict_peak(settings, training).total == pytest.approx(measured_peak(settings, training), rel=0.01)
+
+
+def test_the_prediction_agrees_with_real_tensors_where_bfloat16_is_emulated(tmp_path):
+    """There attention is computed step by step, as PyTorch does here if it is told to."""
+    settings, training, _ = case(tmp_path, "vit", precision="bf16-true")
+    with sdpa_kernel(SDPBackend.MATH):
+        measured = measured_peak(settings, training)
+    newer, older = (predict_peak(settings, training, capability=each) for each in ((8, 0), (7, 5)))
+    assert older.total == pytest.approx(measured, rel=0.01)
+    assert older.total > 1.2 * newer.total
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -72,7 +72,7 @@ def test_what_cannot_be_predicted_does_not_stop_a_run(tmp_path):
 def test_a_planner_that_fails_is_a_problem_and_no_error(monkeypatch, tmp_path, name, value, problem):
     if name:
         monkeypatch.setattr(prediction, name, value)
-    found = prediction._ask_planner(("no settings", ([], []), None, 2, None))
+    found = prediction._ask_planner(("no settings", ([], []), None, 2, None, None))
     assert found["problem"].startswith(problem)
     said = Prediction(found)
     assert said.line(settings_for(tmp_path), {}) == f"Predicted peak: unknown ({found['problem']})"

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import torch
 
-GPUS = [SimpleNamespace(name="Large", total_memory=8 * 10**9), SimpleNamespace(name="Small", total_memory=10**9)]
+GPUS = [SimpleNamespace(name=name, total_memory=size * 10**9, major=8, minor=0) for name, size in
+        (("Large", 8), ("Small", 1))]  # fmt: skip
 seen, forks = [], []
 
 

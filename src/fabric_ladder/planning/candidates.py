@@ -4,9 +4,12 @@ import argparse
 from dataclasses import replace
 from typing import NamedTuple
 
+from fabric_ladder.checks import check_precision
 from fabric_ladder.cli import parse_settings
 from fabric_ladder.distributed.deepspeed_config import read_deepspeed_config
+from fabric_ladder.environment import fit_precision, has_bfloat16
 from fabric_ladder.errors import UserError
+from fabric_ladder.planning.gpus import ANY, Gpu
 from fabric_ladder.rungs import script_defaults
 from fabric_ladder.settings import Settings
 
@@ -22,7 +25,6 @@ SHARING = {
     "zero1": 0.95, "zero2": 0.9, "zero2_offload": 0.7, "zero3": 0.6, "10_fsdp": 0.6, "zero3_offload": 0.25,
     "11_fsdp_cpu_offload": 0.25,
 }  # fmt: skip
-HALF_AS_FAST = 0.5  # 32-bit by TF32: 156 against 312 TFLOP/s in 16 bits (NVIDIA, A100 data sheet; H100: 494 and 989)
 RECOMPUTED = 0.75  # three thirds of work become four (Chen et al., 2016, Training Deep Nets with Sublinear Memory)
 COMPILED = 1.2  # 51.4 against 43.3 minutes in the series that the rungs follow
 UNPACKED = 0.7  # 4-bit weights are unpacked for each product: a guess
@@ -72,7 +74,7 @@ def list_choices(gpus: int) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def read_candidates(
-    choices: list[tuple[str, tuple[str, ...]]], options: list[str], gpus: int
+    choices: list[tuple[str, tuple[str, ...]]], options: list[str], gpus: int, gpu: Gpu = ANY
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Read the settings of every choice.
 
@@ -80,6 +82,7 @@ def read_candidates(
         choices: Rungs and their options; what `options` says already is taken out of these.
         options: Of the user, as on a rung's command line.
         gpus: Devices of the plan.
+        gpu: Each of them.
 
     Returns:
         The candidates, and by name why other choices cannot be run.
@@ -98,7 +101,7 @@ def read_candidates(
             continue
         extra = sum(pairs, ())
         try:
-            settings = read_settings(rung, [*options, *extra, *here], gpus if rung in ON_ALL_GPUS else 1)
+            settings = read_settings(rung, [*options, *extra, *here], gpus if rung in ON_ALL_GPUS else 1, gpu)
             sizes = (None,) if given & {"--micro_batch_size", "--micro_batch_tokens"} else _sizes(settings)
             candidates[name] = Candidate(name, rung, extra, settings, sizes)
         except UserError as error:
@@ -108,42 +111,72 @@ def read_candidates(
     return list(candidates.values()), problems
 
 
-def read_settings(rung: str, options: list[str], gpus: int = 1) -> Settings:
+def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) -> Settings:
     """Return a rung's settings as they would be on so many GPUs, checked on this machine's CPU.
 
-    DeepSpeed, which would be refused there, is put in afterwards.
+    What would be refused there, DeepSpeed and `16-mixed`, is put in afterwards. A line that the run would print of its
+    precision is the only one of the notices.
 
     Raises:
         UserError: The rung cannot be run with these options.
     """
-    defaults, deepspeed = script_defaults(rung), None
+    defaults = script_defaults(rung)
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--precision")
     if "deepspeed" in defaults:
-        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         finder.add_argument("--deepspeed", default=defaults["deepspeed"])
-        found, options = finder.parse_known_args(options)
-        defaults, deepspeed = defaults | {"deepspeed": None}, found.deepspeed
-    settings = parse_settings([*options, "--accelerator", "cpu", "--devices", "1"], **defaults)
+    found, options = finder.parse_known_args(options)
+    if found.precision:
+        options += ["--precision", "mixed" if found.precision == "16-mixed" else found.precision]
+    here = ["--accelerator", "cpu", "--devices", "1"]
+    settings = parse_settings(
+        [*options, *here], **defaults | {"deepspeed": None} if "deepspeed" in defaults else defaults
+    )
     if gpus > settings.batch_size:
         raise UserError(f"--batch_size {settings.batch_size} is below the number of devices, {gpus}: raise it")
-    settings = replace(settings, name=rung, devices=gpus, deepspeed=deepspeed)
-    if deepspeed:
+    precision, sharded = found.precision or settings.precision, "offload" in defaults
+    if not found.precision and precision == "bf16-mixed":
+        precision = "mixed"  # as it is on a CPU
+    precision, meaning = fit_precision(precision, gpu.capability, settings.lora and not found.precision, sharded)
+    settings = replace(settings, name=rung, devices=gpus, precision=precision, notices=(meaning,) if meaning else ())
+    check_precision(settings, gpu.capability, sharded)
+    if "deepspeed" in defaults:
+        settings = replace(settings, deepspeed=found.deepspeed)
         read_deepspeed_config(settings)  # refuses one that does not fit
     return settings
 
 
-def relative_speed(settings: Settings, rung: str, tokens: int) -> float:
-    """Return a run's samples/s, as a multiple of what a busy GPU does in 16 bits.
+def emulates(settings: Settings, gpu: Gpu) -> bool:
+    """Tell whether a run computes in a bfloat16 that the GPU has not."""
+    return settings.precision.startswith("bf16") and not has_bfloat16(gpu.capability)
+
+
+def accuracy_costs(settings: Settings) -> list[str]:
+    """Return in words what settings have been seen to cost in accuracy (docs/results.md, docs/lora.md)."""
+    if settings.lora:
+        return ["1.1 points of accuracy (MiniLM at --learning_rate 1e-3)"]
+    costs = []
+    if settings.precision in ("bf16-true", "16-true"):
+        costs.append("14 points of accuracy (MiniLM at --learning_rate 5e-5)")
+    if settings.optimizer == "sgd":
+        costs.append("13 points against Adam (MiniLM after 63 steps)")
+    return costs
+
+
+def relative_speed(settings: Settings, rung: str, tokens: int, gpu: Gpu = ANY) -> float:
+    """Return a run's samples/s, as a multiple of what a busy GPU of this kind does in 16 bits.
 
     Args:
         settings: `precision`, `activation_checkpointing`, `compile`, `quantization`, `deepspeed`, `batch_size`, and
             `devices` and `num_nodes`.
         rung: The script's name.
         tokens: Padded tokens of a micro-batch.
+        gpu: Its peaks tell how much slower 32-bit products are; an emulated bfloat16 is taken to be no faster.
     """
     speed = settings.ranks * SHARING.get(settings.deepspeed or rung, 1.0)
     speed *= tokens / (tokens + BUSY)
-    if settings.precision in ("32-true", "64-true"):
-        speed *= HALF_AS_FAST
+    if settings.precision in ("32-true", "64-true") or emulates(settings, gpu):
+        speed *= gpu.single / gpu.half
     if settings.activation_checkpointing:
         speed *= RECOMPUTED
     if settings.compile:

@@ -155,12 +155,12 @@ class Overhead(NamedTuple):
 ASSUMED = Overhead(context=500_000_000, workspace=2 * 32 * 2**20, fragmentation=0.05, source="assumed, not measured")
 
 
-def load_overhead(cache_dir: str, gpu: str | None) -> Overhead:
+def load_overhead(cache_dir: str, gpu: str) -> Overhead:
     """Return what was measured on this GPU with this PyTorch; what is assumed, if nothing was.
 
     Args:
         cache_dir: Folder of the cache, as in the settings.
-        gpu: Name of the GPU; None: the plan is for one that is not here.
+        gpu: The driver's name of it.
     """
     try:
         return Overhead(**_read_kept(cache_dir)[_key(gpu)])
@@ -238,5 +238,5 @@ def _read_kept(cache_dir: str) -> dict:
         return {}
 
 
-def _key(gpu: str | None) -> str:
+def _key(gpu: str) -> str:
     return f"{gpu}, torch {torch.__version__}, CUDA {torch.version.cuda}"

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from fabric_ladder.planning.candidates import Candidate, relative_speed
+from fabric_ladder.planning.candidates import Candidate, accuracy_costs, emulates, relative_speed
 from fabric_ladder.planning.formulas import Counts, Overhead
+from fabric_ladder.planning.gpus import ANY, Gpu, match_gpu
 from fabric_ladder.planning.predict import blank_datasets, complete, largest_batches, to_rehearse
 from fabric_ladder.planning.rehearsal import Rehearsal, rehearse
 from fabric_ladder.planning.tracker import Peak
@@ -46,12 +47,14 @@ class Machine(NamedTuple):
         overhead: What a run needs of a GPU on top of its tensors.
         host_memory: Bytes of the machine's memory; None: as much as it takes.
         gpus: Their number.
+        gpu: What they are, but for their memory.
     """
 
     memory_limits: tuple[int, ...]
     overhead: Overhead
     host_memory: int | None = None
     gpus: int = 1
+    gpu: Gpu = ANY
 
 
 class Figures(NamedTuple):
@@ -74,6 +77,7 @@ class Plan(NamedTuple):
         host: Bytes of a machine's memory that it needs.
         fits: Whether GPU and host have as much.
         speed: See `relative_speed`.
+        emulated: Whether it would compute in a bfloat16 that the GPU has not.
         command: That runs it.
     """
 
@@ -85,7 +89,13 @@ class Plan(NamedTuple):
     host: int
     fits: bool
     speed: float
+    emulated: bool
     command: str
+
+    @property
+    def costs(self) -> list[str]:
+        """What it is known to cost in accuracy."""
+        return accuracy_costs(self.candidate.settings)
 
     @property
     def overhead(self) -> int:
@@ -93,8 +103,8 @@ class Plan(NamedTuple):
         return self.needed - self.peak.total
 
 
-def find_gpus() -> list[tuple[int, str]]:
-    """Return bytes and name of each GPU here, asked in another process, and hide them all from this one.
+def find_gpus() -> list[Gpu]:
+    """Return the GPUs here, asked in another process, and hide them all from this one.
 
     So it can fork processes, see `find_peaks`. To be called before this process looks for a GPU itself.
     """
@@ -157,27 +167,34 @@ def make_plan(candidate: Candidate, figures: Figures, options: list[str], machin
         free=free[size],
         host=host,
         fits=bool(fitting) and (machine.host_memory is None or host <= machine.host_memory),
-        speed=relative_speed(settings, rung, figures.tokens[size]),
+        speed=relative_speed(settings, rung, figures.tokens[size], machine.gpu),
+        emulated=emulates(settings, machine.gpu),
         command=shlex.join(["python", f"src/{rung}.py", *words]),
     )
 
 
 def recommend(plans: list[Plan]) -> dict[str, Plan | None]:
-    """Return the fastest that fits: of those that train all weights, and of those that train adapters.
+    """Return the best that fits: of those that train all weights, and of those that train adapters.
 
-    Of equally fast ones the lower rung, which changes less.
+    It is the one with the fewest known costs in accuracy, of those the fastest, and of equally fast ones the lower
+    rung, which changes less. Emulated bfloat16 is none.
     """
 
-    def fastest(adapters: bool) -> Plan | None:
-        fitting = [plan for plan in plans if plan.fits and plan.candidate.settings.lora == adapters]
-        return max(fitting, key=lambda plan: plan.speed, default=None)
+    def best(adapters: bool) -> Plan | None:
+        fitting = [
+            plan for plan in plans if plan.fits and not plan.emulated and plan.candidate.settings.lora == adapters
+        ]
+        return min(fitting, key=lambda plan: (len(plan.costs), -plan.speed), default=None)
 
-    return {"all weights": fastest(adapters=False), "adapters": fastest(adapters=True)}
+    return {"all weights": best(adapters=False), "adapters": best(adapters=True)}
 
 
-def _list_gpus() -> list[tuple[int, str]]:
-    gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-    return [(gpu.total_memory, gpu.name) for gpu in gpus]
+def _list_gpus() -> list[Gpu]:
+    found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    return [
+        (match_gpu(gpu.name) or ANY)._replace(name=gpu.name, memory=gpu.total_memory, capability=(gpu.major, gpu.minor))
+        for gpu in found
+    ]
 
 
 def _enter_fork() -> None:
@@ -189,7 +206,8 @@ def _rehearse_together(task: tuple[list[Candidate], Samples, Machine]) -> dict[s
     """Return the figures of candidates that share a rehearsal, by their names."""
     candidates, samples, machine = task
     first, datasets = candidates[0], blank_datasets(samples.classes, samples.image_size)
-    with rehearse(to_rehearse(first.settings), datasets, first.fsdp_ranks) as rehearsal:
+    emulated = emulates(first.settings, machine.gpu)
+    with rehearse(to_rehearse(first.settings), datasets, first.fsdp_ranks, emulated) as rehearsal:
         return {candidate.name: _find_figures(candidate, rehearsal, samples, machine) for candidate in candidates}
 
 

@@ -23,6 +23,7 @@ from fabric_ladder.data.loaders import MicroBatch
 from fabric_ladder.data.sampler import cut
 from fabric_ladder.data.splits import ImageDatasets, ImageFormat, TextDatasets
 from fabric_ladder.distributed.deepspeed_config import read_deepspeed_config
+from fabric_ladder.environment import has_bfloat16
 from fabric_ladder.errors import first_line
 from fabric_ladder.planning.formulas import Counts, in_4_bits, load_overhead, with_8_bit_adam, with_zero
 from fabric_ladder.planning.rehearsal import rehearse
@@ -36,6 +37,7 @@ def predict_peak(
     evaluations: Sequence[MicroBatch] = (),
     ranks: int | None = None,
     classes: int = 2,
+    capability: tuple[int, int] | None = None,
 ) -> Peak:
     """Return the peak of a run: that of its second optimizer step (the first makes the state) and of its evaluation.
 
@@ -47,10 +49,12 @@ def predict_peak(
         evaluations: Batches of the evaluation.
         ranks: GPUs over which FSDP shards, as in rungs 10 and 11; None: no FSDP.
         classes: Of a classifier.
+        capability: Compute capability of the GPU; None: of one that computes in bfloat16.
     """
     pixels = micro_batches[0].inputs.get("pixel_values")
     datasets = blank_datasets(classes, None if pixels is None else pixels.shape[-1])
-    with rehearse(to_rehearse(settings), datasets, ranks) as rehearsal:
+    emulated = settings.precision.startswith("bf16") and not has_bfloat16(capability)
+    with rehearse(to_rehearse(settings), datasets, ranks, emulated) as rehearsal:
         return complete(settings, rehearsal.peak(micro_batches, evaluations), rehearsal.counts)
 
 
@@ -141,9 +145,9 @@ def main() -> None:
     with open(os.devnull, "w") as nowhere:  # what libraries print is no answer
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
-    settings, (training, evaluations), ranks, classes, gpu = pickle.load(sys.stdin.buffer)
+    settings, (training, evaluations), ranks, classes, gpu, capability = pickle.load(sys.stdin.buffer)
     try:
-        peak = predict_peak(settings, training, evaluations, ranks, classes)
+        peak = predict_peak(settings, training, evaluations, ranks, classes, capability)
         found = {name: getattr(peak, name) for name in (*ON_DEVICE, "host", "phase", "total")}
         if gpu:
             found["needed"] = load_overhead(settings.cache_dir, gpu).needed(peak)

@@ -8,7 +8,7 @@ tensors at once.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.optim import SGD, Adam, AdamW
 from torch.overrides import TorchFunctionMode
@@ -39,7 +40,7 @@ from fabric_ladder.training.gradients import accumulate_gradients, run_model
 
 @contextmanager
 def rehearse(
-    settings: Settings, datasets: TextDatasets | ImageDatasets, ranks: int | None = None
+    settings: Settings, datasets: TextDatasets | ImageDatasets, ranks: int | None = None, emulated: bool = False
 ) -> Iterator["Rehearsal"]:
     """Set up the run of some settings on fake tensors.
 
@@ -48,6 +49,8 @@ def rehearse(
             `16-mixed` is taken for `bf16-mixed`, which holds the same bytes.
         datasets: Tell the model its classes, images or vocabulary; samples are not looked at.
         ranks: GPUs over which FSDP shards, as in rungs 10 and 11; None: no FSDP.
+        emulated: On a GPU that only emulates bfloat16, which no kernel of attention takes there that keeps no matrix
+            of tokens x tokens (PyTorch, `sdp_utils.cpp: can_use_mem_efficient_attention`).
     """
     buckets = settings.ranks > 1 and not ranks
     settings = replace(settings, accelerator="cpu", devices=ranks or 1, num_nodes=1)
@@ -56,7 +59,8 @@ def rehearse(
     try:
         with torch.device("meta"):  # no weights are drawn, which takes branches that depend on values
             model = build_model(settings, datasets)
-        yield Rehearsal(model, settings, bool(ranks), buckets)
+        with sdpa_kernel(SDPBackend.MATH) if emulated else nullcontext():
+            yield Rehearsal(model, settings, bool(ranks), buckets)
     finally:
         if ranks:
             dist.destroy_process_group()

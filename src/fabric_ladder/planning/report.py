@@ -1,21 +1,24 @@
-"""A plan as text: on the terminal, in Markdown and in JSON."""
+"""A plan as text: the answer and why on the terminal, every figure in Markdown and in JSON."""
 
+import io
 import json
-import shlex
+import textwrap
 from typing import NamedTuple
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from fabric_ladder.planning.gpus import ANY
 from fabric_ladder.planning.planner import Machine, Plan, Samples, recommend
 
-HEADER = ("rung", "micro-batch", "weights", "gradients", "optimizer", "activations", "logits", "other", "overhead",
-          "GPU", "room", "host", "speed")  # fmt: skip
+HEADER = ("rung", "batch", "weight", "grad", "optim", "activ", "other", "GPU", "room", "host", "speed")
 LEGEND = (
-    "GB (10^9 bytes) at the peak of one GPU; other: inputs, gradients of activations, temporary tensors; host: the "
-    "machine's memory; speed: relative and not measured, 1 is a busy GPU in 16 bits."
+    "GB (10^9 bytes) at the peak of one GPU. batch: the micro-batch, in samples; activ: activations and logits; other: "
+    "inputs, gradients of activations, temporary tensors, CUDA's own; host: the machine's memory; speed: 1 is a busy "
+    "GPU in 16 bits, not measured."
 )
+PLAIN = {"soft_wrap": True, "highlight": False, "markup": False}
 SHARING = "9_ddp, 10_fsdp and ZeRO without offload share among GPUs: --devices 2 plans for two."
 
 
@@ -32,6 +35,7 @@ class Answer(NamedTuple):
         plans: By size of a GPU in bytes.
         problems: Why a candidate cannot run, by its name.
         takes: By size, what it would take where nothing fits.
+        notes: What else was assumed, in words.
     """
 
     model: str
@@ -43,37 +47,28 @@ class Answer(NamedTuple):
     plans: dict[int, list[Plan]]
     problems: dict[str, str]
     takes: dict[int, str]
+    notes: list[str]
 
 
-def print_answer(answer: Answer, console: Console) -> None:
-    """Print a line of what is planned, the table of one size or the choice for each of several, and the advice."""
-    in_full = len(answer.plans) == 1
-    if in_full:
-        header, rows = HEADER, [_row(plan) for plans in answer.plans.values() for plan in plans]
-    else:
-        header = ("GPU", "fastest that trains all weights", "fastest with adapters")
-        rows = [(f"{_gigabytes(size)} GB", *map(in_short, recommend(plans).values()))
-                for size, plans in answer.plans.items()]  # fmt: skip
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, title in enumerate(header):
-        table.add_column(title, justify="right" if number and in_full else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console.print(_title(answer), soft_wrap=True, highlight=False)
-    console.print(table)
-    for line in _notes(answer, in_full):
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
+def print_answer(answer: Answer, console: Console, full: bool = False) -> None:
+    """Print what to run, what it takes and what it costs; then why; `full`: with a table of all ways."""
+    for size, plans in answer.plans.items():
+        console.print("\n".join([f"{_gigabytes(size)} GB:"] * (len(answer.plans) > 1) + _answer(answer, size)), **PLAIN)
+        console.print(*(["", _table(plans)] if full else []), sep="\n")
+    indents = {"initial_indent": "  ", "subsequent_indent": "    ", "break_on_hyphens": False}
+    lines = [textwrap.fill(line, console.width, **indents) for line in _reasons(answer, full)]
+    console.print("\n".join(["Why", *lines]), **PLAIN)
 
 
 def to_markdown(answer: Answer) -> str:
-    """Return the same as GitHub's Markdown, a table for each size."""
-    lines = [_title(answer), ""]
+    """Return the same as GitHub's Markdown, with a table for each size."""
+    lines = [f"{_title(answer)}\n"]
     for size, plans in answer.plans.items():
-        if len(answer.plans) > 1:
-            lines += [f"**{_gigabytes(size)} GB**", ""]
-        lines += [f"| {' | '.join(HEADER)} |", "|---|" + "---:|" * (len(HEADER) - 1)]
-        lines += [f"| {' | '.join(_row(plan))} |" for plan in plans] + [""]
-    return "\n".join([*lines, *(f"{line}\n" for line in _notes(answer, in_full=True))])
+        console = Console(file=io.StringIO(), width=400)
+        console.print(_table(plans, box.MARKDOWN))
+        table = "\n".join(line.strip() for line in console.file.getvalue().strip().splitlines())
+        lines += [f"**{_gigabytes(size)} GB**\n", f"{table}\n", "```", *_answer(answer, size), "```\n"]
+    return "\n".join([*lines, *(f"- {line}" for line in _reasons(answer, full=True)[1:])]) + "\n"
 
 
 def to_json(answer: Answer) -> str:
@@ -83,69 +78,108 @@ def to_json(answer: Answer) -> str:
         chosen = {weights: plans.index(plan) if plan else None for weights, plan in recommend(plans).items()}
         rows = [_record(plan) for plan in plans]
         sizes.append({"gpu_memory": size, "recommended": chosen, "takes": answer.takes.get(size), "rows": rows})
-    names = ("model", "parameters", "batch_size", "problems", "options")
-    record = {"format": 1, **{name: getattr(answer, name) for name in names}}
-    record |= {"samples": answer.samples._asdict(), "gpus": answer.machine.gpus}
+    names = ("model", "parameters", "batch_size", "problems", "options", "notes")
+    record = {"format": 2, **{name: getattr(answer, name) for name in names}}
+    record |= {"samples": answer.samples._asdict(), "gpus": answer.machine.gpus, "gpu": answer.machine.gpu._asdict()}
     return json.dumps(record | {"overhead": answer.machine.overhead._asdict(), "sizes": sizes}, indent=1) + "\n"
 
 
-def in_short(plan: Plan | None) -> str:
+def in_short(plan: Plan) -> str:
     """Return a plan in a few words: rung, options, micro-batch."""
-    if plan is None:
-        return "–"
     return plan.candidate.name + (f", micro-batch {plan.micro_batch}" if plan.micro_batch else "")
+
+
+def _answer(answer: Answer, size: int) -> list[str]:
+    """Return three lines for each way that is recommended: the command, what it takes, what it costs."""
+    lines = []
+    for plan in filter(None, recommend(answer.plans[size]).values()):
+        lines += ["", "Or train adapters alone:"] if lines else []
+        each, host = " each" if plan.candidate.settings.ranks > 1 else "", plan.host / 1e9
+        none = "accuracy not measured" if plan.candidate.settings.deepspeed else "no accuracy that could be seen"
+        lines += [
+            f"Run    {plan.command}",
+            f"Takes  {plan.needed / 1e9:.2f} of {_gigabytes(size)} GB of the GPU{each}, {host:.1f} GB of host memory",
+            f"Costs  {'; '.join(plan.costs) or none}; speed {plan.speed:.2f}",
+        ]
+    return lines or [answer.takes[size]]
+
+
+def _reasons(answer: Answer, full: bool) -> list[str]:
+    """Return what is planned, why the answer is what it is, and what was assumed."""
+    gpu, overhead = answer.machine.gpu, answer.machine.overhead
+    reasons = [_title(answer), *answer.notes]
+    if len(answer.plans) == 1:
+        reasons += _choice(*answer.plans.values())
+    if gpu is ANY:
+        reasons.append("Assumed: a GPU that computes in bfloat16; --gpu T4 plans for one that does not.")
+    elif any(plan.emulated for plans in answer.plans.values() for plan in plans):
+        major, minor = gpu.capability
+        reasons.append(f"{gpu.name} (compute capability {major}.{minor}) only emulates bfloat16: never recommended.")
+    reasons.append(f"CUDA's own memory is {overhead.source}; speed: 1 is a busy GPU in 16 bits, not measured.")
+    if not full:
+        return [*reasons, "All ways, with what their memory holds: --full, --markdown FILE, --json FILE."]
+    reasons += [LEGEND] + [SHARING] * (answer.machine.gpus == 1)
+    return reasons + [f"{name}: {reason}" for name, reason in answer.problems.items()]
+
+
+def _choice(plans: list[Plan]) -> list[str]:
+    """Say why this plan for one size was chosen, and what is faster."""
+    best = next(filter(None, recommend(plans).values()), None)
+    if best is None:
+        return []
+    lora = best.candidate.settings.lora
+    fitting = [plan for plan in plans if plan.fits and not plan.emulated and plan.candidate.settings.lora == lora]
+    alike = sum(plan.costs == best.costs for plan in fitting)
+    costs = (
+        "adapters" if lora else "all weights at this cost" if best.costs else "all weights at no known cost in accuracy"
+    )
+    reasons = [f"{in_short(best)}: the fastest of {alike} ways that fit and train {costs}."]
+    if (faster := max(fitting, key=lambda plan: plan.speed)).speed > best.speed:
+        reasons.append(f"Faster: {in_short(faster)}, speed {faster.speed:.2f}; it costs {'; '.join(faster.costs)}.")
+    return reasons + [f"Precision: {meaning}." for meaning in best.candidate.settings.notices]
 
 
 def _title(answer: Answer) -> str:
     samples, machine = answer.samples, answer.machine
     sample = f"images of {samples.image_size} pixels" if samples.image_size else f"samples of {samples.length:,} tokens"
+    gpu = "" if machine.gpu is ANY else f"{machine.gpu.name}, "
     sizes = " or ".join(_gigabytes(size) for size in answer.plans)
-    overhead = f" · overhead {machine.overhead.source}" if len(answer.plans) == 1 else ""
     return (
         f"{answer.model} ({answer.parameters / 1e6:,.1f} M parameters) · effective batch {answer.batch_size} · {sample}"
-        f" · {machine.gpus} x {sizes} GB{overhead}"
+        f" · {machine.gpus} x {gpu}{sizes} GB"
     )
 
 
-def _row(plan: Plan) -> list[str]:
-    peak = plan.peak
-    parts = (peak.parameters, peak.gradients, peak.optimizer_state, peak.activations, peak.logits, peak.other)
-    return [
-        plan.candidate.name,
-        str(plan.micro_batch or "as set"),
-        *(f"{size / 1e9:.2f}" for size in (*parts, plan.overhead, plan.needed)),
-        f"{plan.free / 1e9:+.2f}" if plan.fits or plan.free < 0 else "host!",
-        f"{plan.host / 1e9:.1f}",
-        f"{plan.speed:.2f}",
-    ]
-
-
-def _notes(answer: Answer, in_full: bool) -> list[str]:
-    """Return what the tables do not say; `in_full`: with what explains a table of all rows, and the commands."""
-    notes = [LEGEND] * in_full + [SHARING] * (answer.machine.gpus == 1)
-    notes += [f"{name}: {reason}" for name, reason in answer.problems.items()]
-    shared = f" {shlex.join(answer.options)} "
-    advice, commands = [], []
-    for size, plans in answer.plans.items():
-        start = f"{_gigabytes(size)} GB: " if len(answer.plans) > 1 else ""
-        for weights, plan in recommend(plans).items():
-            if plan:
-                needed = f"({plan.needed / 1e9:.2f} GB): {plan.command}"
-                advice.append(f"{start}Fastest that fits, {weights}: {in_short(plan)} {needed}")
-        if size in answer.takes:
-            advice.append(f"{start}{answer.takes[size]}")
-        fitting = [f"  {f'{plan.command} '.replace(shared, ' … ').rstrip()}" for plan in plans if plan.fits]
-        commands += [f"Commands, where … is{shared.rstrip()}:", *fitting] if fitting else []
-    return notes + list(dict.fromkeys(commands)) * in_full + advice
+def _table(plans: list[Plan], style: box.Box | None = None) -> Table:
+    table = Table(box=style, padding=(0, 1) if style else (0, 1, 0, 0))
+    for number, title in enumerate(HEADER):
+        table.add_column(title, justify="right" if number else "left", overflow="fold", no_wrap=number > 0)
+    for plan in plans:
+        peak = plan.peak
+        parts = (peak.parameters, peak.gradients, peak.optimizer_state, peak.activations + peak.logits)
+        sizes = (*parts, peak.other + plan.overhead, plan.needed)
+        room = f"{'+' if plan.free >= 0 else '-'}{_three_digits(abs(plan.free))}"
+        room = room if plan.fits or plan.free < 0 else "host!"
+        table.add_row(
+            plan.candidate.name, str(plan.micro_batch or "set"), *map(_three_digits, sizes), room,
+            _three_digits(plan.host), f"{plan.speed:.2f}",
+        )  # fmt: skip
+    return table
 
 
 def _record(plan: Plan) -> dict:
     peak = plan.peak._asdict() | {"total": plan.peak.total}
     peak["tensors"] = [(count, storage.shape, str(storage.dtype), storage.part, storage.made_by)
                        for count, storage in plan.peak.tensors]  # fmt: skip
-    names = ("micro_batch", "overhead", "host", "fits", "speed", "command")
+    names = ("micro_batch", "needed", "overhead", "host", "fits", "emulated", "costs", "speed", "command")
     record = {"rung": plan.candidate.rung, "options": plan.candidate.options, "peak": peak, "room": plan.free}
-    return record | {name: getattr(plan, name) for name in names} | {"adapters": plan.candidate.settings.lora}
+    record |= {"adapters": plan.candidate.settings.lora, "precision": plan.candidate.settings.precision}
+    return record | {name: getattr(plan, name) for name in names} | {"name": plan.candidate.name}
+
+
+def _three_digits(size: int) -> str:
+    """Return bytes in GB, in four characters."""
+    return f"{size / 1e9:.{2 if size < 10e9 else 1 if size < 100e9 else 0}f}"
 
 
 def _gigabytes(size: int) -> str:

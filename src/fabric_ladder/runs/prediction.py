@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from fabric_ladder.advice import less_memory
 from fabric_ladder.data.loaders import MicroBatch
-from fabric_ladder.environment import describe_versions, write_whole
+from fabric_ladder.environment import compute_capability, describe_versions, write_whole
 from fabric_ladder.settings import Settings
 
 PACKAGE = Path(__file__).parents[1]
@@ -102,7 +102,7 @@ def predict(
     path = Path(settings.cache_dir).expanduser() / "memory" / f"{key}.json"
     with suppress(OSError, ValueError):
         return Prediction(json.loads(path.read_text(encoding="utf-8")))
-    found = _ask_planner((settings, batches, ranks, model.config.num_labels, gpu))
+    found = _ask_planner((settings, batches, ranks, model.config.num_labels, gpu, gpu and compute_capability()))
     if "problem" not in found:
         with suppress(OSError):  # then the next run predicts again
             path.parent.mkdir(parents=True, exist_ok=True)

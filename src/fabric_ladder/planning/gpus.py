@@ -1,0 +1,115 @@
+"""GPUs that people own or rent, by name: memory, compute capability, and peak speeds of matrix products."""
+
+import re
+from difflib import get_close_matches
+from typing import NamedTuple
+
+from fabric_ladder.errors import UserError
+
+VARIANTS = {"Laptop", "Max", "Mobile", "Ti", "SUPER", "D"}  # in a driver's name: another GPU than the one without
+
+
+class Gpu(NamedTuple):
+    """A GPU.
+
+    Attributes:
+        name: As in the driver's name of it, with the memory where there are several.
+        memory: Bytes.
+        capability: Compute capability.
+        half: Dense peak in TFLOP/s of 16-bit products, added up in 32-bit.
+        single: The same of 32-bit products, by TF32 where there is that.
+    """
+
+    name: str
+    memory: int
+    capability: tuple[int, int]
+    half: float
+    single: float
+
+
+# NVIDIA's data sheets and its white papers on each architecture; half of what is given "with sparsity". Memory is the
+# nominal one in 10^9 bytes (there is more on most), but what PyTorch reports where ECC takes a sixteenth of it: 15.6 GB
+# on a T4. Below 7.0 there are no tensor cores, below 8.0 neither bfloat16 nor TF32.
+_ROWS = """
+P100 | 16 | 6.0 | 18.7 | 9.3
+V100 | 16 | 7.0 | 125 | 15.7
+V100 32GB | 32 | 7.0 | 125 | 15.7
+T4 | 15.6 | 7.5 | 65 | 8.1
+RTX 2060 | 6 | 7.5 | 25.8 | 6.5
+RTX 2070 | 8 | 7.5 | 29.9 | 7.5
+RTX 2080 | 8 | 7.5 | 40.3 | 10.1
+RTX 2080 Ti | 11 | 7.5 | 53.8 | 13.4
+A100 40GB | 40 | 8.0 | 312 | 156
+A100 80GB | 80 | 8.0 | 312 | 156
+A30 | 24 | 8.0 | 165 | 82
+RTX 3060 | 12 | 8.6 | 25.5 | 12.7
+RTX 3070 | 8 | 8.6 | 40.6 | 20.3
+RTX 3080 | 10 | 8.6 | 59.5 | 29.8
+RTX 3090 | 24 | 8.6 | 71 | 35.6
+A10 | 23.6 | 8.6 | 125 | 62.5
+A10G | 23.6 | 8.6 | 70 | 35
+A40 | 47.6 | 8.6 | 149.7 | 74.8
+RTX A4000 | 16 | 8.6 | 76.7 | 38.3
+RTX A5000 | 24 | 8.6 | 111.1 | 55.6
+RTX A6000 | 48 | 8.6 | 154.8 | 77.4
+RTX 4060 | 8 | 8.9 | 30.2 | 15.1
+RTX 4060 Ti 16GB | 16 | 8.9 | 44.1 | 22.1
+RTX 4070 | 12 | 8.9 | 58.3 | 29.1
+RTX 4080 | 16 | 8.9 | 97.5 | 48.7
+RTX 4090 | 24 | 8.9 | 165.2 | 82.6
+L4 | 23.6 | 8.9 | 121 | 60
+L40S | 47.6 | 8.9 | 362 | 183
+H100 | 80 | 9.0 | 989.5 | 494.7
+H100 PCIe | 80 | 9.0 | 756 | 378
+H100 NVL | 94 | 9.0 | 835 | 417.5
+GH200 | 96 | 9.0 | 989.5 | 494.7
+H200 | 141 | 9.0 | 989.5 | 494.7
+B200 | 180 | 10.0 | 2250 | 1125
+RTX 5060 Ti 16GB | 16 | 12.0 | 47.4 | 23.7
+RTX 5070 | 12 | 12.0 | 61.7 | 30.9
+RTX 5080 | 16 | 12.0 | 112.6 | 56.3
+RTX 5090 | 32 | 12.0 | 209.5 | 104.8
+"""
+
+
+def _read_row(row: str) -> Gpu:
+    name, memory, capability, half, single = row.split(" | ")
+    major, minor = map(int, capability.split("."))
+    return Gpu(name, round(float(memory) * 1e9), (major, minor), float(half), float(single))
+
+
+GPUS = [_read_row(row) for row in _ROWS.strip().splitlines()]
+ANY = Gpu("a GPU", 0, (8, 0), 312, 156)  # of which nothing is known: it computes in bfloat16, as fast as an A100
+
+
+def match_gpu(name: str) -> Gpu | None:
+    """Return the GPU that a user or its driver calls so; None: there is none such in the table.
+
+    Of a user's spelling capitals, spaces, dashes and the makers' words do not count; of a driver's name it is the GPU
+    whose words are all in it, the longest of several.
+    """
+    exact = [gpu for gpu in GPUS if _plain(gpu.name) == _plain(name)]
+    words = set(name.replace("-", " ").split())
+    fitting = [gpu for gpu in GPUS if (own := set(gpu.name.split())) <= words and not VARIANTS & (words - own)]
+    return max(exact or fitting, key=lambda gpu: len(gpu.name), default=None)
+
+
+def find_gpu(name: str) -> Gpu:
+    """Return the GPU of this name.
+
+    Raises:
+        UserError: There is none such in the table: with names that are near.
+    """
+    if gpu := match_gpu(name):
+        return gpu
+    names = {_plain(gpu.name): gpu.name for gpu in GPUS}
+    near = [known for known in names if _plain(name) in known] if _plain(name) else []
+    near = near or get_close_matches(_plain(name), names, n=4, cutoff=0.5) or list(names)
+    raise UserError(
+        f"--gpu {name}: not in the table; there is {', '.join(names[known] for known in near)}; of another one give "
+        "the memory: --gpu_memory 16GB"
+    )
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"nvidia|geforce|tesla|rtx|[^a-z0-9]", "", name.lower())
