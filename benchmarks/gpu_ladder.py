@@ -31,29 +31,11 @@ from common import BASE, ROOT, rung_command
 
 from fabric_ladder import parse_settings
 from fabric_ladder.environment import describe_hardware, mixed_precision
+from fabric_ladder.planning.gpus import match_gpu
 from local_dataset_utilities import load_datasets
 
 OUT = common.RESULTS / "gpu_ladder.json"
 RUNGS = ("1_batch_size_1", "2_grad_accum", "3_torch_compile", "4_mixed_precision", "5_low_precision")
-# Dense peaks in TFLOP/s of tensor cores: 16-bit with 32-bit accumulation, and TF32, which the rungs take for 32-bit
-# products. From NVIDIA's data sheets; where those give figures "with sparsity", half of them. The longest name that
-# fits counts. V100 and T4 have neither bfloat16 nor TF32: float16, and 32-bit outside of tensor cores.
-PEAKS = {
-    "B200": (2250.0, 1125.0),
-    "H200": (989.5, 494.7),
-    "GH200": (989.5, 494.7),
-    "H100": (989.5, 494.7),
-    "H100 PCIe": (756.0, 378.0),
-    "H100 NVL": (835.0, 417.5),
-    "A100": (312.0, 156.0),
-    "A10": (125.0, 62.5),
-    "L40S": (362.0, 183.0),
-    "L4": (121.0, 60.0),
-    "V100": (125.0, 15.7),
-    "T4": (65.0, 8.1),
-    "RTX 4090": (165.2, 82.6),  # Ada and Ampere architecture white papers
-    "RTX 3090": (71.0, 35.6),
-}
 COLUMNS = ("samples_per_second", "late_samples_per_second", "tokens_per_second", "evaluation_samples_per_second")
 COLUMNS += ("epoch_seconds", "peak_memory_GB", "mfu", "late_mfu")
 EPOCH = 35_000  # reviews
@@ -123,10 +105,9 @@ def training_flops(parameters: int, config: dict, lengths: np.ndarray) -> float:
 
 
 def peak_flops(gpu: str, given: list[float] | None) -> dict[str, float] | None:
-    """Return the peaks of 16-bit and of 32-bit products in FLOP/s; None for a GPU that is not in the table."""
-    words = set(gpu.replace("-", " ").split())
-    names = [name for name in PEAKS if set(name.split()) <= words and not words & {"Laptop", "Ti", "D"}]
-    peaks = given or PEAKS.get(max(names, key=len, default=""))
+    """Return the peaks of 16-bit and of 32-bit products in FLOP/s; None for a GPU that the planner does not know."""
+    found = match_gpu(gpu)
+    peaks = given or (found and (found.half, found.single))
     return peaks and {"16": peaks[0] * 1e12, "32": peaks[1] * 1e12}
 
 

@@ -1,24 +1,29 @@
-"""The fastest rung that fits, for five models on six sizes of GPU: docs/memory_plans.md, and a table in docs/memory.md.
+"""What to run on which GPU, for five models: docs/memory_plans.md, and a table in docs/memory.md.
 
-    python benchmarks/memory_plans.py
+    python benchmarks/memory_plans.py [--model NAME …]
+
+The figures go into benchmarks/results/memory_plans.json, in GB (10^9 bytes); the models that are not named keep theirs.
 
 The shapes are those in configs/models/; nothing is measured. BLOOM-560m and ViT-L/16 are fine-tuned as classifiers with
 the configs of the series that the rungs follow, the others by instructions of up to 1,024 tokens, 16 of them for an
-optimizer step.
+optimizer step. The sizes of memory are those of GPUs that compute in bfloat16.
 """
 
 import argparse
-import re
+import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import common  # first of all: it makes the project importable without an installation
+import torch
 
-from fabric_ladder.environment import describe_versions
+from fabric_ladder.environment import write_whole
 
-SIZES = "8GB,16GB,24GB,40GB,80GB,141GB"
+OUT = common.RESULTS / "memory_plans.json"
+PAGE, GUIDE = common.ROOT / "docs" / "memory_plans.md", common.ROOT / "docs" / "memory.md"
+GPUS = {"8 to 141 GB": ["--gpu_memory", "8GB,16GB,24GB,40GB,80GB,141GB"], "T4": ["--gpu", "T4"]}
 TEXT = ["--config", "configs/imdb_bloom_560m.yaml", "--length", "1024"]
 INSTRUCTIONS = [*TEXT, "--task", "instruction-tuning"]
 MODELS = {
@@ -28,59 +33,108 @@ MODELS = {
     "bloom-7b1": INSTRUCTIONS,
     "qwen3-8b": INSTRUCTIONS,
 }
-DOCUMENT = common.ROOT / "docs" / "memory_plans.md"
 MARKS = "<!-- by benchmarks/memory_plans.py -->", "<!-- end -->"
+HEADER = "| GPU | all weights | GB | speed | known cost in accuracy | adapters | GB | speed |"
 
 
-def plan(model: str, options: list[str], folder: Path) -> str:
-    """Return the planner's Markdown for a model."""
-    out = folder / f"{model}.md"
-    command = [sys.executable, "scripts/plan_memory.py", *options, "--model", f"configs/models/{model}.json",
-               "--gpu_memory", SIZES, "--markdown", str(out)]  # fmt: skip
-    subprocess.run(command, check=True, cwd=common.ROOT, stdout=subprocess.DEVNULL)
-    return out.read_text(encoding="utf-8")
+def plan(command: list[str]) -> dict:
+    """Return the planner's answer for a model on some GPUs, in short."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "plan.json"
+        subprocess.run(
+            [sys.executable, *command, "--json", str(out)], check=True, cwd=common.ROOT, stdout=subprocess.DEVNULL
+        )
+        return shorten(json.loads(out.read_text(encoding="utf-8")))
 
 
-def chosen(text: str) -> list[str]:
-    """Return the table's cells: for each size the fastest way to train all weights, and with adapters."""
-    cells = []
-    for size in SIZES.split(","):
-        start = rf"^{size[:-2]} GB: Fastest that fits, "
-        found = {
-            kind: re.search(rf"{start}{kind}: (.+?) \(", text, re.MULTILINE) for kind in ("all weights", "adapters")
-        }
-        words = [match.group(1).replace("checkpointing", "ckpt.") for match in found.values() if match]
-        cells.append("; ".join(words) or "–")
-    return cells
+def shorten(answer: dict) -> dict:
+    """Return of a plan in JSON what is kept.
+
+    Returns:
+        `answers`: for each GPU what is recommended; `ways`: of each way the GB of the GPU by the micro-batch, as far as
+        they were needed to find what fits, and of the host's memory.
+    """
+    answers, ways = {}, {}
+    for size in answer["sizes"]:
+        gpu = f"{size['gpu_memory'] / 1e9:g} GB" if not answer["gpu"]["memory"] else answer["gpu"]["name"]
+        answers[gpu] = {}
+        for weights, number in size["recommended"].items():
+            row = None if number is None else size["rows"][number]
+            answers[gpu][weights] = row and {name: row[name] for name in ("name", "micro_batch", "costs")} | {
+                "GB": round(row["needed"] / 1e9, 2), "speed": round(row["speed"], 2),
+            }  # fmt: skip
+        for row in size["rows"]:
+            way = ways.setdefault(row["name"], {"host": round(row["host"] / 1e9, 1)})
+            way[str(row["micro_batch"])] = round(row["needed"] / 1e9, 2)
+    ways = {name: ", ".join(f"{size}: {value}" for size, value in way.items()) for name, way in ways.items()}
+    return {"answers": answers, "ways": ways}
+
+
+def in_short(answer: dict | None) -> str:
+    """Return a recommended way in a few words."""
+    if answer is None:
+        return "–"
+    name = answer["name"].replace("checkpointing", "ckpt.")
+    return name + (f", micro-batch {answer['micro_batch']}" if answer["micro_batch"] else "")
+
+
+def answers_of(results: dict[str, dict], model: str) -> dict[str, dict]:
+    """Return what is recommended for a model, by GPU."""
+    return {name: answer for gpus in GPUS for name, answer in results[f"{model}, {gpus}"]["answers"].items()}
+
+
+def page(results: dict[str, dict]) -> str:
+    """Return docs/memory_plans.md."""
+    versions = results[f"{next(iter(MODELS))}, T4"]["versions"]
+    about = " ".join(__doc__.split("\n\n")[-1].split())
+    lines = [
+        "# What to run on which GPU\n",
+        f"Predicted, not measured: `python benchmarks/memory_plans.py`, torch {versions['torch']}, transformers "
+        f"{versions['transformers']}. {about} The host's memory must be large enough.\n",
+        "The first way trains all weights, the second adapters. ckpt.: activation checkpointing; GB: taken of the GPU, "
+        "with CUDA's own; speed: 1 is a busy GPU in 16 bits, a guess. Adapters cost 1.1 points of accuracy "
+        "([LoRA](lora.md#adapters-against-full-fine-tuning)); what else is known of it: "
+        "[results](results.md#seven-rungs-side-by-side). For your own model, GPU and settings, with the command: "
+        "`python scripts/plan_memory.py --gpu T4`; every way: `--full`.",
+    ]
+    for model, options in MODELS.items():
+        command = " ".join(["python scripts/plan_memory.py", *options, "--model", f"configs/models/{model}.json"])
+        lines += [f"\n## {model}\n\n`{command} --gpu_memory 16GB`\n", HEADER, "|---|---|---:|---:|---|---|---:|---:|"]
+        for gpu, answer in answers_of(results, model).items():
+            cells = [gpu]
+            for weights, way in answer.items():
+                figures = [f"{way['GB']:.2f}", f"{way['speed']:.2f}"] if way else ["", ""]
+                cells += [in_short(way), *figures]
+                if weights == "all weights":
+                    cells.append(", ".join(cost.split(" (")[0] for cost in way["costs"]) if way else "")
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def guide(results: dict[str, dict], before: str) -> str:
+    """Return docs/memory.md with the table of what is recommended."""
+    table = ["| GPU | " + " | ".join(MODELS) + " |", "|---|" + "---|" * len(MODELS)]
+    columns = [answers_of(results, model) for model in MODELS]
+    for gpu in columns[0]:
+        cells = ["; ".join(in_short(way) for way in column[gpu].values() if way) or "–" for column in columns]
+        table.append(f"| {gpu} | " + " | ".join(cells) + " |")
+    start, rest = before.split(MARKS[0])
+    return "\n".join([start + MARKS[0], *table, MARKS[1] + rest.split(MARKS[1])[1]])
 
 
 def main() -> None:
-    """Plan for all models, and write both files."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        texts = {}
-        for model, options in MODELS.items():
-            print(f"{model} …", file=sys.stderr, flush=True)
-            texts[model] = plan(model, options, Path(folder))
-    table = ["| GPU | " + " | ".join(MODELS) + " |", "|---|" + "---|" * len(MODELS)]
-    columns = [chosen(text) for text in texts.values()]
-    table += [f"| {size} | " + " | ".join(cells) + " |" for size, cells in
-              zip(SIZES.split(","), zip(*columns, strict=True), strict=True)]  # fmt: skip
-    versions = describe_versions()
-    about = " ".join(__doc__.split("\n\n")[-1].split())
-    head = (
-        "# Will it fit?\n\n"
-        f"Predicted, not measured: `python benchmarks/memory_plans.py`, torch {versions['torch']}, transformers "
-        f"{versions['transformers']}. {about} Where two ways stand in a cell, the first trains all weights, the second "
-        "adapters; ckpt. is activation checkpointing."
-    )
-    parts = [head, "\n".join(table), *(f"## {model}\n\n{text}" for model, text in texts.items())]
-    DOCUMENT.write_text("\n\n".join(parts).rstrip() + "\n", encoding="utf-8")
-    guide = common.ROOT / "docs" / "memory.md"
-    before, rest = guide.read_text(encoding="utf-8").split(MARKS[0])
-    after = rest.split(MARKS[1])[1]
-    guide.write_text("\n".join([before + MARKS[0], *table, MARKS[1] + after]), encoding="utf-8")
-    print(f"Wrote {DOCUMENT.relative_to(common.ROOT)} and the table in {guide.relative_to(common.ROOT)}")
+    """Plan for the chosen models, and write the figures and both pages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
+    for model in parser.parse_args().model:
+        for gpus, machine in GPUS.items():
+            print(f"{model}, {gpus} …", file=sys.stderr, flush=True)
+            command = ["scripts/plan_memory.py", *MODELS[model], "--model", f"configs/models/{model}.json", *machine]
+            record = common.environment(torch.device("cpu")) | {"command": common.shown(command)}
+            common.write_result(OUT, f"{model}, {gpus}", record | plan(command))
+    results = common.read_results(OUT)
+    write_whole(PAGE, page(results))
+    write_whole(GUIDE, guide(results, GUIDE.read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":

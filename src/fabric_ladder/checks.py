@@ -6,7 +6,7 @@ import torch
 
 from fabric_ladder.distributed.deepspeed import check_deepspeed
 from fabric_ladder.distributed.launch import check_devices
-from fabric_ladder.environment import compute_capability, has_bfloat16
+from fabric_ladder.environment import compute_capability, emulates
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.configs import check_model
 from fabric_ladder.models.lora import check_lora
@@ -115,7 +115,7 @@ def check_precision(settings: Settings, capability: tuple[int, int] | None, shar
         raise UserError(
             f"--precision {settings.precision}: FSDP2 under Fabric cannot do it; use bf16-mixed, bf16-true or 32-true"
         )
-    if settings.precision == "bf16-mixed" and not has_bfloat16(capability):
+    if settings.precision == "bf16-mixed" and emulates(settings.precision, capability):
         raise UserError(
             f"--precision bf16-mixed: a GPU of compute capability {capability[0]}.{capability[1]}, below 8.0, only "
             f"emulates bfloat16; use --precision {'32-true' if sharded else '16-mixed'}"

@@ -41,9 +41,9 @@ def compute_capability() -> tuple[int, int] | None:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
-def has_bfloat16(capability: tuple[int, int] | None) -> bool:
-    """Tell whether a GPU, or the CPU (None), computes in bfloat16; `torch.cuda.is_bf16_supported` counts emulation."""
-    return capability is None or capability >= (8, 0)
+def emulates(precision: str, capability: tuple[int, int] | None) -> bool:
+    """Tell whether a GPU would only emulate the bfloat16 of a precision, which `torch.cuda.is_bf16_supported` hides."""
+    return precision.startswith("bf16") and capability is not None and capability < (8, 0)
 
 
 def mixed_precision() -> str:
@@ -62,7 +62,7 @@ def fit_precision(
         lora: Only adapters are trained, which `16-mixed` keeps in 32-bit beside frozen matrices in float16.
         sharded: By FSDP2, which cannot scale the loss as float16 needs (Fabric's `FSDPPrecision`).
     """
-    if has_bfloat16(capability):
+    if not emulates("bf16-true", capability):
         return "bf16-mixed" if precision == "mixed" else precision, ""
     if precision == "mixed" and sharded:
         return "32-true", "32-true in place of mixed precision, since FSDP2 cannot scale the loss that float16 needs"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from fabric_ladder.checks import check_precision
 from fabric_ladder.cli import parse_settings
 from fabric_ladder.distributed.deepspeed_config import read_deepspeed_config
-from fabric_ladder.environment import fit_precision, has_bfloat16
+from fabric_ladder.environment import emulates, fit_precision
 from fabric_ladder.errors import UserError
 from fabric_ladder.planning.gpus import ANY, Gpu
 from fabric_ladder.rungs import script_defaults
@@ -146,11 +146,6 @@ def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) 
     return settings
 
 
-def emulates(settings: Settings, gpu: Gpu) -> bool:
-    """Tell whether a run computes in a bfloat16 that the GPU has not."""
-    return settings.precision.startswith("bf16") and not has_bfloat16(gpu.capability)
-
-
 def accuracy_costs(settings: Settings) -> list[str]:
     """Return in words what settings have been seen to cost in accuracy (docs/results.md, docs/lora.md)."""
     if settings.lora:
@@ -175,7 +170,7 @@ def relative_speed(settings: Settings, rung: str, tokens: int, gpu: Gpu = ANY) -
     """
     speed = settings.ranks * SHARING.get(settings.deepspeed or rung, 1.0)
     speed *= tokens / (tokens + BUSY)
-    if settings.precision in ("32-true", "64-true") or emulates(settings, gpu):
+    if settings.precision in ("32-true", "64-true") or emulates(settings.precision, gpu.capability):
         speed *= gpu.single / gpu.half
     if settings.activation_checkpointing:
         speed *= RECOMPUTED

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from fabric_ladder.planning.candidates import Candidate, accuracy_costs, emulates, relative_speed
+from fabric_ladder.environment import emulates
+from fabric_ladder.planning.candidates import Candidate, accuracy_costs, relative_speed
 from fabric_ladder.planning.formulas import Counts, Overhead
 from fabric_ladder.planning.gpus import ANY, Gpu, match_gpu
 from fabric_ladder.planning.predict import blank_datasets, complete, largest_batches, to_rehearse
@@ -168,7 +169,7 @@ def make_plan(candidate: Candidate, figures: Figures, options: list[str], machin
         host=host,
         fits=bool(fitting) and (machine.host_memory is None or host <= machine.host_memory),
         speed=relative_speed(settings, rung, figures.tokens[size], machine.gpu),
-        emulated=emulates(settings, machine.gpu),
+        emulated=emulates(settings.precision, machine.gpu.capability),
         command=shlex.join(["python", f"src/{rung}.py", *words]),
     )
 
@@ -206,7 +207,7 @@ def _rehearse_together(task: tuple[list[Candidate], Samples, Machine]) -> dict[s
     """Return the figures of candidates that share a rehearsal, by their names."""
     candidates, samples, machine = task
     first, datasets = candidates[0], blank_datasets(samples.classes, samples.image_size)
-    emulated = emulates(first.settings, machine.gpu)
+    emulated = emulates(first.settings.precision, machine.gpu.capability)
     with rehearse(to_rehearse(first.settings), datasets, first.fsdp_ranks, emulated) as rehearsal:
         return {candidate.name: _find_figures(candidate, rehearsal, samples, machine) for candidate in candidates}
 

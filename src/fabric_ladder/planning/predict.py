@@ -23,7 +23,7 @@ from fabric_ladder.data.loaders import MicroBatch
 from fabric_ladder.data.sampler import cut
 from fabric_ladder.data.splits import ImageDatasets, ImageFormat, TextDatasets
 from fabric_ladder.distributed.deepspeed_config import read_deepspeed_config
-from fabric_ladder.environment import has_bfloat16
+from fabric_ladder.environment import emulates
 from fabric_ladder.errors import first_line
 from fabric_ladder.planning.formulas import Counts, in_4_bits, load_overhead, with_8_bit_adam, with_zero
 from fabric_ladder.planning.rehearsal import rehearse
@@ -53,8 +53,7 @@ def predict_peak(
     """
     pixels = micro_batches[0].inputs.get("pixel_values")
     datasets = blank_datasets(classes, None if pixels is None else pixels.shape[-1])
-    emulated = settings.precision.startswith("bf16") and not has_bfloat16(capability)
-    with rehearse(to_rehearse(settings), datasets, ranks, emulated) as rehearsal:
+    with rehearse(to_rehearse(settings), datasets, ranks, emulates(settings.precision, capability)) as rehearsal:
         return complete(settings, rehearsal.peak(micro_batches, evaluations), rehearsal.counts)
 
 
