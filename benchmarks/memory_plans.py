@@ -80,7 +80,8 @@ def in_short(answer: dict | None) -> str:
 
 def answers_of(results: dict[str, dict], model: str) -> dict[str, dict]:
     """Return what is recommended for a model, by GPU."""
-    return {name: answer for gpus in GPUS for name, answer in results[f"{model}, {gpus}"]["answers"].items()}
+    found = (results.get(f"{model}, {gpus}", {"answers": {}}) for gpus in GPUS)
+    return {name: answer for each in found for name, answer in each["answers"].items()}
 
 
 def page(results: dict[str, dict]) -> str:
@@ -116,7 +117,8 @@ def guide(results: dict[str, dict], before: str) -> str:
     table = ["| GPU | " + " | ".join(MODELS) + " |", "|---|" + "---|" * len(MODELS)]
     columns = [answers_of(results, model) for model in MODELS]
     for gpu in columns[0]:
-        cells = ["; ".join(in_short(way) for way in column[gpu].values() if way) or "–" for column in columns]
+        ways = [column.get(gpu, {}).values() for column in columns]
+        cells = ["; ".join(in_short(way) for way in each if way) or "–" for each in ways]
         table.append(f"| {gpu} | " + " | ".join(cells) + " |")
     start, rest = before.split(MARKS[0])
     return "\n".join([start + MARKS[0], *table, MARKS[1] + rest.split(MARKS[1])[1]])

@@ -57,6 +57,13 @@ def test_the_prediction_agrees_with_real_tensors_where_bfloat16_is_emulated(tmp_
     assert older.total > 1.2 * newer.total
 
 
+def test_float16_holds_the_same_bytes_as_bfloat16(tmp_path):
+    """With adapters too, whose frozen matrices are in 16 bits."""
+    for values in ({}, {"lora": True}):
+        one, other = (case(tmp_path, "bloom-lm", precision=name, **values)[:2] for name in ("16-mixed", "bf16-mixed"))
+        assert predict_peak(*one).total == predict_peak(*other).total
+
+
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_the_prediction_agrees_with_real_tensors_under_fsdp(tmp_path, precision, offload):

@@ -126,7 +126,8 @@ def find_peaks(candidates: list[Candidate], samples: Samples, machine: Machine) 
     groups: dict[str, list[Candidate]] = {}
     for candidate in sorted(candidates, key=lambda each: not each.fsdp_ranks):  # FSDP takes longest: first
         settings = to_rehearse(candidate.settings)
-        key = json.dumps([candidate.fsdp_ranks, *(getattr(settings, name) for name in RELEVANT)])
+        emulated = emulates(candidate.settings.precision, machine.gpu.capability)
+        key = json.dumps([emulated, candidate.fsdp_ranks, *(getattr(settings, name) for name in RELEVANT)])
         groups.setdefault(key, []).append(candidate)
     tasks = [(group, samples, machine) for group in groups.values()]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -58,7 +58,7 @@ def rehearse(
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         with torch.device("meta"):  # no weights are drawn, which takes branches that depend on values
-            model = build_model(settings, datasets)
+            model = build_model(replace(settings, precision=_rehearsed(settings.precision)), datasets)
         with sdpa_kernel(SDPBackend.MATH) if emulated else nullcontext():
             yield Rehearsal(model, settings, bool(ranks), buckets)
     finally:
@@ -85,7 +85,7 @@ class Rehearsal:
     def __init__(self, model: nn.Module, settings: Settings, sharded: bool, buckets: bool):
         self.settings, self.sharded, self.buckets = settings, sharded, buckets
         self.parked, self._warm = sharded and settings.offload, False
-        options = {"precision": "bf16-mixed" if settings.precision == "16-mixed" else settings.precision}
+        options = {"precision": _rehearsed(settings.precision)}
         if sharded:
             options |= {"strategy": fsdp_strategy(settings, self._shard), "plugins": [_AllRanksStarted()]}
         self.fabric = Fabric(accelerator="cpu", devices=settings.devices, **options)
@@ -248,6 +248,11 @@ class _AllRanksStarted(LightningEnvironment):
 
     def local_rank(self) -> int:
         return 0
+
+
+def _rehearsed(precision: str) -> str:
+    """Return what a CPU can do that holds the same bytes."""
+    return "bf16-mixed" if precision == "16-mixed" else precision
 
 
 def _sizes(micro_batch: MicroBatch) -> tuple[int, ...]:
