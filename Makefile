@@ -1,5 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
+# without its requirements: it asks for an older pillow than is pinned, which it runs without
+TRACKIO := trackio==0.43.0 gradio_client==2.7.2 orjson==3.13.0 starlette==1.10.0 uvicorn==0.54.0
 
 .PHONY: run test test-slow lint format bench combinations notebooks docs clean
 
@@ -51,4 +53,5 @@ clean:
 
 .venv/installed-dev: requirements-dev.txt .venv/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(TRACKIO)
 	touch $@

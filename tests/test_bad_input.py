@@ -16,7 +16,10 @@ from fabric_ladder.settings import DataSettings
 from local_dataset_utilities import load_datasets
 
 SMALL = ["--train_samples", "32", "--validation_samples", "8", "--test_samples", "8", "--max_length", "64"]
-HEADER = re.compile(r"No --config and no CUDA GPU|Python \d|2_grad_accum · |Torch CUDA available\? False$")
+HEADER = re.compile(
+    r"No --config and no CUDA GPU|Python \d|2_grad_accum · |Torch CUDA available\? False$"
+    r"|--model \S+: its pretrained weights"
+)
 OFFLINE = dict.fromkeys(["http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"], "http://127.0.0.1:9")
 OFFLINE |= {"no_proxy": "", "NO_PROXY": "", "HF_HUB_OFFLINE": ""}
 LLAMA = MODELS / "llama-tiny.json"
@@ -79,6 +82,7 @@ CASES = {
     "runs_dir below a file": Case("--runs_dir {m}/good.csv/runs", r"cannot write --runs_dir \S*good\.csv/runs \(.+\)"),
     "cache_dir below a file": Case("--cache_dir {m}/good.csv/cache", r"cannot write \S*good\.csv/cache.*--cache_dir"),
     # models
+    "missing folder": Case("--model runs/10_fsdp/1/model", r"there is no folder runs/10_fsdp/1/model"),
     "unreachable model": Case("--model no/such-model", r"the model 'no/such-model': it is not a folder, and .*Hub"),
     "config without weights": Case("--from_scratch false", r"quickstart\.json is a config .*--from_scratch true"),
     "folder without tokenizer": Case("--model {m}/no_tokenizer", r"no_tokenizer holds no usable tokenizer"),

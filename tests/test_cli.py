@@ -1,6 +1,7 @@
 """Settings: which source wins, what is suggested, what is refused, and what the hardware decides."""
 
 import dataclasses
+import os
 import re
 import sys
 
@@ -11,10 +12,10 @@ from support.helpers import MODELS, ROOT, RUNGS
 
 from fabric_ladder import Settings, UserError, parse_settings
 from fabric_ladder.checks import check_precision
-from fabric_ladder.cli import resolve
+from fabric_ladder.cli import resolve, settings_groups
 from fabric_ladder.environment import mixed_precision
 from fabric_ladder.rungs import script_defaults
-from fabric_ladder.settings import INTERNAL
+from fabric_ladder.settings import GROUPS, INTERNAL
 
 BLOOM = ["--model", str(MODELS / "bloom-quickstart.json"), "--from_scratch", "true"]
 NAMES = [field.name for field in dataclasses.fields(Settings) if field.name not in INTERNAL]
@@ -172,6 +173,7 @@ def test_the_defaults_are_the_blogs_run():
     assert (settings.learning_rate, settings.seed) == (5e-5, 123)
     assert (settings.max_length, settings.epochs) == (1024, 1)
     values = yaml.safe_load((ROOT / "configs" / "imdb_bloom_560m.yaml").read_text())
+    assert values.pop("log_every") == 300 * 16  # the blog's; by default also a tenth of a shorter epoch
     assert values == {name: getattr(settings, name) for name in values}
 
 
@@ -279,7 +281,7 @@ def test_what_is_like_no_setting_sends_to_the_help(name):
      (["--precision", "8-bit"], r"--precision 8-bit: expected one of .*'bf16-mixed'"),
      (["--from_scratch", "perhaps"], r"--from_scratch perhaps: expected bool"),
      (["--learning_rate", "1e-"], r"--learning_rate 1e-: expected float"),
-     (["stray"], r"stray"), (["--seed"], r"seed"), (["--config"], r"--config: give a YAML file")],
+     (["stray"], r"stray"), (["--seed"], r"seed"), (["--config"], r"--config")],
 )  # fmt: skip
 def test_wrong_types_are_refused_by_name_and_value(args, pattern):
     assert re.search(pattern, refusal(*args))
@@ -345,7 +347,163 @@ def test_help_describes_every_setting(capsys, monkeypatch):
         assert found, name
         description = re.sub(r"\(type: .*", "", " ".join(found[1].split()))
         assert len(description.split()) > 4, found[0]
-    assert "default: 16)" in text, "the script's own default"
+    text_of_all = " ".join(text.split())
+    assert "set by this script: 16)" in text_of_all
+    assert text_of_all.count("set by this script") == 1
+    headings = re.findall(r"^(\S[\w-]*):$", text, re.MULTILINE)
+    assert headings == ["options", *GROUPS, "examples"]
+
+
+def test_every_setting_is_in_one_group():
+    groups = settings_groups()
+    assert list(groups) == list(GROUPS)
+    assert [name for names in groups.values() for name in names] == NAMES
+    for name, group in {
+        "dataset": "data",
+        "lora": "model",
+        "schedule": "optimization",
+        "packing": "micro-batches",
+        "loss_chunk": "memory",
+        "precision": "devices",
+        "logger": "logging",
+        "resume": "checkpoints",
+    }.items():
+        assert name in groups[group]
+
+
+ROUND_TRIPS = {
+    "defaults": ([], {}),
+    "the script's own": ([], {"batch_size": 16, "micro_batch_size": 1, "precision": "mixed"}),
+    "null": (["--micro_batch_size", "null"], {"batch_size": 16, "micro_batch_size": 1}),
+    "a rate of its own": ([], {"optimizer": "sgd"}),
+    "a rate that is given": (["--learning_rate", "0.25"], {"optimizer": "sgd", "schedule": "cosine"}),
+    "adapters": (["--lora", "true", "--lora_targets", "query_key_value,dense"], {}),
+    "texts": (["--prompt_template", "Frage: {instruction}\n'{input}'\n# Antwort:", "--text_column", "text: ü"], {}),
+    "numbers and names": (
+        ["--micro_batch_tokens", "512", "--max_grad_norm", "1e-3", "--logger", "csv,tensorboard"],
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROUND_TRIPS)
+def test_the_printed_config_gives_the_same_settings(tmp_path, capsys, name):
+    args, script = ROUND_TRIPS[name]
+    expected = parse_settings(args, **script)
+    with pytest.raises(SystemExit) as stop:
+        parse_settings([*args, "--print_config"], **script)
+    assert stop.value.code == 0
+    path = tmp_path / "own.yaml"
+    path.write_text(capsys.readouterr().out, encoding="utf-8")
+    assert list(yaml.safe_load(path.read_text(encoding="utf-8"))) == NAMES
+    got = parse_settings(["--config", str(path)], **script)
+    same = {"config": None, "notices": ()}
+    if "a rate" in name:  # that was not the one of Adam is now all there is
+        same |= {"sgd_learning_rate": 0, "lora_learning_rate": 0}
+    assert dataclasses.replace(got, **same) == dataclasses.replace(expected, **same)
+
+
+PRETRAINED = {
+    "a folder": ("folder", False), "a folder from scratch": ("folder --from_scratch true", True),
+    "a config file": ("{json}", True), "a name on the Hub": ("some/name", False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("chosen", [True, False], ids=["own config", "quickstart"])
+@pytest.mark.parametrize("name", PRETRAINED)
+def test_a_model_on_the_command_line_is_pretrained_whatever_the_file_has(config, monkeypatch, name, chosen):
+    monkeypatch.setattr("fabric_ladder.cli.check", lambda *_: None)  # which would load the model
+    words, from_scratch = PRETRAINED[name]
+    words = words.format(json=MODELS / "llama-tiny.json").split()
+    file = config("model: some.json\nfrom_scratch: true\nlearning_rate: 1e-3") if chosen else []
+    settings = parse_settings([*file, "--model", *words])
+    assert (settings.model, settings.from_scratch, settings.learning_rate) == (words[0], from_scratch, 1e-3)
+    notices = [notice for notice in settings.notices if notice.startswith("--model")]
+    assert len(notices) == (not from_scratch)
+    if notices:
+        assert re.search(rf"{words[0]}: its pretrained weights, where \S+\.yaml has random ones", notices[0])
+
+
+def test_a_folder_that_is_not_there_is_told_as_one():
+    for name in ("runs/10_fsdp/1/model", "./model", "/no/model"):
+        with pytest.raises(UserError, match=rf"there is no folder {re.escape(name)}$"):
+            parse_settings(["--model", name])
+
+
+@pytest.fixture
+def mac(monkeypatch):
+    """Pretend that PyTorch finds Apple silicon's GPU, under some macOS."""
+
+    def pretend(macos=15):
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+        monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: macos >= major)
+
+    return pretend
+
+
+def test_apple_silicon_is_taken_when_it_is_asked_for(mac):
+    assert "PyTorch finds no Apple GPU here; use --accelerator cpu" in refusal("--accelerator", "mps")
+    mac()
+    assert parse_settings(BLOOM).accelerator == "cpu"
+    for script in ({}, {"precision": "mixed"}, {"precision": "16-mixed"}, {"precision": "bf16-true"}):
+        settings = parse_settings([*BLOOM, "--accelerator", "mps"], **script)
+        wanted = {"mixed": "bf16-mixed"}.get(script.get("precision"), script.get("precision", "32-true"))
+        assert (settings.accelerator, settings.precision, settings.devices) == ("mps", wanted, 1)
+        assert (settings.pad_to_multiple_of, settings.matmul_precision) == (16, "highest")
+    assert parse_settings([*BLOOM, "--accelerator", "mps"], devices="auto").devices == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "script", "pattern"),
+    [("--precision 64-true", {}, "64-true: use 32-true"), ("--compile true", {}, "src/2_grad_accum.py"),
+     ("--devices 2", {"devices": "auto", "batch_size": 16}, "more than one device"),
+     ("", {"devices": "auto", "offload": False}, "FSDP2: use src/7_grad_checkpointing.py"),
+     ("--lora true --quantization nf4", {}, "src/13_lora.py"), ("--optimizer adam-8bit", {}, "needs a CUDA GPU"),
+     ("", {"devices": "auto", "deepspeed": "zero2"}, "needs a CUDA GPU")],
+)  # fmt: skip
+def test_what_apple_silicon_cannot_do_is_refused(mac, args, script, pattern):
+    mac()
+    assert pattern in refusal("--accelerator", "mps", *args.split(), **script)
+
+
+def test_bfloat16_needs_macos_14(mac):
+    mac(13)
+    assert "before macOS 14: use 16-mixed or 32-true" in refusal("--accelerator", "mps", "--precision", "bf16-true")
+
+
+def alloc_conf(monkeypatch, release="6.8.0-generic", **environment):
+    """What the variables for CUDA are when the GPU is first asked for something."""
+    seen = {}
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.setenv(name, "") if name in environment else monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("platform.release", lambda: release)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (seen.update(os.environ), (8, 0))[1])
+    return seen
+
+
+def test_cuda_starts_with_segments_that_grow_unless_the_user_says_otherwise(gpu, monkeypatch):
+    gpu(8, 0)
+    for given in ({}, {"PYTORCH_ALLOC_CONF": "backend:native"}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}):
+        seen = alloc_conf(monkeypatch, **given)
+        parse_settings(BLOOM, precision="mixed")
+        wanted = given or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+        assert {name: value for name, value in seen.items() if "ALLOC_CONF" in name} == wanted
+    for release in ("5.15.0-microsoft-standard-WSL2", "5.15.148-tegra"):
+        seen = alloc_conf(monkeypatch, release)
+        parse_settings(BLOOM, precision="mixed")
+        assert "PYTORCH_ALLOC_CONF" not in seen
+
+
+def test_deterministic_products_need_a_workspace_of_one_size(gpu, monkeypatch):
+    gpu(8, 0)
+    for option, wanted in (("false", None), ("true", ":4096:8")):
+        seen = alloc_conf(monkeypatch)
+        assert parse_settings([*BLOOM, "--deterministic", option], precision="mixed").deterministic == (
+            option == "true"
+        )
+        assert seen.get("CUBLAS_WORKSPACE_CONFIG") == wanted
 
 
 def test_sgd_has_a_learning_rate_of_its_own_unless_the_command_line_gives_one(config):
@@ -360,11 +518,13 @@ def test_a_learning_rate_from_a_file_is_never_replaced_in_silence(config):
         file = config("learning_rate: 1e-3")
         settings = parse_settings([*file, *BLOOM, *option.split()])
         assert settings.learning_rate == rate
-        (notice,) = settings.notices
+        notice, *reasons = settings.notices
+        assert [reason[:35] for reason in reasons] == ["SGD hardly learns from random weigh"] * (name == "sgd")
         assert notice.startswith(f"Learning rate {rate} (--{name}_learning_rate) in place of 0.001, which own.yaml has")
-        assert not parse_settings([*file, *BLOOM, *option.split(), "--learning_rate", "0.5"]).notices
+        assert not parse_settings([*file, *BLOOM, *option.split(), "--learning_rate", "0.5"]).notices[name == "sgd" :]
         assert not parse_settings([*file, *BLOOM]).notices
-        assert not parse_settings([*config("seed: 1"), *BLOOM, *option.split()]).notices
+        assert len(parse_settings([*config("seed: 1"), *BLOOM, *option.split()]).notices) == (name == "sgd")
+        assert not parse_settings([*config(f"learning_rate: 1\n{name}_learning_rate: 2"), *BLOOM]).notices
 
 
 @pytest.mark.parametrize(

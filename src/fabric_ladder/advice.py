@@ -18,6 +18,7 @@ OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "MPS backend out of memory",
 )
 
 
@@ -61,6 +62,8 @@ def explain(error: BaseException, settings: Settings | None = None) -> str | Non
         return _out_of_memory(error, settings)
     if "no kernel found to launch" in str(error):  # by memory-efficient attention, below compute capability 8.0
         return "PyTorch has no fused attention for heads of this width on this GPU: add --attention eager"
+    if "does not have a deterministic implementation" in str(error):
+        return f"--deterministic true: {first_line(error)}; leave it out, or run on another device"
     if "No working C++ compiler found" in str(error):
         return "torch.compile needs a C++ compiler, and none was found: install g++, or run src/2_grad_accum.py"
     if "C++ compile error" in str(error):

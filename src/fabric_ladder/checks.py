@@ -51,8 +51,10 @@ def check_values(settings: Settings) -> None:
             f"--micro_batch_size {settings.micro_batch_size} is above --batch_size {settings.batch_size}: it is a "
             "part of the effective batch; lower it, or raise --batch_size too"
         )
-    if settings.accelerator == "cuda" and not torch.cuda.is_available():
-        raise UserError("--accelerator cuda: PyTorch finds no CUDA GPU here; use --accelerator cpu")
+    found = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
+    if settings.accelerator in found and not found[settings.accelerator]():
+        kind = {"cuda": "CUDA GPU", "mps": "Apple GPU"}[settings.accelerator]
+        raise UserError(f"--accelerator {settings.accelerator}: PyTorch finds no {kind} here; use --accelerator cpu")
     index = "latest" if settings.deepspeed else "optimizer.json"
     if settings.load and not (Path(settings.load) / index).is_file():
         raise UserError(
@@ -79,6 +81,8 @@ def check(settings: Settings, script: dict) -> None:
     for name, rung in BELONGS_TO.items():
         if name not in script and (value := getattr(settings, name)):
             raise UserError(f"--{name} {value}: {settings.name} has no use for it; run {rung}")
+    if settings.accelerator == "mps":
+        _check_mps(settings, script)
     check_devices(settings, several="devices" in script)
     check_precision(
         settings, compute_capability() if settings.accelerator == "cuda" else None, sharded="offload" in script
@@ -91,6 +95,21 @@ def check(settings: Settings, script: dict) -> None:
     check_packing(settings)
     if settings.deepspeed:
         check_deepspeed(settings)
+
+
+def _check_mps(settings: Settings, script: dict) -> None:
+    """Refuse what PyTorch cannot do on Apple silicon's GPU."""
+    bfloat16 = settings.precision.startswith("bf16") and not torch.backends.mps.is_macos_or_newer(14, 0)
+    for what, wanted in {
+        "more than one device: --devices 1": settings.ranks > 1,
+        "FSDP2: use src/7_grad_checkpointing.py": "offload" in script,
+        "4-bit weights of bitsandbytes: use src/13_lora.py": settings.quantization != "no",
+        "--compile true: leave it out, or use src/2_grad_accum.py": settings.compile,
+        "--precision 64-true: use 32-true": settings.precision == "64-true",
+        f"--precision {settings.precision} before macOS 14: use 16-mixed or 32-true": bfloat16,
+    }.items():
+        if wanted:
+            raise UserError(f"--accelerator mps does not go with {what}, or --accelerator cpu")
 
 
 def check_precision(settings: Settings, capability: tuple[int, int] | None, sharded: bool) -> None:
@@ -109,7 +128,7 @@ def check_precision(settings: Settings, capability: tuple[int, int] | None, shar
             f"--precision 16-true: the epsilon of --optimizer {settings.optimizer} is 0 in float16, and every step "
             "would divide by it; use --precision bf16-true, or --optimizer sgd"
         )
-    if settings.precision == "16-mixed" and capability is None:
+    if settings.precision == "16-mixed" and settings.accelerator == "cpu":
         raise UserError("--precision 16-mixed needs a CUDA GPU; use --precision bf16-mixed")
     if sharded and settings.precision in ("16-mixed", "64-true"):
         raise UserError(

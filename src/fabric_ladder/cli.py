@@ -3,9 +3,11 @@
 import argparse
 import dataclasses
 import difflib
+import functools
 import re
 import sys
 from collections.abc import Collection
+from itertools import pairwise
 from pathlib import Path
 
 import jsonargparse
@@ -15,14 +17,23 @@ import yaml
 from fabric_ladder.advice import show_errors
 from fabric_ladder.checks import check, check_values
 from fabric_ladder.distributed.launch import check_launcher, options_of_fabric_run, prepare_launch, resolve_devices
-from fabric_ladder.environment import compute_capability, fit_precision, notebook_shell
+from fabric_ladder.environment import compute_capability, fit_precision, notebook_shell, prepare_cuda
 from fabric_ladder.errors import Checked, UserError
 from fabric_ladder.places import CONFIGS
-from fabric_ladder.settings import INTERNAL, Settings
+from fabric_ladder.settings import GROUPS, INTERNAL, Settings
 
 BUCKET = 16  # tokens; kernels for lengths that may be no multiple of this are slower, and a step of 64 mostly padding
 PATHS = ("dataset", "validation_file", "test_file", "model", "tokenizer")
 SCRIPT_NAME = re.compile(r'^"""(\w+) ·', re.MULTILINE)  # at the start of each rung's docstring
+NAMES = [item.name for item in dataclasses.fields(Settings) if item.name not in INTERNAL]
+COMMANDS = ("help", "config", "print_config")  # on the command line alone
+OWN_RATES = {"sgd": "sgd_learning_rate", "lora": "lora_learning_rate"}  # whose steps are of another size than Adam's
+EXAMPLES = """\
+examples:
+  python src/{name}.py --config configs/imdb_minilm.yaml --batch_size 32
+  python src/{name}.py --model FOLDER --dataset texts.csv --text_column body
+  python src/{name}.py --print_config > own.yaml    and then    python src/{name}.py --config own.yaml
+"""
 
 
 def parse_settings(args: list[str] | None = None, config: str | None = None, **defaults) -> Settings:
@@ -43,27 +54,15 @@ def parse_settings(args: list[str] | None = None, config: str | None = None, **d
     show_errors()
     if args is None:
         args = [] if notebook_shell() else [*sys.argv[1:], *options_of_fabric_run()]
-    parser = jsonargparse.ArgumentParser(prog=_script_name(), description=_script_doc(), exit_on_error=False)
-    parser.add_argument("--config", help="YAML file of settings.")
-    parser.add_class_arguments(Settings, as_group=False, skip=set(INTERNAL))
-    parser.set_defaults(defaults)
-    chosen, config = choose_config(args, config)
-    from_file = read_config(config) if config else []
-    _parse(parser, from_file, f"{config}: ")
-    values = _with_carried(_parse(parser, [*from_file, *args]))
-    values.pop("config")
-    given = [name for name in (_name(arg) for arg in args) if name]
-    settings = Settings(**values, name=_script_name(), config=str(config) if config else None)
-    if not chosen and config:
-        settings = _with_notice(
-            settings,
-            f"No --config and no CUDA GPU: {_describe_quickstart(config, given)}. For real work: --config "
-            "configs/imdb_bloom_560m.yaml; all settings: --help",
-        )
-    several = "devices" in defaults
+    settings, given, print_config = _read(settings_parser(defaults), args, config)
     check_values(settings)
+    if print_config:
+        print(_as_yaml(settings), end="")
+        raise SystemExit(0)
+    several = "devices" in defaults
     check_launcher(settings, several)
-    settings = resolve(_with_learning_rate(settings, given, [_name(arg) for arg in from_file]), given, defaults)
+    prepare_cuda(settings.accelerator, settings.deterministic)
+    settings = resolve(settings, given, defaults)
     check(settings, defaults)
     if several and settings.ranks == 1:
         settings = _with_notice(
@@ -74,6 +73,79 @@ def parse_settings(args: list[str] | None = None, config: str | None = None, **d
         raise Checked(settings)
     prepare_launch(several)
     return settings
+
+
+def _read(parser: jsonargparse.ArgumentParser, args: list[str], config: str | None) -> tuple[Settings, set[str], bool]:
+    """Return the settings as they are given, the names of those on the command line, and whether to print them."""
+    chosen, path = choose_config(_parse(parser, args).get("config") or config)
+    from_file = read_config(path) if path else {}
+    file_args = [f"--{name}={'null' if value is None else value}" for name, value in from_file.items()]
+    _parse(parser, file_args, f"{path}: ")
+    values = _with_carried(_parse(parser, [*file_args, *args])) | {"config": str(path) if path else None}
+    print_config = values.pop("print_config", False)
+    settings = Settings(**values, name=_script_name())
+    given = {arg.removeprefix("--").split("=")[0] for arg in args if arg.startswith("--")}
+    if path and not chosen:
+        settings = _with_notice(
+            settings,
+            f"No --config and no CUDA GPU: {_describe_quickstart(path, given)}. For real work: --config "
+            "configs/imdb_bloom_560m.yaml; all settings: --help",
+        )
+    settings = _with_weights(_with_learning_rate(settings, given, from_file), given, from_file)
+    if settings.from_scratch and settings.optimizer == "sgd":
+        settings = _with_notice(
+            settings,
+            "SGD hardly learns from random weights: an accuracy near chance is no fault; --model has pretrained ones",
+        )
+    return settings, given, print_config
+
+
+class _Help(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Leaves the script's docstring as it is written, marks the script's own defaults, and says nothing twice."""
+
+    def __init__(self, *args, own: set[str], **options):
+        super().__init__(*args, **options)
+        self._own = own
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = super()._get_help_string(action)
+        if str(action.metavar).startswith("{"):  # which lists all values
+            text = text.replace("type: %(type)s, ", "")
+        if action.dest in self._own:
+            return text.replace("default: %(", "set by this script: %(")
+        return text if action.default is not None else text.replace(", default: %(default)s", "")
+
+
+def settings_parser(defaults: dict) -> jsonargparse.ArgumentParser:
+    """Return the parser of all settings, in groups, with the script's own defaults."""
+    parser = jsonargparse.ArgumentParser(
+        prog=_script_name(), usage="python src/%(prog)s.py [--config FILE] [--SETTING VALUE …]", print_config=None,
+        description=_script_doc(), epilog=EXAMPLES.format(name=_script_name()), exit_on_error=False,
+        formatter_class=functools.partial(_Help, own=set(defaults)),
+    )  # fmt: skip
+    absent = {"default": argparse.SUPPRESS}
+    parser.add_argument("--config", metavar="FILE", help="YAML file; the command line overrides it.", **absent)
+    parser.add_argument("--print_config", action="store_true", help="Print this run's YAML file, and exit.", **absent)
+    for title, names in settings_groups().items():
+        group = parser.add_argument_group(title)
+        group.add_class_arguments(Settings, as_group=False, skip={*INTERNAL, *NAMES} - {*names})
+    parser.set_defaults(defaults)
+    return parser
+
+
+def settings_groups() -> dict[str, list[str]]:
+    """Return the names of all settings, by their group."""
+    starts = [NAMES.index(first) for first in GROUPS.values()]
+    return {title: NAMES[start:end] for title, (start, end) in zip(GROUPS, pairwise([*starts, None]), strict=True)}
+
+
+def _as_yaml(settings: Settings) -> str:
+    """Return what `--config` reads as these settings, those of the script itself included."""
+    lines = [f"# python src/{settings.name}.py --config THIS_FILE\n"]
+    for title, names in settings_groups().items():
+        values = {name: getattr(settings, name) for name in names}
+        lines += [f"\n# {title}\n", yaml.safe_dump(values, sort_keys=False, allow_unicode=True)]
+    return "".join(lines)
 
 
 def resolve(settings: Settings, given: Collection[str] = (), script: Collection[str] = ()) -> Settings:
@@ -98,7 +170,8 @@ def resolve(settings: Settings, given: Collection[str] = (), script: Collection[
         emulates = f"{torch.cuda.get_device_name()} only emulates bfloat16 (compute capability below 8.0)"
         settings = _with_notice(settings, f"{emulates}: {meaning}")
     if multiple is None:
-        multiple = BUCKET if settings.compile and settings.max_length % BUCKET == 0 else 1
+        bucketed = settings.compile or accelerator == "mps"  # which keeps memory for every length that it has seen
+        multiple = BUCKET if bucketed and settings.max_length % BUCKET == 0 else 1
     settings = dataclasses.replace(
         settings,
         accelerator=accelerator,
@@ -112,19 +185,20 @@ def resolve(settings: Settings, given: Collection[str] = (), script: Collection[
     return dataclasses.replace(settings, devices=devices, num_nodes=num_nodes)
 
 
-def _with_learning_rate(settings: Settings, given: list[str], in_file: list[str]) -> Settings:
+def _with_learning_rate(settings: Settings, given: set[str], from_file: dict) -> Settings:
     """Take the rate of `sgd` or of adapters, whose steps are of another size, unless the command line gives one.
 
     Args:
         settings: With the learning rate of Adam for all weights.
         given: Names of settings on the command line.
-        in_file: Names of settings in the YAML file, whose learning rate is not replaced in silence.
+        from_file: Settings in the YAML file, whose learning rate is not replaced in silence.
     """
-    name = "sgd_learning_rate" if settings.optimizer == "sgd" else "lora_learning_rate" if settings.lora else None
-    if name is None or "learning_rate" in given:
-        return settings
-    rate, before = getattr(settings, name), settings.learning_rate
-    if "learning_rate" in in_file:
+    before = settings.learning_rate
+    name = OWN_RATES.get("sgd" if settings.optimizer == "sgd" else "lora" if settings.lora else "")
+    if "learning_rate" in given:  # so that what `_as_yaml` writes gives the same
+        return dataclasses.replace(settings, **{name: before}) if name else settings
+    rate = getattr(settings, name) if name else before
+    if "learning_rate" in from_file and name not in from_file and rate != before:
         settings = _with_notice(
             settings,
             f"Learning rate {rate:g} (--{name}) in place of {before:g}, which {Path(settings.config).name} has for "
@@ -133,7 +207,17 @@ def _with_learning_rate(settings: Settings, given: list[str], in_file: list[str]
     return dataclasses.replace(settings, learning_rate=rate)
 
 
-def _describe_quickstart(config: Path, given: list[str]) -> str:
+def _with_weights(settings: Settings, given: set[str], from_file: dict) -> Settings:
+    """Take a model of the command line as pretrained, where only the file asks for random weights."""
+    random = settings.from_scratch and "from_scratch" in from_file and "from_scratch" not in given
+    if not random or "model" not in given or settings.model.endswith(".json"):
+        return settings
+    file = f"{Path(settings.config).name} has random ones (--from_scratch true)"
+    notice = f"--model {settings.model}: its pretrained weights, where {file}; all else is as there"
+    return _with_notice(dataclasses.replace(settings, from_scratch=False), notice)
+
+
+def _describe_quickstart(config: Path, given: set[str]) -> str:
     """Say what the quickstart's config supplies to a run whose command line gives these settings."""
     supplied = {"model": "a small model", "dataset": "synthetic reviews"}
     supplied = [text for name, text in supplied.items() if name not in given]
@@ -153,10 +237,6 @@ def _with_carried(values: dict) -> dict:
     return values | {name: str(path) for name, path in paths.items() if path.exists()}
 
 
-def _name(arg: str) -> str:
-    return arg.removeprefix("--").split("=")[0] if arg.startswith("--") else ""
-
-
 def _script_name() -> str:
     if file := getattr(sys.modules["__main__"], "__file__", None):
         return Path(file).stem
@@ -173,14 +253,8 @@ def _script_doc() -> str:
     return next((cell for cell in cells if re.search(SCRIPT_NAME, cell)), "")
 
 
-def choose_config(args: list[str], config: str | None) -> tuple[bool, Path | None]:
-    """Return whether the user chose the config, and its path; the quickstart's on a machine without a CUDA GPU."""
-    finder = argparse.ArgumentParser(exit_on_error=False, add_help=False, allow_abbrev=False)
-    finder.add_argument("--config")
-    try:
-        config = finder.parse_known_args(args)[0].config or config
-    except argparse.ArgumentError as error:
-        raise UserError("--config: give a YAML file") from error
+def choose_config(config: str | None) -> tuple[bool, Path | None]:
+    """Return whether the user chose a config, and its path; the quickstart's on a machine without a CUDA GPU."""
     if config:
         path = next(
             (path for path in (Path(config), CONFIGS / config, CONFIGS.parent / config) if path.is_file()), None
@@ -192,8 +266,8 @@ def choose_config(args: list[str], config: str | None) -> tuple[bool, Path | Non
     return False, None if torch.cuda.is_available() else CONFIGS / "quickstart.yaml"
 
 
-def read_config(path: Path) -> list[str]:
-    """Read a YAML file as arguments; a relative path in it is taken from the file's own folder where that holds it."""
+def read_config(path: Path) -> dict[str, object]:
+    """Read a YAML file of settings; a relative path in it is taken from the file's own folder where that holds it."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -201,16 +275,11 @@ def read_config(path: Path) -> list[str]:
     if not isinstance(values, dict):
         raise UserError(f"{path} must hold lines such as 'batch_size: 16'")
     beside = {key: path.parent / str(values[key]) for key in PATHS if values.get(key)}
-    values |= {key: str(place) for key, place in beside.items() if place.exists()}
-    return [f"--{key}={'null' if value is None else value}" for key, value in values.items()]
-
-
-def _names() -> list[str]:
-    return [item.name for item in dataclasses.fields(Settings) if item.name not in INTERNAL]
+    return values | {key: str(place) for key, place in beside.items() if place.exists()}
 
 
 def _unknown(name: str) -> str:
-    near = difflib.get_close_matches(name, _names(), n=1)
+    near = difflib.get_close_matches(name, NAMES, n=1)
     return f"there is no setting {name!r}; " + (f"did you mean {near[0]!r}?" if near else "see --help for all settings")
 
 
@@ -218,7 +287,7 @@ def _parse(parser: jsonargparse.ArgumentParser, args: list[str], where: str = ""
     """Check names and types; `where` starts the message of an error."""
     for arg in args:
         name = arg[2:].split("=")[0]
-        if arg.startswith("--") and name not in ("help", "config" if not where else "", *_names()):
+        if arg.startswith("--") and name not in (*(() if where else COMMANDS), *NAMES):
             raise UserError(where + _unknown(name))
     try:
         return parser.parse_args(args).as_dict()

@@ -9,6 +9,7 @@ import psutil
 import torch
 from watermark import watermark
 
+NO_FLOAT64 = ("mps",)  # devices that have none; sums are in 32 bits there
 PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "datasets", "numpy", "pandas")
 
 
@@ -74,6 +75,26 @@ def fit_precision(
             "matrix of tokens x tokens; src/4_mixed_precision.py computes in float16"
         )
     return "16-mixed" if precision == "mixed" else precision, ""
+
+
+def count_device(device: torch.device) -> torch.device:
+    """Return where 64-bit counts are made for all ranks: on the device, or on the host if it has no such numbers."""
+    return torch.device("cpu") if device.type in NO_FLOAT64 else device
+
+
+def prepare_cuda(accelerator: str, deterministic: bool) -> None:
+    """Set what CUDA reads as it starts: before it does, and unless the user has.
+
+    Segments that grow leave fewer gaps between tensors of varying sizes. Under WSL and on Jetson the driver says that
+    it has them, and fails (pytorch#192330).
+    """
+    if accelerator not in ("auto", "cuda") or not torch.cuda.is_available():
+        return
+    known = sys.platform == "linux" and not any(name in platform.release().lower() for name in ("microsoft", "tegra"))
+    if known and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # 24 MiB of buffers of one size
 
 
 def reset_peak_memory(device: torch.device) -> None:

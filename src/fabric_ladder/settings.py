@@ -7,6 +7,10 @@ from typing import Literal
 import pooch
 
 INTERNAL = ("name", "config", "notices")
+GROUPS = {  # how `--help` and `--print_config` divide the settings: each group, and the first setting of it
+    "data": "task", "model": "model", "optimization": "seed", "micro-batches": "batch_size",
+    "memory": "activation_checkpointing", "devices": "devices", "logging": "log_every", "checkpoints": "save",
+}  # fmt: skip
 PRECISIONS = Literal["32-true", "mixed", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true"]
 
 
@@ -34,9 +38,6 @@ class DataSettings:
         validation_samples: The same for validation.
         test_samples: The same for the test.
         split_seed: Seed of what is split or drawn here; apart from `seed`, so that all seeds are tested on one set.
-        model: A name on the Hugging Face Hub, a local folder, or a model's config file (with `from_scratch`).
-        tokenizer: The tokenizer's Hub name or folder, or `trained` for a byte-pair encoding learned from the training
-            texts. Default: the model's own, or `trained` when `model` is a config file.
         max_length: Tokens kept of a text.
         image_size: Pixels of a side of the square that the model sees. Default: what the model was made for.
         resize_to: Resize images to a square of this side before the square that the model sees is cut out, at random
@@ -47,6 +48,9 @@ class DataSettings:
         train_on_inputs: Train on the tokens of the prompts too, not on those of the answers alone.
         bad_samples: What to do about images that cannot be decoded, texts without a label and instructions without an
             answer: `refuse` to start, or `skip` and count them.
+        model: A name on the Hugging Face Hub, a local folder, or a model's config file (with `from_scratch`).
+        tokenizer: The tokenizer's Hub name or folder, or `trained` for a byte-pair encoding learned from the training
+            texts. Default: the model's own, or `trained` when `model` is a config file.
     """
 
     task: Literal["text-classification", "image-classification", "instruction-tuning"] = "text-classification"
@@ -65,8 +69,6 @@ class DataSettings:
     validation_samples: int | None = None
     test_samples: int | None = None
     split_seed: int = 1
-    model: str = "bigscience/bloom-560m"
-    tokenizer: str | None = None
     max_length: int = 1024
     image_size: int | None = None
     resize_to: int | None = None
@@ -74,6 +76,8 @@ class DataSettings:
     prompt_template: str | None = None
     train_on_inputs: bool = False
     bad_samples: Literal["refuse", "skip"] = "refuse"
+    model: str = "bigscience/bloom-560m"
+    tokenizer: str | None = None
 
 
 @dataclass(frozen=True)
@@ -81,14 +85,31 @@ class Settings(DataSettings):
     """Everything that is set for a run.
 
     Args:
-        from_scratch: Start from random weights of the model's config instead of pretrained ones.
+        from_scratch: Start from random weights of the model's config instead of pretrained ones. A `model` on the
+            command line that is a folder or a name on the Hub is pretrained, unless this is given beside it.
+        attention: `fused` computes attention by a kernel that keeps no matrix of tokens x tokens, for BLOOM and where
+            transformers has it (as `sdpa`); `eager` makes this matrix for every model. They differ in rounding alone.
+        lora: Train low-rank adapters (PEFT) and, for classification, the head; all other weights stay as they are.
+        lora_rank: Rank of the adapters.
+        lora_alpha: Adapters are scaled by `lora_alpha` / `lora_rank`.
+        lora_dropout: Dropout of what enters the adapters.
+        lora_targets: Linear layers that get adapters: their names, separated by commas, or `all-linear`. Default: the
+            attention projections that PEFT takes for the architecture.
+        dora: Weight-decomposed adapters: a trained length for each of the weight's directions.
+        rslora: Scale adapters by `lora_alpha` / the square root of `lora_rank`.
+        quantization: `nf4` keeps the weights that `lora` does not train in 4 bits (bitsandbytes, double quantisation).
         seed: Seed of weights, dropout and sample order.
         epochs: Passes over the training texts.
         optimizer: `adam-8bit` (bitsandbytes) needs a CUDA GPU; `sgd` keeps no state, `adafactor` hardly any.
-        learning_rate: Learning rate of the optimizer; `sgd` takes it from the command line only.
+        learning_rate: Learning rate of the optimizer; on the command line also that of `sgd` and of `lora`.
         sgd_learning_rate: Learning rate of `sgd`, whose steps are not scaled to the size of the gradient.
+        lora_learning_rate: Learning rate with `lora`, in place of `learning_rate`.
         schedule: Course of the learning rate over the optimizer steps: `cosine` and `linear` end at 0.
         warmup_steps: Optimizer steps in which the learning rate rises to its full value.
+        max_grad_norm: Clip the gradient to this 2-norm.
+        on_nan: `stop` ends the run at the next printed line after a loss or gradient that is not finite; `skip` leaves
+            such an effective batch out, for which it waits for the device in each step.
+        nan_limit: Effective batches that `skip` may leave out before it stops the run.
         batch_size: Effective batch size: samples per optimizer step, over all devices.
         micro_batch_size: Samples of it in a device's memory at once. Default: all.
         micro_batch_tokens: Padded tokens in a device's memory at once; takes the place of `micro_batch_size`. `auto`
@@ -96,45 +117,36 @@ class Settings(DataSettings):
         eval_batch_tokens: Padded tokens of an evaluation's batch on each device. Default: 4096 on a GPU; 1024 on a CPU,
             where more is slower.
         pad_to_multiple_of: Round the length of every micro-batch up to a multiple of so many tokens. Default: 16 with
-            `compile`, where `max_length` is such a multiple; else 1.
-        max_grad_norm: Clip the gradient to this 2-norm.
-        on_nan: `stop` ends the run at the next printed line after a loss or gradient that is not finite; `skip` leaves
-            such an effective batch out, for which it waits for the device in each step.
-        nan_limit: Effective batches that `skip` may leave out before it stops the run.
-        attention: `fused` computes attention by a kernel that keeps no matrix of tokens x tokens, for BLOOM and where
-            transformers has it (as `sdpa`); `eager` makes this matrix for every model. They differ in rounding alone.
-        activation_checkpointing: Keep only the inputs of the transformer blocks and compute the rest again (not
-            reentrant), for the backward pass.
+            `compile` or on `mps`, where `max_length` is such a multiple; else 1.
         packing: Let short samples share a row of up to `max_length` tokens, in which they do not see each other; then
             `micro_batch_size` counts rows.
+        num_workers: Processes that make batches; 0 makes them in the training process, while the device computes what
+            it was given before, and is enough for texts. Images that must be enlarged or cut out may want 2 or more.
+        activation_checkpointing: Keep only the inputs of the transformer blocks and compute the rest again (not
+            reentrant), for the backward pass.
         loss_chunk: Tokens whose logits over the vocabulary exist at once, for the loss of a language model.
-        lora: Train low-rank adapters (PEFT) and, for classification, the head; all other weights stay as they are.
-        lora_rank: Rank of the adapters.
-        lora_alpha: Adapters are scaled by `lora_alpha` / `lora_rank`.
-        lora_dropout: Dropout of what enters the adapters.
-        lora_targets: Linear layers that get adapters: their names, separated by commas, or `all-linear`. Default: the
-            attention projections that PEFT takes for the architecture.
-        lora_learning_rate: Learning rate with `lora`, in place of `learning_rate`, which only the command line sets.
-        dora: Weight-decomposed adapters: a trained length for each of the weight's directions.
-        rslora: Scale adapters by `lora_alpha` / the square root of `lora_rank`.
-        quantization: `nf4` keeps the weights that `lora` does not train in 4 bits (bitsandbytes, double quantisation).
-        compile: `torch.compile` the layers of the model, one graph for all of them and for all lengths, before the
-            first step; what it makes is kept in `cache_dir`.
         offload: Park what FSDP shards in the host's memory, and let the optimizer step there.
         deepspeed: DeepSpeed configuration: a JSON file, or the name of one in `configs/deepspeed/`.
+        predict_memory: Predict the peak memory before the first step, and compare it with the measured one at the end.
+            Default: on a GPU.
         devices: Devices of a machine: a number, or `auto` for all GPUs, or what the launcher says.
         num_nodes: Machines on which the script is started.
-        accelerator: `auto` takes the CUDA GPU when there is one.
+        accelerator: `auto` takes the CUDA GPU when there is one, else the CPU; `mps` is Apple silicon's GPU.
         threads: PyTorch's threads on the CPU. Default: as many as it finds cores.
         precision: Fabric's name of the precision; `mixed` is `bf16-mixed`, or on GPUs below compute capability 8.0,
             which only emulate bfloat16, `16-mixed` (under FSDP `32-true`).
         matmul_precision: Precision within products of 32-bit matrices: `high` (on a GPU TF32, 10 bits of mantissa) and
             `medium` (bfloat16) are faster. Default: `high` on a GPU, `highest` (all 23 bits) on a CPU.
-        num_workers: Processes that make batches; 0 makes them in the training process, while the device computes what
-            it was given before, and is enough for texts. Images that must be enlarged or cut out may want 2 or more.
-        log_every: Samples between two printed losses.
-        logger: Where the figures go while the run goes on: `csv` is metrics.csv in the run's folder; `tensorboard` and
-            `wandb` (Weights & Biases) draw curves live, too.
+        compile: `torch.compile` the layers of the model, one graph for all of them and for all lengths, before the
+            first step; what it makes is kept in `cache_dir`.
+        deterministic: Equal runs give equal bits on a GPU too, by PyTorch's deterministic algorithms: they are slower,
+            and the run stops at an operation that has none. On a CPU equal runs are equal without it.
+        check_only: Say whether the run could start here, and do nothing else.
+        log_every: Samples between two printed losses. Default: a tenth of an epoch, at most 4800.
+        logger: Where the figures go while the run goes on: `csv` is metrics.csv in the run's folder, which every run
+            has; `tensorboard`, `trackio`, `mlflow` and `wandb` (Weights & Biases) draw curves live, too. Several are
+            separated by commas.
+        runs_dir: Folder that gets a folder for every run.
         save: Save what was trained into the run's folder: `sharded` for `load` (model and optimizer), `consolidated`
             for `model`, here or in transformers.
         load: Sharded checkpoint to start from.
@@ -143,62 +155,59 @@ class Settings(DataSettings):
         keep: How many of the newest checkpoints stay, besides the one with the lowest validation loss.
         resume: Go on with the newest run of the same settings (`auto`), or from the folder of a run or a checkpoint.
         max_time: Minutes after which the run stops as by SIGTERM, and can go on by `resume`.
-        runs_dir: Folder that gets a folder for every run.
-        predict_memory: Predict the peak memory before the first step, and compare it with the measured one at the end.
-            Default: on a GPU.
-        check_only: Say whether the run could start here, and do nothing else.
     """
 
     from_scratch: bool = False
-    seed: int = 123
-    epochs: int = 1
-    optimizer: Literal["adam", "adamw", "sgd", "adafactor", "adam-8bit"] = "adam"
-    learning_rate: float = 5e-5
-    sgd_learning_rate: float = 1e-2
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = 0
-    batch_size: int = 1
-    micro_batch_size: int | None = None
-    micro_batch_tokens: int | Literal["auto"] | None = None
-    eval_batch_tokens: int | None = None
-    pad_to_multiple_of: int | None = None
-    max_grad_norm: float | None = None
-    on_nan: Literal["stop", "skip"] = "stop"
-    nan_limit: int = 10
     attention: Literal["fused", "eager"] = "fused"
-    activation_checkpointing: bool = False
-    packing: bool = False
-    loss_chunk: int = 256
     lora: bool = False
     lora_rank: int = 8
     lora_alpha: int = 32
     lora_dropout: float = 0.1
     lora_targets: str | None = None
-    lora_learning_rate: float = 2e-4
     dora: bool = False
     rslora: bool = False
     quantization: Literal["no", "nf4"] = "no"
-    compile: bool = False
+    seed: int = 123
+    epochs: int = 1
+    optimizer: Literal["adam", "adamw", "sgd", "adafactor", "adam-8bit"] = "adam"
+    learning_rate: float = 5e-5
+    sgd_learning_rate: float = 1e-2
+    lora_learning_rate: float = 2e-4
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    max_grad_norm: float | None = None
+    on_nan: Literal["stop", "skip"] = "stop"
+    nan_limit: int = 10
+    batch_size: int = 1
+    micro_batch_size: int | None = None
+    micro_batch_tokens: int | Literal["auto"] | None = None
+    eval_batch_tokens: int | None = None
+    pad_to_multiple_of: int | None = None
+    packing: bool = False
+    num_workers: int = 0
+    activation_checkpointing: bool = False
+    loss_chunk: int = 256
     offload: bool = False
     deepspeed: str | None = None
+    predict_memory: bool | None = None
     devices: int | Literal["auto"] = 1
     num_nodes: int = 1
-    accelerator: Literal["auto", "cuda", "cpu"] = "auto"
+    accelerator: Literal["auto", "cuda", "mps", "cpu"] = "auto"
     threads: int | None = None
     precision: PRECISIONS = "32-true"
     matmul_precision: Literal["highest", "high", "medium"] | None = None
-    num_workers: int = 0
-    log_every: int = 4800
-    logger: Literal["csv", "tensorboard", "wandb"] = "csv"
+    compile: bool = False
+    deterministic: bool = False
+    check_only: bool = False
+    log_every: int | None = None
+    logger: str = "csv"
+    runs_dir: str = "runs"
     save: Literal["no", "sharded", "consolidated"] = "no"
     load: str | None = None
     save_every: int = 0
     keep: int = 1
     resume: str = "no"
     max_time: float | None = None
-    runs_dir: str = "runs"
-    predict_memory: bool | None = None
-    check_only: bool = False
     # not the user's to set: the script's name, the YAML file that was read, and what to print first
     name: str = ""
     config: str | None = None

@@ -16,9 +16,9 @@ import pytest
 import yaml
 from support.helpers import ROOT, RUNGS, SMALL, run_script
 
+from fabric_ladder import cli
 from fabric_ladder.places import SCRIPTS
 from fabric_ladder.rungs import choose_rungs
-from fabric_ladder.settings import INTERNAL, Settings
 from fabric_ladder.tools.command import COMMANDS
 
 DOCS = ROOT / "docs"
@@ -186,17 +186,14 @@ def options(path: Path) -> set[str]:
 
 @cache
 def settings_parser() -> jsonargparse.ArgumentParser:
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_argument("--config")
-    parser.add_class_arguments(Settings, as_group=False, skip=set(INTERNAL))
-    return parser
+    return cli.settings_parser({})
 
 
 def check_settings(words: list[str], whole: list[str]) -> None:
     """Check that the rungs know these names and values; `…` stands for what a reader fills in."""
     words = [word for word in words if word not in ("…", "--help")]
     try:
-        config = settings_parser().parse_args(words).config
+        config = settings_parser().parse_args(words).get("config")
     except jsonargparse.ArgumentError as error:
         raise AssertionError(f"{shlex.join(whole)}: {error}") from error
     assert config is None or home_of(config) or home_of(f"configs/{config}"), whole

@@ -1,11 +1,34 @@
 """Live curves: the figures of metrics.csv, against the samples seen."""
 
 import csv
+import importlib.util
+import json
+import sqlite3
+from contextlib import closing
 
 import pytest
-from support.helpers import SMALL, SRC, finished, run_script, without_package
+from support.helpers import SMALL, SRC, finished, run_script, settings_for
+
+from fabric_ladder import UserError
+from fabric_ladder.runs.loggers import RunLog, check_logger
 
 SHORT = [*SMALL, "--micro_batch_size", "4"]
+TAGS = {
+    "loss": "train/loss",
+    "learning_rate": "train/learning_rate",
+    "samples_per_second": "train/samples_per_second",
+    "train_accuracy": "train/accuracy",
+    "validation_loss": "val/loss",
+    "validation_accuracy": "val/accuracy",
+    "test_loss": "test/loss",
+    "test_accuracy": "test/accuracy",
+}
+TRACKERS = ("tensorboard", "trackio", "mlflow")
+
+
+def skip_without(package):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs {package}")
 
 
 def rows(folder):
@@ -13,20 +36,82 @@ def rows(folder):
         return list(csv.DictReader(file))
 
 
-def test_tensorboard_draws_what_the_csv_file_has(tmp_path):
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard")
-    stdout = finished(run_script(SRC / "2_grad_accum.py", *SHORT, "--logger", "tensorboard", cwd=tmp_path))
-    folder = tmp_path / "runs" / "2_grad_accum" / "1"
-    assert (folder / "log.txt").read_text(encoding="utf-8") == stdout
-    events = reader.EventAccumulator(str(folder / "tensorboard"))
+def read_tensorboard(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    names = ("loss", "learning_rate", "samples_per_second", "peak_memory_bytes", "validation_accuracy", "test_loss")
-    for name in names:
-        drawn = [(event.step, event.value) for event in events.Scalars(name)]
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def read_trackio(folder):
+    """The newest run in the database that `TRACKIO_DIR` names, from its documented tables."""
+    drawn = {}
+    with closing(sqlite3.connect(folder.parents[2] / "trackio" / "fabric-ladder.db")) as database:
+        name = f"{folder.parent.name}/{folder.name}"
+        newest = "SELECT run_id FROM metrics WHERE run_name = ? ORDER BY id DESC LIMIT 1"
+        query = f"SELECT step, metrics FROM metrics WHERE run_id = ({newest}) ORDER BY id"
+        for step, figures in database.execute(query, [name]):
+            for tag, value in json.loads(figures).items():
+                drawn.setdefault(tag, []).append((step, value))
+    return drawn
+
+
+def read_mlflow(folder):
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{folder.parents[1] / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("fabric-ladder").experiment_id
+    run = client.search_runs([experiment], order_by=["attributes.start_time DESC"])[0]
+    assert run.info.run_name == f"{folder.parent.name}/{folder.name}"
+    assert run.info.status == "FINISHED"
+    assert run.data.params["batch_size"] == "16"
+    history = {tag: client.get_metric_history(run.info.run_id, tag) for tag in run.data.metrics}
+    return {tag: [(metric.step, metric.value) for metric in metrics] for tag, metrics in history.items()}
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory):
+    """The folder and the printed lines of a run with all trackers that need no account."""
+    for package in TRACKERS:
+        skip_without(package)
+    cwd = tmp_path_factory.mktemp("tracked")
+    options = [*SHORT, "--logger", "csv,tensorboard, trackio,mlflow"]
+    places = {"TRACKIO_DIR": cwd / "trackio", "MLFLOW_TRACKING_URI": ""}
+    process = run_script(SRC / "2_grad_accum.py", *options, cwd=cwd, **places)
+    return cwd / "runs" / "2_grad_accum" / "1", finished(process)
+
+
+@pytest.mark.parametrize("tracker", TRACKERS)
+def test_a_tracker_draws_what_the_csv_file_has(tracked, tracker):
+    folder, stdout = tracked
+    assert (folder / "log.txt").read_text(encoding="utf-8") == stdout
+    drawn = {"tensorboard": read_tensorboard, "trackio": read_trackio, "mlflow": read_mlflow}[tracker](folder)
+    for name, tag in TAGS.items():
         written = [(int(row["samples"]), float(row[name])) for row in rows(folder) if row[name]]
-        assert [step for step, _ in drawn] == [samples for samples, _ in written], name
-        assert [value for _, value in drawn] == pytest.approx([value for _, value in written], rel=1e-6), name
-    assert [event.step for event in events.Scalars("loss")] == [16, 32, 48, 64, 80, 96]
+        assert [step for step, _ in drawn[tag]] == [samples for samples, _ in written], name
+        assert [value for _, value in drawn[tag]] == pytest.approx([value for _, value in written], rel=1e-6), name
+    assert [step for step, _ in drawn["train/loss"]] == [16, 32, 48, 64, 80, 96]
+    assert all("/" in tag for tag in drawn)
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "trackio"])
+def test_a_run_that_goes_on_is_drawn_from_its_checkpoint(tmp_path, monkeypatch, tracker):
+    """What was drawn beyond the checkpoint is gone; trackers with a database have the whole curve in a new run."""
+    skip_without(tracker)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # which is read as the package is imported
+    folder = tmp_path / "runs" / "rung" / "1"
+    settings = settings_for(tmp_path, logger=tracker)
+    before = RunLog(folder, settings)
+    for step in (1, 2, 3):
+        before.write(step, 16 * step, loss=float(step))
+    before.close()
+    after = RunLog(folder, settings, [(1, 16, {"loss": 1.0})])
+    after.write(2, 32, loss=0.5)
+    after.close()
+    drawn = {"tensorboard": read_tensorboard, "trackio": read_trackio}[tracker](folder)
+    assert drawn == {"train/loss": [(16, 1.0), (32, 0.5)]}
+    assert [(row["step"], row["loss"]) for row in rows(folder)] == [("1", "1.0"), ("2", "0.5")]
 
 
 def test_weights_and_biases_keeps_a_run_without_a_network(tmp_path):
@@ -37,12 +122,14 @@ def test_weights_and_biases_keeps_a_run_without_a_network(tmp_path):
     assert list((tmp_path / "runs" / "2_grad_accum" / "1" / "wandb").glob("offline-run-*/run-*.wandb"))
 
 
-@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
-def test_without_its_package_the_line_says_what_to_install(tmp_path, package):
-    process = run_script(
-        SRC / "2_grad_accum.py", "--logger", package, cwd=tmp_path, **without_package(tmp_path, package)
-    )
-    assert process.returncode == 2
-    line = f"error: --logger {package} needs a package: pip install {package}=="
-    assert process.stderr.splitlines()[-1].startswith(line)
-    assert not (tmp_path / "runs").exists()
+@pytest.mark.parametrize("package", ["tensorboard", "trackio", "mlflow", "wandb"])
+def test_without_its_package_the_line_says_what_to_install(tmp_path, monkeypatch, package):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == package else name)
+    with pytest.raises(UserError, match=rf"--logger {package} needs a package: pip install {package}(-skinny)?=="):
+        check_logger(settings_for(tmp_path, logger=f"csv,{package}"))
+
+
+def test_a_logger_that_there_is_not_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"--logger neptune: expected one or several of csv, tensorboard, .*commas"):
+        check_logger(settings_for(tmp_path, logger="csv,neptune"))
+    check_logger(settings_for(tmp_path, logger="['csv', 'csv']"))  # a list in a YAML file

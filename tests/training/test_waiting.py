@@ -7,6 +7,8 @@ from lightning.fabric.accelerators import CPUAccelerator
 from lightning.fabric.strategies import SingleDeviceStrategy
 from lightning.fabric.wrappers import _FabricOptimizer
 from support.helpers import settings_for, tiny_model, token_datasets
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fabric_ladder import Run, build_dataloaders, build_optimizer, train
 from fabric_ladder.runs.metrics import Meter
@@ -47,6 +49,25 @@ def test_no_batch_of_the_evaluation_asks_the_device_for_a_value(tmp_path):
         _evaluate(fabric, fabric.setup(tiny_model()), test_loader, "the test", lambda: batches.append(1), confusion)
     assert any(entry.name == Meter.collect.__name__ for entry in stopped.traceback), stopped.value
     assert len(batches) == len(test_loader) > 1
+
+
+class NoFloat64(TorchDispatchMode):
+    """Apple silicon's GPU, as far as another machine can stand in for it: its tensors have at most 32 bits."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "meta":
+                assert tensor.dtype != torch.float64, function
+        return result
+
+
+@pytest.mark.parametrize("name", ["bloom", "llama-lm", "clipped", "half precision", "mixed precision"])
+def test_a_device_without_float64_is_asked_for_none(tmp_path, monkeypatch, name):
+    for module in ("fabric_ladder.environment", "fabric_ladder.runs.metrics"):
+        monkeypatch.setattr(f"{module}.NO_FLOAT64", ("meta",))
+    with NoFloat64():
+        test_no_step_asks_the_device_for_a_value(tmp_path, name)
 
 
 @pytest.mark.parametrize("name", CASES)

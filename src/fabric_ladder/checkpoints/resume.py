@@ -16,7 +16,7 @@ PROGRESS = "progress.json"  # in a checkpoint: position, settings, figures so fa
 FREE = frozenset(
     "micro_batch_size micro_batch_tokens eval_batch_tokens devices num_nodes threads num_workers log_every logger save "
     "runs_dir check_only resume save_every keep max_time cache_dir data_dir config on_nan nan_limit attention "
-    "predict_memory notices".split()
+    "predict_memory notices sgd_learning_rate lora_learning_rate".split()  # rates that `learning_rate` is taken from
 )
 
 
@@ -121,7 +121,8 @@ def _newest_run(home: Path) -> tuple[Path | None, dict]:
 
 def _differences(saved: dict, settings: Settings) -> list[str]:
     """Name the settings that would make another run of it."""
-    own = json.loads(json.dumps(dataclasses.asdict(settings)))
+    own, defaults = (json.loads(json.dumps(dataclasses.asdict(each))) for each in (settings, Settings()))
+    saved = defaults | saved  # of an older version, which lacks settings that are new
     return [
         f"--{name} {saved.get(name)}, not {own.get(name)}"
         for name in sorted((saved.keys() | own.keys()) - FREE)

@@ -52,7 +52,7 @@ CUT = re.compile(
     r"| packed, (?:(\d+) x )?(\d+) rows? of up to (\d+) tokens at once)"
 )
 PRECISION = re.compile(r"((?:32|64|bf16|16)-true|(?:bf16|16)-mixed)(?:, matmul (high|medium))?")
-DEVICE = re.compile(r"(cuda|cpu): (?:(\d+) x )?(\S.*)")
+DEVICE = re.compile(r"(cuda|mps|cpu): (?:(\d+) x )?(\S.*)")
 KNOWN = re.compile(
     r"```\w*|~~~|Torch CUDA available\? (?:True|False)|Saved \S.*|Python implementation *: \w+"
     r"|Imbalanced classes: .*|Test macro-F1 \d+\.\d\d%"

@@ -27,13 +27,13 @@ RATES = ("sgd_learning_rate", "lora_learning_rate")
 # In the order in which changes are told.
 TECHNIQUE = (
     "batch_size optimizer precision matmul_precision micro_batch_size micro_batch_tokens packing pad_to_multiple_of "
-    "eval_batch_tokens loss_chunk activation_checkpointing compile lora"
+    "eval_batch_tokens loss_chunk activation_checkpointing compile deterministic lora"
 ).split()
 TECHNIQUE += [*LORA, *"quantization offload deepspeed ranks num_workers attention learning_rate schedule".split()]
 # Of the technique where the rung itself sets them; given by hand, they must be alike.
 OF_RUNGS = ("batch_size", "learning_rate", "schedule")
 ALIKE = ("task", "model", "from_scratch", "load", "epochs", *RATES, "warmup_steps", "max_grad_norm")
-HARDWARE = {"cuda": ("gpu",), "cpu": ("processor", "cores", "threads")}
+HARDWARE = {"cuda": ("gpu",), "mps": ("processor",), "cpu": ("processor", "cores", "threads")}
 ASKED = {"data": "the content of the data", "model": "model", "seed": "seed", "epochs": "epochs"}
 ASKED |= {"batch_size": "effective batch", "learning_rate": "learning rate", "hardware": "hardware"}
 ASKED |= {"versions": "versions"}  # what to name where a source does not tell it

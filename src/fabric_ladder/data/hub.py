@@ -1,6 +1,7 @@
 """Names on the Hugging Face Hub: whether it can be reached, and data sets from it."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -17,6 +18,8 @@ from fabric_ladder.data.splits import SPLITS
 from fabric_ladder.errors import UserError, first_line
 from fabric_ladder.settings import DataSettings
 
+HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # longer ones are paths
+
 
 @contextmanager
 def reachable(name: str, content: str) -> Iterator[dict[str, bool]]:
@@ -28,6 +31,8 @@ def reachable(name: str, content: str) -> Iterator[dict[str, bool]]:
         UserError: In one line, why the `content` (model, weights, tokenizer) cannot be loaded.
     """
     is_folder = Path(name).is_dir()
+    if not is_folder and not HUB_NAME.fullmatch(name):
+        raise UserError(f"cannot load the {content}: there is no folder {name}")
     offline = not is_folder and not _hub_answers()
     try:
         yield {"local_files_only": offline or is_folder}

@@ -89,7 +89,7 @@ def check_deepspeed(settings: Settings) -> None:
     Raises:
         UserError: No CUDA GPU, no DeepSpeed, a configuration that does not fit, or an offload that cannot work here.
     """
-    if settings.accelerator == "cpu":
+    if settings.accelerator != "cuda":
         raise UserError(f"{settings.name} needs a CUDA GPU; src/10_fsdp.py shards a model on CPUs too")
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError(f'{settings.name} needs DeepSpeed: pip install "{DEEPSPEED}"')

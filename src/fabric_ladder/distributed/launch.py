@@ -76,7 +76,7 @@ def resolve_devices(settings: Settings) -> tuple[int, int]:
         return launcher.devices, launcher.num_nodes
     if settings.devices != "auto":
         return settings.devices, settings.num_nodes
-    alone = settings.accelerator == "cpu" or notebook_shell()  # a notebook cannot start its cells anew
+    alone = settings.accelerator != "cuda" or notebook_shell()  # a notebook cannot start its cells anew
     return 1 if alone else torch.cuda.device_count(), settings.num_nodes
 
 

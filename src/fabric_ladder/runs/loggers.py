@@ -1,7 +1,12 @@
-"""Where the figures of a run go while it runs: metrics.csv always, TensorBoard or Weights & Biases too if asked for."""
+"""Where the figures of a run go while it runs: metrics.csv always, and the trackers that are asked for."""
 
 import importlib.util
+import io
+import os
+import re
+import shutil
 import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from lightning.fabric.loggers import CSVLogger, Logger, TensorBoardLogger
@@ -9,60 +14,111 @@ from lightning.fabric.loggers import CSVLogger, Logger, TensorBoardLogger
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import Settings
 
-PACKAGES = {"tensorboard": "tensorboard==2.21.0", "wandb": "wandb==0.31.0"}
+PACKAGES = {
+    "tensorboard": "tensorboard==2.21.0",
+    "trackio": "trackio==0.43.0",
+    "mlflow": "mlflow-skinny==3.17.2 sqlalchemy==2.1.9 alembic==1.20.1",
+    "wandb": "wandb==0.31.0",
+}
+PROJECT = "fabric-ladder"  # that the trackers keep the runs of all scripts under
+SPLITS = {"train": "train", "validation": "val", "test": "test"}  # in front of a figure's name, and of its tag
 
 
 def check_logger(settings: Settings) -> None:
-    """Refuse a logger whose package is not installed.
+    """Refuse a logger that there is not, or whose package is not installed.
 
     Raises:
-        UserError: The message says what to install.
+        UserError: The message says which there are, or what to install.
     """
-    package = PACKAGES.get(settings.logger)
-    if package and importlib.util.find_spec(settings.logger) is None:
-        raise UserError(f"--logger {settings.logger} needs a package: pip install {package}")
+    for name in _names(settings):
+        if name not in ("csv", *PACKAGES):
+            known = f"csv, {', '.join(PACKAGES)}"
+            raise UserError(f"--logger {name}: expected one or several of {known}, separated by commas")
+        if name in PACKAGES and importlib.util.find_spec(name) is None:
+            raise UserError(f"--logger {name} needs a package: pip install {PACKAGES[name]}")
 
 
 class RunLog:
-    """Writes rows of figures into a run's folder.
+    """Writes rows of figures into a run's folder, and to the trackers.
 
     Args:
         folder: `runs/<script>/<n>`.
-        settings: `logger`, and for Weights & Biases the run's settings.
-        rows: Of a run that goes on: optimizer step, samples and figures of the rows so far.
+        settings: `logger`, and for the trackers all settings of the run.
+        rows: Of a run that goes on: optimizer step, samples and figures of the rows so far, which are written anew.
     """
 
     def __init__(self, folder: Path, settings: Settings, rows: list[tuple[int, int, dict]] = ()):
         self._csv = CSVLogger(folder.parent.parent, folder.parent.name, folder.name, flush_logs_every_n_steps=1)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Experiment logs directory", UserWarning)  # it writes metrics.csv anew
-            writer = self._csv.experiment
+            self._csv.experiment.save()
+        self._trackers = [_start(name, folder, settings) for name in _names(settings) if name != "csv"]
         for step, samples, figures in rows:
-            writer.log_metrics(figures | {"samples": samples}, step)
-        writer.save()
-        self._live: Logger | None = None
-        if settings.logger == "tensorboard":
-            later = rows[-1][1] + 1 if rows else None  # what the run had drawn beyond its checkpoint is hidden
-            self._live = TensorBoardLogger(folder, name="", version="tensorboard", purge_step=later)
-        elif settings.logger == "wandb":
-            from lightning.pytorch.loggers import WandbLogger
-
-            name = f"{folder.parent.name}/{folder.name}"
-            self._live = WandbLogger(name=name, save_dir=folder, project="fabric-ladder", config=vars(settings))
+            self.write(step, samples, **figures)
 
     def write(self, step: int, samples: int, **figures: float) -> None:
         """Add a row.
 
         Args:
             step: Optimizer steps so far, for metrics.csv.
-            samples: Samples so far, which live curves are drawn against: so those of unlike batches can be compared.
-            **figures: Names and values.
+            samples: Samples so far, which curves are drawn against: so those of unlike batches can be compared.
+            **figures: Names and values; trackers get `train/loss` for `loss`, `val/loss` for `validation_loss`.
         """
         self._csv.log_metrics(figures | {"samples": samples}, step)
-        if self._live:
-            self._live.log_metrics(figures, samples)
+        for tracker in self._trackers:
+            tracker.log_metrics({_tag(name): value for name, value in figures.items()}, samples)
 
     def close(self) -> None:
-        """Write what is left, and let live loggers go."""
-        if self._live:
-            self._live.finalize("success")
+        """Write what is left, and let the trackers go."""
+        for tracker in self._trackers:
+            tracker.finalize("success")
+
+
+class Trackio:
+    """A run in Trackio's database on this machine, with the two methods of Lightning's loggers that are used."""
+
+    def __init__(self, name: str, config: dict):
+        import trackio
+
+        with redirect_stdout(io.StringIO()):  # where only the run's own lines are printed
+            self._run = trackio.init(PROJECT, name, config=config, auto_log_gpu=False, auto_log_cpu=False)
+        self._finish = trackio.finish  # the run's own would be called, and print, at exit once more
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        """Add values, by their names."""
+        self._run.log(metrics, step)
+
+    def finalize(self, status: str) -> None:
+        """Write what is left."""
+        with redirect_stdout(io.StringIO()):
+            self._finish()
+
+
+def _start(tracker: str, folder: Path, settings: Settings) -> Logger | Trackio:
+    """Start a tracker's run of the folder's name: in the folder, or where the tracker keeps all of them."""
+    name, config = f"{folder.parent.name}/{folder.name}", vars(settings)
+    if tracker == "tensorboard":
+        shutil.rmtree(folder / "tensorboard", ignore_errors=True)  # of a run that goes on
+        return TensorBoardLogger(folder, name="", version="tensorboard")
+    if tracker == "trackio":
+        return Trackio(name, config)
+    if tracker == "wandb":
+        from lightning.pytorch.loggers import WandbLogger
+
+        return WandbLogger(name=name, save_dir=folder, project=PROJECT, config=config)
+    from lightning.pytorch.loggers import MLFlowLogger
+
+    database = f"sqlite:///{folder.parent.parent.absolute() / 'mlflow.db'}"
+    started = MLFlowLogger(PROJECT, name, os.environ.get("MLFLOW_TRACKING_URI") or database)
+    started.log_hyperparams(config)
+    return started
+
+
+def _names(settings: Settings) -> list[str]:
+    return list(dict.fromkeys(re.findall(r"[\w-]+", settings.logger)))
+
+
+def _tag(name: str) -> str:
+    """Return the name with its split in front: of none, the training's."""
+    split, _, figure = name.partition("_")
+    return f"{SPLITS[split]}/{figure}" if split in SPLITS else f"train/{name}"

@@ -9,6 +9,7 @@ from torch import Tensor
 from torchmetrics import SumMetric
 
 from fabric_ladder.data.splits import IGNORED
+from fabric_ladder.environment import NO_FLOAT64
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.chunked_loss import ChunkedLossOutput
 
@@ -56,11 +57,12 @@ class Meter:
 
     def __init__(self, fabric: Fabric):
         self.fabric = fabric
+        self._dtype = torch.float32 if fabric.device.type in NO_FLOAT64 else torch.float64
         # not MeanMetric: with nan_strategy "disable", which alone never waits, torchmetrics 1.9 drops its weights
         names = ("loss", "correct", "items")
         self._sums = {name: SumMetric(nan_strategy="disable", sync_on_compute=False) for name in names}
         for metric in self._sums.values():
-            metric.to(fabric.device).set_dtype(torch.float64)  # in this order: `to` would set it back
+            metric.to(fabric.device).set_dtype(self._dtype)  # in this order: `to` would set it back
         self._pending: list[tuple[Tensor, Tensor, int]] = []
         self._problem: str | None = None  # of a run that goes on: what was not finite before it stopped
         self._clear()
@@ -103,8 +105,8 @@ class Meter:
         losses = self.pending_losses()
         if self._pending:
             _, correct, items = zip(*self._pending, strict=True)
-            weights = torch.tensor(items, dtype=torch.float64).to(self.fabric.device, non_blocking=True)
-            self._sums["loss"].update(losses.double() * weights)
+            weights = torch.tensor(items, dtype=self._dtype).to(self.fabric.device, non_blocking=True)
+            self._sums["loss"].update(losses.to(self._dtype) * weights)
             self._sums["correct"].update(torch.stack(correct))
             self._sums["items"].update(weights)
         self._steps.append(step)
@@ -120,7 +122,7 @@ class Meter:
     def add_state_dict(self, state: dict) -> None:
         """Count what a meter had counted, this one or another rank's."""
         for name, metric in self._sums.items():
-            metric.update(state[name].to(self.fabric.device))
+            metric.update(state[name].to(self.fabric.device, self._dtype))
         self._problem = self._problem or state["problem"]
 
     def collect(self) -> Totals:
@@ -133,7 +135,7 @@ class Meter:
         gradients = [broken for broken in self._gradients if broken is not None]
         broken = torch.stack(gradients).any() if gradients else torch.zeros((), device=device)
         sums = [self._sums[name].sum_value for name in ("loss", "correct", "items")]
-        sums = torch.stack([*sums, broken.double() + bool(self._problem)])
+        sums = torch.stack([*sums, broken.to(self._dtype) + bool(self._problem)])
         loss, correct, items, problems = self.fabric.all_reduce(sums, reduce_op="sum").tolist()
         if not math.isfinite(loss) or problems:
             text = self._find_problem() or "the loss or the gradient is not finite on another rank"

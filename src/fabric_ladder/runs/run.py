@@ -26,6 +26,7 @@ from fabric_ladder.runs.report import describe_parameters, parameters_line, titl
 from fabric_ladder.runs.throughput import Throughput
 from fabric_ladder.settings import Settings
 
+LOG_EVERY = 4800  # samples between two printed losses, where an epoch has ten times as many
 T = TypeVar("T")
 
 
@@ -62,6 +63,7 @@ class Run:
             torch.set_num_threads(settings.threads)
         if settings.matmul_precision:
             torch.set_float32_matmul_precision(settings.matmul_precision)
+        torch.use_deterministic_algorithms(settings.deterministic)
         self.record = RunRecord(fabric, settings)
         self.stop_request: StopRequest | None = None  # these three once training has started
         self.checkpointer: Stoppable | None = None
@@ -100,6 +102,7 @@ class Run:
         """
         described = describe_parameters(model)
         self.steps, self.epoch_samples = len(train_loader), len(train_loader.dataset)
+        self.log_every = self.settings.log_every or max(1, min(LOG_EVERY, self.epoch_samples // 10))
         self.record.add_results(**described, **(prediction.figures() if prediction else {}))
         self.record.add(data={"fingerprint": train_loader.dataset.fingerprint, "train_samples": self.epoch_samples})
         folder, state = resumed or (None, None)

@@ -9,7 +9,7 @@ from lightning import Fabric
 from torch import nn
 
 from fabric_ladder.data.loaders import EffectiveBatch
-from fabric_ladder.environment import peak_memory, reset_peak_memory
+from fabric_ladder.environment import count_device, peak_memory, reset_peak_memory
 from fabric_ladder.models.compile import CompileClock
 
 
@@ -109,11 +109,11 @@ class Throughput:
         return figures
 
     def _sum(self, *counts: int) -> list[int]:
-        counts = torch.tensor(counts, dtype=torch.float64, device=self.fabric.device)
+        counts = torch.tensor(counts, dtype=torch.float64, device=count_device(self.fabric.device))
         return [int(count) for count in self.fabric.all_reduce(counts, reduce_op="sum").tolist()]
 
     def _find_peaks(self) -> list[int]:
         """Return the peak memory of the device and of the host so far, each the largest of all ranks, in bytes."""
         own = peak_memory(self.fabric.device), peak_memory(torch.device("cpu"))
-        peaks = torch.tensor([own, self._peaks], dtype=torch.float64, device=self.fabric.device).amax(0)
+        peaks = torch.tensor([own, self._peaks], dtype=torch.float64, device=count_device(self.fabric.device)).amax(0)
         return [int(peak) for peak in self.fabric.all_reduce(peaks, reduce_op="max").tolist()]

@@ -165,12 +165,12 @@ def needed_files(rung: Path, config: str | None) -> dict[str, str]:
 
 def _config_files(name: str, ours: bool = False) -> dict[str, str]:
     """Return the text of a config and of the files that it names; of the project's own none unless `ours`."""
-    _, config = choose_config([], name)
-    values = dict(argument.removeprefix("--").split("=", 1) for argument in read_config(config))
+    _, config = choose_config(name)
+    values = read_config(config)
     if config.is_relative_to(CONFIGS) and not ours:
         return {}
     files = {f"configs/{config.name}": config.read_text(encoding="utf-8")}
-    for path in (Path(values[name]) for name in PATHS if name in values):
+    for path in (Path(values[name]) for name in PATHS if values.get(name)):
         beside = path.is_relative_to(config.parent)
         if not path.exists() or not (beside or path.is_absolute()):
             continue  # a name, or none

@@ -17,7 +17,7 @@ from torch import Tensor
 from fabric_ladder.advice import is_out_of_memory
 from fabric_ladder.data.loaders import EffectiveBatch, MicroBatch
 from fabric_ladder.data.sampler import MicroBatchPlan
-from fabric_ladder.environment import reset_peak_memory
+from fabric_ladder.environment import count_device, reset_peak_memory
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.compile import is_compiled
 from fabric_ladder.runs.metrics import Meter
@@ -150,8 +150,8 @@ def _find_problem(training: Training, batches: list[EffectiveBatch]) -> BaseExce
     if problem:
         training.optimizer.zero_grad()
         gc.collect()
-        if training.run.fabric.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if training.run.fabric.device.type != "cpu":
+            torch.get_device_module(training.run.fabric.device).empty_cache()
     return problem
 
 
@@ -166,7 +166,7 @@ def _pass(training: Training, micro_batches: list[MicroBatch]) -> None:
 
 def _largest(training: Training, *values: int) -> list[int]:
     """Return the largest of each value over the ranks."""
-    values = torch.tensor(values, dtype=torch.float64, device=training.run.fabric.device)
+    values = torch.tensor(values, dtype=torch.float64, device=count_device(training.run.fabric.device))
     return [int(value) for value in training.run.fabric.all_reduce(values, reduce_op="max").tolist()]
 
 

@@ -107,11 +107,11 @@ def _train_epoch(training: Training, checkpointer: Checkpointer) -> None:
                 fabric.clip_gradients(model, optimizer, max_norm=settings.max_grad_norm, error_if_nonfinite=False)
             optimizer.step()
         optimizer.zero_grad()
-        logged = state.samples // settings.log_every
+        logged = state.samples // run.log_every
         state.advance(batch.samples)
         set_learning_rate(settings, optimizer, state.optimizer_steps, len(train_loader) * settings.epochs)
         run.throughput.count(batch)
-        if logged < state.samples // settings.log_every or state.batch == len(train_loader):
+        if logged < state.samples // run.log_every or state.batch == len(train_loader):
             totals = state.collect()  # here, and only here, the loop waits for the device
             if totals.items:  # else all batches were skipped
                 run.log_loss(state.epoch, state.batch, state.samples, totals.loss, optimizer.param_groups[0]["lr"])

@@ -152,8 +152,8 @@ def random_state(device: torch.device) -> dict:
     name, keys, *rest = np.random.get_state()
     state = {"torch": torch.get_rng_state(), "python": random.getstate()}
     state["numpy"] = [name, torch.from_numpy(keys.astype(np.int64)), *rest]
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    if device.type in ("cuda", "mps"):
+        state[device.type] = torch.get_device_module(device).get_rng_state(device)
     return state
 
 
@@ -164,5 +164,5 @@ def set_random_state(state: dict, device: torch.device) -> None:
     random.setstate((version, tuple(numbers), following))
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    if device.type in state:
+        torch.get_device_module(device).set_rng_state(state[device.type], device)
