@@ -9,7 +9,7 @@ from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, get_tok
 from huggingface_hub.errors import HFValidationError, HTTPError
 from huggingface_hub.utils import validate_repo_id
 
-from fabric_ladder.comparing.charts import wilson_interval
+from fabric_ladder.comparing.matching import wilson_interval
 from fabric_ladder.errors import UserError, first_line
 from fabric_ladder.settings import Settings
 
