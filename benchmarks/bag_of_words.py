@@ -30,7 +30,7 @@ def bag_of_words(seed: int) -> dict[str, float]:
     """Return the test accuracy of a logistic regression on word counts and on tf-idf."""
     settings = DataSettings(dataset="synthetic", split_seed=seed)
     with tempfile.TemporaryDirectory() as scratch:
-        splits, _ = read_splits(settings, Source(["synthetic"]), Path(scratch))
+        splits, *_ = read_splits(settings, Source(["synthetic"]), Path(scratch))
     train, test = splits["train"], splits["test"]
     found = {}
     for name, vectorizer in (("counts", CountVectorizer()), ("tf-idf", TfidfVectorizer())):
