@@ -16,6 +16,7 @@ import against_peers
 import common
 import gpu_duels
 import gpu_ladder
+import memory_plans
 import peers
 
 TINY = ["--dataset", "synthetic", "--model", str(MODELS / "bloom-quickstart.json"), "--from_scratch", "true"]
@@ -58,6 +59,14 @@ def test_sides_that_differ_are_refused(figures, name):
     other = figures[side] | {name: figures[side][name] * 1.01 + 1}
     with pytest.raises(RuntimeError, match=name):
         against_peers.check_alike({name: [run] for name, run in figures.items()} | {side: [other, figures[side]]})
+
+
+def test_the_pages_of_plans_are_those_of_their_figures():
+    results = memory_plans.common.read_results(memory_plans.OUT)
+    assert memory_plans.PAGE.read_text(encoding="utf-8") == memory_plans.page(results)
+    guide = memory_plans.GUIDE.read_text(encoding="utf-8")
+    assert memory_plans.guide(results, guide) == guide
+    assert memory_plans.PAGE.stat().st_size < 12_000
 
 
 def test_an_epoch_is_extrapolated_from_the_second_half():

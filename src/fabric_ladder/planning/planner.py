@@ -226,8 +226,8 @@ def _find_figures(candidate: Candidate, rehearsal: Rehearsal, samples: Samples, 
             figures.tokens[size] = batches[0][0].padded
         return machine.overhead.needed(figures.peaks[size])
 
-    sizes = candidate.micro_batches
+    sizes, kept = candidate.micro_batches, complete(candidate.settings, rehearsal.kept, rehearsal.counts).total
     for limit in machine.memory_limits:
-        if 2 * rehearsal.kept > limit or needed(sizes[-1]) > limit:  # the whole batch at once hardly or does not fit
-            bisect(sizes, limit, hi=1 if rehearsal.kept > limit else None, key=needed)
+        if 2 * kept > limit or needed(sizes[-1]) > limit:  # the whole batch at once hardly or does not fit
+            bisect(sizes, limit, hi=1 if kept > limit else None, key=needed)
     return figures

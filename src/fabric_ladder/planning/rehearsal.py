@@ -108,9 +108,9 @@ class Rehearsal:
             self.optimizer.zero_grad()
 
     @property
-    def kept(self) -> int:
-        """Bytes without any activation: at the peak of the optimizer's step."""
-        return self._optimizer_peak.total
+    def kept(self) -> Peak:
+        """What is held without any activation: the peak of the optimizer's step."""
+        return self._optimizer_peak
 
     def peak(self, micro_batches: list[MicroBatch], evaluations: list[MicroBatch]) -> Peak:
         """Return the highest of training, optimizer step and evaluation, once the optimizer has its state.
