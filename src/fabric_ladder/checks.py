@@ -117,7 +117,7 @@ def check_precision(settings: Settings, capability: tuple[int, int] | None, shar
 
     Args:
         settings: Resolved.
-        capability: Compute capability of the GPU; None: a CPU.
+        capability: Compute capability of the GPU; None: a CPU, or Apple silicon.
         sharded: By FSDP2.
 
     Raises:
@@ -128,7 +128,7 @@ def check_precision(settings: Settings, capability: tuple[int, int] | None, shar
             f"--precision 16-true: the epsilon of --optimizer {settings.optimizer} is 0 in float16, and every step "
             "would divide by it; use --precision bf16-true, or --optimizer sgd"
         )
-    if settings.precision == "16-mixed" and settings.accelerator == "cpu":
+    if settings.precision == "16-mixed" and capability is None and settings.accelerator != "mps":
         raise UserError("--precision 16-mixed needs a CUDA GPU; use --precision bf16-mixed")
     if sharded and settings.precision in ("16-mixed", "64-true"):
         raise UserError(
