@@ -27,7 +27,6 @@ PATHS = ("dataset", "validation_file", "test_file", "model", "tokenizer")
 SCRIPT_NAME = re.compile(r'^"""(\w+) ·', re.MULTILINE)  # at the start of each rung's docstring
 NAMES = [item.name for item in dataclasses.fields(Settings) if item.name not in INTERNAL]
 COMMANDS = ("help", "config", "print_config")  # on the command line alone
-OWN_RATES = {"sgd": "sgd_learning_rate", "lora": "lora_learning_rate"}  # whose steps are of another size than Adam's
 EXAMPLES = """\
 examples:
   python src/{name}.py --config configs/imdb_minilm.yaml --batch_size 32
@@ -65,9 +64,8 @@ def parse_settings(args: list[str] | None = None, config: str | None = None, **d
     settings = resolve(settings, given, defaults)
     check(settings, defaults)
     if several and settings.ranks == 1:
-        settings = _with_notice(
-            settings, "One device: nothing to share it out to; --devices N or torchrun gives this run more"
-        )
+        notice = "One device: nothing to share it out to; --devices N or torchrun gives this run more"
+        settings = _with_notice(settings, notice)
     show_errors(settings)
     if settings.check_only:
         raise Checked(settings)
@@ -93,10 +91,8 @@ def _read(parser: jsonargparse.ArgumentParser, args: list[str], config: str | No
         )
     settings = _with_weights(_with_learning_rate(settings, given, from_file), given, from_file)
     if settings.from_scratch and settings.optimizer == "sgd":
-        settings = _with_notice(
-            settings,
-            "SGD hardly learns from random weights: an accuracy near chance is no fault; --model has pretrained ones",
-        )
+        notice = "SGD hardly learns from random weights: accuracy near chance is no fault; --model has pretrained ones"
+        settings = _with_notice(settings, notice)
     return settings, given, print_config
 
 
@@ -141,6 +137,8 @@ def settings_groups() -> dict[str, list[str]]:
 
 def _as_yaml(settings: Settings) -> str:
     """Return what `--config` reads as these settings, those of the script itself included."""
+    if name := _own_rate(settings):  # which one that was given by hand has taken the place of
+        settings = dataclasses.replace(settings, **{name: settings.learning_rate})
     lines = [f"# python src/{settings.name}.py --config THIS_FILE\n"]
     for title, names in settings_groups().items():
         values = {name: getattr(settings, name) for name in names}
@@ -193,11 +191,10 @@ def _with_learning_rate(settings: Settings, given: set[str], from_file: dict) ->
         given: Names of settings on the command line.
         from_file: Settings in the YAML file, whose learning rate is not replaced in silence.
     """
-    before = settings.learning_rate
-    name = OWN_RATES.get("sgd" if settings.optimizer == "sgd" else "lora" if settings.lora else "")
-    if "learning_rate" in given:  # so that what `_as_yaml` writes gives the same
-        return dataclasses.replace(settings, **{name: before}) if name else settings
-    rate = getattr(settings, name) if name else before
+    name, before = _own_rate(settings), settings.learning_rate
+    if name is None or "learning_rate" in given:
+        return settings
+    rate = getattr(settings, name)
     if "learning_rate" in from_file and name not in from_file and rate != before:
         settings = _with_notice(
             settings,
@@ -205,6 +202,11 @@ def _with_learning_rate(settings: Settings, given: set[str], from_file: dict) ->
             "Adam on all weights; --learning_rate sets another",
         )
     return dataclasses.replace(settings, learning_rate=rate)
+
+
+def _own_rate(settings: Settings) -> str | None:
+    """Name the setting of the learning rate that the steps of this optimizer, or of adapters, need."""
+    return "sgd_learning_rate" if settings.optimizer == "sgd" else "lora_learning_rate" if settings.lora else None
 
 
 def _with_weights(settings: Settings, given: set[str], from_file: dict) -> Settings:
@@ -278,17 +280,14 @@ def read_config(path: Path) -> dict[str, object]:
     return values | {key: str(place) for key, place in beside.items() if place.exists()}
 
 
-def _unknown(name: str) -> str:
-    near = difflib.get_close_matches(name, NAMES, n=1)
-    return f"there is no setting {name!r}; " + (f"did you mean {near[0]!r}?" if near else "see --help for all settings")
-
-
 def _parse(parser: jsonargparse.ArgumentParser, args: list[str], where: str = "") -> dict:
     """Check names and types; `where` starts the message of an error."""
     for arg in args:
         name = arg[2:].split("=")[0]
         if arg.startswith("--") and name not in (*(() if where else COMMANDS), *NAMES):
-            raise UserError(where + _unknown(name))
+            near = difflib.get_close_matches(name, NAMES, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "see --help for all settings"
+            raise UserError(f"{where}there is no setting {name!r}; {hint}")
     try:
         return parser.parse_args(args).as_dict()
     except jsonargparse.ArgumentError as error:
