@@ -327,7 +327,7 @@ def test_fsdp_finds_the_blocks_under_the_adapters(tmp_path):
 def test_a_run_prints_what_is_trained(tmp_path):
     arguments = ["--train_samples", 32, "--validation_samples", 8, "--test_samples", 8, "--save", "no"]
     stdout = finished(run_script(SRC / "13_lora.py", *arguments, cwd=tmp_path))
-    assert "Parameters: 0.2 M, 0.004 M trainable (2.48%), torch.bfloat16, torch.float32\n" in stdout
+    assert "Parameters: 0.2 M, 0.017 M trainable (9.05%), torch.bfloat16, torch.float32\n" in stdout
     assert " · peft " in next(line for line in stdout.splitlines() if line.startswith("Python "))
 
 
@@ -357,7 +357,7 @@ def test_four_bits_from_training_to_text(tmp_path, monkeypatch, capsys):
     stdout = finished(run_script(SRC / "14_qlora.py", *instructions, *sizes, cwd=tmp_path))
     assert "Saved runs/14_qlora/1/adapter" in stdout
     files = list((tmp_path / "runs/14_qlora/1/adapter").iterdir())
-    assert sum(path.stat().st_size for path in files if path.suffix == ".safetensors") < 50_000
+    assert sum(path.stat().st_size for path in files if path.suffix == ".safetensors") < 100_000
     review = ["--prompt", "Is this film review positive or negative?", "--input", "A good film.", "--max_new_tokens", 5]
     monkeypatch.chdir(tmp_path)
     for script, more in (

@@ -15,12 +15,13 @@ from support.helpers import ROOT, SRC
 ENVIRONMENT = dict(os.environ)
 
 STATE = """
-import fabric_ladder, json, logging, multiprocessing, os, random, signal, sys, threading, warnings
+import json, logging, multiprocessing, os, random, signal, sys, threading, warnings
 import numpy, torch, transformers
+from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
 print(json.dumps({
     "argv": sys.argv, "path": sys.path, "main": [__name__, __file__, sys.modules["__main__"].__file__, str(__spec__)],
     "cwd": os.getcwd(), "environment": dict(os.environ), "hook": sys.excepthook is sys.__excepthook__,
-    "warnings": [str(one) for one in warnings.filters], "threads": threading.active_count(),
+    "warnings": sorted({str(one) for one in warnings.filters}), "threads": threading.active_count(),
     "signals": [str(signal.getsignal(number)) for number in (2, 13, 15, 17)],
     "starts": multiprocessing.get_start_method(), "blocked": list(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
     "loggers": {name: [logging.getLogger(name).level, len(logging.getLogger(name).handlers)]

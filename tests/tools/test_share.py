@@ -14,7 +14,7 @@ from support.helpers import ROOT, SRC, finished, run_script
 from transformers import pipeline
 
 from fabric_ladder import UserError
-from fabric_ladder.comparing.charts import wilson_interval
+from fabric_ladder.comparing.matching import wilson_interval
 from fabric_ladder.tools.share import write_card
 
 EXPORT = ROOT / "scripts" / "export_model.py"
