@@ -37,7 +37,7 @@ from fabric_ladder import parse_settings
 
 OUT = common.RESULTS / "scale.json"
 RUNG = "2_grad_accum"
-LIBRARIES = "import datasets, jsonargparse, lightning, pandas, pooch, torch, transformers"
+LIBRARIES = "import datasets, jsonargparse, lightning, pandas, platformdirs, torch, transformers"
 BLOOM = {
     "model_type": "bloom", "vocab_size": 8192, "hidden_size": 32, "n_layer": 1, "n_head": 2, "hidden_dropout": 0.0,
     "attention_dropout": 0.0,

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Literal
 
-import pooch
+import platformdirs
 
 INTERNAL = ("name", "config", "notices")
 GROUPS = {  # how `--help` and `--print_config` divide the settings: each group, and the first setting of it
@@ -57,7 +57,7 @@ class DataSettings:
     dataset: str = "imdb"
     data_dir: str = field(default_factory=lambda: os.environ.get("FABRIC_LADDER_DATA") or "data")
     cache_dir: str = field(
-        default_factory=lambda: os.environ.get("FABRIC_LADDER_CACHE") or str(pooch.os_cache("fabric_ladder"))
+        default_factory=lambda: os.environ.get("FABRIC_LADDER_CACHE") or platformdirs.user_cache_dir("fabric_ladder")
     )
     text_column: str = "text"
     label_column: str = "label"

@@ -147,7 +147,7 @@ def test_a_library_that_raises_aborts_or_talks_is_a_line(tmp_path):
         "bitsandbytes": "import os\nprint('noise', flush=True)\nos.abort()",
         "deepspeed": "import sys\nprint('noise')\nprint('noise', file=sys.stderr)\nraise RuntimeError('two\\nlines')",
         "psutil": "raise OSError('libc.so.6: no version')",
-        "pooch": "raise SyntaxError",
+        "platformdirs": "raise SyntaxError",
     }.items():
         (hidden / package).mkdir(parents=True)
         (hidden / package / "__init__.py").write_text(source)

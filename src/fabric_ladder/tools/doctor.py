@@ -132,9 +132,9 @@ def disk(name: str):
     """Check whether a folder can be written, and the free space where it is or would be made."""
     folder = "runs"
     if name == "cache":
-        import pooch
+        import platformdirs
 
-        folder = os.environ.get("FABRIC_LADDER_CACHE") or pooch.os_cache("fabric_ladder")
+        folder = os.environ.get("FABRIC_LADDER_CACHE") or platformdirs.user_cache_dir("fabric_ladder")
     elif name == "Hub cache":
         from huggingface_hub import constants
 
