@@ -208,7 +208,9 @@ def _lines(rows: list[Row], curves: list[Curve], name: str) -> tuple[Figure, Axe
     """Draw the thin lines below the thick ones; a line of few points shows them."""
     figure, axes = _figure(WIDE, 3.3 + 0.06 * len(rows))
     for number, curve in enumerate(curves):
-        axes.plot(curve.x, curve.thin, color=_colour(curve.row), linewidth=0.8, alpha=0.4, gid=f"thin-{name}-{number}")
+        marker = "o" if len(curve.x) == 1 else ""  # a line of one point is none
+        look = {"color": _colour(curve.row), "linewidth": 0.8, "alpha": 0.4, "marker": marker, "markersize": 4}
+        axes.plot(curve.x, curve.thin, gid=f"thin-{name}-{number}", **look)
     lines = {}
     for number, curve in enumerate(curves):
         dash = DASHES[(curve.row + curve.row // len(COLOURS)) % len(DASHES)]
