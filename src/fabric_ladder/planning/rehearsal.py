@@ -135,7 +135,7 @@ class Rehearsal:
                 if key not in self._known:
                     self._known[key] = self._evaluate(evaluation)
                 peaks.append(self._known[key])
-        return max(peaks, key=lambda peak: peak.total)
+        return max(peaks, key=lambda peak: peak.total)._replace(host=max(peak.host for peak in peaks))
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

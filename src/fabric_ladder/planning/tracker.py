@@ -44,6 +44,11 @@ class Storage(NamedTuple):
         """Its bytes, but for those parked in the host's memory."""
         return 0 if self.part == "host" else self.bytes
 
+    @property
+    def parked(self) -> int:
+        """Its bytes in the host's memory."""
+        return self.bytes - self.on_device
+
 
 class Peak(NamedTuple):
     """What one device's memory holds, in bytes, at the moment when it holds most.
@@ -55,7 +60,7 @@ class Peak(NamedTuple):
         activations: What the forward pass made, or its repetition under activation checkpointing.
         logits: Of that, and of their gradients, what has a value for each entry of the vocabulary.
         other: Inputs, gradients of activations, and what the optimizer needs for a moment.
-        host: What CPU offload parks in the host's memory at that moment; no part of the total.
+        host: The most that CPU offload keeps in the host's memory at any moment; no part of the total.
         phase: The moment: `training` (forward or backward), `optimizer` or `evaluation`.
         tensors: What is on the device then: how many of each, those first that hold most together.
     """
@@ -91,7 +96,7 @@ class PeakTracker(TorchDispatchMode):
         self._live: dict[int, Storage] = {}  # by address, which is nobody else's while the storage lives
         self._references: dict[int, weakref.ref] = {}
         self._watched: set[int] = set()
-        self._total = 0
+        self._total = self._parked = 0  # bytes on the device, and in the host's memory
         self.forget_peak()
 
     @contextmanager
@@ -132,16 +137,17 @@ class PeakTracker(TorchDispatchMode):
     def forget_peak(self) -> None:
         """Let the peak start from what is held now."""
         self._peak, self._at_peak, self._peak_phase = 0, {}, self._phase
+        self._most_parked = self._parked
 
     def peak(self) -> Peak:
         """Return the highest state since `forget_peak`."""
         self._note_peak()
-        sums = dict.fromkeys((*ON_DEVICE, "host"), 0)
-        for storage in self._at_peak.values():
-            sums[storage.part] += storage.bytes
+        sums = dict.fromkeys(ON_DEVICE, 0)
         counts = Counter(storage for storage in self._at_peak.values() if storage.on_device)
+        for storage, count in counts.items():
+            sums[storage.part] += count * storage.bytes
         tensors = sorted(((count, storage) for storage, count in counts.items()), key=lambda x: -x[0] * x[1].bytes)
-        return Peak(**sums, phase=self._peak_phase, tensors=tensors)
+        return Peak(**sums, host=self._most_parked, phase=self._peak_phase, tensors=tensors)
 
     def __enter__(self) -> "PeakTracker":
         plain = self._plain_resize = torch.UntypedStorage.resize_
@@ -203,13 +209,18 @@ class PeakTracker(TorchDispatchMode):
             self._put(key, Storage(storage.nbytes(), part, made_by, tensor.dtype, tuple(tensor.shape)))
 
     def _put(self, key: int, storage: Storage) -> None:
-        more = storage.on_device - (self._live[key].on_device if key in self._live else 0)
+        before = self._live.get(key)
+        more = storage.on_device - (before.on_device if before else 0)
         if more < 0:
             self._note_peak()
         self._total += more
+        self._parked += storage.parked - (before.parked if before else 0)
+        self._most_parked = max(self._most_parked, self._parked)
         self._live[key] = storage
 
     def _drop(self, key: int, _) -> None:
         self._note_peak()
-        self._total -= self._live.pop(key).on_device
+        storage = self._live.pop(key)
+        self._total -= storage.on_device
+        self._parked -= storage.parked
         del self._references[key]
