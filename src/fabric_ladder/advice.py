@@ -105,11 +105,13 @@ def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, 
     name = "micro_batch_tokens" if settings.micro_batch_tokens else "micro_batch_size"
     if phase == "the evaluation":
         name, same = "eval_batch_tokens", ""
-    most = getattr(settings, name)
-    if name == "micro_batch_size" and shape:  # a rank's share can be smaller than the setting
+    most, replaced = getattr(settings, name), ()
+    if most == "auto" and shape:
+        name, most, replaced = "micro_batch_size", shape[0], ("micro_batch_tokens",)
+    elif name == "micro_batch_size" and shape:  # a rank's share can be smaller than the setting
         most = min(most, shape[0])
     if isinstance(most, int) and most > 1 and shape[:1] != (1,):
-        tries.append(_command(settings, f"--{name} {most // 2}") + same)
+        tries.append(_command(settings, f"--{name} {most // 2}", decides=replaced) + same)
     if rung := NEXT_RUNG.get(settings.name.split("_")[0]):
         tries.append(f"{_command(settings, rung.options, rung.name, rung.decides)}, which {rung.why}")
     if not settings.activation_checkpointing:

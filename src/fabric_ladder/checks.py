@@ -144,10 +144,10 @@ def check_precision(settings: Settings, capability: tuple[int, int] | None, shar
 def _check_sharding(settings: Settings, script: dict) -> None:
     """Refuse what FSDP2 and DeepSpeed do not go with."""
     sharded = "offload" in script
-    if settings.micro_batch_tokens == "auto" and (sharded or settings.deepspeed):
+    if settings.micro_batch_tokens == "auto" and settings.accelerator != "cuda" and (sharded or settings.deepspeed):
         raise UserError(
             "--micro_batch_tokens auto: where weights are sharded, the ranks talk within the forward pass, and one "
-            "that runs out of memory there leaves the others waiting; give a number"
+            "that runs out of memory in a trial leaves the others waiting; give a number"
         )
     if settings.on_nan == "skip" and settings.deepspeed:
         raise UserError("--on_nan skip: DeepSpeed cannot take a gradient back; in fp16 it skips overflows by itself")

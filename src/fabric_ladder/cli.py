@@ -6,7 +6,6 @@ import difflib
 import functools
 import re
 import sys
-from collections.abc import Collection
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,13 +15,13 @@ import yaml
 
 from fabric_ladder.advice import show_errors
 from fabric_ladder.checks import check, check_values
-from fabric_ladder.distributed.launch import check_launcher, options_of_fabric_run, prepare_launch, resolve_devices
-from fabric_ladder.environment import compute_capability, fit_precision, notebook_shell, prepare_cuda
+from fabric_ladder.distributed.launch import check_launcher, options_of_fabric_run, prepare_launch
+from fabric_ladder.environment import notebook_shell, prepare_cuda
 from fabric_ladder.errors import Checked, UserError
 from fabric_ladder.places import CONFIGS
+from fabric_ladder.resolve import own_rate, resolve, with_learning_rate, with_notice, with_weights
 from fabric_ladder.settings import GROUPS, INTERNAL, Settings
 
-BUCKET = 16  # tokens; kernels for lengths that may be no multiple of this are slower, and a step of 64 mostly padding
 PATHS = ("dataset", "validation_file", "test_file", "model", "tokenizer")
 SCRIPT_NAME = re.compile(r'^"""(\w+) ·', re.MULTILINE)  # at the start of each rung's docstring
 NAMES = [item.name for item in dataclasses.fields(Settings) if item.name not in INTERNAL]
@@ -65,7 +64,7 @@ def parse_settings(args: list[str] | None = None, config: str | None = None, **d
     check(settings, defaults)
     if several and settings.ranks == 1:
         notice = "One device: nothing to share it out to; --devices N or torchrun gives this run more"
-        settings = _with_notice(settings, notice)
+        settings = with_notice(settings, notice)
     show_errors(settings)
     if settings.check_only:
         raise Checked(settings)
@@ -84,15 +83,15 @@ def _read(parser: jsonargparse.ArgumentParser, args: list[str], config: str | No
     settings = Settings(**values, name=_script_name())
     given = {arg.removeprefix("--").split("=")[0] for arg in args if arg.startswith("--")}
     if path and not chosen:
-        settings = _with_notice(
+        settings = with_notice(
             settings,
             f"No --config and no CUDA GPU: {_describe_quickstart(path, given)}. For real work: --config "
             "configs/imdb_bloom_560m.yaml; all settings: --help",
         )
-    settings = _with_weights(_with_learning_rate(settings, given, from_file), given, from_file)
+    settings = with_weights(with_learning_rate(settings, given, from_file), given, from_file)
     if settings.from_scratch and settings.optimizer == "sgd":
         notice = "SGD hardly learns from random weights: accuracy near chance is no fault; --model has pretrained ones"
-        settings = _with_notice(settings, notice)
+        settings = with_notice(settings, notice)
     return settings, given, print_config
 
 
@@ -137,86 +136,13 @@ def settings_groups() -> dict[str, list[str]]:
 
 def _as_yaml(settings: Settings) -> str:
     """Return what `--config` reads as these settings, those of the script itself included."""
-    if name := _own_rate(settings):  # which one that was given by hand has taken the place of
+    if name := own_rate(settings):  # which one that was given by hand has taken the place of
         settings = dataclasses.replace(settings, **{name: settings.learning_rate})
     lines = [f"# python src/{settings.name}.py --config THIS_FILE\n"]
     for title, names in settings_groups().items():
         values = {name: getattr(settings, name) for name in names}
         lines += [f"\n# {title}\n", yaml.safe_dump(values, sort_keys=False, allow_unicode=True)]
     return "".join(lines)
-
-
-def resolve(settings: Settings, given: Collection[str] = (), script: Collection[str] = ()) -> Settings:
-    """Return settings in which every `auto`, and every default that depends on other settings, is a value.
-
-    `micro_batch_tokens` alone stays `auto`: what fits is found once the model is there, and kept in the training state.
-
-    Args:
-        settings: As they were read.
-        given: Names of settings on the command line, whose precision is taken as it is.
-        script: Names of the script's own defaults.
-    """
-    accelerator = settings.accelerator
-    if accelerator == "auto":
-        accelerator = "cuda" if torch.cuda.is_available() else "cpu"
-    on_gpu = accelerator == "cuda"
-    multiple, micro_batch_size = settings.pad_to_multiple_of, settings.micro_batch_size
-    capability = compute_capability() if on_gpu else None
-    replaceable = settings.lora and "precision" not in given
-    precision, meaning = fit_precision(settings.precision, capability, replaceable, "offload" in script)
-    if meaning:
-        emulates = f"{torch.cuda.get_device_name()} only emulates bfloat16 (compute capability below 8.0)"
-        settings = _with_notice(settings, f"{emulates}: {meaning}")
-    if multiple is None:
-        bucketed = settings.compile or accelerator == "mps"  # which keeps memory for every length that it has seen
-        multiple = BUCKET if bucketed and settings.max_length % BUCKET == 0 else 1
-    settings = dataclasses.replace(
-        settings,
-        accelerator=accelerator,
-        precision=precision,
-        matmul_precision=settings.matmul_precision or ("high" if on_gpu else "highest"),
-        micro_batch_size=None if settings.micro_batch_tokens else micro_batch_size or settings.batch_size,
-        eval_batch_tokens=settings.eval_batch_tokens or (4096 if on_gpu else 1024),
-        pad_to_multiple_of=multiple,
-    )
-    devices, num_nodes = resolve_devices(settings)
-    return dataclasses.replace(settings, devices=devices, num_nodes=num_nodes)
-
-
-def _with_learning_rate(settings: Settings, given: set[str], from_file: dict) -> Settings:
-    """Take the rate of `sgd` or of adapters, whose steps are of another size, unless the command line gives one.
-
-    Args:
-        settings: With the learning rate of Adam for all weights.
-        given: Names of settings on the command line.
-        from_file: Settings in the YAML file, whose learning rate is not replaced in silence.
-    """
-    name, before = _own_rate(settings), settings.learning_rate
-    if name is None or "learning_rate" in given:
-        return settings
-    rate = getattr(settings, name)
-    if "learning_rate" in from_file and name not in from_file and rate != before:
-        settings = _with_notice(
-            settings,
-            f"Learning rate {rate:g} (--{name}) in place of {before:g}, which {Path(settings.config).name} has for "
-            "Adam on all weights; --learning_rate sets another",
-        )
-    return dataclasses.replace(settings, learning_rate=rate)
-
-
-def _own_rate(settings: Settings) -> str | None:
-    """Name the setting of the learning rate that the steps of this optimizer, or of adapters, need."""
-    return "sgd_learning_rate" if settings.optimizer == "sgd" else "lora_learning_rate" if settings.lora else None
-
-
-def _with_weights(settings: Settings, given: set[str], from_file: dict) -> Settings:
-    """Take a model of the command line as pretrained, where only the file asks for random weights."""
-    random = settings.from_scratch and "from_scratch" in from_file and "from_scratch" not in given
-    if not random or "model" not in given or settings.model.endswith(".json"):
-        return settings
-    file = f"{Path(settings.config).name} has random ones (--from_scratch true)"
-    notice = f"--model {settings.model}: its pretrained weights, where {file}; all else is as there"
-    return _with_notice(dataclasses.replace(settings, from_scratch=False), notice)
 
 
 def _describe_quickstart(config: Path, given: set[str]) -> str:
@@ -226,10 +152,6 @@ def _describe_quickstart(config: Path, given: set[str]) -> str:
     if not supplied:
         return f"what you do not set is the quickstart's ({config.name})"
     return f"this is the quickstart ({config.name}), {' on '.join(supplied)}"
-
-
-def _with_notice(settings: Settings, notice: str) -> Settings:
-    return dataclasses.replace(settings, notices=(*settings.notices, notice))
 
 
 def _with_carried(values: dict) -> dict:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.helpers import settings_for
 
-from fabric_ladder.data.sampler import EffectiveBatchSampler, EvaluationSampler, cut
+from fabric_ladder.data.sampler import FULL_PASS, EffectiveBatchSampler, EvaluationSampler, MicroBatchPlan, cut
 
 RNG = np.random.default_rng(0)
 
@@ -69,7 +69,9 @@ def test_a_cut_holds_each_sample_once_in_equally_many_micro_batches(ranks, limit
 
 
 @pytest.mark.parametrize(("seed", "digest"), list(enumerate(UNPACKED)))
-def test_without_packing_a_cut_is_what_it_was(seed, digest):
+def test_without_packing_a_cut_is_what_it_was(monkeypatch, seed, digest):
+    """But for the padding that is cut off now."""
+    monkeypatch.setattr("fabric_ladder.data.sampler.FULL_PASS", 10**6)
     rng, seen = np.random.default_rng(seed), hashlib.sha256()
     lengths, items = rng.integers(1, 200, 300), rng.integers(1, 9, 300)
     for count in (1, 2, 5, 16, 33):
@@ -128,6 +130,26 @@ def test_the_longest_sample_comes_first_and_padding_is_small():
     unsorted = sum(8 * LENGTHS[start : start + 8].max() for start in range(0, 64, 8))
     assert LENGTHS[rows].sum() / padded > 0.8
     assert padded < unsorted
+
+
+def test_what_is_cut_by_tokens_is_cut_further_where_that_saves_padding():
+    """Against all ways to cut a part in two; a pass of fewer tokens than `FULL_PASS` counts as one of so many."""
+    lengths = np.array([900, 850, 800, 300, 280, 260, 250, 240, 20, 10])
+    rows, ones = np.arange(len(lengths)), np.ones(len(lengths), int)
+
+    def cost(parts):
+        return sum(max(FULL_PASS, int(lengths[part.rows].max()) * len(part.rows)) for part in parts)
+
+    (parts,) = cut(rows, lengths, ones, tokens=2**62)
+    (whole,) = cut(rows, lengths, ones, size=len(rows))
+    assert cost(parts) < 0.6 * cost(whole)
+    assert [row for part in parts for row in part.rows] == list(rows)
+    assert sum(part.weight for part in parts) == pytest.approx(1)
+    for part in parts:
+        for at in range(1, len(part.rows)):
+            assert cost([MicroBatchPlan(some, 1, 1.0) for some in np.split(part.rows, [at])]) >= cost([part])
+    (short,) = cut(rows[5:], lengths, ones, tokens=2**62)
+    assert [len(part.rows) for part in short] == [5], "1,300 tokens are less than two full passes"
 
 
 def sampler(tmp_path, rank=0, ranks=1, count=1000, **values):

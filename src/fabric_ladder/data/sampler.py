@@ -13,6 +13,8 @@ from torch.utils.data import Sampler
 
 from fabric_ladder.settings import Settings
 
+FULL_PASS = 1024  # padded tokens; below, a GPU waits for its kernels to be launched: an estimate, for BLOOM-560m
+
 
 class MicroBatchPlan(NamedTuple):
     """What a micro-batch is made of.
@@ -62,7 +64,8 @@ def cut(
         items: Items of every row of the split.
         ranks: Number of ranks.
         size: Most rows of a micro-batch, which are samples unless they are packed.
-        tokens: Most padded tokens of a micro-batch; a row that is longer stands alone.
+        tokens: Most padded tokens of a micro-batch; a row that is longer stands alone. What is cut by it is cut further
+            where that saves padding, but not below `FULL_PASS`.
         multiple: Lengths are padded to a multiple of this.
         capacity: Most padded tokens of a row that samples share; a sample that is longer stands alone. None: none do.
 
@@ -96,10 +99,27 @@ def _cut_share(
         packs, used = _pack(rows, lengths, max(1, capacity // multiple * multiple))
     share, width, start = [], -(-used // multiple) * multiple, 0
     while start < len(packs):
-        count = max(1, tokens // int(width[start])) if tokens else size
-        share.append(packs[start : start + count])
-        start += count
+        end = start + (max(1, tokens // int(width[start])) if tokens else size)
+        ends = _cut_off_padding(width[start:end]) if tokens and capacity is None else []
+        share += np.split(packs[start:end], ends) if ends else [packs[start:end]]
+        start = end
     return share
+
+
+def _cut_off_padding(width: np.ndarray) -> list[int]:
+    """Return where to cut a micro-batch, whose rows have these widths, the widest first, to compute on less padding.
+
+    A pass of fewer than `FULL_PASS` tokens counts as one of so many.
+    """
+    rows = len(width)
+    if width[0] * rows <= FULL_PASS:
+        return []
+    cuts = np.arange(1, rows)
+    tokens = np.maximum(width[0] * cuts, FULL_PASS) + np.maximum(width[1:] * (rows - cuts), FULL_PASS)
+    if not len(cuts) or tokens.min() >= width[0] * rows:
+        return []
+    best = int(cuts[tokens.argmin()])
+    return [*_cut_off_padding(width[:best]), best, *(best + cut for cut in _cut_off_padding(width[best:]))]
 
 
 def _pack(rows: np.ndarray, lengths: np.ndarray, capacity: int) -> tuple[list[list[int]], np.ndarray]:
@@ -216,7 +236,7 @@ class EffectiveBatchSampler(Sampler):
     def heaviest(self) -> list[BatchPlan]:
         """Return the epoch's effective batches that need the most memory, found without making any.
 
-        These are the one with the most padded tokens in its first micro-batch, and the one with the longest sample,
+        These are the one with the most padded tokens in a micro-batch, and the one with the longest sample,
         whose attention needs the most; of equals, the one with the most tokens. They are often the same.
         """
         settings, order = self.settings, self._order()
@@ -230,17 +250,41 @@ class EffectiveBatchSampler(Sampler):
             share = -(-np.diff(starts, append=len(order)) // self.ranks)
             most = settings.micro_batch_size or np.maximum(1, self.micro_batch_tokens // width)
             tokens = np.minimum(share, most) * width
-        numbers = [np.lexsort((total, width, tokens))[-1], np.lexsort((total, tokens, width))[-1]]
+        by_tokens, by_width = np.lexsort((total, width, tokens))[::-1], np.lexsort((total, tokens, width))[::-1]
+        numbers = [by_tokens[0] if settings.packing else self._largest_part(order, by_tokens, tokens), by_width[0]]
         return [self._plan(order, number) for number in dict.fromkeys(map(int, numbers))]
+
+    def _largest_part(self, order: np.ndarray, numbers: np.ndarray, bounds: np.ndarray) -> int:
+        """Return the effective batch with the largest micro-batch.
+
+        Args:
+            order: Of the epoch.
+            numbers: Of the effective batches, those with the highest bounds first.
+            bounds: Tokens that no micro-batch of an effective batch exceeds.
+        """
+        found, most, multiple = numbers[0], 0, self.settings.pad_to_multiple_of
+        for number in numbers:
+            if bounds[number] <= most:
+                break
+            tokens = max(len(part.rows) * -(-int(self.lengths[part.rows].max()) // multiple) * multiple
+                         for parts in self._shares(order, number) for part in parts)  # fmt: skip
+            if tokens > most:
+                found, most = number, tokens
+        return found
 
     def _order(self) -> np.ndarray:
         return np.random.default_rng([self.settings.seed, self.epoch]).permutation(len(self.lengths))
 
     def _plan(self, order: np.ndarray, number: int) -> BatchPlan:
+        rows = self._rows(order, number)
+        return BatchPlan(rows.tolist(), self._shares(order, number)[self.rank], self.epoch)
+
+    def _rows(self, order: np.ndarray, number: int) -> np.ndarray:
+        return order[number * self.settings.batch_size : (number + 1) * self.settings.batch_size]
+
+    def _shares(self, order: np.ndarray, number: int) -> list[list[MicroBatchPlan]]:
         settings = self.settings
-        rows = order[number * settings.batch_size : (number + 1) * settings.batch_size]
-        shares = cut(
-            rows, self.lengths, self.items, self.ranks, settings.micro_batch_size, self.micro_batch_tokens,
-            settings.pad_to_multiple_of, settings.max_length if settings.packing else None,
+        return cut(
+            self._rows(order, number), self.lengths, self.items, self.ranks, settings.micro_batch_size,
+            self.micro_batch_tokens, settings.pad_to_multiple_of, settings.max_length if settings.packing else None,
         )  # fmt: skip
-        return BatchPlan(rows.tolist(), shares[self.rank], self.epoch)

@@ -82,7 +82,7 @@ def _start(training: Training) -> Checkpointer:
     prediction = predict(fabric, settings, model, train_loader, val_loader)
     run.start(model, train_loader, checkpointer, prediction, resumed)
     checkpointer.restore()
-    try_longest(training)
+    try_longest(training, prediction)
     compile_ahead(training)
     set_learning_rate(settings, optimizer, state.optimizer_steps, steps)
     return checkpointer
