@@ -67,12 +67,13 @@ class Prediction:
         total = self.found["total"]
         text = ", ".join(f"{name} {self.found[key] / 1e9:.2f}" for key, name in PARTS.items() if self.found[key] >= 5e6)
         text = f"Predicted peak: {total / 1e9:.2f} GB" + f" ({text})" * bool(text)
+        single = ""
         if "one_sample" in self.found:
-            text += f", {self.found['one_sample'] / 1e9:.2f} GB with one sample at a time"
+            single = f", {self.found['one_sample'] / 1e9:.2f} GB with one sample at a time"
         if "gpu" not in hardware:
-            return f"{text} of tensors on a GPU"
+            return f"{text} of tensors on a GPU{single}"
         needed, available = self.found["needed"], hardware["gpu_memory"]
-        text += f"; {needed / 1e9:.2f} of {available / 1e9:.2f} GB with CUDA's own"
+        text += f"{single}; {needed / 1e9:.2f} of {available / 1e9:.2f} GB with CUDA's own"
         return text if needed <= available else f"{text}, so it may not fit. Next to try: {less_memory(settings)}"
 
     def end_line(self, measured: int, of_gpu: bool) -> str:
