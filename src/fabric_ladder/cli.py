@@ -176,7 +176,7 @@ def resolve(settings: Settings, given: Collection[str] = (), script: Collection[
         precision=precision,
         matmul_precision=settings.matmul_precision or ("high" if on_gpu else "highest"),
         micro_batch_size=None if settings.micro_batch_tokens else micro_batch_size or settings.batch_size,
-        eval_batch_tokens=settings.eval_batch_tokens or (4096 if on_gpu else 1024),
+        eval_batch_tokens=settings.eval_batch_tokens or (None if on_gpu else 1024),
         pad_to_multiple_of=multiple,
     )
     devices, num_nodes = resolve_devices(settings)

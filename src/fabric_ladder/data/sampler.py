@@ -13,6 +13,8 @@ from torch.utils.data import Sampler
 
 from fabric_ladder.settings import Settings
 
+EVALUATED = 4096  # padded tokens of an evaluation's batch on a GPU, where training has no more at once
+
 
 class MicroBatchPlan(NamedTuple):
     """What a micro-batch is made of.
@@ -156,32 +158,6 @@ def _halve_largest(share: list[list[list[int]]]) -> bool:
     return True
 
 
-class EvaluationSampler(Sampler):
-    """Micro-batch plans of this rank for a whole split, sorted by length; 8 bytes are kept of a sample.
-
-    Attributes:
-        tokens: Tokens of the whole split, of all ranks, without padding.
-    """
-
-    def __init__(self, lengths: np.ndarray, items: np.ndarray, settings: Settings, rank: int, ranks: int):
-        self.tokens = int(lengths.sum())
-        tokens, multiple = settings.eval_batch_tokens, settings.pad_to_multiple_of
-        rows, self._lengths = np.arange(len(lengths)), lengths
-        self._plans = cut(rows, lengths, items, ranks, tokens=tokens, multiple=multiple)[rank]
-
-    def __len__(self) -> int:
-        return len(self._plans)
-
-    def __iter__(self) -> Iterator[MicroBatchPlan]:
-        return iter(self._plans)
-
-    def heaviest(self) -> list[MicroBatchPlan]:
-        """Return the micro-batches with the longest sample and with the most padded tokens, often the same one."""
-        longest = np.array([self._lengths[plan.rows].max() for plan in self._plans])
-        padded = longest * [len(plan.rows) for plan in self._plans]
-        return [self._plans[number] for number in {int(longest.argmax()), int(padded.argmax())}]
-
-
 class EffectiveBatchSampler(Sampler):
     """Batch plans of one epoch, in the order of the permutation that (seed, epoch) gives.
 
@@ -233,6 +209,16 @@ class EffectiveBatchSampler(Sampler):
         numbers = [np.lexsort((total, width, tokens))[-1], np.lexsort((total, tokens, width))[-1]]
         return [self._plan(order, number) for number in dict.fromkeys(map(int, numbers))]
 
+    def largest(self) -> int:
+        """Return the padded tokens of the largest micro-batch, alike on all ranks; 0 while their number is `auto`."""
+        settings = self.settings
+        if self.micro_batch_tokens == "auto":
+            return 0
+        width = -(-int(self.lengths.max()) // settings.pad_to_multiple_of) * settings.pad_to_multiple_of
+        most = self.micro_batch_tokens or settings.micro_batch_size * width
+        share = -(-settings.batch_size // self.ranks) * (self.lengths.mean() if settings.packing else width)
+        return max(width, int(min(most, share)))
+
     def _order(self) -> np.ndarray:
         return np.random.default_rng([self.settings.seed, self.epoch]).permutation(len(self.lengths))
 
@@ -244,3 +230,53 @@ class EffectiveBatchSampler(Sampler):
             settings.pad_to_multiple_of, settings.max_length if settings.packing else None,
         )  # fmt: skip
         return BatchPlan(rows.tolist(), shares[self.rank], self.epoch)
+
+
+class EvaluationSampler(Sampler):
+    """Micro-batch plans of this rank for a whole split, sorted by length; 16 bytes are kept of a sample.
+
+    Without `eval_batch_tokens` they have as many padded tokens as the largest micro-batch of the training, which also
+    holds what its backward pass needs: so the evaluation is never what runs out of memory.
+
+    Args:
+        lengths: Tokens of every row of the split.
+        items: Items of every row of the split.
+        settings: `eval_batch_tokens` and `pad_to_multiple_of`.
+        rank: This process.
+        ranks: How many there are.
+        training: The sampler of the training, whose micro-batches may yet change; None where the settings say it all.
+
+    Attributes:
+        tokens: Tokens of the whole split, of all ranks, without padding.
+    """
+
+    def __init__(
+        self, lengths: np.ndarray, items: np.ndarray, settings: Settings, rank: int, ranks: int,
+        training: EffectiveBatchSampler | None = None,
+    ):  # fmt: skip
+        self.tokens = int(lengths.sum())
+        self._split, self._settings, self._rank, self._ranks = (lengths, items), settings, rank, ranks
+        self._training, self._cut = training, (0, [])
+
+    def __len__(self) -> int:
+        return len(self._plans())
+
+    def __iter__(self) -> Iterator[MicroBatchPlan]:
+        return iter(self._plans())
+
+    def heaviest(self) -> list[MicroBatchPlan]:
+        """Return the micro-batches with the longest sample and with the most padded tokens, often the same one."""
+        plans, lengths = self._plans(), self._split[0]
+        longest = np.array([lengths[plan.rows].max() for plan in plans])
+        padded = longest * [len(plan.rows) for plan in plans]
+        return [plans[number] for number in {int(longest.argmax()), int(padded.argmax())}]
+
+    def _plans(self) -> list[MicroBatchPlan]:
+        """Return the plans, cut anew where training's micro-batches have changed."""
+        tokens = self._settings.eval_batch_tokens or max(EVALUATED, self._training.largest())
+        if tokens != self._cut[0]:
+            lengths, items = self._split
+            multiple = self._settings.pad_to_multiple_of
+            shares = cut(np.arange(len(lengths)), lengths, items, self._ranks, tokens=tokens, multiple=multiple)
+            self._cut = tokens, shares[self._rank]
+        return self._cut[1]
