@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from fabric_ladder.data.sampler import EVALUATED
 from fabric_ladder.distributed.watch import lost_contact, running_watch
 from fabric_ladder.environment import notebook_shell, peak_memory
 from fabric_ladder.errors import UserError, first_line
@@ -105,7 +106,7 @@ def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, 
     name = "micro_batch_tokens" if settings.micro_batch_tokens else "micro_batch_size"
     if phase == "the evaluation":
         name, same = "eval_batch_tokens", ""
-    most, replaced = getattr(settings, name), ()
+    most, replaced = getattr(settings, name) or (shape[0] * shape[1] if len(shape) == 2 else EVALUATED), ()
     if most == "auto" and shape:
         name, most, replaced = "micro_batch_size", shape[0], ("micro_batch_tokens",)
     elif name == "micro_batch_size" and shape:  # a rank's share can be smaller than the setting

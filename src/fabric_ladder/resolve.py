@@ -44,7 +44,7 @@ def resolve(settings: Settings, given: Collection[str] = (), script: Mapping[str
         matmul_precision=settings.matmul_precision or ("high" if on_gpu else "highest"),
         micro_batch_size=size,
         micro_batch_tokens=tokens,
-        eval_batch_tokens=settings.eval_batch_tokens or (4096 if on_gpu else 1024),
+        eval_batch_tokens=settings.eval_batch_tokens or (None if on_gpu else 1024),
         pad_to_multiple_of=multiple,
     )
     devices, num_nodes = resolve_devices(settings)

@@ -7,8 +7,8 @@ import pytest
 from support.helpers import settings_for, token_datasets
 
 from fabric_ladder import build_dataloaders
+from fabric_ladder.data.cutting import MicroBatchPlan
 from fabric_ladder.data.loaders import TextCollator
-from fabric_ladder.data.sampler import MicroBatchPlan
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

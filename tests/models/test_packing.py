@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, GPT2Config, Lfm2Config, MambaConfig, OPTConfig
 
 from fabric_ladder import UserError, build_dataloaders
+from fabric_ladder.data.cutting import MicroBatchPlan
 from fabric_ladder.data.loaders import TextCollator
-from fabric_ladder.data.sampler import MicroBatchPlan
 from fabric_ladder.models.bloom import support_packing
 from fabric_ladder.models.packing import check_packing
 

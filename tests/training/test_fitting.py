@@ -15,7 +15,7 @@ from support.training import losses as trained
 
 from fabric_ladder import UserError, parse_settings
 from fabric_ladder.advice import less_memory
-from fabric_ladder.data import sampler
+from fabric_ladder.data import cutting
 from fabric_ladder.data.sampler import EffectiveBatchSampler
 from fabric_ladder.runs.prediction import Prediction
 from fabric_ladder.training import fitting, loop
@@ -23,11 +23,12 @@ from fabric_ladder.training import fitting, loop
 
 def test_auto_halves_until_it_fits_and_the_gradient_stays(tmp_path):
     chosen, losses = [], []
-    for room in (0, 12):
+    for room in (0, 22):
         cwd = tmp_path / str(room)
-        stdout, stderr, status = alone(cwd, room, "2_grad_accum", "--micro_batch_tokens", "auto")
+        options = ("--micro_batch_tokens", "auto", "--batch_size", "48")
+        stdout, stderr, status = alone(cwd, room, "2_grad_accum", *options)
         assert status == 0, stderr
-        assert " · batch 16 in micro-batches of auto tokens · " in stdout
+        assert " · batch 48 in micro-batches of auto tokens · " in stdout
         chosen.append(int(re.search(r"^Micro-batches of (\d+) tokens fit\nEpoch: ", stdout, re.M)[1]))
         figures, record = read(cwd, "2_grad_accum")
         losses.append(figures)
@@ -151,10 +152,10 @@ def test_sharded_ranks_try_the_longest_too_and_lose_no_bit(tmp_path, monkeypatch
 @pytest.mark.parametrize("values", [{"micro_batch_size": 3}, {"micro_batch_tokens": 60, "pad_to_multiple_of": 8},
                                     {"micro_batch_tokens": 2**62}])  # fmt: skip
 @pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("full_pass", [sampler.FULL_PASS, 50])
+@pytest.mark.parametrize("full_pass", [cutting.FULL_PASS, 50])
 def test_the_heaviest_batches_are_found_without_making_any(tmp_path, monkeypatch, values, ranks, full_pass):
     """Against all plans of the epoch; 101 samples leave a short tail."""
-    monkeypatch.setattr(sampler, "FULL_PASS", full_pass)
+    monkeypatch.setattr(cutting, "FULL_PASS", full_pass)
     lengths = np.random.default_rng(5).integers(3, 90, 101)
     settings = settings_for(tmp_path, batch_size=8, **values)
     loader = EffectiveBatchSampler(lengths, np.ones_like(lengths), settings, 0, ranks)

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from datasets import DatasetDict
 
+from fabric_ladder.data.cutting import cut
 from fabric_ladder.data.loaders import MicroBatch
-from fabric_ladder.data.sampler import cut
 from fabric_ladder.data.splits import ImageDatasets, ImageFormat, TextDatasets
 from fabric_ladder.distributed.deepspeed_config import read_deepspeed_config
 from fabric_ladder.environment import emulates
