@@ -1,5 +1,6 @@
 """Errors that no bad input can provoke on this machine, or that come from the libraries below."""
 
+import dataclasses
 import re
 import sys
 
@@ -45,6 +46,14 @@ def test_out_of_memory_names_the_next_things_to_try(tmp_path, name, values, expe
         line = explain(error, settings)
         assert line.startswith("out of memory (")
         assert re.search(expected, line)
+
+
+@pytest.mark.parametrize(("shape", "tokens"), [((4, 1500), 3000), ((30, 3, 224, 224), 2048)])
+def test_an_evaluation_out_of_memory_gets_half_as_many_tokens(tmp_path, shape, tokens):
+    settings = dataclasses.replace(settings_for(tmp_path, name="2_grad_accum"), eval_batch_tokens=None)
+    assert f"--eval_batch_tokens {tokens};" in less_memory(settings, "the evaluation", shape)
+    settings = dataclasses.replace(settings, eval_batch_tokens=600)
+    assert "--eval_batch_tokens 300;" in less_memory(settings, "the evaluation", shape)
 
 
 def test_an_installed_package_names_its_own_command(tmp_path, monkeypatch):

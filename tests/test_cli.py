@@ -168,6 +168,13 @@ def test_with_a_gpu_the_defaults_in_code_are_taken(gpu):
     assert parse_settings([*BLOOM, "--accelerator", "cpu"]).accelerator == "cpu"
 
 
+def test_on_a_gpu_the_evaluation_follows_the_training_unless_it_is_set(gpu):
+    assert parse_settings(BLOOM).eval_batch_tokens == 1024
+    gpu(8, 0)
+    assert parse_settings(BLOOM).eval_batch_tokens is None
+    assert parse_settings([*BLOOM, "--eval_batch_tokens", "512"]).eval_batch_tokens == 512
+
+
 def test_the_defaults_are_the_blogs_run():
     settings = Settings()
     assert (settings.dataset, settings.model) == ("imdb", "bigscience/bloom-560m")

@@ -249,6 +249,17 @@ def test_an_evaluation_follows_what_auto_has_found_but_not_where_it_is_set(tmp_p
     assert str(list(given)) == of_given
 
 
+def test_an_evaluation_of_longer_samples_takes_no_more_of_tokens_times_tokens(tmp_path):
+    values = {"batch_size": 64, "micro_batch_size": 64, "pad_to_multiple_of": 1}
+    settings = dataclasses.replace(settings_for(tmp_path, **values), eval_batch_tokens=None)
+    training = EffectiveBatchSampler(LENGTHS, ITEMS, settings, 0, 1)
+    longer = LENGTHS * 2
+    for lengths in (LENGTHS, longer, LENGTHS // 2 + 1):
+        sizes = [(len(part.rows), lengths[part.rows].max()) for part in
+                 EvaluationSampler(lengths, ITEMS, settings, 0, 1, training)]  # fmt: skip
+        assert max(rows * width * width for rows, width in sizes) <= 64 * LENGTHS.max() ** 2
+
+
 def test_packed_training_is_no_larger_than_its_samples(tmp_path):
     settings = settings_for(tmp_path, batch_size=8, packing=True, max_length=1024, micro_batch_size=8)
     largest = EffectiveBatchSampler(LENGTHS, ITEMS, settings, 0, 1).largest()

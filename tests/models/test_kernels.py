@@ -22,6 +22,7 @@ IMAGES = {"task": "image-classification", "dataset": "images", "model": "vit"}
 
 @pytest.fixture(autouse=True)
 def cudnn_as_before():
+    torch.backends.cuda.enable_cudnn_sdp(True)
     yield
     torch.backends.cuda.enable_cudnn_sdp(True)
 

@@ -170,9 +170,12 @@ class EvaluationSampler(Sampler):
 
     def _plans(self) -> list[MicroBatchPlan]:
         """Return the plans, cut anew where training's micro-batches have changed."""
-        tokens = self._settings.eval_batch_tokens or max(EVALUATED, self._training.largest())
+        lengths, items = self._split
+        tokens = self._settings.eval_batch_tokens
+        if not tokens:  # fewer of longer samples, whose attention may keep a matrix of tokens x tokens
+            share = min(1, self._training.lengths.max() / lengths.max())
+            tokens = max(EVALUATED, int(share * self._training.largest()))
         if tokens != self._cut[0]:
-            lengths, items = self._split
             multiple = self._settings.pad_to_multiple_of
             shares = cut(np.arange(len(lengths)), lengths, items, self._ranks, tokens=tokens, multiple=multiple)
             self._cut = tokens, shares[self._rank]
