@@ -2,13 +2,14 @@
 
 import copy
 import importlib.util
+import io
 import os
 import shutil
 import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -60,7 +61,8 @@ class LadderDeepSpeedStrategy(DeepSpeedStrategy):
             self._shard(module)
         if self.cpu_adam:
             optimizers = [_on_cpu(optimizer) for optimizer in optimizers]
-        return super().setup_module_and_optimizers(module, optimizers, scheduler)
+        with redirect_stdout(io.StringIO()):  # stage 1 in bfloat16 prints what memory it takes, whatever is asked
+            return super().setup_module_and_optimizers(module, optimizers, scheduler)
 
     def module_to_device(self, module: nn.Module) -> None:
         """Leave the model where it is: DeepSpeed moves it once it is in 16 bits, or sharded."""
@@ -135,7 +137,7 @@ def load_engine(option: str, folder: Path, engine: nn.Module, trained_only: bool
             f"start from its weights: python scripts/export_model.py {folder}, then --model"
         )
     try:
-        with only_values():
+        with only_values(), redirect_stdout(io.StringIO()):  # stage 1 in bfloat16 prints a name of its source
             engine.load_checkpoint(str(folder), load_module_strict=not trained_only, load_lr_scheduler_states=False)
     except (RuntimeError, ValueError, KeyError, AssertionError, AttributeError, UnpicklingError) as error:
         raise UserError(f"{option}: made with another model, optimizer or stage ({first_line(error)})") from error
