@@ -1,7 +1,9 @@
 """Rung 12 on real processes (DeepSpeed on CPUs) against one process without it; and what it refuses at once."""
 
 import json
+import os
 import re
+import resource
 import shutil
 from functools import cache
 from importlib.util import find_spec
@@ -269,6 +271,31 @@ def test_nvme_needs_libaio(refused, tmp_path, monkeypatch):
     if AsyncIOBuilder().is_compatible():
         pytest.skip("libaio is there")
     assert "needs libaio: apt install libaio-dev" in refused(nvme(optimizer=str(tmp_path)))
+
+
+def test_nvme_needs_memory_that_may_be_locked():
+    if not (child := os.fork()):  # a process of its own, to give up its privileges
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (2**16, 2**16))
+        if os.getuid() == 0:
+            os.setuid(65534)
+        try:
+            module.check_locking("here", 2**16, "else")
+            module.check_locking("here", 10**9, "else")
+        except UserError as error:
+            said = str(error).startswith("here locks 1.00 GB of the host's memory or more, `ulimit -l` allows 6.6e-05")
+            os._exit(0 if said else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("name", "value"), [("save_every", 4), ("save", "sharded"), ("load", "somewhere"), ("resume", "auto")]
+)
+def test_a_run_whose_state_is_on_a_disk_cannot_go_on(refused, tmp_path, name, value):
+    text = refused(nvme(optimizer=str(tmp_path)), **{name: value})
+    assert text.startswith(f"--{name} {value}: --deepspeed ")
+    assert "cannot be continued" in text
 
 
 @SLOW

@@ -108,34 +108,45 @@ def with_zero(peak: Peak, counts: Counts, config: dict, optimizer: str, ranks: i
         optimizer: Its name in the settings.
         ranks: GPUs.
     """
-    stage, state = config["stage"], 8 + MOMENTS[optimizer]  # with the 32-bit copy and the 32-bit gradient
-    devices = {name: (config.get(f"offload_{name}") or {}).get("device", "none") for name in ("optimizer", "param")}
-    offloaded = {name for name, device in devices.items() if device != "none"}
-    weights, trained, gradients, kept, host, elsewhen = 2 * counts.all, counts.trained, 0, 0, 0, 0
-    if stage == 3:
-        live = max(config.get(f"stage3_max_{name}", 1e9) for name in ("live_parameters", "reuse_distance"))
-        gathered = 4 * counts.largest_layer + 2 * min(counts.all, live)
-        weights = gathered + (0 if "param" in offloaded else weights / ranks)
-    if "optimizer" in offloaded:
-        host = max(4 * ranks, state) * trained if devices["optimizer"] == "cpu" else 0
-        if devices["param"] == "cpu":
-            host = max(4 * ranks * counts.all, 2 * counts.all + state * trained)
-        if stage < 3:
-            weights, elsewhen = weights + 4 * min(counts.largest_layer, trained), weights + 2 * trained / ranks
-    else:
-        gradients = {1: 6 * trained, 2: 6 * trained / ranks, 3: 4 * trained / ranks}[stage]
-        kept = (state - 4) * trained / ranks
-        if stage == 3:
-            elsewhen = weights + gradients + kept + 4 * min(config.get("sub_group_size", 1e9), trained / ranks)
+    state = 8 + MOMENTS[optimizer]  # with the 32-bit copy and the 32-bit gradient
+    devices = [(config.get(f"offload_{name}") or {}).get("device", "none") for name in ("optimizer", "param")]
+    weights, gradients, kept, elsewhen = _on_gpu(counts, state, devices, ranks, config)
     buckets = 2 * (config.get("reduce_bucket_size", 5e8) + config.get("allgather_bucket_size", 0))
     peak = peak._replace(
         parameters=round(weights),
         gradients=round(gradients),
         optimizer_state=round(kept),
         other=peak.other + round(buckets),
-        host=round(1.5 * host / ranks),
+        host=round(_parked(counts, state, devices, ranks)),
     )
     return peak._replace(other=peak.other + max(0, round(elsewhen) - peak.total))
+
+
+def _on_gpu(counts: Counts, state: int, devices: list[str], ranks: int, config: dict) -> tuple[float, ...]:
+    """Return the bytes of weights, gradients and optimizer state on each GPU, and those of all at the other moment."""
+    steps_on_gpu, keeps_weights = (device == "none" for device in devices)
+    stage, weights, trained, gradients, kept, elsewhen = config["stage"], 2 * counts.all, counts.trained, 0, 0, 0
+    if stage == 3:
+        live = max(config.get(f"stage3_max_{name}", 1e9) for name in ("live_parameters", "reuse_distance"))
+        gathered = 4 * counts.largest_layer + 2 * min(counts.all, live)
+        weights = gathered + (weights / ranks if keeps_weights else 0)
+    if steps_on_gpu:
+        gradients = {1: 6 * trained, 2: 6 * trained / ranks, 3: 4 * trained / ranks}[stage]
+        kept = (state - 4) * trained / ranks
+        if stage == 3:
+            elsewhen = weights + gradients + kept + 4 * min(config.get("sub_group_size", 1e9), trained / ranks)
+    elif stage < 3:
+        weights, elsewhen = weights + 4 * min(counts.largest_layer, trained), weights + 2 * trained / ranks
+    return weights, gradients, kept, elsewhen
+
+
+def _parked(counts: Counts, state: int, devices: list[str], ranks: int) -> float:
+    """Return the bytes on the host of each GPU, by the table above, if optimizer and weights are on these devices."""
+    optimizer, weights = (device == "cpu" for device in devices)
+    trained = state * counts.trained
+    if optimizer and weights:
+        return 1.5 * max(4 * ranks * counts.all, 2 * counts.all + trained) / ranks
+    return 1.5 * max(4 * ranks * counts.trained, trained) / ranks if optimizer else 0
 
 
 KEPT = "memory/overhead.json"  # in the cache's folder
