@@ -112,6 +112,7 @@ def saved(tmp_path_factory):
 
 
 CONFIGS = {"zero1": "zero1", "zero2": "zero2", "zero3": small()}
+IN_32_BIT = {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}
 LORA, HALF = ("--lora", "true", "--lora_dropout", "0"), ("--precision", "bf16-mixed")
 
 
@@ -300,10 +301,14 @@ def test_a_run_whose_state_is_on_a_disk_cannot_go_on(refused, tmp_path, name, va
 
 @SLOW
 @needs_deepspeed
-@pytest.mark.parametrize("config", [{"zero_optimization": {"stage": 2}}, small()], ids=["zero2", "zero3"])
-def test_a_run_goes_on_from_its_checkpoint(tmp_path, config):
+@pytest.mark.parametrize(
+    ("config", "more"),
+    [(IN_32_BIT, HALF), ({"zero_optimization": {"stage": 2}}, ()), (small(), ())],
+    ids=["zero1-bf16", "zero2", "zero3"],
+)
+def test_a_run_goes_on_from_its_checkpoint(tmp_path, config, more):
     """Printed lines and figures are those of the undisturbed run; nothing that a file says is run."""
-    more = ["--save_every", "4", "--keep", "9"]
+    more = [*more, "--save_every", "4", "--keep", "9"]
     whole, _ = run_deepspeed(tmp_path, config, *more)
     shutil.copytree(whole, kept := tmp_path / "whole")
     for later in sorted((whole / "checkpoints").iterdir())[1:]:
@@ -313,6 +318,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path, config):
     folder, stdout = run_deepspeed(tmp_path, config, *more, "--resume", "auto")
     assert folder == whole
     assert "Resumed from runs/deepspeed_script/1/checkpoints/step-000000004\n" in stdout
+    assert "_load_legacy" not in stdout
     assert lines_of(whole) == lines_of(kept)
     assert rows_of(whole) == rows_of(kept)
     if config["zero_optimization"]["stage"] == 2:
