@@ -66,6 +66,13 @@ def test_attention_that_has_no_kernel_names_the_one_that_needs_none():
     assert "--attention eager" in explain(RuntimeError("cutlassB: no kernel found to launch!"))
 
 
+def test_gradients_that_overflow_at_every_loss_scale_are_explained():
+    scaler = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler").DynamicLossScaler(1, 1000, 1, 1, False)
+    with pytest.raises(Exception, match="at minimum") as error:
+        scaler.update_scale(overflow=True)
+    assert explain(error.value).startswith("gradients overflow float16 at every loss scale: try a lower --learning_r")
+
+
 def test_a_bug_is_not_explained_away():
     assert explain(ValueError("a bug")) is None
     assert explain(UserError("mend it")) == "mend it"

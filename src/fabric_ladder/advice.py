@@ -65,6 +65,11 @@ def explain(error: BaseException, settings: Settings | None = None) -> str | Non
         return "PyTorch has no fused attention for heads of this width on this GPU: add --attention eager"
     if "does not have a deterministic implementation" in str(error):
         return f"--deterministic true: {first_line(error)}; leave it out, or run on another device"
+    if "Current loss scale already at minimum" in str(error):  # DeepSpeed's, which has skipped 17 steps or more by then
+        return (
+            "gradients overflow float16 at every loss scale: try a lower --learning_rate, --precision 32-true, or "
+            "bf16-mixed on a GPU that computes in it"
+        )
     if "No working C++ compiler found" in str(error):
         return "torch.compile needs a C++ compiler, and none was found: install g++, or run src/2_grad_accum.py"
     if "C++ compile error" in str(error):

@@ -90,7 +90,7 @@ def read_deepspeed_config(settings: Settings) -> tuple[dict, list[str]]:
     What it says "auto" for is filled as Hugging Face's Trainer does (transformers/integrations/deepspeed.py). Optimizer
     and schedule are checked and left out, since this project makes them. DeepSpeed's own accumulation is 1: it scales
     by a fixed number of steps and flushes no shorter last batch (DeepSpeed#7439). `gradient_clipping` is always said,
-    since DeepSpeed 0.19 clips to 1 where it is not.
+    since DeepSpeed 0.19 clips to 1 where it is not. Its throughput timer, which no line shows, is off unless asked for.
 
     Args:
         settings: Checked; `devices` is a number.
@@ -121,6 +121,8 @@ def read_deepspeed_config(settings: Settings) -> tuple[dict, list[str]]:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
+    # else it would wait for the GPU at every forward pass, to time what is not printed
+    config.setdefault("timers", {"throughput": {"enabled": False}})
     return config, [f"DeepSpeed {name}: filled {', '.join(filled)}"] if filled else []
 
 
