@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import difflib
 import functools
 import re
 import sys
@@ -15,18 +14,16 @@ import torch
 import yaml
 
 from fabric_ladder.advice import show_errors
-from fabric_ladder.checks import check, check_values
+from fabric_ladder.checks import check, check_start, check_values
 from fabric_ladder.distributed.launch import check_launcher, options_of_fabric_run, prepare_launch, resolve_devices
 from fabric_ladder.environment import compute_capability, fit_precision, notebook_shell, prepare_cuda
-from fabric_ladder.errors import Checked, UserError
+from fabric_ladder.errors import Checked
+from fabric_ladder.options import NAMES, PATHS, choose_config, parse_options, read_config
 from fabric_ladder.places import CONFIGS
 from fabric_ladder.settings import GROUPS, INTERNAL, Settings
 
 BUCKET = 16  # tokens; kernels for lengths that may be no multiple of this are slower, and a step of 64 mostly padding
-PATHS = ("dataset", "validation_file", "test_file", "model", "tokenizer")
 SCRIPT_NAME = re.compile(r'^"""(\w+) ·', re.MULTILINE)  # at the start of each rung's docstring
-NAMES = [item.name for item in dataclasses.fields(Settings) if item.name not in INTERNAL]
-COMMANDS = ("help", "config", "print_config")  # on the command line alone
 EXAMPLES = """\
 examples:
   python src/{name}.py --config configs/imdb_minilm.yaml --batch_size 32
@@ -68,6 +65,7 @@ def parse_settings(args: list[str] | None = None, config: str | None = None, **d
         settings = _with_notice(settings, notice)
     show_errors(settings)
     if settings.check_only:
+        check_start(settings)
         raise Checked(settings)
     prepare_launch(several)
     return settings
@@ -75,11 +73,11 @@ def parse_settings(args: list[str] | None = None, config: str | None = None, **d
 
 def _read(parser: jsonargparse.ArgumentParser, args: list[str], config: str | None) -> tuple[Settings, set[str], bool]:
     """Return the settings as they are given, the names of those on the command line, and whether to print them."""
-    chosen, path = choose_config(_parse(parser, args).get("config") or config)
+    chosen, path = choose_config(parse_options(parser, args).get("config", config))
     from_file = read_config(path) if path else {}
     file_args = [f"--{name}={'null' if value is None else value}" for name, value in from_file.items()]
-    _parse(parser, file_args, f"{path}: ")
-    values = _with_carried(_parse(parser, [*file_args, *args])) | {"config": str(path) if path else None}
+    parse_options(parser, file_args, f"{path}: ")
+    values = _with_carried(parse_options(parser, [*file_args, *args])) | {"config": str(path) if path else None}
     print_config = values.pop("print_config", False)
     settings = Settings(**values, name=_script_name())
     given = {arg.removeprefix("--").split("=")[0] for arg in args if arg.startswith("--")}
@@ -253,47 +251,3 @@ def _script_doc() -> str:
         return main.__doc__ or ""
     cells = (cell for cell in reversed(main.In) if not cell.startswith("%%"))  # those only write a script
     return next((cell for cell in cells if re.search(SCRIPT_NAME, cell)), "")
-
-
-def choose_config(config: str | None) -> tuple[bool, Path | None]:
-    """Return whether the user chose a config, and its path; the quickstart's on a machine without a CUDA GPU."""
-    if config:
-        path = next(
-            (path for path in (Path(config), CONFIGS / config, CONFIGS.parent / config) if path.is_file()), None
-        )
-        if path is None:
-            ours = ", ".join(sorted(path.name for path in CONFIGS.glob("*.yaml")))
-            raise UserError(f"there is no config file {config}; those that come along: {ours}")
-        return True, path
-    return False, None if torch.cuda.is_available() else CONFIGS / "quickstart.yaml"
-
-
-def read_config(path: Path) -> dict[str, object]:
-    """Read a YAML file of settings; a relative path in it is taken from the file's own folder where that holds it."""
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path} must hold lines such as 'batch_size: 16'")
-    beside = {key: path.parent / str(values[key]) for key in PATHS if values.get(key)}
-    return values | {key: str(place) for key, place in beside.items() if place.exists()}
-
-
-def _parse(parser: jsonargparse.ArgumentParser, args: list[str], where: str = "") -> dict:
-    """Check names and types; `where` starts the message of an error."""
-    for arg in args:
-        name = arg[2:].split("=")[0]
-        if arg.startswith("--") and name not in (*(() if where else COMMANDS), *NAMES):
-            near = difflib.get_close_matches(name, NAMES, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "see --help for all settings"
-            raise UserError(f"{where}there is no setting {name!r}; {hint}")
-    try:
-        return parser.parse_args(args).as_dict()
-    except jsonargparse.ArgumentError as error:
-        text = " ".join(str(error).split())
-        kind = r"(?:<class '(\w+)'>|typing.Literal\[(.*?)\])"
-        if found := re.match(rf'Parser key "(\w+)":.*? Expected an? {kind}.*(?:Got|Given) value: (.*)', text):
-            name, plain, choices, value = found.groups()
-            text = f"--{name} {value}: expected {plain or f'one of {choices}'}"
-        raise UserError(f"{where}{text} (see --help)") from error
