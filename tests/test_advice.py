@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -84,3 +86,9 @@ def test_a_missing_compiler_is_one_line(tmp_path):
     assert process.returncode == 2
     assert "Traceback" not in process.stderr
     assert process.stderr.splitlines()[-1].startswith("error: torch.compile needs a C++ compiler")
+
+
+def test_ctrl_c_before_there_is_a_run_is_one_line():
+    code = "from fabric_ladder.advice import show_errors; show_errors(); raise KeyboardInterrupt"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stderr) == (-signal.SIGINT, "Stopped by Ctrl-C\n")

@@ -12,9 +12,8 @@ from support.helpers import MODELS, ROOT, RUNGS
 
 from fabric_ladder import Settings, UserError, parse_settings
 from fabric_ladder.checks import check_precision
-from fabric_ladder.cli import settings_groups
+from fabric_ladder.cli import resolve, settings_groups
 from fabric_ladder.environment import mixed_precision
-from fabric_ladder.resolve import resolve
 from fabric_ladder.rungs import script_defaults
 from fabric_ladder.settings import GROUPS, INTERNAL
 

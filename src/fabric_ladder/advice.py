@@ -1,5 +1,6 @@
 """What to try next when memory runs out, and how errors are shown."""
 
+import errno
 import os
 import shlex
 import sys
@@ -11,16 +12,9 @@ import torch
 from fabric_ladder.data.sampler import EVALUATED
 from fabric_ladder.distributed.watch import lost_contact, running_watch
 from fabric_ladder.environment import notebook_shell, peak_memory
-from fabric_ladder.errors import UserError, first_line
+from fabric_ladder.errors import UserError, first_line, is_out_of_memory
 from fabric_ladder.places import PACKAGE
 from fabric_ladder.settings import Settings
-
-OUT_OF_MEMORY = (
-    "DefaultCPUAllocator: can't allocate memory",
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "MPS backend out of memory",
-)
 
 
 class NextRung(NamedTuple):
@@ -57,6 +51,9 @@ def explain(error: BaseException, settings: Settings | None = None) -> str | Non
     """Return the one line for an error that the user can fix, None for any other (a bug keeps its traceback)."""
     if isinstance(error, UserError):
         return str(error)
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        name = max(Path(str(error.filename)).parts, key=len)
+        return f"the name {name:.40}… is longer than that of any file: check what is given"
     if isinstance(error, torch.distributed.DistNetworkError):
         return f"the processes cannot meet ({first_line(error)})"
     if is_out_of_memory(error):
@@ -78,11 +75,6 @@ def explain(error: BaseException, settings: Settings | None = None) -> str | Non
             "install another torch, or run src/2_grad_accum.py"
         )
     return None
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether memory ran out, of the GPU or of the host."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in OUT_OF_MEMORY)
 
 
 def _out_of_memory(error: BaseException, settings: Settings | None) -> str:
@@ -161,6 +153,9 @@ def show_errors(settings: Settings | None = None) -> None:
             if lost_contact(error):
                 watch.join()  # it names the rank that is gone, and ends this process
             watch.stop()
+        if isinstance(error, KeyboardInterrupt):  # while nothing of the run is there that could be saved
+            sys.__stderr__.write("Stopped by Ctrl-C\n")
+            return
         if explained(error, sys.__stderr__):  # torch.distributed's own hook holds sys.stderr back
             raise SystemExit(2)  # raised inside the hook, it sets the exit status
         sys.__excepthook__(error_type, error, trace)

@@ -2,10 +2,10 @@
 
 import argparse
 import dataclasses
-import difflib
 import functools
 import re
 import sys
+from collections.abc import Collection, Mapping
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,18 +14,16 @@ import torch
 import yaml
 
 from fabric_ladder.advice import show_errors
-from fabric_ladder.checks import check, check_values
-from fabric_ladder.distributed.launch import check_launcher, options_of_fabric_run, prepare_launch
-from fabric_ladder.environment import notebook_shell, prepare_cuda
-from fabric_ladder.errors import Checked, UserError
+from fabric_ladder.checks import check, check_start, check_values
+from fabric_ladder.distributed.launch import check_launcher, options_of_fabric_run, prepare_launch, resolve_devices
+from fabric_ladder.environment import compute_capability, fit_precision, notebook_shell, prepare_cuda
+from fabric_ladder.errors import Checked
+from fabric_ladder.options import NAMES, PATHS, choose_config, parse_options, read_config
 from fabric_ladder.places import CONFIGS
-from fabric_ladder.resolve import own_rate, resolve, with_learning_rate, with_notice, with_weights
 from fabric_ladder.settings import GROUPS, INTERNAL, Settings
 
-PATHS = ("dataset", "validation_file", "test_file", "model", "tokenizer")
+BUCKET = 16  # tokens; kernels for lengths that may be no multiple of this are slower, and a step of 64 mostly padding
 SCRIPT_NAME = re.compile(r'^"""(\w+) ·', re.MULTILINE)  # at the start of each rung's docstring
-NAMES = [item.name for item in dataclasses.fields(Settings) if item.name not in INTERNAL]
-COMMANDS = ("help", "config", "print_config")  # on the command line alone
 EXAMPLES = """\
 examples:
   python src/{name}.py --config configs/imdb_minilm.yaml --batch_size 32
@@ -64,9 +62,10 @@ def parse_settings(args: list[str] | None = None, config: str | None = None, **d
     check(settings, defaults)
     if several and settings.ranks == 1:
         notice = "One device: nothing to share it out to; --devices N or torchrun gives this run more"
-        settings = with_notice(settings, notice)
+        settings = _with_notice(settings, notice)
     show_errors(settings)
     if settings.check_only:
+        check_start(settings)
         raise Checked(settings)
     prepare_launch(several)
     return settings
@@ -74,24 +73,24 @@ def parse_settings(args: list[str] | None = None, config: str | None = None, **d
 
 def _read(parser: jsonargparse.ArgumentParser, args: list[str], config: str | None) -> tuple[Settings, set[str], bool]:
     """Return the settings as they are given, the names of those on the command line, and whether to print them."""
-    chosen, path = choose_config(_parse(parser, args).get("config") or config)
+    chosen, path = choose_config(parse_options(parser, args).get("config", config))
     from_file = read_config(path) if path else {}
     file_args = [f"--{name}={'null' if value is None else value}" for name, value in from_file.items()]
-    _parse(parser, file_args, f"{path}: ")
-    values = _with_carried(_parse(parser, [*file_args, *args])) | {"config": str(path) if path else None}
+    parse_options(parser, file_args, f"{path}: ")
+    values = _with_carried(parse_options(parser, [*file_args, *args])) | {"config": str(path) if path else None}
     print_config = values.pop("print_config", False)
     settings = Settings(**values, name=_script_name())
     given = {arg.removeprefix("--").split("=")[0] for arg in args if arg.startswith("--")}
     if path and not chosen:
-        settings = with_notice(
+        settings = _with_notice(
             settings,
             f"No --config and no CUDA GPU: {_describe_quickstart(path, given)}. For real work: --config "
             "configs/imdb_bloom_560m.yaml; all settings: --help",
         )
-    settings = with_weights(with_learning_rate(settings, given, from_file), given, from_file)
+    settings = _with_weights(_with_learning_rate(settings, given, from_file), given, from_file)
     if settings.from_scratch and settings.optimizer == "sgd":
         notice = "SGD hardly learns from random weights: accuracy near chance is no fault; --model has pretrained ones"
-        settings = with_notice(settings, notice)
+        settings = _with_notice(settings, notice)
     return settings, given, print_config
 
 
@@ -136,13 +135,104 @@ def settings_groups() -> dict[str, list[str]]:
 
 def _as_yaml(settings: Settings) -> str:
     """Return what `--config` reads as these settings, those of the script itself included."""
-    if name := own_rate(settings):  # which one that was given by hand has taken the place of
+    if name := _own_rate(settings):  # which one that was given by hand has taken the place of
         settings = dataclasses.replace(settings, **{name: settings.learning_rate})
     lines = [f"# python src/{settings.name}.py --config THIS_FILE\n"]
     for title, names in settings_groups().items():
         values = {name: getattr(settings, name) for name in names}
         lines += [f"\n# {title}\n", yaml.safe_dump(values, sort_keys=False, allow_unicode=True)]
     return "".join(lines)
+
+
+def resolve(settings: Settings, given: Collection[str] = (), script: Mapping[str, object] = {}) -> Settings:
+    """Return settings in which every `auto`, and every default that depends on other settings, is a value.
+
+    `micro_batch_tokens` alone stays `auto`: what fits is found once the model is there, and kept in the training state.
+
+    Args:
+        settings: As they were read.
+        given: Names of settings on the command line, whose precision is taken as it is.
+        script: The script's own defaults.
+    """
+    accelerator = settings.accelerator
+    if accelerator == "auto":
+        accelerator = "cuda" if torch.cuda.is_available() else "cpu"
+    on_gpu = accelerator == "cuda"
+    multiple, (size, tokens) = settings.pad_to_multiple_of, _micro_batch(settings, given, script, on_gpu)
+    capability = compute_capability() if on_gpu else None
+    replaceable = settings.lora and "precision" not in given
+    precision, meaning = fit_precision(settings.precision, capability, replaceable, "offload" in script)
+    if meaning:
+        emulates = f"{torch.cuda.get_device_name()} only emulates bfloat16 (compute capability below 8.0)"
+        settings = _with_notice(settings, f"{emulates}: {meaning}")
+    if multiple is None:
+        bucketed = settings.compile or accelerator == "mps"  # which keeps memory for every length that it has seen
+        multiple = BUCKET if bucketed and settings.max_length % BUCKET == 0 else 1
+    settings = dataclasses.replace(
+        settings,
+        accelerator=accelerator,
+        precision=precision,
+        matmul_precision=settings.matmul_precision or ("high" if on_gpu else "highest"),
+        micro_batch_size=size,
+        micro_batch_tokens=tokens,
+        eval_batch_tokens=settings.eval_batch_tokens or (None if on_gpu else 1024),
+        pad_to_multiple_of=multiple,
+    )
+    devices, num_nodes = resolve_devices(settings)
+    return dataclasses.replace(settings, devices=devices, num_nodes=num_nodes)
+
+
+def _micro_batch(
+    settings: Settings, given: Collection[str], script: Mapping[str, object], on_gpu: bool
+) -> tuple[int | None, int | str | None]:
+    """Return `micro_batch_size` and `micro_batch_tokens`, of which one is None."""
+    size, tokens = settings.micro_batch_size, settings.micro_batch_tokens
+    if tokens == "auto" and "micro_batch_tokens" not in given:
+        if size and size != script.get("micro_batch_size"):  # the user's own
+            return size, None
+        if not on_gpu:
+            return 1, None
+    return (None, tokens) if tokens else (size or settings.batch_size, None)
+
+
+def _with_learning_rate(settings: Settings, given: set[str], from_file: dict) -> Settings:
+    """Take the rate of `sgd` or of adapters, whose steps are of another size, unless the command line gives one.
+
+    Args:
+        settings: With the learning rate of Adam for all weights.
+        given: Names of settings on the command line.
+        from_file: Settings in the YAML file, whose learning rate is not replaced in silence.
+    """
+    name, before = _own_rate(settings), settings.learning_rate
+    if name is None or "learning_rate" in given:
+        return settings
+    rate = getattr(settings, name)
+    if "learning_rate" in from_file and name not in from_file and rate != before:
+        settings = _with_notice(
+            settings,
+            f"Learning rate {rate:g} (--{name}) in place of {before:g}, which {Path(settings.config).name} has for "
+            "Adam on all weights; --learning_rate sets another",
+        )
+    return dataclasses.replace(settings, learning_rate=rate)
+
+
+def _own_rate(settings: Settings) -> str | None:
+    """Name the setting of the learning rate that the steps of this optimizer, or of adapters, need."""
+    return "sgd_learning_rate" if settings.optimizer == "sgd" else "lora_learning_rate" if settings.lora else None
+
+
+def _with_weights(settings: Settings, given: set[str], from_file: dict) -> Settings:
+    """Take a model of the command line as pretrained, where only the file asks for random weights."""
+    random = settings.from_scratch and "from_scratch" in from_file and "from_scratch" not in given
+    if not random or "model" not in given or settings.model.endswith(".json"):
+        return settings
+    file = f"{Path(settings.config).name} has random ones (--from_scratch true)"
+    notice = f"--model {settings.model}: its pretrained weights, where {file}; all else is as there"
+    return _with_notice(dataclasses.replace(settings, from_scratch=False), notice)
+
+
+def _with_notice(settings: Settings, notice: str) -> Settings:
+    return dataclasses.replace(settings, notices=(*settings.notices, notice))
 
 
 def _describe_quickstart(config: Path, given: set[str]) -> str:
@@ -175,47 +265,3 @@ def _script_doc() -> str:
         return main.__doc__ or ""
     cells = (cell for cell in reversed(main.In) if not cell.startswith("%%"))  # those only write a script
     return next((cell for cell in cells if re.search(SCRIPT_NAME, cell)), "")
-
-
-def choose_config(config: str | None) -> tuple[bool, Path | None]:
-    """Return whether the user chose a config, and its path; the quickstart's on a machine without a CUDA GPU."""
-    if config:
-        path = next(
-            (path for path in (Path(config), CONFIGS / config, CONFIGS.parent / config) if path.is_file()), None
-        )
-        if path is None:
-            ours = ", ".join(sorted(path.name for path in CONFIGS.glob("*.yaml")))
-            raise UserError(f"there is no config file {config}; those that come along: {ours}")
-        return True, path
-    return False, None if torch.cuda.is_available() else CONFIGS / "quickstart.yaml"
-
-
-def read_config(path: Path) -> dict[str, object]:
-    """Read a YAML file of settings; a relative path in it is taken from the file's own folder where that holds it."""
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path} must hold lines such as 'batch_size: 16'")
-    beside = {key: path.parent / str(values[key]) for key in PATHS if values.get(key)}
-    return values | {key: str(place) for key, place in beside.items() if place.exists()}
-
-
-def _parse(parser: jsonargparse.ArgumentParser, args: list[str], where: str = "") -> dict:
-    """Check names and types; `where` starts the message of an error."""
-    for arg in args:
-        name = arg[2:].split("=")[0]
-        if arg.startswith("--") and name not in (*(() if where else COMMANDS), *NAMES):
-            near = difflib.get_close_matches(name, NAMES, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "see --help for all settings"
-            raise UserError(f"{where}there is no setting {name!r}; {hint}")
-    try:
-        return parser.parse_args(args).as_dict()
-    except jsonargparse.ArgumentError as error:
-        text = " ".join(str(error).split())
-        kind = r"(?:<class '(\w+)'>|typing.Literal\[(.*?)\])"
-        if found := re.match(rf'Parser key "(\w+)":.*? Expected an? {kind}.*(?:Got|Given) value: (.*)', text):
-            name, plain, choices, value = found.groups()
-            text = f"--{name} {value}: expected {plain or f'one of {choices}'}"
-        raise UserError(f"{where}{text} (see --help)") from error

@@ -253,7 +253,7 @@ def test_adam_steps_in_one_kernel_since_deepspeed_unscales_and_clips_before(tmp_
         ({"zero_optimization": True}, "zero_optimization.stage must be 1, 2 or 3"),
         ({"zero_optimization": {"stage": 0}}, "src/9_ddp.py shards nothing"),
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "offload_param needs stage 3"),
-        ("{,}", "cannot read it as JSON ("),
+        ("{,}", "as JSON ("),
         ("[1]", "it must hold one JSON object"),
     ],
 )

@@ -11,8 +11,8 @@ from support.helpers import settings_for, tiny_model, token_datasets
 from torch import nn
 
 from fabric_ladder import Run, build_dataloaders, build_optimizer, evaluate, train
+from fabric_ladder.cli import resolve
 from fabric_ladder.models.compile import compile_blocks
-from fabric_ladder.resolve import resolve
 from fabric_ladder.settings import Settings
 
 CUTS = {  # graphs of training, for one row and for several, and of evaluation; recomputing breaks training's in two

@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from fabric_ladder import Settings
+from fabric_ladder.cli import resolve
 from fabric_ladder.data.splits import TextDatasets
-from fabric_ladder.resolve import resolve
 from support import fork_server
 
 ROOT = Path(__file__).parents[2]

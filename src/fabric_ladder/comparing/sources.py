@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ FIGURES = {  # of run.json: name here, and the factor to its unit
     "parameters": ("parameters", 1e-6),
     "trainable_parameters": ("trainable_parameters", 1e-6),
 }
+MOST_FOLDERS = 20_000  # that are looked through; a disk given by mistake is not
 LARGEST = 50_000_000  # bytes of a text; a checkpoint given by mistake is not read
 
 
@@ -69,7 +71,12 @@ def read_sources(sources: list[str]) -> Found:
 
 
 def _read_folder(folder: Path) -> Found:
-    folders = {path.parent for name in ("run.json", "log.txt") for path in folder.rglob(name)}
+    folders = set()
+    for number, (path, _, names) in enumerate(os.walk(folder)):  # what cannot be read is passed over
+        if number == MOST_FOLDERS:
+            raise UserError(f"{folder} holds more than {MOST_FOLDERS:,} folders: give the one that holds the runs")
+        if not {"run.json", "log.txt"}.isdisjoint(names):
+            folders.add(Path(path))
     if not folders:
         raise UserError(f"{folder} holds no run: there is no run.json and no log.txt in it or below it")
     runs, notices = [], []

@@ -14,11 +14,10 @@ import torch
 from lightning.fabric.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy
 from torch import Tensor
 
-from fabric_ladder.advice import is_out_of_memory
 from fabric_ladder.data.cutting import MicroBatchPlan
 from fabric_ladder.data.loaders import EffectiveBatch, MicroBatch
 from fabric_ladder.environment import count_device, reset_peak_memory
-from fabric_ladder.errors import UserError
+from fabric_ladder.errors import UserError, is_out_of_memory
 from fabric_ladder.models.compile import is_compiled
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.runs.prediction import Prediction, most_tokens
