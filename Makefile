@@ -18,9 +18,9 @@ test: lint
 test-slow: .venv/installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
 
-# every rung of the ladder that runs on a CPU, with the lowest versions that pyproject.toml allows
+# the rungs with the lowest versions that pyproject.toml allows; the random weights that rung 8 draws are others there
 test-lowest: .venv-lowest/installed
-	$(LOWEST)/python -m pytest -m "not slow" tests/rungs/test_rungs.py
+	$(LOWEST)/python -m pytest -m "not slow" -k "not first_losses" tests/rungs/test_rungs.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

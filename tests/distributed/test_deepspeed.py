@@ -246,7 +246,8 @@ def test_nvme_needs_a_folder_that_can_be_written(refused, tmp_path):
         text = refused(nvme(optimizer=path))
         assert f"zero_optimization.offload_optimizer.nvme_path {path}: cannot write there (" in text
         assert "name a folder on a local NVMe disk, and give --deepspeed COPY.json" in text
-    assert "offload_param.nvme_path /local_nvme: cannot" in refused(nvme(optimizer=str(tmp_path), param="/local_nvme"))
+    text = refused(nvme(optimizer=str(tmp_path), param=str(tmp_path)))
+    assert "offload_param.device nvme: weights from a disk take all of DeepSpeed's buffers" in text
     assert "nvme_path /local_nvme" in refused("zero3_nvme")
 
 
@@ -255,13 +256,9 @@ def test_nvme_needs_room_for_what_is_parked_there(refused, tmp_path):
     huge = {"model_type": "bloom", "vocab_size": 8, "hidden_size": 65536, "n_layer": 8, "n_head": 8}
     (tmp_path / "model.json").write_text(json.dumps(huge))
     count = 8 * 12 * 65536**2 / 1e9  # weights of the blocks, in billions
-    for config, number, precision in (
-        (nvme(optimizer=str(tmp_path)), 16, "32-true"),
-        (nvme(optimizer=str(tmp_path), param=str(tmp_path)), 18, "bf16-mixed"),
-    ):
-        text = refused(config, model=str(tmp_path / "model.json"), precision=precision)
-        needed = float(re.search(rf"{tmp_path} needs ([0-9.]+) GB and has [0-9.]+ GB free: in a copy", text)[1])
-        assert needed == pytest.approx(number * count, rel=1e-3)
+    text = refused(nvme(optimizer=str(tmp_path)), model=str(tmp_path / "model.json"), precision="bf16-mixed")
+    needed = float(re.search(rf"{tmp_path} needs ([0-9.]+) GB and has [0-9.]+ GB free: in a copy", text)[1])
+    assert needed == pytest.approx(16 * count, rel=1e-3)
 
 
 @needs_deepspeed

@@ -29,7 +29,7 @@ from fabric_ladder.settings import Settings
 DEEPSPEED = "deepspeed==0.19.8"
 FORCE_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 STATE_BYTES = 16  # of a parameter, in 32 bits: master weight, gradient, and Adam's two moments
-BUFFER_BYTES = 10  # of the largest parameter, for a disk: 5 in 16 bits; of its optimizer state even 4 in 32
+BUFFER_BYTES = 16  # of the largest parameter, for a disk: 4 in 32 bits
 
 
 class _Boundary(_BackwardSyncControl):
@@ -200,32 +200,29 @@ def _check_values(name: str, config: dict) -> None:
 def _check_nvme(settings: Settings, offloaded: dict[str, dict]) -> None:
     """Refuse what would fail, or fill a disk, in the middle of a run.
 
-    Bytes on the disk of each machine for P parameters: optimizer 16 P / machines, weights 2 P / machines (4 P in
-    32-bit): Rajbhandari et al., ZeRO-Infinity, 2021, section 3.
+    Bytes on the disk of each machine for P parameters: 16 P / machines (Rajbhandari et al., ZeRO-Infinity, 2021,
+    section 3).
     """
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     start = f"--deepspeed {settings.deepspeed}"
-    if "optimizer" in offloaded and offloaded["optimizer"]["device"] == "nvme":
-        _check_not_resumed(start, settings)
+    if "param" in offloaded and offloaded["param"]["device"] == "nvme":  # fetched for a backward pass that never comes
+        raise UserError(
+            f"{start}: zero_optimization.offload_param.device nvme: weights from a disk take all of DeepSpeed's "
+            "buffers in the evaluation, and the run dies: say cpu in a copy of the file, and give --deepspeed COPY.json"
+        )
+    _check_not_resumed(start, settings)
     fix = "in a copy of the file, name a folder on a local NVMe disk, and give --deepspeed COPY.json"
     instead = "--deepspeed zero3_offload parks in the host's memory instead"
-    bytes_each = {"optimizer": STATE_BYTES, "param": 4 if settings.precision == "32-true" else 2}
-    sizes = parameter_sizes(settings)
-    count, needed = sum(sizes) / settings.num_nodes, {}
-    for name, section in offloaded.items():
-        if section["device"] == "nvme":
-            folder = Path(section.get("nvme_path") or "")
-            try:
-                with tempfile.TemporaryFile(dir=folder):
-                    disk = folder.stat().st_dev
-            except OSError as error:
-                key = f"zero_optimization.offload_{name}.nvme_path {folder}"
-                raise UserError(f"{start}: {key}: cannot write there ({error.strerror}): {fix}") from error
-            needed[disk] = folder, needed.get(disk, (folder, 0))[1] + bytes_each[name] * count
-    for folder, size in needed.values():
-        if (free := shutil.disk_usage(folder).free) < size:
-            raise UserError(f"{start}: {folder} needs {size / 1e9:.2f} GB and has {free / 1e9:.2f} GB free: {fix}")
+    sizes, folder = parameter_sizes(settings), Path(offloaded["optimizer"].get("nvme_path") or "")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            free = shutil.disk_usage(folder).free
+    except OSError as error:
+        key = f"zero_optimization.offload_optimizer.nvme_path {folder}"
+        raise UserError(f"{start}: {key}: cannot write there ({error.strerror}): {fix}") from error
+    if free < (size := STATE_BYTES * sum(sizes) / settings.num_nodes):
+        raise UserError(f"{start}: {folder} needs {size / 1e9:.2f} GB and has {free / 1e9:.2f} GB free: {fix}")
     if not AsyncIOBuilder().is_compatible():
         raise UserError(f"{start} needs libaio: apt install libaio-dev, or dnf install libaio-devel; {instead}")
     if torch.cuda.is_available() and cpp_extension.CUDA_HOME is None:  # DeepSpeed would take it for a path
@@ -240,8 +237,8 @@ def _check_nvme(settings: Settings, offloaded: dict[str, dict]) -> None:
 def check_locking(start: str, size: int, instead: str) -> None:
     """Refuse where this process may not lock `size` bytes of memory.
 
-    DeepSpeed locks its buffers for NVMe disks, four or five that each hold the largest parameter at least, and aborts
-    the process where it cannot (csrc/pin_memory).
+    DeepSpeed locks its buffers for NVMe disks, four that each hold the largest parameter at least, and aborts the
+    process where it cannot (csrc/pin_memory).
 
     Raises:
         UserError: From `start` to `instead`, which says what to do otherwise.
