@@ -5,6 +5,7 @@ import io
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 from support.helpers import run_script
@@ -70,9 +71,10 @@ def test_json_and_csv_to_standard_output(tmp_path, monkeypatch):
 def test_a_setting_in_a_record_may_be_any_json(tmp_path, monkeypatch, name, value):
     run = write_run(tmp_path, record(seed=1))
     other = write_run(tmp_path, record(seed=2), 2)
-    content = json.loads((other / "run.json").read_text())
+    path = Path(other) / "run.json"
+    content = json.loads(path.read_text())
     content["settings"][name] = "HERE"
-    (other / "run.json").write_text(json.dumps(content).replace('"HERE"', value))
+    path.write_text(json.dumps(content).replace('"HERE"', value))
     page = ["--anyway", "--json", tmp_path / "out.json", "--html", tmp_path / "out.html"]
     script(monkeypatch, run, other, *page)
     json.loads((tmp_path / "out.json").read_text(), parse_constant=pytest.fail)

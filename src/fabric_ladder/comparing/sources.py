@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import re
 import sys
@@ -141,6 +142,10 @@ def _read_run(folder: Path) -> LoggedRun:
 def _fill(run: LoggedRun, record: dict) -> None:
     if not all(isinstance(record[part], dict) for part in ("settings", "results")):
         raise TypeError("settings and results must be objects")
+    for name, value in record["settings"].items():
+        plain = isinstance(value, str | int | float | None) and value not in (math.inf, -math.inf) and value == value
+        if not plain or (name == "seed" and not isinstance(value, int)):
+            raise TypeError(f"the setting {name} is {value!r:.40}")
     run.name = str(record["settings"]["name"])
     if record["format"] != FORMAT:
         run.unfinished = f"its run.json has format {record['format']}; this version reads {FORMAT}"
