@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from time import monotonic, strftime
 
@@ -30,7 +30,9 @@ import common  # first of all: it makes the project importable without an instal
 import torch
 from harvest_entries import CHECKS, Entry, Job, Measured, entries_of, prepare
 
+from fabric_ladder.advice import show_errors
 from fabric_ladder.environment import write_whole
+from fabric_ladder.tools.outputs import check_outputs
 
 START = 15.0  # seconds until a process has imported its libraries and made its model: a guess
 SOURCES = ("src", "benchmarks", "scripts", "configs", "local_dataset_utilities.py")
@@ -67,17 +69,11 @@ class Harvest:
 
     def run(self, entry: Entry, job: Job) -> None:
         """Measure an entry, if there is time for it, and write the file."""
-        if self.stopping:
-            return self._leave_out(entry, "stopped before")
-        if entry.left_out:
-            return self._leave_out(entry, entry.left_out)
         command = entry.command(self.figures()) if callable(entry.command) else entry.command
-        if command is None:
-            return self._leave_out(entry, "what it goes by has not been measured")
         estimated = START + entry.seconds * job.slowness
         left = float("inf") if self._end is None else self._end - monotonic()
-        if estimated > left:
-            return self._leave_out(entry, f"needs about {estimated:.0f} s, and {max(0.0, left):.0f} s were left")
+        if reason := self._why_not(entry, command, estimated, left):
+            return self._leave_out(entry, reason)
         start, limit = monotonic(), min(left, 400.0 if job.rehearse else max(90.0, 4 * estimated))
         record = {"command": common.shown(command), "date": strftime("%Y-%m-%dT%H:%M:%S%z")}
         print(f"{entry.name} … (about {estimated:.0f} s)", file=sys.stderr, flush=True)
@@ -113,7 +109,6 @@ class Harvest:
         """Write the file, whole."""
         with self._lock:
             content = {"machine": self.machine, "entries": self.entries, "left_out": self.left_out}
-            self.out.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.out, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
     def stop(self) -> None:
@@ -121,6 +116,18 @@ class Harvest:
         self.stopping = True
         for child in list(common.CHILDREN):
             common.end(child)
+
+    def _why_not(self, entry: Entry, command: list[str] | None, estimated: float, left: float) -> str | None:
+        """Return why an entry is not begun."""
+        if self.stopping:
+            return "stopped before"
+        if entry.left_out:
+            return entry.left_out
+        if command is None:
+            return "what it goes by has not been measured"
+        if estimated > left:
+            return f"needs about {estimated:.0f} s, and {max(0.0, left):.0f} s were left"
+        return None
 
     def _leave_out(self, entry: Entry, reason: str) -> None:
         with self._lock:
@@ -190,16 +197,17 @@ def stop_on_signals() -> None:
 def run_all(harvest: Harvest, entries: list[Entry], job: Job, workers: int = 1) -> int:
     """Run the entries, and return the exit status."""
     with ThreadPoolExecutor(workers) as pool:
+        running = [pool.submit(harvest.run, entry, job) for entry in harvest.to_do(entries)]
         try:
-            for running in [pool.submit(harvest.run, entry, job) for entry in harvest.to_do(entries)]:
-                running.result()
-        except KeyboardInterrupt as stopped:
+            for each in running:
+                each.result()
+        except BaseException as stopped:
             harvest.stop()
-            pool.shutdown()  # what was waiting is left out, and says so
+            while wait(running, timeout=1).not_done:  # what was waiting is left out, and says so
+                harvest.stop()  # a process may just have begun
+            if not isinstance(stopped, KeyboardInterrupt):
+                raise
             return STOPPED.get(stopped.args[0] if stopped.args else signal.SIGINT, 130)
-        except BaseException:
-            harvest.stop()
-            raise
     return int(bool(harvest.problems))
 
 
@@ -213,10 +221,13 @@ def main() -> int:
     parser.add_argument("--commit", help="of this code, where there is no git")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, tiny: shows that the commands work")
     args = parser.parse_args()
+    show_errors()
     if args.minutes is not None and not 0 < args.minutes < float("inf"):
         parser.error(f"--minutes {args.minutes}: must be a positive number")
     if not args.rehearse and not torch.cuda.is_available():
         parser.error("PyTorch finds no CUDA GPU here; --rehearse runs everything on the CPU, tiny")
+    if not args.out.exists():
+        check_outputs({"--out": str(args.out)})
     begun = monotonic()
     previous = read_harvests([*args.previous, *([args.out] if args.out.exists() else [])], parser)
     stop_on_signals()

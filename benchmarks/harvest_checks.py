@@ -200,6 +200,8 @@ def _all_reduce(number: int, count: int, device: str, folder: str) -> None:
     place = torch.device(device, number) if device == "cuda" else torch.device("cpu")
     torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo", f"file://{folder}/store",
                                          rank=number, world_size=count)  # fmt: skip
+    if device == "cuda":
+        torch.cuda.set_device(place)
     found = []
     for size in (2**20, 2**26, 2**30) if device == "cuda" else (2**20,):
         tensor = torch.ones(size // 4, device=place)

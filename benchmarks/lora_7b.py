@@ -72,6 +72,9 @@ class Trainee:
     """A model with its optimizer, set up as its rung does it."""
 
     def __init__(self, settings: Settings):
+        gc.collect()  # a model before this one, whose replaced forward pass is a circle of references
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
         self.settings = settings
         self.fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
         self.model = self.fabric.setup(build_model(settings, blank_datasets(2)))
@@ -83,7 +86,7 @@ class Trainee:
         settings = replace(self.settings, batch_size=samples, micro_batch_size=samples)
         batch = filled(largest_batches(settings, tokens)[0][0], self.vocabulary)
         cuda = self.fabric.device.type == "cuda"
-        gc.collect()  # a model before this one: its replaced forward pass is a circle of references
+        gc.collect()
         if cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -127,7 +130,6 @@ def measured(args: argparse.Namespace, rung: str, folder: str) -> Iterator[dict]
                 largest = trainee.largest(card, args.tokens)
                 yield {"rung": rung, "loss_chunk": chunk, "card_bytes": card, "largest_micro_batch": largest}
         del trainee
-        gc.collect()  # before the next one is made beside it
 
 
 def predicted(args: argparse.Namespace) -> list[dict]:

@@ -210,7 +210,7 @@ def test_a_model_is_gone_before_the_next_one_is_made(tmp_path, monkeypatch):
     def watched(*arguments):
         alive.append(sum(each() is not None for each in made))
         model = build(*arguments)
-        made.append(weakref.ref(model))
+        made.append(weakref.ref(next(model.parameters())))  # adapters around a model are gone before it
         return model
 
     monkeypatch.setattr(lora_7b, "build_model", watched)
