@@ -74,7 +74,7 @@ class Harvest:
         left = float("inf") if self._end is None else self._end - monotonic()
         if reason := self._why_not(entry, command, estimated, left):
             return self._leave_out(entry, reason)
-        start, limit = monotonic(), min(left, 400.0 if job.rehearse else max(90.0, 4 * estimated))
+        start, limit = monotonic(), min(left, 900.0 if job.rehearse else max(90.0, 4 * estimated))
         record = {"command": common.shown(command), "date": strftime("%Y-%m-%dT%H:%M:%S%z")}
         print(f"{entry.name} … (about {estimated:.0f} s)", file=sys.stderr, flush=True)
         try:

@@ -221,7 +221,7 @@ def larger_batches(job: Job) -> list[Entry]:
             return None
         chosen = next(entry for entry in speeds(job) if entry.name == name)
         script, *options = chosen.command
-        samples = f"--train_samples {32 if job.rehearse else 640} --validation_samples 1 --test_samples 1".split()
+        samples = f"--train_samples {32 if job.rehearse else 160} --validation_samples 1 --test_samples 1".split()
         runs = ["--runs_dir", str(job.folder / "profiled")]
         return [PROFILE, "--script", Path(script).stem, *options, *samples, *runs]
 
