@@ -16,7 +16,9 @@ from pathlib import Path
 import common  # first of all: it makes the project importable without an installation
 from harvest_entries import fastest, rungs_of
 
+from fabric_ladder.advice import show_errors
 from fabric_ladder.environment import write_whole
+from fabric_ladder.errors import UserError
 
 GPU = common.RESULTS / "gpu"
 PAGES = [common.ROOT / "README.md", *sorted((common.ROOT / "docs").rglob("*.md"))]
@@ -207,16 +209,20 @@ def fill(text: str, harvests: list[dict]) -> str:
 
 
 def read(paths: list[Path]) -> list[dict]:
-    """Return harvests; exits with a line for a file that is none, or a rehearsal."""
+    """Return the harvests of these files.
+
+    Raises:
+        UserError: One is none, or a rehearsal.
+    """
     found = []
     for path in paths:
         try:
             harvest = json.loads(path.read_text(encoding="utf-8"))
             rehearsal = harvest["machine"]["rehearsal"]
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise SystemExit(f"error: {path} is no file of a harvest ({error})") from error
+            raise UserError(f"{path} is no file of a harvest ({error})") from error
         if rehearsal:
-            raise SystemExit(f"error: {path} is a rehearsal on a CPU: its figures say nothing of a GPU")
+            raise UserError(f"{path} is a rehearsal on a CPU: its figures say nothing of a GPU")
         found.append(harvest)
     return found
 
@@ -225,6 +231,7 @@ def main() -> None:
     """Fill all pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="*", metavar="FILE")
+    show_errors()
     harvests = read(parser.parse_args().files or sorted(GPU.glob("*.json")))
     for page in PAGES:
         before = page.read_text(encoding="utf-8")

@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.helpers import MODELS, ROOT
 
+from fabric_ladder import UserError
 from fabric_ladder.planning.gpus import find_gpu
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -202,6 +203,7 @@ def test_entries_follow_the_machine(tmp_path):
     assert len([name for name in names if name.startswith("memory: vit-large-16, ")]) == 6
 
 
+@pytest.mark.slow
 def test_a_model_is_gone_before_the_next_one_is_made(tmp_path, monkeypatch):
     args = Namespace(tokens=16, chunk=8, steps=1, checkpointing=False, accelerator="cpu")
     lora_7b.make_weights(str(MODELS / "bloom-quickstart.json"), tmp_path / "weights", torch.device("cpu"))
@@ -274,10 +276,10 @@ def test_a_harvest_fills_the_pages():
 def test_a_rehearsal_fills_no_page(tmp_path):
     path = tmp_path / "rehearsal.json"
     path.write_text(json.dumps(previous() | {"machine": MACHINE | {"rehearsal": True}}))
-    with pytest.raises(SystemExit, match="say nothing of a GPU"):
+    with pytest.raises(UserError, match="say nothing of a GPU"):
         gpu_figures.read([path])
     path.write_text("[]")
-    with pytest.raises(SystemExit, match="no file of a harvest"):
+    with pytest.raises(UserError, match="no file of a harvest"):
         gpu_figures.read([path])
 
 
