@@ -1,9 +1,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
+LOWEST := .venv-lowest/bin
+# of uv: https://docs.astral.sh/uv/guides/integration/pytorch; empty: as PyPI has it, on Linux with gigabytes of CUDA
+TORCH_BACKEND ?= cpu
 # without its requirements: it asks for an older pillow than is pinned, which it runs without
 TRACKIO := trackio==0.43.0 gradio_client==2.7.2 orjson==3.13.0 starlette==1.10.0 uvicorn==0.54.0
 
-.PHONY: run test test-slow lint format bench combinations notebooks docs clean
+.PHONY: run test test-slow test-lowest lint format bench combinations notebooks docs clean
 
 run: .venv/installed
 	$(BIN)/python src/2_grad_accum.py
@@ -14,6 +17,10 @@ test: lint
 # what is slow by nature: every pair of techniques, every notebook in a kernel, kills, compiling
 test-slow: .venv/installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
+
+# the rungs with the lowest versions that pyproject.toml allows; the random weights that rung 8 draws are others there
+test-lowest: .venv-lowest/installed
+	$(LOWEST)/python -m pytest -m "not slow" -k "not first_losses" tests/rungs/test_rungs.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
@@ -38,7 +45,7 @@ docs: .venv/installed-dev
 	$(BIN)/properdocs build --strict
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv .venv-lowest runs
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -54,4 +61,11 @@ clean:
 .venv/installed-dev: requirements-dev.txt .venv/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(TRACKIO)
+	touch $@
+
+.venv-lowest/installed: pyproject.toml
+	$(PYTHON) -m venv --clear .venv-lowest
+	$(LOWEST)/pip install --quiet --disable-pip-version-check uv==0.13.9
+	$(LOWEST)/uv pip install --python $(LOWEST)/python --resolution lowest-direct \
+		$(if $(TORCH_BACKEND),--torch-backend $(TORCH_BACKEND)) -e '.[bitsandbytes]' $$(grep '^pytest' requirements-dev.txt)
 	touch $@

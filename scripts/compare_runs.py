@@ -28,17 +28,19 @@ if __name__ == "__main__":
     parser = Arguments(description=__doc__.split("\n\n")[0])
     parser.add_argument("sources", nargs="+", metavar="SOURCE", help="folder of a run or of runs, a text, or -")
     parser.add_argument("--markdown", metavar="FILE", help="write the table as Markdown; - prints it instead")
-    parser.add_argument("--csv", metavar="FILE", help="write a line of figures for each row")
-    parser.add_argument("--json", metavar="FILE", help="write figures, settings and losses")
+    parser.add_argument("--csv", metavar="FILE", help="write a line of figures for each row; - prints them")
+    parser.add_argument("--json", metavar="FILE", help="write figures, settings and losses; - prints them")
     parser.add_argument("--html", metavar="FILE", help="write a page with charts that needs no network")
     parser.add_argument("--png", metavar="FOLDER", help="write the charts as pictures into a new folder")
     parser.add_argument("--anyway", action="store_true", help="compare runs that differ in more than their technique")
     arguments = parser.parse_args()
     outputs = {option: getattr(arguments, option) for option in ("markdown", "csv", "json", "html", "png")}
     outputs = {option: name for option, name in outputs.items() if name is not None}
-    to_stdout = outputs.get("markdown") == "-"
-    if to_stdout:
-        del outputs["markdown"]
+    printed = [option for option, name in outputs.items() if name == "-" and option != "png"]
+    if len(printed) > 1:
+        raise UserError(f"--{printed[0]} - and --{printed[1]} - cannot both be printed: give one a file")
+    for option in printed:
+        del outputs[option]
     check_outputs({f"--{option}": name for option, name in outputs.items()})
 
     rungs = {rung.stem: script_defaults(rung.stem) for rung in RUNGS}
@@ -50,9 +52,9 @@ if __name__ == "__main__":
         )
     make = {"markdown": to_markdown, "csv": to_csv, "json": to_json, "html": to_html, "png": to_png}
     write_outputs({name: make[option](comparison) for option, name in outputs.items()})
-    if to_stdout:
-        print(to_markdown(comparison), end="")
-    else:
+    for option in printed:
+        print(make[option](comparison), end="")
+    if not printed:
         print_table(comparison, Console())
     for name in outputs.values():
-        print(f"Saved {name}", file=sys.stderr if to_stdout else sys.stdout)
+        print(f"Saved {name}", file=sys.stderr if printed else sys.stdout)

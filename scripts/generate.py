@@ -93,6 +93,7 @@ if __name__ == "__main__":
     ### 1 The model
     model, tokenizer = load_language_model(arguments.model, dtype, arguments.quantization)
     model.to("cuda" if on_gpu else "cpu")
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for each length, and each new token makes another
     template = choose_template(tokenizer, RAW if arguments.raw else arguments.prompt_template, arguments.chat)
     chosen = {"temperature": arguments.temperature, "top_k": arguments.top_k, "top_p": arguments.top_p}
     sampling = {name: value for name, value in chosen.items() if value is not None} if arguments.temperature else {}

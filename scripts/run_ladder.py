@@ -79,18 +79,22 @@ if __name__ == "__main__":
     check_outputs({"--html": arguments.html} if arguments.html else {})
 
     ### 1 What can run here
-    plan = []
+    plan, reasons = [], {}
     for rung in rungs:
         for seed in range(arguments.seed, arguments.seed + arguments.seeds):
             with_seed = [*options, "--seed", str(seed)]
             checked = check_rung(rung, with_seed)
             if isinstance(checked, str):
-                print(f"Left out: {rung.stem}: {checked}", flush=True)
+                reasons[f"Left out: {rung.stem}: {checked}"] = checked
                 break
             settings = comparable(asdict(checked))
             plan.append((rung, seed, with_seed, finished_run(Path(arguments.runs_dir) / rung.stem, settings), settings))
+    if not plan and len(set(reasons.values())) == 1:
+        raise UserError(f"none of these rungs can run here: {checked}")
+    for line in reasons:
+        print(line, flush=True)
     if not plan:
-        raise UserError("none of these rungs can run here with these options")
+        raise UserError("none of these rungs can run here with these options, for the reasons above")
 
     ### 2 The runs
     folders, failed = [], []

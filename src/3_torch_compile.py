@@ -17,7 +17,7 @@ from local_dataset_utilities import load_datasets
 if __name__ == "__main__":
     settings = parse_settings(
         batch_size=16,
-        micro_batch_size=1,
+        micro_batch_tokens="auto",  # as many as a GPU has room for; on a CPU one sample
         compile=True,  # NEW
     )
 

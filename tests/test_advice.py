@@ -1,6 +1,9 @@
 """Errors that no bad input can provoke on this machine, or that come from the libraries below."""
 
+import dataclasses
 import re
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -47,6 +50,14 @@ def test_out_of_memory_names_the_next_things_to_try(tmp_path, name, values, expe
         assert re.search(expected, line)
 
 
+@pytest.mark.parametrize(("shape", "tokens"), [((4, 1500), 3000), ((30, 3, 224, 224), 2048)])
+def test_an_evaluation_out_of_memory_gets_half_as_many_tokens(tmp_path, shape, tokens):
+    settings = dataclasses.replace(settings_for(tmp_path, name="2_grad_accum"), eval_batch_tokens=None)
+    assert f"--eval_batch_tokens {tokens};" in less_memory(settings, "the evaluation", shape)
+    settings = dataclasses.replace(settings, eval_batch_tokens=600)
+    assert "--eval_batch_tokens 300;" in less_memory(settings, "the evaluation", shape)
+
+
 def test_an_installed_package_names_its_own_command(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(PACKAGE / "src" / "2_grad_accum.py"), "--batch_size", "8"])
     line = less_memory(settings_for(tmp_path, name="2_grad_accum"))
@@ -55,6 +66,13 @@ def test_an_installed_package_names_its_own_command(tmp_path, monkeypatch):
 
 def test_attention_that_has_no_kernel_names_the_one_that_needs_none():
     assert "--attention eager" in explain(RuntimeError("cutlassB: no kernel found to launch!"))
+
+
+def test_gradients_that_overflow_at_every_loss_scale_are_explained():
+    scaler = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler").DynamicLossScaler(1, 1000, 1, 1, False)
+    with pytest.raises(Exception, match="at minimum") as error:
+        scaler.update_scale(overflow=True)
+    assert explain(error.value).startswith("gradients overflow float16 at every loss scale: try a lower --learning_r")
 
 
 def test_a_bug_is_not_explained_away():
@@ -68,3 +86,9 @@ def test_a_missing_compiler_is_one_line(tmp_path):
     assert process.returncode == 2
     assert "Traceback" not in process.stderr
     assert process.stderr.splitlines()[-1].startswith("error: torch.compile needs a C++ compiler")
+
+
+def test_ctrl_c_before_there_is_a_run_is_one_line():
+    code = "from fabric_ladder.advice import show_errors; show_errors(); raise KeyboardInterrupt"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stderr) == (-signal.SIGINT, "Stopped by Ctrl-C\n")

@@ -167,6 +167,13 @@ def test_with_a_gpu_the_defaults_in_code_are_taken(gpu):
     assert parse_settings([*BLOOM, "--accelerator", "cpu"]).accelerator == "cpu"
 
 
+def test_on_a_gpu_the_evaluation_follows_the_training_unless_it_is_set(gpu):
+    assert parse_settings(BLOOM).eval_batch_tokens == 1024
+    gpu(8, 0)
+    assert parse_settings(BLOOM).eval_batch_tokens is None
+    assert parse_settings([*BLOOM, "--eval_batch_tokens", "512"]).eval_batch_tokens == 512
+
+
 def test_the_defaults_are_the_blogs_run():
     settings = Settings()
     assert (settings.dataset, settings.model) == ("imdb", "bigscience/bloom-560m")
@@ -239,6 +246,26 @@ def test_every_rung_runs_on_a_gpu_without_bfloat16_and_says_what_it_takes(gpu, r
         precision = "16-mixed" if number in ("4", "9", "12") else "32-true"
         assert settings.notices == ()
     assert settings.precision == precision
+
+
+@pytest.mark.parametrize(
+    ("rung", "options", "file", "on_gpu", "on_cpu"),
+    [("2_grad_accum", [], "", (1, None), (1, None)), ("4_mixed_precision", [], "", (None, "auto"), (1, None)),
+     ("4_mixed_precision", ["--micro_batch_size", "1"], "", (1, None), (1, None)),
+     ("4_mixed_precision", [], "micro_batch_size: 4", (4, None), (4, None)),
+     ("5_low_precision", ["--micro_batch_tokens", "2048"], "micro_batch_size: 4", (None, 2048), (None, 2048)),
+     ("5_low_precision", ["--micro_batch_tokens", "auto"], "micro_batch_size: 4", (None, "auto"), (None, "auto")),
+     ("2_grad_accum", [], "micro_batch_tokens: auto", (None, "auto"), (1, None)),
+     ("2_grad_accum", ["--micro_batch_size", "4"], "micro_batch_tokens: auto", (4, None), (4, None))],
+)  # fmt: skip
+def test_from_rung_3_on_a_gpu_takes_what_fits_unless_the_user_says_something(
+    gpu, config, rung, options, file, on_gpu, on_cpu
+):
+    args = [*(config(file) if file else []), *BLOOM, *options]
+    for accelerator, expected in (("cpu", on_cpu), ("cuda", on_gpu)):
+        gpu(8, 0)
+        settings = parse_settings([*args, "--accelerator", accelerator], **script_defaults(rung))
+        assert (settings.micro_batch_size, settings.micro_batch_tokens) == expected
 
 
 def test_a_precision_given_by_hand_is_taken_or_refused_with_the_reason(gpu):

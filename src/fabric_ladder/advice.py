@@ -1,5 +1,6 @@
 """What to try next when memory runs out, and how errors are shown."""
 
+import errno
 import os
 import shlex
 import sys
@@ -8,18 +9,12 @@ from typing import NamedTuple
 
 import torch
 
+from fabric_ladder.data.sampler import EVALUATED
 from fabric_ladder.distributed.watch import lost_contact, running_watch
 from fabric_ladder.environment import notebook_shell, peak_memory
-from fabric_ladder.errors import UserError, first_line
+from fabric_ladder.errors import UserError, first_line, is_out_of_memory
 from fabric_ladder.places import PACKAGE
 from fabric_ladder.settings import Settings
-
-OUT_OF_MEMORY = (
-    "DefaultCPUAllocator: can't allocate memory",
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "MPS backend out of memory",
-)
 
 
 class NextRung(NamedTuple):
@@ -56,6 +51,9 @@ def explain(error: BaseException, settings: Settings | None = None) -> str | Non
     """Return the one line for an error that the user can fix, None for any other (a bug keeps its traceback)."""
     if isinstance(error, UserError):
         return str(error)
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        name = max(Path(str(error.filename)).parts, key=len)
+        return f"the name {name:.40}… is longer than that of any file: check what is given"
     if isinstance(error, torch.distributed.DistNetworkError):
         return f"the processes cannot meet ({first_line(error)})"
     if is_out_of_memory(error):
@@ -64,6 +62,11 @@ def explain(error: BaseException, settings: Settings | None = None) -> str | Non
         return "PyTorch has no fused attention for heads of this width on this GPU: add --attention eager"
     if "does not have a deterministic implementation" in str(error):
         return f"--deterministic true: {first_line(error)}; leave it out, or run on another device"
+    if "Current loss scale already at minimum" in str(error):  # DeepSpeed's, which has skipped 17 steps or more by then
+        return (
+            "gradients overflow float16 at every loss scale: try a lower --learning_rate, --precision 32-true, or "
+            "bf16-mixed on a GPU that computes in it"
+        )
     if "No working C++ compiler found" in str(error):
         return "torch.compile needs a C++ compiler, and none was found: install g++, or run src/2_grad_accum.py"
     if "C++ compile error" in str(error):
@@ -72,11 +75,6 @@ def explain(error: BaseException, settings: Settings | None = None) -> str | Non
             "install another torch, or run src/2_grad_accum.py"
         )
     return None
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether memory ran out, of the GPU or of the host."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error) for text in OUT_OF_MEMORY)
 
 
 def _out_of_memory(error: BaseException, settings: Settings | None) -> str:
@@ -105,11 +103,13 @@ def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, 
     name = "micro_batch_tokens" if settings.micro_batch_tokens else "micro_batch_size"
     if phase == "the evaluation":
         name, same = "eval_batch_tokens", ""
-    most = getattr(settings, name)
-    if name == "micro_batch_size" and shape:  # a rank's share can be smaller than the setting
+    most, replaced = getattr(settings, name) or (shape[0] * shape[1] if len(shape) == 2 else EVALUATED), ()
+    if most == "auto" and shape:
+        name, most, replaced = "micro_batch_size", shape[0], ("micro_batch_tokens",)
+    elif name == "micro_batch_size" and shape:  # a rank's share can be smaller than the setting
         most = min(most, shape[0])
     if isinstance(most, int) and most > 1 and shape[:1] != (1,):
-        tries.append(_command(settings, f"--{name} {most // 2}") + same)
+        tries.append(_command(settings, f"--{name} {most // 2}", decides=replaced) + same)
     if rung := NEXT_RUNG.get(settings.name.split("_")[0]):
         tries.append(f"{_command(settings, rung.options, rung.name, rung.decides)}, which {rung.why}")
     if not settings.activation_checkpointing:
@@ -153,6 +153,9 @@ def show_errors(settings: Settings | None = None) -> None:
             if lost_contact(error):
                 watch.join()  # it names the rank that is gone, and ends this process
             watch.stop()
+        if isinstance(error, KeyboardInterrupt):  # while nothing of the run is there that could be saved
+            sys.__stderr__.write("Stopped by Ctrl-C\n")
+            return
         if explained(error, sys.__stderr__):  # torch.distributed's own hook holds sys.stderr back
             raise SystemExit(2)  # raised inside the hook, it sets the exit status
         sys.__excepthook__(error_type, error, trace)

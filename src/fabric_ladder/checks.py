@@ -1,9 +1,11 @@
 """What settings must be to make a run: what cannot work is refused in one line, before any work; nothing is changed."""
 
+import os
 from pathlib import Path
 
 import torch
 
+from fabric_ladder.data.load import check_data
 from fabric_ladder.distributed.deepspeed import check_deepspeed
 from fabric_ladder.distributed.launch import check_devices
 from fabric_ladder.environment import compute_capability, emulates
@@ -12,8 +14,9 @@ from fabric_ladder.models.configs import check_model
 from fabric_ladder.models.lora import check_lora
 from fabric_ladder.models.optimizer import check_optimizer
 from fabric_ladder.models.packing import check_packing
+from fabric_ladder.runs.folder import check_writable
 from fabric_ladder.runs.loggers import check_logger
-from fabric_ladder.settings import Settings
+from fabric_ladder.settings import INTERNAL, Settings
 
 BELONGS_TO = {  # settings that only some scripts use, which name them in their own defaults
     "offload": "src/11_fsdp_cpu_offload.py",
@@ -25,6 +28,8 @@ AT_LEAST = dict.fromkeys(
     "resize_to num_nodes".split(),
     1,
 ) | dict.fromkeys("num_workers seed split_seed warmup_steps save_every nan_limit".split(), 0)
+AT_MOST = {"image_size": 2**13, "resize_to": 2**13, "lora_rank": 2**13}  # far above any use; memory ends before
+LARGEST = 2**31 - 1  # of any other whole number: what all libraries take
 POSITIVE = ("learning_rate", "sgd_learning_rate", "lora_learning_rate", "max_grad_norm", "max_time")
 
 
@@ -41,6 +46,7 @@ def check_values(settings: Settings) -> None:
         value = getattr(settings, name)
         if value not in (None, "auto") and value < least:
             raise UserError(f"--{name} {value}: must be at least {least}")
+    _check_upper_bounds(settings)
     for name in POSITIVE:
         if (value := getattr(settings, name)) is not None and not 0 < value < float("inf"):
             raise UserError(f"--{name} {value}: must be a positive number")
@@ -66,6 +72,22 @@ def check_values(settings: Settings) -> None:
         )
     if settings.image_size and settings.resize_to and settings.resize_to < settings.image_size:
         raise UserError(f"--resize_to {settings.resize_to} is below --image_size {settings.image_size}: nothing to cut")
+
+
+def _check_upper_bounds(settings: Settings) -> None:
+    """Refuse numbers that no machine or library can do with, and names that are empty."""
+    cores = os.cpu_count() or 1
+    most = AT_MOST | {"threads": max(256, cores), "num_workers": max(8, cores)}
+    for name, value in vars(settings).items():
+        if isinstance(value, int) and value > most.get(name, LARGEST):
+            raise UserError(f"--{name} {str(value)[:30]}: must be at most {most.get(name, LARGEST)}")
+        if value == "" and name not in INTERNAL:
+            raise UserError(f"--{name} is empty: give a value, or leave it out")
+    if (settings.pad_to_multiple_of or 1) > settings.max_length:
+        raise UserError(
+            f"--pad_to_multiple_of {settings.pad_to_multiple_of} is above --max_length {settings.max_length}: every "
+            "micro-batch would be longer than any text; lower it"
+        )
 
 
 def check(settings: Settings, script: dict) -> None:
@@ -95,6 +117,23 @@ def check(settings: Settings, script: dict) -> None:
     check_packing(settings)
     if settings.deepspeed:
         check_deepspeed(settings)
+
+
+def check_start(settings: Settings) -> None:
+    """Refuse what a run would find out after its checks, before it computes: folders, data and tokenizer.
+
+    Args:
+        settings: Of a run that is only to be checked.
+
+    Raises:
+        UserError: In one line, what is wrong and what to do.
+    """
+    for option, folder in (("runs_dir", settings.runs_dir), ("cache_dir", settings.cache_dir)):
+        try:
+            check_writable(Path(folder).expanduser())
+        except OSError as error:
+            raise UserError(f"cannot write --{option} {folder} ({error.strerror}): choose another") from error
+    check_data(settings)
 
 
 def _check_mps(settings: Settings, script: dict) -> None:
@@ -144,10 +183,10 @@ def check_precision(settings: Settings, capability: tuple[int, int] | None, shar
 def _check_sharding(settings: Settings, script: dict) -> None:
     """Refuse what FSDP2 and DeepSpeed do not go with."""
     sharded = "offload" in script
-    if settings.micro_batch_tokens == "auto" and (sharded or settings.deepspeed):
+    if settings.micro_batch_tokens == "auto" and settings.accelerator != "cuda" and (sharded or settings.deepspeed):
         raise UserError(
             "--micro_batch_tokens auto: where weights are sharded, the ranks talk within the forward pass, and one "
-            "that runs out of memory there leaves the others waiting; give a number"
+            "that runs out of memory in a trial leaves the others waiting; give a number"
         )
     if settings.on_nan == "skip" and settings.deepspeed:
         raise UserError("--on_nan skip: DeepSpeed cannot take a gradient back; in fp16 it skips overflows by itself")

@@ -2,11 +2,10 @@
 
 import argparse
 import dataclasses
-import difflib
 import functools
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,18 +14,16 @@ import torch
 import yaml
 
 from fabric_ladder.advice import show_errors
-from fabric_ladder.checks import check, check_values
+from fabric_ladder.checks import check, check_start, check_values
 from fabric_ladder.distributed.launch import check_launcher, options_of_fabric_run, prepare_launch, resolve_devices
 from fabric_ladder.environment import compute_capability, fit_precision, notebook_shell, prepare_cuda
-from fabric_ladder.errors import Checked, UserError
+from fabric_ladder.errors import Checked
+from fabric_ladder.options import NAMES, PATHS, choose_config, parse_options, read_config
 from fabric_ladder.places import CONFIGS
 from fabric_ladder.settings import GROUPS, INTERNAL, Settings
 
 BUCKET = 16  # tokens; kernels for lengths that may be no multiple of this are slower, and a step of 64 mostly padding
-PATHS = ("dataset", "validation_file", "test_file", "model", "tokenizer")
 SCRIPT_NAME = re.compile(r'^"""(\w+) ·', re.MULTILINE)  # at the start of each rung's docstring
-NAMES = [item.name for item in dataclasses.fields(Settings) if item.name not in INTERNAL]
-COMMANDS = ("help", "config", "print_config")  # on the command line alone
 EXAMPLES = """\
 examples:
   python src/{name}.py --config configs/imdb_minilm.yaml --batch_size 32
@@ -68,6 +65,7 @@ def parse_settings(args: list[str] | None = None, config: str | None = None, **d
         settings = _with_notice(settings, notice)
     show_errors(settings)
     if settings.check_only:
+        check_start(settings)
         raise Checked(settings)
     prepare_launch(several)
     return settings
@@ -75,11 +73,11 @@ def parse_settings(args: list[str] | None = None, config: str | None = None, **d
 
 def _read(parser: jsonargparse.ArgumentParser, args: list[str], config: str | None) -> tuple[Settings, set[str], bool]:
     """Return the settings as they are given, the names of those on the command line, and whether to print them."""
-    chosen, path = choose_config(_parse(parser, args).get("config") or config)
+    chosen, path = choose_config(parse_options(parser, args).get("config", config))
     from_file = read_config(path) if path else {}
     file_args = [f"--{name}={'null' if value is None else value}" for name, value in from_file.items()]
-    _parse(parser, file_args, f"{path}: ")
-    values = _with_carried(_parse(parser, [*file_args, *args])) | {"config": str(path) if path else None}
+    parse_options(parser, file_args, f"{path}: ")
+    values = _with_carried(parse_options(parser, [*file_args, *args])) | {"config": str(path) if path else None}
     print_config = values.pop("print_config", False)
     settings = Settings(**values, name=_script_name())
     given = {arg.removeprefix("--").split("=")[0] for arg in args if arg.startswith("--")}
@@ -146,7 +144,7 @@ def _as_yaml(settings: Settings) -> str:
     return "".join(lines)
 
 
-def resolve(settings: Settings, given: Collection[str] = (), script: Collection[str] = ()) -> Settings:
+def resolve(settings: Settings, given: Collection[str] = (), script: Mapping[str, object] = {}) -> Settings:
     """Return settings in which every `auto`, and every default that depends on other settings, is a value.
 
     `micro_batch_tokens` alone stays `auto`: what fits is found once the model is there, and kept in the training state.
@@ -154,13 +152,13 @@ def resolve(settings: Settings, given: Collection[str] = (), script: Collection[
     Args:
         settings: As they were read.
         given: Names of settings on the command line, whose precision is taken as it is.
-        script: Names of the script's own defaults.
+        script: The script's own defaults.
     """
     accelerator = settings.accelerator
     if accelerator == "auto":
         accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     on_gpu = accelerator == "cuda"
-    multiple, micro_batch_size = settings.pad_to_multiple_of, settings.micro_batch_size
+    multiple, (size, tokens) = settings.pad_to_multiple_of, _micro_batch(settings, given, script, on_gpu)
     capability = compute_capability() if on_gpu else None
     replaceable = settings.lora and "precision" not in given
     precision, meaning = fit_precision(settings.precision, capability, replaceable, "offload" in script)
@@ -175,12 +173,26 @@ def resolve(settings: Settings, given: Collection[str] = (), script: Collection[
         accelerator=accelerator,
         precision=precision,
         matmul_precision=settings.matmul_precision or ("high" if on_gpu else "highest"),
-        micro_batch_size=None if settings.micro_batch_tokens else micro_batch_size or settings.batch_size,
-        eval_batch_tokens=settings.eval_batch_tokens or (4096 if on_gpu else 1024),
+        micro_batch_size=size,
+        micro_batch_tokens=tokens,
+        eval_batch_tokens=settings.eval_batch_tokens or (None if on_gpu else 1024),
         pad_to_multiple_of=multiple,
     )
     devices, num_nodes = resolve_devices(settings)
     return dataclasses.replace(settings, devices=devices, num_nodes=num_nodes)
+
+
+def _micro_batch(
+    settings: Settings, given: Collection[str], script: Mapping[str, object], on_gpu: bool
+) -> tuple[int | None, int | str | None]:
+    """Return `micro_batch_size` and `micro_batch_tokens`, of which one is None."""
+    size, tokens = settings.micro_batch_size, settings.micro_batch_tokens
+    if tokens == "auto" and "micro_batch_tokens" not in given:
+        if size and size != script.get("micro_batch_size"):  # the user's own
+            return size, None
+        if not on_gpu:
+            return 1, None
+    return (None, tokens) if tokens else (size or settings.batch_size, None)
 
 
 def _with_learning_rate(settings: Settings, given: set[str], from_file: dict) -> Settings:
@@ -219,6 +231,10 @@ def _with_weights(settings: Settings, given: set[str], from_file: dict) -> Setti
     return _with_notice(dataclasses.replace(settings, from_scratch=False), notice)
 
 
+def _with_notice(settings: Settings, notice: str) -> Settings:
+    return dataclasses.replace(settings, notices=(*settings.notices, notice))
+
+
 def _describe_quickstart(config: Path, given: set[str]) -> str:
     """Say what the quickstart's config supplies to a run whose command line gives these settings."""
     supplied = {"model": "a small model", "dataset": "synthetic reviews"}
@@ -226,10 +242,6 @@ def _describe_quickstart(config: Path, given: set[str]) -> str:
     if not supplied:
         return f"what you do not set is the quickstart's ({config.name})"
     return f"this is the quickstart ({config.name}), {' on '.join(supplied)}"
-
-
-def _with_notice(settings: Settings, notice: str) -> Settings:
-    return dataclasses.replace(settings, notices=(*settings.notices, notice))
 
 
 def _with_carried(values: dict) -> dict:
@@ -253,47 +265,3 @@ def _script_doc() -> str:
         return main.__doc__ or ""
     cells = (cell for cell in reversed(main.In) if not cell.startswith("%%"))  # those only write a script
     return next((cell for cell in cells if re.search(SCRIPT_NAME, cell)), "")
-
-
-def choose_config(config: str | None) -> tuple[bool, Path | None]:
-    """Return whether the user chose a config, and its path; the quickstart's on a machine without a CUDA GPU."""
-    if config:
-        path = next(
-            (path for path in (Path(config), CONFIGS / config, CONFIGS.parent / config) if path.is_file()), None
-        )
-        if path is None:
-            ours = ", ".join(sorted(path.name for path in CONFIGS.glob("*.yaml")))
-            raise UserError(f"there is no config file {config}; those that come along: {ours}")
-        return True, path
-    return False, None if torch.cuda.is_available() else CONFIGS / "quickstart.yaml"
-
-
-def read_config(path: Path) -> dict[str, object]:
-    """Read a YAML file of settings; a relative path in it is taken from the file's own folder where that holds it."""
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{path} must hold lines such as 'batch_size: 16'")
-    beside = {key: path.parent / str(values[key]) for key in PATHS if values.get(key)}
-    return values | {key: str(place) for key, place in beside.items() if place.exists()}
-
-
-def _parse(parser: jsonargparse.ArgumentParser, args: list[str], where: str = "") -> dict:
-    """Check names and types; `where` starts the message of an error."""
-    for arg in args:
-        name = arg[2:].split("=")[0]
-        if arg.startswith("--") and name not in (*(() if where else COMMANDS), *NAMES):
-            near = difflib.get_close_matches(name, NAMES, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "see --help for all settings"
-            raise UserError(f"{where}there is no setting {name!r}; {hint}")
-    try:
-        return parser.parse_args(args).as_dict()
-    except jsonargparse.ArgumentError as error:
-        text = " ".join(str(error).split())
-        kind = r"(?:<class '(\w+)'>|typing.Literal\[(.*?)\])"
-        if found := re.match(rf'Parser key "(\w+)":.*? Expected an? {kind}.*(?:Got|Given) value: (.*)', text):
-            name, plain, choices, value = found.groups()
-            text = f"--{name} {value}: expected {plain or f'one of {choices}'}"
-        raise UserError(f"{where}{text} (see --help)") from error

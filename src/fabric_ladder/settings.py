@@ -112,10 +112,12 @@ class Settings(DataSettings):
         nan_limit: Effective batches that `skip` may leave out before it stops the run.
         batch_size: Effective batch size: samples per optimizer step, over all devices.
         micro_batch_size: Samples of it in a device's memory at once. Default: all.
-        micro_batch_tokens: Padded tokens in a device's memory at once; takes the place of `micro_batch_size`. `auto`
-            tries the longest effective batch and halves the number until it fits.
-        eval_batch_tokens: Padded tokens of an evaluation's batch on each device. Default: 4096 on a GPU; 1024 on a CPU,
-            where more is slower.
+        micro_batch_tokens: Padded tokens in a device's memory at once, at most; takes the place of `micro_batch_size`.
+            `auto` (from rung 3 on, unless `micro_batch_size` is set): as many as the GPU has room for by the prediction
+            of the peak memory, up to 16384, halved where a trial runs out of memory; on a CPU, where more is slower,
+            one sample, unless the command line asks for the trial.
+        eval_batch_tokens: Padded tokens of an evaluation's batch on each device. Default: on a CUDA GPU as many as the
+            largest micro-batch of the training has, at least 4096; elsewhere 1024, since on a CPU more is slower.
         pad_to_multiple_of: Round the length of every micro-batch up to a multiple of so many tokens. Default: 16 with
             `compile` or on `mps`, where `max_length` is such a multiple; else 1.
         packing: Let short samples share a row of up to `max_length` tokens, in which they do not see each other; then

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 from support.helpers import run_script
@@ -55,6 +56,36 @@ def test_standard_input_and_markdown_to_standard_output(monkeypatch):
     printed = script(monkeypatch, "-", "--markdown", "-")
     assert printed.startswith("| rung | what changed | time |")
     assert "| 02\\_mixed-precision | not told | 3.45 min (0.19 x) |" in printed
+
+
+def test_json_and_csv_to_standard_output(tmp_path, monkeypatch):
+    write_run(tmp_path, record(minutes=51.37))
+    assert json.loads(script(monkeypatch, tmp_path, "--json", "-"))["rows"][0]["figures"]["minutes"]["mean"] == 51.37
+    assert next(csv.DictReader(io.StringIO(script(monkeypatch, tmp_path, "--csv", "-"))))["minutes"] == "51.37"
+    with pytest.raises(UserError, match="--csv - and --json - cannot both be printed"):
+        script(monkeypatch, tmp_path, "--json", "-", "--csv", "-")
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "[]", "{}", "null", '"x"', "[[1]]"])
+@pytest.mark.parametrize("name", ["learning_rate", "seed", "batch_size", "lora"])
+def test_a_setting_in_a_record_may_be_any_json(tmp_path, monkeypatch, name, value):
+    run = write_run(tmp_path, record(seed=1))
+    other = write_run(tmp_path, record(seed=2), 2)
+    path = Path(other) / "run.json"
+    content = json.loads(path.read_text())
+    content["settings"][name] = "HERE"
+    path.write_text(json.dumps(content).replace('"HERE"', value))
+    page = ["--anyway", "--json", tmp_path / "out.json", "--html", tmp_path / "out.html"]
+    script(monkeypatch, run, other, *page)
+    json.loads((tmp_path / "out.json").read_text(), parse_constant=pytest.fail)
+
+
+def test_a_disk_is_not_looked_through_for_runs(tmp_path, monkeypatch):
+    for number in range(30):
+        (tmp_path / str(number)).mkdir()
+    monkeypatch.setattr("fabric_ladder.comparing.sources.MOST_FOLDERS", 20)
+    with pytest.raises(UserError, match="holds more than 20 folders: give the one that holds the runs"):
+        read_sources([str(tmp_path)])
 
 
 def test_the_table_is_readable_in_80_columns(tmp_path, monkeypatch):

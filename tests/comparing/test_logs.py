@@ -21,7 +21,9 @@ LANGUAGE_LOG = """\
 Python 3.11.7 · torch 2.13.0+cpu · lightning 2.6.6
 13_lora · belle · bloomz-7b1-mt · seed 7 · batch 64 = 4 x 4 x 4 · bf16-mixed · cuda: 4 x NVIDIA A100-SXM4-80GB
 Torch CUDA available? True
+Attention kernels, the first that can: flash, memory-efficient, math
 Parameters: 22.8 M, 0.074 M trainable (0.33%), torch.bfloat16, torch.float32
+Predicted peak: 0.55 GB (weights 0.10, activations 0.45); 1.10 of 80.00 GB with CUDA's own
 Epoch: 0001/0002 | Batch 0005/0005 | Samples 00020/00020 | Loss: 6.9242
 Epoch: 0001/0002 | Train acc.: 0.20% | Val acc.: 0.30% | Val perplexity: 705.28
 Epoch: 0002/0002 | Batch 0005/0005 | Samples 00020/00020 | Loss: 6.3696
@@ -98,7 +100,9 @@ def test_a_log_of_ours_is_read_in_full():
 
 
 def test_a_language_models_log():
-    [run] = parse(LANGUAGE_LOG)
+    parser = LogParser("log", "log")
+    [run] = parser.parse(LANGUAGE_LOG)
+    assert parser.skipped == 0
     assert (run.settings["ranks"], run.settings["micro_batch_size"], run.settings["epochs"]) == (4, 4, 2)
     assert run.hardware == {"device": "cuda", "gpu": "NVIDIA A100-SXM4-80GB"}
     assert [(point.samples, point.epochs) for point in run.losses] == [(20, 1.0), (40, 2.0)]

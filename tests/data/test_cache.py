@@ -9,6 +9,7 @@ from functools import partial
 
 import pandas as pd
 import pytest
+from filelock import FileLock
 from support.data_files import BLOOM, SPLITS, assert_mapped, cached, files_of, load_in, table, write_table
 from support.helpers import ROOT, finished, run_script
 
@@ -39,6 +40,16 @@ def test_a_second_call_only_maps_the_first_ones_files(tmp_path, load):
     assert_mapped(second, tmp_path)
     probe = ["a text", "another one"]
     assert second.tokenizer(probe)["input_ids"] == first.tokenizer(probe)["input_ids"]
+
+
+def test_what_a_killed_process_left_is_removed_but_not_what_one_works_on(tmp_path, load):
+    home = tmp_path / "cache" / "tokenised"
+    for name in ("unfinished-dead-x1", "unfinished-busy-x2"):
+        (home / name).mkdir(parents=True)
+        (home / name / "mapped.arrow").write_text("half")
+    with FileLock(home / "busy.lock"):
+        load(write_table(table(), tmp_path / "texts.csv"))
+    assert [path.name for path in home.glob("unfinished-*")] == ["unfinished-busy-x2"]
 
 
 def test_a_changed_file_is_read_again(tmp_path, load):

@@ -29,9 +29,10 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from fabric_ladder import build_dataloaders
 from fabric_ladder.data import images
+from fabric_ladder.data.cutting import MicroBatchPlan
 from fabric_ladder.data.images import _decode, read_image_format
 from fabric_ladder.data.loaders import ImageCollator
-from fabric_ladder.data.sampler import EffectiveBatchSampler, MicroBatchPlan
+from fabric_ladder.data.sampler import EffectiveBatchSampler
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
 from local_dataset_utilities import load_datasets

@@ -1,5 +1,6 @@
 """The loaders' tensors: padded or packed as the plans say."""
 
+import dataclasses
 import math
 from itertools import chain
 
@@ -7,8 +8,8 @@ import pytest
 from support.helpers import settings_for, token_datasets
 
 from fabric_ladder import build_dataloaders
+from fabric_ladder.data.cutting import MicroBatchPlan
 from fabric_ladder.data.loaders import TextCollator
-from fabric_ladder.data.sampler import MicroBatchPlan
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -92,3 +93,14 @@ def test_other_tasks_get_no_positions(tmp_path, fabric):
         for loader in build_dataloaders(fabric, datasets, settings_for(tmp_path))[1:]:
             for micro_batch in loader:
                 assert list(micro_batch.inputs) == ["input_ids", "attention_mask", "labels"]
+
+
+def test_on_a_gpu_validation_and_test_are_cut_like_the_training(tmp_path, fabric):
+    values = {"batch_size": 400, "micro_batch_size": 400}
+    settings = dataclasses.replace(settings_for(tmp_path, **values), eval_batch_tokens=None)
+    training, *others = build_dataloaders(fabric, token_datasets(train=400, validation=300, test=300), settings)
+    [largest] = [part.padded for batch in training for part in batch.micro_batches]
+    assert largest > 4096
+    for loader in others:
+        padded = [batch.padded for batch in loader]
+        assert 4096 < max(padded) <= largest

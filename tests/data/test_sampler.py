@@ -1,5 +1,6 @@
 """Batch plans: what is in effective batches, how they are shared out, cut and packed."""
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 from support.helpers import settings_for
 
-from fabric_ladder.data.sampler import EffectiveBatchSampler, EvaluationSampler, cut
+from fabric_ladder.data.cutting import FULL_PASS, MicroBatchPlan, cut
+from fabric_ladder.data.sampler import EffectiveBatchSampler, EvaluationSampler
 
 RNG = np.random.default_rng(0)
 
@@ -69,7 +71,9 @@ def test_a_cut_holds_each_sample_once_in_equally_many_micro_batches(ranks, limit
 
 
 @pytest.mark.parametrize(("seed", "digest"), list(enumerate(UNPACKED)))
-def test_without_packing_a_cut_is_what_it_was(seed, digest):
+def test_without_packing_a_cut_is_what_it_was(monkeypatch, seed, digest):
+    """But for the padding that is cut off now."""
+    monkeypatch.setattr("fabric_ladder.data.cutting.FULL_PASS", 10**6)
     rng, seen = np.random.default_rng(seed), hashlib.sha256()
     lengths, items = rng.integers(1, 200, 300), rng.integers(1, 9, 300)
     for count in (1, 2, 5, 16, 33):
@@ -130,6 +134,26 @@ def test_the_longest_sample_comes_first_and_padding_is_small():
     assert padded < unsorted
 
 
+def test_what_is_cut_by_tokens_is_cut_further_where_that_saves_padding():
+    """Against all ways to cut a part in two; a pass of fewer tokens than `FULL_PASS` counts as one of so many."""
+    lengths = np.array([900, 850, 800, 300, 280, 260, 250, 240, 20, 10])
+    rows, ones = np.arange(len(lengths)), np.ones(len(lengths), int)
+
+    def cost(parts):
+        return sum(max(FULL_PASS, int(lengths[part.rows].max()) * len(part.rows)) for part in parts)
+
+    (parts,) = cut(rows, lengths, ones, tokens=2**62)
+    (whole,) = cut(rows, lengths, ones, size=len(rows))
+    assert cost(parts) < 0.6 * cost(whole)
+    assert [row for part in parts for row in part.rows] == list(rows)
+    assert sum(part.weight for part in parts) == pytest.approx(1)
+    for part in parts:
+        for at in range(1, len(part.rows)):
+            assert cost([MicroBatchPlan(some, 1, 1.0) for some in np.split(part.rows, [at])]) >= cost([part])
+    (short,) = cut(rows[5:], lengths, ones, tokens=2**62)
+    assert [len(part.rows) for part in short] == [5], "1,300 tokens are less than two full passes"
+
+
 def sampler(tmp_path, rank=0, ranks=1, count=1000, **values):
     return EffectiveBatchSampler(LENGTHS[:count], ITEMS[:count], settings_for(tmp_path, **values), rank, ranks)
 
@@ -179,15 +203,79 @@ def test_an_evaluation_is_cut_like_one_batch_of_the_whole_split(tmp_path, ranks)
         assert sampler.tokens == LENGTHS.sum()
 
 
-def test_an_evaluation_keeps_8_bytes_of_a_sample(tmp_path):
+CUTS = [{"micro_batch_size": 1}, {"micro_batch_size": 4}, {"micro_batch_size": 64}, {"micro_batch_tokens": 10}]
+CUTS += [{"micro_batch_tokens": 700}, {"micro_batch_tokens": 10**6}]
+
+
+def padded_tokens(part):
+    return len(part.rows) * math.ceil(LENGTHS[part.rows].max() / 8) * 8
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("values", CUTS, ids=str)
+def test_unless_it_is_set_an_evaluation_takes_as_much_at_once_as_training(tmp_path, monkeypatch, ranks, values):
+    monkeypatch.setattr("fabric_ladder.data.sampler.EVALUATED", 1)
+    values |= {"batch_size": 64, "pad_to_multiple_of": 8}
+    settings = dataclasses.replace(settings_for(tmp_path, **values), eval_batch_tokens=None)
+    found = set()
+    for rank in range(ranks):
+        training = EffectiveBatchSampler(LENGTHS, ITEMS, settings, rank, ranks)
+        plans = EvaluationSampler(LENGTHS, ITEMS, settings, rank, ranks, training)
+        trained = max(padded_tokens(part) for plan in training for part in plan.parts)
+        evaluated = max(map(padded_tokens, plans))
+        limit = values.get("micro_batch_tokens", 0)
+        if rank == 0:  # which has the longest sample
+            assert evaluated <= max(trained, min(limit, 22 * 200 if ranks == 3 else 64 * 200))
+            assert evaluated > trained / 2
+        found.add((len(plans), training.largest()))
+    assert len(found) == 1, "all ranks have as many batches"
+
+
+def test_an_evaluation_follows_what_auto_has_found_but_not_where_it_is_set(tmp_path):
+    settings = dataclasses.replace(settings_for(tmp_path, micro_batch_tokens="auto"), eval_batch_tokens=None)
+    training = EffectiveBatchSampler(LENGTHS, ITEMS, settings, 0, 1)
+    plans = EvaluationSampler(LENGTHS, ITEMS, settings, 0, 1, training)
+    given = EvaluationSampler(LENGTHS, ITEMS, settings_for(tmp_path, eval_batch_tokens=500), 0, 1, training)
+    before, of_given = str(list(plans)), str(list(given))
+    assert before == str(cut(np.arange(1000), LENGTHS, ITEMS, tokens=4096)[0]), "the least, on a GPU"
+    training.cut_by_tokens(100)
+    assert str(list(plans)) == before
+    settings_of_large = dataclasses.replace(settings, batch_size=200)
+    training = EffectiveBatchSampler(LENGTHS, ITEMS, settings_of_large, 0, 1)
+    plans = EvaluationSampler(LENGTHS, ITEMS, settings_of_large, 0, 1, training)
+    assert len(plans) == len(cut(np.arange(1000), LENGTHS, ITEMS, tokens=4096)[0])
+    training.cut_by_tokens(9000)
+    assert str(list(plans)) == str(cut(np.arange(1000), LENGTHS, ITEMS, tokens=9000)[0])
+    assert str(list(given)) == of_given
+
+
+def test_an_evaluation_of_longer_samples_takes_no_more_of_tokens_times_tokens(tmp_path):
+    values = {"batch_size": 64, "micro_batch_size": 64, "pad_to_multiple_of": 1}
+    settings = dataclasses.replace(settings_for(tmp_path, **values), eval_batch_tokens=None)
+    training = EffectiveBatchSampler(LENGTHS, ITEMS, settings, 0, 1)
+    longer = LENGTHS * 2
+    for lengths in (LENGTHS, longer, LENGTHS // 2 + 1):
+        sizes = [(len(part.rows), lengths[part.rows].max()) for part in
+                 EvaluationSampler(lengths, ITEMS, settings, 0, 1, training)]  # fmt: skip
+        assert max(rows * width * width for rows, width in sizes) <= 64 * LENGTHS.max() ** 2
+
+
+def test_packed_training_is_no_larger_than_its_samples(tmp_path):
+    settings = settings_for(tmp_path, batch_size=8, packing=True, max_length=1024, micro_batch_size=8)
+    largest = EffectiveBatchSampler(LENGTHS, ITEMS, settings, 0, 1).largest()
+    assert largest == int(8 * LENGTHS.mean())
+
+
+def test_an_evaluation_keeps_16_bytes_of_a_sample(tmp_path):
     lengths = np.random.default_rng(0).integers(1, 20, 200_000)
     settings = settings_for(tmp_path, eval_batch_tokens=4096)
     tracemalloc.start()
     try:
         kept = EvaluationSampler(lengths, np.ones_like(lengths), settings, 0, 1)
+        assert len(kept)
         held, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert sum(len(part.rows) for part in kept) == 200_000
-    assert held < 10 * 200_000
+    assert held < 18 * 200_000
     assert peak < 50 * 200_000

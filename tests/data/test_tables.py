@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections import Counter
 from contextlib import suppress
 from functools import partial
@@ -37,6 +38,52 @@ def test_what_load_datasets_returns(tmp_path, load):
     assert got.tokenizer.pad_token_id == 0
     assert len(got.tokenizer) <= 1024
     assert got.class_names == ["0", "1"]
+
+
+@pytest.mark.parametrize("separator", [";", "\t", "|"])
+def test_a_csv_file_may_have_another_separator(tmp_path, load, separator):
+    texts = [f"one, two, film {number}" for number in range(20)]
+    frame = pd.DataFrame({"text": texts, "label": [0, 1] * 10})
+    path = tmp_path / "texts.csv"
+    frame.to_csv(path, index=False, sep=separator)
+    got = load(path)
+    assert sorted(text for split in SPLITS for text in texts_of(got, split)) == sorted(texts)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
+def test_labels_that_became_decimal_numbers_are_the_whole_numbers_they_were(tmp_path, load, suffix):
+    frame = pd.DataFrame({"text": [f"film {number}" for number in range(24)], "label": [10.0, 2.0, -1.0] * 8})
+    path = tmp_path / f"texts{suffix}"
+    write = {".csv": frame.to_csv, ".jsonl": partial(frame.to_json, orient="records", lines=True)}
+    write.get(suffix, frame.to_parquet)(path, **({} if suffix == ".jsonl" else {"index": False}))
+    assert load(path).class_names == ["-1", "2", "10"]
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ("text,label\na b,0\nc d,1\ne f,0\n", "texts that are left have a single label: 3 are too few, give more"),
+        ("text,label\na b,0\n", "1 texts are too few to be split into train, validation and test: give more"),
+        ("text,label\n", "holds no rows (of CSV: none below the header)"),
+        ("text,label\na,1.0\nb,0.5\n", "holds decimal numbers"),
+        ("text,label\na,1e300\nb,0\n", "holds decimal numbers"),
+        ("\n\n", "cannot be read as csv"),
+    ],
+)
+def test_too_few_rows_say_so(tmp_path, load, content, line):
+    (tmp_path / "few.csv").write_text(content)
+    with pytest.raises(UserError, match=re.escape(line)):
+        load(tmp_path / "few.csv")
+
+
+def test_a_text_of_one_long_word_takes_no_longer_than_its_first_tokens(tmp_path, load):
+    """10 MB in one word: a byte-pair encoding that learned from it, or read it to its end, would take an hour."""
+    draw = np.random.default_rng(0)
+    word = "".join(draw.choice(list("abcdefgh"), 10_000_000))
+    frame = pd.DataFrame({"text": [word, *(f"film {number}" for number in range(19))], "label": [0, 1] * 10})
+    frame.to_csv(tmp_path / "texts.csv", index=False)
+    got = load(tmp_path / "texts.csv", max_length=16)
+    assert max(max(got.splits[split]["length"][:]) for split in SPLITS) == 16
 
 
 def test_every_format_gives_the_same_tokens(tmp_path, load):
@@ -177,7 +224,7 @@ REFUSED = {
         "a.json",
         "{",
         {"dataset": "synthetic", "model": "{a}"},
-        r"needs a config with vocab_size",
+        r"cannot read .* as JSON",
     ),
 }
 

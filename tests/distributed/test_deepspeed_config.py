@@ -222,6 +222,26 @@ def test_deepspeed_neither_accumulates_nor_clips_unasked(ask):
         assert config["gradient_clipping"] == 0.0, "DeepSpeed 0.19 clips to 1 where it is not said"
 
 
+def test_deepspeeds_timer_waits_for_the_device_only_if_asked_for(ask):
+    config_class = pytest.importorskip("deepspeed.utils.config").get_timers_config
+    for asked in ({}, {"timers": {"throughput": {"enabled": True}}}):
+        config, _ = ask({"zero_optimization": {"stage": 2}} | asked)
+        assert config_class(config).enabled is bool(asked)
+
+
+def test_what_is_live_or_stepped_at_once_under_stage_3_fits_a_small_gpu(ask):
+    for name in SHIPPED[3:]:
+        zero = ask("", deepspeed=name)[0]["zero_optimization"]
+        for key in ("stage3_max_live_parameters", "stage3_max_reuse_distance", "sub_group_size"):
+            assert zero[key] <= 1e8, "DeepSpeed's own 1e9 are 2 GB of weights, and 8 GB more in the optimizer step"
+
+
+@pytest.mark.parametrize("values", [{}, {"precision": "16-mixed", "max_grad_norm": 1.0}])
+def test_adam_steps_in_one_kernel_since_deepspeed_unscales_and_clips_before(tmp_path, values):
+    settings = settings_for(tmp_path, deepspeed="zero2", **values)
+    assert build_optimizer(settings, nn.Linear(2, 2)).defaults["fused"] is True
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
@@ -233,7 +253,7 @@ def test_deepspeed_neither_accumulates_nor_clips_unasked(ask):
         ({"zero_optimization": True}, "zero_optimization.stage must be 1, 2 or 3"),
         ({"zero_optimization": {"stage": 0}}, "src/9_ddp.py shards nothing"),
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "offload_param needs stage 3"),
-        ("{,}", "cannot read it as JSON ("),
+        ("{,}", "as JSON ("),
         ("[1]", "it must hold one JSON object"),
     ],
 )

@@ -14,9 +14,10 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, GPT2Config, Lfm2Config, MambaConfig, OPTConfig
 
 from fabric_ladder import UserError, build_dataloaders
+from fabric_ladder.data.cutting import MicroBatchPlan
 from fabric_ladder.data.loaders import TextCollator
-from fabric_ladder.data.sampler import MicroBatchPlan
 from fabric_ladder.models.bloom import support_packing
+from fabric_ladder.models.masks import declare_padding
 from fabric_ladder.models.packing import check_packing
 
 SIZES = {"vocab_size": 64, "pad_token_id": 0, "use_cache": False}
@@ -71,6 +72,18 @@ def packed_and_alone(tmp_path):
     items = datasets.splits["train"]["items"]
     packed = collator.micro_batch(MicroBatchPlan([0, 1, 2, 3, 4], sum(items[:5]), 1.0, [3, 2])).inputs
     return packed, [collator.micro_batch(MicroBatchPlan([row], items[row], 1.0)).inputs for row in range(5)]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("padded", [True, False])
+def test_masks_made_without_asking_the_device_are_transformers_own(tmp_path, kind, padded):
+    packed, alone = packed_and_alone(tmp_path)
+    model = causal_lm(kind).eval()
+    for inputs in (packed, *alone):
+        inputs = {name: inputs[name] for name in ("input_ids", "position_ids") if name in inputs}
+        expected = model(**inputs).logits
+        with declare_padding(padded):
+            assert torch.equal(model(**inputs).logits, expected)
 
 
 def gradients(model, batches):

@@ -26,7 +26,9 @@ COUNTS = Counts(all=10_000, trained=10_000, largest_layer=700, linear=0, largest
 def test_zero_s_states_are_those_of_deepspeed_s_own_estimates(ranks):
     stage_2 = pytest.importorskip("deepspeed.runtime.zero.stage_1_and_2").estimate_zero2_model_states_mem_needs
     stage_3 = pytest.importorskip("deepspeed.runtime.zero.stage3").estimate_zero3_model_states_mem_needs
-    none = {"reduce_bucket_size": 0, "allgather_bucket_size": 0}
+    names = ("live_parameters", "reuse_distance")
+    none = {"reduce_bucket_size": 0, "allgather_bucket_size": 0, "sub_group_size": 0}
+    none |= {f"stage3_max_{name}": 0 for name in names}
     cpu = {"device": "cpu"}
 
     def mine(**config):
@@ -34,13 +36,26 @@ def test_zero_s_states_are_those_of_deepspeed_s_own_estimates(ranks):
         return peak.host * ranks, peak.total
 
     assert mine(stage=2)[1] == stage_2(10_000, ranks, 1, cpu_offload=False)[1]
-    assert mine(stage=2, offload_optimizer=cpu) == pytest.approx(stage_2(10_000, ranks, 1, cpu_offload=True), abs=4)
+    host, device = stage_2(10_000, ranks, 1, cpu_offload=True)
+    assert mine(stage=2, offload_optimizer=cpu)[0] == pytest.approx(host, abs=4)
+    assert mine(stage=2, offload_optimizer=cpu)[1] == max(device + 4 * 700, device + 20_000 / ranks)
     assert mine(stage=3)[1] == stage_3(10_000, 700, ranks, 1, False, False, False)[1]
     estimate = stage_3(10_000, 700, ranks, 1, True, False, False)[:2]
     assert mine(stage=3, offload_optimizer=cpu) == pytest.approx(estimate, abs=4)
     estimate = stage_3(10_000, 700, ranks, 1, True, True, False)[:2]
     assert mine(stage=3, offload_optimizer=cpu, offload_param=cpu) == pytest.approx(estimate, abs=4)
     assert mine(stage=1)[1] == 20_000 + 60_000 + 120_000 / ranks
+    alone = mine(stage=3, offload_optimizer=cpu, offload_param=cpu)[1]
+    for name in names:
+        kept = {f"stage3_max_{name}": 1_000}
+        assert mine(stage=3, offload_optimizer=cpu, offload_param=cpu, **kept)[1] == alone + 2_000
+    assert mine(stage=3, sub_group_size=1_000)[1] == mine(stage=3)[1] + 4_000, "its gradients once more, in 32 bits"
+
+
+def test_what_is_on_a_disk_is_not_on_the_gpu():
+    nvme, cpu = ({"stage": 3, "offload_optimizer": {"device": name}} for name in ("nvme", "cpu"))
+    parked, swapped = (with_zero(NO_PEAK, COUNTS, config, "adam", 1) for config in (cpu, nvme))
+    assert (swapped.total, swapped.host) == (parked.total, 0)
 
 
 def test_what_few_bits_take():

@@ -2,6 +2,7 @@
 
 import csv
 import importlib.util
+import io
 import json
 import sqlite3
 from contextlib import closing
@@ -10,6 +11,7 @@ import pytest
 from support.helpers import SMALL, SRC, finished, run_script, settings_for
 
 from fabric_ladder import UserError
+from fabric_ladder.runs.folder import RunFolder
 from fabric_ladder.runs.loggers import RunLog, check_logger
 
 SHORT = [*SMALL, "--micro_batch_size", "4"]
@@ -133,3 +135,34 @@ def test_a_logger_that_there_is_not_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"--logger neptune: expected one or several of csv, tensorboard, .*commas"):
         check_logger(settings_for(tmp_path, logger="csv,neptune"))
     check_logger(settings_for(tmp_path, logger="['csv', 'csv']"))  # a list in a YAML file
+
+
+def test_a_tracker_that_cannot_start_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
+    """Weights & Biases without a login."""
+    pytest.importorskip("wandb", reason="needs wandb")
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    with pytest.raises(UserError, match=r"^--logger wandb cannot start: log in or configure it, or leave it out \("):
+        RunFolder(settings_for(tmp_path, logger="wandb"))
+    assert [*(tmp_path / "runs").rglob("*")] == [tmp_path / "runs" / "test"]
+
+
+class Broken:
+    """A tracker whose service is gone."""
+
+    def log_metrics(self, values, step):
+        raise ConnectionResetError("the service is gone")
+
+
+def test_a_tracker_that_fails_later_does_not_stop_the_run(tmp_path, capsys):
+    log = RunLog(tmp_path / "runs" / "test" / "1", settings_for(tmp_path))
+    log._trackers["broken"] = Broken()
+    log.write(1, 16, loss=1.0)
+    log.write(2, 32, loss=0.5)
+    log.close()
+    assert [row["loss"] for row in rows(tmp_path / "runs" / "test" / "1")] == ["1.0", "0.5"]
+    told = "--logger broken failed (the service is gone): it gets no more figures; metrics.csv has them all\n"
+    assert capsys.readouterr().err == told

@@ -1,12 +1,20 @@
 """What a run says of its peak memory before it, and after it."""
 
 import json
+import sys
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
-from support.helpers import SMALL, SRC, finished, run_script, settings_for
+from lightning import Fabric
+from support.helpers import MODELS, SMALL, SRC, finished, run_script, settings_for, token_datasets
+from support.resuming import run_here
 
+from fabric_ladder import build_dataloaders
+from fabric_ladder.planning.formulas import ASSUMED
+from fabric_ladder.planning.predict import _answer, largest_batches, predict_peak
 from fabric_ladder.runs import prediction
-from fabric_ladder.runs.prediction import PARTS, Prediction
+from fabric_ladder.runs.prediction import PARTS, Prediction, most_tokens
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +62,52 @@ def test_a_prediction_is_printed_recorded_and_kept(runs):
     assert (phase, host) == ("training", 0) or phase == "evaluation"
 
 
-def test_what_cannot_be_predicted_does_not_stop_a_run(tmp_path):
-    options = [*SMALL, "--micro_batch_tokens", "auto", "--predict_memory", "true"]
-    out = finished(run_script(SRC / "2_grad_accum.py", *options, cwd=tmp_path))
-    assert "Predicted peak: unknown (--micro_batch_tokens auto tries what fits)" in out
+def test_what_cannot_be_predicted_does_not_stop_a_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(prediction, "TIMEOUT", 0.01)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    status, out = run_here("2_grad_accum", tmp_path, "--predict_memory", "true", "--cache_dir", tmp_path)
+    assert (status, "Predicted peak: unknown (not found within 0.01 seconds)" in out) == (0, True)
     assert "Memory predicted" not in out
+
+
+def cuts_of(settings, *sizes, length=64):
+    """What a run asks about: micro-batches of so many samples."""
+    made = (largest_batches(replace(settings, micro_batch_size=size), length) for size in sizes)
+    return [
+        (size * length, training, evaluations[:1]) for size, (training, evaluations) in zip(sizes, made, strict=True)
+    ]
+
+
+def test_the_largest_cut_that_has_room_is_chosen(tmp_path):
+    settings = settings_for(tmp_path, batch_size=16, eval_batch_tokens=64, model=str(MODELS / "bloom-quickstart.json"))
+    cuts = cuts_of(settings, 16, 8, 4, 1)
+    totals = [predict_peak(settings, *batches).total for _, *batches in cuts]
+    assert totals == sorted(totals, reverse=True)
+    exact = ASSUMED.needed(predict_peak(settings, *cuts[1][1:])) - ASSUMED.context  # which exists by then
+    for room, chosen in ((10**12, 0), (None, 0), (exact, 1), (exact - 1, 2), (0, 3)):
+        found = _answer(settings, cuts, None, 2, "some GPU", (8, 0), room)
+        assert (found["micro_batch_tokens"], found["total"]) == (cuts[chosen][0], totals[chosen])
+        assert found["one_sample"] == totals[-1]
+        said = Prediction(found).line(settings, {"gpu": "some GPU", "gpu_memory": 10**12})
+        assert f", {totals[-1] / 1e9:.2f} GB with one sample at a time; " in said
+        assert Prediction(found).figures()["predicted_one_sample_bytes"] == totals[-1]
+    alone = _answer(settings, [(None, *cuts[0][1:])], None, 2, "some GPU", (8, 0), 0)
+    assert not {"micro_batch_tokens", "one_sample"} & alone.keys(), "nothing to choose from"
+
+
+def test_what_auto_may_take_is_cut_from_the_largest_effective_batch_down_to_one_sample(tmp_path):
+    settings = settings_for(tmp_path, batch_size=16, micro_batch_tokens="auto")
+    fabric = Fabric(accelerator="cpu", devices=1)
+    train_loader, val_loader, _ = build_dataloaders(fabric, token_datasets(), settings)
+    cuts = prediction._cuts(settings, train_loader, val_loader)
+    tokens = [each for each, *_ in cuts]
+    assert tokens[0] == most_tokens(train_loader)
+    assert all(larger // 2 == smaller for larger, smaller in pairwise(tokens[:-1]))
+    assert tokens[-1] == 1
+    largest = [max(part.padded for part in training) for _, training, _ in cuts]
+    assert largest == sorted(largest, reverse=True)
+    assert {len(part.inputs["labels"]) for part in cuts[-1][1]} == {1}
+    assert all(size <= limit for limit, size in zip(tokens[:-1], largest[:-1], strict=True))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +121,7 @@ def test_what_cannot_be_predicted_does_not_stop_a_run(tmp_path):
 def test_a_planner_that_fails_is_a_problem_and_no_error(monkeypatch, tmp_path, name, value, problem):
     if name:
         monkeypatch.setattr(prediction, name, value)
-    found = prediction._ask_planner(("no settings", ([], []), None, 2, None, None))
+    found = prediction._ask_planner(("no settings", [(None, [], [])], None, 2, None, None, None))
     assert found["problem"].startswith(problem)
     said = Prediction(found)
     assert said.line(settings_for(tmp_path), {}) == f"Predicted peak: unknown ({found['problem']})"

@@ -97,7 +97,7 @@ def settings_for(tmp_path, **values):
     """Settings as `parse_settings` returns them, for a run in this process."""
     defaults = {"batch_size": 16, "accelerator": "cpu", "name": "test", "log_every": 1, "eval_batch_tokens": 1024}
     defaults |= {"matmul_precision": "highest", "runs_dir": str(tmp_path / "runs")}
-    return resolve(Settings(**(defaults | values)))
+    return resolve(Settings(**(defaults | values)), given=values)
 
 
 def run_script(path, *args, cwd, timeout=400, fresh=False, **environment):

@@ -23,12 +23,12 @@ def little_room(room):
     resource.setrlimit(resource.RLIMIT_AS, (held + room * 2**20, resource.RLIM_INFINITY))
 
 
-def spoil(training):
+def spoil(training, prediction):
     if room:
         little_room(room)
     if condition == "poison":
         print("Poisoned", poison(training), flush=True)
-    real(training)
+    real(training, prediction)
     if training.run.settings.ranks > 1:  # the stacks of gloo's threads, and DDP's new buckets, would count too
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 

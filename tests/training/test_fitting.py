@@ -7,22 +7,28 @@ import sys
 
 import numpy as np
 import pytest
+from lightning.fabric.strategies import SingleDeviceStrategy
 from support.helpers import ROOT, free_port, settings_for
 from support.resuming import assert_same, run_here
-from support.training import SIZES, alone, read, two
+from support.training import SIZES, alone, read, run_training, two
+from support.training import losses as trained
 
 from fabric_ladder import UserError, parse_settings
+from fabric_ladder.advice import less_memory
+from fabric_ladder.data import cutting
 from fabric_ladder.data.sampler import EffectiveBatchSampler
-from fabric_ladder.training import fitting
+from fabric_ladder.runs.prediction import Prediction
+from fabric_ladder.training import fitting, loop
 
 
 def test_auto_halves_until_it_fits_and_the_gradient_stays(tmp_path):
     chosen, losses = [], []
-    for room in (0, 60):
+    for room in (0, 22):
         cwd = tmp_path / str(room)
-        stdout, stderr, status = alone(cwd, room, "2_grad_accum", "--micro_batch_tokens", "auto")
+        options = ("--micro_batch_tokens", "auto", "--batch_size", "48")
+        stdout, stderr, status = alone(cwd, room, "2_grad_accum", *options)
         assert status == 0, stderr
-        assert " · batch 16 in micro-batches of auto tokens · " in stdout
+        assert " · batch 48 in micro-batches of auto tokens · " in stdout
         chosen.append(int(re.search(r"^Micro-batches of (\d+) tokens fit\nEpoch: ", stdout, re.M)[1]))
         figures, record = read(cwd, "2_grad_accum")
         losses.append(figures)
@@ -100,6 +106,31 @@ def test_auto_goes_on_with_what_it_chose(tmp_path, dropout_model):
     assert re.findall("Loss: .*", told) == re.findall("Loss: .*", text)
 
 
+@pytest.mark.parametrize(("sharded", "predicted", "chosen"), [(False, 40, 40), (True, 40, 40), (True, None, 1)])
+def test_auto_begins_with_what_was_predicted_to_fit(tmp_path, monkeypatch, sharded, predicted, chosen):
+    """And the losses stay. Sharded ranks halve nothing: without a prediction it is one sample at a time."""
+    if sharded:  # as far as this module looks
+        monkeypatch.setattr(fitting, "ModelParallelStrategy", SingleDeviceStrategy)
+    found = {"micro_batch_tokens": predicted} if predicted else {"problem": "none"}
+    monkeypatch.setattr(Prediction, "line", lambda *_: "")
+    monkeypatch.setattr(Prediction, "figures", lambda _: {})
+    monkeypatch.setattr(loop, "predict", lambda *_: Prediction(found))
+    options = {"batch_size": 8, "log_every": 8}
+    run, _ = run_training(tmp_path, micro_batch_tokens="auto", **options)
+    assert run.record.values["results"]["fitted_micro_batch_tokens"] == chosen
+    whole, _ = run_training(tmp_path, **options)
+    assert trained(run) == pytest.approx(trained(whole), rel=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(4, 96), (4, 3, 224, 224)])
+def test_out_of_memory_under_auto_names_half_the_samples(tmp_path, monkeypatch, shape):
+    monkeypatch.setattr(sys, "argv", ["src/4_mixed_precision.py", "--micro_batch_tokens", "auto", "--seed", "7"])
+    settings = settings_for(tmp_path, name="4_mixed_precision", micro_batch_tokens="auto")
+    first = less_memory(settings, "training", shape).split("; ")[0]
+    assert first.startswith("python src/4_mixed_precision.py --seed 7 --micro_batch_size 2 (")
+    assert "--micro_batch_size" not in less_memory(settings, "training", (1, *shape[1:]))
+
+
 @pytest.mark.slow
 def test_sharded_ranks_try_the_longest_too_and_lose_no_bit(tmp_path, monkeypatch):
     """FSDP2 on two ranks, against the rung itself, which on CPUs tries nothing."""
@@ -121,18 +152,19 @@ def test_sharded_ranks_try_the_longest_too_and_lose_no_bit(tmp_path, monkeypatch
 @pytest.mark.parametrize("values", [{"micro_batch_size": 3}, {"micro_batch_tokens": 60, "pad_to_multiple_of": 8},
                                     {"micro_batch_tokens": 2**62}])  # fmt: skip
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_the_heaviest_batches_are_found_without_making_any(tmp_path, values, ranks):
+@pytest.mark.parametrize("full_pass", [cutting.FULL_PASS, 50])
+def test_the_heaviest_batches_are_found_without_making_any(tmp_path, monkeypatch, values, ranks, full_pass):
     """Against all plans of the epoch; 101 samples leave a short tail."""
+    monkeypatch.setattr(cutting, "FULL_PASS", full_pass)
     lengths = np.random.default_rng(5).integers(3, 90, 101)
     settings = settings_for(tmp_path, batch_size=8, **values)
-    sampler = EffectiveBatchSampler(lengths, np.ones_like(lengths), settings, 0, ranks)
+    loader = EffectiveBatchSampler(lengths, np.ones_like(lengths), settings, 0, ranks)
     multiple = settings.pad_to_multiple_of
 
     def weight(plan):
-        part = plan.parts[0]
-        return len(part.rows) * -(-max(lengths[part.rows]) // multiple) * multiple
+        return max(len(part.rows) * -(-max(lengths[part.rows]) // multiple) * multiple for part in plan.parts)
 
-    plans, found = list(sampler), sampler.heaviest()
+    plans, found = list(loader), loader.heaviest()
     assert 1 <= len(found) <= 2
     assert max(map(weight, found)) == max(map(weight, plans))
     assert max(lengths[plan.rows].max() for plan in found) == lengths.max()

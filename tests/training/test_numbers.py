@@ -120,7 +120,7 @@ def test_a_gradient_whose_norm_overflows_is_not_called_infinite(tmp_path):
 
 
 def test_a_resumed_run_skips_and_counts_as_if_it_had_never_stopped(tmp_path, dropout_model, monkeypatch):
-    monkeypatch.setattr(loop, "try_longest", poison)
+    monkeypatch.setattr(loop, "try_longest", lambda training, _: poison(training))
     more = ["--model", dropout_model, "--save_every", 100, "--on_nan", "skip", "--nan_limit", 2]
     (tmp_path / "whole").mkdir()
     status, text = run_here("2_grad_accum", tmp_path / "whole", *more)
@@ -134,7 +134,7 @@ def test_a_resumed_run_skips_and_counts_as_if_it_had_never_stopped(tmp_path, dro
 
 def test_a_bad_number_waiting_for_its_line_survives_a_checkpoint(tmp_path, dropout_model, monkeypatch):
     """Stopped between the step with the NaN and the next printed line, and told to stop there by the resumed run."""
-    monkeypatch.setattr(loop, "try_longest", poison)
+    monkeypatch.setattr(loop, "try_longest", lambda training, _: poison(training))
     more = ["--model", dropout_model, "--log_every", 1000, "--save_every", 1, "--keep", 99]
     with pytest.raises(UserError) as stop:
         run_here("2_grad_accum", tmp_path, *more)

@@ -3,8 +3,8 @@
 import io
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Protocol
 
 import torch
@@ -12,9 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fabric_ladder.checkpoints import store
-from fabric_ladder.checkpoints.resume import PROGRESS, find_checkpoint
+from fabric_ladder.checkpoints.resume import PROGRESS, find_checkpoint, read_progress
+from fabric_ladder.checkpoints.room import try_on_all
 from fabric_ladder.checkpoints.save import read_state, write_state
-from fabric_ladder.errors import UserError, first_line
+from fabric_ladder.errors import refused
 from fabric_ladder.runs.folder import CHECKPOINTS
 from fabric_ladder.runs.metrics import Totals
 from fabric_ladder.runs.run import Run
@@ -76,7 +77,7 @@ class Checkpointer:
         if found.folder is None:
             return None
         self._found = found.folder
-        self._progress = json.loads((found.folder / PROGRESS).read_text(encoding="utf-8"))
+        self._progress = read_progress(found.folder)
         return found.folder.parent.parent, self._progress["run"]
 
     def restore(self) -> None:
@@ -85,11 +86,12 @@ class Checkpointer:
         if folder is None:
             return
         read_state(f"--resume {folder}", folder / "state", self.model, self.optimizer)
-        self.fabric.strategy.precision.load_state_dict(progress["precision"])
         saved, ranks = progress["ranks"], self.fabric.world_size
         numbers = [rank] if saved == ranks else range(saved) if rank == 0 else []
-        own = _read_rank(folder, rank) if rank < saved else None
-        self.state.load_state_dict(progress["position"], [_read_rank(folder, number) for number in numbers], own)
+        with refused(f"--resume {folder} holds no state of a run"):
+            self.fabric.strategy.precision.load_state_dict(progress["precision"])
+            own = _read_rank(folder, rank) if rank < saved else None
+            self.state.load_state_dict(progress["position"], [_read_rank(folder, number) for number in numbers], own)
         if saved != ranks:
             self.run.print(f"The checkpoint is of {saved} devices: dropout is drawn anew on {ranks}", log=False)
 
@@ -123,7 +125,10 @@ class Checkpointer:
             problem = (
                 self._try(lambda: first and store.make_empty(part))
                 or self._try(lambda: self._write_rank(part))
-                or self._try(lambda: write_state(part / "state", self.model, self.optimizer, self.fabric.global_rank))
+                or try_on_all(
+                    self.fabric,
+                    lambda: write_state(part / "state", self.model, self.optimizer, self.fabric.global_rank),
+                )
                 or self._try(lambda: first and self._finish(part, progress, validation_loss))
             )
         if problem:
@@ -154,25 +159,10 @@ class Checkpointer:
         torch.save(self.state.rank_state_dict(), buffer)
         (part / f"rank-{self.fabric.global_rank}.pt").write_bytes(buffer.getvalue())
 
-    def _try(self, action) -> str | None:
-        """Run `action`; return why it failed, on whichever rank."""
-        problem = None
-        try:
-            action()
-        except (OSError, RuntimeError) as error:
-            problem = _reason(error)
-        flag = torch.tensor(float(problem is not None), device=self.fabric.device)
-        if self.fabric.all_reduce(flag, reduce_op="max"):
-            return problem or "another rank could not write"
-        return None
+    def _try(self, action: Callable[[], object]) -> str | None:
+        return try_on_all(self.fabric, action)
 
 
 def _read_rank(folder: Path, rank: int) -> dict:
-    try:
+    with refused(f"--resume {folder}: rank-{rank}.pt is none of ours"):
         return torch.load(folder / f"rank-{rank}.pt", weights_only=True)
-    except (OSError, RuntimeError, UnpicklingError) as error:
-        raise UserError(f"--resume {folder}: rank-{rank}.pt is none of ours ({_reason(error)})") from error
-
-
-def _reason(error: BaseException) -> str:
-    return getattr(error, "strerror", None) or first_line(error, 160)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fabric_ladder.checkpoints import store
-from fabric_ladder.errors import UserError
+from fabric_ladder.errors import UserError, read_outside
 from fabric_ladder.runs.folder import CHECKPOINTS, LOCK, lock
 from fabric_ladder.settings import Settings
 
@@ -71,7 +71,7 @@ def find_checkpoint(settings: Settings, fingerprint: str, ranks: int) -> Found:
     store.remove_unfinished(folder / CHECKPOINTS)
     if found is None:
         return Found(notes=(*notes, f"{folder} has no whole checkpoint: this run starts from the beginning"))
-    _check_progress(settings, folder, json.loads((found / PROGRESS).read_text(encoding="utf-8")), fingerprint, ranks)
+    _check_progress(settings, folder, read_progress(found), fingerprint, ranks)
     return Found(found, notes=(*notes, f"Resumed from {found}"))
 
 
@@ -87,6 +87,20 @@ def _find_whole(resume: str, folder: Path, path: Path) -> tuple[Path | None, lis
     if found is None and resume != "auto":
         raise UserError(f"--resume {resume}: no checkpoint is whole: {'; '.join(notes)}")
     return found, notes
+
+
+def read_progress(folder: Path) -> dict:
+    """Return a checkpoint's progress.
+
+    Raises:
+        UserError: It is none that this project has written.
+    """
+    progress = read_outside(folder / PROGRESS, most=2**31)  # with a row for each line that was printed
+    parts = {"position": dict, "settings": dict, "fingerprint": str, "ranks": int, "precision": dict, "run": dict}
+    for part, kind in parts.items():
+        if not isinstance(progress, dict) or not isinstance(progress.get(part), kind):
+            raise UserError(f"--resume: {folder / PROGRESS} is not of a run, it has no {part}: --resume no starts anew")
+    return progress
 
 
 def _check_progress(settings: Settings, folder: Path, progress: dict, fingerprint: str, ranks: int) -> None:
@@ -107,7 +121,7 @@ def _newest_run(home: Path) -> tuple[Path | None, dict]:
     for folder in folders:
         try:
             record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-            status = record["status"]
+            status, _ = record["status"], dict(record["settings"])
         except (OSError, ValueError, LookupError, TypeError):
             continue
         if status == "finished" or any((folder / CHECKPOINTS).glob("step-*")):

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
+from fabric_ladder.checkpoints.room import places, try_on_all
 from fabric_ladder.checkpoints.sharded import empty_optimizer_state, optimizer_state, read_tensors, write_tensors
 from fabric_ladder.data.loaders import Collator, TextCollator
 from fabric_ladder.data.splits import ImageFormat
@@ -36,7 +37,10 @@ def save(
     data: Collator,
     from_scratch: bool = False,
 ) -> Path:
-    """Save the model under `folder` and return where. All ranks must call it.
+    """Save the model under `folder`, as a whole or not at all, and return where. All ranks must call it.
+
+    Where that disk is full, it is saved on another one: in the current folder, the user's own, or that of temporary
+    files; on a terminal the user is asked for one in the end.
 
     Of a model with adapters (PEFT) only what is trained is saved, and the name of its base.
 
@@ -49,34 +53,61 @@ def save(
         model, optimizer: Set up by Fabric.
         data: Made the batches; its tokenizer, or how it prepares images, is saved too.
         from_scratch: The weights were random at first: those that adapters leave as they are, which exist nowhere else,
-            are saved as `folder / "base"`.
+            are saved as `base` beside the adapter.
+
+    Raises:
+        UserError: It could be written nowhere.
     """
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
-    inner, adapter, engine, rank = model.module, has_adapter(model), _engine(model), fabric.global_rank
-    if engine:
+    if engine := _engine(model):
         engine.empty_partition_cache()  # weights that ZeRO-3 has fetched ahead cannot be gathered
-    folder = Path(fabric.broadcast(folder))
-    if adapter:
-        _name_base(inner, folder / "base" if from_scratch else None)
-    if adapter and from_scratch:
-        _save_base(fabric, folder / "base", model, data)
-    if layout == "sharded":
-        target = folder / "checkpoint"
-        if rank == 0:  # without the shards of a run that died here, on another number of ranks
-            shutil.rmtree(target, ignore_errors=True)
-            target.mkdir()
-        fabric.barrier()
-        write_state(target, model, optimizer, rank)
-    else:
-        target = folder / ("adapter" if adapter else "model")
-        weights = _gather(fabric, model, _of_adapter if adapter else lambda name, tensor: True)
+    problems, first = [], fabric.global_rank == 0
+    for home in places(folder, fabric.broadcast, problems):
+        name = {"sharded": "checkpoint"}.get(layout, "adapter" if has_adapter(model) else "model")
+        part = home / ".unfinished-save"
+        steps = _saving(fabric, part, home, name, model, optimizer, data, from_scratch)
+        problem = next((problem for step in steps if (problem := try_on_all(fabric, step))), None)
+        if problem is None:
+            return home / name
+        if first:
+            shutil.rmtree(part, ignore_errors=True)
+        problems.append(f"{home} ({problem})")
+    raise UserError(f"--save {layout}: the model could not be written into {', nor into '.join(problems)}")
+
+
+def _saving(
+    fabric: Fabric, part: Path, home: Path, name: str, model: nn.Module, optimizer: Optimizer, data: Collator,
+    from_scratch: bool,
+) -> list[Callable[[], object]]:  # fmt: skip
+    """Return the steps by which `home / name` is written: in each, rank 0 writes when all is gathered."""
+    inner, adapter, engine, rank = model.module, has_adapter(model), _engine(model), fabric.global_rank
+    target, base = part / name, adapter and from_scratch
+
+    def make():
+        if adapter:
+            _name_base(inner, home / "base" if base else None)
         if rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
+            target.mkdir(parents=True)
+
+    def write():
+        if layout_is_sharded := name == "checkpoint":
+            write_state(target, model, optimizer, rank)
+        weights = {} if layout_is_sharded else _gather(fabric, model, _of_adapter if adapter else lambda *_: True)
+        if rank == 0 and not layout_is_sharded:
             inner.save_pretrained(target, state_dict=weights, **({"save_embedding_layers": False} if adapter else {}))
             (target / "README.md").unlink(missing_ok=True)  # PEFT's: a model card to be filled in
-    if rank == 0:
-        _describe(target, inner, data, torch.float32 if engine else _dtype(_trained(inner).values()))
-    return target
+
+    def finish():
+        if rank == 0:
+            _describe(target, inner, data, torch.float32 if engine else _dtype(_trained(inner).values()))
+            for written in part.iterdir():
+                shutil.rmtree(home / written.name, ignore_errors=True)  # of a run that died here
+                written.rename(home / written.name)
+            part.rmdir()
+
+    return [make, *([lambda: _save_base(fabric, part / "base", model, data)] if base else []), write, finish]
 
 
 def write_state(folder: Path, model: nn.Module, optimizer: Optimizer, rank: int) -> None:

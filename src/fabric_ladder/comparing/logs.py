@@ -55,7 +55,7 @@ PRECISION = re.compile(r"((?:32|64|bf16|16)-true|(?:bf16|16)-mixed)(?:, matmul (
 DEVICE = re.compile(r"(cuda|mps|cpu): (?:(\d+) x )?(\S.*)")
 KNOWN = re.compile(
     r"```\w*|~~~|Torch CUDA available\? (?:True|False)|Saved \S.*|Python implementation *: \w+"
-    r"|Imbalanced classes: .*"
+    r"|Imbalanced classes: .*|Attention kernels, the first that can: .*|Predicted peak: .*"
 )
 
 

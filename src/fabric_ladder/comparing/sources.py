@@ -2,6 +2,8 @@
 
 import csv
 import json
+import math
+import os
 import re
 import sys
 from pathlib import Path
@@ -28,6 +30,7 @@ FIGURES = {  # of run.json: name here, and the factor to its unit
     "parameters": ("parameters", 1e-6),
     "trainable_parameters": ("trainable_parameters", 1e-6),
 }
+MOST_FOLDERS = 20_000  # that are looked through; a disk given by mistake is not
 LARGEST = 50_000_000  # bytes of a text; a checkpoint given by mistake is not read
 
 
@@ -69,7 +72,12 @@ def read_sources(sources: list[str]) -> Found:
 
 
 def _read_folder(folder: Path) -> Found:
-    folders = {path.parent for name in ("run.json", "log.txt") for path in folder.rglob(name)}
+    folders = set()
+    for number, (path, _, names) in enumerate(os.walk(folder)):  # what cannot be read is passed over
+        if number == MOST_FOLDERS:
+            raise UserError(f"{folder} holds more than {MOST_FOLDERS:,} folders: give the one that holds the runs")
+        if not {"run.json", "log.txt"}.isdisjoint(names):
+            folders.add(Path(path))
     if not folders:
         raise UserError(f"{folder} holds no run: there is no run.json and no log.txt in it or below it")
     runs, notices = [], []
@@ -134,6 +142,10 @@ def _read_run(folder: Path) -> LoggedRun:
 def _fill(run: LoggedRun, record: dict) -> None:
     if not all(isinstance(record[part], dict) for part in ("settings", "results")):
         raise TypeError("settings and results must be objects")
+    for name, value in record["settings"].items():
+        plain = isinstance(value, str | int | float | None) and value not in (math.inf, -math.inf) and value == value
+        if not plain or (name == "seed" and not isinstance(value, int)):
+            raise TypeError(f"the setting {name} is {value!r:.40}")
     run.name = str(record["settings"]["name"])
     if record["format"] != FORMAT:
         run.unfinished = f"its run.json has format {record['format']}; this version reads {FORMAT}"

@@ -2,16 +2,17 @@
 
 import hashlib
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import datasets as hf
 import numpy as np
 import pyarrow as pa
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError, first_line
@@ -32,13 +33,30 @@ def make_once(
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{folder}.lock"):
                 if not folder.exists():
-                    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="unfinished-") as scratch, quiet():
+                    _remove_unfinished(folder)
+                    prefix = f"unfinished-{key}-"
+                    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix) as scratch, quiet():
                         made, facts = make(Path(scratch))
                         write_whole(made / "facts.json", json.dumps(facts, ensure_ascii=False))
                         made.rename(folder)
     except OSError as error:
         raise UserError(f"cannot write {folder.parent} ({first_line(error)}): choose another --cache_dir") from error
     return folder, json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove what processes that were killed have left beside a folder, whose lock this process has.
+
+    A process that is at work has the lock of its folder, on whichever machine it is.
+    """
+    for scratch in folder.parent.glob("unfinished-*"):
+        key = scratch.name.split("-")[1]
+        lock = FileLock(f"{folder.parent / key}.lock")
+        with suppress(Timeout):
+            if key != folder.name:
+                lock.acquire(timeout=0)
+            shutil.rmtree(scratch, ignore_errors=True)
+        lock.release()
 
 
 def save_tokens(target: Path, splits: dict[str, hf.Dataset], facts: dict) -> tuple[Path, dict]:

@@ -1,4 +1,4 @@
-"""Names on the Hugging Face Hub: whether it can be reached, and data sets from it."""
+"""What folders and the Hugging Face Hub hold: models' configs, what else transformers loads, and data sets."""
 
 import os
 import re
@@ -11,13 +11,18 @@ import datasets as hf
 import pyarrow.compute as pc
 import requests
 from huggingface_hub.constants import ENDPOINT
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+from transformers import AutoConfig, PretrainedConfig
 
 from fabric_ladder.data.splits import SPLITS
-from fabric_ladder.errors import UserError, first_line
+from fabric_ladder.errors import UserError, first_line, read_outside, refused
 from fabric_ladder.settings import DataSettings
 
+# What transformers 5.23 takes as it comes, in the words of its architectures, and fails with later.
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+SIZES = "hidden_size n_embd d_model num_attention_heads n_head num_heads head_dim num_key_value_heads".split()
+SIZES += "intermediate_size vocab_size image_size patch_size num_channels".split()
+DROPOUTS = ("dropout", "dropout_prob", "drop", "pdrop")
+MOST_LABELS = 100_000
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # longer ones are paths
 
 
@@ -34,20 +39,59 @@ def reachable(name: str, content: str) -> Iterator[dict[str, bool]]:
     if not is_folder and not HUB_NAME.fullmatch(name):
         raise UserError(f"cannot load the {content}: there is no folder {name}")
     offline = not is_folder and not _hub_answers()
-    try:
+    problem = f"the folder {name} holds no usable {content}"
+    if not is_folder:
+        hub = "cannot be reached and its cache has no such name" if offline else "has none that can be used"
+        problem = (
+            f"cannot load the {content} {name!r}: it is not a folder, and the Hugging Face Hub {hub}; check the "
+            "spelling and the network, or give a local folder"
+        )
+    with refused(problem):
         yield {"local_files_only": offline or is_folder}
-    except (OSError, ValueError, KeyError, SafetensorError, StrictDataclassError) as error:
-        if isinstance(error, UserError):
-            raise
-        if is_folder:
-            raise UserError(f"the folder {name} holds no usable {content} ({first_line(error)})") from error
-        reason = first_line(error)
-        if offline:
-            reason = "the Hugging Face Hub cannot be reached and its cache has no such name"
-        raise UserError(
-            f"cannot load the {content} {name!r}: it is not a folder, and {reason}; check the spelling and the "
-            "network, or give a local folder"
-        ) from error
+
+
+def load_config(name: str) -> PretrainedConfig:
+    """Return the config of a model on the Hub, in a folder, or in a file of its own.
+
+    Raises:
+        UserError: The file holds no model config, or one of which no model can be made.
+        UserError: The name is neither a folder nor reachable.
+    """
+    path = Path(name)
+    if name.endswith(".json") and not path.is_file():
+        raise UserError(f"there is no model config {name}")
+    file = path / "config.json" if path.is_dir() else path
+    if file.is_file():
+        _check_config(file, read_outside(file))
+    if path.is_file():
+        with refused(f"{name} is no model config"):
+            return AutoConfig.from_pretrained(name)
+    with reachable(name, "model") as options:
+        return AutoConfig.from_pretrained(name, **options)
+
+
+def _check_config(path: Path, config: object) -> None:
+    """Refuse a model config whose numbers no model has; of the rest, transformers knows more."""
+    if not isinstance(config, dict):
+        raise UserError(f"{path} is no model config: it must hold one JSON object, {{...}}")
+    bounds = (
+        dict.fromkeys(SIZES, (1, 2**31 - 1)) | dict.fromkeys(LAYERS, (1, 10_000)) | {"num_labels": (1, MOST_LABELS)}
+    )
+    for key, value in config.items():
+        low, high = (0, 1) if key.endswith(DROPOUTS) else bounds.get(key, (None, None))
+        if low is not None and isinstance(value, int | float) and not low <= value <= high:
+            raise UserError(f"{path} is no model config: {key} is {str(value)[:30]}, and must be from {low} to {high}")
+    for key in ("id2label", "label2id", "quantization_config"):
+        if not isinstance(config.get(key), dict | None):
+            raise UserError(f"{path} is no model config: {key} must be an object, {{...}}")
+        if len(config.get(key) or ()) > MOST_LABELS:
+            raise UserError(f"{path} has more than {MOST_LABELS:,} entries of {key}: remove it")
+
+
+def check_reachable(dataset: str) -> None:
+    """Refuse the name of a data set on the Hub where the Hub cannot be reached."""
+    if not _hub_answers():
+        raise UserError(f"--dataset {dataset}: no such file or folder, and the Hub cannot be reached")
 
 
 @lru_cache
@@ -67,8 +111,7 @@ def load_hub(settings: DataSettings, scratch: Path, notices: list[str]) -> dict[
     `notices` gets a line on a split that has no labels, as the test of a competition.
     """
     name = settings.dataset
-    if not _hub_answers():
-        raise UserError(f"--dataset {name}: no such file or folder, and the Hub cannot be reached")
+    check_reachable(name)
     try:
         loaded = hf.load_dataset(*name.split(":"), cache_dir=str(scratch / "hub"))
     except Exception as error:  # the Hub's builders raise errors of many kinds

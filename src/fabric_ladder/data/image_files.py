@@ -138,7 +138,13 @@ def _shown(path: PurePosixPath) -> bool:
 
 
 def _is_image(path: PurePosixPath) -> bool:
-    return path.suffix.lower() in IMAGES and _shown(path)
+    found = path.suffix.lower() in IMAGES and _shown(path)
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        if found:
+            raise UserError(f"the name of the image {str(path)!a} is not UTF-8: rename it, say by convmv") from None
+    return found
 
 
 def _sort(rows: dict[str, int], folders: list[str], source: Path) -> dict[str, hf.Dataset]:

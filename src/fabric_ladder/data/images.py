@@ -14,12 +14,11 @@ import datasets as hf
 import numpy as np
 import PIL
 import pyarrow as pa
-from huggingface_hub.errors import StrictDataclassError
 from PIL import Image, ImageOps
-from transformers import AutoConfig, ImageProcessingMixin, PretrainedConfig
+from transformers import ImageProcessingMixin, PretrainedConfig
 
 from fabric_ladder.data.cache import make_once, write_rows
-from fabric_ladder.data.hub import reachable
+from fabric_ladder.data.hub import load_config, reachable
 from fabric_ladder.data.image_files import find_images, read_images
 from fabric_ladder.data.rows import note_bad_samples
 from fabric_ladder.data.splits import SPLITS, ImageDatasets, ImageFormat
@@ -85,19 +84,19 @@ def read_image_format(settings: DataSettings) -> tuple[ImageFormat, list[str]]:
 
 def _read_configs(model: str) -> tuple[PretrainedConfig, dict, list[str]]:
     """Return a model's config, what its preprocessor_config.json says, and a notice if it has none."""
+    config = load_config(model)
     if model.endswith(".json"):
+        return config, {}, []
+    with reachable(model, "image preprocessor") as options:
         try:
-            return AutoConfig.from_pretrained(model), {}, []
-        except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-            raise UserError(f"{model} is no model config ({first_line(error)})") from error
-    with reachable(model, "model") as options:
-        config = AutoConfig.from_pretrained(model, **options)
-        try:
-            return config, ImageProcessingMixin.get_image_processor_dict(model, **options)[0], []
+            processor = ImageProcessingMixin.get_image_processor_dict(model, **options)[0]
         except OSError as error:
             if "preprocessor_config" not in str(error):
                 raise
             return config, {}, [f"{model} has no preprocessor_config.json: pixels are scaled to -1 … 1 for it"]
+    if not isinstance(processor, dict):
+        raise UserError(f"preprocessor_config.json of {model} must hold one JSON object, {{...}}")
+    return config, processor, []
 
 
 def _side(size: int | dict | list | None) -> int | None:

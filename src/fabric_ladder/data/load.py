@@ -11,6 +11,8 @@ import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from fabric_ladder.data.cache import make_once, map_batches, save_tokens
+from fabric_ladder.data.hub import check_reachable
+from fabric_ladder.data.image_files import find_images
 from fabric_ladder.data.images import load_images
 from fabric_ladder.data.instructions import (
     INSTRUCTION_CACHE_FORMAT,
@@ -21,7 +23,7 @@ from fabric_ladder.data.instructions import (
 from fabric_ladder.data.sources import ReadImdb, Source, find_source
 from fabric_ladder.data.splits import SPLITS, ImageDatasets, TextDatasets
 from fabric_ladder.data.tables import complete_splits, read_splits
-from fabric_ladder.data.tokens import CACHE_FORMAT, load_tokenizer, tokenize, train_tokenizer, trained_vocabulary
+from fabric_ladder.data.tokens import CACHE_FORMAT, load_tokenizer, tokenize_start, train_tokenizer, trained_vocabulary
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
 
@@ -51,14 +53,14 @@ def prepare(
     instructed = settings.task == "instruction-tuning"
     templates = prompt_templates(settings.prompt_template) if instructed else None
     source = find_source(settings, find_imdb, read_imdb)
-    tokenizer_name = settings.tokenizer or ("trained" if settings.model.endswith(".json") else settings.model)
-    tokenizer = None if tokenizer_name == "trained" else load_tokenizer(tokenizer_name)
+    name = tokenizer_name(settings)
+    tokenizer = None if name == "trained" else load_tokenizer(name)
     vocabulary = trained_vocabulary(settings.model) if tokenizer is None else tokenizer.backend_tokenizer.to_str()
     inputs = [CACHE_FORMAT, pd.__version__, source.key, vocabulary, *(getattr(settings, name) for name in CHOICES)]
     if instructed:
         inputs += [settings.task, INSTRUCTION_CACHE_FORMAT, templates, settings.train_on_inputs]
         if tokenizer is not None:
-            set_end_token(tokenizer, tokenizer_name)
+            set_end_token(tokenizer, name)
             inputs += [tokenizer.chat_template, tokenizer.special_tokens_map]
     make = tokenize_instructions if instructed else _tokenize_texts
     folder, facts = make_once(settings, "tokenised", inputs, partial(make, settings, source, tokenizer, vocabulary))
@@ -69,6 +71,30 @@ def prepare(
         template = "chat" if facts["chat"] else settings.prompt_template or "alpaca"
         tokenizer.init_kwargs["prompt_template"] = template  # `save_pretrained` writes it
     return TextDatasets(splits, facts["class_names"], tokenizer, facts["fingerprint"], facts["notices"])
+
+
+def check_data(settings: DataSettings) -> None:
+    """Refuse data that are not where the settings say, or a tokenizer that cannot be loaded; no data are read.
+
+    IMDb is not looked for, since it may be downloaded.
+
+    Raises:
+        UserError: In one line, what is not there.
+    """
+    if settings.task == "image-classification":
+        path, _ = find_images(settings)
+    else:
+        source = None if settings.dataset == "imdb" else find_source(settings)
+        if (name := tokenizer_name(settings)) != "trained":
+            load_tokenizer(name)
+        path = source is None or source.key[0] != "hub" or None
+    if path is None:
+        check_reachable(settings.dataset)
+
+
+def tokenizer_name(settings: DataSettings) -> str:
+    """Return the name or folder of the tokenizer that the settings choose."""
+    return settings.tokenizer or ("trained" if settings.model.endswith(".json") else settings.model)
 
 
 def _tokenize_texts(
@@ -83,7 +109,7 @@ def _tokenize_texts(
         tokenizer.save_pretrained(target / "tokenizer")
 
     def encode(batch):
-        ids = tokenize(tokenizer, batch["text"], truncation=True, max_length=settings.max_length)["input_ids"]
+        ids = tokenize_start(tokenizer, batch["text"], settings.max_length)
         lengths = [len(row) for row in ids]
         return {"input_ids": [np.asarray(row, np.int32) for row in ids], "length": lengths, "labels": batch["label"]}
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.functional import interpolate, pad
 from torch.utils.data import DataLoader, Dataset
 
-from fabric_ladder.data.sampler import BatchPlan, EffectiveBatchSampler, EvaluationSampler, MicroBatchPlan
+from fabric_ladder.data.cutting import MicroBatchPlan
+from fabric_ladder.data.sampler import BatchPlan, EffectiveBatchSampler, EvaluationSampler
 from fabric_ladder.data.splits import IGNORED, SPLITS, ImageDatasets, TextDatasets
 from fabric_ladder.settings import Settings
 
@@ -175,13 +176,14 @@ def build_dataloaders(
     collator = TextCollator
     if isinstance(datasets, ImageDatasets):
         collator, settings = ImageCollator, replace(settings, pad_to_multiple_of=1)  # there is nothing to pad
-    loaders = []
+    loaders, training = [], None
     for name in SPLITS:
         split = datasets.splits[name]
         lengths = _numbers(split, "length")
         items = _numbers(split, "items") if "items" in split.column_names else np.ones_like(lengths)
-        make_sampler = EffectiveBatchSampler if name == "train" else EvaluationSampler
-        sampler = make_sampler(lengths, items, settings, fabric.global_rank, fabric.world_size)
+        values = lengths, items, settings, fabric.global_rank, fabric.world_size
+        sampler = EvaluationSampler(*values, training) if training else EffectiveBatchSampler(*values)
+        training = training or sampler
         loader = DataLoader(
             collator(datasets, name, settings), sampler=sampler, batch_size=None, collate_fn=_as_it_is,
             num_workers=settings.num_workers, pin_memory=settings.accelerator == "cuda",

@@ -103,6 +103,10 @@ def _text_rows(path: Path, kind: str, names: list[str] | None) -> Rows:
 
 
 def _csv_rows(file: TextIO, separator: str, names: list[str] | None) -> Rows:
+    line = next((line for line in file if line.strip()), "")
+    if separator not in line:  # as spreadsheets write CSV where the comma is for decimals, and other programs
+        separator = max(f"{separator};\t|", key=line.count)
+    file.seek(0)
     options = {"sep": separator, "dtype": str, "keep_default_na": False}  # the text "None" is a text
     first = pd.read_csv(file, header=None, nrows=1, **options).iloc[0].tolist()
     if names and len(names) != len(first):
@@ -188,7 +192,9 @@ def find_columns(table: Table, name: str) -> tuple[list[str], Rows]:
     first = list(itertools.islice(table.rows, 1000))
     found = dict.fromkeys(column for _, row in first if isinstance(row, dict) for column in row)
     if not found:
-        reasons = "; ".join(f"{location}: {row}" for location, row in first[:3]) or "none"
+        if not first:
+            raise UserError(f"{name} holds no rows (of CSV: none below the header): there is nothing to learn")
+        reasons = "; ".join(f"{location}: {row}" for location, row in first[:3])
         raise UserError(f"{name} holds no rows that can be read ({reasons}): give a table, or JSON objects")
     return list(found), itertools.chain(first, table.rows)
 

@@ -33,8 +33,13 @@ class Source(NamedTuple):
     read_imdb: ReadImdb | None = None
 
 
-def find_source(settings: DataSettings, find_imdb: Callable[[str], Path], read_imdb: ReadImdb) -> Source:
-    """Find what `dataset` names; of files and IMDb the path, size and time of change go into the key."""
+def find_source(
+    settings: DataSettings, find_imdb: Callable[[str], Path] | None = None, read_imdb: ReadImdb | None = None
+) -> Source:
+    """Find what `dataset` names; of files and IMDb the path, size and time of change go into the key.
+
+    The two functions are needed for `imdb` alone, see `prepare`.
+    """
     name = settings.dataset
     path = None if name in REVIEWS else find_path(settings, tuple(FILE_FORMATS))
     if (settings.validation_file or settings.test_file) and (path is None or path.is_dir()):

@@ -108,6 +108,8 @@ def label_reader(column: str, features: dict) -> tuple[hf.ClassLabel | hf.Value,
         label = row.get(column)
         if label is None or not str(label).strip() or (is_class and label < 0):
             raise ValueError(f"no {column}")
+        if isinstance(label, float) and label.is_integer():  # a column of integers in which some were missing
+            label = int(label)
         if not isinstance(label, int | str):  # a truth value is an integer to Python
             raise ValueError(f"{column} is {label!r:.40}, not an integer or a string")
         return label if is_class else str(label)
@@ -121,9 +123,10 @@ def number_whole(table: hf.Dataset, name: str, column: str) -> hf.Dataset:
     values = [] if pa.types.is_integer(labels.type) else pc.unique(labels).to_pylist()
     if not values or not all(len(value) < 19 and NUMBER.fullmatch(value) for value in values):
         return table
-    if not all(map(WHOLE.fullmatch, values)):
+    whole = [int(value) if WHOLE.fullmatch(value) else float(value) for value in values]  # 1.0 is 1
+    if not all(number == int(number) for number in whole if abs(number) < 2**63) or max(map(abs, whole)) >= 2**63:
         raise UserError(f"{name}: column {column!r} holds decimal numbers, not integers or strings: set --label_column")
-    numbers = np.array(list(map(int, values)))[pc.index_in(labels, pa.array(values, labels.type)).to_numpy()]
+    numbers = np.array(list(map(int, whole)))[pc.index_in(labels, pa.array(values, labels.type)).to_numpy()]
     return table.remove_columns("label").add_column("label", numbers)
 
 
@@ -136,7 +139,7 @@ def number_labels(splits: dict[str, hf.Dataset], samples: str) -> tuple[dict[str
     if isinstance(feature, hf.ClassLabel):
         return {split: table.cast_column("label", hf.Value("int64")) for split, table in splits.items()}, feature.names
     values = sorted(pc.unique(splits["train"].data.column("label")).to_pylist())
-    if len(values) < 2:
+    if len(values) < 2 <= len(splits["train"]):
         raise UserError(f"all training {samples} have the same label, {values[0]!r}: there is nothing to learn")
     known = set(values)
     for split, table in splits.items():
@@ -152,13 +155,14 @@ def complete_splits(splits: dict[str, hf.Dataset], settings: DataSettings) -> di
     """Split off what the source lacks (10 % validation, 20 % test) and keep as many samples as the settings want."""
     samples = {"image-classification": "images", "instruction-tuning": "samples"}.get(settings.task, "texts")
     train = splits["train"]
+    rows = len(train)
     order = np.random.default_rng(settings.split_seed).permutation(len(train))
     for split, share in SHARES.items():
         if split not in splits:
             size = max(1, round(share * len(train)))
             splits[split], order = train.select(order[:size]), order[size:]
     if len(order) == 0:
-        raise UserError(f"{len(train)} {samples} are too few to be split into train, validation and test")
+        raise UserError(f"{len(train)} {samples} are too few to be split into train, validation and test: give more")
     if len(order) < len(train):
         splits["train"] = train.select(order)
     for split in SPLITS:
@@ -167,5 +171,7 @@ def complete_splits(splits: dict[str, hf.Dataset], settings: DataSettings) -> di
             splits[split] = splits[split].shuffle(settings.split_seed).select(range(wanted))
     train = splits["train"]
     if "label" in train.column_names and len(set(train.select_columns("label")["label"])) < 2:  # without the texts
-        raise UserError(f"the training {samples} that are left have a single label: raise --train_samples")
+        fewer = settings.train_samples and settings.train_samples < rows
+        hint = "raise --train_samples" if fewer else f"{rows} are too few, give more"
+        raise UserError(f"the training {samples} that are left have a single label: {hint}")
     return splits

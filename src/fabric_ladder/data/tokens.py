@@ -1,16 +1,18 @@
 """Tokenizers: loaded, or trained on the training texts."""
 
-import json
+import re
 from pathlib import Path
 
 import datasets as hf
 from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from fabric_ladder.data.hub import reachable
-from fabric_ladder.errors import UserError, first_line
+from fabric_ladder.errors import UserError, first_line, read_outside
 
 TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model")
-CACHE_FORMAT = 1  # raise it whenever the same inputs would give other tokens
+CACHE_FORMAT = 2  # raise it whenever the same inputs would give other tokens
+MOST_CHARACTERS = 200  # of a token, far above those of any text: a tokenizer is slow on a text of one long word
+LONG_WORD = re.compile(r"\w{1000,}|[^\s\w]{1000,}")  # a byte-pair encoding takes time by the square of its length
 END_OF_TEXT = "<|endoftext|>"  # of a trained tokenizer
 
 
@@ -29,7 +31,17 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         raise UserError(f"the tokenizer of {name} has no fast version: choose another --tokenizer")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    if tokenizer.pad_token is None:
+        raise UserError(f"the tokenizer of {name} names no token to pad with: add pad_token to tokenizer_config.json")
     return tokenizer
+
+
+def tokenize_start(tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: int) -> list[list[int]]:
+    """Return the `input_ids` of texts, at most `max_length` of each, without looking at the rest of a text."""
+    most = MOST_CHARACTERS * max_length
+    left = tokenizer.truncation_side == "left"
+    texts = [text if len(text) <= most else text[-most:] if left else text[:most] for text in texts]
+    return tokenize(tokenizer, texts, truncation=True, max_length=max_length)["input_ids"]
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options) -> BatchEncoding:
@@ -41,8 +53,8 @@ def trained_vocabulary(model: str) -> int:
     """Return the entries of a tokenizer trained for this model: its embedding's rows, at most 32,768."""
     path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
     try:
-        return min(json.loads(path.read_text(encoding="utf-8"))["vocab_size"], 32_768)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return min(read_outside(path)["vocab_size"], 32_768)
+    except (KeyError, TypeError) as error:
         raise UserError(f"--tokenizer trained needs a config with vocab_size: {path} ({first_line(error)})") from error
 
 
@@ -62,5 +74,6 @@ def train_tokenizer(texts: hf.Dataset, vocabulary: int, **special: str) -> PreTr
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator((batch["text"] for batch in texts.iter(1000)), trainer)
+    batches = ([LONG_WORD.sub("", text) for text in batch["text"]] for batch in texts.iter(1000))
+    bpe.train_from_iterator(batches, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", **special)

@@ -1,14 +1,17 @@
 """DeepSpeed's ZeRO as a Fabric strategy that the one train loop can drive like any other."""
 
 import copy
+import ctypes
 import importlib.util
+import io
+import mmap
 import os
 import shutil
 import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -17,6 +20,7 @@ from lightning.fabric.strategies import DeepSpeedStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils import cpp_extension
 
 from fabric_ladder.distributed.deepspeed_config import offloads, parameter_sizes, read_deepspeed_config
 from fabric_ladder.errors import UserError, first_line
@@ -25,6 +29,7 @@ from fabric_ladder.settings import Settings
 DEEPSPEED = "deepspeed==0.19.8"
 FORCE_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 STATE_BYTES = 16  # of a parameter, in 32 bits: master weight, gradient, and Adam's two moments
+BUFFER_BYTES = 16  # of the largest parameter, for a disk: 4 in 32 bits
 
 
 class _Boundary(_BackwardSyncControl):
@@ -60,7 +65,8 @@ class LadderDeepSpeedStrategy(DeepSpeedStrategy):
             self._shard(module)
         if self.cpu_adam:
             optimizers = [_on_cpu(optimizer) for optimizer in optimizers]
-        return super().setup_module_and_optimizers(module, optimizers, scheduler)
+        with redirect_stdout(io.StringIO()):  # stage 1 in bfloat16 prints what memory it takes, whatever is asked
+            return super().setup_module_and_optimizers(module, optimizers, scheduler)
 
     def module_to_device(self, module: nn.Module) -> None:
         """Leave the model where it is: DeepSpeed moves it once it is in 16 bits, or sharded."""
@@ -135,7 +141,7 @@ def load_engine(option: str, folder: Path, engine: nn.Module, trained_only: bool
             f"start from its weights: python scripts/export_model.py {folder}, then --model"
         )
     try:
-        with only_values():
+        with only_values(), redirect_stdout(io.StringIO()):  # stage 1 in bfloat16 prints a name of its source
             engine.load_checkpoint(str(folder), load_module_strict=not trained_only, load_lr_scheduler_states=False)
     except (RuntimeError, ValueError, KeyError, AssertionError, AttributeError, UnpicklingError) as error:
         raise UserError(f"{option}: made with another model, optimizer or stage ({first_line(error)})") from error
@@ -194,35 +200,76 @@ def _check_values(name: str, config: dict) -> None:
 def _check_nvme(settings: Settings, offloaded: dict[str, dict]) -> None:
     """Refuse what would fail, or fill a disk, in the middle of a run.
 
-    Bytes on the disk of each machine for P parameters: optimizer 16 P / machines, weights 2 P / machines (4 P in
-    32-bit): Rajbhandari et al., ZeRO-Infinity, 2021, section 3.
+    Bytes on the disk of each machine for P parameters: 16 P / machines (Rajbhandari et al., ZeRO-Infinity, 2021,
+    section 3).
     """
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     start = f"--deepspeed {settings.deepspeed}"
-    fix = "in a copy of the file, name a folder on a local NVMe disk, and give --deepspeed COPY.json"
-    bytes_each = {"optimizer": STATE_BYTES, "param": 4 if settings.precision == "32-true" else 2}
-    count, needed = sum(parameter_sizes(settings)) / settings.num_nodes, {}
-    for name, section in offloaded.items():
-        if section["device"] == "nvme":
-            folder = Path(section.get("nvme_path") or "")
-            try:
-                with tempfile.TemporaryFile(dir=folder):
-                    disk = folder.stat().st_dev
-            except OSError as error:
-                key = f"zero_optimization.offload_{name}.nvme_path {folder}"
-                raise UserError(f"{start}: {key}: cannot write there ({error.strerror}): {fix}") from error
-            needed[disk] = folder, needed.get(disk, (folder, 0))[1] + bytes_each[name] * count
-    for folder, size in needed.values():
-        if (free := shutil.disk_usage(folder).free) < size:
-            raise UserError(f"{start}: {folder} needs {size / 1e9:.2f} GB and has {free / 1e9:.2f} GB free: {fix}")
-    if not AsyncIOBuilder().is_compatible():
+    if "param" in offloaded and offloaded["param"]["device"] == "nvme":  # fetched for a backward pass that never comes
         raise UserError(
-            f"{start} needs libaio: apt install libaio-dev, or dnf install libaio-devel; --deepspeed zero3_offload "
-            "parks in the host's memory instead"
+            f"{start}: zero_optimization.offload_param.device nvme: weights from a disk take all of DeepSpeed's "
+            "buffers in the evaluation, and the run dies: say cpu in a copy of the file, and give --deepspeed COPY.json"
         )
+    _check_not_resumed(start, settings)
+    fix = "in a copy of the file, name a folder on a local NVMe disk, and give --deepspeed COPY.json"
+    instead = "--deepspeed zero3_offload parks in the host's memory instead"
+    sizes, folder = parameter_sizes(settings), Path(offloaded["optimizer"].get("nvme_path") or "")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            free = shutil.disk_usage(folder).free
+    except OSError as error:
+        key = f"zero_optimization.offload_optimizer.nvme_path {folder}"
+        raise UserError(f"{start}: {key}: cannot write there ({error.strerror}): {fix}") from error
+    if free < (size := STATE_BYTES * sum(sizes) / settings.num_nodes):
+        raise UserError(f"{start}: {folder} needs {size / 1e9:.2f} GB and has {free / 1e9:.2f} GB free: {fix}")
+    if not AsyncIOBuilder().is_compatible():
+        raise UserError(f"{start} needs libaio: apt install libaio-dev, or dnf install libaio-devel; {instead}")
+    if torch.cuda.is_available() and cpp_extension.CUDA_HOME is None:  # DeepSpeed would take it for a path
+        raise UserError(
+            f"{start} needs the toolkit of CUDA {torch.version.cuda}, with nvcc, to compile with; {instead}"
+        )
+    check_locking(start, BUFFER_BYTES * max(sizes) // settings.ranks, instead)
     if problem := _compile(AsyncIOBuilder()):
         raise UserError(f"{start}: DeepSpeed cannot compile its access to NVMe disks: {problem}")
+
+
+def check_locking(start: str, size: int, instead: str) -> None:
+    """Refuse where this process may not lock `size` bytes of memory.
+
+    DeepSpeed locks its buffers for NVMe disks, four that each hold the largest parameter at least, and aborts the
+    process where it cannot (csrc/pin_memory).
+
+    Raises:
+        UserError: From `start` to `instead`, which says what to do otherwise.
+    """
+    import resource  # not on Windows, and neither is libaio
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY or size <= limit:
+        return
+    with mmap.mmap(-1, limit + mmap.PAGESIZE) as memory:  # more than the limit: only the privileged may
+        first = ctypes.c_char.from_buffer(memory)
+        refused = ctypes.CDLL(None).mlock(ctypes.byref(first), ctypes.c_size_t(len(memory)))
+        del first  # or the memory could not be given back
+    if refused:
+        raise UserError(
+            f"{start} locks {size / 1e9:.2f} GB of the host's memory or more, `ulimit -l` allows {limit / 1e9:.2g}: "
+            f"raise it (docker run --ulimit memlock=-1; /etc/security/limits.conf); {instead}"
+        )
+
+
+def _check_not_resumed(start: str, settings: Settings) -> None:
+    """Refuse to go on later: DeepSpeed 0.19 reads no optimizer state back that was on a disk, and says nothing.
+
+    `DeepSpeedEngine.load_checkpoint` skips it, so that Adam would start anew; nor are the 32-bit weights in the file.
+    """
+    wanted = {"save_every": settings.save_every, "save": settings.save == "sharded", "load": settings.load}
+    for name in [name for name, value in wanted.items() if value] + ["resume"] * (settings.resume != "no"):
+        raise UserError(
+            f"--{name} {getattr(settings, name)}: {start} cannot be continued, since DeepSpeed reads no optimizer "
+            "state back that was on a disk; --save consolidated keeps the weights, --deepspeed zero3_offload can go on"
+        )
 
 
 def _compile(builder) -> str | None:

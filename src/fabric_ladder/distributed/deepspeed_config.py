@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fabric_ladder.errors import UserError
+from fabric_ladder.errors import UserError, read_outside
 from fabric_ladder.models.configs import MODELS, load_config
 from fabric_ladder.models.optimizer import build_optimizer
 from fabric_ladder.places import CONFIGS
@@ -90,7 +90,7 @@ def read_deepspeed_config(settings: Settings) -> tuple[dict, list[str]]:
     What it says "auto" for is filled as Hugging Face's Trainer does (transformers/integrations/deepspeed.py). Optimizer
     and schedule are checked and left out, since this project makes them. DeepSpeed's own accumulation is 1: it scales
     by a fixed number of steps and flushes no shorter last batch (DeepSpeed#7439). `gradient_clipping` is always said,
-    since DeepSpeed 0.19 clips to 1 where it is not.
+    since DeepSpeed 0.19 clips to 1 where it is not. Its throughput timer, which no line shows, is off unless asked for.
 
     Args:
         settings: Checked; `devices` is a number.
@@ -116,11 +116,13 @@ def read_deepspeed_config(settings: Settings) -> tuple[dict, list[str]]:
         "train_micro_batch_size_per_gpu": _share(settings),
         "gradient_accumulation_steps": 1,
         "gradient_clipping": settings.max_grad_norm or 0.0,
-        "fp16": config.get("fp16", {}) | {"enabled": settings.precision == "16-mixed"},
-        "bf16": config.get("bf16", {}) | {"enabled": settings.precision == "bf16-mixed"},
+        "fp16": (config.get("fp16") or {}) | {"enabled": settings.precision == "16-mixed"},
+        "bf16": (config.get("bf16") or {}) | {"enabled": settings.precision == "bf16-mixed"},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
+    # else it would wait for the GPU at every forward pass, to time what is not printed
+    config.setdefault("timers", {"throughput": {"enabled": False}})
     return config, [f"DeepSpeed {name}: filled {', '.join(filled)}"] if filled else []
 
 
@@ -145,10 +147,7 @@ def _read(name: str | None) -> tuple[str, dict]:
     if not path.is_file():
         ours = ", ".join(sorted(path.stem for path in (CONFIGS / "deepspeed").glob("*.json")))
         raise UserError(f"--deepspeed {name}: there is no such file; those that come along: {ours}")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"--deepspeed {name}: cannot read it as JSON ({error})") from error
+    config = read_outside(path)
     if not isinstance(config, dict):
         raise UserError(f"--deepspeed {name}: it must hold one JSON object, {{...}}")
     return path.name, config
@@ -225,7 +224,8 @@ def _optimizer_rules(config: dict, settings: Settings) -> dict[str, Rule]:
     if values.get("weight_decay"):
         values["adam_w_mode"] = True
     fixes = {"lr": "give --learning_rate {}", "weight_decay": "give --optimizer adam for 0, adamw for 0.01"}
-    for key in _find(config, "optimizer.params") or ():
+    params = _find(config, "optimizer.params")
+    for key in params if isinstance(params, dict) else ():
         if key in values or key not in KERNELS:
             other = f"--learning_rate {settings.learning_rate}" if key == "lr" else ours
             rules[f"optimizer.params.{key}"] = Rule(values.get(key), other, fixes.get(key, ""))
@@ -238,7 +238,7 @@ def _fill(name: str, config: dict, rules: dict[str, Rule]) -> list[str]:
     Raises:
         UserError: A key contradicts its rule, has none and says "auto", or what should be a section is none.
     """
-    filled, sections = [], {path.rpartition(".")[0] for path in rules}
+    filled, sections = [], {path.rpartition(".")[0] for path in rules} | {"optimizer.params"}
     for path, section, key in [*_walk(config)]:
         given, rule = section[key], rules.get(path)
         if path in sections and not isinstance(given, dict | None):

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from fabric_ladder.data.hub import reachable
 from fabric_ladder.data.splits import ImageDatasets, TextDatasets
-from fabric_ladder.errors import UserError
+from fabric_ladder.errors import UserError, refused
 from fabric_ladder.models.bloom import fuse_attention, support_packing
 from fabric_ladder.models.chunked_loss import use_chunked_loss
 from fabric_ladder.models.compile import compile_blocks
@@ -32,8 +32,10 @@ def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets) -> n
         UserError: The weights cannot be loaded, or the tokenizer has more entries than the embedding has rows.
     """
     config = load_config(settings.model)
+    config.return_dict = True
     if settings.task != "instruction-tuning":
         config.id2label = dict(enumerate(datasets.class_names))  # and with it `num_labels`
+        config.problem_type = "single_label_classification"  # a config may ask for a regression
         config.label2id = {name: index for index, name in config.id2label.items()}
     if isinstance(datasets, ImageDatasets):
         config.image_size = datasets.format.size
@@ -64,7 +66,8 @@ def _make(settings: Settings, config: PretrainedConfig) -> nn.Module:
     attention = {"attn_implementation": "eager"} if settings.attention == "eager" else {}
     options = attention | quantization(settings, config)
     if settings.from_scratch:
-        model = model_class.from_config(config, dtype=dtype, **attention)
+        with refused(f"no model can be made of {settings.model}"):
+            model = model_class.from_config(config, dtype=dtype, **attention)
         if settings.quantization == "no":
             return model
         silence_loading()

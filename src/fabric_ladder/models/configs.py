@@ -1,20 +1,17 @@
-"""Model classes for each task, and reading a model's config."""
+"""Model classes for each task, and what a model's config must be to make a run."""
 
 import sys
 from pathlib import Path
 
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
-    PretrainedConfig,
 )
 
-from fabric_ladder.data.hub import reachable
-from fabric_ladder.errors import UserError, first_line
+from fabric_ladder.data.hub import load_config
+from fabric_ladder.errors import UserError
 from fabric_ladder.settings import Settings
 
 MODELS = {
@@ -49,30 +46,12 @@ def check_model(settings: Settings) -> None:
         return
     positions = getattr(config, "max_position_embeddings", None)
     if positions and config.model_type in ("roberta", "xlm-roberta", "camembert"):
-        positions -= config.pad_token_id + 1  # RoBERTa's position numbers start after the padding token's
+        positions -= (config.pad_token_id or 0) + 1  # RoBERTa's position numbers start after the padding token's
     if positions and settings.max_length > positions:
         raise UserError(
             f"--max_length {settings.max_length} is beyond the {positions} positions of {settings.model}: "
             f"use --max_length {positions}"
         )
-
-
-def load_config(name: str) -> PretrainedConfig:
-    """Return the config of a model on the Hub, in a folder, or in a file of its own.
-
-    Raises:
-        UserError: The file holds no model config.
-        UserError: The name is neither a folder nor reachable.
-    """
-    if name.endswith(".json") and not Path(name).is_file():
-        raise UserError(f"there is no model config {name}")
-    if Path(name).is_file():
-        try:
-            return AutoConfig.from_pretrained(name)
-        except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-            raise UserError(f"{name} is no model config: {first_line(error)}") from error
-    with reachable(name, "model") as options:
-        return AutoConfig.from_pretrained(name, **options)
 
 
 def silence_loading() -> None:

@@ -3,15 +3,15 @@
 Whether a mask hides anything decides between kernels, and transformers reads that from the device, which stalls it in
 each forward pass. The loader knows it beforehand. The seam is transformers' `AttentionMaskInterface`, whose entry for
 `scaled_dot_product_attention` is replaced by one that reads nothing within `declare_padding`, and is transformers' own
-everywhere else.
+everywhere else. So is the function that numbers packed samples, for which there is no such interface.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
-from transformers import AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionMaskInterface, masking_utils
+from transformers.masking_utils import find_packed_sequence_indices, sdpa_mask
 
 _padded: bool | None = None  # None: not declared
 
@@ -45,4 +45,12 @@ def _make_mask(**options) -> Tensor | None:
     return sdpa_mask(**(options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}))
 
 
+def _number_samples(position_ids: Tensor) -> Tensor | None:
+    """Do as `find_packed_sequence_indices`, without asking the device whether any row holds more than one sample."""
+    if _padded is None:
+        return find_packed_sequence_indices(position_ids)
+    return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
+
+
 AttentionMaskInterface.register("sdpa", _make_mask)
+masking_utils.find_packed_sequence_indices = _number_samples

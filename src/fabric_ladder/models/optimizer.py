@@ -52,10 +52,9 @@ def may_fuse(settings: Settings) -> bool:
     """Return whether the step of Adam or AdamW may be one kernel, on a GPU or a CPU, sharded or not.
 
     Not under `16-mixed` with clipping: the kernel would take the gradients scaled as they are and divide by the scale
-    itself, while clipping needs them unscaled, and PyTorch refuses that. Not under DeepSpeed, whose flat partitions and
-    their gradients may differ in precision.
+    itself, while clipping needs them unscaled, and PyTorch refuses that. DeepSpeed unscales and clips by itself before.
     """
-    return not settings.deepspeed and not (settings.precision == "16-mixed" and settings.max_grad_norm)
+    return bool(settings.deepspeed) or not (settings.precision == "16-mixed" and settings.max_grad_norm)
 
 
 def set_learning_rate(settings: Settings, optimizer: Optimizer, done: int, steps: int) -> None:

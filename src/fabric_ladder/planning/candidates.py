@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from fabric_ladder.checks import check_precision
 from fabric_ladder.cli import parse_settings
+from fabric_ladder.data.sampler import EVALUATED
 from fabric_ladder.distributed.deepspeed_config import read_deepspeed_config
 from fabric_ladder.environment import emulates, fit_precision
 from fabric_ladder.errors import UserError
@@ -16,7 +17,7 @@ from fabric_ladder.settings import Settings
 CHECKPOINTING = ("--activation_checkpointing", "true")
 LEAN = ("--precision", "bf16-true", "--optimizer", "sgd")
 ON_ALL_GPUS = ("9_ddp", "10_fsdp", "11_fsdp_cpu_offload", "12_deepspeed_zero")  # of the plan; the other rungs on one
-EVAL_BATCH_TOKENS = "4096"  # on a GPU, unless the user says otherwise
+EVAL_BATCH_TOKENS = str(EVALUATED)  # a run takes more where a micro-batch has more, and needs more for that one
 
 BUSY = 1024  # tokens of a micro-batch at which half of a GPU's speed is reached: a guess
 # In the DeepSpeed guide's order, which is 0 > 1 > 2 > 2 + offload > 3 > 3 + offload; the distances are guesses.

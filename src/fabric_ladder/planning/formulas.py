@@ -87,15 +87,19 @@ def with_zero(peak: Peak, counts: Counts, config: dict, optimizer: str, ranks: i
     |---|---|---|
     | 1 | 2 P + 6 T + (4 + o) T / N | |
     | 2 | 2 P + (10 + o) T / N | |
-    | 2, optimizer offloaded | 2 P | 1.5 max(4 N, 8 + o) T / N |
-    | 3 | 4 L + 2 P / N + (8 + o) T / N | |
-    | 3, optimizer offloaded | 4 L + 2 P / N | 1.5 max(4 N, 8 + o) T / N |
-    | 3, parameters too | 4 L | 1.5 max(4 N P, 2 P + (8 + o) T) / N |
+    | 2, optimizer offloaded | 2 P + 4 L | 1.5 max(4 N, 8 + o) T / N |
+    | 3 | 4 L + 2 V + 2 P / N + (8 + o) T / N | |
+    | 3, optimizer offloaded | 4 L + 2 V + 2 P / N | 1.5 max(4 N, 8 + o) T / N |
+    | 3, parameters too | 4 L + 2 V | 1.5 max(4 N P, 2 P + (8 + o) T) / N |
 
-    where L is the largest layer. Stage 1 is Rajbhandari et al., 2020, ZeRO, section 3, with the 32-bit sum of the
-    gradients that `data_types.grad_accum_dtype` asks for; the others are DeepSpeed 0.19's own
-    `estimate_zero2_model_states_mem_needs` and `estimate_zero3_model_states_mem_needs`, for T = P and o = 8. The two
-    communication buckets come on top, in 16 bits.
+    where L is the largest layer, and V what stage 3 gathers ahead of its use or keeps for the next one. Stage 1 is
+    Rajbhandari et al., 2020, ZeRO, section 3, with the 32-bit sum of the gradients that `data_types.grad_accum_dtype`
+    asks for; the others are DeepSpeed 0.19's own `estimate_zero2_model_states_mem_needs` and
+    `estimate_zero3_model_states_mem_needs`, for T = P and o = 8, with what its source adds: V, and in stage 2 a buffer
+    for the gradient of the largest layer beside that gradient. The two communication buckets come on top, in 16 bits.
+    Two other moments may need more: the start of stage 2 with offload, which copies the share to be parked on the GPU,
+    and the step of stage 3, which copies `sub_group_size` gradients into 32 bits. What NVMe offload keeps in the host's
+    memory is not counted.
 
     Args:
         peak: Of one GPU without DeepSpeed under `bf16-true`, without optimizer state.
@@ -104,26 +108,45 @@ def with_zero(peak: Peak, counts: Counts, config: dict, optimizer: str, ranks: i
         optimizer: Its name in the settings.
         ranks: GPUs.
     """
-    stage, state = config["stage"], 8 + MOMENTS[optimizer]  # with the 32-bit copy and the 32-bit gradient
-    offloaded = {name for name in ("optimizer", "param") if config.get(f"offload_{name}", {}).get("device") == "cpu"}
-    weights, trained, gradients, kept, host = 2 * counts.all, counts.trained, 0, 0, 0
-    if stage == 3:
-        weights = 4 * counts.largest_layer + (0 if "param" in offloaded else weights / ranks)
-    if "optimizer" in offloaded:
-        host = max(4 * ranks, state) * trained
-        if "param" in offloaded:
-            host = max(4 * ranks * counts.all, 2 * counts.all + state * trained)
-    else:
-        gradients = {1: 6 * trained, 2: 6 * trained / ranks, 3: 4 * trained / ranks}[stage]
-        kept = (state - 4) * trained / ranks
+    state = 8 + MOMENTS[optimizer]  # with the 32-bit copy and the 32-bit gradient
+    devices = [(config.get(f"offload_{name}") or {}).get("device", "none") for name in ("optimizer", "param")]
+    weights, gradients, kept, elsewhen = _on_gpu(counts, state, devices, ranks, config)
     buckets = 2 * (config.get("reduce_bucket_size", 5e8) + config.get("allgather_bucket_size", 0))
-    return peak._replace(
+    peak = peak._replace(
         parameters=round(weights),
         gradients=round(gradients),
         optimizer_state=round(kept),
         other=peak.other + round(buckets),
-        host=round(1.5 * host / ranks),
+        host=round(_parked(counts, state, devices, ranks)),
     )
+    return peak._replace(other=peak.other + max(0, round(elsewhen) - peak.total))
+
+
+def _on_gpu(counts: Counts, state: int, devices: list[str], ranks: int, config: dict) -> tuple[float, ...]:
+    """Return the bytes of weights, gradients and optimizer state on each GPU, and those of all at the other moment."""
+    steps_on_gpu, keeps_weights = (device == "none" for device in devices)
+    stage, weights, trained, gradients, kept, elsewhen = config["stage"], 2 * counts.all, counts.trained, 0, 0, 0
+    if stage == 3:
+        live = max(config.get(f"stage3_max_{name}", 1e9) for name in ("live_parameters", "reuse_distance"))
+        gathered = 4 * counts.largest_layer + 2 * min(counts.all, live)
+        weights = gathered + (weights / ranks if keeps_weights else 0)
+    if steps_on_gpu:
+        gradients = {1: 6 * trained, 2: 6 * trained / ranks, 3: 4 * trained / ranks}[stage]
+        kept = (state - 4) * trained / ranks
+        if stage == 3:
+            elsewhen = weights + gradients + kept + 4 * min(config.get("sub_group_size", 1e9), trained / ranks)
+    elif stage < 3:
+        weights, elsewhen = weights + 4 * min(counts.largest_layer, trained), weights + 2 * trained / ranks
+    return weights, gradients, kept, elsewhen
+
+
+def _parked(counts: Counts, state: int, devices: list[str], ranks: int) -> float:
+    """Return the bytes on the host of each GPU, by the table above, if optimizer and weights are on these devices."""
+    optimizer, weights = (device == "cpu" for device in devices)
+    trained = state * counts.trained
+    if optimizer and weights:
+        return 1.5 * max(4 * ranks * counts.all, 2 * counts.all + trained) / ranks
+    return 1.5 * max(4 * ranks * counts.trained, trained) / ranks if optimizer else 0
 
 
 KEPT = "memory/overhead.json"  # in the cache's folder

@@ -157,7 +157,7 @@ def make_plan(candidate: Candidate, figures: Figures, options: list[str], machin
     loaded = 0 if "init" in rung or settings.quantization != "no" else 4 * figures.counts.all  # 0: made on the GPU
     host = settings.devices * (LIBRARIES + max(loaded, peak.host))  # each rank loads all weights in 32-bit first
     words = [*options, *candidate.options]
-    if size is not None and size != script_defaults(rung).get("micro_batch_size", size):
+    if size is not None and size != script_defaults(rung).get("micro_batch_size"):
         words += ["--micro_batch_size", str(size)]
     if settings.ranks > 1:
         words += ["--devices", str(settings.ranks)]

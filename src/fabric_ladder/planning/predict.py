@@ -13,20 +13,21 @@ import os
 import pickle
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import numpy as np
 import torch
 from datasets import DatasetDict
 
+from fabric_ladder.data.cutting import cut
 from fabric_ladder.data.loaders import MicroBatch
-from fabric_ladder.data.sampler import cut
 from fabric_ladder.data.splits import ImageDatasets, ImageFormat, TextDatasets
 from fabric_ladder.distributed.deepspeed_config import read_deepspeed_config
 from fabric_ladder.environment import emulates
 from fabric_ladder.errors import first_line
 from fabric_ladder.planning.formulas import Counts, in_4_bits, load_overhead, with_8_bit_adam, with_zero
-from fabric_ladder.planning.rehearsal import rehearse
+from fabric_ladder.planning.rehearsal import Rehearsal, rehearse
 from fabric_ladder.planning.tracker import ON_DEVICE, Peak
 from fabric_ladder.settings import Settings
 
@@ -51,10 +52,17 @@ def predict_peak(
         classes: Of a classifier.
         capability: Compute capability of the GPU; None: of one that computes in bfloat16.
     """
+    with _rehearse_run(settings, micro_batches, ranks, classes, capability) as rehearsal:
+        return complete(settings, rehearsal.peak(micro_batches, evaluations), rehearsal.counts)
+
+
+def _rehearse_run(
+    settings: Settings, micro_batches: list[MicroBatch], ranks: int | None, classes: int,
+    capability: tuple[int, int] | None,
+) -> AbstractContextManager[Rehearsal]:  # fmt: skip
     pixels = micro_batches[0].inputs.get("pixel_values")
     datasets = blank_datasets(classes, None if pixels is None else pixels.shape[-1])
-    with rehearse(to_rehearse(settings), datasets, ranks, emulates(settings.precision, capability)) as rehearsal:
-        return complete(settings, rehearsal.peak(micro_batches, evaluations), rehearsal.counts)
+    return rehearse(to_rehearse(settings), datasets, ranks, emulates(settings.precision, capability))
 
 
 def largest_batches(
@@ -94,8 +102,6 @@ def largest_batches(
         return [make(len(plan.rows)) for plan in plans]
 
     size, tokens = settings.micro_batch_size, settings.micro_batch_tokens
-    if tokens == "auto":  # which begins with all samples at once
-        size, tokens = settings.batch_size, None
     training = share(settings.batch_size, size=size, tokens=tokens)
     return training, share(settings.eval_batch_tokens * ranks, tokens=settings.eval_batch_tokens)[:1]
 
@@ -144,16 +150,44 @@ def main() -> None:
     with open(os.devnull, "w") as nowhere:  # what libraries print is no answer
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
-    settings, (training, evaluations), ranks, classes, gpu, capability = pickle.load(sys.stdin.buffer)
     try:
-        peak = predict_peak(settings, training, evaluations, ranks, classes, capability)
-        found = {name: getattr(peak, name) for name in (*ON_DEVICE, "host", "phase", "total")}
-        if gpu:
-            found["needed"] = load_overhead(settings.cache_dir, gpu).needed(peak)
+        found = _answer(*pickle.load(sys.stdin.buffer))
     except Exception as error:  # of whatever kind: a run that cannot be predicted may run
         found = {"problem": f"{type(error).__name__}: {first_line(error, 160)}"}
     with answer:
         json.dump(found, answer)
+
+
+def _answer(
+    settings: Settings, cuts: list[tuple[int | None, list[MicroBatch], list[MicroBatch]]], ranks: int | None,
+    classes: int, gpu: str | None, capability: tuple[int, int] | None, room: int | None,
+) -> dict:  # fmt: skip
+    """Return the peak of the first cut that fits, as `runs/prediction.py` reads it.
+
+    Args:
+        settings: As for `predict_peak`, and so are those that follow `cuts`.
+        cuts: The `micro_batch_tokens`, micro-batches and batches of the evaluation of each cut to choose from, those
+            that need most first; the last is of one sample at a time.
+        ranks: GPUs over which FSDP shards.
+        classes: Of a classifier.
+        gpu: Its name.
+        capability: Compute capability.
+        room: Bytes of the GPU that the run may have; None: the first cut is taken.
+    """
+    overhead = load_overhead(settings.cache_dir, gpu) if gpu else None
+    with _rehearse_run(settings, cuts[0][1], ranks, classes, capability) as rehearsal:
+
+        def peak_of(cut: tuple) -> Peak:
+            return complete(settings, rehearsal.peak(*cut[1:]), rehearsal.counts)
+
+        for cut in cuts:
+            peak = peak_of(cut)
+            if not overhead or room is None or overhead.needed(peak) - overhead.context <= room:
+                break
+        found = {name: getattr(peak, name) for name in (*ON_DEVICE, "host", "phase", "total")}
+        if len(cuts) > 1:
+            found |= {"micro_batch_tokens": cut[0], "one_sample": peak_of(cuts[-1]).total}
+    return found | ({"needed": overhead.needed(peak)} if overhead else {})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The folder of a run, `runs/<script>/<n>/`: log.txt, metrics.csv and run.json, written by rank 0 alone."""
 
 import json
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -32,8 +33,14 @@ class RunFolder:
         self.path = path or _next_folder(Path(settings.runs_dir) / settings.name)
         self._lock = lock(self.path)
         self.lines, self.rows = list(lines), [tuple(row) for row in rows]
-        write_whole(self.path / "log.txt", "".join(f"{line}\n" for line in lines))
-        self._log = RunLog(self.path, settings, self.rows)
+        try:
+            write_whole(self.path / "log.txt", "".join(f"{line}\n" for line in lines))
+            self._log = RunLog(self.path, settings, self.rows)
+        except BaseException:
+            self._unlock()
+            if path is None:
+                shutil.rmtree(self.path, ignore_errors=True)
+            raise
 
     def append(self, lines: list[str]) -> None:
         """Add lines to log.txt."""
@@ -54,8 +61,11 @@ class RunFolder:
         """Release the folder."""
         if self._lock.is_locked:
             self._log.close()
-            self._lock.release(force=True)
-            Path(self._lock.lock_file).unlink(missing_ok=True)
+            self._unlock()
+
+    def _unlock(self) -> None:
+        self._lock.release(force=True)
+        Path(self._lock.lock_file).unlink(missing_ok=True)
 
 
 def check_writable(folder: Path) -> None:

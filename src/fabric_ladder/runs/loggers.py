@@ -5,13 +5,15 @@ import io
 import os
 import re
 import shutil
+import sys
 import warnings
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 
 from lightning.fabric.loggers import CSVLogger, Logger, TensorBoardLogger
 
-from fabric_ladder.errors import UserError
+from fabric_ladder.errors import UserError, first_line, refused
 from fabric_ladder.settings import Settings
 
 PACKAGES = {
@@ -52,7 +54,11 @@ class RunLog:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Experiment logs directory", UserWarning)  # it writes metrics.csv anew
             self._csv.experiment.save()
-        self._trackers = [_start(name, folder, settings) for name in _names(settings) if name != "csv"]
+        self._trackers = {}
+        for name in _names(settings):
+            if name != "csv":
+                with refused(f"--logger {name} cannot start: log in or configure it, or leave it out"):
+                    self._trackers[name] = _start(name, folder, settings)
         for step, samples, figures in rows:
             self.write(step, samples, **figures)
 
@@ -65,13 +71,22 @@ class RunLog:
             **figures: Names and values; trackers get `train/loss` for `loss`, `val/loss` for `validation_loss`.
         """
         self._csv.log_metrics(figures | {"samples": samples}, step)
-        for tracker in self._trackers:
-            tracker.log_metrics({_tag(name): value for name, value in figures.items()}, samples)
+        values = {_tag(name): value for name, value in figures.items()}
+        self._tell(lambda tracker: tracker.log_metrics(values, samples))
 
     def close(self) -> None:
         """Write what is left, and let the trackers go."""
-        for tracker in self._trackers:
-            tracker.finalize("success")
+        self._tell(lambda tracker: tracker.finalize("success"))
+
+    def _tell(self, action: Callable) -> None:
+        """Let every tracker do something; one that fails, by an error of its own kind, is not worth the run."""
+        for name, tracker in list(self._trackers.items()):
+            try:
+                action(tracker)
+            except Exception as error:
+                del self._trackers[name]
+                left = "it gets no more figures; metrics.csv has them all"
+                print(f"--logger {name} failed ({first_line(error)}): {left}", file=sys.stderr, flush=True)
 
 
 class Trackio:
@@ -99,13 +114,17 @@ def _start(tracker: str, folder: Path, settings: Settings) -> Logger | Trackio:
     name, config = f"{folder.parent.name}/{folder.name}", vars(settings)
     if tracker == "tensorboard":
         shutil.rmtree(folder / "tensorboard", ignore_errors=True)  # of a run that goes on
-        return TensorBoardLogger(folder, name="", version="tensorboard")
+        started = TensorBoardLogger(folder, name="", version="tensorboard")
+        _ = started.experiment  # made here, where it may fail
+        return started
     if tracker == "trackio":
         return Trackio(name, config)
     if tracker == "wandb":
         from lightning.pytorch.loggers import WandbLogger
 
-        return WandbLogger(name=name, save_dir=folder, project=PROJECT, config=config)
+        started = WandbLogger(name=name, save_dir=folder, project=PROJECT, config=config)
+        _ = started.experiment  # logs in here, where it may fail
+        return started
     from lightning.pytorch.loggers import MLFlowLogger
 
     database = f"sqlite:///{folder.parent.parent.absolute() / 'mlflow.db'}"

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from fabric_ladder.settings import Settings
 PACKAGE = Path(__file__).parents[1]
 PLANNER = "fabric_ladder.planning.predict"  # started as a module, never imported: a run stands below the planner
 TIMEOUT = 120  # seconds
+BUDGET = 16_384  # tokens: the most that `micro_batch_tokens` `auto` takes, far above what keeps a GPU busy
 PARTS = {
     "parameters": "weights", "gradients": "gradients", "optimizer_state": "optimizer", "activations": "activations",
     "logits": "logits", "other": "other",
@@ -43,7 +45,8 @@ class Prediction:
 
     Args:
         found: Bytes on each GPU: `total`, its parts (see `PARTS`), what is `needed` with CUDA's own, and of the
-            `host`; or the `problem` that kept it from being found.
+            `host`; with `micro_batch_tokens` `auto` also the number that fits, and the total of `one_sample` at a time;
+            or the `problem` that kept it from being found.
     """
 
     def __init__(self, found: dict):
@@ -54,7 +57,8 @@ class Prediction:
         if "problem" in self.found:
             return {}
         parts = {name: self.found[name] for name in (*PARTS, "host", "phase")}
-        return {"predicted_peak_bytes": self.found["total"], "predicted": parts}
+        single = {"predicted_one_sample_bytes": self.found["one_sample"]} if "one_sample" in self.found else {}
+        return {"predicted_peak_bytes": self.found["total"], "predicted": parts, **single}
 
     def line(self, settings: Settings, hardware: dict) -> str:
         """Return the line of the header; on a GPU that is too small, with what to try next."""
@@ -63,10 +67,13 @@ class Prediction:
         total = self.found["total"]
         text = ", ".join(f"{name} {self.found[key] / 1e9:.2f}" for key, name in PARTS.items() if self.found[key] >= 5e6)
         text = f"Predicted peak: {total / 1e9:.2f} GB" + f" ({text})" * bool(text)
+        single = ""
+        if "one_sample" in self.found:
+            single = f", {self.found['one_sample'] / 1e9:.2f} GB with one sample at a time"
         if "gpu" not in hardware:
-            return f"{text} of tensors on a GPU"
+            return f"{text} of tensors on a GPU{single}"
         needed, available = self.found["needed"], hardware["gpu_memory"]
-        text += f"; {needed / 1e9:.2f} of {available / 1e9:.2f} GB with CUDA's own"
+        text += f"{single}; {needed / 1e9:.2f} of {available / 1e9:.2f} GB with CUDA's own"
         return text if needed <= available else f"{text}, so it may not fit. Next to try: {less_memory(settings)}"
 
     def end_line(self, measured: int, of_gpu: bool) -> str:
@@ -92,17 +99,16 @@ def predict(
     wanted = settings.predict_memory if settings.predict_memory is not None else fabric.device.type == "cuda"
     if fabric.global_rank or not wanted:
         return None
-    if settings.micro_batch_tokens == "auto":
-        return Prediction({"problem": "--micro_batch_tokens auto tries what fits"})
-    batches = _largest(train_loader, val_loader)
+    cuts = _cuts(settings, train_loader, val_loader)
     ranks = settings.ranks if isinstance(fabric.strategy, ModelParallelStrategy) else None
     config = model.config.to_dict()
     gpu = torch.cuda.get_device_name(fabric.device) if fabric.device.type == "cuda" else None
-    key = _key(settings, config, batches, ranks, gpu)
+    room = _room(fabric.device) if gpu else None
+    key = _key(settings, config, cuts, ranks, gpu, room)
     path = Path(settings.cache_dir).expanduser() / "memory" / f"{key}.json"
     with suppress(OSError, ValueError):
         return Prediction(json.loads(path.read_text(encoding="utf-8")))
-    found = _ask_planner((settings, batches, ranks, model.config.num_labels, gpu, gpu and compute_capability()))
+    found = _ask_planner((settings, cuts, ranks, model.config.num_labels, gpu, gpu and compute_capability(), room))
     if "problem" not in found:
         with suppress(OSError):  # then the next run predicts again
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,6 +132,37 @@ def _ask_planner(question: tuple) -> dict:
         return {"problem": "the rehearsal ended without an answer"}
 
 
+def most_tokens(train_loader: DataLoader) -> int:
+    """Return what `micro_batch_tokens` `auto` begins with: the tokens of the largest micro-batch, at most `BUDGET`.
+
+    The loader's sampler is left cut by `BUDGET`.
+    """
+    train_loader.sampler.cut_by_tokens(BUDGET)
+    plans = train_loader.sampler.heaviest()
+    return min(BUDGET, max(part.padded for plan in plans for part in train_loader.dataset[plan].micro_batches))
+
+
+def _cuts(settings: Settings, train_loader: DataLoader, val_loader: DataLoader) -> list[tuple]:
+    """Return what the effective batches may be cut into: `micro_batch_tokens`, and what may need most of each cut.
+
+    Those that need most come first, one sample at a time last. Unless `micro_batch_tokens` is `auto`, there is one.
+    """
+    if settings.micro_batch_tokens != "auto":
+        return [(None, *_largest(train_loader, val_loader))]
+    sampler, tokens, cuts = train_loader.sampler, most_tokens(train_loader), []
+    while tokens > sampler.lengths.max():
+        sampler.cut_by_tokens(tokens)
+        cuts.append((tokens, *_largest(train_loader, val_loader)))
+        tokens //= 2
+    sampler.cut_by_tokens(1)
+    return [*cuts, (1, *_largest(train_loader, val_loader))]
+
+
+def _room(device: torch.device) -> int:
+    """Return the bytes of the GPU that this process has or can have, rounded down so that equal runs agree."""
+    return (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)) // 2**28 * 2**28
+
+
 def _largest(train_loader: DataLoader, val_loader: DataLoader) -> tuple[list[MicroBatch], list[MicroBatch]]:
     """Return the micro-batches of training and the batches of the evaluation that may need most, without values."""
     plans = train_loader.sampler.heaviest()
@@ -140,15 +177,16 @@ def _without_values(batches: list[MicroBatch]) -> list[MicroBatch]:
     ]
 
 
-def _key(settings: Settings, config: dict, batches: tuple, ranks: int | None, gpu: str | None) -> str:
+def _key(settings: Settings, config: dict, cuts: list, ranks: int | None, gpu: str | None, room: int | None) -> str:
     """Name what a rehearsal depends on: settings, model, shapes, versions, and this package's own sources."""
     values = asdict(settings)
     shapes = [
-        [each.masked, *(list(tensor.shape) for tensor in each.inputs.values())] for part in batches for each in part
+        [tokens, *([each.masked, *(list(tensor.shape) for tensor in each.inputs.values())] for each in chain(*parts))]
+        for tokens, *parts in cuts
     ]
     sources = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         sources.update(path.read_bytes())
-    parts = [{name: values[name] for name in RELEVANT}, config, shapes, ranks, gpu, describe_versions("peft")]
+    parts = [{name: values[name] for name in RELEVANT}, config, shapes, ranks, gpu, room, describe_versions("peft")]
     parts.append(sources.hexdigest())
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]

@@ -18,7 +18,8 @@ from fabric_ladder.data.loaders import EffectiveBatch
 from fabric_ladder.distributed.launch import forget_launch
 from fabric_ladder.distributed.preemption import StopRequest, exit_for
 from fabric_ladder.distributed.watch import RankWatch, running_watch
-from fabric_ladder.environment import notebook_shell
+from fabric_ladder.environment import compute_capability, notebook_shell
+from fabric_ladder.models.kernels import attention_kernels, use_kernels
 from fabric_ladder.runs.metrics import Totals
 from fabric_ladder.runs.prediction import Prediction
 from fabric_ladder.runs.record import RunRecord
@@ -73,6 +74,8 @@ class Run:
         self.print(" · ".join(f"{name} {number}" for name, number in self.record.values["versions"].items()))
         self.print(title(settings, self.record.values["hardware"], fabric.world_size))
         self.print(f"Torch CUDA available? {torch.cuda.is_available()}")
+        if fabric.device.type == "cuda" and settings.attention == "fused":
+            self._choose_kernels()
 
     @property
     def folder(self) -> Path | None:
@@ -242,6 +245,14 @@ class Run:
     def _of_tokens(self) -> bool:
         """Whether losses and accuracies are means over trained tokens, not over samples."""
         return self.settings.task == "instruction-tuning"
+
+    def _choose_kernels(self) -> None:
+        settings, cudnn = self.settings, torch.backends.cudnn.version()
+        fixed = settings.task == "image-classification"
+        kernels = attention_kernels(settings.precision, compute_capability(), cudnn, fixed, settings.deterministic)
+        use_kernels(kernels)
+        self.record.add(attention_kernels=kernels)
+        self.print(f"Attention kernels, the first that can: {', '.join(kernels)}")
 
     def _epoch(self, epoch: int) -> str:
         return f"Epoch: {epoch + 1:04d}/{self.settings.epochs:04d}"

@@ -9,8 +9,8 @@ import re
 import textwrap
 from pathlib import Path
 
-from fabric_ladder.cli import PATHS, choose_config, read_config
 from fabric_ladder.errors import UserError
+from fabric_ladder.options import PATHS, choose_config, read_config
 from fabric_ladder.places import CONFIGS, PACKAGE, SRC
 from fabric_ladder.tools import notebook_cells as cells
 from fabric_ladder.tools.project import ROOT, describe_project

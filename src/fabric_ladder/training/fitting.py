@@ -11,48 +11,54 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from lightning.fabric.strategies import DDPStrategy, DeepSpeedStrategy
+from lightning.fabric.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy
 from torch import Tensor
 
-from fabric_ladder.advice import is_out_of_memory
+from fabric_ladder.data.cutting import MicroBatchPlan
 from fabric_ladder.data.loaders import EffectiveBatch, MicroBatch
-from fabric_ladder.data.sampler import MicroBatchPlan
 from fabric_ladder.environment import count_device, reset_peak_memory
-from fabric_ladder.errors import UserError
+from fabric_ladder.errors import UserError, is_out_of_memory
 from fabric_ladder.models.compile import is_compiled
 from fabric_ladder.runs.metrics import Meter
+from fabric_ladder.runs.prediction import Prediction, most_tokens
 from fabric_ladder.training.gradients import accumulate_gradients, run_model
 from fabric_ladder.training.state import Training, random_state, set_random_state
 
 CLIFFS = ("cuda",)  # devices whose memory ends all at once; a CPU's host swaps, and a trial would only take time
-WHOLE = 2**62  # micro_batch_tokens that cut nothing
 MOMENTS = {"adam": 2, "adamw": 2, "adam-8bit": 2}  # tensors of a parameter's shape that an optimizer keeps of it
 
 
-def try_longest(training: Training) -> None:
+def try_longest(training: Training, prediction: Prediction | None) -> None:
     """Try the effective batches of this epoch that need the most memory, before the run's first step here.
 
-    With `micro_batch_tokens` `auto` the number is chosen, too: all tokens of the longest batch at once, or what the run
-    has chosen before it was stopped, halved until all ranks have room.
+    With `micro_batch_tokens` `auto` the number is chosen, too: what the prediction has found to fit, or the run before
+    it was stopped, halved until all ranks have room. Where weights are sharded it is not halved, since a rank that runs
+    out of memory leaves the others waiting; and without a prediction it is one sample at a time there.
 
-    Not under DeepSpeed, whose engine adds up gradients where nobody can take them back.
+    Under DeepSpeed nothing is tried: its engine adds up gradients where nobody can take them back.
 
     Raises:
         torch.OutOfMemoryError, RuntimeError, MemoryError: A batch does not fit; with `auto`, not sample by sample.
         UserError: With `auto`, another rank has no room.
     """
-    run, settings, device = training.run, training.run.settings, training.run.fabric.device
-    auto = settings.micro_batch_tokens == "auto"
-    done = training.state.epoch == settings.epochs
-    if done or isinstance(training.run.fabric.strategy, DeepSpeedStrategy) or not (auto or device.type in CLIFFS):
+    run, settings, strategy = training.run, training.run.settings, training.run.fabric.strategy
+    if training.state.epoch == settings.epochs:
         return
+    auto, tries = settings.micro_batch_tokens == "auto", not isinstance(strategy, DeepSpeedStrategy)
+    halves = auto and tries and not isinstance(strategy, ModelParallelStrategy)
     training.train_loader.sampler.set_epoch(training.state.epoch)
-    with run.throughput.excluded(), _without_a_trace(training):
-        if auto:
-            _choose_tokens(training)
-        elif problem := _find_problem(training, _heaviest(training)):
-            raise problem
-    reset_peak_memory(device)  # which failed tries have raised
+    before = training.state.micro_batch_tokens
+    tokens = _first_tokens(training, prediction, halves) if auto else None
+    if halves or (tries and run.fabric.device.type in CLIFFS):
+        with run.throughput.excluded(), _without_a_trace(training):
+            if halves:
+                tokens = _halve_until_it_fits(training, tokens)
+            elif problem := _find_problem(training, _heaviest(training)):
+                raise problem
+        reset_peak_memory(run.fabric.device)  # which failed tries have raised
+    if auto:
+        training.state.fit(tokens)
+        run.log_fit(tokens, new=tokens != before)
 
 
 def compile_ahead(training: Training) -> None:
@@ -106,14 +112,20 @@ def _one_and_several(training: Training, parts: Iterable[MicroBatchPlan]) -> lis
     return [found.get(several) or next(iter(found.values())) for several in (False, True) if wanted[several]]
 
 
-def _choose_tokens(training: Training) -> None:
-    """Find the `micro_batch_tokens` that fit on all ranks, and cut by them."""
-    run, state = training.run, training.state
-    tokens = before = state.micro_batch_tokens
-    if tokens is None:
-        training.train_loader.sampler.cut_by_tokens(WHOLE)
-        whole = max(micro_batch.padded for batch in _heaviest(training) for micro_batch in batch.micro_batches)
-        (tokens,) = _largest(training, whole)
+def _first_tokens(training: Training, prediction: Prediction | None, halves: bool) -> int:
+    """Return the `micro_batch_tokens` to begin with, the same on all ranks, and cut by them."""
+    predicted = prediction.found.get("micro_batch_tokens", 0) if prediction else 0  # which the first rank has alone
+    (predicted,) = _largest(training, predicted)
+    known = [tokens for tokens in (training.state.micro_batch_tokens, predicted) if tokens]
+    if not known:
+        known = _largest(training, most_tokens(training.train_loader)) if halves else [1]
+    tokens = min(known)
+    training.train_loader.sampler.cut_by_tokens(tokens)
+    return tokens
+
+
+def _halve_until_it_fits(training: Training, tokens: int) -> int:
+    """Return the `micro_batch_tokens` that fit on all ranks, at most so many, and cut by them."""
     while True:
         training.train_loader.sampler.cut_by_tokens(tokens)
         batches = _heaviest(training)
@@ -125,8 +137,7 @@ def _choose_tokens(training: Training) -> None:
         if rows == 1:
             raise problem or UserError("out of memory on another rank, with one sample at a time")
         tokens //= 2
-    state.fit(tokens)
-    run.log_fit(tokens, new=tokens != before)
+    return tokens
 
 
 def _heaviest(training: Training) -> list[EffectiveBatch]:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from fabric_ladder.checkpoints.checkpointer import Checkpointer
+from fabric_ladder.checkpoints.room import check_room
 from fabric_ladder.checkpoints.save import read_state, save
 from fabric_ladder.data.loaders import EffectiveBatch, MicroBatch
 from fabric_ladder.errors import UserError
@@ -77,12 +78,13 @@ def _start(training: Training) -> Checkpointer:
     if settings.load:
         read_state(f"--load {settings.load}", Path(settings.load), model, optimizer)
     fabric.seed_everything(settings.seed + fabric.global_rank, verbose=False)  # dropout differs between the ranks
+    run.record.on_rank_zero(lambda: check_room(settings, model))
     checkpointer = Checkpointer(run, model, optimizer, state, train_loader.dataset.fingerprint)
     resumed = checkpointer.find()
     prediction = predict(fabric, settings, model, train_loader, val_loader)
     run.start(model, train_loader, checkpointer, prediction, resumed)
     checkpointer.restore()
-    try_longest(training)
+    try_longest(training, prediction)
     compile_ahead(training)
     set_learning_rate(settings, optimizer, state.optimizer_steps, steps)
     return checkpointer
@@ -172,11 +174,13 @@ def _stop(training: Training, checkpointer: Checkpointer) -> None:
 def _finish(training: Training) -> None:
     """Print the training's figures, and save what was trained."""
     run, settings, state = training.run, training.run.settings, training.state
-    run.log_training(state.samples_hash)
-    if settings.save != "no":
-        data, random = training.train_loader.dataset, settings.from_scratch
-        folder = save(run.fabric, settings.save, run.folder, training.model, training.optimizer, data, random)
-        run.print(f"Saved {folder}")
+    try:
+        run.log_training(state.samples_hash)
+    finally:  # a disk without room for the log may not cost the model
+        if settings.save != "no":
+            data, random = training.train_loader.dataset, settings.from_scratch
+            folder = save(run.fabric, settings.save, run.folder, training.model, training.optimizer, data, random)
+            run.print(f"Saved {folder}")
     state.finish()
 
 

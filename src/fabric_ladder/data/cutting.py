@@ -1,0 +1,153 @@
+"""Cutting an effective batch: shared out to the ranks, cut into micro-batches, and packed into rows."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+FULL_PASS = 1024  # padded tokens; below, a GPU waits for its kernels to be launched: an estimate, for BLOOM-560m
+
+
+class MicroBatchPlan(NamedTuple):
+    """What a micro-batch is made of.
+
+    Attributes:
+        rows: Row numbers of the split.
+        items: As in `MicroBatch`.
+        weight: As in `MicroBatch`.
+        packs: Packed: how many of `rows`, one after the other, share each row of the micro-batch; None: not packed.
+    """
+
+    rows: np.ndarray
+    items: int
+    weight: float
+    packs: list[int] | None = None
+
+
+def cut(
+    rows: np.ndarray, lengths: np.ndarray, items: np.ndarray, ranks: int = 1, size: int | None = None,
+    tokens: int | None = None, multiple: int = 1, capacity: int | None = None,
+) -> list[list[MicroBatchPlan]]:  # fmt: skip
+    """Share an effective batch out to the ranks and cut each share into micro-batches.
+
+    Samples are sorted by length, longest first, and dealt out one by one, so that the ranks get alike shares with
+    hardly any padding, and the largest micro-batch comes first. With `capacity`, short samples of a share are packed
+    into rows, and those of each micro-batch made about equally long. Every rank gets the same number of micro-batches,
+    since sharded models talk to each other in every forward pass: large ones are halved, by rows and then by the
+    samples of a row, and where samples run out a filler (a repeated sample without weight) stands in.
+
+    Args:
+        rows: Row numbers of the effective batch.
+        lengths: Tokens of every row of the split.
+        items: Items of every row of the split.
+        ranks: Number of ranks.
+        size: Most rows of a micro-batch, which are samples unless they are packed.
+        tokens: Most padded tokens of a micro-batch; a row that is longer stands alone. What is cut by it is cut further
+            where that saves padding, but not below `FULL_PASS`.
+        multiple: Lengths are padded to a multiple of this.
+        capacity: Most padded tokens of a row that samples share; a sample that is longer stands alone. None: none do.
+
+    Returns:
+        For each rank its micro-batch plans.
+    """
+    rows = rows[np.argsort(-lengths[rows], kind="stable")]
+    shares = [_cut_share(rows[rank::ranks], lengths, size, tokens, multiple, capacity) for rank in range(ranks)]
+    most, total = max(map(len, shares)), int(items[rows].sum())
+    filler, planned = MicroBatchPlan(rows[-1:], 0, 0.0, capacity and [1]), []
+    for share in shares:
+        while len(share) < most and _halve_largest(share):
+            pass
+        plans = []
+        for packs in share:
+            packs = packs if capacity is None else _level(packs, lengths)
+            mine = packs[:, 0] if capacity is None else np.concatenate(packs)
+            count = int(items[mine].sum())
+            plans.append(MicroBatchPlan(mine, count, ranks * count / total, capacity and [len(pack) for pack in packs]))
+        planned.append(plans + [filler] * (most - len(plans)))
+    return planned
+
+
+def _cut_share(
+    rows: np.ndarray, lengths: np.ndarray, size: int | None, tokens: int | None, multiple: int, capacity: int | None
+) -> list[np.ndarray | list[list[int]]]:
+    """Return the rows of each micro-batch, and of each row its samples; unpacked, as views of `rows`."""
+    if capacity is None:
+        packs, used = rows[:, None], lengths[rows]
+    else:
+        packs, used = _pack(rows, lengths, max(1, capacity // multiple * multiple))
+    share, width, start = [], -(-used // multiple) * multiple, 0
+    while start < len(packs):
+        end = start + (max(1, tokens // int(width[start])) if tokens else size)
+        ends = _cut_off_padding(width[start:end]) if tokens and capacity is None else []
+        share += np.split(packs[start:end], ends) if ends else [packs[start:end]]
+        start = end
+    return share
+
+
+def _cut_off_padding(width: np.ndarray) -> list[int]:
+    """Return where to cut a micro-batch, whose rows have these widths, the widest first, to compute on less padding.
+
+    A pass of fewer than `FULL_PASS` tokens counts as one of so many.
+    """
+    rows = len(width)
+    if width[0] * rows <= FULL_PASS:
+        return []
+    cuts = np.arange(1, rows)
+    tokens = np.maximum(width[0] * cuts, FULL_PASS) + np.maximum(width[1:] * (rows - cuts), FULL_PASS)
+    if not len(cuts) or tokens.min() >= width[0] * rows:
+        return []
+    best = int(cuts[tokens.argmin()])
+    return [*_cut_off_padding(width[:best]), best, *(best + cut for cut in _cut_off_padding(width[best:]))]
+
+
+def _pack(rows: np.ndarray, lengths: np.ndarray, capacity: int) -> tuple[list[list[int]], np.ndarray]:
+    """Give each sample, the longest first, to the first row that has room for it.
+
+    Returns:
+        The samples that share a row, and the tokens of each row; the fullest first.
+    """
+    packs, free = [], np.full(len(rows), capacity)
+    for sample in rows.tolist():
+        row = int(np.argmax(free[: len(packs) + 1] >= min(lengths[sample], capacity)))
+        if row == len(packs):
+            packs.append([])
+        packs[row].append(sample)
+        free[row] -= lengths[sample]
+    used = capacity - free[: len(packs)]
+    order = np.argsort(-used, kind="stable")
+    return [packs[row] for row in order], used[order]
+
+
+def _level(packs: list[list[int]], lengths: np.ndarray) -> list[list[int]]:
+    """Give each sample, the longest first, to the emptiest of as many rows, where this makes the longest one shorter.
+
+    Else the last row of a share, which takes what is left, would be mostly padding.
+    """
+    samples = sorted((sample for pack in packs for sample in pack), key=lambda sample: -lengths[sample])
+    rows, used = [[] for _ in packs], np.zeros(len(packs), int)
+    for sample in samples:
+        emptiest = int(used.argmin())
+        rows[emptiest].append(sample)
+        used[emptiest] += lengths[sample]
+    if used.max() >= max(lengths[pack].sum() for pack in packs):
+        return packs
+    return [rows[row] for row in np.argsort(-used, kind="stable")]
+
+
+def _halve_largest(share: list[list[list[int]]]) -> bool:
+    """Halve, in the share itself, the micro-batch of most rows, or where each has one, of most samples.
+
+    Returns:
+        False if each has a single sample.
+    """
+    largest = max(range(len(share)), key=lambda index: (len(share[index]), len(share[index][0])), default=None)
+    if largest is None:
+        return False
+    packs = share[largest]
+    if len(packs) > 1:
+        half = (len(packs) + 1) // 2
+        share[largest : largest + 1] = [packs[:half], packs[half:]]
+    elif len(packs[0]) > 1:
+        share[largest : largest + 1] = [[packs[0][::2]], [packs[0][1::2]]]
+    else:
+        return False
+    return True
