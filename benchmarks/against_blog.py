@@ -28,7 +28,8 @@ import common  # first of all: it makes the project importable without an instal
 import numpy as np
 import torch
 from blog_recipe import read_frame, split_frame
-from common import MEASURES, CannotMeasureError, alternate, hf, medians
+from common import CannotMeasureError, hf
+from duels import MEASURES, alternate, duel_parser, medians, run_parts
 from loop_cost import measure_loop
 
 import local_dataset_utilities as data
@@ -205,7 +206,7 @@ def compare_loops(part: str, reviews: int, repeats: int, threads: int, folder: P
 
 def main() -> int:
     """Measure the chosen parts and return the exit status."""
-    parser = common.duel_parser(__doc__, PARTS, 5, OUT)
+    parser = duel_parser(__doc__, PARTS, 5, OUT)
     parser.add_argument("--reviews", type=int, help=f"training reviews (reading: the largest size); default: {REVIEWS}")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -214,7 +215,7 @@ def main() -> int:
         common.imdb_archive()
         return PARTS[part](part, args.reviews or REVIEWS[part], args.repeats, args.threads, folder)
 
-    return common.run_parts({part: partial(measure, part) for part in args.part}, args.out, TARGETS)
+    return run_parts({part: partial(measure, part) for part in args.part}, args.out, TARGETS)
 
 
 PARTS = {"bloom": compare_recipes, "minilm": compare_recipes, "reading": compare_reading, "loop": compare_loops}

@@ -32,7 +32,8 @@ from pathlib import Path
 import common  # first of all: it makes the project importable without an installation
 import torch
 from against_blog import BLOOM, model_options, prepare
-from common import MEASURES, CannotMeasureError, alternate, medians, rung_command
+from common import CannotMeasureError, rung_command
+from duels import MEASURES, alternate, duel_parser, medians, run_parts
 
 OUT = common.RESULTS / "against_peers.json"
 REVIEWS = {"minilm": 32, "bloom": 32}  # for training; half as many for validation and for the test
@@ -197,7 +198,7 @@ def duel_of_attention(_: str, args: argparse.Namespace, folder: Path) -> dict:
 
 def main() -> int:
     """Measure the chosen parts and return the exit status."""
-    parser = common.duel_parser(__doc__, PARTS, 5, OUT)
+    parser = duel_parser(__doc__, PARTS, 5, OUT)
     parser.add_argument("--measure", choices=("sides", *OTHERS), default="sides", help="of minilm and bloom, see above")
     parser.add_argument("--reviews", type=int, help=f"for training; default: {REVIEWS}")
     parser.add_argument("--without", nargs="+", choices=PEERS, default=[], help="peers to leave out, to save time")
@@ -213,7 +214,7 @@ def main() -> int:
             words.append(args.precision)
         measures[name := " ".join(words)] = partial(measure, part, args)
         targets[name] = judged
-    return common.run_parts(measures, args.out, targets)
+    return run_parts(measures, args.out, targets)
 
 
 PARTS = {"minilm": duel, "bloom": duel, "attention": duel_of_attention}

@@ -27,6 +27,7 @@ def measure(settings: Settings, tokens: int, rows: int, passes: int) -> dict:
     """
     device = torch.device(settings.accelerator)
     seed_everything(settings.seed, verbose=False)
+    torch.set_float32_matmul_precision(settings.matmul_precision)
     model = build_model(settings, blank_datasets(2)).to(device)
     if settings.precision == "bf16-true":
         model.to(torch.bfloat16)

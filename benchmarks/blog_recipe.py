@@ -7,7 +7,8 @@
 - Validation and test go through the reviews one by one.
 
 One thing is fixed here: the blog steps after reviews 1, n + 1, 2n + 1, …, and so loses the last n - 1. Here it steps
-at the end of each window, so that both sides of a comparison take the same optimizer steps.
+at the end of each window, so that both sides of a comparison take the same optimizer steps. And products of 32-bit
+matrices are taken as in the ladder (`--matmul_precision`, on a GPU by default TF32); `highest` is what the blog has.
 
 As a script, it takes the settings of the rungs and `--texts`, `--padding` and `--out`, and writes its figures as JSON:
 `python benchmarks/blog_recipe.py --texts FOLDER --out FILE [--padding max_length] [--batch_size 16 …]`.
@@ -15,7 +16,7 @@ As a script, it takes the settings of the rungs and `--texts`, `--padding` and `
 
 import argparse
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
 
@@ -23,7 +24,7 @@ import numpy as np
 import pandas as pd
 import torch
 import torchmetrics
-from common import checksum, hf  # first of all: it makes the project importable without an installation
+from common import checksum, hf, precisions  # first of all: it makes the project importable without an installation
 from lightning import Fabric
 from torch import nn
 from torch.optim import Optimizer
@@ -128,6 +129,7 @@ def measure(settings: Settings, texts: Path, padding: bool | str = True) -> dict
     fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
     fabric.launch()
     fabric.seed_everything(settings.seed, verbose=False)
+    torch.set_float32_matmul_precision(settings.matmul_precision)
     datasets = load_datasets(settings)  # for its tokenizer and the names of its classes
     hf.disable_progress_bars()
     tokens = tokenize(hf.load_from_disk(texts), datasets.tokenizer, settings.max_length, padding)
@@ -164,6 +166,7 @@ def measure(settings: Settings, texts: Path, padding: bool | str = True) -> dict
         "weights": weights,
         "updates": -(-samples // settings.batch_size),
         "threads": torch.get_num_threads(),
+        **precisions(asdict(settings)),
     }
 
 

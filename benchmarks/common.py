@@ -1,16 +1,14 @@
-"""What the benchmarks share: texts, child processes that measure one side, sides in turns, targets, written results."""
+"""What the benchmarks share: texts, child processes that measure one side, tables, written results."""
 
-import argparse
 import csv
 import json
 import os
 import re
 import shlex
-import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from time import strftime
 
@@ -18,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # so that no installation is needed
 
 import datasets as hf  # noqa: E402
+import psutil  # noqa: E402
 import torch  # noqa: E402
 
 from fabric_ladder.data.cache import quiet  # noqa: E402
@@ -34,18 +33,28 @@ KEPT = (
     "samples_per_second tokens_per_second evaluation_tokens_per_second peak_memory_bytes peak_host_memory_bytes".split()
 )
 KEPT += "training_seconds padding test_accuracy test_loss parameters".split()  # figures of run.json
+SOMETIMES = ("compile_seconds", "predicted_peak_bytes", "peak_reserved_bytes")  # on a GPU, or compiled
 BASE = ["--config", str(ROOT / "configs" / "imdb_bloom_560m.yaml")]  # without it, a machine without a GPU does less
 
 
-MEASURES = ("samples_per_second", "evaluation_samples_per_second", "peak_memory_bytes")
+CHILDREN: set[subprocess.Popen] = set()  # that run now
 
 
 class ChildError(RuntimeError):
     """A measured process failed; the message is the last line that it wrote to stderr."""
 
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status, self.figures = status, {}
+
 
 class CannotMeasureError(Exception):
     """A part cannot be measured here; the message says why."""
+
+
+def has_imdb() -> bool:
+    """Tell whether the archive of IMDb is here."""
+    return (Path(DataSettings().data_dir) / IMDB_ARCHIVE).is_file()
 
 
 def imdb_archive() -> Path:
@@ -55,7 +64,7 @@ def imdb_archive() -> Path:
         CannotMeasureError: It is not there.
     """
     path = Path(DataSettings().data_dir) / IMDB_ARCHIVE
-    if not path.is_file():
+    if not has_imdb():
         raise CannotMeasureError(f"no {IMDB_ARCHIVE} in FABRIC_LADDER_DATA ({path.parent})")
     return path
 
@@ -72,32 +81,50 @@ def save_texts(settings: DataSettings, folder: Path) -> None:
             hf.DatasetDict(complete_splits(splits, settings)).save_to_disk(folder)
 
 
-def run_rung(script: str, options: list[str], threads: int | None = None) -> dict:
+def run_recorded(
+    script: str, options: list[str], threads: int | None = None, limit: float | None = None
+) -> tuple[dict, list[dict]]:
+    """Run an unchanged script of the ladder in a process of its own; return its run.json and its metrics' rows."""
+    with tempfile.TemporaryDirectory(prefix="fabric-ladder-runs-") as runs:
+        run_child([str(ROOT / "src" / f"{script}.py"), *options, "--runs_dir", runs], threads, limit)
+        return read_run(Path(runs) / script / "1")
+
+
+def read_run(folder: Path) -> tuple[dict, list[dict]]:
+    """Return a run's run.json and its metrics' rows."""
+    record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    with open(folder / "metrics.csv", encoding="utf-8", newline="") as file:
+        return record, list(csv.DictReader(file))
+
+
+def run_rung(script: str, options: list[str], threads: int | None = None, limit: float | None = None) -> dict:
     """Run an unchanged script of the ladder in a process of its own, and return its figures.
 
     Evaluation is timed on the validation split, between the last printed loss and the line of the epoch. The rate of
     the last printed loss is `late_samples_per_second`; `seconds_to_last_step` has all that came before it, such as
     compilation.
     """
-    with tempfile.TemporaryDirectory(prefix="fabric-ladder-runs-") as runs:
-        _run_child([str(ROOT / "src" / f"{script}.py"), *options, "--runs_dir", runs], threads)
-        folder = Path(runs) / script / "1"
-        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        with open(folder / "metrics.csv", encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
-    results = record["results"]
+    record, rows = run_recorded(script, options, threads, limit)
+    results, settings = record["results"], record["settings"]
     last, epoch = ([row for row in rows if row[name]][-1] for name in ("loss", "validation_loss"))
     validating = float(epoch["seconds"]) - float(last["seconds"])
-    return {name: results[name] for name in KEPT} | {
+    figures = {name: results[name] for name in KEPT} | {
         "late_samples_per_second": float(last["samples_per_second"]),
         "seconds_to_last_step": float(last["seconds"]),
-        "evaluation_samples_per_second": record["settings"]["validation_samples"] / validating,
+        "evaluation_samples_per_second": settings["validation_samples"] / validating,
         "evaluation_seconds": validating,
-        "compile_seconds": results.get("compile_seconds", 0.0),
+        "compile_seconds": 0.0,
         "tokens": round(results["tokens_per_second"] * results["training_seconds"]),
         "updates": int(rows[-1]["step"]),
         "threads": record["hardware"]["threads"],
+        **precisions(settings),
     }
+    return figures | {name: results[name] for name in SOMETIMES if name in results}
+
+
+def precisions(settings: dict) -> dict[str, str]:
+    """Return what the matrix products of these settings are taken in."""
+    return {name: settings[name] for name in ("precision", "matmul_precision")}
 
 
 def blog_command(texts: Path, options: list[str]) -> list[str]:
@@ -115,20 +142,34 @@ def rung_command(options: list[str], script: str, *more: str) -> list[str]:
     return [str(ROOT / "src" / f"{script}.py"), *options, *more]
 
 
-def run_command(command: list[str], threads: int | None = None) -> dict:
-    """Run a rung, or a script that writes its figures to `--out`, in a process of its own, and return the figures."""
+def run_command(command: list[str], threads: int | None = None, limit: float | None = None) -> dict:
+    """Run a rung, or a script that writes its figures to `--out`, in a process of its own, and return the figures.
+
+    Raises:
+        ChildError: It failed.
+        subprocess.TimeoutExpired: It took more than `limit` seconds; it and all that it started are gone.
+    """
     script, *options = command
     if Path(script).parent == ROOT / "src":
-        return run_rung(Path(script).stem, options, threads)
+        return run_rung(Path(script).stem, options, threads, limit)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
-        _run_child([*command, "--out", str(out)], threads)
-        return json.loads(out.read_text(encoding="utf-8"))
+        try:
+            run_child([*command, "--out", str(out)], threads, limit)
+        except (ChildError, subprocess.TimeoutExpired) as error:
+            error.figures = read_results(out)  # as far as it had come
+            raise
+        return read_results(out)
 
 
 def shown(command: list[str]) -> str:
-    """Return a child's command line as it is kept: the folders of this machine and of this run have names instead."""
-    text = shlex.join(["python", *command]).replace(f"{ROOT}/", "").replace(sys.prefix, "VENV")
+    """Return a child's command line as it is kept."""
+    return impersonal(shlex.join(["python", *command]))
+
+
+def impersonal(text: str) -> str:
+    """Return a text in which the folders of this machine and of this run have names instead."""
+    text = text.replace(f"{ROOT}/", "").replace(sys.prefix, "VENV")
     return re.sub(rf"{re.escape(tempfile.gettempdir())}/[^/\s]+", "$SCRATCH", text)
 
 
@@ -147,11 +188,31 @@ def child_environment(threads: int | None) -> dict[str, str]:
     return env
 
 
-def _run_child(command: list[str], threads: int | None) -> None:
+def run_child(command: list[str], threads: int | None = None, limit: float | None = None) -> str:
+    """Run a script in a process of its own, and return its stdout; raises as `run_command`."""
     env = child_environment(threads)
-    done = subprocess.run([sys.executable, *command], env=env, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise ChildError(f"{Path(command[0]).name} ended with status {done.returncode}: {last_line(done.stderr)}")
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    child = subprocess.Popen([sys.executable, *command], env=env, cwd=ROOT, start_new_session=True, **streams)
+    CHILDREN.add(child)
+    try:
+        stdout, stderr = child.communicate(timeout=limit)
+    finally:
+        end(child)
+        child.wait()
+        CHILDREN.discard(child)
+    if child.returncode:
+        text = f"{Path(command[0]).name} ended with status {child.returncode}: {last_line(stderr)}"
+        raise ChildError(text, child.returncode)
+    return stdout
+
+
+def end(child: subprocess.Popen) -> None:
+    """End a process that may still run, and all that it has started."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(child.pid)
+        for each in [process, *process.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
 
 
 def last_line(stderr: str) -> str:
@@ -205,89 +266,3 @@ def _cell(value) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
     return str(value)
-
-
-def alternate(repeats: int, **sides: Callable[[], dict]) -> dict[str, list[dict]]:
-    """Let the sides take turns, `repeats` times each."""
-    figures = {name: [] for name in sides}
-    for number in range(1, repeats + 1):
-        for name, measure in sides.items():
-            figures[name].append(measure())
-            print(f"  {number}/{repeats} {name}: {json.dumps(figures[name][-1])}", file=sys.stderr, flush=True)
-    return figures
-
-
-def medians(figures: dict[str, list[dict]]) -> dict[str, dict]:
-    """Return each side's median of every figure."""
-    return {
-        side: {name: statistics.median(run[name] for run in runs) for name in runs[0]} for side, runs in figures.items()
-    }
-
-
-def judge(record: dict, targets: list[tuple[str, str, float]]) -> None:
-    """Add the targets whose ratio has been measured, and whether they are met."""
-    record["targets"] = [
-        {
-            "ratio": name,
-            limit: bound,
-            "met": record["ratios"][name] * (sign := 1 if limit == "min" else -1) >= bound * sign,
-        }
-        for name, limit, bound in targets
-        if name in record["ratios"]
-    ]
-    record["passed"] = all(target["met"] for target in record["targets"])
-
-
-def report(record: dict) -> None:
-    """Print the ratios and every target of a record that has been judged."""
-    for name, value in (record.get("growth", {}) | record["ratios"]).items():
-        print(f"  {name}: {value if not isinstance(value, float) else f'{value:,.3f}'}")
-    for target in record["targets"]:
-        limit, sign = ("min", ">=") if "min" in target else ("max", "<=")
-        print(f"  target {'met' if target['met'] else 'MISSED'}: {target['ratio']} {sign} {target[limit]}")
-    print(flush=True)
-
-
-def duel_parser(description: str, parts: Iterable[str], repeats: int, out: Path) -> argparse.ArgumentParser:
-    """Return a parser of what all duels on the CPU share: parts, repeats, threads and the results file."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", nargs="+", choices=parts, default=list(parts))
-    parser.add_argument("--repeats", type=int, default=repeats)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=out, help="results file; the parts that are not run stay in it")
-    return parser
-
-
-def run_parts(
-    measures: dict[str, Callable[[Path], dict]], out: Path, targets: dict[str, list] | None = None, device: str = "cpu"
-) -> int:
-    """Measure each part, judge, print and keep it, and return the exit status: 1 when one failed or missed a target.
-
-    Args:
-        measures: For each part, what measures it, with an empty folder to work in, and returns its record. It raises
-            `CannotMeasureError` for a part to be skipped; one that fails is kept with its error, and the rest go on.
-        out: The results file; the parts that are not measured stay in it.
-        targets: For each part that has any, the targets for `judge`.
-        device: Its type is kept with the results.
-    """
-    passed = True
-    for part, measure in measures.items():
-        print(f"{part} …", file=sys.stderr, flush=True)
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                record = measure(Path(folder))
-        except CannotMeasureError as reason:
-            print(f"skipped {part}: {reason}")
-            continue
-        except RuntimeError as error:
-            print(f"{part} failed: {error}", flush=True)
-            record = {"failed": str(error), "passed": False}
-        if sides := record.get("medians"):
-            names = [name for name in (*MEASURES, "seconds") if name in next(iter(sides.values()))]
-            print_table([part, *names], [[side, *map(figures.get, names)] for side, figures in sides.items()])
-        if "ratios" in record:
-            judge(record, (targets or {}).get(part, []))
-            report(record)
-        write_result(out, part, environment(torch.device(device)) | record)
-        passed = passed and record.get("passed", True)
-    return int(not passed)

@@ -5,13 +5,16 @@
 For each of rungs 13 and 14, with micro-batches of 1 and 4 samples, with the loss in chunks and with all logits at once:
 samples/s, tokens/s and peak memory of the training step; then the largest micro-batch that trains in 24 GB and in 80 GB
 (PyTorch is forbidden more), by doubling and halving. The adapters are the article's: rank 8 on query_key_value. A GPU
-with 16 GB at least is needed, and 14 GB of the disk for the weights. Without a GPU the peaks of rung 13 are predicted
-(`fabric_ladder.planning`), which 4-bit weights cannot be; `--accelerator cpu` runs all of it on a small `--model`.
+with 16 GB at least is needed, and 14 GB of the disk for the weights, which `--weights FOLDER` keeps. Without a GPU the
+peaks of rung 13 are predicted (`fabric_ladder.planning`), which 4-bit weights cannot be; `--accelerator cpu` runs all
+of it on a small `--model`.
 """
 
 import argparse
+import gc
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -50,6 +53,8 @@ def settings_of(args: argparse.Namespace, rung: str, model: str, samples: int, c
     options += ["--batch_size", str(samples), "--micro_batch_size", str(samples), "--loss_chunk", str(chunk)]
     options += ["--max_length", str(args.tokens), "--packing", "false", "--warmup_steps", "0"]
     options += ["--activation_checkpointing", str(args.checkpointing).lower(), *more]
+    if load_config(model).model_type != "bloom":
+        options += ["--lora_targets=null"]  # those that PEFT takes for the architecture
     return parse_settings(options, **script_defaults(rung))
 
 
@@ -67,6 +72,9 @@ class Trainee:
     """A model with its optimizer, set up as its rung does it."""
 
     def __init__(self, settings: Settings):
+        gc.collect()  # a model before this one, whose replaced forward pass is a circle of references
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
         self.settings = settings
         self.fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
         self.model = self.fabric.setup(build_model(settings, blank_datasets(2)))
@@ -78,6 +86,7 @@ class Trainee:
         settings = replace(self.settings, batch_size=samples, micro_batch_size=samples)
         batch = filled(largest_batches(settings, tokens)[0][0], self.vocabulary)
         cuda = self.fabric.device.type == "cuda"
+        gc.collect()
         if cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -107,22 +116,20 @@ class Trainee:
         return fits
 
 
-def measured(args: argparse.Namespace, rung: str, folder: str) -> list[dict]:
+def measured(args: argparse.Namespace, rung: str, folder: str) -> Iterator[dict]:
     """Run one rung's entries on the device that there is."""
-    records = []
     for chunk in (args.chunk, ALL_AT_ONCE):
         trainee = Trainee(settings_of(args, rung, folder, 1, chunk, "--accelerator", args.accelerator))
         for samples in SIZES:
             seconds, peak = trainee.steps(samples, args.tokens, args.steps)
             speed = {"samples_per_second": samples / seconds, "tokens_per_second": samples * args.tokens / seconds}
             record = {"rung": rung, "micro_batch_size": samples, "loss_chunk": chunk}
-            records.append(record | speed | {"peak_memory_bytes": peak or None})
+            yield record | speed | {"peak_memory_bytes": peak or None}
         if trainee.fabric.device.type == "cuda":
-            for card in CARDS:
-                records.append({"rung": rung, "loss_chunk": chunk, "card_bytes": card,
-                                "largest_micro_batch": trainee.largest(card, args.tokens)})  # fmt: skip
+            for card in (card for card in CARDS if card <= torch.cuda.get_device_properties(0).total_memory):
+                largest = trainee.largest(card, args.tokens)
+                yield {"rung": rung, "loss_chunk": chunk, "card_bytes": card, "largest_micro_batch": largest}
         del trainee
-    return records
 
 
 def predicted(args: argparse.Namespace) -> list[dict]:
@@ -150,11 +157,22 @@ def print_records(records: list[dict]) -> None:
     common.print_table([name.replace("_bytes", " GB").replace("_", " ") for name in names], rows)
 
 
+def write(args: argparse.Namespace, device: torch.device, records: list[dict]) -> None:
+    """Write the figures so far."""
+    conditions = {name: getattr(args, name) for name in ("model", "tokens", "steps", "checkpointing")}
+    conditions["model"] = Path(args.model).name
+    record = common.environment(device) | {"conditions": conditions, "entries": records}
+    part = ("measured" if args.accelerator else "predicted") + (", checkpointing" if args.checkpointing else "")
+    common.write_result(args.out, part, record)
+
+
 def main() -> int:
     """Measure or predict, print a table, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(common.ROOT / "configs" / "models" / "bloom-7b1.json"))
     parser.add_argument("--accelerator", choices=["cuda", "cpu"], help="default: a GPU, or else a prediction")
+    parser.add_argument("--rung", nargs="+", choices=RUNGS, default=RUNGS)
+    parser.add_argument("--weights", type=Path, help="folder to keep random weights in, or with those of before")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--chunk", type=int, default=256)
     parser.add_argument("--steps", type=int, default=5)
@@ -166,22 +184,22 @@ def main() -> int:
     records, failed = [], False
     if args.accelerator:
         with tempfile.TemporaryDirectory(prefix="lora-7b-") as folder:
-            make_weights(args.model, Path(folder), device)
-            for rung in RUNGS:
+            weights = args.weights or Path(folder)
+            if not (weights / "config.json").exists():
+                make_weights(args.model, weights, device)
+            for rung in args.rung:
                 try:
-                    records += measured(args, rung, folder)
+                    for record in measured(args, rung, str(weights)):
+                        records.append(record)
+                        write(args, device, records)
                 except Exception as error:
                     print(f"{rung} failed: {explain(error) or repr(error)}", file=sys.stderr)
                     failed = True
     else:
         print("Predicted; not measured on a GPU, since PyTorch finds none here")
         records = predicted(args)
+        write(args, device, records)
     print_records(records)
-    conditions = {name: getattr(args, name) for name in ("model", "tokens", "steps", "checkpointing")}
-    conditions["model"] = Path(args.model).name
-    record = common.environment(device) | {"conditions": conditions, "entries": records}
-    part = ("measured" if args.accelerator else "predicted") + (", checkpointing" if args.checkpointing else "")
-    common.write_result(args.out, part, record)
     return int(failed)
 
 

@@ -2,9 +2,9 @@
 
     python benchmarks/memory_ladder.py [--model bloom-560m|vit-large-16] [--only TEXT …] [--tensors N]
 
-It is predicted for a GPU (see `fabric_ladder.planning.predict`), and where there is one also measured, by running the
-rung as a process of its own on data made here. All samples are as long as they may be: texts of 1,024 tokens, images of
-224 pixels. Both figures are the peak of training and validation, in 10^9 bytes. FSDP and DeepSpeed run on one GPU,
+It is predicted for a GPU (see `fabric_ladder.planning.predict`); harvest.py measures it, on data made here. All samples
+are as long as they may be: texts of 1,024 tokens, images of 224 pixels. It is the peak of training and validation, in
+10^9 bytes. FSDP and DeepSpeed run on one GPU,
 where there is nothing to share, but something to offload; four are predicted only. What DeepSpeed and 4-bit weights
 take is predicted by formula, and `torch.compile` left out of the prediction, since it keeps at most as much.
 
@@ -17,7 +17,6 @@ import csv
 import json
 import re
 import sys
-import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
@@ -38,7 +37,7 @@ TOKENS, PIXELS, PATCHES = 1024, 224, 197  # of a text; of an image's side; token
 EVAL_TOKENS = "4096"  # of a batch of the evaluation: the default on a GPU
 SHARDED = ("10_fsdp", "11_fsdp_cpu_offload")
 HEADER = ["GB", "parameters", "gradients", "optimizer", "activations", "logits", "other", "in host", "predicted",
-          "measured", "target", "highest in"]  # fmt: skip
+          "target", "highest in"]  # fmt: skip
 CHECKPOINTED = " ".join(CHECKPOINTING)
 
 
@@ -111,37 +110,32 @@ def predict(model: str, entry: Entry, known: dict[str, Peak]) -> Peak:
     return known[key]
 
 
-def make_data(model: str, folder: Path) -> list[str]:
-    """Write texts or images for three effective batches, and return the options that name them."""
+def make_data(model: str, folder: Path) -> None:
+    """Write texts or images for three effective batches."""
     rng = np.random.default_rng(0)
     if model.startswith("vit"):
         for number in range(320):
             path = folder / f"class{number % 10}" / f"{number}.png"
             path.parent.mkdir(exist_ok=True)
             Image.fromarray(rng.integers(0, 256, (32, 32, 3), np.uint8)).save(path)
-        return ["--dataset", str(folder), "--train_samples", "192", "--validation_samples", "32"]
+        return
     words = np.array(["".join(letters) for letters in rng.choice(list("abcdefghij"), (2000, 6))])
     with open(folder / "texts.csv", "w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file)
         rows.writerow(["text", "label"])
         rows.writerows([" ".join(rng.choice(words, TOKENS + 100)), number % 2] for number in range(80))
+
+
+def data_options(model: str, folder: Path) -> list[str]:
+    """Return the options that name what `make_data` has written."""
+    if model.startswith("vit"):
+        return ["--dataset", str(folder), "--train_samples", "192", "--validation_samples", "32"]
     return ["--dataset", str(folder / "texts.csv"), "--train_samples", "48", "--validation_samples", "8"]
 
 
-def measure(model: str, entry: Entry, data: list[str]) -> dict:
-    """Run the rung on one GPU and return its figures, or why it failed."""
-    options = [*options_of(model), *data, "--eval_batch_tokens", EVAL_TOKENS, *entry.options.split()]
-    try:
-        return common.run_rung(entry.rung, [*options, "--devices", "1"])
-    except common.ChildError as error:
-        return {"failed": str(error)}
-
-
-def row(entry: Entry, peak: Peak, measured: dict | None) -> list[str | None]:
+def row(entry: Entry, peak: Peak) -> list[str | None]:
     """Return the cells of a line of the table."""
-    sizes = [getattr(peak, part) for part in (*ON_DEVICE, "host", "total")]
-    sizes.append((measured or {}).get("peak_memory_bytes"))
-    cells = [None if size is None else f"{size / 1e9:.2f}" for size in sizes]
+    cells = [f"{getattr(peak, part) / 1e9:.2f}" for part in (*ON_DEVICE, "host", "total")]
     return [entry.name, *cells, entry.target and f"{entry.target:.2f}", peak.phase]
 
 
@@ -154,42 +148,36 @@ def tensor_lines(peak: Peak, count: int) -> list[str]:
     ]
 
 
-def run_model(model: str, only: list[str], tensors: int, out: Path | None) -> bool:
-    """Predict and measure a model's entries, print and write them; return whether one failed."""
-    gpu = torch.cuda.is_available()
+def run_model(model: str, only: list[str], tensors: int, out: Path | None) -> None:
+    """Predict a model's entries, print and write them."""
     rows, records, known, lines = [], [], {}, []
-    with tempfile.TemporaryDirectory(prefix="memory-ladder-") as folder:
-        data = make_data(model, Path(folder)) if gpu else []
-        for entry in ENTRIES[model]:
-            if only and not any(text in entry.name for text in only):
-                continue
-            print(f"{model}: {entry.name} …", file=sys.stderr, flush=True)
-            start = perf_counter()
-            peak = predict(model, entry, known)
-            seconds = perf_counter() - start
-            measured = measure(model, entry, data) if gpu and entry.gpus == 1 else None
-            rows.append(row(entry, peak, measured))
-            largest = tensor_lines(peak, 8)
-            predicted = peak._asdict() | {"total": peak.total, "tensors": largest, "seconds": seconds}
-            records.append(entry._asdict() | {"predicted": predicted, "measured": measured})
-            highest = max(peak.total, (measured or {}).get("peak_memory_bytes", 0)) / 1e9
-            if entry.target and highest > entry.target:
-                lines.append(f"{entry.name}: {highest - entry.target:.2f} GB above the target, most is {largest[0]}")
-            lines += [f"{entry.name}: {line}" for line in largest[:tensors]]
-            if measured and "failed" in measured:
-                lines.append(f"{entry.name} failed: {measured['failed']}")
-    print(f"{model}" + ("" if gpu else ": predicted; not measured, since PyTorch finds no GPU here"))
+    for entry in ENTRIES[model]:
+        if only and not any(text in entry.name for text in only):
+            continue
+        print(f"{model}: {entry.name} …", file=sys.stderr, flush=True)
+        start = perf_counter()
+        peak = predict(model, entry, known)
+        seconds = perf_counter() - start
+        rows.append(row(entry, peak))
+        largest = tensor_lines(peak, 8)
+        predicted = peak._asdict() | {"total": peak.total, "tensors": largest, "seconds": seconds}
+        records.append(entry._asdict() | {"predicted": predicted})
+        if entry.target and peak.total / 1e9 > entry.target:
+            lines.append(
+                f"{entry.name}: {peak.total / 1e9 - entry.target:.2f} GB above the target, most is {largest[0]}"
+            )
+        lines += [f"{entry.name}: {line}" for line in largest[:tensors]]
+    print(f"{model}: predicted")
     common.print_table(HEADER, rows)
     print(*lines, sep="\n", end="\n\n" if lines else "", flush=True)
     if out:
         conditions = {"tokens": TOKENS, "pixels": PIXELS, "eval_batch_tokens": int(EVAL_TOKENS)}
-        environment = common.environment(torch.device("cuda" if gpu else "cpu"))
+        environment = common.environment(torch.device("cpu"))
         common.write_result(out, model, environment | {"conditions": conditions, "entries": records})
-    return any("failed" in (record["measured"] or {}) for record in records)
 
 
-def main() -> int:
-    """Run the entries; the exit status is 1 if one failed on the GPU."""
+def main() -> None:
+    """Predict the entries."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(ENTRIES), action="append", help="default: both")
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="entries with one of these in their name")
@@ -198,9 +186,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help=f"results file; default: {default}, with --only none")
     args = parser.parse_args()
     out = args.out or (None if args.only else OUT)
-    failed = [run_model(model, args.only, args.tensors, out) for model in args.model or ENTRIES]
-    return int(any(failed))
+    for model in args.model or ENTRIES:
+        run_model(model, args.only, args.tensors, out)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

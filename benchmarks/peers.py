@@ -1,4 +1,4 @@
-"""The opponents of against_peers.py and gpu_duels.py: Trainer, accelerate's plain loop, and a bare PyTorch loop.
+"""The opponents of against_peers.py and harvest.py: Trainer, accelerate's plain loop, and a bare PyTorch loop.
 
 - `trainer`: transformers' Trainer with its defaults: random batches of 8, here two to an optimizer step, padded to
   their longest, Adam fused. `--switches` turns more on, see `SWITCHES`.
@@ -8,8 +8,9 @@
   when nothing is printed, logged or loaded. It has the ladder's attention and optimizer.
 
 All get tokenized texts, the weights that a rung with the same settings draws, the same Adam at a constant rate without
-clipping, and one epoch. Nothing is saved or reported. The clock and the peak of the memory run from the first batch on,
-when everything is set up; evaluation has a clock of its own.
+clipping, products of 32-bit matrices in the same precision (`--matmul_precision`), and one epoch. Nothing is saved or
+reported. The clock and the peak of the memory run from the first batch on, when everything is set up; evaluation has a
+clock of its own.
 
 As a script, it takes the settings of the rungs and `--side`, `--switches` and `--out`, and writes its figures as JSON:
 `python benchmarks/peers.py --side trainer --out FILE [--switches group_by_length …] [--batch_size 16 …]`.
@@ -18,7 +19,7 @@ As a script, it takes the settings of the rungs and `--side`, `--switches` and `
 import argparse
 import json
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
 
@@ -46,7 +47,6 @@ SWITCHES = {  # of Trainer; bf16 follows --precision, and a fused Adam is the de
     "no_nan_filter": {"logging_nan_inf_filter": False},  # which asks the device for every loss
     "foreach_adam": {"optim": "adamw_torch"},
     "compile": {"torch_compile": True},
-    "tf32": {"tf32": True},
     "worker": {"dataloader_num_workers": 1},
     **{f"evaluate_{size}": {"per_device_eval_batch_size": size} for size in (1, 2, 4, 32, 64)},
 }
@@ -243,6 +243,7 @@ def measure(settings: Settings, side: str, switches: list[str]) -> dict:
     if side != "bare" and load_config(settings.model).model_type == "bloom":
         settings = replace(settings, attention="eager")  # transformers has no other
     seed_everything(settings.seed, verbose=False)
+    torch.set_float32_matmul_precision(settings.matmul_precision)
     datasets = load_datasets(settings)
     if len(datasets.splits["train"]) % settings.batch_size:
         raise ValueError("give a number of reviews that the effective batch divides: the sides differ in what is left")
@@ -251,6 +252,7 @@ def measure(settings: Settings, side: str, switches: list[str]) -> dict:
     facts = {"parameters": sum(weights.numel() for weights in model.parameters()), "weights": common.checksum(model)}
     if settings.precision == "bf16-true":
         model.to(torch.bfloat16)
+    facts |= common.precisions(asdict(settings))
     run = {"trainer": measure_trainer, "accelerate": measure_accelerate, "bare": measure_bare}[side]
     return facts | run(settings, datasets, model, switches)
 

@@ -30,7 +30,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from against_blog import model_options
-from common import CannotMeasureError, alternate, last_line, medians
+from common import CannotMeasureError, last_line
+from duels import alternate, duel_parser, medians, run_parts
 
 import local_dataset_utilities as data
 from fabric_ladder import parse_settings
@@ -205,7 +206,7 @@ MEASURES = {
 
 def main() -> int:
     """Measure the chosen parts and return the exit status."""
-    parser = common.duel_parser(__doc__, MEASURES, 3, OUT)
+    parser = duel_parser(__doc__, MEASURES, 3, OUT)
     parser.add_argument("--size", type=float, default=1.0, help="share of the texts; below 1 for a rehearsal")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -217,7 +218,7 @@ def main() -> int:
             raise CannotMeasureError("memory is told from mapped files on Linux only")
         return MEASURES[part](folder, args.size, args.repeats, args.threads)
 
-    return common.run_parts({part: partial(measure, part) for part in args.part}, args.out, TARGETS)
+    return run_parts({part: partial(measure, part) for part in args.part}, args.out, TARGETS)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ class Gpu(NamedTuple):
         capability: Compute capability.
         half: Dense peak in TFLOP/s of 16-bit products, added up in 32-bit.
         single: The same of 32-bit products, by TF32 where there is that.
+        plain: The same of 32-bit products in full, without tensor cores.
     """
 
     name: str
@@ -25,11 +26,13 @@ class Gpu(NamedTuple):
     capability: tuple[int, int]
     half: float
     single: float
+    plain: float
 
 
 # NVIDIA's data sheets and its white papers on each architecture; half of what is given "with sparsity". Memory is the
 # nominal one in 10^9 bytes (there is more on most), but what PyTorch reports where ECC takes a sixteenth of it: 15.6 GB
-# on a T4. Below 7.0 there are no tensor cores, below 8.0 neither bfloat16 nor TF32.
+# on a T4. Below 7.0 there are no tensor cores, below 8.0 neither bfloat16 nor TF32. The last figure stands only where
+# TF32 is faster than 32-bit in full.
 _ROWS = """
 P100 | 16 | 6.0 | 18.7 | 9.3
 V100 | 16 | 7.0 | 125 | 15.7
@@ -39,32 +42,32 @@ RTX 2060 | 6 | 7.5 | 25.8 | 6.5
 RTX 2070 | 8 | 7.5 | 29.9 | 7.5
 RTX 2080 | 8 | 7.5 | 40.3 | 10.1
 RTX 2080 Ti | 11 | 7.5 | 53.8 | 13.4
-A100 40GB | 40 | 8.0 | 312 | 156
-A100 80GB | 80 | 8.0 | 312 | 156
-A30 | 24 | 8.0 | 165 | 82
+A100 40GB | 40 | 8.0 | 312 | 156 | 19.5
+A100 80GB | 80 | 8.0 | 312 | 156 | 19.5
+A30 | 24 | 8.0 | 165 | 82 | 10.3
 RTX 3060 | 12 | 8.6 | 25.5 | 12.7
 RTX 3070 | 8 | 8.6 | 40.6 | 20.3
 RTX 3080 | 10 | 8.6 | 59.5 | 29.8
 RTX 3090 | 24 | 8.6 | 71 | 35.6
-A10 | 23.6 | 8.6 | 125 | 62.5
+A10 | 23.6 | 8.6 | 125 | 62.5 | 31.2
 A10G | 23.6 | 8.6 | 70 | 35
-A40 | 47.6 | 8.6 | 149.7 | 74.8
-RTX A4000 | 16 | 8.6 | 76.7 | 38.3
-RTX A5000 | 24 | 8.6 | 111.1 | 55.6
-RTX A6000 | 48 | 8.6 | 154.8 | 77.4
+A40 | 47.6 | 8.6 | 149.7 | 74.8 | 37.4
+RTX A4000 | 16 | 8.6 | 76.7 | 38.3 | 19.2
+RTX A5000 | 24 | 8.6 | 111.1 | 55.6 | 27.8
+RTX A6000 | 48 | 8.6 | 154.8 | 77.4 | 38.7
 RTX 4060 | 8 | 8.9 | 30.2 | 15.1
 RTX 4060 Ti 16GB | 16 | 8.9 | 44.1 | 22.1
 RTX 4070 | 12 | 8.9 | 58.3 | 29.1
 RTX 4080 | 16 | 8.9 | 97.5 | 48.7
 RTX 4090 | 24 | 8.9 | 165.2 | 82.6
-L4 | 23.6 | 8.9 | 121 | 60
-L40S | 47.6 | 8.9 | 362 | 183
-H100 | 80 | 9.0 | 989.5 | 494.7
-H100 PCIe | 80 | 9.0 | 756 | 378
-H100 NVL | 94 | 9.0 | 835 | 417.5
-GH200 | 96 | 9.0 | 989.5 | 494.7
-H200 | 141 | 9.0 | 989.5 | 494.7
-B200 | 180 | 10.0 | 2250 | 1125
+L4 | 23.6 | 8.9 | 121 | 60 | 30.3
+L40S | 47.6 | 8.9 | 362 | 183 | 91.6
+H100 | 80 | 9.0 | 989.5 | 494.7 | 66.9
+H100 PCIe | 80 | 9.0 | 756 | 378 | 51.2
+H100 NVL | 94 | 9.0 | 835 | 417.5 | 60
+GH200 | 96 | 9.0 | 989.5 | 494.7 | 67
+H200 | 141 | 9.0 | 989.5 | 494.7 | 67
+B200 | 180 | 10.0 | 2250 | 1125 | 75
 RTX 5060 Ti 16GB | 16 | 12.0 | 47.4 | 23.7
 RTX 5070 | 12 | 12.0 | 61.7 | 30.9
 RTX 5080 | 16 | 12.0 | 112.6 | 56.3
@@ -73,13 +76,13 @@ RTX 5090 | 32 | 12.0 | 209.5 | 104.8
 
 
 def _read_row(row: str) -> Gpu:
-    name, memory, capability, half, single = row.split(" | ")
+    name, memory, capability, half, *single = row.split(" | ")
     major, minor = map(int, capability.split("."))
-    return Gpu(name, round(float(memory) * 1e9), (major, minor), float(half), float(single))
+    return Gpu(name, round(float(memory) * 1e9), (major, minor), float(half), float(single[0]), float(single[-1]))
 
 
 GPUS = [_read_row(row) for row in _ROWS.strip().splitlines()]
-ANY = Gpu("a GPU", 0, (8, 0), 312, 156)  # of which nothing is known: it computes in bfloat16, as fast as an A100
+ANY = Gpu("a GPU", 0, (8, 0), 312, 156, 19.5)  # of which nothing is known: it computes in bfloat16, as fast as an A100
 
 
 def match_gpu(name: str) -> Gpu | None:
