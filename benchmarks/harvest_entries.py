@@ -253,6 +253,8 @@ def memory_row(job: Job, model: str, row: memory_ladder.Entry) -> Entry:
     options = [*memory_ladder.options_of(model), *memory_ladder.data_options(model, data), *row.options.split()]
     options += ["--eval_batch_tokens", memory_ladder.EVAL_TOKENS, "--accelerator", job.device]
     options += ["--predict_memory", "true"]
+    if "--micro_batch_size" not in options:  # else the rung takes as many as fit
+        options += ["--micro_batch_size", "1"]
     if job.rehearse:
         tiny = {"bloom-560m": "bloom-quickstart.json", "vit-large-16": "vit-small.json"}[model]
         options += ["--model", str(MODELS / tiny), "--train_samples", "16", "--validation_samples", "8"]

@@ -74,7 +74,7 @@ CASES = {
     # settings
     "misspelt setting": Case("--bach_size 3", r"there is no setting 'bach_size'; did you mean 'batch_size'\?"),
     "misspelt in YAML": Case("--config {m}/misspelt.yaml", r"misspelt\.yaml: .*'lerning_rate'; did you mean 'learn"),
-    "bad YAML": Case("--config {m}/bad.yaml", r"cannot read \S*bad\.yaml: .+"),
+    "bad YAML": Case("--config {m}/bad.yaml", r"cannot read \S*bad\.yaml as YAML \(.+"),
     "micro batch above batch": Case("--micro_batch_size 32", r"--micro_batch_size 32 is above --batch_size 16: .*"),
     "too long": Case(f"--model {LLAMA} --max_length 2000", r"--max_length 2000 is beyond the 1024 positions .*1024$"),
     "16-mixed on a CPU": Case("--precision 16-mixed", r"--precision 16-mixed needs a CUDA GPU; use .*bf16-mix"),

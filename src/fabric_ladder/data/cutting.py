@@ -42,7 +42,7 @@ def cut(
         ranks: Number of ranks.
         size: Most rows of a micro-batch, which are samples unless they are packed.
         tokens: Most padded tokens of a micro-batch; a row that is longer stands alone. What is cut by it is cut further
-            where that saves padding, but not below `FULL_PASS`.
+            where that saves much padding, but not below `FULL_PASS`.
         multiple: Lengths are padded to a multiple of this.
         capacity: Most padded tokens of a row that samples share; a sample that is longer stands alone. None: none do.
 
@@ -86,14 +86,14 @@ def _cut_share(
 def _cut_off_padding(width: np.ndarray) -> list[int]:
     """Return where to cut a micro-batch, whose rows have these widths, the widest first, to compute on less padding.
 
-    A pass of fewer than `FULL_PASS` tokens counts as one of so many.
+    Each cut saves an eighth of the tokens at the least; a pass of fewer than `FULL_PASS` counts as one of so many.
     """
     rows = len(width)
     if width[0] * rows <= FULL_PASS:
         return []
     cuts = np.arange(1, rows)
     tokens = np.maximum(width[0] * cuts, FULL_PASS) + np.maximum(width[1:] * (rows - cuts), FULL_PASS)
-    if not len(cuts) or tokens.min() >= width[0] * rows:
+    if not len(cuts) or tokens.min() > 7 / 8 * width[0] * rows:
         return []
     best = int(cuts[tokens.argmin()])
     return [*_cut_off_padding(width[:best]), best, *(best + cut for cut in _cut_off_padding(width[best:]))]

@@ -193,7 +193,8 @@ def find_columns(table: Table, name: str) -> tuple[list[str], Rows]:
     found = dict.fromkeys(column for _, row in first if isinstance(row, dict) for column in row)
     if not found:
         if not first:
-            raise UserError(f"{name} holds no rows (of CSV: none below the header): there is nothing to learn")
+            below = " below the header" if {".csv", ".tsv"} & {*Path(name).suffixes} else ""
+            raise UserError(f"{name} holds no rows{below}: there is nothing to learn")
         reasons = "; ".join(f"{location}: {row}" for location, row in first[:3])
         raise UserError(f"{name} holds no rows that can be read ({reasons}): give a table, or JSON objects")
     return list(found), itertools.chain(first, table.rows)

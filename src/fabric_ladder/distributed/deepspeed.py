@@ -20,7 +20,6 @@ from lightning.fabric.strategies import DeepSpeedStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils import cpp_extension
 
 from fabric_ladder.distributed.deepspeed_config import offloads, parameter_sizes, read_deepspeed_config
 from fabric_ladder.errors import UserError, first_line
@@ -225,6 +224,8 @@ def _check_nvme(settings: Settings, offloaded: dict[str, dict]) -> None:
         raise UserError(f"{start}: {folder} needs {size / 1e9:.2f} GB and has {free / 1e9:.2f} GB free: {fix}")
     if not AsyncIOBuilder().is_compatible():
         raise UserError(f"{start} needs libaio: apt install libaio-dev, or dnf install libaio-devel; {instead}")
+    from torch.utils import cpp_extension  # with setuptools
+
     if torch.cuda.is_available() and cpp_extension.CUDA_HOME is None:  # DeepSpeed would take it for a path
         raise UserError(
             f"{start} needs the toolkit of CUDA {torch.version.cuda}, with nvcc, to compile with; {instead}"
