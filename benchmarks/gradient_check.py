@@ -66,6 +66,7 @@ def gradient(model: nn.Module, ids: Tensor, mask: Tensor, mode: str, packed: boo
     """
     dtype, precision = MODES[mode]
     torch.set_float32_matmul_precision(precision)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as the rungs do for texts, see models/kernels.py
     model = copy.deepcopy(model).to(DEVICE, dtype)
     ids, mask = ids.to(DEVICE), mask.to(DEVICE)
     inputs, following = {"input_ids": ids, "attention_mask": mask.long()}, mask[:, 1:]

@@ -45,15 +45,18 @@ QUICKSTART = ["--config", str(common.ROOT / "configs" / "quickstart.yaml"), "--v
 def machine(args: argparse.Namespace) -> dict:
     """Return what a harvest is of."""
     device = torch.device(args.device)
-    said = common.run_child([str(common.ROOT / "scripts" / "doctor.py"), "--json"], limit=120)
+    try:
+        items = json.loads(common.run_child([str(common.ROOT / "scripts" / "doctor.py"), "--json"], limit=60))["items"]
+    except (common.ChildError, subprocess.TimeoutExpired) as error:  # no reason to measure nothing
+        items = [{"problem": str(error)}]
     capability = torch.cuda.get_device_capability() if args.device == "cuda" else None
     gpus = torch.cuda.device_count() if args.device == "cuda" else 0
-    return common.environment(device) | {"gpus": gpus, "capability": capability, "doctor": json.loads(said)["items"]}
+    return common.environment(device) | {"gpus": gpus, "capability": capability, "doctor": items}
 
 
 def losses(args: argparse.Namespace) -> dict:
     """Return how far each rung's losses are from those on the CPU; several run at once, since no time is taken."""
-    rungs = [rung.stem for rung in RUNGS]
+    rungs = [rung.stem for rung in RUNGS if rung.stem != "8_init_on_device"]  # which draws its weights on the device
     if args.rehearse:
         rungs = rungs[1:2]
     workers = max(1, min(8, (os.cpu_count() or 2) // 2))
@@ -63,6 +66,7 @@ def losses(args: argparse.Namespace) -> dict:
         batch = 1 if rung == "1_batch_size_1" else 16
         options = [*QUICKSTART, "--accelerator", device, "--train_samples", str(batch * steps), "--save", "no"]
         options += ["--log_every", str(batch), "--predict_memory", "false", "--matmul_precision", "highest"]
+        options += ["--lora_dropout", "0"] if "lora" in rung else []  # which each device draws in its own way
         try:
             record, rows = common.run_recorded(rung, options, limit=240)
         except (common.ChildError, subprocess.TimeoutExpired) as error:

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM
 from fabric_ladder import Settings, build_model, build_optimizer, parse_settings
 from fabric_ladder.advice import explain
 from fabric_ladder.data.loaders import MicroBatch
+from fabric_ladder.environment import prepare_cuda
 from fabric_ladder.models.configs import load_config
 from fabric_ladder.planning.predict import blank_datasets, largest_batches, predict_peak
 from fabric_ladder.rungs import script_defaults
@@ -76,6 +77,8 @@ class Trainee:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         self.settings = settings
+        torch.set_float32_matmul_precision(settings.matmul_precision)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # as the rungs do for texts, see models/kernels.py
         self.fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
         self.model = self.fabric.setup(build_model(settings, blank_datasets(2)))
         self.optimizer = self.fabric.setup_optimizers(build_optimizer(settings, self.model))
@@ -181,6 +184,7 @@ def main() -> int:
     args = parser.parse_args()
     args.accelerator = args.accelerator or ("cuda" if torch.cuda.is_available() else None)
     device = torch.device(args.accelerator or "cpu")
+    prepare_cuda(device.type, deterministic=False)
     records, failed = [], False
     if args.accelerator:
         with tempfile.TemporaryDirectory(prefix="lora-7b-") as folder:
@@ -199,7 +203,8 @@ def main() -> int:
         print("Predicted; not measured on a GPU, since PyTorch finds none here")
         records = predicted(args)
         write(args, device, records)
-    print_records(records)
+    if records:
+        print_records(records)
     return int(failed)
 
 

@@ -124,6 +124,8 @@ def measure_trainer(settings: Settings, datasets: TextDatasets, model: nn.Module
             save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=settings.accelerator == "cpu",
             bf16=settings.precision == "bf16-mixed", fp16=settings.precision == "16-mixed", **options,
         )  # fmt: skip
+        if settings.accelerator == "cuda":
+            arguments._n_gpu = 1  # else it shares a larger batch out to all that are there
         trainer = Trainer(
             model, arguments, counting, splits["train"], splits["validation"],
             processing_class=datasets.tokenizer, callbacks=[clock],

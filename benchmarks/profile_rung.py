@@ -21,6 +21,11 @@ import fabric_ladder
 
 TOP = 10
 WORDS = {  # part of a kernel's name: what it does; the first that fits
+    "triton_red": "sum or mean, compiled",
+    "triton_per": "sum or mean, compiled",
+    "triton": "element by element, compiled",
+    "gammabeta": "layer norm",
+    "lpnorm": "check of gradients",
     "flash": "fused attention",
     "fmha": "fused attention",
     "scaled_dot_product": "fused attention",
@@ -40,9 +45,6 @@ WORDS = {  # part of a kernel's name: what it does; the first that fits
     "embedding": "embedding",
     "index": "embedding",
     "reduce": "sum or mean",
-    "triton_red": "sum or mean, compiled",
-    "triton_per": "sum or mean, compiled",
-    "triton": "element by element, compiled",
     "elementwise": "element by element",
     "gelu": "element by element",
     "aten::add": "element by element",

@@ -29,6 +29,7 @@ AT_LEAST = dict.fromkeys(
     1,
 ) | dict.fromkeys("num_workers seed split_seed warmup_steps save_every nan_limit".split(), 0)
 AT_MOST = {"image_size": 2**13, "resize_to": 2**13, "lora_rank": 2**13}  # far above any use; memory ends before
+AT_MOST |= {"seed": 2**32 - 2**16, "split_seed": 2**32 - 2**16}  # NumPy's bound, less the numbers of the ranks
 LARGEST = 2**31 - 1  # of any other whole number: what all libraries take
 POSITIVE = ("learning_rate", "sgd_learning_rate", "lora_learning_rate", "max_grad_norm", "max_time")
 
@@ -52,7 +53,7 @@ def check_values(settings: Settings) -> None:
             raise UserError(f"--{name} {value}: must be a positive number")
     if not 0 <= settings.lora_dropout < 1:
         raise UserError(f"--lora_dropout {settings.lora_dropout}: must be at least 0 and below 1")
-    if not settings.micro_batch_tokens and (settings.micro_batch_size or 0) > settings.batch_size:
+    if settings.micro_batch_tokens in (None, "auto") and (settings.micro_batch_size or 0) > settings.batch_size:
         raise UserError(
             f"--micro_batch_size {settings.micro_batch_size} is above --batch_size {settings.batch_size}: it is a "
             "part of the effective batch; lower it, or raise --batch_size too"
@@ -77,17 +78,12 @@ def check_values(settings: Settings) -> None:
 def _check_upper_bounds(settings: Settings) -> None:
     """Refuse numbers that no machine or library can do with, and names that are empty."""
     cores = os.cpu_count() or 1
-    most = AT_MOST | {"threads": max(256, cores), "num_workers": max(8, cores)}
+    most = AT_MOST | {"threads": max(256, cores), "num_workers": max(256, cores)}
     for name, value in vars(settings).items():
         if isinstance(value, int) and value > most.get(name, LARGEST):
             raise UserError(f"--{name} {str(value)[:30]}: must be at most {most.get(name, LARGEST)}")
         if value == "" and name not in INTERNAL:
             raise UserError(f"--{name} is empty: give a value, or leave it out")
-    if (settings.pad_to_multiple_of or 1) > settings.max_length:
-        raise UserError(
-            f"--pad_to_multiple_of {settings.pad_to_multiple_of} is above --max_length {settings.max_length}: every "
-            "micro-batch would be longer than any text; lower it"
-        )
 
 
 def check(settings: Settings, script: dict) -> None:

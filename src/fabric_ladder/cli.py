@@ -176,7 +176,7 @@ def resolve(settings: Settings, given: Collection[str] = (), script: Mapping[str
         micro_batch_size=size,
         micro_batch_tokens=tokens,
         eval_batch_tokens=settings.eval_batch_tokens or (None if on_gpu else 1024),
-        pad_to_multiple_of=multiple,
+        pad_to_multiple_of=min(multiple, settings.max_length),
     )
     devices, num_nodes = resolve_devices(settings)
     return dataclasses.replace(settings, devices=devices, num_nodes=num_nodes)

@@ -96,7 +96,7 @@ def test_other_tasks_get_no_positions(tmp_path, fabric):
 
 
 def test_on_a_gpu_validation_and_test_are_cut_like_the_training(tmp_path, fabric, monkeypatch):
-    monkeypatch.setattr("fabric_ladder.data.cutting.FULL_PASS", 10**6)  # these few samples would be cut for their padding
+    monkeypatch.setattr("fabric_ladder.data.cutting.FULL_PASS", 10**6)  # else these few are cut for their padding
     values = {"batch_size": 400, "micro_batch_size": 400}
     settings = dataclasses.replace(settings_for(tmp_path, **values), eval_batch_tokens=None)
     training, *others = build_dataloaders(fabric, token_datasets(train=400, validation=300, test=300), settings)

@@ -104,6 +104,15 @@ def test_adam_needs_a_fifth_copy_while_it_steps_unless_it_is_fused(tmp_path, fus
         assert peak.total == pytest.approx(20 * count, rel=0.02)
 
 
+def test_the_first_micro_batch_finds_no_gradients_yet(tmp_path):
+    settings, training, _ = case(tmp_path, "bloom", micro_batch_size=8)
+    assert len(training) == 2
+    alone, both = predict_peak(settings, training[:1]), predict_peak(settings, training)
+    assert both.total > alone.total, "gradients beside all activations"
+    short = training[1]._replace(inputs={name: each[:1] for name, each in training[1].inputs.items()})
+    assert predict_peak(settings, [training[0], short]).total == alone.total
+
+
 def test_adafactor_keeps_a_row_and_a_column(tmp_path):
     settings, training, _ = case(tmp_path, "bloom", optimizer="adafactor")
     state = sum(sum(parameter.shape) for parameter in build(settings).parameters())

@@ -73,17 +73,15 @@ def test_what_cannot_be_predicted_does_not_stop_a_run(tmp_path, monkeypatch):
 def cuts_of(settings, *sizes, length=64):
     """What a run asks about: micro-batches of so many samples."""
     made = (largest_batches(replace(settings, micro_batch_size=size), length) for size in sizes)
-    return [
-        (size * length, training, evaluations[:1]) for size, (training, evaluations) in zip(sizes, made, strict=True)
-    ]
+    return [(size * length, [training], rest) for size, (training, rest) in zip(sizes, made, strict=True)]
 
 
 def test_the_largest_cut_that_has_room_is_chosen(tmp_path):
     settings = settings_for(tmp_path, batch_size=16, eval_batch_tokens=64, model=str(MODELS / "bloom-quickstart.json"))
     cuts = cuts_of(settings, 16, 8, 4, 1)
-    totals = [predict_peak(settings, *batches).total for _, *batches in cuts]
+    totals = [predict_peak(settings, training[0], evaluations).total for _, training, evaluations in cuts]
     assert totals == sorted(totals, reverse=True)
-    exact = ASSUMED.needed(predict_peak(settings, *cuts[1][1:])) - ASSUMED.context  # which exists by then
+    exact = ASSUMED.needed(predict_peak(settings, cuts[1][1][0], cuts[1][2])) - ASSUMED.context  # which exists by then
     for room, chosen in ((10**12, 0), (None, 0), (exact, 1), (exact - 1, 2), (0, 3)):
         found = _answer(settings, cuts, None, 2, "some GPU", (8, 0), room)
         assert (found["micro_batch_tokens"], found["total"]) == (cuts[chosen][0], totals[chosen])
@@ -93,6 +91,8 @@ def test_the_largest_cut_that_has_room_is_chosen(tmp_path):
         assert Prediction(found).figures()["predicted_one_sample_bytes"] == totals[-1]
     alone = _answer(settings, [(None, *cuts[0][1:])], None, 2, "some GPU", (8, 0), 0)
     assert not {"micro_batch_tokens", "one_sample"} & alone.keys(), "nothing to choose from"
+    zero = replace(settings, deepspeed="zero2", precision="32-true")
+    assert "16-bit weights only" in _answer(zero, cuts, None, 2, "some GPU", (8, 0), None)["problem"]
 
 
 def test_what_auto_may_take_is_cut_from_the_largest_effective_batch_down_to_one_sample(tmp_path):
@@ -104,9 +104,9 @@ def test_what_auto_may_take_is_cut_from_the_largest_effective_batch_down_to_one_
     assert tokens[0] == most_tokens(train_loader)
     assert all(larger // 2 == smaller for larger, smaller in pairwise(tokens[:-1]))
     assert tokens[-1] == 1
-    largest = [max(part.padded for part in training) for _, training, _ in cuts]
+    largest = [max(part.padded for batch in training for part in batch) for _, training, _ in cuts]
     assert largest == sorted(largest, reverse=True)
-    assert {len(part.inputs["labels"]) for part in cuts[-1][1]} == {1}
+    assert {len(part.inputs["labels"]) for batch in cuts[-1][1] for part in batch} == {1}
     assert all(size <= limit for limit, size in zip(tokens[:-1], largest[:-1], strict=True))
 
 
@@ -115,7 +115,7 @@ def test_what_auto_may_take_is_cut_from_the_largest_effective_batch_down_to_one_
     [
         ("PLANNER", "no_such_module", "the rehearsal ended without an answer"),
         ("TIMEOUT", 0.01, "not found within 0.01 seconds"),
-        (None, None, "IndexError: list index out of range"),
+        (None, None, "AttributeError: 'str' object has no attribute 'deepspeed'"),
     ],
 )
 def test_a_planner_that_fails_is_a_problem_and_no_error(monkeypatch, tmp_path, name, value, problem):

@@ -11,19 +11,20 @@ from lightning import Fabric
 from torch import nn
 
 from fabric_ladder.environment import notebook_shell
-from fabric_ladder.errors import UserError, first_line
+from fabric_ladder.errors import UserError, first_line, is_out_of_memory
 from fabric_ladder.settings import Settings
 
 STATE = {"adam": 2, "adamw": 2}  # tensors of a parameter's size that an optimizer keeps; others need less room
 CHECKPOINTS = 2  # that are there at once, at the least: the newest, and the one that is being written
 
 
-def check_room(settings: Settings, model: nn.Module) -> None:
+def check_room(settings: Settings, model: nn.Module, there: int = 0) -> None:
     """Refuse to train what could not be saved.
 
     Args:
         settings: Of the run.
         model: Set up by Fabric; its sizes are those before sharding.
+        there: Checkpoints of the run that are on the disk already.
 
     Raises:
         UserError: `runs_dir` has no room for what `save` and two checkpoints by `save_every` take.
@@ -34,7 +35,7 @@ def check_room(settings: Settings, model: nn.Module) -> None:
     weights = trained if settings.lora else everything
     state = weights + trained * STATE.get(settings.optimizer, 0)
     need = {"no": 0, "consolidated": weights, "sharded": state}[settings.save]
-    need += everything * (base and settings.save != "no") + CHECKPOINTS * state * bool(settings.save_every)
+    need += everything * (base and settings.save != "no") + (CHECKPOINTS - there) * state * bool(settings.save_every)
     home = Path(settings.runs_dir).absolute()
     free = shutil.disk_usage(next(path for path in (home, *home.parents) if path.exists())).free
     if free < need:
@@ -70,6 +71,8 @@ def try_on_all(fabric: Fabric, action: Callable[[], object]) -> str | None:
     try:
         action()
     except Exception as error:  # of safetensors and tokenizers, too, whose errors are of their own kinds
+        if is_out_of_memory(error) and fabric.world_size > 1:
+            raise  # the others may be waiting for this one's tensors: the watch ends them
         problem = getattr(error, "strerror", None) or first_line(error, 160)
     flag = torch.tensor(float(problem is not None), device=fabric.device)
     if fabric.all_reduce(flag, reduce_op="max"):
@@ -82,9 +85,14 @@ def _count(parameter: nn.Parameter) -> int:
     return getattr(parameter, "ds_numel", parameter.numel())
 
 
+def _made_in(place: Path, folder: Path) -> Path:
+    """Return a new folder, named like the run's: nothing that lies there is touched."""
+    return Path(tempfile.mkdtemp(prefix=f"{folder.parent.name}-{folder.name}-", dir=place))
+
+
 def _new_folder(place: Path, folder: Path, problems: list[str]) -> Path | None:
     try:
-        found = Path(tempfile.mkdtemp(prefix=f"{folder.parent.name}-{folder.name}-", dir=place))
+        found = _made_in(place, folder)
     except OSError as error:
         problems.append(f"{place} ({error.strerror})")
         return None
@@ -99,10 +107,12 @@ def _ask(folder: Path, problems: list[str]) -> Path | None:
     while True:
         print(f"Not saved in {problems[-1]}. Another folder (Enter: the same again, Ctrl-D: none):", file=sys.stderr)
         try:
-            place = Path(input() or folder)
-            place.mkdir(parents=True, exist_ok=True)
-            return place
+            answer = input().strip()
         except EOFError:
             return None
+        place = Path(answer).expanduser().absolute()
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            return _made_in(place, folder) if answer else folder
         except OSError as error:
             problems.append(f"{place} ({error.strerror})")

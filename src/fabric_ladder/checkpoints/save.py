@@ -22,7 +22,7 @@ from fabric_ladder.data.loaders import Collator, TextCollator
 from fabric_ladder.data.splits import ImageFormat
 from fabric_ladder.distributed.deepspeed import load_engine, whole_in_32_bit
 from fabric_ladder.environment import write_whole
-from fabric_ladder.errors import UserError, first_line
+from fabric_ladder.errors import UserError, first_line, read_outside
 
 OPTIMIZER = "optimizer.json"
 ADAPTER = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "target_modules")  # what weights do not tell
@@ -117,16 +117,16 @@ def write_state(folder: Path, model: nn.Module, optimizer: Optimizer, rank: int)
         OSError, RuntimeError: It cannot be written.
     """
     inner, adapter = model.module, has_adapter(model)
-    if adapter and rank == 0:
-        inner.peft_config["default"].save_pretrained(folder)
     if engine := _engine(model):
         engine.save_checkpoint(str(folder), exclude_frozen_parameters=adapter)
-        return
-    tensors, values = optimizer_state(inner, optimizer.optimizer)
-    write_tensors(_weights(inner, adapter) | tensors, folder)
-    if rank == 0:
-        record = {"class": type(optimizer.optimizer).__name__, "tensors": list(tensors), "values": values}
-        write_whole(folder / OPTIMIZER, json.dumps(record))
+    else:
+        tensors, values = optimizer_state(inner, optimizer.optimizer)
+        write_tensors(_weights(inner, adapter) | tensors, folder)
+        if rank == 0:
+            record = {"class": type(optimizer.optimizer).__name__, "tensors": list(tensors), "values": values}
+            write_whole(folder / OPTIMIZER, json.dumps(record))
+    if adapter and rank == 0:  # last: the ranks meet above, and one that failed before would leave the others waiting
+        inner.peft_config["default"].save_pretrained(folder)
 
 
 def read_state(option: str, folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
@@ -149,7 +149,7 @@ def read_state(option: str, folder: Path, model: nn.Module, optimizer: Optimizer
             raise UserError(f"{option}: made with another model or optimizer ({record['class']}, not {mine})")
         state = empty_optimizer_state(inner, optimizer.optimizer, folder, record["tensors"], record["values"])
         read_tensors(_weights(inner, adapter) | state, folder)
-    except (OSError, RuntimeError, LookupError, json.JSONDecodeError) as error:
+    except (OSError, RuntimeError, LookupError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UserError(f"{option}: made with another model or optimizer, or damaged ({first_line(error)})") from error
 
 
@@ -230,7 +230,9 @@ def _check_adapter(option: str, folder: Path, inner: nn.Module) -> None:
     file, mine = folder / "adapter_config.json", inner.peft_config["default"].to_dict()
     if not file.is_file():
         raise UserError(f"{option}: holds a whole model, no adapter: leave out --lora true")
-    saved = json.loads(file.read_text(encoding="utf-8"))
+    saved = read_outside(file)
+    if not isinstance(saved, dict):
+        raise UserError(f"{option}: {file} must hold one JSON object, {{...}}")
     for key in ADAPTER:
         first, second = ([*sorted(value)] if isinstance(value, list | set) else value
                          for value in (saved.get(key), mine.get(key)))  # fmt: skip

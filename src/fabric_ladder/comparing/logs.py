@@ -56,6 +56,7 @@ DEVICE = re.compile(r"(cuda|mps|cpu): (?:(\d+) x )?(\S.*)")
 KNOWN = re.compile(
     r"```\w*|~~~|Torch CUDA available\? (?:True|False)|Saved \S.*|Python implementation *: \w+"
     r"|Imbalanced classes: .*|Attention kernels, the first that can: .*|Predicted peak: .*"
+    r"|Micro-batches of \d+ tokens fit"
 )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import datasets as hf
 import numpy as np
 import pyarrow as pa
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError, first_line
@@ -52,7 +52,7 @@ def _remove_unfinished(folder: Path) -> None:
     for scratch in folder.parent.glob("unfinished-*"):
         key = scratch.name.split("-")[1]
         lock = FileLock(f"{folder.parent / key}.lock")
-        with suppress(Timeout):
+        with suppress(OSError):  # a Timeout, or the lock is another user's
             if key != folder.name:
                 lock.acquire(timeout=0)
             shutil.rmtree(scratch, ignore_errors=True)

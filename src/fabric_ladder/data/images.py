@@ -23,7 +23,7 @@ from fabric_ladder.data.image_files import find_images, read_images
 from fabric_ladder.data.rows import note_bad_samples
 from fabric_ladder.data.splits import SPLITS, ImageDatasets, ImageFormat
 from fabric_ladder.data.tables import complete_splits
-from fabric_ladder.errors import UserError, first_line
+from fabric_ladder.errors import UserError, first_line, refused
 from fabric_ladder.settings import DataSettings
 
 IMAGE_CACHE_FORMAT = 1  # raise it whenever the same inputs would give other pixels
@@ -75,8 +75,9 @@ def read_image_format(settings: DataSettings) -> tuple[ImageFormat, list[str]]:
         mean, std = 0.0, 1.0
     elif processor:
         mean, std = (processor.get(name) or 0.5 for name in ("image_mean", "image_std"))
-    scale = 255 * processor.get("rescale_factor", 1 / 255) if processor.get("do_rescale", True) else 255
-    mean, std = (tuple((np.broadcast_to(value, 3) / scale).tolist()) for value in (mean, std))
+    with refused(f"the preprocessor_config.json of {settings.model} cannot be used"):
+        scale = 255 * processor.get("rescale_factor", 1 / 255) if processor.get("do_rescale", True) else 255
+        mean, std = (tuple((np.broadcast_to(value, 3) / scale).tolist()) for value in (mean, std))
     resample = "bicubic" if processor.get("resample") == Image.Resampling.BICUBIC else "bilinear"
     tokens = (size // patch) ** 2 + 1
     return ImageFormat(size, resize_to, mean, std, resample, settings.random_flip, tokens), notices

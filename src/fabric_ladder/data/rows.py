@@ -104,7 +104,8 @@ def _text_rows(path: Path, kind: str, names: list[str] | None) -> Rows:
 
 def _csv_rows(file: TextIO, separator: str, names: list[str] | None) -> Rows:
     line = next((line for line in file if line.strip()), "")
-    if separator not in line:  # as spreadsheets write CSV where the comma is for decimals, and other programs
+    # as spreadsheets write CSV where the comma is for decimals; a line with an open quote is no whole record
+    if separator not in line and line.count('"') % 2 == 0:
         separator = max(f"{separator};\t|", key=line.count)
     file.seek(0)
     options = {"sep": separator, "dtype": str, "keep_default_na": False}  # the text "None" is a text

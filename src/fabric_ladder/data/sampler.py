@@ -14,6 +14,7 @@ from torch.utils.data import Sampler
 from fabric_ladder.data.cutting import MicroBatchPlan, cut
 from fabric_ladder.settings import Settings
 
+MOST_COMPARED = 3000  # effective batches; of more, those are left out whose bound is lower
 EVALUATED = 4096  # padded tokens of an evaluation's batch on a GPU, where training has no more at once
 
 
@@ -89,10 +90,10 @@ class EffectiveBatchSampler(Sampler):
         Args:
             order: Of the epoch.
             numbers: Of the effective batches, those with the highest bounds first.
-            bounds: Tokens that no micro-batch of an effective batch exceeds.
+            bounds: Tokens of the micro-batches, if all samples were as long as the longest.
         """
         found, most, multiple = numbers[0], 0, self.settings.pad_to_multiple_of
-        for number in numbers:
+        for number in numbers[:MOST_COMPARED]:
             if bounds[number] <= most:
                 break
             tokens = max(len(part.rows) * -(-int(self.lengths[part.rows].max()) // multiple) * multiple
@@ -102,7 +103,7 @@ class EffectiveBatchSampler(Sampler):
         return found
 
     def largest(self) -> int:
-        """Return the padded tokens that no micro-batch exceeds, alike on all ranks; 0 while their number is `auto`."""
+        """Return about what training has at once, in padded tokens, alike on all ranks; 0 while that is `auto`."""
         settings = self.settings
         if self.micro_batch_tokens == "auto":
             return 0
@@ -133,7 +134,7 @@ class EvaluationSampler(Sampler):
     """Micro-batch plans of this rank for a whole split, sorted by length; 16 bytes are kept of a sample.
 
     Without `eval_batch_tokens` they have as many padded tokens as training may have at once, which also holds what its
-    backward pass needs: so the evaluation is never what runs out of memory.
+    backward pass needs, and at least `EVALUATED`.
 
     Args:
         lengths: Tokens of every row of the split.

@@ -102,6 +102,8 @@ def largest_batches(
         return [make(len(plan.rows)) for plan in plans]
 
     size, tokens = settings.micro_batch_size, settings.micro_batch_tokens
+    if tokens == "auto":  # which may take all samples at once
+        size, tokens = settings.batch_size, None
     training = share(settings.batch_size, size=size, tokens=tokens)
     return training, share(settings.eval_batch_tokens * ranks, tokens=settings.eval_batch_tokens)[:1]
 
@@ -159,26 +161,29 @@ def main() -> None:
 
 
 def _answer(
-    settings: Settings, cuts: list[tuple[int | None, list[MicroBatch], list[MicroBatch]]], ranks: int | None,
+    settings: Settings, cuts: list[tuple[int | None, list[list[MicroBatch]], list[MicroBatch]]], ranks: int | None,
     classes: int, gpu: str | None, capability: tuple[int, int] | None, room: int | None,
 ) -> dict:  # fmt: skip
     """Return the peak of the first cut that fits, as `runs/prediction.py` reads it.
 
     Args:
         settings: As for `predict_peak`, and so are those that follow `cuts`.
-        cuts: The `micro_batch_tokens`, micro-batches and batches of the evaluation of each cut to choose from, those
-            that need most first; the last is of one sample at a time.
+        cuts: The `micro_batch_tokens` of each cut to choose from, the micro-batches of its heaviest effective batches,
+            and the batches of its evaluation. Those that need most come first, one sample at a time last.
         ranks: GPUs over which FSDP shards.
         classes: Of a classifier.
         gpu: Its name.
         capability: Compute capability.
         room: Bytes of the GPU that the run may have; None: the first cut is taken.
     """
+    if settings.deepspeed and settings.precision == "32-true":
+        return {"problem": "what ZeRO holds is known of 16-bit weights only"}
     overhead = load_overhead(settings.cache_dir, gpu) if gpu else None
-    with _rehearse_run(settings, cuts[0][1], ranks, classes, capability) as rehearsal:
+    with _rehearse_run(settings, cuts[0][1][0], ranks, classes, capability) as rehearsal:
 
         def peak_of(cut: tuple) -> Peak:
-            return complete(settings, rehearsal.peak(*cut[1:]), rehearsal.counts)
+            peaks = [complete(settings, rehearsal.peak(batch, cut[2]), rehearsal.counts) for batch in cut[1]]
+            return max(peaks, key=lambda peak: peak.total)
 
         for cut in cuts:
             peak = peak_of(cut)

@@ -116,22 +116,23 @@ class Rehearsal:
         """Return the highest of training, optimizer step and evaluation, once the optimizer has its state.
 
         Args:
-            micro_batches: A rank's share of an effective batch. Only the shapes count, and of them only those that no
-                other one exceeds.
+            micro_batches: A rank's share of an effective batch, in its order. Only the shapes count, and of them only
+                those that no other one exceeds.
             evaluations: Batches of the evaluation; those that training exceeds, which holds more for its backward pass,
                 are left out.
         """
-        shapes = {_sizes(micro_batch): micro_batch for micro_batch in micro_batches}
-        largest = {sizes: micro_batch for sizes, micro_batch in shapes.items()
-                   if not any(_within(sizes, other) for other in shapes.keys() - {sizes})}  # fmt: skip
-        adding = len(micro_batches) > 1 or self.buckets
-        key = (adding, *largest)
-        if key not in self._known:
-            self._known[key] = self._train(list(largest.values()), adding)
-        peaks = [self._optimizer_peak, self._known[key]]
+        peaks = [self._optimizer_peak]
+        # the first one finds no gradients yet
+        for part, adding in ((micro_batches[:1], self.buckets), (micro_batches[1:], True)):
+            if largest := _largest(part):
+                key = (adding, *largest)
+                if key not in self._known:
+                    self._known[key] = self._train(list(largest.values()), adding)
+                peaks.append(self._known[key])
+        trained = _largest(micro_batches)
         for evaluation in evaluations:
             key = _sizes(evaluation)
-            if not any(_within(key, sizes) for sizes in largest):
+            if not any(_within(key, sizes) for sizes in trained):
                 if key not in self._known:
                     self._known[key] = self._evaluate(evaluation)
                 peaks.append(self._known[key])
@@ -257,6 +258,13 @@ def _rehearsed(precision: str) -> str:
 
 def _sizes(micro_batch: MicroBatch) -> tuple[int, ...]:
     return (micro_batch.masked, *(size for tensor in micro_batch.inputs.values() for size in tensor.shape))
+
+
+def _largest(micro_batches: list[MicroBatch]) -> dict[tuple[int, ...], MicroBatch]:
+    """Return, by their sizes, those that no other one exceeds."""
+    shapes = {_sizes(micro_batch): micro_batch for micro_batch in micro_batches}
+    return {sizes: micro_batch for sizes, micro_batch in shapes.items()
+            if not any(_within(sizes, other) for other in shapes.keys() - {sizes})}  # fmt: skip
 
 
 def _within(sizes: tuple[int, ...], other: tuple[int, ...]) -> bool:

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -163,12 +162,11 @@ def _room(device: torch.device) -> int:
     return (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)) // 2**28 * 2**28
 
 
-def _largest(train_loader: DataLoader, val_loader: DataLoader) -> tuple[list[MicroBatch], list[MicroBatch]]:
-    """Return the micro-batches of training and the batches of the evaluation that may need most, without values."""
+def _largest(train_loader: DataLoader, val_loader: DataLoader) -> tuple[list[list[MicroBatch]], list[MicroBatch]]:
+    """Return the effective batches and the batches of the evaluation that may need most, without values."""
     plans = train_loader.sampler.heaviest()
-    training = [micro_batch for plan in plans for micro_batch in train_loader.dataset[plan].micro_batches]
-    evaluation = [val_loader.dataset[part] for part in val_loader.sampler.heaviest()]
-    return _without_values(training), _without_values(evaluation)
+    training = [_without_values(train_loader.dataset[plan].micro_batches) for plan in plans]
+    return training, _without_values([val_loader.dataset[part] for part in val_loader.sampler.heaviest()])
 
 
 def _without_values(batches: list[MicroBatch]) -> list[MicroBatch]:
@@ -181,12 +179,15 @@ def _key(settings: Settings, config: dict, cuts: list, ranks: int | None, gpu: s
     """Name what a rehearsal depends on: settings, model, shapes, versions, and this package's own sources."""
     values = asdict(settings)
     shapes = [
-        [tokens, *([each.masked, *(list(tensor.shape) for tensor in each.inputs.values())] for each in chain(*parts))]
-        for tokens, *parts in cuts
-    ]
+        [tokens, *([[each.masked, *(list(tensor.shape) for tensor in each.inputs.values())] for each in batch]
+                   for batch in (*training, evaluation))]
+        for tokens, training, evaluation in cuts
+    ]  # fmt: skip
     sources = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         sources.update(path.read_bytes())
     parts = [{name: values[name] for name in RELEVANT}, config, shapes, ranks, gpu, room, describe_versions("peft")]
     parts.append(sources.hexdigest())
+    files = [Path(settings.cache_dir).expanduser() / "memory" / "overhead.json", Path(settings.deepspeed or "")]
+    parts += [path.read_text(encoding="utf-8") for path in files if path.is_file()]  # what the planner reads, too
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]

@@ -42,9 +42,11 @@ def try_longest(training: Training, prediction: Prediction | None) -> None:
         UserError: With `auto`, another rank has no room.
     """
     run, settings, strategy = training.run, training.run.settings, training.run.fabric.strategy
-    if training.state.epoch == settings.epochs:
-        return
     auto, tries = settings.micro_batch_tokens == "auto", not isinstance(strategy, DeepSpeedStrategy)
+    if training.state.epoch == settings.epochs:
+        if auto:  # by which the test is cut, too
+            training.train_loader.sampler.cut_by_tokens(training.state.micro_batch_tokens or 1)
+        return
     halves = auto and tries and not isinstance(strategy, ModelParallelStrategy)
     training.train_loader.sampler.set_epoch(training.state.epoch)
     before = training.state.micro_batch_tokens
@@ -117,9 +119,9 @@ def _first_tokens(training: Training, prediction: Prediction | None, halves: boo
     predicted = prediction.found.get("micro_batch_tokens", 0) if prediction else 0  # which the first rank has alone
     (predicted,) = _largest(training, predicted)
     known = [tokens for tokens in (training.state.micro_batch_tokens, predicted) if tokens]
-    if not known:
-        known = _largest(training, most_tokens(training.train_loader)) if halves else [1]
-    tokens = min(known)
+    if not (halves or predicted):  # no trial would find out
+        known = [1]
+    tokens = min(known or _largest(training, most_tokens(training.train_loader)))
     training.train_loader.sampler.cut_by_tokens(tokens)
     return tokens
 

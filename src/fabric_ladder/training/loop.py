@@ -78,9 +78,9 @@ def _start(training: Training) -> Checkpointer:
     if settings.load:
         read_state(f"--load {settings.load}", Path(settings.load), model, optimizer)
     fabric.seed_everything(settings.seed + fabric.global_rank, verbose=False)  # dropout differs between the ranks
-    run.record.on_rank_zero(lambda: check_room(settings, model))
     checkpointer = Checkpointer(run, model, optimizer, state, train_loader.dataset.fingerprint)
     resumed = checkpointer.find()
+    run.record.on_rank_zero(lambda: check_room(settings, model, there=1 if resumed else 0))
     prediction = predict(fabric, settings, model, train_loader, val_loader)
     run.start(model, train_loader, checkpointer, prediction, resumed)
     checkpointer.restore()
