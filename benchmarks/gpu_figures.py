@@ -95,7 +95,8 @@ def attention(figures: Figures) -> list[str]:
                 rows.append([f"{row['dtype']}, {row['width']}", row["taken"], *times])
             plan = f"{max(run['plan_seconds']):.2f} s" if run["plan_seconds"] else "no cuDNN"
             lines += [
-                f"{run['heads']} heads, {run['tokens']} tokens, {run.get('rows_of_inputs', 2)} rows; order: {', '.join(run['order'])}; "
+                f"{run['heads']} heads, {run['tokens']} tokens, {run.get('rows_of_inputs', 2)} rows; "
+                f"order: {', '.join(run['order'])}; "
                 f"cuDNN's plan of a new length: {plan}",
                 "", *table(["dtype, width; ms", "taken", *sides], rows), "",
             ]  # fmt: skip

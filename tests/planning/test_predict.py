@@ -105,7 +105,7 @@ def test_adam_needs_a_fifth_copy_while_it_steps_unless_it_is_fused(tmp_path, fus
 
 
 def test_the_first_micro_batch_finds_no_gradients_yet(tmp_path):
-    settings, training, _ = case(tmp_path, "bloom", micro_batch_size=8)
+    settings, training, _ = case(tmp_path, "bloom", micro_batch_size=4)
     assert len(training) == 2
     alone, both = predict_peak(settings, training[:1]), predict_peak(settings, training)
     assert both.total > alone.total, "gradients beside all activations"
