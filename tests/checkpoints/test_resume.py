@@ -16,7 +16,7 @@ import time
 
 import pytest
 import torch
-from support.helpers import SRC
+from support.helpers import SRC, file_system
 from support.resuming import SIZES, Does, Evil, assert_same, checkpoints, lines_of, run_here
 
 from fabric_ladder import UserError
@@ -411,12 +411,8 @@ def test_fifty_kills_at_random_instants_lose_nothing(tmp_path, dropout_model):
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 1.5 MB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", place], capture_output=True).returncode:
-        pytest.skip("mounting a small file system needs root")
-    yield place
-    subprocess.run(["umount", "-l", place], check=True)
+    with file_system(tmp_path / "disk", 1500) as place:
+        yield place
 
 
 def test_a_full_disk_costs_no_checkpoint_and_no_run(tmp_path, small_disk, dropout_model):

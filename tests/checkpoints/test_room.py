@@ -1,12 +1,11 @@
 """A full disk: refused before the training where it can be known, and at its end the result is kept elsewhere."""
 
-import subprocess
 import tempfile
 
 import pytest
 import torch
 from support.export import tiny, words_tokenizer
-from support.helpers import settings_for, token_datasets
+from support.helpers import file_system, settings_for, token_datasets
 from torch import nn
 
 from fabric_ladder import UserError, build_dataloaders
@@ -18,15 +17,11 @@ from fabric_ladder.checkpoints.save import save
 @pytest.fixture
 def full_disk(tmp_path):
     """A run's folder on a file system of 1 MB that is full."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], capture_output=True).returncode:
-        pytest.skip("mounting a small file system needs root")
-    run = place / "2_grad_accum" / "1"
-    run.mkdir(parents=True)
-    (run / "filler").write_bytes(b"x" * 1_020_000)
-    yield run
-    subprocess.run(["umount", "-l", place], check=True)
+    with file_system(tmp_path / "disk", 1024) as place:
+        run = place / "2_grad_accum" / "1"
+        run.mkdir(parents=True)
+        (run / "filler").write_bytes(b"x" * 1_020_000)
+        yield run
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Scripts as real processes; tiny models, tokens and settings for tests that look inside the loop."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -148,3 +149,14 @@ def relative_error(first, second):
         (torch.linalg.vector_norm(a - b) / torch.linalg.vector_norm(a).clamp_min(1e-30)).item()
         for a, b in zip(first, second, strict=True)
     )
+
+
+@contextlib.contextmanager
+def file_system(place, kilobytes):
+    """Make the folder `place` a file system of its own, of this size."""
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", place]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)

@@ -92,10 +92,10 @@ def _saving(
             target.mkdir(parents=True)
 
     def write():
-        if layout_is_sharded := name == "checkpoint":
-            write_state(target, model, optimizer, rank)
-        weights = {} if layout_is_sharded else _gather(fabric, model, _of_adapter if adapter else lambda *_: True)
-        if rank == 0 and not layout_is_sharded:
+        if name == "checkpoint":
+            return write_state(target, model, optimizer, rank)
+        weights = _gather(fabric, model, _of_adapter if adapter else lambda *_: True)
+        if rank == 0:
             inner.save_pretrained(target, state_dict=weights, **({"save_embedding_layers": False} if adapter else {}))
             (target / "README.md").unlink(missing_ok=True)  # PEFT's: a model card to be filled in
 
