@@ -13,7 +13,7 @@ from fabric_ladder.errors import UserError
 from fabric_ladder.models.configs import check_model
 from fabric_ladder.models.lora import check_lora
 from fabric_ladder.models.optimizer import check_optimizer
-from fabric_ladder.models.packing import check_packing
+from fabric_ladder.models.packing_check import check_packing
 from fabric_ladder.runs.folder import check_writable
 from fabric_ladder.runs.loggers import check_logger
 from fabric_ladder.settings import INTERNAL, Settings
@@ -24,7 +24,7 @@ BELONGS_TO = {  # settings that only some scripts use, which name them in their 
 }
 AT_LEAST = dict.fromkeys(
     "epochs batch_size micro_batch_size micro_batch_tokens eval_batch_tokens log_every max_length threads keep devices "
-    "pad_to_multiple_of train_samples validation_samples test_samples lora_rank lora_alpha loss_chunk image_size "
+    "pad_to_multiple_of pack_rows train_samples validation_samples test_samples lora_rank lora_alpha loss_chunk image_size "
     "resize_to num_nodes".split(),
     1,
 ) | dict.fromkeys("num_workers seed split_seed warmup_steps save_every nan_limit".split(), 0)

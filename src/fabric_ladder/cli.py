@@ -187,6 +187,8 @@ def _micro_batch(
 ) -> tuple[int | None, int | str | None]:
     """Return `micro_batch_size` and `micro_batch_tokens`, of which one is None."""
     size, tokens = settings.micro_batch_size, settings.micro_batch_tokens
+    if settings.pack_rows:
+        return settings.pack_rows, None
     if tokens == "auto" and "micro_batch_tokens" not in given:
         if size and size != script.get("micro_batch_size"):  # the user's own
             return size, None

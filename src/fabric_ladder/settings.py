@@ -120,8 +120,10 @@ class Settings(DataSettings):
             largest micro-batch of the training has, at least 4096; elsewhere 1024, since on a CPU more is slower.
         pad_to_multiple_of: Round the length of every micro-batch up to a multiple of so many tokens. Default: 16 with
             `compile` or on `mps`, where `max_length` is such a multiple; else 1.
-        packing: Let short samples share a row of up to `max_length` tokens, in which they do not see each other; then
-            `micro_batch_size` counts rows.
+        packing: Let short texts share a row of up to `max_length` tokens, in which they do not see each other, in
+            training and in evaluation; then `micro_batch_size` counts rows.
+        pack_rows: Make every micro-batch and every batch of the evaluation of exactly so many rows of `max_length`
+            tokens, for compilers and kernels that are made for one shape; takes the place of `micro_batch_size`.
         num_workers: Processes that make batches; 0 makes them in the training process, while the device computes what
             it was given before, and is enough for texts. Images that must be enlarged or cut out may want 2 or more.
         activation_checkpointing: Keep only the inputs of the transformer blocks and compute the rest again (not
@@ -186,6 +188,7 @@ class Settings(DataSettings):
     eval_batch_tokens: int | None = None
     pad_to_multiple_of: int | None = None
     packing: bool = False
+    pack_rows: int | None = None
     num_workers: int = 0
     activation_checkpointing: bool = False
     loss_chunk: int = 256

@@ -48,8 +48,8 @@ WATERMARK = re.compile(rf"({'|'.join(NAMES)}) *: *({VERSION})")
 PYTHON = re.compile(rf"Python version *: *({VERSION})")
 VERSIONS = re.compile(rf"Python {VERSION}(?: · [\w-]+ {VERSION})+")
 CUT = re.compile(
-    r"batch (\d+)(?: = (?:(\d+) x )?(\d+) x (\d+)| in micro-batches of (\d+|auto) tokens"
-    r"| packed, (?:(\d+) x )?(\d+) rows? of up to (\d+) tokens at once)"
+    r"batch (\d+)(?: = (?:(\d+) x )?(\d+) x (\d+)| in (packed )?micro-batches of (\d+|auto) tokens"
+    r"| packed, (?:(\d+) x )?(\d+) rows? of (?:up to )?(\d+) tokens at once)"
 )
 PRECISION = re.compile(r"((?:32|64|bf16|16)-true|(?:bf16|16)-mixed)(?:, matmul (high|medium))?")
 DEVICE = re.compile(r"(cuda|mps|cpu): (?:(\d+) x )?(\S.*)")
@@ -256,7 +256,7 @@ class LogParser:
             self._close()
         ranks = int(device[2] or 1)
         values = (int(group) if group and group.isdigit() else group for group in cut.groups())
-        batch, _, _, size, tokens, _, rows, length = values
+        batch, _, _, size, packed, tokens, _, rows, length = values
         self.run.name, self.run.ours = parts[0], True
         self.run.settings = {
             "dataset": parts[1],
@@ -265,7 +265,7 @@ class LogParser:
             "batch_size": batch,
             "micro_batch_size": size or rows,
             "micro_batch_tokens": tokens,
-            "packing": bool(rows),
+            "packing": bool(packed or rows),
             "precision": precision[1],
             "matmul_precision": precision[2] or "highest",
         }

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+MOST_IN_ROW = 127  # samples; seven binary digits tell them, and the padding after them, apart
+MOST_AT_ONCE = 2048  # samples that are packed in one go
 FULL_PASS = 1024  # padded tokens; below, a GPU waits for its kernels to be launched: an estimate, for BLOOM-560m
 
 
@@ -21,6 +23,13 @@ class MicroBatchPlan(NamedTuple):
     items: int
     weight: float
     packs: list[int] | None = None
+
+    def padded(self, lengths: np.ndarray, multiple: int) -> int:
+        """Return the tokens with padding, of samples with these lengths, in rows rounded up to a multiple."""
+        used = lengths[self.rows]
+        if self.packs:
+            used = np.add.reduceat(used, np.cumsum([0, *self.packs[:-1]]))
+        return len(used) * -(-int(used.max()) // multiple) * multiple
 
 
 def cut(
@@ -44,12 +53,15 @@ def cut(
         tokens: Most padded tokens of a micro-batch; a row that is longer stands alone. What is cut by it is cut further
             where that saves much padding, but not below `FULL_PASS`.
         multiple: Lengths are padded to a multiple of this.
-        capacity: Most padded tokens of a row that samples share; a sample that is longer stands alone. None: none do.
+        capacity: Most padded tokens of a row that samples share, and never more than `tokens`; a sample that is longer
+            stands alone. None: none do.
 
     Returns:
         For each rank its micro-batch plans.
     """
     rows = rows[np.argsort(-lengths[rows], kind="stable")]
+    if capacity and tokens:
+        capacity = min(capacity, tokens)
     shares = [_cut_share(rows[rank::ranks], lengths, size, tokens, multiple, capacity) for rank in range(ranks)]
     most, total = max(map(len, shares)), int(items[rows].sum())
     filler, planned = MicroBatchPlan(rows[-1:], 0, 0.0, capacity and [1]), []
@@ -73,7 +85,7 @@ def _cut_share(
     if capacity is None:
         packs, used = rows[:, None], lengths[rows]
     else:
-        packs, used = _pack(rows, lengths, max(1, capacity // multiple * multiple))
+        packs, used = _pack_all(rows, lengths, max(1, capacity // multiple * multiple))
     share, width, start = [], -(-used // multiple) * multiple, 0
     while start < len(packs):
         end = start + (max(1, tokens // int(width[start])) if tokens else size)
@@ -99,11 +111,20 @@ def _cut_off_padding(width: np.ndarray) -> list[int]:
     return [*_cut_off_padding(width[:best]), best, *(best + cut for cut in _cut_off_padding(width[best:]))]
 
 
+def _pack_all(rows: np.ndarray, lengths: np.ndarray, capacity: int) -> tuple[list[list[int]], np.ndarray]:
+    """Do as `_pack`, of many samples in parts that are alike, since it takes time by the square of their number."""
+    parts = -(-len(rows) // MOST_AT_ONCE)
+    packed = [_pack(rows[part::parts], lengths, capacity) for part in range(parts)]
+    packs, used = [pack for packs, _ in packed for pack in packs], np.concatenate([used for _, used in packed])
+    order = np.argsort(-used, kind="stable")
+    return [packs[row] for row in order], used[order]
+
+
 def _pack(rows: np.ndarray, lengths: np.ndarray, capacity: int) -> tuple[list[list[int]], np.ndarray]:
     """Give each sample, the longest first, to the first row that has room for it.
 
     Returns:
-        The samples that share a row, and the tokens of each row; the fullest first.
+        The samples that share a row, and the tokens of each row.
     """
     packs, free = [], np.full(len(rows), capacity)
     for sample in rows.tolist():
@@ -111,10 +132,8 @@ def _pack(rows: np.ndarray, lengths: np.ndarray, capacity: int) -> tuple[list[li
         if row == len(packs):
             packs.append([])
         packs[row].append(sample)
-        free[row] -= lengths[sample]
-    used = capacity - free[: len(packs)]
-    order = np.argsort(-used, kind="stable")
-    return [packs[row] for row in order], used[order]
+        free[row] = free[row] - lengths[sample] if len(packs[row]) < MOST_IN_ROW else 0
+    return packs, np.array([lengths[pack].sum() for pack in packs])
 
 
 def _level(packs: list[list[int]], lengths: np.ndarray) -> list[list[int]]:
@@ -128,7 +147,7 @@ def _level(packs: list[list[int]], lengths: np.ndarray) -> list[list[int]]:
         emptiest = int(used.argmin())
         rows[emptiest].append(sample)
         used[emptiest] += lengths[sample]
-    if used.max() >= max(lengths[pack].sum() for pack in packs):
+    if used.max() >= max(lengths[pack].sum() for pack in packs) or max(map(len, rows)) > MOST_IN_ROW:
         return packs
     return [rows[row] for row in np.argsort(-used, kind="stable")]
 

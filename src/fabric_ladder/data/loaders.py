@@ -24,9 +24,10 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         inputs: `input_ids` and `attention_mask` (samples, length), `labels` (samples,) or (samples, length); of images
-            `pixel_values` (samples, 3, size, size) and `labels` (samples,). Packed, `input_ids`, `labels` and
-            `position_ids`, which count from 0 in each sample and in a row's padding, are (rows, length), and there is
-            no `attention_mask`. In instruction tuning also `predicting` (items,): where in the flattened `input_ids`
+            `pixel_values` (samples, 3, size, size) and `labels` (samples,). Packed, `input_ids` and `position_ids`,
+            which count from 0 in each sample and in a row's padding, are (rows, length), and there is no
+            `attention_mask`; in classification `spans` (samples, 2) are the flat positions of each sample's first token
+            and after its last one. In instruction tuning also `predicting` (items,): where in the flattened `input_ids`
             the tokens are whose next one is trained.
         items: What the loss is a mean of: samples, or trained tokens. 0 marks a filler that must not count.
         weight: Factor of the loss, so that the sum over all micro-batches and the mean over all ranks, which DDP
@@ -74,11 +75,12 @@ class Collator(Dataset):
 
 
 class TextCollator(Collator):
-    """Pads texts, after packing them into rows where the plan says so."""
+    """Pads texts, after packing them into rows where the plan says so, or into as many as `pack_rows` says."""
 
     def __init__(self, datasets: TextDatasets, name: str, settings: Settings):
         super().__init__(datasets, name)
         self.multiple, self.tokenizer = settings.pad_to_multiple_of, datasets.tokenizer
+        self.fixed = (settings.pack_rows, settings.max_length) if settings.pack_rows else None
         self.compiled = settings.compile  # masks now there, now not would be two graphs
         self.with_predicting = settings.task == "instruction-tuning"
 
@@ -86,18 +88,21 @@ class TextCollator(Collator):
         """Pad a plan's rows on the right to its longest, rounded up to the multiple; alike in each epoch."""
         columns = self.split[plan.rows]
         ids, labels = columns["input_ids"], columns["labels"]
-        positions = [range(len(row)) for row in ids]
+        of_tokens, samples = isinstance(labels[0], list), list(map(len, ids))
         if plan.packs:
-            labels = [[IGNORED, *row[1:]] for row in labels]  # no sample says how the next one begins
-            ids, labels, positions = (_joined(rows, plan.packs) for rows in (ids, labels, positions))
+            ids = _joined(ids, plan.packs)
+            if of_tokens:  # no sample says how the next one begins
+                labels = _joined([[IGNORED, *row[1:]] for row in labels], plan.packs)
         lengths = [len(row) for row in ids]
-        shape = (len(lengths), -(-max(lengths) // self.multiple) * self.multiple)
+        shape = self.fixed or (len(lengths), -(-max(lengths) // self.multiple) * self.multiple)
         inputs = {"input_ids": _padded(ids, shape, self.tokenizer.pad_token_id)}
         if plan.packs:
-            inputs["position_ids"] = torch.tensor([[*row, *range(shape[1] - len(row))] for row in positions])
+            spans = _spans(samples, plan.packs, shape[1])
+            inputs["position_ids"] = torch.from_numpy(_positions(spans, shape))
+            inputs |= {} if of_tokens else {"spans": torch.from_numpy(spans)}
         else:
             inputs["attention_mask"] = _padded([[1] * length for length in lengths], shape, 0)
-        inputs["labels"] = _padded(labels, shape, IGNORED) if isinstance(labels[0], list) else torch.tensor(labels)
+        inputs["labels"] = _padded(labels, shape, IGNORED) if of_tokens else torch.tensor(labels)
         if self.with_predicting:
             following = pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)
             inputs["predicting"] = (following != IGNORED).flatten().nonzero().squeeze(1)
@@ -170,8 +175,8 @@ def build_dataloaders(
 ) -> tuple[DataLoader, DataLoader, DataLoader]:
     """Return the loaders of training, validation and test.
 
-    Training yields `EffectiveBatch`es, packed where the settings say so. Validation and test yield `MicroBatch`es of
-    the whole split, sorted by length, which hardly need packing: each sample counts once, whatever the number of ranks.
+    Training yields `EffectiveBatch`es; validation and test yield `MicroBatch`es of the whole split, sorted by length,
+    where each sample counts once, whatever the number of ranks. All are packed where the settings say so.
     """
     collator = TextCollator
     if isinstance(datasets, ImageDatasets):
@@ -221,9 +226,26 @@ def _joined(rows: list, packs: list[int]) -> list[list[int]]:
     return [list(chain.from_iterable(islice(rows, count))) for count in packs]
 
 
+def _spans(lengths: list[int], packs: list[int], width: int) -> np.ndarray:
+    """Return the flat start and end of each sample, (samples, 2), in rows of this width that hold so many samples."""
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    moved = np.arange(len(packs)) * width - starts[np.cumsum([0, *packs[:-1]])]
+    return np.stack([starts, ends], 1) + np.repeat(moved, packs)[:, None]
+
+
+def _positions(spans: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Return positions that count from 0 in each sample and in each row's padding."""
+    index = np.arange(math.prod(shape))
+    begins = index % shape[1] == 0
+    begins[spans[spans < len(index)]] = True
+    return (index - np.maximum.accumulate(np.where(begins, index, 0))).reshape(shape)
+
+
 def _padded(rows: list[list[int]], shape: tuple[int, int], filler: int) -> Tensor:
+    """Return a tensor of this shape, which may have more rows than there are."""
     padded = np.full(shape, filler, np.int64)
-    for target, row in zip(padded, rows, strict=True):
+    for target, row in zip(padded[: len(rows)], rows, strict=True):
         target[: len(row)] = row
     return torch.from_numpy(padded)
 

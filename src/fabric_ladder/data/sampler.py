@@ -96,8 +96,8 @@ class EffectiveBatchSampler(Sampler):
         for number in numbers[:MOST_COMPARED]:
             if bounds[number] <= most:
                 break
-            tokens = max(len(part.rows) * -(-int(self.lengths[part.rows].max()) // multiple) * multiple
-                         for parts in self._shares(order, number) for part in parts)  # fmt: skip
+            shares = self._shares(order, number)
+            tokens = max(part.padded(self.lengths, multiple) for parts in shares for part in parts)
             if tokens > most:
                 found, most = number, tokens
         return found
@@ -166,7 +166,7 @@ class EvaluationSampler(Sampler):
         """Return the micro-batches with the longest sample and with the most padded tokens, often the same one."""
         plans, lengths = self._plans(), self._split[0]
         longest = np.array([lengths[plan.rows].max() for plan in plans])
-        padded = longest * [len(plan.rows) for plan in plans]
+        padded = np.array([plan.padded(lengths, self._settings.pad_to_multiple_of) for plan in plans])
         return [plans[number] for number in {int(longest.argmax()), int(padded.argmax())}]
 
     def _plans(self) -> list[MicroBatchPlan]:
@@ -177,7 +177,9 @@ class EvaluationSampler(Sampler):
             share = min(1, self._training.lengths.max() / lengths.max())
             tokens = max(EVALUATED, int(share * self._training.largest()))
         if tokens != self._cut[0]:
-            multiple = self._settings.pad_to_multiple_of
-            shares = cut(np.arange(len(lengths)), lengths, items, self._ranks, tokens=tokens, multiple=multiple)
+            settings, rows = self._settings, np.arange(len(lengths))
+            limits = {"size": settings.pack_rows} if settings.pack_rows else {"tokens": tokens}
+            shares = cut(rows, lengths, items, self._ranks, **limits, multiple=settings.pad_to_multiple_of,
+                         capacity=settings.max_length if settings.packing else None)  # fmt: skip
             self._cut = tokens, shares[self._rank]
         return self._cut[1]

@@ -1,25 +1,24 @@
-"""BLOOM's special treatment: fused attention, and packed samples that do not see each other.
+"""BLOOM's special treatment: fused attention.
 
 Of BLOOM transformers has eager attention only, which keeps a matrix of tokens x tokens.
 
 BLOOM adds to each score a bias, slope x position of the key (ALiBi: Press et al., 2022, arXiv:2108.12409). A softmax
 row does not change when a constant is added to it, and a bias of the key alone is a dot product with more dimensions: a
 constant in the query, the bias in the key. So attention is a plain causal `scaled_dot_product_attention`, which takes a
-flash kernel on every device that has one. The new dimensions, as many as make heads a multiple of 8 wide, hold
+flash kernel on every device that has one. The new dimensions hold
 
 - in the key the high, middle and low 8 bits of the bias, which no 16-bit format rounds, nor do tensor cores in TF32;
 - in the query the high bits of its own bias, taken away again: where weights are large, what is added up stays small;
 - for a padded key, wherever it stands, a bias that leaves it no weight. So there is no mask, nobody looks at its
-  values, and the host never waits for the device.
+  values, and the host never waits for the device;
+- in packed rows, before all others, what keeps the documents apart (`masks.py: document_digits`). The bias counts on
+  over the whole row, which changes nothing within a document.
 
 The seams are transformers' registry of masks (`AttentionMaskInterface`), by which the model makes the new dimensions
 once per forward pass instead of a mask, and the class of its attention modules.
-
-Packed samples are told apart by their positions, which BLOOM does not take: `support_packing` makes a mask of them.
 """
 
 import math
-from types import MethodType
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +27,11 @@ from transformers import AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, eager_mask
 from transformers.models.bloom.modeling_bloom import BloomAttention, BloomModel, build_alibi_tensor, dropout_add
 
+from fabric_ladder.models.masks import document_digits
+from fabric_ladder.models.packing import unit_of, widened
+
 NAME = "alibi_as_dimensions"
 HIDDEN = -32768.0  # bias of a padded key, exact in every format; exp of it is 0
-USED, MULTIPLE = 4, 8  # new dimensions that hold something, and what the width of a head becomes a multiple of
 
 
 def fuse_attention(model: nn.Module) -> None:
@@ -38,9 +39,9 @@ def fuse_attention(model: nn.Module) -> None:
 
     The kernel serves training, evaluation and the prompt of a generation, with every mask of two dimensions: padding
     may be on either side, and what is computed for padding itself is of no use. Eager, as transformers computes it,
-    remain: an answer's later tokens, which see cached keys; 4-D masks, such as those of packed samples;
-    `output_attentions`; and `slow_but_exact`. Dropout in attention is the kernel's: of the same distribution, but with
-    random numbers of its own (and on a CPU, where flash kernels know none, with the matrix).
+    remain: an answer's later tokens, which see cached keys; 4-D masks; `output_attentions`; and `slow_but_exact`.
+    Dropout in attention is the kernel's: of the same distribution, but with random numbers of its own (and on a CPU,
+    where flash kernels know none, with the matrix).
 
     Args:
         model: A model of transformers, or one that holds it.
@@ -76,27 +77,16 @@ class FusedAttention(BloomAttention):
         query, key, value = (part.transpose(1, 2) for part in heads.unbind(3))
         if (cache := options.get("layer_past")) is not None:
             cache.update(key, value, self.layer_idx)  # which is empty, or there would be a 4-D mask
-        half, unit = key.element_size() == 2, _unit(self.head_dim)
-        of_query, of_key = attention_mask[-int(half)].to(key.dtype).expand(-1, len(key), -1, -1, -1)
-        scale, left = (self.inv_norm_factor, 1.0) if half else (1 / unit, self.inv_norm_factor * unit)
-        if left != 1:  # in 32-bit it costs no digits to scale the query itself by what is no power of two
-            query = query * left
-        new = -(-(self.head_dim + USED) // MULTIPLE) * MULTIPLE - self.head_dim
-        zeros = key.new_zeros(()).expand(*key.shape[:-1], new)
-        attended = scaled_dot_product_attention(
-            torch.cat([of_query, query, zeros[..., USED:]], -1),
-            torch.cat([of_key, key, zeros[..., USED:]], -1),
-            torch.cat([value, zeros], -1),
-            dropout_p=self.attention_dropout.p if self.training else 0.0,
-            is_causal=True,
-            scale=scale,
-        )
+        new = attention_mask[-int(key.element_size() == 2)].expand(-1, len(key), -1, -1, -1)
+        (query, key, value), scale = widened(query, key, value, *new, self.inv_norm_factor)
+        dropout = self.attention_dropout.p if self.training else 0.0
+        attended = scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, scale=scale)
         attended = attended[..., : self.head_dim].transpose(1, 2).flatten(2)
         return dropout_add(self.dense(attended), residual, self.hidden_dropout, self.training), None
 
 
 def _new_dimensions(**options) -> Tensor:
-    """Return what queries and keys get, (1 or 2, 2, rows, heads, tokens, USED), or a 4-D mask where that does not do.
+    """Return what queries and keys get, (1 or 2, 2, rows, heads, tokens, new), or a 4-D mask where that does not do.
 
     The first index: for 32-bit and above, and for 16-bit, in which the kernel scales the bias too; one for both if the
     scale is a power of two. The second: queries, keys. Without padding there is one row. No value has more than 8 bits,
@@ -112,7 +102,7 @@ def _new_dimensions(**options) -> Tensor:
         visible = torch.ones(1, length, dtype=torch.bool, device=device)
     heads = options["config"].n_head
     width = options["config"].hidden_size // heads
-    unit = _unit(width)
+    unit = unit_of(1 / math.sqrt(width))
     ratio = unit / math.sqrt(width)
     bias = build_alibi_tensor(visible, heads, torch.float32).view(-1, heads, length)
     bias = bias[None] if ratio == 1 else torch.stack([bias, bias / ratio])
@@ -120,7 +110,11 @@ def _new_dimensions(**options) -> Tensor:
     units = torch.full_like(high, unit)
     of_key = torch.stack([high.masked_fill(~visible[:, None], HIDDEN), units, middle, low], -1)
     of_query = torch.stack([units, -high, units, units], -1)
-    return torch.stack([of_query, of_key], 1).to(options["dtype"])
+    new = torch.stack([of_query, of_key], 1)
+    if (digits := document_digits()) is not None:
+        digits = torch.stack([digits[0], digits[1] * unit]).expand(len(new), -1, -1, heads, -1, -1)
+        new = torch.cat([digits, new.expand(*digits.shape[:-1], -1)], -1)
+    return new.to(options["dtype"])
 
 
 def _parts(values: Tensor) -> list[Tensor]:
@@ -132,11 +126,6 @@ def _parts(values: Tensor) -> list[Tensor]:
     return parts
 
 
-def _unit(width: int) -> float:
-    """Return what stands for 1 in the new dimensions: a power of two near what the scale of scores divides by."""
-    return 2.0 ** math.ceil(math.log2(width) / 2)
-
-
 def _to_mask(new: Tensor, rows: int) -> Tensor:
     """Return the additive mask (rows, 1, tokens, tokens) that transformers would have made."""
     visible = (new[0, 1, :, 0, :, 0] != HIDDEN).expand(rows, -1)
@@ -145,49 +134,3 @@ def _to_mask(new: Tensor, rows: int) -> Tensor:
 
 
 AttentionMaskInterface.register(NAME, _new_dimensions)
-
-
-def support_packing(model: nn.Module) -> None:
-    """Keep packed samples apart in a BLOOM that is a causal language model; other models stay as they are.
-
-    BLOOM knows no `position_ids`: its positions are ALiBi, which counts the tokens of a 2-D mask. Here they become a
-    4-D mask, which BLOOM passes on as it is, and ALiBi counts what this shows to each token. The seams are forward
-    pre-hooks and, on the instance, BLOOM's own method `build_alibi_tensor`; `copy.deepcopy`, `torch.compile`, PEFT and
-    `fully_shard` keep both. With an attention mask, or without `position_ids`, the model computes what it did.
-
-    Args:
-        model: A model of transformers, before anything is wrapped around it.
-    """
-    inner = model.base_model
-    if hasattr(inner, "build_alibi_tensor"):
-        for module in (model, inner):  # the outer one would drop the positions; a loss may call the inner one alone
-            module.register_forward_pre_hook(_mask_of_positions, with_kwargs=True)
-        inner.build_alibi_tensor = MethodType(_alibi_of_mask, inner)  # bound to the copy by copy.deepcopy
-
-
-def _mask_of_positions(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    """Replace `position_ids` by a block-diagonal causal mask (rows, 1, length, length), which is added to the scores.
-
-    Not by transformers' `create_causal_mask`, which waits for the device to see whether anything is packed.
-    """
-    if kwargs.get("position_ids") is None or kwargs.get("attention_mask") is not None:
-        return None
-    kwargs = dict(kwargs)
-    positions = kwargs.pop("position_ids")
-    sample = (positions == 0).cumsum(-1)
-    index = torch.arange(positions.shape[1], device=positions.device)
-    hidden = (sample[:, :, None] != sample[:, None, :]) | (index[:, None] < index)
-    dtype = module.get_input_embeddings().weight.dtype
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
-    kwargs["attention_mask"] = mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None]
-    return args, kwargs
-
-
-def _alibi_of_mask(self, attention_mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
-    """Return biases (rows * heads, 1, length) as BLOOM's method does; of a 4-D mask, 0 at a sample's first token."""
-    build = type(self).build_alibi_tensor
-    if attention_mask.dim() == 2:
-        return build(self, attention_mask, num_heads, dtype)
-    positions = (attention_mask[:, 0] == 0).sum(-1) - 1  # a token sees those before it in its sample, and itself
-    alibi = build(self, torch.ones_like(positions), num_heads, dtype)
-    return alibi.gather(-1, positions[:, None].expand(-1, num_heads, -1).reshape(alibi.shape))

@@ -9,11 +9,12 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from fabric_ladder.data.hub import reachable
 from fabric_ladder.data.splits import ImageDatasets, TextDatasets
 from fabric_ladder.errors import UserError, refused
-from fabric_ladder.models.bloom import fuse_attention, support_packing
+from fabric_ladder.models.bloom import fuse_attention
 from fabric_ladder.models.chunked_loss import use_chunked_loss
 from fabric_ladder.models.compile import compile_blocks
 from fabric_ladder.models.configs import MODELS, load_config, silence_loading
 from fabric_ladder.models.lora import add_adapters, half_precision, keep_dtype, quantization
+from fabric_ladder.models.packing import support_packing
 from fabric_ladder.settings import Settings
 
 
@@ -48,8 +49,9 @@ def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets) -> n
         if module._non_persistent_buffers_set:  # such as the rotary frequencies, which 16 bits would detune
             keep_dtype(module, buffers_alone=True)
     if settings.task == "instruction-tuning":
-        support_packing(model)
         use_chunked_loss(model, settings.loss_chunk)
+    if settings.packing:
+        support_packing(model, settings.max_length)
     if settings.activation_checkpointing:
         newer = getattr(model, "activation_checkpointing_enable", None)  # transformers 5.23's name of it
         (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})

@@ -14,10 +14,12 @@ def title(settings: Settings, hardware: dict, ranks: int) -> str:
     model = Path(settings.model).name if Path(settings.model).exists() else settings.model
     dataset = Path(settings.dataset).name if Path(settings.dataset).exists() else settings.dataset
     if settings.micro_batch_tokens:
-        cut = f"batch {settings.batch_size} in micro-batches of {settings.micro_batch_tokens} tokens"
+        packed = "packed " * settings.packing
+        cut = f"batch {settings.batch_size} in {packed}micro-batches of {settings.micro_batch_tokens} tokens"
     elif settings.packing:
         rows = f"{devices}{settings.micro_batch_size} row" + "s" * (settings.micro_batch_size > 1)
-        cut = f"batch {settings.batch_size} packed, {rows} of up to {settings.max_length} tokens at once"
+        most = "" if settings.pack_rows else "up to "
+        cut = f"batch {settings.batch_size} packed, {rows} of {most}{settings.max_length} tokens at once"
     else:
         share = -(-settings.batch_size // ranks)
         size = min(settings.micro_batch_size, share)

@@ -129,14 +129,14 @@ def _first_tokens(training: Training, prediction: Prediction | None, halves: boo
 def _halve_until_it_fits(training: Training, tokens: int) -> int:
     """Return the `micro_batch_tokens` that fit on all ranks, at most so many, and cut by them."""
     while True:
-        training.train_loader.sampler.cut_by_tokens(tokens)
-        batches = _heaviest(training)
-        problem = _find_problem(training, batches)
-        rows = max(len(part.inputs["labels"]) for batch in batches for part in batch.micro_batches)
-        failed, rows = _largest(training, problem is not None, rows)
+        sampler = training.train_loader.sampler
+        sampler.cut_by_tokens(tokens)
+        problem = _find_problem(training, _heaviest(training))
+        samples = max(len(part.rows) for plan in sampler.heaviest() for part in plan.parts)
+        failed, samples = _largest(training, problem is not None, samples)
         if not failed:
             break
-        if rows == 1:
+        if samples == 1:
             raise problem or UserError("out of memory on another rank, with one sample at a time")
         tokens //= 2
     return tokens
