@@ -24,8 +24,8 @@ BELONGS_TO = {  # settings that only some scripts use, which name them in their 
 }
 AT_LEAST = dict.fromkeys(
     "epochs batch_size micro_batch_size micro_batch_tokens eval_batch_tokens log_every max_length threads keep devices "
-    "pad_to_multiple_of pack_rows train_samples validation_samples test_samples lora_rank lora_alpha loss_chunk image_size "
-    "resize_to num_nodes".split(),
+    "pad_to_multiple_of pack_rows train_samples validation_samples test_samples lora_rank lora_alpha loss_chunk "
+    "image_size resize_to num_nodes".split(),
     1,
 ) | dict.fromkeys("num_workers seed split_seed warmup_steps save_every nan_limit".split(), 0)
 AT_MOST = {"image_size": 2**13, "resize_to": 2**13, "lora_rank": 2**13}  # far above any use; memory ends before

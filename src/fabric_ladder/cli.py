@@ -166,7 +166,8 @@ def resolve(settings: Settings, given: Collection[str] = (), script: Mapping[str
         emulates = f"{torch.cuda.get_device_name()} only emulates bfloat16 (compute capability below 8.0)"
         settings = _with_notice(settings, f"{emulates}: {meaning}")
     if multiple is None:
-        bucketed = settings.compile or accelerator == "mps"  # which keeps memory for every length that it has seen
+        # MPS keeps memory for every length that it has seen
+        bucketed = settings.compile or settings.packing or accelerator == "mps"
         multiple = BUCKET if bucketed and settings.max_length % BUCKET == 0 else 1
     settings = dataclasses.replace(
         settings,

@@ -119,7 +119,7 @@ class Settings(DataSettings):
         eval_batch_tokens: Padded tokens of an evaluation's batch on each device. Default: on a CUDA GPU as many as the
             largest micro-batch of the training has, at least 4096; elsewhere 1024, since on a CPU more is slower.
         pad_to_multiple_of: Round the length of every micro-batch up to a multiple of so many tokens. Default: 16 with
-            `compile` or on `mps`, where `max_length` is such a multiple; else 1.
+            `compile`, `packing` or on `mps`, where `max_length` is such a multiple; else 1.
         packing: Let short texts share a row of up to `max_length` tokens, in which they do not see each other, in
             training and in evaluation; then `micro_batch_size` counts rows.
         pack_rows: Make every micro-batch and every batch of the evaluation of exactly so many rows of `max_length`

@@ -5,6 +5,7 @@ import math
 from itertools import chain
 
 import pytest
+import torch
 from support.helpers import settings_for, token_datasets
 
 from fabric_ladder import build_dataloaders
@@ -33,20 +34,43 @@ def test_loaders_give_padded_tensors_and_count_tokens(tmp_path, fabric, num_work
     assert sum(micro_batch.items for micro_batch in test_loader) == 13
 
 
-def test_packing_changes_no_effective_batch_and_no_evaluation(tmp_path, fabric):
-    options = {"task": "instruction-tuning", "micro_batch_size": 2, "max_length": 64}
+@pytest.mark.parametrize("task", ["instruction-tuning", "text-classification"])
+@pytest.mark.parametrize("size", ["micro_batch_size", "pack_rows"])
+def test_packing_changes_no_effective_batch_and_no_evaluation(tmp_path, fabric, task, size):
+    options = {"task": task, "max_length": 64, "eval_batch_tokens": 128}
+    datasets = token_datasets(per_token=task == "instruction-tuning", train=400, validation=110)
     packed, plain = (
-        build_dataloaders(fabric, token_datasets(per_token=True), settings_for(tmp_path, packing=packing, **options))
-        for packing in (True, False)
+        build_dataloaders(fabric, datasets, settings_for(tmp_path, **options, **values))
+        for values in ({"packing": True, size: 2}, {"micro_batch_size": 2})
     )
     for mine, theirs in zip(packed[0], plain[0], strict=True):
         assert mine.samples == theirs.samples
         assert sum(batch.items for batch in mine.micro_batches) == sum(batch.items for batch in theirs.micro_batches)
         assert sum(batch.tokens for batch in mine.micro_batches) == sum(batch.tokens for batch in theirs.micro_batches)
         assert len(mine.micro_batches) < len(theirs.micro_batches)
-    for mine, theirs in zip([*packed[1], *packed[2]], [*plain[1], *plain[2]], strict=True):
-        assert mine.items == theirs.items
-        assert all(mine.inputs[name].equal(theirs.inputs[name]) for name in mine.inputs.keys() | theirs.inputs.keys())
+    for mine, theirs in zip(packed[1:], plain[1:], strict=True):
+        assert sum(batch.items for batch in mine) == sum(batch.items for batch in theirs)
+        assert seen_samples(mine) == seen_samples(theirs)
+        if size == "pack_rows":
+            assert {batch.inputs["input_ids"].shape for batch in mine} == {(2, 64)}
+        else:
+            assert sum(batch.padded for batch in mine) < sum(batch.padded for batch in theirs)
+
+
+def seen_samples(loader):
+    """The tokens of each sample, in order, with its label if it has one of its own."""
+    found = []
+    for batch in loader:
+        inputs, one_label = batch.inputs, batch.inputs["labels"].dim() == 1
+        positions = inputs.get(
+            "position_ids", torch.arange(inputs["input_ids"].shape[1]).expand(*inputs["input_ids"].shape)
+        )
+        starts = (positions == 0).flatten().nonzero().flatten().tolist()
+        samples = zip(starts, [*starts[1:], positions.numel()], strict=True)
+        ids = [inputs["input_ids"].flatten()[start:end].tolist() for start, end in samples]
+        ids = [[token for token in row if token] for row in ids if any(row)]
+        found += zip(ids, inputs["labels"].tolist(), strict=True) if one_label else ids
+    return sorted(found)
 
 
 def test_a_packed_micro_batch_holds_its_samples_one_after_the_other(tmp_path):
@@ -56,6 +80,7 @@ def test_a_packed_micro_batch_holds_its_samples_one_after_the_other(tmp_path):
     items = sum(sample["items"] for sample in samples)
     batch = TextCollator(datasets, "train", settings).micro_batch(MicroBatchPlan([0, 1, 2, 3, 4], items, 1.0, [3, 2]))
     assert set(batch.inputs) == {"input_ids", "position_ids", "labels", "predicting"}
+    assert batch.inputs["input_ids"].shape[1] % 8 == 0
     rows = [samples[:3], samples[3:]]
     width = math.ceil(max(sum(sample["length"] for sample in row) for row in rows) / 8) * 8
     expected = {"input_ids": [], "position_ids": [], "labels": []}
@@ -86,6 +111,24 @@ def test_predicting_says_where_the_next_token_is_trained(tmp_path, fabric, packi
             if labels[row, column + 1] != -100
         ]
         assert len(predicting) == micro_batch.items
+
+
+def test_a_packed_classifier_is_told_where_its_samples_are(tmp_path):
+    datasets = token_datasets()
+    samples = [datasets.splits["train"][row] for row in range(5)]
+    for values, shape in (({}, None), ({"pack_rows": 4}, (4, 96))):
+        settings = settings_for(tmp_path, packing=True, max_length=96, **values)
+        batch = TextCollator(datasets, "train", settings).micro_batch(MicroBatchPlan([0, 1, 2, 3, 4], 5, 1.0, [3, 2]))
+        assert set(batch.inputs) == {"input_ids", "position_ids", "labels", "spans"}
+        ids = batch.inputs["input_ids"].flatten()
+        assert shape in (None, batch.inputs["input_ids"].shape)
+        spans = batch.inputs["spans"].tolist()
+        assert [ids[start:end].tolist() for start, end in spans] == [sample["input_ids"] for sample in samples]
+        assert batch.inputs["labels"].tolist() == [sample["labels"] for sample in samples]
+        assert all(batch.inputs["position_ids"].flatten()[start] == 0 for start, _ in spans)
+        outside = [place for place in range(len(ids)) if not any(start <= place < end for start, end in spans)]
+        assert not ids[outside].any(), "padding"
+        assert (batch.tokens, batch.padded) == (sum(sample["length"] for sample in samples), ids.numel())
 
 
 def test_other_tasks_get_no_positions(tmp_path, fabric):

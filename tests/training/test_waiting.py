@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fabric_ladder import Run, build_dataloaders, build_optimizer, train
+from fabric_ladder.models.bloom import fuse_attention
+from fabric_ladder.models.packing import support_packing
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.training.loop import _evaluate
 
@@ -20,6 +22,8 @@ CASES = {
     "llama": ("llama", {}),
     "llama-lm": ("llama-lm", {"task": "instruction-tuning"}),
     "packed": ("llama-lm", {"task": "instruction-tuning", "packing": True, "max_length": 64}),
+    "packed bloom": ("bloom", {"packing": True, "max_length": 64}),
+    "packed bert": ("bert", {"packing": True, "max_length": 64}),
     "clipped": ("bloom", {"max_grad_norm": 1.0}),
     "sgd": ("llama", {"optimizer": "sgd", "schedule": "cosine"}),
     "whole batches": ("bert", {"micro_batch_size": 16}),
@@ -95,6 +99,9 @@ def until_a_value_is_asked_for(tmp_path, kind, values):
     datasets = token_datasets(per_token=kind.endswith("-lm"))
     loaders = build_dataloaders(fabric, datasets, settings)
     model = tiny_model(kind)
+    fuse_attention(model)
+    if settings.packing:
+        support_packing(model, settings.max_length)
     if settings.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model = fabric.setup(model)

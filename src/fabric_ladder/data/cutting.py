@@ -1,5 +1,6 @@
 """Cutting an effective batch: shared out to the ranks, cut into micro-batches, and packed into rows."""
 
+import heapq
 from typing import NamedTuple
 
 import numpy as np
@@ -113,7 +114,7 @@ def _cut_off_padding(width: np.ndarray) -> list[int]:
 
 def _pack_all(rows: np.ndarray, lengths: np.ndarray, capacity: int) -> tuple[list[list[int]], np.ndarray]:
     """Do as `_pack`, of many samples in parts that are alike, since it takes time by the square of their number."""
-    parts = -(-len(rows) // MOST_AT_ONCE)
+    parts = max(1, -(-len(rows) // MOST_AT_ONCE))
     packed = [_pack(rows[part::parts], lengths, capacity) for part in range(parts)]
     packs, used = [pack for packs, _ in packed for pack in packs], np.concatenate([used for _, used in packed])
     order = np.argsort(-used, kind="stable")
@@ -137,19 +138,27 @@ def _pack(rows: np.ndarray, lengths: np.ndarray, capacity: int) -> tuple[list[li
 
 
 def _level(packs: list[list[int]], lengths: np.ndarray) -> list[list[int]]:
-    """Give each sample, the longest first, to the emptiest of as many rows, where this makes the longest one shorter.
+    """Share the samples of these rows out to as many rows anew, where this makes the longest one shorter.
 
-    Else the last row of a share, which takes what is left, would be mostly padding.
+    Else the last row of a share, which takes what is left, would be mostly padding. By differences (Karmarkar and Karp,
+    1982): of the two ways to fill some rows that are the most uneven, the longest rows of one get the shortest of the
+    other, until one way is left.
     """
-    samples = sorted((sample for pack in packs for sample in pack), key=lambda sample: -lengths[sample])
-    rows, used = [[] for _ in packs], np.zeros(len(packs), int)
-    for sample in samples:
-        emptiest = int(used.argmin())
-        rows[emptiest].append(sample)
-        used[emptiest] += lengths[sample]
-    if used.max() >= max(lengths[pack].sum() for pack in packs) or max(map(len, rows)) > MOST_IN_ROW:
+    if len(packs) == 1:
         return packs
-    return [rows[row] for row in np.argsort(-used, kind="stable")]
+    ways = []  # each with its unevenness, below 0 as a heap wants it, a number that no other has, and its rows
+    for sample in sorted((sample for pack in packs for sample in pack), key=lambda sample: -lengths[sample]):
+        rows = [(int(lengths[sample]), [sample]), *[(0, []) for _ in packs[1:]]]
+        heapq.heappush(ways, (-rows[0][0], len(ways), rows))
+    while len(ways) > 1:
+        (_, number, one), (_, _, other) = heapq.heappop(ways), heapq.heappop(ways)
+        rows = [(of + by, mine + its) for (of, mine), (by, its) in zip(one, reversed(other), strict=True)]
+        rows.sort(key=lambda row: -row[0])
+        heapq.heappush(ways, (rows[-1][0] - rows[0][0], number, rows))
+    rows = [row for used, row in ways[0][2] if used]
+    if ways[0][2][0][0] >= max(lengths[pack].sum() for pack in packs) or max(map(len, rows)) > MOST_IN_ROW:
+        return packs
+    return rows
 
 
 def _halve_largest(share: list[list[list[int]]]) -> bool:

@@ -9,8 +9,8 @@ attention, on Ampere, Ada and RTX Blackwell no faster (transformers#48163). But
   another one in nearly every micro-batch;
 - with a mask, its gradient is NaN at lengths such as 64, 192 and 704 (pytorch#196678, in PyTorch 2.11 to 2.13).
 
-So it is left to rows of one length without a mask: those of images. The order stays PyTorch's own, which knows the
-versions of cuDNN that can be trusted.
+So it is left to rows of one length without a mask: those of images, and packed ones of fixed shape. The order stays
+PyTorch's own, which knows the versions of cuDNN that can be trusted.
 """
 
 import torch

@@ -1,12 +1,13 @@
 """Packing: short documents share a row without seeing each other, and without a mask of tokens x tokens.
 
-A packed batch says by `position_ids`, which count from 0 in each document, where documents begin. A softmax row does not
-change when a constant is added to it, so what keeps them apart can be a dot product with 8 more dimensions of queries
-and keys: the number of the document in 7 binary digits, written as 1 and -1, and a constant that takes 7 away. Between
-tokens of one document these add up to exactly 0, between others to -2 for each digit that differs. Scaled up, that leaves
-the others no weight. So attention is a plain `scaled_dot_product_attention`, causal or not, which takes a flash kernel on
-every device that has one. All numbers are whole and small, exact in every floating-point format, and they stand first, so
-that they have cancelled out before anything else is added.
+A packed batch says by `position_ids`, which count from 0 in each document, where documents begin. A softmax row does
+not change when a constant is added to it, so what keeps them apart can be a dot product with 8 more dimensions of
+queries and keys: the number of the document in 7 binary digits, written as 1 and -1, and a constant that takes 7 away.
+Between tokens of one document these add up to exactly 0, between others to -2 for each digit that differs; scaled up,
+that leaves the others no weight. So attention is a plain `scaled_dot_product_attention`, causal or not, which takes a
+flash kernel on every device that has one. All numbers are whole and small, exact in every floating-point format, and
+they stand first, so that they have cancelled out before anything else is added. (A CPU's kernels add in another order
+where a few tokens are left over, and round in 32-bit to 1e-4 there: so rows are a multiple of 16 tokens long.)
 
 The seams are transformers' registries of masks and of attention functions, in which `sdpa` does this for packed batches
 alone, the model's `forward`, and for a classifier hooks around its base model, by which its own head gets one token of

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from datasets import DatasetDict
 
-from fabric_ladder.data.cutting import cut
+from fabric_ladder.data.cutting import MicroBatchPlan, cut
 from fabric_ladder.data.loaders import MicroBatch
 from fabric_ladder.data.splits import ImageDatasets, ImageFormat, TextDatasets
 from fabric_ladder.distributed.deepspeed_config import read_deepspeed_config
@@ -72,7 +72,7 @@ def largest_batches(
 
     Args:
         settings: `task`, `batch_size`, `micro_batch_size` or `micro_batch_tokens`, `eval_batch_tokens`,
-            `pad_to_multiple_of`.
+            `pad_to_multiple_of`, `packing`, `max_length`.
         length: Tokens of a sample; of an image, its patches and the one for the class.
         image_size: Pixels of a side of an image; None: the samples are texts.
         ranks: GPUs that share the effective batch.
@@ -81,25 +81,29 @@ def largest_batches(
         Micro-batches of meta tensors, which have no more than a shape and a dtype; of the evaluation one.
     """
     multiple = 1 if image_size else settings.pad_to_multiple_of
-    padded = -(-length // multiple) * multiple
+    capacity = settings.max_length if settings.packing else None
 
-    def make(samples: int) -> MicroBatch:
-        items, labels = samples, torch.empty(samples, dtype=torch.long, device="meta")
+    def make(plan: MicroBatchPlan) -> MicroBatch:
+        items = samples = len(plan.rows)
+        rows, padded = len(plan.packs or plan.rows), plan.padded(np.full(plan.rows.max() + 1, length), multiple)
+        labels = torch.empty(samples, dtype=torch.long, device="meta")
         if image_size:
             inputs = {"pixel_values": torch.empty(samples, 3, image_size, image_size, device="meta")}
         else:
-            ids = torch.empty(samples, padded, dtype=torch.long, device="meta")
-            inputs = {"input_ids": ids, "attention_mask": ids}
+            ids = torch.empty(rows, padded // rows, dtype=torch.long, device="meta")
+            inputs = {"input_ids": ids, "position_ids" if capacity else "attention_mask": ids}
         if settings.task == "instruction-tuning":  # at worst, every token but the first is trained
             labels, items = ids, samples * (length - 1)
             inputs["predicting"] = torch.empty(items, dtype=torch.long, device="meta")
-        masked = samples > 1 or padded > length  # several are hardly ever equally long
-        return MicroBatch(inputs | {"labels": labels}, items, 1.0, samples * length, samples * padded, masked)
+        elif capacity:
+            inputs["spans"] = torch.empty(samples, 2, dtype=torch.long, device="meta")
+        masked = rows > 1 or padded > samples * length  # several are hardly ever equally long
+        return MicroBatch(inputs | {"labels": labels}, items, 1.0, samples * length, padded, masked)
 
     def share(samples: int, **limits) -> list[MicroBatch]:
         ones = np.ones(samples, int)
-        plans = cut(np.arange(samples), length * ones, ones, ranks, multiple=multiple, **limits)[0]
-        return [make(len(plan.rows)) for plan in plans]
+        plans = cut(np.arange(samples), length * ones, ones, ranks, multiple=multiple, capacity=capacity, **limits)
+        return [make(plan) for plan in plans[0]]
 
     size, tokens = settings.micro_batch_size, settings.micro_batch_tokens
     if tokens == "auto":  # which may take all samples at once

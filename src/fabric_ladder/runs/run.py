@@ -248,7 +248,7 @@ class Run:
 
     def _choose_kernels(self) -> None:
         settings, cudnn = self.settings, torch.backends.cudnn.version()
-        fixed = settings.task == "image-classification"
+        fixed = settings.task == "image-classification" or settings.pack_rows is not None
         kernels = attention_kernels(settings.precision, compute_capability(), cudnn, fixed, settings.deterministic)
         use_kernels(kernels)
         self.record.add(attention_kernels=kernels)
