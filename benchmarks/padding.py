@@ -25,7 +25,6 @@ import datasets as hf
 import numpy as np
 import torch
 from against_blog import BLOOM, model_options
-from common import CannotMeasureError
 from duels import alternate, duel_parser, medians, run_parts
 from lightning import Fabric
 
@@ -72,16 +71,21 @@ def options_of(folder: Path, model: str, *more: str) -> list[str]:
     return [*common.BASE, "--accelerator", "cpu", *model_options(model, folder), *more]
 
 
+def drawn(counts: dict[str, int]) -> list[str]:
+    """Return the settings that draw so many texts for each split."""
+    return [part for split, count in counts.items() for part in (f"--{split}_samples", str(count))]
+
+
 def save_first_sentences(folder: Path, counts: dict[str, int]) -> list[str]:
     """Write the first sentences of reviews, so many for each split; return the settings that choose them."""
-    draw = [part for split, count in counts.items() for part in (f"--{split}_samples", str(count))]
+    draw = drawn(counts)
     common.save_texts(parse_settings(options_of(folder, "bloom", *draw)), folder / "reviews")
     (folder / "short").mkdir()
     for split, reviews in hf.load_from_disk(folder / "reviews").items():
         rows = [{"text": first_sentences(row["text"]), "label": row["label"]} for row in reviews]
         lines = "".join(f"{json.dumps(row)}\n" for row in rows)
         (folder / "short" / f"{split}.jsonl").write_text(lines, encoding="utf-8")
-    return ["--dataset", str(folder / "short")]
+    return ["--dataset", str(folder / "short"), *draw]
 
 
 def first_sentences(text: str) -> str:
@@ -97,9 +101,11 @@ def first_sentences(text: str) -> str:
 def count_tokens(folder: Path, size: float) -> dict:
     """Count the tokens of each cut of an epoch."""
     counts = {"train": max(64, round(COUNTED * size)), "validation": 1, "test": 1}
-    draw = [part for split, count in counts.items() for part in (f"--{split}_samples", str(count))]
     tokenizer = ["--tokenizer", model_options("minilm", folder)[1]]
-    chosen = {"IMDb": [*tokenizer, *draw], "first sentences": [*tokenizer, *save_first_sentences(folder, counts)]}
+    chosen = {
+        "IMDb": [*tokenizer, *drawn(counts)],
+        "first sentences": [*tokenizer, *save_first_sentences(folder, counts)],
+    }
     if (path := Path(DataSettings().data_dir) / INSTRUCTIONS).is_file():
         chosen["instructions"] = ["--task", "instruction-tuning", "--dataset", str(path), "--bad_samples", "skip"]
     figures, ratios, texts = {}, {}, {}
