@@ -1,6 +1,7 @@
 """Packing: documents that share a row say what they say alone; what cannot keep them apart is refused."""
 
 import copy
+import csv
 import json
 import re
 import time
@@ -8,7 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from support.helpers import MODELS, ROOT, relative_error, settings_for, token_datasets
+from support.helpers import MODELS, ROOT, SRC, finished, relative_error, run_script, settings_for, token_datasets
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -286,6 +287,42 @@ def test_a_sharded_model_keeps_documents_apart(tmp_path, task):
         dist.destroy_process_group()
 
 
+def figures(tmp_path, name, *options):
+    """The losses and accuracies of a run, in order, and its results."""
+    sizes = ["--train_samples", 64, "--validation_samples", 40, "--test_samples", 40, "--log_every", 16]
+    finished(run_script(SRC / f"{name}.py", *sizes, "--precision", "32-true", *options, cwd=tmp_path))
+    folder = max((tmp_path / "runs" / name).iterdir(), key=lambda path: int(path.name))
+    with open(folder / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    values = ["loss", "train_accuracy", "validation_loss", "validation_accuracy", "test_loss", "test_accuracy"]
+    results = json.loads((folder / "run.json").read_text())["results"]
+    return [float(row[value]) for row in rows for value in values if row[value]], results
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("2_grad_accum", "--micro_batch_size 2"),
+        ("4_mixed_precision", "--pack_rows 2"),
+        ("7_grad_checkpointing", "--micro_batch_tokens 1024"),
+        ("9_ddp", "--devices 2"),
+        pytest.param("10_fsdp", "--devices 2", marks=pytest.mark.slow),
+        pytest.param("3_torch_compile", "--pack_rows 2", marks=pytest.mark.slow),
+    ],
+)
+def test_packing_changes_no_printed_figure(tmp_path, name, options):
+    """Neither of the training nor of the evaluations, on one process and on two."""
+    (expected, before), (got, after) = (
+        figures(tmp_path, "2_grad_accum"),
+        figures(tmp_path, name, "--packing", "true", *options.split()),
+    )
+    assert len(expected) == 4 + 3 + 2
+    assert got == pytest.approx(expected, abs=1e-5)
+    assert before["samples_hash"] == after["samples_hash"]
+    if "compile_seconds" in after:
+        assert after["compiled_graphs"] <= 4, "one shape, forward and backward, and the evaluation's"
+
+
 def check(tmp_path, model, **values):
     check_packing(settings_for(tmp_path, **{"task": INSTRUCTIONS, "packing": True, "model": str(model)} | values))
 
@@ -329,7 +366,7 @@ def test_what_lets_documents_see_each_other_is_refused(tmp_path, kind):
 
 def test_a_window_that_is_shorter_than_rows_is_refused(tmp_path):
     AutoConfig.for_model("mistral", num_hidden_layers=2, sliding_window=512).to_json_file(tmp_path / "short.json")
-    with pytest.raises(UserError, match="see 512 tokens at once, and rows have up to 1024.* --max_length 512"):
+    with pytest.raises(UserError, match=r"see 512 tokens at once, and rows have up to 1024.* --max_length 512"):
         check(tmp_path, tmp_path / "short.json")
     check(tmp_path, tmp_path / "short.json", max_length=512)
 

@@ -31,11 +31,14 @@ TECHNIQUES = {
     "lora-mixed": {"lora": True, "precision": "bf16-mixed", "micro_batch_size": 2},
     "lora-true": {"lora": True, "precision": "bf16-true", "activation_checkpointing": True, "dora": True},
 }
+PACKED = {"packing": True, "max_length": 256, "micro_batch_size": 2}
 OF_TOKENS = ("32-true", "bf16-mixed", "bf16-true", "checkpointing", "cut", "lora", "lora-mixed", "lora-true")
 ALL = [(family, technique) for family in ("bloom", "vit") for technique in TECHNIQUES]
 ALL += [("bloom-lm", technique) for technique in OF_TOKENS]
 QUICK = [(("bloom", "vit")[number % 2], technique) for number, technique in enumerate(TECHNIQUES)]
 QUICK += [("bloom-lm", technique) for technique in ("bf16-true", "checkpointing", "lora-mixed")]
+QUICK += [("bloom", "packed"), ("bloom-lm", "packed")]
+ALL += QUICK[-2:]
 
 
 @pytest.mark.filterwarnings("ignore:Module is None")  # of the other tracker
@@ -43,7 +46,7 @@ QUICK += [("bloom-lm", technique) for technique in ("bf16-true", "checkpointing"
     ("family", "technique"), [pytest.param(*pair, marks=[] if pair in QUICK else [pytest.mark.slow]) for pair in ALL]
 )
 def test_the_prediction_agrees_with_real_tensors(tmp_path, family, technique):
-    settings, training, _ = case(tmp_path, family, **TECHNIQUES[technique])
+    settings, training, _ = case(tmp_path, family, **(TECHNIQUES | {"packed": PACKED})[technique])
     assert predict_peak(settings, training).total == pytest.approx(measured_peak(settings, training), rel=0.01)
 
 
@@ -202,6 +205,9 @@ def test_largest_batches_are_cut_as_the_loader_cuts_them(tmp_path):
     assert shapes(batch_size=5, micro_batch_size=2) == ([(2, 100), (2, 100), (1, 100)], [(10, 100)])
     assert shapes(batch_size=5, micro_batch_tokens=330, pad_to_multiple_of=8)[0] == [(3, 104), (2, 104)]
     assert shapes(batch_size=16, micro_batch_size=4, ranks=4)[0] == [(4, 100)]
+    packed = {"packing": True, "max_length": 256, "eval_batch_tokens": 512}
+    assert shapes(batch_size=5, micro_batch_size=2, **packed) == ([(2, 208), (1, 112)], [(2, 208)])
+    assert shapes(batch_size=5, micro_batch_tokens=300, **packed)[0] == [(1, 208), (1, 208), (1, 112)]
     assert shapes(batch_size=2, image_size=32, pad_to_multiple_of=8, eval_batch_tokens=300) == (
         [(2, 3, 32, 32)],
         [(3, 3, 32, 32)],
