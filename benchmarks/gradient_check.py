@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import BloomConfig, BloomForCausalLM, BloomForSequenceClassification
 
-from fabric_ladder.models.bloom import fuse_attention, support_packing
+from fabric_ladder.models.bloom import fuse_attention
+from fabric_ladder.models.packing import support_packing
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MODES = {  # dtype and precision of 32-bit products
