@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from support.helpers import MODELS, ROOT
+from support.helpers import MODELS, ROOT, settings_for, token_datasets
 
 from fabric_ladder import parse_settings
 
@@ -14,6 +14,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 import against_peers
 import common
 import memory_plans
+import padding
 import peers
 
 TINY = ["--dataset", "synthetic", "--model", str(MODELS / "bloom-quickstart.json"), "--from_scratch", "true"]
@@ -59,6 +60,24 @@ def test_sides_that_differ_are_refused(figures, name):
     other = figures[side] | {name: figures[side][name] * 1.01 + 1}
     with pytest.raises(RuntimeError, match=name):
         against_peers.check_alike({name: [run] for name, run in figures.items()} | {side: [other, figures[side]]})
+
+
+def test_the_tokens_of_a_cut_are_counted_as_they_are_computed(tmp_path):
+    datasets = token_datasets()  # 40 texts of 3 to 29 tokens
+    lengths = datasets.splits["train"]["length"]
+    whole = padding.count(settings_for(tmp_path, batch_size=40), datasets)
+    assert whole == {"computed per token": 40 * max(lengths) / sum(lengths), "passes a batch": 1.0, "shapes": 1}
+    fixed = settings_for(tmp_path, batch_size=40, max_length=64, packing=True, pack_rows=2)
+    passes = (counted := padding.count(fixed, datasets))["passes a batch"]
+    assert passes >= sum(lengths) / 128
+    assert counted["computed per token"] == passes * 128 / sum(lengths)
+    assert counted["shapes"] == 1
+
+
+def test_first_sentences_are_whole_and_enough():
+    text = "Five words make a sentence. " * 20
+    assert padding.first_sentences(text) == ("Five words make a sentence. " * 8).strip()
+    assert len(padding.first_sentences("word " * 1000).split()) == padding.WORDS
 
 
 def test_the_pages_of_plans_are_those_of_their_figures():
