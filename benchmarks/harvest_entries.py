@@ -26,7 +26,7 @@ H100 = 989.5  # TFLOP/s, of the GPU that the estimated seconds are guessed for
 FAST = ("group_by_length", "no_nan_filter", "worker")  # Trainer's best switches
 CHECKPOINTED = ("", "--checkpointing")
 NUMBERS = {name.split("_")[0]: name for name in
-           "1_batch_size_1 2_grad_accum 3_torch_compile 4_mixed_precision 5_low_precision".split()}  # fmt: skip
+           "1_batch_size_1 2_grad_accum 3_torch_compile 4_mixed_precision 5_low_precision 15_packing".split()}  # fmt: skip
 Measured = dict[str, dict]
 
 
@@ -158,17 +158,22 @@ def speeds(job: Job) -> list[Entry]:
         return training(job, job.reviews, name, rung_command(options, NUMBERS[number], *more), seconds)
 
     one, many = ("--micro_batch_size", "1"), ("--micro_batch_tokens", "128" if job.rehearse else "16384")
+    rows = ("--pack_rows", "4")
     found = [
         entry("5_low_precision, one sample", "5", 90, *one),
         entry("5_low_precision", "5", 90),
         entry("5_low_precision, compiled", "5", 120, "--compile", "true"),
-        *(entry(NUMBERS[number], number, 120) for number in ("4", "2", "3", "1")),
+        *(entry(NUMBERS[number], number, 120) for number in ("4", "15")),
+        entry("15_packing, 4 rows", "15", 120, *rows),
+        entry("15_packing, 4 rows, compiled", "15", 150, *rows, "--compile", "true"),
+        *(entry(NUMBERS[number], number, 120) for number in ("2", "3", "1")),
         entry("5_low_precision, packed", "5", 60, "--packing", "true"),
         entry("5_low_precision, 16384 tokens", "5", 45, *many),
         entry("5_low_precision, 16384 tokens, compiled", "5", 75, *many, "--compile", "true"),
         entry("4_mixed_precision, 16384 tokens", "4", 60, *many),
     ]
-    rehearsed = ("5_low_precision, one sample", "5_low_precision, packed", "4_mixed_precision, 16384 tokens")
+    rehearsed = ["5_low_precision, one sample", "5_low_precision, packed", "4_mixed_precision, 16384 tokens"]
+    rehearsed += ["15_packing, 4 rows"]
     return [each for each in found if not job.rehearse or each.name in rehearsed]
 
 

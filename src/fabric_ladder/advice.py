@@ -44,6 +44,7 @@ NEXT_RUNG = dict.fromkeys("1234", LOW_PRECISION) | {
     "12": NextRung(None, "parks weights in the host's memory", "--deepspeed zero3_offload"),
     "13": NextRung("14_qlora", "keeps the model in 4 bits", "", ("quantization",)),
     "14": NextRung("11_fsdp_cpu_offload", "parks weights in the host's memory", "--lora true", ("quantization",)),
+    "15": LOW_PRECISION._replace(options="--packing true"),
 }
 
 

@@ -54,9 +54,9 @@ def test_the_rungs_that_are_compared_are_all_that_a_process_without_a_gpu_can_co
     assert {*ON_A_CPU, *left_out} == {rung.stem for rung in SRC.glob("[0-9]*.py")}
 
 
-def test_every_rung_is_a_candidate():
+def test_every_rung_but_packing_which_saves_no_memory_of_the_longest_sample_is_a_candidate():
     alone, together = ({rung for rung, _ in list_choices(gpus)} for gpus in (1, 2))
-    assert together == {rung.stem for rung in SRC.glob("[0-9]*.py")}
+    assert together == {rung.stem for rung in SRC.glob("[0-9]*.py")} - {"15_packing"}
     assert together - alone == {"9_ddp", "10_fsdp"}
 
 
@@ -78,6 +78,7 @@ def test_candidates_are_named_by_what_the_user_did_not_say(tmp_path):
         pytest.param(rung, family, marks=[] if number % 3 == other else [pytest.mark.slow])
         for number, rung in enumerate(ON_A_CPU)
         for other, family in enumerate(FAMILIES)
+        if (rung, family) != ("15_packing", "vit")  # images have no padding
     ],
 )
 def test_every_rung_s_prediction_agrees_with_real_tensors(tmp_path, rung, family):

@@ -26,7 +26,7 @@ LINES = [
     r"(SGD hardly learns from random weights: .*\n)?",
     r"(One device: nothing to share it out to; .*\n)?",
     rf"Python {NUMBER}\.\d+ · torch .* · lightning .* · transformers .*",
-    r"{name} · synthetic · bloom-quickstart\.json · seed 123 · batch \d+ = \d+ x 1 · {precision} · cpu: .*",
+    r"{name} · synthetic · bloom-quickstart\.json · seed 123 · batch \d+{cut} · {precision} · cpu: .*",
     r"Torch CUDA available\? False",
     r"Parameters: 0\.2 M, {parameters}",
     r"(Epoch: 0001/0001 \| Batch \d{{4}}/\d{{4}} \| Samples \d{{5}}/00096 \| Loss: \d+\.\d{{4}}\n){{6}}",
@@ -38,13 +38,14 @@ LINES = [
     r"(Saved runs/{name}/1/adapter\n)?Test accuracy \d+\.\d\d%",
 ]
 PRECISION = dict.fromkeys(NAMES[:3], "32-true")
-PRECISION |= dict.fromkeys(["4_mixed_precision", "9_ddp", "10_fsdp", "11_fsdp_cpu_offload"], "bf16-mixed")
+PRECISION |= dict.fromkeys(["4_mixed_precision", "9_ddp", "10_fsdp", "11_fsdp_cpu_offload", "15_packing"], "bf16-mixed")
 PRECISION |= dict.fromkeys(
     ["5_low_precision", "6_lean_optimizer", "7_grad_checkpointing", "8_init_on_device", "13_lora", "14_qlora"],
     "bf16-true",
 )
 ALL = r"0\.2 M trainable, torch\.(float32|bfloat16)"
 FEW = r"0\.017 M trainable \(9\.05%\), torch\.bfloat16, torch\.float32"
+CUT = dict.fromkeys(NAMES, r" = \d+ x 1") | {"15_packing": " packed, 1 row of up to 512 tokens at once"}
 PARAMETERS = dict.fromkeys(NAMES, ALL) | {"13_lora": FEW, "14_qlora": rf"{FEW}, torch\.uint8"}
 
 
@@ -69,7 +70,7 @@ def test_the_list_of_rungs_is_whole():
         sorted((path.stem for path in SRC.iterdir() if path.name[0].isdigit()), key=lambda n: int(n.split("_")[0]))
         == NAMES
     )
-    assert len(NAMES) >= 14
+    assert len(NAMES) >= 15
     assert set(ON_CPU) == PRECISION.keys()
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| \[(\d+_\w+)\]\(src/\1\.py\)", readme, re.MULTILINE) == NAMES
@@ -78,7 +79,8 @@ def test_the_list_of_rungs_is_whole():
 @pytest.mark.parametrize("name", EACH)
 def test_a_rung_prints_the_documented_lines(runs, name):
     process, _ = runs(name)
-    pattern = "\n".join(LINES).format(name=name, precision=PRECISION[name], parameters=PARAMETERS[name]) + "\n"
+    values = {"precision": PRECISION[name], "parameters": PARAMETERS[name], "cut": CUT[name]}
+    pattern = "\n".join(LINES).format(name=name, **values) + "\n"
     pattern = pattern.replace(r"\n){6}" + "\n", r"\n){6}").replace(r"\n)?" + "\n", r"\n)?")
     assert re.fullmatch(pattern, finished(process)), process.stdout
 
