@@ -113,7 +113,7 @@ def parse_options(parser: jsonargparse.ArgumentParser, args: list[str], where: s
     except jsonargparse.ArgumentError as error:
         text = " ".join(str(error).split())
         kind = r"(?:<class '(\w+)'>|typing.Literal\[(.*?)\])"
-        if found := re.match(rf'Parser key "(\w+)":.*? Expected an? {kind}.*(?:Got|Given) value: (.*)', text):
+        if found := re.match(rf'Parser key "(\w+)":.*? Expected an? {kind}.*(?:Got|Given) value: ?(.*)', text):
             name, plain, choices, value = found.groups()
             text = f"--{name} {value:.80}: expected {plain or f'one of {choices}'}"
         raise UserError(f"{where}{text} (see --help)") from error
