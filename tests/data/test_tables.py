@@ -175,6 +175,20 @@ def test_class_names_come_from_the_labels_and_reach_the_model(tmp_path, load, la
     assert config.num_labels == len(names)
 
 
+@pytest.mark.parametrize("labels", [("zebra", "ant", "cow"), (10, 9, 100)])
+def test_a_label_has_the_same_number_in_every_split_whichever_comes_first(tmp_path, load, labels):
+    paths = []
+    for number in range(3):
+        frame = table(30, start=100 * (number + 1))
+        frame["label"] = [labels[(index + number) % 3] for index in range(30)]
+        paths.append(write_table(frame, tmp_path / f"{number}.csv"))
+    got = load(paths[0], validation_file=str(paths[1]), test_file=str(paths[2]))
+    assert got.class_names == list(map(str, sorted(labels)))
+    for number, split in enumerate(SPLITS):
+        names = [got.class_names[label] for label in got.splits[split]["labels"][:]]
+        assert names == [str(labels[(index + number) % 3]) for index in range(30)]
+
+
 GOOD = "text,label\n" + "".join(f"review {index},{index % 2}\n" for index in range(20))
 
 JSON = [{"text": f"review {index}", "label": index % 2} for index in range(20)]

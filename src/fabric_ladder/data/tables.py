@@ -112,7 +112,7 @@ def label_reader(column: str, features: dict) -> tuple[hf.ClassLabel | hf.Value,
             label = int(label)
         if not isinstance(label, int | str):  # a truth value is an integer to Python
             raise ValueError(f"{column} is {label!r:.40}, not an integer or a string")
-        return label if is_class else str(label)
+        return label if is_class else read_text({column: str(label)}, column)
 
     return feature if is_class else hf.Value("string"), label_of
 
