@@ -16,7 +16,6 @@ from fabric_ladder.errors import UserError, first_line, is_out_of_memory
 from fabric_ladder.places import PACKAGE
 from fabric_ladder.settings import Settings
 
-
 LONGEST = 1000  # characters of a line on stderr; of more, the middle is left out
 
 
