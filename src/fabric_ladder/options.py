@@ -132,6 +132,8 @@ def _meant(name: str, value: str) -> str:
     """Say that there is no such setting, and which one was meant."""
     start = f"there is no setting {name[:60]!r}"
     ours = PEERS.get(name.replace("-", "_").lower())
+    if ours == "resume {}":
+        value = {"": "auto", "true": "auto", "false": "no"}.get(value.lower(), value)
     if ours == "accelerator {}":
         value = {"gpu": "cuda"}.get(value.split(":")[0], value.split(":")[0])
     if ours:
