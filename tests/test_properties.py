@@ -1,7 +1,8 @@
 """Whatever is given: it runs, and what comes of it fits together, or one line refuses it and nothing is left behind.
 
-Each group draws inputs of one kind and acts on each in a fork, see `support/forks.py`. `make test-slow` draws 10,000
-and says how many of each group ran. A case that fails is drawn again from `.hypothesis/` until it holds.
+Each group draws inputs of one kind and acts on each in a fork, see `support/forks.py`; what was once found by hand is
+tried each time. `make test-slow` draws 10,000 and says how many of each group ran; a case that fails there is kept in
+`.hypothesis/` and drawn again until it holds.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.data_files import BLOOM, LLAMA, SPLITS, VIT, chats, load_in, noise, rows, samples_of, save_image, table
 from support.deepspeed_configs import ZERO_2, ZERO_3
@@ -288,9 +289,12 @@ def act_on_images(file):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+LLAMA_CONFIG = json.loads(Path(LLAMA).read_text(encoding="utf-8"))
+
+
 def model_configs():
     sizes = {"vocab_size": 64, "num_labels": 2, "id2label": {"0": "a", "1": "b"}, "problem_type": None}
-    kinds = [json.loads(Path(path).read_text(encoding="utf-8")) | sizes for path in (BLOOM, LLAMA)]
+    kinds = [LLAMA_CONFIG | sizes, json.loads(Path(BLOOM).read_text(encoding="utf-8")) | sizes]
     kinds.append({"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
                   "intermediate_size": 32, "hidden_dropout_prob": 0.1, "hidden_act": "gelu", **sizes})  # fmt: skip
     return texts_of(st.sampled_from(kinds).flatmap(spoilt))
@@ -377,11 +381,18 @@ Test accuracy 70.00%
 """
 
 
+GOOD_CHECKPOINT = {
+    "run.json": json.dumps(STOPPED := {"status": "stopped", "settings": OWN}).encode(),
+    PROGRESS: json.dumps(WHOLE).encode(),
+    store.MANIFEST: None,
+}
+GOOD_RUN = {"run.json": json.dumps(RECORD).encode(), "metrics.csv": METRICS.encode(), "log.txt": LOG.encode()}
+
+
 def checkpoints():
-    record = {"status": "stopped", "settings": OWN}
     return st.fixed_dictionaries(
         {
-            "run.json": texts_of(spoilt(record)),
+            "run.json": texts_of(spoilt(STOPPED)),
             PROGRESS: texts_of(spoilt(WHOLE)),
             store.MANIFEST: seldom.flatmap(lambda yes: texts_of(spoilt(MANIFEST)) if yes else st.none()),
         }
@@ -437,44 +448,85 @@ def act_on_logs(files):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class Group(NamedTuple):
-    """What is drawn, what is done with it, how many of 10,000 cases it is, and examples that once failed."""
-
-    cases: st.SearchStrategy
-    act: object
-    share: int
-    examples: tuple = ()
-
-
-GROUPS = {
-    "command lines": Group(command_lines(), act_on_arguments, 2000),
-    "YAML files": Group(yaml_files(), act_on_yaml, 1500),
-    "tables": Group(tables(), act_on_table, 1500),
-    "instructions": Group(instructions(), act_on_instructions, 800),
-    "images": Group(images(), act_on_images, 700),
-    "model configs": Group(model_configs(), act_on_model_config, 1000),
-    "DeepSpeed configs": Group(texts_of(st.sampled_from([ZERO_2, ZERO_3]).flatmap(spoilt)), act_on_deepspeed, 700),
-    "tokenizers": Group(tokenizer_files(), act_on_tokenizer, 400),
-    "checkpoints": Group(checkpoints(), act_on_checkpoint, 600),
-    "logs": Group(logged_runs(), act_on_logs, 800),
+DEEP = b"[" * 3000
+ATTACKS = {  # what once ended in a traceback, a crash or never
+    "command lines": [
+        [*QUICK, option]
+        for option in (
+            "--seed=4294967296", "--threads=100000", "--pad_to_multiple_of=100000", "--num_workers=100000",
+            f"--lora_alpha={10**40}", f"--train_samples={10**30}", f"--dataset={'x' * 300}", f"--load={'x' * 300}",
+            f"--config={'x' * 300}", "--config=", "--config=/proc/kmsg", f"--text_column={'x' * 3000}", "--loss_chunk=",
+        )
+    ],
+    "YAML files": [
+        b"seed: " + DEEP, b"seed: " + b"9" * 5000, b"null", b"5", b"- 1", b"model: [&a [*a]]",
+        b"a: &a [x, x]\n" + b"".join(b"%c: &%c [*%c, *%c]\n" % (n, n, n - 1, n - 1) for n in range(98, 122)),
+    ],
+    "tables": [
+        File("texts.json", b"null", {}), File("texts.jsonl", b"null\nnull\n", {}), File("texts.json", DEEP, {}),
+        File("texts.csv", b"a nice film,1\na bad film,0\n", {}), File("texts.csv", b"text,label\n", {}),
+        File("texts.jsonl", b'{"text": "a", "label": "\\ud800"}\n', {}),
+    ],
+    "model configs": [
+        json.dumps(LLAMA_CONFIG | change).encode()
+        for change in (
+            {"num_attention_heads": 0}, {"hidden_size": 0}, {"num_key_value_heads": -1}, {"attention_dropout": 7},
+            {"quantization_config": 0}, {"id2label": {str(n): "a" for n in range(200_000)}}, {"problem_type": 5},
+        )
+    ] + [b"null", b"5", DEEP],
+    "DeepSpeed configs": [
+        json.dumps(ZERO_2 | change).encode()
+        for change in (
+            {"fp16": None}, {"optimizer": {"type": "Adam", "params": 5}}, {"optimizer": {"params": True}},
+            {"optimizer": {"type": "Adam", "params": {"auto": "auto"}}}, {"train_batch_size": ["x" * 5000]},
+        )
+    ] + [b"null", DEEP],
+    "checkpoints": [
+        GOOD_CHECKPOINT | {name: data}
+        for name, data in (("run.json", b"{}"), ("run.json", DEEP), (PROGRESS, b"{}"), (PROGRESS, DEEP),
+                           (store.MANIFEST, DEEP), (store.MANIFEST, b"null"))
+    ],
+    "logs": [
+        GOOD_RUN | {"run.json": data}
+        for data in (b"null", DEEP, json.dumps(RECORD | {"settings": {"name": "a", "seed": float("nan")}}).encode())
+    ],
+}  # fmt: skip
+SHARES = {  # of 10,000
+    "command lines": 1400, "YAML files": 1300, "tables": 1500, "instructions": 900, "images": 800,
+    "model configs": 1000, "DeepSpeed configs": 1000, "tokenizers": 500, "checkpoints": 700, "logs": 900,
+}  # fmt: skip
+GROUPS = {  # what is drawn, and what is done with it
+    "command lines": (command_lines(), act_on_arguments),
+    "YAML files": (yaml_files(), act_on_yaml),
+    "tables": (tables(), act_on_table),
+    "instructions": (instructions(), act_on_instructions),
+    "images": (images(), act_on_images),
+    "model configs": (model_configs(), act_on_model_config),
+    "DeepSpeed configs": (texts_of(st.sampled_from([ZERO_2, ZERO_3]).flatmap(spoilt)), act_on_deepspeed),
+    "tokenizers": (tokenizer_files(), act_on_tokenizer),
+    "checkpoints": (checkpoints(), act_on_checkpoint),
+    "logs": (logged_runs(), act_on_logs),
 }
-assert sum(group.share for group in GROUPS.values()) == 10_000
+assert sum(SHARES.values()) == 10_000
 
 
-def hold(group, cases, **how):
-    """Act on so many cases; return how many of them ran, and how many were refused."""
-    ends = Counter()
+def hold(name, cases, **how):
+    """Act on the attacks, and on so many cases; return how many of these ran, and how many were refused."""
+    (drawn, act), ends = GROUPS[name], Counter()
+
+    def end(case):
+        with tempfile.TemporaryDirectory() as folder:
+            told = in_fork(lambda: act(case), Path(folder))
+        assert told == RUNS or re.fullmatch(r"error: .{10,1010}\n", told), told
+        return told == RUNS
 
     @settings(max_examples=cases, deadline=None, suppress_health_check=[*HealthCheck], print_blob=True, **how)
-    @given(group.cases)
+    @given(drawn)
     def each(case):
-        with tempfile.TemporaryDirectory() as folder:
-            told = in_fork(lambda: group.act(case), Path(folder))
-        assert told == RUNS or re.fullmatch(r"error: .{10,1010}\n", told), told
-        ends[told == RUNS] += 1
+        ends[end(case)] += 1
 
-    for case in group.examples:
-        each = example(case)(each)
+    for case in ATTACKS.get(name, ()):
+        end(case)
     each()
     return ends[True], ends[False]
 
@@ -482,7 +534,7 @@ def hold(group, cases, **how):
 @pytest.mark.parametrize("name", GROUPS)
 def test_whatever_is_given_runs_or_is_refused_in_one_line(name):
     """The same cases each time."""
-    ran, refused = hold(GROUPS[name], 25, derandomize=True, database=None)
+    ran, refused = hold(name, 25, derandomize=True, database=None)
     assert ran > 0
     assert refused > 0
 
@@ -491,7 +543,7 @@ def test_whatever_is_given_runs_or_is_refused_in_one_line(name):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", GROUPS)
 def test_10000_cases_run_or_are_refused_in_one_line(name, record_property):
-    ran, refused = hold(GROUPS[name], GROUPS[name].share)
+    ran, refused = hold(name, SHARES[name])
     record_property("cases", f"{name}: {ran} ran, {refused} were refused")
 
 
