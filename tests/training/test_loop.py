@@ -187,6 +187,30 @@ def test_what_is_drawn_after_a_checkpoints_random_numbers_is_drawn_again():
     assert draw() == first
 
 
+def test_what_is_validated_and_tested_are_the_samples_of_these_splits(tmp_path):
+    """Of splits of one size, so that no count tells them apart."""
+    datasets = token_datasets(train=12, validation=12, test=12)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    loaders = build_dataloaders(fabric, datasets, settings_for(tmp_path))
+    for name, loader in zip(("train", "validation", "test"), loaders, strict=True):
+        batches = [each for batch in loader for each in (batch.micro_batches if name == "train" else [batch])]
+        got = [
+            tuple(row[mask.bool()].tolist())
+            for batch in batches
+            for row, mask in zip(batch.inputs["input_ids"], batch.inputs["attention_mask"], strict=True)
+        ]
+        assert sorted(got) == sorted(map(tuple, datasets.splits[name]["input_ids"]))
+    run, model = run_training(tmp_path, datasets=datasets)
+    results = run.record.values["results"]
+    losses = {}
+    for name, loader in zip(("validation", "test"), loaders[1:], strict=True):
+        totals = [(model(**batch.inputs).loss.item(), batch.items) for batch in loader]
+        losses[name] = sum(loss * items for loss, items in totals) / 12
+    assert results["epochs"][-1]["validation_loss"] == pytest.approx(losses["validation"], rel=1e-5)
+    assert results["test_loss"] == pytest.approx(losses["test"], rel=1e-5)
+    assert abs(losses["validation"] - losses["test"]) > 1e-3
+
+
 def test_the_inner_module_follows_every_switch(tmp_path):
     """`from_pretrained` leaves the inner module in eval mode under a wrapper that says it is in train mode."""
     tiny_model("bert", dropout=0.1).save_pretrained(tmp_path / "saved")
