@@ -7,7 +7,6 @@ Whatever is no option of this script is given to every rung. A rung that fails d
 started again with the same options, it goes on where it was: what is finished in --runs_dir is not run again.
 """
 
-import json
 import subprocess
 import sys
 from dataclasses import asdict
@@ -20,7 +19,7 @@ from fabric_ladder.checkpoints.export import Arguments
 from fabric_ladder.comparing.page import to_html
 from fabric_ladder.comparing.sources import read_sources
 from fabric_ladder.comparing.table import compare, print_table
-from fabric_ladder.errors import UserError
+from fabric_ladder.errors import UserError, read_outside
 from fabric_ladder.rungs import RUNGS, check_rung, choose_rungs, script_defaults
 from fabric_ladder.tools.outputs import check_outputs, write_outputs
 
@@ -37,10 +36,10 @@ def finished_run(home: Path, settings: dict) -> Path | None:
     """Return the folder of a finished run of just these settings."""
     for record in sorted(home.glob("*/run.json")):
         try:
-            found = json.loads(record.read_text(encoding="utf-8"))
+            found = read_outside(record)
             if found["status"] == "finished" and comparable(found["settings"]) == settings:
                 return record.parent
-        except (OSError, ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError):
             continue  # a run that was killed while it wrote, or something else
     return None
 

@@ -21,7 +21,7 @@ def cache(tmp_path_factory):
 
 
 LONGEST = """combinations notebooks devices deepspeed planner resume rungs lora real bad_input export doctor loggers
-    prediction compile run_ladder fitting machines cache""".split()
+    prediction compile run_ladder fitting machines properties cache""".split()
 
 
 def pytest_configure(config):
@@ -33,6 +33,14 @@ def pytest_collection_modifyitems(items):
     """Start the files that take minutes first, so that no process is left with one when the others are done."""
     order = {f"test_{name}": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print how many cases of each group of `test_properties.py` ran, and how many were refused."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties if report.when == "call" else ():
+            if name == "cases":
+                terminalreporter.write_line(value)
 
 
 @pytest.fixture(autouse=True)

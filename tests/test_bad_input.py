@@ -76,6 +76,12 @@ CASES = {
     "misspelt in YAML": Case("--config {m}/misspelt.yaml", r"misspelt\.yaml: .*'lerning_rate'; did you mean 'learn"),
     "bad YAML": Case("--config {m}/bad.yaml", r"cannot read \S*bad\.yaml as YAML \(.+"),
     "micro batch above batch": Case("--micro_batch_size 32", r"--micro_batch_size 32 is above --batch_size 16: .*"),
+    "more rows than samples": Case("--packing true --pack_rows 32", r"--pack_rows 32 is above --batch_size 16: .*"),
+    "rows of two shapes": Case(
+        "--packing true --pack_rows 2 --micro_batch_tokens 512",
+        r"--pack_rows 2 takes the place of --micro_batch_tokens: leave one of them out",
+    ),
+    "rows without packing": Case("--pack_rows 2", r"--pack_rows 2 is for packed rows: add --packing true"),
     "too long": Case(f"--model {LLAMA} --max_length 2000", r"--max_length 2000 is beyond the 1024 positions .*1024$"),
     "16-mixed on a CPU": Case("--precision 16-mixed", r"--precision 16-mixed needs a CUDA GPU; use .*bf16-mix"),
     "no GPU": Case("--accelerator cuda", r"--accelerator cuda: PyTorch finds no CUDA GPU here; use --accelerator cpu"),

@@ -320,7 +320,7 @@ def test_wrong_types_of_settings_without_a_value_are_told_alike(name, wanted):
 
 
 AT_LEAST_1 = ("epochs", "batch_size", "micro_batch_size", "micro_batch_tokens", "eval_batch_tokens", "log_every",
-              "max_length", "threads", "pad_to_multiple_of", "train_samples", "validation_samples",
+              "max_length", "threads", "pad_to_multiple_of", "pack_rows", "train_samples", "validation_samples",
               "test_samples", "image_size", "resize_to", "devices", "num_nodes", "keep",
               "lora_rank", "lora_alpha", "loss_chunk")  # fmt: skip
 ABOVE_0 = ("learning_rate", "sgd_learning_rate", "lora_learning_rate", "max_grad_norm", "max_time")

@@ -46,6 +46,10 @@ def refusal(*args):
         (["--num-train-epochs", "3"], "here it is --epochs 3"),
         (["--gradient_checkpointing", "--seed", "1"], "here it is --activation_checkpointing true"),
         (["--gradient_accumulation_steps", "4"], "here it is --batch_size, the effective batch of one optimizer step"),
+        (["--resume_from_checkpoint", "true"], "here it is --resume auto"),
+        (["--resume_from_checkpoint"], "here it is --resume auto"),
+        (["--resume_from_checkpoint", "False"], "here it is --resume no"),
+        (["--resume_from_checkpoint", "runs/a/1"], "here it is --resume runs/a/1"),
         (["--save_steps", "100"], "here it is --save_every 100, in optimizer steps"),
         (["--save_steps", "--lora"], "here it is --save_every, in optimizer steps"),
         (["--learning-rate", "1"], "did you mean 'learning_rate'?"),
@@ -54,6 +58,14 @@ def refusal(*args):
 def test_what_others_call_a_setting_is_named_as_it_is_here(args, meant):
     assert f"there is no setting {args[0][2:].split('=')[0]!r}" in refusal(*args)
     assert meant in refusal(*args)
+
+
+def test_a_tilde_is_the_users_home_wherever_a_folder_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "own.yaml").write_text("cache_dir: ~/cache\ntest_file: ~nobody_of_this_name/a\n")
+    found = parse_settings(["--config", "own.yaml", *BLOOM, "--runs_dir=~/runs", "--data_dir=a~b"])
+    assert [found.runs_dir, found.cache_dir] == [f"{tmp_path}/runs", f"{tmp_path}/cache"]
+    assert [found.test_file, found.data_dir] == ["~nobody_of_this_name/a", "a~b"]
 
 
 def test_names_of_others_lead_to_settings_and_are_none_themselves():

@@ -16,6 +16,8 @@ from fabric_ladder.errors import UserError, first_line, is_out_of_memory
 from fabric_ladder.places import PACKAGE
 from fabric_ladder.settings import Settings
 
+LONGEST = 1000  # characters of a line on stderr; of more, the middle is left out
+
 
 class NextRung(NamedTuple):
     """What needs less memory than a rung.
@@ -145,7 +147,9 @@ def show_errors(settings: Settings | None = None) -> None:
         if line is not None:
             rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
             start = "error:" if rank == "0" else f"error on rank {rank}:"
-            stream.write(f"{start} {' '.join(line.split())}\n")  # at once: other ranks write there, too
+            line = " ".join(line.split())  # a value that it names may be of any length
+            line = line if len(line) <= LONGEST else f"{line[: LONGEST * 2 // 3]} … {line[-LONGEST // 3 :]}"
+            stream.write(f"{start} {line}\n")  # at once: other ranks write there, too
             stream.flush()
         return line is not None
 

@@ -53,11 +53,13 @@ def check_values(settings: Settings) -> None:
             raise UserError(f"--{name} {value}: must be a positive number")
     if not 0 <= settings.lora_dropout < 1:
         raise UserError(f"--lora_dropout {settings.lora_dropout}: must be at least 0 and below 1")
-    if settings.micro_batch_tokens in (None, "auto") and (settings.micro_batch_size or 0) > settings.batch_size:
-        raise UserError(
-            f"--micro_batch_size {settings.micro_batch_size} is above --batch_size {settings.batch_size}: it is a "
-            "part of the effective batch; lower it, or raise --batch_size too"
-        )
+    by_size = settings.micro_batch_tokens in (None, "auto")
+    for name, value in (("micro_batch_size", by_size and settings.micro_batch_size), ("pack_rows", settings.pack_rows)):
+        if value and value > settings.batch_size:
+            raise UserError(
+                f"--{name} {value} is above --batch_size {settings.batch_size}: it is a part of the effective batch; "
+                "lower it, or raise --batch_size too"
+            )
     found = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
     if settings.accelerator in found and not found[settings.accelerator]():
         kind = {"cuda": "CUDA GPU", "mps": "Apple GPU"}[settings.accelerator]

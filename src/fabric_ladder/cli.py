@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+import os
 import re
 import sys
 from collections.abc import Collection, Mapping
@@ -17,12 +18,13 @@ from fabric_ladder.advice import show_errors
 from fabric_ladder.checks import check, check_start, check_values
 from fabric_ladder.distributed.launch import check_launcher, options_of_fabric_run, prepare_launch, resolve_devices
 from fabric_ladder.environment import compute_capability, fit_precision, notebook_shell, prepare_cuda
-from fabric_ladder.errors import Checked
+from fabric_ladder.errors import Checked, UserError
 from fabric_ladder.options import NAMES, PATHS, choose_config, parse_options, read_config
 from fabric_ladder.places import CONFIGS
 from fabric_ladder.settings import GROUPS, INTERNAL, Settings
 
 BUCKET = 16  # tokens; kernels for lengths that may be no multiple of this are slower, and a step of 64 mostly padding
+FOLDERS = (*PATHS, "data_dir", "cache_dir", "runs_dir", "load", "resume")
 SCRIPT_NAME = re.compile(r'^"""(\w+) ·', re.MULTILINE)  # at the start of each rung's docstring
 EXAMPLES = """\
 examples:
@@ -77,7 +79,8 @@ def _read(parser: jsonargparse.ArgumentParser, args: list[str], config: str | No
     from_file = read_config(path) if path else {}
     file_args = [f"--{name}={'null' if value is None else value}" for name, value in from_file.items()]
     parse_options(parser, file_args, f"{path}: ")
-    values = _with_carried(parse_options(parser, [*file_args, *args])) | {"config": str(path) if path else None}
+    values = _with_homes(parse_options(parser, [*file_args, *args]))
+    values = _with_carried(values) | {"config": str(path) if path else None}
     print_config = values.pop("print_config", False)
     settings = Settings(**values, name=_script_name())
     given = {arg.removeprefix("--").split("=")[0] for arg in args if arg.startswith("--")}
@@ -189,6 +192,9 @@ def _micro_batch(
     """Return `micro_batch_size` and `micro_batch_tokens`, of which one is None."""
     size, tokens = settings.micro_batch_size, settings.micro_batch_tokens
     if settings.pack_rows:
+        for name in ("micro_batch_size", "micro_batch_tokens"):
+            if name in given:
+                raise UserError(f"--pack_rows {settings.pack_rows} takes the place of --{name}: leave one of them out")
         return settings.pack_rows, None
     if tokens == "auto" and "micro_batch_tokens" not in given:
         if size and size != script.get("micro_batch_size"):  # the user's own
@@ -245,6 +251,12 @@ def _describe_quickstart(config: Path, given: set[str]) -> str:
     if not supplied:
         return f"what you do not set is the quickstart's ({config.name})"
     return f"this is the quickstart ({config.name}), {' on '.join(supplied)}"
+
+
+def _with_homes(values: dict) -> dict:
+    """Write the user's home for `~`, which no shell does in a YAML file or after `--runs_dir=`."""
+    starts = {name: value for name in FOLDERS if isinstance(value := values[name], str) and value.startswith("~")}
+    return values | {name: os.path.expanduser(value) for name, value in starts.items()}
 
 
 def _with_carried(values: dict) -> dict:

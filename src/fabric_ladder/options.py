@@ -113,7 +113,7 @@ def parse_options(parser: jsonargparse.ArgumentParser, args: list[str], where: s
     except jsonargparse.ArgumentError as error:
         text = " ".join(str(error).split())
         kind = r"(?:<class '(\w+)'>|typing.Literal\[(.*?)\])"
-        if found := re.match(rf'Parser key "(\w+)":.*? Expected an? {kind}.*(?:Got|Given) value: (.*)', text):
+        if found := re.match(rf'Parser key "(\w+)":.*? Expected an? {kind}.*(?:Got|Given) value: ?(.*)', text):
             name, plain, choices, value = found.groups()
             text = f"--{name} {value:.80}: expected {plain or f'one of {choices}'}"
         raise UserError(f"{where}{text} (see --help)") from error
@@ -132,6 +132,8 @@ def _meant(name: str, value: str) -> str:
     """Say that there is no such setting, and which one was meant."""
     start = f"there is no setting {name[:60]!r}"
     ours = PEERS.get(name.replace("-", "_").lower())
+    if ours == "resume {}":
+        value = {"": "auto", "true": "auto", "false": "no"}.get(value.lower(), value)
     if ours == "accelerator {}":
         value = {"gpu": "cuda"}.get(value.split(":")[0], value.split(":")[0])
     if ours:

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from support.resuming import SIZES, Does, Evil, assert_same, checkpoints, lines_
 
 from fabric_ladder import UserError
 from fabric_ladder.checkpoints import store
+from fabric_ladder.checkpoints.resume import PROGRESS
 
 STEPS = 16  # two epochs of eight
 QUICK = ["2_grad_accum", "4_mixed_precision", "13_lora"]
@@ -284,11 +286,13 @@ def test_nothing_pickled_is_executed(tmp_path, stopped):
         part = last.with_name(".step-000000006.part")
         last.rename(part)
         store.finish(part, None)
-        with pytest.raises(UserError, match=r"rank-0.pt is none of ours|made with another .*, or damaged"):
+        with pytest.raises(Exception) as caught:  # noqa: PT011
             run_here("2_grad_accum", tmp_path, "--resume", "auto")
+        assert not (tmp_path / "executed").exists(), "before anything else that may be wrong with it"
+        assert isinstance(caught.value, UserError)
+        assert re.search(r"rank-0.pt is none of ours|made with another .*, or damaged", str(caught.value))
         shutil.rmtree(last)
         copy.rename(last)
-    assert not (tmp_path / "executed").exists()
 
 
 def several(name, cwd, *arguments, ranks=2, wait=True):
@@ -430,21 +434,54 @@ def test_a_full_disk_costs_no_checkpoint_and_no_run(tmp_path, small_disk, dropou
         store.check(folder)
 
 
-def test_a_disk_without_room_for_the_log_stops_the_run_in_one_line(tmp_path, small_disk):
-    (small_disk / "filler").write_bytes(b"x" * 1_510_000)
+def fill(disk):
+    with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as filler:
+        while filler.write(b"x" * 2**16):
+            pass
+
+
+def test_a_disk_without_room_for_a_first_line_is_refused(tmp_path, small_disk):
+    fill(small_disk)
     with pytest.raises(UserError, match=r"cannot write .*No space left on device"):
-        run_here("2_grad_accum", tmp_path, "--runs_dir", small_disk / "runs", "--log_every", "1", "--epochs", "30")
+        run_here("2_grad_accum", tmp_path, "--runs_dir", small_disk / "runs")
 
 
-def test_a_folder_that_vanishes_stops_the_run_in_one_line(tmp_path, monkeypatch):
+def with_lost_log(monkeypatch, tmp_path, action, *arguments):
+    """Do something in mid-training; return what the run printed, which must go on to its end and say so once."""
     monkeypatch.chdir(tmp_path)
     script = str(SRC / "2_grad_accum.py")
-    monkeypatch.setattr(sys, "argv", [script, *SIZES, "--save_every", "2"])
-    with (
-        contextlib.redirect_stdout(Does("Batch 0003/", lambda: shutil.rmtree("runs"))),
-        pytest.raises(UserError, match=r"^cannot write into runs/2_grad_accum/1 \(.*\), so the run stops"),
-    ):
+    monkeypatch.setattr(sys, "argv", [script, *SIZES, "--log_every", "1", *map(str, arguments)])
+    with contextlib.redirect_stdout(Does("Batch 0003/", action)) as printed:
         runpy.run_path(script, run_name="__main__")
+    text = printed.getvalue()
+    assert text.count("No more log: cannot write into ") == 1
+    assert text.splitlines()[-1].startswith("Test accuracy ")
+    assert "Batch 0008/0008" in text
+    return text
+
+
+def test_a_disk_that_fills_costs_the_log_and_neither_run_nor_model(tmp_path, monkeypatch):
+    with file_system(tmp_path / "disk", 20_000) as disk:
+        options = "--runs_dir", disk / "runs", "--save", "consolidated", "--epochs", 30
+        text = with_lost_log(monkeypatch, tmp_path, lambda: fill(disk), *options)
+    assert "(No space left on device); the run goes on without" in text
+    saved = Path(re.search(r"^Saved (.*)$", text, re.MULTILINE)[1])
+    assert (saved / "model.safetensors").stat().st_size > 10**5
+    assert not saved.is_relative_to(disk)
+    shutil.rmtree(saved.parent)
+
+
+def test_a_folder_that_vanishes_costs_the_log_and_neither_run_nor_model(tmp_path, monkeypatch):
+    text = with_lost_log(monkeypatch, tmp_path, lambda: shutil.rmtree("runs"), "--save", "consolidated")
+    assert (tmp_path / re.search(r"^Saved (.*)$", text, re.MULTILINE)[1] / "model.safetensors").exists()
+
+
+def test_a_checkpoint_after_the_log_was_lost_holds_all_lines(tmp_path, monkeypatch):
+    """So that a run that goes on from it writes them all."""
+    with_lost_log(monkeypatch, tmp_path, lambda: shutil.rmtree("runs"), "--save_every", 100)
+    progress = json.loads((checkpoints(tmp_path / "runs" / "2_grad_accum" / "1")[-1] / PROGRESS).read_text())
+    lines = progress["run"]["lines"]
+    assert len([line for line in lines if "Loss" in line]) == len(progress["run"]["rows"]) - 2 == 16
 
 
 def test_a_read_only_disk_is_refused_before_any_work(tmp_path, small_disk):

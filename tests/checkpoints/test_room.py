@@ -65,6 +65,18 @@ def test_where_there_is_no_other_disk_one_line_says_so(monkeypatch, full_disk, s
     assert [path.name for path in full_disk.iterdir()] == ["filler"]
 
 
+def test_another_disk_that_is_full_too_keeps_no_empty_folder(monkeypatch, tmp_path, full_disk, save_into):
+    with file_system(tmp_path / "other", 512) as other:
+        (other / "filler").write_bytes(b"x" * 500_000)
+        monkeypatch.chdir(other)
+        monkeypatch.setattr(tempfile, "tempdir", str(full_disk))
+        monkeypatch.setenv("HOME", str(full_disk))
+        with pytest.raises(UserError, match=f"{full_disk} \\(.+\\).*{other}"):
+            save_into(full_disk, "sharded")
+        monkeypatch.chdir(tmp_path)
+        assert [path.name for path in other.iterdir()] == ["filler"]
+
+
 @pytest.mark.parametrize("layout", ["consolidated", "sharded"])
 def test_a_result_takes_the_place_of_an_older_one_as_a_whole(tmp_path, save_into, layout):
     folder = tmp_path / "run"

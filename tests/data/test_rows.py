@@ -44,6 +44,18 @@ def test_a_file_without_a_header_is_recognised_and_read_by_column_names(tmp_path
         load(tmp_path / name, column_names="label,text")
 
 
+@pytest.mark.parametrize(("labels", "seen"), [(("good", "bad"), True), (("review", "sentiment"), False)])
+def test_short_words_in_place_of_a_header_are_recognised_by_a_label_that_comes_again(tmp_path, load, labels, seen):
+    """Where it does not, they may be names: here only the header says `review` and `sentiment`."""
+    rows = [f"film {index},{('good', 'bad')[index % 2]}" for index in range(20)]
+    first = f"a film,{labels[0]}" if seen else ",".join(labels)
+    (tmp_path / "a.csv").write_text("\n".join([first, *rows]))
+    with pytest.raises(UserError, match="no column 'text', only ") as caught:
+        load(tmp_path / "a.csv")
+    assert ("the first row looks like data" in str(caught.value)) == seen
+    assert ("set --text_column" in str(caught.value)) != seen
+
+
 def test_instructions_without_a_header_are_recognised_and_read(tmp_path):
     pairs = [(f"Say {index}, and then say it once more.", f"It is {index}.") for index in range(20)]
     pd.DataFrame(pairs).to_csv(tmp_path / "a.csv", index=False, header=False)

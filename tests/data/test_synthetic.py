@@ -4,7 +4,8 @@ import re
 from functools import partial
 
 import numpy as np
-from support.data_files import BLOOM, load_in, texts_of
+import pytest
+from support.data_files import BLOOM, LLAMA, SPLITS, load_in, rows_of, texts_of
 
 from fabric_ladder.data.synthetic import ADVICE, synthetic_reviews
 
@@ -35,6 +36,14 @@ def test_some_synthetic_labels_are_wrong():
         sure += [label == in_favour] * (against or in_favour)
     assert len(sure) > 1000
     assert 0.94 < np.mean(sure) < 0.99
+
+
+@pytest.mark.parametrize("options", [{"model": BLOOM}, {"model": LLAMA, "task": "instruction-tuning"}])
+def test_the_splits_of_synthetic_reviews_share_no_text(tmp_path, options):
+    got = load_in(tmp_path, "synthetic", train_samples=300, validation_samples=100, test_samples=100, **options)
+    train, validation, test = (set(rows_of(got, split)) for split in SPLITS)
+    assert min(map(len, (train, validation, test))) > 90
+    assert not train & validation | train & test | validation & test
 
 
 def test_more_synthetic_texts_of_one_split_leave_the_others_alone(tmp_path):

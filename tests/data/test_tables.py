@@ -86,6 +86,16 @@ def test_a_text_of_one_long_word_takes_no_longer_than_its_first_tokens(tmp_path,
     assert max(max(got.splits[split]["length"][:]) for split in SPLITS) == 16
 
 
+def test_texts_without_spaces_are_learned_from_in_pieces(tmp_path, load):
+    """DNA: of single letters alone, 4,000 of them would be 4,000 tokens."""
+    draw = np.random.default_rng(0)
+    texts = ["".join(draw.choice(["ACGT", "TTAGGG", "CCAAT"], 900)) for _ in range(20)]
+    pd.DataFrame({"text": texts, "label": [0, 1] * 10}).to_csv(tmp_path / "texts.csv", index=False)
+    got = load(tmp_path / "texts.csv", max_length=4000)
+    assert max(got.splits["train"]["length"][:]) < 1000
+    assert {text for split in SPLITS for text in texts_of(got, split)} == set(texts)
+
+
 def test_every_format_gives_the_same_tokens(tmp_path, load):
     got = {name: load(write_table(table(), tmp_path / name)) for name in [*WRITERS, "CAPITALS.CSV"]}
     first = got["texts.csv"]
@@ -173,6 +183,20 @@ def test_class_names_come_from_the_labels_and_reach_the_model(tmp_path, load, la
     config = build_model(Settings(model=BLOOM, from_scratch=True), got).config
     assert config.id2label == dict(enumerate(names))
     assert config.num_labels == len(names)
+
+
+@pytest.mark.parametrize("labels", [("zebra", "ant", "cow"), (10, 9, 100)])
+def test_a_label_has_the_same_number_in_every_split_whichever_comes_first(tmp_path, load, labels):
+    paths = []
+    for number in range(3):
+        frame = table(30, start=100 * (number + 1))
+        frame["label"] = [labels[(index + number) % 3] for index in range(30)]
+        paths.append(write_table(frame, tmp_path / f"{number}.csv"))
+    got = load(paths[0], validation_file=str(paths[1]), test_file=str(paths[2]))
+    assert got.class_names == list(map(str, sorted(labels)))
+    for number, split in enumerate(SPLITS):
+        names = [got.class_names[label] for label in got.splits[split]["labels"][:]]
+        assert names == [str(labels[(index + number) % 3]) for index in range(30)]
 
 
 GOOD = "text,label\n" + "".join(f"review {index},{index % 2}\n" for index in range(20))
@@ -289,6 +313,37 @@ def test_files_with_unlike_kinds_of_labels_are_refused(tmp_path, load):
     write_table(table(20).replace({"label": {0: "bad", 1: "good"}}), tmp_path / "folder" / "words.csv")
     with pytest.raises(UserError, match="label"):
         load("folder")
+
+
+@pytest.mark.parametrize("where", [0, 2])
+def test_a_word_among_the_labels_of_one_split_makes_them_words_in_all(tmp_path, load, where):
+    """Else `1` of the one split and `1` of the other would be two classes."""
+    for number in range(3):
+        frame = table(30, start=100 * (number + 1))
+        frame["label"] = [["10", "9", "unknown" if number in (0, where) else "10"][index % 3] for index in range(30)]
+        write_table(frame, tmp_path / f"{number}.csv")
+    got = load(tmp_path / "0.csv", validation_file="1.csv", test_file="2.csv")
+    assert got.class_names == ["10", "9", "unknown"]
+    for number, split in enumerate(SPLITS):
+        assert got.splits[split]["labels"][:3] == [0, 1, 2 if number in (0, where) else 0]
+
+
+def test_a_label_that_only_the_test_file_has_is_the_one_that_is_named(tmp_path, load):
+    write_table(table(30), tmp_path / "a.csv")
+    write_table(table(30, start=100).replace({"label": {1: "unknown"}}), tmp_path / "b.csv")
+    with pytest.raises(UserError, match=r"the test texts have labels that the training texts lack: \['unknown'\]$"):
+        load(tmp_path / "a.csv", test_file="b.csv")
+
+
+def test_classes_with_other_names_in_another_split_are_refused(tmp_path, load):
+    for name, names in (("a", ["bad", "good"]), ("b", ["good", "bad"])):
+        features = hf.Features({"text": hf.Value("string"), "label": hf.ClassLabel(names=names)})
+        hf.Dataset.from_pandas(table(30), features=features).to_parquet(tmp_path / f"{name}.parquet")
+    assert load(tmp_path / "a.parquet").class_names == ["bad", "good"]
+    write_table(table(30), tmp_path / "c.csv")
+    for other in ("b.parquet", "c.csv"):
+        with pytest.raises(UserError, match="the labels have names in one split, and none or others in another"):
+            load(tmp_path / "a.parquet", test_file=other)
 
 
 def test_numbers_and_words_as_labels_of_one_file_are_refused_or_read(tmp_path, load):

@@ -8,13 +8,17 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from support.devices import ONE_THREAD, SIZES, read, same
-from support.helpers import MODELS, ROOT, SRC, finished, free_port, run_script
+from support.helpers import MODELS, ROOT, SRC, finished, free_port, run_script, settings_for
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from transformers import AutoModelForSequenceClassification
+
+from fabric_ladder.distributed.fsdp import sharding_policy
 
 # each combination of rung and processes runs once, with all that can be looked at in one run
 CLIP = ("--max_grad_norm", "0.05")
-DDP = ("9_ddp", 2, "--eval_batch_tokens", "1")
+DDP = ("9_ddp", 2, "--eval_batch_tokens", "1", "--save_every", "100")
 FSDP = ("10_fsdp", 2, *CLIP, "--save", "sharded")
 OFFLOAD = ("11_fsdp_cpu_offload", 2, *CLIP, "--activation_checkpointing", "true", "--save", "consolidated")
 
@@ -50,6 +54,15 @@ def test_one_device_is_enough_and_the_run_says_so(run):
         assert "One device: nothing to share it out to" in stdout
 
 
+def test_each_rank_drops_out_by_random_numbers_of_its_own(run):
+    (made,) = (run(*DDP)[0] / "checkpoints").glob("step-*")
+    states = [torch.load(made / f"rank-{rank}.pt", weights_only=True)["random"]["torch"] for rank in (0, 1)]
+    draws = [torch.Generator().set_state(state) for state in states]
+    assert draws[0].initial_seed() != draws[1].initial_seed()
+    masks = [torch.rand(1000, generator=generator) > 0.1 for generator in draws]
+    assert 100 < (masks[0] != masks[1]).sum() < 300
+
+
 def test_offload_and_activation_checkpointing_change_no_bit(run):
     assert read(run(*OFFLOAD)[0])[0] == read(run(*FSDP)[0])[0]
 
@@ -60,6 +73,20 @@ def test_parameters_are_really_sharded(run, sharded):
     whole, share = results["parameter_bytes_of_a_rank"], read(run(*sharded)[0])[2]["parameter_bytes_of_a_rank"]
     assert whole == 4 * results["parameters"]
     assert whole / devices <= share <= whole / devices * 1.02, "the rest of a division goes to the first ranks"
+
+
+@pytest.mark.parametrize(("offload", "policy"), [(True, CPUOffloadPolicy), (False, OffloadPolicy)])
+def test_shards_are_parked_just_where_the_setting_says_so(tmp_path, offload, policy):
+    settings = settings_for(tmp_path, offload=offload)
+    assert type(sharding_policy(settings, {"data_parallel": None})["offload_policy"]) is policy
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize(("name", "device"), [("11_fsdp_cpu_offload", "cpu"), ("10_fsdp", "cuda")])
+def test_parked_shards_lie_in_the_hosts_memory(tmp_path, name, device):
+    options = ["--config", "quickstart.yaml", "--train_samples", 64, "--accelerator", "cuda", "--devices", 1]
+    process = run_script(ROOT / "tests" / "support" / "where_shards_lie.py", name, *options, cwd=tmp_path, fresh=True)
+    assert finished(process).splitlines()[-1] == f"parameters on {device}, optimizer on {device}"
 
 
 def test_evaluation_on_two_processes_does_not_depend_on_the_batch_size(run):

@@ -252,15 +252,17 @@ def checkpointed(model):
 
 def with_adapters(model):
     peft = pytest.importorskip("peft")
-    task = "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM"
+    task = "CAUSAL_LM" if model.get_output_embeddings() else "SEQ_CLS"
     return peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", task_type=task))
 
 
 @pytest.mark.parametrize("wrap", [copy.deepcopy, compiled, checkpointed, with_adapters])
-@pytest.mark.parametrize("task", [CLASSIFICATION, INSTRUCTIONS])
-def test_what_is_wrapped_around_a_model_keeps_documents_apart(tmp_path, task, wrap):
+@pytest.mark.parametrize(
+    ("kind", "task"), [("bloom", CLASSIFICATION), ("bloom", INSTRUCTIONS), ("bert", CLASSIFICATION)]
+)
+def test_what_is_wrapped_around_a_model_keeps_documents_apart(tmp_path, kind, task, wrap):
     packed, alone = packed_and_alone(tmp_path, task)
-    model = make("bloom", task)
+    model = make(kind, task)
     expected = torch.cat([losses(model, inputs) for inputs in alone])
     wrapped = wrap(model)
     got = losses(wrapped, packed)

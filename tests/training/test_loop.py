@@ -2,8 +2,10 @@
 
 import json
 import math
+import random
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from lightning import Fabric
@@ -14,6 +16,7 @@ from transformers import AutoModelForSequenceClassification
 from fabric_ladder import UserError, build_dataloaders
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.training.gradients import accumulate_gradients
+from fabric_ladder.training.state import random_state, set_random_state
 
 CUTS = [{"micro_batch_size": 16}, {"micro_batch_size": 4}, {"micro_batch_size": 1}, {"micro_batch_tokens": 64},
         {"micro_batch_size": 3, "pad_to_multiple_of": 8}]  # fmt: skip
@@ -162,6 +165,50 @@ def test_the_mean_since_the_last_line_weighs_every_sample_alike(tmp_path):
     each = losses(run_training(tmp_path)[0])
     run, _ = run_training(tmp_path, log_every=10_000)
     assert losses(run) == [pytest.approx((16 * each[0] + 16 * each[1] + 8 * each[2]) / 40, rel=1e-6)]
+
+
+def test_the_train_accuracy_is_that_of_the_whole_epoch_however_often_a_line_is_printed(tmp_path):
+    runs = [run_training(tmp_path, epochs=2, log_every=every)[0] for every in (1, 32, 10_000)]
+    found = [[epoch["train_accuracy"] for epoch in run.record.values["results"]["epochs"]] for run in runs]
+    assert len(found[0]) == 2
+    assert found[0] == found[1] == found[2]
+
+
+def test_what_is_drawn_after_a_checkpoints_random_numbers_is_drawn_again():
+    """PyTorch's, NumPy's and Python's, which a model or tokenizer of the user's may draw from."""
+
+    def draw():
+        return torch.rand(3).tolist(), np.random.random(3).tolist(), [random.random() for _ in range(3)]
+
+    state = random_state(torch.device("cpu"))
+    first, second = draw(), draw()
+    assert all(mine != other for mine, other in zip(first, second, strict=True))
+    set_random_state(state, torch.device("cpu"))
+    assert draw() == first
+
+
+def test_what_is_validated_and_tested_are_the_samples_of_these_splits(tmp_path):
+    """Of splits of one size, so that no count tells them apart."""
+    datasets = token_datasets(train=12, validation=12, test=12)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    loaders = build_dataloaders(fabric, datasets, settings_for(tmp_path))
+    for name, loader in zip(("train", "validation", "test"), loaders, strict=True):
+        batches = [each for batch in loader for each in (batch.micro_batches if name == "train" else [batch])]
+        got = [
+            tuple(row[mask.bool()].tolist())
+            for batch in batches
+            for row, mask in zip(batch.inputs["input_ids"], batch.inputs["attention_mask"], strict=True)
+        ]
+        assert sorted(got) == sorted(map(tuple, datasets.splits[name]["input_ids"]))
+    run, model = run_training(tmp_path, datasets=datasets)
+    results = run.record.values["results"]
+    losses = {}
+    for name, loader in zip(("validation", "test"), loaders[1:], strict=True):
+        totals = [(model(**batch.inputs).loss.item(), batch.items) for batch in loader]
+        losses[name] = sum(loss * items for loss, items in totals) / 12
+    assert results["epochs"][-1]["validation_loss"] == pytest.approx(losses["validation"], rel=1e-5)
+    assert results["test_loss"] == pytest.approx(losses["test"], rel=1e-5)
+    assert abs(losses["validation"] - losses["test"]) > 1e-3
 
 
 def test_the_inner_module_follows_every_switch(tmp_path):

@@ -120,9 +120,9 @@ def _newest_run(home: Path) -> tuple[Path | None, dict]:
     folders = sorted((path for path in home.glob("*") if path.name.isdigit()), key=lambda path: -int(path.name))
     for folder in folders:
         try:
-            record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+            record = read_outside(folder / "run.json")
             status, _ = record["status"], dict(record["settings"])
-        except (OSError, ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError):
             continue
         if status == "finished" or any((folder / CHECKPOINTS).glob("step-*")):
             return folder, record
@@ -138,7 +138,7 @@ def _differences(saved: dict, settings: Settings) -> list[str]:
     own, defaults = (json.loads(json.dumps(dataclasses.asdict(each))) for each in (settings, Settings()))
     saved = defaults | saved  # of an older version, which lacks settings that are new
     return [
-        f"--{name} {saved.get(name)}, not {own.get(name)}"
+        f"--{name:.40} {saved.get(name)!s:.40}, not {own.get(name)}"
         for name in sorted((saved.keys() | own.keys()) - FREE)
         if saved.get(name) != own.get(name)
     ]

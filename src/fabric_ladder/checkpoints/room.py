@@ -4,6 +4,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -61,8 +62,10 @@ def places(folder: Path | None, broadcast: Callable, problems: list[str]) -> Ite
     for place in broadcast(sorted(disks.values(), key=lambda place: -shutil.disk_usage(place).free)):
         if found := broadcast(folder and _new_folder(place, folder, problems)):
             yield found
+            _remove_empty(found)
     while found := broadcast(folder and _ask(folder, problems)):
         yield found
+        _remove_empty(found)
 
 
 def try_on_all(fabric: Fabric, action: Callable[[], object]) -> str | None:
@@ -98,6 +101,12 @@ def _new_folder(place: Path, folder: Path, problems: list[str]) -> Path | None:
         return None
     print(f"Not saved in {problems[-1]}: trying {found}", file=sys.stderr, flush=True)
     return found
+
+
+def _remove_empty(folder: Path) -> None:
+    """Remove a folder into which nothing could be written."""
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _ask(folder: Path, problems: list[str]) -> Path | None:

@@ -144,12 +144,12 @@ def read_state(option: str, folder: Path, model: nn.Module, optimizer: Optimizer
         load_engine(option, folder, engine, trained_only=adapter)
         return
     try:
-        record = json.loads((folder / OPTIMIZER).read_text(encoding="utf-8"))
+        record = read_outside(folder / OPTIMIZER, most=2**31)  # with a line for each tensor
         if record["class"] != mine:
             raise UserError(f"{option}: made with another model or optimizer ({record['class']}, not {mine})")
         state = empty_optimizer_state(inner, optimizer.optimizer, folder, record["tensors"], record["values"])
         read_tensors(_weights(inner, adapter) | state, folder)
-    except (OSError, RuntimeError, LookupError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, RuntimeError, LookupError, TypeError, UnicodeDecodeError) as error:
         raise UserError(f"{option}: made with another model or optimizer, or damaged ({first_line(error)})") from error
 
 

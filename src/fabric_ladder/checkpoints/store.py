@@ -11,6 +11,8 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from fabric_ladder.errors import read_outside
+
 MANIFEST = "manifest.json"
 FORMAT = 2  # the tensors are safetensors files
 
@@ -52,13 +54,13 @@ def check(folder: Path) -> None:
         OSError: A file cannot be read.
         ValueError: The message says what is damaged.
     """
+    if not (folder / MANIFEST).exists():
+        raise ValueError(f"{MANIFEST} is missing")
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = read_outside(folder / MANIFEST)
         expected = {name: (size, checksum) for name, (size, checksum) in manifest["files"].items()}
         if manifest["format"] != FORMAT or not isinstance(manifest["validation_loss"], float | None):
             raise ValueError("of another version")
-    except FileNotFoundError:
-        raise ValueError(f"{MANIFEST} is missing") from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{MANIFEST} is damaged: {error}") from error
     found = _files(folder)
@@ -114,8 +116,8 @@ def _folders(home: Path) -> list[Path]:
 
 def _loss(folder: Path) -> float | None:
     try:
-        return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["validation_loss"]
-    except (OSError, ValueError, LookupError, TypeError):
+        return read_outside(folder / MANIFEST)["validation_loss"]
+    except (ValueError, LookupError, TypeError):
         return None  # damaged
 
 

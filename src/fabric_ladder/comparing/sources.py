@@ -1,7 +1,6 @@
 """Finding and reading runs: in their folders, in folders of these, and in texts."""
 
 import csv
-import json
 import math
 import os
 import re
@@ -12,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fabric_ladder.comparing.logs import LoggedRun, LogParser, Point
-from fabric_ladder.errors import UserError
+from fabric_ladder.errors import UserError, read_outside
 from fabric_ladder.runs.metrics import perplexity
 
 FORMAT = 1
@@ -130,7 +129,7 @@ def _read_run(folder: Path) -> LoggedRun:
     """Read run.json and metrics.csv; a record that cannot be read makes an unfinished run that says so."""
     run = LoggedRun(str(folder), folder.parent.name or str(folder))
     try:
-        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        record = read_outside(folder / "run.json")
         _fill(run, record)
         if run.unfinished is None:
             _read_points(run, folder / "metrics.csv", record["data"]["train_samples"])

@@ -18,7 +18,7 @@ from fabric_ladder.data.cache import write_rows
 from fabric_ladder.data.hub import load_hub
 from fabric_ladder.data.rows import table_rows, write_checked
 from fabric_ladder.data.sources import REVIEWS, file_stamp, find_path
-from fabric_ladder.data.tables import check_column, label_reader, number_labels, number_whole
+from fabric_ladder.data.tables import check_column, join_parts, label_reader, number_labels
 from fabric_ladder.errors import UserError, first_line
 from fabric_ladder.settings import DataSettings
 
@@ -84,10 +84,10 @@ def read_images(
 
 
 def _read_hub(settings: DataSettings, scratch: Path, notices: list[str]) -> tuple[hf.Dataset, dict[str, hf.Dataset]]:
-    splits, tables, start, label = {}, [], 0, settings.label_column
+    parts, tables, start, label = {}, [], 0, settings.label_column
     for split, table in load_hub(settings, scratch, notices).items():
         name = f"{settings.dataset} ({split})"
-        check_column(table.column_names, label, name, "--label_column")
+        check_column(table.column_names, label, name, ": set --label_column")
         column = _image_column(table, name, settings)
         images = table.select_columns([column]).rename_columns({column: "image"})
         tables.append(images.cast_column("image", hf.Image(decode=False)))
@@ -99,9 +99,9 @@ def _read_hub(settings: DataSettings, scratch: Path, notices: list[str]) -> tupl
 
         rows = table_rows(table.select_columns([label]).add_column("row", np.arange(start, start + len(table))))
         labels = write_checked(rows, name, check, schema, scratch / f"{split}-labels.arrow", settings, notices)
-        splits[split] = number_whole(labels, name, label)
+        parts[split] = [(name, labels)]
         start += len(table)
-    return hf.concatenate_datasets(tables), splits
+    return hf.concatenate_datasets(tables), join_parts(parts, label)
 
 
 def _image_column(table: hf.Dataset, name: str, settings: DataSettings) -> str:

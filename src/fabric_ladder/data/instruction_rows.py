@@ -8,7 +8,7 @@ import datasets as hf
 import pyarrow as pa
 
 from fabric_ladder.data.cache import map_batches
-from fabric_ladder.data.rows import find_columns, header_hint, list_columns, read_tables, read_text, write_checked
+from fabric_ladder.data.rows import find_columns, list_columns, read_tables, read_text, write_checked
 from fabric_ladder.data.sources import REVIEWS, Source
 from fabric_ladder.data.tables import read_reviews
 from fabric_ladder.errors import UserError
@@ -34,8 +34,8 @@ def read_instructions(settings: DataSettings, source: Source, scratch: Path) -> 
     for split, tables in read_tables(settings, source, scratch, notices).items():
         parts = []
         for name, table in tables.items():
-            columns, rows = find_columns(table, name)
-            check, schema = _form_of(columns, name)
+            columns, rows, hint = find_columns(table, name)
+            check, schema = _form_of(columns, name, hint)
             target = scratch / f"{split}-{len(parts)}.arrow"
             parts.append(write_checked(rows, name, check, schema, target, settings, notices))
             named.setdefault(tuple(schema.names), name)
@@ -51,12 +51,12 @@ def _ask(reviews: dict[str, list]) -> dict[str, list]:
     return {"instruction": [REVIEW_QUESTION] * len(answers), "input": reviews["text"], "output": answers}
 
 
-def _form_of(columns: list[str], name: str) -> tuple[Callable[[str, dict], dict], pa.Schema]:
-    """Return how rows with these columns are checked, and what is written of them."""
+def _form_of(columns: list[str], name: str, hint: str) -> tuple[Callable[[str, dict], dict], pa.Schema]:
+    """Return how rows with these columns are checked, and what is written of them; `hint` is of `find_columns`."""
     form = next((form for form in COLUMNS if {*columns} >= {*form}), None)
     if form is None:
         raise UserError(
-            f"{name} has the columns {list_columns(columns)}{header_hint(columns, name)}: instructions are read as "
+            f"{name} has the columns {list_columns(columns)}{hint}: instructions are read as "
             "instruction, output and perhaps input, as input and target, or as messages"
         )
     if form == ("messages",):

@@ -160,11 +160,20 @@ def list_columns(columns: list[str]) -> str:
     return ", ".join(f"{column:.40}" for column in columns[:12]) + (", …" if len(columns) > 12 else "")
 
 
-def header_hint(columns: list[str], name: str) -> str:
-    """Return what to do about a CSV file whose column names look like data; an empty text for any other file."""
+def header_hint(columns: list[str], name: str, rows: Iterable[dict] = ()) -> str:
+    """Return what to do about a CSV file whose column names look like data; an empty text for any other file.
+
+    So they do where they are numbers or sentences, or where one stands in its column once more, as labels do.
+
+    Args:
+        columns: Names of the columns.
+        name: Of the file.
+        rows: Some of those below.
+    """
     if file_format(Path(name)) not in SEPARATORS:
         return ""
-    if not any(NUMBER.fullmatch(column) or len(column) > 60 or len(column.split()) > 5 for column in columns):
+    likely = any(NUMBER.fullmatch(column) or len(column) > 60 or len(column.split()) > 5 for column in columns)
+    if not likely and not any(value == column for row in rows for column, value in row.items()):
         return ""
     return ": the first row looks like data; name the columns, from the left, say --column_names label,title,text"
 
@@ -188,17 +197,18 @@ def reading(path: Path, kind: str) -> Iterator[None]:
         raise UserError(f"{path} cannot be read as {kind} ({first_line(error)})") from error
 
 
-def find_columns(table: Table, name: str) -> tuple[list[str], Rows]:
-    """Return the columns that the first rows of what is called `name` have, and all rows."""
+def find_columns(table: Table, name: str) -> tuple[list[str], Rows, str]:
+    """Return the columns that the first rows of what is called `name` have, all rows, and `header_hint`."""
     first = list(itertools.islice(table.rows, 1000))
-    found = dict.fromkeys(column for _, row in first if isinstance(row, dict) for column in row)
+    read = [row for _, row in first if isinstance(row, dict)]
+    found = dict.fromkeys(column for row in read for column in row)
     if not found:
         if not first:
             below = " below the header" if {".csv", ".tsv"} & {*Path(name).suffixes} else ""
             raise UserError(f"{name} holds no rows{below}: there is nothing to learn")
         reasons = "; ".join(f"{location}: {row}" for location, row in first[:3])
         raise UserError(f"{name} holds no rows that can be read ({reasons}): give a table, or JSON objects")
-    return list(found), itertools.chain(first, table.rows)
+    return list(found), itertools.chain(first, table.rows), header_hint(list(found), name, read)
 
 
 def write_checked(

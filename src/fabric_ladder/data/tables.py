@@ -14,7 +14,6 @@ from fabric_ladder.data.cache import write_batches
 from fabric_ladder.data.rows import (
     NUMBER,
     find_columns,
-    header_hint,
     list_columns,
     read_tables,
     read_text,
@@ -43,25 +42,22 @@ def read_splits(
     wanted = (*map(str.strip, settings.text_column.split(",")), settings.label_column)
     if settings.label_column in wanted[:-1]:
         raise UserError(f"--text_column and --label_column name the same column, {settings.label_column!r}")
-    splits, notices = {}, []
+    parts, notices = {}, []
     for split, tables in read_tables(settings, source, scratch, notices, wanted).items():
-        parts = []
+        parts[split] = []
         for name, table in tables.items():
-            columns, rows = find_columns(table, name)
+            columns, rows, hint = find_columns(table, name)
             for column in wanted:
-                check_column(columns, column, name, "--text_column or --label_column")
+                check_column(columns, column, name, hint or ": set --text_column or --label_column")
             feature, label_of = label_reader(settings.label_column, table.features)
             check = partial(_join_texts, columns=wanted[:-1], label_of=label_of)
             schema = hf.Features({"text": hf.Value("string"), "label": feature}).arrow_schema
-            target = scratch / f"{split}-{len(parts)}.arrow"
+            target = scratch / f"{split}-{len(parts[split])}.arrow"
             part = write_checked(rows, name, check, schema, target, settings, notices)
             if all(NUMBER.fullmatch(text) for batch in part.iter(1000) for text in batch["text"]):
                 raise UserError(f"{name}: column {settings.text_column!r} holds numbers, not text: set --text_column")
-            parts.append(number_whole(part, name, settings.label_column))
-        if len({str(part.features["label"]) for part in parts}) > 1:
-            raise UserError(f"the {split} files hold labels of unlike kinds: make all integers or all strings")
-        splits[split] = hf.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
-    return *number_labels(splits, "texts"), notices
+            parts[split].append((name, part))
+    return *number_labels(join_parts(parts, settings.label_column), "texts"), notices
 
 
 def _join_texts(_: str, row: dict, columns: tuple[str, ...], label_of: Callable[[dict], int | str]) -> dict:
@@ -89,10 +85,9 @@ def read_reviews(settings: DataSettings, source: Source, scratch: Path) -> dict[
     return splits
 
 
-def check_column(columns: list[str], column: str, name: str, options: str) -> None:
-    """Refuse a table, called `name`, that lacks a column which the `options` choose."""
+def check_column(columns: list[str], column: str, name: str, hint: str) -> None:
+    """Refuse a table, called `name`, that lacks a column; the `hint` says what to do then."""
     if column not in columns:
-        hint = header_hint(columns, name) or f": set {options}"
         raise UserError(f"{name} has no column {column!r}, only {list_columns(columns)}{hint}")
 
 
@@ -112,22 +107,56 @@ def label_reader(column: str, features: dict) -> tuple[hf.ClassLabel | hf.Value,
             label = int(label)
         if not isinstance(label, int | str):  # a truth value is an integer to Python
             raise ValueError(f"{column} is {label!r:.40}, not an integer or a string")
-        return label if is_class else str(label)
+        return label if is_class else read_text({column: str(label)}, column)
 
     return feature if is_class else hf.Value("string"), label_of
 
 
-def number_whole(table: hf.Dataset, name: str, column: str) -> hf.Dataset:
-    """Make integers of labels that all are whole numbers, so that they are ordered by size; refuse other numbers."""
-    labels = table.data.column("label")
-    values = [] if pa.types.is_integer(labels.type) else pc.unique(labels).to_pylist()
+def join_parts(parts: dict[str, list[tuple[str, hf.Dataset]]], column: str) -> dict[str, hf.Dataset]:
+    """Join the tables of each split, in whose place there are their names and tables.
+
+    Where the labels, which `column` holds, are whole numbers in all splits they become integers, so that they are
+    ordered by size; a word in one split makes them texts in all.
+
+    Raises:
+        UserError: Labels are decimal numbers, or unlike in files that belong together.
+    """
+    kinds = {split: {_kind(table, name, column) for name, table in tables} for split, tables in parts.items()}
+    for split, found in kinds.items():
+        if len(found) > 1:
+            raise UserError(f"the {split} files hold labels of unlike kinds: make all integers or all strings")
+    found = set().union(*kinds.values())
+    if len(found) > 1 and not found <= {"integers", "strings"}:
+        raise UserError("the labels have names in one split, and none or others in another: make them alike")
+    joined = {
+        split: hf.concatenate_datasets([table for _, table in tables]) if len(tables) > 1 else tables[0][1]
+        for split, tables in parts.items()
+    }
+    return {split: _to_integers(table) for split, table in joined.items()} if found == {"integers"} else joined
+
+
+def _kind(table: hf.Dataset, name: str, column: str) -> str:
+    """Return whether labels are `integers`, written as such or as 1.0, or `strings`; of a class label its names."""
+    if isinstance(table.features["label"], hf.ClassLabel):
+        return str(table.features["label"])
+    values = pc.unique(table.data.column("label")).to_pylist()
     if not values or not all(len(value) < 19 and NUMBER.fullmatch(value) for value in values):
-        return table
-    whole = [int(value) if WHOLE.fullmatch(value) else float(value) for value in values]  # 1.0 is 1
-    if not all(number == int(number) for number in whole if abs(number) < 2**63) or max(map(abs, whole)) >= 2**63:
+        return "strings"
+    numbers = [_number(value) for value in values]
+    if not all(abs(number) < 2**63 and number == int(number) for number in numbers):
         raise UserError(f"{name}: column {column!r} holds decimal numbers, not integers or strings: set --label_column")
-    numbers = np.array(list(map(int, whole)))[pc.index_in(labels, pa.array(values, labels.type)).to_numpy()]
-    return table.remove_columns("label").add_column("label", numbers)
+    return "integers"
+
+
+def _number(label: str) -> int | float:
+    return int(label) if WHOLE.fullmatch(label) else float(label)
+
+
+def _to_integers(table: hf.Dataset) -> hf.Dataset:
+    labels = table.data.column("label")
+    values = pc.unique(labels)
+    numbers = np.array([int(_number(value)) for value in values.to_pylist()])
+    return table.remove_columns("label").add_column("label", numbers[pc.index_in(labels, values).to_numpy()])
 
 
 def number_labels(splits: dict[str, hf.Dataset], samples: str) -> tuple[dict[str, hf.Dataset], list[str]]:

@@ -10,9 +10,10 @@ from fabric_ladder.data.hub import reachable
 from fabric_ladder.errors import UserError, first_line, read_outside
 
 TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model")
-CACHE_FORMAT = 2  # raise it whenever the same inputs would give other tokens
+CACHE_FORMAT = 3  # raise it whenever the same inputs would give other tokens
 MOST_CHARACTERS = 200  # of a token, far above those of any text: a tokenizer is slow on a text of one long word
 LONG_WORD = re.compile(r"\w{1000,}|[^\s\w]{1000,}")  # a byte-pair encoding takes time by the square of its length
+PIECE, MOST_LEARNED = 100, 10_000  # characters of a piece of such a word, as of DNA, and of all its pieces
 END_OF_TEXT = "<|endoftext|>"  # of a trained tokenizer
 
 
@@ -58,6 +59,11 @@ def trained_vocabulary(model: str) -> int:
         raise UserError(f"--tokenizer trained needs a config with vocab_size: {path} ({first_line(error)})") from error
 
 
+def _pieces(word: re.Match[str]) -> str:
+    """Return the start of a long word, a piece on each line: a space would be learned with what follows it."""
+    return "\n".join(word[0][start : start + PIECE] for start in range(0, min(len(word[0]), MOST_LEARNED), PIECE))
+
+
 def train_tokenizer(texts: hf.Dataset, vocabulary: int, **special: str) -> PreTrainedTokenizerFast:
     """Learn a byte-level byte-pair encoding, BLOOM's kind of tokenizer, from the training texts.
 
@@ -74,6 +80,6 @@ def train_tokenizer(texts: hf.Dataset, vocabulary: int, **special: str) -> PreTr
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    batches = ([LONG_WORD.sub("", text) for text in batch["text"]] for batch in texts.iter(1000))
+    batches = ([LONG_WORD.sub(_pieces, text) for text in batch["text"]] for batch in texts.iter(1000))
     bpe.train_from_iterator(batches, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", **special)

@@ -253,7 +253,8 @@ def _fill(name: str, config: dict, rules: dict[str, Rule]) -> list[str]:
                 filled[-1] = f"{path} as DeepSpeed does"
         elif rule and rule.other and given != (list(rule.value) if isinstance(rule.value, tuple) else rule.value):
             fix = f"{rule.fix}, or leave it out" if rule.fix else "leave it out"
-            raise UserError(f"{name}: {path} {json.dumps(given)} contradicts {rule.other}: {fix.format(given)}")
+            fix = fix.format(f"{given!s:.60}")
+            raise UserError(f"{name}: {path} {json.dumps(given):.60} contradicts {rule.other}: {fix}")
     return filled
 
 

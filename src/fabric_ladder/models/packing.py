@@ -89,7 +89,7 @@ class _Pooling:
         base.register_forward_pre_hook(self._enter, with_kwargs=True)
         base.register_forward_hook(self._leave)
         if isinstance(pooler := getattr(base, "pooler", None), nn.Module):  # BERT's, a part of the base model
-            pooler.register_forward_pre_hook(lambda _, args: (self._pool(args[0]), *args[1:]))
+            pooler.register_forward_pre_hook(self._enter_pooler)
 
     def run(self, inner, packed: dict[str, Tensor], spans: Tensor, inputs: dict[str, Tensor]) -> ModelOutput:
         """Run a forward pass whose base model gets the packed batch, and whose head the documents."""
@@ -101,6 +101,9 @@ class _Pooling:
 
     def _enter(self, _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         return None if self._packed is None else ((), kwargs | self._packed)
+
+    def _enter_pooler(self, _: nn.Module, args: tuple) -> tuple:
+        return self._pool(args[0]), *args[1:]
 
     def _leave(self, _: nn.Module, args: tuple, output: ModelOutput) -> ModelOutput:
         if self._packed is not None:

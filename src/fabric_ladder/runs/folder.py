@@ -24,6 +24,11 @@ class RunFolder:
         lines: What log.txt is to begin with.
         rows: What metrics.csv is to begin with: optimizer step, samples and figures.
 
+    Attributes:
+        lines: All lines so far, for checkpoints, whether they could be written or not.
+        rows: All rows so far.
+        lost: Whether the files end before the run does.
+
     Raises:
         UserError: Another process has the folder.
         OSError: It cannot be written.
@@ -33,6 +38,7 @@ class RunFolder:
         self.path = path or _next_folder(Path(settings.runs_dir) / settings.name)
         self._lock = lock(self.path)
         self.lines, self.rows = list(lines), [tuple(row) for row in rows]
+        self.lost = False
         try:
             write_whole(self.path / "log.txt", "".join(f"{line}\n" for line in lines))
             self._log = RunLog(self.path, settings, self.rows)
@@ -45,6 +51,8 @@ class RunFolder:
     def append(self, lines: list[str]) -> None:
         """Add lines to log.txt."""
         self.lines += lines
+        if self.lost:
+            return
         with open(self.path / "log.txt", "a", encoding="utf-8") as log:
             log.writelines(f"{line}\n" for line in lines)
 
@@ -52,6 +60,10 @@ class RunFolder:
         """Add a row to metrics.csv and to live curves."""
         self.rows.append((step, samples, figures))
         self._log.write(step, samples, **figures)
+
+    def give_up(self) -> None:
+        """Write no more lines and rows: one of them, on a full disk, may be there in half."""
+        self.lost = self._log.lost = True
 
     def write_record(self, record: dict) -> None:
         """Write run.json as a whole."""

@@ -47,6 +47,9 @@ class RunLog:
         folder: `runs/<script>/<n>`.
         settings: `logger`, and for the trackers all settings of the run.
         rows: Of a run that goes on: optimizer step, samples and figures of the rows so far, which are written anew.
+
+    Attributes:
+        lost: Whether metrics.csv gets no more rows; trackers do.
     """
 
     def __init__(self, folder: Path, settings: Settings, rows: list[tuple[int, int, dict]] = ()):
@@ -54,7 +57,7 @@ class RunLog:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Experiment logs directory", UserWarning)  # it writes metrics.csv anew
             self._csv.experiment.save()
-        self._trackers = {}
+        self._trackers, self.lost = {}, False
         for name in _names(settings):
             if name != "csv":
                 with refused(f"--logger {name} cannot start: log in or configure it, or leave it out"):
@@ -70,9 +73,10 @@ class RunLog:
             samples: Samples so far, which curves are drawn against: so those of unlike batches can be compared.
             **figures: Names and values; trackers get `train/loss` for `loss`, `val/loss` for `validation_loss`.
         """
-        self._csv.log_metrics(figures | {"samples": samples}, step)
         values = {_tag(name): value for name, value in figures.items()}
         self._tell(lambda tracker: tracker.log_metrics(values, samples))
+        if not self.lost:
+            self._csv.log_metrics(figures | {"samples": samples}, step)
 
     def close(self) -> None:
         """Write what is left, and let the trackers go."""

@@ -128,14 +128,14 @@ class RunRecord:
         self._files.write_record(self.values)
 
     def _write(self, action: Callable[[], None]) -> None:
-        """Write into the run's folder, or stop the run in one line."""
+        """Write into the run's folder; where that fails, say so once, and let the run go on without its log."""
         try:
             action()
         except OSError as error:
-            raise UserError(
-                f"cannot write into {self.folder} ({error.strerror}), so the run stops: make room there, and go on "
-                "from its last checkpoint, if it wrote any, by --resume auto"
-            ) from error
+            if not self._files.lost:
+                reason = f"cannot write into {self.folder} ({error.strerror})"
+                print(f"No more log: {reason}; the run goes on without, and comparisons leave it out", flush=True)
+            self._files.give_up()
 
 
 def _more_packages(settings: Settings) -> list[str]:

@@ -10,7 +10,7 @@ from huggingface_hub.errors import HFValidationError, HTTPError
 from huggingface_hub.utils import validate_repo_id
 
 from fabric_ladder.comparing.matching import wilson_interval
-from fabric_ladder.errors import UserError, first_line
+from fabric_ladder.errors import UserError, first_line, read_outside
 from fabric_ladder.settings import Settings
 
 # Folders of whoever trained it, and what changes no result
@@ -30,8 +30,8 @@ def write_card(folder: Path, run: Path, title: str) -> None:
         title: Of the card; the name on the Hub, if it has one.
     """
     try:
-        record = json.loads((run / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        record = read_outside(run / "run.json")
+    except UserError:
         record = {}
     task = _task(folder, record)
     facts = _metadata(record, task, title) if record else ModelCardData(library_name="transformers", pipeline_tag=task)

@@ -1,0 +1,57 @@
+"""Run a case in a fork of the tests' process, which bounds its time and memory, and tells how it ended."""
+
+import io
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from fabric_ladder.advice import show_errors
+
+SECONDS, MEMORY = 60, 3 * 2**30  # that a case may take; bytes beside what the tests have themselves
+RUNS = "runs"
+
+
+def in_fork(action: Callable[[], object], folder: Path) -> str:
+    """Return what becomes of an action in a fork whose working folder this is: `RUNS`, or what a script would print.
+
+    Raises:
+        AssertionError: It ends otherwise: by an error that keeps its traceback, by a signal, or too late.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _run(action, folder, writer)
+    os.close(writer)
+    with os.fdopen(reader, encoding="utf-8", errors="backslashreplace") as end:
+        told = end.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, 2), f"ended by {signal.Signals(-code).name if code < 0 else code}\n{told}"
+    return told if code else RUNS
+
+
+def _run(action: Callable[[], object], folder: Path, writer: int) -> None:
+    """Be the fork: act, write what a script prints of an error, and end without what pytest does at exit."""
+    code, told = 0, io.StringIO()
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(SECONDS)
+        used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+        os.chdir(folder)
+        for number in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+        action()
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException as error:
+        code, sys.stderr, sys.__stderr__ = 1, told, told
+        show_errors()
+        try:
+            sys.excepthook(type(error), error, error.__traceback__)
+        except SystemExit as end:
+            code = end.code
+    os.write(writer, told.getvalue().encode(errors="backslashreplace")[-(2**15) :])  # less than a pipe holds
+    os._exit(code)

@@ -1,0 +1,574 @@
+"""Whatever is given: it runs, and what comes of it fits together, or one line refuses it and nothing is left behind.
+
+Each group draws inputs of one kind and acts on each in a fork, see `support/forks.py`; what was once found by hand is
+tried each time. `make test-slow` draws 10,000 and says how many of each group ran; a case that fails there is kept in
+`.hypothesis/` and drawn again until it holds.
+"""
+
+import dataclasses
+import gzip
+import json
+import re
+import sys
+import tarfile
+import tempfile
+from collections import Counter
+from contextlib import redirect_stdout
+from io import BytesIO, StringIO
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.data_files import BLOOM, LLAMA, SPLITS, VIT, chats, load_in, noise, rows, samples_of, save_image, table
+from support.deepspeed_configs import ZERO_2, ZERO_3
+from support.forks import RUNS, in_fork
+from support.helpers import settings_for, token_datasets
+
+from fabric_ladder import Settings, build_model, parse_settings
+from fabric_ladder.checkpoints import store
+from fabric_ladder.checkpoints.resume import PROGRESS, find_checkpoint
+from fabric_ladder.comparing.sources import read_sources
+from fabric_ladder.comparing.table import compare, to_csv, to_json, to_markdown
+from fabric_ladder.data.cutting import cut
+from fabric_ladder.data.tokens import load_tokenizer
+from fabric_ladder.distributed.deepspeed_config import read_deepspeed_config
+from fabric_ladder.errors import Checked
+from fabric_ladder.models.configs import check_model
+from fabric_ladder.options import FIELDS, NAMES, PEERS
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc")
+
+ODD_TEXTS = ["", " ", "null", "auto", "~", "NaN", "[1", "{a: b}", "a\0b", "a\nb", "\ud800", "é" * 300, "/", "..", "-"]
+ODD_NUMBERS = [-1, 0, 1, 2, 3, 8, 2**31, 2**63, 10**40, 0.5, -0.0, 1e308, float("inf"), float("nan")]
+scalars = st.none() | st.booleans() | st.integers() | st.text(max_size=9)
+scalars |= st.sampled_from(ODD_NUMBERS) | st.sampled_from(ODD_TEXTS)
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+)
+seldom = st.sampled_from([False] * 7 + [True])
+words = st.sampled_from(
+    ["a", "good film", "1", "1.0", "x" * 2000, "naïve 很好", '"', "a,b", "two\nlines", "\t", *ODD_TEXTS]
+)
+
+
+@st.composite
+def spoilt(draw, good):
+    """Something that is good but for a few places, where anything may stand."""
+    good = json.loads(json.dumps(good))
+    for _ in range(draw(st.sampled_from([0, 1, 1, 1, 2, 3]))):
+        here = good
+        while here:
+            key = draw(st.sampled_from([*here] if isinstance(here, dict) else range(len(here))))
+            if isinstance(here[key], dict | list) and draw(st.booleans()):
+                here = here[key]
+                continue
+            if draw(st.integers(0, 3)) == 0:
+                del here[key]
+            else:
+                here[key] = draw(values)
+            break
+    return good
+
+
+@st.composite
+def texts_of(draw, good):
+    """A file's bytes: those of something, cut off or with strange bytes in them, or strange bytes alone."""
+    data = draw(st.binary(max_size=200)) if draw(seldom) else draw(good)
+    data = data if isinstance(data, bytes) else json.dumps(data).encode()
+    for _ in range(draw(st.integers(1, 2)) if draw(seldom) else 0):
+        at = draw(st.integers(0, len(data)))
+        data = data[:at] + draw(st.sampled_from([b"", b"\0", b"\xff", b'"', b"{", b"[" * 5000, b"9" * 5000])) + (
+            data[at + 1 :] if draw(st.booleans()) else b""
+        )  # fmt: skip
+    return data
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Settings
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def setting_values(draw, name):
+    """Values of a setting: such as it takes, or any."""
+    if draw(seldom):
+        return draw(scalars)
+    kind = FIELDS.get(name)
+    kinds = {each for part in (kind, *getattr(kind, "__args__", ())) for each in (part, *getattr(part, "__args__", ()))}
+    likely = [getattr(Settings(), name, "1"), *(each for each in kinds if isinstance(each, str))]
+    likely += [1, 2, 16] * (int in kinds) + ["true", False] * (bool in kinds) + [1e-3, 2] * (float in kinds)
+    return draw(st.sampled_from(likely))
+
+
+@st.composite
+def options(draw):
+    """Names of settings, of others' settings and of none, with values."""
+    names = draw(st.lists(st.sampled_from(NAMES), max_size=4))
+    if draw(seldom):
+        names.append(draw(st.sampled_from([*PEERS]) | st.text(max_size=9)))
+    return {name: draw(setting_values(name)) for name in names if name != "check_only"}
+
+
+@st.composite
+def command_lines(draw):
+    pairs = {name: "null" if value is None else value for name, value in draw(options()).items()}
+    args = [f"--{name}={value}".replace("\0", "") for name, value in pairs.items()]
+    if draw(seldom):
+        args += draw(
+            st.lists(st.sampled_from([*(f"--{name}" for name in NAMES), "--", "-x", "1", "--config"]), max_size=3)
+        )
+    return [*QUICK, *args]
+
+
+def act_on_arguments(args):
+    """Parse them; what --print_config writes of them must be read as the same settings."""
+    try:
+        parse_settings([*args, "--check_only"])
+    except Checked:
+        Path("own.yaml").write_text(printed(*args), encoding="utf-8")
+        assert printed("--config", "own.yaml") == Path("own.yaml").read_text(encoding="utf-8")
+        raise
+
+
+def printed(*args):
+    with redirect_stdout(StringIO()) as text, pytest.raises(SystemExit):
+        parse_settings([*args, "--print_config"])
+    return text.getvalue()
+
+
+QUICK = ["--model", BLOOM, "--from_scratch", "true", "--dataset", "synthetic"]
+
+
+def yaml_files():
+    structured = options().map(lambda pairs: yaml.safe_dump(pairs).encode(errors="replace"))
+    names = st.sampled_from(
+        [*NAMES, "- ", ": ", "\n", "[", "]", "{", "}", "&a ", "*a", "!!python/object:os.system", "|", "'"]
+    )
+    loose = st.lists(names, max_size=12).map(lambda parts: "".join(parts).encode())
+    return texts_of(seldom.flatmap(lambda yes: loose if yes else structured))
+
+
+def act_on_yaml(data):
+    Path("own.yaml").write_bytes(data)
+    parse_settings(["--config", "own.yaml", *([] if b"model" in data else QUICK), "--check_only"])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Data
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class File(NamedTuple):
+    """A file of data, and settings."""
+
+    name: str
+    data: bytes
+    options: dict
+
+
+@st.composite
+def table_rows(draw):
+    """A table, of which a few cells are odd."""
+    labels = draw(st.sampled_from([[0, 1], ["no", "yes"], ["0", "1", "unknown"], [1.0, 0.0], [2, 10, 1]]))
+    frame = table(30)[: draw(st.sampled_from([30, 12, 30, 3, 1]))].astype(object)
+    frame["label"] = pd.Series([labels[index % len(labels)] for index in range(len(frame))], dtype=object)
+    for _ in range(draw(st.sampled_from([0, 0, 1, 2]))):
+        row, column = draw(st.integers(0, len(frame) - 1)), draw(st.sampled_from(["text", "label"]))
+        frame.at[row, column] = draw(words | scalars)
+    return frame
+
+
+@st.composite
+def tables(draw):
+    kind = draw(st.sampled_from([".csv", ".tsv", ".json", ".jsonl", ".csv.gz"]))
+    frame = draw(table_rows())
+    if kind in (".json", ".jsonl"):
+        records = frame.to_dict("records")
+        data = [json.dumps(each) for each in records]
+        data = ("\n".join(data) if kind == ".jsonl" else json.dumps(records)).encode()
+    else:
+        frame = frame.map(lambda cell: str(cell).encode(errors="replace").decode())
+        data = frame.to_csv(index=False, sep=draw(st.sampled_from(",;\t")), header=not draw(seldom)).encode()
+    data = draw(texts_of(st.just(data)))
+    chosen = {
+        "max_length": st.integers(1, 64), "column_names": st.sampled_from(["text,label", "a,b,c", ""]),
+        "text_column": words, "bad_samples": st.just("skip"), "train_samples": st.integers(1, 9),
+    }  # fmt: skip
+    names = draw(st.lists(st.sampled_from([*chosen]), max_size=2)) if draw(st.booleans()) else []
+    data = gzip.compress(data, mtime=0) if kind == ".csv.gz" and not draw(seldom) else data
+    return File(f"texts{kind}", data, {name: draw(chosen[name]) for name in names})
+
+
+def load(file, **options):
+    """Load a file or folder; whatever comes of it, no half-made folder is left in the cache."""
+    try:
+        return load_in(Path(), file.name, **options, **file.options)
+    finally:
+        assert not [*Path().glob("cache/*/unfinished*")]
+
+
+def act_on_table(file):
+    Path(file.name).write_bytes(file.data)
+    got = load(file, model=BLOOM)
+    for split in SPLITS:
+        part = got.splits[split][:]
+        assert len(part["labels"]) > 0
+        assert part["length"] == [len(ids) for ids in part["input_ids"]]
+        assert 0 < min(part["length"]) <= max(part["length"]) <= file.options.get("max_length", 1024)
+        assert {*part["labels"]} <= {*range(len(got.class_names))}
+        assert max(map(max, part["input_ids"])) < len(got.tokenizer)
+    assert len({*got.splits["train"]["labels"]}) > 1
+    assert len({*got.class_names}) == len(got.class_names)
+
+
+@st.composite
+def instructions(draw):
+    good = st.sampled_from([rows(12), rows(12), chats(12)])
+    data = draw(texts_of(spoilt(draw(good))))
+    chosen = {
+        "max_length": st.integers(1, 64), "train_on_inputs": st.booleans(), "bad_samples": st.just("skip"),
+        "prompt_template": st.sampled_from(["{instruction}", "{input}", "{", "{instruction}{input}"]),
+    }  # fmt: skip
+    names = draw(st.lists(st.sampled_from([*chosen]), max_size=2)) if draw(st.booleans()) else []
+    return File("rows.json", data, {name: draw(chosen[name]) for name in names})
+
+
+def act_on_instructions(file):
+    Path(file.name).write_bytes(file.data)
+    samples_of(load(file, task="instruction-tuning", model=LLAMA))
+
+
+@st.composite
+def images(draw):
+    """An archive of some images in folders, of which a few are odd."""
+    names = [f"{part}/{number}.png" for part in ("cat", "dog") for number in range(draw(st.sampled_from([5, 5, 2, 1])))]
+    buffer = BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name in names:
+            if draw(seldom) and draw(seldom):
+                name = draw(
+                    st.sampled_from(["../up.png", "top.png", "cat/a\udcff.png", "train/cat/1.png", "/x.png", "cat"])
+                )
+            data = ENCODED[draw(st.sampled_from([*ENCODED]))]
+            data = draw(texts_of(st.just(data))) if draw(seldom) else data
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            archive.addfile(entry, BytesIO(data))
+    options = {"image_size": st.sampled_from([8, 15, 16, 40]), "bad_samples": st.just("skip")}
+    chosen = draw(st.lists(st.sampled_from([*options]), max_size=2))
+    data = draw(texts_of(st.just(buffer.getvalue()))) if draw(seldom) else buffer.getvalue()
+    return File("pets.tar", data, {name: draw(options[name]) for name in chosen})
+
+
+def encoded(size, kind):
+    with tempfile.TemporaryDirectory() as folder:
+        return save_image(Path(folder) / f"image.{kind}", noise(1, size)).read_bytes()
+
+
+ENCODED = {(size, kind): encoded(size, kind) for size in [(8, 8), (1, 1), (300, 1)] for kind in ("png", "jpg", "gif")}
+
+
+def act_on_images(file):
+    Path(file.name).write_bytes(file.data)
+    got = load(file, task="image-classification", model=VIT)
+    for split in SPLITS:
+        part = got.splits[split][:]
+        sizes = zip(part["height"], part["width"], strict=True)
+        assert [len(pixels) for pixels in part["image"]] == [3 * height * width for height, width in sizes]
+        assert max(part["height"] + part["width"]) <= got.format.resize_to
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Models and DeepSpeed
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+LLAMA_CONFIG = json.loads(Path(LLAMA).read_text(encoding="utf-8"))
+
+
+def model_configs():
+    sizes = {"vocab_size": 64, "num_labels": 2, "id2label": {"0": "a", "1": "b"}, "problem_type": None}
+    kinds = [LLAMA_CONFIG | sizes, json.loads(Path(BLOOM).read_text(encoding="utf-8")) | sizes]
+    kinds.append({"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+                  "intermediate_size": 32, "hidden_dropout_prob": 0.1, "hidden_act": "gelu", **sizes})  # fmt: skip
+    return texts_of(st.sampled_from(kinds).flatmap(spoilt))
+
+
+def act_on_model_config(data):
+    Path("own.json").write_bytes(data)
+    got = settings_for(Path(), model="own.json", from_scratch=True, max_length=8)
+    check_model(got)
+    model = build_model(got, token_datasets(2, 1, 1))
+    model(input_ids=torch.ones((2, 8), dtype=torch.long), labels=torch.tensor([0, 1])).loss.backward()
+
+
+def act_on_deepspeed(data):
+    Path("own.json").write_bytes(data)
+    got = settings_for(Path(), deepspeed="own.json", model=BLOOM, optimizer="adamw", devices=2)
+    config, _ = read_deepspeed_config(got)
+    assert '"auto"' not in json.dumps({key: value for key, value in config.items() if key != "data_types"})
+    assert config["train_micro_batch_size_per_gpu"] == 8
+
+
+@st.composite
+def tokenizer_files(draw):
+    """A tokenizer's files, one or both of them spoilt."""
+    return {name: draw(texts_of(spoilt(content))) for name, content in TOKENIZER.items()}
+
+
+TOKENIZER = {
+    "tokenizer.json": {
+        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,
+        "added_tokens": [{"id": 0, "content": "<pad>", "single_word": False, "lstrip": False, "rstrip": False,
+                          "normalized": False, "special": True}],
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+                  "vocab": {"<pad>": 0, "a": 1, "b": 2, "ab": 3}, "merges": [["a", "b"]]},
+    },
+    "tokenizer_config.json": {
+        "tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "model_max_length": 1000,
+        "clean_up_tokenization_spaces": False, "extra_special_tokens": {},
+    },
+}  # fmt: skip
+
+
+def act_on_tokenizer(files):
+    folder = Path("tokenizer")
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    assert load_tokenizer("tokenizer").pad_token is not None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What runs leave behind
+# ----------------------------------------------------------------------------------------------------------------------
+
+OWN = json.loads(json.dumps(dataclasses.asdict(settings_for(Path()))))
+WHOLE = {"position": {}, "settings": OWN, "fingerprint": "x", "ranks": 1, "precision": {}, "run": {}}
+MANIFEST = {"format": store.FORMAT, "validation_loss": 0.5, "files": {}}
+EPOCH = {"train_accuracy": 0.5, "validation_accuracy": 0.6, "validation_loss": 0.4}
+RECORD = {
+    "format": 1, "status": "finished", "command": "python 2_grad_accum.py", "ranks": 1,
+    "settings": dataclasses.asdict(Settings(name="2_grad_accum", batch_size=16)),
+    "versions": {"Python": "3.12.1", "torch": "2.13.0"}, "hardware": {"device": "cpu", "processor": "x"},
+    "data": {"fingerprint": "abc", "train_samples": 100},
+    "results": {"epochs": [EPOCH], "elapsed_seconds": 60.0, "samples_per_second": 10.0, "tokens_per_second": 100.0,
+                "padding": 0.1, "peak_memory_bytes": 10**9, "test_accuracy": 0.7, "test_loss": 0.4,
+                "parameters": 10**6, "trainable_parameters": 10**6, "test_samples": 10,
+                "classes": {"names": ["a", "b"], "confusion": [[4, 1], [2, 3]], "macro_f1": 0.69}},
+}  # fmt: skip
+METRICS = (
+    "step,samples,seconds,loss,train_accuracy,validation_accuracy\n1,16,1.5,0.69,,\n6,100,9.0,0.5,,\n6,100,9,,0.5,0.6\n"
+)
+LOG = """Python 3.12.1 · torch 2.13.0
+2_grad_accum · synthetic · quickstart · seed 1 · batch 16 = 4 x 4 · 32-true · cpu: a processor
+Torch CUDA available? False
+Parameters: 1.0 M, 1.0 M trainable, torch.float32
+Epoch: 0001/0001 | Batch 0004/0007 | Samples 00064/00100 | Loss: 0.6931
+Epoch: 0001/0001 | Train acc.: 50.00% | Val acc.: 60.00%
+Time elapsed 1.00 min
+Memory used: 1.00 GB
+Test accuracy 70.00%
+"""
+
+
+GOOD_CHECKPOINT = {
+    "run.json": json.dumps(STOPPED := {"status": "stopped", "settings": OWN}).encode(),
+    PROGRESS: json.dumps(WHOLE).encode(),
+    store.MANIFEST: None,
+}
+GOOD_RUN = {"run.json": json.dumps(RECORD).encode(), "metrics.csv": METRICS.encode(), "log.txt": LOG.encode()}
+
+
+def checkpoints():
+    return st.fixed_dictionaries(
+        {
+            "run.json": texts_of(spoilt(STOPPED)),
+            PROGRESS: texts_of(spoilt(WHOLE)),
+            store.MANIFEST: seldom.flatmap(lambda yes: texts_of(spoilt(MANIFEST)) if yes else st.none()),
+        }
+    )
+
+
+def act_on_checkpoint(files):
+    home = Path("runs/test/1")
+    part = store.unfinished_folder(home / "checkpoints", "000000001")
+    store.make_empty(part)
+    (part / PROGRESS).write_bytes(files[PROGRESS])
+    whole = store.finish(part, 0.5)
+    (home / "run.json").write_bytes(files["run.json"])
+    if (manifest := files[store.MANIFEST]) is not None:
+        (whole / store.MANIFEST).write_bytes(manifest)
+    for resume in ("auto", str(home)):
+        found = find_checkpoint(settings_for(Path(), resume=resume), "x", 1)
+        assert found.folder in (None, whole, whole.absolute())
+
+
+def logged_runs():
+    lines = st.lists(st.sampled_from(LOG.splitlines()) | st.text(max_size=30), max_size=20)
+    return st.fixed_dictionaries(
+        {
+            "run.json": texts_of(spoilt(RECORD)),
+            "metrics.csv": texts_of(st.just(METRICS.encode())),
+            "log.txt": texts_of(
+                st.just(LOG.encode()) | lines.map(lambda each: "\n".join(each).encode(errors="replace"))
+            ),
+        }
+    )
+
+
+def act_on_logs(files):
+    """Read a record, or the printed lines, beside a run that is whole, and write all of it out."""
+    for number, names in enumerate((("run.json", "metrics.csv"), ("log.txt",), ())):
+        folder = Path(f"runs/2_grad_accum/{number}")
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_text(json.dumps(RECORD), encoding="utf-8")
+        (folder / "metrics.csv").write_text(METRICS, encoding="utf-8")
+        if "log.txt" in names:
+            (folder / "run.json").unlink()
+        for name in names:
+            (folder / name).write_bytes(files[name])
+    comparison = compare(read_sources(["runs"]), {"2_grad_accum": {}})
+    assert json.loads(to_json(comparison))
+    assert to_csv(comparison).count("\n") >= 2
+    assert to_markdown(comparison)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The groups
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+DEEP = b"[" * 3000
+ATTACKS = {  # what once ended in a traceback, a crash or never
+    "command lines": [
+        [*QUICK, option]
+        for option in (
+            "--seed=4294967296", "--threads=100000", "--pad_to_multiple_of=100000", "--num_workers=100000",
+            f"--lora_alpha={10**40}", f"--train_samples={10**30}", f"--dataset={'x' * 300}", f"--load={'x' * 300}",
+            f"--config={'x' * 300}", "--config=", "--config=/proc/kmsg", f"--text_column={'x' * 3000}", "--loss_chunk=",
+        )
+    ],
+    "YAML files": [
+        b"seed: " + DEEP, b"seed: " + b"9" * 5000, b"null", b"5", b"- 1", b"model: [&a [*a]]",
+        b"a: &a [x, x]\n" + b"".join(b"%c: &%c [*%c, *%c]\n" % (n, n, n - 1, n - 1) for n in range(98, 122)),
+    ],
+    "tables": [
+        File("texts.json", b"null", {}), File("texts.jsonl", b"null\nnull\n", {}), File("texts.json", DEEP, {}),
+        File("texts.csv", b"a nice film,1\na bad film,0\n", {}), File("texts.csv", b"text,label\n", {}),
+        File("texts.jsonl", b'{"text": "a", "label": "\\ud800"}\n', {}),
+    ],
+    "model configs": [
+        json.dumps(LLAMA_CONFIG | change).encode()
+        for change in (
+            {"num_attention_heads": 0}, {"hidden_size": 0}, {"num_key_value_heads": -1}, {"attention_dropout": 7},
+            {"quantization_config": 0}, {"id2label": {str(n): "a" for n in range(200_000)}}, {"problem_type": 5},
+        )
+    ] + [b"null", b"5", DEEP],
+    "DeepSpeed configs": [
+        json.dumps(ZERO_2 | change).encode()
+        for change in (
+            {"fp16": None}, {"optimizer": {"type": "Adam", "params": 5}}, {"optimizer": {"params": True}},
+            {"optimizer": {"type": "Adam", "params": {"auto": "auto"}}}, {"train_batch_size": ["x" * 5000]},
+        )
+    ] + [b"null", DEEP],
+    "checkpoints": [
+        GOOD_CHECKPOINT | {name: data}
+        for name, data in (("run.json", b"{}"), ("run.json", DEEP), (PROGRESS, b"{}"), (PROGRESS, DEEP),
+                           (store.MANIFEST, DEEP), (store.MANIFEST, b"null"))
+    ],
+    "logs": [
+        GOOD_RUN | {"run.json": data}
+        for data in (b"null", DEEP, json.dumps(RECORD | {"settings": {"name": "a", "seed": float("nan")}}).encode())
+    ],
+}  # fmt: skip
+SHARES = {  # of 10,000
+    "command lines": 1400, "YAML files": 1300, "tables": 1500, "instructions": 900, "images": 800,
+    "model configs": 1000, "DeepSpeed configs": 1000, "tokenizers": 500, "checkpoints": 700, "logs": 900,
+}  # fmt: skip
+GROUPS = {  # what is drawn, and what is done with it
+    "command lines": (command_lines(), act_on_arguments),
+    "YAML files": (yaml_files(), act_on_yaml),
+    "tables": (tables(), act_on_table),
+    "instructions": (instructions(), act_on_instructions),
+    "images": (images(), act_on_images),
+    "model configs": (model_configs(), act_on_model_config),
+    "DeepSpeed configs": (texts_of(st.sampled_from([ZERO_2, ZERO_3]).flatmap(spoilt)), act_on_deepspeed),
+    "tokenizers": (tokenizer_files(), act_on_tokenizer),
+    "checkpoints": (checkpoints(), act_on_checkpoint),
+    "logs": (logged_runs(), act_on_logs),
+}
+assert sum(SHARES.values()) == 10_000
+
+
+def hold(name, cases, **how):
+    """Act on the attacks, and on so many cases; return how many of these ran, and how many were refused."""
+    (drawn, act), ends = GROUPS[name], Counter()
+
+    def end(case):
+        with tempfile.TemporaryDirectory() as folder:
+            told = in_fork(lambda: act(case), Path(folder))
+        assert told == RUNS or re.fullmatch(r"error: .{10,1010}\n", told), told
+        return told == RUNS
+
+    @settings(max_examples=cases, deadline=None, suppress_health_check=[*HealthCheck], print_blob=True, **how)
+    @given(drawn)
+    def each(case):
+        ends[end(case)] += 1
+
+    for case in ATTACKS.get(name, ()):
+        end(case)
+    each()
+    return ends[True], ends[False]
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_whatever_is_given_runs_or_is_refused_in_one_line(name):
+    """The same cases each time."""
+    ran, refused = hold(name, 25, derandomize=True, database=None)
+    assert ran > 0
+    assert refused > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", GROUPS)
+def test_10000_cases_run_or_are_refused_in_one_line(name, record_property):
+    ran, refused = hold(name, SHARES[name])
+    record_property("cases", f"{name}: {ran} ran, {refused} were refused")
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_a_cut_effective_batch_is_shared_out_whole(data):
+    """Each sample once, no micro-batch above its bound, as many on each rank, and weights that make the mean."""
+    lengths = np.array(data.draw(st.lists(st.integers(1, 300), min_size=1, max_size=40)))
+    rows = np.array(data.draw(st.permutations(range(len(lengths)))))[: data.draw(st.integers(1, len(lengths)))]
+    items = np.array(data.draw(st.lists(st.integers(1, 9), min_size=len(lengths), max_size=len(lengths))))
+    ranks, multiple = data.draw(st.integers(1, 5)), data.draw(st.sampled_from([1, 8, 16]))
+    size, tokens = data.draw(
+        st.one_of(st.tuples(st.integers(1, 9), st.none()), st.tuples(st.none(), st.integers(1, 999)))
+    )
+    plans = cut(rows, lengths, items, ranks, size, tokens, multiple)
+    assert len(plans) == ranks
+    assert len({len(share) for share in plans}) == 1
+    own = [plan for share in plans for plan in share if plan.items]
+    assert sorted(np.concatenate([plan.rows for plan in own]).tolist()) == sorted(rows.tolist())
+    assert sum(plan.items for plan in own) == items[rows].sum()
+    assert sum(plan.weight for plan in own) == pytest.approx(ranks)
+    for plan in own:
+        assert plan.items == items[plan.rows].sum()
+        assert plan.packs is None
+        width = -(-lengths[plan.rows].max() // multiple) * multiple
+        assert size is None or len(plan.rows) <= size
+        assert tokens is None or len(plan.rows) * width <= tokens or len(plan.rows) == 1
+    assert all(plan.weight == 0 for share in plans for plan in share if not plan.items)
