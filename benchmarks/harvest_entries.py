@@ -25,8 +25,10 @@ MODELS = ROOT / "configs" / "models"
 H100 = 989.5  # TFLOP/s, of the GPU that the estimated seconds are guessed for
 FAST = ("group_by_length", "no_nan_filter", "worker")  # Trainer's best switches
 CHECKPOINTED = ("", "--checkpointing")
-TRAINED = "1_batch_size_1 2_grad_accum 3_torch_compile 4_mixed_precision 5_low_precision 15_packing".split()
-NUMBERS = {name.split("_")[0]: name for name in TRAINED}
+NUMBERS = {
+    name.split("_")[0]: name
+    for name in "1_batch_size_1 2_grad_accum 3_torch_compile 4_mixed_precision 5_low_precision 15_packing".split()
+}
 Measured = dict[str, dict]
 
 
