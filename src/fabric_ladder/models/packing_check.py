@@ -32,7 +32,7 @@ def check_packing(settings: Settings) -> None:
             raise UserError(f"--pack_rows {settings.pack_rows} is for packed rows: add --packing true")
         return
     if settings.task == "image-classification":
-        raise UserError("--packing true: images have one size, and no padding to be saved; leave it out")
+        raise UserError("--packing true: images have one size, and no padding to be saved; use --packing false")
     if settings.attention == "eager":
         raise UserError("--packing true needs --attention fused: eager attention would need a mask of tokens x tokens")
     config = load_config(settings.model)
