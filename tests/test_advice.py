@@ -37,6 +37,7 @@ from fabric_ladder.places import PACKAGE
         ("2_grad_accum", {"attention": "eager"}, r"Next to try: --attention fused[^;]*; python"),
         ("12_deepspeed_zero", {}, r"--deepspeed zero3_offload"),
         ("6_lean_optimizer", {"micro_batch_size": 1}, r"Next to try: python src/13_lora\.py"),
+        ("15_packing", {"packing": True, "pack_rows": 4}, r"src/15_packing.py [^;]*--pack_rows 2 \(the same [^;]*; "),
         ("15_packing", {"micro_batch_size": 1}, r"Next to try: python src/5_low_precision\.py --packing true, which"),
         ("13_lora", {"task": "instruction-tuning"}, r"src/14_qlora\.py[^;]*; --activ[^;]*; --max_length 512$"),
     ],

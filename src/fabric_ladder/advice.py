@@ -106,6 +106,8 @@ def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, 
     name = "micro_batch_tokens" if settings.micro_batch_tokens else "micro_batch_size"
     if phase == "the evaluation":
         name, same = "eval_batch_tokens", ""
+    if settings.pack_rows:
+        name = "pack_rows"
     most, replaced = getattr(settings, name) or (shape[0] * shape[1] if len(shape) == 2 else EVALUATED), ()
     if most == "auto" and shape:
         name, most, replaced = "micro_batch_size", shape[0], ("micro_batch_tokens",)

@@ -24,7 +24,7 @@ from fabric_ladder.places import CONFIGS
 from fabric_ladder.settings import GROUPS, INTERNAL, Settings
 
 BUCKET = 16  # tokens; kernels for lengths that may be no multiple of this are slower, and a step of 64 mostly padding
-FOLDERS = (*PATHS, "data_dir", "cache_dir", "runs_dir", "load", "resume")
+FOLDERS = (*PATHS, "data_dir", "cache_dir", "runs_dir", "load", "resume", "deepspeed")
 SCRIPT_NAME = re.compile(r'^"""(\w+) ·', re.MULTILINE)  # at the start of each rung's docstring
 EXAMPLES = """\
 examples:

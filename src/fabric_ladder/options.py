@@ -68,7 +68,8 @@ def choose_config(config: str | None) -> tuple[bool, Path | None]:
     """Return whether the user chose a config, and its path; the quickstart's on a machine without a CUDA GPU."""
     if config is None:
         return False, None if torch.cuda.is_available() else CONFIGS / "quickstart.yaml"
-    path = next((path for path in (Path(config), CONFIGS / config, CONFIGS.parent / config) if path.is_file()), None)
+    places = (Path(config).expanduser(), CONFIGS / config, CONFIGS.parent / config)
+    path = next((path for path in places if path.is_file()), None)
     if path is None:
         ours = ", ".join(sorted(path.name for path in CONFIGS.glob("*.yaml")))
         raise UserError(f"there is no config file {config or '(an empty name)'}; those that come along: {ours}")

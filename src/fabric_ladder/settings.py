@@ -123,7 +123,8 @@ class Settings(DataSettings):
         packing: Let short texts share a row of up to `max_length` tokens, in which they do not see each other, in
             training and in evaluation; then `micro_batch_size` counts rows.
         pack_rows: Make every micro-batch and every batch of the evaluation of exactly so many rows of `max_length`
-            tokens, for compilers and kernels that are made for one shape; takes the place of `micro_batch_size`.
+            tokens, for kernels that are made for one shape; takes the place of `micro_batch_size` and of
+            `eval_batch_tokens`.
         num_workers: Processes that make batches; 0 makes them in the training process, while the device computes what
             it was given before, and is enough for texts. Images that must be enlarged or cut out may want 2 or more.
         activation_checkpointing: Keep only the inputs of the transformer blocks and compute the rest again (not

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.helpers import SRC, file_system
+from support.helpers import ROOT, SRC, file_system, run_script
 from support.resuming import SIZES, Does, Evil, assert_same, checkpoints, lines_of, run_here
 
 from fabric_ladder import UserError
@@ -474,6 +474,20 @@ def test_a_disk_that_fills_costs_the_log_and_neither_run_nor_model(tmp_path, mon
 def test_a_folder_that_vanishes_costs_the_log_and_neither_run_nor_model(tmp_path, monkeypatch):
     text = with_lost_log(monkeypatch, tmp_path, lambda: shutil.rmtree("runs"), "--save", "consolidated")
     assert (tmp_path / re.search(r"^Saved (.*)$", text, re.MULTILINE)[1] / "model.safetensors").exists()
+
+
+def test_a_run_whose_log_ends_early_is_left_out_of_comparisons(tmp_path, monkeypatch):
+    """Although its run.json, for which there was room again, says that it is finished."""
+    folder = tmp_path / "runs" / "2_grad_accum" / "1"
+
+    def lose_log():
+        (folder / "log.txt").unlink()
+        (folder / "log.txt").mkdir()
+
+    with_lost_log(monkeypatch, tmp_path, lose_log)
+    assert json.loads((folder / "run.json").read_text())["status"] == "finished"
+    done = run_script(ROOT / "scripts" / "compare_runs.py", folder, cwd=tmp_path)
+    assert "its log ends before the run did" in done.stdout + done.stderr
 
 
 def test_a_checkpoint_after_the_log_was_lost_holds_all_lines(tmp_path, monkeypatch):

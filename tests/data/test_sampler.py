@@ -260,6 +260,16 @@ def test_an_evaluation_of_longer_samples_takes_no_more_of_tokens_times_tokens(tm
         assert max(rows * width * width for rows, width in sizes) <= 64 * LENGTHS.max() ** 2
 
 
+@pytest.mark.parametrize("limit", [{"micro_batch_size": 16}, {"micro_batch_tokens": 16_384}, {"micro_batch_size": 2}])
+def test_of_packed_batches_the_heaviest_is_found(tmp_path, limit):
+    """It need not be the one of most tokens: samples of more than half a row fill rows badly."""
+    lengths = np.random.default_rng(0).integers(300, 900, 16 * 200)
+    settings = settings_for(tmp_path, batch_size=16, packing=True, max_length=1024, **limit)
+    plans = EffectiveBatchSampler(lengths, np.ones_like(lengths), settings, 0, 1)
+    padded = [max(part.padded(lengths, 16) for part in plan.parts) for plan in plans]
+    assert max(max(part.padded(lengths, 16) for part in plan.parts) for plan in plans.heaviest()) == max(padded)
+
+
 def test_packed_training_is_no_larger_than_its_samples(tmp_path):
     settings = settings_for(tmp_path, batch_size=8, packing=True, max_length=1024, micro_batch_size=8)
     largest = EffectiveBatchSampler(LENGTHS, ITEMS, settings, 0, 1).largest()

@@ -366,6 +366,11 @@ def test_what_lets_documents_see_each_other_is_refused(tmp_path, kind):
     check(tmp_path, tmp_path / "leaks.json", packing=False)
 
 
+def test_a_config_of_a_regression_packs_as_a_classifier(tmp_path):
+    BertConfig(**BERT, num_labels=1).to_json_file(tmp_path / "regression.json")
+    check(tmp_path, tmp_path / "regression.json", task=CLASSIFICATION, max_length=512)
+
+
 def test_a_window_that_is_shorter_than_rows_is_refused(tmp_path):
     AutoConfig.for_model("mistral", num_hidden_layers=2, sliding_window=512).to_json_file(tmp_path / "short.json")
     with pytest.raises(UserError, match=r"see 512 tokens at once, and rows have up to 1024.* --max_length 512"):

@@ -208,6 +208,7 @@ def test_largest_batches_are_cut_as_the_loader_cuts_them(tmp_path):
     packed = {"packing": True, "max_length": 256, "eval_batch_tokens": 512}
     assert shapes(batch_size=5, micro_batch_size=2, **packed) == ([(2, 208), (1, 112)], [(2, 208)])
     assert shapes(batch_size=5, micro_batch_tokens=300, **packed)[0] == [(1, 208), (1, 208), (1, 112)]
+    assert shapes(batch_size=5, pack_rows=2, **packed) == ([(2, 256), (2, 256)], [(2, 256)])
     assert shapes(batch_size=2, image_size=32, pad_to_multiple_of=8, eval_batch_tokens=300) == (
         [(2, 3, 32, 32)],
         [(3, 3, 32, 32)],

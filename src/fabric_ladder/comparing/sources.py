@@ -152,6 +152,9 @@ def _fill(run: LoggedRun, record: dict) -> None:
     if record["status"] != "finished":
         run.unfinished = f"its status is {record['status']!r}: it goes on still, or was ended"
         return
+    if record.get("log_lost"):
+        run.unfinished = "its log ends before the run did, which could not write it"
+        return
     results = record["results"]
     run.settings = record["settings"] | {"ranks": record["ranks"]}
     run.versions, run.hardware = dict(record["versions"]), dict(record["hardware"])

@@ -15,6 +15,7 @@ from fabric_ladder.data.cutting import MicroBatchPlan, cut
 from fabric_ladder.settings import Settings
 
 MOST_COMPARED = 3000  # effective batches; of more, those are left out whose bound is lower
+MOST_PACKED = 300  # of them where they are packed, which takes ten times as long
 EVALUATED = 4096  # padded tokens of an evaluation's batch on a GPU, where training has no more at once
 
 
@@ -81,7 +82,9 @@ class EffectiveBatchSampler(Sampler):
             most = settings.micro_batch_size or np.maximum(1, self.micro_batch_tokens // width)
             tokens = np.minimum(share, most) * width
         by_tokens, by_width = np.lexsort((total, width, tokens))[::-1], np.lexsort((total, tokens, width))[::-1]
-        numbers = [by_tokens[0] if settings.packing else self._largest_part(order, by_tokens, tokens), by_width[0]]
+        if settings.packing:  # rows but one are more than half full, whatever their samples
+            by_tokens, tokens = by_tokens[:MOST_PACKED], 2 * total + settings.max_length
+        numbers = [self._largest_part(order, by_tokens, tokens), by_width[0]]
         return [self._plan(order, number) for number in dict.fromkeys(map(int, numbers))]
 
     def _largest_part(self, order: np.ndarray, numbers: np.ndarray, bounds: np.ndarray) -> int:

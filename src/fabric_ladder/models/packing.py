@@ -7,7 +7,8 @@ Between tokens of one document these add up to exactly 0, between others to -2 f
 that leaves the others no weight. So attention is a plain `scaled_dot_product_attention`, causal or not, which takes a
 flash kernel on every device that has one. All numbers are whole and small, exact in every floating-point format, and
 they stand first, so that they have cancelled out before anything else is added. (A CPU's kernels add in another order
-where a few tokens are left over, and round in 32-bit to 1e-4 there: so rows are a multiple of 16 tokens long.)
+where a few tokens are left over, and round in 32-bit to 1e-4 there: so rows are a multiple of 16 tokens long, where
+`max_length` is.)
 
 The seams are transformers' registries of masks and of attention functions, in which `sdpa` does this for packed batches
 alone, the model's `forward`, and for a classifier hooks around its base model, by which its own head gets one token of

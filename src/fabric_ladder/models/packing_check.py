@@ -69,6 +69,9 @@ def packing_error(config: PretrainedConfig, task: str, longest: int) -> float:
 
 def _twin(config: PretrainedConfig, task: str, longest: int) -> nn.Module:
     """Return a model with random weights and with few layers, heads and tokens, so that it is made quickly."""
+    config.return_dict = True
+    if task != "instruction-tuning":
+        config.num_labels = 2  # a config may ask for a regression
     inner = config.get_text_config(decoder=True)
     inner.vocab_size, inner.pad_token_id, inner.use_cache = VOCABULARY, 0, False
     # in a mixture of experts, and in Gemma's embedding for each layer, these make billions of weights

@@ -103,7 +103,8 @@ def read_candidates(
         extra = sum(pairs, ())
         try:
             settings = read_settings(rung, [*options, *extra, *here], gpus if rung in ON_ALL_GPUS else 1, gpu)
-            sizes = (None,) if given & {"--micro_batch_size", "--micro_batch_tokens"} else _sizes(settings)
+            told = given & {"--micro_batch_size", "--micro_batch_tokens", "--pack_rows"}
+            sizes = (None,) if told else _sizes(settings)
             candidates[name] = Candidate(name, rung, extra, settings, sizes)
         except UserError as error:
             problems[name] = str(error)

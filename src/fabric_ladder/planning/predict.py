@@ -72,7 +72,7 @@ def largest_batches(
 
     Args:
         settings: `task`, `batch_size`, `micro_batch_size` or `micro_batch_tokens`, `eval_batch_tokens`,
-            `pad_to_multiple_of`, `packing`, `max_length`.
+            `pad_to_multiple_of`, `packing`, `pack_rows`, `max_length`.
         length: Tokens of a sample; of an image, its patches and the one for the class.
         image_size: Pixels of a side of an image; None: the samples are texts.
         ranks: GPUs that share the effective batch.
@@ -86,6 +86,8 @@ def largest_batches(
     def make(plan: MicroBatchPlan) -> MicroBatch:
         items = samples = len(plan.rows)
         rows, padded = len(plan.packs or plan.rows), plan.padded(np.full(plan.rows.max() + 1, length), multiple)
+        if settings.pack_rows:
+            rows, padded = settings.pack_rows, settings.pack_rows * settings.max_length
         labels = torch.empty(samples, dtype=torch.long, device="meta")
         if image_size:
             inputs = {"pixel_values": torch.empty(samples, 3, image_size, image_size, device="meta")}
@@ -109,7 +111,9 @@ def largest_batches(
     if tokens == "auto":  # which may take all samples at once
         size, tokens = settings.batch_size, None
     training = share(settings.batch_size, size=size, tokens=tokens)
-    return training, share(settings.eval_batch_tokens * ranks, tokens=settings.eval_batch_tokens)[:1]
+    tokens = settings.eval_batch_tokens
+    limits = {"size": settings.pack_rows} if settings.pack_rows else {"tokens": tokens}
+    return training, share(tokens * ranks, **limits)[:1]
 
 
 def blank_datasets(classes: int, image_size: int | None = None) -> TextDatasets | ImageDatasets:

@@ -66,7 +66,8 @@ class RunFolder:
         self.lost = self._log.lost = True
 
     def write_record(self, record: dict) -> None:
-        """Write run.json as a whole."""
+        """Write run.json as a whole; it says so where the log ends before the run."""
+        record = record | ({"log_lost": True} if self.lost else {})
         write_whole(self.path / "run.json", json.dumps(record, indent=2, ensure_ascii=False) + "\n")
 
     def close(self) -> None:

@@ -132,10 +132,11 @@ class RunRecord:
         try:
             action()
         except OSError as error:
-            if not self._files.lost:
+            first = not self._files.lost
+            self._files.give_up()
+            if first:
                 reason = f"cannot write into {self.folder} ({error.strerror})"
                 print(f"No more log: {reason}; the run goes on without, and comparisons leave it out", flush=True)
-            self._files.give_up()
 
 
 def _more_packages(settings: Settings) -> list[str]:

@@ -91,6 +91,8 @@ def _shapes_of_training(training: Training) -> list[MicroBatchPlan]:
     may have both.
     """
     settings, sampler = training.run.settings, training.train_loader.sampler
+    if settings.pack_rows:  # one shape
+        return [MicroBatchPlan([0], 1, 1.0, [1])]
     if settings.micro_batch_tokens or (settings.packing and settings.micro_batch_size > 1):
         rows = list(range(min(2, len(sampler.lengths))))
         parts = [
