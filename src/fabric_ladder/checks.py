@@ -109,7 +109,7 @@ def check(settings: Settings, script: dict) -> None:
     )
     _check_sharding(settings, script)
     check_logger(settings)
-    check_optimizer(settings)
+    check_optimizer(settings, sharded="offload" in script)
     check_model(settings)
     check_lora(settings, script)
     check_packing(settings)
