@@ -36,6 +36,7 @@ CONFIGS = common.ROOT / "configs"
 TOKENS, PIXELS, PATCHES = 1024, 224, 197  # of a text; of an image's side; tokens of an image
 EVAL_TOKENS = "4096"  # of a batch of the evaluation: the default on a GPU
 SHARDED = ("10_fsdp", "11_fsdp_cpu_offload")
+FURTHER = ("16_bf16_that_learns", "17_step_in_backward", "18_low_bit_optimizer", "19_optimizer_offload")
 HEADER = ["GB", "parameters", "gradients", "optimizer", "activations", "logits", "other", "in host", "predicted",
           "target", "highest in"]  # fmt: skip
 CHECKPOINTED = " ".join(CHECKPOINTING)
@@ -70,6 +71,9 @@ ENTRIES = {
         Entry("11_fsdp_cpu_offload", ALL),
         *(Entry(rung, more) for rung in ("13_lora", "14_qlora") for more in ("", CHECKPOINTED)),
         *(Entry(rung, gpus=4) for rung in SHARDED),
+        *(Entry(rung) for rung in FURTHER),
+        Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED}"),
+        Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} --optimizer_offload true"),
     ],
     "vit-large-16": [
         Entry("2_grad_accum", "--micro_batch_size 64", 26.84),

@@ -27,6 +27,9 @@ TECHNIQUES = {
     "checkpointing-mixed": {"precision": "bf16-mixed", "activation_checkpointing": True},
     "cut": {"micro_batch_size": 2},
     "cut-sgd": {"micro_batch_size": 1, "optimizer": "sgd"},
+    "kahan": {"precision": "bf16-true", "kahan_summation": True},
+    "in-backward": {"precision": "bf16-true", "kahan_summation": True, "step_in_backward": True},
+    "in-backward-checkpointing": {"step_in_backward": True, "activation_checkpointing": True},
     "lora": {"lora": True, "lora_dropout": 0.0},
     "lora-mixed": {"lora": True, "precision": "bf16-mixed", "micro_batch_size": 2},
     "lora-true": {"lora": True, "precision": "bf16-true", "activation_checkpointing": True, "dora": True},
@@ -187,6 +190,10 @@ def test_what_cannot_be_rehearsed_is_known_by_formula(tmp_path):
     plain, lean = predicted(), predicted(optimizer="sgd")
     assert predicted(compile=True) == plain, "compiled, it keeps at most as much"
     assert predicted(optimizer="adam-8bit") == lean._replace(optimizer_state=round(2 * count * (1 + 4 / 256)))
+    kahan = predicted(optimizer="adam-8bit", kahan_summation=True)
+    assert kahan.optimizer_state == round(2 * count * (1 + 4 / 256)) + 2 * count
+    on_host = predicted(kahan_summation=True, optimizer_offload=True)
+    assert on_host == lean._replace(host=10 * count), "weights, two moments, compensations and gradients, of 2 bytes"
     offloaded = predicted(precision="bf16-mixed", deepspeed="zero2_offload")
     assert (offloaded.gradients, offloaded.optimizer_state, offloaded.host) == (0, 0, 1.5 * 16 * count)
     assert 2 * count < offloaded.parameters < 6 * count, "and the gradient of the largest layer, twice"

@@ -72,7 +72,7 @@ def measured_peak(settings, micro_batches):
         for micro_batch in micro_batches:
             if not settings.lora:
                 tracker.reset_mod_stats()  # or it refuses a second pass
-            accumulate_gradients(fabric, model, [real(micro_batch)], Meter(fabric))
+            accumulate_gradients(fabric, model, [real(micro_batch)], Meter(fabric), optimizer=optimizer)
         if settings.max_grad_norm:
             fabric.clip_gradients(model, optimizer, max_norm=settings.max_grad_norm)
         optimizer.step()

@@ -101,7 +101,9 @@ class Rehearsal:
             self._give_gradients()
             self._step()
             self._name_tensors()
-            if not self.settings.step_in_backward:  # which leaves none for this moment
+            if self.settings.step_in_backward:  # which leaves none for this moment
+                self.optimizer.zero_grad()
+            else:
                 self._give_gradients()
             self.tracker.forget_peak()
             self._step()
