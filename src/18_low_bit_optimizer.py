@@ -3,8 +3,9 @@
 Builds on 16_bf16_that_learns.py. Two bytes a weight instead of four, with a scale of their own for every 256 values.
 In plain PyTorch, of each moment between two steps:
 
-    scale = moment.view(-1, 256).abs().amax(1, keepdim=True)
-    codes = (moment.view(-1, 256) / scale).sub(table).abs().argmin(-1)  # of the 256 values of a table
+    blocks = moment.view(-1, 256)
+    scale = blocks.abs().amax(1, keepdim=True)
+    codes = (blocks / scale).unsqueeze(-1).sub(table).abs().argmin(-1)  # the nearest of the table's 256 values
     moment = table[codes] * scale  # before the next step
 
 Unchanged: the gradients of the first step. Here: models/optimizer.py: build_optimizer, with bitsandbytes

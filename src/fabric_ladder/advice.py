@@ -47,6 +47,10 @@ NEXT_RUNG = dict.fromkeys("1234", LOW_PRECISION) | {
     "13": NextRung("14_qlora", "keeps the model in 4 bits", "", ("quantization",)),
     "14": NextRung("11_fsdp_cpu_offload", "parks weights in the host's memory", "--lora true", ("quantization",)),
     "15": LOW_PRECISION._replace(options="--packing true"),
+    "16": NextRung("18_low_bit_optimizer", "keeps Adam's moments in 8 bits", "", ("optimizer",)),
+    "17": NextRung(None, "keeps the optimizer's state in the host's memory", "--optimizer_offload true"),
+    "18": NextRung("19_optimizer_offload", "keeps the optimizer's state in the host's memory", "", ("optimizer",)),
+    "19": NextRung("11_fsdp_cpu_offload", "parks weights there, too", "", ("kahan_summation", "optimizer_offload")),
 }
 
 
@@ -108,6 +112,8 @@ def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, 
         name, same = "eval_batch_tokens", ""
     if settings.pack_rows:
         name = "pack_rows"
+    if settings.step_in_backward and phase == "training":  # one micro-batch
+        name, same = "batch_size", ""
     most, replaced = getattr(settings, name) or (shape[0] * shape[1] if len(shape) == 2 else EVALUATED), ()
     if most == "auto" and shape:
         name, most, replaced = "micro_batch_size", shape[0], ("micro_batch_tokens",)

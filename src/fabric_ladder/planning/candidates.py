@@ -14,7 +14,8 @@ from fabric_ladder.planning.gpus import ANY, Gpu
 from fabric_ladder.rungs import script_defaults
 from fabric_ladder.settings import Settings
 
-CHECKPOINTING = ("--activation_checkpointing", "true")
+CHECKPOINTING, ON_HOST = ("--activation_checkpointing", "true"), ("--optimizer_offload", "true")
+NAMED = {CHECKPOINTING: "checkpointing", ON_HOST: "optimizer offload"}
 LEAN = ("--precision", "bf16-true", "--optimizer", "sgd")
 ON_ALL_GPUS = ("9_ddp", "10_fsdp", "11_fsdp_cpu_offload", "12_deepspeed_zero")  # of the plan; the other rungs on one
 EVAL_BATCH_TOKENS = str(EVALUATED)  # a run takes more where a micro-batch has more, and needs more for that one
@@ -28,6 +29,7 @@ SHARING = {
 }  # fmt: skip
 RECOMPUTED = 0.75  # three thirds of work become four (Chen et al., 2016, Training Deep Nets with Sublinear Memory)
 COMPILED = 1.2  # 51.4 against 43.3 minutes in the series that the rungs follow
+OFFLOADED = 0.84  # 1.27 against 1.52 s a step (torchao's README, CPUOffloadOptimizer, ViT-g)
 UNPACKED = 0.7  # 4-bit weights are unpacked for each product: a guess
 ONE_BY_ONE = 0.8  # an optimizer step for each sample: a guess
 
@@ -71,7 +73,9 @@ def list_choices(gpus: int) -> list[tuple[str, tuple[str, ...]]]:
     stages = ("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload") if gpus > 1 else (
         "zero2_offload", "zero3_offload")  # fmt: skip
     choices += [("12_deepspeed_zero", ("--deepspeed", stage, *options)) for stage in stages for options in either]
-    return [*choices, *((rung, options) for rung in ("13_lora", "14_qlora") for options in either)]
+    choices += [(rung, options) for rung in ("13_lora", "14_qlora", "16_bf16_that_learns") for options in either]
+    choices += [("17_step_in_backward", options) for options in (*either, (*ON_HOST, *CHECKPOINTING))]
+    return [*choices, *((rung, options) for rung in ("18_low_bit_optimizer", "19_optimizer_offload") for options in either)]
 
 
 def read_candidates(
@@ -97,14 +101,14 @@ def read_candidates(
     candidates, problems = {}, {}
     for rung, extra in choices:
         pairs = [pair for pair in zip(extra[::2], extra[1::2], strict=True) if pair[0] not in given]
-        name = " ".join([rung, *("checkpointing" if value == "true" else value for _, value in pairs)])
+        name = " ".join([rung, *(NAMED.get(pair, pair[1]) for pair in pairs)])
         if name in candidates or name in problems:
             continue
         extra = sum(pairs, ())
         try:
             settings = read_settings(rung, [*options, *extra, *here], gpus if rung in ON_ALL_GPUS else 1, gpu)
             told = given & {"--micro_batch_size", "--micro_batch_tokens", "--pack_rows"}
-            sizes = (None,) if told else _sizes(settings)
+            sizes = (None,) if told or settings.step_in_backward else _sizes(settings)
             candidates[name] = Candidate(name, rung, extra, settings, sizes)
         except UserError as error:
             problems[name] = str(error)
@@ -153,7 +157,7 @@ def accuracy_costs(settings: Settings) -> list[str]:
     if settings.lora:
         return ["1.1 points of accuracy (MiniLM at --learning_rate 1e-3)"]
     costs = []
-    if settings.precision in ("bf16-true", "16-true"):
+    if settings.precision in ("bf16-true", "16-true") and not settings.kahan_summation:
         costs.append("14 points of accuracy (MiniLM at --learning_rate 5e-5)")
     if settings.optimizer == "sgd":
         costs.append("13 points against Adam (MiniLM after 63 steps)")
@@ -164,8 +168,8 @@ def relative_speed(settings: Settings, rung: str, tokens: int, gpu: Gpu = ANY) -
     """Return a run's samples/s, as a multiple of what a busy GPU of this kind does in 16 bits.
 
     Args:
-        settings: `precision`, `activation_checkpointing`, `compile`, `quantization`, `deepspeed`, `batch_size`, and
-            `devices` and `num_nodes`.
+        settings: `precision`, `activation_checkpointing`, `compile`, `quantization`, `optimizer_offload`,
+            `deepspeed`, `batch_size`, `devices` and `num_nodes`.
         rung: The script's name.
         tokens: Padded tokens of a micro-batch.
         gpu: Its peaks tell how much slower 32-bit products are; an emulated bfloat16 is taken to be no faster.
@@ -180,6 +184,8 @@ def relative_speed(settings: Settings, rung: str, tokens: int, gpu: Gpu = ANY) -
         speed *= COMPILED
     if settings.quantization != "no":
         speed *= UNPACKED
+    if settings.optimizer_offload:
+        speed *= OFFLOADED
     if settings.batch_size == 1:
         speed *= ONE_BY_ONE
     return speed
