@@ -256,9 +256,10 @@ def _used_before() -> int:
 
 def _read_kept(cache_dir: str) -> dict:
     try:
-        return json.loads((Path(cache_dir).expanduser() / KEPT).read_text(encoding="utf-8"))
+        kept = json.loads((Path(cache_dir).expanduser() / KEPT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+    return kept if isinstance(kept, dict) else {}
 
 
 def _key(gpu: str) -> str:
