@@ -103,7 +103,7 @@ def predict(
     gpu = torch.cuda.get_device_name(fabric.device) if fabric.device.type == "cuda" else None
     room = _room(fabric.device) if gpu else None
     key = _key(settings, config, cuts, ranks, gpu, room)
-    path = Path(settings.cache_dir).expanduser() / "memory" / f"{key}.json"
+    path = Path(settings.cache_dir) / "memory" / f"{key}.json"
     with suppress(OSError, ValueError):
         return Prediction(json.loads(path.read_text(encoding="utf-8")))
     found = _ask_planner((settings, cuts, ranks, model.config.num_labels, gpu, gpu and compute_capability(), room))
@@ -192,6 +192,6 @@ def _key(settings: Settings, config: dict, cuts: list, ranks: int | None, gpu: s
         sources.update(path.read_bytes())
     parts = [relevant(settings), config, shapes, ranks, gpu, room, describe_versions("peft")]
     parts.append(sources.hexdigest())
-    files = [Path(settings.cache_dir).expanduser() / "memory" / "overhead.json", Path(settings.deepspeed or "")]
+    files = [Path(settings.cache_dir) / "memory" / "overhead.json", Path(settings.deepspeed or "")]
     parts += [path.read_text(encoding="utf-8") for path in files if path.is_file()]  # what the planner reads, too
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
