@@ -13,22 +13,17 @@ from mfu import extrapolate
 
 from fabric_ladder import parse_settings
 from fabric_ladder.planning.gpus import Gpu, match_gpu
+from fabric_ladder.rungs import RUNGS
 from local_dataset_utilities import load_datasets
 
-CHECKS = str(ROOT / "benchmarks" / "harvest_checks.py")
-KERNELS = str(ROOT / "benchmarks" / "attention_kernels.py")
-GRADIENTS = str(ROOT / "benchmarks" / "gradient_check.py")
-PROFILE = str(ROOT / "benchmarks" / "profile_rung.py")
-LORA = str(ROOT / "benchmarks" / "lora_7b.py")
-LOSS = str(ROOT / "benchmarks" / "chunked_loss.py")
+CHECKS, KERNELS, GRADIENTS, PROFILE, LORA, LOSS = (
+    str(ROOT / "benchmarks" / f"{name}.py")
+    for name in "harvest_checks attention_kernels gradient_check profile_rung lora_7b chunked_loss".split()
+)
 MODELS = ROOT / "configs" / "models"
 H100 = 989.5  # TFLOP/s, of the GPU that the estimated seconds are guessed for
 FAST = ("group_by_length", "no_nan_filter", "worker")  # Trainer's best switches
-CHECKPOINTED = ("", "--checkpointing")
-NUMBERS = {
-    name.split("_")[0]: name
-    for name in "1_batch_size_1 2_grad_accum 3_torch_compile 4_mixed_precision 5_low_precision 15_packing".split()
-}
+NUMBERS = {path.stem.split("_")[0]: path.stem for path in RUNGS}
 Measured = dict[str, dict]
 
 
@@ -246,8 +241,7 @@ def memory(job: Job) -> list[Entry]:
         if row.target and row.target > 2 and "16-mixed" not in row.options and row.rung[:2] != "11":
             rows["vit-large-16"].append(row)
     for model, chosen in rows.items():
-        for row in chosen[1:2] if job.rehearse else chosen:
-            found.append(memory_row(job, model, row))
+        found += [memory_row(job, model, row) for row in (chosen[1:2] if job.rehearse else chosen)]
     return found
 
 
@@ -278,10 +272,9 @@ def large_models(job: Job) -> list[Entry]:
     for name, config in models.items():
         shared = [LORA, "--model", str(MODELS / f"{config}.json"), "--weights", str(job.folder / name), *small]
         for rung in ("13_lora", "14_qlora"):
-            for more in CHECKPOINTED[: 1 if job.rehearse else 2]:
+            for more in ([], ["--checkpointing"])[: 1 if job.rehearse else 2]:
                 words = f"{name}, {rung}" + (", checkpointing" if more else "")
-                command = [*shared, "--rung", rung, *filter(None, [more])]
-                found.append(Entry(words, command, 120, without_environment))
+                found.append(Entry(words, [*shared, "--rung", rung, *more], 120, without_environment))
     tiny = ["--tokens", "64", "--width", "32", "--vocabulary", "512", "--chunk", "16", "--repeats", "1"]
     found.append(Entry("loss over the vocabulary", [LOSS, *(tiny if job.rehearse else [])], 40, without_environment))
     wide = ["--heads", "32", "--tokens", "2048", "--width", "128", "136"]

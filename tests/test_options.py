@@ -11,6 +11,7 @@ from fabric_ladder import UserError, parse_settings
 from fabric_ladder.advice import explain
 from fabric_ladder.errors import Checked, read_outside
 from fabric_ladder.options import FIELDS, NAMES, PEERS, SWITCHES
+from fabric_ladder.settings import DataSettings
 
 BLOOM = ["--model", str(MODELS / "bloom-quickstart.json"), "--from_scratch", "true", "--dataset", "synthetic"]
 DEEP = 3000
@@ -66,6 +67,14 @@ def test_a_tilde_is_the_users_home_wherever_a_folder_is_named(monkeypatch, tmp_p
     found = parse_settings(["--config", "own.yaml", *BLOOM, "--runs_dir=~/runs", "--data_dir=a~b"])
     assert [found.runs_dir, found.cache_dir] == [f"{tmp_path}/runs", f"{tmp_path}/cache"]
     assert [found.test_file, found.data_dir] == ["~nobody_of_this_name/a", "a~b"]
+    monkeypatch.setenv("FABRIC_LADDER_CACHE", "~/other")
+    assert DataSettings().cache_dir == f"{tmp_path}/other"
+
+
+def test_a_config_in_the_home_of_nobody_is_not_there():
+    assert "there is no config file ~nobody_of_this_name/own.yaml" in refusal(
+        "--config", "~nobody_of_this_name/own.yaml"
+    )
 
 
 def test_names_of_others_lead_to_settings_and_are_none_themselves():

@@ -128,7 +128,7 @@ def check_start(settings: Settings) -> None:
     """
     for option, folder in (("runs_dir", settings.runs_dir), ("cache_dir", settings.cache_dir)):
         try:
-            check_writable(Path(folder).expanduser())
+            check_writable(Path(folder))
         except OSError as error:
             raise UserError(f"cannot write --{option} {folder} ({error.strerror}): choose another") from error
     check_data(settings)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import os
 import re
 import typing
 from pathlib import Path
@@ -68,7 +69,7 @@ def choose_config(config: str | None) -> tuple[bool, Path | None]:
     """Return whether the user chose a config, and its path; the quickstart's on a machine without a CUDA GPU."""
     if config is None:
         return False, None if torch.cuda.is_available() else CONFIGS / "quickstart.yaml"
-    places = (Path(config).expanduser(), CONFIGS / config, CONFIGS.parent / config)
+    places = (Path(os.path.expanduser(config)), CONFIGS / config, CONFIGS.parent / config)
     path = next((path for path in places if path.is_file()), None)
     if path is None:
         ours = ", ".join(sorted(path.name for path in CONFIGS.glob("*.yaml")))

@@ -14,6 +14,10 @@ GROUPS = {  # how `--help` and `--print_config` divide the settings: each group,
 PRECISIONS = Literal["32-true", "mixed", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true"]
 
 
+def _folder(variable: str) -> str:
+    return os.path.expanduser(os.environ.get(variable, ""))
+
+
 @dataclass(frozen=True)
 class DataSettings:
     """Which texts or images to load, and how to make them into what a model reads.
@@ -55,9 +59,9 @@ class DataSettings:
 
     task: Literal["text-classification", "image-classification", "instruction-tuning"] = "text-classification"
     dataset: str = "imdb"
-    data_dir: str = field(default_factory=lambda: os.environ.get("FABRIC_LADDER_DATA") or "data")
+    data_dir: str = field(default_factory=lambda: _folder("FABRIC_LADDER_DATA") or "data")
     cache_dir: str = field(
-        default_factory=lambda: os.environ.get("FABRIC_LADDER_CACHE") or platformdirs.user_cache_dir("fabric_ladder")
+        default_factory=lambda: _folder("FABRIC_LADDER_CACHE") or platformdirs.user_cache_dir("fabric_ladder")
     )
     text_column: str = "text"
     label_column: str = "label"

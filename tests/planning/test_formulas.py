@@ -74,8 +74,11 @@ def test_overheads_are_kept_by_gpu_and_version(tmp_path):
     assert load_overhead(str(tmp_path), "A") == measured
     assert load_overhead(str(tmp_path), "B").context == 1
     assert load_overhead(str(tmp_path), "C") is ASSUMED
-    (tmp_path / KEPT).write_text("{")
-    assert load_overhead(str(tmp_path), "A") is ASSUMED
+    for broken in ("{", "[]"):
+        (tmp_path / KEPT).write_text(broken)
+        assert load_overhead(str(tmp_path), "A") is ASSUMED
+    keep_overhead(str(tmp_path), "A", measured)
+    assert load_overhead(str(tmp_path), "A") == measured
     tensors = NO_PEAK._replace(activations=1_000_000_000)
     assert measured.needed(tensors) == 1_000_000_000 + 400_000_000 + 9_000_000 + round(0.02 * 1_009_000_000)
 

@@ -1,5 +1,6 @@
 """Room on the disk: what a run will save has it before the training starts, and is kept elsewhere where it has not."""
 
+import os
 import shutil
 import sys
 import tempfile
@@ -119,7 +120,7 @@ def _ask(folder: Path, problems: list[str]) -> Path | None:
             answer = input().strip()
         except EOFError:
             return None
-        place = Path(answer).expanduser().absolute()
+        place = Path(os.path.expanduser(answer)).absolute()
         try:
             place.mkdir(parents=True, exist_ok=True)
             return _made_in(place, folder) if answer else folder

@@ -27,7 +27,7 @@ def make_once(
     If there is none, `make` makes one below the folder that it is given, and it is moved as a whole, never half made.
     """
     key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:20]
-    folder = Path(settings.cache_dir).expanduser() / name / key
+    folder = Path(settings.cache_dir) / name / key
     try:
         if not folder.exists():  # else nothing is written, and the cache may be read-only
             folder.parent.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fabric_ladder.settings import Settings
+
 MOST_IN_ROW = 127  # samples; seven binary digits tell them, and the padding after them, apart
 MOST_AT_ONCE = 2048  # samples that are packed in one go
 FULL_PASS = 1024  # padded tokens; below, a GPU waits for its kernels to be launched: an estimate, for BLOOM-560m
@@ -77,6 +79,17 @@ def cut(
             plans.append(MicroBatchPlan(mine, count, ranks * count / total, capacity and [len(pack) for pack in packs]))
         planned.append(plans + [filler] * (most - len(plans)))
     return planned
+
+
+def cut_by(
+    settings: Settings, rows: np.ndarray, lengths: np.ndarray, items: np.ndarray, ranks: int,
+    size: int | None = None, tokens: int | None = None,
+) -> list[list[MicroBatchPlan]]:  # fmt: skip
+    """Do as `cut`, packed and padded as the settings say; `pack_rows` takes the place of `size` and `tokens`."""
+    if settings.pack_rows:
+        size, tokens = settings.pack_rows, None
+    capacity = settings.max_length if settings.packing else None
+    return cut(rows, lengths, items, ranks, size, tokens, settings.pad_to_multiple_of, capacity)
 
 
 def _cut_share(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from torch.utils.data import Sampler
 
-from fabric_ladder.data.cutting import MicroBatchPlan, cut
+from fabric_ladder.data.cutting import MicroBatchPlan, cut_by
 from fabric_ladder.settings import Settings
 
 MOST_COMPARED = 3000  # effective batches; of more, those are left out whose bound is lower
@@ -75,16 +75,14 @@ class EffectiveBatchSampler(Sampler):
         longest = np.maximum.reduceat(self.lengths[order], starts)
         width = -(-longest // settings.pad_to_multiple_of) * settings.pad_to_multiple_of
         total = np.add.reduceat(self.lengths[order], starts)
-        if settings.packing:  # whose rows are alike
-            tokens = total
+        if settings.packing:  # rows but one are more than half full, whatever their samples
+            tokens, compared = 2 * total + settings.max_length, MOST_PACKED
         else:
             share = -(-np.diff(starts, append=len(order)) // self.ranks)
             most = settings.micro_batch_size or np.maximum(1, self.micro_batch_tokens // width)
-            tokens = np.minimum(share, most) * width
+            tokens, compared = np.minimum(share, most) * width, MOST_COMPARED
         by_tokens, by_width = np.lexsort((total, width, tokens))[::-1], np.lexsort((total, tokens, width))[::-1]
-        if settings.packing:  # rows but one are more than half full, whatever their samples
-            by_tokens, tokens = by_tokens[:MOST_PACKED], 2 * total + settings.max_length
-        numbers = [self._largest_part(order, by_tokens, tokens), by_width[0]]
+        numbers = [self._largest_part(order, by_tokens[:compared], tokens), by_width[0]]
         return [self._plan(order, number) for number in dict.fromkeys(map(int, numbers))]
 
     def _largest_part(self, order: np.ndarray, numbers: np.ndarray, bounds: np.ndarray) -> int:
@@ -93,10 +91,10 @@ class EffectiveBatchSampler(Sampler):
         Args:
             order: Of the epoch.
             numbers: Of the effective batches, those with the highest bounds first.
-            bounds: Tokens of the micro-batches, if all samples were as long as the longest.
+            bounds: The most tokens that a micro-batch of each effective batch may have.
         """
         found, most, multiple = numbers[0], 0, self.settings.pad_to_multiple_of
-        for number in numbers[:MOST_COMPARED]:
+        for number in numbers:
             if bounds[number] <= most:
                 break
             shares = self._shares(order, number)
@@ -126,11 +124,8 @@ class EffectiveBatchSampler(Sampler):
         return order[number * self.settings.batch_size : (number + 1) * self.settings.batch_size]
 
     def _shares(self, order: np.ndarray, number: int) -> list[list[MicroBatchPlan]]:
-        settings = self.settings
-        return cut(
-            self._rows(order, number), self.lengths, self.items, self.ranks, settings.micro_batch_size,
-            self.micro_batch_tokens, settings.pad_to_multiple_of, settings.max_length if settings.packing else None,
-        )  # fmt: skip
+        rows, size = self._rows(order, number), self.settings.micro_batch_size
+        return cut_by(self.settings, rows, self.lengths, self.items, self.ranks, size, self.micro_batch_tokens)
 
 
 class EvaluationSampler(Sampler):
@@ -180,9 +175,6 @@ class EvaluationSampler(Sampler):
             share = min(1, self._training.lengths.max() / lengths.max())
             tokens = max(EVALUATED, int(share * self._training.largest()))
         if tokens != self._cut[0]:
-            settings, rows = self._settings, np.arange(len(lengths))
-            limits = {"size": settings.pack_rows} if settings.pack_rows else {"tokens": tokens}
-            shares = cut(rows, lengths, items, self._ranks, **limits, multiple=settings.pad_to_multiple_of,
-                         capacity=settings.max_length if settings.packing else None)  # fmt: skip
+            shares = cut_by(self._settings, np.arange(len(lengths)), lengths, items, self._ranks, tokens=tokens)
             self._cut = tokens, shares[self._rank]
         return self._cut[1]

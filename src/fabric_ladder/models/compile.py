@@ -21,7 +21,7 @@ def compile_blocks(model: nn.Module, cache_dir: str) -> None:
         model: Of transformers, perhaps with adapters, before Fabric sets it up.
         cache_dir: What is compiled stays in its folder `kernels`, unless TORCHINDUCTOR_CACHE_DIR names another.
     """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(cache_dir).expanduser() / "kernels"))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(cache_dir) / "kernels"))
     shapes.use_duck_shape = False  # else a first length that equals the width would be taken for the width
     torch._dynamo.config.recompile_limit = 64  # all layers of all models of a process share one code object
     torch._dynamo.config.optimize_ddp = False  # which would cut the graphs where DDP's buckets end; blocks are cuts

@@ -75,7 +75,10 @@ def list_choices(gpus: int) -> list[tuple[str, tuple[str, ...]]]:
     choices += [("12_deepspeed_zero", ("--deepspeed", stage, *options)) for stage in stages for options in either]
     choices += [(rung, options) for rung in ("13_lora", "14_qlora", "16_bf16_that_learns") for options in either]
     choices += [("17_step_in_backward", options) for options in (*either, (*ON_HOST, *CHECKPOINTING))]
-    return [*choices, *((rung, options) for rung in ("18_low_bit_optimizer", "19_optimizer_offload") for options in either)]
+    return [
+        *choices,
+        *((rung, options) for rung in ("18_low_bit_optimizer", "19_optimizer_offload") for options in either),
+    ]
 
 
 def read_candidates(

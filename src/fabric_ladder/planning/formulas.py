@@ -209,7 +209,7 @@ def keep_overhead(cache_dir: str, gpu: str, overhead: Overhead) -> Path:
     Raises:
         UserError: The cache cannot be written.
     """
-    path = Path(cache_dir).expanduser() / KEPT
+    path = Path(cache_dir) / KEPT
     kept = _read_kept(cache_dir) | {_key(gpu): overhead._asdict()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -268,9 +268,10 @@ def _used_before() -> int:
 
 def _read_kept(cache_dir: str) -> dict:
     try:
-        return json.loads((Path(cache_dir).expanduser() / KEPT).read_text(encoding="utf-8"))
+        kept = json.loads((Path(cache_dir) / KEPT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+    return kept if isinstance(kept, dict) else {}
 
 
 def _key(gpu: str) -> str:

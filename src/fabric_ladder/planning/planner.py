@@ -20,7 +20,7 @@ from fabric_ladder.planning.predict import blank_datasets, complete, largest_bat
 from fabric_ladder.planning.rehearsal import Rehearsal, rehearse
 from fabric_ladder.planning.tracker import Peak
 from fabric_ladder.rungs import script_defaults
-from fabric_ladder.runs.prediction import RELEVANT
+from fabric_ladder.runs.prediction import relevant
 
 LIBRARIES = 2_000_000_000  # bytes of a process's host memory without a model, with CUDA: a guess
 LARGEST_TENSORS = 8  # named in a plan
@@ -127,7 +127,7 @@ def find_peaks(candidates: list[Candidate], samples: Samples, machine: Machine) 
     for candidate in sorted(candidates, key=lambda each: not each.fsdp_ranks):  # FSDP takes longest: first
         settings = to_rehearse(candidate.settings)
         emulated = emulates(candidate.settings.precision, machine.gpu.capability)
-        key = json.dumps([emulated, candidate.fsdp_ranks, *(getattr(settings, name) for name in RELEVANT)])
+        key = json.dumps([emulated, candidate.fsdp_ranks, relevant(settings)])
         groups.setdefault(key, []).append(candidate)
     tasks = [(group, samples, machine) for group in groups.values()]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

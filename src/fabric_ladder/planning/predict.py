@@ -20,13 +20,20 @@ import numpy as np
 import torch
 from datasets import DatasetDict
 
-from fabric_ladder.data.cutting import MicroBatchPlan, cut
+from fabric_ladder.data.cutting import MicroBatchPlan, cut_by
 from fabric_ladder.data.loaders import MicroBatch
 from fabric_ladder.data.splits import ImageDatasets, ImageFormat, TextDatasets
 from fabric_ladder.distributed.deepspeed_config import read_deepspeed_config
 from fabric_ladder.environment import emulates
 from fabric_ladder.errors import first_line
-from fabric_ladder.planning.formulas import Counts, in_4_bits, load_overhead, with_8_bit_adam, with_optimizer_offload, with_zero
+from fabric_ladder.planning.formulas import (
+    Counts,
+    in_4_bits,
+    load_overhead,
+    with_8_bit_adam,
+    with_optimizer_offload,
+    with_zero,
+)
 from fabric_ladder.planning.rehearsal import Rehearsal, rehearse
 from fabric_ladder.planning.tracker import ON_DEVICE, Peak
 from fabric_ladder.settings import Settings
@@ -80,12 +87,13 @@ def largest_batches(
     Returns:
         Micro-batches of meta tensors, which have no more than a shape and a dtype; of the evaluation one.
     """
-    multiple = 1 if image_size else settings.pad_to_multiple_of
-    capacity = settings.max_length if settings.packing else None
+    if image_size:
+        settings = replace(settings, pad_to_multiple_of=1)
 
     def make(plan: MicroBatchPlan) -> MicroBatch:
         items = samples = len(plan.rows)
-        rows, padded = len(plan.packs or plan.rows), plan.padded(np.full(plan.rows.max() + 1, length), multiple)
+        rows, lengths = len(plan.packs or plan.rows), np.full(plan.rows.max() + 1, length)
+        padded = plan.padded(lengths, settings.pad_to_multiple_of)
         if settings.pack_rows:
             rows, padded = settings.pack_rows, settings.pack_rows * settings.max_length
         labels = torch.empty(samples, dtype=torch.long, device="meta")
@@ -93,27 +101,25 @@ def largest_batches(
             inputs = {"pixel_values": torch.empty(samples, 3, image_size, image_size, device="meta")}
         else:
             ids = torch.empty(rows, padded // rows, dtype=torch.long, device="meta")
-            inputs = {"input_ids": ids, "position_ids" if capacity else "attention_mask": ids}
+            inputs = {"input_ids": ids, "position_ids" if settings.packing else "attention_mask": ids}
         if settings.task == "instruction-tuning":  # at worst, every token but the first is trained
             labels, items = ids, samples * (length - 1)
             inputs["predicting"] = torch.empty(items, dtype=torch.long, device="meta")
-        elif capacity:
+        elif settings.packing:
             inputs["spans"] = torch.empty(samples, 2, dtype=torch.long, device="meta")
         masked = rows > 1 or padded > samples * length  # several are hardly ever equally long
         return MicroBatch(inputs | {"labels": labels}, items, 1.0, samples * length, padded, masked)
 
-    def share(samples: int, **limits) -> list[MicroBatch]:
+    def share(samples: int, size: int | None, tokens: int | None) -> list[MicroBatch]:
         ones = np.ones(samples, int)
-        plans = cut(np.arange(samples), length * ones, ones, ranks, multiple=multiple, capacity=capacity, **limits)
-        return [make(plan) for plan in plans[0]]
+        shares = cut_by(settings, np.arange(samples), length * ones, ones, ranks, size, tokens)
+        return [make(plan) for plan in shares[0]]
 
     size, tokens = settings.micro_batch_size, settings.micro_batch_tokens
     if tokens == "auto":  # which may take all samples at once
         size, tokens = settings.batch_size, None
-    training = share(settings.batch_size, size=size, tokens=tokens)
-    tokens = settings.eval_batch_tokens
-    limits = {"size": settings.pack_rows} if settings.pack_rows else {"tokens": tokens}
-    return training, share(tokens * ranks, **limits)[:1]
+    training, of_evaluation = share(settings.batch_size, size, tokens), settings.eval_batch_tokens
+    return training, share(of_evaluation * ranks, None, of_evaluation)[:1]
 
 
 def blank_datasets(classes: int, image_size: int | None = None) -> TextDatasets | ImageDatasets:

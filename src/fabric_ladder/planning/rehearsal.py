@@ -176,7 +176,9 @@ class Rehearsal:
 
     def _pass(self, micro_batch: MicroBatch) -> None:
         with self.tracker.at("training", gathering=self.sharded):
-            accumulate_gradients(self.fabric, self.model, [_without_values(micro_batch)], self.meter, optimizer=self.optimizer)
+            accumulate_gradients(
+                self.fabric, self.model, [_without_values(micro_batch)], self.meter, optimizer=self.optimizer
+            )
         self.meter.discard()
 
     def _step(self) -> None:

@@ -11,7 +11,6 @@ import pickle
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -33,9 +32,10 @@ PARTS = {
     "parameters": "weights", "gradients": "gradients", "optimizer_state": "optimizer", "activations": "activations",
     "logits": "logits", "other": "other",
 }  # fmt: skip
-RELEVANT = (  # settings that a rehearsal depends on, beside the shapes of its batches
+RELEVANT = (  # see `relevant`
     "task model precision optimizer kahan_summation step_in_backward optimizer_offload max_grad_norm attention "
-    "activation_checkpointing packing max_length loss_chunk lora lora_rank lora_targets lora_dropout dora quantization offload deepspeed devices num_nodes"
+    "activation_checkpointing packing loss_chunk lora lora_rank lora_targets lora_dropout dora quantization offload "
+    "deepspeed devices num_nodes"
 ).split()
 
 
@@ -104,7 +104,7 @@ def predict(
     gpu = torch.cuda.get_device_name(fabric.device) if fabric.device.type == "cuda" else None
     room = _room(fabric.device) if gpu else None
     key = _key(settings, config, cuts, ranks, gpu, room)
-    path = Path(settings.cache_dir).expanduser() / "memory" / f"{key}.json"
+    path = Path(settings.cache_dir) / "memory" / f"{key}.json"
     with suppress(OSError, ValueError):
         return Prediction(json.loads(path.read_text(encoding="utf-8")))
     found = _ask_planner((settings, cuts, ranks, model.config.num_labels, gpu, gpu and compute_capability(), room))
@@ -175,9 +175,14 @@ def _without_values(batches: list[MicroBatch]) -> list[MicroBatch]:
     ]
 
 
+def relevant(settings: Settings) -> dict[str, object]:
+    """Return the settings that a rehearsal depends on, beside the shapes of its batches."""
+    names = [*RELEVANT, "max_length"] if settings.packing else RELEVANT  # which packing alone tells the model
+    return {name: getattr(settings, name) for name in names}
+
+
 def _key(settings: Settings, config: dict, cuts: list, ranks: int | None, gpu: str | None, room: int | None) -> str:
     """Name what a rehearsal depends on: settings, model, shapes, versions, and this package's own sources."""
-    values = asdict(settings)
     shapes = [
         [tokens, *([[each.masked, *(list(tensor.shape) for tensor in each.inputs.values())] for each in batch]
                    for batch in (*training, evaluation))]
@@ -186,8 +191,8 @@ def _key(settings: Settings, config: dict, cuts: list, ranks: int | None, gpu: s
     sources = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         sources.update(path.read_bytes())
-    parts = [{name: values[name] for name in RELEVANT}, config, shapes, ranks, gpu, room, describe_versions("peft")]
+    parts = [relevant(settings), config, shapes, ranks, gpu, room, describe_versions("peft")]
     parts.append(sources.hexdigest())
-    files = [Path(settings.cache_dir).expanduser() / "memory" / "overhead.json", Path(settings.deepspeed or "")]
+    files = [Path(settings.cache_dir) / "memory" / "overhead.json", Path(settings.deepspeed or "")]
     parts += [path.read_text(encoding="utf-8") for path in files if path.is_file()]  # what the planner reads, too
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]

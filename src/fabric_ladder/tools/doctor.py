@@ -139,7 +139,7 @@ def disk(name: str):
         from huggingface_hub import constants
 
         folder = constants.HF_HUB_CACHE
-    folder = Path(folder).absolute()
+    folder = Path(os.path.expanduser(folder)).absolute()
     there = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         reason = "cannot be written" if there.is_dir() else "is a file"
