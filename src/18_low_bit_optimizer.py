@@ -1,6 +1,6 @@
 """18_low_bit_optimizer · Low-bit optimizer: Adam's two moments in 8 bits each.
 
-Builds on 16_bf16_that_learns.py. Two bytes a weight instead of four, with a scale of their own for every 256 values.
+Builds on 16_bf16_that_learns.py. Two bytes a weight instead of four, and a scale for every 256 values (bitsandbytes).
 In plain PyTorch, of each moment between two steps:
 
     blocks = moment.view(-1, 256)
@@ -8,7 +8,7 @@ In plain PyTorch, of each moment between two steps:
     codes = (blocks / scale).unsqueeze(-1).sub(table).abs().argmin(-1)  # the nearest of the table's 256 values
     moment = table[codes] * scale  # before the next step
 
-Unchanged: the gradients of the first step. Here: models/optimizer.py: build_optimizer, with bitsandbytes
+Unchanged: the gradients of the first step. Here: models/optimizer.py: build_optimizer
 """
 
 from lightning import Fabric

@@ -1,7 +1,5 @@
 """Steps that lose nothing, steps in the backward pass, and steps on the host: what they change, and what not."""
 
-import threading
-
 import pytest
 import torch
 from lightning import Fabric
@@ -47,7 +45,7 @@ def test_kahan_summation_learns_where_bfloat16_does_not(tmp_path, optimizer, rat
 
 
 def test_kahan_summation_loses_no_step(tmp_path):
-    """The weight and what it did not take are the sum of all steps, as far as the rounding of Adam's moments goes: 5 %."""
+    """The weight and what it did not take are the sum of all steps, but for the rounding of Adam's moments: 5 %."""
     weight = nn.Parameter(torch.full((4,), 1.0, dtype=torch.bfloat16))
     exact = nn.Parameter(weight.detach().double())
     model, twin = nn.ParameterList([weight]), nn.ParameterList([exact])
@@ -96,13 +94,12 @@ def test_offload_steps_after_the_backward_pass_where_all_gradients_are_needed(tm
 
 
 def steps_of_one_batch(tmp_path, **values):
-    """The optimizer after the backward pass of one effective batch, the most gradients at once, and the threads."""
+    """Model and optimizer after the backward pass of one effective batch, and the most gradients that there were."""
     fabric = Fabric(accelerator="cpu", devices=1)
     settings = settings_for(tmp_path, **values)
     loader, _, _ = build_dataloaders(fabric, token_datasets(), settings)
     model = fabric.setup(tiny_model())
-    optimizer, most, threads = fabric.setup_optimizers(build_optimizer(settings, model)), [], set()
-    optimizer.optimizer.register_step_post_hook(lambda *_: threads.add(threading.current_thread()))
+    optimizer, most = fabric.setup_optimizers(build_optimizer(settings, model)), []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(
             lambda _: most.append(sum(each.grad is not None for each in model.parameters()))
@@ -122,7 +119,7 @@ def test_no_two_gradients_exist_at_the_same_time(tmp_path):
 
 
 def test_the_host_steps_before_the_backward_pass_is_over(tmp_path):
-    model, optimizer, most = steps_of_one_batch(tmp_path, optimizer_offload=True, micro_batch_size=8)
+    model, optimizer, _ = steps_of_one_batch(tmp_path, optimizer_offload=True, micro_batch_size=8)
     assert all(optimizer.optimizer.state[parameter]["step"] == 1 for parameter in model.parameters())
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -170,5 +167,5 @@ def test_what_does_not_go_together_is_refused(tmp_path, values, message):
 
 @pytest.mark.parametrize("technique", ["step_in_backward", "optimizer_offload"])
 def test_sharded_weights_are_refused(tmp_path, technique):
-    with pytest.raises(UserError, match="not on FSDP2's shards; src/11_fsdp_cpu_offload.py"):
+    with pytest.raises(UserError, match=r"not on FSDP2's shards; src/11_fsdp_cpu_offload\.py"):
         check_optimizer(settings_for(tmp_path, **{technique: True}), sharded=True)

@@ -28,7 +28,7 @@ from fabric_ladder.planning.predict import blank_datasets, largest_batches, pred
 from fabric_ladder.rungs import script_defaults
 
 SCRIPT = ROOT / "scripts" / "plan_memory.py"
-ON_A_CPU = [rung.stem for rung in RUNGS if rung.stem[:2] not in ("3_", "10", "11", "12", "14")]
+ON_A_CPU = [rung.stem for rung in RUNGS if rung.stem[:2] not in ("3_", "10", "11", "12", "14", "18", "19", "20", "22")]
 FAMILIES = ("bloom-quickstart", "vit", "llama-tiny")
 LLAMA = MODELS / "llama-tiny.json"
 
@@ -45,18 +45,22 @@ def rung_case(tmp_path, rung, family, length):
     if rung == "13_lora":
         options += ["--lora_dropout", "0"]
     settings = parse_settings(options, **script_defaults(rung))
-    settings = replace(settings, batch_size=min(settings.batch_size, 4), micro_batch_size=min(2, settings.batch_size))
+    cut = None if settings.step_in_backward else min(2, settings.batch_size)
+    settings = replace(settings, batch_size=min(settings.batch_size, 4), micro_batch_size=cut)
     return settings, largest_batches(settings, length, PIXELS if family == "vit" else None)[0]
 
 
 def test_the_rungs_that_are_compared_are_all_that_a_process_without_a_gpu_can_compare():
     left_out = {"3_torch_compile", "10_fsdp", "11_fsdp_cpu_offload", "12_deepspeed_zero", "14_qlora"}
+    left_out |= {"18_low_bit_optimizer"}  # by formula, which leaves small tensors out: most of a small model's are
+    left_out |= {"19_optimizer_offload", "20_activation_offload"}  # a CPU's memory is the host's
+    left_out |= {"22_float8"}  # emulated
     assert {*ON_A_CPU, *left_out} == {rung.stem for rung in SRC.glob("[0-9]*.py")}
 
 
 def test_every_rung_but_packing_which_saves_no_memory_of_the_longest_sample_is_a_candidate():
     alone, together = ({rung for rung, _ in list_choices(gpus)} for gpus in (1, 2))
-    assert together == {rung.stem for rung in SRC.glob("[0-9]*.py")} - {"15_packing"}
+    assert together == {rung.stem for rung in SRC.glob("[0-9]*.py")} - {"15_packing", "22_float8"}
     assert together - alone == {"9_ddp", "10_fsdp"}
 
 

@@ -39,13 +39,12 @@ LINES = [
 ]
 PRECISION = dict.fromkeys(NAMES[:3], "32-true")
 PRECISION |= dict.fromkeys(["4_mixed_precision", "9_ddp", "10_fsdp", "11_fsdp_cpu_offload", "15_packing"], "bf16-mixed")
-PRECISION |= dict.fromkeys(
-    ["5_low_precision", "6_lean_optimizer", "7_grad_checkpointing", "8_init_on_device", "13_lora", "14_qlora"],
-    "bf16-true",
-)
+PRECISION |= dict.fromkeys([*NAMES[4:8], "13_lora", "14_qlora", *NAMES[15:21]], "bf16-true")
+PRECISION |= {"22_float8": "bf16-mixed"}
 ALL = r"0\.2 M trainable, torch\.(float32|bfloat16)"
 FEW = r"0\.017 M trainable \(9\.05%\), torch\.bfloat16, torch\.float32"
 CUT = dict.fromkeys(NAMES, r" = \d+ x 1") | {"15_packing": " packed, 1 row of up to 512 tokens at once"}
+CUT |= {"17_step_in_backward": ""}
 PARAMETERS = dict.fromkeys(NAMES, ALL) | {"13_lora": FEW, "14_qlora": rf"{FEW}, torch\.uint8"}
 
 
@@ -70,7 +69,7 @@ def test_the_list_of_rungs_is_whole():
         sorted((path.stem for path in SRC.iterdir() if path.name[0].isdigit()), key=lambda n: int(n.split("_")[0]))
         == NAMES
     )
-    assert len(NAMES) >= 15
+    assert len(NAMES) >= 22
     assert set(ON_CPU) == PRECISION.keys()
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| \[(\d+_\w+)\]\(src/\1\.py\)", readme, re.MULTILINE) == NAMES
