@@ -1,6 +1,8 @@
-"""Peak memory of the rungs, with random weights of the shapes of BLOOM-560m and of ViT-L/16.
+"""Peak memory of the rungs, with random weights of the shapes of BLOOM-560m, ViT-L/16, Qwen3-8B and Llama 3.1 8B.
 
-    python benchmarks/memory_ladder.py [--model bloom-560m|vit-large-16] [--only TEXT …] [--tensors N]
+    python benchmarks/memory_ladder.py [--model bloom-560m|vit-large-16|qwen3-8b|llama-3.1-8b] [--only TEXT …]
+
+Those of 8 billion parameters are tuned on instructions, one technique more in each row, until a GPU of 24 GB has room.
 
 It is predicted for a GPU (see `fabric_ladder.planning.predict`); harvest.py measures it, on data made here. All samples
 are as long as they may be: texts of 1,024 tokens, images of 224 pixels. It is the peak of training and validation, in
@@ -53,11 +55,25 @@ class Entry(NamedTuple):
     @property
     def name(self) -> str:
         """What stands in the table: values that speak for themselves without their option's name."""
-        options = self.options.replace(CHECKPOINTED, "checkpointing").replace("--micro_batch_size", "micro-batch")
+        options = (
+            self.options.replace(CHECKPOINTED, "checkpointing")
+            .replace(ON_HOST, "optimizer offload")
+            .replace("--micro_batch_size", "micro-batch")
+        )
         options = re.sub(r"--\w+ ", "", options)
         return f"{self.rung} {options}".strip() + (f", {self.gpus} GPUs" if self.gpus > 1 else "")
 
 
+IN_8_BITS, ON_HOST = "--optimizer adam-8bit", "--optimizer_offload true"
+DOWNWARDS = [  # one technique more in each
+    Entry("1_batch_size_1"),
+    Entry("4_mixed_precision", "--batch_size 1"),
+    Entry("16_bf16_that_learns", "--batch_size 1"),
+    Entry("16_bf16_that_learns", f"--batch_size 1 {CHECKPOINTED}"),
+    Entry("18_low_bit_optimizer", f"--batch_size 1 {CHECKPOINTED}"),
+    Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} {IN_8_BITS}"),
+    Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} {IN_8_BITS} {ON_HOST}"),
+]
 ALL = f"--precision bf16-true --optimizer sgd {CHECKPOINTED}"
 ZERO = [f"--deepspeed {stage}" for stage in ("zero2", "zero2_offload", "zero3", "zero3_offload")]
 ENTRIES = {
@@ -73,8 +89,10 @@ ENTRIES = {
         *(Entry(rung, gpus=4) for rung in SHARDED),
         *(Entry(rung) for rung in FURTHER),
         Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED}"),
-        Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} --optimizer_offload true"),
+        Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} {ON_HOST}"),
     ],
+    "qwen3-8b": DOWNWARDS,
+    "llama-3.1-8b": DOWNWARDS,
     "vit-large-16": [
         Entry("2_grad_accum", "--micro_batch_size 64", 26.84),
         Entry("3_torch_compile", "--micro_batch_size 64"),
@@ -97,7 +115,8 @@ def options_of(model: str) -> list[str]:
     """Return the options that all entries of a model share."""
     config = "cifar10_vit_large.yaml" if model.startswith("vit") else "imdb_bloom_560m.yaml"
     path = CONFIGS / "models" / f"{model}.json"
-    return ["--config", str(CONFIGS / config), "--model", str(path), "--from_scratch", "true"]
+    task = ["--task", "instruction-tuning"] if model.endswith("8b") else []
+    return ["--config", str(CONFIGS / config), "--model", str(path), "--from_scratch", "true", *task]
 
 
 def predict(model: str, entry: Entry, known: dict[str, Peak]) -> Peak:
@@ -183,7 +202,7 @@ def run_model(model: str, only: list[str], tensors: int, out: Path | None) -> No
 def main() -> None:
     """Predict the entries."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=list(ENTRIES), action="append", help="default: both")
+    parser.add_argument("--model", choices=list(ENTRIES), action="append", help="default: all")
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="entries with one of these in their name")
     parser.add_argument("--tensors", type=int, default=0, metavar="N", help="name the N largest at each peak")
     default = OUT.relative_to(common.ROOT)
