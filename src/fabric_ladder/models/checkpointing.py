@@ -10,6 +10,7 @@ holds no more than two inputs that it does not compute on, however far Python is
 `Tensor.record_stream`, which gives memory back only when the copy is seen to be done).
 """
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -33,7 +34,7 @@ def check_checkpointing(settings: Settings) -> None:
     """Refuse, before any work, settings of checkpointing that cannot work.
 
     Raises:
-        UserError: There is no checkpointing, or the device or the compiler cannot do it.
+        UserError: There is no checkpointing, or there is nothing to gain on this device or with `compile`.
     """
     for name, does in (
         ("activation_offload", "moves what checkpointing keeps to the host"),
@@ -41,6 +42,10 @@ def check_checkpointing(settings: Settings) -> None:
     ):
         if getattr(settings, name) and not settings.activation_checkpointing:
             raise UserError(f"--{name} true {does}, and there is none: add --activation_checkpointing true")
+    if settings.activation_offload and settings.compile:
+        raise UserError("--activation_offload true: the compiler leaves such blocks as they are; use --compile false")
+    if settings.activation_offload and settings.accelerator == "mps":
+        raise UserError("--activation_offload true: Apple silicon's GPU uses the host's memory; leave it out")
 
 
 def enable_checkpointing(model: nn.Module, settings: Settings) -> None:
@@ -52,6 +57,7 @@ def enable_checkpointing(model: nn.Module, settings: Settings) -> None:
     """
     options = {"use_reentrant": False}
     if settings.selective_checkpointing:
+        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)  # warns of in-place operations
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     newer = getattr(model, "activation_checkpointing_enable", None)  # transformers 5.23's name of it
     (newer or model.gradient_checkpointing_enable)(options)
@@ -70,11 +76,11 @@ def _policy(_, operation: torch._ops.OpOverload, *args, **kwargs) -> CheckpointP
         places = {argument.name: place for place, argument in enumerate(operation._schema.arguments)}
         place = places.get("dropout_p", len(args))
         kept = not (args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
-    elif name == "aten::bmm":  # but no matrix of tokens x tokens
+    elif name == "aten::bmm":  # in attention without a kernel; but no matrix of tokens x tokens
         rows, inner, columns = *args[0].shape[1:], args[1].shape[-1]
         kept = rows * columns <= (rows + columns) * inner
     else:
-        kept = name.startswith(PRODUCTS) and name.split(".")[0] in PRODUCTS
+        kept = name in PRODUCTS
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
