@@ -39,6 +39,7 @@ SHARDED = ("10_fsdp", "11_fsdp_cpu_offload")
 HEADER = ["GB", "parameters", "gradients", "optimizer", "activations", "logits", "other", "in host", "predicted",
           "target", "highest in"]  # fmt: skip
 CHECKPOINTED = " ".join(CHECKPOINTING)
+RECOMPUTING = ("7_grad_checkpointing", "20_activation_offload", "21_selective_checkpointing")
 
 
 class Entry(NamedTuple):
@@ -70,6 +71,8 @@ ENTRIES = {
         Entry("11_fsdp_cpu_offload", ALL),
         *(Entry(rung, more) for rung in ("13_lora", "14_qlora") for more in ("", CHECKPOINTED)),
         *(Entry(rung, gpus=4) for rung in SHARDED),
+        *(Entry(rung) for rung in RECOMPUTING[1:]),
+        *(Entry(rung, "--micro_batch_size 16") for rung in ("5_low_precision", *RECOMPUTING)),
     ],
     "vit-large-16": [
         Entry("2_grad_accum", "--micro_batch_size 64", 26.84),
@@ -85,6 +88,7 @@ ENTRIES = {
         Entry("6_lean_optimizer", f"--micro_batch_size 1 {CHECKPOINTED}", 1.6),
         Entry("11_fsdp_cpu_offload", f"--micro_batch_size 1 {ALL}", 1.6),
         *(Entry(rung, "--micro_batch_size 16", gpus=4) for rung in SHARDED),
+        *(Entry(rung, "--micro_batch_size 16") for rung in RECOMPUTING),
     ],
 }
 

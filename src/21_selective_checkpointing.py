@@ -1,6 +1,6 @@
 """21_selective_checkpointing · Selective checkpointing: keep attention and matrix products, compute the rest again.
 
-Builds on 7_grad_checkpointing.py. What is computed again takes much memory and little time.
+Builds on 7_grad_checkpointing.py. What is computed again is a third of the activations, and takes little time.
 In plain PyTorch:
 
     kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, …]  # and attention's kernels

@@ -1,9 +1,10 @@
-"""What checkpointing keeps, and where: the same bits as with checkpointing alone, and what is computed, held and moved."""
+"""What checkpointing keeps, and where: the same bits as with checkpointing alone; what is computed, held and moved."""
 
 import gc
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import partialmethod
 
 import pytest
 import torch
@@ -11,6 +12,10 @@ from lightning import Fabric
 from support.helpers import settings_for, tiny_model, token_datasets
 from support.planning import VIT, build, case
 from support.training import losses, run_training
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -56,8 +61,14 @@ def trained(tmp_path, name, precision, **values):
     return losses(run), list(model.parameters())
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
-@pytest.mark.parametrize("name", TEXTS)
+PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
+QUICK = [(name, PRECISIONS[number % 3]) for number, name in enumerate(TEXTS)]
+ALL = [(name, precision) for name in TEXTS for precision in PRECISIONS]
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"), [pytest.param(*pair, marks=[] if pair in QUICK else [pytest.mark.slow]) for pair in ALL]
+)
 def test_texts_are_trained_to_the_same_bits(tmp_path, name, precision):
     expected, weights = trained(tmp_path, name, precision)
     assert len(expected) == 3
@@ -199,3 +210,32 @@ def test_what_cannot_work_is_refused_in_a_line(values, message):
     assert "\n" not in str(refused.value)
     check_checkpointing(replace(CHECKPOINTED, **OFFLOAD, **SELECTIVE))
     check_checkpointing(replace(CHECKPOINTED, **SELECTIVE, compile=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["vit", "bloom"])
+def test_compiled_too_no_product_is_computed_again(tmp_path, monkeypatch, family):
+    graphs = []
+
+    def count(graph, _):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
+
+    def backward_graph(**values):
+        torch._dynamo.reset()
+        graphs.clear()
+        settings, training, _ = case(tmp_path, family, micro_batch_size=4, activation_checkpointing=True, **values)
+        gradients, _ = step(settings, training)
+        return gradients, "".join(graphs[-1]) if graphs else ""
+
+    expected, _ = backward_graph()
+    found, chosen = backward_graph(compile=True, **SELECTIVE)
+    again, recomputed = backward_graph(compile=True)
+    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, again, expected))
+    assert "aten.mm" in chosen
+    assert "aten.addmm" not in chosen
+    assert "aten.addmm" in recomputed
