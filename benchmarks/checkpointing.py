@@ -1,6 +1,6 @@
 """What computing activations again costs: none, all, or all but attention and matrix products; and their offload.
 
-    python benchmarks/checkpointing.py [--tokens 512] [--rows 4] [--turns 5] [settings of the model]
+    python benchmarks/checkpointing.py [--tokens 512] [--rows 4] [--turns 5] [--threads 1] [settings of the model]
 
 One forward and one backward pass of a model with random weights in bfloat16, in turns; the fastest of each counts. By
 default a BLOOM of 4 layers, 512 wide. On a CPU seconds are the process's own, which others on it hardly change.
@@ -49,9 +49,12 @@ def measure(model: nn.Module, inputs: dict[str, torch.Tensor]) -> float:
 def main() -> None:
     """Measure each side in turns, and print seconds and ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("tokens", 512), ("rows", 4), ("turns", 5)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
     own, options = parser.parse_known_args()
+    torch.set_num_threads(own.threads)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "bloom.json"
         path.write_text(json.dumps(SHAPE), encoding="utf-8")

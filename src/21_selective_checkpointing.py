@@ -3,7 +3,7 @@
 Builds on 7_grad_checkpointing.py. What is computed again is a third of the activations, and takes little time.
 In plain PyTorch:
 
-    kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, …]  # and attention's kernels
+    kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]  # and attention's kernels
     choose = partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, kept)
     for block in model.transformer.h:
         hidden = torch.utils.checkpoint.checkpoint(block, hidden, use_reentrant=False, context_fn=choose)
