@@ -42,6 +42,7 @@ FURTHER = ("16_bf16_that_learns", "17_step_in_backward", "18_low_bit_optimizer",
 HEADER = ["GB", "parameters", "gradients", "optimizer", "activations", "logits", "other", "in host", "predicted",
           "target", "highest in"]  # fmt: skip
 CHECKPOINTED = " ".join(CHECKPOINTING)
+RECOMPUTING = ("7_grad_checkpointing", "20_activation_offload", "21_selective_checkpointing")
 
 
 class Entry(NamedTuple):
@@ -87,9 +88,10 @@ ENTRIES = {
         Entry("11_fsdp_cpu_offload", ALL),
         *(Entry(rung, more) for rung in ("13_lora", "14_qlora") for more in ("", CHECKPOINTED)),
         *(Entry(rung, gpus=4) for rung in SHARDED),
-        *(Entry(rung) for rung in FURTHER),
+        *(Entry(rung) for rung in (*FURTHER, *RECOMPUTING[1:])),
         Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED}"),
         Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} {ON_HOST}"),
+        *(Entry(rung, "--micro_batch_size 16") for rung in ("5_low_precision", *RECOMPUTING)),
     ],
     "qwen3-8b": DOWNWARDS,
     "llama-3.1-8b": DOWNWARDS,
@@ -107,6 +109,7 @@ ENTRIES = {
         Entry("6_lean_optimizer", f"--micro_batch_size 1 {CHECKPOINTED}", 1.6),
         Entry("11_fsdp_cpu_offload", f"--micro_batch_size 1 {ALL}", 1.6),
         *(Entry(rung, "--micro_batch_size 16", gpus=4) for rung in SHARDED),
+        *(Entry(rung, "--micro_batch_size 16") for rung in RECOMPUTING),
     ],
 }
 

@@ -10,6 +10,7 @@ from fabric_ladder.distributed.deepspeed import check_deepspeed
 from fabric_ladder.distributed.launch import check_devices
 from fabric_ladder.environment import compute_capability, emulates
 from fabric_ladder.errors import UserError
+from fabric_ladder.models.checkpointing import check_checkpointing
 from fabric_ladder.models.configs import check_model
 from fabric_ladder.models.lora import check_lora
 from fabric_ladder.models.optimizer import check_optimizer
@@ -111,6 +112,7 @@ def check(settings: Settings, script: dict) -> None:
     check_logger(settings)
     check_optimizer(settings, sharded="offload" in script)
     check_model(settings)
+    check_checkpointing(settings)
     check_lora(settings, script)
     check_packing(settings)
     if settings.deepspeed:

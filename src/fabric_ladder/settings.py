@@ -138,6 +138,9 @@ class Settings(DataSettings):
             it was given before, and is enough for texts. Images that must be enlarged or cut out may want 2 or more.
         activation_checkpointing: Keep only the inputs of the transformer blocks and compute the rest again (not
             reentrant), for the backward pass.
+        activation_offload: With `activation_checkpointing`, keep those inputs in the host's memory.
+        selective_checkpointing: With `activation_checkpointing`, keep the results of attention and of matrix products
+            too, and compute only the rest again.
         loss_chunk: Tokens whose logits over the vocabulary exist at once, for the loss of a language model.
         offload: Park what FSDP shards in the host's memory, and let the optimizer step there.
         deepspeed: DeepSpeed configuration: a JSON file, or the name of one in `configs/deepspeed/`.
@@ -204,6 +207,8 @@ class Settings(DataSettings):
     pack_rows: int | None = None
     num_workers: int = 0
     activation_checkpointing: bool = False
+    activation_offload: bool = False
+    selective_checkpointing: bool = False
     loss_chunk: int = 256
     offload: bool = False
     deepspeed: str | None = None

@@ -10,6 +10,7 @@ from fabric_ladder.data.hub import reachable
 from fabric_ladder.data.splits import ImageDatasets, TextDatasets
 from fabric_ladder.errors import UserError, refused
 from fabric_ladder.models.bloom import fuse_attention
+from fabric_ladder.models.checkpointing import enable_checkpointing
 from fabric_ladder.models.chunked_loss import use_chunked_loss
 from fabric_ladder.models.compile import compile_blocks
 from fabric_ladder.models.configs import MODELS, load_config, silence_loading
@@ -53,8 +54,7 @@ def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets) -> n
     if settings.packing:
         support_packing(model, settings.max_length)
     if settings.activation_checkpointing:
-        newer = getattr(model, "activation_checkpointing_enable", None)  # transformers 5.23's name of it
-        (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
+        enable_checkpointing(model, settings)
     if settings.lora:
         model = add_adapters(model, settings)
     if settings.compile:

@@ -10,6 +10,7 @@ tensors at once.
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from fabric_ladder.data.loaders import MicroBatch
 from fabric_ladder.data.splits import ImageDatasets, TextDatasets
 from fabric_ladder.distributed.fsdp import fsdp_strategy, sharding_policy, transformer_blocks
 from fabric_ladder.models.build import build_model
+from fabric_ladder.models.checkpointing import host_memory_within
 from fabric_ladder.models.optimizer import build_optimizer
 from fabric_ladder.planning.formulas import count_parameters
 from fabric_ladder.planning.tracker import Peak, PeakTracker
@@ -143,7 +145,8 @@ class Rehearsal:
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        with self.mode, self.tracker, _AttentionWithoutDropout():
+        on_host = partial(self.tracker.at, "training", on_host=True)
+        with self.mode, self.tracker, _AttentionWithoutDropout(), host_memory_within(on_host):
             yield
 
     def _set_up(self, model: nn.Module) -> None:

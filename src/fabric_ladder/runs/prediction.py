@@ -33,9 +33,9 @@ PARTS = {
     "logits": "logits", "other": "other",
 }  # fmt: skip
 RELEVANT = (  # see `relevant`
-    "task model precision optimizer kahan_summation step_in_backward optimizer_offload max_grad_norm attention "
-    "activation_checkpointing packing loss_chunk lora lora_rank lora_targets lora_dropout dora quantization offload "
-    "deepspeed devices num_nodes"
+    "task model precision float8 optimizer kahan_summation step_in_backward optimizer_offload max_grad_norm attention "
+    "activation_checkpointing activation_offload selective_checkpointing packing loss_chunk lora lora_rank "
+    "lora_targets lora_dropout dora quantization offload deepspeed devices num_nodes"
 ).split()
 
 

@@ -1,0 +1,46 @@
+"""20_activation_offload · Activation offload: what checkpointing keeps goes to the host's memory.
+
+Builds on 7_grad_checkpointing.py. No input of a block stays on the GPU but those of the blocks being computed.
+In plain PyTorch, with the copies on the stream that computes:
+
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        for block in model.transformer.h:
+            hidden = torch.utils.checkpoint.checkpoint(block, hidden, use_reentrant=False)
+    loss.backward()  # copies each input back, and runs its block once more
+
+Unchanged: losses and gradients. Here: models/checkpointing.py: enable_checkpointing
+"""
+
+from lightning import Fabric
+
+from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
+from local_dataset_utilities import load_datasets
+
+if __name__ == "__main__":
+    settings = parse_settings(
+        batch_size=16,
+        micro_batch_tokens="auto",  # as many as a GPU has room for; on a CPU one sample
+        precision="bf16-true",
+        activation_checkpointing=True,
+        activation_offload=True,  # NEW
+    )
+
+    fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
+    fabric.launch()
+    fabric.seed_everything(settings.seed)
+    run = Run(fabric, settings)
+
+    ### 1 Loading the dataset
+    datasets = load_datasets(settings)
+    train_loader, val_loader, test_loader = build_dataloaders(fabric, datasets, settings)
+
+    ### 2 Initializing the model
+    model = build_model(settings, datasets)
+    model = fabric.setup(model)
+    optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
+
+    ### 3 Finetuning
+    train(run, model, optimizer, train_loader, val_loader)
+
+    ### 4 Evaluation
+    evaluate(run, model, test_loader)
