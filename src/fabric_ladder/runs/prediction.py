@@ -34,7 +34,7 @@ PARTS = {
     "logits": "logits", "other": "other",
 }  # fmt: skip
 RELEVANT = (  # settings that a rehearsal depends on, beside the shapes of its batches
-    "task model precision optimizer max_grad_norm attention activation_checkpointing packing max_length loss_chunk "
+    "task model precision float8 optimizer max_grad_norm attention activation_checkpointing packing max_length loss_chunk "
     "lora lora_rank lora_targets lora_dropout dora quantization offload deepspeed devices num_nodes"
 ).split()
 
