@@ -109,7 +109,7 @@ def check(settings: Settings, script: dict) -> None:
     check_precision(settings, capability, sharded="offload" in script)
     _check_sharding(settings, script)
     check_logger(settings)
-    check_optimizer(settings)
+    check_optimizer(settings, sharded="offload" in script)
     check_model(settings)
     check_lora(settings, script)
     check_float8(settings, capability)

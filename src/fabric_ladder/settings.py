@@ -100,7 +100,12 @@ class Settings(DataSettings):
         quantization: `nf4` keeps the weights that `lora` does not train in 4 bits (bitsandbytes, double quantisation).
         seed: Seed of weights, dropout and sample order.
         epochs: Passes over the training texts.
-        optimizer: `adam-8bit` (bitsandbytes) needs a CUDA GPU; `sgd` keeps no state, `adafactor` hardly any.
+        optimizer: `adam-8bit` (bitsandbytes) keeps its state in 8 bits; `sgd` keeps none, `adafactor` hardly any.
+        kahan_summation: Keep what rounding takes from the steps of 16-bit weights, in 2 bytes a weight, and add it to
+            later steps: else a bfloat16 weight learns nothing from steps below a 512th of it.
+        step_in_backward: Step each weight as soon as the backward pass has its gradient, and free that: no two
+            gradients exist at the same time. The effective batch is one micro-batch, and its gradient is not clipped.
+        optimizer_offload: Keep the optimizer's state in the host's memory and step there, during the backward pass.
         learning_rate: Learning rate of the optimizer; on the command line also that of `sgd` and of `lora`.
         sgd_learning_rate: Learning rate of `sgd`, whose steps are not scaled to the size of the gradient.
         lora_learning_rate: Learning rate with `lora`, in place of `learning_rate`.
@@ -177,6 +182,9 @@ class Settings(DataSettings):
     seed: int = 123
     epochs: int = 1
     optimizer: Literal["adam", "adamw", "sgd", "adafactor", "adam-8bit"] = "adam"
+    kahan_summation: bool = False
+    step_in_backward: bool = False
+    optimizer_offload: bool = False
     learning_rate: float = 5e-5
     sgd_learning_rate: float = 1e-2
     lora_learning_rate: float = 2e-4

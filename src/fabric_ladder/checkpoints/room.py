@@ -34,7 +34,7 @@ def check_room(settings: Settings, model: nn.Module, there: int = 0) -> None:
     trained, everything = (sum(size for part, size in sizes if part or whole) for whole in (False, True))
     base = settings.lora and settings.from_scratch  # which is nowhere else
     weights = trained if settings.lora else everything
-    state = weights + trained * STATE.get(settings.optimizer, 0)
+    state = weights + trained * (STATE.get(settings.optimizer, 0) + settings.kahan_summation)
     need = {"no": 0, "consolidated": weights, "sharded": state}[settings.save]
     need += everything * (base and settings.save != "no") + (CHECKPOINTS - there) * state * bool(settings.save_every)
     home = Path(settings.runs_dir).absolute()

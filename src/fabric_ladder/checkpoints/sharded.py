@@ -102,7 +102,7 @@ def empty_optimizer_state(
     """Give the optimizer the state that a folder holds, and return its tensors by name, yet to be filled.
 
     A tensor of its parameter's size is sharded like it; others, such as the number of steps, are whole. Numbers stay on
-    the CPU unless the optimizer wants them on the device.
+    the CPU unless the optimizer wants them on the device; all of an optimizer that steps on the host does.
 
     Args:
         inner: The model.
@@ -117,13 +117,15 @@ def empty_optimizer_state(
     """
     saved, parameters, tensors = read_index(folder).state_dict_metadata, dict(inner.named_parameters()), {}
     on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    offloads = getattr(optimizer, "offloads", False)
     for full in names:
         name, key = full.removeprefix("optimizer.").rsplit(".", 1)
         parameter, size, dtype = parameters[name], saved[full].size, saved[full].properties.dtype
+        device = "cpu" if offloads else parameter.device
         if size == parameter.shape:
-            tensors[full] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            tensors[full] = torch.zeros_like(parameter, dtype=dtype, device=device, requires_grad=False)
         else:
-            device = parameter.device if size or on_device else "cpu"
+            device = device if size or on_device else "cpu"
             tensors[full] = torch.zeros(size, dtype=dtype, device=device)
         optimizer.state[parameter][key] = tensors[full]
     for name, state in values.items():

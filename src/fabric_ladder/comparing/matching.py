@@ -26,8 +26,8 @@ LORA = "lora_rank lora_alpha lora_dropout lora_targets dora rslora".split()
 RATES = ("sgd_learning_rate", "lora_learning_rate")
 # In the order in which changes are told.
 TECHNIQUE = (
-    "batch_size optimizer precision matmul_precision float8 micro_batch_size micro_batch_tokens packing pack_rows "
-    "pad_to_multiple_of eval_batch_tokens loss_chunk activation_checkpointing compile deterministic lora"
+    "batch_size optimizer kahan_summation step_in_backward optimizer_offload precision matmul_precision float8 "
+    "micro_batch_size micro_batch_tokens packing pack_rows pad_to_multiple_of eval_batch_tokens loss_chunk activation_checkpointing compile deterministic lora"
 ).split()
 TECHNIQUE += [*LORA, *"quantization offload deepspeed ranks num_workers attention learning_rate schedule".split()]
 # Of the technique where the rung itself sets them; given by hand, they must be alike.

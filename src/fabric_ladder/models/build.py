@@ -27,8 +27,8 @@ def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets) -> n
     the device and in the precision that it says under `fabric.init_module`, and a language model that `lora` freezes is
     read in its final precision.
 
-    `attention`, `lora`, `activation_checkpointing`, `float8` and `compile` are applied here: all must come before Fabric
-    sets the model up.
+    `attention`, `lora`, `activation_checkpointing`, `float8` and `compile` are applied here: all must come before
+    Fabric sets the model up.
 
     Raises:
         UserError: The weights cannot be loaded, or the tokenizer has more entries than the embedding has rows.

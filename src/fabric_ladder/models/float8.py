@@ -6,7 +6,6 @@ values in e4m3, gradients in e5m2. For the backward pass the layer keeps its inp
 """
 
 import importlib.util
-import logging
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +17,6 @@ from fabric_ladder.settings import Settings
 
 MULTIPLE = 16  # of both sides of a weight, for the GPU's kernels
 LEAST = (8, 9)  # compute capability that has such kernels: Ada, then Hopper, Blackwell
-
-logging.getLogger("torchao").setLevel(logging.ERROR)  # it tells of kernels of its own that fit another CUDA
 
 
 def check_float8(settings: Settings, capability: tuple[int, int] | None) -> None:

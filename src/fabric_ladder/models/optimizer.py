@@ -8,44 +8,109 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fabric_ladder.errors import UserError
+from fabric_ladder.models.kahan import Kahan
+from fabric_ladder.models.weight_steps import WeightSteps
 from fabric_ladder.settings import Settings
 
 
-def check_optimizer(settings: Settings) -> None:
-    """Refuse an optimizer that cannot run here.
+def check_optimizer(settings: Settings, sharded: bool) -> None:
+    """Refuse an optimizer that cannot run here, and ways of stepping that it does not go with.
+
+    Args:
+        settings: Resolved.
+        sharded: By FSDP2.
 
     Raises:
-        UserError: `adam-8bit` without a CUDA GPU or without bitsandbytes.
+        UserError: In one line, why and what to do.
     """
-    if settings.optimizer != "adam-8bit":
-        return
-    if settings.accelerator != "cuda":
-        raise UserError("--optimizer adam-8bit needs a CUDA GPU; use --optimizer adafactor, which is as lean")
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError("--optimizer adam-8bit needs bitsandbytes: pip install bitsandbytes==0.50.2")
+    if settings.optimizer == "adam-8bit":
+        if settings.accelerator == "mps":
+            raise UserError("--optimizer adam-8bit: bitsandbytes has none for mps; use --optimizer adafactor")
+        if importlib.util.find_spec("bitsandbytes") is None:
+            raise UserError("--optimizer adam-8bit needs bitsandbytes: pip install bitsandbytes==0.50.2")
+    for name, reason in {
+        "kahan_summation": _against_kahan(settings),
+        "step_in_backward": _against_single_steps(settings, sharded) or _against_steps_in_backward(settings),
+        "optimizer_offload": _against_single_steps(settings, sharded),
+    }.items():
+        if getattr(settings, name) and reason:
+            raise UserError(f"--{name} true: {reason}")
+
+
+def _against_kahan(settings: Settings) -> str | None:
+    if settings.precision not in ("bf16-true", "16-true"):
+        return f"under --precision {settings.precision} the weights lose nothing; leave it out, or use bf16-true"
+    if settings.lora:
+        return "adapters are trained in 32-bit, which loses nothing; leave it out"
+    if settings.deepspeed:
+        return "DeepSpeed keeps 32-bit copies of the weights, which lose nothing; leave it out"
+    if settings.optimizer == "adafactor":
+        return "Adafactor measures its steps by the weights, which it would not see; use --optimizer adam or sgd"
+    return None
+
+
+def _against_single_steps(settings: Settings, sharded: bool) -> str | None:
+    if settings.deepspeed:
+        return "DeepSpeed steps in its own way; use --deepspeed zero2_offload without it"
+    if sharded:
+        return "not on FSDP2's shards; src/11_fsdp_cpu_offload.py parks them in the host's memory"
+    if settings.ranks > 1:
+        return "only on one device, since several average their gradients first; use --devices 1"
+    if settings.precision == "16-mixed":
+        return "not under 16-mixed, whose loss scale is checked over all gradients; use bf16-mixed or 32-true"
+    return None
+
+
+def _against_steps_in_backward(settings: Settings) -> str | None:
+    if settings.max_grad_norm:
+        return "--max_grad_norm needs all gradients at once, of which each is gone when the next comes; leave one out"
+    if settings.on_nan == "skip":
+        return "--on_nan skip looks at all gradients before the step; leave one out"
+    size = settings.micro_batch_size or settings.batch_size
+    if settings.micro_batch_tokens or settings.pack_rows or size < settings.batch_size:
+        return (
+            "the effective batch must be one micro-batch, or gradients would have to be kept and added up; leave out "
+            "--micro_batch_size, --micro_batch_tokens and --pack_rows, or lower --batch_size"
+        )
+    return None
 
 
 def build_optimizer(settings: Settings, model: nn.Module) -> Optimizer:
     """Return the optimizer of the parameters that are trained.
 
     State beside each parameter, in the parameter's dtype: Adam and AdamW two values, SGD none, Adafactor one row and
-    one column for each matrix (Shazeer and Stern, 2018), 8-bit Adam two bytes (Dettmers et al., 2022).
+    one column for each matrix (Shazeer and Stern, 2018), 8-bit Adam two bytes (Dettmers et al., 2022); with
+    `kahan_summation` one value more.
     The model comes set up: sharding and half precision replace or convert its parameters. Adam and AdamW take one
     kernel for the whole step, which makes no temporary tensors, where `may_fuse` allows it; SGD's is an addition.
     """
+    kind, options = _optimizer_class(settings)
+    if settings.kahan_summation:
+        kind = type(f"Kahan{kind.__name__}", (Kahan, kind), {})
+    by_weight = settings.step_in_backward or settings.optimizer_offload
+    if by_weight:
+        kind = type(kind.__name__, (WeightSteps, kind), {})
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = kind(parameters, lr=settings.learning_rate, **options)
+    if by_weight:
+        needs_all = settings.max_grad_norm or settings.on_nan == "skip"  # gradients, before the first step
+        optimizer.plan_steps(settings.optimizer_offload, settings.step_in_backward, in_backward=not needs_all)
+    return optimizer
+
+
+def _optimizer_class(settings: Settings) -> tuple[type[Optimizer], dict]:
+    """Return the class of the optimizer, and its options."""
     if settings.optimizer == "adam-8bit":
         import bitsandbytes
 
-        return bitsandbytes.optim.Adam8bit(parameters, lr=settings.learning_rate)
+        return bitsandbytes.optim.Adam8bit, {}
     fused = {"fused": may_fuse(settings) or None}  # None leaves it to PyTorch
-    optimizer, options = {
+    return {
         "adam": (torch.optim.Adam, fused),
         "adamw": (torch.optim.AdamW, fused | {"weight_decay": 0.01}),
         "sgd": (torch.optim.SGD, {}),
         "adafactor": (torch.optim.Adafactor, {}),
     }[settings.optimizer]
-    return optimizer(parameters, lr=settings.learning_rate, **options)
 
 
 def may_fuse(settings: Settings) -> bool:

@@ -18,8 +18,10 @@ from torch import nn
 from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError
 from fabric_ladder.planning.tracker import Peak
+from fabric_ladder.settings import Settings
 
 NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8  # of a weight, with its constants: QLoRA, section 3
+ADAM_8_BIT = 2 * (1 + 4 / 256)  # bytes of a weight's two moments, with a 32-bit constant for each block of 256
 MOMENTS = {"adam": 8, "adamw": 8, "adafactor": 0, "sgd": 0}  # bytes of a weight's optimizer state, in 32-bit
 
 
@@ -69,12 +71,22 @@ def in_4_bits(peak: Peak, counts: Counts) -> Peak:
 
 
 def with_8_bit_adam(peak: Peak, counts: Counts) -> Peak:
-    """Return the peak of training without optimizer state once 8-bit Adam keeps its own.
+    """Return the peak of training without Adam's moments once 8-bit Adam keeps its own.
 
     Two moments of a byte for each weight, and a 32-bit constant for every 256 of them (Dettmers et al., 2022, 8-bit
     Optimizers via Block-wise Quantization; bitsandbytes 0.50).
     """
-    return peak._replace(optimizer_state=round(2 * counts.trained * (1 + 4 / 256)))
+    return peak._replace(optimizer_state=peak.optimizer_state + round(counts.trained * ADAM_8_BIT))
+
+
+def with_optimizer_offload(peak: Peak, counts: Counts, settings: Settings) -> Peak:
+    """Return the peak of training without optimizer state once the host keeps it, and a copy of the trained weights.
+
+    The gradients on their way come on top there: those of a whole model at most, where the device is faster.
+    """
+    width = 4 if settings.lora else {"64-true": 8, "bf16-true": 2, "16-true": 2}.get(settings.precision, 4)
+    moments = ADAM_8_BIT if settings.optimizer == "adam-8bit" else width * MOMENTS[settings.optimizer] / 4
+    return peak._replace(host=peak.host + round(counts.trained * (moments + (2 + settings.kahan_summation) * width)))
 
 
 def with_zero(peak: Peak, counts: Counts, config: dict, optimizer: str, ranks: int) -> Peak:

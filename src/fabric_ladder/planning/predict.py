@@ -26,7 +26,7 @@ from fabric_ladder.data.splits import ImageDatasets, ImageFormat, TextDatasets
 from fabric_ladder.distributed.deepspeed_config import read_deepspeed_config
 from fabric_ladder.environment import emulates
 from fabric_ladder.errors import first_line
-from fabric_ladder.planning.formulas import Counts, in_4_bits, load_overhead, with_8_bit_adam, with_zero
+from fabric_ladder.planning.formulas import Counts, in_4_bits, load_overhead, with_8_bit_adam, with_optimizer_offload, with_zero
 from fabric_ladder.planning.rehearsal import Rehearsal, rehearse
 from fabric_ladder.planning.tracker import ON_DEVICE, Peak
 from fabric_ladder.settings import Settings
@@ -137,14 +137,18 @@ def to_rehearse(settings: Settings) -> Settings:
     settings = replace(settings, compile=False, quantization="no", from_scratch=True)
     if settings.deepspeed:
         settings = replace(settings, deepspeed=None, precision="bf16-true", optimizer="sgd", devices=1, num_nodes=1)
-    if settings.optimizer == "adam-8bit":
+    if settings.optimizer == "adam-8bit" or settings.optimizer_offload:
         settings = replace(settings, optimizer="sgd")
+    if settings.optimizer_offload:
+        settings = replace(settings, optimizer_offload=False, kahan_summation=False)
     return settings
 
 
 def complete(settings: Settings, peak: Peak, counts: Counts) -> Peak:
     """Add to a rehearsal's peak what is known by formula only."""
-    if settings.optimizer == "adam-8bit":
+    if settings.optimizer_offload:
+        peak = with_optimizer_offload(peak, counts, settings)
+    elif settings.optimizer == "adam-8bit":
         peak = with_8_bit_adam(peak, counts)
     if settings.quantization != "no":
         peak = in_4_bits(peak, counts)

@@ -101,7 +101,8 @@ class Rehearsal:
             self._give_gradients()
             self._step()
             self._name_tensors()
-            self._give_gradients()
+            if not self.settings.step_in_backward:  # which leaves none for this moment
+                self._give_gradients()
             self.tracker.forget_peak()
             self._step()
             self._optimizer_peak = self.tracker.peak()
@@ -173,7 +174,7 @@ class Rehearsal:
 
     def _pass(self, micro_batch: MicroBatch) -> None:
         with self.tracker.at("training", gathering=self.sharded):
-            accumulate_gradients(self.fabric, self.model, [_without_values(micro_batch)], self.meter)
+            accumulate_gradients(self.fabric, self.model, [_without_values(micro_batch)], self.meter, optimizer=self.optimizer)
         self.meter.discard()
 
     def _step(self) -> None:

@@ -132,7 +132,9 @@ class PeakTracker(TorchDispatchMode):
         if parameter.requires_grad and id(parameter) not in self._watched:
             self._watched.add(id(parameter))
             part = "host" if parked else "gradients"
-            parameter.register_post_accumulate_grad_hook(lambda same: self.hold(same.grad, part))
+            parameter.register_post_accumulate_grad_hook(  # an optimizer may have stepped and freed it by then
+                lambda same: None if same.grad is None else self.hold(same.grad, part)
+            )
 
     def forget_peak(self) -> None:
         """Let the peak start from what is held now."""

@@ -34,8 +34,8 @@ PARTS = {
     "logits": "logits", "other": "other",
 }  # fmt: skip
 RELEVANT = (  # settings that a rehearsal depends on, beside the shapes of its batches
-    "task model precision float8 optimizer max_grad_norm attention activation_checkpointing packing max_length loss_chunk "
-    "lora lora_rank lora_targets lora_dropout dora quantization offload deepspeed devices num_nodes"
+    "task model precision float8 optimizer kahan_summation step_in_backward optimizer_offload max_grad_norm attention "
+    "activation_checkpointing packing max_length loss_chunk lora lora_rank lora_targets lora_dropout dora quantization offload deepspeed devices num_nodes"
 ).split()
 
 

@@ -203,9 +203,10 @@ def _without_a_trace(training: Training) -> Iterator[None]:
 
 def _future_state(training: Training) -> list[Tensor]:
     """Return blank tensors as large as what the optimizer keeps from its first step on; none if it has that already."""
-    if training.optimizer.state:
+    settings = training.run.settings
+    if training.optimizer.state or settings.optimizer_offload:
         return []
-    dtype = torch.uint8 if training.run.settings.optimizer == "adam-8bit" else None
+    dtype = torch.uint8 if settings.optimizer == "adam-8bit" else None
+    kept = [dtype] * MOMENTS.get(settings.optimizer, 0) + [None] * settings.kahan_summation
     parameters = [parameter for group in training.optimizer.param_groups for parameter in group["params"]]
-    count = MOMENTS.get(training.run.settings.optimizer, 0)
-    return [torch.empty_like(parameter, dtype=dtype) for parameter in parameters for _ in range(count)]
+    return [torch.empty_like(parameter, dtype=dtype) for parameter in parameters for dtype in kept]

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from fabric_ladder.data.loaders import MicroBatch
 from fabric_ladder.models.masks import declare_padding
+from fabric_ladder.models.weight_steps import WeightSteps, stepping
 from fabric_ladder.runs.metrics import Meter, count_correct, count_pairs
 
 
@@ -32,6 +33,7 @@ def accumulate_gradients(
     micro_batches: list[MicroBatch],
     meter: Meter,
     stop: Callable[[], bool] = bool,
+    optimizer: Optimizer | None = None,
 ) -> bool:
     """Accumulate the gradient of the mean loss per item of one effective batch.
 
@@ -45,19 +47,21 @@ def accumulate_gradients(
         micro_batches: This rank's share of the effective batch.
         meter: Gets losses and right predictions, pending until the step is committed.
         stop: Asked after each micro-batch but the last whether to stop.
+        optimizer: Steps in the last backward pass, if it is made for that; None: only the gradient is wanted.
 
     Returns:
         Whether all micro-batches were accumulated.
     """
     once = not isinstance(fabric.strategy, ModelParallelStrategy)  # FSDP2 would keep whole gradients until the last
     for number, micro_batch in enumerate(micro_batches, start=1):
-        unsynchronized = fabric.no_backward_sync(model, enabled=once and number < len(micro_batches))
-        with unsynchronized, name_shape(micro_batch.inputs):
+        last = number == len(micro_batches)
+        unsynchronized = fabric.no_backward_sync(model, enabled=once and not last)
+        with unsynchronized, name_shape(micro_batch.inputs), stepping(optimizer if last else None):
             loss, correct = run_model(fabric, model, micro_batch)
             fabric.backward(loss * micro_batch.weight)
         meter.add(loss, correct, micro_batch.items)
         del loss  # and with it the graph, whose nodes would lie scattered among the next micro-batch's activations
-        if number < len(micro_batches) and stop():
+        if not last and stop():
             return False
     return True
 
@@ -117,4 +121,5 @@ def find_broken_gradient(fabric: Fabric, optimizer: Optimizer) -> Tensor:
                 by_type.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     largest = [torch.stack(torch._foreach_norm(gradients, torch.inf)) for gradients in by_type.values()]
     finite = [size.isfinite().all().to(fabric.device, non_blocking=True) for size in largest]
+    finite += optimizer.optimizer.take_finite() if isinstance(optimizer.optimizer, WeightSteps) else []
     return ~torch.stack(finite).all() if finite else nothing

@@ -102,7 +102,7 @@ def _train_epoch(training: Training, checkpointer: Checkpointer) -> None:
     for batch in run.progress_bar(batches, state.batch):
         state.mark()
         stop = run.stop_request.made_alone
-        if not accumulate_gradients(fabric, model, batch.micro_batches, state.meter, stop):
+        if not accumulate_gradients(fabric, model, batch.micro_batches, state.meter, stop, optimizer):
             _stop(training, checkpointer)
         if _is_usable(training, batch):
             if settings.max_grad_norm:  # asked to raise an error, it would wait for the device

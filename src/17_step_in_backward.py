@@ -1,0 +1,49 @@
+"""17_step_in_backward · Step in backward: each weight is stepped as soon as its gradient is there, which is then freed.
+
+Builds on 16_bf16_that_learns.py. The largest gradient instead of all. The effective batch goes through in one pass,
+and its gradient cannot be clipped; --packing true fills that pass without padding, --activation_checkpointing true
+makes room for it. In plain PyTorch:
+
+    def step(weight):  # with an optimizer for each weight
+        optimizers[weight].step()
+        weight.grad = None
+
+    for weight in model.parameters():
+        weight.register_post_accumulate_grad_hook(step)
+    loss.backward()
+
+Unchanged: losses and weights, bit by bit. Here: models/weight_steps.py: WeightSteps
+"""
+
+from lightning import Fabric
+
+from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
+from local_dataset_utilities import load_datasets
+
+if __name__ == "__main__":
+    settings = parse_settings(
+        batch_size=16,
+        precision="bf16-true",
+        kahan_summation=True,
+        step_in_backward=True,  # NEW: with the whole effective batch at once
+    )
+
+    fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
+    fabric.launch()
+    fabric.seed_everything(settings.seed)
+    run = Run(fabric, settings)
+
+    ### 1 Loading the dataset
+    datasets = load_datasets(settings)
+    train_loader, val_loader, test_loader = build_dataloaders(fabric, datasets, settings)
+
+    ### 2 Initializing the model
+    model = build_model(settings, datasets)
+    model = fabric.setup(model)
+    optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
+
+    ### 3 Finetuning
+    train(run, model, optimizer, train_loader, val_loader)
+
+    ### 4 Evaluation
+    evaluate(run, model, test_loader)

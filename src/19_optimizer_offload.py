@@ -1,0 +1,50 @@
+"""19_optimizer_offload · Optimizer offload: the optimizer and its state on the host, weights and gradients on the GPU.
+
+Builds on 16_bf16_that_learns.py. Gradients go to the host and stepped weights come back while the GPU computes the
+rest of the backward pass. In plain PyTorch:
+
+    host = {weight: weight.to("cpu") for weight in model.parameters()}
+    optimizer = torch.optim.Adam(host.values())
+    loss.backward()
+    for weight, copy in host.items():
+        copy.grad = weight.grad.to("cpu")
+    optimizer.step()
+    for weight, copy in host.items():
+        weight.copy_(copy)
+
+Unchanged: losses and weights, bit by bit on a CPU. Here: models/weight_steps.py: WeightSteps
+"""
+
+from lightning import Fabric
+
+from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
+from local_dataset_utilities import load_datasets
+
+if __name__ == "__main__":
+    settings = parse_settings(
+        batch_size=16,
+        micro_batch_tokens="auto",  # as many as a GPU has room for; on a CPU one sample
+        precision="bf16-true",
+        kahan_summation=True,
+        optimizer_offload=True,  # NEW
+    )
+
+    fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
+    fabric.launch()
+    fabric.seed_everything(settings.seed)
+    run = Run(fabric, settings)
+
+    ### 1 Loading the dataset
+    datasets = load_datasets(settings)
+    train_loader, val_loader, test_loader = build_dataloaders(fabric, datasets, settings)
+
+    ### 2 Initializing the model
+    model = build_model(settings, datasets)
+    model = fabric.setup(model)
+    optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
+
+    ### 3 Finetuning
+    train(run, model, optimizer, train_loader, val_loader)
+
+    ### 4 Evaluation
+    evaluate(run, model, test_loader)
