@@ -243,7 +243,7 @@ def test_every_rung_runs_on_a_gpu_without_bfloat16_and_says_what_it_takes(gpu, r
         assert meaning in notice
         assert "\n" not in notice
     else:
-        precision = "16-mixed" if number in ("4", "9", "12", "15") else "32-true"
+        precision = "16-mixed" if number in ("4", "9", "12", "15", "22") else "32-true"
         assert settings.notices == ()
     assert settings.precision == precision
 

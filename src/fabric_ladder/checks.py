@@ -12,6 +12,7 @@ from fabric_ladder.environment import compute_capability, emulates
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.checkpointing import check_checkpointing
 from fabric_ladder.models.configs import check_model
+from fabric_ladder.models.float8 import check_float8
 from fabric_ladder.models.lora import check_lora
 from fabric_ladder.models.optimizer import check_optimizer
 from fabric_ladder.models.packing_check import check_packing
@@ -105,15 +106,15 @@ def check(settings: Settings, script: dict) -> None:
     if settings.accelerator == "mps":
         _check_mps(settings, script)
     check_devices(settings, several="devices" in script)
-    check_precision(
-        settings, compute_capability() if settings.accelerator == "cuda" else None, sharded="offload" in script
-    )
+    capability = compute_capability() if settings.accelerator == "cuda" else None
+    check_precision(settings, capability, sharded="offload" in script)
     _check_sharding(settings, script)
     check_logger(settings)
     check_optimizer(settings, sharded="offload" in script)
     check_model(settings)
     check_checkpointing(settings)
     check_lora(settings, script)
+    check_float8(settings, capability)
     check_packing(settings)
     if settings.deepspeed:
         check_deepspeed(settings)

@@ -168,6 +168,9 @@ def resolve(settings: Settings, given: Collection[str] = (), script: Mapping[str
     if meaning:
         emulates = f"{torch.cuda.get_device_name()} only emulates bfloat16 (compute capability below 8.0)"
         settings = _with_notice(settings, f"{emulates}: {meaning}")
+    if settings.float8 and accelerator == "cpu":
+        notice = "--float8 on a CPU: factors are rounded to 8 bits and multiplied in 32, which takes longer, not less"
+        settings = _with_notice(settings, notice)
     if multiple is None:
         # MPS keeps memory for every length that it has seen
         bucketed = settings.compile or settings.packing or accelerator == "mps"

@@ -35,6 +35,7 @@ PEERS = {
     "dataset {}": "data data_path dataset_name train_file",
     "devices {}": "gpu gpus n_gpu ngpu nproc_per_node num_gpus num_processes world_size",
     "epochs {}": "max_epochs n_epochs num_epochs num_train_epochs",
+    "float8 true": "enable_fp8_training fp8 use_fp8",
     "label_column {}": "label_name label_field target_column",
     "learning_rate {}": "lr max_lr",
     "log_every {}, in samples": "log_interval logging_steps log_every_n_steps",

@@ -154,6 +154,8 @@ class Settings(DataSettings):
             which only emulate bfloat16, `16-mixed` (under FSDP `32-true`).
         matmul_precision: Precision within products of 32-bit matrices: `high` (on a GPU TF32, 10 bits of mantissa) and
             `medium` (bfloat16) are faster. Default: `high` on a GPU, `highest` (all 23 bits) on a CPU.
+        float8: Compute the products of linear layers in 8-bit floating point (torchao), on GPUs of compute capability
+            8.9 (Ada, Hopper) and above; a CPU emulates it. Slower than 16 bits without `compile`.
         compile: `torch.compile` the layers of the model, one graph for all of them and for all lengths, before the
             first step; what it makes is kept in `cache_dir`.
         deterministic: Equal runs give equal bits on a GPU too, by PyTorch's deterministic algorithms: they are slower,
@@ -219,6 +221,7 @@ class Settings(DataSettings):
     threads: int | None = None
     precision: PRECISIONS = "32-true"
     matmul_precision: Literal["highest", "high", "medium"] | None = None
+    float8: bool = False
     compile: bool = False
     deterministic: bool = False
     check_only: bool = False

@@ -14,6 +14,7 @@ from fabric_ladder.models.checkpointing import enable_checkpointing
 from fabric_ladder.models.chunked_loss import use_chunked_loss
 from fabric_ladder.models.compile import compile_blocks
 from fabric_ladder.models.configs import MODELS, load_config, silence_loading
+from fabric_ladder.models.float8 import float8_layers, use_float8
 from fabric_ladder.models.lora import add_adapters, half_precision, keep_dtype, quantization
 from fabric_ladder.models.packing import support_packing
 from fabric_ladder.settings import Settings
@@ -27,8 +28,8 @@ def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets) -> n
     the device and in the precision that it says under `fabric.init_module`, and a language model that `lora` freezes is
     read in its final precision.
 
-    `attention`, `lora`, `activation_checkpointing` and `compile` are applied here: all must come before Fabric sets the
-    model up.
+    `attention`, `lora`, `activation_checkpointing`, `float8` and `compile` are applied here: all must come before
+    Fabric sets the model up.
 
     Raises:
         UserError: The weights cannot be loaded, or the tokenizer has more entries than the embedding has rows.
@@ -55,8 +56,11 @@ def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets) -> n
         support_packing(model, settings.max_length)
     if settings.activation_checkpointing:
         enable_checkpointing(model, settings)
+    layers = float8_layers(model) if settings.float8 else []
     if settings.lora:
         model = add_adapters(model, settings)
+    if settings.float8:
+        use_float8(model, layers, settings.accelerator)
     if settings.compile:
         compile_blocks(model, settings.cache_dir)
     return model.train()

@@ -73,8 +73,8 @@ def _check_targets(settings: Settings) -> None:
         UserError: A name matches no linear layer, or only the one that makes the logits, or no attention is found to
             take by default; the message names the layers that there are.
     """
-    model = _without_values(settings, load_config(settings.model))
-    layers, targets = _linear_layers(model), _targets(model, settings.lora_targets)
+    model = without_values(settings, load_config(settings.model))
+    layers, targets = linear_layers(model), _targets(model, settings.lora_targets)
     found = ", ".join(_last_parts(layers))
     for target in targets:
         if not _matches(target, layers):
@@ -99,7 +99,7 @@ def quantization(settings: Settings, config: PretrainedConfig) -> dict:
         return {}
     heads = None  # the one before the logits
     if settings.task != "instruction-tuning":
-        heads = _heads(_without_values(settings, config))
+        heads = _heads(without_values(settings, config))
     options = BitsAndBytesConfig(
         **NF4, llm_int8_skip_modules=heads, bnb_4bit_compute_dtype=half_precision(settings) or torch.float32
     )
@@ -185,7 +185,7 @@ def _convert_inputs(module: nn.Module, args: tuple) -> tuple:
     return tuple(arg.to(dtype) if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args)
 
 
-def _without_values(settings: Settings, config: PretrainedConfig) -> nn.Module:
+def without_values(settings: Settings, config: PretrainedConfig) -> nn.Module:
     """Return the task's model on the device `meta`, where weights take no memory."""
     with torch.device("meta"):
         return MODELS[settings.task].from_config(config)
@@ -197,7 +197,7 @@ def _heads(model: nn.Module) -> list[str]:
     return [name for name, child in children if child is not model.base_model and any(True for _ in child.parameters())]
 
 
-def _linear_layers(model: nn.Module) -> list[str]:
+def linear_layers(model: nn.Module) -> list[str]:
     """Return the names of the layers that can get adapters: all linear ones of the body."""
     output, heads = model.get_output_embeddings(), _heads(model)
     return [
@@ -209,7 +209,7 @@ def _linear_layers(model: nn.Module) -> list[str]:
 
 def _targets(model: nn.Module, wanted: str | None) -> list[str]:
     """Return the ends of the names of layers that get adapters: by default PEFT's choice, or the attention's layers."""
-    layers = _linear_layers(model)
+    layers = linear_layers(model)
     if wanted == "all-linear":
         return _last_parts(layers)
     if wanted:

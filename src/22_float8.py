@@ -1,0 +1,45 @@
+"""22_float8 · Float8: the products of linear layers in 8-bit floating point.
+
+Builds on 4_mixed_precision.py. GPUs from Ada and Hopper on multiply 8 bits twice as fast as 16; with --compile true the
+rounding does not eat that up. In plain PyTorch, for a layer's output (both gradients are such products too):
+
+    scales = [448 / factor.abs().max() for factor in (x, weight)]  # 448: the largest number in e4m3
+    factors = [(f * s).to(torch.float8_e4m3fn) for f, s in zip((x, weight), scales)]
+    inverses = [1 / scale for scale in scales]
+    output = torch._scaled_mm(factors[0], factors[1].t(), *inverses, out_dtype=torch.bfloat16)
+
+Unchanged: weights, gradients and optimizer state in 32-bit, all else in 16. Here: models/float8.py: use_float8
+"""
+
+from lightning import Fabric
+
+from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
+from local_dataset_utilities import load_datasets
+
+if __name__ == "__main__":
+    settings = parse_settings(
+        batch_size=16,
+        micro_batch_tokens="auto",  # as many as a GPU has room for; on a CPU one sample
+        precision="mixed",
+        float8=True,  # NEW; --compile true belongs with it on a GPU
+    )
+
+    fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
+    fabric.launch()
+    fabric.seed_everything(settings.seed)
+    run = Run(fabric, settings)
+
+    ### 1 Loading the dataset
+    datasets = load_datasets(settings)
+    train_loader, val_loader, test_loader = build_dataloaders(fabric, datasets, settings)
+
+    ### 2 Initializing the model
+    model = build_model(settings, datasets)
+    model = fabric.setup(model)
+    optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
+
+    ### 3 Finetuning
+    train(run, model, optimizer, train_loader, val_loader)
+
+    ### 4 Evaluation
+    evaluate(run, model, test_loader)
