@@ -67,7 +67,7 @@ def _against_steps_in_backward(settings: Settings) -> str | None:
     if settings.on_nan == "skip":
         return "--on_nan skip looks at all gradients before the step; leave one out"
     size = settings.micro_batch_size or settings.batch_size
-    if settings.micro_batch_tokens or settings.pack_rows or size < settings.batch_size:
+    if settings.batch_size > 1 and (settings.micro_batch_tokens or settings.pack_rows or size < settings.batch_size):
         return (
             "the effective batch must be one micro-batch, or gradients would have to be kept and added up; leave out "
             "--micro_batch_size, --micro_batch_tokens and --pack_rows, or lower --batch_size"
