@@ -112,6 +112,8 @@ ENTRIES = {
         Entry("11_fsdp_cpu_offload", f"--micro_batch_size 1 {ALL}", 1.6),
         *(Entry(rung, "--micro_batch_size 16", gpus=4) for rung in SHARDED),
         *(Entry(rung, "--micro_batch_size 16") for rung in RECOMPUTING),
+        Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} --optimizer sgd"),
+        Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} --optimizer sgd --kahan_summation false"),
     ],
 }
 
