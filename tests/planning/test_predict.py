@@ -220,3 +220,16 @@ def test_largest_batches_are_cut_as_the_loader_cuts_them(tmp_path):
         [(2, 3, 32, 32)],
         [(3, 3, 32, 32)],
     )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Module is None")
+@pytest.mark.parametrize("name", ["qwen3-8b", "llama-3.1-8b"])
+def test_eight_billion_parameters_on_one_gpu_are_predicted_as_two_of_their_layers_are_found(tmp_path, name):
+    """What docs/memory.md names; the host's part is left out, which is known by formula."""
+    config = json.loads((MODELS / f"{name}.json").read_text()) | {"num_hidden_layers": 2, "vocab_size": 8192}
+    config.pop("layer_types", None)
+    (tmp_path / "two_layers.json").write_text(json.dumps(config))
+    values = {"precision": "bf16-true", "optimizer": "sgd", "step_in_backward": True, "activation_checkpointing": True}
+    settings, training, _ = case(tmp_path, "bloom-lm", model=str(tmp_path / "two_layers.json"), **values)
+    assert predict_peak(settings, training).total == pytest.approx(measured_peak(settings, training), rel=0.01)
