@@ -4,12 +4,9 @@ Builds on 16_bf16_that_learns.py. The largest gradient instead of all. The effec
 and its gradient cannot be clipped; --packing true fills that pass without padding, --activation_checkpointing true
 makes room for it. In plain PyTorch:
 
-    def step(weight):  # with an optimizer for each weight
-        optimizers[weight].step()
-        weight.grad = None
-
-    for weight in model.parameters():
-        weight.register_post_accumulate_grad_hook(step)
+    for weight in model.parameters():  # each with an optimizer of its own
+        weight.register_post_accumulate_grad_hook(lambda weight: optimizers[weight].step())
+        weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
     loss.backward()
 
 Unchanged: losses and weights, bit by bit. Here: models/weight_steps.py: WeightSteps

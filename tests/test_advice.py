@@ -39,6 +39,18 @@ from fabric_ladder.places import PACKAGE
         ("6_lean_optimizer", {"micro_batch_size": 1}, r"Next to try: python src/13_lora\.py"),
         ("15_packing", {"packing": True, "pack_rows": 4}, r"src/15_packing.py [^;]*--pack_rows 2 \(the same [^;]*; "),
         ("15_packing", {"micro_batch_size": 1}, r"Next to try: python src/5_low_precision\.py --packing true, which"),
+        (
+            "17_step_in_backward",
+            {"step_in_backward": True},
+            r"--batch_size 8; python src/17_step_in_backward\.py --optimizer_offload true, which [^;]*; --activ",
+        ),
+        (
+            "17_step_in_backward",
+            {"step_in_backward": True, "optimizer_offload": True},
+            r"--batch_size 8; --activation_c",
+        ),
+        ("18_low_bit_optimizer", {"micro_batch_size": 1}, r"Next to try: python src/19_optimizer_offload\.py, which"),
+        ("21_selective_checkpointing", {"micro_batch_size": 1}, r"Next to try: python src/7_grad_checkpointing\.py"),
         ("13_lora", {"task": "instruction-tuning"}, r"src/14_qlora\.py[^;]*; --activ[^;]*; --max_length 512$"),
     ],
 )
@@ -50,6 +62,11 @@ def test_out_of_memory_names_the_next_things_to_try(tmp_path, name, values, expe
         line = explain(error, settings)
         assert line.startswith("out of memory (")
         assert re.search(expected, line)
+
+
+def test_one_micro_batch_can_only_be_made_smaller_with_its_effective_batch(tmp_path):
+    settings = settings_for(tmp_path, name="17_step_in_backward", step_in_backward=True)
+    assert less_memory(settings, "training", (16, 128)).startswith("python src/17_step_in_backward.py --batch_size 8; ")
 
 
 @pytest.mark.parametrize(("shape", "tokens"), [((4, 1500), 3000), ((30, 3, 224, 224), 2048)])

@@ -51,6 +51,9 @@ NEXT_RUNG = dict.fromkeys("1234", LOW_PRECISION) | {
     "17": NextRung(None, "keeps the optimizer's state in the host's memory", "--optimizer_offload true"),
     "18": NextRung("19_optimizer_offload", "keeps the optimizer's state in the host's memory", "", ("optimizer",)),
     "19": NextRung("11_fsdp_cpu_offload", "parks weights there, too", "", ("kahan_summation", "optimizer_offload")),
+    "20": LEAN,
+    "21": NextRung("7_grad_checkpointing", "computes products again, too", "", ("selective_checkpointing",)),
+    "22": LOW_PRECISION,
 }
 
 
@@ -112,7 +115,7 @@ def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, 
         name, same = "eval_batch_tokens", ""
     if settings.pack_rows:
         name = "pack_rows"
-    if settings.step_in_backward and phase == "training":  # one micro-batch
+    if settings.step_in_backward and phase != "the evaluation":  # one micro-batch
         name, same = "batch_size", ""
     most, replaced = getattr(settings, name) or (shape[0] * shape[1] if len(shape) == 2 else EVALUATED), ()
     if most == "auto" and shape:
@@ -121,13 +124,20 @@ def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, 
         most = min(most, shape[0])
     if isinstance(most, int) and most > 1 and shape[:1] != (1,):
         tries.append(_command(settings, f"--{name} {most // 2}", decides=replaced) + same)
-    if rung := NEXT_RUNG.get(settings.name.split("_")[0]):
+    rung = NEXT_RUNG.get(settings.name.split("_")[0])
+    if rung and (rung.name or not _has(settings, rung.options)):
         tries.append(f"{_command(settings, rung.options, rung.name, rung.decides)}, which {rung.why}")
     if not settings.activation_checkpointing:
         tries.append("--activation_checkpointing true, which computes activations again")
     if settings.task != "image-classification":
         tries.append(f"--max_length {max(1, settings.max_length // 2)}")
     return "; ".join(tries)
+
+
+def _has(settings: Settings, options: str) -> bool:
+    words = options.split()
+    given = zip(words[::2], words[1::2], strict=True)
+    return all(str(getattr(settings, name.removeprefix("--"))).lower() == value for name, value in given)
 
 
 def _command(settings: Settings, options: str, rung: str | None = None, decides: tuple[str, ...] = ()) -> str:

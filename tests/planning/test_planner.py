@@ -45,8 +45,9 @@ def rung_case(tmp_path, rung, family, length):
     if rung == "13_lora":
         options += ["--lora_dropout", "0"]
     settings = parse_settings(options, **script_defaults(rung))
-    cut = None if settings.step_in_backward else min(2, settings.batch_size)
-    settings = replace(settings, batch_size=min(settings.batch_size, 4), micro_batch_size=cut)
+    size = min(settings.batch_size, 4)
+    cut = size if settings.step_in_backward else min(2, size)
+    settings = replace(settings, batch_size=size, micro_batch_size=cut)
     return settings, largest_batches(settings, length, PIXELS if family == "vit" else None)[0]
 
 

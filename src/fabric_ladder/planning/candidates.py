@@ -29,6 +29,7 @@ SHARING = {
 }  # fmt: skip
 RECOMPUTED = 0.75  # three thirds of work become four (Chen et al., 2016, Training Deep Nets with Sublinear Memory)
 COMPILED = 1.2  # 51.4 against 43.3 minutes in the series that the rungs follow
+PRODUCTS_KEPT = 0.93  # what selective checkpointing leaves of the speed: on a CPU (docs/techniques/21_…)
 OFFLOADED = 0.84  # 1.27 against 1.52 s a step (torchao's README, CPUOffloadOptimizer, ViT-g)
 UNPACKED = 0.7  # 4-bit weights are unpacked for each product: a guess
 ONE_BY_ONE = 0.8  # an optimizer step for each sample: a guess
@@ -67,6 +68,7 @@ def list_choices(gpus: int) -> list[tuple[str, tuple[str, ...]]]:
     choices += [("4_mixed_precision", options) for options in either]
     choices += [("5_low_precision", ()), *(("6_lean_optimizer", options) for options in either)]
     choices += [("7_grad_checkpointing", ()), ("8_init_on_device", ())]
+    choices += [("20_activation_offload", ()), ("21_selective_checkpointing", ())]
     if gpus > 1:
         choices += [(rung, options) for rung in ("9_ddp", "10_fsdp") for options in either]
     choices += [("11_fsdp_cpu_offload", options) for options in (CHECKPOINTING, (*LEAN, *CHECKPOINTING))]
@@ -171,8 +173,8 @@ def relative_speed(settings: Settings, rung: str, tokens: int, gpu: Gpu = ANY) -
     """Return a run's samples/s, as a multiple of what a busy GPU of this kind does in 16 bits.
 
     Args:
-        settings: `precision`, `activation_checkpointing`, `compile`, `quantization`, `optimizer_offload`,
-            `deepspeed`, `batch_size`, `devices` and `num_nodes`.
+        settings: `precision`, `activation_checkpointing`, `selective_checkpointing`, `compile`,
+            `quantization`, `optimizer_offload`, `deepspeed`, `batch_size`, `devices` and `num_nodes`.
         rung: The script's name.
         tokens: Padded tokens of a micro-batch.
         gpu: Its peaks tell how much slower 32-bit products are; an emulated bfloat16 is taken to be no faster.
@@ -182,7 +184,7 @@ def relative_speed(settings: Settings, rung: str, tokens: int, gpu: Gpu = ANY) -
     if settings.precision in ("32-true", "64-true") or emulates(settings.precision, gpu.capability):
         speed *= gpu.single / gpu.half
     if settings.activation_checkpointing:
-        speed *= RECOMPUTED
+        speed *= PRODUCTS_KEPT if settings.selective_checkpointing else RECOMPUTED
     if settings.compile:
         speed *= COMPILED
     if settings.quantization != "no":
