@@ -3,14 +3,14 @@
 Builds on 16_bf16_that_learns.py. Gradients go to the host and stepped weights come back while the GPU computes the
 rest of the backward pass. In plain PyTorch:
 
-    host = {weight: weight.to("cpu") for weight in model.parameters()}
+    host = {weight: weight.detach().cpu() for weight in model.parameters()}
     optimizer = torch.optim.Adam(host.values())
     loss.backward()
     for weight, copy in host.items():
         copy.grad = weight.grad.to("cpu")
     optimizer.step()
     for weight, copy in host.items():
-        weight.copy_(copy)
+        weight.data.copy_(copy)
 
 Unchanged: losses and weights, bit by bit on a CPU. Here: models/weight_steps.py: WeightSteps
 """

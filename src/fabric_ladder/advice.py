@@ -35,23 +35,26 @@ class NextRung(NamedTuple):
     decides: tuple[str, ...] = ()
 
 
+OF_ONE_DEVICE = ("kahan_summation", "step_in_backward", "optimizer_offload", "optimizer")
 LOW_PRECISION = NextRung("5_low_precision", "halves weights, gradients and optimizer state", "", ("precision",))
 LEAN = NextRung("6_lean_optimizer", "keeps no optimizer state", "", ("optimizer", "schedule", "learning_rate"))
+FROM_4_BITS = ("quantization", *OF_ONE_DEVICE)
+TO_ADAPTERS, TO_SHARDS = ("lora", "learning_rate", "kahan_summation"), ("offload", *OF_ONE_DEVICE)
 NEXT_RUNG = dict.fromkeys("1234", LOW_PRECISION) | {
-    **dict.fromkeys("578", LEAN),
-    "9": NextRung("10_fsdp", "shards weights, gradients and optimizer state"),
-    "6": NextRung("13_lora", "trains thin adapters and keeps no gradient of the model", "", ("lora", "learning_rate")),
+    **dict.fromkeys("58", LEAN),
+    **dict.fromkeys(("7", "20"), LEAN._replace(options="--activation_checkpointing true")),
+    "9": NextRung("10_fsdp", "shards weights, gradients and optimizer state", "", TO_SHARDS),
+    "6": NextRung("13_lora", "trains thin adapters and keeps no gradient of the model", "", TO_ADAPTERS),
     "10": NextRung("11_fsdp_cpu_offload", "parks weights in the host's memory", "", ("offload",)),
     "11": NextRung(None, "trains thin adapters alone", "--precision bf16-true --lora true"),
     "12": NextRung(None, "parks weights in the host's memory", "--deepspeed zero3_offload"),
-    "13": NextRung("14_qlora", "keeps the model in 4 bits", "", ("quantization",)),
-    "14": NextRung("11_fsdp_cpu_offload", "parks weights in the host's memory", "--lora true", ("quantization",)),
+    "13": NextRung("14_qlora", "keeps the model in 4 bits", "", ("quantization", "float8")),
+    "14": NextRung("11_fsdp_cpu_offload", "parks weights in the host's memory", "--lora true", FROM_4_BITS),
     "15": LOW_PRECISION._replace(options="--packing true"),
     "16": NextRung("18_low_bit_optimizer", "keeps Adam's moments in 8 bits", "", ("optimizer",)),
     "17": NextRung(None, "keeps the optimizer's state in the host's memory", "--optimizer_offload true"),
     "18": NextRung("19_optimizer_offload", "keeps the optimizer's state in the host's memory", "", ("optimizer",)),
-    "19": NextRung("11_fsdp_cpu_offload", "parks weights there, too", "", ("kahan_summation", "optimizer_offload")),
-    "20": LEAN,
+    "19": NextRung("11_fsdp_cpu_offload", "parks weights there, too", "", TO_SHARDS),
     "21": NextRung("7_grad_checkpointing", "computes products again, too", "", ("selective_checkpointing",)),
     "22": LOW_PRECISION,
 }

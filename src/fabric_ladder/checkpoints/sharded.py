@@ -102,7 +102,7 @@ def empty_optimizer_state(
     """Give the optimizer the state that a folder holds, and return its tensors by name, yet to be filled.
 
     A tensor of its parameter's size is sharded like it; others, such as the number of steps, are whole. Numbers stay on
-    the CPU unless the optimizer wants them on the device; all of an optimizer that steps on the host does.
+    the CPU unless the optimizer wants them on the device. Of an optimizer that steps on the host, everything is there.
 
     Args:
         inner: The model.

@@ -1,8 +1,8 @@
 """Activation checkpointing: of each block its input is kept, and what else is kept, and where, is set here.
 
 With `selective_checkpointing` also the results of attention and of matrix products, which are what costs time to
-compute again (Korthikanti et al., 2022, arXiv:2205.05198, recompute the converse, attention alone, which then kept a
-matrix of tokens x tokens; flash kernels do not).
+compute again. (Korthikanti et al., 2022, arXiv:2205.05198, do the opposite: they compute attention alone again, since
+it kept a matrix of tokens x tokens then. Flash kernels keep none.)
 
 With `activation_offload` the inputs go to the host's memory. On CUDA they are copied on a stream of their own, a single
 one at a time: out while the block computes on it, and back while the block after it is computed again. So the device

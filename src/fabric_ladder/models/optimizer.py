@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.kahan import Kahan
-from fabric_ladder.models.weight_steps import WeightSteps
+from fabric_ladder.models.weight_steps import WeightSteps, forget_hooks
 from fabric_ladder.settings import Settings
 
 
@@ -29,7 +29,7 @@ def check_optimizer(settings: Settings, sharded: bool) -> None:
         if importlib.util.find_spec("bitsandbytes") is None:
             raise UserError("--optimizer adam-8bit needs bitsandbytes: pip install bitsandbytes==0.50.2")
     for name, reason in {
-        "kahan_summation": _against_kahan(settings),
+        "kahan_summation": _against_kahan(settings, sharded),
         "step_in_backward": _against_single_steps(settings, sharded) or _against_steps_in_backward(settings),
         "optimizer_offload": _against_single_steps(settings, sharded),
     }.items():
@@ -37,7 +37,9 @@ def check_optimizer(settings: Settings, sharded: bool) -> None:
             raise UserError(f"--{name} true: {reason}")
 
 
-def _against_kahan(settings: Settings) -> str | None:
+def _against_kahan(settings: Settings, sharded: bool) -> str | None:
+    if sharded:
+        return "not on FSDP2's shards; use --precision bf16-mixed, whose weights lose nothing"
     if settings.precision not in ("bf16-true", "16-true"):
         return f"under --precision {settings.precision} the weights lose nothing; leave it out, or use bf16-true"
     if settings.lora:
@@ -54,6 +56,8 @@ def _against_single_steps(settings: Settings, sharded: bool) -> str | None:
         return "DeepSpeed steps in its own way; use --deepspeed zero2_offload without it"
     if sharded:
         return "not on FSDP2's shards; src/11_fsdp_cpu_offload.py parks them in the host's memory"
+    if settings.optimizer_offload and settings.accelerator == "mps":
+        return "Apple silicon's GPU uses the host's memory; leave it out"
     if settings.ranks > 1:
         return "only on one device, since several average their gradients first; use --devices 1"
     if settings.precision == "16-mixed":
@@ -91,6 +95,7 @@ def build_optimizer(settings: Settings, model: nn.Module) -> Optimizer:
     if by_weight:
         kind = type(kind.__name__, (WeightSteps, kind), {})
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    forget_hooks(parameters)
     optimizer = kind(parameters, lr=settings.learning_rate, **options)
     if by_weight:
         needs_all = settings.max_grad_norm or settings.on_nan == "skip"  # gradients, before the first step

@@ -12,10 +12,12 @@ from torch.optim import Optimizer
 class WeightSteps(Optimizer):
     """Mixed into an optimizer of one parameter group: each weight is stepped by itself.
 
-    Inside `stepping` that is as soon as the backward pass has the weight's gradient, elsewhere in `step`; and as
-    `plan_steps` says on the device, or on the host. The host keeps a copy of the weights and the optimizer's state. A
-    gradient is copied there and the stepped weight back, on CUDA by a stream of their own and through pinned memory,
-    while a thread of its own computes the steps and the device goes on with the backward pass.
+    Within `stepping`, a weight is stepped as soon as the backward pass has its gradient; otherwise when `step` is
+    called. `plan_steps` says whether on the device or on the host.
+
+    The host keeps a copy of the weights and the optimizer's state. Gradients are copied there and stepped weights back,
+    on CUDA through pinned memory and by a stream for each direction; a thread computes the steps, and the device goes
+    on with the backward pass. It waits for the gradient before the one that is being sent, so that it holds no more.
     """
 
     def plan_steps(self, offloads: bool, frees: bool, in_backward: bool) -> None:
@@ -29,12 +31,14 @@ class WeightSteps(Optimizer):
         self.offloads, self._frees, self._in_backward, self._active = offloads, frees, in_backward, False
         self._finite: list[Tensor] = []
         self._host: dict[nn.Parameter, Tensor] = {}
+        self._versions: dict[nn.Parameter, int] = {}  # of the weights that the host has copies of
         self._worker = ThreadPoolExecutor(1) if offloads else None
         self._pending: list[Future] = []
-        self._stream: torch.cuda.Stream | None = None
+        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None  # to the host, and back
+        self._sending: tuple[Tensor, torch.cuda.Event] | None = None
         if in_backward:
             for parameter in self.param_groups[0]["params"]:
-                parameter.register_post_accumulate_grad_hook(self._take_gradient)
+                parameter.gradient_hook = parameter.register_post_accumulate_grad_hook(self._take_gradient)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -46,6 +50,7 @@ class WeightSteps(Optimizer):
             self._active = False
             self._finish()
 
+    @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
         """Step the weights that have a gradient."""
         if not self.offloads:
@@ -75,25 +80,35 @@ class WeightSteps(Optimizer):
     def _step_one(self, parameter: nn.Parameter) -> None:
         (group,) = self.param_groups
         self.param_groups = [group | {"params": [parameter]}]  # an optimizer looks at all that it has
-        super().step()
-        self.param_groups = [group]
+        try:
+            super().step()
+        finally:
+            self.param_groups = [group]
 
     def _send(self, parameter: nn.Parameter) -> None:
         """Copy a gradient to the host and free it; the weight is stepped there when it has come."""
-        if parameter not in self._host:  # only now: before, a checkpoint may be read into the weights
-            pinned = parameter.is_cuda
-            self._host[parameter] = torch.empty_like(parameter, device="cpu", pin_memory=pinned).copy_(parameter)
+        if self._versions.get(parameter) != parameter._version:  # the first step, or a checkpoint was read since
+            host = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda)
+            self._host[parameter] = self._host.get(parameter, host).copy_(parameter)
         gradient, parameter.grad, arrived = parameter.grad, None, None
         if parameter.is_cuda:
-            self._stream = self._stream or torch.cuda.Stream(parameter.device)
-            self._stream.wait_stream(torch.cuda.current_stream(parameter.device))
-            with torch.cuda.stream(self._stream):
+            computing = torch.cuda.current_stream(parameter.device)
+            self._streams = self._streams or (torch.cuda.Stream(parameter.device), torch.cuda.Stream(parameter.device))
+            self._streams[0].wait_stream(computing)
+            with torch.cuda.stream(self._streams[0]):
                 sent = gradient.to("cpu", non_blocking=True)  # into pinned memory
-                arrived = self._stream.record_event()
-            gradient.record_stream(self._stream)  # its memory may be given away once it is copied
+                arrived = self._streams[0].record_event()
+            self._let_go(computing)
+            self._sending = gradient, arrived
         else:
             sent = gradient.cpu()
         self._pending.append(self._worker.submit(self._step_on_host, parameter, sent, arrived))
+
+    def _let_go(self, computing: torch.cuda.Stream) -> None:
+        """Free the gradient that was sent last, once it is copied; `record_stream` would free it too late."""
+        if self._sending:
+            computing.wait_event(self._sending[1])
+            self._sending = None
 
     @torch.no_grad()
     def _step_on_host(self, parameter: nn.Parameter, gradient: Tensor, arrived: torch.cuda.Event | None) -> None:
@@ -101,9 +116,12 @@ class WeightSteps(Optimizer):
             arrived.synchronize()
         weight, parameter.data = parameter.data, self._host[parameter]  # so the state is the parameter's own
         parameter.grad = gradient
-        self._step_one(parameter)
-        parameter.grad, parameter.data = None, weight
-        with torch.cuda.stream(self._stream) if arrived else nullcontext():
+        try:
+            self._step_one(parameter)
+        finally:
+            parameter.grad, parameter.data = None, weight
+        self._versions[parameter] = parameter._version
+        with torch.cuda.stream(self._streams[1]) if arrived else nullcontext():
             weight.copy_(self._host[parameter], non_blocking=True)
 
     def _finish(self) -> None:
@@ -111,8 +129,17 @@ class WeightSteps(Optimizer):
         pending, self._pending = self._pending, []
         for future in pending:
             future.result()
-        if self._stream:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        if self._streams:
+            computing = torch.cuda.current_stream(self._streams[1].device)
+            computing.wait_stream(self._streams[1])
+            self._let_go(computing)
+
+
+def forget_hooks(parameters: list[nn.Parameter]) -> None:
+    """Take back what an optimizer before has hooked to these weights, as in a notebook whose cells run twice."""
+    for parameter in parameters:
+        if hook := parameter.__dict__.pop("gradient_hook", None):
+            hook.remove()
 
 
 @contextmanager

@@ -82,11 +82,16 @@ def with_8_bit_adam(peak: Peak, counts: Counts) -> Peak:
 def with_optimizer_offload(peak: Peak, counts: Counts, settings: Settings) -> Peak:
     """Return the peak of training without optimizer state once the host keeps it, and a copy of the trained weights.
 
-    The gradients on their way come on top there: those of a whole model at most, where the device is faster.
+    The gradients on their way come on top there: those of a whole model at most, where the device is faster. What
+    bitsandbytes steps on a CPU it unpacks into six 32-bit tensors of the weight's size; the largest one's are counted,
+    but not that PyTorch rounds each pinned tensor up to a power of two.
     """
     width = 4 if settings.lora else {"64-true": 8, "bf16-true": 2, "16-true": 2}.get(settings.precision, 4)
     moments = ADAM_8_BIT if settings.optimizer == "adam-8bit" else width * MOMENTS[settings.optimizer] / 4
-    return peak._replace(host=peak.host + round(counts.trained * (moments + (2 + settings.kahan_summation) * width)))
+    host = counts.trained * (moments + (2 + settings.kahan_summation) * width)
+    if settings.optimizer == "adam-8bit":
+        host += 24 * counts.largest_layer
+    return peak._replace(host=peak.host + round(host))
 
 
 def with_zero(peak: Peak, counts: Counts, config: dict, optimizer: str, ranks: int) -> Peak:
@@ -129,7 +134,7 @@ def with_zero(peak: Peak, counts: Counts, config: dict, optimizer: str, ranks: i
         gradients=round(gradients),
         optimizer_state=round(kept),
         other=peak.other + round(buckets),
-        host=round(_parked(counts, state, devices, ranks)),
+        host=peak.host + round(_parked(counts, state, devices, ranks)),
     )
     return peak._replace(other=peak.other + max(0, round(elsewhen) - peak.total))
 
