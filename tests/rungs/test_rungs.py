@@ -24,7 +24,7 @@ LINES = [
     r"No --config and no CUDA GPU: this is the quickstart .*--help",
     r"(Learning rate [\d.]+ \(--sgd_learning_rate\) in place of 0\.001, which quickstart\.yaml has .*\n)?",
     r"(SGD hardly learns from random weights: .*\n)?",
-    r"(One device: nothing to share it out to; .*\n)?",
+    r"(--float8 on a CPU: .*\n)?(One device: nothing to share it out to; .*\n)?",
     rf"Python {NUMBER}\.\d+ · torch .* · lightning .* · transformers .*",
     r"{name} · synthetic · bloom-quickstart\.json · seed 123 · batch \d+{cut} · {precision} · cpu: .*",
     r"Torch CUDA available\? False",
@@ -44,7 +44,7 @@ PRECISION |= {"22_float8": "bf16-mixed"}
 ALL = r"0\.2 M trainable, torch\.(float32|bfloat16)"
 FEW = r"0\.017 M trainable \(9\.05%\), torch\.bfloat16, torch\.float32"
 CUT = dict.fromkeys(NAMES, r" = \d+ x 1") | {"15_packing": " packed, 1 row of up to 512 tokens at once"}
-CUT |= {"17_step_in_backward": ""}
+CUT |= {"17_step_in_backward": r" = 1 x \d+"}
 PARAMETERS = dict.fromkeys(NAMES, ALL) | {"13_lora": FEW, "14_qlora": rf"{FEW}, torch\.uint8"}
 
 

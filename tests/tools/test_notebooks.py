@@ -214,7 +214,7 @@ def test_what_a_single_file_carries_is_readable_and_the_same(single_files):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["99"], "there is no rung 99: give numbers from 1 to 15, or names"),
+        (["99"], "there is no rung 99: give numbers from 1 to 22, or names"),
         (["2", "3", "--script"], "--script prints one rung: name one"),
         (["2", "--config", "none.yaml"], "there is no config file none.yaml; those that come along: "),
         (["2", "--config", "list.yaml"], "list.yaml must hold lines such as 'batch_size: 16'"),
