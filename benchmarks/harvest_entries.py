@@ -163,7 +163,8 @@ def speeds(job: Job) -> list[Entry]:
         *(entry(NUMBERS[number], number, 120) for number in ("4", "15")),
         entry("15_packing, 4 rows", "15", 120, *rows),
         entry("15_packing, 4 rows, compiled", "15", 150, *rows, "--compile", "true"),
-        *(entry(NUMBERS[number], number, 120) for number in ("2", "3", "1")),
+        *(entry(NUMBERS[number], number, 120) for number in "2 3 1 16 18 19 20 21".split()),
+        entry("22_float8, compiled", "22", 150, "--compile", "true"),
         entry("5_low_precision, packed", "5", 60, "--packing", "true"),
         entry("5_low_precision, 16384 tokens", "5", 45, *many),
         entry("5_low_precision, 16384 tokens, compiled", "5", 75, *many, "--compile", "true"),
@@ -235,7 +236,7 @@ def memory(job: Job) -> list[Entry]:
     found = [Entry("calibration", [CHECKS, "calibrate", "--device", job.device], 60)]
     rows = {"bloom-560m": [], "vit-large-16": []}
     for row in memory_ladder.ENTRIES["bloom-560m"]:
-        if not row.options and row.gpus == 1 and row.rung.split("_")[0] in (*"12345678", "13"):
+        if not row.options and row.gpus == 1 and row.rung.split("_")[0] in [*"12345678", *"13 16 18 19 20 21".split()]:
             rows["bloom-560m"].append(row)
     for row in memory_ladder.ENTRIES["vit-large-16"]:
         if row.target and row.target > 2 and "16-mixed" not in row.options and row.rung[:2] != "11":

@@ -199,7 +199,7 @@ def test_entries_follow_the_machine(tmp_path):
     untouched = next(each for each in peers(job) if each.name == "blog, 32-true, no TF32")
     assert untouched.command[-2:] == ["--matmul_precision", "highest"]
     assert [each.name for each in doubts(job)][-1] == "rank"
-    assert len([name for name in names if name.startswith("memory: bloom-560m, ")]) == 9
+    assert len([name for name in names if name.startswith("memory: bloom-560m, ")]) == 14
     assert len([name for name in names if name.startswith("memory: vit-large-16, ")]) == 6
 
 
