@@ -106,11 +106,11 @@ def check(settings: Settings, script: dict) -> None:
     if settings.accelerator == "mps":
         _check_mps(settings, script)
     check_devices(settings, several="devices" in script)
-    capability = compute_capability() if settings.accelerator == "cuda" else None
-    check_precision(settings, capability, sharded="offload" in script)
+    capability, sharded = compute_capability() if settings.accelerator == "cuda" else None, "offload" in script
+    check_precision(settings, capability, sharded)
     _check_sharding(settings, script)
     check_logger(settings)
-    check_optimizer(settings, sharded="offload" in script)
+    check_optimizer(settings, sharded)
     check_model(settings)
     check_checkpointing(settings)
     check_lora(settings, script)

@@ -14,9 +14,9 @@ from torch import nn
 
 from fabric_ladder.environment import notebook_shell
 from fabric_ladder.errors import UserError, first_line, is_out_of_memory
+from fabric_ladder.models.optimizer import state_dtypes
 from fabric_ladder.settings import Settings
 
-STATE = {"adam": 2, "adamw": 2}  # tensors of a parameter's size that an optimizer keeps; others need less room
 CHECKPOINTS = 2  # that are there at once, at the least: the newest, and the one that is being written
 
 
@@ -35,7 +35,7 @@ def check_room(settings: Settings, model: nn.Module, there: int = 0) -> None:
     trained, everything = (sum(size for part, size in sizes if part or whole) for whole in (False, True))
     base = settings.lora and settings.from_scratch  # which is nowhere else
     weights = trained if settings.lora else everything
-    state = weights + trained * (STATE.get(settings.optimizer, 0) + settings.kahan_summation)
+    state = weights + trained * state_dtypes(settings).count(None)  # others need less room
     need = {"no": 0, "consolidated": weights, "sharded": state}[settings.save]
     need += everything * (base and settings.save != "no") + (CHECKPOINTS - there) * state * bool(settings.save_every)
     home = Path(settings.runs_dir).absolute()

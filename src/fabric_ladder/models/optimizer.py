@@ -118,6 +118,12 @@ def _optimizer_class(settings: Settings) -> tuple[type[Optimizer], dict]:
     }[settings.optimizer]
 
 
+def state_dtypes(settings: Settings) -> list[torch.dtype | None]:
+    """Return the dtype of each tensor of a parameter's shape that the optimizer keeps of it; None: the parameter's."""
+    moments = {"adam": [None] * 2, "adamw": [None] * 2, "adam-8bit": [torch.uint8] * 2}.get(settings.optimizer, [])
+    return moments + [None] * settings.kahan_summation
+
+
 def may_fuse(settings: Settings) -> bool:
     """Return whether the step of Adam or AdamW may be one kernel, on a GPU or a CPU, sharded or not.
 

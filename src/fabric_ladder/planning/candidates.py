@@ -29,7 +29,7 @@ SHARING = {
 }  # fmt: skip
 RECOMPUTED = 0.75  # three thirds of work become four (Chen et al., 2016, Training Deep Nets with Sublinear Memory)
 COMPILED = 1.2  # 51.4 against 43.3 minutes in the series that the rungs follow
-PRODUCTS_KEPT = 0.93  # what selective checkpointing leaves of the speed: on a CPU (docs/techniques/21_…)
+PRODUCTS_KEPT = 0.93  # what selective checkpointing leaves of the speed: on a CPU (page of rung 21)
 OFFLOADED = 0.84  # 1.27 against 1.52 s a step (torchao's README, CPUOffloadOptimizer, ViT-g)
 UNPACKED = 0.7  # 4-bit weights are unpacked for each product: a guess
 ONE_BY_ONE = 0.8  # an optimizer step for each sample: a guess
@@ -77,10 +77,8 @@ def list_choices(gpus: int) -> list[tuple[str, tuple[str, ...]]]:
     choices += [("12_deepspeed_zero", ("--deepspeed", stage, *options)) for stage in stages for options in either]
     choices += [(rung, options) for rung in ("13_lora", "14_qlora", "16_bf16_that_learns") for options in either]
     choices += [("17_step_in_backward", options) for options in (*either, (*ON_HOST, *CHECKPOINTING))]
-    return [
-        *choices,
-        *((rung, options) for rung in ("18_low_bit_optimizer", "19_optimizer_offload") for options in either),
-    ]
+    choices += [(rung, options) for rung in ("18_low_bit_optimizer", "19_optimizer_offload") for options in either]
+    return choices
 
 
 def read_candidates(

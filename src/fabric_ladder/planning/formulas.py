@@ -17,6 +17,7 @@ from torch import nn
 
 from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError
+from fabric_ladder.models.optimizer import state_dtypes
 from fabric_ladder.planning.tracker import Peak
 from fabric_ladder.settings import Settings
 
@@ -87,8 +88,8 @@ def with_optimizer_offload(peak: Peak, counts: Counts, settings: Settings) -> Pe
     but not that PyTorch rounds each pinned tensor up to a power of two.
     """
     width = 4 if settings.lora else {"64-true": 8, "bf16-true": 2, "16-true": 2}.get(settings.precision, 4)
-    moments = ADAM_8_BIT if settings.optimizer == "adam-8bit" else width * MOMENTS[settings.optimizer] / 4
-    host = counts.trained * (moments + (2 + settings.kahan_summation) * width)
+    state = sum(width if dtype is None else ADAM_8_BIT / 2 for dtype in state_dtypes(settings))
+    host = counts.trained * (state + 2 * width)
     if settings.optimizer == "adam-8bit":
         host += 24 * counts.largest_layer
     return peak._replace(host=peak.host + round(host))

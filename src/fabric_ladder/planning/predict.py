@@ -143,10 +143,10 @@ def to_rehearse(settings: Settings) -> Settings:
     settings = replace(settings, compile=False, quantization="no", from_scratch=True)
     if settings.deepspeed:
         settings = replace(settings, deepspeed=None, precision="bf16-true", optimizer="sgd", devices=1, num_nodes=1)
-    if settings.optimizer == "adam-8bit" or settings.optimizer_offload:
-        settings = replace(settings, optimizer="sgd")
     if settings.optimizer_offload:
-        settings = replace(settings, optimizer_offload=False, kahan_summation=False)
+        settings = replace(settings, optimizer="sgd", optimizer_offload=False, kahan_summation=False)
+    elif settings.optimizer == "adam-8bit":
+        settings = replace(settings, optimizer="sgd")
     return settings
 
 

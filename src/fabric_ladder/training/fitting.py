@@ -19,13 +19,13 @@ from fabric_ladder.data.loaders import EffectiveBatch, MicroBatch
 from fabric_ladder.environment import count_device, reset_peak_memory
 from fabric_ladder.errors import UserError, is_out_of_memory
 from fabric_ladder.models.compile import is_compiled
+from fabric_ladder.models.optimizer import state_dtypes
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.runs.prediction import Prediction, most_tokens
 from fabric_ladder.training.gradients import accumulate_gradients, run_model
 from fabric_ladder.training.state import Training, random_state, set_random_state
 
 CLIFFS = ("cuda",)  # devices whose memory ends all at once; a CPU's host swaps, and a trial would only take time
-MOMENTS = {"adam": 2, "adamw": 2, "adam-8bit": 2}  # tensors of a parameter's shape that an optimizer keeps of it
 
 
 def try_longest(training: Training, prediction: Prediction | None) -> None:
@@ -206,7 +206,5 @@ def _future_state(training: Training) -> list[Tensor]:
     settings = training.run.settings
     if training.optimizer.state or settings.optimizer_offload:
         return []
-    dtype = torch.uint8 if settings.optimizer == "adam-8bit" else None
-    kept = [dtype] * MOMENTS.get(settings.optimizer, 0) + [None] * settings.kahan_summation
     parameters = [parameter for group in training.optimizer.param_groups for parameter in group["params"]]
-    return [torch.empty_like(parameter, dtype=dtype) for parameter in parameters for dtype in kept]
+    return [torch.empty_like(parameter, dtype=dtype) for parameter in parameters for dtype in state_dtypes(settings)]
