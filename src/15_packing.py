@@ -21,7 +21,7 @@ from local_dataset_utilities import load_datasets
 if __name__ == "__main__":
     settings = parse_settings(
         batch_size=16,
-        micro_batch_tokens="auto",  # as many as a GPU has room for; on a CPU one row
+        micro_batch_tokens="auto",  # as many as a GPU has room for; on a CPU 1024
         precision="mixed",
         packing=True,  # NEW
     )

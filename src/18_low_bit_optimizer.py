@@ -1,4 +1,4 @@
-"""18_low_bit_optimizer · Low-bit optimizer: Adam's two moments in 8 bits each.
+"""18_low_bit_optimizer · Low-bit optimizer: Adam's two moments in 8 bits each, or in 4.
 
 Builds on 16_bf16_that_learns.py. Two bytes a weight instead of four, and a scale for every 256 values (bitsandbytes).
 In plain PyTorch, of each moment between two steps:
@@ -7,6 +7,8 @@ In plain PyTorch, of each moment between two steps:
     scale = blocks.abs().amax(1, keepdim=True)
     codes = (blocks / scale).unsqueeze(-1).sub(table).abs().argmin(-1)  # the nearest of the table's 256 values
     moment = table[codes] * scale  # before the next step
+
+With --optimizer adam-4bit (models/adam_4bit.py) the table has 16 values and a block 128; it needs no package.
 
 Unchanged: the gradients of the first step. Here: models/optimizer.py: build_optimizer
 """
@@ -19,7 +21,7 @@ from local_dataset_utilities import load_datasets
 if __name__ == "__main__":
     settings = parse_settings(
         batch_size=16,
-        micro_batch_tokens="auto",  # as many as a GPU has room for; on a CPU one sample
+        micro_batch_tokens="auto",  # as many as a GPU has room for; on a CPU 1024
         precision="bf16-true",
         kahan_summation=True,
         optimizer="adam-8bit",  # NEW

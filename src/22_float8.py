@@ -19,7 +19,7 @@ from local_dataset_utilities import load_datasets
 if __name__ == "__main__":
     settings = parse_settings(
         batch_size=16,
-        micro_batch_tokens="auto",  # as many as a GPU has room for; on a CPU one sample
+        micro_batch_tokens="auto",  # as many as a GPU has room for; on a CPU 1024
         precision="mixed",
         float8=True,  # NEW; --compile true belongs with it on a GPU
     )

@@ -49,6 +49,12 @@ from fabric_ladder.places import PACKAGE
             {"step_in_backward": True, "optimizer_offload": True},
             r"--batch_size 8; --activation_c",
         ),
+        (
+            "18_low_bit_optimizer",
+            {"micro_batch_size": 1, "optimizer": "adam-8bit"},
+            r"Next to try: python src/18_low_bit_optimizer\.py --optimizer adam-4bit, which [^;]*; "
+            r"python src/19_optimizer_offload\.py, which",
+        ),
         ("18_low_bit_optimizer", {"micro_batch_size": 1}, r"Next to try: python src/19_optimizer_offload\.py, which"),
         ("21_selective_checkpointing", {"micro_batch_size": 1}, r"Next to try: python src/7_grad_checkpointing\.py"),
         ("13_lora", {"task": "instruction-tuning"}, r"src/14_qlora\.py[^;]*; --activ[^;]*; --max_length 512$"),
@@ -67,6 +73,21 @@ def test_out_of_memory_names_the_next_things_to_try(tmp_path, name, values, expe
 def test_one_micro_batch_can_only_be_made_smaller_with_its_effective_batch(tmp_path):
     settings = settings_for(tmp_path, name="17_step_in_backward", step_in_backward=True)
     assert less_memory(settings, "training", (16, 128)).startswith("python src/17_step_in_backward.py --batch_size 8; ")
+
+
+def test_fewer_tokens_are_fewer_than_there_were(tmp_path):
+    settings = settings_for(tmp_path, name="5_low_precision", micro_batch_tokens=1024)
+    assert less_memory(settings, "training", (4, 100)).startswith(
+        "python src/5_low_precision.py --micro_batch_tokens 200"
+    )
+
+
+def test_smaller_moments_are_named_where_they_are_what_fills_the_device(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["src/18_low_bit_optimizer.py", "--resume", "auto"])
+    settings = settings_for(tmp_path, name="18_low_bit_optimizer", micro_batch_size=1, optimizer="adam-8bit")
+    assert "18_low_bit_optimizer.py --optimizer adam-4bit, which" in less_memory(settings)
+    for more in ({"optimizer_offload": True}, {"lora": True}):
+        assert "adam-4bit" not in less_memory(dataclasses.replace(settings, **more))
 
 
 @pytest.mark.parametrize(("shape", "tokens"), [((4, 1500), 3000), ((30, 3, 224, 224), 2048)])

@@ -251,12 +251,12 @@ def test_every_rung_runs_on_a_gpu_without_bfloat16_and_says_what_it_takes(gpu, r
 
 @pytest.mark.parametrize(
     ("rung", "options", "file", "on_gpu", "on_cpu"),
-    [("2_grad_accum", [], "", (1, None), (1, None)), ("4_mixed_precision", [], "", (None, "auto"), (1, None)),
+    [("2_grad_accum", [], "", (1, None), (1, None)), ("4_mixed_precision", [], "", (None, "auto"), (None, 1024)),
      ("4_mixed_precision", ["--micro_batch_size", "1"], "", (1, None), (1, None)),
      ("4_mixed_precision", [], "micro_batch_size: 4", (4, None), (4, None)),
      ("5_low_precision", ["--micro_batch_tokens", "2048"], "micro_batch_size: 4", (None, 2048), (None, 2048)),
      ("5_low_precision", ["--micro_batch_tokens", "auto"], "micro_batch_size: 4", (None, "auto"), (None, "auto")),
-     ("2_grad_accum", [], "micro_batch_tokens: auto", (None, "auto"), (1, None)),
+     ("2_grad_accum", [], "micro_batch_tokens: auto", (None, "auto"), (None, 1024)),
      ("2_grad_accum", ["--micro_batch_size", "4"], "micro_batch_tokens: auto", (4, None), (4, None))],
 )  # fmt: skip
 def test_from_rung_3_on_a_gpu_takes_what_fits_unless_the_user_says_something(

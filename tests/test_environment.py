@@ -1,6 +1,8 @@
 """Other systems than this one: what Python lacks on Windows, and the files of a container."""
 
 import json
+import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -82,3 +84,28 @@ def test_the_development_container_is_built_from_the_dockerfile():
     assert (folder / settings["build"]["context"]).resolve() == ROOT
     assert settings["hostRequirements"] == {"gpu": "optional"}
     assert (ROOT / settings["postCreateCommand"].split()[-1]).is_file()
+
+
+FREES_64_MIB = """
+import psutil, torch
+from fabric_ladder.environment import keep_freed_memory
+keep_freed_memory()
+torch.ones(2**10)
+before = psutil.Process().memory_info().rss
+held = torch.ones(2**24)
+del held
+print((psutil.Process().memory_info().rss - before) / 2**20)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left alone")
+def test_freed_memory_is_kept_unless_the_user_has_told_the_c_library_what_to_do():
+    def kept(**told):
+        env = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")} | told
+        command = [sys.executable, "-c", FREES_64_MIB]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
+        return float(done.stdout)
+
+    assert kept() > 60
+    assert kept(MALLOC_ARENA_TEST="8") < 4
+    assert kept(GLIBC_TUNABLES="glibc.malloc.arena_test=8") < 4

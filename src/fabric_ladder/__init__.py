@@ -1,5 +1,6 @@
 """Fabric Ladder: one train loop under numbered scripts that differ only in their technique."""
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,10 @@ HOMES = {
     "train": "training.loop",
 }
 __all__ = [*HOMES]
+
+# transformers and PEFT import torchao where it is installed; it tells of kernels that fit another CUDA, and of itself
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 def __getattr__(name: str):

@@ -125,8 +125,13 @@ def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, 
         name, most, replaced = "micro_batch_size", shape[0], ("micro_batch_tokens",)
     elif name == "micro_batch_size" and shape:  # a rank's share can be smaller than the setting
         most = min(most, shape[0])
+    elif name == "micro_batch_tokens" and len(shape) == 2:
+        most = min(most, shape[0] * shape[1])
     if isinstance(most, int) and most > 1 and shape[:1] != (1,):
         tries.append(_command(settings, f"--{name} {most // 2}", decides=replaced) + same)
+    if settings.optimizer == "adam-8bit" and not (settings.deepspeed or settings.optimizer_offload or settings.lora):
+        smaller = _command(settings, "--optimizer adam-4bit", decides=("resume",))
+        tries.append(f"{smaller}, which halves Adam's moments again")
     rung = NEXT_RUNG.get(settings.name.split("_")[0])
     if rung and (rung.name or not _has(settings, rung.options)):
         tries.append(f"{_command(settings, rung.options, rung.name, rung.decides)}, which {rung.why}")

@@ -191,7 +191,7 @@ def _check_sharding(settings: Settings, script: dict) -> None:
         )
     if settings.on_nan == "skip" and settings.deepspeed:
         raise UserError("--on_nan skip: DeepSpeed cannot take a gradient back; in fp16 it skips overflows by itself")
-    if sharded and settings.optimizer in ("adafactor", "adam-8bit"):
+    if sharded and settings.optimizer in ("adafactor", "adam-8bit", "adam-4bit"):
         raise UserError(
             f"--optimizer {settings.optimizer} cannot step on FSDP2's shards; use sgd, the leanest, adam or adamw"
         )

@@ -17,12 +17,13 @@ import yaml
 from fabric_ladder.advice import show_errors
 from fabric_ladder.checks import check, check_start, check_values
 from fabric_ladder.distributed.launch import check_launcher, options_of_fabric_run, prepare_launch, resolve_devices
-from fabric_ladder.environment import compute_capability, fit_precision, notebook_shell, prepare_cuda
+from fabric_ladder.environment import compute_capability, fit_precision, keep_freed_memory, notebook_shell, prepare_cuda
 from fabric_ladder.errors import Checked, UserError
 from fabric_ladder.options import NAMES, PATHS, choose_config, parse_options, read_config
 from fabric_ladder.places import CONFIGS
 from fabric_ladder.settings import GROUPS, INTERNAL, Settings
 
+CPU_TOKENS = 1024  # at once: as fast as any cut that was tried, see docs/journal.md
 BUCKET = 16  # tokens; kernels for lengths that may be no multiple of this are slower, and a step of 64 mostly padding
 FOLDERS = (*PATHS, "data_dir", "cache_dir", "runs_dir", "load", "resume", "deepspeed")
 SCRIPT_NAME = re.compile(r'^"""(\w+) ·', re.MULTILINE)  # at the start of each rung's docstring
@@ -61,6 +62,8 @@ def parse_settings(args: list[str] | None = None, config: str | None = None, **d
     check_launcher(settings, several)
     prepare_cuda(settings.accelerator, settings.deterministic)
     settings = resolve(settings, given, defaults)
+    if settings.accelerator == "cpu":
+        keep_freed_memory()
     check(settings, defaults)
     if several and settings.ranks == 1:
         notice = "One device: nothing to share it out to; --devices N or torchrun gives this run more"
@@ -161,7 +164,7 @@ def resolve(settings: Settings, given: Collection[str] = (), script: Mapping[str
     if accelerator == "auto":
         accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     on_gpu = accelerator == "cuda"
-    multiple, (size, tokens) = settings.pad_to_multiple_of, _micro_batch(settings, given, script, on_gpu)
+    multiple, (size, tokens) = settings.pad_to_multiple_of, _micro_batch(settings, given, script, accelerator)
     capability = compute_capability() if on_gpu else None
     replaceable = settings.lora and "precision" not in given
     precision, meaning = fit_precision(settings.precision, capability, replaceable, "offload" in script)
@@ -182,7 +185,7 @@ def resolve(settings: Settings, given: Collection[str] = (), script: Mapping[str
         matmul_precision=settings.matmul_precision or ("high" if on_gpu else "highest"),
         micro_batch_size=size,
         micro_batch_tokens=tokens,
-        eval_batch_tokens=settings.eval_batch_tokens or (None if on_gpu else 1024),
+        eval_batch_tokens=settings.eval_batch_tokens or (None if on_gpu else CPU_TOKENS),
         pad_to_multiple_of=min(multiple, settings.max_length),
     )
     devices, num_nodes = resolve_devices(settings)
@@ -190,7 +193,7 @@ def resolve(settings: Settings, given: Collection[str] = (), script: Mapping[str
 
 
 def _micro_batch(
-    settings: Settings, given: Collection[str], script: Mapping[str, object], on_gpu: bool
+    settings: Settings, given: Collection[str], script: Mapping[str, object], accelerator: str
 ) -> tuple[int | None, int | str | None]:
     """Return `micro_batch_size` and `micro_batch_tokens`, of which one is None."""
     size, tokens = settings.micro_batch_size, settings.micro_batch_tokens
@@ -202,8 +205,8 @@ def _micro_batch(
     if tokens == "auto" and "micro_batch_tokens" not in given:
         if size and size != script.get("micro_batch_size"):  # the user's own
             return size, None
-        if not on_gpu:
-            return 1, None
+        if accelerator != "cuda":
+            return (None, CPU_TOKENS) if accelerator == "cpu" else (1, None)
     return (None, tokens) if tokens else (size or settings.batch_size, None)
 
 

@@ -104,7 +104,8 @@ class Settings(DataSettings):
         quantization: `nf4` keeps the weights that `lora` does not train in 4 bits (bitsandbytes, double quantisation).
         seed: Seed of weights, dropout and sample order.
         epochs: Passes over the training texts.
-        optimizer: `adam-8bit` (bitsandbytes) keeps its state in 8 bits; `sgd` keeps none, `adafactor` hardly any.
+        optimizer: `adam-8bit` (bitsandbytes) and `adam-4bit` keep their state in 8 and 4 bits; `sgd` keeps none,
+            `adafactor` hardly any.
         kahan_summation: Keep what rounding takes from the steps of 16-bit weights, in 2 bytes a weight, and add it to
             later steps: else a bfloat16 weight learns nothing from steps below a 512th of it.
         step_in_backward: Step each weight as soon as the backward pass has its gradient, and free that: no two
@@ -124,7 +125,7 @@ class Settings(DataSettings):
         micro_batch_tokens: Padded tokens in a device's memory at once, at most; takes the place of `micro_batch_size`.
             `auto` (from rung 3 on, unless `micro_batch_size` is set): as many as the GPU has room for by the prediction
             of the peak memory, up to 16384, halved where a trial runs out of memory; on a CPU, where more is slower,
-            one sample, unless the command line asks for the trial.
+            1024, unless the command line asks for the trial; on MPS one sample.
         eval_batch_tokens: Padded tokens of an evaluation's batch on each device. Default: on a CUDA GPU as many as the
             largest micro-batch of the training has, at least 4096; elsewhere 1024, since on a CPU more is slower.
         pad_to_multiple_of: Round the length of every micro-batch up to a multiple of so many tokens. Default: 16 with
@@ -188,7 +189,7 @@ class Settings(DataSettings):
     quantization: Literal["no", "nf4"] = "no"
     seed: int = 123
     epochs: int = 1
-    optimizer: Literal["adam", "adamw", "sgd", "adafactor", "adam-8bit"] = "adam"
+    optimizer: Literal["adam", "adamw", "sgd", "adafactor", "adam-8bit", "adam-4bit"] = "adam"
     kahan_summation: bool = False
     step_in_backward: bool = False
     optimizer_offload: bool = False

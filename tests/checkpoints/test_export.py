@@ -291,6 +291,7 @@ def test_a_folder_that_could_not_be_finished_is_not_left(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_two_ranks_that_shard_an_adapter_save_what_one_file_holds(tmp_path):
     for how in ("sharded", "consolidated"):
         arguments = (*SIZES, "--devices", "2", "--lora", "true", "--lora_learning_rate", "1e-2", "--save", how)

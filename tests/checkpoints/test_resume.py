@@ -191,6 +191,7 @@ def stopped(tmp_path):
     return tmp_path / "runs" / "2_grad_accum" / "1"
 
 
+@pytest.mark.slow
 def test_settings_that_alter_the_run_are_refused_and_others_are_not(tmp_path, stopped):
     before = {path: path.stat().st_mtime_ns for path in stopped.rglob("*")}
     for more, says in CHANGED:

@@ -272,6 +272,10 @@ def test_a_configuration_that_is_none_is_refused(ask, config, said):
         ({"deepspeed": "zero2", "precision": "bf16-true"}, "--precision bf16-true: ZeRO computes on 16-bit weights"),
         ({"deepspeed": "zero2", "precision": "64-true"}, "--precision 64-true: "),
         ({"deepspeed": "zero2", "optimizer": "adafactor"}, "--optimizer adafactor: ZeRO cuts up the matrices"),
+        (
+            {"deepspeed": "zero2", "optimizer": "adam-4bit"},
+            "--optimizer adam-4bit: ZeRO steps on shares of all",
+        ),
         ({"deepspeed": "zero2_offload", "optimizer": "adam-8bit"}, "--optimizer adam-8bit steps on a GPU"),
         ({"deepspeed": "zero3_nvme", "optimizer": "sgd"}, "--optimizer sgd: what zero3_nvme.json swaps"),
     ],

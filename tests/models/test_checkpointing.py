@@ -193,8 +193,31 @@ def test_nothing_is_held_beyond_the_backward_pass():
         assert offload._last() is None
         model(input_ids=torch.ones(2, 5, dtype=torch.long))  # a forward pass that no backward pass follows
         assert offload._last() is None
+        assert offload._move is None
     finally:
         gc.enable()
+
+
+def test_nothing_is_held_of_a_pass_that_fails():
+    """As one that is out of memory, whatever block it has come to, forward or backward."""
+    model = tiny_model("bloom").train()
+    enable_checkpointing(model, replace(CHECKPOINTED, **OFFLOAD))
+    offload = model.transformer.h[0]._gradient_checkpointing_func.args[1]
+    for block in model.transformer.h:
+        for fails_at in (1, 2):  # the forward pass, and when it is computed again
+            passes = []
+
+            def fail(*_, passes=passes, fails_at=fails_at):
+                passes.append(None)
+                if len(passes) == fails_at:
+                    raise MemoryError
+
+            hook = block.mlp.register_forward_pre_hook(fail)
+            with pytest.raises(MemoryError):
+                model(input_ids=torch.ones(2, 5, dtype=torch.long), labels=torch.tensor([0, 1])).loss.backward()
+            hook.remove()
+            gc.collect()
+            assert offload._move is None
 
 
 @pytest.mark.parametrize(

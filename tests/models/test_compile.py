@@ -42,7 +42,7 @@ def compiled_run(tmp_path, monkeypatch, kind, compiled=True, **values):
     if settings.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if compiled:
-        compile_blocks(model, str(tmp_path))
+        compile_blocks(model, str(tmp_path), "cpu")
     model = fabric.setup(model)
     graphs, log_loss = [], run.log_loss
     run.log_loss = lambda *figures: (graphs.append(run.throughput.state_dict()["compiled"][1]), log_loss(*figures))
@@ -67,7 +67,7 @@ def test_a_first_length_that_equals_the_width_is_a_length_still(tmp_path, monkey
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
     torch._dynamo.reset()
     model, made = tiny_model("llama"), []
-    compile_blocks(model, str(tmp_path))
+    compile_blocks(model, str(tmp_path), "cpu")
     torch._dynamo.on_compile_end(made.append)
     try:
         for length in (16, 20, 32):
@@ -79,10 +79,10 @@ def test_a_first_length_that_equals_the_width_is_a_length_still(tmp_path, monkey
 
 def test_what_is_compiled_is_kept_with_what_else_is_derived(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
-    compile_blocks(tiny_model(), str(tmp_path))
+    compile_blocks(tiny_model(), str(tmp_path), "cpu")
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    compile_blocks(tiny_model(), str(tmp_path))
+    compile_blocks(tiny_model(), str(tmp_path), "cpu")
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "kernels")
 
 
@@ -94,3 +94,23 @@ def test_lengths_are_rounded_up_for_the_compiler_unless_the_user_says_otherwise(
     assert multiple(compile=True) == 16
     assert multiple(compile=True, pad_to_multiple_of=1) == 1
     assert multiple(compile=True, max_length=77) == 1, "80 may be beyond a model's positions"
+
+
+@pytest.mark.slow
+def test_on_a_cpu_dropout_leaves_out_what_it_does_uncompiled(tmp_path):
+    """Compiled in earnest, forward and backward: else dropout alone would make rung 3's losses others than rung 2's."""
+    torch._dynamo.reset()
+    inputs = {"input_ids": torch.arange(1, 33).reshape(2, 16), "labels": torch.tensor([0, 1])}
+
+    def gradients(compiled):
+        model = tiny_model("bert", dropout=0.5).train()
+        if compiled:
+            compile_blocks(model, str(tmp_path), "cpu")
+        torch.manual_seed(0)
+        loss = model(**inputs).loss
+        loss.backward()
+        return loss, [weight.grad for weight in model.parameters() if weight.grad is not None]
+
+    (plain, wanted), (loss, found) = gradients(False), gradients(True)
+    torch.testing.assert_close(loss, plain)
+    torch.testing.assert_close(found, wanted)

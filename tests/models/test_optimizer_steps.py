@@ -13,7 +13,7 @@ from fabric_ladder.models.weight_steps import WeightSteps
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.training.gradients import accumulate_gradients
 
-OPTIMIZERS = ["adam", "adamw", "sgd", "adafactor", "adam-8bit"]
+OPTIMIZERS = ["adam", "adamw", "sgd", "adafactor", "adam-8bit", "adam-4bit"]
 BF16 = {"precision": "bf16-true", "learning_rate": 1e-3, "epochs": 2}
 
 
@@ -42,6 +42,12 @@ def test_kahan_summation_learns_where_bfloat16_does_not(tmp_path, optimizer, rat
     kept = fit(tmp_path, torch.bfloat16, optimizer, rate=rate, kahan_summation=True)
     assert whole < 0.7
     assert abs(kept - whole) < 0.1 * (rounded - whole)
+
+
+def test_4_bit_moments_learn_as_much_in_less_than_twice_as_many_steps(tmp_path):
+    whole = fit(tmp_path, torch.float32)
+    assert fit(tmp_path, torch.float32, "adam-4bit", steps=600) < whole
+    assert fit(tmp_path, torch.bfloat16, "adam-4bit", steps=600, kahan_summation=True) < whole
 
 
 def test_kahan_summation_loses_no_step(tmp_path):

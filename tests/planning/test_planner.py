@@ -17,6 +17,7 @@ from fabric_ladder.planning.candidates import (
     CHECKPOINTING,
     LEAN,
     SHARING,
+    accuracy_costs,
     list_choices,
     read_candidates,
     relative_speed,
@@ -72,8 +73,27 @@ def test_candidates_are_named_by_what_the_user_did_not_say(tmp_path):
     (given, *_), problems = read_candidates(choices, [*bloom(tmp_path, 1), "--optimizer", "adafactor"], 1)
     assert given.name == "7_grad_checkpointing"
     assert "adafactor cannot step on FSDP2's shards" in problems["11_fsdp_cpu_offload bf16-true checkpointing"]
+    low_bit = [choice for choice in list_choices(1) if choice[0] == "18_low_bit_optimizer"]
+    candidates, _ = read_candidates(low_bit, bloom(tmp_path, 1), 1)
+    assert [len(accuracy_costs(each.settings)) for each in candidates] == [0, 0, 1, 1]
+    names = [each.name for each in candidates]
+    assert names == [
+        f"18_low_bit_optimizer{more}" for bits in ("", " adam-4bit") for more in (bits, f"{bits} checkpointing")
+    ]
     with pytest.raises(UserError, match="there is no setting 'no_such'"):
         read_candidates(choices, ["--no_such", "1"], 1)
+
+
+@pytest.mark.parametrize("on_the_command_line", [True, False])
+def test_rows_that_are_packed_leave_no_micro_batch_to_choose(tmp_path, on_the_command_line):
+    options = [*bloom(tmp_path, 1), "--packing", "true", "--max_length", "96"]
+    if on_the_command_line:
+        options += ["--pack_rows", "2"]
+    else:
+        (tmp_path / "rows.yaml").write_text("pack_rows: 2\n")
+        options += ["--config", str(tmp_path / "rows.yaml")]
+    (candidate,), _ = read_candidates([("2_grad_accum", ())], options, 1)
+    assert (candidate.settings.pack_rows, candidate.micro_batches) == (2, (None,))
 
 
 @pytest.mark.filterwarnings("ignore:Module is None")
@@ -156,7 +176,8 @@ def test_the_largest_micro_batch_that_fits_is_found(tmp_path):
     for memory, (plan,) in zip(memories, plans_of(["5_low_precision"], options, memories), strict=True):
         settings, fitting = plan.candidate.settings, []
         for size in plan.candidate.micro_batches:
-            peak = predict_peak(settings, *largest_batches(replace(settings, micro_batch_size=size), 256))
+            cut = replace(settings, micro_batch_size=size, micro_batch_tokens=None)
+            peak = predict_peak(settings, *largest_batches(cut, 256))
             if ASSUMED.needed(peak) <= memory:
                 fitting.append(size)
         assert plan.fits == bool(fitting)
@@ -256,6 +277,7 @@ def test_without_the_data_a_plan_is_for_the_longest_sample_there_can_be(tmp_path
     assert "there is no file or folder nowhere.csv" in process.stderr
 
 
+@pytest.mark.slow
 def test_bfloat16_everywhere_comes_after_what_costs_no_accuracy_unless_nothing_else_fits(tmp_path):
     rungs, options = ["4_mixed_precision", "5_low_precision", "6_lean_optimizer"], bloom(tmp_path, 6)
     (without_room,) = plans_of(rungs, options, (1,), length=64)

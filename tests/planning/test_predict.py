@@ -198,6 +198,8 @@ def test_what_cannot_be_rehearsed_is_known_by_formula(tmp_path):
     assert (offloaded.gradients, offloaded.optimizer_state, offloaded.host) == (0, 0, 1.5 * 16 * count)
     assert 2 * count < offloaded.parameters < 6 * count, "and the gradient of the largest layer, twice"
     assert offloaded.activations == lean.activations
+    shared = predicted(precision="bf16-mixed", deepspeed="zero2", devices=2, optimizer="adam-8bit")
+    assert shared.gradients + shared.optimizer_state == round(count * (10 + 2 * (1 + 4 / 256)) / 2)
     whole, in_4_bits = predicted(lora=True), predicted(lora=True, quantization="nf4")
     assert in_4_bits.parameters < whole.parameters
     assert in_4_bits.activations == whole.activations

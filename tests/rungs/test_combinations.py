@@ -33,6 +33,7 @@ TECHNIQUES = {  # settings, and the number of the rung with which the quick test
     "SGD, cosine": ("--optimizer sgd --schedule cosine --warmup_steps 1", 11),
     "Adafactor": ("--optimizer adafactor", 7),
     "8-bit Adam": ("--optimizer adam-8bit", 22),
+    "4-bit Adam": ("--optimizer adam-4bit", 18),
     "Kahan summation": ("--precision bf16-true --kahan_summation true", 19),
     "step in backward": ("--step_in_backward true --batch_size 1", 18),
     "optimizer offload": ("--optimizer_offload true", 17),

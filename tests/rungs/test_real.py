@@ -44,6 +44,7 @@ def test_a_small_model_learns_from_real_instructions(tmp_path, instructions):
     assert results["padding"] < 0.1, "packed"
 
 
+@pytest.mark.slow
 def test_a_small_model_memorises_twenty_instructions(tmp_path, instructions):
     """The text that it generates is the answer, for each of them."""
     rows = [row for row in json.loads(instructions.read_text(encoding="utf-8")) if 20 <= len(row["output"]) <= 60]

@@ -43,8 +43,8 @@ PRECISION |= dict.fromkeys([*NAMES[4:8], "13_lora", "14_qlora", *NAMES[15:21]], 
 PRECISION |= {"22_float8": "bf16-mixed"}
 ALL = r"0\.2 M trainable, torch\.(float32|bfloat16)"
 FEW = r"0\.017 M trainable \(9\.05%\), torch\.bfloat16, torch\.float32"
-CUT = dict.fromkeys(NAMES, r" = \d+ x 1") | {"15_packing": " packed, 1 row of up to 512 tokens at once"}
-CUT |= {"17_step_in_backward": r" = 1 x \d+"}
+CUT = dict.fromkeys(NAMES, " in micro-batches of 1024 tokens") | dict.fromkeys(NAMES[:2], r" = \d+ x 1")
+CUT |= {"15_packing": " in packed micro-batches of 1024 tokens", "17_step_in_backward": r" = 1 x \d+"}
 PARAMETERS = dict.fromkeys(NAMES, ALL) | {"13_lora": FEW, "14_qlora": rf"{FEW}, torch\.uint8"}
 
 

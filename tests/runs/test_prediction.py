@@ -134,6 +134,19 @@ def test_what_texts_are_cut_at_counts_where_they_are_packed_alone(tmp_path):
         assert (relevant(long) != relevant(short)) == packing
 
 
+@pytest.mark.parametrize("package", ["peft", "torchao"])
+def test_another_version_of_a_package_is_another_prediction(tmp_path, monkeypatch, package):
+    def key():
+        return prediction._key(settings_for(tmp_path), {}, [], None, None, None)
+
+    before = key()
+    assert key() == before
+    (tmp_path / f"{package}-9.9.dist-info").mkdir()
+    (tmp_path / f"{package}-9.9.dist-info" / "METADATA").write_text(f"Name: {package}\nVersion: 9.9\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert key() != before
+
+
 def test_a_gpu_that_is_too_small_is_named_with_the_next_script(tmp_path):
     settings = settings_for(tmp_path, name="5_low_precision", batch_size=16, micro_batch_size=2)
     found = dict.fromkeys(PARTS, 0) | {"parameters": 3_000_000_000, "activations": 5_000_000_000}

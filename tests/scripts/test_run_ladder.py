@@ -22,6 +22,7 @@ def runs_of(folder):
     return [(run["settings"]["name"], run["settings"]["seed"]) for run in found if run["status"] == "finished"]
 
 
+@pytest.mark.slow
 def test_it_says_what_it_leaves_out_goes_on_after_a_failure_and_compares(tmp_path):
     (tmp_path / "ladder").mkdir()
     (tmp_path / "ladder" / "4_mixed_precision").write_text("in the way of a folder")

@@ -167,6 +167,11 @@ def _check_support(name: str, config: dict, settings: Settings) -> None:
         )
     if settings.optimizer == "adafactor":
         raise UserError("--optimizer adafactor: ZeRO cuts up the matrices that it factorises; use --optimizer adam")
+    if settings.optimizer == "adam-4bit":
+        raise UserError(
+            "--optimizer adam-4bit: ZeRO steps on shares of all weights end to end, and its blocks are those of each "
+            "weight; use --optimizer adam"
+        )
     if settings.optimizer == "adam-8bit" and "optimizer" in offloaded:
         raise UserError(f"--optimizer adam-8bit steps on a GPU, and {name} offloads it: use --optimizer adam")
     if settings.optimizer == "sgd" and any(section["device"] == "nvme" for section in offloaded.values()):

@@ -62,7 +62,7 @@ def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets) -> n
     if settings.float8:
         use_float8(model, layers, settings.accelerator)
     if settings.compile:
-        compile_blocks(model, settings.cache_dir)
+        compile_blocks(model, settings.cache_dir, settings.accelerator)
     return model.train()
 
 

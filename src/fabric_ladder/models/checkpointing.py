@@ -163,7 +163,8 @@ class _Offload:
             done = copying.record_event()
         else:
             target.copy_(source)
-        self._move = _Move(weakref.ref(kept), tensor, done)
+        # of a pass that fails nobody asks for the rest: its tensor goes with what autograd kept
+        self._move = _Move(weakref.ref(kept, lambda _: self._finish()), tensor, done)
 
     def _finish(self) -> None:
         """Have what computes from now on wait for the copy, after which the tensor may go."""

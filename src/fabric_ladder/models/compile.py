@@ -5,12 +5,13 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
+import torch._inductor.config as inductor
 from torch import nn
 from torch.fx.experimental import _config as shapes
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
-def compile_blocks(model: nn.Module, cache_dir: str) -> None:
+def compile_blocks(model: nn.Module, cache_dir: str, accelerator: str) -> None:
     """Compile each layer of the model in place, at its first call.
 
     Layers of a kind run the same code on unlike weights, which are inputs to the compiled graph: what the first of them
@@ -20,8 +21,11 @@ def compile_blocks(model: nn.Module, cache_dir: str) -> None:
     Args:
         model: Of transformers, perhaps with adapters, before Fabric sets it up.
         cache_dir: What is compiled stays in its folder `kernels`, unless TORCHINDUCTOR_CACHE_DIR names another.
+        accelerator: As resolved. On `cpu` dropout draws PyTorch's own random numbers, as if not compiled: a compiled
+            loop would draw them one at a time. On a GPU they are others, drawn within the kernels.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(cache_dir) / "kernels"))
+    inductor.fallback_random = accelerator == "cpu"
     shapes.use_duck_shape = False  # else a first length that equals the width would be taken for the width
     torch._dynamo.config.recompile_limit = 64  # all layers of all models of a process share one code object
     torch._dynamo.config.optimize_ddp = False  # which would cut the graphs where DDP's buckets end; blocks are cuts

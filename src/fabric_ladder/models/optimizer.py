@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fabric_ladder.errors import UserError
+from fabric_ladder.models.adam_4bit import Adam4bit
 from fabric_ladder.models.kahan import Kahan
 from fabric_ladder.models.weight_steps import WeightSteps, forget_hooks
 from fabric_ladder.settings import Settings
@@ -83,8 +84,8 @@ def build_optimizer(settings: Settings, model: nn.Module) -> Optimizer:
     """Return the optimizer of the parameters that are trained.
 
     State beside each parameter, in the parameter's dtype: Adam and AdamW two values, SGD none, Adafactor one row and
-    one column for each matrix (Shazeer and Stern, 2018), 8-bit Adam two bytes (Dettmers et al., 2022); with
-    `kahan_summation` one value more.
+    one column for each matrix (Shazeer and Stern, 2018), 8-bit Adam two bytes (Dettmers et al., 2022), 4-bit Adam one
+    (Li et al., 2023); with `kahan_summation` one value more.
     The model comes set up: sharding and half precision replace or convert its parameters. Adam and AdamW take one
     kernel for the whole step, which makes no temporary tensors, where `may_fuse` allows it; SGD's is an addition.
     """
@@ -115,13 +116,17 @@ def _optimizer_class(settings: Settings) -> tuple[type[Optimizer], dict]:
         "adamw": (torch.optim.AdamW, fused | {"weight_decay": 0.01}),
         "sgd": (torch.optim.SGD, {}),
         "adafactor": (torch.optim.Adafactor, {}),
+        "adam-4bit": (Adam4bit, {}),
     }[settings.optimizer]
 
 
 def state_dtypes(settings: Settings) -> list[torch.dtype | None]:
-    """Return the dtype of each tensor of a parameter's shape that the optimizer keeps of it; None: the parameter's."""
-    moments = {"adam": [None] * 2, "adamw": [None] * 2, "adam-8bit": [torch.uint8] * 2}.get(settings.optimizer, [])
-    return moments + [None] * settings.kahan_summation
+    """Return the dtype of each tensor of a parameter's size that the optimizer keeps of it; None: the parameter's.
+
+    Both moments of 4-bit Adam are as large as one such tensor of bytes. Scales of blocks are left out.
+    """
+    moments = {"adam": [None] * 2, "adamw": [None] * 2, "adam-8bit": [torch.uint8] * 2, "adam-4bit": [torch.uint8]}
+    return moments.get(settings.optimizer, []) + [None] * settings.kahan_summation
 
 
 def may_fuse(settings: Settings) -> bool:

@@ -15,6 +15,7 @@ from fabric_ladder.rungs import script_defaults
 from fabric_ladder.settings import Settings
 
 CHECKPOINTING, ON_HOST = ("--activation_checkpointing", "true"), ("--optimizer_offload", "true")
+IN_4_BITS = ("--optimizer", "adam-4bit")
 NAMED = {CHECKPOINTING: "checkpointing", ON_HOST: "optimizer offload"}
 LEAN = ("--precision", "bf16-true", "--optimizer", "sgd")
 ON_ALL_GPUS = ("9_ddp", "10_fsdp", "11_fsdp_cpu_offload", "12_deepspeed_zero")  # of the plan; the other rungs on one
@@ -77,7 +78,8 @@ def list_choices(gpus: int) -> list[tuple[str, tuple[str, ...]]]:
     choices += [("12_deepspeed_zero", ("--deepspeed", stage, *options)) for stage in stages for options in either]
     choices += [(rung, options) for rung in ("13_lora", "14_qlora", "16_bf16_that_learns") for options in either]
     choices += [("17_step_in_backward", options) for options in (*either, (*ON_HOST, *CHECKPOINTING))]
-    choices += [(rung, options) for rung in ("18_low_bit_optimizer", "19_optimizer_offload") for options in either]
+    choices += [("18_low_bit_optimizer", (*bits, *options)) for bits in ((), IN_4_BITS) for options in either]
+    choices += [("19_optimizer_offload", options) for options in either]
     return choices
 
 
@@ -110,8 +112,8 @@ def read_candidates(
         extra = sum(pairs, ())
         try:
             settings = read_settings(rung, [*options, *extra, *here], gpus if rung in ON_ALL_GPUS else 1, gpu)
-            told = given & {"--micro_batch_size", "--micro_batch_tokens", "--pack_rows"}
-            sizes = (None,) if told or settings.step_in_backward else _sizes(settings)
+            settled = given & {"--micro_batch_size", "--micro_batch_tokens"} or settings.pack_rows
+            sizes = (None,) if settled or settings.step_in_backward else _sizes(settings)
             candidates[name] = Candidate(name, rung, extra, settings, sizes)
         except UserError as error:
             problems[name] = str(error)
@@ -164,6 +166,8 @@ def accuracy_costs(settings: Settings) -> list[str]:
         costs.append("14 points of accuracy (MiniLM at --learning_rate 5e-5)")
     if settings.optimizer == "sgd":
         costs.append("13 points against Adam (MiniLM after 63 steps)")
+    elif settings.optimizer == "adam-4bit":
+        costs.append("5 points against 8-bit Adam (MiniLM after 63 steps)")
     return costs
 
 

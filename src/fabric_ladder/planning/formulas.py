@@ -17,13 +17,15 @@ from torch import nn
 
 from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError
+from fabric_ladder.models.adam_4bit import AT_ONCE, BLOCK
 from fabric_ladder.models.optimizer import state_dtypes
 from fabric_ladder.planning.tracker import Peak
 from fabric_ladder.settings import Settings
 
 NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8  # of a weight, with its constants: QLoRA, section 3
 ADAM_8_BIT = 2 * (1 + 4 / 256)  # bytes of a weight's two moments, with a 32-bit constant for each block of 256
-MOMENTS = {"adam": 8, "adamw": 8, "adafactor": 0, "sgd": 0}  # bytes of a weight's optimizer state, in 32-bit
+ADAM_4_BIT = 2 * (1 / 2 + 4 / BLOCK)  # the same for 4-bit Adam
+MOMENTS = {"adam": 8, "adamw": 8, "adam-8bit": ADAM_8_BIT, "sgd": 0}  # bytes of a 32-bit weight's optimizer state
 
 
 class Counts(NamedTuple):
@@ -84,14 +86,17 @@ def with_optimizer_offload(peak: Peak, counts: Counts, settings: Settings) -> Pe
     """Return the peak of training without optimizer state once the host keeps it, and a copy of the trained weights.
 
     The gradients on their way come on top there: those of a whole model at most, where the device is faster. What
-    bitsandbytes steps on a CPU it unpacks into six 32-bit tensors of the weight's size; the largest one's are counted,
-    but not that PyTorch rounds each pinned tensor up to a power of two.
+    bitsandbytes steps on a CPU it unpacks into six 32-bit tensors of the weight's size, 4-bit Adam a part of it into
+    five; the largest one's are counted, but not that PyTorch rounds each pinned tensor up to a power of two.
     """
     width = 4 if settings.lora else {"64-true": 8, "bf16-true": 2, "16-true": 2}.get(settings.precision, 4)
-    state = sum(width if dtype is None else ADAM_8_BIT / 2 for dtype in state_dtypes(settings))
+    state = width * state_dtypes(settings).count(None)
+    state += {"adam-8bit": ADAM_8_BIT, "adam-4bit": ADAM_4_BIT}.get(settings.optimizer, 0)
     host = counts.trained * (state + 2 * width)
     if settings.optimizer == "adam-8bit":
         host += 24 * counts.largest_layer
+    elif settings.optimizer == "adam-4bit":
+        host += 20 * min(counts.largest_layer, AT_ONCE)
     return peak._replace(host=peak.host + round(host))
 
 
@@ -140,7 +145,7 @@ def with_zero(peak: Peak, counts: Counts, config: dict, optimizer: str, ranks: i
     return peak._replace(other=peak.other + max(0, round(elsewhen) - peak.total))
 
 
-def _on_gpu(counts: Counts, state: int, devices: list[str], ranks: int, config: dict) -> tuple[float, ...]:
+def _on_gpu(counts: Counts, state: float, devices: list[str], ranks: int, config: dict) -> tuple[float, ...]:
     """Return the bytes of weights, gradients and optimizer state on each GPU, and those of all at the other moment."""
     steps_on_gpu, keeps_weights = (device == "none" for device in devices)
     stage, weights, trained, gradients, kept, elsewhen = config["stage"], 2 * counts.all, counts.trained, 0, 0, 0
@@ -158,7 +163,7 @@ def _on_gpu(counts: Counts, state: int, devices: list[str], ranks: int, config: 
     return weights, gradients, kept, elsewhen
 
 
-def _parked(counts: Counts, state: int, devices: list[str], ranks: int) -> float:
+def _parked(counts: Counts, state: float, devices: list[str], ranks: int) -> float:
     """Return the bytes on the host of each GPU, by the table above, if optimizer and weights are on these devices."""
     optimizer, weights = (device == "cpu" for device in devices)
     trained = state * counts.trained

@@ -219,7 +219,9 @@ def _find_figures(candidate: Candidate, rehearsal: Rehearsal, samples: Samples, 
 
     def needed(size: int | None) -> int:
         if size not in figures.peaks:
-            settings = candidate.settings if size is None else replace(candidate.settings, micro_batch_size=size)
+            settings = candidate.settings
+            if size is not None:
+                settings = replace(settings, micro_batch_size=size, micro_batch_tokens=None)
             batches = largest_batches(settings, samples.length, samples.image_size, settings.ranks)
             peak = complete(settings, rehearsal.peak(*batches), rehearsal.counts)
             figures.peaks[size] = peak._replace(tensors=peak.tensors[:LARGEST_TENSORS])

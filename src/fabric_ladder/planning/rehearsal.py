@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from fabric_ladder.data.loaders import MicroBatch
 from fabric_ladder.data.splits import ImageDatasets, TextDatasets
 from fabric_ladder.distributed.fsdp import fsdp_strategy, sharding_policy, transformer_blocks
+from fabric_ladder.models.adam_4bit import Adam4bit
 from fabric_ladder.models.build import build_model
 from fabric_ladder.models.checkpointing import host_memory_within
 from fabric_ladder.models.optimizer import build_optimizer
@@ -158,6 +159,8 @@ class Rehearsal:
             for group in optimizer.param_groups:
                 if group["foreach"] is None and not group["fused"]:
                     group["foreach"] = True  # what None means for parameters on a GPU
+        if isinstance(optimizer, Adam4bit):
+            optimizer.parts = 1
         self.optimizer = self.fabric.setup_optimizers(optimizer)
         self._name_tensors()
 

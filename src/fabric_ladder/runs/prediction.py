@@ -191,7 +191,7 @@ def _key(settings: Settings, config: dict, cuts: list, ranks: int | None, gpu: s
     sources = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         sources.update(path.read_bytes())
-    parts = [relevant(settings), config, shapes, ranks, gpu, room, describe_versions("peft")]
+    parts = [relevant(settings), config, shapes, ranks, gpu, room, describe_versions("peft", "torchao")]
     parts.append(sources.hexdigest())
     files = [Path(settings.cache_dir) / "memory" / "overhead.json", Path(settings.deepspeed or "")]
     parts += [path.read_text(encoding="utf-8") for path in files if path.is_file()]  # what the planner reads, too

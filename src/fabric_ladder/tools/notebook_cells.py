@@ -137,7 +137,7 @@ from pathlib import Path
 FILES = {{}}
 {files}
 
-CACHE = Path(os.environ.get("FABRIC_LADDER_CACHE") or Path.home() / ".cache" / "fabric_ladder")
+CACHE = Path(os.environ.get("FABRIC_LADDER_CACHE") or "~/.cache/fabric_ladder").expanduser()
 HOME = CACHE / "scripts" / hashlib.sha256(repr(FILES).encode()).hexdigest()[:16]
 if not HOME.exists():
     HOME.parent.mkdir(parents=True, exist_ok=True)

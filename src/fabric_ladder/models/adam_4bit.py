@@ -1,0 +1,136 @@
+"""Adam whose two moments take 4 bits each, in PyTorch's own operations.
+
+Moments, tables and blocks are those of Li et al., 2023, Memory Efficient Optimizers with 4-bit States
+(arXiv:2309.01507), as torchao's `Adam4bit` has them. That one is compiled at its first step, for each shape anew.
+"""
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabric_ladder.errors import UserError
+
+BLOCK = 128  # values that share a scale
+LEAST = 4096  # values of a tensor below which its moments stay in 32-bit
+AT_ONCE = 2**22  # values of a weight that are stepped at once, a multiple of the block; it bounds temporary tensors
+POSITIVE = (0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875)  # of the dynamic exponent type in 4 bits
+TABLES = {  # the 16 shares of a block's largest magnitude that 4 bits stand for, ascending
+    "exp_avg": (*(-share for share in reversed(POSITIVE)), 0.0, *POSITIVE, 1.0),
+    "exp_avg_sq": tuple(number / 16 for number in range(1, 17)),  # none is 0, which Adam divides by
+}
+
+
+class Adam4bit(Optimizer):
+    """Adam, with each moment's share of its block's largest magnitude rounded to the nearest of 16.
+
+    Two of these shares stand in a byte of `exp_avg` and `exp_avg_sq`, and the 32-bit magnitudes in `exp_avg_scale` and
+    `exp_avg_sq_scale`. A tensor that is small, or does not divide into blocks, has its moments in 32-bit. Steps are
+    computed in 32-bit and rounded once, where they are added to a weight.
+
+    Args:
+        parameters: Each contiguous in memory.
+        lr: Learning rate.
+        betas: Shares of the moments that stay at a step.
+        eps: Added to the root of the second moment.
+
+    Raises:
+        UserError: A parameter is not contiguous.
+
+    Attributes:
+        parts: Of each weight that are stepped; None: all. The first holds as much as any, which tells a rehearsal.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], lr: float, betas: tuple = (0.9, 0.999), eps: float = 1e-8
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0})
+        for parameter in chain.from_iterable(group["params"] for group in self.param_groups):
+            if not parameter.is_contiguous():
+                shape = " x ".join(map(str, parameter.shape))
+                raise UserError(f"--optimizer adam-4bit: a weight of {shape} is not contiguous; use adam-8bit")
+        self.parts: int | None = None
+        self._tables: dict[torch.device, dict[str, tuple[Tensor, Tensor]]] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable | None = None) -> None:
+        """Step the weights that have a gradient."""
+        if closure:
+            with torch.enable_grad():
+                closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_weight(parameter, group)
+
+    def _step_weight(self, parameter: nn.Parameter, group: dict) -> None:
+        state = self.state[parameter]
+        if not state:
+            state |= _new_state(parameter)
+        state["step"] += 1
+        weight, gradient, step = parameter.view(-1), parameter.grad.reshape(-1), float(state["step"])
+        first, second = (1 - beta**step for beta in group["betas"])
+        for start in range(0, len(weight), AT_ONCE)[: self.parts]:
+            end = min(start + AT_ONCE, len(weight))
+            part = gradient[start:end].float()
+            weight[start:end].add_(self._update(state, start, end, part, group, second), alpha=-group["lr"] / first)
+
+    def _update(self, state: dict, start: int, end: int, gradient: Tensor, group: dict, correction: float) -> Tensor:
+        """Take a part of a gradient into both moments, and return the first over the root of the second.
+
+        Args:
+            state: Of the parameter.
+            start, end: Of the part.
+            gradient: Of the part, in 32-bit.
+            group: Of the parameter.
+            correction: What the second moment is divided by, since it was 0 at first.
+        """
+        moment = self._read(state, "exp_avg_sq", start, end)
+        moment.lerp_(gradient.square(), 1 - group["betas"][1])
+        self._write(state, "exp_avg_sq", start, end, moment)
+        root = moment.sqrt().div_(correction**0.5).add_(group["eps"])
+        moment = self._read(state, "exp_avg", start, end)
+        moment.lerp_(gradient, 1 - group["betas"][0])
+        self._write(state, "exp_avg", start, end, moment)
+        return torch.div(moment, root, out=root)
+
+    def _read(self, state: dict, name: str, start: int, end: int) -> Tensor:
+        """Return a part of a moment in 32-bit; where it is kept so, the state itself."""
+        if f"{name}_scale" not in state:
+            return state[name][start:end]
+        pairs, _ = self._tables_on(state[name].device)[name]
+        values = pairs[state[name][start // 2 : end // 2].int()].view(-1, BLOCK)
+        return values.mul_(state[f"{name}_scale"][start // BLOCK : end // BLOCK, None]).view(-1)
+
+    def _write(self, state: dict, name: str, start: int, end: int, moment: Tensor) -> None:
+        """Keep a part of a moment in 4 bits, if it is kept so."""
+        if f"{name}_scale" in state:
+            _, bounds = self._tables_on(moment.device)[name]
+            blocks = moment.view(-1, BLOCK)
+            scale = blocks.abs().amax(1).clamp_(1e-12)  # of zeros, too
+            codes = torch.bucketize(blocks / scale[:, None], bounds, out_int32=True, right=True).view(-1, 2)
+            state[name][start // 2 : end // 2] = codes[:, 0] * 16 + codes[:, 1]
+            state[f"{name}_scale"][start // BLOCK : end // BLOCK] = scale
+
+    def _tables_on(self, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return, by moment, the two shares that each byte stands for, and the bounds between shares."""
+        if device not in self._tables:
+            self._tables[device] = {}
+            for name, values in TABLES.items():
+                shares = torch.tensor(values, device=device)
+                pairs = torch.stack([shares.repeat_interleave(16), shares.repeat(16)], 1)
+                self._tables[device][name] = pairs, (shares[1:] + shares[:-1]) / 2
+        return self._tables[device]
+
+
+def _new_state(parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Return the state before the first step: a scale of 0 makes every code 0."""
+    size, zeros = parameter.numel(), parameter.new_zeros
+    if size < LEAST or size % BLOCK:
+        moments = {name: zeros(size, dtype=torch.float32) for name in TABLES}
+    else:
+        moments = {name: zeros(size // 2, dtype=torch.uint8) for name in TABLES}
+        moments |= {f"{name}_scale": zeros(size // BLOCK, dtype=torch.float32) for name in TABLES}
+    return {"step": torch.tensor(0.0), **moments}
