@@ -8,21 +8,19 @@ empty. A rehearsal, and what failed, fills nothing.
 
 import argparse
 import json
-import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import common  # first of all: it makes the project importable without an installation
+import pages
 from harvest_entries import fastest, rungs_of
+from pages import PAGES, table
 
 from fabric_ladder.advice import show_errors
-from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError
 
 GPU = common.RESULTS / "gpu"
-PAGES = [common.ROOT / "README.md", *sorted((common.ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"(<!-- gpu:(\w+) -->).*?(<!-- /gpu -->)", re.DOTALL)
+BLOCK = pages.block("gpu")
 SPEEDS = {  # column: figure, how it is written
     "samples/s": ("samples_per_second", "{:,.1f}"), "at the end": ("late_samples_per_second", "{:,.1f}"),
     "tokens/s": ("tokens_per_second", "{:,.0f}"), "MFU at the end": ("late_mfu", "{:.1%}"),
@@ -37,12 +35,6 @@ def shown(value: float | None, form: str) -> str:
     if value is None:
         return ""
     return form.removesuffix(" GB").format(value / 1e9 if form.endswith(" GB") else value)
-
-
-def table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """Return the lines of a table; none without rows."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return [f"| {' | '.join(cells)} |" for cells in lines] if rows else []
 
 
 def speeds(figures: Figures) -> list[str]:
@@ -193,20 +185,17 @@ def status(harvests: list[dict]) -> list[str]:
 def fill(text: str, harvests: list[dict]) -> str:
     """Return a page with its blocks filled."""
 
-    def block(found: re.Match) -> str:
-        name, lines = found[2], []
+    def lines(name: str) -> list[str]:
         if name == "status":
-            lines = status(harvests)
-        else:
-            for harvest in harvests:
-                records = {
-                    entry: record["figures"] for entry, record in harvest["entries"].items() if "figures" in record
-                }
-                if made := BLOCKS[name](records):
-                    lines += [*([""] if lines else []), title(harvest), "", *made]
-        return "\n".join([found[1], *lines, found[3]])
+            return status(harvests)
+        found = []
+        for harvest in harvests:
+            records = {entry: record["figures"] for entry, record in harvest["entries"].items() if "figures" in record}
+            if made := BLOCKS[name](records):
+                found += [*([""] if found else []), title(harvest), "", *made]
+        return found
 
-    return BLOCK.sub(block, text)
+    return pages.fill(text, "gpu", lines)
 
 
 def read(paths: list[Path]) -> list[dict]:
@@ -235,10 +224,7 @@ def main() -> None:
     show_errors()
     harvests = read(parser.parse_args().files or sorted(GPU.glob("*.json")))
     for page in PAGES:
-        before = page.read_text(encoding="utf-8")
-        if (after := fill(before, harvests)) != before:
-            write_whole(page, after)
-            print(f"filled {page.relative_to(common.ROOT)}", file=sys.stderr)
+        pages.rewrite(page, lambda text: fill(text, harvests))
 
 
 if __name__ == "__main__":

@@ -239,7 +239,7 @@ def memory(job: Job) -> list[Entry]:
         if not row.options and row.gpus == 1 and row.rung.split("_")[0] in [*"12345678", *"13 16 18 19 20 21".split()]:
             rows["bloom-560m"].append(row)
     for row in memory_ladder.ENTRIES["vit-large-16"]:
-        if row.target and row.target > 2 and "16-mixed" not in row.options and row.rung[:2] != "11":
+        if row.rung.split("_")[0] in [*"2456"] and "16-mixed" not in row.options:
             rows["vit-large-16"].append(row)
     for model, chosen in rows.items():
         found += [memory_row(job, model, row) for row in (chosen[1:2] if job.rehearse else chosen)]

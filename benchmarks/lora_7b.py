@@ -86,7 +86,7 @@ class Trainee:
 
     def steps(self, samples: int, tokens: int, count: int) -> tuple[float, int]:
         """Train on one micro-batch so often; return the seconds of a step but the first, and peak bytes."""
-        settings = replace(self.settings, batch_size=samples, micro_batch_size=samples)
+        settings = replace(self.settings, batch_size=samples, micro_batch_size=samples, micro_batch_tokens=None)
         batch = filled(largest_batches(settings, tokens)[0][0], self.vocabulary)
         cuda = self.fabric.device.type == "cuda"
         gc.collect()

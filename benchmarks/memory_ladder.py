@@ -10,8 +10,8 @@ are as long as they may be: texts of 1,024 tokens, images of 224 pixels. It is t
 where there is nothing to share, but something to offload; four are predicted only. What DeepSpeed and 4-bit weights
 take is predicted by formula, and `torch.compile` left out of the prediction, since it keeps at most as much.
 
-`target` is what the series on memory that the rungs follow prints for the same techniques on ViT-L/16 and CIFAR-10,
-effective batch 64; and 1.6 GB for all that one GPU allows.
+`target` is what the log of the memory series, which the rungs follow, prints for the same technique and micro-batch on
+ViT-L/16 and CIFAR-10.
 """
 
 import argparse
@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fabric_ladder.planning.candidates import CHECKPOINTING, read_settings
+from fabric_ladder.planning.candidates import CHECKPOINTING, NAMED, ON_HOST, read_settings
 from fabric_ladder.planning.predict import largest_batches, predict_peak
 from fabric_ladder.planning.tracker import ON_DEVICE, Peak
 
@@ -41,7 +41,8 @@ SHARDED = ("10_fsdp", "11_fsdp_cpu_offload")
 FURTHER = ("16_bf16_that_learns", "17_step_in_backward", "18_low_bit_optimizer", "19_optimizer_offload")
 HEADER = ["GB", "parameters", "gradients", "optimizer", "activations", "logits", "other", "in host", "predicted",
           "target", "highest in"]  # fmt: skip
-CHECKPOINTED = " ".join(CHECKPOINTING)
+CHECKPOINTED, PARKED = " ".join(CHECKPOINTING), " ".join(ON_HOST)
+IN_8_BITS, IN_4_BITS = "--optimizer adam-8bit", "--optimizer adam-4bit"
 RECOMPUTING = ("7_grad_checkpointing", "20_activation_offload", "21_selective_checkpointing")
 
 
@@ -56,24 +57,22 @@ class Entry(NamedTuple):
     @property
     def name(self) -> str:
         """What stands in the table: values that speak for themselves without their option's name."""
-        options = (
-            self.options.replace(CHECKPOINTED, "checkpointing")
-            .replace(ON_HOST, "optimizer offload")
-            .replace("--micro_batch_size", "micro-batch")
-        )
+        options = self.options.replace("--micro_batch_size", "micro-batch")
+        for pair, words in NAMED.items():
+            options = options.replace(" ".join(pair), words)
         options = re.sub(r"--\w+ ", "", options)
         return f"{self.rung} {options}".strip() + (f", {self.gpus} GPUs" if self.gpus > 1 else "")
 
 
-IN_8_BITS, ON_HOST = "--optimizer adam-8bit", "--optimizer_offload true"
-DOWNWARDS = [  # one technique more in each
+DOWNWARDS = [  # one technique more in each, and what does without the host
     Entry("1_batch_size_1"),
     Entry("4_mixed_precision", "--batch_size 1"),
     Entry("16_bf16_that_learns", "--batch_size 1"),
     Entry("16_bf16_that_learns", f"--batch_size 1 {CHECKPOINTED}"),
     Entry("18_low_bit_optimizer", f"--batch_size 1 {CHECKPOINTED}"),
     Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} {IN_8_BITS}"),
-    Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} {IN_8_BITS} {ON_HOST}"),
+    Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} {IN_8_BITS} {PARKED}"),
+    Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} {IN_4_BITS}"),
 ]
 ALL = f"--precision bf16-true --optimizer sgd {CHECKPOINTED}"
 ZERO = [f"--deepspeed {stage}" for stage in ("zero2", "zero2_offload", "zero3", "zero3_offload")]
@@ -89,9 +88,10 @@ ENTRIES = {
         *(Entry(rung, more) for rung in ("13_lora", "14_qlora") for more in ("", CHECKPOINTED)),
         *(Entry(rung, gpus=4) for rung in SHARDED),
         *(Entry(rung) for rung in (*FURTHER, *RECOMPUTING[1:])),
+        Entry("18_low_bit_optimizer", IN_4_BITS),
         Entry("16_bf16_that_learns", f"--batch_size 1 {CHECKPOINTED}"),
         Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED}"),
-        Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} {ON_HOST}"),
+        Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} {PARKED}"),
         Entry("22_float8"),
         *(Entry(rung, "--micro_batch_size 16") for rung in ("5_low_precision", *RECOMPUTING)),
     ],
@@ -104,12 +104,13 @@ ENTRIES = {
         Entry("4_mixed_precision", "--micro_batch_size 64 --precision 16-mixed", 18.21),
         Entry("5_low_precision", "--micro_batch_size 64", 13.82),
         Entry("5_low_precision", "--micro_batch_size 16", 5.69),
-        Entry("6_lean_optimizer", "--micro_batch_size 16", 3.91),
-        Entry("6_lean_optimizer", f"--micro_batch_size 16 {CHECKPOINTED}", 2.02),
-        Entry("11_fsdp_cpu_offload", f"--micro_batch_size 16 {ALL}", 2.02),
+        Entry("5_low_precision", "--micro_batch_size 4", 3.91),
+        Entry("6_lean_optimizer", "--micro_batch_size 16"),
+        Entry("6_lean_optimizer", f"--micro_batch_size 16 {CHECKPOINTED}"),
+        Entry("11_fsdp_cpu_offload", f"--micro_batch_size 16 {ALL}"),
         *(Entry("12_deepspeed_zero", f"--micro_batch_size 16 {stage}") for stage in ZERO),
-        Entry("6_lean_optimizer", f"--micro_batch_size 1 {CHECKPOINTED}", 1.6),
-        Entry("11_fsdp_cpu_offload", f"--micro_batch_size 1 {ALL}", 1.6),
+        Entry("6_lean_optimizer", f"--micro_batch_size 1 {CHECKPOINTED}"),
+        Entry("11_fsdp_cpu_offload", f"--micro_batch_size 1 {ALL}"),
         *(Entry(rung, "--micro_batch_size 16", gpus=4) for rung in SHARDED),
         *(Entry(rung, "--micro_batch_size 16") for rung in RECOMPUTING),
         Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} --optimizer sgd"),

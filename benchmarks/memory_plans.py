@@ -96,7 +96,7 @@ def page(results: dict[str, dict]) -> str:
         "with CUDA's own; speed: 1 is a busy GPU in 16 bits, a guess. Adapters cost 1.1 points of accuracy "
         "([LoRA](lora.md#adapters-against-full-fine-tuning)); what else is known of it: "
         "[results](results.md#seven-rungs-side-by-side). For your own model, GPU and settings, with the command: "
-        "`python scripts/plan_memory.py --gpu T4`; every way: `--full`.",
+        "`python scripts/plan_memory.py --gpu T4`; every way: `--full`.\n<!-- figures: unfiled -->",
     ]
     for model, options in MODELS.items():
         command = " ".join(["python scripts/plan_memory.py", *options, "--model", f"configs/models/{model}.json"])
@@ -109,6 +109,7 @@ def page(results: dict[str, dict]) -> str:
                 if weights == "all weights":
                     cells.append(", ".join(cost.split(" (")[0] for cost in way["costs"]) if way else "")
             lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"<!-- figures: {OUT.name} {model},*.answers -->")
     return "\n".join(lines) + "\n"
 
 

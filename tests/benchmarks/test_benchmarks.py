@@ -13,6 +13,7 @@ from fabric_ladder import parse_settings
 sys.path.append(str(ROOT / "benchmarks"))
 import against_peers
 import common
+import memory_ladder
 import memory_plans
 import padding
 import peers
@@ -72,6 +73,12 @@ def test_the_tokens_of_a_cut_are_counted_as_they_are_computed(tmp_path):
     assert passes >= sum(lengths) / 128
     assert counted["computed per token"] == passes * 128 / sum(lengths)
     assert counted["shapes"] == 1
+
+
+def test_what_stands_in_the_table_of_memory_is_named_as_the_planner_names_it(monkeypatch):
+    monkeypatch.setitem(memory_ladder.NAMED, ("--lora", "true"), "adapters")
+    for pair, words in memory_ladder.NAMED.items():
+        assert memory_ladder.Entry("7", f"--micro_batch_size 2 {' '.join(pair)}").name == f"7 micro-batch 2 {words}"
 
 
 def test_first_sentences_are_whole_and_enough():

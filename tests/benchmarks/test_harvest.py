@@ -200,7 +200,7 @@ def test_entries_follow_the_machine(tmp_path):
     assert untouched.command[-2:] == ["--matmul_precision", "highest"]
     assert [each.name for each in doubts(job)][-1] == "rank"
     assert len([name for name in names if name.startswith("memory: bloom-560m, ")]) == 14
-    assert len([name for name in names if name.startswith("memory: vit-large-16, ")]) == 6
+    assert len([name for name in names if name.startswith("memory: vit-large-16, ")]) == 8
 
 
 @pytest.mark.slow

@@ -1,0 +1,278 @@
+"""Write the tables of accuracy and memory into README and docs/, and draw the ladder, from what has been measured.
+
+    python benchmarks/evidence_tables.py            writes them
+    python benchmarks/evidence_tables.py --check    only says what it would write anew; exit status 1 if there is any
+
+A table stands between `<!-- runs:NAME -->` and `<!-- /runs -->`; in the README's table of rungs the last two columns
+are filled. Sources: the runs under results/runs/ (evidence.py) and results/memory_ladder.json (predicted bytes). What
+has not been measured is left out, or a dash.
+"""
+
+import argparse
+import io
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+import common  # first of all: it makes the project importable without an installation
+import evidence
+import pages
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from pages import PAGES, README
+
+from fabric_ladder.comparing.charts import STYLE
+from fabric_ladder.comparing.matching import Row
+from fabric_ladder.comparing.sources import read_sources
+from fabric_ladder.rungs import RUNGS
+
+PICTURE = common.ROOT / "docs" / "pictures" / "ladder_{}.png"
+LINE = re.compile(r"^\| \[(\d+_\w+)\]\((.*)$", re.MULTILINE)  # of a rung in the README's table
+BUILDS_ON = re.compile(r"^Builds on (\w+)\.py", re.MULTILINE)
+NONE = "–"
+ONE_SAMPLE = "--batch_size 1 --activation_checkpointing true"
+PREDICTED = {  # options and GPUs of the prediction that stands for a rung, and what is said of it; default: none, one
+    "10_fsdp": ("", 4, " on 4 GPUs"), "12_deepspeed_zero": ("--deepspeed zero3_offload", 1, " with zero3_offload"),
+    "17_step_in_backward": (ONE_SAMPLE, 1, " with checkpointing"),
+}  # fmt: skip
+AS_ANOTHER = {"3_torch_compile": "2_grad_accum", "9_ddp": "4_mixed_precision", "15_packing": "4_mixed_precision"}
+LIGHT = {"ink": "#1b2230", "soft": "#566072", "line": "#dfe3ea", "first": "#0b67b2", "second": "#c2490a"}
+DARK = {"ink": "#e6e9ef", "soft": "#a4adbd", "line": "#39414f", "first": "#5fb0f0", "second": "#f0905a"}
+
+
+@cache
+def rows_of(set: str) -> dict[str, dict[float, Row]]:
+    """Return a set's kept runs by rung and learning rate, each with all its seeds."""
+    found = {}
+    for rung in RUNGS:
+        home = evidence.RUNS / set / rung.stem
+        for path in sorted(home.glob("*")):
+            row = Row(read_sources([str(path)]).runs)
+            found.setdefault(rung.stem, {})[row.first.settings["learning_rate"]] = row
+    return found
+
+
+def best_row(set: str, rung: str) -> Row | None:
+    """Return the row of the rate that the search has chosen, None where it is not done or has one seed alone."""
+    rate = evidence.best_rate(evidence.kept(set, rung))
+    row = rows_of(set)[rung][rate] if rate is not None else None
+    return row if row and len(row.runs) > 1 else None
+
+
+def mean(row: Row | None, figure: str, digits: int = 1) -> str:
+    """Return a mean over the seeds, with the sample standard deviation where there are several."""
+    value = row.mean(figure) if row else None
+    if value is None:
+        return NONE
+    spread = row.spread(figure)
+    return f"{value:.{digits}f}" + (f" ± {spread:.{digits}f}" if spread is not None else "")
+
+
+def each(row: Row) -> str:
+    """Return the test accuracy of each seed."""
+    return ", ".join(f"{value:.1f}" for value in row.values("test_accuracy"))
+
+
+def interval(row: Row) -> str:
+    """Return Wilson's 95 % interval of the test accuracy."""
+    return f"{row.interval[0]:.1f} to {row.interval[1]:.1f}"
+
+
+@cache
+def own(set: str) -> dict[str, Row]:
+    """Return each rung's row at its own learning rate."""
+    found = {}
+    for rung, rates in rows_of(set).items():
+        for rate, runs in evidence.kept(set, rung).items():
+            if not all("--learning_rate" in record["command"] for record in runs.values()):
+                found[rung] = rates[rate]
+    return found
+
+
+def quickstart() -> list[str]:
+    """Return the table of the quickstart."""
+    rows = [
+        [rung, f"{mean(row, 'test_accuracy')} %", mean(row, "minutes", 2), f"{mean(row, 'memory', 2)} GB"]
+        for rung, row in own("quickstart").items()
+    ]
+    return pages.table(["rung", "test accuracy", "minutes", "peak memory"], rows)
+
+
+def of_rung(rung: str) -> list[str]:
+    """Return the line of the quickstart on a rung's own page."""
+    row = own("quickstart").get(rung)
+    if not row:
+        return []
+    figures = f"{mean(row, 'test_accuracy')} % test accuracy, {mean(row, 'memory', 2)} GB for the whole process"
+    return [f"Quickstart: {figures} ([conditions](../results.md#quickstart))."]
+
+
+def same_rate() -> list[str]:
+    """Return the table of the rungs with their own learning rates."""
+    rows = [
+        [rung, f"{row.first.settings['learning_rate']:g}", mean(row, "test_accuracy"), interval(row), each(row),
+         mean(row, "memory", 2)]
+        for rung, row in own("imdb_2000").items()
+    ]  # fmt: skip
+    header = ["rung", "learning rate", "test accuracy, %", "95 % of the test's draw", "each seed", "process, GB"]
+    return pages.table(header, rows)
+
+
+def best_rates() -> list[str]:
+    """Return the table of the searched learning rates, with the rungs at their best."""
+    rows = []
+    for rung in rows_of("imdb_2000"):
+        runs = evidence.kept("imdb_2000", rung)
+        validations = evidence.tried(runs)
+        if len(validations) < 3:
+            continue
+        shown = ", ".join(f"{rate:g}: {accuracy:.1%}" for rate, (accuracy, _) in sorted(validations.items()))
+        rate, row = evidence.best_rate(runs), best_row("imdb_2000", rung)
+        accuracy = [mean(row, "test_accuracy"), each(row)] if row else [NONE, NONE]
+        rows.append([rung, shown.replace("%", " %"), f"{rate:g}" if rate else "search not done", *accuracy])
+    header = ["rung", "validation at each rate, first seed", "best", "test accuracy, %", "each seed"]
+    return pages.table(header, rows)
+
+
+def whole() -> list[str]:
+    """Return the table of all of IMDb."""
+    rows = [
+        [rung, mean(row, "validation_accuracy", 2), mean(row, "test_accuracy", 2), interval(row), mean(row, "minutes"),
+         mean(row, "samples_per_second"), mean(row, "memory", 2)]
+        for rung, row in own("imdb").items()
+    ]  # fmt: skip
+    header = ["rung", "validation, %", "test, %", "95 % of the test's draw", "minutes", "samples/s", "process, GB"]
+    return pages.table(header, rows)
+
+
+@cache
+def predictions() -> dict[tuple[str, str, int], float]:
+    """Return the predicted peaks of BLOOM-560m in GB by rung, options and GPUs."""
+    entries = common.read_results(common.RESULTS / "memory_ladder.json")["bloom-560m"]["entries"]
+    return {(each["rung"], each["options"], each["gpus"]): each["predicted"]["total"] / 1e9 for each in entries}
+
+
+def conditions(rung: str) -> tuple[str, int, str]:
+    """Return options and GPUs of the prediction that stands for a rung, and what is said of it."""
+    return PREDICTED.get(rung, ("", 1, ""))
+
+
+def predicted(rung: str) -> tuple[float, str]:
+    """Return the predicted peak in GB that stands for a rung, and under which options."""
+    options, gpus, said = conditions(rung)
+    return predictions()[AS_ANOTHER.get(rung, rung), options, gpus], said
+
+
+def cells_of(line: re.Match) -> list[str]:
+    """Return a rung's cells in the README: rung, technique, saves, costs, accuracy and memory."""
+    return line[0].strip("| ").split(" | ")
+
+
+def change(value: float, before: float) -> str:
+    """Return by how much a figure differs from one before, in percent."""
+    percent = round((value / before - 1) * 100)
+    return f"{percent:+d} %" if percent else "0 %"
+
+
+def parent(rung: str) -> str | None:
+    """Return the rung that a rung's docstring says it builds on."""
+    found = BUILDS_ON.search((common.ROOT / "src" / f"{rung}.py").read_text(encoding="utf-8"))
+    return found[1] if found else None
+
+
+def under(rung: str, below: str) -> float:
+    """Return the predicted peak in GB of what a rung builds on, under the rung's own conditions if that is known."""
+    options, gpus, _ = conditions(rung)
+    return predictions().get((below, options, gpus), predicted(below)[0])
+
+
+def ladder() -> list[str]:
+    """Return the ladder from bottom to top: memory, its change, accuracy, and the cost in a clause."""
+    rows, first = [], predicted(RUNGS[0].stem)[0]
+    for line in LINE.finditer(README.read_text(encoding="utf-8")):
+        rung, cells = line[1], cells_of(line)
+        memory, said = predicted(rung)
+        below = parent(rung)
+        taught, best = own("imdb_2000").get(rung), best_row("imdb_2000", rung)
+        accuracy = [mean(taught, "test_accuracy"), mean(best, "test_accuracy")]
+        to_parent = f"{change(memory, under(rung, below))} ({below.split('_')[0]})" if below else NONE
+        rows.append([rung, f"{memory:.2f}{said}", to_parent, change(memory, first), *accuracy, cells[3]])
+    header = ["rung", "GPU, GB", "to what it builds on", "to rung 1", "test, %", "at its best rate, %", "it costs"]
+    return pages.table(header, rows)
+
+
+def readme(text: str) -> str:
+    """Return the README with the quickstart's figures and the predicted memory of each rung."""
+    measured = own("quickstart")
+
+    def line(found: re.Match) -> str:
+        rung, cells = found[1], cells_of(found)
+        if rung in measured:
+            cells[-2] = f"{mean(measured[rung], 'test_accuracy')} %"
+        memory, said = predicted(rung)
+        cells[-1] = f"as {AS_ANOTHER[rung].split('_')[0]}" if rung in AS_ANOTHER else f"{memory:.2f}{said}"
+        return f"| {' | '.join(cells)} |"
+
+    return LINE.sub(line, text)
+
+
+def draw(colours: dict[str, str]) -> bytes:
+    """Return a picture of the ladder: predicted memory as bars, and test accuracy with its seeds beside it."""
+    names = [rung.stem for rung in RUNGS]
+    style = STYLE | {"text.color": colours["ink"], "axes.edgecolor": colours["line"], "grid.color": colours["line"]}
+    style |= {"xtick.color": colours["soft"], "ytick.color": colours["ink"], "axes.labelcolor": colours["soft"]}
+    with rc_context(style):
+        figure = Figure(figsize=(8.4, 5.2), layout="constrained")
+        memory, accuracy = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+        values = [predicted(name)[0] for name in names]
+        memory.barh(names, values, color=colours["first"], height=0.6)
+        for number, value in enumerate(values):
+            memory.text(value + 0.1, number, f"{value:.2f}", va="center", fontsize=7, color=colours["soft"])
+        memory.set(xlabel="peak of one GPU, GB, predicted\n(BLOOM-560m, micro-batch 1, 1,024 tokens)")
+        memory.invert_yaxis()
+        for name, row in own("imdb_2000").items():
+            seeds = row.values("test_accuracy")
+            at, look = names.index(name), {"color": colours["second"]}
+            accuracy.plot(seeds, [at] * len(seeds), "o", markersize=3, alpha=0.5, **look)
+            accuracy.plot(row.mean("test_accuracy"), at, "|", markersize=11, **look)
+            accuracy.plot(row.interval, [at, at], linewidth=1, alpha=0.6, **look)
+        accuracy.set(xlabel="test accuracy, %, with 95 % intervals\n(MiniLM, 2,000 reviews; dots: seeds)")
+        for axes in (memory, accuracy):
+            axes.grid(axis="x")
+            axes.tick_params(length=0)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=160, transparent=True, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+BLOCKS = {"quickstart": quickstart, "same_rate": same_rate, "best_rates": best_rates, "whole": whole, "ladder": ladder}
+
+
+def filled(page: Path, text: str) -> str:
+    """Return a page's text with its tables as they should be."""
+    text = pages.fill(text, "runs", lambda name: of_rung(page.stem) if name == "page" else BLOCKS[name]())
+    return readme(text) if page == README else text
+
+
+def main() -> int:
+    """Write, or with `--check` compare; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a table is old")
+    stale = 0
+    if parser.parse_args().check:
+        for page in PAGES:
+            text = page.read_text(encoding="utf-8")
+            if filled(page, text) != text:
+                print(f"{page.relative_to(common.ROOT)} is not what the runs say: python benchmarks/evidence_tables.py")
+                stale = 1
+        return stale
+    for page in PAGES:
+        pages.rewrite(page, lambda text, page=page: filled(page, text))
+    for name, colours in (("light", LIGHT), ("dark", DARK)):
+        Path(str(PICTURE).format(name)).write_bytes(draw(colours))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""The runs behind the tables: which are kept, how a learning rate is searched, and what the tables say of them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from support.helpers import ROOT, SMALL, SRC, finished, run_script
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import evidence
+import evidence_tables
+
+from fabric_ladder.errors import UserError
+
+RUNG = SRC / "2_grad_accum.py"
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    home = tmp_path_factory.mktemp("evidence")
+    finished(run_script(RUNG, *SMALL, cwd=home))
+    return home / "runs" / "2_grad_accum" / "1"
+
+
+@pytest.fixture
+def small_set(monkeypatch, tmp_path):
+    monkeypatch.setattr(evidence, "RUNS", tmp_path / "kept")
+    monkeypatch.setitem(evidence.SETS, "small", evidence.Set([str(option) for option in SMALL], "2", minilm=False))
+    return tmp_path / "kept" / "small"
+
+
+def test_a_run_is_kept_without_this_machine_s_folders(small_set, run_folder):
+    evidence.keep_all("small", [str(run_folder)])
+    (record,) = evidence.kept("small", "2_grad_accum")[0.001].values()
+    assert (
+        record["results"]["test_accuracy"]
+        == json.loads((run_folder / "run.json").read_text())["results"]["test_accuracy"]
+    )
+    kept = small_set / "2_grad_accum" / "0.001" / "123"
+    assert sorted(path.name for path in kept.iterdir()) == ["log.txt", "metrics.csv", "run.json"]
+    assert record["command"].startswith("python src/2_grad_accum.py")
+    assert (record["settings"]["dataset"], record["data"]["train_samples"]) == ("synthetic", 96)
+    for path in kept.iterdir():
+        text = path.read_text()
+        assert not any(folder in text for folder in (str(ROOT), str(run_folder.parents[2]), sys.prefix))
+
+
+def test_another_run_is_refused_with_what_is_other(small_set, run_folder, tmp_path):
+    with pytest.raises(UserError, match=r"is no run of quickstart: train_samples 96 instead of None"):
+        evidence.keep_all("quickstart", [str(run_folder)])
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    record = json.loads((run_folder / "run.json").read_text()) | {"status": "stopped"}
+    (broken / "run.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match="the run is not finished"):
+        evidence.keep_all("small", [str(broken)])
+    assert not small_set.exists()
+
+
+def test_what_is_kept_is_not_run_again_and_what_is_not_is(small_set, run_folder, monkeypatch, tmp_path, capfd):
+    monkeypatch.setattr(evidence, "WORK", tmp_path / "work")
+    evidence.keep_all("small", [str(run_folder)])
+    evidence.make(evidence.Wanted("small", RUNG, 123))
+    assert not (tmp_path / "work").exists()
+    evidence.make(evidence.Wanted("small", RUNG, 123, 0.004))
+    assert sorted(evidence.kept("small", "2_grad_accum")) == [0.001, 0.004]
+    assert "small: 2_grad_accum, learning rate 0.004, seed 123" in capfd.readouterr().out
+
+
+def test_the_search_tries_both_sides_and_goes_on_beyond_the_best():
+    """The validation of the rates that a search tries, best at 0.016 here: two steps above the rung's own."""
+    tried: dict[float, dict[int, dict]] = {}
+    while (rate := evidence.next_rate(tried, 0.001)) is not None:
+        accuracy = 0.9 - abs(rate - 0.016)
+        epoch = {"validation_accuracy": accuracy, "validation_loss": 1 - accuracy}
+        tried[rate] = {evidence.SEED: {"results": {"epochs": [epoch]}}}
+    assert sorted(tried) == pytest.approx([0.00025, 0.001, 0.004, 0.016, 0.064])
+    assert evidence.best_rate(tried) == pytest.approx(0.016)
+
+
+def test_the_search_ends_where_all_is_downhill():
+    tried = {
+        rate: {evidence.SEED: {"results": {"epochs": [{"validation_accuracy": 0.5, "validation_loss": rate}]}}}
+        for rate in (4e-6 * 0.25**step for step in range(-1, 5))
+    }
+    assert evidence.next_rate(tried, 4e-6) is None
+    assert evidence.best_rate(tried) == min(tried)
+
+
+def test_the_documents_say_what_the_runs_say():
+    command = [sys.executable, str(ROOT / "benchmarks" / "evidence_tables.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+def test_a_table_that_was_changed_by_hand_is_found():
+    page = ROOT / "docs" / "results.md"
+    text = page.read_text(encoding="utf-8")
+    table = "\n".join(evidence_tables.same_rate())
+    assert table in text
+    assert evidence_tables.filled(page, text.replace(table, table.replace("2_grad_accum", "3_grad_accum"))) == text
+
+
+def test_a_search_that_is_not_done_is_said(small_set):
+    command = [sys.executable, str(ROOT / "benchmarks" / "evidence.py"), "best", "cifar10", "--rungs", "9"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "9_ddp: search its learning rate first" in done.stderr
