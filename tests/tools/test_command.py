@@ -118,7 +118,8 @@ def test_a_wheel_runs_in_an_empty_folder(tmp_path, clone, environment):
     assert "2_grad_accum · synthetic · bloom-quickstart.json" in stdout
     assert "Test accuracy" in stdout
     stdout = run(ladder, "run", "9_ddp", "--devices", "2", *SMALL, cwd=empty)
-    assert "batch 16 = 2 x 8 x 1" in stdout
+    assert "9_ddp · synthetic · bloom-quickstart.json" in stdout
+    assert "· cpu: 2 x " in stdout  # both processes took part
     assert "2_grad_accum" in run(ladder, "compare", "runs", "--anyway", cwd=empty)
     document = json.loads(run(ladder, "doctor", "--json", cwd=empty))
     named = {one["name"]: one for one in document["items"]}

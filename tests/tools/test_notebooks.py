@@ -122,6 +122,7 @@ def test_deepspeed_s_notebook_says_what_it_lacks_here(tmp_path):
     assert lines[0] == "error: 12_deepspeed_zero needs a CUDA GPU; src/10_fsdp.py shards a model on CPUs too"
 
 
+@pytest.mark.slow
 def test_a_self_contained_notebook_runs_and_several_devices_go_through_its_script(tmp_path):
     """The script after the rung itself has run in the kernel, whose rank and port it must not inherit."""
     document = made("9_ddp", self_contained=True)
@@ -136,12 +137,13 @@ def test_a_self_contained_notebook_runs_and_several_devices_go_through_its_scrip
     run_all(document, tmp_path)
     home = tmp_path / "ladder_notebook"
     stdout = printed(document.cells[:-1])
-    assert "batch 16 = 16 x 1" in stdout
+    assert "batch 16 in micro-batches of 1024 tokens" in stdout
     assert stdout.endswith(f"{home}/src/fabric_ladder/__init__.py {home}/src/local_dataset_utilities.py\n")
     assert {found.name for found in tmp_path.iterdir()} == {"ladder_notebook"}
     stdout = printed([cell])
     assert "9_ddp · synthetic" in stdout
-    assert "batch 16 = 2 x 8 x 1" in stdout
+    assert "batch 16 in micro-batches of 1024 tokens" in stdout
+    assert "cpu: 2 x " in stdout
     assert "Test accuracy" in stdout
 
 
@@ -152,13 +154,16 @@ def test_a_single_file_runs_by_python(tmp_path, single_files, more):
     path = tmp_path / "pasted.py"
     path.write_text(single_files[name], encoding="utf-8")
     cache = tmp_path / "cache"
-    stdout = finished(run_script(path, *SMALL, *more, cwd=tmp_path, FABRIC_LADDER_CACHE=cache))
+    environment = {"HOME": tmp_path, "FABRIC_LADDER_CACHE": "~/cache"}
+    stdout = finished(run_script(path, *SMALL, *more, cwd=tmp_path, **environment))
+    assert not (tmp_path / "~").exists()
     assert "pasted · synthetic" in stdout
     assert "Test accuracy" in stdout
     (home,) = (cache / "scripts").iterdir()
     assert (home / "src" / LOOP).read_text() == (SRC / LOOP).read_text()
 
 
+@pytest.mark.slow
 def test_a_single_file_runs_in_one_cell_and_gives_the_same_losses(tmp_path, single_files):
     modules, rung = single_files["2_grad_accum"].split("import Run,")
     source = f"{modules}import Run,{rung.replace('parse_settings(', f'parse_settings(args={list(SMALL)}, ')}"
@@ -174,6 +179,7 @@ def single_files():
     return {name: script(SRC / f"{name}.py", None) for name in ("2_grad_accum", "9_ddp")}
 
 
+@pytest.mark.slow
 def test_a_config_goes_along_with_the_files_that_it_names(tmp_path):
     (tmp_path / "mine.yaml").write_text(
         "dataset: few.csv\nmodel: models/small.json\nfrom_scratch: true\nbatch_size: 4\n"
