@@ -31,6 +31,7 @@ from against_blog import model_options
 from common import CannotMeasureError
 
 from fabric_ladder.advice import show_errors
+from fabric_ladder.comparing.matching import WITHOUT_EFFECT
 from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError, read_outside
 from fabric_ladder.rungs import RUNGS, check_rung, choose_rungs
@@ -40,10 +41,8 @@ RUNS = common.RESULTS / "runs"
 WORK = common.ROOT / "runs" / "evidence"  # of runs that are not finished
 SEED, STEP, LIMIT = 123, 4, 6  # the first seed; from one learning rate to the next; how many are tried at most
 FILES = ("run.json", "log.txt", "metrics.csv")
-FREE = set(  # what leaves a run's figures as they are, or says where things lie on a machine
-    "check_only runs_dir logger save save_every keep resume max_time log_every data_dir cache_dir model tokenizer "
-    "config notices threads name".split()
-)
+# what leaves a run's figures as they are, or says where things lie on a machine
+FREE = {*WITHOUT_EFFECT, *"log_every data_dir cache_dir model tokenizer config threads name".split()}
 MINILM = "--config configs/imdb_minilm.yaml --max_length 128 --threads 1".split()
 
 
@@ -56,9 +55,12 @@ class Set(NamedTuple):
     seeds: int = 1
 
 
+IMDB_2000 = [*MINILM, "--log_every", "96"]
 SETS = {
     "quickstart": Set([], minilm=False),
-    "imdb_2000": Set([*MINILM, "--log_every", "96"], "1,2,4,5,6,7,13,15,16,17,18", seeds=5),
+    "imdb_2000": Set(IMDB_2000, "1,2,4,5,6,7,13,15,16,17,18", seeds=5),
+    "imdb_2000_all_linear": Set([*IMDB_2000, "--lora_targets", "all-linear"], "13", seeds=5),
+    "imdb_2000_adam_4bit": Set([*IMDB_2000, "--optimizer", "adam-4bit"], "18", seeds=5),
     "imdb": Set(
         [*MINILM, *"--train_samples 35000 --validation_samples 5000 --test_samples 10000 --log_every 1600".split()],
         "1,2,4,15",
@@ -252,8 +254,8 @@ def main() -> int:
             if args.what == "search":
                 search(args.set, rung)
                 continue
-            rate = best_rate(kept(args.set, rung.stem)) if args.what == "best" else None
-            if args.what == "best" and rate is None:
+            rate = None
+            if args.what == "best" and (rate := best_rate(kept(args.set, rung.stem))) is None:
                 raise UserError(f"{rung.stem}: search its learning rate first")
             for seed in range(SEED, SEED + (args.seeds or SETS[args.set].seeds)):
                 make(Wanted(args.set, rung, seed, rate))

@@ -25,11 +25,10 @@ from pages import PAGES, README
 from fabric_ladder.comparing.charts import STYLE
 from fabric_ladder.comparing.matching import Row
 from fabric_ladder.comparing.sources import read_sources
-from fabric_ladder.rungs import RUNGS
+from fabric_ladder.rungs import RUNGS, parent
 
 PICTURE = common.ROOT / "docs" / "pictures" / "ladder_{}.png"
 LINE = re.compile(r"^\| \[(\d+_\w+)\]\((.*)$", re.MULTILINE)  # of a rung in the README's table
-BUILDS_ON = re.compile(r"^Builds on (\w+)\.py", re.MULTILINE)
 NONE = "–"
 ONE_SAMPLE = "--batch_size 1 --activation_checkpointing true"
 PREDICTED = {  # options and GPUs of the prediction that stands for a rung, and what is said of it; default: none, one
@@ -175,12 +174,6 @@ def change(value: float, before: float) -> str:
     return f"{percent:+d} %" if percent else "0 %"
 
 
-def parent(rung: str) -> str | None:
-    """Return the rung that a rung's docstring says it builds on."""
-    found = BUILDS_ON.search((common.ROOT / "src" / f"{rung}.py").read_text(encoding="utf-8"))
-    return found[1] if found else None
-
-
 def under(rung: str, below: str) -> float:
     """Return the predicted peak in GB of what a rung builds on, under the rung's own conditions if that is known."""
     options, gpus, _ = conditions(rung)
@@ -193,10 +186,10 @@ def ladder() -> list[str]:
     for line in LINE.finditer(README.read_text(encoding="utf-8")):
         rung, cells = line[1], cells_of(line)
         memory, said = predicted(rung)
-        below = parent(rung)
+        below = parent(common.ROOT / "src" / f"{rung}.py")
         taught, best = own("imdb_2000").get(rung), best_row("imdb_2000", rung)
         accuracy = [mean(taught, "test_accuracy"), mean(best, "test_accuracy")]
-        to_parent = f"{change(memory, under(rung, below))} ({below.split('_')[0]})" if below else NONE
+        to_parent = f"{change(memory, under(rung, below.stem))} ({below.stem.split('_')[0]})" if below else NONE
         rows.append([rung, f"{memory:.2f}{said}", to_parent, change(memory, first), *accuracy, cells[3]])
     header = ["rung", "GPU, GB", "to what it builds on", "to rung 1", "test, %", "at its best rate, %", "it costs"]
     return pages.table(header, rows)

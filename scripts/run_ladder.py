@@ -16,15 +16,13 @@ from rich.console import Console
 
 from fabric_ladder.advice import show_errors
 from fabric_ladder.checkpoints.export import Arguments
+from fabric_ladder.comparing.matching import WITHOUT_EFFECT
 from fabric_ladder.comparing.page import to_html
 from fabric_ladder.comparing.sources import read_sources
 from fabric_ladder.comparing.table import compare, print_table
 from fabric_ladder.errors import UserError, read_outside
 from fabric_ladder.rungs import RUNGS, check_rung, choose_rungs, script_defaults
 from fabric_ladder.tools.outputs import check_outputs, write_outputs
-
-# Settings that leave a run's figures as they are.
-WITHOUT_EFFECT = "notices check_only runs_dir logger save save_every keep resume max_time".split()
 
 
 def comparable(settings: dict) -> dict:

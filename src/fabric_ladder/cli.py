@@ -205,8 +205,10 @@ def _micro_batch(
     if tokens == "auto" and "micro_batch_tokens" not in given:
         if size and size != script.get("micro_batch_size"):  # the user's own
             return size, None
-        if accelerator != "cuda":
-            return (None, CPU_TOKENS) if accelerator == "cpu" else (1, None)
+        if accelerator == "cpu":
+            return None, CPU_TOKENS
+        if accelerator == "mps":
+            return 1, None
     return (None, tokens) if tokens else (size or settings.batch_size, None)
 
 

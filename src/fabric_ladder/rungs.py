@@ -1,6 +1,7 @@
 """The numbered scripts, for the tools that run, check or copy them."""
 
 import ast
+import re
 import runpy
 import sys
 from functools import cache
@@ -25,6 +26,12 @@ def choose_rungs(names: list[str]) -> list[Path]:
         if name not in known:
             raise UserError(f"there is no rung {name}: give numbers from 1 to {len(RUNGS)}, or names")
     return [path for path in RUNGS if path in {known[name] for name in names}]
+
+
+def parent(rung: Path) -> Path | None:
+    """Return the rung that a rung's docstring says it builds on, None for the first."""
+    found = re.search(r"Builds on (\w+)\.py", ast.get_docstring(ast.parse(rung.read_text(encoding="utf-8"))))
+    return SRC / f"{found[1]}.py" if found else None
 
 
 @cache

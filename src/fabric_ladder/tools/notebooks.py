@@ -11,7 +11,8 @@ from pathlib import Path
 
 from fabric_ladder.errors import UserError
 from fabric_ladder.options import PATHS, choose_config, read_config
-from fabric_ladder.places import CONFIGS, PACKAGE, SRC
+from fabric_ladder.places import CONFIGS, PACKAGE
+from fabric_ladder.rungs import parent
 from fabric_ladder.tools import notebook_cells as cells
 from fabric_ladder.tools.project import ROOT, describe_project
 
@@ -32,7 +33,7 @@ def notebook(rung: Path, config: str | None, self_contained: bool = False, reada
     """
     doc, imports, parts = sections(rung)
     files = needed_files(rung, config) if self_contained else _config_files(config) if config else {}
-    about = [_introduction(rung, doc), _difference(rung, doc), _figures(rung)]
+    about = [_introduction(rung, doc), _difference(rung), _figures(rung)]
     content = [_text(text) for text in [*about, "## Set-up"] if text]
     content += [_code(_install(rung, self_contained)), _code(cells.ACCELERATOR)]
     if self_contained:
@@ -118,13 +119,12 @@ def _introduction(rung: Path, doc: str) -> str:
     return "\n\n".join([badge, f"# {rung.stem.split('_')[0]} · {title}", what[:1].upper() + what[1:], *shown])
 
 
-def _difference(rung: Path, doc: str) -> str:
+def _difference(rung: Path) -> str:
     """Return the lines that the rung changes in the one it builds on; nothing for the first."""
-    if not (parent := re.search(r"Builds on (\w+)\.py", doc)):
+    if not (before := parent(rung)):
         return ""
-    before, after = SRC / f"{parent[1]}.py", rung
-    bodies = (path.read_text(encoding="utf-8").split('"""\n', 1)[1].splitlines() for path in (before, after))
-    lines = difflib.unified_diff(*bodies, f"src/{before.name}", f"src/{after.name}", n=1, lineterm="")
+    bodies = (path.read_text(encoding="utf-8").split('"""\n', 1)[1].splitlines() for path in (before, rung))
+    lines = difflib.unified_diff(*bodies, f"src/{before.name}", f"src/{rung.name}", n=1, lineterm="")
     return cells.DIFFERENCE.format(lines="\n".join(line for line in lines if not line.startswith("@@")))
 
 
