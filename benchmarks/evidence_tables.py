@@ -107,13 +107,25 @@ def of_rung(rung: str) -> list[str]:
     return [f"Quickstart: {figures} ([conditions](../results.md#quickstart))."]
 
 
+def variants() -> list[tuple[str, str, str]]:
+    """Return set, rung and name of all that was run on 2,000 reviews, in the ladder's order."""
+    sets = [name for name in evidence.SETS if name.startswith("imdb_2000")]
+    found = []
+    for rung in RUNGS:
+        for name in sets:
+            extra = " ".join(evidence.SETS[name].options[len(evidence.IMDB_2000) :])
+            if rung.stem in rows_of(name):
+                found.append((name, rung.stem, f"{rung.stem} `{extra}`" if extra else rung.stem))
+    return found
+
+
 def same_rate() -> list[str]:
     """Return the table of the rungs with their own learning rates."""
-    rows = [
-        [rung, f"{row.first.settings['learning_rate']:g}", mean(row, "test_accuracy"), interval(row), each(row),
-         mean(row, "memory", 2)]
-        for rung, row in own("imdb_2000").items()
-    ]  # fmt: skip
+    rows = []
+    for set, rung, name in variants():
+        if row := own(set).get(rung):
+            rate = f"{row.first.settings['learning_rate']:g}"
+            rows.append([name, rate, mean(row, "test_accuracy"), interval(row), each(row), mean(row, "memory", 2)])
     header = ["rung", "learning rate", "test accuracy, %", "95 % of the test's draw", "each seed", "process, GB"]
     return pages.table(header, rows)
 
@@ -121,16 +133,16 @@ def same_rate() -> list[str]:
 def best_rates() -> list[str]:
     """Return the table of the searched learning rates, with the rungs at their best."""
     rows = []
-    for rung in rows_of("imdb_2000"):
-        runs = evidence.kept("imdb_2000", rung)
+    for set, rung, name in variants():
+        runs = evidence.kept(set, rung)
         validations = evidence.tried(runs)
         if len(validations) < 3:
             continue
-        shown = ", ".join(f"{rate:g}: {accuracy:.1%}" for rate, (accuracy, _) in sorted(validations.items()))
-        rate, row = evidence.best_rate(runs), best_row("imdb_2000", rung)
+        shown = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in sorted(validations.items()))
+        rate, row = evidence.best_rate(runs), best_row(set, rung)
         accuracy = [mean(row, "test_accuracy"), each(row)] if row else [NONE, NONE]
-        rows.append([rung, shown.replace("%", " %"), f"{rate:g}" if rate else "search not done", *accuracy])
-    header = ["rung", "validation at each rate, first seed", "best", "test accuracy, %", "each seed"]
+        rows.append([name, shown, f"{rate:g}" if rate else "search not done", *accuracy])
+    header = ["rung", "validation loss at each rate, first seed", "best", "test accuracy, %", "each seed"]
     return pages.table(header, rows)
 
 

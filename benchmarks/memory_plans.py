@@ -93,10 +93,9 @@ def page(results: dict[str, dict]) -> str:
         f"Predicted, not measured: `python benchmarks/memory_plans.py`, torch {versions['torch']}, transformers "
         f"{versions['transformers']}. {about} The host's memory must be large enough.\n",
         "The first way trains all weights, the second adapters. ckpt.: activation checkpointing; GB: taken of the GPU, "
-        "with CUDA's own; speed: 1 is a busy GPU in 16 bits, a guess. Adapters cost 1.1 points of accuracy "
-        "([LoRA](lora.md#adapters-against-full-fine-tuning)); what else is known of it: "
-        "[results](results.md#seven-rungs-side-by-side). For your own model, GPU and settings, with the command: "
-        "`python scripts/plan_memory.py --gpu T4`; every way: `--full`.\n<!-- figures: unfiled -->",
+        "with CUDA's own; speed: 1 is a busy GPU in 16 bits, a guess. What adapters and all else cost in accuracy: "
+        "[results](results.md#2000-reviews). For your own model, GPU and settings, with the command: "
+        "`python scripts/plan_memory.py --gpu T4`; every way: `--full`.\n",
     ]
     for model, options in MODELS.items():
         command = " ".join(["python scripts/plan_memory.py", *options, "--model", f"configs/models/{model}.json"])
