@@ -3,6 +3,7 @@
 import ast
 import base64
 import bz2
+import importlib.util
 import json
 import re
 import subprocess
@@ -14,7 +15,8 @@ import pytest
 from nbclient import NotebookClient
 from support.helpers import ROOT, RUNGS, SMALL, SRC, finished, run_script
 
-from fabric_ladder.tools.notebooks import notebook, script
+from fabric_ladder.rungs import check_rung
+from fabric_ladder.tools.notebooks import EXTRAS, notebook, script
 
 ON_CPU = [  # Fabric starts DeepSpeed on CUDA GPUs only
     path if path.stem == "2_grad_accum" else pytest.param(path, marks=pytest.mark.slow)
@@ -35,6 +37,20 @@ def made(name, **options):
 def test_the_notebook_is_that_of_the_sources(name):
     kept = (ROOT / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8")
     assert notebook(SRC / f"{name}.py", None) == kept, "older than the sources: make notebooks"
+
+
+def test_a_notebook_installs_the_library_without_which_its_rung_is_refused(monkeypatch):
+    find = importlib.util.find_spec
+    hidden = {"bitsandbytes", "torchao"}  # DeepSpeed's rung is refused before, where there is no CUDA GPU
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in hidden else find(name, *more))
+    answers = {path.stem: check_rung(path, ["--accelerator", "cpu"]) for path in RUNGS}
+    needed = {
+        name: re.search(r"needs? (\w+): pip install", answer)
+        for name, answer in answers.items()
+        if isinstance(answer, str)
+    }
+    assert {name: found[1] for name, found in needed.items() if found} | {"12_deepspeed_zero": "deepspeed"} == EXTRAS
+    assert "[bitsandbytes]" in notebook(SRC / "18_low_bit_optimizer.py", None)
 
 
 def test_every_rung_has_its_notebook_and_no_other_is_kept():

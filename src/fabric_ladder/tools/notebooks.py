@@ -17,7 +17,10 @@ from fabric_ladder.tools import notebook_cells as cells
 from fabric_ladder.tools.project import ROOT, describe_project
 
 LARGEST = 200_000  # bytes of a file that a config names
-EXTRAS = {"12_deepspeed_zero": "deepspeed", "14_qlora": "bitsandbytes"}
+EXTRAS = {  # the optional library without which a rung does not run
+    "12_deepspeed_zero": "deepspeed", "14_qlora": "bitsandbytes", "18_low_bit_optimizer": "bitsandbytes",
+    "22_float8": "torchao",
+}  # fmt: skip
 LEFT_OUT = ("comparing", "tools", "configs", "scripts", "src")  # folders of the package that no run needs
 LINE = 10_000  # characters in a line of packed files: few lines, which editors still show
 
