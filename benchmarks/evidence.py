@@ -15,13 +15,15 @@ accuracies of models that have hardly begun to learn are noise. The test decides
 """
 
 import argparse
+import csv
 import io
 import json
 import math
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+import tarfile
+from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
@@ -37,9 +39,11 @@ from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError, read_outside
 from fabric_ladder.rungs import RUNGS, check_rung, choose_rungs
 from fabric_ladder.settings import Settings
+from local_dataset_utilities import IMDB_ARCHIVE, download_dataset
 
 RUNS = common.RESULTS / "runs"
 WORK = common.ROOT / "runs" / "evidence"  # of runs that are not finished
+STARS = "runs/evidence/stars.csv"
 SEED, STEP, LIMIT = 123, 4, 6  # the first seed; from one learning rate to the next; how many are tried at most
 FILES = ("run.json", "log.txt", "metrics.csv")
 # what leaves a run's figures as they are, or says where things lie on a machine
@@ -48,12 +52,36 @@ MINILM = "--config configs/imdb_minilm.yaml --max_length 128 --threads 1".split(
 
 
 class Set(NamedTuple):
-    """Runs of one table: options of all rungs, which rungs, and whether the model is MiniLM's package."""
+    """Runs of one table: options of all rungs, which rungs, whether the model is MiniLM's package, what makes data."""
 
     options: list[str]
     rungs: str = ""
     minilm: bool = True
     seeds: int = 1
+    prepare: Callable[[], None] = lambda: None
+
+
+def write_stars() -> None:
+    """Write IMDb's reviews in four classes, of 1 or 2, 3 or 4, 7 or 8, 9 or 10 stars, unless it is done.
+
+    The archive's files are named by number and stars: `train/pos/127_8.txt`.
+    """
+    path = common.ROOT / STARS
+    archive = download_dataset()
+    if path.exists():
+        return
+    if archive.is_dir():
+        raise UserError(f"the stars are read from {IMDB_ARCHIVE}, and {archive} is unpacked: move it away")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = io.StringIO(newline="")
+    rows = csv.writer(text)
+    rows.writerow(["text", "label"])
+    with tarfile.open(archive) as members:
+        for member in members:
+            if found := re.search(r"/(?:pos|neg)/\d+_(\d+)\.txt$", member.name):
+                stars = int(found[1]) + int(found[1]) % 2  # the even one of the two
+                rows.writerow([members.extractfile(member).read().decode(), f"{stars - 1} or {stars} stars"])
+    write_whole(path, text.getvalue())
 
 
 IMDB_2000 = [*MINILM, "--log_every", "96"]
@@ -67,6 +95,7 @@ SETS = {
         [*MINILM, *"--train_samples 35000 --validation_samples 5000 --test_samples 10000 --log_every 1600".split()],
         "1,2,4,15",
     ),
+    "stars": Set([*IMDB_2000, "--dataset", STARS], "2,16", prepare=write_stars),
     "cifar10": Set(["--config", "configs/cifar10_vit_small.yaml", "--threads", "1"], "2,4,16", minilm=False),
 }
 
@@ -243,6 +272,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.folders and args.what != "keep":
         raise UserError(f"{args.what} takes no folders; keep does")
+    SETS[args.set].prepare()
     if args.what == "keep":
         keep_all(args.set, args.folders)
         return 0

@@ -1,14 +1,18 @@
 """The runs behind the tables: which are kept, how a learning rate is searched, and what the tables say of them."""
 
+import csv
+import io
 import json
 import math
 import subprocess
 import sys
+import tarfile
 
 import pytest
 from support.helpers import ROOT, SMALL, SRC, finished, run_script
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import common
 import evidence
 import evidence_tables
 
@@ -86,6 +90,27 @@ def test_the_search_ends_where_all_is_downhill():
     }
     assert evidence.next_rate(tried, 4e-6) is None
     assert evidence.best_rate(tried) == min(tried)
+
+
+def test_stars_are_four_classes(monkeypatch, tmp_path):
+    with tarfile.open(tmp_path / "aclImdb_v1.tar.gz", "w:gz") as archive:
+        for name, text in (
+            ("train/neg/0_1", "a"),
+            ("train/neg/1_4", "b, c"),
+            ("test/pos/0_7", "d"),
+            ("test/pos/1_10", "e"),
+        ):
+            member = tarfile.TarInfo(f"aclImdb/{name}.txt")
+            member.size = len(text)
+            archive.addfile(member, io.BytesIO(text.encode()))
+    monkeypatch.setenv("FABRIC_LADDER_DATA", str(tmp_path))
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    for _ in range(2):
+        evidence.write_stars()
+    with open(tmp_path / evidence.STARS, encoding="utf-8", newline="") as file:
+        rows = list(csv.reader(file))
+    classes = [["a", "1 or 2 stars"], ["b, c", "3 or 4 stars"], ["d", "7 or 8 stars"], ["e", "9 or 10 stars"]]
+    assert rows == [["text", "label"], *classes]
 
 
 def test_the_documents_say_what_the_runs_say():
