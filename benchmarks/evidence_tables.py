@@ -157,6 +157,16 @@ def whole() -> list[str]:
     return pages.table(header, rows)
 
 
+def others() -> list[str]:
+    """Return the table of the data sets with more than two classes."""
+    rows = [
+        [set, rung, mean(row, "validation_accuracy"), mean(row, "test_accuracy"), interval(row)]
+        for set in ("stars", "cifar10")
+        for rung, row in own(set).items()
+    ]
+    return pages.table(["data", "rung", "validation, %", "test, %", "95 % of the test's draw"], rows)
+
+
 @cache
 def predictions() -> dict[tuple[str, str, int], float]:
     """Return the predicted peaks of BLOOM-560m in GB by rung, options and GPUs."""
@@ -251,7 +261,14 @@ def draw(colours: dict[str, str]) -> bytes:
     return buffer.getvalue()
 
 
-BLOCKS = {"quickstart": quickstart, "same_rate": same_rate, "best_rates": best_rates, "whole": whole, "ladder": ladder}
+BLOCKS = {
+    "quickstart": quickstart,
+    "same_rate": same_rate,
+    "best_rates": best_rates,
+    "whole": whole,
+    "others": others,
+    "ladder": ladder,
+}
 
 
 def filled(page: Path, text: str) -> str:
