@@ -15,15 +15,13 @@ accuracies of models that have hardly begun to learn are noise. The test decides
 """
 
 import argparse
-import csv
 import io
 import json
 import math
 import re
 import subprocess
 import sys
-import tarfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
@@ -32,6 +30,7 @@ from typing import NamedTuple
 import common  # first of all: it makes the project importable without an installation
 from against_blog import model_options
 from common import CannotMeasureError
+from evidence_sets import SETS
 
 from fabric_ladder.advice import show_errors
 from fabric_ladder.comparing.matching import WITHOUT_EFFECT
@@ -39,66 +38,14 @@ from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError, read_outside
 from fabric_ladder.rungs import RUNGS, check_rung, choose_rungs
 from fabric_ladder.settings import Settings
-from local_dataset_utilities import IMDB_ARCHIVE, download_dataset
 
 RUNS = common.RESULTS / "runs"
 WORK = common.ROOT / "runs" / "evidence"  # of runs that are not finished
-STARS = "runs/evidence/stars.csv"
 SEED, STEP, LIMIT = 123, 4, 6  # the first seed; from one learning rate to the next; how many are tried at most
-FILES = ("run.json", "log.txt", "metrics.csv")
+FILES = ("metrics.csv", "log.txt", "run.json")  # the last tells that a run is kept
+DIVERGED = "diverged.txt"  # in place of them, of a run that stopped at a loss that is not finite
 # what leaves a run's figures as they are, or says where things lie on a machine
-FREE = {*WITHOUT_EFFECT, *"log_every data_dir cache_dir model tokenizer config threads name".split()}
-MINILM = "--config configs/imdb_minilm.yaml --max_length 128 --threads 1".split()
-
-
-class Set(NamedTuple):
-    """Runs of one table: options of all rungs, which rungs, whether the model is MiniLM's package, what makes data."""
-
-    options: list[str]
-    rungs: str = ""
-    minilm: bool = True
-    seeds: int = 1
-    prepare: Callable[[], None] = lambda: None
-
-
-def write_stars() -> None:
-    """Write IMDb's reviews in four classes, of 1 or 2, 3 or 4, 7 or 8, 9 or 10 stars, unless it is done.
-
-    The archive's files are named by number and stars: `train/pos/127_8.txt`.
-    """
-    path = common.ROOT / STARS
-    archive = download_dataset()
-    if path.exists():
-        return
-    if archive.is_dir():
-        raise UserError(f"the stars are read from {IMDB_ARCHIVE}, and {archive} is unpacked: move it away")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = io.StringIO(newline="")
-    rows = csv.writer(text)
-    rows.writerow(["text", "label"])
-    with tarfile.open(archive) as members:
-        for member in members:
-            if found := re.search(r"/(?:pos|neg)/\d+_(\d+)\.txt$", member.name):
-                stars = int(found[1]) + int(found[1]) % 2  # the even one of the two
-                rows.writerow([members.extractfile(member).read().decode(), f"{stars - 1} or {stars} stars"])
-    write_whole(path, text.getvalue())
-
-
-IMDB_2000 = [*MINILM, "--log_every", "96"]
-SETS = {
-    "quickstart": Set([], minilm=False),
-    "imdb_2000": Set(IMDB_2000, "1,2,4,5,6,7,13,15,16,17,18", seeds=5),
-    "imdb_2000_one_by_one": Set([*IMDB_2000, "--micro_batch_size", "1"], "5,16", seeds=5),
-    "imdb_2000_halved": Set([*IMDB_2000, "--train_samples", "1000"], "5,16", seeds=5),
-    "imdb_2000_all_linear": Set([*IMDB_2000, "--lora_targets", "all-linear"], "13", seeds=5),
-    "imdb_2000_adam_4bit": Set([*IMDB_2000, "--optimizer", "adam-4bit"], "18", seeds=5),
-    "imdb": Set(
-        [*MINILM, *"--train_samples 35000 --validation_samples 5000 --test_samples 10000 --log_every 1600".split()],
-        "1,2,4,15",
-    ),
-    "stars": Set([*IMDB_2000, "--dataset", STARS], "2,16", prepare=write_stars),
-    "cifar10": Set(["--config", "configs/cifar10_vit_small.yaml", "--threads", "1"], "2,4,16", minilm=False),
-}
+FREE = {*WITHOUT_EFFECT, *"log_every data_dir cache_dir tokenizer config name".split()}
 
 
 class Wanted(NamedTuple):
@@ -127,31 +74,35 @@ def kept(set: str, rung: str) -> dict[float, dict[int, dict]]:
     return found
 
 
-def tried(runs: dict[float, dict[int, dict]]) -> dict[float, float]:
-    """Return the first seed's last validation loss of each learning rate; infinite where it is no number."""
-    last = {rate: seeds[SEED]["results"]["epochs"][-1] for rate, seeds in runs.items() if SEED in seeds}
-    losses = {rate: epoch["validation_loss"] for rate, epoch in last.items()}
-    return {rate: math.inf if loss is None or math.isnan(loss) else loss for rate, loss in losses.items()}
+def tried(set: str, rung: str) -> dict[float, float]:
+    """Return the first seed's last validation loss at each learning rate; infinite where the run diverged."""
+    runs = {rate: seeds[SEED] for rate, seeds in kept(set, rung).items() if SEED in seeds}
+    losses = {rate: record["results"]["epochs"][-1]["validation_loss"] for rate, record in runs.items()}
+    lost = [float(path.parents[1].name) for path in (RUNS / set / rung).glob(f"*/{SEED}/{DIVERGED}")]
+    return losses | dict.fromkeys(lost, math.inf)
 
 
-def best_rate(runs: dict[float, dict[int, dict]]) -> float | None:
-    """Return the learning rate that was best on validation with the first seed, None where the search is not done.
+def best_rate(found: dict[float, float]) -> float | None:
+    """Return the learning rate with the lowest of the losses that are given, None where the search is not done.
 
     It is done when the best of at least three rates has one below and one above it, or `LIMIT` have been tried.
     """
-    found = tried(runs)
     best = min(found, key=found.get, default=None)
     inside = best is not None and min(found) < best < max(found)
     return best if inside or len(found) >= LIMIT else None
 
 
-def next_rate(runs: dict[float, dict[int, dict]], own: float) -> float | None:
+def is_among(rate: float, found: Iterable[float]) -> bool:
+    """Tell whether a learning rate is one of these, but for the rounding of a folder's name."""
+    return any(abs(rate / other - 1) < 1e-5 for other in found)
+
+
+def next_rate(found: dict[float, float], own: float) -> float | None:
     """Return the learning rate that the search tries next, None when it is done."""
-    found = tried(runs)
     for rate in (own, own / STEP, own * STEP):
-        if not any(abs(rate / other - 1) < 1e-6 for other in found):
+        if not is_among(rate, found):
             return rate
-    if best_rate(runs) is not None:
+    if best_rate(found) is not None:
         return None
     best = min(found, key=found.get)
     return best / STEP if best == min(found) else best * STEP
@@ -159,7 +110,8 @@ def next_rate(runs: dict[float, dict[int, dict]], own: float) -> float | None:
 
 def decisive(settings: dict) -> dict:
     """Return the settings that decide a run's figures."""
-    return {name: value for name, value in settings.items() if name not in FREE}
+    found = {name: value for name, value in settings.items() if name not in FREE}
+    return found | {"model": Path(settings["model"]).name}  # of which the folder is free
 
 
 def resolved(wanted: Wanted) -> Settings:
@@ -186,6 +138,19 @@ def impersonal(text: str, settings: dict) -> str:
     return common.impersonal(text).replace(str(Path.home()), "~")
 
 
+def read_record(folder: Path) -> dict:
+    """Return what run.json in a run's folder holds.
+
+    Raises:
+        UserError: There is none, or it is no record of a run.
+    """
+    record = read_outside(folder / "run.json")
+    settings = record.get("settings") if isinstance(record, dict) else None
+    if not isinstance(settings, dict) or not {"name", "seed", "learning_rate", "model", "data_dir"} <= settings.keys():
+        raise UserError(f"{folder / 'run.json'} is no record of a run")
+    return record
+
+
 def keep(folder: Path, set: str, rung: str, settings: dict) -> Path:
     """Copy a finished run's files to where its set keeps it; return that folder.
 
@@ -198,9 +163,10 @@ def keep(folder: Path, set: str, rung: str, settings: dict) -> Path:
     Raises:
         UserError: The run is not finished, or is another.
     """
-    record = read_outside(folder / "run.json")
+    record = read_record(folder)
     if record.get("status") != "finished":
         raise UserError(f"{folder}: the run is not finished")
+    texts = {name: read_outside(folder / name, str, "text") for name in FILES}
     found, expected = decisive(record["settings"]), json.loads(json.dumps(decisive(settings)))  # tuples as lists
     other = [name for name in found if name in expected and found[name] != expected[name]]
     if other:
@@ -208,8 +174,8 @@ def keep(folder: Path, set: str, rung: str, settings: dict) -> Path:
         raise UserError(f"{folder} is no run of {set}: {what}")
     target = RUNS / set / rung / f"{found['learning_rate']:g}" / str(found["seed"])
     target.mkdir(parents=True, exist_ok=True)
-    for name in FILES:
-        write_whole(target / name, impersonal((folder / name).read_text(encoding="utf-8"), record["settings"]))
+    for name, text in texts.items():
+        write_whole(target / name, impersonal(text, record["settings"]))
     return target
 
 
@@ -227,7 +193,12 @@ def make(wanted: Wanted) -> None:
     home = WORK / wanted.set / wanted.rung.stem / f"{settings.learning_rate:g}-{wanted.seed}"
     resumable = ["--save_every", "500", "--keep", "1", "--resume", "auto"]
     command = [sys.executable, str(wanted.rung), *wanted.options, "--runs_dir", str(home), *resumable]
-    done = subprocess.run(command, cwd=common.ROOT, check=False)
+    done = subprocess.run(command, cwd=common.ROOT, check=False, stderr=subprocess.PIPE, text=True)
+    print(done.stderr, end="", file=sys.stderr, flush=True)
+    if "try a lower --learning_rate" in done.stderr:  # a loss that is not finite
+        target = RUNS / wanted.set / wanted.rung.stem / f"{settings.learning_rate:g}" / str(wanted.seed) / DIVERGED
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(target, done.stderr.splitlines()[-1] + "\n")
     runs = sorted((home / wanted.rung.stem).glob("*/run.json"), key=lambda path: path.stat().st_mtime)
     if done.returncode or not runs:
         raise UserError(f"{name}: ended with status {done.returncode}")
@@ -248,7 +219,7 @@ def chosen_rungs(set: str, named: str | None) -> list[Path]:
 def keep_all(set: str, folders: Iterable[str]) -> None:
     """Keep finished runs that were made elsewhere, at any learning rate."""
     for folder in map(Path, folders):
-        found = read_outside(folder / "run.json")["settings"]
+        found = read_record(folder)["settings"]
         (rung,) = choose_rungs([found["name"]])
         settings = asdict(resolved(Wanted(set, rung, found["seed"]))) | {"learning_rate": found["learning_rate"]}
         print(f"kept {shown(keep(folder, set, rung.stem, settings))}", flush=True)
@@ -257,9 +228,13 @@ def keep_all(set: str, folders: Iterable[str]) -> None:
 def search(set: str, rung: Path) -> None:
     """Try learning rates with the first seed until the search is done."""
     own = resolved(Wanted(set, rung, SEED)).learning_rate
-    while (rate := next_rate(kept(set, rung.stem), own)) is not None:
-        make(Wanted(set, rung, SEED, None if rate == own else rate))
-    print(f"{set}: {rung.stem}: best learning rate {best_rate(kept(set, rung.stem)):g}")
+    while (rate := next_rate(tried(set, rung.stem), own)) is not None:
+        try:
+            make(Wanted(set, rung, SEED, None if rate == own else rate))
+        except UserError:
+            if not is_among(rate, tried(set, rung.stem)):  # it has not diverged: it failed
+                raise
+    print(f"{set}: {rung.stem}: best learning rate {best_rate(tried(set, rung.stem)):g}")
 
 
 def main() -> int:
@@ -271,8 +246,14 @@ def main() -> int:
     parser.add_argument("--rungs", metavar="1,2,…", help="numbers or names; default: those of the set")
     parser.add_argument("--seeds", type=int, help="so many from 123 on; default: as many as the set has")
     args = parser.parse_args()
-    if args.folders and args.what != "keep":
-        raise UserError(f"{args.what} takes no folders; keep does")
+    if bool(args.folders) != (args.what == "keep"):
+        raise UserError("keep takes folders of finished runs, and nothing else does")
+    if args.what in ("keep", "search") and args.seeds is not None:
+        raise UserError(f"{args.what} takes no --seeds")
+    if args.what == "keep" and args.rungs:
+        raise UserError("keep takes no --rungs: each run names its own")
+    if args.seeds is not None and args.seeds < 1:
+        raise UserError(f"--seeds {args.seeds}: must be at least 1")
     SETS[args.set].prepare()
     if args.what == "keep":
         keep_all(args.set, args.folders)
@@ -284,14 +265,14 @@ def main() -> int:
                 search(args.set, rung)
                 continue
             rate = None
-            if args.what == "best" and (rate := best_rate(kept(args.set, rung.stem))) is None:
+            if args.what == "best" and (rate := best_rate(tried(args.set, rung.stem))) is None:
                 raise UserError(f"{rung.stem}: search its learning rate first")
             for seed in range(SEED, SEED + (args.seeds or SETS[args.set].seeds)):
                 make(Wanted(args.set, rung, seed, rate))
         except UserError as error:  # the other rungs go on
             print(f"left out: {error}", file=sys.stderr)
             failed += 1
-    return int(failed > 0 and bool(args.rungs))
+    return int(failed > 0 and bool(args.rungs or SETS[args.set].rungs))  # not each of all rungs runs everywhere
 
 
 if __name__ == "__main__":

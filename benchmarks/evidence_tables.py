@@ -1,7 +1,7 @@
 """Write the tables of accuracy and memory into README and docs/, and draw the ladder, from what has been measured.
 
     python benchmarks/evidence_tables.py            writes them
-    python benchmarks/evidence_tables.py --check    only says what it would write anew; exit status 1 if there is any
+    python benchmarks/evidence_tables.py --check    only says which pages are old; exit status 1 if any is
 
 A table stands between `<!-- runs:NAME -->` and `<!-- /runs -->`; in the README's table of rungs the last two columns
 are filled. Sources: the runs under results/runs/ (evidence.py) and results/memory_ladder.json (predicted bytes). What
@@ -18,6 +18,7 @@ from pathlib import Path
 import common  # first of all: it makes the project importable without an installation
 import evidence
 import pages
+from evidence_sets import IMDB_2000, SETS
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from pages import PAGES, README
@@ -46,7 +47,7 @@ def rows_of(set: str) -> dict[str, dict[float, Row]]:
     found = {}
     for rung in RUNGS:
         home = evidence.RUNS / set / rung.stem
-        for path in sorted(home.glob("*")):
+        for path in sorted({run.parents[1] for run in home.glob("*/*/run.json")}):
             row = Row(read_sources([str(path)]).runs)
             found.setdefault(rung.stem, {})[row.first.settings["learning_rate"]] = row
     return found
@@ -54,7 +55,7 @@ def rows_of(set: str) -> dict[str, dict[float, Row]]:
 
 def best_row(set: str, rung: str) -> Row | None:
     """Return the row of the rate that the search has chosen, None where it is not done or has one seed alone."""
-    rate = evidence.best_rate(evidence.kept(set, rung))
+    rate = evidence.best_rate(evidence.tried(set, rung))
     row = rows_of(set)[rung][rate] if rate is not None else None
     return row if row and len(row.runs) > 1 else None
 
@@ -109,11 +110,11 @@ def of_rung(rung: str) -> list[str]:
 
 def variants() -> list[tuple[str, str, str]]:
     """Return set, rung and name of all that was run on 2,000 reviews, in the ladder's order."""
-    sets = [name for name in evidence.SETS if name.startswith("imdb_2000")]
+    sets = [name for name in SETS if name.startswith("imdb_2000")]
     found = []
     for rung in RUNGS:
         for name in sets:
-            extra = " ".join(evidence.SETS[name].options[len(evidence.IMDB_2000) :])
+            extra = " ".join(SETS[name].options[len(IMDB_2000) :])
             if rung.stem in rows_of(name):
                 found.append((name, rung.stem, f"{rung.stem} `{extra}`" if extra else rung.stem))
     return found
@@ -134,12 +135,11 @@ def best_rates() -> list[str]:
     """Return the table of the searched learning rates, with the rungs at their best."""
     rows = []
     for set, rung, name in variants():
-        runs = evidence.kept(set, rung)
-        validations = evidence.tried(runs)
+        validations = evidence.tried(set, rung)
         if len(validations) < 3:
             continue
         shown = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in sorted(validations.items()))
-        rate, row = evidence.best_rate(runs), best_row(set, rung)
+        rate, row = evidence.best_rate(validations), best_row(set, rung)
         accuracy = [mean(row, "test_accuracy"), each(row)] if row else [NONE, NONE]
         rows.append([name, shown, f"{rate:g}" if rate else "search not done", *accuracy])
     header = ["rung", "validation loss at each rate, first seed", "best", "test accuracy, %", "each seed"]

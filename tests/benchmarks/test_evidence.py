@@ -4,6 +4,8 @@ import csv
 import io
 import json
 import math
+import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -14,6 +16,7 @@ from support.helpers import ROOT, SMALL, SRC, finished, run_script
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import common
 import evidence
+import evidence_sets
 import evidence_tables
 
 from fabric_ladder.errors import UserError
@@ -31,7 +34,7 @@ def run_folder(tmp_path_factory):
 @pytest.fixture
 def small_set(monkeypatch, tmp_path):
     monkeypatch.setattr(evidence, "RUNS", tmp_path / "kept")
-    monkeypatch.setitem(evidence.SETS, "small", evidence.Set([str(option) for option in SMALL], "2", minilm=False))
+    monkeypatch.setitem(evidence.SETS, "small", evidence_sets.Set([str(option) for option in SMALL], "2", minilm=False))
     return tmp_path / "kept" / "small"
 
 
@@ -74,22 +77,30 @@ def test_what_is_kept_is_not_run_again_and_what_is_not_is(small_set, run_folder,
 
 
 def test_the_search_tries_both_sides_and_goes_on_beyond_the_best():
-    """The validation of the rates that a search tries, best at 0.016 here: two steps above the rung's own."""
-    tried: dict[float, dict[int, dict]] = {}
+    """The losses of the rates that a search tries, lowest at 0.016 here: two steps above the rung's own."""
+    tried: dict[float, float] = {}
     while (rate := evidence.next_rate(tried, 0.001)) is not None:
-        epoch = {"validation_loss": 0.1 + abs(rate - 0.016) if rate < 0.05 else math.nan}
-        tried[rate] = {evidence.SEED: {"results": {"epochs": [epoch]}}}
+        tried[rate] = 0.1 + abs(rate - 0.016) if rate < 0.05 else math.inf
     assert sorted(tried) == pytest.approx([0.00025, 0.001, 0.004, 0.016, 0.064])
     assert evidence.best_rate(tried) == pytest.approx(0.016)
 
 
 def test_the_search_ends_where_all_is_downhill():
-    tried = {
-        rate: {evidence.SEED: {"results": {"epochs": [{"validation_loss": rate}]}}}
-        for rate in (4e-6 * 0.25**step for step in range(-1, 5))
-    }
+    tried = {rate: rate for rate in (4e-6 * 0.25**step for step in range(-1, 5))}
     assert evidence.next_rate(tried, 4e-6) is None
     assert evidence.best_rate(tried) == min(tried)
+
+
+def test_a_rate_that_diverges_counts_and_is_not_run_again(small_set, run_folder, monkeypatch, tmp_path):
+    monkeypatch.setattr(evidence, "WORK", tmp_path / "work")
+    evidence.keep_all("small", [str(run_folder)])
+    with pytest.raises(UserError, match="ended with status 2"):
+        evidence.make(evidence.Wanted("small", RUNG, 123, 1e30))
+    (line,) = (small_set / "2_grad_accum" / "1e+30" / "123" / evidence.DIVERGED).read_text().splitlines()
+    assert "the run stops; try a lower --learning_rate" in line
+    losses = evidence.tried("small", "2_grad_accum")
+    assert losses == {0.001: pytest.approx(0.69, abs=0.1), 1e30: math.inf}
+    assert sorted(evidence_tables.rows_of("small")["2_grad_accum"]) == [0.001]
 
 
 def test_stars_are_four_classes(monkeypatch, tmp_path):
@@ -106,8 +117,8 @@ def test_stars_are_four_classes(monkeypatch, tmp_path):
     monkeypatch.setenv("FABRIC_LADDER_DATA", str(tmp_path))
     monkeypatch.setattr(common, "ROOT", tmp_path)
     for _ in range(2):
-        evidence.write_stars()
-    with open(tmp_path / evidence.STARS, encoding="utf-8", newline="") as file:
+        evidence_sets.write_stars()
+    with open(tmp_path / evidence_sets.STARS, encoding="utf-8", newline="") as file:
         rows = list(csv.reader(file))
     classes = [["a", "1 or 2 stars"], ["b, c", "3 or 4 stars"], ["d", "7 or 8 stars"], ["e", "9 or 10 stars"]]
     assert rows == [["text", "label"], *classes]
@@ -127,8 +138,35 @@ def test_a_table_that_was_changed_by_hand_is_found():
     assert evidence_tables.filled(page, text.replace(table, table.replace("2_grad_accum", "3_grad_accum"))) == text
 
 
-def test_a_search_that_is_not_done_is_said(small_set):
-    command = [sys.executable, str(ROOT / "benchmarks" / "evidence.py"), "best", "cifar10", "--rungs", "9"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1
-    assert "9_ddp: search its learning rate first" in done.stderr
+def test_a_search_that_is_not_done_is_said(small_set, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["evidence.py", "best", "small"])
+    assert evidence.main() == 1
+    assert capsys.readouterr().err == "left out: 2_grad_accum: search its learning rate first\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("keep small", "keep takes folders of finished runs, and nothing else does"),
+        ("run small runs/2_grad_accum/1", "keep takes folders of finished runs, and nothing else does"),
+        ("search small --seeds 3", "search takes no --seeds"),
+        ("run small --seeds 0", "--seeds 0: must be at least 1"),
+        ("keep small FOLDER --rungs 2", "keep takes no --rungs: each run names its own"),
+        ("keep small FOLDER", "FOLDER/run.json is no record of a run"),
+    ],
+)
+def test_what_is_asked_for_in_vain_is_one_line(small_set, monkeypatch, tmp_path, words, line):
+    (tmp_path / "run.json").write_text("[]")
+    monkeypatch.setattr(sys, "argv", ["evidence.py", *words.replace("FOLDER", str(tmp_path)).split()])
+    with pytest.raises(UserError, match=re.escape(line.replace("FOLDER", str(tmp_path)))):
+        evidence.main()
+    assert not small_set.exists()
+
+
+def test_a_run_without_its_log_is_not_half_kept(small_set, run_folder, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(run_folder, broken)
+    (broken / "log.txt").unlink()
+    with pytest.raises(UserError, match="log"):
+        evidence.keep_all("small", [str(broken)])
+    assert not small_set.exists()
