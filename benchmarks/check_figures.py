@@ -82,7 +82,9 @@ def read(path: Path) -> list[Value]:
             parts = [(".".join(file.parent.relative_to(path).parts), file.read_text("utf-8")) for file in files]
         else:
             parts = [("", path.read_text(encoding="utf-8"))]
-        trees = [(prefix, json.loads(text) if path.suffix in ("", ".json") else text) for prefix, text in parts]
+        trees = [
+            (prefix, json.loads(text) if path.is_dir() or path.suffix == ".json" else text) for prefix, text in parts
+        ]
     except (OSError, ValueError) as error:
         raise SourceError(f"no such file of measurements ({error})") from error
     made = [found[1] for _, text in parts for found in COMMAND.finditer(text)]
@@ -124,6 +126,8 @@ def select(path: Path, key: str) -> list[Value]:
         sides = [select(path, side.strip()) for side in (first, second) if side]
         if [len(side) for side in sides] != [1, 1]:
             raise SourceError(f"has {' and '.join(str(len(side)) for side in sides)} numbers for {key}")
+        if sign == "/" and not sides[1][0].number:
+            raise SourceError(f"has 0 below the line of {key}")
         return [Value(key, OPERATIONS[sign](*(side[0].number for side in sides)))]
     pattern = re.escape(key).replace(r"\*", ".*").replace(r"\+\.", r"([^.]+)\.")
     found = [(re.fullmatch(rf"{pattern}(\..*)?", value.path), value) for value in read(path)]

@@ -172,6 +172,9 @@ def _figures(record: dict, category: Category) -> Iterator[str]:
     for what, name in {"minutes": "elapsed_seconds", "peak memory": "peak_reserved_bytes"}.items():
         if (value := number(record, "results", name)) is None or value <= 0:
             yield f"{what}: run.json has no {name}" + ", which a run on a GPU records" * (what == "peak memory")
+    reserved, allocated = (number(record, "results", f"peak_{kind}_bytes") for kind in ("reserved", "memory"))
+    if reserved and allocated and reserved < allocated:
+        yield "peak memory: less was reserved than allocated (peak_reserved_bytes, peak_memory_bytes)"
 
 
 def _log(entry: Entry, category: Category) -> Iterator[str]:

@@ -132,3 +132,11 @@ def test_ctrl_c_before_there_is_a_run_is_one_line():
     code = "from fabric_ladder.advice import show_errors; show_errors(); raise KeyboardInterrupt"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (process.returncode, process.stderr) == (-signal.SIGINT, "Stopped by Ctrl-C\n")
+
+
+def test_on_a_cpu_images_are_counted_though_its_default_is_tokens(tmp_path):
+    settings = settings_for(tmp_path, task="image-classification", micro_batch_size=None, micro_batch_tokens=1024)
+    assert "--micro_batch_size 2 (the same effective batch in less memory)" in less_memory(
+        settings, "training", (4, 3, 32, 32)
+    )
+    assert "--micro_batch" not in less_memory(settings, "training", (1, 3, 224, 224))

@@ -121,7 +121,7 @@ def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, 
     if settings.step_in_backward and phase != "the evaluation":  # one micro-batch
         name, same = "batch_size", ""
     most, replaced = getattr(settings, name) or (shape[0] * shape[1] if len(shape) == 2 else EVALUATED), ()
-    if most == "auto" and shape:
+    if shape and (most == "auto" or (name == "micro_batch_tokens" and len(shape) > 2)):  # images are counted
         name, most, replaced = "micro_batch_size", shape[0], ("micro_batch_tokens",)
     elif name == "micro_batch_size" and shape:  # a rank's share can be smaller than the setting
         most = min(most, shape[0])

@@ -57,6 +57,15 @@ def test_it_steps_as_torchao_does(tmp_path, dtype):
         assert (state[name] == moment.codes).float().mean() > 0.999  # a value may be rounded up instead of down
 
 
+@pytest.mark.parametrize("size", [1e-2, 1e-5, 1e-7])
+def test_small_gradients_take_the_steps_of_adam(tmp_path, size):
+    weight = torch.zeros(64, 128)
+    gradients = [torch.full_like(weight, size)] * 30
+    ours, _ = steps_of(tmp_path, weight, gradients)
+    adam, _ = steps_of(tmp_path, weight, gradients, optimizer="adam")
+    torch.testing.assert_close(ours, adam, rtol=1e-4, atol=0)
+
+
 def test_a_weight_takes_little_more_than_a_byte(tmp_path):
     weight, gradients = random_steps(64, 128)
     _, optimizer = steps_of(tmp_path, weight, gradients)

@@ -16,7 +16,7 @@ IGNORED = (
     "name config runs_dir data_dir cache_dir log_every save logger check_only accelerator threads save_every keep "
     "resume max_time devices num_nodes on_nan nan_limit predict_memory"
 ).split()
-# Of these, what leaves a run's figures as they are whatever else it is asked for.
+# What leaves a run's figures as they are, whatever else is asked of it.
 WITHOUT_EFFECT = "notices check_only runs_dir logger save save_every keep resume max_time".split()
 # What the data's fingerprint covers; named where fingerprints differ, or are unknown.
 DATA = (

@@ -1,7 +1,8 @@
 """Adam whose two moments take 4 bits each, in PyTorch's own operations.
 
 Moments, tables and blocks are those of Li et al., 2023, Memory Efficient Optimizers with 4-bit States
-(arXiv:2309.01507), as torchao's `Adam4bit` has them. That one is compiled at its first step, for each shape anew.
+(arXiv:2309.01507), as torchao's `Adam4bit` has them. That one is compiled at its first step, for each shape anew, and
+takes no second moment below 6e-14, so that its steps shrink where gradients are below 1e-6.
 """
 
 from collections.abc import Callable, Iterable
@@ -55,15 +56,17 @@ class Adam4bit(Optimizer):
         self._tables: dict[torch.device, dict[str, tuple[Tensor, Tensor]]] = {}
 
     @torch.no_grad()
-    def step(self, closure: Callable | None = None) -> None:
-        """Step the weights that have a gradient."""
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """Step the weights that have a gradient; return what a closure, which may compute them, returns."""
+        loss = None
         if closure:
             with torch.enable_grad():
-                closure()
+                loss = closure()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._step_weight(parameter, group)
+        return loss
 
     def _step_weight(self, parameter: nn.Parameter, group: dict) -> None:
         state = self.state[parameter]
@@ -109,7 +112,7 @@ class Adam4bit(Optimizer):
         if f"{name}_scale" in state:
             _, bounds = self._tables_on(moment.device)[name]
             blocks = moment.view(-1, BLOCK)
-            scale = blocks.abs().amax(1).clamp_(1e-12)  # of zeros, too
+            scale = blocks.abs().amax(1).clamp_(torch.finfo(torch.float32).tiny)  # of zeros, too
             codes = torch.bucketize(blocks / scale[:, None], bounds, out_int32=True, right=True).view(-1, 2)
             state[name][start // 2 : end // 2] = codes[:, 0] * 16 + codes[:, 1]
             state[f"{name}_scale"][start // BLOCK : end // BLOCK] = scale
