@@ -9,7 +9,6 @@ has not been measured is left out, or a dash.
 """
 
 import argparse
-import io
 import re
 import sys
 from functools import cache
@@ -18,12 +17,10 @@ from pathlib import Path
 import common  # first of all: it makes the project importable without an installation
 import evidence
 import pages
+from evidence_picture import draw
 from evidence_sets import IMDB_2000, SETS
-from matplotlib import rc_context
-from matplotlib.figure import Figure
 from pages import PAGES, README
 
-from fabric_ladder.comparing.charts import STYLE
 from fabric_ladder.comparing.matching import Row
 from fabric_ladder.comparing.sources import read_sources
 from fabric_ladder.rungs import RUNGS, parent
@@ -37,8 +34,6 @@ PREDICTED = {  # options and GPUs of the prediction that stands for a rung, and 
     "17_step_in_backward": (ONE_SAMPLE, 1, " with checkpointing"),
 }  # fmt: skip
 AS_ANOTHER = {"3_torch_compile": "2_grad_accum", "9_ddp": "4_mixed_precision", "15_packing": "4_mixed_precision"}
-LIGHT = {"ink": "#1b2230", "soft": "#566072", "line": "#dfe3ea", "first": "#0b67b2", "second": "#c2490a"}
-DARK = {"ink": "#e6e9ef", "soft": "#a4adbd", "line": "#39414f", "first": "#5fb0f0", "second": "#f0905a"}
 
 
 @cache
@@ -232,38 +227,6 @@ def readme(text: str) -> str:
     return LINE.sub(line, text)
 
 
-def draw(colours: dict[str, str]) -> bytes:
-    """Return a picture of the ladder: predicted memory as bars, and test accuracy with its seeds beside it."""
-    names = [rung.stem for rung in RUNGS]
-    style = STYLE | {"text.color": colours["ink"], "axes.edgecolor": colours["line"], "grid.color": colours["line"]}
-    style |= {"xtick.color": colours["soft"], "ytick.color": colours["ink"], "axes.labelcolor": colours["soft"]}
-    with rc_context(style):
-        figure = Figure(figsize=(8.4, 5.2), layout="constrained")
-        memory, accuracy = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-        values = [predicted(name)[0] for name in names]
-        memory.barh(names, values, color=colours["first"], height=0.6)
-        for number, value in enumerate(values):
-            memory.text(value + 0.1, number, f"{value:.2f}", va="center", fontsize=7, color=colours["soft"])
-        memory.set(xlabel="peak of one GPU, GB, predicted\n(BLOOM-560m, micro-batch 1, 1,024 tokens)")
-        memory.invert_yaxis()
-        best = {name: row for name in names if (row := best_row("imdb_2000", name))}
-        for rows, aside, colour in ((own("imdb_2000"), -0.17, "second"), (best, 0.17, "first")):
-            for name, row in rows.items():
-                seeds = row.values("test_accuracy")
-                at, look = names.index(name) + aside, {"color": colours[colour]}
-                accuracy.plot(seeds, [at] * len(seeds), "o", markersize=3, alpha=0.5, **look)
-                accuracy.plot(row.mean("test_accuracy"), at, "|", markersize=7, **look)
-                accuracy.plot(row.interval, [at, at], linewidth=1, alpha=0.6, **look)
-        said = "MiniLM, 2,000 reviews; dots: seeds;\nupper: own learning rate, lower: the best"
-        accuracy.set(xlabel=f"test accuracy, %, with 95 % intervals\n({said})")
-        for axes in (memory, accuracy):
-            axes.grid(axis="x")
-            axes.tick_params(length=0)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=160, transparent=True, metadata={"Software": None})
-    return buffer.getvalue()
-
-
 BLOCKS = {
     "quickstart": quickstart,
     "same_rate": same_rate,
@@ -294,8 +257,10 @@ def main() -> int:
         return stale
     for page in PAGES:
         pages.rewrite(page, lambda text, page=page: filled(page, text))
-    for name, colours in (("light", LIGHT), ("dark", DARK)):
-        Path(str(PICTURE).format(name)).write_bytes(draw(colours))
+    memory = {rung.stem: predicted(rung.stem)[0] for rung in RUNGS}
+    best = {name: row for name in memory if (row := best_row("imdb_2000", name))}
+    for look, picture in draw(memory, own("imdb_2000"), best).items():
+        Path(str(PICTURE).format(look)).write_bytes(picture)
     return 0
 
 
