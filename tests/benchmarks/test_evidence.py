@@ -6,12 +6,13 @@ import json
 import math
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tarfile
 
 import pytest
-from support.helpers import ROOT, SMALL, SRC, finished, run_script
+from support.helpers import ROOT, SMALL, SRC, finished, run_script, settings_for
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import common
@@ -20,6 +21,7 @@ import evidence_sets
 import evidence_tables
 
 from fabric_ladder.errors import UserError
+from fabric_ladder.planning.candidates import accuracy_costs
 
 RUNG = SRC / "2_grad_accum.py"
 
@@ -170,3 +172,35 @@ def test_a_run_without_its_log_is_not_half_kept(small_set, run_folder, tmp_path)
     with pytest.raises(UserError, match="log"):
         evidence.keep_all("small", [str(broken)])
     assert not small_set.exists()
+
+
+def points(better, worse):
+    """Points of test accuracy between the means of two rows, each a set, a rung and a learning rate."""
+    means = [
+        statistics.mean(record["results"]["test_accuracy"] for record in evidence.kept(set, rung)[rate].values())
+        for set, rung, rate in (better, worse)
+    ]
+    return 100 * (means[0] - means[1])
+
+
+SIXTEEN, FIVE = ("16_bf16_that_learns", 5e-5), ("5_low_precision", 5e-5)
+TWO = ("imdb_2000", "2_grad_accum", 5e-5)
+HALVED, WHOLE = "imdb_2000_halved", "imdb_2000"
+COSTS = {  # what the planner's numbers stand between
+    "lora": ({"lora": True}, [(TWO, (WHOLE, "13_lora", rate)) for rate in (2e-4, 8e-4)]),
+    "bf16": ({"precision": "bf16-true"}, [((set, *SIXTEEN), (set, *FIVE)) for set in (HALVED, WHOLE)]),
+    "sgd": ({"optimizer": "sgd"}, [((WHOLE, *FIVE), (WHOLE, "6_lean_optimizer", rate)) for rate in (0.01, 0.16)]),
+    "4 bits": (
+        {"optimizer": "adam-4bit"},
+        [tuple((set, "18_low_bit_optimizer", 5e-5) for set in (WHOLE, "imdb_2000_adam_4bit"))],
+    ),
+}
+
+
+@pytest.mark.parametrize(("settings", "pairs"), COSTS.values(), ids=COSTS)
+def test_what_the_planner_says_of_accuracy_is_what_the_runs_say(tmp_path, settings, pairs):
+    (said,) = accuracy_costs(settings_for(tmp_path, **settings))
+    numbers = re.findall(r"(?:^|; )([\d.]+)", said)
+    assert numbers == [
+        f"{points(*pair):.{len(number.partition('.')[2])}f}" for number, pair in zip(numbers, pairs, strict=True)
+    ]
