@@ -10,7 +10,9 @@ each source:
     <!-- figures: against_peers.json "=minilm.a / bloom.b" -->         of two numbers: also a - b, a * b
     <!-- figures: published 26.84 GB, 18.21: https://… -->             measured by others, there
     <!-- figures: computed 24 GB: the size of a GPU -->                a condition, a bound or arithmetic: which
-    <!-- figures: unfiled 92.7 % -->                                   in no file yet; naming none: all in the block
+    <!-- figures: unfiled 92.7 % -->                                   in no file; naming none: all in the block
+
+The last is for the journal, whose dated entries are of code that is no more.
 
 Parts are named by their keys with dots between, and `*` for anything; the entries of a list by their place, or by what
 they say for `rung` or `name` and for `options`. `+` in the place of a key stands for repeats, which are taken together:

@@ -12,7 +12,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 from check_figures import check
 from page_figures import blocks_of, figures_of
 
-UNFILED = 256  # figures of the documents that are in no file yet: it can only fall
+UNFILED = {"journal.md": 74}  # figures in no file, of code that is no more: only the journal may have them
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RESULTS = ROOT / "benchmarks" / "results"
 FILE = {
@@ -107,10 +107,10 @@ def test_what_scripts_write_between_marks_is_left_out(errors):
 
 
 def test_every_figure_of_the_documents_is_in_its_file():
-    findings = [check(page.read_text(encoding="utf-8"), page.name, RESULTS) for page in PAGES]
-    assert [error for each in findings for error in each.errors] == []
-    assert sum(each.count for each in findings) > 1000
-    assert sum(len(each.unfiled) for each in findings) <= UNFILED
+    findings = {page.name: check(page.read_text(encoding="utf-8"), page.name, RESULTS) for page in PAGES}
+    assert [error for each in findings.values() for error in each.errors] == []
+    assert sum(each.count for each in findings.values()) > 1000
+    assert {name: len(each.unfiled) for name, each in findings.items() if each.unfiled} == UNFILED
 
 
 def test_a_changed_digit_is_seldom_another_figure_of_the_same_part():

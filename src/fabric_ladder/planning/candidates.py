@@ -159,19 +159,15 @@ def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) 
 
 def accuracy_costs(settings: Settings) -> list[str]:
     """Return in words what settings have been seen to cost in accuracy: MiniLM on 2,000 reviews (docs/results.md)."""
+    if settings.lora and settings.lora_targets == "all-linear":
+        return []
     if settings.lora:
-        return (
-            []
-            if settings.lora_targets == "all-linear"
-            else ["7 points of accuracy (MiniLM; 0.6 at --learning_rate 8e-4)"]
-        )
+        return ["7 points of accuracy (MiniLM; 0.6 at --learning_rate 8e-4)"]
     costs = []
     if settings.precision in ("bf16-true", "16-true") and not settings.kahan_summation:
         costs.append("13 points of accuracy (MiniLM after 63 steps; 0.7 after 125)")
     if settings.optimizer == "sgd":
         costs.append("26 points against Adam (MiniLM; 6 at --learning_rate 0.16)")
-    elif settings.optimizer == "adam-4bit":
-        costs.append("5 points against 8-bit Adam (MiniLM after 63 steps)")
     return costs
 
 
