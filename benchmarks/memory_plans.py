@@ -87,11 +87,13 @@ def answers_of(results: dict[str, dict], model: str) -> dict[str, dict]:
 def page(results: dict[str, dict]) -> str:
     """Return docs/memory_plans.md."""
     versions = results[f"{next(iter(MODELS))}, T4"]["versions"]
+    dates = sorted(record["date"][:10] for record in results.values())
     about = " ".join(__doc__.split("\n\n")[-1].split())
     lines = [
         "# What to run on which GPU\n",
         f"Predicted, not measured: `python benchmarks/memory_plans.py`, torch {versions['torch']}, transformers "
-        f"{versions['transformers']}. {about} The host's memory must be large enough.\n",
+        f"{versions['transformers']}, {dates[0]} to {dates[-1]}, with the rungs and the known costs of that day. "
+        f"{about} The host's memory must be large enough.\n",
         "The first way trains all weights, the second adapters. ckpt.: activation checkpointing; GB: taken of the GPU, "
         "with CUDA's own; speed: 1 is a busy GPU in 16 bits, a guess. What adapters and all else cost in accuracy: "
         "[results](results.md#2000-reviews). For your own model, GPU and settings, with the command: "
