@@ -170,7 +170,7 @@ def shown(command: list[str]) -> str:
 def impersonal(text: str) -> str:
     """Return a text in which the folders of this machine and of this run have names instead."""
     text = text.replace(f"{ROOT}/", "").replace(sys.prefix, "VENV")
-    return re.sub(rf"{re.escape(tempfile.gettempdir())}/[^/\s]+", "$SCRATCH", text)
+    return re.sub(rf"{re.escape(tempfile.gettempdir())}/[^/\s\"',]+", "$SCRATCH", text)
 
 
 def checksum(model: torch.nn.Module) -> float:

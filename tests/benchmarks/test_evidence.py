@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import tarfile
+import tempfile
 
 import pytest
 from support.helpers import ROOT, SMALL, SRC, finished, run_script, settings_for
@@ -54,6 +55,14 @@ def test_a_run_is_kept_without_this_machine_s_folders(small_set, run_folder):
     for path in kept.iterdir():
         text = path.read_text()
         assert not any(folder in text for folder in (str(ROOT), str(run_folder.parents[2]), sys.prefix))
+
+
+def test_folders_of_this_machine_leave_json_as_it_is(tmp_path):
+    text = json.dumps({"command": f"python src/2_grad_accum.py --runs_dir {tempfile.gettempdir()}/runs", "seed": 1})
+    assert json.loads(common.impersonal(text)) == {
+        "command": "python src/2_grad_accum.py --runs_dir $SCRATCH",
+        "seed": 1,
+    }
 
 
 def test_another_run_is_refused_with_what_is_other(small_set, run_folder, tmp_path):
