@@ -20,10 +20,6 @@ PARTS = {
     "scaling": "scripts/plan_scaling.py --model configs/models/bloom-560m.json",
     "adapters bloom-7b1": "scripts/plan_memory.py --config configs/imdb_bloom_560m.yaml --length 1024 "
     "--gpu_memory 24GB --model configs/models/bloom-7b1.json --task instruction-tuning --rungs 13,14 --full",
-    "planning bloom-560m": "scripts/plan_memory.py --config configs/imdb_bloom_560m.yaml --length 1024 "
-    "--model configs/models/bloom-560m.json --gpu_memory 16GB",
-    "planning qwen3-8b": "scripts/plan_memory.py --config configs/imdb_bloom_560m.yaml --length 1024 "
-    "--task instruction-tuning --model configs/models/qwen3-8b.json --gpu_memory 24GB",
     "checkpointing": "benchmarks/checkpointing.py --threads 1",
 }
 
