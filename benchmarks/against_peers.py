@@ -36,10 +36,8 @@ from common import CannotMeasureError, rung_command
 from duels import MEASURES, alternate, duel_parser, medians, run_parts
 
 OUT = common.RESULTS / "against_peers.json"
-REVIEWS = {
-    "minilm": 320,
-    "bloom": 320,
-}  # for training: so many that a run's speed repeats within 5 %; half as many for validation and test
+# for training: so many that a run's speed repeats within 5 %; half as many for validation and for the test
+REVIEWS = {"minilm": 320, "bloom": 320}
 PEERS = ("blog", "trainer", "trainer_best", "accelerate", "bare")
 LADDER = {  # the fastest cuts on two cores; bloom: a review of full length, or several that are shorter
     "minilm": ("2_grad_accum",),

@@ -22,7 +22,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -48,6 +48,10 @@ DIVERGED = "diverged.txt"  # in place of them, of a run that stopped at a loss t
 FREE = {*WITHOUT_EFFECT, *"log_every data_dir cache_dir tokenizer config name".split()}
 
 
+class DivergedError(UserError):
+    """A run stopped at a loss that is not finite."""
+
+
 class Wanted(NamedTuple):
     """A run of a set; `rate` is its learning rate, None: the rung's own."""
 
@@ -63,6 +67,11 @@ class Wanted(NamedTuple):
         model = model_options("minilm", WORK)[:2] if chosen.minilm else []
         rate = [] if self.rate is None else ["--learning_rate", f"{self.rate:g}"]
         return [*chosen.options, *model, "--seed", str(self.seed), *rate]
+
+
+def home_of(set: str, rung: str, rate: float, seed: int) -> Path:
+    """Return the folder in which a run is kept."""
+    return RUNS / set / rung / f"{rate:g}" / str(seed)
 
 
 def kept(set: str, rung: str) -> dict[float, dict[int, dict]]:
@@ -92,15 +101,10 @@ def best_rate(found: dict[float, float]) -> float | None:
     return best if inside or len(found) >= LIMIT else None
 
 
-def is_among(rate: float, found: Iterable[float]) -> bool:
-    """Tell whether a learning rate is one of these, but for the rounding of a folder's name."""
-    return any(abs(rate / other - 1) < 1e-5 for other in found)
-
-
 def next_rate(found: dict[float, float], own: float) -> float | None:
     """Return the learning rate that the search tries next, None when it is done."""
     for rate in (own, own / STEP, own * STEP):
-        if not is_among(rate, found):
+        if not any(abs(rate / other - 1) < 1e-5 for other in found):  # but for the rounding of a folder's name
             return rate
     if best_rate(found) is not None:
         return None
@@ -172,7 +176,7 @@ def keep(folder: Path, set: str, rung: str, settings: dict) -> Path:
     if other:
         what = ", ".join(f"{name} {found[name]} instead of {expected[name]}" for name in other)
         raise UserError(f"{folder} is no run of {set}: {what}")
-    target = RUNS / set / rung / f"{found['learning_rate']:g}" / str(found["seed"])
+    target = home_of(set, rung, found["learning_rate"], found["seed"])
     target.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         write_whole(target / name, impersonal(text, record["settings"]))
@@ -183,6 +187,7 @@ def make(wanted: Wanted) -> None:
     """Run what is wanted, unless it is kept, and keep it.
 
     Raises:
+        DivergedError: Its loss was no longer finite, which is kept, too.
         UserError: It cannot run here, or failed.
     """
     settings = resolved(wanted)
@@ -196,9 +201,10 @@ def make(wanted: Wanted) -> None:
     done = subprocess.run(command, cwd=common.ROOT, check=False, stderr=subprocess.PIPE, text=True)
     print(done.stderr, end="", file=sys.stderr, flush=True)
     if "try a lower --learning_rate" in done.stderr:  # a loss that is not finite
-        target = RUNS / wanted.set / wanted.rung.stem / f"{settings.learning_rate:g}" / str(wanted.seed) / DIVERGED
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(target, done.stderr.splitlines()[-1] + "\n")
+        target = home_of(wanted.set, wanted.rung.stem, settings.learning_rate, wanted.seed)
+        target.mkdir(parents=True, exist_ok=True)
+        write_whole(target / DIVERGED, done.stderr.splitlines()[-1] + "\n")
+        raise DivergedError(f"{name}: ended with status {done.returncode}")
     runs = sorted((home / wanted.rung.stem).glob("*/run.json"), key=lambda path: path.stat().st_mtime)
     if done.returncode or not runs:
         raise UserError(f"{name}: ended with status {done.returncode}")
@@ -229,11 +235,8 @@ def search(set: str, rung: Path) -> None:
     """Try learning rates with the first seed until the search is done."""
     own = resolved(Wanted(set, rung, SEED)).learning_rate
     while (rate := next_rate(tried(set, rung.stem), own)) is not None:
-        try:
+        with suppress(DivergedError):  # which is an answer
             make(Wanted(set, rung, SEED, None if rate == own else rate))
-        except UserError:
-            if not is_among(rate, tried(set, rung.stem)):  # it has not diverged: it failed
-                raise
     print(f"{set}: {rung.stem}: best learning rate {best_rate(tried(set, rung.stem)):g}")
 
 

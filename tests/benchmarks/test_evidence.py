@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 import tarfile
@@ -185,11 +184,8 @@ def test_a_run_without_its_log_is_not_half_kept(small_set, run_folder, tmp_path)
 
 def points(better, worse):
     """Points of test accuracy between the means of two rows, each a set, a rung and a learning rate."""
-    means = [
-        statistics.mean(record["results"]["test_accuracy"] for record in evidence.kept(set, rung)[rate].values())
-        for set, rung, rate in (better, worse)
-    ]
-    return 100 * (means[0] - means[1])
+    means = [evidence_tables.rows_of(set)[rung][rate].mean("test_accuracy") for set, rung, rate in (better, worse)]
+    return means[0] - means[1]
 
 
 HALVED, WHOLE = "imdb_2000_halved", "imdb_2000"
