@@ -51,7 +51,7 @@ def check_rung(rung: Path, options: list[str]) -> Settings | str:
     """
     from fabric_ladder.advice import explain, show_errors  # needs torch, which finding the rungs does not
 
-    sys.argv = [str(rung), *options, "--check_only", "true"]
+    given, sys.argv = sys.argv, [str(rung), *options, "--check_only", "true"]
     try:
         runpy.run_path(str(rung), run_name="__main__")
     except Checked as checked:
@@ -61,5 +61,6 @@ def check_rung(rung: Path, options: list[str]) -> Settings | str:
             return " ".join(line.split())
         raise
     finally:
+        sys.argv = given
         show_errors()  # the rung's own settings were named for its errors
     raise AssertionError(f"{rung} went on after its check")

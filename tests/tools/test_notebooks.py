@@ -43,7 +43,9 @@ def test_a_notebook_installs_the_library_without_which_its_rung_is_refused(monke
     find = importlib.util.find_spec
     hidden = {"bitsandbytes", "torchao"}  # DeepSpeed's rung is refused before, where there is no CUDA GPU
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in hidden else find(name, *more))
+    given = list(sys.argv)
     answers = {path.stem: check_rung(path, ["--accelerator", "cpu"]) for path in RUNGS}
+    assert sys.argv == given, "advice of a later run would be that of another command line"
     needed = {
         name: re.search(r"needs? (\w+): pip install", answer)
         for name, answer in answers.items()
