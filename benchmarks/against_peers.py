@@ -39,17 +39,21 @@ OUT = common.RESULTS / "against_peers.json"
 # for training: so many that a run's speed repeats within 5 %; half as many for validation and for the test
 REVIEWS = {"minilm": 320, "bloom": 320}
 PEERS = ("blog", "trainer", "trainer_best", "accelerate", "bare")
-LADDER = {  # the fastest cuts on two cores; bloom: a review of full length, or several that are shorter
+LADDER = {  # the fastest cuts on two cores; 1,024 tokens: a long review, or several that are shorter
     "minilm": ("2_grad_accum",),
+    "minilm bf16-mixed": ("4_mixed_precision", "--micro_batch_tokens", "1024"),  # its own default on a CPU
     "bloom": ("2_grad_accum", "--micro_batch_tokens", "1024"),
 }
 BEST = {  # of Trainer on two cores, by --measure switches
     "minilm": ("micro_batch_1", "evaluate_1"),
+    "minilm bf16-mixed": ("micro_batch_2", "group_by_length", "evaluate_1"),
     "bloom": ("micro_batch_1", "group_by_length", "evaluate_1"),
 }
+SIZES = ("micro_batch_16", "micro_batch_4", "micro_batch_2", "micro_batch_1")
 SWITCHES = (  # what --measure switches tries, one group after the other; of a group at most one can be on
-    ("micro_batch_16", "micro_batch_4", "micro_batch_2", "micro_batch_1"),
+    SIZES,
     ("group_by_length",),
+    SIZES,  # again: texts of like length pad little
     ("no_nan_filter",),
     ("foreach_adam",),
     ("compile",),
@@ -109,11 +113,12 @@ def draw(part: str, args: argparse.Namespace, folder: Path) -> tuple[list[str], 
 def duel(part: str, args: argparse.Namespace, folder: Path) -> dict:
     """Measure all sides of `minilm` or `bloom`."""
     options, facts = draw(part, args, folder)
-    ladder = rung_command(options, *LADDER[part])
+    ours, best = (known.get(f"{part} {args.precision}", known[part]) for known in (LADDER, BEST))
+    ladder = rung_command(options, *ours)
     commands = {
         "blog": common.blog_command(folder / "texts", options),
         "trainer": common.peer_command("trainer", options),
-        "trainer_best": common.peer_command("trainer", options, *BEST[part]),
+        "trainer_best": common.peer_command("trainer", options, *best),
         "accelerate": common.peer_command("accelerate", options),
         "bare": common.peer_command("bare", ladder[1:]),
         "ladder": ladder,
@@ -129,7 +134,7 @@ def duel(part: str, args: argparse.Namespace, folder: Path) -> dict:
         if side != "ladder"
     }
     return {
-        "conditions": facts | {"trainer_best": BEST[part], "ladder": LADDER[part]},
+        "conditions": facts | {"trainer_best": best, "ladder": ours},
         "commands": {side: common.shown(command) for side, command in commands.items()},
         "repeats": figures,
         "medians": middle,

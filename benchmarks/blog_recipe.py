@@ -24,7 +24,7 @@ import numpy as np
 import pandas as pd
 import torch
 import torchmetrics
-from common import checksum, hf, precisions  # first of all: it makes the project importable without an installation
+from common import checksum, hf, leave_memory_alone, precisions  # first of all: it makes the project importable
 from lightning import Fabric
 from torch import nn
 from torch.optim import Optimizer
@@ -176,5 +176,6 @@ if __name__ == "__main__":
     parser.add_argument("--padding", choices=("longest", "max_length"), default="longest")
     parser.add_argument("--out", type=Path, required=True)
     own, options = parser.parse_known_args()
+    leave_memory_alone()
     figures = measure(parse_settings(options, batch_size=16), own.texts, own.padding)
     own.out.write_text(json.dumps(figures), encoding="utf-8")

@@ -127,6 +127,11 @@ def precisions(settings: dict) -> dict[str, str]:
     return {name: settings[name] for name in ("precision", "matmul_precision")}
 
 
+def leave_memory_alone() -> None:
+    """Leave glibc as a peer's users have it: what a rung tells it is part of the rung's speed. Before the settings."""
+    os.environ["MALLOC_"] = ""
+
+
 def blog_command(texts: Path, options: list[str]) -> list[str]:
     """Return the blog's recipe with its arguments, for `run_command`."""
     return [str(BLOG), "--texts", str(texts), "--padding", "max_length", *options]

@@ -1,6 +1,8 @@
 """The sides of a duel do the same work, and what is made of their figures is right."""
 
 import os
+import platform
+import subprocess
 import sys
 
 import pytest
@@ -53,6 +55,31 @@ def test_all_sides_train_the_same_texts_and_weights_in_as_many_steps(figures):
 def test_the_bare_loop_ends_with_the_ladders_weights(figures):
     assert figures["bare"]["test_loss"] == pytest.approx(figures["ladder"]["test_loss"], rel=1e-6)
     assert figures["bare"]["test_accuracy"] == figures["ladder"]["test_accuracy"]
+
+
+FREES_64_MIB = """
+import os, runpy, sys, psutil, torch
+sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+before = psutil.Process().memory_info().rss
+held = torch.ones(2**24)
+del held
+print((psutil.Process().memory_info().rss - before) / 2**20)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left alone")
+@pytest.mark.parametrize(("side", "keeps"), [("trainer", False), ("bare", True)])
+def test_only_the_limit_gets_the_ladders_own_way_with_memory(tmp_path, side, keeps):
+    command = [*common.peer_command(side, TINY), "--out", str(tmp_path / "figures.json")]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    done = subprocess.run(
+        [sys.executable, "-c", FREES_64_MIB, *command], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert (float(done.stdout.split()[-1]) > 32) == keeps
 
 
 @pytest.mark.parametrize("name", ["tokens", "updates", "weights", "test_loss"])
