@@ -13,9 +13,9 @@ Unchanged: effective batches and their gradients. Here: training/gradients.py: a
 """
 
 from lightning import Fabric
-from lightning.fabric.strategies import DDPStrategy
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
+from fabric_ladder.distributed.ddp import DDPInBuckets
 from local_dataset_utilities import load_datasets
 
 if __name__ == "__main__":
@@ -26,7 +26,7 @@ if __name__ == "__main__":
         devices="auto",
     )
 
-    strategy = DDPStrategy(gradient_as_bucket_view=True) if settings.ranks > 1 else "auto"  # NEW
+    strategy = DDPInBuckets() if settings.ranks > 1 else "auto"  # NEW
     ranks = {"devices": settings.devices, "num_nodes": settings.num_nodes, "strategy": strategy}
     fabric = Fabric(accelerator=settings.accelerator, precision=settings.precision, **ranks)
     fabric.launch()

@@ -64,7 +64,8 @@ def test_out_of_memory_names_the_next_things_to_try(tmp_path, name, values, expe
     settings = settings_for(tmp_path, name=name, **values)
     with pytest.raises(RuntimeError, match="allocate") as caught:
         torch.empty(2**60, dtype=torch.uint8)
-    for error in (caught.value, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")):
+    on_a_gpu = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+    for error in (caught.value, on_a_gpu, RuntimeError("CUDA driver error: out of memory")):
         line = explain(error, settings)
         assert line.startswith("out of memory (")
         assert re.search(expected, line)

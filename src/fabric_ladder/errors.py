@@ -9,6 +9,7 @@ from pathlib import Path
 OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
     "CUDA error: out of memory",
+    "CUDA driver error: out of memory",  # where a segment that expands is mapped, PyTorch has no error of its own
     "CUBLAS_STATUS_ALLOC_FAILED",
     "MPS backend out of memory",
 )

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 from lightning import Fabric
-from support.helpers import relative_error, settings_for, tiny_model, token_datasets
+from support.helpers import free_port, relative_error, settings_for, tiny_model, token_datasets
 from support.training import losses, printed, run_training
 from transformers import AutoModelForSequenceClassification
 
 from fabric_ladder import UserError, build_dataloaders
+from fabric_ladder.distributed.ddp import DDPInBuckets
 from fabric_ladder.runs.metrics import Meter
-from fabric_ladder.training.gradients import accumulate_gradients
+from fabric_ladder.training.gradients import accumulate_gradients, forget_gradients
 from fabric_ladder.training.state import random_state, set_random_state
 
 CUTS = [{"micro_batch_size": 16}, {"micro_batch_size": 4}, {"micro_batch_size": 1}, {"micro_batch_tokens": 64},
@@ -69,6 +70,37 @@ def test_no_graph_is_kept_until_the_next_forward_pass(tmp_path):
     model.register_forward_hook(lambda _, __, outputs: graphs.append(weakref.ref(outputs.loss)))
     accumulate_gradients(fabric, fabric.setup(model), next(iter(loader)).micro_batches, Meter(fabric))
     assert alive == [[False] * count for count in range(4)]
+
+
+def test_ddp_holds_each_gradient_once(tmp_path, monkeypatch):
+    """As parts of its buckets, of which there are fewer than weights, after every pass of every optimizer step."""
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=DDPInBuckets())
+    fabric.launch()
+    try:
+        settings = settings_for(tmp_path, micro_batch_size=4)
+        loader, _, _ = build_dataloaders(fabric, token_datasets(), settings)
+        model = fabric.setup(tiny_model())
+        optimizer = fabric.setup_optimizers(torch.optim.Adam(model.parameters()))
+        weights, seen = list(model.parameters()), []
+
+        def look():
+            seen.append({weight.grad.untyped_storage().data_ptr() for weight in weights})
+            return False
+
+        for batch in loader:
+            accumulate_gradients(fabric, model, batch.micro_batches, Meter(fabric), look)
+            look()
+            optimizer.step()
+            forget_gradients(fabric, optimizer)
+            assert not any(weight.grad.any() for weight in weights)
+        assert len(seen) == sum(len(batch.micro_batches) for batch in loader) >= 8
+        assert max(map(len, seen)) < len(weights) / 4
+        assert len({frozenset(buckets) for buckets in seen}) <= 2, (
+            "DDP makes its buckets anew once, after the first step"
+        )
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(("schedule", "warmup"), [("cosine", 0), ("cosine", 3), ("linear", 2), ("constant", 4)])

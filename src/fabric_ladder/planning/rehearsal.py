@@ -79,7 +79,7 @@ class Rehearsal:
         model: On the meta device.
         settings: With one device for each of the ranks.
         sharded: Whether FSDP shards over the ranks.
-        buckets: Whether gradients stay from step to step, as DDP's buckets do (`gradient_as_bucket_view`).
+        buckets: Whether gradients stay from step to step, as DDP's buckets do (`DDPInBuckets`).
 
     Attributes:
         counts: Of the model's parameters.

@@ -22,7 +22,7 @@ from fabric_ladder.models.compile import is_compiled
 from fabric_ladder.models.optimizer import state_dtypes
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.runs.prediction import Prediction, most_tokens
-from fabric_ladder.training.gradients import accumulate_gradients, run_model
+from fabric_ladder.training.gradients import accumulate_gradients, forget_gradients, run_model
 from fabric_ladder.training.state import Training, random_state, set_random_state
 
 CLIFFS = ("cuda",)  # devices whose memory ends all at once; a CPU's host swaps, and a trial would only take time
@@ -57,7 +57,8 @@ def try_longest(training: Training, prediction: Prediction | None) -> None:
                 tokens = _halve_until_it_fits(training, tokens)
             elif problem := _find_problem(training, _heaviest(training)):
                 raise problem
-        reset_peak_memory(run.fabric.device)  # which failed tries have raised
+        _empty_cache(run.fabric.device)
+        reset_peak_memory(run.fabric.device)  # which tries have raised
     if auto:
         training.state.fit(tokens)
         run.log_fit(tokens, new=tokens != before)
@@ -163,11 +164,15 @@ def _find_problem(training: Training, batches: list[EffectiveBatch]) -> BaseExce
         problem = error.with_traceback(None)
         problem.__cause__ = problem.__context__ = None
     if problem:
-        training.optimizer.zero_grad()
+        forget_gradients(training.run.fabric, training.optimizer)
         gc.collect()
-        if training.run.fabric.device.type != "cpu":
-            torch.get_device_module(training.run.fabric.device).empty_cache()
+        _empty_cache(training.run.fabric.device)
     return problem
+
+
+def _empty_cache(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
 
 
 def _pass(training: Training, micro_batches: list[MicroBatch]) -> None:
@@ -176,7 +181,7 @@ def _pass(training: Training, micro_batches: list[MicroBatch]) -> None:
     # DDP's ranks must not meet in a backward pass that one of them may not reach
     with fabric.no_backward_sync(model, enabled=isinstance(fabric.strategy, DDPStrategy)):
         accumulate_gradients(fabric, model, micro_batches, Meter(fabric))
-    training.optimizer.zero_grad()
+    forget_gradients(training.run.fabric, training.optimizer)
 
 
 def _largest(training: Training, *values: int) -> list[int]:
@@ -194,7 +199,7 @@ def _without_a_trace(training: Training) -> Iterator[None]:
     model.train()
     yield
     del state
-    training.optimizer.zero_grad()
+    forget_gradients(training.run.fabric, training.optimizer)
     set_random_state(random, device)
     with torch.no_grad():
         for buffer, before in zip(model.buffers(), buffers, strict=True):

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fabric_ladder.data.loaders import MicroBatch
+from fabric_ladder.distributed.ddp import DDPInBuckets
 from fabric_ladder.models.masks import declare_padding
 from fabric_ladder.models.weight_steps import WeightSteps, stepping
 from fabric_ladder.runs.metrics import Meter, count_correct, count_pairs
@@ -101,6 +102,11 @@ def _to_device(fabric: Fabric, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 @cache
 def _copying_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
+
+
+def forget_gradients(fabric: Fabric, optimizer: Optimizer) -> None:
+    """Free the gradients; under DDP, where they are parts of buckets that stay (`DDPInBuckets`), set them to 0."""
+    optimizer.zero_grad(set_to_none=not isinstance(fabric.strategy, DDPInBuckets))
 
 
 def find_broken_gradient(fabric: Fabric, optimizer: Optimizer) -> Tensor:

@@ -21,7 +21,13 @@ from fabric_ladder.runs.metrics import MOST_CLASSES, Meter, Totals, describe_cla
 from fabric_ladder.runs.prediction import predict
 from fabric_ladder.runs.run import Run
 from fabric_ladder.training.fitting import compile_ahead, try_longest
-from fabric_ladder.training.gradients import accumulate_gradients, find_broken_gradient, name_shape, run_model
+from fabric_ladder.training.gradients import (
+    accumulate_gradients,
+    find_broken_gradient,
+    forget_gradients,
+    name_shape,
+    run_model,
+)
 from fabric_ladder.training.state import Training, TrainingState
 
 
@@ -108,7 +114,7 @@ def _train_epoch(training: Training, checkpointer: Checkpointer) -> None:
             if settings.max_grad_norm:  # asked to raise an error, it would wait for the device
                 fabric.clip_gradients(model, optimizer, max_norm=settings.max_grad_norm, error_if_nonfinite=False)
             optimizer.step()
-        optimizer.zero_grad()
+        forget_gradients(fabric, optimizer)
         logged = state.samples // run.log_every
         state.advance(batch.samples)
         set_learning_rate(settings, optimizer, state.optimizer_steps, len(train_loader) * settings.epochs)
@@ -167,7 +173,7 @@ def _validate(training: Training, checkpointer: Checkpointer) -> None:
 def _stop(training: Training, checkpointer: Checkpointer) -> None:
     """Go back to the last point from which the run can resume exactly, write a checkpoint, and end the process."""
     training.state.rewind()
-    training.optimizer.zero_grad()
+    forget_gradients(training.run.fabric, training.optimizer)
     checkpointer.stop()
 
 
