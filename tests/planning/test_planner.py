@@ -152,7 +152,7 @@ def plans_of(rungs, options, memories, length=256, gpu=ANY):
 
 
 @pytest.mark.parametrize(
-    "numbers", [("5_", "7_", "13"), pytest.param(("2_", "4_", "5_", "7_", "11", "13"), marks=pytest.mark.slow)]
+    "numbers", [("5_", "13"), pytest.param(("2_", "4_", "5_", "7_", "11", "13"), marks=pytest.mark.slow)]
 )
 def test_the_choice_is_monotone_in_memory_and_in_the_model_s_size(tmp_path, numbers):
     memories = [590_000_000, 640_000_000, 700_000_000, 850_000_000, 1_500_000_000]

@@ -165,7 +165,7 @@ def test_a_self_contained_notebook_runs_and_several_devices_go_through_its_scrip
     assert "Test accuracy" in stdout
 
 
-@pytest.mark.parametrize("more", [pytest.param((), marks=pytest.mark.slow), ("--devices", "2")])
+@pytest.mark.parametrize("more", [(), pytest.param(("--devices", "2"), marks=pytest.mark.slow)])
 def test_a_single_file_runs_by_python(tmp_path, single_files, more):
     """On two devices each process unpacks what the file holds."""
     name = "9_ddp" if more else "2_grad_accum"

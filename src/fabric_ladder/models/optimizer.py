@@ -56,7 +56,8 @@ def _against_single_steps(settings: Settings, sharded: bool) -> str | None:
     if settings.deepspeed:
         return "DeepSpeed steps in its own way; use --deepspeed zero2_offload without it"
     if sharded:
-        return "not on FSDP2's shards; src/11_fsdp_cpu_offload.py parks them in the host's memory"
+        parks = "src/11_fsdp_cpu_offload.py parks them in the host's memory"
+        return f"not on FSDP2's shards; {'leave it out' if settings.offload else parks}"
     if settings.optimizer_offload and settings.accelerator == "mps":
         return "Apple silicon's GPU uses the host's memory; leave it out"
     if settings.ranks > 1:
