@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from support.helpers import MODELS, ROOT, settings_for, token_datasets
+from support.helpers import FREES_64_MIB, MODELS, ROOT, settings_for, token_datasets
 
 from fabric_ladder import parse_settings
 
@@ -57,15 +57,11 @@ def test_the_bare_loop_ends_with_the_ladders_weights(figures):
     assert figures["bare"]["test_accuracy"] == figures["ladder"]["test_accuracy"]
 
 
-FREES_64_MIB = """
-import os, runpy, sys, psutil, torch
+RUN = """
+import os, runpy, sys
 sys.argv = sys.argv[1:]
 sys.path.insert(0, os.path.dirname(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
-before = psutil.Process().memory_info().rss
-held = torch.ones(2**24)
-del held
-print((psutil.Process().memory_info().rss - before) / 2**20)
 """
 
 
@@ -75,9 +71,8 @@ print((psutil.Process().memory_info().rss - before) / 2**20)
 def test_only_the_limit_gets_the_ladders_own_way_with_memory(tmp_path, side, keeps):
     command = [*common.peer_command(side, TINY), "--out", str(tmp_path / "figures.json")]
     env = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    done = subprocess.run(
-        [sys.executable, "-c", FREES_64_MIB, *command], env=env, capture_output=True, text=True, timeout=300
-    )
+    code = [sys.executable, "-c", RUN + FREES_64_MIB]
+    done = subprocess.run([*code, *command], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert (float(done.stdout.split()[-1]) > 32) == keeps
 

@@ -34,6 +34,14 @@ RUNGS = sorted(SRC.glob("[0-9]*.py"), key=lambda path: int(path.name.split("_")[
 MODELS = ROOT / "configs" / "models"
 SMALL = ("--train_samples", "96", "--validation_samples", "20", "--test_samples", "33", "--log_every", "16")
 VOCABULARY = 64
+# prints how much larger the process is, in MiB, after a tensor of 64 MiB has come and gone
+FREES_64_MIB = """
+import psutil, torch
+before = psutil.Process().memory_info().rss
+held = torch.ones(2**24)
+del held
+print((psutil.Process().memory_info().rss - before) / 2**20)
+"""
 DROPPED = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 

@@ -181,7 +181,7 @@ def _pass(training: Training, micro_batches: list[MicroBatch]) -> None:
     # DDP's ranks must not meet in a backward pass that one of them may not reach
     with fabric.no_backward_sync(model, enabled=isinstance(fabric.strategy, DDPStrategy)):
         accumulate_gradients(fabric, model, micro_batches, Meter(fabric))
-    forget_gradients(training.run.fabric, training.optimizer)
+    forget_gradients(fabric, training.optimizer)
 
 
 def _largest(training: Training, *values: int) -> list[int]:
