@@ -4,8 +4,8 @@
     python benchmarks/evidence_tables.py --check    only says which pages are old; exit status 1 if any is
 
 A table stands between `<!-- runs:NAME -->` and `<!-- /runs -->`; in the README's table of rungs the last two columns
-are filled. Sources: the runs under results/runs/ (evidence.py) and results/memory_ladder.json (predicted bytes). What
-has not been measured is left out, or a dash.
+are filled. Sources: the runs under results/runs/ (evidence.py), results/memory_ladder.json (predicted bytes) and
+results/blog_accuracy.json. What has not been measured is left out, or a dash.
 """
 
 import argparse
@@ -13,15 +13,17 @@ import re
 import sys
 from functools import cache
 from pathlib import Path
+from statistics import fmean, stdev
 
-import common  # first of all: it makes the project importable without an installation
+import blog_accuracy  # first of all: it makes the project importable without an installation
+import common
 import evidence
 import pages
 from evidence_picture import draw
 from evidence_sets import IMDB_2000, SETS
 from pages import PAGES, README
 
-from fabric_ladder.comparing.matching import Row
+from fabric_ladder.comparing.matching import Row, wilson_interval
 from fabric_ladder.comparing.sources import read_sources
 from fabric_ladder.rungs import RUNGS, parent
 
@@ -162,6 +164,28 @@ def others() -> list[str]:
     return pages.table(["data", "rung", "validation, %", "test, %", "95 % of the test's draw"], rows)
 
 
+def blog() -> list[str]:
+    """Return the table of the blog's recipe beside rungs 1 and 2."""
+    kept, rows = common.read_results(blog_accuracy.OUT), []
+    for side, (rung, batch_size) in blog_accuracy.SIDES.items():
+        seeds = [record["figures"] for name, record in kept.items() if name.split()[0] == side]
+        if seeds:
+            accuracies = [100 * figures["test_accuracy"] for figures in seeds]
+            low, high = (100 * bound for bound in wilson_interval(fmean(accuracies) / 100, blog_accuracy.TESTED))
+            spread = f" ± {stdev(accuracies):.1f}" if len(seeds) > 1 else ""
+            minutes, memory = (
+                fmean(figures[name] for figures in seeds) / unit
+                for name, unit in (("training_seconds", 60), ("peak_memory_bytes", 1e9))
+            )
+            rows.append([
+                rung or f"the blog's recipe, {batch_size} a step", f"{fmean(accuracies):.1f}{spread}",
+                f"{low:.1f} to {high:.1f}", ", ".join(f"{value:.1f}" for value in accuracies), f"{minutes:.1f}",
+                f"{memory:.2f}",
+            ])  # fmt: skip
+    header = ["", "test accuracy, %", "95 % of the test's draw", "each seed", "minutes of training", "process, GB"]
+    return pages.table(header, rows)
+
+
 @cache
 def predictions() -> dict[tuple[str, str, int], float]:
     """Return the predicted peaks of BLOOM-560m in GB by rung, options and GPUs."""
@@ -232,6 +256,7 @@ BLOCKS = {
     "same_rate": same_rate,
     "best_rates": best_rates,
     "whole": whole,
+    "blog": blog,
     "others": others,
     "ladder": ladder,
 }

@@ -14,6 +14,7 @@ from fabric_ladder import parse_settings
 
 sys.path.append(str(ROOT / "benchmarks"))
 import against_peers
+import blog_recipe
 import common
 import memory_ladder
 import memory_plans
@@ -27,13 +28,16 @@ SWITCHED = ["micro_batch_4", "group_by_length", "no_nan_filter", "evaluate_4"]
 
 
 @pytest.fixture(scope="module")
-def figures():
-    """Figures of the ladder, as a process of its own, and of the peers, in this one."""
+def figures(tmp_path_factory):
+    """Figures of the ladder, as a process of its own, and of the peers and the blog's recipe, in this one."""
+    texts = tmp_path_factory.mktemp("blog") / "texts"
+    common.save_texts(parse_settings(TINY), texts)
     runs = {"trainer": ("trainer", []), "trainer_best": ("trainer", SWITCHED), "accelerate": ("accelerate", [])}
     runs["bare"] = ("bare", [])
     environment, threads = dict(os.environ), torch.get_num_threads()
     torch.set_float32_matmul_precision("medium")  # of no side, unless it forgets to set its own
     sides = {name: peers.measure(parse_settings(TINY), side, switches) for name, (side, switches) in runs.items()}
+    sides["blog"] = blog_recipe.measure(parse_settings(TINY), texts)
     AcceleratorState._reset_state(reset_partial_state=True)
     os.environ.clear()
     os.environ.update(environment)

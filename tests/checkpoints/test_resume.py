@@ -23,6 +23,7 @@ from support.resuming import SIZES, Does, Evil, assert_same, checkpoints, lines_
 from fabric_ladder import UserError
 from fabric_ladder.checkpoints import store
 from fabric_ladder.checkpoints.resume import PROGRESS
+from fabric_ladder.runs.folder import lock
 
 STEPS = 16  # two epochs of eight
 QUICK = ["2_grad_accum", "4_mixed_precision", "13_lora"]
@@ -95,37 +96,37 @@ class Interrupts:
             yield item
 
 
-@pytest.mark.parametrize("place", ["micro-batch", "validation", "test"])
+@pytest.mark.parametrize("place", ["first micro-batch", "micro-batch", "validation", "test"])
 def test_a_run_stopped_inside_a_step_or_an_evaluation_goes_on_bitwise(tmp_path, dropout_model, place):
     """The rung's own objects, with a signal between two micro-batches."""
     more = ["--model", dropout_model, "--save_every", 100]
     (tmp_path / "whole").mkdir()
     run_here("2_grad_accum", tmp_path / "whole", *more)
     source = (SRC / "2_grad_accum.py").read_text(encoding="utf-8")
+    train = "    train(run, model, optimizer, train_loader,"
     where = {
-        "micro-batch": (
-            "    train(run, model, optimizer, train_loader,",
-            "Stopped by SIGTERM in epoch 1 after batch 4;",
-        ),
+        "first micro-batch": (train, "Stopped by SIGTERM in epoch 1 after batch 0;"),
+        "micro-batch": (train, "Stopped by SIGTERM in epoch 1 after batch 4;"),
         "validation": ("    train(run, model, optimizer, train_loader, val_loader)", "in epoch 1 after batch 8;"),
         "test": ("    evaluate(run, model, test_loader)", "in epoch 3 after batch 0;"),
     }[place]
     wrapped = {
-        "micro-batch": "    train_loader = Fifth(train_loader)\n",
+        "first micro-batch": "    train_loader = interrupted(train_loader, 1)\n",
+        "micro-batch": "    train_loader = interrupted(train_loader, 5)\n",
         "validation": "    val_loader = Interrupts(val_loader, 1)\n",
         "test": "    test_loader = Interrupts(test_loader, 1)\n",
     }[place]
     script = tmp_path / "2_grad_accum.py"
     script.write_text(source.replace(where[0], wrapped + where[0]), encoding="utf-8")
-    status, text = run_here(script, tmp_path, *more, names={"Interrupts": Interrupts, "Fifth": interrupt_the_fifth})
+    status, text = run_here(script, tmp_path, *more, names={"Interrupts": Interrupts, "interrupted": interrupted})
     assert (status, where[1] in text) == (143, True), text
     status, _ = run_here("2_grad_accum", tmp_path, *more, "--resume", "auto")
     assert status == 0
     assert_same(tmp_path / "runs" / "2_grad_accum" / "1", tmp_path / "whole" / "runs" / "2_grad_accum" / "1")
 
 
-def interrupt_the_fifth(loader):
-    """Have the fifth effective batch interrupted after three of its micro-batches."""
+def interrupted(loader, number):
+    """Have this effective batch interrupted after three of its micro-batches."""
     collator = loader.dataset
     kind, made = type(collator), []
 
@@ -133,7 +134,7 @@ def interrupt_the_fifth(loader):
         def __getitem__(self, plan):
             batch = super().__getitem__(plan)
             made.append(plan)
-            return batch._replace(micro_batches=Interrupts(batch.micro_batches, 3)) if len(made) == 5 else batch
+            return batch._replace(micro_batches=Interrupts(batch.micro_batches, 3)) if len(made) == number else batch
 
     collator.__class__ = Collator
     return loader
@@ -212,6 +213,26 @@ def test_an_older_checkpoint_can_be_taken(tmp_path, stopped):
     assert status == 0
     assert "Batch 0003/0008" in text, "printed anew"
     assert [line for line in lines_of(stopped) if "Epoch: 0001/0002 | Batch 0003/0008" in line].__len__() == 1
+
+
+def test_checkpoints_of_later_steps_do_not_outlive_a_newer_one(tmp_path, stopped):
+    """Taken for the newest, they would be resumed from, and the newer ones removed."""
+    older = stopped / "checkpoints" / "step-000000002"
+    more = ["--save_every", 3, "--keep", 1]
+    status, _ = run_here("2_grad_accum", tmp_path, *more, "--resume", older, at="Batch 0003/")
+    assert (status, [path.name for path in checkpoints(stopped)]) == (143, ["step-000000003"])
+
+
+def test_auto_goes_on_with_the_run_of_the_same_settings(tmp_path, stopped):
+    status, text = run_here("2_grad_accum", tmp_path, "--seed", 5, "--runs_dir", tmp_path / "other")
+    (tmp_path / "other" / "2_grad_accum" / "1").rename(stopped.with_name("2"))
+    status, text = run_here("2_grad_accum", tmp_path, "--seed", 5, "--resume", "auto")
+    assert (status, "runs/2_grad_accum/2 has finished" in text) == (0, True)
+    with lock(stopped):
+        status, text = run_here("2_grad_accum", tmp_path, "--seed", 6, "--resume", "auto")
+    assert (status, "--resume auto: there is no run to go on with" in text) == (0, True)
+    status, text = run_here("2_grad_accum", tmp_path, "--resume", "auto")
+    assert (status, "Resumed from runs/2_grad_accum/1/checkpoints/" in text) == (0, True)
 
 
 def damage(folder, kind):

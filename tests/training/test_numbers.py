@@ -132,22 +132,20 @@ def test_a_resumed_run_skips_and_counts_as_if_it_had_never_stopped(tmp_path, dro
     assert json.loads((home / "run.json").read_text())["results"]["skipped_batches"] == 2
 
 
-def test_a_bad_number_waiting_for_its_line_survives_a_checkpoint(tmp_path, dropout_model, monkeypatch):
-    """Stopped between the step with the NaN and the next printed line, and told to stop there by the resumed run."""
+def test_no_checkpoint_is_written_after_a_bad_number(tmp_path, dropout_model, monkeypatch):
+    """Long before the next printed line: the weights are NaN, and the run can go on from the checkpoint before."""
     monkeypatch.setattr(loop, "try_longest", lambda training, _: poison(training))
-    more = ["--model", dropout_model, "--log_every", 1000, "--save_every", 1, "--keep", 99]
+    more = ["--model", dropout_model, "--log_every", 1000, "--save_every", 1]
     with pytest.raises(UserError) as stop:
         run_here("2_grad_accum", tmp_path, *more)
     first = str(stop.value)
     del stop  # its traceback holds the run, whose folder is in use
     gc.collect()
     home = tmp_path / "runs" / "2_grad_accum" / "1"
-    record = json.loads((home / "run.json").read_text())
-    (home / "run.json").write_text(json.dumps(record | {"status": "stopped"}))
-    with pytest.raises(UserError) as second:
-        run_here("2_grad_accum", tmp_path, *more, "--resume", "auto")
-    assert str(second.value) == first
-    assert re.match(r"the loss is nan at epoch 1, batch \d \(training samples", first)
+    bad = int(re.match(r"the loss is nan at epoch 1, batch (\d) \(training samples", first)[1])
+    assert [path.name for path in (home / "checkpoints").iterdir()] == [f"step-{bad - 1:09d}"]
+    status, text = run_here("2_grad_accum", tmp_path, *more, "--on_nan", "skip", "--resume", "auto")
+    assert (status, text.count("Skipped: the loss is not finite")) == (0, 2), "one in each epoch"
 
 
 @pytest.mark.slow

@@ -28,6 +28,9 @@ class State(Protocol):
     batch: int
     optimizer_steps: int
 
+    def check(self) -> None:
+        """Raise UserError if a loss or a gradient was not finite."""
+
     def describe(self) -> str:
         """Say where the training is, for people."""
 
@@ -109,7 +112,12 @@ class Checkpointer:
             self.save(validation.loss)
 
     def save(self, validation_loss: float | None = None) -> bool:
-        """Write a checkpoint; if that fails, say so and let the run go on."""
+        """Write a checkpoint; if that fails, say so and let the run go on.
+
+        Raises:
+            UserError: A loss or a gradient was not finite: the weights may be spoilt, and the checkpoint before stays.
+        """
+        self.state.check()
         with self.run.throughput.excluded():
             progress = {
                 "position": self.state.state_dict(),
@@ -150,8 +158,7 @@ class Checkpointer:
 
     def _finish(self, part: Path, progress: dict, validation_loss: float | None) -> None:
         (part / PROGRESS).write_text(json.dumps(progress), encoding="utf-8")
-        store.finish(part, validation_loss)
-        best = store.prune(part.parent, self.settings.keep)
+        best = store.prune(store.finish(part, validation_loss), self.settings.keep)
         self.run.record.add(best_checkpoint=best and best.relative_to(part.parent.parent).as_posix())
 
     def _write_rank(self, part: Path) -> None:

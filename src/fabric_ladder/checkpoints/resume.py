@@ -49,13 +49,13 @@ def find_checkpoint(settings: Settings, fingerprint: str, ranks: int) -> Found:
     if settings.resume == "no":
         return Found()
     if settings.resume == "auto":
-        folder, record = _newest_run(Path(settings.runs_dir) / settings.name)
-        if folder is None:
+        folder, record = _newest_run(Path(settings.runs_dir) / settings.name, settings)
+        finished = folder and record["status"] == "finished"
+        other = folder and _differences(record["settings"], settings)
+        if folder is None or (other and (finished or _is_running(folder))):
             note = "--resume auto: there is no run to go on with; this one starts from the beginning"
             return Found(notes=(note,))
-        if record["status"] == "finished":
-            if _differences(record["settings"], settings):
-                return Found()
+        if finished:
             note = f"{folder} has finished: there is nothing to go on with (leave out --resume to run anew)"
             return Found(finished=True, notes=(note,))
         path = folder
@@ -115,8 +115,9 @@ def _check_progress(settings: Settings, folder: Path, progress: dict, fingerprin
         raise UserError(f"--resume: DeepSpeed goes on with as many GPUs as before, {progress['ranks']}, not {ranks}")
 
 
-def _newest_run(home: Path) -> tuple[Path | None, dict]:
-    """Return the newest run that has finished or has a checkpoint, and its record."""
+def _newest_run(home: Path, settings: Settings) -> tuple[Path | None, dict]:
+    """Return the newest run that has finished or has a checkpoint, first of all of these settings, and its record."""
+    newest: tuple[Path | None, dict] = None, {}
     folders = sorted((path for path in home.glob("*") if path.name.isdigit()), key=lambda path: -int(path.name))
     for folder in folders:
         try:
@@ -125,12 +126,15 @@ def _newest_run(home: Path) -> tuple[Path | None, dict]:
         except (ValueError, LookupError, TypeError):
             continue
         if status == "finished" or any((folder / CHECKPOINTS).glob("step-*")):
-            return folder, record
+            if not _differences(record["settings"], settings):
+                return folder, record
+            newest = newest if newest[0] else (folder, record)
+            continue
         with suppress(UserError):  # it is still running; else it died before its first checkpoint was whole
             _refuse_running(folder)
             store.remove_unfinished(folder / CHECKPOINTS)
             (folder / LOCK).unlink(missing_ok=True)
-    return None, {}
+    return newest
 
 
 def _differences(saved: dict, settings: Settings) -> list[str]:
@@ -142,6 +146,14 @@ def _differences(saved: dict, settings: Settings) -> list[str]:
         for name in sorted((saved.keys() | own.keys()) - FREE)
         if saved.get(name) != own.get(name)
     ]
+
+
+def _is_running(folder: Path) -> bool:
+    try:
+        _refuse_running(folder)
+    except UserError:
+        return True
+    return False
 
 
 def _refuse_running(folder: Path) -> None:

@@ -40,10 +40,11 @@ def finish(folder: Path, validation_loss: float | None) -> Path:
     for path in (*folder.rglob("*"), folder):
         _sync(path)
     whole = folder.with_name(folder.name.removeprefix(".").removesuffix(".part"))
-    if whole.exists():  # a damaged one, or that of a run which went on from an older one
-        _remove(whole)
+    old = _hide(whole) if whole.exists() else None  # damaged, or of a run which went on from an older one
     folder.rename(whole)
     _sync(whole.parent)
+    if old:
+        shutil.rmtree(old)
     return whole
 
 
@@ -85,9 +86,14 @@ def newest_whole(home: Path) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def prune(home: Path, keep: int) -> Path | None:
-    """Remove all but the newest `keep` checkpoints and the best, which has the lowest validation loss; return this."""
-    folders = _folders(home)
+def prune(newest: Path, keep: int) -> Path | None:
+    """Remove all but `keep` checkpoints up to the newest and the best, which has the lowest validation loss; return it.
+
+    Those of later steps are damaged, or of a run which went on from an older one: they would be taken for the newest.
+    """
+    folders = _folders(newest.parent)
+    while folders[-1] != newest:
+        _remove(folders.pop())
     losses = {folder: loss for folder in folders if (loss := _loss(folder)) is not None}
     best = min(losses, key=losses.get, default=None)
     for folder in folders[:-keep]:
@@ -122,11 +128,15 @@ def _loss(folder: Path) -> float | None:
 
 
 def _remove(folder: Path) -> None:
+    shutil.rmtree(_hide(folder))
+
+
+def _hide(folder: Path) -> Path:
+    """Rename a checkpoint that is to be removed, or a crash would leave half of one under its name."""
     hidden = folder.with_name(f".{folder.name}.old")
     if hidden.exists():
         shutil.rmtree(hidden)
-    folder.rename(hidden)  # or a crash in between would leave half a checkpoint under its name
-    shutil.rmtree(hidden)
+    return folder.rename(hidden)
 
 
 def _files(folder: Path) -> dict[str, list]:

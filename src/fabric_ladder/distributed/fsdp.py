@@ -1,8 +1,10 @@
 """FSDP2: which modules are sharded, with which options, and the strategy of Fabric that does it."""
 
+import atexit
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,12 +44,21 @@ def sharding_policy(settings: Settings, mesh: DeviceMesh) -> dict:
     }
 
 
+def _end_process_group() -> None:
+    """End it before Python ends, else PyTorch warns; Fabric does so where NCCL is the only backend."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def fsdp_strategy(settings: Settings, shard: Callable[[nn.Module, DeviceMesh], nn.Module]) -> ModelParallelStrategy:
     """Return Fabric's strategy for FSDP2: every rank has data of its own, and no tensor is cut inside a block.
 
     With CPU offload, gradients on the CPU need a collective backend of their own, to be clipped to a common norm.
     """
-    backend = "cpu:gloo,cuda:nccl" if settings.accelerator == "cuda" and settings.offload else None
+    backend = None
+    if settings.accelerator == "cuda" and settings.offload:
+        backend = "cpu:gloo,cuda:nccl"
+        atexit.register(_end_process_group)
     return ModelParallelStrategy(
         shard, data_parallel_size=settings.ranks, tensor_parallel_size=1, process_group_backend=backend
     )

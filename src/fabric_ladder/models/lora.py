@@ -5,6 +5,7 @@ Both packages are imported where they are used: they take a second, and most run
 
 import importlib.util
 import logging
+import os
 import re
 import warnings
 from collections.abc import Iterable
@@ -55,10 +56,13 @@ def check_lora(settings: Settings, script: dict) -> None:
         )
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError("4-bit weights need bitsandbytes: pip install bitsandbytes==0.50.2, or run src/13_lora.py")
+    device = settings.accelerator
+    if device == "cuda":  # this rank's: on the first GPU each rank's context would take memory
+        device = f"cuda:{os.environ.get('LOCAL_RANK') or os.environ.get('SLURM_LOCALID') or 0}"
     try:
         from bitsandbytes.functional import quantize_4bit
 
-        quantize_4bit(torch.ones(64, 64, device=settings.accelerator), quant_type="nf4", compress_statistics=True)
+        quantize_4bit(torch.ones(64, 64, device=device), quant_type="nf4", compress_statistics=True)
     except (ImportError, OSError, RuntimeError, NotImplementedError, AttributeError) as error:
         raise UserError(
             f"bitsandbytes cannot make 4-bit weights on {settings.accelerator} here ({first_line(error, 160)}): run "

@@ -64,7 +64,6 @@ class Meter:
         for metric in self._sums.values():
             metric.to(fabric.device).set_dtype(self._dtype)  # in this order: `to` would set it back
         self._pending: list[tuple[Tensor, Tensor, int]] = []
-        self._problem: str | None = None  # of a run that goes on: what was not finite before it stopped
         self._clear()
 
     def _clear(self) -> None:
@@ -116,17 +115,21 @@ class Meter:
 
     def state_dict(self) -> dict:
         """Return what was counted on this rank since the last `collect`, which waits for the device."""
-        sums = {name: metric.sum_value.cpu() for name, metric in self._sums.items()}
-        return sums | {"problem": self._find_problem()}
+        return {name: metric.sum_value.cpu() for name, metric in self._sums.items()}
 
     def add_state_dict(self, state: dict) -> None:
         """Count what a meter had counted, this one or another rank's."""
         for name, metric in self._sums.items():
             metric.update(state[name].to(self.fabric.device, self._dtype))
-        self._problem = self._problem or state["problem"]
 
     def collect(self) -> Totals:
-        """Return the totals over all ranks since the last call. All ranks must call it.
+        """Return the totals, and count from 0 again; see `totals`."""
+        totals = self.totals()
+        self._clear()
+        return totals
+
+    def totals(self) -> Totals:
+        """Return the totals over all ranks since the last `collect`. All ranks must call it.
 
         Raises:
             UserError: A loss or a gradient is NaN or infinite; the message names the first such step and its samples.
@@ -135,21 +138,18 @@ class Meter:
         gradients = [broken for broken in self._gradients if broken is not None]
         broken = torch.stack(gradients).any() if gradients else torch.zeros((), device=device)
         sums = [self._sums[name].sum_value for name in ("loss", "correct", "items")]
-        sums = torch.stack([*sums, broken.to(self._dtype) + bool(self._problem)])
+        sums = torch.stack([*sums, broken.to(self._dtype)])
         loss, correct, items, problems = self.fabric.all_reduce(sums, reduce_op="sum").tolist()
         if not math.isfinite(loss) or problems:
             text = self._find_problem() or "the loss or the gradient is not finite on another rank"
-            skip = ", or --on_nan skip, which leaves such batches out" if gradients or self._problem else ""
+            skip = ", or --on_nan skip, which leaves such batches out" if gradients else ""
             raise UserError(
                 f"{text}: the run stops; try a lower --learning_rate, --max_grad_norm 1 or another --precision{skip}"
             )
-        self._clear()
         return Totals(loss, round(correct), round(items))
 
     def _find_problem(self) -> str | None:
         """Name the first step on this rank whose loss or gradient is not finite."""
-        if self._problem:
-            return self._problem
         for step, losses, gradient in zip(self._steps, self._losses, self._gradients, strict=True):
             if bad := [loss for loss in losses.tolist() if not math.isfinite(loss)]:
                 return f"the loss is {bad[0]} at {describe_step(step)}"

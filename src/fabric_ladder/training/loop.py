@@ -67,8 +67,8 @@ def evaluate(run: Run, model: nn.Module, test_loader: DataLoader) -> Totals:
             run.checkpointer.stop()
         if confusion is not None:
             classes = describe_classes(names, run.fabric.all_reduce(confusion, reduce_op="sum").tolist())
-        run.checkpointer.finish()
         run.log_test(totals, classes)
+        run.checkpointer.finish()
     return totals
 
 
@@ -103,10 +103,12 @@ def _train_epoch(training: Training, checkpointer: Checkpointer) -> None:
     model.train()  # after from_pretrained and after each evaluation the inner module is in eval mode
     if not state.batch:  # the checkpoint is from before the iterator was made, which draws a random number
         state.restore_random()
+    state.mark()  # set back to batch 0, the run makes its iterator again
     batches = iter(train_loader)
     state.restore_random()
     for batch in run.progress_bar(batches, state.batch):
-        state.mark()
+        if state.batch:
+            state.mark()
         stop = run.stop_request.made_alone
         if not accumulate_gradients(fabric, model, batch.micro_batches, state.meter, stop, optimizer):
             _stop(training, checkpointer)

@@ -76,6 +76,10 @@ class TrainingState:
         self.totals += totals
         return totals
 
+    def check(self) -> None:
+        """Stop the run at a loss or a gradient that is not finite, as the next printed line would."""
+        self.meter.totals()
+
     def discard_step(self) -> None:
         """Leave an effective batch out that is not finite."""
         self.meter.discard()
