@@ -16,7 +16,7 @@ from fabric_ladder.checkpoints.export import Arguments, find_result, load_result
 from fabric_ladder.tools.share import check_push, push, write_card
 
 if __name__ == "__main__":
-    show_errors()
+    show_errors(smaller="--precision bf16-true")
     parser = Arguments(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", help="folder of a run, or its checkpoint, model or adapter")
     parser.add_argument("--output", help="folder to write; default: `export` beside what is read")

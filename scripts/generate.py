@@ -84,7 +84,7 @@ def typed_lines() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    show_errors()
+    show_errors(smaller="a smaller --batch_size, --precision bf16-true or --quantization nf4")
     arguments = parse()
     questions = read_questions(arguments.prompts) if arguments.prompts else []
     on_gpu = arguments.accelerator != "cpu" and torch.cuda.is_available()
@@ -110,6 +110,10 @@ if __name__ == "__main__":
         rows = [row | {"generated": answer} for (row, _), answer in zip(questions, answers, strict=True)]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         if arguments.output:
-            write_whole(arguments.output, text)
+            try:
+                write_whole(arguments.output, text)
+            except OSError as error:
+                print(text, end="")  # the answers took long
+                raise UserError(f"cannot write {arguments.output} ({error.strerror}): they are printed") from error
             text = f"Saved {len(answers)} answers in {arguments.output}\n"
         print(text, end="")

@@ -19,7 +19,7 @@ from fabric_ladder.errors import UserError
 from fabric_ladder.models.configs import load_config
 
 if __name__ == "__main__":
-    show_errors()
+    show_errors(smaller="--precision bf16-true")
     parser = Arguments(description=__doc__.split("\n\n")[0])
     parser.add_argument("adapter", help="folder of an adapter, or of the run that saved it")
     parser.add_argument("--base", help="base model: a folder or a name on the Hub; default: the one trained on")

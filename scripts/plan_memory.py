@@ -26,6 +26,7 @@ from fabric_ladder.checkpoints.export import Arguments
 from fabric_ladder.data import prepare
 from fabric_ladder.data.images import read_image_format
 from fabric_ladder.data.sources import find_source
+from fabric_ladder.environment import prepare_cuda
 from fabric_ladder.errors import UserError
 from fabric_ladder.places import CONFIGS
 from fabric_ladder.planning.candidates import CHECKPOINTING, list_choices, read_candidates
@@ -141,7 +142,10 @@ def what_it_takes(
     for gpus in (2, 4, 8):
         if gpus <= machine.gpus:
             continue
-        (candidate,), _ = read_candidates([("10_fsdp", CHECKPOINTING)], options, gpus, machine.gpu)
+        try:
+            (candidate,), _ = read_candidates([("10_fsdp", CHECKPOINTING)], options, gpus, machine.gpu)
+        except UserError:  # which it does not go with, or an effective batch too small for so many
+            break
         larger = machine._replace(memory_limits=(memory_limit,), host_memory=None, gpus=gpus)
         (figures,) = find_peaks([candidate], samples, larger)
         if make_plan(candidate, figures, options, larger, memory_limit).fits:
@@ -169,6 +173,7 @@ def train_briefly(options: list[str], lengths: tuple[int, ...]) -> None:
 
 def calibrate(cache_dir: str) -> None:
     """Measure this GPU's overhead by training a model of BLOOM-560m's shape, keep it, and print it."""
+    prepare_cuda("cuda", deterministic=False)  # as runs do
     shape = [*STANDARD, "--model", str(CONFIGS / "models" / "bloom-560m.json"), "--precision", "bf16-true"]
     overhead = measure_overhead(lambda: train_briefly(shape, (512, 448, 200, 320)))
     path = keep_overhead(cache_dir, torch.cuda.get_device_name(0), overhead)

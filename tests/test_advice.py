@@ -129,6 +129,34 @@ def test_a_missing_compiler_is_one_line(tmp_path):
     assert process.stderr.splitlines()[-1].startswith("error: torch.compile needs a C++ compiler")
 
 
+@pytest.mark.parametrize("met", [False, True])
+def test_a_failed_collective_is_told_though_no_rank_is_gone(met):
+    code = """if True:
+        import torch.distributed as dist
+        from fabric_ladder.advice import show_errors
+        from fabric_ladder.distributed import watch
+        watch.PATIENCE = watch.BEAT = 0.2
+        show_errors()
+        if MET:
+            dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+        rank = watch.RankWatch()
+        if MET:
+            rank.meet()
+        raise dist.DistBackendError("NCCL: unhandled system error")"""
+    command = [sys.executable, "-c", code.replace("MET", str(met))]
+    process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert process.returncode == 1
+    assert process.stderr.splitlines()[-1].endswith("DistBackendError: NCCL: unhandled system error")
+
+
+def test_a_folder_that_may_not_be_entered_is_one_line():
+    assert explain(PermissionError(13, "Permission denied", "/root/x.csv")).startswith("cannot use /root/x.csv (Perm")
+
+
+def test_out_of_memory_in_another_script_names_its_own_options():
+    assert explain(MemoryError(), smaller="a smaller --batch_size").endswith("Next to try: a smaller --batch_size")
+
+
 def test_ctrl_c_before_there_is_a_run_is_one_line():
     code = "from fabric_ladder.advice import show_errors; show_errors(); raise KeyboardInterrupt"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -54,6 +54,12 @@ def test_the_peak_is_windows_own_where_proc_is_not(monkeypatch):
     assert environment.peak_memory(torch.device("cpu")) == 7
 
 
+def test_the_peak_is_known_where_proc_does_not_tell_it(monkeypatch):
+    """As in gVisor, which some hosts run containers in."""
+    monkeypatch.setattr(environment.Path, "read_text", lambda path: "Name: python\nVmRSS: 1 kB\n")
+    assert environment.peak_memory(torch.device("cpu")) > 10e6
+
+
 def test_the_dockerfile_keeps_hadolint_s_rules():
     beside = Path(sys.executable).with_name("hadolint")
     linter = str(beside) if beside.exists() else shutil.which("hadolint")

@@ -60,17 +60,27 @@ NEXT_RUNG = dict.fromkeys("1234", LOW_PRECISION) | {
 }
 
 
-def explain(error: BaseException, settings: Settings | None = None) -> str | None:
-    """Return the one line for an error that the user can fix, None for any other (a bug keeps its traceback)."""
+def explain(
+    error: BaseException, settings: Settings | None = None, smaller: str = "a smaller --micro_batch_size"
+) -> str | None:
+    """Return the one line for an error that the user can fix, None for any other (a bug keeps its traceback).
+
+    Args:
+        error: Any.
+        settings: Of the run.
+        smaller: What to try where memory has run out and there are no settings.
+    """
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         name = max(Path(str(error.filename)).parts, key=len)
         return f"the name {name:.40}… is longer than that of any file: check what is given"
+    if isinstance(error, PermissionError) and error.filename:
+        return f"cannot use {error.filename} ({error.strerror}): change its permissions, or name another"
     if isinstance(error, torch.distributed.DistNetworkError):
         return f"the processes cannot meet ({first_line(error)})"
     if is_out_of_memory(error):
-        return _out_of_memory(error, settings)
+        return _out_of_memory(error, settings, smaller)
     if "no kernel found to launch" in str(error):  # by memory-efficient attention, below compute capability 8.0
         return "PyTorch has no fused attention for heads of this width on this GPU: add --attention eager"
     if "does not have a deterministic implementation" in str(error):
@@ -90,10 +100,10 @@ def explain(error: BaseException, settings: Settings | None = None) -> str | Non
     return None
 
 
-def _out_of_memory(error: BaseException, settings: Settings | None) -> str:
+def _out_of_memory(error: BaseException, settings: Settings | None, smaller: str) -> str:
     text = f"out of memory ({first_line(error, 160)})"
     if settings is None:
-        return f"{text}. Next to try: a smaller --micro_batch_size"
+        return f"{text}. Next to try: {smaller}"
     phase, shape = getattr(error, "batch", (None, ()))
     if shape:
         size = f"{shape[0]} x {shape[1]} tokens" if len(shape) == 2 else f"{shape[0]} images of {shape[-1]} pixels"
@@ -165,11 +175,14 @@ def _command(settings: Settings, options: str, rung: str | None = None, decides:
     return shlex.join([*start, *kept, *options.split()])
 
 
-def show_errors(settings: Settings | None = None) -> None:
-    """From now on, print errors that the user can fix as one line on stderr; in a script, end with exit status 2."""
+def show_errors(settings: Settings | None = None, **smaller: str) -> None:
+    """From now on, print errors that the user can fix as one line on stderr; in a script, end with exit status 2.
+
+    The arguments are those of `explain`.
+    """
 
     def explained(error: BaseException, stream) -> bool:
-        line = explain(error, settings)
+        line = explain(error, settings, **smaller)
         if line is not None:
             rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
             start = "error:" if rank == "0" else f"error on rank {rank}:"
@@ -182,7 +195,7 @@ def show_errors(settings: Settings | None = None) -> None:
     def in_script(error_type, error, trace):
         if watch := running_watch():
             if lost_contact(error):
-                watch.join()  # it names the rank that is gone, and ends this process
+                watch.find_dead()
             watch.stop()
         if isinstance(error, KeyboardInterrupt):  # while nothing of the run is there that could be saved
             sys.__stderr__.write("Stopped by Ctrl-C\n")

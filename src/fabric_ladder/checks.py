@@ -7,13 +7,14 @@ import torch
 
 from fabric_ladder.data.load import check_data
 from fabric_ladder.distributed.deepspeed import check_deepspeed
+from fabric_ladder.distributed.fsdp import transformer_blocks
 from fabric_ladder.distributed.launch import check_devices
 from fabric_ladder.environment import compute_capability, emulates
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.checkpointing import check_checkpointing
-from fabric_ladder.models.configs import check_model
+from fabric_ladder.models.configs import check_model, load_config
 from fabric_ladder.models.float8 import check_float8
-from fabric_ladder.models.lora import check_lora
+from fabric_ladder.models.lora import check_lora, without_values
 from fabric_ladder.models.optimizer import check_optimizer
 from fabric_ladder.models.packing_check import check_packing
 from fabric_ladder.runs.folder import check_writable
@@ -88,6 +89,8 @@ def _check_upper_bounds(settings: Settings) -> None:
             raise UserError(f"--{name} {str(value)[:30]}: must be at most {most.get(name, LARGEST)}")
         if value == "" and name not in INTERNAL:
             raise UserError(f"--{name} is empty: give a value, or leave it out")
+        if isinstance(value, str) and (plain := value.encode(errors="replace").decode()) != value:
+            raise UserError(f"--{name} {plain}: its name is no UTF-8, which logs cannot hold; rename it")
 
 
 def check(settings: Settings, script: dict) -> None:
@@ -108,10 +111,10 @@ def check(settings: Settings, script: dict) -> None:
     check_devices(settings, several="devices" in script)
     capability, sharded = compute_capability() if settings.accelerator == "cuda" else None, "offload" in script
     check_precision(settings, capability, sharded)
-    _check_sharding(settings, script)
     check_logger(settings)
     check_optimizer(settings, sharded)
     check_model(settings)
+    _check_sharding(settings, script)
     check_checkpointing(settings)
     check_lora(settings, script)
     check_float8(settings, capability)
@@ -191,6 +194,8 @@ def _check_sharding(settings: Settings, script: dict) -> None:
         )
     if settings.on_nan == "skip" and settings.deepspeed:
         raise UserError("--on_nan skip: DeepSpeed cannot take a gradient back; in fp16 it skips overflows by itself")
+    if sharded:
+        transformer_blocks(without_values(settings, load_config(settings.model)))
     if sharded and settings.optimizer in ("adafactor", "adam-8bit", "adam-4bit"):
         raise UserError(
             f"--optimizer {settings.optimizer} cannot step on FSDP2's shards; use sgd, the leanest, adam or adamw"

@@ -94,6 +94,8 @@ def prepare_cuda(accelerator: str, deterministic: bool) -> None:
     known = sys.platform == "linux" and not any(name in platform.release().lower() for name in ("microsoft", "tegra"))
     if known and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        if torch.cuda.is_initialized():  # a notebook's first cell has asked which GPU there is
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # 24 MiB of buffers of one size
 
@@ -125,15 +127,15 @@ def peak_memory(device: torch.device) -> int:
     """Return the peak in bytes: what PyTorch allocated on the GPU, or what the process held in the host's memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if Path("/proc/self/status").exists():
-        status = Path("/proc/self/status").read_text().split()
+    status = Path("/proc/self/status").read_text().split() if Path("/proc/self/status").exists() else []
+    if "VmHWM:" in status:  # not in gVisor's
         return int(status[status.index("VmHWM:") + 1]) * 1024
     memory = psutil.Process().memory_info()
     if hasattr(memory, "peak_wset"):  # on Windows, which has no `resource`
         return memory.peak_wset
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS counts in bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform == "linux" else 1)  # macOS: bytes
 
 
 def _processor() -> str:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from peft import PeftModel
 from PIL import Image
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from support.devices import ONE_THREAD, SIZES
 from support.export import run_here, tiny, with_adapter, words_tokenizer
@@ -288,6 +289,16 @@ def test_a_folder_that_could_not_be_finished_is_not_left(tmp_path):
 
     with pytest.raises(RuntimeError):
         write()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
+def test_a_disk_that_is_full_is_one_line(tmp_path, error):
+    with (
+        pytest.raises(UserError, match=r"cannot write \S+new \(.*No space left.*\):"),
+        new_folder(tmp_path / "new"),
+    ):
+        raise error
     assert not list(tmp_path.iterdir())
 
 

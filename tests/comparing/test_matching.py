@@ -34,6 +34,11 @@ DIFFERENCES = {
     "start": ({}, {"load": "checkpoint"}, "load none / checkpoint"),
     "scratch": ({}, {"from_scratch": True}, "from_scratch false / true"),
     "gpu": ({"hardware": HARDWARE | {"gpu": "NVIDIA T4"}}, {}, "gpu NVIDIA A100 / NVIDIA T4"),
+    "second gpu": (
+        {"resumed": [record() | {"hardware": HARDWARE | {"gpu": "NVIDIA T4"}}]},
+        {},
+        "gpu NVIDIA A100 / NVIDIA A100, then NVIDIA T4",
+    ),
     "device": ({"hardware": HARDWARE | {"device": "cpu"}}, {}, "device cuda / cpu"),
     "versions": ({"versions": {"torch": "2.11.0"}}, {}, "torch 2.13.0 / 2.11.0"),
     "new setting": ({}, {"of_a_later_version": 1}, None),

@@ -187,6 +187,7 @@ REFUSED = {
     "decimal labels": ("a.csv", "text,label\na,0.5\nb,1\n", r"'label' holds decimal numbers, .*: set --label_column"),
     "decimal JSON labels": ("a.jsonl", LINES.replace("1}", "1.5}"), r"line 2: label is 1\.5, not an integer or a s"),
     "half a character": ("a.jsonl", LINES + '{"text": "\\ud83c", "label": 1}', r"line 21: text holds half a character"),
+    "open quote": ("a.tsv", 'text\tlabel\n"Oh dear\t0\nplain\t1\n"the end"\t0\nb\t1\n', r"1 of 2 .*row 1: an open"),
     "half a gzip": ("a.csv.gz", gzip.compress(LINES.encode() * 999)[:999], r"a\.csv\.gz cannot be read as csv \(.*end"),
     "no gzip": ("a.jsonl.gz", LINES, r"cannot read \S*a\.jsonl\.gz \(Not a gzipped file"),
     "Latin-1 in gzip": ("a.csv.gz", gzip.compress("text,label\n\xe9,1\n".encode("latin-1")), r"not UTF-8 \(byte 0xe9"),

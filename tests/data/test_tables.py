@@ -118,12 +118,14 @@ def test_a_split_is_seeded_disjoint_and_whole(tmp_path, load):
 
 @pytest.mark.parametrize("names", [("train.csv", "val.csv", "test.csv"),
                                    ("Train.jsonl", "validation.parquet", "TEST.json"),
-                                   ("train-00000.csv", "dev.csv", "test_1.csv")])  # fmt: skip
+                                   ("train-00000.csv", "dev.csv", "test_1.csv"),
+                                   ("testimonials.csv", "valset.csv", "test2.csv")])  # fmt: skip
 def test_a_folder_is_told_apart_by_its_names(tmp_path, load, names):
     sizes = (30, 12, 14)
     for number, (name, rows) in enumerate(zip(names, sizes, strict=True)):
         write_table(table(rows, start=100 * number), tmp_path / "folder" / name)
     (tmp_path / "folder" / "notes.txt").write_text("not read", encoding="utf-8")
+    (tmp_path / "folder" / "._train.csv").write_bytes(b"\0\5\x16\7")  # of macOS
     got = load("folder")
     assert [len(got.splits[split]) for split in SPLITS] == list(sizes)
     assert texts_of(got, "test") == table(14, start=200)["text"].tolist()
@@ -268,6 +270,22 @@ def test_what_cannot_be_used_is_refused_in_one_line(tmp_path, load, name):
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 700
     assert cached(tmp_path) == []
+
+
+def test_a_parquet_column_that_is_not_used_may_be_of_any_type(tmp_path, load):
+    more = pa.array([[("a", "b")]] * len(table()), pa.map_(pa.string(), pa.string()))
+    pq.write_table(pa.table(table().to_dict("list") | {"more": more}), tmp_path / "texts.parquet")
+    assert len(load("texts.parquet").splits["train"]) > 0
+
+
+def test_files_that_are_not_there_any_more_are_one_line(tmp_path, load):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "train.csv").symlink_to("nowhere")
+    with pytest.raises(UserError, match=r"cannot read \S*folder/nowhere \(No such file"):
+        load("folder")
+    (tmp_path / "aclImdb").mkdir()
+    with pytest.raises(UserError, match=r"cannot read \S*aclImdb/train \(No such file"):
+        load("imdb")
 
 
 def test_parquet_without_rows_is_refused(tmp_path, load):

@@ -60,7 +60,7 @@ def test_what_is_on_a_disk_is_not_on_the_gpu():
 
 def test_what_few_bits_take():
     assert pytest.approx(4.127, abs=5e-4) == NF4_BYTES * 8  # bits a weight, as the article says
-    peak = in_4_bits(NO_PEAK._replace(parameters=20_000), COUNTS._replace(linear=8_000, largest_linear=500))
+    peak = in_4_bits(NO_PEAK._replace(parameters=20_000), COUNTS._replace(linear=8_000, largest_linear=500), 2)
     assert peak.parameters == 20_000 - 16_000 + round(8_000 * NF4_BYTES)
     assert peak.other == 1_000, "one layer is unpacked at a time"
     assert with_8_bit_adam(NO_PEAK, COUNTS).optimizer_state == 20_000 + 2 * 10_000 * 4 // 256

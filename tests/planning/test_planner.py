@@ -30,6 +30,7 @@ from fabric_ladder.rungs import script_defaults
 
 SCRIPT = ROOT / "scripts" / "plan_memory.py"
 ON_A_CPU = [rung.stem for rung in RUNGS if rung.stem[:2] not in ("3_", "10", "11", "12", "14", "18", "19", "20", "22")]
+KAHAN = ["--kahan_summation", "true"]
 FAMILIES = ("bloom-quickstart", "vit", "llama-tiny")
 LLAMA = MODELS / "llama-tiny.json"
 
@@ -262,6 +263,40 @@ def test_the_script_says_what_it_would_take(tmp_path):
         "0.56 GB:\nNothing fits. It would take a GPU of 0.6 GB, for 5_low_precision; or shorter samples"
     )
     assert "2 GB:\nRun    python src/2_grad_accum.py" in out
+
+
+@pytest.mark.parametrize(
+    "more", [["--batch_size", "1"], ["--batch_size", "4"], ["--rungs", "5", "--kahan_summation", "true"]]
+)
+def test_what_more_gpus_cannot_share_is_no_error(tmp_path, more):
+    options = [*bloom(tmp_path, 2), "--length", "200", "--rungs", "2", *more]
+    out = finished(plan(tmp_path, *options, "--gpu_memory", "100MB"))
+    assert out.startswith("Nothing fits. It would take a GPU of ")
+
+
+def test_a_model_whose_blocks_are_not_known_is_planned_without_sharding(tmp_path):
+    config = {"model_type": "distilbert", "dim": 64, "hidden_dim": 128, "n_layers": 1, "n_heads": 2, "vocab_size": 999}
+    (tmp_path / "distilbert.json").write_text(json.dumps(config))
+    model = ["--config", "imdb_bloom_560m.yaml", "--model", "distilbert.json", "--max_length", "512"]
+    out = finished(plan(tmp_path, *model, "--rungs", "2,11", "--length", "64", "--gpu_memory", "2GB"))
+    assert "src/2_grad_accum.py" in out
+    model += ["--from_scratch", "true", "--accelerator", "cpu"]
+    process = run_script(SRC / "11_fsdp_cpu_offload.py", *model, cwd=tmp_path)
+    assert (process.returncode, "names no blocks that FSDP could shard" in process.stderr) == (2, True)
+
+
+def test_zero_is_not_planned_in_32_bits_whose_memory_is_not_known(tmp_path):
+    process = plan(tmp_path, *bloom(tmp_path, 1), "--precision", "32-true", "--rungs", "12", "--gpu_memory", "8GB")
+    assert (process.returncode, "ZeRO holds is known of 16-bit weights only" in process.stderr) == (2, True)
+
+
+def test_a_micro_batch_that_a_config_says_otherwise_is_in_the_command(tmp_path):
+    """Of the script it is 1, too, but the config's would be taken."""
+    config = (ROOT / "configs" / "imdb_bloom_560m.yaml").read_text()
+    (tmp_path / "own.yaml").write_text(f"{config}\nmicro_batch_size: 4\n")
+    options = ["--config", str(tmp_path / "own.yaml"), *bloom(tmp_path, 1)[2:]]
+    ((smallest,),) = plans_of(["2_grad_accum"], options, [1], length=64)
+    assert (smallest.micro_batch, smallest.command.endswith("--micro_batch_size 1")) == (1, True)
 
 
 def test_without_the_data_a_plan_is_for_the_longest_sample_there_can_be(tmp_path):

@@ -10,6 +10,8 @@ from support.planning import build, case, count_weights, measured_peak, sharded_
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fabric_ladder import Settings
+from fabric_ladder.data.sampler import EVALUATED
+from fabric_ladder.planning.formulas import NF4_BYTES
 from fabric_ladder.planning.predict import largest_batches, predict_peak
 
 BERT = {"model_type": "bert", "vocab_size": 1024, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -200,9 +202,21 @@ def test_what_cannot_be_rehearsed_is_known_by_formula(tmp_path):
     assert offloaded.activations == lean.activations
     shared = predicted(precision="bf16-mixed", deepspeed="zero2", devices=2, optimizer="adam-8bit")
     assert shared.gradients + shared.optimizer_state == round(count * (10 + 2 * (1 + 4 / 256)) / 2)
-    whole, in_4_bits = predicted(lora=True), predicted(lora=True, quantization="nf4")
-    assert in_4_bits.parameters < whole.parameters
-    assert in_4_bits.activations == whole.activations
+    held = set()
+    for precision in ("bf16-true", "32-true"):
+        whole, in_4_bits = (predicted(lora=True, precision=precision, quantization=how) for how in ("no", "nf4"))
+        linear = (whole.parameters - in_4_bits.parameters) / ({"bf16-true": 2, "32-true": 4}[precision] - NF4_BYTES)
+        held.add(round(linear))
+        assert in_4_bits.activations == whole.activations
+    assert len(held) == 1, "the same layers, whatever they were before"
+
+
+def test_an_evaluation_whose_tokens_a_gpu_leaves_open_is_as_large_as_any_may_be(tmp_path):
+    ((open_one,), (largest,)) = (
+        largest_batches(replace(settings_for(tmp_path), eval_batch_tokens=tokens), 100)[1]
+        for tokens in (None, EVALUATED)
+    )
+    assert open_one.inputs["input_ids"].shape == largest.inputs["input_ids"].shape
 
 
 def test_largest_batches_are_cut_as_the_loader_cuts_them(tmp_path):

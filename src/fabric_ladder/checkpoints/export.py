@@ -150,7 +150,7 @@ def new_folder(output: Path) -> Iterator[Path]:
     """Give a folder to write into, beside `output`, which it becomes when all is written.
 
     Raises:
-        UserError: `output` is there and not empty, or cannot be made.
+        UserError: `output` is there and not empty, or cannot be made or written.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} is there already and is left as it is: choose another --output")
@@ -164,6 +164,10 @@ def new_folder(output: Path) -> Iterator[Path]:
         if output.exists():
             output.rmdir()
         unfinished.rename(output)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"cannot write {output} ({first_line(error)}): make room, or choose another --output"
+        ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

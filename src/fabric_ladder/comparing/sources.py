@@ -157,7 +157,8 @@ def _fill(run: LoggedRun, record: dict) -> None:
         return
     results = record["results"]
     run.settings = record["settings"] | {"ranks": record["ranks"]}
-    run.versions, run.hardware = dict(record["versions"]), dict(record["hardware"])
+    parts = [record, *record.get("resumed", [])]
+    run.versions, run.hardware = _of_all(parts, "versions"), _of_all(parts, "hardware")
     run.data = record["data"]["fingerprint"]
     run.figures = {name: results[key] * factor for key, (name, factor) in FIGURES.items() if key in results}
     last = results["epochs"][-1]
@@ -171,6 +172,13 @@ def _fill(run: LoggedRun, record: dict) -> None:
         run.figures["test_loss"] = results["test_loss"]
         run.figures["test_perplexity"] = perplexity(results["test_loss"])
         run.figures["validation_perplexity"] = perplexity(last["validation_loss"])
+
+
+def _of_all(parts: list[dict], name: str) -> dict:
+    """Return versions or hardware of all parts of a resumed run; where they differ, the values one after another."""
+    values = {key: [part[name].get(key) for part in parts] for key in parts[0][name]}
+    return {key: found[0] if found.count(found[0]) == len(found) else ", then ".join(map(str, found))
+            for key, found in values.items()}  # fmt: skip
 
 
 def _read_points(run: LoggedRun, path: Path, epoch_samples: int) -> None:

@@ -57,6 +57,8 @@ def prepare(
     tokenizer = None if name == "trained" else load_tokenizer(name)
     vocabulary = trained_vocabulary(settings.model) if tokenizer is None else tokenizer.backend_tokenizer.to_str()
     inputs = [CACHE_FORMAT, pd.__version__, source.key, vocabulary, *(getattr(settings, name) for name in CHOICES)]
+    if tokenizer is not None:
+        inputs += [tokenizer.truncation_side]
     if instructed:
         inputs += [settings.task, INSTRUCTION_CACHE_FORMAT, templates, settings.train_on_inputs]
         if tokenizer is not None:

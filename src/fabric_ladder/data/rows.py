@@ -22,6 +22,7 @@ from fabric_ladder.errors import UserError, first_line
 from fabric_ladder.settings import DataSettings
 
 NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
+SWALLOWED = ValueError('an open quote has taken in the rows below: write such a text as "a text with ""quotes"""')
 Rows = Iterator[tuple[str, dict | ValueError]]  # where a row is in its file, and the row, or why it is none
 
 
@@ -45,7 +46,7 @@ def read_tables(
     `wanted` are the columns that will be used; others are not read where that saves anything.
     """
     if source.files is not None:
-        names = settings.column_names and settings.column_names.split(",")
+        names = settings.column_names and [name.strip() for name in settings.column_names.split(",")]
         return {
             split: {str(path): read_file(path, names, wanted) for path in paths}
             for split, paths in source.files.items()
@@ -75,6 +76,8 @@ def read_file(path: Path, names: list[str] | None = None, wanted: tuple[str, ...
     with reading(path, kind):
         schema = pq.read_schema(path, memory_map=True)
         _refuse_twins(schema.names)
+        if wanted and {*wanted} <= {*schema.names}:  # others may be of types that datasets does not have
+            schema = pa.schema([schema.field(name) for name in wanted], schema.metadata)
         return Table(_parquet_rows(path, wanted), hf.Features.from_arrow_schema(schema))
 
 
@@ -120,7 +123,12 @@ def _csv_rows(file: TextIO, separator: str, names: list[str] | None) -> Rows:
             raise ValueError("its rows have more fields than its header: quote texts that hold commas")
         frame = chunk.astype(object).where(chunk.notna(), None)
         for index, row in zip(frame.index, frame.to_dict("records"), strict=True):
-            yield f"row {index + 1}", row
+            yield f"row {index + 1}", SWALLOWED if separator == "\t" and _has_swallowed(row) else row
+
+
+def _has_swallowed(row: dict[str, str | None]) -> bool:
+    """Tell whether a quote in a tab-separated row was read as the start of a text, which then holds rows below it."""
+    return any(value and "\t" in value and "\n" in value for value in row.values())
 
 
 def _json_rows(file: TextIO) -> Rows:

@@ -16,7 +16,8 @@ FILE_FORMATS |= {f"{suffix}.gz": kind for suffix, kind in FILE_FORMATS.items() i
 SEPARATORS = {"csv": ",", "tsv": "\t"}
 REVIEWS = ("imdb", "synthetic")  # data sets that are negative or positive
 ReadImdb = Callable[[str], tuple[pd.DataFrame, list[np.ndarray]]]
-SPLIT_NAMES = {"val": "validation", "dev": "validation", "test": "test"}  # how a file of a folder begins
+# how a file of a folder begins: val.csv, test-00000-of-00002.parquet, but not testimonials.csv
+SPLIT_NAMES = {"validation": r"(val|valid|validation|dev|development)(set)?(?![a-z])", "test": r"test(set)?(?![a-z])"}
 
 
 class Source(NamedTuple):
@@ -85,17 +86,24 @@ def file_format(path: Path) -> str | None:
 
 def file_stamp(path: Path) -> tuple[str, int, int]:
     """Return what tells a file apart: its path, size (bytes) and time of change (ns)."""
-    status = path.stat()
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise UserError(f"cannot read {path} ({error.strerror})") from error
     return str(path.resolve()), status.st_size, status.st_mtime_ns
 
 
 def _folder_files(folder: Path) -> dict[str, list[Path]]:
     """Sort a folder's files into splits by their names; files that name no split are training texts."""
     found = {}
-    for path in sorted(folder.iterdir()):
-        if file_format(path):
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError as error:
+        raise UserError(f"cannot read {folder} ({error.strerror})") from error
+    for path in paths:
+        if file_format(path) and not path.name.startswith("."):  # hidden: macOS leaves ._train.csv beside train.csv
             name = path.stem.lower()
-            split = next((split for start, split in SPLIT_NAMES.items() if name.startswith(start)), "train")
+            split = next((split for split, start in SPLIT_NAMES.items() if re.match(start, name)), "train")
             found.setdefault(split, []).append(path)
     if "train" not in found:
         raise UserError(

@@ -55,6 +55,10 @@ class RankWatch(threading.Thread):
                     sleep(2 * BEAT)  # the others ask the store in this process who is dead
                 os._exit(1)  # the main thread may be inside a collective that never ends
 
+    def find_dead(self) -> None:
+        """Wait until a rank is found dead, which ends this process; return if all are alive."""
+        self.join(2 * PATIENCE)
+
     def stop(self) -> None:
         """Watch no longer: this rank is about to end, and would abort if a thread were in the store then."""
         self._stopping.set()

@@ -63,14 +63,14 @@ def count_parameters(model: nn.Module) -> Counts:
     )
 
 
-def in_4_bits(peak: Peak, counts: Counts) -> Peak:
-    """Return the peak of 16-bit adapters' training once the frozen linear layers are in 4 bits.
+def in_4_bits(peak: Peak, counts: Counts, width: int) -> Peak:
+    """Return the peak of adapters' training once the frozen linear layers are in 4 bits.
 
     NF4 with double quantisation takes 4.127 bits a weight (Dettmers et al., 2023, QLoRA, section 3). For its product a
-    layer is unpacked to 16 bits, one at a time.
+    layer is unpacked to what the precision computes in, `width` bytes a weight, one at a time.
     """
-    saved = round(counts.linear * (2 - NF4_BYTES))
-    return peak._replace(parameters=peak.parameters - saved, other=peak.other + 2 * counts.largest_linear)
+    saved = round(counts.linear * (width - NF4_BYTES))
+    return peak._replace(parameters=peak.parameters - saved, other=peak.other + width * counts.largest_linear)
 
 
 def with_8_bit_adam(peak: Peak, counts: Counts) -> Peak:

@@ -19,7 +19,6 @@ from fabric_ladder.planning.gpus import ANY, Gpu, match_gpu
 from fabric_ladder.planning.predict import blank_datasets, complete, largest_batches, to_rehearse
 from fabric_ladder.planning.rehearsal import Rehearsal, rehearse
 from fabric_ladder.planning.tracker import Peak
-from fabric_ladder.rungs import script_defaults
 from fabric_ladder.runs.prediction import relevant
 
 LIBRARIES = 2_000_000_000  # bytes of a process's host memory without a model, with CUDA: a guess
@@ -157,7 +156,7 @@ def make_plan(candidate: Candidate, figures: Figures, options: list[str], machin
     loaded = 0 if "init" in rung or settings.quantization != "no" else 4 * figures.counts.all  # 0: made on the GPU
     host = settings.devices * (LIBRARIES + max(loaded, peak.host))  # each rank loads all weights in 32-bit first
     words = [*options, *candidate.options]
-    if size is not None and size != script_defaults(rung).get("micro_batch_size"):
+    if size is not None and size != settings.micro_batch_size:
         words += ["--micro_batch_size", str(size)]
     if settings.ranks > 1:
         words += ["--devices", str(settings.ranks)]

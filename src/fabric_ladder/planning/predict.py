@@ -22,6 +22,7 @@ from datasets import DatasetDict
 
 from fabric_ladder.data.cutting import MicroBatchPlan, cut_by
 from fabric_ladder.data.loaders import MicroBatch
+from fabric_ladder.data.sampler import EVALUATED
 from fabric_ladder.data.splits import ImageDatasets, ImageFormat, TextDatasets
 from fabric_ladder.distributed.deepspeed_config import read_deepspeed_config
 from fabric_ladder.environment import emulates
@@ -118,7 +119,7 @@ def largest_batches(
     size, tokens = settings.micro_batch_size, settings.micro_batch_tokens
     if tokens == "auto":  # which may take all samples at once
         size, tokens = settings.batch_size, None
-    training, of_evaluation = share(settings.batch_size, size, tokens), settings.eval_batch_tokens
+    training, of_evaluation = share(settings.batch_size, size, tokens), settings.eval_batch_tokens or EVALUATED
     return training, share(of_evaluation * ranks, None, of_evaluation)[:1]
 
 
@@ -157,7 +158,7 @@ def complete(settings: Settings, peak: Peak, counts: Counts) -> Peak:
     elif settings.optimizer == "adam-8bit":
         peak = with_8_bit_adam(peak, counts)
     if settings.quantization != "no":
-        peak = in_4_bits(peak, counts)
+        peak = in_4_bits(peak, counts, {"32-true": 4, "64-true": 8}.get(settings.precision, 2))
     if settings.deepspeed:
         config = read_deepspeed_config(settings)[0]["zero_optimization"]
         peak = with_zero(peak, counts, config, settings.optimizer, settings.ranks)

@@ -213,9 +213,12 @@ def bitsandbytes_item() -> tuple:
         quantize_4bit(torch.ones(64, 64, device=device), quant_type="nf4", compress_statistics=True)
     except Exception as error:  # its class depends on what its native library lacks
         problem = f"{bitsandbytes.__version__} cannot make 4-bit weights on {device}: {brief(error)}"
-    adam = "" if device == "cuda" else "; its 8-bit Adam needs a CUDA GPU"
-    good = f"{bitsandbytes.__version__} makes 4-bit weights on {device}{adam}"
-    return item("bitsandbytes", good, problem, "run src/13_lora.py, which needs none")
+    return item(
+        "bitsandbytes",
+        f"{bitsandbytes.__version__} makes 4-bit weights on {device}",
+        problem,
+        "run src/13_lora.py, which needs none",
+    )
 
 
 def deepspeed_items() -> Iterator[tuple]:
