@@ -33,6 +33,19 @@ from fabric_ladder.places import PACKAGE
         ),
         ("5_low_precision", {"micro_batch_size": 1}, r"Next to try: python src/6_lean_optimizer\.py"),
         ("7_grad_checkpointing", {"activation_checkpointing": True}, r"src/6_lean_optimizer\.py[^;]*; --max_length"),
+        ("2_grad_accum", {"micro_batch_size": 1, "precision": "bf16-true"}, r"try: python src/6_lean_optimizer\.py, w"),
+        ("5_low_precision", {"micro_batch_size": 1, "optimizer": "sgd"}, r"Next to try: python src/13_lora\.py, which"),
+        (
+            "16_bf16_that_learns",
+            {"micro_batch_size": 1, "optimizer": "sgd"},
+            r"try: python src/11_fsdp_cpu_offload\.py,",
+        ),
+        ("9_ddp", {"micro_batch_size": 1, "precision": "16-mixed"}, r"src/10_fsdp\.py --precision 32-true, which"),
+        (
+            "9_ddp",
+            {"micro_batch_size": 1, "lora": True, "quantization": "nf4"},
+            r"src/11_fsdp_cpu_offload\.py --lora true, which",
+        ),
         ("9_ddp", {"task": "image-classification"}, r"src/10_fsdp\.py[^;]*; --activation_checkpointing true[^;]*$"),
         ("2_grad_accum", {"attention": "eager"}, r"Next to try: --attention fused[^;]*; python"),
         ("12_deepspeed_zero", {}, r"--deepspeed zero3_offload"),
@@ -69,6 +82,12 @@ def test_out_of_memory_names_the_next_things_to_try(tmp_path, name, values, expe
         line = explain(error, settings)
         assert line.startswith("out of memory (")
         assert re.search(expected, line)
+
+
+def test_a_smaller_micro_batch_is_not_named_where_the_optimizer_needs_most(tmp_path):
+    settings = settings_for(tmp_path, name="2_grad_accum", micro_batch_size=8)
+    assert "micro_batch_size 4" in less_memory(settings, "training")
+    assert "micro_batch_size" not in less_memory(settings, "the optimizer")
 
 
 def test_one_micro_batch_can_only_be_made_smaller_with_its_effective_batch(tmp_path):

@@ -47,7 +47,7 @@ NEXT_RUNG = dict.fromkeys("1234", LOW_PRECISION) | {
     "6": NextRung("13_lora", "trains thin adapters and keeps no gradient of the model", "", TO_ADAPTERS),
     "10": NextRung("11_fsdp_cpu_offload", "parks weights in the host's memory", "", ("offload",)),
     "11": NextRung(None, "trains thin adapters alone", "--precision bf16-true --lora true"),
-    "12": NextRung(None, "parks weights in the host's memory", "--deepspeed zero3_offload"),
+    "12": NextRung(None, "parks weights in the host's memory", "--deepspeed zero3_offload", ("optimizer",)),
     "13": NextRung("14_qlora", "keeps the model in 4 bits", "", ("quantization", "float8")),
     "14": NextRung("11_fsdp_cpu_offload", "parks weights in the host's memory", "--lora true", FROM_4_BITS),
     "15": LOW_PRECISION._replace(options="--packing true"),
@@ -117,7 +117,7 @@ def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, 
 
     Args:
         settings: Of the run.
-        phase: Where memory ran out: `training` or `the evaluation`.
+        phase: Where memory ran out: `training`, `the optimizer` or `the evaluation`.
         shape: Of the batch there.
     """
     tries, same = [], " (the same effective batch in less memory)"
@@ -137,12 +137,12 @@ def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, 
         most = min(most, shape[0])
     elif name == "micro_batch_tokens" and len(shape) == 2:
         most = min(most, shape[0] * shape[1])
-    if isinstance(most, int) and most > 1 and shape[:1] != (1,):
+    if isinstance(most, int) and most > 1 and shape[:1] != (1,) and phase != "the optimizer":
         tries.append(_command(settings, f"--{name} {most // 2}", decides=replaced) + same)
     if settings.optimizer == "adam-8bit" and not (settings.deepspeed or settings.optimizer_offload or settings.lora):
         smaller = _command(settings, "--optimizer adam-4bit", decides=("resume",))
         tries.append(f"{smaller}, which halves Adam's moments again")
-    rung = NEXT_RUNG.get(settings.name.split("_")[0])
+    rung = _next_rung(settings)
     if rung and (rung.name or not _has(settings, rung.options)):
         tries.append(f"{_command(settings, rung.options, rung.name, rung.decides)}, which {rung.why}")
     if not settings.activation_checkpointing:
@@ -150,6 +150,29 @@ def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, 
     if settings.task != "image-classification":
         tries.append(f"--max_length {max(1, settings.max_length // 2)}")
     return "; ".join(tries)
+
+
+def _next_rung(settings: Settings) -> NextRung | None:
+    """Return the next rung that does what these settings do not yet, with what it needs of them; None at the top."""
+    rung = NEXT_RUNG.get("14" if settings.quantization != "no" else settings.name.split("_")[0])
+    while rung and rung.name and _does(settings, rung.name):
+        above = NEXT_RUNG.get(rung.name.split("_")[0])
+        rung = above and above._replace(options=f"{rung.options} {above.options}".strip())
+    if not rung or not rung.name:
+        return rung
+    options, decides = rung.options, rung.decides
+    if "fsdp" in rung.name and settings.precision in ("16-mixed", "64-true"):
+        options = f"{options} --precision 32-true".strip()  # FSDP2 has neither
+    if settings.optimizer == "sgd":  # which goes with all rungs, and is the leanest
+        decides = tuple(name for name in decides if name != "optimizer")
+    return rung._replace(options=options, decides=decides)
+
+
+def _does(settings: Settings, rung: str) -> bool:
+    """Tell whether a run saves already what a rung would."""
+    if rung == "5_low_precision":
+        return settings.precision in ("bf16-true", "16-true")
+    return settings.optimizer == "sgd" and rung in ("6_lean_optimizer", "18_low_bit_optimizer", "19_optimizer_offload")
 
 
 def _has(settings: Settings, options: str) -> bool:

@@ -73,7 +73,10 @@ class Prediction:
             return f"{text} of tensors on a GPU{single}"
         needed, available = self.found["needed"], hardware["gpu_memory"]
         text += f"{single}; {needed / 1e9:.2f} of {available / 1e9:.2f} GB with CUDA's own"
-        return text if needed <= available else f"{text}, so it may not fit. Next to try: {less_memory(settings)}"
+        if needed <= available:
+            return text
+        phase = {"training": "training"}.get(self.found["phase"], f"the {self.found['phase']}")
+        return f"{text}, so it may not fit. Next to try: {less_memory(settings, phase)}"
 
     def end_line(self, measured: int, of_gpu: bool) -> str:
         """Return the line that compares, after the training; `measured` in bytes."""
