@@ -102,6 +102,8 @@ def main() -> None:
     if not 1 < length <= settings.max_length and not image:
         raise UserError(f"--length {length}: must be from 2 to --max_length {settings.max_length}")
     micro_batch = settings.micro_batch_size or settings.batch_size
+    if isinstance(settings.micro_batch_tokens, int):
+        micro_batch = max(1, settings.micro_batch_tokens // length)
     precision = settings.precision
     with torch.device("meta"):
         model = build_model(settings, blank_datasets(2, pixels))

@@ -75,7 +75,7 @@ def test_a_real_step_sends_what_the_formula_says(tmp_path, technique, gpus, prec
 
 
 def test_the_script_prints_memory_bytes_and_how_far_each_link_goes(monkeypatch, capsys):
-    sizes = ("--length", 64, "--batch_size", 2, "--micro_batch_size", 1)
+    sizes = ("--length", 64, "--batch_size", 2, "--micro_batch_tokens", 100)  # one sample
     run_here(monkeypatch, PLAN, "--model", QUICKSTART, *sizes)
     printed = capsys.readouterr().out
     assert "(0.2 M parameters) · effective batch 2 · micro-batch 1 · samples of 64 tokens · bf16-mixed" in printed
