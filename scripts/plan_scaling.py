@@ -44,13 +44,16 @@ def rehearsed(settings: Settings, length: int, pixels: int | None, ranks: int | 
         return rehearsal.peak(*largest_batches(settings, length, pixels, settings.ranks)), rehearsal.counts
 
 
-def memory(technique: str, options: list[str], length: int, pixels: int | None, gpus: int) -> int:
-    """Return the bytes of the tensors of each GPU at the peak, as the planner predicts them.
+def memory(technique: str, options: list[str], length: int, pixels: int | None, gpus: int) -> int | None:
+    """Return the bytes of the tensors of each GPU at the peak, as the planner predicts them; None where it does not.
 
     FSDP2 is rehearsed on up to `REHEARSED` GPUs; on N more, what is sharded shrinks as 1 / N, and the rest stays.
     """
     rung, *extra = RUNGS[technique]
-    settings = read_settings(rung, [*options, *extra], gpus)
+    try:
+        settings = read_settings(rung, [*options, *extra], gpus)
+    except UserError:  # of ZeRO in 32 bits it is not known
+        return None
     share = -(-settings.batch_size // gpus)
     share = min(share, 2 * (settings.micro_batch_size or share))  # a second micro-batch adds to gradients, a third too
 
@@ -103,7 +106,7 @@ def main() -> None:
         raise UserError(f"--length {length}: must be from 2 to --max_length {settings.max_length}")
     micro_batch = settings.micro_batch_size or settings.batch_size
     if isinstance(settings.micro_batch_tokens, int):
-        micro_batch = max(1, settings.micro_batch_tokens // length)
+        micro_batch = min(settings.batch_size, max(1, settings.micro_batch_tokens // length))
     precision = settings.precision
     with torch.device("meta"):
         model = build_model(settings, blank_datasets(2, pixels))
@@ -116,9 +119,10 @@ def main() -> None:
     )  # fmt: skip
     rows = []
     for gpus in counts:
-        held = [memory(technique, options, length, pixels, gpus) / 1e9 for technique in TECHNIQUES]
+        held = [memory(technique, options, length, pixels, gpus) for technique in TECHNIQUES]
         sent = [bytes_sent(technique, work, gpus) / 1e9 for technique in TECHNIQUES]
-        rows.append([str(gpus), *(f"{one:.2f} · {other:.2f}" for one, other in zip(held, sent, strict=True))])
+        shown = ["–" if one is None else f"{one / 1e9:.2f}" for one in held]
+        rows.append([str(gpus), *(f"{one} · {other:.2f}" for one, other in zip(shown, sent, strict=True))])
     console.print("GB (10^9 bytes) of tensors at a GPU's peak · GB that it sends in an optimizer step", highlight=False)
     console.print(table(["GPUs", *TECHNIQUES], rows))
     speed = arguments.tflops * arguments.utilization * 1e12

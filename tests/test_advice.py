@@ -40,6 +40,12 @@ from fabric_ladder.places import PACKAGE
             {"micro_batch_size": 1, "optimizer": "sgd"},
             r"try: python src/11_fsdp_cpu_offload\.py,",
         ),
+        ("6_lean_optimizer", {"micro_batch_size": 1, "lora": True, "optimizer": "sgd"}, r"python src/14_qlora\.py, w"),
+        (
+            "17_step_in_backward",
+            {"step_in_backward": True, "optimizer": "sgd"},
+            r"--batch_size 8; python src/11_fsdp_cpu_offload\.py, which",
+        ),
         ("9_ddp", {"micro_batch_size": 1, "precision": "16-mixed"}, r"src/10_fsdp\.py --precision 32-true, which"),
         (
             "9_ddp",
@@ -148,13 +154,13 @@ def test_a_missing_compiler_is_one_line(tmp_path):
     assert process.stderr.splitlines()[-1].startswith("error: torch.compile needs a C++ compiler")
 
 
-@pytest.mark.parametrize("met", [False, True])
+@pytest.mark.parametrize("met", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_failed_collective_is_told_though_no_rank_is_gone(met):
     code = """if True:
         import torch.distributed as dist
         from fabric_ladder.advice import show_errors
         from fabric_ladder.distributed import watch
-        watch.PATIENCE = watch.BEAT = 0.2
+        watch.PATIENCE, watch.BEAT = 2, 0.5
         show_errors()
         if MET:
             dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)

@@ -154,24 +154,26 @@ def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, 
 
 def _next_rung(settings: Settings) -> NextRung | None:
     """Return the next rung that does what these settings do not yet, with what it needs of them; None at the top."""
-    rung = NEXT_RUNG.get("14" if settings.quantization != "no" else settings.name.split("_")[0])
+    number = "14" if settings.quantization != "no" else settings.name.split("_")[0]
+    if number == "17" and settings.optimizer == "sgd":  # which has no state
+        number = "19"
+    rung = NEXT_RUNG.get(number)
     while rung and rung.name and _does(settings, rung.name):
         above = NEXT_RUNG.get(rung.name.split("_")[0])
         rung = above and above._replace(options=f"{rung.options} {above.options}".strip())
-    if not rung or not rung.name:
-        return rung
-    options, decides = rung.options, rung.decides
-    if "fsdp" in rung.name and settings.precision in ("16-mixed", "64-true"):
-        options = f"{options} --precision 32-true".strip()  # FSDP2 has neither
-    if settings.optimizer == "sgd":  # which goes with all rungs, and is the leanest
-        decides = tuple(name for name in decides if name != "optimizer")
-    return rung._replace(options=options, decides=decides)
+    if rung and rung.name and "fsdp" in rung.name and settings.precision in ("16-mixed", "64-true"):
+        rung = rung._replace(options=f"{rung.options} --precision 32-true".strip())  # FSDP2 has neither
+    if rung and settings.optimizer == "sgd":  # which goes with all rungs, and is the leanest
+        rung = rung._replace(decides=tuple(name for name in rung.decides if name != "optimizer"))
+    return rung
 
 
 def _does(settings: Settings, rung: str) -> bool:
     """Tell whether a run saves already what a rung would."""
     if rung == "5_low_precision":
         return settings.precision in ("bf16-true", "16-true")
+    if rung == "13_lora":
+        return settings.lora
     return settings.optimizer == "sgd" and rung in ("6_lean_optimizer", "18_low_bit_optimizer", "19_optimizer_offload")
 
 

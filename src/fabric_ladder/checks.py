@@ -90,7 +90,7 @@ def _check_upper_bounds(settings: Settings) -> None:
         if value == "" and name not in INTERNAL:
             raise UserError(f"--{name} is empty: give a value, or leave it out")
         if isinstance(value, str) and (plain := value.encode(errors="replace").decode()) != value:
-            raise UserError(f"--{name} {plain}: its name is no UTF-8, which logs cannot hold; rename it")
+            raise UserError(f"--{name} {plain}: holds bytes that are not UTF-8; rename the file, or change the value")
 
 
 def check(settings: Settings, script: dict) -> None:
@@ -111,10 +111,12 @@ def check(settings: Settings, script: dict) -> None:
     check_devices(settings, several="devices" in script)
     capability, sharded = compute_capability() if settings.accelerator == "cuda" else None, "offload" in script
     check_precision(settings, capability, sharded)
+    _check_sharding(settings, script)
     check_logger(settings)
     check_optimizer(settings, sharded)
     check_model(settings)
-    _check_sharding(settings, script)
+    if sharded:
+        transformer_blocks(without_values(settings, load_config(settings.model)))
     check_checkpointing(settings)
     check_lora(settings, script)
     check_float8(settings, capability)
@@ -194,8 +196,6 @@ def _check_sharding(settings: Settings, script: dict) -> None:
         )
     if settings.on_nan == "skip" and settings.deepspeed:
         raise UserError("--on_nan skip: DeepSpeed cannot take a gradient back; in fp16 it skips overflows by itself")
-    if sharded:
-        transformer_blocks(without_values(settings, load_config(settings.model)))
     if sharded and settings.optimizer in ("adafactor", "adam-8bit", "adam-4bit"):
         raise UserError(
             f"--optimizer {settings.optimizer} cannot step on FSDP2's shards; use sgd, the leanest, adam or adamw"

@@ -23,7 +23,6 @@ from support.resuming import SIZES, Does, Evil, assert_same, checkpoints, lines_
 from fabric_ladder import UserError
 from fabric_ladder.checkpoints import store
 from fabric_ladder.checkpoints.resume import PROGRESS
-from fabric_ladder.runs.folder import lock
 
 STEPS = 16  # two epochs of eight
 QUICK = ["2_grad_accum", "4_mixed_precision", "13_lora"]
@@ -122,7 +121,10 @@ def test_a_run_stopped_inside_a_step_or_an_evaluation_goes_on_bitwise(tmp_path, 
     assert (status, where[1] in text) == (143, True), text
     status, _ = run_here("2_grad_accum", tmp_path, *more, "--resume", "auto")
     assert status == 0
-    assert_same(tmp_path / "runs" / "2_grad_accum" / "1", tmp_path / "whole" / "runs" / "2_grad_accum" / "1")
+    home = tmp_path / "runs" / "2_grad_accum" / "1"
+    assert_same(home, tmp_path / "whole" / "runs" / "2_grad_accum" / "1")
+    best = json.loads((home / "run.json").read_text())["best_checkpoint"]
+    assert (home / best / "manifest.json").exists()
 
 
 def interrupted(loader, number):
@@ -224,13 +226,15 @@ def test_checkpoints_of_later_steps_do_not_outlive_a_newer_one(tmp_path, stopped
 
 
 def test_auto_goes_on_with_the_run_of_the_same_settings(tmp_path, stopped):
-    status, text = run_here("2_grad_accum", tmp_path, "--seed", 5, "--runs_dir", tmp_path / "other")
-    (tmp_path / "other" / "2_grad_accum" / "1").rename(stopped.with_name("2"))
+    holds = "import sys, filelock; lock = filelock.FileLock(sys.argv[1]); lock.acquire(); print(flush=True); input()"
+    command = [sys.executable, "-c", holds, str(stopped / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        other.stdout.readline()
+        status, text = run_here("2_grad_accum", tmp_path, "--seed", 5, "--resume", "auto")
+        other.communicate("\n")
+    assert (status, "--resume auto: there is no run to go on with" in text) == (0, True), "the other is still going on"
     status, text = run_here("2_grad_accum", tmp_path, "--seed", 5, "--resume", "auto")
     assert (status, "runs/2_grad_accum/2 has finished" in text) == (0, True)
-    with lock(stopped):
-        status, text = run_here("2_grad_accum", tmp_path, "--seed", 6, "--resume", "auto")
-    assert (status, "--resume auto: there is no run to go on with" in text) == (0, True)
     status, text = run_here("2_grad_accum", tmp_path, "--resume", "auto")
     assert (status, "Resumed from runs/2_grad_accum/1/checkpoints/" in text) == (0, True)
 

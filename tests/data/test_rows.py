@@ -205,6 +205,12 @@ def test_a_broken_table_is_refused_in_one_line(tmp_path, load, name):
     assert left == [tmp_path / "cache" / "tokenised"]
 
 
+def test_a_tab_separated_text_in_quotes_may_hold_tabs_and_line_ends(tmp_path, load):
+    lines = [f'"def f{number}():\n\treturn ""{number}"""\t{number % 2}' for number in range(20)]
+    got = load(write_rows("text\tlabel\n" + "\n".join(lines), tmp_path / "code.tsv"))
+    assert sum(len(rows) for rows in got.splits.values()) == 20
+
+
 def test_two_parquet_columns_of_one_name_are_refused(tmp_path, load):
     columns = [pa.array(["a", "b"]), pa.array([0, 1]), pa.array(["c", "d"])]
     pq.write_table(pa.Table.from_arrays(columns, names=["text", "label", "text"]), tmp_path / "a.parquet")

@@ -119,7 +119,8 @@ def test_a_split_is_seeded_disjoint_and_whole(tmp_path, load):
 @pytest.mark.parametrize("names", [("train.csv", "val.csv", "test.csv"),
                                    ("Train.jsonl", "validation.parquet", "TEST.json"),
                                    ("train-00000.csv", "dev.csv", "test_1.csv"),
-                                   ("testimonials.csv", "valset.csv", "test2.csv")])  # fmt: skip
+                                   ("testimonials.csv", "valset.csv", "testing.csv"),
+                                   ("valères.csv", "devtest.csv", "test2.csv")])  # fmt: skip
 def test_a_folder_is_told_apart_by_its_names(tmp_path, load, names):
     sizes = (30, 12, 14)
     for number, (name, rows) in enumerate(zip(names, sizes, strict=True)):

@@ -277,12 +277,12 @@ def test_what_more_gpus_cannot_share_is_no_error(tmp_path, more):
 def test_a_model_whose_blocks_are_not_known_is_planned_without_sharding(tmp_path):
     config = {"model_type": "distilbert", "dim": 64, "hidden_dim": 128, "n_layers": 1, "n_heads": 2, "vocab_size": 999}
     (tmp_path / "distilbert.json").write_text(json.dumps(config))
-    model = ["--config", "imdb_bloom_560m.yaml", "--model", "distilbert.json", "--max_length", "512"]
-    out = finished(plan(tmp_path, *model, "--rungs", "2,11", "--length", "64", "--gpu_memory", "2GB"))
-    assert "src/2_grad_accum.py" in out
-    model += ["--from_scratch", "true", "--accelerator", "cpu"]
-    process = run_script(SRC / "11_fsdp_cpu_offload.py", *model, cwd=tmp_path)
-    assert (process.returncode, "names no blocks that FSDP could shard" in process.stderr) == (2, True)
+    model = ["--config", "imdb_bloom_560m.yaml", "--model", str(tmp_path / "distilbert.json"), "--max_length", "512"]
+    candidates, problems = read_candidates([("2_grad_accum", ()), ("11_fsdp_cpu_offload", CHECKPOINTING)], model, 1)
+    assert [candidate.rung for candidate in candidates] == ["2_grad_accum"]
+    assert problems == {
+        "11_fsdp_cpu_offload checkpointing": "distilbert names no blocks that FSDP could shard: use src/9_ddp.py"
+    }
 
 
 def test_zero_is_not_planned_in_32_bits_whose_memory_is_not_known(tmp_path):

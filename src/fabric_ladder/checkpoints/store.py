@@ -40,7 +40,7 @@ def finish(folder: Path, validation_loss: float | None) -> Path:
     for path in (*folder.rglob("*"), folder):
         _sync(path)
     whole = folder.with_name(folder.name.removeprefix(".").removesuffix(".part"))
-    old = _hide(whole) if whole.exists() else None  # damaged, or of a run which went on from an older one
+    old = _hide(whole) if whole.exists() else None  # damaged, or the one that the run went on from
     folder.rename(whole)
     _sync(whole.parent)
     if old:
@@ -92,12 +92,12 @@ def prune(newest: Path, keep: int) -> Path | None:
     Those of later steps are damaged, or of a run which went on from an older one: they would be taken for the newest.
     """
     folders = _folders(newest.parent)
-    while folders[-1] != newest:
+    while _step(folders[-1]) > _step(newest):
         _remove(folders.pop())
     losses = {folder: loss for folder in folders if (loss := _loss(folder)) is not None}
     best = min(losses, key=losses.get, default=None)
     for folder in folders[:-keep]:
-        if folder != best:
+        if folder not in (best, newest):
             _remove(folder)
     return best
 
@@ -117,7 +117,11 @@ def remove_all(home: Path) -> None:
 
 
 def _folders(home: Path) -> list[Path]:
-    return sorted(path for path in home.glob("step-*") if path.name.split("-")[1].isdigit())
+    return sorted(path for path in home.glob("step-*") if _step(path).isdigit())
+
+
+def _step(folder: Path) -> str:
+    return folder.name.split("-")[1]
 
 
 def _loss(folder: Path) -> float | None:

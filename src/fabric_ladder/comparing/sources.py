@@ -176,7 +176,8 @@ def _fill(run: LoggedRun, record: dict) -> None:
 
 def _of_all(parts: list[dict], name: str) -> dict:
     """Return versions or hardware of all parts of a resumed run; where they differ, the values one after another."""
-    values = {key: [part[name].get(key) for part in parts] for key in parts[0][name]}
+    told = [dict(part[name]) for part in parts]
+    values = {key: [each.get(key) for each in told] for key in told[0]}
     return {key: found[0] if found.count(found[0]) == len(found) else ", then ".join(map(str, found))
             for key, found in values.items()}  # fmt: skip
 

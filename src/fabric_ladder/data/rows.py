@@ -76,8 +76,8 @@ def read_file(path: Path, names: list[str] | None = None, wanted: tuple[str, ...
     with reading(path, kind):
         schema = pq.read_schema(path, memory_map=True)
         _refuse_twins(schema.names)
-        if wanted and {*wanted} <= {*schema.names}:  # others may be of types that datasets does not have
-            schema = pa.schema([schema.field(name) for name in wanted], schema.metadata)
+        if wanted:  # others may be of types that datasets does not have
+            schema = pa.schema([schema.field(name) for name in wanted if name in schema.names], schema.metadata)
         return Table(_parquet_rows(path, wanted), hf.Features.from_arrow_schema(schema))
 
 
@@ -127,8 +127,11 @@ def _csv_rows(file: TextIO, separator: str, names: list[str] | None) -> Rows:
 
 
 def _has_swallowed(row: dict[str, str | None]) -> bool:
-    """Tell whether a quote in a tab-separated row was read as the start of a text, which then holds rows below it."""
-    return any(value and "\t" in value and "\n" in value for value in row.values())
+    """Tell whether a quote in a tab-separated row was read as the start of a text, which then holds rows below it.
+
+    The quote that has ended such a text leaves another one open.
+    """
+    return any(value and "\t" in value and "\n" in value and value.count('"') % 2 for value in row.values())
 
 
 def _json_rows(file: TextIO) -> Rows:

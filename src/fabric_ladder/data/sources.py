@@ -17,7 +17,10 @@ SEPARATORS = {"csv": ",", "tsv": "\t"}
 REVIEWS = ("imdb", "synthetic")  # data sets that are negative or positive
 ReadImdb = Callable[[str], tuple[pd.DataFrame, list[np.ndarray]]]
 # how a file of a folder begins: val.csv, test-00000-of-00002.parquet, but not testimonials.csv
-SPLIT_NAMES = {"validation": r"(val|valid|validation|dev|development)(set)?(?![a-z])", "test": r"test(set)?(?![a-z])"}
+SPLIT_NAMES = {
+    "validation": r"(val|valid|validate|validations?|dev|devel|development|devtest)(set|data)?(?![^\W\d_])",
+    "test": r"test(s|ing|set|data)?(?![^\W\d_])",
+}
 
 
 class Source(NamedTuple):

@@ -57,7 +57,7 @@ class RankWatch(threading.Thread):
 
     def find_dead(self) -> None:
         """Wait until a rank is found dead, which ends this process; return if all are alive."""
-        self.join(2 * PATIENCE)
+        self.join(2 * (PATIENCE if self._met else BEAT))
 
     def stop(self) -> None:
         """Watch no longer: this rank is about to end, and would abort if a thread were in the store then."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from fabric_ladder.errors import UserError, first_line
+from fabric_ladder.errors import UserError, first_line, refused
 from fabric_ladder.models.configs import MODELS, load_config
 from fabric_ladder.settings import Settings
 
@@ -190,8 +190,12 @@ def _convert_inputs(module: nn.Module, args: tuple) -> tuple:
 
 
 def without_values(settings: Settings, config: PretrainedConfig) -> nn.Module:
-    """Return the task's model on the device `meta`, where weights take no memory."""
-    with torch.device("meta"):
+    """Return the task's model on the device `meta`, where weights take no memory.
+
+    Raises:
+        UserError: The config is of no model.
+    """
+    with refused(f"no model can be made of {settings.model}"), torch.device("meta"):
         return MODELS[settings.task].from_config(config)
 
 

@@ -75,8 +75,9 @@ class Prediction:
         text += f"{single}; {needed / 1e9:.2f} of {available / 1e9:.2f} GB with CUDA's own"
         if needed <= available:
             return text
-        phase = {"training": "training"}.get(self.found["phase"], f"the {self.found['phase']}")
-        return f"{text}, so it may not fit. Next to try: {less_memory(settings, phase)}"
+        phase = self.found["phase"]
+        tries = less_memory(settings, phase if phase == "training" else f"the {phase}")
+        return f"{text}, so it may not fit. Next to try: {tries}"
 
     def end_line(self, measured: int, of_gpu: bool) -> str:
         """Return the line that compares, after the training; `measured` in bytes."""
