@@ -13,7 +13,6 @@ import re
 import sys
 from functools import cache
 from pathlib import Path
-from statistics import fmean, stdev
 
 import blog_accuracy  # first of all: it makes the project importable without an installation
 import common
@@ -23,8 +22,9 @@ from evidence_picture import draw
 from evidence_sets import IMDB_2000, SETS
 from pages import PAGES, README
 
-from fabric_ladder.comparing.matching import Row, wilson_interval
-from fabric_ladder.comparing.sources import read_sources
+from fabric_ladder.comparing.logs import LoggedRun
+from fabric_ladder.comparing.matching import Row
+from fabric_ladder.comparing.sources import FIGURES, read_sources
 from fabric_ladder.rungs import RUNGS, parent
 
 PICTURE = common.ROOT / "docs" / "pictures" / "ladder_{}.png"
@@ -166,17 +166,17 @@ def others() -> list[str]:
 
 def blog() -> list[str]:
     """Return the table of the blog's recipe beside rungs 1 and 2."""
+
+    def shown(figures: dict) -> dict[str, float]:
+        return {name: figures[key] * factor for key, (name, factor) in FIGURES.items() if key in figures}
+
     kept, rows = common.read_results(blog_accuracy.OUT), []
     for side, (rung, batch_size) in blog_accuracy.SIDES.items():
-        seeds = [record["figures"] for name, record in kept.items() if name.split()[0] == side]
-        if seeds:
-            accuracies = [100 * figures["test_accuracy"] for figures in seeds]
-            low, high = (100 * bound for bound in wilson_interval(fmean(accuracies) / 100, blog_accuracy.TESTED))
-            spread = f" ± {stdev(accuracies):.1f}" if len(seeds) > 1 else ""
-            name, memory = rung or "the blog's recipe", fmean(figures["peak_memory_bytes"] for figures in seeds) / 1e9
-            each_seed = ", ".join(f"{value:.1f}" for value in accuracies)
-            accuracy = [f"{fmean(accuracies):.1f}{spread}", f"{low:.1f} to {high:.1f}", each_seed]
-            rows.append([name, str(batch_size), *accuracy, f"{memory:.2f}"])
+        found = [record["figures"] for name, record in kept.items() if name.split()[0] == side]
+        if found:
+            row = Row([LoggedRun(side, side, figures=shown(run), test_samples=blog_accuracy.TESTED) for run in found])
+            accuracy = [mean(row, "test_accuracy"), interval(row), each(row)]
+            rows.append([rung or "the blog's recipe", str(batch_size), *accuracy, mean(row, "memory", 2)])
     header = ["", "reviews a step", "test accuracy, %", "95 % of the test's draw", "each seed", "process, GB"]
     return pages.table(header, rows)
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -130,8 +129,7 @@ def _newest_run(home: Path, settings: Settings) -> tuple[Path | None, dict]:
                 return folder, record
             newest = newest if newest[0] else (folder, record)
             continue
-        with suppress(UserError):  # it is still running; else it died before its first checkpoint was whole
-            _refuse_running(folder)
+        if not _is_running(folder):  # it died before its first checkpoint was whole
             store.remove_unfinished(folder / CHECKPOINTS)
             (folder / LOCK).unlink(missing_ok=True)
     return newest
