@@ -14,6 +14,7 @@ from fabric_ladder.models.checkpointing import enable_checkpointing
 from fabric_ladder.models.chunked_loss import use_chunked_loss
 from fabric_ladder.models.compile import compile_blocks
 from fabric_ladder.models.configs import MODELS, load_config, silence_loading
+from fabric_ladder.models.embeddings import add_rows
 from fabric_ladder.models.float8 import float8_layers, use_float8
 from fabric_ladder.models.lora import add_adapters, half_precision, keep_dtype, quantization
 from fabric_ladder.models.packing import support_packing
@@ -45,6 +46,7 @@ def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets) -> n
     else:
         _fit_text(config, settings.model, datasets.tokenizer)
     model = _make(settings, config)
+    add_rows(model)
     if settings.attention == "fused":
         fuse_attention(model)
     for module in model.modules():

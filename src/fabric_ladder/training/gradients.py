@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from fabric_ladder.data.loaders import MicroBatch
 from fabric_ladder.distributed.ddp import DDPInBuckets
+from fabric_ladder.models.embeddings import adding_rows
 from fabric_ladder.models.masks import declare_padding
 from fabric_ladder.models.weight_steps import WeightSteps, stepping
 from fabric_ladder.runs.metrics import Meter, count_correct, count_pairs
@@ -54,10 +55,16 @@ def accumulate_gradients(
         Whether all micro-batches were accumulated.
     """
     once = not isinstance(fabric.strategy, ModelParallelStrategy)  # FSDP2 would keep whole gradients until the last
+    by_rows = not isinstance(fabric.strategy, DeepSpeedStrategy)  # which moves gradients as autograd makes them
     for number, micro_batch in enumerate(micro_batches, start=1):
         last = number == len(micro_batches)
         unsynchronized = fabric.no_backward_sync(model, enabled=once and not last)
-        with unsynchronized, name_shape(micro_batch.inputs), stepping(optimizer if last else None):
+        with (
+            unsynchronized,
+            name_shape(micro_batch.inputs),
+            stepping(optimizer if last else None),
+            adding_rows(by_rows, hooked=last),
+        ):
             loss, correct = run_model(fabric, model, micro_batch)
             fabric.backward(loss * micro_batch.weight)
         meter.add(loss, correct, micro_batch.items)
