@@ -111,14 +111,15 @@ def adapters(figures: Figures) -> list[str]:
     return [*lines, *([""] if fits else []), *fits]
 
 
-def losses(figures: Figures) -> list[str]:
-    """Return the loss over a vocabulary, by way of computing it."""
+def vocabulary(figures: Figures) -> list[str]:
+    """Return the loss over a vocabulary and the gradient of its embedding, by way of computing them."""
     rows = []
-    for part, run in figures.get("loss over the vocabulary", {}).items():
-        for name, side in run["figures"].items():
-            which = f"{part.partition(', ')[2]}: {name}"
-            rows.append([which, f"{side['seconds'] * 1e3:.1f}", shown(side["peak_bytes"], "{:.2f} GB")])
-    return table(["2,048 tokens", "ms", "peak, GB"], rows)
+    for entry in ("loss over the vocabulary", "embedding gradients"):
+        for part, run in figures.get(entry, {}).items():
+            for name, side in run["figures"].items():
+                which = f"{entry}, {part.partition(', ')[2]}: {name}"
+                rows.append([which, f"{side['seconds'] * 1e3:.1f}", shown(side["peak_bytes"], "{:.2f} GB")])
+    return table(["", "ms", "peak, GB"], rows)
 
 
 def profile(figures: Figures) -> list[str]:
@@ -154,7 +155,7 @@ def summary(figures: Figures) -> list[str]:
 
 
 BLOCKS: dict[str, Callable[[Figures], list[str]]] = {
-    each.__name__: each for each in (speeds, memory, checks, attention, adapters, losses, profile, machine, summary)
+    each.__name__: each for each in (speeds, memory, checks, attention, adapters, vocabulary, profile, machine, summary)
 }
 
 

@@ -16,10 +16,8 @@ from fabric_ladder.planning.gpus import Gpu, match_gpu
 from fabric_ladder.rungs import RUNGS
 from local_dataset_utilities import load_datasets
 
-CHECKS, KERNELS, GRADIENTS, PROFILE, LORA, LOSS = (
-    str(ROOT / "benchmarks" / f"{name}.py")
-    for name in "harvest_checks attention_kernels gradient_check profile_rung lora_7b chunked_loss".split()
-)
+OWN = "harvest_checks attention_kernels gradient_check profile_rung lora_7b chunked_loss embedding_gradients"
+CHECKS, KERNELS, GRADIENTS, PROFILE, LORA, LOSS, ROWS = (str(ROOT / "benchmarks" / f"{own}.py") for own in OWN.split())
 MODELS = ROOT / "configs" / "models"
 H100 = 989.5  # TFLOP/s, of the GPU that the estimated seconds are guessed for
 FAST = ("group_by_length", "no_nan_filter", "worker")  # Trainer's best switches
@@ -266,7 +264,7 @@ def memory_row(job: Job, model: str, row: memory_ladder.Entry) -> Entry:
 
 
 def large_models(job: Job) -> list[Entry]:
-    """Return adapters on 7 and 8 billion parameters, the loss over a vocabulary, and wide heads."""
+    """Return adapters on 7 and 8 billion parameters, what is as large as a vocabulary, and wide heads."""
     models = {"bloom-7b1": "bloom-quickstart"} if job.rehearse else {"bloom-7b1": "bloom-7b1", "qwen3-8b": "qwen3-8b"}
     small = ["--accelerator", "cpu", "--tokens", "64", "--steps", "1", "--chunk", "16"] if job.rehearse else []
     found = []
@@ -276,10 +274,11 @@ def large_models(job: Job) -> list[Entry]:
             for more in ([], ["--checkpointing"])[: 1 if job.rehearse else 2]:
                 words = f"{name}, {rung}" + (", checkpointing" if more else "")
                 found.append(Entry(words, [*shared, "--rung", rung, *more], 120, without_environment))
-    tiny = ["--tokens", "64", "--width", "32", "--vocabulary", "512", "--chunk", "16", "--repeats", "1"]
-    found.append(Entry("loss over the vocabulary", [LOSS, *(tiny if job.rehearse else [])], 40, without_environment))
-    wide = ["--heads", "32", "--tokens", "2048", "--width", "128", "136"]
-    wide = ["--heads", "2", "--tokens", "64", "--width", "136", "--passes", "1"] if job.rehearse else wide
+    tiny = ["--tokens", "64", "--width", "32", "--repeats", "1"] if job.rehearse else []
+    for words, script in (("loss over the vocabulary", LOSS), ("embedding gradients", ROWS)):
+        found.append(Entry(words, [script, *tiny], 40, without_environment))
+    few = "--heads 2 --tokens 64 --width 136 --passes 1"
+    wide = (few if job.rehearse else "--heads 32 --tokens 2048 --width 128 136").split()
     return [*found, Entry("attention of wide heads", [KERNELS, *wide], 20)]
 
 
