@@ -46,7 +46,8 @@ def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets) -> n
     else:
         _fit_text(config, settings.model, datasets.tokenizer)
     model = _make(settings, config)
-    add_rows(model)
+    if not settings.deepspeed:  # which takes gradients as autograd makes them
+        add_rows(model)
     if settings.attention == "fused":
         fuse_attention(model)
     for module in model.modules():

@@ -13,27 +13,27 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
+FEWEST = 4  # rows of a table for each token of a batch: below, PyTorch's way is as fast and takes no more memory
 _adding, _hooked = False, False
 
 
 def add_rows(model: nn.Module) -> None:
-    """Let the model's embedding tables do so within `adding_rows`, in place."""
+    """Let the model's embedding tables do so within `adding_rows`, in place; tables of other classes are left alone."""
     for module in model.modules():
         if type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq or module.sparse):
             module.__class__ = RowEmbedding
 
 
 @contextmanager
-def adding_rows(adding: bool, hooked: bool) -> Iterator[None]:
-    """Say whether forward and backward pass of this block add rows to the gradients that are there.
+def adding_rows(hooked: bool) -> Iterator[None]:
+    """Add rows to the gradients that are there, in forward and backward pass of this block.
 
     Args:
-        adding: Whether they do.
-        hooked: Whether somebody waits for the backward pass to be done with a gradient, as DDP does: autograd then gets
-            zeros to add, which take no memory.
+        hooked: Whether somebody is called when autograd has added to a gradient, as DDP is. Then autograd gets a
+            gradient of zeros to add, in whose place there is a single number.
     """
     global _adding, _hooked
-    before, (_adding, _hooked) = (_adding, _hooked), (adding, hooked)
+    before, (_adding, _hooked) = (_adding, _hooked), (True, hooked)
     try:
         yield
     finally:
@@ -41,12 +41,13 @@ def adding_rows(adding: bool, hooked: bool) -> Iterator[None]:
 
 
 class RowEmbedding(nn.Embedding):
-    """An embedding whose gradient is added to the one before by rows, if the table has more of them than the batch."""
+    """An embedding whose gradient is added to the one before by rows, if the batch has tokens for few of them."""
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the rows of the table, (…, width), for ids of any shape."""
-        summed = _adding and self.weight.grad is not None and ids.numel() < self.num_embeddings
-        if not summed or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not _adding or self.weight.grad is None:
+            return super().forward(ids)
+        if ids.numel() * FEWEST > self.num_embeddings:
             return super().forward(ids)
         return _Lookup.apply(self.weight, ids, self.padding_idx, _hooked)
 
@@ -62,12 +63,12 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         ids, weight = ctx.saved_tensors[0].flatten(), ctx.weight
         gradient = gradient.reshape(len(ids), -1)
-        if ctx.padding is not None:
-            gradient = gradient.masked_fill((ids == ctx.padding)[:, None], 0)
         # Tokens of one id add up at the place of one of them, as PyTorch adds them; the others' places get zeros. So
         # each row of the table gets one sum, in whatever order a GPU adds them.
         place = torch.empty(len(weight), dtype=torch.long, device=ids.device)
         place.scatter_(0, ids, torch.arange(len(ids), device=ids.device))
         sums = torch.ops.aten.embedding_dense_backward(gradient, place[ids], len(ids), -1, False)
+        if ctx.padding is not None:
+            sums.masked_fill_((ids == ctx.padding)[:, None], 0)
         weight.grad.index_add_(0, ids, sums)
         return gradient.new_zeros(()).expand_as(weight) if ctx.hooked else None, None, None, None

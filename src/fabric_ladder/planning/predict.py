@@ -143,7 +143,8 @@ def to_rehearse(settings: Settings) -> Settings:
     """Return the settings of the rehearsal whose figures `complete` completes."""
     settings = replace(settings, compile=False, quantization="no", from_scratch=True)
     if settings.deepspeed:
-        settings = replace(settings, deepspeed=None, precision="bf16-true", optimizer="sgd", devices=1, num_nodes=1)
+        of_any = {"deepspeed": "zero2", "precision": "bf16-true", "optimizer": "sgd"}  # one for all stages
+        settings = replace(settings, devices=1, num_nodes=1, **of_any)
     if settings.optimizer_offload:
         settings = replace(settings, optimizer="sgd", optimizer_offload=False, kahan_summation=False)
     elif settings.optimizer == "adam-8bit":

@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 from lightning import Fabric
-from lightning.fabric.strategies import DeepSpeedStrategy, ModelParallelStrategy
+from lightning.fabric.strategies import DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -55,7 +55,8 @@ def accumulate_gradients(
         Whether all micro-batches were accumulated.
     """
     once = not isinstance(fabric.strategy, ModelParallelStrategy)  # FSDP2 would keep whole gradients until the last
-    by_rows = not isinstance(fabric.strategy, DeepSpeedStrategy)  # which moves gradients as autograd makes them
+    stepped = isinstance(getattr(optimizer, "optimizer", None), WeightSteps)
+    hooked = stepped or not isinstance(fabric.strategy, SingleDeviceStrategy)
     for number, micro_batch in enumerate(micro_batches, start=1):
         last = number == len(micro_batches)
         unsynchronized = fabric.no_backward_sync(model, enabled=once and not last)
@@ -63,7 +64,7 @@ def accumulate_gradients(
             unsynchronized,
             name_shape(micro_batch.inputs),
             stepping(optimizer if last else None),
-            adding_rows(by_rows, hooked=last),
+            adding_rows(hooked),
         ):
             loss, correct = run_model(fabric, model, micro_batch)
             fabric.backward(loss * micro_batch.weight)
