@@ -2,8 +2,9 @@
 
 PyTorch makes an embedding's gradient as large as its table, though a micro-batch has tokens for few of the rows: beside
 the sum of the micro-batches before, it is filled with zeros, added, and freed. BLOOM-560m's takes 1.03 GB in 32-bit,
-which is nearly half of all its gradients. Here only the rows that a micro-batch has are added. The sum is the same to
-the last bit, but where a language model's head has the same table: there three sums are added in another order.
+nearly half of all its gradients. Here only the rows of the micro-batch's tokens are added. The sum is the same to the
+last bit, but where a language model's head has the same table: there head, embedding and the sum before are added in
+another order.
 """
 
 from collections.abc import Iterator
