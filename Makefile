@@ -9,7 +9,7 @@ TRACKIO := trackio==0.43.0 gradio_client==2.7.2 orjson==3.13.0 starlette==1.10.0
 .PHONY: run test test-slow test-lowest lint format bench combinations notebooks docs clean
 
 run: .venv/installed
-	$(BIN)/python src/2_grad_accum.py
+	$(BIN)/python src/2_grad_accum.py --config configs/quickstart.yaml
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"

@@ -21,30 +21,38 @@ from fabric_ladder.places import PACKAGE
         (
             "2_grad_accum",
             {"micro_batch_size": 8},
-            r": python src/2_grad_accum.py --micro_batch_size 4 \(the same [^;]*; python src/5_low_precision.py, "
-            r"which [^;]*; "
-            r"--activ[^;]*; --max_length 512$",
+            r": python src/2_grad_accum.py --micro_batch_size 4 \(the same [^;]*; "
+            r"python src/2_grad_accum.py --activation_checkpointing true, which [^;]*; "
+            r"python src/5_low_precision.py, which [^;]*; --max_length 512$",
         ),
-        ("3_torch_compile", {"micro_batch_size": 1}, r"Next to try: python src/5_low_precision\.py"),
+        (
+            "3_torch_compile",
+            {"micro_batch_size": 1},
+            r"Next to try: python src/3_torch_compile.py --activ[^;]*; python src/5_low_precision\.py",
+        ),
         (
             "4_mixed_precision",
             {"micro_batch_tokens": 4096},
-            r"--micro_batch_tokens 2048 [^;]*; python src/5_low_precision\.py",
+            r"--micro_batch_tokens 2048 [^;]*; [^;]* --activ[^;]*; python src/5_low_precision\.py",
         ),
-        ("5_low_precision", {"micro_batch_size": 1}, r"Next to try: python src/6_lean_optimizer\.py"),
+        (
+            "5_low_precision",
+            {"micro_batch_size": 1},
+            r"Next to try: [^;]* --activ[^;]*; python src/6_lean_optimizer\.py",
+        ),
         ("7_grad_checkpointing", {"activation_checkpointing": True}, r"src/6_lean_optimizer\.py[^;]*; --max_length"),
-        ("2_grad_accum", {"micro_batch_size": 1, "precision": "bf16-true"}, r"try: python src/6_lean_optimizer\.py, w"),
-        ("5_low_precision", {"micro_batch_size": 1, "optimizer": "sgd"}, r"Next to try: python src/13_lora\.py, which"),
+        ("2_grad_accum", {"micro_batch_size": 1, "precision": "bf16-true"}, r"; python src/6_lean_optimizer\.py, w"),
+        ("5_low_precision", {"micro_batch_size": 1, "optimizer": "sgd"}, r"; python src/13_lora\.py, which"),
         (
             "16_bf16_that_learns",
             {"micro_batch_size": 1, "optimizer": "sgd"},
-            r"try: python src/11_fsdp_cpu_offload\.py,",
+            r"; python src/11_fsdp_cpu_offload\.py,",
         ),
         ("6_lean_optimizer", {"micro_batch_size": 1, "lora": True, "optimizer": "sgd"}, r"python src/14_qlora\.py, w"),
         (
             "17_step_in_backward",
             {"step_in_backward": True, "optimizer": "sgd"},
-            r"--batch_size 8; python src/11_fsdp_cpu_offload\.py, which",
+            r"try: [^;]* --activ[^;]*; [^;]*--batch_size 8; python src/11_fsdp_cpu_offload\.py, which",
         ),
         ("9_ddp", {"micro_batch_size": 1, "precision": "16-mixed"}, r"src/10_fsdp\.py --precision 32-true, which"),
         (
@@ -52,31 +60,35 @@ from fabric_ladder.places import PACKAGE
             {"micro_batch_size": 1, "lora": True, "quantization": "nf4"},
             r"src/11_fsdp_cpu_offload\.py --lora true, which",
         ),
-        ("9_ddp", {"task": "image-classification"}, r"src/10_fsdp\.py[^;]*; --activation_checkpointing true[^;]*$"),
+        (
+            "9_ddp",
+            {"task": "image-classification"},
+            r"src/9_ddp\.py --activation_checkpointing true[^;]*; [^;]*src/10_fsdp\.py[^;]*$",
+        ),
         ("2_grad_accum", {"attention": "eager"}, r"Next to try: --attention fused[^;]*; python"),
         ("12_deepspeed_zero", {}, r"--deepspeed zero3_offload"),
-        ("6_lean_optimizer", {"micro_batch_size": 1}, r"Next to try: python src/13_lora\.py"),
+        ("6_lean_optimizer", {"micro_batch_size": 1}, r"; python src/13_lora\.py"),
         ("15_packing", {"packing": True, "pack_rows": 4}, r"src/15_packing.py [^;]*--pack_rows 2 \(the same [^;]*; "),
-        ("15_packing", {"micro_batch_size": 1}, r"Next to try: python src/5_low_precision\.py --packing true, which"),
+        ("15_packing", {"micro_batch_size": 1}, r"; python src/5_low_precision\.py --packing true, which"),
         (
             "17_step_in_backward",
             {"step_in_backward": True},
-            r"--batch_size 8; python src/17_step_in_backward\.py --optimizer_offload true, which [^;]*; --activ",
+            r"true, which [^;]*; [^;]*--batch_size 8; python src/17_step_in_backward\.py --optimizer_offload true",
         ),
         (
             "17_step_in_backward",
             {"step_in_backward": True, "optimizer_offload": True},
-            r"--batch_size 8; --activation_c",
+            r"try: [^;]* --activation_c[^;]*; [^;]*--batch_size 8; --max_length",
         ),
         (
             "18_low_bit_optimizer",
             {"micro_batch_size": 1, "optimizer": "adam-8bit"},
-            r"Next to try: python src/18_low_bit_optimizer\.py --optimizer adam-4bit, which [^;]*; "
+            r"; python src/18_low_bit_optimizer\.py --optimizer adam-4bit, which [^;]*; "
             r"python src/19_optimizer_offload\.py, which",
         ),
-        ("18_low_bit_optimizer", {"micro_batch_size": 1}, r"Next to try: python src/19_optimizer_offload\.py, which"),
-        ("21_selective_checkpointing", {"micro_batch_size": 1}, r"Next to try: python src/7_grad_checkpointing\.py"),
-        ("13_lora", {"task": "instruction-tuning"}, r"src/14_qlora\.py[^;]*; --activ[^;]*; --max_length 512$"),
+        ("18_low_bit_optimizer", {"micro_batch_size": 1}, r"; python src/19_optimizer_offload\.py, which"),
+        ("21_selective_checkpointing", {"micro_batch_size": 1}, r"; python src/7_grad_checkpointing\.py"),
+        ("13_lora", {"task": "instruction-tuning"}, r"--activ[^;]*; [^;]*src/14_qlora\.py[^;]*; --max_length 512$"),
     ],
 )
 def test_out_of_memory_names_the_next_things_to_try(tmp_path, name, values, expected):
@@ -94,11 +106,14 @@ def test_a_smaller_micro_batch_is_not_named_where_the_optimizer_needs_most(tmp_p
     settings = settings_for(tmp_path, name="2_grad_accum", micro_batch_size=8)
     assert "micro_batch_size 4" in less_memory(settings, "training")
     assert "micro_batch_size" not in less_memory(settings, "the optimizer")
+    assert "checkpointing" not in less_memory(settings, "the optimizer")
 
 
 def test_one_micro_batch_can_only_be_made_smaller_with_its_effective_batch(tmp_path):
     settings = settings_for(tmp_path, name="17_step_in_backward", step_in_backward=True)
-    assert less_memory(settings, "training", (16, 128)).startswith("python src/17_step_in_backward.py --batch_size 8; ")
+    checkpointed, smaller, *_ = less_memory(settings, "training", (16, 128)).split("; ")
+    assert "--activation_checkpointing true" in checkpointed
+    assert smaller == "python src/17_step_in_backward.py --batch_size 8"
 
 
 def test_fewer_tokens_are_fewer_than_there_were(tmp_path):

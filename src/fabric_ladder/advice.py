@@ -113,7 +113,7 @@ def _out_of_memory(error: BaseException, settings: Settings | None, smaller: str
 
 
 def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, ...] = ()) -> str:
-    """Return the next things to try, in order of their cost.
+    """Return the next things to try: first those that change no loss, then rungs that may, then shorter texts.
 
     Args:
         settings: Of the run.
@@ -139,14 +139,16 @@ def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, 
         most = min(most, shape[0] * shape[1])
     if isinstance(most, int) and most > 1 and shape[:1] != (1,) and phase != "the optimizer":
         tries.append(_command(settings, f"--{name} {most // 2}", decides=replaced) + same)
+    if not settings.activation_checkpointing and phase in (None, "training"):  # elsewhere nothing is kept
+        command = _command(settings, "--activation_checkpointing true")
+        at = len(tries) if same else 0  # a smaller effective batch would be another run
+        tries.insert(at, f"{command}, which computes activations again")
     if settings.optimizer == "adam-8bit" and not (settings.deepspeed or settings.optimizer_offload or settings.lora):
         smaller = _command(settings, "--optimizer adam-4bit", decides=("resume",))
         tries.append(f"{smaller}, which halves Adam's moments again")
     rung = _next_rung(settings)
     if rung and (rung.name or not _has(settings, rung.options)):
         tries.append(f"{_command(settings, rung.options, rung.name, rung.decides)}, which {rung.why}")
-    if not settings.activation_checkpointing:
-        tries.append("--activation_checkpointing true, which computes activations again")
     if settings.task != "image-classification":
         tries.append(f"--max_length {max(1, settings.max_length // 2)}")
     return "; ".join(tries)

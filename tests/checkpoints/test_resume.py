@@ -54,6 +54,17 @@ def test_a_stopped_run_goes_on_bitwise(tmp_path, dropout_model, name):
     assert_same(tmp_path / "runs" / name / "1", tmp_path / "whole" / "runs" / name / "1")
 
 
+def test_a_run_out_of_memory_can_go_on_with_checkpointing(tmp_path, dropout_model):
+    """Which changes no loss."""
+    more = ["--model", dropout_model, "--save_every", 100]
+    (tmp_path / "whole").mkdir()
+    run_here("2_grad_accum", tmp_path / "whole", *more)
+    run_here("2_grad_accum", tmp_path, *more, at=PLACES["within the first epoch"])
+    status, text = run_here("2_grad_accum", tmp_path, *more, "--activation_checkpointing", "true", "--resume", "auto")
+    assert (status, "Resumed from runs/" in text) == (0, True)
+    assert_same(tmp_path / "runs" / "2_grad_accum" / "1", tmp_path / "whole" / "runs" / "2_grad_accum" / "1")
+
+
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_checkpoint_of_a_run_leads_to_the_same_end(tmp_path, dropout_model, workers):
     more = ["--model", dropout_model, "--save_every", 3, "--keep", 99, "--num_workers", workers]

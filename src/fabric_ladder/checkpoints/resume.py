@@ -15,7 +15,8 @@ PROGRESS = "progress.json"  # in a checkpoint: position, settings, figures so fa
 FREE = frozenset(
     "micro_batch_size micro_batch_tokens eval_batch_tokens devices num_nodes threads num_workers log_every logger save "
     "runs_dir check_only resume save_every keep max_time cache_dir data_dir config on_nan nan_limit attention "
-    "predict_memory notices sgd_learning_rate lora_learning_rate".split()  # rates that `learning_rate` is taken from
+    "predict_memory notices activation_checkpointing activation_offload selective_checkpointing "
+    "sgd_learning_rate lora_learning_rate".split()  # rates that `learning_rate` is taken from
 )
 
 
