@@ -22,23 +22,23 @@ from fabric_ladder.places import PACKAGE
             "2_grad_accum",
             {"micro_batch_size": 8},
             r": python src/2_grad_accum.py --micro_batch_size 4 \(the same [^;]*; "
-            r"python src/2_grad_accum.py --activation_checkpointing true, which [^;]*; "
+            r"--activation_checkpointing true, which [^;]*; "
             r"python src/5_low_precision.py, which [^;]*; --max_length 512$",
         ),
         (
             "3_torch_compile",
             {"micro_batch_size": 1},
-            r"Next to try: python src/3_torch_compile.py --activ[^;]*; python src/5_low_precision\.py",
+            r"Next to try: --activ[^;]*; python src/5_low_precision\.py",
         ),
         (
             "4_mixed_precision",
             {"micro_batch_tokens": 4096},
-            r"--micro_batch_tokens 2048 [^;]*; [^;]* --activ[^;]*; python src/5_low_precision\.py",
+            r"--micro_batch_tokens 2048 [^;]*; --activ[^;]*; python src/5_low_precision\.py",
         ),
         (
             "5_low_precision",
             {"micro_batch_size": 1},
-            r"Next to try: [^;]* --activ[^;]*; python src/6_lean_optimizer\.py",
+            r"Next to try: --activ[^;]*; python src/6_lean_optimizer\.py",
         ),
         ("7_grad_checkpointing", {"activation_checkpointing": True}, r"src/6_lean_optimizer\.py[^;]*; --max_length"),
         ("2_grad_accum", {"micro_batch_size": 1, "precision": "bf16-true"}, r"; python src/6_lean_optimizer\.py, w"),
@@ -52,7 +52,7 @@ from fabric_ladder.places import PACKAGE
         (
             "17_step_in_backward",
             {"step_in_backward": True, "optimizer": "sgd"},
-            r"try: [^;]* --activ[^;]*; [^;]*--batch_size 8; python src/11_fsdp_cpu_offload\.py, which",
+            r"try: --activ[^;]*; [^;]*--batch_size 8; python src/11_fsdp_cpu_offload\.py, which",
         ),
         ("9_ddp", {"micro_batch_size": 1, "precision": "16-mixed"}, r"src/10_fsdp\.py --precision 32-true, which"),
         (
@@ -63,7 +63,7 @@ from fabric_ladder.places import PACKAGE
         (
             "9_ddp",
             {"task": "image-classification"},
-            r"src/9_ddp\.py --activation_checkpointing true[^;]*; [^;]*src/10_fsdp\.py[^;]*$",
+            r"; --activation_checkpointing true[^;]*; [^;]*src/10_fsdp\.py[^;]*$",
         ),
         ("2_grad_accum", {"attention": "eager"}, r"Next to try: --attention fused[^;]*; python"),
         ("12_deepspeed_zero", {}, r"--deepspeed zero3_offload"),
@@ -78,7 +78,7 @@ from fabric_ladder.places import PACKAGE
         (
             "17_step_in_backward",
             {"step_in_backward": True, "optimizer_offload": True},
-            r"try: [^;]* --activation_c[^;]*; [^;]*--batch_size 8; --max_length",
+            r"try: --activation_c[^;]*; [^;]*--batch_size 8; --max_length",
         ),
         (
             "18_low_bit_optimizer",

@@ -140,9 +140,8 @@ def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, 
     if isinstance(most, int) and most > 1 and shape[:1] != (1,) and phase != "the optimizer":
         tries.append(_command(settings, f"--{name} {most // 2}", decides=replaced) + same)
     if not settings.activation_checkpointing and phase in (None, "training"):  # elsewhere nothing is kept
-        command = _command(settings, "--activation_checkpointing true")
         at = len(tries) if same else 0  # a smaller effective batch would be another run
-        tries.insert(at, f"{command}, which computes activations again")
+        tries.insert(at, "--activation_checkpointing true, which computes activations again")
     if settings.optimizer == "adam-8bit" and not (settings.deepspeed or settings.optimizer_offload or settings.lora):
         smaller = _command(settings, "--optimizer adam-4bit", decides=("resume",))
         tries.append(f"{smaller}, which halves Adam's moments again")

@@ -58,7 +58,8 @@ def test_what_never_fits_is_said_in_the_first_minute_with_what_to_try(tmp_path):
         r"error: out of memory \(.*DefaultCPUAllocator.*\) in a batch of 16 x \d+ tokens in training,", line
     )
     found = re.search(
-        r", at a peak of 0\.\d\d GB\. Next to try: (python .*?) \(the same [^;]*; (python .*?), which", line
+        r", at a peak of 0\.\d\d GB\. Next to try: (python .*?) \(the same [^;]*; --activ[^;]*; (python .*?), which",
+        line,
     )
     smaller, rung = (words.split() for words in found.groups())
     assert (smaller[1].endswith("2_grad_accum.py"), smaller[-2:]) == (True, ["--micro_batch_size", "8"])
@@ -73,7 +74,9 @@ def test_auto_ends_where_a_single_sample_does_not_fit(tmp_path):
     stdout, stderr, status = alone(tmp_path, 6, "2_grad_accum", "--micro_batch_tokens", "auto")
     assert (status, "fit\n" in stdout) == (2, False)
     line = stderr.splitlines()[-1]
-    assert re.search(r"in a batch of 1 x \d+ tokens in training, .*Next to try: python \S*5_low_precision\.py", line)
+    assert re.search(
+        r"in a batch of 1 x \d+ tokens in training, .*Next to try: --activ[^;]*; python \S*5_low_precision\.py", line
+    )
 
 
 SLOWER = [pytest.param(name, marks=pytest.mark.slow) for name in ("4_mixed_precision", "13_lora")]
