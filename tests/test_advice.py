@@ -14,6 +14,8 @@ from fabric_ladder import UserError
 from fabric_ladder.advice import explain, less_memory
 from fabric_ladder.places import PACKAGE
 
+NEXT = r"Next to try: --activation_checkpointing true, which [^;]*; python src/"  # and then this rung
+
 
 @pytest.mark.parametrize(
     ("name", "values", "expected"),
@@ -28,7 +30,7 @@ from fabric_ladder.places import PACKAGE
         (
             "3_torch_compile",
             {"micro_batch_size": 1},
-            r"Next to try: --activ[^;]*; python src/5_low_precision\.py",
+            NEXT + r"5_low_precision\.py",
         ),
         (
             "4_mixed_precision",
@@ -38,15 +40,15 @@ from fabric_ladder.places import PACKAGE
         (
             "5_low_precision",
             {"micro_batch_size": 1},
-            r"Next to try: --activ[^;]*; python src/6_lean_optimizer\.py",
+            NEXT + r"6_lean_optimizer\.py",
         ),
         ("7_grad_checkpointing", {"activation_checkpointing": True}, r"src/6_lean_optimizer\.py[^;]*; --max_length"),
-        ("2_grad_accum", {"micro_batch_size": 1, "precision": "bf16-true"}, r"; python src/6_lean_optimizer\.py, w"),
-        ("5_low_precision", {"micro_batch_size": 1, "optimizer": "sgd"}, r"; python src/13_lora\.py, which"),
+        ("2_grad_accum", {"micro_batch_size": 1, "precision": "bf16-true"}, NEXT + r"6_lean_optimizer\.py, w"),
+        ("5_low_precision", {"micro_batch_size": 1, "optimizer": "sgd"}, NEXT + r"13_lora\.py, which"),
         (
             "16_bf16_that_learns",
             {"micro_batch_size": 1, "optimizer": "sgd"},
-            r"; python src/11_fsdp_cpu_offload\.py,",
+            NEXT + r"11_fsdp_cpu_offload\.py,",
         ),
         ("6_lean_optimizer", {"micro_batch_size": 1, "lora": True, "optimizer": "sgd"}, r"python src/14_qlora\.py, w"),
         (
@@ -67,13 +69,14 @@ from fabric_ladder.places import PACKAGE
         ),
         ("2_grad_accum", {"attention": "eager"}, r"Next to try: --attention fused[^;]*; python"),
         ("12_deepspeed_zero", {}, r"--deepspeed zero3_offload"),
-        ("6_lean_optimizer", {"micro_batch_size": 1}, r"; python src/13_lora\.py"),
+        ("6_lean_optimizer", {"micro_batch_size": 1}, NEXT + r"13_lora\.py"),
         ("15_packing", {"packing": True, "pack_rows": 4}, r"src/15_packing.py [^;]*--pack_rows 2 \(the same [^;]*; "),
-        ("15_packing", {"micro_batch_size": 1}, r"; python src/5_low_precision\.py --packing true, which"),
+        ("15_packing", {"micro_batch_size": 1}, NEXT + r"5_low_precision\.py --packing true, which"),
         (
             "17_step_in_backward",
             {"step_in_backward": True},
-            r"true, which [^;]*; [^;]*--batch_size 8; python src/17_step_in_backward\.py --optimizer_offload true",
+            r"try: --activ[^;]*; [^;]*--batch_size 8; "
+            r"python src/17_step_in_backward\.py --optimizer_offload true, which",
         ),
         (
             "17_step_in_backward",
@@ -83,11 +86,11 @@ from fabric_ladder.places import PACKAGE
         (
             "18_low_bit_optimizer",
             {"micro_batch_size": 1, "optimizer": "adam-8bit"},
-            r"; python src/18_low_bit_optimizer\.py --optimizer adam-4bit, which [^;]*; "
+            NEXT + r"18_low_bit_optimizer\.py --optimizer adam-4bit, which [^;]*; "
             r"python src/19_optimizer_offload\.py, which",
         ),
-        ("18_low_bit_optimizer", {"micro_batch_size": 1}, r"; python src/19_optimizer_offload\.py, which"),
-        ("21_selective_checkpointing", {"micro_batch_size": 1}, r"; python src/7_grad_checkpointing\.py"),
+        ("18_low_bit_optimizer", {"micro_batch_size": 1}, NEXT + r"19_optimizer_offload\.py, which"),
+        ("21_selective_checkpointing", {"micro_batch_size": 1}, NEXT + r"7_grad_checkpointing\.py"),
         ("13_lora", {"task": "instruction-tuning"}, r"--activ[^;]*; [^;]*src/14_qlora\.py[^;]*; --max_length 512$"),
     ],
 )

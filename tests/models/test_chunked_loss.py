@@ -4,10 +4,9 @@ import copy
 
 import pytest
 import torch
+from support.made import Made
 from torch import nn
 from torch.nn.functional import cross_entropy, linear
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -40,20 +39,6 @@ WITH_MORE = [  # a soft cap, a factor, a divisor, another decoder, another kind 
     OPTConfig(ffn_dim=32, num_attention_heads=2, word_embed_proj_dim=WIDTH, dropout=0.0, **COMMON),
     MambaConfig(state_size=4, **COMMON),
 ]
-
-
-class Largest(TorchDispatchMode):
-    """Notes the largest tensor that any operation makes, in elements; views and what is changed in place are no new."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        result = operation(*args, **(kwargs or {}))
-        there = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
-        for leaf in tree_leaves(result):
-            if torch.is_tensor(leaf) and leaf.untyped_storage().data_ptr() not in there:
-                self.elements = max(self.elements, leaf.numel())
-        return result
 
 
 def tensors(dtype=torch.float32, bias=True, seed=0):
@@ -128,18 +113,18 @@ def test_what_is_frozen_gets_no_gradient_and_costs_none():
     (hidden, weight, bias), targets = tensors()
     weight.requires_grad_(False)
     bias.requires_grad_(False)
-    with Largest() as largest:
+    with Made() as made:
         chunked_loss(hidden, weight, bias, targets, 4)[0].backward()
     assert weight.grad is None
     assert hidden.grad is not None
-    assert largest.elements < WORDS * WIDTH, "no gradient of the head was made"
+    assert made.largest < WORDS * WIDTH, "no gradient of the head was made"
 
 
 def test_an_evaluation_makes_no_gradient():
     inputs, targets = tensors()
-    with torch.no_grad(), Largest() as largest:
+    with torch.no_grad(), Made() as made:
         loss, correct = chunked_loss(*inputs, targets, 8)
-    assert largest.elements == 8 * WORDS
+    assert made.largest == 8 * WORDS
     assert not loss.requires_grad
     assert not correct.requires_grad
 
@@ -189,11 +174,11 @@ def test_the_whole_logits_never_exist_where_the_head_is_all(config):
     mine, _ = models(config)
     inputs, predicting = batch()
     parameters = max(parameter.numel() for parameter in mine.parameters())
-    with Largest() as largest:
+    with Made() as made:
         mine(**inputs, predicting=predicting).loss.backward()
-    assert (largest.elements < len(predicting) * WORDS) == (config in PLAIN)
+    assert (made.largest < len(predicting) * WORDS) == (config in PLAIN)
     if config in PLAIN:
-        assert largest.elements <= parameters
+        assert made.largest <= parameters
 
 
 def test_it_survives_copies_and_checkpointing():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 FEWEST = 4  # rows of a table for each token of a batch: below, PyTorch's way is as fast and takes no more memory
-_adding, _hooked = False, False
+_hooked: bool | None = None  # see `adding_rows`; None: outside of it
 
 
 def add_rows(model: nn.Module) -> None:
@@ -33,12 +33,12 @@ def adding_rows(hooked: bool) -> Iterator[None]:
         hooked: Whether somebody is called when autograd has added to a gradient, as DDP is. Then autograd gets a
             gradient of zeros to add, in whose place there is a single number.
     """
-    global _adding, _hooked
-    before, (_adding, _hooked) = (_adding, _hooked), (True, hooked)
+    global _hooked
+    before, _hooked = _hooked, hooked
     try:
         yield
     finally:
-        _adding, _hooked = before
+        _hooked = before
 
 
 class RowEmbedding(nn.Embedding):
@@ -46,7 +46,7 @@ class RowEmbedding(nn.Embedding):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the rows of the table, (…, width), for ids of any shape."""
-        if torch.compiler.is_compiling() or not _adding or self.weight.grad is None:
+        if torch.compiler.is_compiling() or _hooked is None or self.weight.grad is None:
             return super().forward(ids)
         if ids.numel() * FEWEST > self.num_embeddings:
             return super().forward(ids)

@@ -1,0 +1,25 @@
+"""What operations make."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Made(TorchDispatchMode):
+    """Notes the shapes of the tensors that operations make; views, and what is changed in place, are no new ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        there = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
+        made = [leaf for leaf in tree_leaves(result) if torch.is_tensor(leaf)]
+        self.shapes += [leaf.shape for leaf in made if leaf.untyped_storage().data_ptr() not in there]
+        return result
+
+    @property
+    def largest(self):
+        """Elements of the largest one."""
+        return max(shape.numel() for shape in self.shapes)
