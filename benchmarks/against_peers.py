@@ -1,4 +1,4 @@
-"""Duels with the peers, side by side on this machine's CPU; exit status 1 when a target is missed.
+"""Compare rungs with their peers on this machine's CPU; exit status 1 when a target is missed.
 
     python benchmarks/against_peers.py [--part minilm bloom attention] [--reviews N] [--repeats 5] [--threads 2]
     python benchmarks/against_peers.py --part minilm bloom --measure switches --repeats 1    Trainer, switch by switch
@@ -12,14 +12,14 @@ Parts:
 Sides of `minilm` and `bloom`: the blog's recipe (blog_recipe.py), Trainer with its defaults, Trainer with its best
 switches, accelerate's plain loop, a bare PyTorch loop (peers.py), and the ladder: an unchanged script of src/ with at
 most one more option, see `LADDER`. All have the same initial weights, reviews, effective batch of 16 reviews,
-precision, Adam, number of optimizer steps and threads, and a fresh process each time; they take turns, and the median
-of the repeats counts. What is alike is checked: the sides must agree in weights, tokens, steps and threads, and the
-ladder's test loss must be that of the bare loop. The peers get tokenized texts; the blog pads all to the longest, and
+precision, Adam, number of optimizer steps and threads. They take turns in fresh processes, and the median of the
+repeats counts. Weights, tokens, steps and threads of all sides must be equal, and the ladder's test loss must equal
+that of the bare loop. The peers get tokenized texts; the blog pads all to the longest, and
 its padding is not timed. Trainer and accelerate draw batches of their own and pad them to their longest; the ladder
 sorts within its effective batch. transformers has eager attention only for BLOOM, so has every peer but the bare loop.
 
-Peak memory is that of the process since the first batch, validation included, on all sides. Two optimizer steps say
-nothing of an accuracy: it is recorded to show that the sides learn alike.
+Peak memory is that of the process since the first batch, validation included, on all sides. The
+recorded accuracy only shows that the sides learn equally: the training is too short for more.
 """
 
 import argparse
@@ -29,11 +29,10 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-import common  # first of all: it makes the project importable without an installation
+import common  # first import: it makes the project importable
 import torch
 from against_blog import BLOOM, model_options, prepare
-from common import CannotMeasureError, rung_command
-from duels import MEASURES, alternate, duel_parser, medians, run_parts
+from common import MEASURES, CannotMeasureError, alternate, medians, part_parser, run_parts, rung_command
 
 OUT = common.RESULTS / "against_peers.json"
 # for training: so many that a run's speed repeats within 5 %; half as many for validation and for the test
@@ -80,10 +79,10 @@ TARGETS = {  # (ratio, "min" or "max", bound); ratios are ladder / peer
 
 
 def check_alike(figures: dict[str, list[dict]], *free: str) -> None:
-    """Refuse sides that did not do the same work; what is named `free` may differ.
+    """Refuse sides that did different work; figures named in `free` may differ.
 
     Raises:
-        RuntimeError: They differ, where they report it, in one of `ALIKE` by more than this share of it.
+        RuntimeError: They differ in one of `ALIKE` by more than its relative tolerance.
     """
     for name, tolerance in ALIKE.items():
         if name in free:
@@ -169,7 +168,7 @@ def cut_by_cut(part: str, args: argparse.Namespace, folder: Path) -> dict:
     options, facts = draw(part, args, folder)
     commands = {shlex.join(cut): rung_command(options, "2_grad_accum", *cut) for cut in CUTS}
     figures = take_turns(commands, args)
-    check_alike(figures, *(["test_loss"] if part == "minilm" else []))  # whose dropout another cut draws anew
+    check_alike(figures, *(["test_loss"] if part == "minilm" else []))  # another cut draws other dropout masks
     middle = medians(figures)
     alone = middle[shlex.join(CUTS[0])]
     ratios = {f"{cut}: {name}": run[name] / alone[name] for cut, run in middle.items() for name in (SPEED, MEMORY)}
@@ -179,9 +178,9 @@ def cut_by_cut(part: str, args: argparse.Namespace, folder: Path) -> dict:
 def duel_of_attention(_: str, args: argparse.Namespace, folder: Path) -> dict:
     """Measure `attention`."""
     options = [*common.BASE, "--accelerator", "cpu", *model_options("bloom", folder)]
-    script = str(Path(__file__).with_name("attention_cost.py"))
+    script = [str(Path(__file__).with_name("operations.py")), "attention-cost"]
     commands = {
-        f"{attention} {tokens}": [script, "--attention", attention, "--tokens", str(tokens), *options]
+        f"{attention} {tokens}": [*script, "--attention", attention, "--tokens", str(tokens), *options]
         for tokens in LENGTHS
         for attention in ("eager", "fused")
     }
@@ -204,7 +203,7 @@ def duel_of_attention(_: str, args: argparse.Namespace, folder: Path) -> dict:
 
 def main() -> int:
     """Measure the chosen parts and return the exit status."""
-    parser = duel_parser(__doc__, PARTS, 5, OUT)
+    parser = part_parser(__doc__, PARTS, 5, OUT)
     parser.add_argument("--measure", choices=("sides", *OTHERS), default="sides", help="of minilm and bloom, see above")
     parser.add_argument("--reviews", type=int, help=f"for training; default: {REVIEWS}")
     parser.add_argument("--without", nargs="+", choices=PEERS, default=[], help="peers to leave out, to save time")

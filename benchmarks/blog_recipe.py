@@ -1,4 +1,4 @@
-"""The opponent: the blog's recipe (rasbt/gradient-accumulation-blog), written anew.
+"""The blog's recipe (rasbt/gradient-accumulation-blog), reimplemented.
 
 - The data frame grows by one row at a time.
 - Every review is padded to the longest of the data set, up to `max_length`, and stored as PyTorch tensors.
@@ -7,8 +7,8 @@
 - Validation and test go through the reviews one by one.
 
 One thing is fixed here: the blog steps after reviews 1, n + 1, 2n + 1, …, and so loses the last n - 1. Here it steps
-at the end of each window, so that both sides of a comparison take the same optimizer steps. And products of 32-bit
-matrices are taken as in the ladder (`--matmul_precision`, on a GPU by default TF32); `highest` is what the blog has.
+at the end of each window, so that both sides of a comparison take the same optimizer steps. 32-bit matrix
+multiplications use the ladder's precision (`--matmul_precision`, on a GPU by default TF32); the blog uses `highest`.
 
 As a script, it takes the settings of the rungs and `--texts`, `--padding` and `--out`, and writes its figures as JSON:
 `python benchmarks/blog_recipe.py --texts FOLDER --out FILE [--padding max_length] [--batch_size 16 …]`.
@@ -24,7 +24,7 @@ import numpy as np
 import pandas as pd
 import torch
 import torchmetrics
-from common import checksum, hf, leave_memory_alone, precisions  # first of all: it makes the project importable
+from common import checksum, hf, precisions, reset_malloc  # first import: it makes the project importable
 from lightning import Fabric
 from torch import nn
 from torch.optim import Optimizer
@@ -176,6 +176,6 @@ if __name__ == "__main__":
     parser.add_argument("--padding", choices=("longest", "max_length"), default="longest")
     parser.add_argument("--out", type=Path, required=True)
     own, options = parser.parse_known_args()
-    leave_memory_alone()
+    reset_malloc()
     figures = measure(parse_settings(options, batch_size=16), own.texts, own.padding)
     own.out.write_text(json.dumps(figures), encoding="utf-8")

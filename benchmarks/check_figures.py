@@ -1,259 +1,201 @@
-"""Check that every figure in the README and docs/ stands in a file of measurements, below benchmarks/results/.
+"""Check that every figure in the README and docs/ occurs in a file of benchmarks/results/.
 
-    python benchmarks/check_figures.py [PAGE …]        default: README.md and all of docs/
+    python benchmarks/check_figures.py [PAGE …]        default: README.md and all pages of docs/
 
-A figure is a number with a unit (%, GB, samples/s, minutes, x, …), and beside such numbers or in a table one with
-decimals. After a paragraph, list, table or block of code with figures stand comments, which no reader sees, one for
-each source:
+A figure is a number with a unit (%, GB, samples/s, minutes, x, …). Next to such a number, or in a table, numbers with
+decimals are figures too. One comment for each source follows the paragraph, list, table or block of code:
 
-    <!-- figures: against_peers.json minilm.medians bloom.ratios -->   a file, and parts of it
-    <!-- figures: against_peers.json "=minilm.a / bloom.b" -->         of two numbers: also a - b, a * b
-    <!-- figures: published 26.84 GB, 18.21: https://… -->             measured by others, there
-    <!-- figures: computed 24 GB: the size of a GPU -->                a condition, a bound or arithmetic: which
-    <!-- figures: unfiled 92.7 % -->                                   in no file; naming none: all in the block
+    <!-- figures: against_peers.json minilm.medians bloom.ratios -->   a file or a folder of runs, and parts of it
+    <!-- figures: against_peers.json "=minilm.a / bloom.b" -->         computed from two numbers: also a - b, a * b
+    <!-- figures: published 26.84 GB, 18.21: https://… -->             measured by others; without names: all of them
+    <!-- figures: computed 24 GB: the size of a GPU -->                a condition, a bound or arithmetic
+    <!-- figures: unfiled 92.7 % -->                                   in no file: old entries of the journal
 
-The last is for the journal, whose dated entries are of code that is no more.
+Keys are joined by dots, and `*` matches any text. A list's entries are named by number, or by their `rung` or `name`
+and their `options`. `+` in place of a key stands for repeats: the mean and the sample standard deviation are compared.
+A figure agrees with a file's number that equals it when rounded to the figure's digits.
 
-Parts are named by their keys with dots between, and `*` for anything; the entries of a list by their place, or by what
-they say for `rung` or `name` and for `options`. `+` in the place of a key stands for repeats, which are taken together:
-mean, or mean ± sample standard deviation. Figures are named as they are written, or by their unit. A file is JSON, a
-log or another text, or a folder of runs, whose run.json are taken together. It must name the command that made it.
-
-A figure agrees if a number of these parts, rounded to the digits that are shown, is the same: bytes are GB, seconds are
-minutes, shares are %, and +12 % is a ratio of 1.12. What a script writes between marks, such as
-benchmarks/gpu_figures.py, is left out.
-
-Exit status 1: a figure has no source, or its source does not have it; or a comment names what is not there.
+The exit status is 1 if a figure has no source, or its source does not contain it.
 """
 
-import argparse
 import json
 import operator
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
 from functools import cache
-from itertools import groupby
 from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple
 
-from page_figures import NUMBER, Figure, as_number, blocks_of, figures_of, united, without_units
-
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+UNITS = {
+    "%": 0.01, "points": 0.01, "x": 1, "times": 1, "GB/s": 1e9, "GB": 1e9, "GiB": 2**30, "MB": 1e6, "kB": 1e3,
+    "bytes": 1, "samples/s": 1, "tokens/s": 1, "hours": 3600, "minutes": 60, "min": 60, "seconds": 1, "ms": 1e-3,
+    "s": 1, "M": 1e6,
+}  # fmt: skip
+UNIT = rf"(?:{'|'.join(UNITS)})(?![\w/]|(?<=x)\s?\d)"  # "4 x 512" is a shape
+NUMBER = r"(?<![\w.,/:^+−-])[-+−]?\d+(?:,\d{3})*(?:\.\d+)?(?![\w-]|[.,:/]\d)"
+LIST = re.compile(rf"({NUMBER}(?:(?:,|\s(?:and|to|or|of|±))\s+{NUMBER})*)(?:\s+|(?=%))({UNIT})")
+VERSION = re.compile(r"(?:capability|CUDA|DeepSpeed|Llama|Python|PyTorch|torch|torchao|transformers|PCIe)\s\(?$")
+GENERATED = re.compile(r"<!-- (\w+):\w+ -->.*?<!-- /\1 -->", re.DOTALL)  # tables that scripts write
+MASKED = re.compile(r"`[^`\n]*`|\]\([^)\n]*\)")
+BLOCK = re.compile(r"(?:(```)[^\n]*\n.*?^```|(?:^(?!#|<!--|```)[^\n]*\S[^\n]*$\n?)+?(?=^\s*<!--|^\s*$|^```|\Z))"
+                   r"((?:\s*<!-- figures:.*?-->)*)", re.DOTALL | re.MULTILINE)  # fmt: skip
 OPERATIONS = {"*": operator.mul, "/": operator.truediv, "-": operator.sub}
-COMMAND = re.compile(r"python[\d.]* \S*?((?:src|scripts|benchmarks)/\w+\.py)")
-LABELS = ("rung", "name", "options")
 
 
-class Value(NamedTuple):
-    """A number of a file, by its keys; `plain`: its unit is not known. Of repeats: their mean and deviation."""
+class Figure(NamedTuple):
+    """A number as written, its unit or "", and the factors that may convert it to a file's unit."""
 
-    path: str
-    number: float
-    plain: bool = False
-    spread: float | None = None
+    line: int
+    number: str
+    unit: str
+    factors: tuple[float, ...]
 
-
-class Findings(NamedTuple):
-    """What a page lacks, what it says itself that it lacks, and the number of its figures; lists of lines."""
-
-    errors: list[str]
-    unfiled: list[str]
-    count: int
-
-
-class SourceError(ValueError):
-    """A comment names what is not there."""
+    def agrees(self, value: float) -> bool:
+        """Return whether a value rounded to this number's digits equals it. +12 % is also a ratio of 1.12."""
+        half = 0.5000001 * 10.0 ** -len(self.number.partition(".")[2])
+        shifts = (0, 1) if self.unit == "%" and self.number[0] in "+-−" else (0,)
+        mine = as_number(self.number)
+        return any(abs(value - shift - mine * by) <= half * by for by in self.factors for shift in shifts)
 
 
-# Files
+def as_number(text: str) -> float:
+    """Return the number of a text such as −1,024.5."""
+    return float(text.replace(",", "").replace("−", "-"))
 
 
-@cache
-def read(path: Path) -> list[Value]:
-    """Return all numbers of a JSON file, a text, or the run.json of all runs in a folder.
-
-    Raises:
-        SourceError: There is none, it cannot be read, or it does not say by which command it was made.
-    """
-    try:
-        if path.is_dir():
-            files = sorted(path.rglob("run.json"))
-            parts = [(".".join(file.parent.relative_to(path).parts), file.read_text("utf-8")) for file in files]
-        else:
-            parts = [("", path.read_text(encoding="utf-8"))]
-        trees = [
-            (prefix, json.loads(text) if path.is_dir() or path.suffix == ".json" else text) for prefix, text in parts
-        ]
-    except (OSError, ValueError) as error:
-        raise SourceError(f"no such file of measurements ({error})") from error
-    made = [found[1] for _, text in parts for found in COMMAND.finditer(text)]
-    if not made and not (path.parent / "run.json").is_file():
-        raise SourceError("does not say by which command it was made")
-    if gone := [script for script in made if not (ROOT / script).is_file()]:
-        raise SourceError(f"was made by {gone[0]}, which is not there")
-    return [value for prefix, tree in trees for value in numbers(tree, prefix)]
+def figures_of(text: str, line: int, code: bool, commented: bool) -> list[Figure]:
+    """Return the figures of a block that begins at a line of its page."""
+    text = text if code else MASKED.sub(lambda found: re.sub(r"\S", "`", found[0]), text)
+    found = []
+    for numbers in LIST.finditer(text):
+        several = list(re.finditer(NUMBER, text[: numbers.end(1)]))
+        last = several[-1][0]
+        for each in several:
+            same_kind = ("." in each[0], "," in each[0]) == ("." in last, "," in last)  # "1,024 and 2.5 times" differ
+            if each.start() >= numbers.start() and same_kind:
+                found.append((each, numbers[2], (UNITS[numbers[2]],)))
+    table = text.lstrip().startswith("|")
+    if not code and (table or found or commented):
+        seen = {each.start() for each, *_ in found}
+        header = {UNITS[unit] for unit in re.findall(rf"[\s(]({UNIT})(?=[\s,):|])", text.partition("\n")[0])}
+        factors = tuple(header | {1, 0.01, 1e9} if table else {1} | {by for *_, (by,) in found})
+        for each in re.finditer(NUMBER, text):
+            if "." in each[0] and each.start() not in seen and not VERSION.search(text[: each.start()]):
+                found.append((each, "", factors))
+    return [Figure(line + text.count("\n", 0, each.start()), each[0], *rest) for each, *rest in found]
 
 
-def numbers(tree: object, path: str) -> Iterator[Value]:
-    """Yield the numbers of a tree of dicts and lists, those in texts included."""
+def numbers(tree: object, path: str = "") -> list[tuple[str, float]]:
+    """Return all numbers of a tree of dicts, lists and texts with their paths."""
     if isinstance(tree, dict):
-        for key, branch in tree.items():
-            inner = f"{path}.{key}".lstrip(".")
-            yield from (Value(inner, as_number(each.number) * each.factors[0]) for each in united(key, 0))
-            yield from numbers(branch, inner)
-    elif isinstance(tree, list):
+        return [each for key, branch in tree.items() for each in numbers(branch, f"{path}.{key}".lstrip("."))]
+    if isinstance(tree, list):
+        found = []
         for place, branch in enumerate(tree):
-            names = [branch.get(label, "") for label in LABELS] if isinstance(branch, dict) else []
-            yield from numbers(branch, f"{path}.{' '.join(str(name) for name in names if name) or place}")
-    elif isinstance(tree, str):
-        for line in tree.splitlines():
-            yield from (Value(path, as_number(each.number) * each.factors[0]) for each in united(line, 0))
-            yield from (Value(path, as_number(found[0]), True) for found in re.finditer(NUMBER, without_units(line)))
-    elif isinstance(tree, int | float) and not isinstance(tree, bool):
-        yield Value(path, tree * (1e9 if path.endswith(".GB") else 1))
+            names = [branch.get(label) for label in ("rung", "name", "options")] if isinstance(branch, dict) else []
+            found += numbers(branch, f"{path}.{' '.join(filter(None, names)) or place}")
+        return found
+    if isinstance(tree, str):
+        units = {"GB": 1e9, "%": 0.01, "min": 60} | {each[2]: UNITS[each[2]] for each in LIST.finditer(tree)}
+        found = re.findall(NUMBER, tree)  # a text's columns have their units in its header
+        return [(path, as_number(each) * factor) for each in found for factor in {1, *units.values()}]
+    return [(path, tree * (1e9 if path.endswith(".GB") else 1))] if isinstance(tree, int | float) else []
 
 
 @cache
-def select(path: Path, key: str) -> list[Value]:
-    """Return the numbers of a part of a file, or what is computed of two of them.
+def read(path: Path) -> list[tuple[str, float]]:
+    """Return the numbers of a JSON file, of a text, or of every run.json below a folder."""
+    if path.is_dir():
+        runs = sorted(path.rglob("run.json"))
+        return [each for run in runs for each in numbers(json.loads(run.read_text(encoding="utf-8")),
+                                                         ".".join(run.parent.relative_to(path).parts))]  # fmt: skip
+    text = path.read_text(encoding="utf-8")
+    return numbers(json.loads(text) if path.suffix == ".json" else text)
+
+
+@cache
+def select(path: Path, key: str) -> list[float]:
+    """Return the numbers that a key names.
 
     Raises:
-        SourceError: There are none, or not one on each side.
+        ValueError: The key names no number, or a computation has more than one number on a side.
     """
     if key.startswith("="):
-        first, sign, second = (*re.split(r" ([*/-]) ", key[1:], maxsplit=1), "", "")[:3]
-        sides = [select(path, side.strip()) for side in (first, second) if side]
+        first, sign, second = re.split(r" ([*/-]) ", key[1:], maxsplit=1)
+        sides = [set(select(path, side)[:1] if "+" in side else select(path, side)) for side in (first, second)]
         if [len(side) for side in sides] != [1, 1]:
-            raise SourceError(f"has {' and '.join(str(len(side)) for side in sides)} numbers for {key}")
-        if sign == "/" and not sides[1][0].number:
-            raise SourceError(f"has 0 below the line of {key}")
-        return [Value(key, OPERATIONS[sign](*(side[0].number for side in sides)))]
-    pattern = re.escape(key).replace(r"\*", ".*").replace(r"\+\.", r"([^.]+)\.")
-    found = [(re.fullmatch(rf"{pattern}(\..*)?", value.path), value) for value in read(path)]
-    found = [(match, value) for match, value in found if match]
-    if not found:
-        raise SourceError(f"has no {key}")
-    if "+" not in key.split("."):
-        return [value for _, value in found]
-
-    def without_repeat(item: tuple[re.Match, Value]) -> str:
-        start, end = item[0].span(1)
-        return item[1].path[:start] + "+" + item[1].path[end:]
-
-    groups = groupby(sorted(found, key=without_repeat), without_repeat)
-    kept = [(path, [value.number for _, value in group]) for path, group in groups]
-    return [Value(path, mean(each), spread=stdev(each) if len(each) > 1 else None) for path, each in kept]
+            raise ValueError(f"has {len(sides[0])} and {len(sides[1])} numbers for {key}")
+        return [OPERATIONS[sign](*(side.pop() for side in sides))]
+    pattern = re.compile(re.escape(key).replace(r"\*", ".*").replace(r"\+\.", r"([^.]+)\.") + r"(?:\..*)?")
+    groups = defaultdict(list)
+    for name, value in read(path):
+        if found := pattern.fullmatch(name):
+            repeats = "+" in key.split(".")
+            groups[name.replace(f".{found[1]}.", ".+.", 1) if repeats else len(groups)].append(value)
+    if not groups:
+        raise ValueError(f"has no {key}")
+    return [each for group in groups.values() for each in (mean(group), *([stdev(group)] if len(group) > 1 else []))]
 
 
-# Agreement
-
-
-def agree(figure: Figure, value: Value) -> bool:
-    """Tell whether a figure is a file's number, rounded."""
-    if figure.spread and (value.spread is None or not close(figure, figure.spread, value.spread)):
-        return False
-    if value.plain:
-        return close(figure._replace(factors=(1,)), figure.number, value.number)
-    ratio = figure.unit == "%" and figure.number[0] in "+-−"
-    return any(close(figure, figure.number, value.number - start) for start in ((0, 1) if ratio else (0,)))
-
-
-def close(figure: Figure, number: str, value: float) -> bool:
-    """Tell whether a value rounded to the digits of a number of the figure is that number."""
-    half = 0.5000001 * 10.0 ** -len(number.partition(".")[2])
-    return any(abs(value - as_number(number) * factor) <= half * factor for factor in figure.factors)
-
-
-def named(figures: list[Figure], items: str | None) -> list[Figure]:
-    """Return the figures that a comment names, as they are written or by their unit; all, where it names none.
+def covered(figures: list[Figure], comment: str, results: Path) -> list[Figure]:
+    """Return the figures of a block that a comment is the source of.
 
     Raises:
-        SourceError: One is not there.
+        ValueError: The comment names something that does not exist, or no figure of the block.
+        OSError: The file cannot be read.
     """
-    if items is None:
-        return figures
-    found = []
-    for item in re.split(r",\s+", items):
-        those = [each for each in figures if item in (each.text, each.number, each.unit)]
-        if not those:
-            raise SourceError(f"{item} is not in the block above")
-        found += those
-    return found
-
-
-def covered(figures: list[Figure], comment: str, results: Path) -> tuple[str, list[Figure]]:
-    """Return what kind of source a comment names (`file`, `published`, `computed`, `unfiled`), and the figures of it.
-
-    Raises:
-        SourceError: It names what is not there, or not what it must.
-    """
-    found = re.fullmatch(r"(published|computed|unfiled)(?: (?!\s)(.+?))?(?:: (.+))?", comment)
-    if found:
+    if found := re.fullmatch(r"(published|computed|unfiled)(?: (?!\s)(.+?))?(?:: (.+))?", comment):
         kind, items, reason = found.groups()
-        if kind != "unfiled" and not (items and reason and (kind == "computed" or "https://" in reason)):
-            raise SourceError(f"{kind}: which figures, and after a colon {'why' if kind == 'computed' else 'where'}?")
-        return kind, named(figures, items)
-    name, *keys = shlex.split(comment)
-    try:
-        parts = [select(results / name, key) for key in keys or ["*"]]
-    except SourceError as error:
-        raise SourceError(f"{name} {error}") from error
-    fitting = [[figure for figure in figures if any(agree(figure, value) for value in part)] for part in parts]
-    for key, those in zip(keys or ["*"], fitting, strict=True):
-        if not those:
-            raise SourceError(f"{name}: no figure of the block above is in {key}")
-    return "file", [figure for those in fitting for figure in those]
+        if kind != "unfiled" and not (reason and (items if kind == "computed" else "https://" in reason)):
+            raise ValueError(f"{kind} needs the figures and, after a colon, the source or the reason")
+        names = re.split(r",\s+", items) if items else [""]
+        groups = [[each for each in figures if not name or name in (f"{each.number} {each.unit}".strip(), each.number,
+                                                                    each.unit)] for name in names]  # fmt: skip
+    else:
+        file, *names = shlex.split(comment)
+        names = names or ["*"]
+        groups = [[each for each in figures if any(map(each.agrees, select(results / file, key)))] for key in names]
+    for name, group in zip(names, groups, strict=True):
+        if not group:
+            raise ValueError(f"no figure of the block above is {name}".strip())
+    return [each for group in groups for each in group]
 
 
-def check(page: str, name: str, results: Path) -> Findings:
-    """Check a page: its text, its name for messages, and the folder of the files."""
-    errors, unfiled, count = [], [], 0
-    for block in blocks_of(page):
-        figures, sources, without = figures_of(block), set(), set()
+def check(page: str, name: str, results: Path = RESULTS) -> tuple[list[str], int]:
+    """Return one line for each error of a page, and the number of its figures."""
+    page = GENERATED.sub(lambda found: "\n" * found[0].count("\n"), page)
+    errors, count = [], 0
+    for block in BLOCK.finditer(page):
+        line = page.count("\n", 0, block.start()) + 1
+        body, comments = (
+            block[0][: block.start(2) - block.start()],
+            re.findall(r"figures:\s*(.*?)\s*-->", block[2], re.S),
+        )
+        figures = figures_of(body, line, bool(block[1]), bool(comments))
         count += len(figures)
-        comments = [(line, re.fullmatch(r"<!-- figures:\s*(.*?)\s*-->", text)) for line, text in block.comments]
-        for line, comment in comments:
+        filed = set()
+        for comment in comments:
             try:
-                if not comment:
-                    raise SourceError("not one comment on lines of its own")
-                kind, those = covered(figures, comment[1], results)
-                if not those:
-                    raise SourceError("there is no figure above")
-                (without if kind == "unfiled" else sources).update(those)
-            except ValueError as error:
-                errors.append((line, str(error)))
-        for figure in sorted(set(figures) - sources, key=lambda each: each.line):
-            where = f"{name}:{figure.line}: {figure.text}"
-            if figure in without:
-                unfiled.append(where)
-            else:
-                files = ", ".join(comment[1] for _, comment in comments if comment)
-                errors.append((figure.line, f"{figure.text}: " + (f"not in {files}" if files else "no file is named")))
-    return Findings([f"{name}:{line}: {text}" for line, text in sorted(errors)], unfiled, count)
+                filed.update(covered(figures, " ".join(comment.split()), results))
+            except (ValueError, OSError) as error:
+                errors.append(f"{name}:{line}: {' '.join(comment.split())}: {error}")
+        errors += [f"{name}:{each.line}: {each.number} {each.unit}: not in {comments or 'a file: name one'}"
+                   for each in dict.fromkeys(figures) if each not in filed]  # fmt: skip
+    return errors, count
 
 
 def main() -> int:
-    """Check the pages, and print what is wrong and what is missing, one line each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pages", type=Path, nargs="*", metavar="PAGE")
-    pages = parser.parse_args().pages or [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    findings = []
-    for page in pages:
-        try:
-            text = page.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            parser.error(f"{page} cannot be read ({error})")
-        name = page.resolve().relative_to(ROOT) if page.resolve().is_relative_to(ROOT) else page
-        findings.append(check(text, str(name), ROOT / "benchmarks" / "results"))
-    for finding in findings:
-        for line in (*(f"{line}: in no file yet" for line in finding.unfiled), *finding.errors):
-            print(line)
-    counts = [sum(len(each.errors) for each in findings), sum(len(each.unfiled) for each in findings)]
-    print(f"{sum(each.count for each in findings)} figures, {counts[1]} of them in no file yet; {counts[0]} errors")
-    return 1 if counts[0] else 0
+    """Check the pages, print each error in a line, and return the exit status."""
+    pages = [Path(page) for page in sys.argv[1:]] or [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    found = [check(page.read_text(encoding="utf-8"), str(page)) for page in pages]
+    errors = [error for each, _ in found for error in each]
+    print(*errors, f"{sum(count for _, count in found)} figures, {len(errors)} errors", sep="\n")
+    return int(bool(errors))
 
 
 if __name__ == "__main__":

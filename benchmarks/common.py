@@ -1,19 +1,23 @@
-"""What the benchmarks share: texts, child processes that measure one side, tables, written results."""
+"""Shared code of the benchmarks: child processes, sides that take turns, targets, tables and result files."""
 
+import argparse
 import csv
 import json
 import os
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from time import strftime
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # so that no installation is needed
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # the benchmarks run without an installation
 
 import datasets as hf  # noqa: E402
 import psutil  # noqa: E402
@@ -23,45 +27,44 @@ from fabric_ladder.data.cache import quiet  # noqa: E402
 from fabric_ladder.data.sources import find_source  # noqa: E402
 from fabric_ladder.data.tables import complete_splits, read_splits  # noqa: E402
 from fabric_ladder.environment import describe_hardware, describe_versions, write_whole  # noqa: E402
+from fabric_ladder.errors import UserError  # noqa: E402
 from fabric_ladder.settings import DataSettings  # noqa: E402
-from local_dataset_utilities import IMDB_ARCHIVE, download_dataset, read_split  # noqa: E402
+from local_dataset_utilities import IMDB_ARCHIVE  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-BLOG = ROOT / "benchmarks" / "blog_recipe.py"
-PEERS = ROOT / "benchmarks" / "peers.py"
-KEPT = (
-    "samples_per_second tokens_per_second evaluation_tokens_per_second peak_memory_bytes peak_host_memory_bytes".split()
-)
-KEPT += "training_seconds padding test_accuracy test_loss parameters".split()  # figures of run.json
-SOMETIMES = ("compile_seconds", "predicted_peak_bytes", "peak_reserved_bytes")  # on a GPU, or compiled
-BASE = ["--config", str(ROOT / "configs" / "imdb_bloom_560m.yaml")]  # without it, a machine without a GPU does less
-
-
-CHILDREN: set[subprocess.Popen] = set()  # that run now
+MODELS = ROOT / "configs" / "models"
+BASE = ["--config", str(ROOT / "configs" / "imdb_bloom_560m.yaml")]  # else a machine without a GPU runs the quickstart
+MEASURES = ("samples_per_second", "evaluation_samples_per_second", "peak_memory_bytes")
+FIGURES = """samples_per_second tokens_per_second evaluation_tokens_per_second peak_memory_bytes peak_host_memory_bytes
+training_seconds padding test_accuracy test_loss parameters""".split()  # always in run.json
+GPU_FIGURES = ("compile_seconds", "predicted_peak_bytes", "peak_reserved_bytes")  # in run.json on a GPU or if compiled
 
 
 class ChildError(RuntimeError):
-    """A measured process failed; the message is the last line that it wrote to stderr."""
+    """A measured process failed; the message ends with its last line on stderr."""
 
     def __init__(self, message: str, status: int):
         super().__init__(message)
-        self.status, self.figures = status, {}
+        self.status = status
 
 
 class CannotMeasureError(Exception):
-    """A part cannot be measured here; the message says why."""
+    """A part cannot be measured on this machine; the message gives the reason."""
+
+
+# Data
 
 
 def has_imdb() -> bool:
-    """Tell whether the archive of IMDb is here."""
+    """Return whether the archive of IMDb is in the data folder."""
     return (Path(DataSettings().data_dir) / IMDB_ARCHIVE).is_file()
 
 
 def imdb_archive() -> Path:
-    """Return the archive of IMDb; a benchmark downloads nothing.
+    """Return the path of the IMDb archive; benchmarks download nothing.
 
     Raises:
-        CannotMeasureError: It is not there.
+        CannotMeasureError: The archive is missing.
     """
     path = Path(DataSettings().data_dir) / IMDB_ARCHIVE
     if not has_imdb():
@@ -70,45 +73,42 @@ def imdb_archive() -> Path:
 
 
 def save_texts(settings: DataSettings, folder: Path) -> None:
-    """Save the splits that the rungs draw for these settings as texts, for the blog's recipe to tokenize.
+    """Save the splits that the rungs draw for these settings as texts.
 
-    A child that reads them from here has not held all 50,000 reviews, so its memory is its recipe's own.
+    The blog's recipe tokenizes them itself. Its process never holds all 50,000 reviews, so its peak memory is its own.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        source = find_source(settings, download_dataset, read_split)
-        splits, *_ = read_splits(settings, source, Path(scratch))
+        splits, *_ = read_splits(settings, find_source(settings), Path(scratch))
         with quiet():
             hf.DatasetDict(complete_splits(splits, settings)).save_to_disk(folder)
+
+
+# Child processes
 
 
 def run_recorded(
     script: str, options: list[str], threads: int | None = None, limit: float | None = None
 ) -> tuple[dict, list[dict]]:
-    """Run an unchanged script of the ladder in a process of its own; return its run.json and its metrics' rows."""
+    """Run an unchanged rung in its own process; return its run.json and the rows of its metrics.csv."""
     with tempfile.TemporaryDirectory(prefix="fabric-ladder-runs-") as runs:
         run_child([str(ROOT / "src" / f"{script}.py"), *options, "--runs_dir", runs], threads, limit)
-        return read_run(Path(runs) / script / "1")
-
-
-def read_run(folder: Path) -> tuple[dict, list[dict]]:
-    """Return a run's run.json and its metrics' rows."""
-    record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    with open(folder / "metrics.csv", encoding="utf-8", newline="") as file:
-        return record, list(csv.DictReader(file))
+        folder = Path(runs) / script / "1"
+        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        with open(folder / "metrics.csv", encoding="utf-8", newline="") as file:
+            return record, list(csv.DictReader(file))
 
 
 def run_rung(script: str, options: list[str], threads: int | None = None, limit: float | None = None) -> dict:
-    """Run an unchanged script of the ladder in a process of its own, and return its figures.
+    """Run an unchanged rung in its own process and return its figures.
 
-    Evaluation is timed on the validation split, between the last printed loss and the line of the epoch. The rate of
-    the last printed loss is `late_samples_per_second`; `seconds_to_last_step` has all that came before it, such as
-    compilation.
+    The evaluation figures are those of the validation, between the last printed loss and the line of the epoch.
+    `late_samples_per_second` is the rate of the last printed loss. `seconds_to_last_step` includes compilation.
     """
     record, rows = run_recorded(script, options, threads, limit)
     results, settings = record["results"], record["settings"]
     last, epoch = ([row for row in rows if row[name]][-1] for name in ("loss", "validation_loss"))
     validating = float(epoch["seconds"]) - float(last["seconds"])
-    figures = {name: results[name] for name in KEPT} | {
+    figures = {name: results[name] for name in FIGURES} | {
         "late_samples_per_second": float(last["samples_per_second"]),
         "seconds_to_last_step": float(last["seconds"]),
         "evaluation_samples_per_second": settings["validation_samples"] / validating,
@@ -119,67 +119,64 @@ def run_rung(script: str, options: list[str], threads: int | None = None, limit:
         "threads": record["hardware"]["threads"],
         **precisions(settings),
     }
-    return figures | {name: results[name] for name in SOMETIMES if name in results}
+    return figures | {name: results[name] for name in GPU_FIGURES if name in results}
 
 
 def precisions(settings: dict) -> dict[str, str]:
-    """Return what the matrix products of these settings are taken in."""
+    """Return the settings that decide the precision of matrix multiplications."""
     return {name: settings[name] for name in ("precision", "matmul_precision")}
 
 
-def leave_memory_alone() -> None:
-    """Leave glibc as a peer's users have it: what a rung tells it is part of the rung's speed. Before the settings."""
+def reset_malloc() -> None:
+    """Keep glibc's own allocator settings for a peer. Rungs tune glibc, which is part of their speed."""
     os.environ["MALLOC_"] = ""
 
 
 def blog_command(texts: Path, options: list[str]) -> list[str]:
-    """Return the blog's recipe with its arguments, for `run_command`."""
-    return [str(BLOG), "--texts", str(texts), "--padding", "max_length", *options]
+    """Return the command line of the blog's recipe for `run_command`."""
+    script = str(ROOT / "benchmarks" / "blog_recipe.py")
+    return [script, "--texts", str(texts), "--padding", "max_length", *options]
 
 
 def peer_command(side: str, options: list[str], *switches: str) -> list[str]:
-    """Return a side of peers.py with its arguments, for `run_command`."""
-    return [str(PEERS), "--side", side, "--switches", *switches, *options]
+    """Return the command line of a side of peers.py for `run_command`."""
+    return [str(ROOT / "benchmarks" / "peers.py"), "--side", side, "--switches", *switches, *options]
 
 
 def rung_command(options: list[str], script: str, *more: str) -> list[str]:
-    """Return a rung with its arguments, for `run_command`."""
+    """Return the command line of a rung for `run_command`."""
     return [str(ROOT / "src" / f"{script}.py"), *options, *more]
 
 
 def run_command(command: list[str], threads: int | None = None, limit: float | None = None) -> dict:
-    """Run a rung, or a script that writes its figures to `--out`, in a process of its own, and return the figures.
+    """Run a rung, or a script that writes its figures to `--out`, in its own process; return the figures.
 
     Raises:
-        ChildError: It failed.
-        subprocess.TimeoutExpired: It took more than `limit` seconds; it and all that it started are gone.
+        ChildError: The process failed.
+        subprocess.TimeoutExpired: It took more than `limit` seconds and was killed with all its children.
     """
     script, *options = command
     if Path(script).parent == ROOT / "src":
         return run_rung(Path(script).stem, options, threads, limit)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
-        try:
-            run_child([*command, "--out", str(out)], threads, limit)
-        except (ChildError, subprocess.TimeoutExpired) as error:
-            error.figures = read_results(out)  # as far as it had come
-            raise
+        run_child([*command, "--out", str(out)], threads, limit)
         return read_results(out)
 
 
 def shown(command: list[str]) -> str:
-    """Return a child's command line as it is kept."""
+    """Return a child's command line without the folders of this machine."""
     return impersonal(shlex.join(["python", *command]))
 
 
 def impersonal(text: str) -> str:
-    """Return a text in which the folders of this machine and of this run have names instead."""
+    """Replace the folders of this machine and of this run by names."""
     text = text.replace(f"{ROOT}/", "").replace(sys.prefix, "VENV")
     return re.sub(rf"{re.escape(tempfile.gettempdir())}/[^/\s\"',]+", "$SCRATCH", text)
 
 
 def checksum(model: torch.nn.Module) -> float:
-    """Return a number that weights share only when they are the same: the sum of their absolute values."""
+    """Return the sum of the absolute weights: equal for equal weights."""
     return sum(float(weights.detach().abs().sum(dtype=torch.float64)) for weights in model.parameters())
 
 
@@ -194,25 +191,25 @@ def child_environment(threads: int | None) -> dict[str, str]:
 
 
 def run_child(command: list[str], threads: int | None = None, limit: float | None = None) -> str:
-    """Run a script in a process of its own, and return its stdout; raises as `run_command`."""
-    env = child_environment(threads)
+    """Run a script in its own process and return its stdout; raises the errors of `run_command`."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    child = subprocess.Popen([sys.executable, *command], env=env, cwd=ROOT, start_new_session=True, **streams)
-    CHILDREN.add(child)
+    child = subprocess.Popen(
+        [sys.executable, *command], env=child_environment(threads), cwd=ROOT, start_new_session=True, **streams
+    )
     try:
         stdout, stderr = child.communicate(timeout=limit)
     finally:
         end(child)
         child.wait()
-        CHILDREN.discard(child)
     if child.returncode:
-        text = f"{Path(command[0]).name} ended with status {child.returncode}: {last_line(stderr)}"
-        raise ChildError(text, child.returncode)
+        last = (stderr.strip().splitlines() or ["no message"])[-1]
+        name = Path(command[0]).name
+        raise ChildError(f"{name} ended with status {child.returncode}: {last}", child.returncode)
     return stdout
 
 
 def end(child: subprocess.Popen) -> None:
-    """End a process that may still run, and all that it has started."""
+    """Kill a process and all its children."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(child.pid)
         for each in [process, *process.children(recursive=True)]:
@@ -220,43 +217,62 @@ def end(child: subprocess.Popen) -> None:
                 each.kill()
 
 
-def last_line(stderr: str) -> str:
-    """Return what a process wrote last to stderr."""
-    return (stderr.strip().splitlines() or ["no message"])[-1]
+# Results
+
+
+@cache
+def commit() -> str | None:
+    """Return the commit of the code, or None without git. Changed files add `-dirty`; the results may change."""
+    git = ["git", "-C", str(ROOT)]
+    changed = ["status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"]
+    try:
+        name, changes = (
+            subprocess.run([*git, *words], capture_output=True, text=True, check=True).stdout.strip()
+            for words in (["rev-parse", "--short", "HEAD"], changed)
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return f"{name}-dirty" if changes else name
+
+
+def check_storable(path: Path) -> None:
+    """Refuse to store results in the repository when no commit holds the code that made them.
+
+    Raises:
+        UserError: The path is in benchmarks/results/ and the git tree has uncommitted changes.
+    """
+    if path.resolve().is_relative_to(RESULTS) and (commit() or "").endswith("-dirty"):
+        raise UserError(
+            f"{path.resolve().relative_to(ROOT)} keeps results of committed code only: commit your changes first, or "
+            "write to another file with --out"
+        )
 
 
 def environment(device: torch.device) -> dict:
-    """Return what a result depends on beside the code: command, date, versions and hardware."""
+    """Return the conditions of a result: command, date, commit, versions and hardware."""
     return {
         "command": shown([str(Path(sys.argv[0]).resolve()), *sys.argv[1:]]),
         "date": strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "commit": _commit(),
+        "commit": commit(),
         "versions": describe_versions("accelerate", "torchmetrics"),
         "hardware": describe_hardware(device),
     }
 
 
-def _commit() -> str | None:
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
 def read_results(path: Path) -> dict[str, dict]:
-    """Return the records of a results file by part; none where there is no file."""
+    """Return the records of a results file by part, or an empty dict if there is no file."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def write_result(path: Path, part: str, record: dict) -> None:
-    """Put a part's record into a results file; the other parts of the file stay as they are."""
+    """Put a part's record into a results file; the other parts stay unchanged. Raises like `check_storable`."""
+    check_storable(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(read_results(path) | {part: record}, indent=2, ensure_ascii=False) + "\n")
 
 
 def print_table(header: list[str], rows: list[list]) -> None:
-    """Print rows under a header, the first column to the left, the others to the right."""
+    """Print rows under a header: the first column aligned left, the others right."""
     cells = [header, *([_cell(value) for value in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
@@ -271,3 +287,120 @@ def _cell(value) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
     return str(value)
+
+
+# Tables in the documents
+
+
+def pages() -> list[Path]:
+    """Return the README and all pages of docs/."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def markdown_table(header: list[str], rows: list[list[str]]) -> list[str]:
+    """Return the lines of a Markdown table, or none without rows. The first column is aligned left."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return [f"| {' | '.join(cells)} |" for cells in lines] if rows else []
+
+
+def fill(text: str, kind: str, make: Callable[[str], list[str]]) -> str:
+    """Return a page with the lines of `make(NAME)` between `<!-- KIND:NAME -->` and `<!-- /KIND -->`."""
+    block = re.compile(rf"(<!-- {kind}:(\w+) -->).*?(<!-- /{kind} -->)", re.DOTALL)
+    return block.sub(lambda found: "\n".join([found[1], *make(found[2]), found[3]]), text)
+
+
+def rewrite(page: Path, change: Callable[[str], str]) -> None:
+    """Write a page if `change` changes its text, and report the change on stderr."""
+    before = page.read_text(encoding="utf-8")
+    if (after := change(before)) != before:
+        write_whole(page, after)
+        print(f"filled {page.relative_to(ROOT)}", file=sys.stderr)
+
+
+# Sides that take turns
+
+
+def alternate(repeats: int, **sides: Callable[[], dict]) -> dict[str, list[dict]]:
+    """Run the sides in turns, `repeats` times each, and return their figures."""
+    figures = {name: [] for name in sides}
+    for number in range(1, repeats + 1):
+        for name, measure in sides.items():
+            figures[name].append(measure())
+            print(f"  {number}/{repeats} {name}: {json.dumps(figures[name][-1])}", file=sys.stderr, flush=True)
+    return figures
+
+
+def medians(figures: dict[str, list[dict]]) -> dict[str, dict]:
+    """Return each side's median of every figure."""
+    return {
+        side: {
+            name: statistics.median(run[name] for run in runs)
+            for name, value in runs[0].items()
+            if not isinstance(value, str)
+        }
+        for side, runs in figures.items()
+    }
+
+
+def judge(record: dict, targets: list[tuple[str, str, float]]) -> None:
+    """Add to a record the targets whose ratio was measured, and whether they were met."""
+    record["targets"] = []
+    for name, limit, bound in targets:
+        if name in record["ratios"]:
+            ratio = record["ratios"][name]
+            met = ratio >= bound if limit == "min" else ratio <= bound
+            record["targets"].append({"ratio": name, limit: bound, "met": met})
+    record["passed"] = all(target["met"] for target in record["targets"])
+
+
+def report(record: dict) -> None:
+    """Print the ratios and the targets of a judged record."""
+    for name, value in (record.get("growth", {}) | record["ratios"]).items():
+        print(f"  {name}: {value if not isinstance(value, float) else f'{value:,.3f}'}")
+    for target in record["targets"]:
+        limit, sign = ("min", ">=") if "min" in target else ("max", "<=")
+        print(f"  target {'met' if target['met'] else 'MISSED'}: {target['ratio']} {sign} {target[limit]}")
+    print(flush=True)
+
+
+def part_parser(description: str, parts: Iterable[str], repeats: int, out: Path) -> argparse.ArgumentParser:
+    """Return a parser with the options of all benchmarks on the CPU: parts, repeats, threads and the results file."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", nargs="+", choices=parts, default=list(parts))
+    parser.add_argument("--repeats", type=int, default=repeats)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=out, help="results file; parts that are not run stay in it")
+    return parser
+
+
+def run_parts(measures: dict[str, Callable[[Path], dict]], out: Path, targets: dict[str, list]) -> int:
+    """Measure, judge, print and store each part; return the exit status, 1 if one failed or missed a target.
+
+    Args:
+        measures: For each part, a function that takes an empty folder and returns the part's record. It raises
+            `CannotMeasureError` to skip the part. A part that fails is stored with its error, and the others go on.
+        out: The results file; parts that are not measured stay in it.
+        targets: Targets of the parts for `judge`.
+    """
+    check_storable(out)
+    passed = True
+    for part, measure in measures.items():
+        print(f"{part} …", file=sys.stderr, flush=True)
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                record = measure(Path(folder))
+        except CannotMeasureError as reason:
+            print(f"skipped {part}: {reason}")
+            continue
+        except RuntimeError as error:
+            print(f"{part} failed: {error}", flush=True)
+            record = {"failed": str(error), "passed": False}
+        if sides := record.get("medians"):
+            names = [name for name in (*MEASURES, "seconds") if name in next(iter(sides.values()))]
+            print_table([part, *names], [[side, *map(figures.get, names)] for side, figures in sides.items()])
+        if "ratios" in record:
+            judge(record, targets.get(part, []))
+            report(record)
+        write_result(out, part, environment(torch.device("cpu")) | record)
+        passed = passed and record.get("passed", True)
+    return int(not passed)

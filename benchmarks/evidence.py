@@ -1,36 +1,36 @@
-"""The runs behind the tables of docs/results.md: made here, or taken over, and kept under benchmarks/results/runs/.
+"""Make the runs behind the tables of docs/results.md, and store them under benchmarks/results/runs/.
 
-    python benchmarks/evidence.py run imdb_2000 [--rungs 2,4] [--seeds 5]    runs what is not kept yet
-    python benchmarks/evidence.py search imdb_2000 [--rungs 2,4]             finds each rung's best learning rate
-    python benchmarks/evidence.py best imdb_2000 [--rungs 2,4] [--seeds 5]   runs each rung at that rate
-    python benchmarks/evidence.py keep imdb_2000 runs/2_grad_accum/1 …       keeps runs that were made elsewhere
+    python benchmarks/evidence.py run imdb_2000 [--rungs 2,4] [--seeds 5]    make the runs that are missing
+    python benchmarks/evidence.py search imdb_2000 [--rungs 2,4]             find each rung's best learning rate
+    python benchmarks/evidence.py best imdb_2000 [--rungs 2,4] [--seeds 5]   run each rung at that rate
 
-Stopped, the same command goes on, in the middle of a run too. `python benchmarks/evidence_tables.py` then writes the
-tables. Of a run are kept run.json, log.txt and metrics.csv, as SET/RUNG/LEARNING RATE/SEED, with names in place of this
-machine's folders; a run that has other settings than its set says is refused.
+An interrupted command continues when it is run again, even in the middle of a run. Then evidence_tables.py writes the
+tables. run.json, log.txt and metrics.csv of a run are stored as SET/RUNG/LEARNING RATE/SEED. Names
+replace this machine's folders.
 
-The search is the same for every rung: with the first seed, its own learning rate, a quarter of it and four times it; as
-long as the best of them is the lowest or the highest, one more beyond. The best has the lowest validation loss:
-accuracies of models that have hardly begun to learn are noise. The test decides nothing.
+The search is the same for every rung. It runs the first seed at the rung's own learning rate, a quarter of it and four
+times it. While the best rate is the lowest or the highest, it tries one more beyond. The best rate has the lowest
+validation loss, because accuracies near chance are noise. The test split decides nothing.
 """
 
 import argparse
+import csv
 import io
 import json
 import math
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+import tarfile
+from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-import common  # first of all: it makes the project importable without an installation
-from against_blog import model_options
+import common  # first import: it makes the project importable
+from against_blog import MINILM, model_options
 from common import CannotMeasureError
-from evidence_sets import SETS
 
 from fabric_ladder.advice import show_errors
 from fabric_ladder.comparing.matching import WITHOUT_EFFECT
@@ -38,14 +38,66 @@ from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError, read_outside
 from fabric_ladder.rungs import RUNGS, check_rung, choose_rungs
 from fabric_ladder.settings import Settings
+from local_dataset_utilities import IMDB_ARCHIVE, download_dataset
 
+STARS = "runs/evidence/stars.csv"
 RUNS = common.RESULTS / "runs"
-WORK = common.ROOT / "runs" / "evidence"  # of runs that are not finished
-SEED, STEP, LIMIT = 123, 4, 6  # the first seed; from one learning rate to the next; how many are tried at most
-FILES = ("metrics.csv", "log.txt", "run.json")  # the last tells that a run is kept
-DIVERGED = "diverged.txt"  # in place of them, of a run that stopped at a loss that is not finite
-# what leaves a run's figures as they are, or says where things lie on a machine
-FREE = {*WITHOUT_EFFECT, *"log_every data_dir cache_dir tokenizer config name".split()}
+WORK = common.ROOT / "runs" / "evidence"  # runs in progress
+SEED, STEP, LIMIT = 123, 4, 6  # first seed, ratio of learning rates, most rates of a search
+FILES = ("metrics.csv", "log.txt", "run.json")  # run.json is written last: a run with it is complete
+DIVERGED = "diverged.txt"  # replaces them if the loss was not finite
+# settings that change no figure, or name folders of a machine
+NEUTRAL = {*WITHOUT_EFFECT, *"log_every data_dir cache_dir tokenizer config name".split()}
+
+
+class Set(NamedTuple):
+    """The runs of one table: shared options, rungs, whether they use MiniLM, seeds, and a function that makes data."""
+
+    options: list[str]
+    rungs: str = ""
+    minilm: bool = True
+    seeds: int = 1
+    prepare: Callable[[], None] = lambda: None
+
+
+def write_stars() -> None:
+    """Write IMDb's reviews in four classes: 1 or 2, 3 or 4, 7 or 8, 9 or 10 stars, unless the file exists.
+
+    File names in the archive contain number and stars: `train/pos/127_8.txt`.
+    """
+    path = common.ROOT / STARS
+    archive = download_dataset()
+    if path.exists():
+        return
+    if archive.is_dir():
+        raise UserError(f"the stars are read from {IMDB_ARCHIVE}, but {archive} is an unpacked folder: move it away")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = io.StringIO(newline="")
+    rows = csv.writer(text)
+    rows.writerow(["text", "label"])
+    with tarfile.open(archive) as members:
+        for member in members:
+            if found := re.search(r"/(?:pos|neg)/\d+_(\d+)\.txt$", member.name):
+                stars = int(found[1]) + int(found[1]) % 2  # two stars are one class
+                rows.writerow([members.extractfile(member).read().decode(), f"{stars - 1} or {stars} stars"])
+    write_whole(path, text.getvalue())
+
+
+IMDB_2000 = [*MINILM, "--log_every", "96"]
+SETS = {
+    "quickstart": Set([], minilm=False),
+    "imdb_2000": Set(IMDB_2000, "1,2,4,5,6,7,13,15,16,17,18", seeds=5),
+    "imdb_2000_one_by_one": Set([*IMDB_2000, "--micro_batch_size", "1"], "5,16", seeds=5),
+    "imdb_2000_halved": Set([*IMDB_2000, "--train_samples", "1000"], "5,16", seeds=5),
+    "imdb_2000_all_linear": Set([*IMDB_2000, "--lora_targets", "all-linear"], "13", seeds=5),
+    "imdb_2000_adam_4bit": Set([*IMDB_2000, "--optimizer", "adam-4bit"], "18", seeds=5),
+    "imdb": Set(
+        [*MINILM, *"--train_samples 35000 --validation_samples 5000 --test_samples 10000 --log_every 1600".split()],
+        "1,2,4,15",
+    ),
+    "stars": Set([*IMDB_2000, "--dataset", STARS], "2,16", prepare=write_stars),
+    "cifar10": Set(["--config", "configs/cifar10_vit_small.yaml", "--threads", "1"], "2,4,16", minilm=False),
+}
 
 
 class DivergedError(UserError):
@@ -53,7 +105,7 @@ class DivergedError(UserError):
 
 
 class Wanted(NamedTuple):
-    """A run of a set; `rate` is its learning rate, None: the rung's own."""
+    """A run of a set; `rate` is its learning rate, or None for the rung's own."""
 
     set: str
     rung: Path
@@ -62,20 +114,20 @@ class Wanted(NamedTuple):
 
     @property
     def options(self) -> list[str]:
-        """Its command line."""
+        """The options of its command line."""
         chosen = SETS[self.set]
         model = model_options("minilm", WORK)[:2] if chosen.minilm else []
         rate = [] if self.rate is None else ["--learning_rate", f"{self.rate:g}"]
         return [*chosen.options, *model, "--seed", str(self.seed), *rate]
 
 
-def home_of(set: str, rung: str, rate: float, seed: int) -> Path:
-    """Return the folder in which a run is kept."""
+def folder_of(set: str, rung: str, rate: float, seed: int) -> Path:
+    """Return the folder of a stored run."""
     return RUNS / set / rung / f"{rate:g}" / str(seed)
 
 
 def kept(set: str, rung: str) -> dict[float, dict[int, dict]]:
-    """Return the records of a rung's kept runs, by learning rate and seed."""
+    """Return the records of a rung's stored runs by learning rate and seed."""
     found: dict[float, dict[int, dict]] = {}
     for path in sorted((RUNS / set / rung).glob("*/*/run.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -84,7 +136,7 @@ def kept(set: str, rung: str) -> dict[float, dict[int, dict]]:
 
 
 def tried(set: str, rung: str) -> dict[float, float]:
-    """Return the first seed's last validation loss at each learning rate; infinite where the run diverged."""
+    """Return the first seed's last validation loss at each learning rate; infinity if the run diverged."""
     runs = {rate: seeds[SEED] for rate, seeds in kept(set, rung).items() if SEED in seeds}
     losses = {rate: record["results"]["epochs"][-1]["validation_loss"] for rate, record in runs.items()}
     lost = [float(path.parents[1].name) for path in (RUNS / set / rung).glob(f"*/{SEED}/{DIVERGED}")]
@@ -92,9 +144,9 @@ def tried(set: str, rung: str) -> dict[float, float]:
 
 
 def best_rate(found: dict[float, float]) -> float | None:
-    """Return the learning rate with the lowest of the losses that are given, None where the search is not done.
+    """Return the learning rate with the lowest loss, or None if the search is not done.
 
-    It is done when the best of at least three rates has one below and one above it, or `LIMIT` have been tried.
+    The search is done when rates on both sides of the best one were tried, or after `LIMIT` rates.
     """
     best = min(found, key=found.get, default=None)
     inside = best is not None and min(found) < best < max(found)
@@ -102,9 +154,9 @@ def best_rate(found: dict[float, float]) -> float | None:
 
 
 def next_rate(found: dict[float, float], own: float) -> float | None:
-    """Return the learning rate that the search tries next, None when it is done."""
+    """Return the next learning rate of the search, or None when it is done."""
     for rate in (own, own / STEP, own * STEP):
-        if not any(abs(rate / other - 1) < 1e-5 for other in found):  # but for the rounding of a folder's name
+        if not any(abs(rate / other - 1) < 1e-5 for other in found):  # folder names round the rates
             return rate
     if best_rate(found) is not None:
         return None
@@ -113,9 +165,9 @@ def next_rate(found: dict[float, float], own: float) -> float | None:
 
 
 def decisive(settings: dict) -> dict:
-    """Return the settings that decide a run's figures."""
-    found = {name: value for name, value in settings.items() if name not in FREE}
-    return found | {"model": Path(settings["model"]).name}  # of which the folder is free
+    """Return the settings that can change a run's figures."""
+    found = {name: value for name, value in settings.items() if name not in NEUTRAL}
+    return found | {"model": Path(settings["model"]).name}
 
 
 def resolved(wanted: Wanted) -> Settings:
@@ -124,7 +176,7 @@ def resolved(wanted: Wanted) -> Settings:
     Raises:
         UserError: It cannot run here.
     """
-    with redirect_stdout(io.StringIO()):  # "can run here"
+    with redirect_stdout(io.StringIO()):  # the check prints "can run here"
         settings = check_rung(wanted.rung, wanted.options)
     if isinstance(settings, str):
         raise UserError(f"{wanted.rung.stem}: {settings}")
@@ -132,7 +184,7 @@ def resolved(wanted: Wanted) -> Settings:
 
 
 def impersonal(text: str, settings: dict) -> str:
-    """Return a run's file without the folders of this machine."""
+    """Replace the folders of this machine in a run's file by names."""
     folders = {settings["data_dir"]: "$FABRIC_LADDER_DATA", settings["cache_dir"]: "$CACHE"}
     if Path(settings["model"]).is_dir():
         folders[settings["model"]] = "$MINILM"
@@ -142,32 +194,13 @@ def impersonal(text: str, settings: dict) -> str:
     return common.impersonal(text).replace(str(Path.home()), "~")
 
 
-def read_record(folder: Path) -> dict:
-    """Return what run.json in a run's folder holds.
+def keep(folder: Path, set: str, rung: str, settings: dict) -> Path:
+    """Store a finished run's files in its set; return the folder.
 
     Raises:
-        UserError: There is none, or it is no record of a run.
+        UserError: The run is not finished, or has other settings.
     """
     record = read_outside(folder / "run.json")
-    settings = record.get("settings") if isinstance(record, dict) else None
-    if not isinstance(settings, dict) or not {"name", "seed", "learning_rate", "model", "data_dir"} <= settings.keys():
-        raise UserError(f"{folder / 'run.json'} is no record of a run")
-    return record
-
-
-def keep(folder: Path, set: str, rung: str, settings: dict) -> Path:
-    """Copy a finished run's files to where its set keeps it; return that folder.
-
-    Args:
-        folder: Of the run.
-        set: Its name.
-        rung: Its name.
-        settings: That the run should have.
-
-    Raises:
-        UserError: The run is not finished, or is another.
-    """
-    record = read_record(folder)
     if record.get("status") != "finished":
         raise UserError(f"{folder}: the run is not finished")
     texts = {name: read_outside(folder / name, str, "text") for name in FILES}
@@ -175,8 +208,8 @@ def keep(folder: Path, set: str, rung: str, settings: dict) -> Path:
     other = [name for name in found if name in expected and found[name] != expected[name]]
     if other:
         what = ", ".join(f"{name} {found[name]} instead of {expected[name]}" for name in other)
-        raise UserError(f"{folder} is no run of {set}: {what}")
-    target = home_of(set, rung, found["learning_rate"], found["seed"])
+        raise UserError(f"{folder} has other settings than {set}: {what}")
+    target = folder_of(set, rung, found["learning_rate"], found["seed"])
     target.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         write_whole(target / name, impersonal(text, record["settings"]))
@@ -184,10 +217,10 @@ def keep(folder: Path, set: str, rung: str, settings: dict) -> Path:
 
 
 def make(wanted: Wanted) -> None:
-    """Run what is wanted, unless it is kept, and keep it.
+    """Make and store a run, unless it is stored.
 
     Raises:
-        DivergedError: Its loss was no longer finite, which is kept, too.
+        DivergedError: The loss was not finite. This is stored, too.
         UserError: It cannot run here, or failed.
     """
     settings = resolved(wanted)
@@ -200,8 +233,8 @@ def make(wanted: Wanted) -> None:
     command = [sys.executable, str(wanted.rung), *wanted.options, "--runs_dir", str(home), *resumable]
     done = subprocess.run(command, cwd=common.ROOT, check=False, stderr=subprocess.PIPE, text=True)
     print(done.stderr, end="", file=sys.stderr, flush=True)
-    if "try a lower --learning_rate" in done.stderr:  # a loss that is not finite
-        target = home_of(wanted.set, wanted.rung.stem, settings.learning_rate, wanted.seed)
+    if "try a lower --learning_rate" in done.stderr:
+        target = folder_of(wanted.set, wanted.rung.stem, settings.learning_rate, wanted.seed)
         target.mkdir(parents=True, exist_ok=True)
         write_whole(target / DIVERGED, done.stderr.splitlines()[-1] + "\n")
         raise DivergedError(f"{name}: ended with status {done.returncode}")
@@ -217,50 +250,34 @@ def shown(path: Path) -> str:
 
 
 def chosen_rungs(set: str, named: str | None) -> list[Path]:
-    """Return the rungs that are named, else those of the set."""
+    """Return the named rungs, or those of the set."""
     names = named or SETS[set].rungs
     return choose_rungs(names.split(",")) if names else RUNGS
-
-
-def keep_all(set: str, folders: Iterable[str]) -> None:
-    """Keep finished runs that were made elsewhere, at any learning rate."""
-    for folder in map(Path, folders):
-        found = read_record(folder)["settings"]
-        (rung,) = choose_rungs([found["name"]])
-        settings = asdict(resolved(Wanted(set, rung, found["seed"]))) | {"learning_rate": found["learning_rate"]}
-        print(f"kept {shown(keep(folder, set, rung.stem, settings))}", flush=True)
 
 
 def search(set: str, rung: Path) -> None:
     """Try learning rates with the first seed until the search is done."""
     own = resolved(Wanted(set, rung, SEED)).learning_rate
     while (rate := next_rate(tried(set, rung.stem), own)) is not None:
-        with suppress(DivergedError):  # which is an answer
+        with suppress(DivergedError):  # the search goes on
             make(Wanted(set, rung, SEED, None if rate == own else rate))
     print(f"{set}: {rung.stem}: best learning rate {best_rate(tried(set, rung.stem)):g}")
 
 
 def main() -> int:
-    """Do what the command line says; return the exit status."""
+    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "search", "best", "keep"))
+    parser.add_argument("what", choices=("run", "search", "best"))
     parser.add_argument("set", choices=SETS)
-    parser.add_argument("folders", nargs="*", metavar="FOLDER", help="of finished runs, for keep")
     parser.add_argument("--rungs", metavar="1,2,…", help="numbers or names; default: those of the set")
-    parser.add_argument("--seeds", type=int, help="so many from 123 on; default: as many as the set has")
+    parser.add_argument("--seeds", type=int, help="how many from 123 on; default: as many as the set has")
     args = parser.parse_args()
-    if bool(args.folders) != (args.what == "keep"):
-        raise UserError("keep takes folders of finished runs, and nothing else does")
-    if args.what in ("keep", "search") and args.seeds is not None:
-        raise UserError(f"{args.what} takes no --seeds")
-    if args.what == "keep" and args.rungs:
-        raise UserError("keep takes no --rungs: each run names its own")
+    if args.what == "search" and args.seeds is not None:
+        raise UserError("search takes no --seeds: it uses the first one")
     if args.seeds is not None and args.seeds < 1:
         raise UserError(f"--seeds {args.seeds}: must be at least 1")
+    common.check_storable(RUNS)
     SETS[args.set].prepare()
-    if args.what == "keep":
-        keep_all(args.set, args.folders)
-        return 0
     failed = 0
     for rung in chosen_rungs(args.set, args.rungs):
         try:
@@ -272,10 +289,10 @@ def main() -> int:
                 raise UserError(f"{rung.stem}: search its learning rate first")
             for seed in range(SEED, SEED + (args.seeds or SETS[args.set].seeds)):
                 make(Wanted(args.set, rung, seed, rate))
-        except UserError as error:  # the other rungs go on
+        except UserError as error:  # the other rungs continue
             print(f"left out: {error}", file=sys.stderr)
             failed += 1
-    return int(failed > 0 and bool(args.rungs or SETS[args.set].rungs))  # not each of all rungs runs everywhere
+    return int(failed > 0 and bool(args.rungs or SETS[args.set].rungs))  # some rungs cannot run on every machine
 
 
 if __name__ == "__main__":

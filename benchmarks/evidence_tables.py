@@ -1,37 +1,39 @@
-"""Write the tables of accuracy and memory into README and docs/, and draw the ladder, from what has been measured.
+"""Write the measured tables of accuracy and memory into README and docs/, and draw the ladder.
 
     python benchmarks/evidence_tables.py            writes them
-    python benchmarks/evidence_tables.py --check    only says which pages are old; exit status 1 if any is
+    python benchmarks/evidence_tables.py --check    lists stale pages and writes nothing; exit status 1 if there are any
 
-A table stands between `<!-- runs:NAME -->` and `<!-- /runs -->`; in the README's table of rungs the last two columns
-are filled. Sources: the runs under results/runs/ (evidence.py), results/memory_ladder.json (predicted bytes) and
-results/blog_accuracy.json. What has not been measured is left out, or a dash.
+A table is between `<!-- runs:NAME -->` and `<!-- /runs -->`; the last two columns of the README's table of rungs are
+filled. Sources: the runs under results/runs/ (evidence.py), results/memory_ladder.json (predicted bytes) and
+results/blog_accuracy.json. Missing figures are left out or shown as a dash.
 """
 
 import argparse
+import io
 import re
 import sys
 from functools import cache
 from pathlib import Path
 
-import blog_accuracy  # first of all: it makes the project importable without an installation
-import common
+import common  # first import: it makes the project importable
 import evidence
-import pages
-from evidence_picture import draw
-from evidence_sets import IMDB_2000, SETS
-from pages import PAGES, README
+from against_blog import ACCURACY_OUT, ACCURACY_SIDES, TESTED
+from evidence import IMDB_2000, SETS
+from matplotlib import rc_context
+from matplotlib.figure import Figure
 
+from fabric_ladder.comparing.charts import STYLE
 from fabric_ladder.comparing.logs import LoggedRun
 from fabric_ladder.comparing.matching import Row
 from fabric_ladder.comparing.sources import FIGURES, read_sources
 from fabric_ladder.rungs import RUNGS, parent
 
+README = common.ROOT / "README.md"
 PICTURE = common.ROOT / "docs" / "pictures" / "ladder_{}.png"
 LINE = re.compile(r"^\| \[(\d+_\w+)\]\((.*)$", re.MULTILINE)  # of a rung in the README's table
 NONE = "–"
 ONE_SAMPLE = "--batch_size 1 --activation_checkpointing true"
-PREDICTED = {  # options and GPUs of the prediction that stands for a rung, and what is said of it; default: none, one
+PREDICTED = {  # options, GPUs and remark of the prediction for a rung; default: none, one GPU, none
     "10_fsdp": ("", 4, " on 4 GPUs"), "12_deepspeed_zero": ("--deepspeed zero3_offload", 1, " with zero3_offload"),
     "17_step_in_backward": (ONE_SAMPLE, 1, " with checkpointing"),
 }  # fmt: skip
@@ -93,7 +95,7 @@ def quickstart() -> list[str]:
         [rung, f"{mean(row, 'test_accuracy')} %", mean(row, "minutes", 2), f"{mean(row, 'memory', 2)} GB"]
         for rung, row in own("quickstart").items()
     ]
-    return pages.table(["rung", "test accuracy", "minutes", "peak memory"], rows)
+    return common.markdown_table(["rung", "test accuracy", "minutes", "peak memory"], rows)
 
 
 def of_rung(rung: str) -> list[str]:
@@ -125,7 +127,7 @@ def same_rate() -> list[str]:
             rate = f"{row.first.settings['learning_rate']:g}"
             rows.append([name, rate, mean(row, "test_accuracy"), interval(row), each(row), mean(row, "memory", 2)])
     header = ["rung", "learning rate", "test accuracy, %", "95 % of the test's draw", "each seed", "process, GB"]
-    return pages.table(header, rows)
+    return common.markdown_table(header, rows)
 
 
 def best_rates() -> list[str]:
@@ -140,7 +142,7 @@ def best_rates() -> list[str]:
         accuracy = [mean(row, "test_accuracy"), each(row)] if row else [NONE, NONE]
         rows.append([name, shown, f"{rate:g}" if rate else "search not done", *accuracy])
     header = ["rung", "validation loss at each rate, first seed", "best", "test accuracy, %", "each seed"]
-    return pages.table(header, rows)
+    return common.markdown_table(header, rows)
 
 
 def whole() -> list[str]:
@@ -151,7 +153,7 @@ def whole() -> list[str]:
         for rung, row in own("imdb").items()
     ]  # fmt: skip
     header = ["rung", "validation, %", "test, %", "95 % of the test's draw", "minutes", "samples/s", "process, GB"]
-    return pages.table(header, rows)
+    return common.markdown_table(header, rows)
 
 
 def others() -> list[str]:
@@ -161,24 +163,24 @@ def others() -> list[str]:
         for set in ("stars", "cifar10")
         for rung, row in own(set).items()
     ]
-    return pages.table(["data", "rung", "validation, %", "test, %", "95 % of the test's draw"], rows)
+    return common.markdown_table(["data", "rung", "validation, %", "test, %", "95 % of the test's draw"], rows)
 
 
 def blog() -> list[str]:
-    """Return the table of the blog's recipe beside rungs 1 and 2."""
+    """Return the table of the blog's recipe next to rungs 1 and 2."""
 
     def shown(figures: dict) -> dict[str, float]:
         return {name: figures[key] * factor for key, (name, factor) in FIGURES.items() if key in figures}
 
-    kept, rows = common.read_results(blog_accuracy.OUT), []
-    for side, (rung, batch_size) in blog_accuracy.SIDES.items():
+    kept, rows = common.read_results(ACCURACY_OUT), []
+    for side, (rung, batch_size) in ACCURACY_SIDES.items():
         found = [record["figures"] for name, record in kept.items() if name.split()[0] == side]
         if found:
-            row = Row([LoggedRun(side, side, figures=shown(run), test_samples=blog_accuracy.TESTED) for run in found])
+            row = Row([LoggedRun(side, side, figures=shown(run), test_samples=TESTED) for run in found])
             accuracy = [mean(row, "test_accuracy"), interval(row), each(row)]
             rows.append([rung or "the blog's recipe", str(batch_size), *accuracy, mean(row, "memory", 2)])
     header = ["", "reviews a step", "test accuracy, %", "95 % of the test's draw", "each seed", "process, GB"]
-    return pages.table(header, rows)
+    return common.markdown_table(header, rows)
 
 
 @cache
@@ -189,12 +191,12 @@ def predictions() -> dict[tuple[str, str, int], float]:
 
 
 def conditions(rung: str) -> tuple[str, int, str]:
-    """Return options and GPUs of the prediction that stands for a rung, and what is said of it."""
+    """Return options, GPUs and remark of the prediction for a rung."""
     return PREDICTED.get(rung, ("", 1, ""))
 
 
 def predicted(rung: str) -> tuple[float, str]:
-    """Return the predicted peak in GB that stands for a rung, and under which options."""
+    """Return the predicted peak of a rung in GB, and its remark."""
     options, gpus, said = conditions(rung)
     return predictions()[AS_ANOTHER.get(rung, rung), options, gpus], said
 
@@ -211,7 +213,7 @@ def change(value: float, before: float) -> str:
 
 
 def under(rung: str, below: str) -> float:
-    """Return the predicted peak in GB of what a rung builds on, under the rung's own conditions if that is known."""
+    """Return the predicted peak in GB of a rung's parent, under the rung's own conditions if known."""
     options, gpus, _ = conditions(rung)
     return predictions().get((below, options, gpus), predicted(below)[0])
 
@@ -228,7 +230,7 @@ def ladder() -> list[str]:
         to_parent = f"{change(memory, under(rung, below.stem))} ({below.stem.split('_')[0]})" if below else NONE
         rows.append([rung, f"{memory:.2f}{said}", to_parent, change(memory, first), *accuracy, cells[3]])
     header = ["rung", "GPU, GB", "to what it builds on", "to rung 1", "test, %", "at its best rate, %", "it costs"]
-    return pages.table(header, rows)
+    return common.markdown_table(header, rows)
 
 
 def readme(text: str) -> str:
@@ -259,8 +261,54 @@ BLOCKS = {
 
 def filled(page: Path, text: str) -> str:
     """Return a page's text with its tables as they should be."""
-    text = pages.fill(text, "runs", lambda name: of_rung(page.stem) if name == "page" else BLOCKS[name]())
+    text = common.fill(text, "runs", lambda name: of_rung(page.stem) if name == "page" else BLOCKS[name]())
     return readme(text) if page == README else text
+
+
+COLOURS = {
+    "light": {"ink": "#1b2230", "soft": "#566072", "line": "#dfe3ea", "first": "#0b67b2", "second": "#c2490a"},
+    "dark": {"ink": "#e6e9ef", "soft": "#a4adbd", "line": "#39414f", "first": "#5fb0f0", "second": "#f0905a"},
+}
+
+
+def draw(memory: dict[str, float], own: dict[str, Row], best: dict[str, Row]) -> dict[str, bytes]:
+    """Return pictures of the ladder, light and dark: memory as bars, and test accuracy with its seeds.
+
+    Args:
+        memory: Peak of each rung in GB, in the ladder's order.
+        own: Runs at the rungs' own learning rates.
+        best: Runs at the best learning rates.
+    """
+    return {look: _draw(memory, own, best, colours) for look, colours in COLOURS.items()}
+
+
+def _draw(memory: dict[str, float], own: dict[str, Row], best: dict[str, Row], colours: dict[str, str]) -> bytes:
+    names, values = list(memory), list(memory.values())
+    style = STYLE | {"text.color": colours["ink"], "axes.edgecolor": colours["line"], "grid.color": colours["line"]}
+    style |= {"xtick.color": colours["soft"], "ytick.color": colours["ink"], "axes.labelcolor": colours["soft"]}
+    with rc_context(style):
+        figure = Figure(figsize=(8.4, 5.2), layout="constrained")
+        bars, accuracy = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+        bars.barh(names, values, color=colours["first"], height=0.6)
+        for number, value in enumerate(values):
+            bars.text(value + 0.1, number, f"{value:.2f}", va="center", fontsize=7, color=colours["soft"])
+        bars.set(xlabel="peak of one GPU, GB, predicted\n(BLOOM-560m, micro-batch 1, 1,024 tokens)")
+        bars.invert_yaxis()
+        for rows, aside, colour in ((own, -0.17, "second"), (best, 0.17, "first")):
+            for name, row in rows.items():
+                seeds = row.values("test_accuracy")
+                at, look = names.index(name) + aside, {"color": colours[colour]}
+                accuracy.plot(seeds, [at] * len(seeds), "o", markersize=3, alpha=0.5, **look)
+                accuracy.plot(row.mean("test_accuracy"), at, "|", markersize=7, **look)
+                accuracy.plot(row.interval, [at, at], linewidth=1, alpha=0.6, **look)
+        said = "MiniLM, 2,000 reviews; dots: seeds;\nupper: own learning rate, lower: the best"
+        accuracy.set(xlabel=f"test accuracy, %, with 95 % intervals\n({said})")
+        for axes in (bars, accuracy):
+            axes.grid(axis="x")
+            axes.tick_params(length=0)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=160, transparent=True, metadata={"Software": None})
+    return buffer.getvalue()
 
 
 def main() -> int:
@@ -269,14 +317,14 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a table is old")
     stale = 0
     if parser.parse_args().check:
-        for page in PAGES:
+        for page in common.pages():
             text = page.read_text(encoding="utf-8")
             if filled(page, text) != text:
-                print(f"{page.relative_to(common.ROOT)} is not what the runs say: python benchmarks/evidence_tables.py")
+                print(f"{page.relative_to(common.ROOT)} is stale: run python benchmarks/evidence_tables.py")
                 stale = 1
         return stale
-    for page in PAGES:
-        pages.rewrite(page, lambda text, page=page: filled(page, text))
+    for page in common.pages():
+        common.rewrite(page, lambda text, page=page: filled(page, text))
     memory = {rung.stem: predicted(rung.stem)[0] for rung in RUNGS}
     best = {name: row for name in memory if (row := best_row("imdb_2000", name))}
     for look, picture in draw(memory, own("imdb_2000"), best).items():

@@ -1,258 +1,500 @@
-"""All that is to be measured on a GPU, worst doubt first, as far as the minutes go.
+"""Measure on a GPU everything that docs/gpu.md shows, in pieces of as many minutes as you have.
 
-    python benchmarks/harvest.py --minutes 9 --out FILE [--previous FILE …]
-    python benchmarks/harvest.py --out FILE --rehearse         all of it on a CPU, with tiny sizes
+    python benchmarks/harvest.py --minutes 9 [--out FILE]     measures what the file lacks; run it again to continue
+    python benchmarks/harvest.py --rehearse --out FILE        runs everything on the CPU with tiny sizes
+    python benchmarks/harvest.py --fill [FILE]                fills the tables of docs/gpu.md and the README
 
-It needs no network: data are those in FABRIC_LADDER_DATA, else made here; weights are random, which costs what
-pretrained ones cost. Every entry (see harvest_entries.py) is a process of its own with a time limit of its own, and is
-written to the file as soon as it is there. What a previous file has for the same GPU, versions and code is taken over
-instead of measured; the file itself, if it is there, is such a previous one. What failed before comes last. An entry
-is not begun when its estimated time does not fit into what is left. What is left out stands in the file with its
-reason. Ctrl-C or SIGTERM leaves a whole file. The exit status is 1 when an entry failed or a check did not pass.
+No network is needed. The reviews come from FABRIC_LADDER_DATA, or are synthetic; weights are random. Each entry runs in
+its own process and is written to the file immediately. An entry is not started if its estimated time exceeds the
+minutes left. Failed entries are repeated last. The exit status is 1 if an entry failed or a check did not pass.
 
-`python benchmarks/gpu_figures.py` puts the figures into the README and docs/gpu.md.
+Model FLOPs utilisation (MFU) follows appendix B of the PaLM paper (Chowdhery et al., 2022, arXiv:2204.02311). Training
+on a token costs 6 N + 12 L H T floating-point operations, where N is the number of parameters without the embedding, L
+the layers, H the hidden size and T the sequence length. Padding lowers the MFU. The peak is that of
+the precision of the matrix multiplications.
 """
 
 import argparse
-import hashlib
 import json
-import os
-import signal
+import runpy
 import subprocess
 import sys
 import tempfile
-import threading
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from time import monotonic, strftime
+from time import monotonic, perf_counter, strftime
+from typing import NamedTuple
 
-import common  # first of all: it makes the project importable without an installation
+import common  # first import: it makes the project importable
+import memory_ladder
+import numpy as np
 import torch
-from harvest_entries import CHECKS, Entry, Job, Measured, entries_of, prepare
+from common import BASE, MODELS, ROOT, blog_command, markdown_table, peer_command, rung_command
+from torch.profiler import ProfilerActivity, profile
 
+import fabric_ladder
+from fabric_ladder import parse_settings
 from fabric_ladder.advice import show_errors
 from fabric_ladder.environment import write_whole
-from fabric_ladder.tools.outputs import check_outputs
+from fabric_ladder.errors import UserError
+from fabric_ladder.planning.formulas import ASSUMED, load_overhead
+from fabric_ladder.planning.gpus import Gpu, match_gpu
+from fabric_ladder.rungs import RUNGS
+from fabric_ladder.settings import Settings
+from local_dataset_utilities import load_datasets
 
-START = 15.0  # seconds until a process has imported its libraries and made its model: a guess
-SOURCES = ("src", "benchmarks", "scripts", "configs", "local_dataset_utilities.py")
-STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143}
+OUT = common.RESULTS / "gpu.json"
+OPERATIONS = str(ROOT / "benchmarks" / "operations.py")
+QUICKSTART = ["--config", str(ROOT / "configs" / "quickstart.yaml"), "--validation_samples", "40",
+              "--test_samples", "40"]  # fmt: skip
+EPOCH = 35_000  # reviews
+STEPS = 50  # whose losses are compared with the CPU's
+TOLERANCES = {"32-true": 0.01, "16 bits": 0.1}  # of the losses, which begin at 0.69
+ON_ONE_GPU = [rung.stem for rung in RUNGS if rung.stem.split("_")[0] not in ("9", "10", "11", "12")]
+ON_SEVERAL_GPUS = ["9_ddp", "10_fsdp", "11_fsdp_cpu_offload", "12_deepspeed_zero"]
+TRAINER = ("micro_batch_16", "group_by_length", "no_nan_filter", "worker")  # Trainer's best switches on a GPU
 
 
-class Harvest:
-    """A file of measured entries, and what may still be added to it.
+class Job(NamedTuple):
+    """The shared conditions of all entries.
 
-    Args:
-        out: The file.
-        machine: Versions, hardware and code, see `describe`.
-        previous: Contents of other harvests, the newest last.
-        minutes: That are left; None: as many as it takes.
+    Attributes:
+        device: `cuda` or `cpu`.
+        rehearse: Run tiny sizes.
+        gpu: The planner's data sheet of the GPU, or None.
+        gpus: Number of GPUs, or of processes in a rehearsal.
+        options: The rungs' options: model and reviews.
+        lengths: Tokens of each training review.
+        folder: A scratch folder with the reviews' texts.
     """
 
-    def __init__(self, out: Path, machine: dict, previous: list[dict], minutes: float | None = None):
-        self.out, self.machine = out, machine
-        self.left_out: dict[str, str] = {}
-        self.entries: dict[str, dict] = {}
-        self.stopping = False
-        self._end = None if minutes is None else monotonic() + 60 * minutes
-        self._lock = threading.Lock()
-        for harvest in previous:
-            if key_of(harvest["machine"]) == key_of(machine):
-                for name, record in harvest["entries"].items():
-                    if "failed" not in record or name not in self.entries:
-                        self.entries[name] = record
-
-    def to_do(self, entries: list[Entry]) -> list[Entry]:
-        """Return the entries that nobody has measured, in their order, and after them those that failed before."""
-        before = [entry for entry in entries if "failed" in self.entries.get(entry.name, {})]
-        return [entry for entry in entries if entry.name not in self.entries] + before
-
-    def run(self, entry: Entry, job: Job) -> None:
-        """Measure an entry, if there is time for it, and write the file."""
-        command = entry.command(self.figures()) if callable(entry.command) else entry.command
-        estimated = START + entry.seconds * job.slowness
-        left = float("inf") if self._end is None else self._end - monotonic()
-        if reason := self._why_not(entry, command, estimated, left):
-            return self._leave_out(entry, reason)
-        start, limit = monotonic(), min(left, 900.0 if job.rehearse else max(90.0, 4 * estimated))
-        record = {"command": common.shown(command), "date": strftime("%Y-%m-%dT%H:%M:%S%z")}
-        print(f"{entry.name} … (about {estimated:.0f} s)", file=sys.stderr, flush=True)
-        try:
-            figures = common.run_command(command, limit=limit)
-            record["figures"] = entry.complete(figures) if entry.complete else figures
-        except subprocess.TimeoutExpired as error:
-            if limit == left:  # not its own fault: the next harvest begins with it
-                return self._leave_out(entry, f"stopped after {limit:.0f} s, at the end of the minutes")
-            record |= {"failed": f"took more than {limit:.0f} s"} | partial(error)
-        except common.ChildError as error:
-            if self.stopping:
-                return self._leave_out(entry, "stopped")
-            if error.status == 2 and "error: " in str(error) and "out of memory" not in str(error):
-                return self._leave_out(entry, str(error).split("error: ", 1)[1])  # the project's own refusal
-            record |= {"failed": str(error)} | partial(error)
-        except (RuntimeError, LookupError, ValueError) as error:  # figures that are not as they should be
-            record["failed"] = f"{type(error).__name__}: {error}"
-        record["seconds"] = round(monotonic() - start, 1)
-        problem = f", failed: {record['failed']}" if "failed" in record else ""
-        print(f"  {entry.name}: {record['seconds']} s{problem}", file=sys.stderr, flush=True)
-        with self._lock:
-            self.left_out.pop(entry.name, None)
-            self.entries[entry.name] = record
-        self.write()
-
-    def figures(self) -> Measured:
-        """Return the figures so far, by entry."""
-        with self._lock:
-            return {name: record["figures"] for name, record in self.entries.items() if "failed" not in record}
-
-    def write(self) -> None:
-        """Write the file, whole."""
-        with self._lock:
-            content = {"machine": self.machine, "entries": self.entries, "left_out": self.left_out}
-            write_whole(self.out, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-
-    def stop(self) -> None:
-        """Begin nothing more, and end what runs."""
-        self.stopping = True
-        for child in list(common.CHILDREN):
-            common.end(child)
-
-    def _why_not(self, entry: Entry, command: list[str] | None, estimated: float, left: float) -> str | None:
-        """Return why an entry is not begun."""
-        if self.stopping:
-            return "stopped before"
-        if entry.left_out:
-            return entry.left_out
-        if command is None:
-            return "what it goes by has not been measured"
-        if estimated > left:
-            return f"needs about {estimated:.0f} s, and {max(0.0, left):.0f} s were left"
-        return None
-
-    def _leave_out(self, entry: Entry, reason: str) -> None:
-        with self._lock:
-            self.left_out[entry.name] = reason
-        self.write()
-
-    @property
-    def problems(self) -> list[str]:
-        """The entries that failed, and the checks that did not pass."""
-        return [name for name, record in self.entries.items()
-                if "failed" in record or not record["figures"].get("passed", True)]  # fmt: skip
+    device: str
+    rehearse: bool
+    gpu: Gpu | None
+    gpus: int
+    options: list[str]
+    lengths: np.ndarray
+    folder: Path
 
 
-def partial(error: Exception) -> dict:
-    """Return what a process had written before it failed, as a part of its record."""
-    figures = getattr(error, "figures", None)
-    return {"partial": figures} if figures else {}
+class Entry(NamedTuple):
+    """A name, a function that takes a limit in seconds and returns figures, and the expected seconds."""
+
+    name: str
+    measure: Callable[[float], dict]
+    seconds: float = 60.0
 
 
-def key_of(machine: dict) -> list:
-    """Return what must be alike in harvests whose figures stand in one file."""
-    hardware = machine["hardware"]
-    where = hardware.get("gpu") or hardware["processor"], machine["gpus"]
-    return [*where, machine["versions"], machine["code"], machine["rehearsal"]]
+# Model FLOPs utilisation
 
 
-def hash_code() -> str:
-    """Return a hash of all files that a figure can depend on: where there is no git, or changes not committed."""
-    found = hashlib.sha256()
-    files = [path for name in SOURCES for path in sorted([common.ROOT / name, *(common.ROOT / name).rglob("*")])]
-    for path in files:
-        if path.suffix in (".py", ".json", ".yaml", ".html") and "results" not in path.parts:
-            found.update(str(path.relative_to(common.ROOT)).encode() + path.read_bytes())
-    return found.hexdigest()[:12]
+def peak_flops(gpu: Gpu, precision: str, matmul_precision: str) -> float:
+    """Return the GPU's peak in FLOP/s for matrix multiplications with two settings."""
+    if precision.startswith(("bf16", "16")):
+        return gpu.half * 1e12
+    tensor_cores = {"highest": gpu.plain, "high": gpu.single, "medium": gpu.half}
+    return (tensor_cores[matmul_precision] if gpu.capability >= (8, 0) else gpu.plain) * 1e12
 
 
-def describe(device: str, rehearse: bool, commit: str | None) -> dict:
-    """Return versions, hardware, code and what the doctor says; by another process, so that this one holds no GPU."""
-    machine = common.run_command([CHECKS, "machine", "--device", device])
-    machine |= {"code": hash_code(), "rehearsal": rehearse}
-    return machine | ({"commit": commit} if commit else {})
+def training_flops(parameters: int, config: dict, lengths: np.ndarray) -> float:
+    """Return the FLOPs of one epoch over sequences of given lengths; see the formula above."""
+    lengths = lengths.astype(float)
+    without_embedding = parameters - config["vocab_size"] * config["hidden_size"]
+    attention = 12 * config["n_layer"] * config["hidden_size"] * (lengths**2).sum()
+    return 6 * without_embedding * lengths.sum() + attention
 
 
-def read_harvests(paths: list[Path], parser: argparse.ArgumentParser) -> list[dict]:
-    """Return the contents of harvests' files."""
-    found = []
-    for path in paths:
-        try:
-            harvest = json.loads(path.read_text(encoding="utf-8"))
-            key_of(harvest["machine"]), harvest["entries"].items()
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            parser.error(f"{path} is no file of a harvest ({type(error).__name__}: {error})")
-        found.append(harvest)
+def add_rates(figures: dict, config: dict, lengths: np.ndarray, gpu: Gpu | None) -> dict:
+    """Return a training's figures with the MFU and the seconds of a whole epoch, at the rate of the last printed loss.
+
+    Raises:
+        RuntimeError: The training had other texts.
+    """
+    if figures["tokens"] != lengths.sum():
+        raise RuntimeError(f"{figures['tokens']} tokens were trained instead of {lengths.sum()}")
+    late = figures.get("late_samples_per_second", figures["samples_per_second"])
+    begun = figures.get("seconds_to_last_step", figures["training_seconds"])
+    found = figures | {"epoch_seconds": begun + max(0, EPOCH - len(lengths)) / late}
+    if gpu:
+        flops = training_flops(figures["parameters"], config, lengths) / len(lengths)
+        peak = peak_flops(gpu, figures["precision"], figures["matmul_precision"])
+        found |= {"mfu": flops * figures["samples_per_second"] / peak, "late_mfu": flops * late / peak}
     return found
 
 
-def stop_on_signals() -> None:
-    """Let SIGTERM end this process as Ctrl-C does, with the file written."""
-
-    def interrupt(number: int, _) -> None:
-        raise KeyboardInterrupt(number)
-
-    for number in STOPPED:
-        signal.signal(number, interrupt)
+# Entries
 
 
-def run_all(harvest: Harvest, entries: list[Entry], job: Job, workers: int = 1) -> int:
-    """Run the entries, and return the exit status."""
-    with ThreadPoolExecutor(workers) as pool:
-        running = [pool.submit(harvest.run, entry, job) for entry in harvest.to_do(entries)]
+def prepare(machine: dict, folder: Path) -> Job:
+    """Draw the reviews and return the job of a machine."""
+    rehearse = machine["rehearsal"]
+    device = "cpu" if rehearse else "cuda"
+    model = MODELS / ("bloom-quickstart.json" if rehearse else "bloom-560m.json")
+    reviews = 32 if rehearse else 2000
+    dataset = "synthetic" if rehearse or not common.has_imdb() else "imdb"
+    options = [*BASE, "--dataset", dataset, "--from_scratch", "true", "--model", str(model)]
+    options += ["--max_length", "128" if rehearse else "1024", "--log_every", "16" if rehearse else "1000"]
+    options += ["--train_samples", str(reviews), "--validation_samples", str(reviews // 8), "--test_samples", "32"]
+    settings = parse_settings([*options, "--accelerator", "cpu"])
+    datasets = load_datasets(settings)
+    datasets.tokenizer.save_pretrained(folder / "tokenizer")
+    common.save_texts(settings, folder / "texts")
+    options += ["--tokenizer", str(folder / "tokenizer"), "--accelerator", device]
+    lengths = np.asarray(datasets.splits["train"]["length"][:])
+    gpu = match_gpu(machine["hardware"].get("gpu", ""))
+    return Job(device, rehearse, gpu, 2 if rehearse else machine["gpus"], options, lengths, folder)
+
+
+def entries_of(job: Job) -> list[Entry]:
+    """Return all entries in their order: correctness, speed, memory, large models. A rehearsal has one of each kind."""
+    rungs = ["2_grad_accum"] if job.rehearse else ON_ONE_GPU
+    found = [*kernels(job), *(Entry(f"losses: {rung}", partial(losses, job, rung)) for rung in rungs)]
+    found += [training(job, rung, rung_command(job.options, rung, "--predict_memory", "true")) for rung in rungs]
+    if not job.rehearse:
+        for name, rung, more in (
+            ("5_low_precision, one sample", "5_low_precision", "--micro_batch_size 1"),
+            ("5_low_precision, compiled", "5_low_precision", "--compile true"),
+            ("15_packing, 4 rows", "15_packing", "--pack_rows 4"),
+            ("22_float8, compiled", "22_float8", "--compile true"),
+        ):
+            found.append(training(job, name, rung_command(job.options, rung, *more.split())))
+    for precision in ["32-true"] if job.rehearse else ["bf16-true", "bf16-mixed", "32-true"]:
+        options = [*job.options, "--batch_size", "16", "--precision", precision]
+        found.append(training(job, f"blog, {precision}", blog_command(job.folder / "texts", options)))
+        found.append(training(job, f"Trainer, {precision}", peer_command("trainer", options, *TRAINER)))
+    found += [profiled(job), *memory(job)]
+    for rung in ON_SEVERAL_GPUS if job.gpus > 1 else []:
+        if rung == "9_ddp" or not job.rehearse:
+            command = rung_command(job.options, rung, "--devices", str(job.gpus))
+            found.append(training(job, f"{rung}, {job.gpus} GPUs", command))
+    return found
+
+
+def command_entry(name: str, command: list[str], seconds: float = 60.0) -> Entry:
+    """Return an entry that runs a command and keeps its figures."""
+    return Entry(name, lambda limit: {"command": common.shown(command)} | common.run_command(command, limit=limit),
+                 seconds)  # fmt: skip
+
+
+def training(job: Job, name: str, command: list[str]) -> Entry:
+    """Return an entry that trains on the job's reviews."""
+    config = json.loads(Path(job.options[job.options.index("--model") + 1]).read_text(encoding="utf-8"))
+    entry = command_entry(name, command, 120)
+    return entry._replace(measure=lambda limit: add_rates(entry.measure(limit), config, job.lengths, job.gpu))
+
+
+def kernels(job: Job) -> list[Entry]:
+    """Return kernel timings, gradients, and what the planner adds to the tensors."""
+    small = "--heads 2 --tokens 64 --repeats 1".split() if job.rehearse else []
+    tiny = ["--tokens", "64", "--width", "32", "--repeats", "1"] if job.rehearse else []
+    wide = "--width 136".split() if job.rehearse else "--heads 32 --tokens 2048 --width 128 136".split()
+    found = [
+        command_entry("attention", [OPERATIONS, "attention", *small]),
+        command_entry("gradients", [OPERATIONS, "gradients"]),
+        command_entry("attention of wide heads", [OPERATIONS, "attention", *small, *wide]),
+        command_entry("loss", [OPERATIONS, "loss", *tiny]),
+        command_entry("embeddings", [OPERATIONS, "embeddings", *tiny]),
+    ]
+    return found if job.rehearse else [*found, Entry("calibration", calibrate)]
+
+
+def calibrate(limit: float) -> dict:
+    """Return the planner's overhead of this GPU, measured and assumed."""
+    common.run_child([str(ROOT / "scripts" / "plan_memory.py"), "--calibrate"], limit=limit)
+    measured = load_overhead(Settings().cache_dir, machine_of_child("cuda")["hardware"]["gpu"])
+    return {"measured": measured._asdict(), "assumed": ASSUMED._asdict()}
+
+
+def losses(job: Job, rung: str, limit: float) -> dict:
+    """Compare a rung's first losses on the quickstart's model with the CPU's."""
+    steps, batch = 4 if job.rehearse else STEPS, 1 if rung == "1_batch_size_1" else 16
+    options = [*QUICKSTART, "--train_samples", str(batch * steps), "--save", "no", "--log_every", str(batch)]
+    options += ["--predict_memory", "false", "--matmul_precision", "highest"]
+    if "lora" in rung:
+        options += ["--lora_dropout", "0"]  # each device draws other random numbers
+    found = []
+    for device in (job.device, "cpu"):
+        record, rows = common.run_recorded(rung, [*options, "--accelerator", device], limit=limit)
+        found.append([float(row["loss"]) for row in rows if row["loss"]])
+    gaps = [abs(mine - its) for mine, its in zip(*found, strict=True)]
+    precision = record["settings"]["precision"]
+    initial_weights_differ = rung == "8_init_on_device"  # they are drawn on the device
+    right = initial_weights_differ or max(gaps) <= TOLERANCES["32-true" if precision == "32-true" else "16 bits"]
+    return {"passed": right, "largest_difference": max(gaps), "first": gaps[0], "precision": precision}
+
+
+def memory(job: Job) -> list[Entry]:
+    """Return rungs on samples of full length, to compare the measured peak with the predicted one."""
+    found = []
+    for model, tiny in {
+        "bloom-560m": "bloom-quickstart",
+        "vit-large-16": "vit-small",
+        "bloom-7b1": "bloom-quickstart",
+    }.items():
+        folder = job.folder / model
+        folder.mkdir()
+        memory_ladder.make_data(model, folder)
+        entries = list(memory_ladder.ENTRIES[model])
+        if model == "bloom-7b1":
+            entries += [row._replace(rung="14_qlora") for row in entries]
+        rows = [row for row in entries if row.gpus == 1 and row.rung in ON_ONE_GPU
+                and (model != "bloom-560m" or not row.options) and "16-mixed" not in row.options]  # fmt: skip
+        for row in rows[1:2] if job.rehearse else rows:
+            options = [*memory_ladder.options_of(model), *memory_ladder.data_options(model, folder)]
+            options += [*row.options.split(), "--eval_batch_tokens", memory_ladder.EVAL_TOKENS]
+            options += ["--accelerator", job.device, "--predict_memory", "true"]
+            if "--micro_batch_size" not in options:
+                options += ["--micro_batch_size", "1"]
+            if job.rehearse:
+                options += ["--model", str(MODELS / f"{tiny}.json"), "--train_samples", "16", "--batch_size", "8"]
+                options += ["--validation_samples", "8", "--micro_batch_size", "1"]
+                size = ["--image_size", "32", "--resize_to", "32"]
+                options += size if model.startswith("vit") else ["--max_length", "64"]
+            found.append(command_entry(f"memory: {model}, {row.name}", rung_command(options, row.rung)))
+    return found
+
+
+def profiled(job: Job) -> Entry:
+    """Return the profile of a few steps of rung 5."""
+    options = [*job.options, "--train_samples", "32" if job.rehearse else "160", "--validation_samples", "1"]
+    runs = ["--runs_dir", str(job.folder / "profiled")]
+    command = [str(Path(__file__).resolve()), "profile", "--script", "5_low_precision", *options, *runs]
+    return command_entry("profile", command)
+
+
+def write_profile() -> None:
+    """Run a rung under torch.profiler, and write the kernels or operators that take most of the time."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--script", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    own, options = parser.parse_known_args(sys.argv[2:])
+    train = fabric_ladder.train
+
+    def profiled_train(*args) -> None:
+        cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        start = perf_counter()
+        with profile(activities=[ProfilerActivity.CPU, *cuda]) as profiler:
+            train(*args)
+        wall = perf_counter() - start
+        events = profiler.key_averages()
+        on_gpu = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
+        times = [(event.self_device_time_total if on_gpu else event.self_cpu_time_total, event)
+                 for event in on_gpu or events]  # fmt: skip
+        total = sum(time for time, _ in times)
+        top = [{"name": event.key, "share": time / total, "ms": time / 1e3, "calls": event.count}
+               for time, event in sorted(times, key=lambda row: -row[0])[:10]]  # fmt: skip
+        own.out.write_text(json.dumps({"wall_seconds": wall, "busy_seconds": total / 1e6, "top": top}))
+
+    fabric_ladder.train = profiled_train
+    script = ROOT / "src" / f"{own.script}.py"
+    sys.argv = [str(script), *options]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+# The file
+
+
+def machine_of_child(device: str) -> dict:
+    """Return versions, hardware and number of GPUs. A child process keeps this one off the GPU."""
+    return common.run_command([str(Path(__file__).resolve()), "machine", device])
+
+
+def write_machine() -> None:
+    """Write what `machine_of_child` returns."""
+    _, _, device, _, out = sys.argv
+    machine = common.environment(torch.device(device)) | {"gpus": torch.cuda.device_count()}
+    Path(out).write_text(json.dumps(machine), encoding="utf-8")
+
+
+def identity(machine: dict) -> list:
+    """Return the conditions that all figures of a file share: hardware, versions and commit."""
+    hardware = machine["hardware"]
+    name = hardware.get("gpu") or hardware["processor"]
+    return [name, machine["gpus"], machine["versions"], machine["commit"], machine["rehearsal"]]
+
+
+def run_all(entries: list[Entry], content: dict, out: Path, end: float = float("inf")) -> int:
+    """Measure what a file's content lacks until the time `end`, and return the exit status.
+
+    Args:
+        entries: In their order; entries that failed before come last.
+        content: `machine`, `entries` by name, and `left_out` with reasons. It is written after each entry.
+        out: The file.
+        end: On the clock of `monotonic`.
+    """
+    records, left_out = content["entries"], content["left_out"]
+    failed_before = {name for name, record in records.items() if "failed" in record}
+    missing = [entry for entry in entries if entry.name not in records or entry.name in failed_before]
+    for entry in sorted(missing, key=lambda entry: entry.name in failed_before):
+        left, start = end - monotonic(), monotonic()
+        if entry.seconds > left:
+            left_out[entry.name] = f"needs about {entry.seconds:.0f} s, and {max(0.0, left):.0f} s were left"
+            continue
+        left_out.pop(entry.name, None)
+        print(f"{entry.name} …", file=sys.stderr, flush=True)
+        record = {"date": strftime("%Y-%m-%dT%H:%M:%S%z")}
         try:
-            for each in running:
-                each.result()
-        except BaseException as stopped:
-            harvest.stop()
-            while wait(running, timeout=1).not_done:  # what was waiting is left out, and says so
-                harvest.stop()  # a process may just have begun
-            if not isinstance(stopped, KeyboardInterrupt):
-                raise
-            return STOPPED.get(stopped.args[0] if stopped.args else signal.SIGINT, 130)
-    return int(bool(harvest.problems))
+            record["figures"] = entry.measure(min(left, 900.0))
+        except common.ChildError as error:
+            if error.status == 2 and "error: " in str(error) and "out of memory" not in str(error):
+                left_out[entry.name] = str(error).split("error: ", 1)[1]  # the rung refuses these settings here
+                continue
+            record["failed"] = str(error)
+        except subprocess.TimeoutExpired:
+            if left < 900:
+                left_out[entry.name] = "stopped at the end of the minutes"
+                continue
+            record["failed"] = "took more than 900 s"
+        except (RuntimeError, LookupError, ValueError, TypeError) as error:
+            record["failed"] = f"{type(error).__name__}: {error}"
+        records[entry.name] = record | {"seconds": round(monotonic() - start, 1)}
+        write_whole(out, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    write_whole(out, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    problems = [name for name, record in records.items()
+                if "failed" in record or not record["figures"].get("passed", True)]  # fmt: skip
+    print(f"{len(records)} entries measured, {len(left_out)} left out: {out}")
+    for name in problems:
+        print(f"failed: {name}: {records[name].get('failed', 'the check did not pass')}")
+    return int(bool(problems))
+
+
+def read_harvest(path: Path) -> dict:
+    """Return a file's content.
+
+    Raises:
+        UserError: The file is not one of this program.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        identity(content["machine"]), content["entries"].items(), content["left_out"].items()
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is not a file of harvest.py ({type(error).__name__}: {error})") from error
+    return content
+
+
+# The tables of docs/gpu.md
+
+
+def shown(value: float | None, form: str) -> str:
+    """Format a figure, or return "" for None."""
+    return "" if value is None else form.format(value)
+
+
+def tables(content: dict) -> dict[str, list[str]]:
+    """Return the lines of each block of the pages."""
+    machine, left_out = content["machine"], dict(content["left_out"])
+    records = content["entries"]
+    left_out |= {name: "failed" for name, record in records.items() if "failed" in record}
+    figures = {name: record["figures"] for name, record in records.items() if "figures" in record}
+    versions = ", ".join(f"{name} {machine['versions'][name]}" for name in ("torch", "transformers"))
+    rest = "; ".join(f"{name} ({reason})" for name, reason in left_out.items())
+    status = (f"{machine['gpus']} x **{machine['hardware']['gpu']}**, {machine['date'][:10]}, {versions}, "
+              f"commit {machine['commit']}. " + (f"Not measured: {rest}." if rest else ""))  # fmt: skip
+    speeds, memory, checks, kernel_rows, adapters = [], [], [], [], []
+    for name, run in figures.items():
+        predicted, measured = run.get("predicted_peak_bytes"), run.get("peak_memory_bytes")
+        gigabytes = [shown(size and size / 1e9, "{:.2f}") for size in (predicted, measured)]
+        difference = f"{measured / predicted - 1:+.1%}" if predicted and measured else ""
+        if "epoch_seconds" in run:
+            rates = [shown(run.get(key), form) for key, form in (
+                ("samples_per_second", "{:,.1f}"), ("tokens_per_second", "{:,.0f}"), ("late_mfu", "{:.1%}"),
+                ("epoch_seconds", "{:,.0f}"))]  # fmt: skip
+            speeds.append([name, run["precision"], *rates, *gigabytes, difference])
+        elif name.startswith("memory: "):
+            rows = adapters if "bloom-7b1" in name else memory
+            tokens = shown(run.get("tokens_per_second"), "{:,.0f}")
+            rows.append([name.removeprefix("memory: "), tokens, *gigabytes, difference])
+        elif "passed" in run:
+            gap = shown(run.get("largest_difference"), "{:.1e}")
+            checks.append([name, "passed" if run["passed"] else "**failed**", gap])
+        for row in run.get("rows", []):
+            times = [shown(row.get(side) and row[side] * 1e3, "{:.2f}") for side in
+                     ("flash", "memory-efficient", "cuDNN", "math", "padded", "eager")]  # fmt: skip
+            kernel_rows.append([f"{run['heads']} x {row['width']}, {row['dtype']}", row["chosen"], *times])
+    vocabulary = [[f"{entry}, {part.partition(', ')[2]}: {way}", f"{side['seconds'] * 1e3:.1f}",
+                   f"{side['peak_bytes'] / 1e9:.2f}"]
+                  for entry in ("loss", "embeddings")
+                  for part, run in figures.get(entry, {}).items() if isinstance(run, dict)
+                  for way, side in run["figures"].items()]  # fmt: skip
+    top = [[f"`{row['name'][:60]}`", f"{row['share']:.1%}", f"{row['ms']:.0f}", str(row["calls"])]
+           for row in figures.get("profile", {}).get("top", [])]  # fmt: skip
+    fastest = min(
+        ((run["epoch_seconds"], name) for name, run in figures.items() if "epoch_seconds" in run), default=None
+    )
+    summary = [f"Fastest on the GPU: {fastest[1]}, {fastest[0]:,.0f} s for an epoch of IMDb."] if fastest else []
+    overhead = []
+    for which, each in figures.get("calibration", {}).items():
+        context, workspace = each["context"] / 1e9, each["workspace"] / 1e9
+        sizes = f"CUDA context {context:.2f} GB, cuBLAS workspace {workspace:.2f} GB"
+        overhead.append(f"- {which}: {sizes}, fragmentation {each['fragmentation']:.1%}")
+    gigabytes = ["predicted, GB", "measured, GB", "difference"]
+    rates = ["samples/s", "tokens/s", "MFU at the end", "an epoch, s"]
+    kernels = ["heads x width; ms", "chosen", "flash", "memory-efficient", "cuDNN", "math", "padded", "eager"]
+    return {
+        "status": [status],
+        "summary": summary,
+        "checks": markdown_table(["check", "result", "largest difference of losses"], checks),
+        "speeds": markdown_table(["BLOOM-560m", "precision", *rates, *gigabytes], speeds),
+        "profile": markdown_table(["kernel", "share", "ms", "calls"], top),
+        "memory": markdown_table(["full samples", "tokens/s", *gigabytes], memory),
+        "machine": overhead,
+        "adapters": markdown_table(["512 tokens", "tokens/s", *gigabytes], adapters),
+        "vocabulary": markdown_table(["", "ms", "peak, GB"], vocabulary),
+        "attention": markdown_table(kernels, kernel_rows),
+    }
+
+
+def fill_pages(path: Path) -> None:
+    """Fill the blocks of all pages from a file; without the default file, the status is "not measured".
+
+    Raises:
+        UserError: The file is a rehearsal.
+    """
+    blocks = {"status": ["Not measured on a GPU yet."]}
+    if path != OUT or path.exists():
+        content = read_harvest(path)
+        if content["machine"]["rehearsal"]:
+            raise UserError(f"{path} is a rehearsal on a CPU: measure on a GPU first")
+        blocks = tables(content)
+    for page in common.pages():
+        common.rewrite(page, lambda text: common.fill(text, "gpu", lambda name: blocks.get(name, [])))
 
 
 def main() -> int:
-    """Measure, and return the exit status."""
+    """Measure or fill the pages, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, help="default: as many as it takes")
-    parser.add_argument("--out", type=Path, required=True, help="file of the harvest")
-    parser.add_argument("--previous", type=Path, nargs="+", default=[], metavar="FILE", help="earlier harvests")
-    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="entries with one of these in their name")
-    parser.add_argument("--commit", help="of this code, where there is no git")
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU, tiny: shows that the commands work")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="default: as many as it takes")
+    parser.add_argument("--out", type=Path, default=OUT, help="default: %(default)s")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="entries whose name contains a TEXT")
+    parser.add_argument("--commit", help="of the code, if git is missing")
+    parser.add_argument("--rehearse", action="store_true", help="run on the CPU with tiny sizes")
+    parser.add_argument("--fill", type=Path, nargs="?", const=OUT, metavar="FILE", help="fill the pages' tables")
     args = parser.parse_args()
     show_errors()
-    if args.minutes is not None and not 0 < args.minutes < float("inf"):
-        parser.error(f"--minutes {args.minutes}: must be a positive number")
+    if args.fill:
+        fill_pages(args.fill)
+        return 0
+    if not args.minutes > 0:
+        parser.error(f"--minutes {args.minutes}: must be positive")
     if not args.rehearse and not torch.cuda.is_available():
-        parser.error("PyTorch finds no CUDA GPU here; --rehearse runs everything on the CPU, tiny")
-    if not args.out.exists():
-        check_outputs({"--out": str(args.out)})
-    begun = monotonic()
-    previous = read_harvests([*args.previous, *([args.out] if args.out.exists() else [])], parser)
-    stop_on_signals()
+        parser.error("PyTorch finds no CUDA GPU; --rehearse runs everything on the CPU with tiny sizes")
+    if args.rehearse and args.out == OUT:
+        parser.error("--rehearse needs --out FILE: its figures mean nothing")
+    common.check_storable(args.out)
+    end = monotonic() + 60 * args.minutes
+    machine = machine_of_child("cpu" if args.rehearse else "cuda") | {"rehearsal": args.rehearse}
+    machine["commit"] = args.commit or machine["commit"]
+    content = read_harvest(args.out) if args.out.exists() else {"entries": {}, "left_out": {}}
+    if args.out.exists() and identity(content["machine"]) != identity(machine):
+        parser.error(f"{args.out} was measured with another GPU, other versions or other code: give another --out")
     with tempfile.TemporaryDirectory(prefix="harvest-") as scratch:
-        try:
-            machine = describe("cpu" if args.rehearse else "cuda", args.rehearse, args.commit)
-            os.environ["FABRIC_LADDER_CACHE"] = f"{scratch}/cache"  # so that compiling begins anew
-            job = prepare(machine, Path(scratch))
-        except KeyboardInterrupt:
-            return 130  # nothing is measured yet, and a file that was there is as it was
-        if args.out.exists() and key_of(previous[-1]["machine"]) != key_of(machine):
-            parser.error(
-                f"{args.out} holds a harvest of another GPU, of other versions or of other code: give another "
-                "--out; --previous only reads"
-            )
-        minutes = args.minutes and args.minutes - (monotonic() - begun) / 60
-        harvest = Harvest(args.out, machine | {"conditions": job.conditions}, previous, minutes)
-        harvest.write()
-        chosen = [entry for entry in entries_of(job) if not args.only or any(text in entry.name for text in args.only)]
-        status = run_all(harvest, chosen, job, 2 if args.rehearse else 1)
-    print(f"{len(harvest.figures())} entries measured, {len(harvest.left_out)} left out: {args.out}")
-    for name in harvest.problems:
-        print(f"failed: {name}: {harvest.entries[name].get('failed', 'the check did not pass')}")
-    return status
+        job = prepare(machine, Path(scratch))
+        chosen = [entry for entry in entries_of(job) if any(text in entry.name for text in args.only)]
+        return run_all(chosen, {"machine": machine} | content | {"machine": machine}, args.out, end)
 
+
+CHILDREN = {"profile": write_profile, "machine": write_machine}  # commands that this program runs in child processes
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(CHILDREN.get(sys.argv[1] if len(sys.argv) > 1 else "", main)())

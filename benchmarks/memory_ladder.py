@@ -1,17 +1,16 @@
-"""Peak memory of the rungs, with random weights of the shapes of BLOOM-560m, ViT-L/16, Qwen3-8B and Llama 3.1 8B.
+"""Predict the peak memory of the rungs for models with random weights.
 
-    python benchmarks/memory_ladder.py [--model bloom-560m|vit-large-16|qwen3-8b|llama-3.1-8b] [--only TEXT …]
+    python benchmarks/memory_ladder.py [--model bloom-560m …] [--only TEXT …]
 
-Those of 8 billion parameters are tuned on instructions, one technique more in each row, until a GPU of 24 GB has room.
+Models: BLOOM-560m, ViT-L/16, adapters on BLOOM-7b1, and Qwen3-8B and Llama 3.1 8B with one more technique in each row,
+until the model fits into 24 GB.
 
-It is predicted for a GPU (see `fabric_ladder.planning.predict`); harvest.py measures it, on data made here. All samples
-are as long as they may be: texts of 1,024 tokens, images of 224 pixels. It is the peak of training and validation, in
-10^9 bytes. FSDP and DeepSpeed run on one GPU,
-where there is nothing to share, but something to offload; four are predicted only. What DeepSpeed and 4-bit weights
-take is predicted by formula, and `torch.compile` left out of the prediction, since it keeps at most as much.
+The predictions are for a GPU (`fabric_ladder.planning.predict`); harvest.py measures some of them, with the data made
+here. All samples have full length: texts of 1,024 tokens (BLOOM-7b1: 512), images of 224 pixels. Figures are the peak
+of training and validation in GB (10^9 bytes). FSDP and DeepSpeed run on one GPU unless named. The memory of DeepSpeed
+and of 4-bit weights is predicted by formula. `torch.compile` is left out: it keeps at most as much.
 
-`target` is what the log of the memory series, which the rungs follow, prints for the same technique and micro-batch on
-ViT-L/16 and CIFAR-10.
+`target` is the figure of the memory series' log for the same technique and micro-batch on ViT-L/16 and CIFAR-10.
 """
 
 import argparse
@@ -24,14 +23,14 @@ from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
-import common  # first of all: it makes the project importable without an installation
+import common  # first import: it makes the project importable
 import numpy as np
 import torch
 from PIL import Image
 
 from fabric_ladder.planning.candidates import CHECKPOINTING, NAMED, ON_HOST, read_settings
 from fabric_ladder.planning.predict import largest_batches, predict_peak
-from fabric_ladder.planning.tracker import ON_DEVICE, Peak
+from fabric_ladder.techniques.memory import ON_DEVICE, Peak
 
 OUT = common.RESULTS / "memory_ladder.json"
 CONFIGS = common.ROOT / "configs"
@@ -47,7 +46,7 @@ RECOMPUTING = ("7_grad_checkpointing", "20_activation_offload", "21_selective_ch
 
 
 class Entry(NamedTuple):
-    """A rung and its options as on a command line; the target in GB; the GPUs that FSDP shards over."""
+    """A rung, its options as on a command line, the target in GB, and the number of GPUs that FSDP shards over."""
 
     rung: str
     options: str = ""
@@ -56,7 +55,7 @@ class Entry(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What stands in the table: values that speak for themselves without their option's name."""
+        """The name in the table: options are shortened to their values."""
         options = self.options.replace("--micro_batch_size", "micro-batch")
         for pair, words in NAMED.items():
             options = options.replace(" ".join(pair), words)
@@ -64,7 +63,7 @@ class Entry(NamedTuple):
         return f"{self.rung} {options}".strip() + (f", {self.gpus} GPUs" if self.gpus > 1 else "")
 
 
-DOWNWARDS = [  # one technique more in each, and what does without the host
+DOWNWARDS = [  # one more technique in each row
     Entry("1_batch_size_1"),
     Entry("4_mixed_precision", "--batch_size 1"),
     Entry("16_bf16_that_learns", "--batch_size 1"),
@@ -96,6 +95,12 @@ ENTRIES = {
         *(Entry(rung, "--micro_batch_size 16") for rung in ("5_low_precision", *RECOMPUTING)),
         *(Entry(rung, "--attention eager") for rung in ("2_grad_accum", "4_mixed_precision", "5_low_precision")),
     ],
+    "bloom-7b1": [
+        Entry("13_lora", f"--batch_size {size} --micro_batch_size {size} --loss_chunk {chunk} {more}".strip())
+        for more in ("", CHECKPOINTED)
+        for chunk in (256, 1_000_000)
+        for size in (1, 4)
+    ],
     "qwen3-8b": DOWNWARDS,
     "llama-3.1-8b": DOWNWARDS,
     "vit-large-16": [
@@ -123,6 +128,10 @@ ENTRIES = {
 
 def options_of(model: str) -> list[str]:
     """Return the options that all entries of a model share."""
+    if model == "bloom-7b1":
+        config = f"--config {CONFIGS}/belle_bloomz_7b1_lora.yaml --model {common.MODELS}/bloom-7b1.json"
+        more = "--max_length 512 --packing false --activation_checkpointing false --warmup_steps 0"
+        return f"{config} --from_scratch true {more}".split()
     config = "cifar10_vit_large.yaml" if model.startswith("vit") else "imdb_bloom_560m.yaml"
     path = CONFIGS / "models" / f"{model}.json"
     task = ["--task", "instruction-tuning"] if model.endswith("8b") else []
@@ -130,27 +139,31 @@ def options_of(model: str) -> list[str]:
 
 
 def predict(model: str, entry: Entry, known: dict[str, Peak]) -> Peak:
-    """Return the predicted peak; `known` are those of the same settings."""
+    """Return the predicted peak; `known` holds the peaks of earlier settings."""
     options = entry.options.replace("--precision 16-mixed", "--precision bf16-mixed").split()  # of the same size
     settings = read_settings(entry.rung, [*options_of(model), *options, "--eval_batch_tokens", EVAL_TOKENS])
     ranks = entry.gpus if entry.rung in SHARDED else None
     key = json.dumps([asdict(replace(settings, name="")), ranks])
     if key not in known:
         images = settings.task == "image-classification"
-        length, image_size, classes = (PATCHES, PIXELS, 10) if images else (TOKENS, None, 2)
+        length, image_size, classes = (PATCHES, PIXELS, 10) if images else (min(TOKENS, settings.max_length), None, 2)
         batches = largest_batches(settings, length, image_size, entry.gpus)
         known[key] = predict_peak(settings, *batches, ranks, classes)
     return known[key]
 
 
 def make_data(model: str, folder: Path) -> None:
-    """Write texts or images for three effective batches."""
+    """Write images, texts or instructions for three effective batches."""
     rng = np.random.default_rng(0)
     if model.startswith("vit"):
         for number in range(320):
             path = folder / f"class{number % 10}" / f"{number}.png"
             path.parent.mkdir(exist_ok=True)
             Image.fromarray(rng.integers(0, 256, (32, 32, 3), np.uint8)).save(path)
+        return
+    if model == "bloom-7b1":
+        samples = [{"instruction": "a b c", "input": "", "output": "d e " * TOKENS} for _ in range(60)]
+        (folder / "instructions.json").write_text("\n".join(map(json.dumps, samples)), encoding="utf-8")
         return
     words = np.array(["".join(letters) for letters in rng.choice(list("abcdefghij"), (2000, 6))])
     with open(folder / "texts.csv", "w", newline="", encoding="utf-8") as file:
@@ -160,9 +173,11 @@ def make_data(model: str, folder: Path) -> None:
 
 
 def data_options(model: str, folder: Path) -> list[str]:
-    """Return the options that name what `make_data` has written."""
+    """Return the options that choose the data of `make_data`."""
     if model.startswith("vit"):
         return ["--dataset", str(folder), "--train_samples", "192", "--validation_samples", "32"]
+    if model == "bloom-7b1":
+        return ["--dataset", str(folder / "instructions.json"), "--train_samples", "48", "--validation_samples", "8"]
     return ["--dataset", str(folder / "texts.csv"), "--train_samples", "48", "--validation_samples", "8"]
 
 
@@ -172,16 +187,7 @@ def row(entry: Entry, peak: Peak) -> list[str | None]:
     return [entry.name, *cells, entry.target and f"{entry.target:.2f}", peak.phase]
 
 
-def tensor_lines(peak: Peak, count: int) -> list[str]:
-    """Describe the tensors that hold most together at the peak."""
-    return [
-        f"{number * storage.bytes / 1e9:.3f} GB: {number} x {storage.part} {list(storage.shape)} {storage.dtype}, "
-        f"made by {storage.made_by}"
-        for number, storage in peak.tensors[:count]
-    ]
-
-
-def run_model(model: str, only: list[str], tensors: int, out: Path | None) -> None:
+def run_model(model: str, only: list[str], out: Path | None) -> None:
     """Predict a model's entries, print and write them."""
     rows, records, known, lines = [], [], {}, []
     for entry in ENTRIES[model]:
@@ -192,14 +198,11 @@ def run_model(model: str, only: list[str], tensors: int, out: Path | None) -> No
         peak = predict(model, entry, known)
         seconds = perf_counter() - start
         rows.append(row(entry, peak))
-        largest = tensor_lines(peak, 8)
-        predicted = peak._asdict() | {"total": peak.total, "tensors": largest, "seconds": seconds}
+        predicted = {name: value for name, value in peak._asdict().items() if name != "tensors"}
+        predicted |= {"total": peak.total, "seconds": seconds}
         records.append(entry._asdict() | {"predicted": predicted})
         if entry.target and peak.total / 1e9 > entry.target:
-            lines.append(
-                f"{entry.name}: {peak.total / 1e9 - entry.target:.2f} GB above the target, most is {largest[0]}"
-            )
-        lines += [f"{entry.name}: {line}" for line in largest[:tensors]]
+            lines.append(f"{entry.name}: {peak.total / 1e9 - entry.target:.2f} GB above the target")
     print(f"{model}: predicted")
     common.print_table(HEADER, rows)
     print(*lines, sep="\n", end="\n\n" if lines else "", flush=True)
@@ -214,13 +217,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(ENTRIES), action="append", help="default: all")
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="entries with one of these in their name")
-    parser.add_argument("--tensors", type=int, default=0, metavar="N", help="name the N largest at each peak")
     default = OUT.relative_to(common.ROOT)
-    parser.add_argument("--out", type=Path, help=f"results file; default: {default}, with --only none")
+    parser.add_argument("--out", type=Path, help=f"results file; default: {default}; with --only nothing is stored")
     args = parser.parse_args()
     out = args.out or (None if args.only else OUT)
+    if out:
+        common.check_storable(out)
     for model in args.model or ENTRIES:
-        run_model(model, args.only, args.tensors, out)
+        run_model(model, args.only, out)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
 
 Parts:
     tokens  Cuts of effective batches of 16 and 64: IMDb's reviews, their first sentences, which are about as long as
-            the texts of AG News (60 tokens), and Chinese instructions; up to 1,024 tokens. What the loader of the
-            training yields is counted: nothing is computed.
+            the texts of AG News (60 tokens), and Chinese instructions; up to 1,024 tokens. The micro-batches of
+            the training loader are counted; nothing is computed.
     minilm  MiniLM on such first sentences, an effective batch of 16: samples/s of each cut.
     bloom   A BLOOM of 6 layers on them.
 
@@ -20,12 +20,12 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import common  # first of all: it makes the project importable without an installation
+import common  # first import: it makes the project importable
 import datasets as hf
 import numpy as np
 import torch
 from against_blog import BLOOM, model_options
-from duels import alternate, duel_parser, medians, run_parts
+from common import alternate, medians, part_parser, run_parts
 from lightning import Fabric
 
 import local_dataset_utilities as data
@@ -36,9 +36,9 @@ OUT = common.RESULTS / "padding.json"
 RUNG = "2_grad_accum"
 INSTRUCTIONS = "instructions_zh_2000.json"
 LONGEST, ROW = 1024, "packed, rows of 1,024, "
-COUNTED, TRAINED = 12_800, 640  # texts whose cuts are counted, and that are trained
-WORDS = 36  # that whole sentences have at the least, so that with MiniLM's tokens their mean is 60
-CUTS = {  # of those that are counted
+COUNTED, TRAINED = 12_800, 640  # numbers of counted and of trained texts
+WORDS = 36  # least words of the sentences; their mean is 60 tokens of MiniLM
+CUTS = {  # counted
     "unpacked, 1 sample": ["--micro_batch_size", "1"],
     "unpacked, 4,096 tokens": ["--micro_batch_tokens", "4096"],
     "unpacked, all at once": [],
@@ -46,7 +46,7 @@ CUTS = {  # of those that are counted
     f"{ROW}4,096 tokens": ["--packing", "true", "--micro_batch_tokens", "4096"],
     f"{ROW}16,384 tokens": ["--packing", "true", "--micro_batch_tokens", "16384"],
 } | {f"--pack_rows {rows}": ["--packing", "true", "--pack_rows", str(rows)] for rows in (1, 2, 4)}
-SIDES = {  # of those that are timed
+SIDES = {  # timed
     "unpacked, 1 sample": ["--micro_batch_size", "1"],
     "unpacked, 4 samples": ["--micro_batch_size", "4"],
     "unpacked, 16 samples": ["--micro_batch_size", "16"],
@@ -74,12 +74,12 @@ def options_of(folder: Path, model: str, *more: str) -> list[str]:
 
 
 def drawn(counts: dict[str, int]) -> list[str]:
-    """Return the settings that draw so many texts for each split."""
+    """Return the settings that draw a number of texts for each split."""
     return [part for split, count in counts.items() for part in (f"--{split}_samples", str(count))]
 
 
 def save_first_sentences(folder: Path, counts: dict[str, int]) -> list[str]:
-    """Write the first sentences of reviews, so many for each split; return the settings that choose them."""
+    """Write the first sentences of reviews for each split; return the settings that choose them."""
     draw = drawn(counts)
     common.save_texts(parse_settings(options_of(folder, "bloom", *draw)), folder / "reviews")
     (folder / "short").mkdir()
@@ -91,7 +91,7 @@ def save_first_sentences(folder: Path, counts: dict[str, int]) -> list[str]:
 
 
 def first_sentences(text: str) -> str:
-    """Return whole sentences of a text from its start, until they have `WORDS` words; of the last one as many again."""
+    """Return the first sentences of a text with at least `WORDS` words; each is cut after `WORDS` words."""
     kept, sentences = [], re.split(r"(?<=[.!?])\s+", text.replace("<br />", " "))
     for sentence in sentences:
         if len(kept) >= WORDS:
@@ -129,7 +129,7 @@ def count_tokens(folder: Path, size: float) -> dict:
 
 
 def count(settings, datasets) -> dict[str, float]:
-    """Return what an epoch's micro-batches have, as the loader yields them."""
+    """Return padding, passes and shapes of an epoch's micro-batches."""
     fabric = Fabric(accelerator="cpu", devices=1)
     batches = list(build_dataloaders(fabric, datasets, settings)[0])
     parts = [part for batch in batches for part in batch.micro_batches]
@@ -160,7 +160,7 @@ def measure_speed(part: str, folder: Path, size: float, repeats: int, threads: i
 
 def main() -> int:
     """Measure the chosen parts and return the exit status."""
-    parser = duel_parser(__doc__, ("tokens", "minilm", "bloom"), 3, OUT)
+    parser = part_parser(__doc__, ("tokens", "minilm", "bloom"), 3, OUT)
     parser.add_argument("--size", type=float, default=1.0, help="share of the texts; below 1 for a rehearsal")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

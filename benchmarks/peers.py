@@ -4,11 +4,11 @@
   their longest, Adam fused. `--switches` turns more on, see `SWITCHES`.
 - `accelerate`: the loop of accelerate's own examples: `Accelerator.accumulate`, a DataLoader with random batches padded
   to their longest, batches of 32 for evaluation.
-- `bare`: forward, backward and step on the ladder's own micro-batches, made beforehand and kept in memory: what is left
-  when nothing is printed, logged or loaded. It has the ladder's attention and optimizer.
+- `bare`: forward, backward and step on the ladder's own micro-batches, made beforehand and kept in memory. It
+  prints, logs and loads nothing, and has the ladder's attention and optimizer.
 
 All get tokenized texts, the weights that a rung with the same settings draws, the same Adam at a constant rate without
-clipping, products of 32-bit matrices in the same precision (`--matmul_precision`), and one epoch. Nothing is saved or
+clipping, 32-bit matrix multiplications in the same precision (`--matmul_precision`), and one epoch. Nothing is saved or
 reported. The clock and the peak of the memory run from the first batch on, when everything is set up; evaluation has a
 clock of its own.
 
@@ -23,16 +23,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
 
-import common  # first of all: it makes the project importable without an installation
+import common  # first import: it makes the project importable
 import torch
 from accelerate import Accelerator
 from lightning import Fabric, seed_everything
-from loop_cost import Prepared, bare_loop
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding, Trainer, TrainerCallback, TrainingArguments
 
 from fabric_ladder import Settings, build_dataloaders, build_model, build_optimizer, parse_settings
+from fabric_ladder.data.loaders import EffectiveBatch
 from fabric_ladder.data.splits import TextDatasets
 from fabric_ladder.environment import peak_memory, reset_peak_memory
 from fabric_ladder.models.configs import load_config, silence_loading
@@ -44,12 +45,37 @@ EVALUATED_AT_ONCE = 32  # in accelerate's examples
 SWITCHES = {  # of Trainer; bf16 follows --precision, and a fused Adam is the default since transformers 5
     **{f"micro_batch_{size}": {"per_device_train_batch_size": size} for size in (1, 2, 4, 16)},
     "group_by_length": {"train_sampling_strategy": "group_by_length"},
-    "no_nan_filter": {"logging_nan_inf_filter": False},  # which asks the device for every loss
+    "no_nan_filter": {"logging_nan_inf_filter": False},  # the filter waits for every loss
     "foreach_adam": {"optim": "adamw_torch"},
     "compile": {"torch_compile": True},
     "worker": {"dataloader_num_workers": 1},
     **{f"evaluate_{size}": {"per_device_eval_batch_size": size} for size in (1, 2, 4, 32, 64)},
 }
+
+
+class Prepared:
+    """A loader of effective batches that were made before the clock starts."""
+
+    def __init__(self, loader):
+        self.batches = list(loader)
+        self.dataset = loader.dataset
+        self.sampler = loader.sampler
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+def bare_loop(model: nn.Module, optimizer: Optimizer, batches: list[EffectiveBatch]) -> None:
+    """Train for one epoch without Fabric, accuracy, printed lines or files."""
+    model.train()
+    for batch in batches:
+        for micro_batch in batch.micro_batches:
+            (model(**micro_batch.inputs).loss * micro_batch.weight).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 class Counting:
@@ -189,7 +215,7 @@ def measure_accelerate(settings: Settings, datasets: TextDatasets, model: nn.Mod
 
 def measure_bare(settings: Settings, datasets: TextDatasets, model: nn.Module, _: list[str]) -> dict:
     """Train, validate and test with PyTorch alone, on the ladder's micro-batches."""
-    fabric = Fabric(accelerator=settings.accelerator, devices=1)  # tells the loaders that there is one rank
+    fabric = Fabric(accelerator=settings.accelerator, devices=1)  # the loaders need a rank
     if settings.precision == "bf16-mixed":
         model.forward = torch.autocast(fabric.device.type, torch.bfloat16)(model.forward)
     loaders = build_dataloaders(fabric, datasets, settings)
@@ -199,7 +225,7 @@ def measure_bare(settings: Settings, datasets: TextDatasets, model: nn.Module, _
 
     @torch.no_grad()
     def evaluate(micro_batches: list) -> list[float]:
-        """Return loss and accuracy, for which it waits only at the end."""
+        """Return loss and accuracy; the device is synchronized only at the end."""
         model.eval()
         totals = torch.zeros(2, device=fabric.device)
         for part in micro_batches:
@@ -248,7 +274,9 @@ def measure(settings: Settings, side: str, switches: list[str]) -> dict:
     torch.set_float32_matmul_precision(settings.matmul_precision)
     datasets = load_datasets(settings)
     if len(datasets.splits["train"]) % settings.batch_size:
-        raise ValueError("give a number of reviews that the effective batch divides: the sides differ in what is left")
+        raise ValueError(
+            "give a multiple of the effective batch as the number of reviews: the sides treat a remainder differently"
+        )
     silence_loading()
     model = build_model(settings, datasets)
     facts = {"parameters": sum(weights.numel() for weights in model.parameters()), "weights": common.checksum(model)}
@@ -265,7 +293,7 @@ if __name__ == "__main__":
     parser.add_argument("--switches", nargs="*", choices=SWITCHES, default=[])
     parser.add_argument("--out", type=Path, required=True)
     own, options = parser.parse_known_args()
-    if own.side != "bare":  # which is the limit of what the ladder can reach
-        common.leave_memory_alone()
+    if own.side != "bare":  # the bare loop is the upper limit of the ladder
+        common.reset_malloc()
     figures = measure(parse_settings(options, batch_size=16), own.side, own.switches)
     own.out.write_text(json.dumps(figures), encoding="utf-8")

@@ -1,9 +1,9 @@
-"""What scripts print that the documents quote: run, and kept with its seconds and peak memory.
+"""Run the scripts whose output the documents quote, and store it with its seconds and peak memory.
 
     python benchmarks/printed.py [--part scaling …]
 
 Results are in benchmarks/results/printed.json: for each part its command, the lines that it printed, the seconds of the
-whole process, and its peak memory. Times are of the machine as it is, with whatever runs beside.
+whole process, and its peak memory. Other programs on the machine affect the seconds.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import subprocess
 import sys
 from time import perf_counter
 
-import common  # first of all: it makes the project importable without an installation
+import common  # first import: it makes the project importable
 import torch
 
 OUT = common.RESULTS / "printed.json"
@@ -20,7 +20,8 @@ PARTS = {
     "scaling": "scripts/plan_scaling.py --model configs/models/bloom-560m.json",
     "adapters bloom-7b1": "scripts/plan_memory.py --config configs/imdb_bloom_560m.yaml --length 1024 "
     "--gpu_memory 24GB --model configs/models/bloom-7b1.json --task instruction-tuning --rungs 13,14 --full",
-    "checkpointing": "benchmarks/checkpointing.py --threads 1",
+    "plan bloom-560m T4": "scripts/plan_memory.py --gpu T4 --model configs/models/bloom-560m.json",
+    "checkpointing": "benchmarks/operations.py checkpointing --threads 1",
 }
 
 

@@ -1,16 +1,16 @@
-"""Few texts against many, and what a run costs beside its training; exit status 1 when a target is missed.
+"""Compare few texts with many, and start-up and evaluation with training; exit status 1 when a target is missed.
 
     python benchmarks/scale.py [--part throughput parquet startup evaluation] [--size 1.0] [--repeats 3] [--threads 2]
 
 Parts:
-    throughput  A small BLOOM on 1,000 reviews of IMDb, on all of it, and for five epochs: tokens/s, peak of the host.
+    throughput  A small BLOOM on 1,000 reviews of IMDb, on all of it, and for five epochs: tokens/s, peak CPU memory.
     parquet     A million short texts in one row group of a Parquet file: memory of the first start and of the second.
     startup     All of IMDb, tokenized before: from the start to the first optimizer step, less the libraries' import.
     evaluation  MiniLM, 256 tokens: tokens/s of the evaluation over those of the training.
 
-Each figure comes from an unchanged src/2_grad_accum.py in a process of its own. A start is watched from outside until
-the first loss is printed: its memory is what the process holds itself, without the files that it has mapped, which the
-system drops when it needs room. `--size 0.1` rehearses on a tenth of the texts, which proves nothing.
+Each figure comes from an unchanged src/2_grad_accum.py in its own process. Another process watches a start until the
+first loss is printed. Its memory excludes mapped files, which the system may drop. `--size 0.1` rehearses on a tenth of
+the texts; these figures prove nothing.
 """
 
 import json
@@ -24,21 +24,20 @@ from pathlib import Path
 from threading import Thread
 from time import perf_counter, sleep
 
-import common  # first of all: it makes the project importable without an installation
+import common  # first import: it makes the project importable
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from against_blog import model_options
-from common import CannotMeasureError, last_line
-from duels import alternate, duel_parser, medians, run_parts
+from common import CannotMeasureError, alternate, medians, part_parser, run_parts
 
 import local_dataset_utilities as data
 from fabric_ladder import parse_settings
 
 OUT = common.RESULTS / "scale.json"
 RUNG = "2_grad_accum"
-LIBRARIES = "import datasets, jsonargparse, lightning, pandas, platformdirs, torch, transformers"
+LIBRARIES = "import datasets, lightning, pandas, platformdirs, torch, transformers"
 BLOOM = {
     "model_type": "bloom", "vocab_size": 8192, "hidden_size": 32, "n_layer": 1, "n_head": 2, "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
@@ -120,7 +119,7 @@ def start_rung(options: list[str], threads: int) -> dict[str, float]:
             errors = process.stderr.read()
         watcher.join()
     if stepped is None:
-        raise common.ChildError(f"the start failed: {last_line(errors)}")
+        raise RuntimeError(f"the start failed: {(errors.strip().splitlines() or ['no message'])[-1]}")
     own, peak = (max(values) for values in zip(*held, strict=True))
     return {"seconds": stepped - begun, "own_memory_bytes": own, "peak_memory_bytes": peak}
 
@@ -158,7 +157,7 @@ def measure_parquet(folder: Path, size: float, repeats: int, threads: int) -> di
 def measure_startup(folder: Path, size: float, repeats: int, threads: int) -> dict:
     """Start on all of IMDb, whatever `size`, and import the libraries alone."""
     options = [*common.BASE, "--accelerator", "cpu", *model_options("minilm", folder)]
-    options += ["--batch_size", "1", "--micro_batch_size", "1"]  # so that the first step is hardly any training
+    options += ["--batch_size", "1", "--micro_batch_size", "1"]  # the first step is short
     reviews = sum(map(len, data.load_datasets(parse_settings(options)).splits.values()))  # which fills the cache
 
     def import_libraries() -> dict[str, float]:
@@ -206,7 +205,7 @@ MEASURES = {
 
 def main() -> int:
     """Measure the chosen parts and return the exit status."""
-    parser = duel_parser(__doc__, MEASURES, 3, OUT)
+    parser = part_parser(__doc__, MEASURES, 3, OUT)
     parser.add_argument("--size", type=float, default=1.0, help="share of the texts; below 1 for a rehearsal")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -215,7 +214,7 @@ def main() -> int:
         if part != "parquet":
             common.imdb_archive()
         elif not Path("/proc/self/status").exists():
-            raise CannotMeasureError("memory is told from mapped files on Linux only")
+            raise CannotMeasureError("only Linux separates memory from mapped files")
         return MEASURES[part](folder, args.size, args.repeats, args.threads)
 
     return run_parts({part: partial(measure, part) for part in args.part}, args.out, TARGETS)

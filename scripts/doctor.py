@@ -1,46 +1,64 @@
-"""Say what this machine can run, and what it lacks for the rest: a line for each thing, with the fix.
+"""Check what this machine can run, and print a fix for everything that is missing.
 
 python scripts/doctor.py
 python scripts/doctor.py --json
 
-It downloads nothing and writes nothing. Where nothing is installed yet it runs all the same, by the standard library of
-any Python from 3.8 on.
+The doctor downloads and writes nothing, and runs without torch. It names the first package to install if it cannot run.
 """
 
 import argparse
 import json
 import os
 import sys
-import warnings
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-if __name__ == "__main__":
+
+def parse() -> argparse.Namespace:
+    """Read the command line, without packages that may be missing."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.error = lambda message: parser.exit(2, f"error: {message} (see --help)\n")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead")
-    as_json = parser.parse_args().json
-    warnings.simplefilter("ignore")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument(
+        "--steps", nargs="+", metavar="STEP", help="check only these libraries or rungs, with tracebacks"
+    )
+    return parser.parse_args()
+
+
+def main(arguments: argparse.Namespace, installed: str | None) -> None:
+    """Print each item of the report as it is found."""
+    try:
+        from fabric_ladder.tools.doctor import print_steps, report
+    except ModuleNotFoundError as error:
+        sys.stderr.write(f"error: {error}; pip install -r {Path(__file__).resolve().parents[1] / 'requirements.txt'}\n")
+        raise SystemExit(2) from None
+    if arguments.steps:
+        print_steps(arguments.steps)
+        return
+    found = []
+    for section, item in report(installed):
+        if not arguments.json:
+            if not found or found[-1]["section"] != section:
+                print(section)
+            fix = f" -> {item.fix}" if item.fix else ""
+            print(f"  {item.status:<7}  {item.name:<28}  {item.text}{fix}", flush=True)
+        found.append({"section": section, **item._asdict()})
+    if arguments.json:
+        print(json.dumps({"format": 2, "items": found}, indent=1))
+        return
+    counts = {status: sum(each["status"] == status for each in found) for status in ("ok", "warn", "slow", "missing")}
+    print(", ".join(f"{count} {status}" for status, count in counts.items()))
+
+
+if __name__ == "__main__":
+    arguments = parse()
+    if sys.version_info < (3, 11):  # noqa: UP036
+        sys.exit(f"Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
     sys.dont_write_bytecode = True
-    with suppress(AttributeError):  # a notebook's stdout; others cannot print all names of folders
-        sys.stdout.reconfigure(errors="backslashreplace")
+    sys.stdout.reconfigure(errors="backslashreplace")
     installed = find_spec("fabric_ladder")
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-    from fabric_ladder.tools.doctor import report
-
-    found = []
     try:
-        for section, (name, status, text, fix) in report(installed):
-            if not as_json:
-                if not found or found[-1]["section"] != section:
-                    print(section)
-                print(f"  {status:<7}  {name:<28}  {text}" + (f" -> {fix}" if fix else ""), flush=True)
-            found.append({"section": section, "name": name, "status": status, "text": text, "fix": fix})
-        if as_json:
-            print(json.dumps({"format": 2, "items": found}, indent=1))
-        else:
-            counts = {status: sum(one["status"] == status for one in found) for status in ("ok", "warn", "missing")}
-            print(", ".join(f"{count} {status}" for status, count in counts.items()))
-    except BrokenPipeError:  # who reads has read enough: `| head`
+        main(arguments, installed and installed.origin)
+    except BrokenPipeError:  # the reader has closed the pipe, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,40 +1,50 @@
-"""Make of anything a rung has saved a plain folder for others: one model, its tokenizer and its card.
+"""Write the model of any run as a plain folder for others: weights, tokenizer and model card.
 
 python scripts/export_model.py runs/10_fsdp/1 [--output FOLDER] [--push USER/NAME]
 
-A run's own model/ (--save consolidated) is for going on here: --model runs/10_fsdp/1/model. Take this script to hand
-a model on: it also reads sharded checkpoints and DeepSpeed's, adds an adapter to its base, and writes README.md, the
-model card, with data, settings, figures and versions.
+The script reads sharded checkpoints and DeepSpeed's, and merges an adapter into its base. The model card, README.md,
+lists data, settings, figures and versions. To continue training here, use --model runs/10_fsdp/1/model instead.
 """
 
 import argparse
 import shutil
 from pathlib import Path
 
-from fabric_ladder.advice import show_errors
-from fabric_ladder.checkpoints.export import Arguments, find_result, load_result, new_folder, write_plain
-from fabric_ladder.tools.share import check_push, push, write_card
+from fabric_ladder.tools.arguments import Arguments
 
-if __name__ == "__main__":
-    show_errors(smaller="--precision bf16-true")
-    parser = Arguments(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = Arguments(__doc__)
     parser.add_argument("source", help="folder of a run, or its checkpoint, model or adapter")
-    parser.add_argument("--output", help="folder to write; default: `export` beside what is read")
-    parser.add_argument("--push", metavar="USER/NAME", help="upload the folder to the Hugging Face Hub; a new name is "
-                        "private until you publish it there")  # fmt: skip
-    arguments = parser.parse_args()
+    parser.add_argument("--output", type=Path, help="folder to write; default: `export` next to SOURCE's model")
+    parser.add_argument("--push", metavar="USER/NAME", help="upload the folder to the Hugging Face Hub; a new "
+                        "repository is private until you publish it there")  # fmt: skip
+    return parser.parse_args()
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Load, write and upload."""
+    from fabric_ladder.advice import show_errors
+    from fabric_ladder.checkpoints.export import find_result, load_result, new_folder, write_plain
+    from fabric_ladder.tools.model_card import check_push, push, write_card
+
+    show_errors(smaller="--precision bf16-true")
     if arguments.push:
         check_push(arguments.push)
-
     source = find_result(arguments.source)
-    home = source.folder.absolute().parent
-    output = Path(arguments.output or home / "export")
+    run = source.folder.absolute().parent
+    output = arguments.output or run / "export"
     with new_folder(output) as folder:
         if source.format == "model":
             shutil.copytree(source.folder, folder, dirs_exist_ok=True)
         else:
             write_plain(load_result(source, quantization="no"), folder, source.folder)
-        write_card(folder, home, arguments.push or output.name)
+        write_card(folder, run, arguments.push or output.name)
     print(f"Saved {output}")
     if arguments.push:
         print(f"Pushed {push(output, arguments.push)}")
+
+
+if __name__ == "__main__":
+    main(parse())

@@ -1,43 +1,43 @@
-"""Write a rung as a notebook, or as a single file.
+"""Turn plain scripts into notebooks for Colab, Kaggle and Jupyter.
 
-python scripts/export_notebook.py 2                                    # 2_grad_accum.ipynb: Colab, Kaggle, Jupyter
-python scripts/export_notebook.py 13 --config configs/cifar10_vit_small.yaml
-python scripts/export_notebook.py 2 --self_contained                   # needs no repository: twelve times the size
-python scripts/export_notebook.py 2 --script > grad_accum.py           # to paste into one cell, or to run
-python scripts/export_notebook.py all --output_dir notebooks           # one for each rung
+python scripts/export_notebook.py my_training.py                       # my_training.ipynb
+python scripts/export_notebook.py src/plain/*.py --output_dir notebooks
 
-A notebook installs the shared modules from the repository whose address stands in pyproject.toml, unless they travel
-in it. A --config that is not one of the project's goes along, with the small files that it names.
+A plain script has a docstring, functions, and sections that start with `### Title`. The notebook has a cell for each.
 """
 
+import argparse
 from pathlib import Path
 
-from fabric_ladder.advice import show_errors
-from fabric_ladder.checkpoints.export import Arguments
 from fabric_ladder.errors import UserError
-from fabric_ladder.rungs import RUNGS, choose_rungs
-from fabric_ladder.tools.notebooks import notebook, script
-from fabric_ladder.tools.outputs import check_outputs, write_outputs
+from fabric_ladder.tools.arguments import Arguments, show_user_errors, write_new
+from fabric_ladder.tools.notebooks import notebook
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = Arguments(__doc__)
+    parser.add_argument("scripts", nargs="+", metavar="SCRIPT", type=Path, help="Python file")
+    parser.add_argument("--output_dir", default=".", metavar="FOLDER", type=Path, help="default: this folder")
+    return parser.parse_args()
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Read all scripts, then write their notebooks."""
+    notebooks = {}
+    for script in arguments.scripts:
+        try:
+            text = script.read_text(encoding="utf-8")
+            notebooks[arguments.output_dir / f"{script.stem}.ipynb"] = notebook(text)
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read {script} ({error})") from error
+        except UserError as error:
+            raise UserError(f"{script}: {error}") from error
+    for path, content in notebooks.items():
+        write_new(path, content)
+        print(f"Saved {path}")
+
 
 if __name__ == "__main__":
-    show_errors()
-    parser = Arguments(description=__doc__.split("\n\n")[0])
-    parser.add_argument("rungs", nargs="+", metavar="RUNG", help="number or name of a rung, or `all`")
-    parser.add_argument("--config", metavar="FILE", help="YAML file of settings that is used")
-    parser.add_argument("--output_dir", default=".", metavar="FOLDER", help="where to write; default: here")
-    parser.add_argument("--self_contained", action="store_true", help="pack the shared modules into a cell")
-    parser.add_argument("--readable", action="store_true", help="give each of them a cell of its own instead")
-    parser.add_argument("--script", action="store_true", help="print one rung as a single file instead")
-    arguments = parser.parse_args()
-    rungs = RUNGS if arguments.rungs == ["all"] else choose_rungs(arguments.rungs)
-    if arguments.script:
-        if len(rungs) > 1:
-            raise UserError("--script prints one rung: name one")
-        print(script(rungs[0], arguments.config), end="")
-    else:
-        outputs = {str(Path(arguments.output_dir) / f"{rung.stem}.ipynb"): rung for rung in rungs}
-        check_outputs({f"{rung.stem} to": name for name, rung in outputs.items()})
-        carries = {"self_contained": arguments.self_contained or arguments.readable, "readable": arguments.readable}
-        write_outputs({name: notebook(rung, arguments.config, **carries) for name, rung in outputs.items()})
-        for name in outputs:
-            print(f"Saved {name}")
+    show_user_errors()
+    main(parse())

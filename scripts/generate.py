@@ -1,4 +1,4 @@
-"""Write what a trained language model answers: to one prompt, to a file of them, or in a chat.
+"""Generate text with a trained language model: for one prompt, for a file of prompts, or in a chat.
 
 python scripts/generate.py --model runs/13_lora/1 --prompt "Name three films." [--input TEXT]
 python scripts/generate.py --model runs/13_lora/1 --prompts questions.jsonl --output answers.jsonl
@@ -7,113 +7,109 @@ python scripts/generate.py --model runs/13_lora/1 --chat
 
 import argparse
 import json
-import os
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import torch
-
-from fabric_ladder.advice import show_errors
-from fabric_ladder.checkpoints.export import DTYPES, Arguments
-from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError
-from fabric_ladder.tools.generation import (
-    RAW,
-    Generator,
-    Question,
-    answer_all,
-    choose_template,
-    load_language_model,
-    read_questions,
-)
+from fabric_ladder.tools.arguments import PRECISIONS, Arguments, at_least_1, new_path, write_new
 
 
 def parse() -> argparse.Namespace:
-    """Read the command line, and refuse what does not go together."""
-    parser = Arguments(description=__doc__.split("\n\n")[0])
+    """Read the command line, and refuse options that contradict each other."""
+    parser = Arguments(__doc__)
     parser.add_argument("--model", required=True, help="folder of a run, a model or an adapter, or a name on the Hub")
     task = parser.add_mutually_exclusive_group(required=True)
-    task.add_argument("--prompt", help="one instruction, answered on the terminal")
+    task.add_argument("--prompt", help="one instruction; the answer is printed")
     task.add_argument("--prompts", type=Path, help="text file, or JSON (Lines) with instruction and input, or prompt")
-    task.add_argument("--chat", action="store_true", help="talk on the terminal; an empty line ends it")
-    parser.add_argument("--input", default="", help="what to do it with, for --prompt")
+    task.add_argument("--chat", action="store_true", help="chat in the terminal; an empty line ends it")
+    parser.add_argument("--input", default="", help="input of the instruction, for --prompt")
     template = parser.add_mutually_exclusive_group()
-    template.add_argument("--prompt_template", help="how an instruction becomes a prompt; default: as in training")
-    template.add_argument("--raw", action="store_true", help="give the prompt to the model as it is")
-    parser.add_argument("--max_new_tokens", type=int, default=128, help="longest answer; default: 128")
-    parser.add_argument("--temperature", type=float, default=0, help="0, the default, takes the likeliest token")
-    parser.add_argument("--top_k", type=int, help="sample from so many of the likeliest tokens only")
-    parser.add_argument("--top_p", type=float, help="sample from the likeliest tokens that make up this probability")
-    parser.add_argument("--seed", type=int, help="of the sampling; default: 123")
+    template.add_argument("--prompt_template", help="turns an instruction into a prompt; default: as in training")
+    template.add_argument("--raw", action="store_true", help="give the prompt to the model without a template")
+    parser.add_argument("--max_new_tokens", type=at_least_1, default=128, help="longest answer; default: 128")
+    parser.add_argument("--temperature", type=float, default=0, help="of sampling; 0 (default) decodes greedily")
+    parser.add_argument("--top_k", type=at_least_1, help="sample from the K most likely tokens only")
+    parser.add_argument("--top_p", type=float, help="sample from the most likely tokens with this total probability")
+    parser.add_argument("--seed", type=int, help="of sampling; default: 123")
     parser.add_argument("--accelerator", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--precision", choices=DTYPES, help="default: bf16-true on a GPU, 32-true on a CPU")
+    parser.add_argument("--precision", choices=PRECISIONS, help="default: bf16-true on a GPU, 32-true on a CPU")
     parser.add_argument("--quantization", choices=("no", "nf4"), help="default: as the adapter was trained, else no")
-    parser.add_argument("--output", type=Path, help="file for the answers to --prompts, in JSON Lines")
-    parser.add_argument("--batch_size", type=int, default=8, help="prompts of --prompts at once; default: 8")
+    parser.add_argument("--output", type=new_path, help="file for the answers to --prompts, in JSON Lines")
+    parser.add_argument("--batch_size", type=at_least_1, default=8, help="prompts per batch; default: 8")
     found = parser.parse_args()
-    for name in ("max_new_tokens", "batch_size", "top_k"):
-        if (value := getattr(found, name)) is not None and value < 1:
-            raise UserError(f"--{name} {value}: must be at least 1")
-    if not 0 <= found.temperature < float("inf"):
-        raise UserError(f"--temperature {found.temperature}: must be 0 or a positive number")
+    if not 0 <= found.temperature < math.inf:
+        parser.error(f"--temperature {found.temperature}: must be 0 or a positive number")
     if found.top_p is not None and not 0 < found.top_p <= 1:
-        raise UserError(f"--top_p {found.top_p}: must be above 0 and at most 1")
+        parser.error(f"--top_p {found.top_p}: must be above 0 and at most 1")
     for name in ("top_k", "top_p", "seed"):
         if getattr(found, name) is not None and found.temperature == 0:
-            raise UserError(f"--{name} needs sampling: add a --temperature above 0, say 0.7")
+            parser.error(f"--{name} needs sampling; add a --temperature above 0, e.g. 0.7")
     if found.output and not found.prompts:
-        raise UserError("--output keeps the answers to --prompts; a single answer and a chat are printed")
-    if found.output and found.output.exists():
-        raise UserError(f"{found.output} is there already and is left as it is: choose another --output")
-    if found.output and not os.access(found.output.parent, os.W_OK):
-        raise UserError(f"cannot write --output {found.output}: choose another")
+        parser.error("--output stores the answers to --prompts; other answers are printed")
     if found.input and not found.prompt:
-        raise UserError("--input goes with --prompt")
-    if found.accelerator == "cuda" and not torch.cuda.is_available():
-        raise UserError("--accelerator cuda: PyTorch finds no CUDA GPU here; use --accelerator cpu")
+        parser.error("--input needs --prompt")
     return found
 
 
 def typed_lines() -> Iterator[str]:
-    """Yield what is typed, until there is no more; the prompt sign is for a terminal only."""
+    """Yield the lines of standard input; a terminal gets a prompt sign."""
     with suppress(EOFError):
         while True:
             yield input("> " if sys.stdin.isatty() else "")
 
 
-if __name__ == "__main__":
+def main(arguments: argparse.Namespace) -> None:
+    """Load the model and answer."""
+    import torch
+
+    from fabric_ladder.advice import show_errors
+    from fabric_ladder.checkpoints.export import DTYPES
+    from fabric_ladder.tools import generation
+
     show_errors(smaller="a smaller --batch_size, --precision bf16-true or --quantization nf4")
-    arguments = parse()
-    questions = read_questions(arguments.prompts) if arguments.prompts else []
+    if arguments.accelerator == "cuda" and not torch.cuda.is_available():
+        raise UserError("--accelerator cuda: PyTorch finds no CUDA GPU here; use --accelerator cpu")
+    rows = generation.read_questions(arguments.prompts) if arguments.prompts else []
     on_gpu = arguments.accelerator != "cpu" and torch.cuda.is_available()
     dtype = DTYPES[arguments.precision or ("bf16-true" if on_gpu else "32-true")]
 
     ### 1 The model
-    model, tokenizer = load_language_model(arguments.model, dtype, arguments.quantization)
+    model, tokenizer = generation.load_language_model(arguments.model, dtype, arguments.quantization)
     model.to("cuda" if on_gpu else "cpu")
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for each length, and each new token makes another
-    template = choose_template(tokenizer, RAW if arguments.raw else arguments.prompt_template, arguments.chat)
-    chosen = {"temperature": arguments.temperature, "top_k": arguments.top_k, "top_p": arguments.top_p}
-    sampling = {name: value for name, value in chosen.items() if value is not None} if arguments.temperature else {}
-    generator = Generator(model, tokenizer, template, arguments.max_new_tokens, sampling)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it would build a plan for the length of every new token
+    wanted = generation.RAW if arguments.raw else arguments.prompt_template
+    template = generation.choose_template(tokenizer, wanted, arguments.chat)
+    sampling = {}
+    if arguments.temperature:
+        options = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")}
+        sampling = {name: value for name, value in options.items() if value is not None}
+    generator = generation.Generator(model, tokenizer, template, arguments.max_new_tokens, sampling)
     torch.manual_seed(123 if arguments.seed is None else arguments.seed)
 
     ### 2 The answers
     if arguments.chat:
         generator.chat(typed_lines())
-    elif not arguments.prompts:
-        generator.answer([generator.tokens(Question(arguments.prompt, arguments.input))], stream=True)
-    else:
-        answers = answer_all(generator, [question for _, question in questions], arguments.batch_size)
-        rows = [row | {"generated": answer} for (row, _), answer in zip(questions, answers, strict=True)]
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        if arguments.output:
-            try:
-                write_whole(arguments.output, text)
-            except OSError as error:
-                print(text, end="")  # the answers took long
-                raise UserError(f"cannot write {arguments.output} ({error.strerror}): they are printed") from error
-            text = f"Saved {len(answers)} answers in {arguments.output}\n"
+        return
+    if arguments.prompt is not None:
+        question = generation.Question(arguments.prompt, arguments.input)
+        generator.answer([generator.tokens(question)], stream=True)
+        return
+    answers = generation.answer_all(generator, [question for _, question in rows], arguments.batch_size)
+    lines = [row | {"generated": answer} for (row, _), answer in zip(rows, answers, strict=True)]
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    if not arguments.output:
         print(text, end="")
+        return
+    try:
+        write_new(arguments.output, text)
+    except UserError:
+        print(text, end="")  # rather than lose the answers
+        raise
+    print(f"Saved {len(answers)} answers in {arguments.output}")
+
+
+if __name__ == "__main__":
+    main(parse())

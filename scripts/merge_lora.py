@@ -1,41 +1,45 @@
-"""Add an adapter (LoRA) to the weights of its base model, and save both as one plain model.
+"""Add an adapter (LoRA) to the weights of its base model, and save the sum as one plain model.
 
 python scripts/merge_lora.py runs/13_lora/1 [--base NAME] [--output FOLDER]
 """
 
+import argparse
 from pathlib import Path
 
-from fabric_ladder.advice import show_errors
-from fabric_ladder.checkpoints.export import (
-    DTYPES,
-    Arguments,
-    base_name,
-    find_result,
-    load_result,
-    new_folder,
-    write_plain,
-)
 from fabric_ladder.errors import UserError
-from fabric_ladder.models.configs import load_config
+from fabric_ladder.tools.arguments import PRECISIONS, Arguments
 
-if __name__ == "__main__":
-    show_errors(smaller="--precision bf16-true")
-    parser = Arguments(description=__doc__.split("\n\n")[0])
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = Arguments(__doc__)
     parser.add_argument("adapter", help="folder of an adapter, or of the run that saved it")
-    parser.add_argument("--base", help="base model: a folder or a name on the Hub; default: the one trained on")
-    parser.add_argument("--output", help="folder to write; default: `merged` beside the adapter")
-    parser.add_argument("--precision", choices=DTYPES, default="32-true", help="of the weights; default: 32-true")
-    arguments = parser.parse_args()
+    parser.add_argument("--base", help="base model: a folder or a name on the Hub; default: the base of the training")
+    parser.add_argument("--output", type=Path, help="folder to write; default: `merged` next to the adapter")
+    parser.add_argument("--precision", choices=PRECISIONS, default="32-true", help="of the weights; default: 32-true")
+    return parser.parse_args()
 
+
+def main(arguments: argparse.Namespace) -> None:
+    """Load, merge and save."""
+    from fabric_ladder.advice import show_errors
+    from fabric_ladder.checkpoints.export import DTYPES, base_name, find_result, load_result, new_folder, write_plain
+    from fabric_ladder.models.configs import load_config
+
+    show_errors(smaller="--precision bf16-true")
     adapter = find_result(arguments.adapter)
     if not adapter.adapter:
         raise UserError(f"{adapter.folder} is a whole model, not an adapter: there is nothing to merge")
-    output = Path(arguments.output or adapter.folder.absolute().parent / "merged")
+    output = arguments.output or adapter.folder.absolute().parent / "merged"
     with new_folder(output) as folder:
         base = base_name(adapter, arguments.base)
         print(f"Base model: {base}")
         if hasattr(adapter.config, "quantization_config") and not hasattr(load_config(base), "quantization_config"):
-            print("The adapter was trained on 4-bit weights and is merged into whole ones: outputs differ from theirs")
+            print("The adapter was trained on 4-bit weights and is merged into whole ones: outputs differ a little")
         model = load_result(adapter, arguments.base, DTYPES[arguments.precision], quantization="no")
         write_plain(model, folder, adapter.folder)
     print(f"Saved {output}")
+
+
+if __name__ == "__main__":
+    main(parse())

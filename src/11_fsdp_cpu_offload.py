@@ -10,12 +10,13 @@ In plain PyTorch:
 Unchanged: effective batches and their gradients. Here: distributed/fsdp.py: sharding_policy
 """
 
-from lightning import Fabric
-from torch.distributed.fsdp import fully_shard
-
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
 from fabric_ladder.distributed.fsdp import fsdp_strategy, sharding_policy, transformer_blocks
+from fabric_ladder.distributed.launch import watch_ranks
 from local_dataset_utilities import load_datasets
+
+from lightning import Fabric
+from torch.distributed.fsdp import fully_shard
 
 if __name__ == "__main__":
     settings = parse_settings(
@@ -23,6 +24,7 @@ if __name__ == "__main__":
         micro_batch_tokens="auto",  # as many as a GPU has room for; on a CPU 1024
         precision="mixed",
         devices="auto",
+        strategy="fsdp",
         offload=True,  # NEW
     )
 
@@ -36,6 +38,7 @@ if __name__ == "__main__":
     ranks = {"devices": settings.devices, "num_nodes": settings.num_nodes, "strategy": strategy}
     fabric = Fabric(accelerator=settings.accelerator, precision=settings.precision, **ranks)
     fabric.launch()
+    watch_ranks(fabric)
     fabric.seed_everything(settings.seed)
     run = Run(fabric, settings)
 
@@ -49,7 +52,7 @@ if __name__ == "__main__":
     optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
 
     ### 3 Finetuning
-    train(run, model, optimizer, train_loader, val_loader)
+    training = train(run, model, optimizer, train_loader, val_loader)
 
     ### 4 Evaluation
-    evaluate(run, model, test_loader)
+    evaluate(training, test_loader)

@@ -11,11 +11,12 @@ In plain PyTorch:
 Unchanged: effective batches. Here: distributed/deepspeed_config.py: read_deepspeed_config
 """
 
-from lightning import Fabric
-
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
 from fabric_ladder.distributed.deepspeed import deepspeed_strategy
+from fabric_ladder.distributed.launch import watch_ranks
 from local_dataset_utilities import load_datasets
+
+from lightning import Fabric
 
 if __name__ == "__main__":
     settings = parse_settings(
@@ -23,6 +24,7 @@ if __name__ == "__main__":
         micro_batch_tokens="auto",  # as many as a GPU has room for; on a CPU 1024
         precision="mixed",
         devices="auto",
+        strategy="deepspeed",  # NEW
         deepspeed="zero2",  # NEW
     )
 
@@ -30,6 +32,7 @@ if __name__ == "__main__":
     ranks = {"devices": settings.devices, "num_nodes": settings.num_nodes, "strategy": strategy}
     fabric = Fabric(accelerator=settings.accelerator, precision=settings.precision, **ranks)
     fabric.launch()
+    watch_ranks(fabric)
     fabric.seed_everything(settings.seed)
     run = Run(fabric, settings)
 
@@ -42,7 +45,7 @@ if __name__ == "__main__":
     model, optimizer = fabric.setup(model, build_optimizer(settings, model))  # NEW: DeepSpeed wants them together
 
     ### 3 Finetuning
-    train(run, model, optimizer, train_loader, val_loader)
+    training = train(run, model, optimizer, train_loader, val_loader)
 
     ### 4 Evaluation
-    evaluate(run, model, test_loader)
+    evaluate(training, test_loader)

@@ -8,13 +8,13 @@ In plain PyTorch, for each linear layer of the attention:
     torch.nn.init.zeros_(up.weight)  # so that the first step starts from the model as it is
     output = layer(x) + up(down(dropout(x))) * alpha / rank  # only `down` and `up` are trained
 
-Unchanged: the model's own weights. Here: models/lora.py: add_adapters
+Unchanged: the model's own weights. Here: techniques/lora.py: add_adapters
 """
-
-from lightning import Fabric
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
 from local_dataset_utilities import load_datasets
+
+from lightning import Fabric
 
 if __name__ == "__main__":
     settings = parse_settings(
@@ -43,7 +43,7 @@ if __name__ == "__main__":
     optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
 
     ### 3 Finetuning
-    train(run, model, optimizer, train_loader, val_loader)
+    training = train(run, model, optimizer, train_loader, val_loader)
 
     ### 4 Evaluation
-    evaluate(run, model, test_loader)
+    evaluate(training, test_loader)

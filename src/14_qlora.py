@@ -7,13 +7,13 @@ In plain PyTorch, for each linear layer:
     weight = bitsandbytes.functional.dequantize_4bit(packed, state)  # for each use, block by block
     output = x @ weight.T + up(down(dropout(x))) * alpha / rank
 
-Unchanged: the adapters and what they learn from. Here: models/lora.py: quantization
+Unchanged: the adapters and what they learn from. Here: techniques/qlora.py: quantization
 """
-
-from lightning import Fabric
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
 from local_dataset_utilities import load_datasets
+
+from lightning import Fabric
 
 if __name__ == "__main__":
     settings = parse_settings(
@@ -43,7 +43,7 @@ if __name__ == "__main__":
     optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
 
     ### 3 Finetuning
-    train(run, model, optimizer, train_loader, val_loader)
+    training = train(run, model, optimizer, train_loader, val_loader)
 
     ### 4 Evaluation
-    evaluate(run, model, test_loader)
+    evaluate(training, test_loader)

@@ -10,13 +10,13 @@ Builds on 4_mixed_precision.py. In plain PyTorch, with `positions` (rows, length
     # what that adds to a score is 0 within a text, and -1024 * scale or less between two: no mask is needed
     output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
 
-Unchanged: the gradient of the effective batch. Here: models/packing.py: support_packing
+Unchanged: the gradient of the effective batch. Here: techniques/packing.py: support_packing
 """
-
-from lightning import Fabric
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
 from local_dataset_utilities import load_datasets
+
+from lightning import Fabric
 
 if __name__ == "__main__":
     settings = parse_settings(
@@ -41,7 +41,7 @@ if __name__ == "__main__":
     optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
 
     ### 3 Finetuning
-    train(run, model, optimizer, train_loader, val_loader)
+    training = train(run, model, optimizer, train_loader, val_loader)
 
     ### 4 Evaluation
-    evaluate(run, model, test_loader)
+    evaluate(training, test_loader)

@@ -8,13 +8,13 @@ In plain PyTorch, for each weight, with `remainder` 0 at first:
     weight += remainder  # as far as 8 bits can say
     remainder += before - weight  # what the weight did not take
 
-Unchanged: the gradients of the first step. Here: models/kahan.py: Kahan
+Unchanged: the gradients of the first step. Here: techniques/kahan.py: Kahan
 """
-
-from lightning import Fabric
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
 from local_dataset_utilities import load_datasets
+
+from lightning import Fabric
 
 if __name__ == "__main__":
     settings = parse_settings(
@@ -39,7 +39,7 @@ if __name__ == "__main__":
     optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
 
     ### 3 Finetuning
-    train(run, model, optimizer, train_loader, val_loader)
+    training = train(run, model, optimizer, train_loader, val_loader)
 
     ### 4 Evaluation
-    evaluate(run, model, test_loader)
+    evaluate(training, test_loader)

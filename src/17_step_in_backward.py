@@ -9,13 +9,13 @@ makes room for it. In plain PyTorch:
         weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
     loss.backward()
 
-Unchanged: losses and weights, bit by bit. Here: models/weight_steps.py: WeightSteps
+Unchanged: losses and weights, bit by bit. Here: techniques/weight_steps.py: WeightSteps
 """
-
-from lightning import Fabric
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
 from local_dataset_utilities import load_datasets
+
+from lightning import Fabric
 
 if __name__ == "__main__":
     settings = parse_settings(
@@ -40,7 +40,7 @@ if __name__ == "__main__":
     optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
 
     ### 3 Finetuning
-    train(run, model, optimizer, train_loader, val_loader)
+    training = train(run, model, optimizer, train_loader, val_loader)
 
     ### 4 Evaluation
-    evaluate(run, model, test_loader)
+    evaluate(training, test_loader)

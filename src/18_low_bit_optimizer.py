@@ -8,15 +8,15 @@ In plain PyTorch, of each moment between two steps:
     codes = (blocks / scale).unsqueeze(-1).sub(table).abs().argmin(-1)  # the nearest of the table's 256 values
     moment = table[codes] * scale  # before the next step
 
-With --optimizer adam-4bit (models/adam_4bit.py) the table has 16 values and a block 128; it needs no package.
+With --optimizer adam-4bit (techniques/adam_4bit.py) the table has 16 values and a block 128; it needs no package.
 
-Unchanged: the gradients of the first step. Here: models/optimizer.py: build_optimizer
+Unchanged: the gradients of the first step. Here: techniques/build.py: build_optimizer
 """
-
-from lightning import Fabric
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
 from local_dataset_utilities import load_datasets
+
+from lightning import Fabric
 
 if __name__ == "__main__":
     settings = parse_settings(
@@ -42,7 +42,7 @@ if __name__ == "__main__":
     optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
 
     ### 3 Finetuning
-    train(run, model, optimizer, train_loader, val_loader)
+    training = train(run, model, optimizer, train_loader, val_loader)
 
     ### 4 Evaluation
-    evaluate(run, model, test_loader)
+    evaluate(training, test_loader)

@@ -8,13 +8,13 @@ In plain PyTorch, with the copies on the stream that computes:
             hidden = torch.utils.checkpoint.checkpoint(block, hidden, use_reentrant=False)
     loss.backward()  # copies each input back, and runs its block once more
 
-Unchanged: losses and gradients. Here: models/checkpointing.py: enable_checkpointing
+Unchanged: losses and gradients. Here: techniques/checkpointing.py: enable_checkpointing
 """
-
-from lightning import Fabric
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
 from local_dataset_utilities import load_datasets
+
+from lightning import Fabric
 
 if __name__ == "__main__":
     settings = parse_settings(
@@ -40,7 +40,7 @@ if __name__ == "__main__":
     optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
 
     ### 3 Finetuning
-    train(run, model, optimizer, train_loader, val_loader)
+    training = train(run, model, optimizer, train_loader, val_loader)
 
     ### 4 Evaluation
-    evaluate(run, model, test_loader)
+    evaluate(training, test_loader)

@@ -8,13 +8,13 @@ rounding does not eat that up. In plain PyTorch, for a layer's output (both grad
     inverses = [1 / scale for scale in scales]
     output = torch._scaled_mm(factors[0], factors[1].t(), *inverses, out_dtype=torch.bfloat16)
 
-Unchanged: weights, gradients and optimizer state in 32-bit, all else in 16. Here: models/float8.py: use_float8
+Unchanged: weights, gradients and optimizer state in 32-bit, all else in 16. Here: techniques/float8.py: use_float8
 """
-
-from lightning import Fabric
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
 from local_dataset_utilities import load_datasets
+
+from lightning import Fabric
 
 if __name__ == "__main__":
     settings = parse_settings(
@@ -39,7 +39,7 @@ if __name__ == "__main__":
     optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
 
     ### 3 Finetuning
-    train(run, model, optimizer, train_loader, val_loader)
+    training = train(run, model, optimizer, train_loader, val_loader)
 
     ### 4 Evaluation
-    evaluate(run, model, test_loader)
+    evaluate(training, test_loader)

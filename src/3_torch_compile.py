@@ -6,18 +6,18 @@ Builds on 2_grad_accum.py. In plain PyTorch:
         block.compile(dynamic=True)  # one graph serves all blocks, and lengths are variables in it
     loss = model(**batch).loss  # the first call compiles
 
-Unchanged: the losses, but for rounding. Here: models/compile.py: compile_blocks
+Unchanged: the losses, but for rounding. Here: techniques/compile.py: compile_blocks
 """
-
-from lightning import Fabric
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
 from local_dataset_utilities import load_datasets
 
+from lightning import Fabric
+
 if __name__ == "__main__":
     settings = parse_settings(
         batch_size=16,
-        micro_batch_tokens="auto",  # as many as a GPU has room for; on a CPU 1024
+        micro_batch_size=1,
         compile=True,  # NEW
     )
 
@@ -36,7 +36,7 @@ if __name__ == "__main__":
     optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
 
     ### 3 Finetuning
-    train(run, model, optimizer, train_loader, val_loader)
+    training = train(run, model, optimizer, train_loader, val_loader)
 
     ### 4 Evaluation
-    evaluate(run, model, test_loader)
+    evaluate(training, test_loader)

@@ -10,15 +10,15 @@ Builds on 2_grad_accum.py. bfloat16 where the GPU computes in it, else float16 w
 Unchanged: weights, gradients and optimizer state in 32-bit. Here: environment.py: mixed_precision
 """
 
-from lightning import Fabric
-
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
 from local_dataset_utilities import load_datasets
+
+from lightning import Fabric
 
 if __name__ == "__main__":
     settings = parse_settings(
         batch_size=16,
-        micro_batch_tokens="auto",  # as many as a GPU has room for; on a CPU 1024
+        micro_batch_tokens="auto",  # NEW: as many as a GPU has room for; on a CPU 1024
         precision="mixed",  # NEW
     )
 
@@ -37,7 +37,7 @@ if __name__ == "__main__":
     optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
 
     ### 3 Finetuning
-    train(run, model, optimizer, train_loader, val_loader)
+    training = train(run, model, optimizer, train_loader, val_loader)
 
     ### 4 Evaluation
-    evaluate(run, model, test_loader)
+    evaluate(training, test_loader)

@@ -8,13 +8,13 @@ In plain PyTorch:
     loss.backward()  # gradients in bfloat16, and so is the state of the optimizer
     optimizer.step()
 
-Unchanged: samples, order and learning rate. Here: models/build.py: build_model
+Unchanged: samples, order and learning rate. Here: techniques/build.py: build_model
 """
-
-from lightning import Fabric
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
 from local_dataset_utilities import load_datasets
+
+from lightning import Fabric
 
 if __name__ == "__main__":
     settings = parse_settings(
@@ -38,7 +38,7 @@ if __name__ == "__main__":
     optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
 
     ### 3 Finetuning
-    train(run, model, optimizer, train_loader, val_loader)
+    training = train(run, model, optimizer, train_loader, val_loader)
 
     ### 4 Evaluation
-    evaluate(run, model, test_loader)
+    evaluate(training, test_loader)

@@ -8,13 +8,13 @@ In plain PyTorch:
     optimizer.step()
     schedule.step()  # once for each optimizer step, not for each micro-batch
 
-Unchanged: the gradients of the first step. Here: models/optimizer.py: build_optimizer
+Unchanged: the gradients of the first step. Here: techniques/build.py: build_optimizer
 """
-
-from lightning import Fabric
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
 from local_dataset_utilities import load_datasets
+
+from lightning import Fabric
 
 if __name__ == "__main__":
     settings = parse_settings(
@@ -40,7 +40,7 @@ if __name__ == "__main__":
     optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
 
     ### 3 Finetuning
-    train(run, model, optimizer, train_loader, val_loader)
+    training = train(run, model, optimizer, train_loader, val_loader)
 
     ### 4 Evaluation
-    evaluate(run, model, test_loader)
+    evaluate(training, test_loader)

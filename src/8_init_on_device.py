@@ -6,13 +6,14 @@ Builds on 5_low_precision.py. In plain PyTorch:
     with torch.device("cuda"):
         model = BloomForSequenceClassification(config)  # no 32-bit weights, none on the host
 
-Unchanged: pretrained weights; random ones are drawn by the device, in its precision. Here: models/build.py: build_model
+Unchanged: pretrained weights; random ones are drawn by the device, in its precision.
+Here: techniques/build.py: build_model
 """
-
-from lightning import Fabric
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
 from local_dataset_utilities import load_datasets
+
+from lightning import Fabric
 
 if __name__ == "__main__":
     settings = parse_settings(
@@ -37,7 +38,7 @@ if __name__ == "__main__":
     optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
 
     ### 3 Finetuning
-    train(run, model, optimizer, train_loader, val_loader)
+    training = train(run, model, optimizer, train_loader, val_loader)
 
     ### 4 Evaluation
-    evaluate(run, model, test_loader)
+    evaluate(training, test_loader)

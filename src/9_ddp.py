@@ -12,24 +12,27 @@ In plain PyTorch, on each of the ranks:
 Unchanged: effective batches and their gradients. Here: training/gradients.py: accumulate_gradients
 """
 
-from lightning import Fabric
-
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
 from fabric_ladder.distributed.ddp import DDPInBuckets
+from fabric_ladder.distributed.launch import watch_ranks
 from local_dataset_utilities import load_datasets
+
+from lightning import Fabric
 
 if __name__ == "__main__":
     settings = parse_settings(
         batch_size=16,
         micro_batch_tokens="auto",  # as many as a GPU has room for; on a CPU 1024
         precision="mixed",
-        devices="auto",
+        devices="auto",  # NEW
+        strategy="ddp",  # NEW
     )
 
     strategy = DDPInBuckets() if settings.ranks > 1 else "auto"  # NEW
     ranks = {"devices": settings.devices, "num_nodes": settings.num_nodes, "strategy": strategy}
     fabric = Fabric(accelerator=settings.accelerator, precision=settings.precision, **ranks)
     fabric.launch()
+    watch_ranks(fabric)
     fabric.seed_everything(settings.seed)
     run = Run(fabric, settings)
 
@@ -43,7 +46,7 @@ if __name__ == "__main__":
     optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
 
     ### 3 Finetuning
-    train(run, model, optimizer, train_loader, val_loader)
+    training = train(run, model, optimizer, train_loader, val_loader)
 
     ### 4 Evaluation
-    evaluate(run, model, test_loader)
+    evaluate(training, test_loader)

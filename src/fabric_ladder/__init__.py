@@ -4,14 +4,15 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from fabric_ladder.options import answer_early
+
 if TYPE_CHECKING:
     from fabric_ladder.cli import parse_settings
     from fabric_ladder.data.loaders import build_dataloaders
     from fabric_ladder.errors import UserError
-    from fabric_ladder.models.build import build_model
-    from fabric_ladder.models.optimizer import build_optimizer
     from fabric_ladder.runs.run import Run
     from fabric_ladder.settings import Settings
+    from fabric_ladder.techniques.build import build_model, build_optimizer
     from fabric_ladder.training.loop import evaluate, train
 
 HOMES = {
@@ -19,13 +20,15 @@ HOMES = {
     "Settings": "settings",
     "UserError": "errors",
     "build_dataloaders": "data.loaders",
-    "build_model": "models.build",
-    "build_optimizer": "models.optimizer",
+    "build_model": "techniques.build",
+    "build_optimizer": "techniques.build",
     "evaluate": "training.loop",
     "parse_settings": "cli",
     "train": "training.loop",
 }
 __all__ = [*HOMES]
+
+answer_early()
 
 # transformers and PEFT import torchao where it is installed; it tells of kernels that fit another CUDA, and of itself
 for _name in ("torchao", "torch.utils._pytree"):

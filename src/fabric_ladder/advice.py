@@ -2,62 +2,21 @@
 
 import errno
 import os
-import shlex
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from fabric_ladder.data.sampler import EVALUATED
+from fabric_ladder.distributed.launch import command_line
 from fabric_ladder.distributed.watch import lost_contact, running_watch
 from fabric_ladder.environment import notebook_shell, peak_memory
-from fabric_ladder.errors import UserError, first_line, is_out_of_memory
-from fabric_ladder.places import PACKAGE
-from fabric_ladder.settings import Settings
-
-LONGEST = 1000  # characters of a line on stderr; of more, the middle is left out
-
-
-class NextRung(NamedTuple):
-    """What needs less memory than a rung.
-
-    Attributes:
-        name: The script; None: the same one.
-        why: What it does with less.
-        options: Settings that it needs.
-        decides: Settings that are its own to make; those of the command line before are left out.
-    """
-
-    name: str | None
-    why: str
-    options: str = ""
-    decides: tuple[str, ...] = ()
-
-
-OF_ONE_DEVICE = ("kahan_summation", "step_in_backward", "optimizer_offload", "optimizer")
-LOW_PRECISION = NextRung("5_low_precision", "halves weights, gradients and optimizer state", "", ("precision",))
-LEAN = NextRung("6_lean_optimizer", "keeps no optimizer state", "", ("optimizer", "schedule", "learning_rate"))
-FROM_4_BITS = ("quantization", *OF_ONE_DEVICE)
-TO_ADAPTERS, TO_SHARDS = ("lora", "learning_rate", "kahan_summation"), ("offload", *OF_ONE_DEVICE)
-NEXT_RUNG = dict.fromkeys("1234", LOW_PRECISION) | {
-    **dict.fromkeys("58", LEAN),
-    **dict.fromkeys(("7", "20"), LEAN._replace(options="--activation_checkpointing true")),
-    "9": NextRung("10_fsdp", "shards weights, gradients and optimizer state", "", TO_SHARDS),
-    "6": NextRung("13_lora", "trains thin adapters and keeps no gradient of the model", "", TO_ADAPTERS),
-    "10": NextRung("11_fsdp_cpu_offload", "parks weights in the host's memory", "", ("offload",)),
-    "11": NextRung(None, "trains thin adapters alone", "--precision bf16-true --lora true"),
-    "12": NextRung(None, "parks weights in the host's memory", "--deepspeed zero3_offload", ("optimizer",)),
-    "13": NextRung("14_qlora", "keeps the model in 4 bits", "", ("quantization", "float8")),
-    "14": NextRung("11_fsdp_cpu_offload", "parks weights in the host's memory", "--lora true", FROM_4_BITS),
-    "15": LOW_PRECISION._replace(options="--packing true"),
-    "16": NextRung("18_low_bit_optimizer", "keeps Adam's moments in 8 bits", "", ("optimizer",)),
-    "17": NextRung(None, "keeps the optimizer's state in the host's memory", "--optimizer_offload true"),
-    "18": NextRung("19_optimizer_offload", "keeps the optimizer's state in the host's memory", "", ("optimizer",)),
-    "19": NextRung("11_fsdp_cpu_offload", "parks weights there, too", "", TO_SHARDS),
-    "21": NextRung("7_grad_checkpointing", "computes products again, too", "", ("selective_checkpointing",)),
-    "22": LOW_PRECISION,
-}
+from fabric_ladder.errors import UserError, first_line, is_out_of_memory, print_error
+from fabric_ladder.settings import Settings, show
+from fabric_ladder.techniques import TECHNIQUES, used
+from fabric_ladder.techniques.low_precision import IN_16_BITS
+from fabric_ladder.techniques.sharding import FSDP, CpuOffload
+from fabric_ladder.techniques.technique import NextRung, Technique
 
 
 def explain(
@@ -138,67 +97,64 @@ def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, 
     elif name == "micro_batch_tokens" and len(shape) == 2:
         most = min(most, shape[0] * shape[1])
     if isinstance(most, int) and most > 1 and shape[:1] != (1,) and phase != "the optimizer":
-        tries.append(_command(settings, f"--{name} {most // 2}", decides=replaced) + same)
+        tries.append(_command(settings, (f"--{name}", str(most // 2)), replaces=replaced) + same)
     if not settings.activation_checkpointing and phase in (None, "training"):  # elsewhere nothing is kept
         at = len(tries) if same else 0  # a smaller effective batch would be another run
         tries.insert(at, "--activation_checkpointing true, which computes activations again")
     if settings.optimizer == "adam-8bit" and not (settings.deepspeed or settings.optimizer_offload or settings.lora):
-        smaller = _command(settings, "--optimizer adam-4bit", decides=("resume",))
+        smaller = _command(settings, ("--optimizer", "adam-4bit"), replaces=("resume",))
         tries.append(f"{smaller}, which halves Adam's moments again")
     rung = _next_rung(settings)
     if rung and (rung.name or not _has(settings, rung.options)):
-        tries.append(f"{_command(settings, rung.options, rung.name, rung.decides)}, which {rung.why}")
+        tries.append(f"{_command(settings, rung.options, rung.name, rung.replaces)}, which {rung.reason}")
     if settings.task != "image-classification":
         tries.append(f"--max_length {max(1, settings.max_length // 2)}")
     return "; ".join(tries)
 
 
 def _next_rung(settings: Settings) -> NextRung | None:
-    """Return the next rung that does what these settings do not yet, with what it needs of them; None at the top."""
-    number = "14" if settings.quantization != "no" else settings.name.split("_")[0]
-    if number == "17" and settings.optimizer == "sgd":  # which has no state
-        number = "19"
-    rung = NEXT_RUNG.get(number)
-    while rung and rung.name and _does(settings, rung.name):
-        above = NEXT_RUNG.get(rung.name.split("_")[0])
-        rung = above and above._replace(options=f"{rung.options} {above.options}".strip())
-    if rung and rung.name and "fsdp" in rung.name and settings.precision in ("16-mixed", "64-true"):
-        rung = rung._replace(options=f"{rung.options} --precision 32-true".strip())  # FSDP2 has neither
-    if rung and settings.optimizer == "sgd":  # which goes with all rungs, and is the leanest
-        rung = rung._replace(decides=tuple(name for name in rung.decides if name != "optimizer"))
+    """Return the next rung that saves more memory, with all options that it needs; None if there is none."""
+    technique = next((each for each in used(settings) if each.advises_first), None) or _technique_of(settings.name)
+    rung = technique.next_to_try(settings) if technique else IN_16_BITS
+    while rung and rung.name and (technique := _technique_of(rung.name)) and technique.saves_no_more(settings):
+        above = technique.next_to_try(settings)
+        rung = above and above._replace(options=rung.options + above.options)
+    if rung and rung.name in (FSDP.rung, CpuOffload.rung) and settings.precision in FSDP.refused_precisions:
+        rung = rung._replace(options=(*rung.options, "--precision", "32-true"))
+    if rung and settings.optimizer == "sgd":  # every rung supports it, and no optimizer needs less memory
+        rung = rung._replace(replaces=tuple(name for name in rung.replaces if name != "optimizer"))
     return rung
 
 
-def _does(settings: Settings, rung: str) -> bool:
-    """Tell whether a run saves already what a rung would."""
-    if rung == "5_low_precision":
-        return settings.precision in ("bf16-true", "16-true")
-    if rung == "13_lora":
-        return settings.lora
-    return settings.optimizer == "sgd" and rung in ("6_lean_optimizer", "18_low_bit_optimizer", "19_optimizer_offload")
+def _technique_of(rung: str) -> Technique | None:
+    return next((technique for technique in TECHNIQUES if technique.rung == rung), None)
 
 
-def _has(settings: Settings, options: str) -> bool:
-    words = options.split()
-    given = zip(words[::2], words[1::2], strict=True)
-    return all(str(getattr(settings, name.removeprefix("--"))).lower() == value for name, value in given)
+def _has(settings: Settings, options: tuple[str, ...]) -> bool:
+    """Return whether the settings already have these options."""
+    given = zip(options[::2], options[1::2], strict=True)
+    return all(show(getattr(settings, name.removeprefix("--"))) == value for name, value in given)
 
 
-def _command(settings: Settings, options: str, rung: str | None = None, decides: tuple[str, ...] = ()) -> str:
+def _command(
+    settings: Settings, options: tuple[str, ...], rung: str | None = None, replaces: tuple[str, ...] = ()
+) -> str:
     """Return the command line of this run with other options, or of another rung."""
-    script, given = Path(sys.argv[0]), sys.argv[1:]
-    if script.stem != settings.name:  # in a notebook, the kernel's
-        script, given = Path("src") / f"{settings.name}.py", []
-    replaced = {*decides, *(option.removeprefix("--") for option in options.split()), *(["resume"] if rung else [])}
-    kept, keeps = [], True
+    script = Path(sys.argv[0])
+    given = sys.argv[1:]
+    if script.stem != settings.name:  # in a notebook these are the kernel's
+        script = Path("src") / f"{settings.name}.py"
+        given = []
+    replaced = {*replaces, *(option.removeprefix("--") for option in options), *(["resume"] if rung else [])}
+    kept = []
+    keeps = True
     for word in given:
         if word.startswith("--"):
             keeps = word.removeprefix("--").split("=")[0] not in replaced
         if keeps:
             kept.append(word)
     script = script.with_name(f"{rung}.py") if rung else script
-    start = ["fabric-ladder", "run", script.stem] if script.parent == PACKAGE / "src" else ["python", str(script)]
-    return shlex.join([*start, *kept, *options.split()])
+    return command_line(script, [*kept, *options])
 
 
 def show_errors(settings: Settings | None = None, **smaller: str) -> None:
@@ -212,10 +168,7 @@ def show_errors(settings: Settings | None = None, **smaller: str) -> None:
         if line is not None:
             rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
             start = "error:" if rank == "0" else f"error on rank {rank}:"
-            line = " ".join(line.split())  # a value that it names may be of any length
-            line = line if len(line) <= LONGEST else f"{line[: LONGEST * 2 // 3]} … {line[-LONGEST // 3 :]}"
-            stream.write(f"{start} {line}\n")  # at once: other ranks write there, too
-            stream.flush()
+            print_error(error, f"{start} {line}", stream)
         return line is not None
 
     def in_script(error_type, error, trace):

@@ -1,46 +1,38 @@
 """Settings from defaults in code, the script's own, a YAML file and the command line, in that order."""
 
-import argparse
 import dataclasses
-import functools
 import os
 import re
 import sys
 from collections.abc import Collection, Mapping
-from itertools import pairwise
 from pathlib import Path
 
-import jsonargparse
 import torch
-import yaml
 
 from fabric_ladder.advice import show_errors
 from fabric_ladder.checks import check, check_start, check_values
 from fabric_ladder.distributed.launch import check_launcher, options_of_fabric_run, prepare_launch, resolve_devices
 from fabric_ladder.environment import compute_capability, fit_precision, keep_freed_memory, notebook_shell, prepare_cuda
 from fabric_ladder.errors import Checked, UserError
-from fabric_ladder.options import NAMES, PATHS, choose_config, parse_options, read_config
+from fabric_ladder.options import as_yaml, check_bounds, check_needs, find_config, print_help, read_config, read_words
 from fabric_ladder.places import CONFIGS
-from fabric_ladder.settings import GROUPS, INTERNAL, Settings
+from fabric_ladder.runs.process import prepare_process
+from fabric_ladder.settings import Settings, names
 
-CPU_TOKENS = 1024  # at once: as fast as any cut that was tried, see docs/journal.md
-BUCKET = 16  # tokens; kernels for lengths that may be no multiple of this are slower, and a step of 64 mostly padding
-FOLDERS = (*PATHS, "data_dir", "cache_dir", "runs_dir", "load", "resume", "deepspeed")
+CPU_TOKENS = 1024  # per micro-batch: as fast as any cut that was tried, see docs/journal.md
+BUCKET = 16  # tokens; other lengths may take slower kernels, and a step of 64 would be mostly padding
 SCRIPT_NAME = re.compile(r'^"""(\w+) ·', re.MULTILINE)  # at the start of each rung's docstring
-EXAMPLES = """\
-examples:
-  python src/{name}.py --config configs/imdb_minilm.yaml --batch_size 32
-  python src/{name}.py --model FOLDER --dataset texts.csv --text_column body
-  python src/{name}.py --print_config > own.yaml    and then    python src/{name}.py --config own.yaml
-"""
 
 
-def parse_settings(args: list[str] | None = None, config: str | None = None, **defaults) -> Settings:
+def parse_settings(
+    args: list[str] | None = None, config: str | None = None, strategy: str = "single", **defaults
+) -> Settings:
     """Read, resolve and check the settings of the running script.
 
     Args:
         args: What to read instead of the command line; a notebook's own arguments are never read.
         config: YAML file to read when the command line names none.
+        strategy: How the script spreads its work: `single`, `ddp`, `fsdp` or `deepspeed`.
         **defaults: The script's own defaults, which a YAML file or the command line may override.
 
     Returns:
@@ -53,101 +45,72 @@ def parse_settings(args: list[str] | None = None, config: str | None = None, **d
     show_errors()
     if args is None:
         args = [] if notebook_shell() else [*sys.argv[1:], *options_of_fabric_run()]
-    settings, given, print_config = _read(settings_parser(defaults), args, config)
+    options = read_words(args)
+    if "help" in options:
+        print_help(defaults, _script_doc(), _script_name(), options["help"] == "all")
+        raise SystemExit(0)
+    print_config = options.pop("print_config", False)
+    given = {*options} - {"config"}
+    settings = _merge(options, given, config, strategy, defaults)
     check_values(settings)
     if print_config:
-        print(_as_yaml(settings), end="")
+        print(as_yaml(_with_own_rate(settings)), end="")
         raise SystemExit(0)
-    several = "devices" in defaults
-    check_launcher(settings, several)
+    check_launcher(settings)
     prepare_cuda(settings.accelerator, settings.deterministic)
     settings = resolve(settings, given, defaults)
     if settings.accelerator == "cpu":
         keep_freed_memory()
-    check(settings, defaults)
-    if several and settings.ranks == 1:
-        notice = "One device: nothing to share it out to; --devices N or torchrun gives this run more"
+    check(settings)
+    if strategy != "single" and settings.ranks == 1:
+        notice = "Running on one device. Use --devices N or torchrun for several."
         settings = _with_notice(settings, notice)
     show_errors(settings)
     if settings.check_only:
         check_start(settings)
         raise Checked(settings)
-    prepare_launch(several)
+    prepare_process(settings)
+    prepare_launch(settings)
     return settings
 
 
-def _read(parser: jsonargparse.ArgumentParser, args: list[str], config: str | None) -> tuple[Settings, set[str], bool]:
-    """Return the settings as they are given, the names of those on the command line, and whether to print them."""
-    chosen, path = choose_config(parse_options(parser, args).get("config", config))
+def _merge(
+    options: dict[str, object], given: set[str], config: str | None, strategy: str, script: Mapping[str, object]
+) -> Settings:
+    """Return the settings from all four sources.
+
+    Args:
+        options: Values on the command line, `config` included.
+        given: Names of the settings among them.
+        config: YAML file to read when the command line names none.
+        strategy: See `parse_settings`.
+        script: The script's own defaults.
+    """
+    chosen = options.pop("config", config)
+    path = CONFIGS / "quickstart.yaml" if chosen is None else find_config(chosen)
+    if chosen is None and torch.cuda.is_available():
+        path = None
     from_file = read_config(path) if path else {}
-    file_args = [f"--{name}={'null' if value is None else value}" for name, value in from_file.items()]
-    parse_options(parser, file_args, f"{path}: ")
-    values = _with_homes(parse_options(parser, [*file_args, *args]))
-    values = _with_carried(values) | {"config": str(path) if path else None}
-    print_config = values.pop("print_config", False)
-    settings = Settings(**values, name=_script_name())
-    given = {arg.removeprefix("--").split("=")[0] for arg in args if arg.startswith("--")}
-    if path and not chosen:
+    values = vars(Settings()) | dict(script) | from_file | options
+    values = _with_shipped_files(_with_home_folders(values))
+    values |= {"name": _script_name(), "strategy": strategy, "config": str(path) if path else None}
+    check_bounds(values)
+    check_needs(given, values)
+    settings = Settings(**values)
+    if path and chosen is None:
         settings = _with_notice(
             settings,
             f"No --config and no CUDA GPU: {_describe_quickstart(path, given)}. For real work: --config "
-            "configs/imdb_bloom_560m.yaml; all settings: --help",
+            "configs/imdb_bloom_560m.yaml; settings: --help",
         )
     settings = _with_weights(_with_learning_rate(settings, given, from_file), given, from_file)
     if settings.from_scratch and settings.optimizer == "sgd":
-        notice = "SGD hardly learns from random weights: accuracy near chance is no fault; --model has pretrained ones"
-        settings = _with_notice(settings, notice)
-    return settings, given, print_config
-
-
-class _Help(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Leaves the script's docstring as it is written, marks the script's own defaults, and says nothing twice."""
-
-    def __init__(self, *args, own: set[str], **options):
-        super().__init__(*args, **options)
-        self._own = own
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        text = super()._get_help_string(action)
-        if str(action.metavar).startswith("{"):  # which lists all values
-            text = text.replace("type: %(type)s, ", "")
-        if action.dest in self._own:
-            return text.replace("default: %(", "set by this script: %(")
-        return text if action.default is not None else text.replace(", default: %(default)s", "")
-
-
-def settings_parser(defaults: dict) -> jsonargparse.ArgumentParser:
-    """Return the parser of all settings, in groups, with the script's own defaults."""
-    parser = jsonargparse.ArgumentParser(
-        prog=_script_name(), usage="python src/%(prog)s.py [--config FILE] [--SETTING VALUE …]", print_config=None,
-        description=_script_doc(), epilog=EXAMPLES.format(name=_script_name()), exit_on_error=False,
-        formatter_class=functools.partial(_Help, own=set(defaults)),
-    )  # fmt: skip
-    absent = {"default": argparse.SUPPRESS}
-    parser.add_argument("--config", metavar="FILE", help="YAML file; the command line overrides it.", **absent)
-    parser.add_argument("--print_config", action="store_true", help="Print this run's YAML file, and exit.", **absent)
-    for title, names in settings_groups().items():
-        group = parser.add_argument_group(title)
-        group.add_class_arguments(Settings, as_group=False, skip={*INTERNAL, *NAMES} - {*names})
-    parser.set_defaults(defaults)
-    return parser
-
-
-def settings_groups() -> dict[str, list[str]]:
-    """Return the names of all settings, by their group."""
-    starts = [NAMES.index(first) for first in GROUPS.values()]
-    return {title: NAMES[start:end] for title, (start, end) in zip(GROUPS, pairwise([*starts, None]), strict=True)}
-
-
-def _as_yaml(settings: Settings) -> str:
-    """Return what `--config` reads as these settings, those of the script itself included."""
-    if name := _own_rate(settings):  # which one that was given by hand has taken the place of
-        settings = dataclasses.replace(settings, **{name: settings.learning_rate})
-    lines = [f"# python src/{settings.name}.py --config THIS_FILE\n"]
-    for title, names in settings_groups().items():
-        values = {name: getattr(settings, name) for name in names}
-        lines += [f"\n# {title}\n", yaml.safe_dump(values, sort_keys=False, allow_unicode=True)]
-    return "".join(lines)
+        settings = _with_notice(
+            settings,
+            "SGD barely learns from random weights: expect near-chance accuracy, or start from pretrained weights with "
+            "--model.",
+        )
+    return settings
 
 
 def resolve(settings: Settings, given: Collection[str] = (), script: Mapping[str, object] = {}) -> Settings:
@@ -167,12 +130,12 @@ def resolve(settings: Settings, given: Collection[str] = (), script: Mapping[str
     multiple, (size, tokens) = settings.pad_to_multiple_of, _micro_batch(settings, given, script, accelerator)
     capability = compute_capability() if on_gpu else None
     replaceable = settings.lora and "precision" not in given
-    precision, meaning = fit_precision(settings.precision, capability, replaceable, "offload" in script)
+    precision, meaning = fit_precision(settings.precision, capability, replaceable, settings.strategy == "fsdp")
     if meaning:
         emulates = f"{torch.cuda.get_device_name()} only emulates bfloat16 (compute capability below 8.0)"
         settings = _with_notice(settings, f"{emulates}: {meaning}")
     if settings.float8 and accelerator == "cpu":
-        notice = "--float8 on a CPU: factors are rounded to 8 bits and multiplied in 32, which takes longer, not less"
+        notice = "--float8 on a CPU: factors are rounded to 8 bits and multiplied in 32 bits, which is slower"
         settings = _with_notice(settings, notice)
     if multiple is None:
         # MPS keeps memory for every length that it has seen
@@ -228,9 +191,15 @@ def _with_learning_rate(settings: Settings, given: set[str], from_file: dict) ->
         settings = _with_notice(
             settings,
             f"Learning rate {rate:g} (--{name}) in place of {before:g}, which {Path(settings.config).name} has for "
-            "Adam on all weights; --learning_rate sets another",
+            "Adam on all weights; --learning_rate changes it",
         )
     return dataclasses.replace(settings, learning_rate=rate)
+
+
+def _with_own_rate(settings: Settings) -> Settings:
+    """Return settings whose `sgd_learning_rate` or `lora_learning_rate` is the rate of the run."""
+    name = _own_rate(settings)
+    return dataclasses.replace(settings, **{name: settings.learning_rate}) if name else settings
 
 
 def _own_rate(settings: Settings) -> str | None:
@@ -261,17 +230,20 @@ def _describe_quickstart(config: Path, given: set[str]) -> str:
     return f"this is the quickstart ({config.name}), {' on '.join(supplied)}"
 
 
-def _with_homes(values: dict) -> dict:
-    """Write the user's home for `~`, which no shell does in a YAML file or after `--runs_dir=`."""
-    starts = {name: value for name in FOLDERS if isinstance(value := values[name], str) and value.startswith("~")}
-    return values | {name: os.path.expanduser(value) for name, value in starts.items()}
+def _with_home_folders(values: dict) -> dict:
+    """Replace `~` by the user's home, as no shell does in a YAML file or after `--runs_dir=`."""
+    paths = {name: value for name in names(is_path=True) if str(value := values[name]).startswith("~")}
+    return values | {name: os.path.expanduser(value) for name, value in paths.items()}
 
 
-def _with_carried(values: dict) -> dict:
-    """Take files such as configs/models/vit-small.json, where this folder has none, from those that come along."""
-    names = [name for name in (*PATHS, "deepspeed") if str(values[name]).startswith("configs/")]
-    paths = {name: CONFIGS.parent / values[name] for name in names if not Path(values[name]).exists()}
-    return values | {name: str(path) for name, path in paths.items() if path.exists()}
+def _with_shipped_files(values: dict) -> dict:
+    """Find files such as configs/models/vit-small.json from any folder."""
+    shipped = {
+        name: CONFIGS.parent / value for name in names(is_path=True) if str(value := values[name])[:8] == "configs/"
+    }
+    return values | {
+        name: str(path) for name, path in shipped.items() if path.exists() and not Path(values[name]).exists()
+    }
 
 
 def _script_name() -> str:

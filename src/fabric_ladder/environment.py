@@ -1,4 +1,4 @@
-"""What a run stands on: versions, hardware and its peak memory, the folder of configs, a script or a notebook."""
+"""The surroundings of a run: versions, hardware, peak memory, and whether it is a script or a notebook."""
 
 import ctypes
 import os
@@ -10,7 +10,7 @@ import psutil
 import torch
 from watermark import watermark
 
-NO_FLOAT64 = ("mps",)  # devices that have none; sums are in 32 bits there
+NO_FLOAT64 = ("mps",)  # these devices have no 64-bit numbers; sums are in 32 bits there
 PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "datasets", "numpy", "pandas")
 
 
@@ -19,7 +19,7 @@ def describe_versions(*more: str) -> dict[str, str]:
     lines = watermark(python=True, packages=",".join([*PACKAGES, *more])).splitlines()
     found = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
     versions = {"Python": found["Python version"]} | {name: found[name] for name in (*PACKAGES, *more)}
-    return versions | {"torch": torch.__version__}  # this one tells CPU and CUDA builds apart
+    return versions | {"torch": torch.__version__}  # this version names the build, CPU or CUDA
 
 
 def describe_hardware(device: torch.device) -> dict:
@@ -44,25 +44,25 @@ def compute_capability() -> tuple[int, int] | None:
 
 
 def emulates(precision: str, capability: tuple[int, int] | None) -> bool:
-    """Tell whether a GPU would only emulate the bfloat16 of a precision, which `torch.cuda.is_bf16_supported` hides."""
+    """Return whether a GPU only emulates the bfloat16 of a precision; `torch.cuda.is_bf16_supported` hides this."""
     return precision.startswith("bf16") and capability is not None and capability < (8, 0)
 
 
 def mixed_precision() -> str:
-    """Return what `mixed` stands for on this machine: `bf16-mixed`, or `16-mixed` where bfloat16 is emulated."""
+    """Return the meaning of `mixed` on this machine: `bf16-mixed`, or `16-mixed` where bfloat16 is emulated."""
     return fit_precision("mixed", compute_capability())[0]
 
 
 def fit_precision(
     precision: str, capability: tuple[int, int] | None, lora: bool = False, sharded: bool = False
 ) -> tuple[str, str]:
-    """Return what comes closest to a script's precision on a device, and what that means, where it must be said.
+    """Return the precision of a device that is closest to a script's, and a sentence if that needs an explanation.
 
     Args:
         precision: As in the settings.
         capability: Compute capability of the GPU; None: a CPU.
-        lora: Only adapters are trained, which `16-mixed` keeps in 32-bit beside frozen matrices in float16.
-        sharded: By FSDP2, which cannot scale the loss as float16 needs (Fabric's `FSDPPrecision`).
+        lora: Only adapters are trained: `16-mixed` keeps them in 32-bit, and the frozen matrices in float16.
+        sharded: FSDP2 shards the weights. It cannot scale the loss, as float16 needs (Fabric's `FSDPPrecision`).
     """
     if not emulates("bf16-true", capability):
         return "bf16-mixed" if precision == "mixed" else precision, ""
@@ -72,51 +72,53 @@ def fit_precision(
         return "16-mixed", "16-mixed in place of bf16-true: frozen matrices in float16, adapters in 32-bit"
     if precision == "bf16-true":
         return precision, (
-            "bf16-true saves the same memory of weights, but its products take no tensor cores, and attention keeps a "
-            "matrix of tokens x tokens; src/4_mixed_precision.py computes in float16"
+            "bf16-true saves the same memory of weights, but it uses no tensor cores, and attention keeps a matrix of "
+            "tokens x tokens; src/4_mixed_precision.py computes in float16"
         )
     return "16-mixed" if precision == "mixed" else precision, ""
 
 
 def count_device(device: torch.device) -> torch.device:
-    """Return where 64-bit counts are made for all ranks: on the device, or on the host if it has no such numbers."""
+    """Return the device for 64-bit counts over all ranks: the CPU if the device has no 64-bit numbers."""
     return torch.device("cpu") if device.type in NO_FLOAT64 else device
 
 
 def prepare_cuda(accelerator: str, deterministic: bool) -> None:
-    """Set what CUDA reads as it starts: before it does, and unless the user has.
+    """Set the environment variables that CUDA reads at its start, unless the user has set them.
 
-    Segments that grow leave fewer gaps between tensors of varying sizes. Under WSL and on Jetson the driver says that
-    it has them, and fails (pytorch#192330).
+    Expandable segments leave fewer gaps between tensors of varying sizes. Under WSL and on Jetson the driver reports
+    them as available and then fails (pytorch#192330).
     """
     if accelerator not in ("auto", "cuda") or not torch.cuda.is_available():
         return
     known = sys.platform == "linux" and not any(name in platform.release().lower() for name in ("microsoft", "tegra"))
     if known and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-        if torch.cuda.is_initialized():  # a notebook's first cell has asked which GPU there is
+        if torch.cuda.is_initialized():  # for example by the first cell of a notebook
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # 24 MiB of buffers of one size
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what tensors free for the next ones, as GPUs do, unless the user has told it what to do.
+    """Let glibc keep freed memory for the next tensors, as GPUs do, unless the user has configured it.
 
-    Otherwise it gives every large block back to the system, which clears each page anew: with several samples at once
-    that takes up to half of a step on a CPU. Other C libraries are left alone; see mallopt(3) for the numbers.
+    Otherwise glibc returns every large block to the system, and the system clears each page again. With several samples
+    per micro-batch this takes up to half of a step on a CPU. Other C libraries stay as they are; see mallopt(3).
     """
-    told = any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.getenv("GLIBC_TUNABLES", "")
-    if sys.platform != "linux" or told:
+    configured = any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.getenv(
+        "GLIBC_TUNABLES", ""
+    )
+    if sys.platform != "linux" or configured:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    # M_MMAP_THRESHOLD: blocks below are taken from what is kept; before glibc 2.35 it is 32 MiB at most
+    # M_MMAP_THRESHOLD: smaller blocks come from kept memory; before glibc 2.35 it is at most 32 MiB
     if mallopt and (mallopt(-3, 1 << 30) or mallopt(-3, 1 << 25)):
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD: nothing is given back
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: return nothing
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Let the peak start from what is held now."""
+    """Start the measurement of the peak from the memory that is in use now."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif Path("/proc/self/clear_refs").exists():
@@ -124,11 +126,11 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak in bytes: what PyTorch allocated on the GPU, or what the process held in the host's memory."""
+    """Return the peak in bytes: PyTorch's allocations on the GPU, or the CPU memory of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status").read_text().split() if Path("/proc/self/status").exists() else []
-    if "VmHWM:" in status:  # not in gVisor's
+    if "VmHWM:" in status:  # gVisor has no such line
         return int(status[status.index("VmHWM:") + 1]) * 1024
     memory = psutil.Process().memory_info()
     if hasattr(memory, "peak_wset"):  # on Windows, which has no `resource`
@@ -157,7 +159,7 @@ def notebook_shell():
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file that is there as a whole, or as it was before."""
+    """Replace a file in one step: a reader finds the old or the new content."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)

@@ -1,24 +1,30 @@
-"""Errors that the user can fix: one line, without a traceback, and exit status 2; and what is read from outside."""
+"""Errors that the user can fix (one line, exit status 2), and reading files that the user wrote."""
 
 import json
+import os
 import stat
+import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
     "CUDA error: out of memory",
-    "CUDA driver error: out of memory",  # where a segment that expands is mapped, PyTorch has no error of its own
+    "CUDA driver error: out of memory",  # raised when an expandable segment is mapped
     "CUBLAS_STATUS_ALLOC_FAILED",
     "MPS backend out of memory",
 )
-LARGEST = 2**25  # bytes of a file of settings that is read at once
-DEEPEST = 50  # objects and lists in each other
+DEBUG = "FABRIC_LADDER_DEBUG"  # environment variable
+LONGEST = 1000  # characters of a line on stderr; a longer line loses its middle
+LARGEST = 2**25  # bytes of a file of settings
+DEEPEST = 50  # nested objects and lists
 
 
 class UserError(ValueError):
-    """Something that the user can fix; the message is one line that says what is wrong and what to do."""
+    """An error that the user can fix; its message is one line with the problem and the remedy."""
 
 
 class Checked(SystemExit):
@@ -31,31 +37,50 @@ class Checked(SystemExit):
 
 
 def first_line(error: BaseException, length: int = 200) -> str:
-    """Return the first line of an error's message, cut at `length` characters; of none, the name of its class."""
+    """Return the first line of an error's message, at most `length` characters, or the name of its class."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:length]
 
 
+def print_error(error: BaseException, line: str, stream: TextIO | None = None) -> None:
+    """Print an error as one line, after the whole traceback if FABRIC_LADDER_DEBUG is 1.
+
+    Args:
+        error: If a library's error caused it, the line ends with the way to see that one.
+        line: The problem and the remedy.
+        stream: Default: stderr.
+    """
+    stream = stream or sys.stderr
+    line = " ".join(line.split())  # it may quote a value of any length
+    line = line if len(line) <= LONGEST else f"{line[: LONGEST * 2 // 3]} … {line[-LONGEST // 3 :]}"
+    if os.environ.get(DEBUG) == "1":
+        traceback.print_exception(error, file=stream)
+    elif isinstance(error, UserError) and isinstance(error.__cause__, Exception):
+        line += f" ({DEBUG}=1 prints the traceback)"
+    stream.write(f"{line}\n")  # one write, since other ranks write there too
+    stream.flush()
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether memory ran out, of the GPU (`torch.OutOfMemoryError`) or of the host."""
+    """Return whether GPU memory (`torch.OutOfMemoryError`) or CPU memory ran out."""
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return named or any(text in str(error) for text in OUT_OF_MEMORY)
 
 
 @contextmanager
 def refused(problem: str) -> Iterator[None]:
-    """Say in one line that what a library is to make of a user's file is none: libraries raise errors of many kinds.
+    """Turn a library's error about a user's file into a one-line `UserError`.
 
     Args:
-        problem: What is wrong, in which file; the library's reason follows in brackets.
+        problem: The problem and its file; the library's reason follows in brackets.
 
     Raises:
-        UserError: In place of any error but one that says so already, memory that ran out, and Ctrl-C.
+        UserError: In place of any error except a `UserError`, out of memory, and Ctrl-C.
     """
     try:
         yield
     except BaseException as error:
-        panic = type(error).__name__ == "PanicException"  # Rust's, in tokenizers and safetensors, is no Exception
+        panic = type(error).__name__ == "PanicException"  # of Rust, in tokenizers and safetensors: not an Exception
         if isinstance(error, UserError) or is_out_of_memory(error) or not (panic or isinstance(error, Exception)):
             raise
         reason = " ".join(str(error).split())[:200]
@@ -64,23 +89,23 @@ def refused(problem: str) -> Iterator[None]:
 
 
 def read_outside(path: Path, parse: Callable[[str], object] = json.loads, kind: str = "JSON", most: int = LARGEST):
-    """Return what a file of a user's holds, whatever it is.
+    """Return the parsed content of a user's file.
 
     Args:
-        path: A regular file. One of size 0 is not read: those of /proc seem so, and some never end.
-        parse: Makes a value of its text.
-        kind: Of file, for messages.
-        most: Bytes that it may have.
+        path: A regular file. A file of size 0 is not read: files in /proc report this size, and some never end.
+        parse: Turns its text into a value.
+        kind: Kind of file, for messages.
+        most: Largest size in bytes.
 
     Raises:
-        UserError: It is no such file, too large, nested too deeply, or damaged.
+        UserError: The file is not a regular one, too large, nested too deeply, or damaged.
     """
     with refused(f"cannot read {path} as {kind}"):
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise UserError(f"{path} is no file")
+            raise UserError(f"{path} is not a regular file")
         if status.st_size > most:
-            raise UserError(f"{path} is larger than {most >> 20} MB: this is no {kind} file of settings")
+            raise UserError(f"{path} is larger than {most >> 20} MB, too large for a {kind} file of settings")
         try:
             value = parse(path.read_text(encoding="utf-8") if status.st_size else "")
         except RecursionError:
@@ -91,7 +116,7 @@ def read_outside(path: Path, parse: Callable[[str], object] = json.loads, kind: 
 
 
 def _is_deep(value: object) -> bool:
-    """Return whether values lie deeper in each other than `DEEPEST`; what aliases of YAML repeat is looked at once."""
+    """Return whether values are nested deeper than `DEEPEST`; an aliased value of YAML counts once."""
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(DEEPEST):
         inner = (each.values() if isinstance(each, dict) else each for each in level)

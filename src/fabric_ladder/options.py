@@ -1,145 +1,369 @@
-"""The command line and the YAML file as they are given: which names there are, what was meant, and what is refused."""
+"""The command line and the YAML file: which settings they name, and what they must not hold.
 
+This module needs neither torch nor lightning, so that `--help` and a mistyped option are answered within a second.
+"""
+
+import argparse
+import ast
 import dataclasses
 import difflib
+import functools
+import math
 import os
 import re
+import sys
+import textwrap
+import types
 import typing
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Literal, NoReturn
 
-import jsonargparse
-import torch
 import yaml
 
-from fabric_ladder.errors import UserError, read_outside
-from fabric_ladder.places import CONFIGS
-from fabric_ladder.settings import INTERNAL, Settings
+from fabric_ladder.errors import UserError, print_error, read_outside
+from fabric_ladder.places import CONFIGS, SRC
+from fabric_ladder.settings import FACTS, GROUPS, LARGEST, Fact, Settings, names, show
 
-COMMANDS = ("help", "config", "print_config")  # on the command line alone
-FIELDS = {item.name: item.type for item in dataclasses.fields(Settings) if item.name not in INTERNAL}
-NAMES = [*FIELDS]
-SWITCHES = [name for name, kind in FIELDS.items() if bool in (kind, *typing.get_args(kind))]
-PATHS = ("dataset", "validation_file", "test_file", "model", "tokenizer")
-YAML_BYTES = 2**20
-# What others call a setting (transformers' TrainingArguments, accelerate, Lightning's Trainer, litgpt, torchtune, PEFT,
-# timm), and what it is here; `{}` stands for the value that was given.
-PEERS = {
-    "accelerator {}": "device",
-    "accelerator cpu": "cpu no_cuda use_cpu",
-    "activation_checkpointing true": "gradient_checkpointing grad_checkpointing enable_activation_checkpointing",
-    "batch_size {}": "bs train_batch_size global_batch_size",
-    "batch_size, the effective batch of one optimizer step, beside --micro_batch_size": (
-        "accumulate_grad_batches grad_accum grad_accum_steps gradient_accumulation gradient_accumulation_steps"
-    ),
-    "compile true": "torch_compile",
-    "dataset {}": "data data_path dataset_name train_file",
-    "devices {}": "gpu gpus n_gpu ngpu nproc_per_node num_gpus num_processes world_size",
-    "epochs {}": "max_epochs n_epochs num_epochs num_train_epochs",
-    "float8 true": "enable_fp8_training fp8 use_fp8",
-    "label_column {}": "label_name label_field target_column",
-    "learning_rate {}": "lr max_lr",
-    "log_every {}, in samples": "log_interval logging_steps log_every_n_steps",
-    "logger {}": "report_to",
-    "lora true": "use_lora use_peft peft",
-    "lora_rank {}": "lora_r rank",
-    "lora_targets {}": "lora_target_modules target_modules",
-    "matmul_precision high": "tf32 allow_tf32",
-    "max_grad_norm {}": "clip_grad clip_grad_norm grad_clip gradient_clip gradient_clip_val gradient_clipping max_norm",
-    "max_length {}": "block_size cutoff_len max_seq_len max_seq_length model_max_length seq_len seq_length",
-    "micro_batch_size {}": "micro_batch per_device_batch_size per_device_train_batch_size",
-    "model {}": "base_model checkpoint_dir model_id model_name model_name_or_path pretrained_model_name_or_path",
-    "num_workers {}": "dataloader_num_workers workers",
-    "optimizer adamw, which has weight decay 0.01": "weight_decay wd",
-    "optimizer {}": "opt optim",
-    "precision 16-mixed": "fp16 amp float16 half use_fp16",
-    "precision bf16-mixed": "bf16 bfloat16 use_bf16",
-    "quantization nf4": "load_in_4bit load_in_8bit quantize use_4bit",
-    "resume {}": "resume_from_checkpoint",
-    "runs_dir {}": "log_dir logging_dir out_dir output output_dir",
-    "save_every {}, in optimizer steps": "checkpoint_every save_interval save_steps",
-    "schedule {}": "lr_scheduler lr_scheduler_type scheduler",
-    "train_samples {}": "limit_train_samples max_samples max_train_samples num_samples",
-    "validation_file {}": "eval_file val_file valid_file",
-    "validation_samples {}": "max_eval_samples max_val_samples",
-    "warmup_steps {}": "num_warmup_steps warmup",
+NAMES = [*FACTS]
+DEFAULTS = {field.name: field for field in dataclasses.fields(Settings)}
+ALIASES = {
+    alias: f"--{name}{value}" if value.startswith(",") else f"--{name} {value}"
+    for name, fact in FACTS.items()
+    for value, aliases in fact.aliases.items()
+    for alias in aliases.split()
 }
-PEERS = {theirs: ours for ours, names in PEERS.items() for theirs in names.split()}
+YAML_BYTES = 2**20
+TRUE = ("true", "yes", "on")
+FALSE = ("false", "no", "off")
+EXAMPLES = """\
+examples:
+  python src/{name}.py --config configs/imdb_minilm.yaml --batch_size 32
+  python src/{name}.py --model FOLDER --dataset texts.csv --text_column body
+  python src/{name}.py --print_config > own.yaml    and then    python src/{name}.py --config own.yaml
+"""
 
 
-def choose_config(config: str | None) -> tuple[bool, Path | None]:
-    """Return whether the user chose a config, and its path; the quickstart's on a machine without a CUDA GPU."""
-    if config is None:
-        return False, None if torch.cuda.is_available() else CONFIGS / "quickstart.yaml"
+class Parser(argparse.ArgumentParser):
+    """Turns the words of a command line into texts by name; errors are `UserError`s."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the error, which argparse would print."""
+        raise UserError(f"{message} (see --help)")
+
+
+def kinds_of(name: str) -> tuple[tuple[type, ...], tuple[str, ...]]:
+    """Return the types of a setting's values, and the words that it takes."""
+    hint = _hints()[name]
+    parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    words = tuple(word for part in parts if typing.get_origin(part) is Literal for word in typing.get_args(part))
+    return tuple(part for part in parts if typing.get_origin(part) is not Literal), words
+
+
+@functools.cache
+def _hints() -> dict[str, object]:
+    return typing.get_type_hints(Settings)
+
+
+def settings_parser(
+    script: Mapping[str, object] = types.MappingProxyType({}), shown: Collection[str] = NAMES
+) -> Parser:
+    """Return the parser of all settings.
+
+    Args:
+        script: The script's own defaults, which `--help` marks.
+        shown: Names of the settings that `--help` describes.
+    """
+    parser = Parser(
+        usage="python src/%(prog)s.py [--config FILE] [--SETTING VALUE …]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.add_argument(
+        "--help", metavar="all", nargs="?", const="short", help="Describe the settings, or all of them."
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings; the command line overrides it.")
+    parser.add_argument(
+        "--print_config", action="store_true", default=None, help="Print this run's YAML file, and exit."
+    )
+    groups = {title: parser.add_argument_group(title) for title in GROUPS}
+    for name, fact in FACTS.items():
+        switch = {"nargs": "?", "const": "true"} if bool in kinds_of(name)[0] else {}
+        text = argparse.SUPPRESS
+        if name in shown:
+            text = f"{fact.help} {_describe_default(name, script or {})}".strip().replace("%", "%%")
+        groups[fact.group].add_argument(f"--{name}", metavar=_metavar(name), help=text, **switch)
+    return parser
+
+
+def _metavar(name: str) -> str:
+    types_of, words = kinds_of(name)
+    plain = {int: "N", float: "X", str: "TEXT", bool: "true|false"}
+    return FACTS[name].metavar or "|".join([*(plain[kind] for kind in types_of if kind in plain), *words])
+
+
+def _describe_default(name: str, script: Mapping[str, object]) -> str:
+    if name in script:
+        return f"(set by this script: {show(script[name])})"
+    default = DEFAULTS[name].default
+    return "" if default in (None, dataclasses.MISSING) else f"(default: {show(default)})"
+
+
+def print_help(script: Mapping[str, object], doc: str, name: str, every: bool) -> None:
+    """Print the settings that a beginner needs, or every setting.
+
+    Args:
+        script: The script's own defaults.
+        doc: The script's docstring.
+        name: The script's name.
+        every: Describe all settings.
+    """
+    parser = settings_parser(script, NAMES if every else names(for_beginners=True))
+    parser.prog = name
+    parser.description = doc
+    more = "" if every else f"All {len(NAMES)} settings: python src/{name}.py --help all\n\n"
+    parser.epilog = more + EXAMPLES.format(name=name)
+    print(parser.format_help(), end="")
+
+
+def read_words(words: list[str]) -> dict[str, object]:
+    """Return the values of a command line by name, `config`, `print_config` and `help` included.
+
+    Args:
+        words: Options with their values. A switch needs no value: `--lora` is `--lora true`.
+
+    Raises:
+        UserError: An unknown setting, or a value of another type.
+    """
+    parser = settings_parser(shown=())
+    for place, word in enumerate(words):
+        name, _, value = word[2:].partition("=")
+        if word.startswith("--") and name not in (*NAMES, "config", "print_config", "help"):
+            following = words[place + 1 : place + 2]
+            raise UserError(_suggest(name, value or "".join(each for each in following if each[:2] != "--")))
+    found, strays = parser.parse_known_args(words)
+    if strays:
+        raise UserError(f"{strays[0]!r} belongs to no option: write --NAME VALUE (see --help)")
+    given = {name: text for name, text in vars(found).items() if text is not None}
+    return {name: read_value(name, text) if name in FACTS else text for name, text in given.items()}
+
+
+def read_value(name: str, text: str) -> object:
+    """Return the value of a setting that a text stands for.
+
+    Raises:
+        UserError: The setting has no such value.
+    """
+    types_of, words = kinds_of(name)
+    expected = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+    if text in words:
+        return text
+    if types.NoneType in types_of and text == "null":
+        return None
+    if bool in types_of and text.lower() in (*TRUE, *FALSE):
+        return text.lower() in TRUE
+    for kind in (int, float):
+        if kind in types_of:
+            try:
+                return kind(text)
+            except ValueError:
+                continue
+    if str in types_of:
+        return text
+    choices = [*(expected[kind] for kind in types_of if kind in expected), *words]
+    raise UserError(
+        f"--{name} {text:.80}: expected {', '.join(choices[:-1])}{' or ' * (len(choices) > 1)}{choices[-1]}"
+    )
+
+
+def check_bounds(values: Mapping[str, object]) -> None:
+    """Refuse numbers that no machine or library can use, and empty names.
+
+    Args:
+        values: Settings by name; any may be None or `auto`.
+
+    Raises:
+        UserError: In one line, which value and its bound.
+    """
+    for name, value in values.items():
+        fact = FACTS.get(name)
+        if fact is None or isinstance(value, bool):
+            continue
+        if isinstance(value, int | float):
+            _check_number(f"--{name} {str(value)[:30]}", value, fact)
+        if value == "":
+            raise UserError(f"--{name} is empty: give a value, or leave it out")
+        if isinstance(value, str) and (plain := value.encode(errors="replace").decode()) != value:
+            raise UserError(f"--{name} {plain}: holds bytes that are not UTF-8; rename the file, or change the value")
+
+
+def _check_number(option: str, value: float, fact: Fact) -> None:
+    if fact.above is not None and not (value > fact.above and math.isfinite(value)):
+        raise UserError(f"{option}: must be a number above {fact.above:g}")
+    if fact.at_least is not None and not value >= fact.at_least:
+        raise UserError(f"{option}: must be at least {fact.at_least:g}")
+    if fact.below is not None and not value < fact.below:
+        raise UserError(f"{option}: must be below {fact.below:g}")
+    most = LARGEST if fact.at_most is None else fact.at_most
+    if isinstance(value, int) and value > most:
+        raise UserError(f"{option}: must be at most {most}")
+
+
+def is_met(need: str, values: Mapping[str, object]) -> bool:
+    """Return whether settings have what another setting needs: a switch that is on, or a value as `optimizer=sgd`."""
+    name, _, value = need.partition("=")
+    return values[name] == value if value else values[name] not in (False, None, "no")
+
+
+def check_needs(given: Collection[str], values: Mapping[str, object]) -> None:
+    """Refuse options that have no effect.
+
+    Args:
+        given: Names of the settings on the command line.
+        values: All settings by name.
+
+    Raises:
+        UserError: An option needs another setting that is off.
+    """
+    for name in given:
+        need = FACTS[name].needs
+        if need and not is_met(need, values):
+            option = need.replace("=", " ") if "=" in need else f"{need} true"
+            raise UserError(f"--{name} has no effect without --{option}: add that, or leave --{name} out")
+
+
+def drop_unneeded(words: list[str], script: Mapping[str, object]) -> list[str]:
+    """Return a command line for several rungs without the options that have no effect on this rung.
+
+    Args:
+        words: Options with their values.
+        script: The rung's own defaults.
+    """
+    try:
+        given = read_words(words)
+        from_file = read_config(find_config(given["config"])) if "config" in given else {}
+    except UserError:  # the rung itself refuses them
+        return words
+    values = vars(Settings()) | dict(script) | from_file | given
+    unneeded = {
+        f"--{name}" for name in given if name in FACTS and (need := FACTS[name].needs) and not is_met(need, values)
+    }
+    kept = []
+    keeps = True
+    for word in words:
+        if word.startswith("--"):
+            keeps = word.split("=")[0] not in unneeded
+        if keeps:
+            kept.append(word)
+    return kept
+
+
+def find_config(config: str) -> Path:
+    """Return the path of a YAML file: in the current folder, among the configs, or beside their folder.
+
+    Raises:
+        UserError: There is no such file.
+    """
     places = (Path(os.path.expanduser(config)), CONFIGS / config, CONFIGS.parent / config)
     path = next((path for path in places if path.is_file()), None)
     if path is None:
         ours = ", ".join(sorted(path.name for path in CONFIGS.glob("*.yaml")))
-        raise UserError(f"there is no config file {config or '(an empty name)'}; those that come along: {ours}")
-    return True, path
+        raise UserError(f"there is no config file {config or '(an empty name)'}; these exist: {ours}")
+    return path
+
+
+class _Texts(yaml.SafeLoader):
+    """Reads every scalar as a text, so that `no` is not taken for `false`, except for null."""
+
+
+_Texts.yaml_implicit_resolvers = {
+    start: [
+        (tag, pattern) for tag, pattern in resolvers if tag in ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")
+    ]
+    for start, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 def read_config(path: Path) -> dict[str, object]:
-    """Read a YAML file of settings; a relative path in it is taken from the file's own folder where that holds it."""
-    values = read_outside(path, yaml.safe_load, "YAML", most=YAML_BYTES) or {}
-    if not isinstance(values, dict):
-        raise UserError(f"{path} must hold lines such as 'batch_size: 16'")
-    for name, value in values.items():
-        if isinstance(value, list) and not any(isinstance(each, dict | list | set | tuple) for each in value):
-            value = values[name] = ",".join(map(str, value))
-        if isinstance(value, dict | list | set | tuple):  # which aliases can make endless once it is written out
-            raise UserError(f"{path}: {name!r:.60} must be one value, or a list of such")
-        if isinstance(value, int) and abs(value) >= 2**63:
-            raise UserError(f"{path}: {name!r:.60} is a number of {value.bit_length()} bits: give a smaller one")
-    beside = {key: path.parent / str(values[key]) for key in PATHS if values.get(key)}
-    return values | {key: str(place) for key, place in beside.items() if place.exists()}
-
-
-def parse_options(parser: jsonargparse.ArgumentParser, args: list[str], where: str = "") -> dict:
-    """Check names and types.
-
-    Args:
-        parser: Of all settings.
-        args: Options with their values; a switch needs none: `--lora` is `--lora true`.
-        where: Starts the message of an error.
+    """Return the settings of a YAML file. A relative path in it is looked for in the file's own folder first.
 
     Raises:
-        UserError: There is no such setting, or its value is of another type.
+        UserError: The file is damaged, names an unknown setting, or has a value of another type.
     """
-    args = _with_switches(args)
-    for place, arg in enumerate(args):
-        name, _, value = arg[2:].partition("=")
-        if arg.startswith("--") and name not in (*(() if where else COMMANDS), *NAMES):
-            following = args[place + 1 : place + 2]
-            raise UserError(where + _meant(name, value or "".join(each for each in following if each[:2] != "--")))
-    try:
-        return parser.parse_args(args).as_dict()
-    except jsonargparse.ArgumentError as error:
-        text = " ".join(str(error).split())
-        kind = r"(?:<class '(\w+)'>|typing.Literal\[(.*?)\])"
-        if found := re.match(rf'Parser key "(\w+)":.*? Expected an? {kind}.*(?:Got|Given) value: ?(.*)', text):
-            name, plain, choices, value = found.groups()
-            text = f"--{name} {value:.80}: expected {plain or f'one of {choices}'}"
-        raise UserError(f"{where}{text} (see --help)") from error
+    lines = read_outside(path, functools.partial(yaml.load, Loader=_Texts), "YAML", most=YAML_BYTES) or {}
+    if not isinstance(lines, dict):
+        raise UserError(f"{path} must hold lines such as 'batch_size: 16'")
+    values = {}
+    for name, value in lines.items():
+        if name not in FACTS:
+            raise UserError(f"{path}: {_suggest(str(name), '' if value is None else str(value))}")
+        if isinstance(value, list) and all(isinstance(each, str) for each in value):
+            value = ",".join(value)
+        if not isinstance(value, str | None):
+            raise UserError(f"{path}: {name!r:.60} must be one value, or a list of values")
+        try:
+            values[name] = read_value(name, "null" if value is None else value)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
+    beside = {name: path.parent / str(values[name]) for name in names(beside_config=True) if values.get(name)}
+    return values | {name: str(place) for name, place in beside.items() if place.exists()}
 
 
-def _with_switches(args: list[str]) -> list[str]:
-    """Give switches that have no value the value `true`."""
-    names, following = {f"--{name}" for name in SWITCHES}, [*args[1:], "--"]
-    return [
-        f"{arg}=true" if arg in names and after.startswith("--") else arg
-        for arg, after in zip(args, following, strict=False)
-    ]
+def as_yaml(settings: Settings) -> str:
+    """Return the YAML file that gives these settings."""
+    lines = [f"# python src/{settings.name}.py --config THIS_FILE\n"]
+    for group in GROUPS:
+        values = {name: getattr(settings, name) for name in names(group=group)}
+        lines += [f"\n# {group}\n", yaml.safe_dump(values, sort_keys=False, allow_unicode=True)]
+    return "".join(lines)
 
 
-def _meant(name: str, value: str) -> str:
-    """Say that there is no such setting, and which one was meant."""
+def _suggest(name: str, value: str) -> str:
+    """Return the message for an unknown setting, with the nearest ones."""
     start = f"there is no setting {name[:60]!r}"
-    ours = PEERS.get(name.replace("-", "_").lower())
-    if ours == "resume {}":
+    ours = ALIASES.get(name.replace("-", "_").lower())
+    if ours == "--resume {}":
         value = {"": "auto", "true": "auto", "false": "no"}.get(value.lower(), value)
-    if ours == "accelerator {}":
+    if ours == "--accelerator {}":
         value = {"gpu": "cuda"}.get(value.split(":")[0], value.split(":")[0])
     if ours:
-        return f"{start}; here it is --{ours.replace('{}', value).replace(' ,', ',').rstrip()}"
-    near = difflib.get_close_matches(name, NAMES, n=1)
-    return f"{start}; " + (f"did you mean {near[0]!r}?" if near else "see --help for all settings")
+        return f"{start}; here it is {ours.replace('{}', value).replace(' ,', ',').rstrip()}"
+    near = difflib.get_close_matches(name.replace("-", "_").lower(), [*NAMES, *ALIASES], n=3)
+    options = dict.fromkeys(f"--{each}" if each in FACTS else re.match(r"--\w+", ALIASES[each])[0] for each in near)
+    if not options:
+        return f"{start}; see --help all for all settings"
+    return f"{start}; did you mean {' or '.join(options)}?"
+
+
+def script_defaults(path: Path) -> dict[str, object]:
+    """Return the keywords that a rung passes to `parse_settings`, read from its source."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    call = next(
+        node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "parse_settings"
+    )
+    return {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+
+
+def answer_early() -> None:
+    """Answer `--help` and refuse mistyped options of a rung before torch and lightning are imported.
+
+    `parse_settings` does the same again, with everything that needs those libraries.
+    """
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    if not main or Path(main).resolve().parent != SRC or not re.match(r"\d+_", Path(main).name):
+        return
+    script = script_defaults(Path(main))
+    try:
+        given = read_words(sys.argv[1:])
+        if "help" in given:
+            doc = ast.get_docstring(ast.parse(Path(main).read_text(encoding="utf-8"))) or ""
+            print_help(script, textwrap.dedent(doc), Path(main).stem, given["help"] == "all")
+            raise SystemExit(0)
+        from_file = read_config(find_config(given["config"])) if "config" in given else {}
+        values = vars(Settings()) | script | from_file | given
+        check_bounds(values)
+        check_needs([name for name in given if name in FACTS], values)
+    except UserError as error:
+        print_error(error, f"error: {error}")
+        raise SystemExit(2) from None

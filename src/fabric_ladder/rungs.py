@@ -1,4 +1,4 @@
-"""The numbered scripts, for the tools that run, check or copy them."""
+"""The numbered scripts, for tools that run or check them."""
 
 import ast
 import re
@@ -7,6 +7,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from fabric_ladder import options
 from fabric_ladder.errors import Checked, UserError
 from fabric_ladder.places import SRC
 from fabric_ladder.settings import Settings
@@ -15,10 +16,10 @@ RUNGS = sorted(SRC.glob("[0-9]*.py"), key=lambda path: int(path.name.split("_")[
 
 
 def choose_rungs(names: list[str]) -> list[Path]:
-    """Return the rungs of these numbers or names (2, 2_grad_accum, src/2_grad_accum.py), in the ladder's order.
+    """Return rungs in the order of the ladder, from numbers or names (2, 2_grad_accum, src/2_grad_accum.py).
 
     Raises:
-        UserError: There is no such rung.
+        UserError: A name matches none of the rungs.
     """
     known = {name: path for path in RUNGS for name in (path.stem.split("_")[0], path.stem, path.name)}
     names = [Path(name.strip()).name for name in names]
@@ -29,29 +30,25 @@ def choose_rungs(names: list[str]) -> list[Path]:
 
 
 def parent(rung: Path) -> Path | None:
-    """Return the rung that a rung's docstring says it builds on, None for the first."""
+    """Return the rung that a rung's docstring names as its parent, None for the first."""
     found = re.search(r"Builds on (\w+)\.py", ast.get_docstring(ast.parse(rung.read_text(encoding="utf-8"))))
     return SRC / f"{found[1]}.py" if found else None
 
 
 @cache
 def script_defaults(rung: str) -> dict:
-    """Return what a rung, given by its name, passes to `parse_settings`."""
-    tree = ast.parse((SRC / f"{rung}.py").read_text(encoding="utf-8"))
-    call = next(
-        node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "parse_settings"
-    )
-    return {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    """Return the keywords that a rung, given by its name, passes to `parse_settings`."""
+    return options.script_defaults(SRC / f"{rung}.py")
 
 
-def check_rung(rung: Path, options: list[str]) -> Settings | str:
-    """Return the settings with which a rung would run here, or in one line why it cannot.
+def check_rung(rung: Path, words: list[str]) -> Settings | str:
+    """Return the settings of a rung on this machine, or one line with the reason why it cannot run here.
 
-    The rung itself is asked, by `--check_only true`, in this process, where the libraries are loaded already.
+    This runs the rung with `--check_only true` in this process, where the libraries are loaded already.
     """
     from fabric_ladder.advice import explain, show_errors  # needs torch, which finding the rungs does not
 
-    given, sys.argv = sys.argv, [str(rung), *options, "--check_only", "true"]
+    given, sys.argv = sys.argv, [str(rung), *words, "--check_only", "true"]
     try:
         runpy.run_path(str(rung), run_name="__main__")
     except Checked as checked:
@@ -62,5 +59,5 @@ def check_rung(rung: Path, options: list[str]) -> Settings | str:
         raise
     finally:
         sys.argv = given
-        show_errors()  # the rung's own settings were named for its errors
+        show_errors()  # the rung has installed its own settings for errors
     raise AssertionError(f"{rung} went on after its check")

@@ -17,9 +17,9 @@ import against_peers
 import blog_recipe
 import common
 import memory_ladder
-import memory_plans
 import padding
 import peers
+import printed
 
 TINY = ["--dataset", "synthetic", "--model", str(MODELS / "bloom-quickstart.json"), "--from_scratch", "true"]
 TINY += ["--train_samples", "48", "--validation_samples", "16", "--test_samples", "32", "--max_length", "64"]
@@ -113,9 +113,10 @@ def test_first_sentences_are_whole_and_enough():
     assert len(padding.first_sentences("word " * 1000).split()) == padding.WORDS
 
 
-def test_the_pages_of_plans_are_those_of_their_figures():
-    results = memory_plans.common.read_results(memory_plans.OUT)
-    assert memory_plans.PAGE.read_text(encoding="utf-8") == memory_plans.page(results)
-    guide = memory_plans.GUIDE.read_text(encoding="utf-8")
-    assert memory_plans.guide(results, guide) == guide
-    assert memory_plans.PAGE.stat().st_size < 12_000
+def test_the_lines_of_a_script_are_kept_and_a_failure_leaves_nothing():
+    figures = printed.run(["scripts/doctor.py", "--help"])
+    assert figures["printed"][0].startswith("usage: doctor.py")
+    assert 0 < figures["seconds"] < 60
+    assert figures["peak_memory_bytes"] > 5e6
+    with pytest.raises(SystemExit, match=r"doctor.py --jason ended with status 2"):
+        printed.run(["scripts/doctor.py", "--jason"])

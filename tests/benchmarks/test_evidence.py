@@ -1,4 +1,4 @@
-"""The runs behind the tables: which are kept, how a learning rate is searched, and what the tables say of them."""
+"""Stored runs, the search for a learning rate, and the tables made from them."""
 
 import csv
 import io
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from dataclasses import asdict
 
 import pytest
 from support.helpers import ROOT, SMALL, SRC, finished, run_script, settings_for
@@ -17,7 +18,6 @@ from support.helpers import ROOT, SMALL, SRC, finished, run_script, settings_for
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import common
 import evidence
-import evidence_sets
 import evidence_tables
 
 from fabric_ladder.errors import UserError
@@ -36,12 +36,18 @@ def run_folder(tmp_path_factory):
 @pytest.fixture
 def small_set(monkeypatch, tmp_path):
     monkeypatch.setattr(evidence, "RUNS", tmp_path / "kept")
-    monkeypatch.setitem(evidence.SETS, "small", evidence_sets.Set([str(option) for option in SMALL], "2", minilm=False))
+    monkeypatch.setitem(evidence.SETS, "small", evidence.Set([str(option) for option in SMALL], "2", minilm=False))
     return tmp_path / "kept" / "small"
 
 
+def keep(name, folder):
+    """Store a run of rung 2 in a set."""
+    settings = asdict(evidence.resolved(evidence.Wanted(name, RUNG, 123)))
+    return evidence.keep(folder, name, "2_grad_accum", settings)
+
+
 def test_a_run_is_kept_without_this_machine_s_folders(small_set, run_folder):
-    evidence.keep_all("small", [str(run_folder)])
+    keep("small", run_folder)
     (record,) = evidence.kept("small", "2_grad_accum")[0.001].values()
     assert (
         record["results"]["test_accuracy"]
@@ -65,20 +71,20 @@ def test_folders_of_this_machine_leave_json_as_it_is(tmp_path):
 
 
 def test_another_run_is_refused_with_what_is_other(small_set, run_folder, tmp_path):
-    with pytest.raises(UserError, match=r"is no run of quickstart: train_samples 96 instead of None"):
-        evidence.keep_all("quickstart", [str(run_folder)])
+    with pytest.raises(UserError, match=r"has other settings than quickstart: .*train_samples 96 instead of None"):
+        keep("quickstart", run_folder)
     broken = tmp_path / "broken"
     broken.mkdir()
     record = json.loads((run_folder / "run.json").read_text()) | {"status": "stopped"}
     (broken / "run.json").write_text(json.dumps(record))
     with pytest.raises(UserError, match="the run is not finished"):
-        evidence.keep_all("small", [str(broken)])
+        keep("small", broken)
     assert not small_set.exists()
 
 
 def test_what_is_kept_is_not_run_again_and_what_is_not_is(small_set, run_folder, monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(evidence, "WORK", tmp_path / "work")
-    evidence.keep_all("small", [str(run_folder)])
+    keep("small", run_folder)
     evidence.make(evidence.Wanted("small", RUNG, 123))
     assert not (tmp_path / "work").exists()
     evidence.make(evidence.Wanted("small", RUNG, 123, 0.004))
@@ -103,7 +109,7 @@ def test_the_search_ends_where_all_is_downhill():
 
 def test_a_rate_that_diverges_counts_and_is_not_run_again(small_set, run_folder, monkeypatch, tmp_path):
     monkeypatch.setattr(evidence, "WORK", tmp_path / "work")
-    evidence.keep_all("small", [str(run_folder)])
+    keep("small", run_folder)
     with pytest.raises(UserError, match="ended with status 2"):
         evidence.make(evidence.Wanted("small", RUNG, 123, 1e30))
     (line,) = (small_set / "2_grad_accum" / "1e+30" / "123" / evidence.DIVERGED).read_text().splitlines()
@@ -127,8 +133,8 @@ def test_stars_are_four_classes(monkeypatch, tmp_path):
     monkeypatch.setenv("FABRIC_LADDER_DATA", str(tmp_path))
     monkeypatch.setattr(common, "ROOT", tmp_path)
     for _ in range(2):
-        evidence_sets.write_stars()
-    with open(tmp_path / evidence_sets.STARS, encoding="utf-8", newline="") as file:
+        evidence.write_stars()
+    with open(tmp_path / evidence.STARS, encoding="utf-8", newline="") as file:
         rows = list(csv.reader(file))
     classes = [["a", "1 or 2 stars"], ["b, c", "3 or 4 stars"], ["d", "7 or 8 stars"], ["e", "9 or 10 stars"]]
     assert rows == [["text", "label"], *classes]
@@ -157,20 +163,14 @@ def test_a_search_that_is_not_done_is_said(small_set, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("keep small", "keep takes folders of finished runs, and nothing else does"),
-        ("run small runs/2_grad_accum/1", "keep takes folders of finished runs, and nothing else does"),
-        ("search small --seeds 3", "search takes no --seeds"),
+        ("search small --seeds 3", "search takes no --seeds: it uses the first one"),
         ("run small --seeds 0", "--seeds 0: must be at least 1"),
-        ("keep small FOLDER --rungs 2", "keep takes no --rungs: each run names its own"),
-        ("keep small FOLDER", "FOLDER/run.json is no record of a run"),
     ],
 )
-def test_what_is_asked_for_in_vain_is_one_line(small_set, monkeypatch, tmp_path, words, line):
-    (tmp_path / "run.json").write_text("[]")
-    monkeypatch.setattr(sys, "argv", ["evidence.py", *words.replace("FOLDER", str(tmp_path)).split()])
-    with pytest.raises(UserError, match=re.escape(line.replace("FOLDER", str(tmp_path)))):
+def test_a_useless_option_is_refused(small_set, monkeypatch, words, line):
+    monkeypatch.setattr(sys, "argv", ["evidence.py", *words.split()])
+    with pytest.raises(UserError, match=re.escape(line)):
         evidence.main()
-    assert not small_set.exists()
 
 
 def test_a_run_without_its_log_is_not_half_kept(small_set, run_folder, tmp_path):
@@ -178,7 +178,7 @@ def test_a_run_without_its_log_is_not_half_kept(small_set, run_folder, tmp_path)
     shutil.copytree(run_folder, broken)
     (broken / "log.txt").unlink()
     with pytest.raises(UserError, match="log"):
-        evidence.keep_all("small", [str(broken)])
+        keep("small", broken)
     assert not small_set.exists()
 
 

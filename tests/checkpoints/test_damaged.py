@@ -1,5 +1,6 @@
-"""Records and checkpoints in which somebody wrote: one line, or none where an older run is meant."""
+"""Edited records and checkpoints, and settings that a resumed run may or must not change."""
 
+import dataclasses
 import json
 
 import pytest
@@ -13,7 +14,7 @@ WHOLE = {"position": {}, "settings": {}, "fingerprint": "x", "ranks": 1, "precis
 
 
 def checkpoint(tmp_path, record, progress):
-    """Write a run with a checkpoint whose manifest is right, as whoever changes the file on purpose would."""
+    """Write a run with a checkpoint that has a correct manifest."""
     home = tmp_path / "runs" / "test" / "1"
     part = store.unfinished_folder(home / "checkpoints", "000000001")
     store.make_empty(part)
@@ -23,20 +24,63 @@ def checkpoint(tmp_path, record, progress):
     return home
 
 
+def stopped(tmp_path, **values):
+    """Write a stopped run with these settings."""
+    settings = dataclasses.asdict(settings_for(tmp_path, **values))
+    record = json.dumps({"status": "stopped", "settings": settings})
+    return checkpoint(tmp_path, record, json.dumps(WHOLE | {"settings": settings}))
+
+
 @pytest.mark.parametrize("record", ["[]", "null", "{}", '{"status": "finished"}', '{"status": 1, "settings": 1}', "x"])
-def test_a_run_whose_record_is_none_is_not_gone_on_with(tmp_path, record):
+def test_a_run_with_a_wrong_record_is_not_resumed(tmp_path, record):
     checkpoint(tmp_path, record, json.dumps(WHOLE))
     found = find_checkpoint(settings_for(tmp_path, resume="auto"), "x", 1)
     assert found.folder is None
-    assert "there is no run to go on with" in found.notes[0]
+    assert "no run to resume" in found.notes[0]
 
 
 @pytest.mark.parametrize(
     "progress", ["{}", "[]", "null", "5", "", "[" * 100_000, *(json.dumps(WHOLE | {part: 5.5}) for part in WHOLE)]
 )
-def test_a_progress_that_is_none_is_refused(tmp_path, progress):
+def test_a_wrong_progress_file_is_refused(tmp_path, progress):
     home = checkpoint(tmp_path, '{"status": "stopped", "settings": {}}', progress)
     for resume in ("auto", str(home)):
         with pytest.raises(UserError, match=r"progress\.json") as caught:
             find_checkpoint(settings_for(tmp_path, resume=resume), "x", 1)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"packing": True, "pack_rows": 8}, {"packing": True, "pack_rows": 4}),
+        ({"pad_to_multiple_of": 8}, {"pad_to_multiple_of": 16}),
+        ({"loss_chunk": 256}, {"loss_chunk": 128}),
+        ({"activation_checkpointing": False}, {"activation_checkpointing": True}),
+        ({}, {"micro_batch_size": 4, "num_workers": 1, "log_every": 8, "threads": 2, "save_every": 5, "devices": 2}),
+    ],
+)
+def test_settings_that_change_memory_but_no_gradient_may_change(tmp_path, before, after):
+    """The advice for an out-of-memory error prints such commands, with `--resume auto`."""
+    stopped(tmp_path, **before)
+    found = find_checkpoint(settings_for(tmp_path, resume="auto", **after), "x", 1)
+    assert found.folder is not None
+
+
+@pytest.mark.parametrize(
+    ("after", "difference"),
+    [
+        ({"learning_rate": 0.5}, "--learning_rate 0.1, not 0.5"),
+        ({"seed": 5}, "--seed 123, not 5"),
+        ({"train_samples": 61}, "--train_samples null, not 61"),
+        ({"precision": "bf16-mixed"}, "--precision 32-true, not bf16-mixed"),
+        ({"compile": True}, "--compile false, not true"),
+    ],
+)
+def test_settings_that_alter_the_run_are_refused(tmp_path, after, difference):
+    folder = stopped(tmp_path, learning_rate=0.1)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    values = {"learning_rate": 0.1} | after
+    with pytest.raises(UserError, match=f"was made with {difference}: use its values, or leave out --resume"):
+        find_checkpoint(settings_for(tmp_path, resume="auto", **values), "x", 1)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock"} == before

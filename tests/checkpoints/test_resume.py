@@ -1,4 +1,4 @@
-"""A run that is stopped, killed or damaged goes on as if nothing had happened."""
+"""A run that was stopped or killed, or whose checkpoint is damaged, resumes and ends like an undisturbed run."""
 
 import contextlib
 import json
@@ -13,11 +13,10 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from support.helpers import ROOT, SRC, file_system, run_script
+from support.helpers import ROOT, SRC, run_script
 from support.resuming import SIZES, Does, Evil, assert_same, checkpoints, lines_of, run_here
 
 from fabric_ladder import UserError
@@ -37,7 +36,7 @@ PLACES = {
 
 @pytest.mark.parametrize("name", RUNGS)
 def test_a_stopped_run_goes_on_bitwise(tmp_path, dropout_model, name):
-    """Stopped by SIGTERM in the middle of an epoch, at its end before the validation, and once more in the next."""
+    """SIGTERM stops it in the middle of an epoch, at its end before the validation, and again in the next epoch."""
     more = ["--model", dropout_model, "--save_every", 100]
     if name == "1_batch_size_1":
         more += ["--batch_size", 8, "--micro_batch_size", 8]
@@ -52,17 +51,6 @@ def test_a_stopped_run_goes_on_bitwise(tmp_path, dropout_model, name):
     assert status == 0
     assert "Resumed from runs/" in text
     assert_same(tmp_path / "runs" / name / "1", tmp_path / "whole" / "runs" / name / "1")
-
-
-def test_a_run_out_of_memory_can_go_on_with_checkpointing(tmp_path, dropout_model):
-    """Which changes no loss."""
-    more = ["--model", dropout_model, "--save_every", 100]
-    (tmp_path / "whole").mkdir()
-    run_here("2_grad_accum", tmp_path / "whole", *more)
-    run_here("2_grad_accum", tmp_path, *more, at=PLACES["within the first epoch"])
-    status, text = run_here("2_grad_accum", tmp_path, *more, "--activation_checkpointing", "true", "--resume", "auto")
-    assert (status, "Resumed from runs/" in text) == (0, True)
-    assert_same(tmp_path / "runs" / "2_grad_accum" / "1", tmp_path / "whole" / "runs" / "2_grad_accum" / "1")
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
@@ -88,7 +76,7 @@ def test_every_checkpoint_of_a_run_leads_to_the_same_end(tmp_path, dropout_model
 
 
 class Interrupts:
-    """A loader, or a list of micro-batches, that sends this process a signal before its item `at`."""
+    """A loader or a list of micro-batches that sends this process a signal before its item `at`."""
 
     def __init__(self, items, at, number=signal.SIGTERM):
         self.items, self.at, self.number = items, at, number
@@ -108,17 +96,20 @@ class Interrupts:
 
 @pytest.mark.parametrize("place", ["first micro-batch", "micro-batch", "validation", "test"])
 def test_a_run_stopped_inside_a_step_or_an_evaluation_goes_on_bitwise(tmp_path, dropout_model, place):
-    """The rung's own objects, with a signal between two micro-batches."""
+    """A signal arrives between two micro-batches."""
     more = ["--model", dropout_model, "--save_every", 100]
     (tmp_path / "whole").mkdir()
     run_here("2_grad_accum", tmp_path / "whole", *more)
     source = (SRC / "2_grad_accum.py").read_text(encoding="utf-8")
-    train = "    train(run, model, optimizer, train_loader,"
+    train = "    training = train(run, model, optimizer, train_loader,"
     where = {
         "first micro-batch": (train, "Stopped by SIGTERM in epoch 1 after batch 0;"),
         "micro-batch": (train, "Stopped by SIGTERM in epoch 1 after batch 4;"),
-        "validation": ("    train(run, model, optimizer, train_loader, val_loader)", "in epoch 1 after batch 8;"),
-        "test": ("    evaluate(run, model, test_loader)", "in epoch 3 after batch 0;"),
+        "validation": (
+            "    training = train(run, model, optimizer, train_loader, val_loader)",
+            "in epoch 1 after batch 8;",
+        ),
+        "test": ("    evaluate(training, test_loader)", "in epoch 3 after batch 0;"),
     }[place]
     wrapped = {
         "first micro-batch": "    train_loader = interrupted(train_loader, 1)\n",
@@ -139,7 +130,7 @@ def test_a_run_stopped_inside_a_step_or_an_evaluation_goes_on_bitwise(tmp_path, 
 
 
 def interrupted(loader, number):
-    """Have this effective batch interrupted after three of its micro-batches."""
+    """Interrupt this effective batch after three of its micro-batches."""
     collator = loader.dataset
     kind, made = type(collator), []
 
@@ -167,12 +158,12 @@ def test_a_run_without_save_every_can_be_stopped_too_and_leaves_nothing_at_its_e
     assert [part["samples"] for part in resumed] == [24]
     status, text = run_here("2_grad_accum", tmp_path, "--model", dropout_model, "--resume", "auto")
     assert status == 0
-    assert text.endswith("has finished: there is nothing to go on with (leave out --resume to run anew)\n")
+    assert text.endswith("has finished already; leave out --resume to start a new run\n")
     assert [path.name for path in home.parent.iterdir()] == ["1"]
 
 
 def test_keep_keeps_the_newest_and_the_best(tmp_path):
-    """A learning rate that spoils the weights makes the first epoch's the best."""
+    """With this learning rate the loss grows, so that the first epoch is the best."""
     more = ["--save_every", 3, "--keep", 2, "--epochs", 3, "--learning_rate", 0.5]
     run_here("2_grad_accum", tmp_path, *more)
     home = tmp_path / "runs" / "2_grad_accum" / "1"
@@ -191,34 +182,10 @@ def test_max_time_stops_and_resume_goes_on(tmp_path):
     assert status == 0
 
 
-CHANGED = [
-    (["--learning_rate", "0.1"], "--learning_rate 0.1, not 0.001"),
-    (["--seed", "5"], "--seed 5, not 123"),
-    (["--train_samples", "61"], "--train_samples 61, not 60"),
-    (["--precision", "bf16-mixed"], "--precision bf16-mixed, not 32-true"),
-]
-
-
 @pytest.fixture
 def stopped(tmp_path):
     run_here("2_grad_accum", tmp_path, "--save_every", 2, "--keep", 9, at="Batch 0006/")
     return tmp_path / "runs" / "2_grad_accum" / "1"
-
-
-@pytest.mark.slow
-def test_settings_that_alter_the_run_are_refused_and_others_are_not(tmp_path, stopped):
-    before = {path: path.stat().st_mtime_ns for path in stopped.rglob("*")}
-    for more, says in CHANGED:
-        name, mine, _, theirs = says.replace(",", "").split()
-        with pytest.raises(UserError) as refusal:
-            run_here("2_grad_accum", tmp_path, *more, "--resume", "auto")
-        assert f"was made with {name} {theirs}, not {mine}: set them so, or leave out --resume" in str(refusal.value)
-    assert {path: path.stat().st_mtime_ns for path in stopped.rglob("*") if path.name != ".lock"} == before
-    free = ["--micro_batch_size", 4, "--num_workers", 1, "--log_every", 8, "--threads", 2, "--save_every", 5]
-    status, text = run_here("2_grad_accum", tmp_path, *free, "--resume", stopped)
-    assert status == 0
-    assert "Resumed from" in text
-    assert "batch 8 = 2 x 4" in text
 
 
 def test_an_older_checkpoint_can_be_taken(tmp_path, stopped):
@@ -229,7 +196,7 @@ def test_an_older_checkpoint_can_be_taken(tmp_path, stopped):
 
 
 def test_checkpoints_of_later_steps_do_not_outlive_a_newer_one(tmp_path, stopped):
-    """Taken for the newest, they would be resumed from, and the newer ones removed."""
+    """Otherwise the next run would take them for the newest checkpoints."""
     older = stopped / "checkpoints" / "step-000000002"
     more = ["--save_every", 3, "--keep", 1]
     status, _ = run_here("2_grad_accum", tmp_path, *more, "--resume", older, at="Batch 0003/")
@@ -243,7 +210,7 @@ def test_auto_goes_on_with_the_run_of_the_same_settings(tmp_path, stopped):
         other.stdout.readline()
         status, text = run_here("2_grad_accum", tmp_path, "--seed", 5, "--resume", "auto")
         other.communicate("\n")
-    assert (status, "--resume auto: there is no run to go on with" in text) == (0, True), "the other is still going on"
+    assert (status, "--resume auto: no run to resume" in text) == (0, True), "the other run is in progress"
     status, text = run_here("2_grad_accum", tmp_path, "--seed", 5, "--resume", "auto")
     assert (status, "runs/2_grad_accum/2 has finished" in text) == (0, True)
     status, text = run_here("2_grad_accum", tmp_path, "--resume", "auto")
@@ -270,7 +237,7 @@ def damage(folder, kind):
         os.truncate(tensors, tensors.stat().st_size - 1)
     elif kind.startswith("missing"):
         {path.name: path for path in files}[kind.split()[1]].unlink()
-    else:  # one bit, at the start, in the middle or at the end of a file
+    else:  # flip a bit at the start, in the middle or at the end of a file
         name, place = kind.split()[1:]
         path = {path.name: path for path in files}.get(name, tensors)
         data = bytearray(path.read_bytes())
@@ -302,15 +269,15 @@ def test_damaged_checkpoints_are_skipped_with_a_reason(tmp_path, stopped):
     damage(last, "flipped tensors middle")
     status, text = run_here("2_grad_accum", tmp_path, "--save_every", 2, "--resume", "auto")
     assert status == 0
-    assert f"{last.relative_to(tmp_path)} is skipped: state/{TENSORS} is damaged: its checksum is another\n" in text
+    assert f"{last.relative_to(tmp_path)} is skipped: state/{TENSORS} is damaged: its checksum differs\n" in text
     assert f"Resumed from {good.relative_to(tmp_path)}\n" in text
     damage(last := checkpoints(stopped)[-1], "flipped progress.json middle")
-    with pytest.raises(UserError, match=r"cannot be used: .*; --resume auto finds a whole one"):
+    with pytest.raises(UserError, match=r"cannot be used: .*; --resume auto finds an undamaged one"):
         run_here("2_grad_accum", tmp_path, "--resume", last)
 
 
 def test_nothing_pickled_is_executed(tmp_path, stopped):
-    """Even if the manifest fits."""
+    """The manifest is correct."""
     last = checkpoints(stopped)[-1]
     for name, content in (("rank-0.pt", None), (f"state/{TENSORS}", pickle.dumps(Evil()))):
         copy = last.with_name("whole")
@@ -325,9 +292,9 @@ def test_nothing_pickled_is_executed(tmp_path, stopped):
         store.finish(part, None)
         with pytest.raises(Exception) as caught:  # noqa: PT011
             run_here("2_grad_accum", tmp_path, "--resume", "auto")
-        assert not (tmp_path / "executed").exists(), "before anything else that may be wrong with it"
+        assert not (tmp_path / "executed").exists(), "the file is refused before it is unpickled"
         assert isinstance(caught.value, UserError)
-        assert re.search(r"rank-0.pt is none of ours|made with another .*, or damaged", str(caught.value))
+        assert re.search(r"rank-0.pt is not a file of this project|made with another .*, or damaged", str(caught.value))
         shutil.rmtree(last)
         copy.rename(last)
 
@@ -344,7 +311,7 @@ def several(name, cwd, *arguments, ranks=2, wait=True):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["9_ddp", "10_fsdp"])
 def test_two_processes_end_with_a_checkpoint_and_go_on_bitwise(tmp_path, dropout_model, name):
-    """SIGTERM to the launcher alone; then on one process, which draws other dropout, from the same checkpoint."""
+    """Only the launcher gets SIGTERM. The checkpoint then also resumes on one process, with other dropout."""
     more = ["--model", dropout_model, "--save_every", 100, "--precision", "32-true"]
     for folder in ("whole", "stopped"):
         (tmp_path / folder).mkdir()
@@ -365,12 +332,12 @@ def test_two_processes_end_with_a_checkpoint_and_go_on_bitwise(tmp_path, dropout
     several(name, tmp_path / "stopped", *more, "--resume", "auto")
     assert_same(home, tmp_path / "whole" / "runs" / name / "1")
     stdout, stderr = several(name, tmp_path / "alone", *more, "--resume", "auto", ranks=1)
-    assert "The checkpoint is of 2 devices: dropout is drawn anew on 1" in stdout, stderr
+    assert "The checkpoint is of 2 devices: dropout on 1 will differ" in stdout, stderr
     assert "Test accuracy" in stdout
 
 
-def test_a_second_interrupt_ends_at_once_and_a_run_in_use_is_refused(tmp_path):
-    """The first run is stopped by Ctrl-C while it still has a minute to go."""
+def test_a_second_interrupt_ends_immediately_and_a_run_in_use_is_refused(tmp_path):
+    """The first run would take another minute when Ctrl-C stops it."""
     long = ["--train_samples", "4000", "--epochs", "50", "--log_every", "8"]
     command = [sys.executable, str(SRC / "2_grad_accum.py"), *SIZES, *long, "--save_every", "1"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -398,7 +365,7 @@ def train_and_be_killed(cwd, arguments):
 
 
 def newest_run(cwd):
-    """The folder of the last run: one that was killed before its first checkpoint is not gone on with."""
+    """The folder of the last run; a run that was killed before its first checkpoint is not resumed."""
     folders = (cwd / "runs" / "2_grad_accum").glob("*")
     return max(folders, key=lambda path: int(path.name), default=cwd)
 
@@ -409,7 +376,7 @@ def writes(cwd):
 
 @pytest.mark.slow
 def test_fifty_kills_at_random_instants_lose_nothing(tmp_path, dropout_model):
-    """Each start goes on from what the one before has left; the end is that of a run that nobody disturbed."""
+    """Each start resumes the killed run; the end equals an undisturbed run."""
     more = ["--model", dropout_model, "--save_every", 1, "--keep", 2, "--resume", "auto", "--epochs", 6]
     (tmp_path / "whole").mkdir()
     run_here("2_grad_accum", tmp_path / "whole", *more)
@@ -449,42 +416,8 @@ def test_fifty_kills_at_random_instants_lose_nothing(tmp_path, dropout_model):
     assert while_writing >= 5, f"only {while_writing} kills fell into the writing of a checkpoint"
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 1.5 MB."""
-    with file_system(tmp_path / "disk", 1500) as place:
-        yield place
-
-
-def test_a_full_disk_costs_no_checkpoint_and_no_run(tmp_path, small_disk, dropout_model):
-    """Room for some checkpoints: then the run goes on without, and the ones before stay whole."""
-    more = ["--model", dropout_model, "--runs_dir", small_disk / "runs", "--save_every", 1, "--keep", 99]
-    status, text = run_here("2_grad_accum", tmp_path, *more)
-    assert status == 0
-    problems = re.findall(r"No checkpoint after step (\d+): (.*); the one before stays", text)
-    assert problems
-    assert all("No space left" in why or "is the disk full?" in why for _, why in problems), problems
-    assert "Test accuracy" in text
-    home = small_disk / "runs" / "2_grad_accum" / "1"
-    assert not list((home / "checkpoints").glob(".*"))
-    for folder in checkpoints(home):
-        store.check(folder)
-
-
-def fill(disk):
-    with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as filler:
-        while filler.write(b"x" * 2**16):
-            pass
-
-
-def test_a_disk_without_room_for_a_first_line_is_refused(tmp_path, small_disk):
-    fill(small_disk)
-    with pytest.raises(UserError, match=r"cannot write .*No space left on device"):
-        run_here("2_grad_accum", tmp_path, "--runs_dir", small_disk / "runs")
-
-
 def with_lost_log(monkeypatch, tmp_path, action, *arguments):
-    """Do something in mid-training; return what the run printed, which must go on to its end and say so once."""
+    """Lose the log during training by `action`; return the printed lines of the run, which must reach its end."""
     monkeypatch.chdir(tmp_path)
     script = str(SRC / "2_grad_accum.py")
     monkeypatch.setattr(sys, "argv", [script, *SIZES, "--log_every", "1", *map(str, arguments)])
@@ -497,24 +430,18 @@ def with_lost_log(monkeypatch, tmp_path, action, *arguments):
     return text
 
 
-def test_a_disk_that_fills_costs_the_log_and_neither_run_nor_model(tmp_path, monkeypatch):
-    with file_system(tmp_path / "disk", 20_000) as disk:
-        options = "--runs_dir", disk / "runs", "--save", "consolidated", "--epochs", 30
-        text = with_lost_log(monkeypatch, tmp_path, lambda: fill(disk), *options)
-    assert "(No space left on device); the run goes on without" in text
-    saved = Path(re.search(r"^Saved (.*)$", text, re.MULTILINE)[1])
-    assert (saved / "model.safetensors").stat().st_size > 10**5
-    assert not saved.is_relative_to(disk)
-    shutil.rmtree(saved.parent)
-
-
-def test_a_folder_that_vanishes_costs_the_log_and_neither_run_nor_model(tmp_path, monkeypatch):
-    text = with_lost_log(monkeypatch, tmp_path, lambda: shutil.rmtree("runs"), "--save", "consolidated")
+def test_a_folder_that_vanishes_costs_only_the_log(tmp_path, monkeypatch):
+    """The model is saved, and the checkpoint holds all lines for a resumed run."""
+    options = "--save", "consolidated", "--save_every", "100"
+    text = with_lost_log(monkeypatch, tmp_path, lambda: shutil.rmtree("runs"), *options)
     assert (tmp_path / re.search(r"^Saved (.*)$", text, re.MULTILINE)[1] / "model.safetensors").exists()
+    progress = json.loads((checkpoints(tmp_path / "runs" / "2_grad_accum" / "1")[-1] / PROGRESS).read_text())
+    lines = progress["run"]["lines"]
+    assert len([line for line in lines if "Loss" in line]) == len(progress["run"]["rows"]) - 2 == 16
 
 
 def test_a_run_whose_log_ends_early_is_left_out_of_comparisons(tmp_path, monkeypatch):
-    """Although its run.json, for which there was room again, says that it is finished."""
+    """Its run.json could be written again and has the status `finished`."""
     folder = tmp_path / "runs" / "2_grad_accum" / "1"
 
     def lose_log():
@@ -524,20 +451,4 @@ def test_a_run_whose_log_ends_early_is_left_out_of_comparisons(tmp_path, monkeyp
     with_lost_log(monkeypatch, tmp_path, lose_log)
     assert json.loads((folder / "run.json").read_text())["status"] == "finished"
     done = run_script(ROOT / "scripts" / "compare_runs.py", folder, cwd=tmp_path)
-    assert "its log ends before the run did" in done.stdout + done.stderr
-
-
-def test_a_checkpoint_after_the_log_was_lost_holds_all_lines(tmp_path, monkeypatch):
-    """So that a run that goes on from it writes them all."""
-    with_lost_log(monkeypatch, tmp_path, lambda: shutil.rmtree("runs"), "--save_every", 100)
-    progress = json.loads((checkpoints(tmp_path / "runs" / "2_grad_accum" / "1")[-1] / PROGRESS).read_text())
-    lines = progress["run"]["lines"]
-    assert len([line for line in lines if "Loss" in line]) == len(progress["run"]["rows"]) - 2 == 16
-
-
-def test_a_read_only_disk_is_refused_before_any_work(tmp_path, small_disk):
-    run_here("2_grad_accum", tmp_path, "--runs_dir", small_disk / "runs", at="Batch 0003/")
-    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    for more in ([], ["--resume", "auto"]):
-        with pytest.raises(UserError, match=r"^cannot write --runs_dir .* \(Read-only file system\): choose another"):
-            run_here("2_grad_accum", tmp_path, "--runs_dir", small_disk / "runs", *more)
+    assert "its log is incomplete" in done.stdout + done.stderr

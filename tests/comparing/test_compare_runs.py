@@ -1,9 +1,8 @@
-"""scripts/compare_runs.py: its outputs are there as a whole or not at all."""
+"""The script compare_runs.py: its outputs, its table and its messages."""
 
 import csv
 import io
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -34,11 +33,8 @@ def test_the_script_writes_all_outputs(tmp_path):
     content = json.loads(outputs["json"].read_text())
     assert content["rows"][1]["figures"]["test_accuracy"] == {"mean": 87.91, "spread": None, "points": 0.54}
     assert len(content["rows"][0]["runs"][0]["losses"]) == 20
-    names = {path.name for path in outputs["png"].iterdir()}
-    assert names == set(
-        "loss.png loss_log.png loss_minutes.png loss_log_minutes.png validation.png validation_minutes.png "
-        "time.png memory.png accuracy.png".split()
-    )
+    names = {path.stem for path in outputs["png"].iterdir()}
+    assert names == {"loss", "validation", "time", "memory", "accuracy"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in outputs["png"].iterdir())
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
@@ -55,15 +51,13 @@ def test_standard_input_and_markdown_to_standard_output(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO((BLOG / "memory_series.txt").read_bytes())))
     printed = script(monkeypatch, "-", "--markdown", "-")
     assert printed.startswith("| rung | what changed | time |")
-    assert "| 02\\_mixed-precision | not told | 3.45 min (0.19 x) |" in printed
+    assert "| 02\\_mixed-precision | unknown | 3.45 min (0.19 x) |" in printed
 
 
 def test_json_and_csv_to_standard_output(tmp_path, monkeypatch):
     write_run(tmp_path, record(minutes=51.37))
     assert json.loads(script(monkeypatch, tmp_path, "--json", "-"))["rows"][0]["figures"]["minutes"]["mean"] == 51.37
     assert next(csv.DictReader(io.StringIO(script(monkeypatch, tmp_path, "--csv", "-"))))["minutes"] == "51.37"
-    with pytest.raises(UserError, match="--csv - and --json - cannot both be printed"):
-        script(monkeypatch, tmp_path, "--json", "-", "--csv", "-")
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "[]", "{}", "null", '"x"', "[[1]]"])
@@ -84,7 +78,7 @@ def test_a_disk_is_not_looked_through_for_runs(tmp_path, monkeypatch):
     for number in range(30):
         (tmp_path / str(number)).mkdir()
     monkeypatch.setattr("fabric_ladder.comparing.sources.MOST_FOLDERS", 20)
-    with pytest.raises(UserError, match="holds more than 20 folders: give the one that holds the runs"):
+    with pytest.raises(UserError, match="holds more than 20 folders; give the folder of the runs"):
         read_sources([str(tmp_path)])
 
 
@@ -142,14 +136,14 @@ def test_differences_within_the_spread_of_the_seeds_are_marked(tmp_path):
     text = to_markdown(comparison)
     assert "92.90 ± 0.00 % (+0.90 ≈)" in text
     assert "94.00 ± 0.00 % (+2.00)" in text
-    assert "≈: points that are no more than this" in text
-    assert not any("one seed" in notice for notice in comparison.notices)
+    assert "≈: the difference is within it" in text
+    assert not any("One seed" in notice for notice in comparison.notices)
     rows = json.loads(to_json(comparison))["rows"]
     assert [row["figures"]["test_accuracy"]["within_spread"] for row in rows] == [True, True, False]
     lines = list(csv.DictReader(io.StringIO(to_csv(comparison))))
     assert [line["test_accuracy_within_spread"] for line in lines] == ["True", "True", "False"]
     single = compare(read_sources([str(tmp_path / name / "1") for name in ("2_grad_accum", "3_torch_compile")]))
-    assert any("one seed does not tell" in notice for notice in single.notices)
+    assert any("One seed cannot show" in notice for notice in single.notices)
     assert "≈" not in to_markdown(single)
 
 
@@ -159,7 +153,7 @@ def test_one_run_is_a_table_of_one(tmp_path, monkeypatch):
     assert "ratio" not in printed
 
 
-def test_bad_input_is_one_line(tmp_path, monkeypatch):
+def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys):
     run = write_run(tmp_path, record())
     (tmp_path / "prose.txt").write_text("Nothing of a log.\n")
     (tmp_path / "binary").write_bytes(bytes(range(256)) * 10)
@@ -170,16 +164,24 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch):
         "there is no log in": [tmp_path / "prose.txt"],
         "there is no log in .*binary": [tmp_path / "binary"],
         "holds no run": [tmp_path / "empty"],
-        "exists: choose another": [run, "--markdown", tmp_path / "there.md"],
-        "there is no folder": [run, "--html", tmp_path / "nowhere" / "page.html"],
-        "both name": [run, "--csv", tmp_path / "x", "--json", tmp_path / "x"],
-        "see --help": ["--color", run],
-        "required: SOURCE": [],
     }
     for message, args in cases.items():
         with pytest.raises(UserError, match=message) as error:
             script(monkeypatch, *args)
         assert "\n" not in str(error.value)
+    refused = {
+        "exists; choose another": [run, "--markdown", tmp_path / "there.md"],
+        "there is no folder": [run, "--html", tmp_path / "nowhere" / "page.html"],
+        "--csv - and --json - both print": [run, "--csv", "-", "--json", "-"],
+        "unrecognized arguments: --color": ["--color", run],
+        "required: SOURCE": [],
+    }
+    for message, args in refused.items():
+        with pytest.raises(SystemExit, match="2"):
+            script(monkeypatch, *args)
+        line = capsys.readouterr().err
+        assert message in line
+        assert (line[:7], line.count("\n")) == ("error: ", 1)
     assert (tmp_path / "there.md").read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "2_grad_accum",
@@ -188,19 +190,3 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch):
         "prose.txt",
         "there.md",
     ]
-
-
-def test_nothing_is_half_written(tmp_path, monkeypatch):
-    run = write_run(tmp_path, record())
-    rename, calls = os.rename, []
-
-    def full_disk(source, target):
-        calls.append(target)
-        if len(calls) == 2:
-            raise OSError(28, "No space left on device")
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", full_disk)
-    with pytest.raises(UserError, match=r"cannot write .*page.html \(No space left on device\)"):
-        script(monkeypatch, run, "--csv", tmp_path / "t.csv", "--html", tmp_path / "page.html")
-    assert [path.name for path in tmp_path.iterdir()] == ["2_grad_accum"]

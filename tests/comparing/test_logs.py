@@ -69,8 +69,8 @@ def test_a_file_of_several_scripts_under_headings():
     }
     assert found.runs[0].versions == {"torch": "2.1.0.dev20230623+cu118", "lightning": "2.1.0.dev0"}
     assert [point.value for point in found.runs[0].losses] == [2.4105, 0.0640, 0.0680]
-    assert found.notices[0].endswith("8 lines are skipped, being no whole line of a log or out of place.")
-    assert "divided by the number that is accumulated" in found.notices[1]
+    assert found.notices[0].endswith("2 lines are skipped: damaged or repeated lines with figures.")
+    assert "divided by the number of accumulated micro-batches" in found.notices[1]
 
 
 def quoted(pattern):
@@ -117,8 +117,8 @@ def test_a_real_run_says_the_same_in_its_folder_and_in_its_log(tmp_path, monkeyp
     loaders = build_dataloaders(run.fabric, token_datasets(per_token=True), settings)
     model = run.fabric.setup(tiny_model("gpt2-lm"))
     optimizer = run.fabric.setup_optimizers(build_optimizer(settings, model))
-    train(run, model, optimizer, *loaders[:2])
-    evaluate(run, model, loaders[2])
+    training = train(run, model, optimizer, *loaders[:2])
+    evaluate(training, loaders[2])
     [of_folder] = read_sources([str(run.folder)]).runs
     [of_log] = read_sources([str(run.folder / "log.txt")]).runs
     assert of_log.figures.keys() == of_folder.figures.keys()
@@ -149,8 +149,6 @@ def test_a_real_run_says_the_same_in_its_folder_and_in_its_log(tmp_path, monkeyp
         "Epoch: 0001/0001 | Batch 0030/0250 | Samples 04800/04000 | Loss: 0.6964",
         "Time elapsed 69.9",
         "Time elapsed 69.97 mi",
-        "Total Training Time: 69.97 min",
-        "Total training time: 0.71 min",
         "GPU Memory used: 1.24 GB",
         "Memory used: 26.79 MB",
         "Test accuracy 78.5%",
@@ -166,6 +164,30 @@ def test_a_line_that_is_not_whole_is_skipped_and_counted(line):
     assert (parser.skipped, run.losses) == (2, [])
 
 
+NOTES = """\
+No --config and no CUDA GPU: taking configs/quickstart.yaml
+One device: nothing to share it out to; --devices N or torchrun gives this run more
+Running on one device. Use --devices N or torchrun for data parallelism.
+SGD hardly learns from random weights: accuracy near chance is no fault
+Learning rate 0.001 instead of 5e-05
+Micro-batches of 2048 tokens fit
+Attention kernels, the first that can: flash, memory-efficient, math
+Imbalanced classes: a 9 %, b 91 %
+Predicted peak: 0.55 GB (weights 0.10, activations 0.45); 1.10 of 80.00 GB with CUDA's own
+Skipped: the loss of step 7 is NaN
+Saved runs/2_grad_accum/1/model
+a warning of some library, 100%|███| 3/3 [00:01<00:00]
+"""
+
+
+def test_notes_in_a_log_are_not_called_damaged(tmp_path):
+    start, end = LOG.split("Torch CUDA")
+    (tmp_path / "log.txt").write_text(f"{start}{NOTES}Torch CUDA{end}{NOTES}")
+    found = read_sources([str(tmp_path)])
+    assert found.notices == []
+    assert found.runs[0].figures == parse(LOG)[0].figures
+
+
 def test_lines_out_of_place_are_skipped():
     lines = LOG.splitlines()
     loss = next(line for line in lines if "Samples 00960" in line)
@@ -174,7 +196,7 @@ def test_lines_out_of_place_are_skipped():
         [run] = parser.parse("\n".join([*[x for x in lines[:place] if x != loss], loss, loss, *lines[place:]]))
         seen = [point.samples for point in run.losses]
         assert seen == sorted(set(seen))
-        assert parser.skipped >= 2  # and the line of three dots
+        assert parser.skipped >= 1
         assert run.figures["test_accuracy"] == 92.7
 
 
@@ -231,11 +253,11 @@ PRINTED = {
 }
 
 
-def test_a_thousand_damaged_logs(tmp_path):
+def test_damaged_logs_give_no_figure_that_was_not_printed(tmp_path):
     rng = random.Random(0)
     blog = [path.read_text() for path in sorted(BLOG.glob("*.txt"))]
     path, kept = tmp_path / "log.txt", 0
-    for number in range(1000):
+    for number in range(300):
         text = mutate(rng.choice([LOG, LANGUAGE_LOG, *blog]), rng)
         path.write_text(text, encoding="utf-8", newline="")
         try:
@@ -255,16 +277,16 @@ def test_a_thousand_damaged_logs(tmp_path):
                 assert f"Loss: {point.value:.4f}" in plain, (number, point)
             for name in ("seed", "batch_size", "epochs"):
                 assert run.settings.get(name) is None or any(int(x) == run.settings[name] for x in numbers)
-        if number % 50 == 0:
+        if number % 100 == 0:
             json.loads(to_json(comparison))
             assert all(map(str, (to_markdown(comparison), to_csv(comparison), to_html(comparison))))
-    assert kept > 500
+    assert kept > 150
 
 
 @pytest.mark.parametrize("text", [LOG, LANGUAGE_LOG, (BLOG / "gradient_accumulation.txt").read_text()])
 def test_cut_and_shuffled_lines_give_no_figure_that_was_not_printed(text):
     rng, [whole] = random.Random(1), parse(text)
-    for _ in range(300):
+    for _ in range(100):
         lines = [line[: rng.choice([len(line), len(line), rng.randrange(len(line) + 1)])] for line in text.splitlines()]
         if rng.random() < 0.3:
             rng.shuffle(lines)

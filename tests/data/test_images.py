@@ -235,7 +235,7 @@ def test_models_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(UserError, match="reads 1 channels, images have 3"):
         read_image_format(DataSettings(task=TASK, model=str(path)))
     path.write_text(json.dumps({"model_type": "resnet"}))
-    with pytest.raises(UserError, match="does not say how large its images are: set --image_size"):
+    with pytest.raises(UserError, match="lacks the size of images: set --image_size"):
         read_image_format(DataSettings(task=TASK, model=str(path)))
     assert read_image_format(DataSettings(task=TASK, model=str(path), image_size=64))[0].tokens == 17
 
@@ -425,7 +425,7 @@ def test_a_rung_trains_on_a_folder_of_images(tmp_path):
     process = run_script(SRC / "2_grad_accum.py", "--config", config, *arguments, cwd=tmp_path)
     stdout = finished(process)
     assert "colours · vit-small.json · seed 123 · batch 16 = 2 x 8 · 32-true · cpu" in stdout
-    assert re.search(r"^Epoch: 0001/0001 \| Batch 0008/0008 \| Samples 00125/00125 \| Loss: ", stdout, re.MULTILINE)
+    assert re.search(r"^Epoch: 0001/0001 \| Batch 0008/0008 \| Samples (\d+)/\1 \| Loss: ", stdout, re.MULTILINE)
     assert re.search(r"^Throughput [\d.]+ samples/s, \d+ tokens/s, padding 0\.0%$", stdout, re.MULTILINE)
     accuracy = float(re.search(r"^Test accuracy ([\d.]+)%$", stdout, re.MULTILINE)[1])
     assert accuracy > 60

@@ -1,21 +1,26 @@
 """IMDb: the blog's four names, with the package and without it, and the reviews as every script reads them."""
 
 import gzip
+import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import datasets as hf
 import numpy as np
 import pandas as pd
 import pytest
-from support.data_files import BLOOM, SPLITS
+from support.data_files import BLOOM, SPLITS, cached
 from support.helpers import ROOT, finished
 
 import local_dataset_utilities as module
@@ -137,6 +142,43 @@ def test_imdb_is_tokenized_from_the_archive(archive, tmp_path, partitioned):
         assert row["labels"] in starts[start], "every text kept its own label"
 
 
+def test_several_ranks_download_the_archive_once_and_tokenize_it_once(unpacked, monkeypatch, tmp_path):
+    archive = tmp_path / "archive.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(unpacked, "aclImdb")
+    content = archive.read_bytes()
+    downloads = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            downloads.append(self.path)
+            time.sleep(0.5)  # the other ranks arrive
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "IMDB_URL", f"http://127.0.0.1:{server.server_port}/{module.IMDB_ARCHIVE}")
+    monkeypatch.setattr(module, "IMDB_SHA256", hashlib.sha256(content).hexdigest())
+    monkeypatch.setattr(module, "IMDB_BYTES", len(content))
+    monkeypatch.setattr(module, "IMDB_REVIEWS", 240)
+    settings = DataSettings(data_dir=str(tmp_path / "data"), cache_dir=str(tmp_path / "cache"), model=BLOOM)
+    with ThreadPoolExecutor() as pool:
+        got = list(pool.map(load_datasets, [settings] * 3))
+    got.append(load_datasets(settings))
+    server.shutdown()
+    assert len(downloads) == 1
+    assert len(cached(tmp_path)) == 1
+    assert len({datasets.fingerprint for datasets in got}) == 1
+
+
 @pytest.mark.parametrize("broken", ["half a tar", "half a gzip", "noise", "nothing"])
 def test_a_damaged_archive_is_refused(tmp_path, broken):
     path = tmp_path / "aclImdb_v1.tar.gz"
@@ -147,7 +189,7 @@ def test_a_damaged_archive_is_refused(tmp_path, broken):
     whole = path.read_bytes()
     contents = {"half a gzip": whole[: len(whole) // 2], "noise": b"noise" * 999, "nothing": b""}
     path.write_bytes(contents.get(broken, gzip.compress(gzip.decompress(whole)[:5000])))
-    with pytest.raises(UserError, match=r"aclImdb_v1\.tar\.gz is damaged \(.+\): delete it and get it again"):
+    with pytest.raises(UserError, match=r"aclImdb_v1\.tar\.gz is damaged \(.+\): delete it and download it again"):
         load_dataset_into_to_dataframe(tmp_path)
 
 
@@ -209,7 +251,7 @@ def test_the_blogs_script_runs_with_the_module_alone(alone, tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"Review {number}. " + "A long film, I would say. " * 20, encoding="utf-8")
     refusal, *printed = finished(alone("-c", FEW)).splitlines()
-    assert re.match(r"local_dataset_utilities IMDb is neither in \S*/empty/data nor can it be downloaded", refusal)
+    assert re.match(r"local_dataset_utilities IMDb is not in \S*/empty/data and cannot be downloaded", refusal)
     assert "(URLError): save https://ai.stanford.edu/" in refusal
     assert not list((tmp_path / "empty").iterdir())
     assert printed == ["240 168 24 48 14", *BATCH]

@@ -1,7 +1,6 @@
 """Instructions: prompts, tokens and labels one by one for three kinds of tokenizers, and the cache."""
 
 import json
-import os
 from functools import partial
 
 import numpy as np
@@ -10,10 +9,8 @@ from support.data_files import (
     CHATML,
     KINDS,
     SPLITS,
-    assert_mapped,
     cached,
     chats,
-    files_of,
     load_instructions,
     rows,
     samples_of,
@@ -94,14 +91,14 @@ def test_braces_in_the_data_are_texts():
 @pytest.mark.parametrize(
     ("template", "pattern"),
     [
-        ("Human:", r"--prompt_template 'Human:' lacks \{instruction\}: say where"),
+        ("Human:", r"--prompt_template 'Human:' lacks \{instruction\}: add it"),
         ("{input}", r"lacks \{instruction\}"),
         ("{instruction} {context}", r"names \{context\}: only \{instruction\} and \{input\} are filled in"),
         ("{instruction.__class__}", r"names \{instruction\.__class__\}"),
-        ("{instruction!r}", r"only \{instruction\} and \{input\} are filled in, as they are"),
-        ("{instruction:>9}", r"as they are"),
+        ("{instruction!r}", r"only \{instruction\} and \{input\} are filled in, unformatted"),
+        ("{instruction:>9}", r"unformatted"),
         ("{instruction} {}", r"names \{\}"),
-        ("{instruction} {", r"write a brace that is meant as one twice"),
+        ("{instruction} {", r"write each literal brace twice"),
     ],
 )
 def test_templates_that_cannot_be_filled_in_are_refused_before_anything_is_read(load, template, pattern):
@@ -273,7 +270,7 @@ def test_chats_need_a_chat_template(load, tokenizers, tmp_path):
 @pytest.mark.parametrize(
     ("template", "count", "reason"),
     [
-        (REWRITING, 30, "are written otherwise once it follows"),
+        (REWRITING, 30, "the template changes the messages before"),
         (REFUSING, 1, "no fours"),
     ],
 )
@@ -302,25 +299,6 @@ def test_a_prompt_template_is_not_for_chats(load, tokenizers):
 # ----------------------------------------------------------------------------------------------------------------------
 # The cache
 # ----------------------------------------------------------------------------------------------------------------------
-
-
-def test_a_second_call_only_maps_the_first_ones_files(tmp_path, load):
-    path = write_rows([*rows(), {"instruction": "Be silent.", "output": ""}], tmp_path / "rows.jsonl")
-    first = load(path, bad_samples="skip", max_length=64)
-    files = files_of(tmp_path / "cache")
-    stamp = path.stat()
-    path.write_bytes(b"?" * stamp.st_size)  # could no longer be read
-    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
-    second = load(path, bad_samples="skip", max_length=64)
-    assert files_of(tmp_path / "cache") == files
-    assert not list((tmp_path / "cache").rglob("unfinished*"))
-    assert second.fingerprint == first.fingerprint
-    assert second.notices == first.notices
-    assert first.notices
-    assert second.tokenizer.init_kwargs["prompt_template"] == "alpaca"
-    for split in SPLITS:
-        assert second.splits[split][:] == first.splits[split][:]
-    assert_mapped(second, tmp_path)
 
 
 def test_what_changes_the_tokens_is_tokenized_again(tmp_path, load, tokenizers):

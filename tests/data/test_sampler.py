@@ -9,10 +9,11 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from support.helpers import settings_for
+from support.helpers import settings_for, token_datasets
 
+from fabric_ladder import build_dataloaders
 from fabric_ladder.data.cutting import FULL_PASS, MicroBatchPlan, cut
-from fabric_ladder.data.sampler import EffectiveBatchSampler, EvaluationSampler
+from fabric_ladder.data.sampler import TOKENS_BEFORE_FITTING, EffectiveBatchSampler, EvaluationSampler
 
 RNG = np.random.default_rng(0)
 
@@ -184,6 +185,16 @@ def test_what_auto_has_found_cuts_the_batches_and_no_settings(tmp_path):
     assert str(list(plans)) == str(list(sampler(tmp_path, micro_batch_tokens=300)))
     assert str(plans.heaviest()) == str(sampler(tmp_path, micro_batch_tokens=300).heaviest())
     assert settings.micro_batch_tokens == "auto"
+
+
+def test_batches_can_be_drawn_before_auto_has_chosen(tmp_path, fabric):
+    settings = settings_for(tmp_path, micro_batch_tokens="auto", micro_batch_size=None)
+    train_loader, *_ = build_dataloaders(fabric, token_datasets(), settings)
+    batch = next(iter(train_loader))
+    assert sorted(batch.samples) == sorted(set(batch.samples))
+    assert sum(micro_batch.items for micro_batch in batch.micro_batches) == 16
+    assert all(micro_batch.padded <= TOKENS_BEFORE_FITTING for micro_batch in batch.micro_batches)
+    assert train_loader.sampler.heaviest()
 
 
 def test_the_ranks_share_every_effective_batch_out(tmp_path):

@@ -1,9 +1,7 @@
-"""Rung 12 on real processes (DeepSpeed on CPUs) against one process without it; and what it refuses at once."""
+"""Rung 12 on real processes (DeepSpeed on CPUs) against one process without DeepSpeed, and its refusals."""
 
 import json
-import os
 import re
-import resource
 import shutil
 from functools import cache
 from importlib.util import find_spec
@@ -30,7 +28,7 @@ LEARNING = ["--learning_rate", "5e-3", "--max_grad_norm", "0.05", "--schedule", 
 
 
 def small(**more):
-    """Stage 3 in which nothing is too small to be sharded, gathered and let go, or is reduced or stepped at once."""
+    """Return stage 3 with sizes so small that all its parts run on a small model."""
     sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters", "sub_group_size")
     zero = {"stage": 3, "stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
     return {"zero_optimization": zero | dict.fromkeys(sizes, 5000) | more}
@@ -38,12 +36,12 @@ def small(**more):
 
 @pytest.fixture
 def alone(run):
-    """The folder of a run of rung 2: one process, without DeepSpeed."""
+    """Return the folder of a run of rung 2: one process, without DeepSpeed."""
     return lambda *more: run("2_grad_accum", 1, *LEARNING, *more)[0]
 
 
 def run_deepspeed(cwd, config, *more, **environment):
-    """The folder of a run on two processes, and its stdout; judged by its record, as DeepSpeed may abort at exit."""
+    """Return the folder of a run on two processes, and its stdout. DeepSpeed may abort at exit: check the record."""
     if isinstance(config, dict):
         (cwd / "zero.json").write_text(json.dumps(config))
         config = cwd / "zero.json"
@@ -63,17 +61,10 @@ def test_zero_prints_the_losses_of_one_process(alone, saved, config):
     rates = read(folder)[1]
     assert (max(rates), rates[-1]) == (5e-3, 0), "the schedule reaches its end"
     assert stdout.count("Test accuracy") == 1, "rank 0 alone prints"
-    assert "Parameters: 0.2 M" in stdout, "of the whole model, whatever is sharded"
+    assert "Parameters: 0.2 M" in stdout, "the whole model, not a shard"
     results = read(folder)[2]
     if config == "zero3":
         assert results["parameter_bytes_of_a_rank"] == pytest.approx(2 * results["parameters"], rel=0.01)
-
-
-@SLOW
-@needs_deepspeed
-def test_offload_and_checkpointing_change_nothing(alone, tmp_path):
-    config = small(offload_param={"device": "cpu"})
-    same(alone(), run_deepspeed(tmp_path, config, "--activation_checkpointing", "true")[0], abs=1e-4)
 
 
 @SLOW
@@ -91,7 +82,7 @@ def test_hugging_faces_configurations_run_unchanged_even_without_a_compiler(alon
 @needs_deepspeed
 @pytest.mark.parametrize("config", ["zero1", "zero2", "zero3"])
 def test_mixed_precision_is_close_and_prints_no_more(alone, saved, config):
-    """Stage 1 in bfloat16 is an optimizer of its own in DeepSpeed, which prints what memory it takes."""
+    """DeepSpeed has an optimizer of its own for stage 1 in bfloat16, which prints its memory."""
     folder, stdout = saved(config, *HALF)
     losses, _, results = read(folder)
     assert results["dtypes"] == ["torch.bfloat16"]
@@ -101,7 +92,7 @@ def test_mixed_precision_is_close_and_prints_no_more(alone, saved, config):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """The folder of a run that saved its model as a checkpoint of DeepSpeed's and consolidated."""
+    """Return the folder of a run that saved a checkpoint of DeepSpeed's and a consolidated model."""
 
     @cache
     def saved(name, *more):
@@ -129,7 +120,7 @@ LORA, HALF = ("--lora", "true", "--lora_dropout", "0"), ("--precision", "bf16-mi
     ],
     ids=["zero1", "zero2", "zero3", "zero3-bf16", "zero2-lora", "zero3-lora"],
 )
-def test_deepspeeds_checkpoint_holds_what_is_consolidated(alone, saved, config, more):
+def test_deepspeeds_checkpoint_holds_the_consolidated_weights(alone, saved, config, more):
     folder, _ = saved(config, *more)
     if more == LORA:
         same(alone(*LORA), folder, abs=1e-4)
@@ -159,14 +150,14 @@ def test_training_goes_on_from_deepspeeds_checkpoint_on_as_many_ranks(alone, sav
     again, _ = run_deepspeed(tmp_path, small(), "--load", folder / "checkpoint")
     model = ("--from_scratch", "false", "--model", str(folder / "model"))
     losses = read(again)[0]
-    assert losses[0] == pytest.approx(read(alone(*model))[0][0], abs=1e-4), "the weights are those that were learned"
-    assert losses[-1] != pytest.approx(read(alone(*model))[0][-1], abs=1e-4), "and Adam's moments are not new"
+    assert losses[0] == pytest.approx(read(alone(*model))[0][0], abs=1e-4), "the run starts from the trained weights"
+    assert losses[-1] != pytest.approx(read(alone(*model))[0][-1], abs=1e-4), "the moments of Adam are loaded"
     (tmp_path / "other").mkdir()
     arguments = [*SIZES, "--deepspeed", tmp_path / "zero.json", "--load", folder / "checkpoint", "--devices", "1"]
     process = run_script(SCRIPT, *arguments, cwd=tmp_path / "other", **ONE_THREAD)
     assert process.returncode == 2
     assert re.search(
-        r"^error: --load \S+checkpoint: DeepSpeed's checkpoint of 2 GPUs cannot go on with 1: use 2, or start from its "
+        r"^error: --load \S+checkpoint: DeepSpeed cannot load a checkpoint of 2 GPUs on 1: use 2, or start from its "
         r"weights: python scripts/export_model.py",
         process.stderr,
         re.MULTILINE,
@@ -178,7 +169,7 @@ def test_training_goes_on_from_deepspeeds_checkpoint_on_as_many_ranks(alone, sav
 @pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, torch.optim.AdamW])
 def test_deepspeeds_adam_for_the_cpu_takes_the_same_steps(monkeypatch, optimizer_class, decay):
     built = Path(cpp_extension._get_build_directory("cpu_adam", False))
-    ours = str(Path(find_spec("deepspeed").origin).parent)  # another installation's would be compiled anew
+    ours = str(Path(find_spec("deepspeed").origin).parent)  # another installation compiles again
     if not (built / "cpu_adam.so").exists() or ours not in (built / "build.ninja").read_text():
         pytest.skip("compiling it takes minutes: run deepspeed_script.py --deepspeed zero2_offload once")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
@@ -194,7 +185,7 @@ def test_deepspeeds_adam_for_the_cpu_takes_the_same_steps(monkeypatch, optimizer
 
 @pytest.fixture
 def refused(tmp_path, monkeypatch):
-    """The one line of a refusal, for a machine with GPUs."""
+    """Return the error line of settings for a machine with GPUs."""
 
     def refused(config, **values):
         monkeypatch.setenv("DS_ACCELERATOR", "cpu")
@@ -215,7 +206,7 @@ def test_a_cpu_is_sent_to_the_rung_that_runs_there(refused):
     assert text == "12_deepspeed_zero needs a CUDA GPU; src/10_fsdp.py shards a model on CPUs too"
 
 
-def test_without_deepspeed_the_line_says_what_to_install(refused, monkeypatch):
+def test_without_deepspeed_the_line_names_the_package(refused, monkeypatch):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     assert refused("zero2").endswith(f'needs DeepSpeed: pip install "{module.DEEPSPEED}"')
     assert f'deepspeed = ["{module.DEEPSPEED}"]' in (ROOT / "pyproject.toml").read_text()
@@ -223,15 +214,15 @@ def test_without_deepspeed_the_line_says_what_to_install(refused, monkeypatch):
 
 @needs_deepspeed
 @pytest.mark.parametrize(
-    ("zero", "said"),
+    ("zero", "line"),
     [
         ({"stage": 2, "reduce_bucket": 5}, "DeepSpeed refuses reduce_bucket 5: Extra inputs are not permitted"),
         ({"stage": 2, "reduce_bucket_size": -1}, "DeepSpeed refuses reduce_bucket_size -1: Input should be greater"),
         ({"stage": 2, "mics_shard_size": 2}, "DeepSpeed refuses it: MiCS ZeRO-3 sharding has been removed"),
     ],
 )
-def test_what_deepspeed_itself_refuses_is_one_line_before_any_work(refused, zero, said):
-    assert said in refused(zero)
+def test_deepspeeds_own_refusals_are_one_line_before_any_work(refused, zero, line):
+    assert line in refused(zero)
 
 
 def nvme(**sections):
@@ -246,18 +237,8 @@ def test_nvme_needs_a_folder_that_can_be_written(refused, tmp_path):
         assert f"zero_optimization.offload_optimizer.nvme_path {path}: cannot write there (" in text
         assert "name a folder on a local NVMe disk, and give --deepspeed COPY.json" in text
     text = refused(nvme(optimizer=str(tmp_path), param=str(tmp_path)))
-    assert "offload_param.device nvme: weights from a disk take all of DeepSpeed's buffers" in text
+    assert "offload_param.device nvme the evaluation runs out of DeepSpeed's buffers" in text
     assert "nvme_path /local_nvme" in refused("zero3_nvme")
-
-
-@needs_deepspeed
-def test_nvme_needs_room_for_what_is_parked_there(refused, tmp_path):
-    huge = {"model_type": "bloom", "vocab_size": 8, "hidden_size": 65536, "n_layer": 8, "n_head": 8}
-    (tmp_path / "model.json").write_text(json.dumps(huge))
-    count = 8 * 12 * 65536**2 / 1e9  # weights of the blocks, in billions
-    text = refused(nvme(optimizer=str(tmp_path)), model=str(tmp_path / "model.json"), precision="bf16-mixed")
-    needed = float(re.search(rf"{tmp_path} needs ([0-9.]+) GB and has [0-9.]+ GB free: in a copy", text)[1])
-    assert needed == pytest.approx(16 * count, rel=1e-3)
 
 
 @needs_deepspeed
@@ -270,26 +251,11 @@ def test_nvme_needs_libaio(refused, tmp_path, monkeypatch):
     assert "needs libaio: apt install libaio-dev" in refused(nvme(optimizer=str(tmp_path)))
 
 
-def test_nvme_needs_memory_that_may_be_locked():
-    if not (child := os.fork()):  # a process of its own, to give up its privileges
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (2**16, 2**16))
-        if os.getuid() == 0:
-            os.setuid(65534)
-        try:
-            module.check_locking("here", 2**16, "else")
-            module.check_locking("here", 10**9, "else")
-        except UserError as error:
-            said = str(error).startswith("here locks 1.00 GB of the host's memory or more, `ulimit -l` allows 6.6e-05")
-            os._exit(0 if said else 1)
-        os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
 @needs_deepspeed
 @pytest.mark.parametrize(
     ("name", "value"), [("save_every", 4), ("save", "sharded"), ("load", "somewhere"), ("resume", "auto")]
 )
-def test_a_run_whose_state_is_on_a_disk_cannot_go_on(refused, tmp_path, name, value):
+def test_a_run_with_state_on_a_disk_cannot_be_continued(refused, tmp_path, name, value):
     text = refused(nvme(optimizer=str(tmp_path)), **{name: value})
     assert text.startswith(f"--{name} {value}: --deepspeed ")
     assert "cannot be continued" in text
@@ -303,7 +269,7 @@ def test_a_run_whose_state_is_on_a_disk_cannot_go_on(refused, tmp_path, name, va
     ids=["zero1-bf16", "zero2", "zero3"],
 )
 def test_a_run_goes_on_from_its_checkpoint(tmp_path, config, more):
-    """Printed lines and figures are those of the undisturbed run; nothing that a file says is run."""
+    """Printed lines and metrics equal the undisturbed run; code in a checkpoint is not executed."""
     more = [*more, "--save_every", "4", "--keep", "9"]
     whole, _ = run_deepspeed(tmp_path, config, *more)
     shutil.copytree(whole, kept := tmp_path / "whole")

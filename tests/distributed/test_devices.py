@@ -1,7 +1,9 @@
-"""Several real processes (gloo) against one: the same losses step by step, whatever is shared out or sharded."""
+"""Several gloo processes print the same losses at every step as one process, with DDP and with FSDP."""
 
+import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -16,7 +18,7 @@ from transformers import AutoModelForSequenceClassification
 
 from fabric_ladder.distributed.fsdp import sharding_policy
 
-# each combination of rung and processes runs once, with all that can be looked at in one run
+# each run below serves several tests
 CLIP = ("--max_grad_norm", "0.05")
 DDP = ("9_ddp", 2, "--eval_batch_tokens", "1", "--save_every", "100")
 FSDP = ("10_fsdp", 2, *CLIP, "--save", "sharded")
@@ -36,22 +38,20 @@ OFFLOAD = ("11_fsdp_cpu_offload", 2, *CLIP, "--activation_checkpointing", "true"
 )
 def test_more_processes_print_the_same_losses_and_accuracies(run, alone, several):
     folder, stdout = run(*several)
-    same(run("2_grad_accum", 1, *alone)[0], folder)
+    single = run("2_grad_accum", 1, *alone)[0]
+    same(single, folder)
+    if alone == CLIP:
+        assert read(single)[0] != pytest.approx(read(run("2_grad_accum", 1)[0])[0], abs=1e-5), "clipping has an effect"
     assert stdout.count("Test accuracy") == 1, "rank 0 alone prints"
     assert f"batch 16 = {several[1]} x" in stdout or "--micro_batch_tokens" in several
     assert f"cpu: {several[1]} x" in stdout
-
-
-def test_clipping_takes_effect(run):
-    """By the norm over all ranks, since losses of several processes are those of one."""
-    assert read(run("2_grad_accum", 1, *CLIP)[0])[0] != pytest.approx(read(run("2_grad_accum", 1)[0])[0], abs=1e-5)
 
 
 def test_one_device_is_enough_and_the_run_says_so(run):
     for name in ("9_ddp", "10_fsdp", "11_fsdp_cpu_offload"):
         folder, stdout = run(name, 1)
         same(run("2_grad_accum", 1)[0], folder)
-        assert "One device: nothing to share it out to" in stdout
+        assert "Running on one device. Use --devices N" in stdout
 
 
 def test_each_rank_drops_out_by_random_numbers_of_its_own(run):
@@ -89,10 +89,6 @@ def test_parked_shards_lie_in_the_hosts_memory(tmp_path, name, device):
     assert finished(process).splitlines()[-1] == f"parameters on {device}, optimizer on {device}"
 
 
-def test_evaluation_on_two_processes_does_not_depend_on_the_batch_size(run):
-    assert read(run(*DDP)[0])[2]["test_accuracy"] == read(run("2_grad_accum", 1)[0])[2]["test_accuracy"]
-
-
 @pytest.mark.parametrize(
     ("name", "devices"), [("2_grad_accum", 1), ("10_fsdp", 2), pytest.param("10_fsdp", 4, marks=pytest.mark.slow)]
 )
@@ -102,7 +98,7 @@ def test_a_sharded_checkpoint_of_two_ranks_goes_on_with_one_two_and_four(run, na
     checkpoint = ("--load", str(saved / "checkpoint"))
     first = run("10_fsdp", 1, *checkpoint)[0]
     same(first, run(name, devices, *checkpoint)[0])
-    assert abs(read(first)[0][0] - read(saved)[0][0]) > 1e-3, "it went on from what was learned"
+    assert abs(read(first)[0][0] - read(saved)[0][0]) > 1e-3, "it starts from the trained weights"
 
 
 def test_a_checkpoint_of_another_model_is_one_line(run, tmp_path):
@@ -136,19 +132,13 @@ def test_a_consolidated_model_is_read_by_transformers_and_by_any_rung(run):
     assert read(run("10_fsdp", 1, *again)[0])[0][0] == pytest.approx(first, abs=1e-6)
 
 
-@pytest.mark.slow
-def test_a_consolidated_model_is_sharded_over_four(run):
-    again = ("--from_scratch", "false", "--model", str(run(*OFFLOAD)[0] / "model"))
-    same(run("10_fsdp", 1, *again)[0], run("10_fsdp", 4, *again)[0])
-
-
 def test_a_sharded_checkpoint_is_exported_to_the_consolidated_model(run, tmp_path):
     """In one process, without the data; other ranks' shards are read from the disk."""
     plain, whole = tmp_path / "plain", run(*OFFLOAD)[0] / "model"
     source = run(*FSDP)[0]
     stdout = finished(run_script(ROOT / "scripts" / "export_model.py", source, "--output", plain, cwd=tmp_path))
     assert stdout == f"Saved {plain}\n"
-    (plain / "README.md").unlink()  # the card of a model to be handed on
+    (plain / "README.md").unlink()  # the model card
     for path in plain.iterdir():
         assert path.read_bytes() == (whole / path.name).read_bytes(), path.name
     assert {path.name for path in plain.iterdir()} == {path.name for path in whole.iterdir()}
@@ -169,16 +159,16 @@ def test_an_optimizer_made_before_sharding_is_refused(tmp_path):
 @pytest.mark.slow
 def test_a_nan_on_several_processes_ends_them_all(tmp_path):
     arguments = [*SIZES, "--devices", 2, "--learning_rate", "1e35"]
-    # fresh: a fork is so much in step with rank 1 that both write at once, and `print` writes a line in pieces
+    # fresh: forked ranks write at the same moment, which mixes their lines
     process = run_script(SRC / "9_ddp.py", *arguments, cwd=tmp_path, timeout=120, **ONE_THREAD)
     assert process.returncode == 2
     said = re.findall(r"^error(?: on rank 1)?: the loss is", process.stderr, re.MULTILINE)
-    assert said, "the first to fail says so; the launcher may end the other before it can"
+    assert said, "the launcher may end the other rank before it prints"
     assert "Traceback" not in process.stderr
 
 
 def end_one(ranks, victim, signal_name, folder):
-    """Send a signal to one of the ranks; all others must end by themselves, and say on stderr which one is gone."""
+    """Send a signal to a rank; the other ranks must end by themselves and name it on stderr."""
     ranks[victim].send_signal(signal.Signals[f"SIG{signal_name}"])
     try:
         for rank, process in enumerate(ranks):
@@ -196,7 +186,7 @@ def end_one(ranks, victim, signal_name, folder):
 
 
 def start(command, rank, folder, **environment):
-    """Start a rank without a launcher, which would end it when another one dies."""
+    """Start a rank without a launcher, which would end it when another rank dies."""
     with open(folder / f"stderr-{rank}", "w") as stderr:
         environment = os.environ | ONE_THREAD | environment
         return subprocess.Popen(
@@ -205,7 +195,7 @@ def start(command, rank, folder, **environment):
 
 
 @pytest.mark.parametrize(("victim", "signal_name", "count"), [(0, "KILL", 2), (1, "KILL", 3), (1, "STOP", 2)])
-def test_the_watch_of_a_rank_ends_it_and_names_the_one_that_is_killed_or_hangs(tmp_path, victim, signal_name, count):
+def test_the_watch_ends_a_rank_and_names_the_rank_that_is_killed_or_hangs(tmp_path, victim, signal_name, count):
     """While the main thread waits in a collective that never ends."""
     script, port = ROOT / "tests" / "support" / "watched_rank.py", free_port()
     ranks = [start([script, rank, count, port], rank, tmp_path) for rank in range(count)]
@@ -247,3 +237,6 @@ def test_launchers_start_the_same_script_and_give_the_same_losses(run, tmp_path)
         process = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=200)
         finished(process)
         same(run("2_grad_accum", 1)[0], cwd / "runs" / "9_ddp" / "1")
+        record = json.loads((cwd / "runs" / "9_ddp" / "1" / "run.json").read_text())
+        words = [*launcher, str(SRC / "9_ddp.py"), *SIZES]  # `fabric run` takes --precision wherever it is
+        assert sorted(shlex.split(record["command"])) == sorted(words)

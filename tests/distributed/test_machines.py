@@ -1,4 +1,4 @@
-"""Two machines: two network namespaces joined by a virtual cable, Slurm's variables, set by hand, and two torchruns."""
+"""Several machines: network namespaces with a virtual cable, Slurm's variables set by hand, and two torchruns."""
 
 import os
 import re
@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from time import monotonic, sleep
 
 import psutil
@@ -15,7 +16,8 @@ from support.devices import ONE_THREAD, SIZES, read, same
 from support.helpers import ROOT, SRC, free_port, run_script
 
 from fabric_ladder import Settings, UserError
-from fabric_ladder.distributed.launch import check_launcher, find_launcher, options_of_fabric_run
+from fabric_ladder.advice import less_memory
+from fabric_ladder.distributed.launch import check_launcher, command_line, find_launcher, options_of_fabric_run
 
 BIN = os.path.dirname(sys.executable)
 TORCHRUN = os.path.join(BIN, "torchrun")
@@ -24,7 +26,7 @@ CLOUD = ROOT / "configs" / "cloud"
 
 @pytest.fixture
 def machines():
-    """Names and addresses of two network namespaces that reach each other and nothing else."""
+    """Commands to enter two connected network namespaces, and their addresses."""
     ip = shutil.which("ip") or shutil.which("ip", path="/usr/sbin:/sbin")
     names = [f"ladder{number}-{os.getpid()}" for number in (1, 2)]
 
@@ -102,7 +104,7 @@ def test_srun_s_ranks_are_taken_from_slurm(run, tmp_path):
         ("9_ddp", ("--num_nodes", 3), slurm(0), "--num_nodes 3, but srun started 2 processes on each of 1 machines"),
         ("2_grad_accum", (), slurm(0), "srun started 2 processes, but 2_grad_accum runs on one device"),
         ("9_ddp", (), {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "use --nodes and --ntasks-per-node instead"),
-        ("9_ddp", ("--num_nodes", 2), {}, "--num_nodes 2: start the script on every machine by torchrun or srun"),
+        ("9_ddp", ("--num_nodes", 2), {}, "--num_nodes 2: start the script on every machine with torchrun or srun"),
         ("9_ddp", ("--devices", 0), {}, "--devices 0: must be at least 1"),
         ("9_ddp", ("--devices", 32), {}, "--batch_size 16 is below the number of devices, 32"),
         ("2_grad_accum", ("--devices", 2), {}, "2_grad_accum runs on one"),
@@ -118,16 +120,7 @@ def test_counts_that_cannot_be_are_one_line(tmp_path, name, arguments, environme
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
-def test_torchrun_s_count_against_the_settings(tmp_path):
-    command = [TORCHRUN, "--standalone", "--nproc-per-node", "2", str(SRC / "9_ddp.py"), *SIZES, "--devices", "3"]
-    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert process.returncode != 0
-    assert "--devices 3, but torchrun started 2 processes on each of 1 machines" in process.stderr
-
-
-def test_what_the_launcher_says_is_taken_from_its_variables(monkeypatch):
-    """As torchrun and `fabric run` set them; without their processes."""
+def test_counts_are_read_from_the_variables_of_torchrun_and_fabric_run(monkeypatch):
     started = {"TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", "LT_CLI_USED": "1"}
     for name, value in started.items():
         monkeypatch.setenv(name, value)
@@ -135,30 +128,39 @@ def test_what_the_launcher_says_is_taken_from_its_variables(monkeypatch):
     monkeypatch.setenv("LT_PRECISION", "bf16-true")
     assert options_of_fabric_run() == ["--precision=bf16-true"]
     monkeypatch.setenv("LT_STRATEGY", "ddp")
-    with pytest.raises(UserError, match="fabric run --strategy=ddp: leave it out, the script sets the strategy"):
+    with pytest.raises(UserError, match="fabric run --strategy=ddp: leave it out; the script sets the strategy"):
         options_of_fabric_run()
     monkeypatch.delenv("LT_CLI_USED")
-    settings = Settings(name="9_ddp", devices=3)
+    settings = Settings(name="9_ddp", strategy="ddp", devices=3)
     with pytest.raises(UserError, match="--devices 3, but torchrun started 2 processes on each of 2 machines"):
-        check_launcher(settings, several=True)
+        check_launcher(settings)
 
 
-@pytest.mark.slow
-def test_fabric_run_s_strategy_is_refused(tmp_path):
-    fabric = os.path.join(os.path.dirname(sys.executable), "fabric")
-    command = [fabric, "run", "--main-port", str(free_port()), "--strategy", "ddp", str(SRC / "9_ddp.py"), *SIZES]
-    environment = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
-    process = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert process.returncode != 0
-    assert "fabric run --strategy=ddp: leave it out, the script sets the strategy" in process.stderr
+SLURM = {"SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "ladder"}
+ELASTIC = {"TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "start"),
+    [
+        ({}, "python src/9_ddp.py"),
+        (SLURM, "srun --nodes=2 --ntasks-per-node=2 python src/9_ddp.py"),
+        (ELASTIC, "torchrun --nnodes=2 --nproc-per-node=2 src/9_ddp.py"),
+    ],
+)
+def test_a_command_to_go_on_with_names_the_launcher(monkeypatch, environment, start):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["src/9_ddp.py", "--seed", "5"])
+    assert command_line(Path("src/9_ddp.py"), ["--resume", "auto"]) == f"{start} --resume auto"
+    advice = less_memory(Settings(name="9_ddp", micro_batch_size=8, devices=2, num_nodes=2, accelerator="cpu"))
+    assert f"{start} --seed 5 --micro_batch_size 4 (the same effective batch" in advice
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", ["2", "1:2"])
 def test_a_machine_that_dies_and_comes_back_goes_on_where_it_was(run, tmp_path, nodes):
-    """Two torchruns by the project's own file; the second is killed with its rank, and started again."""
+    """The second of two torchruns is killed with its rank and started again."""
     environment = os.environ | ONE_THREAD | {"PATH": f"{BIN}:{os.environ['PATH']}", "HOST": "127.0.0.1"}
     environment |= {"PORT": str(free_port()), "ADDRESS": "127.0.0.1", "GPUS": "1", "NODES": nodes}
     rung = [str(SRC / "9_ddp.py"), *SIZES, "--epochs", "12", "--save_every", "2"]
@@ -201,7 +203,7 @@ def test_a_machine_that_dies_and_comes_back_goes_on_where_it_was(run, tmp_path, 
 
 
 def kill(process):
-    """Kill a process with all that it has started, whose sessions are their own."""
+    """Kill a process and its children, which have sessions of their own."""
     if process.poll() is None:
         for each in [*psutil.Process(process.pid).children(recursive=True), process]:
             each.kill()
@@ -217,7 +219,7 @@ def wait_until(found, processes, seconds=180):
 
 
 def test_the_trainjob_is_one_of_kubeflow_s():
-    """Read by Kubeflow's own classes: what they do not know would be lost on the way."""
+    """Kubeflow's own classes read the file; they drop unknown keys."""
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs requirements-dev.txt")
     job = yaml.safe_load((CLOUD / "trainjob.yaml").read_text())
     job["spec"]["trainer"]["resourcesPerNode"]["limits"]["nvidia.com/gpu"] = "8"  # a quantity: a string in their class
@@ -226,27 +228,9 @@ def test_the_trainjob_is_one_of_kubeflow_s():
         models.TrainerV1alpha1TrainJob.from_dict(job | {"spec": {}})
 
 
-# SkyPilot 0.14.1, sky/utils/schemas.py: get_task_schema, _get_single_resources_schema. The package itself brings a
-# hundred others.
-TASK = "name workdir num_nodes resources file_mounts service pool setup run envs secrets config volumes".split()
-RESOURCES = (
-    "infra cpus memory accelerators instance_type use_spot job_recovery disk_size disk_tier network_tier".split()
-)
-RESOURCES += ["image_id", "ports", "labels", "autostop", "priority", "any_of", "ordered"]
-
-
-def test_the_skypilot_task_has_keys_of_its_schema():
-    task = yaml.safe_load((CLOUD / "skypilot.yaml").read_text())
-    assert set(task) <= set(TASK)
-    assert set(task["resources"]) <= set(RESOURCES)
-    assert set(task["resources"]["job_recovery"]) <= {"strategy", "max_restarts_on_errors", "recover_on_exit_codes"}
-    assert all(isinstance(value, str) for value in task["envs"].values())
-    assert isinstance(task["num_nodes"], int)
-
-
 @pytest.mark.parametrize("name", ["skypilot.yaml", "trainjob.yaml"])
-def test_what_the_files_of_a_cloud_run_is_there(tmp_path, name):
-    """Their shell commands, with a `torchrun` that tells what it was given."""
+def test_the_commands_in_the_files_for_clouds_start_a_rung(tmp_path, name):
+    """A fake `torchrun` prints its arguments."""
     job = yaml.safe_load((CLOUD / name).read_text())
     script = job["run"] if "run" in job else job["spec"]["trainer"]["args"][0]
     script = script.replace("cd /workspace", f"cd {ROOT}").replace("source .venv/bin/activate", "")

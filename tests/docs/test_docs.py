@@ -11,20 +11,21 @@ import textwrap
 from functools import cache
 from pathlib import Path
 
-import jsonargparse
 import pytest
 import yaml
 from support.helpers import ROOT, RUNGS, SMALL, run_script
 
-from fabric_ladder import cli
+from fabric_ladder.errors import UserError
+from fabric_ladder.options import read_words
 from fabric_ladder.places import SCRIPTS
 from fabric_ladder.rungs import choose_rungs
+from fabric_ladder.settings import FACTS
 from fabric_ladder.tools.command import COMMANDS
 
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *sorted(DOCS.rglob("*.md"))]
-GENERATED = [DOCS / "combinations.md", DOCS / "memory_plans.md"]
+GENERATED = [DOCS / "combinations.md"]
 NAMES = [rung.stem for rung in RUNGS]
 HEADINGS = ["Idea", "In plain PyTorch", "What it saves", "What it costs", "When to take it", "Unchanged", "Code"]
 OWN_OPTIONS = ("run_ladder.py", "plan_memory.py", "plan_scaling.py")  # they hand all others to the rungs
@@ -186,17 +187,12 @@ def options(path: Path) -> set[str]:
     return {name for text in sources for name in re.findall(r'add_argument\(\s*(?:"-\w", )?"--([\w-]+)"', text)}
 
 
-@cache
-def settings_parser() -> jsonargparse.ArgumentParser:
-    return cli.settings_parser({})
-
-
 def check_settings(words: list[str], whole: list[str]) -> None:
     """Check that the rungs know these names and values; `…` stands for what a reader fills in."""
     words = [word for word in words if word not in ("…", "--help")]
     try:
-        config = settings_parser().parse_args(words).get("config")
-    except jsonargparse.ArgumentError as error:
+        config = read_words(words).get("config")
+    except UserError as error:
         raise AssertionError(f"{shlex.join(whole)}: {error}") from error
     assert config is None or home_of(config) or home_of(f"configs/{config}"), whole
 
@@ -222,7 +218,7 @@ def check_command(words: list[str]) -> None:
     given = [word[2:].split("=")[0] for word in rest if word.startswith("--")]
     others = [name for name in given if name not in options(script)]
     if script.name in OWN_OPTIONS:
-        known = {action.dest for action in settings_parser()._actions}
+        known = {*FACTS, "config", "print_config", "help"}
         others = [name for name in others if name not in known]
     assert not others, words
 
@@ -275,7 +271,7 @@ def test_a_wrong_command_is_found(command):
 
 @written_page
 def test_options_that_are_named_exist(page):
-    known = {action.dest for action in settings_parser()._actions} | LAUNCHER_OPTIONS
+    known = {*FACTS, "config", "print_config", "help"} | LAUNCHER_OPTIONS
     for folder in ("scripts", "benchmarks"):
         for script in (ROOT / folder).glob("*.py"):
             known |= options(script)

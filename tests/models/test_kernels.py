@@ -13,6 +13,7 @@ from support.training import run_training
 
 from fabric_ladder import Run
 from fabric_ladder.models.kernels import attention_kernels, use_kernels
+from fabric_ladder.runs.process import prepare_process
 
 GPUS = {"T4": (7, 5), "A100": (8, 0), "L4": (8, 9), "H100": (9, 0), "B200": (10, 0), "RTX 5090": (12, 0)}
 CUDNN = 92000  # of PyTorch 2.13's wheels
@@ -76,7 +77,9 @@ def start_on_h100(tmp_path, monkeypatch, **values):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: CUDNN)
     fabric = Fabric(strategy=SingleDeviceStrategy(device=torch.device("cuda"), accelerator=Pretended()))
-    return Run(fabric, settings_for(tmp_path, precision="bf16-mixed", **values))
+    settings = settings_for(tmp_path, accelerator="cuda", precision="bf16-mixed", **values)
+    prepare_process(settings)
+    return Run(fabric, settings)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from fabric_ladder.planning.formulas import (
     ASSUMED,
     KEPT,
     NF4_BYTES,
-    Counts,
     Overhead,
     in_4_bits,
     keep_overhead,
@@ -18,6 +17,7 @@ from fabric_ladder.planning.formulas import (
     with_8_bit_adam,
     with_zero,
 )
+from fabric_ladder.techniques.memory import Counts
 
 COUNTS = Counts(all=10_000, trained=10_000, largest_layer=700, linear=0, largest_linear=0)
 

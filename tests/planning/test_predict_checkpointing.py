@@ -9,10 +9,10 @@ from support.helpers import MODELS
 from support.planning import PATCHES, VIT, build, case, measured_peak, real
 
 from fabric_ladder import build_optimizer
-from fabric_ladder.models.checkpointing import host_memory_within
 from fabric_ladder.planning.predict import predict_peak
 from fabric_ladder.planning.tracker import PeakTracker
 from fabric_ladder.runs.metrics import Meter
+from fabric_ladder.techniques.checkpointing import host_memory_within
 from fabric_ladder.training.gradients import accumulate_gradients
 
 LAYERS = 6

@@ -99,17 +99,17 @@ def test_a_tracker_draws_what_the_csv_file_has(tracked, tracker):
 
 @pytest.mark.parametrize("tracker", ["tensorboard", "trackio"])
 def test_a_run_that_goes_on_is_drawn_from_its_checkpoint(tmp_path, monkeypatch, tracker):
-    """What was drawn beyond the checkpoint is gone; trackers with a database have the whole curve in a new run."""
+    """Points after the checkpoint are gone; trackers with a database have the whole curve in a new run."""
     skip_without(tracker)
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # which is read as the package is imported
     folder = tmp_path / "runs" / "rung" / "1"
     settings = settings_for(tmp_path, logger=tracker)
     before = RunLog(folder, settings)
     for step in (1, 2, 3):
-        before.write(step, 16 * step, loss=float(step))
+        before.write(step, 16 * step, {"loss": float(step)})
     before.close()
     after = RunLog(folder, settings, [(1, 16, {"loss": 1.0})])
-    after.write(2, 32, loss=0.5)
+    after.write(2, 32, {"loss": 0.5})
     after.close()
     drawn = {"tensorboard": read_tensorboard, "trackio": read_trackio}[tracker](folder)
     assert drawn == {"train/loss": [(16, 1.0), (32, 0.5)]}
@@ -160,8 +160,8 @@ class Broken:
 def test_a_tracker_that_fails_later_does_not_stop_the_run(tmp_path, capsys):
     log = RunLog(tmp_path / "runs" / "test" / "1", settings_for(tmp_path))
     log._trackers["broken"] = Broken()
-    log.write(1, 16, loss=1.0)
-    log.write(2, 32, loss=0.5)
+    log.write(1, 16, {"loss": 1.0})
+    log.write(2, 32, {"loss": 0.5})
     log.close()
     assert [row["loss"] for row in rows(tmp_path / "runs" / "test" / "1")] == ["1.0", "0.5"]
     told = "--logger broken failed (the service is gone): it gets no more figures; metrics.csv has them all\n"

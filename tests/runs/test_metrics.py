@@ -1,4 +1,4 @@
-"""Which class is taken for which: counted on the device, in run.json, and in one more line where it matters."""
+"""The confusion matrix: counted on the device, kept in run.json, with a printed macro-F1 where it matters."""
 
 import json
 
@@ -46,7 +46,7 @@ def test_the_figures_are_scikit_learns(absent):
 
 
 @pytest.mark.parametrize("tokens", [1, 100_000])
-def test_run_json_has_which_class_is_taken_for_which(tmp_path, capsys, tokens):
+def test_run_json_has_the_confusion_matrix(tmp_path, capsys, tokens):
     datasets = token_datasets(test=30, classes=3)
     run, model = run_training(tmp_path, tiny_model(classes=3), datasets, eval_batch_tokens=tokens)
     results = json.loads((run.folder / "run.json").read_text())["results"]
@@ -74,7 +74,9 @@ def test_imbalanced_classes_are_named_before_the_training(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     notice = [number for number, line in enumerate(lines) if line.startswith("Imbalanced classes: 75.0% of the train")]
     assert len(notice) == 1
-    assert lines[notice[0]].endswith("0', one of 2 classes; an accuracy below that is worse than always guessing it")
+    assert lines[notice[0]].endswith(
+        "0', one of 2 classes; an accuracy below that is worse than always guessing this class"
+    )
     assert lines[notice[0] + 1].startswith("Parameters: ")
     assert lines[-1].startswith("Test macro-F1 ")
     parser = LogParser("log.txt", "test")

@@ -1,6 +1,7 @@
-"""What a run says of its peak memory before it, and after it."""
+"""The predicted peak memory of a run: printed before it, compared after it, and cached."""
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -71,7 +72,7 @@ def test_what_cannot_be_predicted_does_not_stop_a_run(tmp_path, monkeypatch):
 
 
 def cuts_of(settings, *sizes, length=64):
-    """What a run asks about: micro-batches of so many samples."""
+    """Return the cuts of a prediction for micro-batches of these sizes."""
     made = (largest_batches(replace(settings, micro_batch_size=size), length) for size in sizes)
     return [(size * length, [training], rest) for size, (training, rest) in zip(sizes, made, strict=True)]
 
@@ -134,17 +135,32 @@ def test_what_texts_are_cut_at_counts_where_they_are_packed_alone(tmp_path):
         assert (relevant(long) != relevant(short)) == packing
 
 
+def key(tmp_path, **values):
+    return prediction._key(settings_for(tmp_path, **values), {}, [], None, None, None)
+
+
+@pytest.mark.parametrize("named", ["zero2", "own.json"])
+def test_another_content_of_a_named_file_is_another_prediction(tmp_path, monkeypatch, named):
+    configs = tmp_path / "configs"
+    shutil.copytree(prediction.CONFIGS / "deepspeed", configs / "deepspeed")
+    monkeypatch.setattr(prediction, "CONFIGS", configs)
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "own.json" if named == "own.json" else configs / "deepspeed" / "zero2.json"
+    path.write_text("{}")
+    before = key(tmp_path, deepspeed=named)
+    assert key(tmp_path, deepspeed=named) == before
+    path.write_text('{"zero_optimization": {"stage": 3}}')
+    assert key(tmp_path, deepspeed=named) != before
+
+
 @pytest.mark.parametrize("package", ["peft", "torchao"])
 def test_another_version_of_a_package_is_another_prediction(tmp_path, monkeypatch, package):
-    def key():
-        return prediction._key(settings_for(tmp_path), {}, [], None, None, None)
-
-    before = key()
-    assert key() == before
+    before = key(tmp_path)
+    assert key(tmp_path) == before
     (tmp_path / f"{package}-9.9.dist-info").mkdir()
     (tmp_path / f"{package}-9.9.dist-info" / "METADATA").write_text(f"Name: {package}\nVersion: 9.9\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert key() != before
+    assert key(tmp_path) != before
 
 
 def test_a_gpu_that_is_too_small_is_named_with_the_next_script(tmp_path):
@@ -155,4 +171,4 @@ def test_a_gpu_that_is_too_small_is_named_with_the_next_script(tmp_path):
     assert "8.00 GB (weights 3.00, activations 5.00); 8.97 of 8.00 GB with CUDA's own, so it may not fit" in line
     assert "6_lean_optimizer" in line
     assert "may not fit" not in said.line(settings, {"gpu": "a GPU", "gpu_memory": 9_000_000_000})
-    assert said.end_line(8_400_000_000, of_gpu=True) == "Memory predicted: 8.00 GB, measured +0.40 GB (+4.8%)"
+    assert said.end_line(8_400_000_000, on_gpu=True) == "Memory predicted: 8.00 GB, measured +0.40 GB (+4.8%)"

@@ -32,7 +32,7 @@ def test_it_says_what_it_leaves_out_goes_on_after_a_failure_and_compares(tmp_pat
     lines = process.stdout.splitlines()
     assert lines.index("2_grad_accum can run here") < lines.index("[1/3] 2_grad_accum, seed 123")
     assert any(line.startswith("Left out: 12_deepspeed_zero: 12_deepspeed_zero needs a CUDA GPU") for line in lines)
-    assert "[2/3] 4_mixed_precision, seed 123: failed; the others go on" in lines
+    assert "[2/3] 4_mixed_precision, seed 123: failed; the others continue" in lines
     assert any(line.startswith("Failed: 4_mixed_precision, seed 123: cannot write --runs_dir ladder") for line in lines)
     assert runs_of(tmp_path / "ladder") == [("2_grad_accum", 123), ("5_low_precision", 123)]
     table = process.stdout.split("Failed: ")[-1]
@@ -71,7 +71,7 @@ def test_killed_and_started_again_it_repeats_no_finished_run(tmp_path):
     ("arguments", "line"),
     [
         (["--rungs", "2,99"], "there is no rung 99: give numbers from 1 to "),
-        (["--seeds", "0"], "--seeds 0: must be at least 1"),
+        (["--seeds", "0"], "--seeds: 0: must be at least 1"),
         (["--rungs", "1,2", "--batch_sise", "2"], "there is no setting 'batch_sise'; did you mean"),
         (["--config", "nope.yaml"], "none of these rungs can run here: there is no config file nope.yaml"),
         (["--html", "there.html"], "there.html"),

@@ -15,9 +15,10 @@ from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.strategies import deepspeed as fabric_deepspeed
 
 sys.path.append(str(Path(__file__).parents[1]))
-from fabric_ladder import checks
+
 from fabric_ladder.checkpoints import save as checkpoint
 from fabric_ladder.distributed import deepspeed
+from fabric_ladder.techniques import sharding
 from fabric_ladder.training import loop
 from support.helpers import SRC
 
@@ -44,7 +45,7 @@ def save_both(fabric, layout, *rest):
 if __name__ == "__main__":
     if os.environ.get("SAVE_BOTH"):
         loop.save = save_both
-    checks.check_deepspeed = check_deepspeed
+    sharding.check_deepspeed = check_deepspeed
     deepspeed.LadderDeepSpeedStrategy = OnCPU
     fabric_deepspeed._validate_device_index_selection = lambda devices: None
     # a faster reduction for CPUs, which would have to be compiled

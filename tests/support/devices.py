@@ -1,4 +1,4 @@
-"""Runs of rungs that are compared across numbers of processes: their sizes, and what must be the same."""
+"""Runs of rungs on several numbers of processes: their sizes, and how to compare them."""
 
 import csv
 import json
@@ -12,7 +12,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def read(folder):
-    """Losses and learning rates of all steps, and what run.json says."""
+    """Losses and learning rates of all steps, and the results in run.json."""
     with open(folder / "metrics.csv", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["loss"]]
     losses, rates = ([float(row[name]) for row in rows] for name in ("loss", "learning_rate"))

@@ -1,4 +1,4 @@
-"""What tests of saved models share: tiny models with labels and adapters, their tokenizer, and scripts run in place."""
+"""Helpers for tests of saved models: tiny models with labels and adapters, a tokenizer, and scripts in this process."""
 
 import runpy
 import sys
@@ -46,7 +46,7 @@ def with_adapter(model, kind, **more):
 
 
 def run_here(monkeypatch, script, *arguments):
-    """Run a script in this process: what it costs to start one is libraries alone."""
+    """Run a script in this process, which saves the time to import the libraries."""
     monkeypatch.setattr(sys, "argv", [str(script), *map(str, arguments)])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which the script sets
     runpy.run_path(str(script), run_name="__main__")

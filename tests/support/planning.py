@@ -11,8 +11,9 @@ from torch.distributed.fsdp import fully_shard
 from fabric_ladder import build_model, build_optimizer
 from fabric_ladder.distributed.fsdp import fsdp_strategy, sharding_policy, transformer_blocks
 from fabric_ladder.planning.predict import blank_datasets, largest_batches
-from fabric_ladder.planning.tracker import Peak, PeakTracker
+from fabric_ladder.planning.tracker import PeakTracker
 from fabric_ladder.runs.metrics import Meter
+from fabric_ladder.techniques.memory import Peak
 from fabric_ladder.training.gradients import accumulate_gradients
 from support.helpers import MODELS, settings_for
 

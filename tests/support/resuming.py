@@ -34,10 +34,18 @@ class Does(io.StringIO):
             self.action()
 
 
-def run_here(name, cwd, *arguments, at=None, number=signal.SIGTERM, names=None):
-    """Run a rung (or a script, with more names) in this process; return its exit status and what it printed."""
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def run_here(name, cwd, *arguments, at=None, action=terminate, names=None):
+    """Run a rung (or a script, with more names) in this process; return its exit status and its printed lines.
+
+    `action` is called as soon as the text `at` is printed.
+    """
     before = os.getcwd(), sys.argv
-    stdout, status = Does(at, lambda: os.kill(os.getpid(), number)), 0
+    stdout = Does(at, action)
+    status = 0
     os.chdir(cwd)
     sys.argv = [str(name if isinstance(name, Path) else SRC / f"{name}.py"), *SIZES, *map(str, arguments)]
     try:

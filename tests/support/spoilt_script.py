@@ -36,6 +36,6 @@ def spoil(training, prediction):
 if __name__ == "__main__":
     room, condition, rung = int(sys.argv[1]), sys.argv[2], SRC / f"{sys.argv[3]}.py"
     sys.argv = [str(rung), *sys.argv[4:]]
-    fitting.CLIFFS = ("cuda", "cpu")
+    fitting.HARD_LIMITS = ("cuda", "cpu")
     real, loop.try_longest = loop.try_longest, spoil
     runpy.run_path(str(rung), run_name="__main__")

@@ -11,6 +11,7 @@ import torch
 from lightning import Fabric
 
 from fabric_ladder import Run, build_dataloaders, build_optimizer, evaluate, train
+from fabric_ladder.runs.process import prepare_process
 from support.helpers import ROOT, SMALL, free_port, settings_for, tiny_model, token_datasets
 
 SCRIPT = ROOT / "tests" / "support" / "spoilt_script.py"
@@ -58,6 +59,7 @@ def run_training(tmp_path, model=None, datasets=None, precision="32-true", prepa
     fabric = Fabric(accelerator="cpu", devices=1, precision=precision)
     fabric.launch()
     settings = settings_for(tmp_path, precision=precision, **({"learning_rate": 1e-2} | values))
+    prepare_process(settings)
     run = Run(fabric, settings)
     datasets = datasets or token_datasets()
     loaders = build_dataloaders(fabric, datasets, settings)
@@ -66,8 +68,8 @@ def run_training(tmp_path, model=None, datasets=None, precision="32-true", prepa
     if prepare:
         prepare(model, optimizer)
     model, optimizer = fabric.setup(model, optimizer)
-    train(run, model, optimizer, *loaders[:2])
-    evaluate(run, model, loaders[2])
+    training = train(run, model, optimizer, *loaders[:2])
+    evaluate(training, loaders[2])
     return run, model
 
 

@@ -1,4 +1,4 @@
-"""A rank that waits for the others in a collective that never ends, under a watch with the patience of five seconds.
+"""A watched rank that waits in a collective that never ends; the patience of its watch is five seconds.
 
 Arguments: its number, the number of ranks, the port of rank 0. The watch is imported alone, without the package.
 """

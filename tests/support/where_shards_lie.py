@@ -1,4 +1,4 @@
-"""A rung, named by the first argument, that says at its end where its last step found weights and optimizer state."""
+"""Run the rung of the first argument, and print the devices of its weights and its optimizer state."""
 
 import runpy
 import sys

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import pytest
 from support.helpers import ROOT, RUNGS, SMALL, without_package
 
 from fabric_ladder.tools.command import COMMANDS, parser
-from fabric_ladder.tools.notebooks import notebook
 
 COMMAND = [sys.executable, "-c", "from fabric_ladder.tools.command import main; main()"]
 COMPLETE = """
@@ -56,7 +54,7 @@ def test_a_wrong_command_is_one_line(tmp_path, arguments, says):
 def test_a_shell_completes_commands_rungs_and_settings(tmp_path, capsys):
     pytest.importorskip("shtab", reason="needs the package shtab")
     with pytest.raises(SystemExit):
-        parser().parse_args(["--print_completion", "shtab-bash"])
+        parser().parse_args(["--print_completion", "bash"])
     (tmp_path / "complete.sh").write_text(capsys.readouterr().out)
     command = ["bash", "-c", COMPLETE.format(script=tmp_path / "complete.sh")]
     process = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -126,21 +124,3 @@ def test_a_wheel_runs_in_an_empty_folder(tmp_path, clone, environment):
     assert named["fabric_ladder"]["text"] == f"in {packages}"
     assert {"Python", "torch", "wandb", *(path.stem for path in RUNGS)} <= named.keys()
     assert named["2_grad_accum"]["status"] == "ok"
-    run(ladder, "notebook", "2", cwd=empty)
-    assert (empty / "2_grad_accum.ipynb").read_text() == notebook(ROOT / "src" / "2_grad_accum.py", None)
-
-
-@pytest.mark.slow
-def test_a_notebook_that_is_opened_in_a_clone_installs_it(tmp_path, clone, environment):
-    """And nothing else: what is here stays, and pip is given no index."""
-    python = fresh_python(tmp_path / "venv")
-    (clone / "notebooks").mkdir()
-    cells = json.loads(notebook(ROOT / "src" / "14_qlora.py", None))["cells"]
-    install = next("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    code = f"{install}\nimport fabric_ladder\nprint(fabric_ladder.__file__)"
-    options = {"cwd": clone / "notebooks", "env": environment, "capture_output": True, "text": True, "timeout": 500}
-    process = subprocess.run([python, "-c", code], **options)
-    assert process.returncode == 0, process.stderr
-    assert Path(process.stdout.strip()).is_relative_to(tmp_path / "venv")
-    installed = {re.split(r"[-.]", path.name)[0] for path in Path(process.stdout.strip()).parents[1].glob("*-info")}
-    assert installed == {"fabric_ladder"}

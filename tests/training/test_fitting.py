@@ -7,7 +7,6 @@ import sys
 
 import numpy as np
 import pytest
-from lightning.fabric.strategies import SingleDeviceStrategy
 from support.helpers import ROOT, free_port, settings_for
 from support.resuming import assert_same, run_here
 from support.training import SIZES, alone, read, run_training, two
@@ -17,6 +16,7 @@ from fabric_ladder import UserError, parse_settings
 from fabric_ladder.advice import less_memory
 from fabric_ladder.data import cutting
 from fabric_ladder.data.sampler import EffectiveBatchSampler
+from fabric_ladder.distributed.strategies import StrategyTraits
 from fabric_ladder.runs.prediction import Prediction
 from fabric_ladder.training import fitting, loop
 
@@ -40,7 +40,7 @@ def test_auto_halves_until_it_fits_and_the_gradient_stays(tmp_path):
 
 @pytest.mark.slow
 def test_all_ranks_take_what_fits_the_one_with_the_least_room(tmp_path):
-    options = ("--micro_batch_tokens", "auto", "--attention", "eager")  # whose matrices take room
+    options = ("--micro_batch_tokens", "auto", "--attention", "eager")  # its matrices need memory
     results = two(tmp_path / "two", (0, 30), "9_ddp", *options)
     assert [status for *_, status in results] == [0, 0], results[1][1]
     assert [status for *_, status in two(tmp_path / "roomy", (0, 0), "9_ddp", *options)] == [0, 0]
@@ -87,7 +87,7 @@ def test_the_trial_changes_no_bit_of_a_run_nor_of_a_resumed_one(tmp_path, dropou
     more = ["--model", dropout_model, "--save_every", 100, "--micro_batch_size", 4]
     (tmp_path / "whole").mkdir()
     run_here(name, tmp_path / "whole", *more)
-    monkeypatch.setattr(fitting, "CLIFFS", ("cpu",))
+    monkeypatch.setattr(fitting, "HARD_LIMITS", ("cpu",))
     tried, real = [], fitting._find_problem
     monkeypatch.setattr(fitting, "_find_problem", lambda *args: tried.append(real(*args)))
     for place in ("Batch 0003/", None):
@@ -97,7 +97,7 @@ def test_the_trial_changes_no_bit_of_a_run_nor_of_a_resumed_one(tmp_path, dropou
 
 
 def test_auto_goes_on_with_what_it_chose(tmp_path, dropout_model):
-    """Bit by bit, as one that nobody stopped; and as one that was told the number."""
+    """The resumed run equals an uninterrupted run bit by bit, and a run with this number on its command line."""
     more = ["--model", dropout_model, "--save_every", 100, "--micro_batch_tokens"]
     (tmp_path / "whole").mkdir()
     _, text = run_here("2_grad_accum", tmp_path / "whole", *more, "auto")
@@ -111,9 +111,8 @@ def test_auto_goes_on_with_what_it_chose(tmp_path, dropout_model):
 
 @pytest.mark.parametrize(("sharded", "predicted", "chosen"), [(False, 40, 40), (True, 40, 40), (True, None, 1)])
 def test_auto_begins_with_what_was_predicted_to_fit(tmp_path, monkeypatch, sharded, predicted, chosen):
-    """And the losses stay. Sharded ranks halve nothing: without a prediction it is one sample at a time."""
-    if sharded:  # as far as this module looks
-        monkeypatch.setattr(fitting, "ModelParallelStrategy", SingleDeviceStrategy)
+    """The losses stay the same. Sharded ranks do not halve: without a prediction they take one sample at a time."""
+    monkeypatch.setattr(fitting, "strategy_traits", lambda _: StrategyTraits(shards_weights=sharded))
     found = {"micro_batch_tokens": predicted} if predicted else {"problem": "none"}
     monkeypatch.setattr(Prediction, "line", lambda *_: "")
     monkeypatch.setattr(Prediction, "figures", lambda _: {})
@@ -174,8 +173,10 @@ def test_the_heaviest_batches_are_found_without_making_any(tmp_path, monkeypatch
     assert {str(plan) for plan in found} <= set(map(str, plans))
 
 
-@pytest.mark.parametrize(("script", "more"), [({"offload": False}, []), ({"deepspeed": "zero2"}, [])])
+@pytest.mark.parametrize(
+    ("script", "more"), [({"strategy": "fsdp"}, []), ({"strategy": "deepspeed", "deepspeed": "zero2"}, [])]
+)
 def test_auto_is_refused_where_weights_are_sharded(monkeypatch, script, more):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    with pytest.raises(UserError, match=r"--micro_batch_tokens auto: where weights are sharded, .*; give a number"):
+    with pytest.raises(UserError, match=r"--micro_batch_tokens auto: weights are sharded, .*; give a number"):
         parse_settings(["--micro_batch_tokens", "auto", *more], devices="auto", batch_size=16, **script)

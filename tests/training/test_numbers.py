@@ -1,4 +1,4 @@
-"""Losses and gradients that are NaN or infinite: named, and left out where that is asked for."""
+"""Losses and gradients that are NaN or infinite: named, or skipped with `--on_nan skip`."""
 
 import gc
 import json
@@ -29,7 +29,7 @@ class FiniteLoss(BloomForSequenceClassification):
 
 
 def data():
-    """Two epochs of three batches; the token stands in row 20 alone."""
+    """Two epochs of three batches; only row 20 has the token."""
     datasets = token_datasets()
 
     def change(row, number):
@@ -133,7 +133,7 @@ def test_a_resumed_run_skips_and_counts_as_if_it_had_never_stopped(tmp_path, dro
 
 
 def test_no_checkpoint_is_written_after_a_bad_number(tmp_path, dropout_model, monkeypatch):
-    """Long before the next printed line: the weights are NaN, and the run can go on from the checkpoint before."""
+    """The weights are NaN long before the next printed line, and the run can resume from the checkpoint before."""
     monkeypatch.setattr(loop, "try_longest", lambda training, _: poison(training))
     more = ["--model", dropout_model, "--log_every", 1000, "--save_every", 1]
     with pytest.raises(UserError) as stop:
@@ -150,7 +150,7 @@ def test_no_checkpoint_is_written_after_a_bad_number(tmp_path, dropout_model, mo
 
 @pytest.mark.slow
 def test_all_ranks_skip_what_is_bad_on_one(tmp_path):
-    """The rank that has the bad sample, by loss; the other, which has none, by agreement."""
+    """One rank has the bad sample and finds the loss; the other skips because the ranks agree."""
     results = two(tmp_path, (0, 0), "9_ddp", "--on_nan", "skip", condition="poison")
     assert [status for *_, status in results] == [0, 0], results[0][1][-2000:]
     stdout = results[0][0]
@@ -177,5 +177,5 @@ def test_sharded_ranks_skip_and_stop_together(tmp_path):
 
 def test_deepspeed_cannot_skip(monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    with pytest.raises(UserError, match="--on_nan skip: DeepSpeed cannot take a gradient back"):
-        parse_settings(["--on_nan", "skip"], devices="auto", batch_size=16, deepspeed="zero2")
+    with pytest.raises(UserError, match="--on_nan skip: DeepSpeed cannot undo a gradient"):
+        parse_settings(["--on_nan", "skip"], strategy="deepspeed", devices="auto", batch_size=16, deepspeed="zero2")

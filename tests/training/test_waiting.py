@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fabric_ladder import Run, build_dataloaders, build_optimizer, train
-from fabric_ladder.models.bloom import fuse_attention
-from fabric_ladder.models.packing import support_packing
 from fabric_ladder.runs.metrics import Meter
+from fabric_ladder.techniques.fused_attention import fuse_attention
+from fabric_ladder.techniques.packing import support_packing
 from fabric_ladder.training.loop import _evaluate
 
 CASES = {
@@ -57,7 +57,7 @@ def test_no_batch_of_the_evaluation_asks_the_device_for_a_value(tmp_path):
 
 
 class NoFloat64(TorchDispatchMode):
-    """Apple silicon's GPU, as far as another machine can stand in for it: its tensors have at most 32 bits."""
+    """Behaves like the GPU of Apple silicon: tensors have at most 32 bits."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -79,20 +79,20 @@ def test_a_device_without_float64_is_asked_for_none(tmp_path, monkeypatch, name)
 def test_no_step_asks_the_device_for_a_value(tmp_path, name):
     """A real run on the device `meta`, whose tensors have no values: to read one is an error, at the first line's."""
     kind, values = CASES[name]
-    batch, steps, stopped = until_a_value_is_asked_for(tmp_path, kind, values)
+    seen, samples, stopped = until_a_value_is_asked_for(tmp_path, kind, values)
     assert any(entry.name == Meter.collect.__name__ for entry in stopped.traceback), stopped.value
-    assert batch == steps == 3
+    assert seen == samples == 40
 
 
 def test_adafactor_asks_for_values_in_its_step_alone(tmp_path):
     """PyTorch's fault, named in docs/techniques/6_lean_optimizer.md: once it is repaired, that can go."""
-    batch, _, stopped = until_a_value_is_asked_for(tmp_path, "llama", {"optimizer": "adafactor"})
+    seen, _, stopped = until_a_value_is_asked_for(tmp_path, "llama", {"optimizer": "adafactor"})
     assert "_adafactor.py" in {entry.path.name for entry in stopped.traceback}
-    assert batch == 0
+    assert seen == 0
 
 
 def until_a_value_is_asked_for(tmp_path, kind, values):
-    """Return the optimizer steps that were done until then, those of the epoch, and the error."""
+    """Return the samples of finished optimizer steps, the samples of the epoch, and the error."""
     settings = settings_for(tmp_path, **({"micro_batch_size": 2, "log_every": 10_000} | values))
     fabric = valueless(settings.precision)
     run = Run(fabric, settings)
@@ -111,4 +111,4 @@ def until_a_value_is_asked_for(tmp_path, kind, values):
     optimizer = _FabricOptimizer(optimizer, fabric.strategy)  # `setup_optimizers` takes such tensors for a mistake
     with pytest.raises((RuntimeError, NotImplementedError)) as stopped:
         train(run, model, optimizer, *loaders[:2])
-    return run.checkpointer.state.batch, len(loaders[0]), stopped
+    return run.throughput.samples, len(loaders[0].dataset), stopped

@@ -1,47 +1,23 @@
-"""Checkpoints of a run, from which it resumes as if it had never stopped: when they are written, and what they hold."""
+"""Checkpoints of a run: when they are written, and their contents. A resumed run ends like an undisturbed one."""
 
 import io
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from fabric_ladder.checkpoints import store
+from fabric_ladder.checkpoints.disk import try_on_all
 from fabric_ladder.checkpoints.resume import PROGRESS, find_checkpoint, read_progress
-from fabric_ladder.checkpoints.room import try_on_all
 from fabric_ladder.checkpoints.save import read_state, write_state
+from fabric_ladder.distributed.launch import release_ranks
 from fabric_ladder.errors import refused
 from fabric_ladder.runs.folder import CHECKPOINTS
-from fabric_ladder.runs.metrics import Totals
 from fabric_ladder.runs.run import Run
-
-
-class State(Protocol):
-    """What a checkpointer needs of the training's state, see `training/state.py`."""
-
-    steps_per_epoch: int
-    batch: int
-    optimizer_steps: int
-
-    def check(self) -> None:
-        """Raise UserError if a loss or a gradient was not finite."""
-
-    def describe(self) -> str:
-        """Say where the training is, for people."""
-
-    def state_dict(self) -> dict:
-        """Return the position as plain values, the same on all ranks."""
-
-    def rank_state_dict(self) -> dict:
-        """Return this rank's sums and random numbers."""
-
-    def load_state_dict(self, position: dict, ranks: list[dict], own: dict | None) -> None:
-        """Go to a checkpoint's position."""
 
 
 class Checkpointer:
@@ -50,14 +26,17 @@ class Checkpointer:
     Args:
         run: Its folder gets `checkpoints/`.
         model: Set up by Fabric.
-        optimizer: Set up by Fabric, without any state yet.
-        state: Where the training is.
-        fingerprint: Of the data.
+        optimizer: Set up by Fabric, still without state.
+        fingerprint: The fingerprint of the data.
     """
 
-    def __init__(self, run: Run, model: nn.Module, optimizer: Optimizer, state: State, fingerprint: str):
-        self.run, self.model, self.optimizer, self.state = run, model, optimizer, state
-        self.fabric, self.settings, self.fingerprint = run.fabric, run.settings, fingerprint
+    def __init__(self, run: Run, model: nn.Module, optimizer: Optimizer, fingerprint: str):
+        self.run = run
+        self.model = model
+        self.optimizer = optimizer
+        self.fabric = run.fabric
+        self.settings = run.settings
+        self.fingerprint = fingerprint
         self._found: Path | None = None
         self._progress: dict = {}
 
@@ -65,10 +44,10 @@ class Checkpointer:
         """Find the checkpoint to resume from, or end the process if the run has finished already.
 
         Returns:
-            The run's folder, and the run's own state in the checkpoint; None to start from the beginning.
+            The run's folder, and the run's state in the checkpoint; None to start from the beginning.
 
         Raises:
-            UserError: There is no such checkpoint, it is damaged, or of another run.
+            UserError: The checkpoint does not exist, is damaged, or belongs to another run.
         """
         found = self.run.record.on_rank_zero(
             lambda: find_checkpoint(self.settings, self.fingerprint, self.fabric.world_size)
@@ -76,63 +55,65 @@ class Checkpointer:
         for note in found.notes:
             self.run.print(note, log=False)
         if found.finished:
-            self.run.leave()
+            release_ranks(self.fabric)
+            raise SystemExit(0)
         if found.folder is None:
             return None
         self._found = found.folder
         self._progress = read_progress(found.folder)
         return found.folder.parent.parent, self._progress["run"]
 
-    def restore(self) -> None:
-        """Set model, optimizer and training state back to the checkpoint that `find` has found, if any."""
-        folder, progress, rank = self._found, self._progress, self.fabric.global_rank
+    def restore(self, load_state: Callable[[dict, list[dict], dict | None], None]) -> None:
+        """Load model, optimizer and training state from the checkpoint that `find` has found, if any.
+
+        Args:
+            load_state: Sets the training state. It gets the saved position, the states of the ranks whose sums this
+                rank continues, and the state whose random numbers it continues, or None to keep the current ones.
+        """
+        folder = self._found
+        progress = self._progress
+        rank = self.fabric.global_rank
         if folder is None:
             return
         read_state(f"--resume {folder}", folder / "state", self.model, self.optimizer)
-        saved, ranks = progress["ranks"], self.fabric.world_size
-        numbers = [rank] if saved == ranks else range(saved) if rank == 0 else []
-        with refused(f"--resume {folder} holds no state of a run"):
+        saved_ranks = progress["ranks"]
+        same_ranks = saved_ranks == self.fabric.world_size
+        numbers = [rank]
+        if not same_ranks:  # rank 0 adds up the sums of all ranks
+            numbers = range(saved_ranks) if rank == 0 else []
+        with refused(f"--resume {folder}: cannot read the state of the run"):
             self.fabric.strategy.precision.load_state_dict(progress["precision"])
-            own = _read_rank(folder, rank) if rank < saved else None
-            self.state.load_state_dict(progress["position"], [_read_rank(folder, number) for number in numbers], own)
-        if saved != ranks:
-            self.run.print(f"The checkpoint is of {saved} devices: dropout is drawn anew on {ranks}", log=False)
+            own = _read_rank(folder, rank) if rank < saved_ranks else None
+            load_state(progress["position"], [_read_rank(folder, number) for number in numbers], own)
+        if not same_ranks:
+            ranks = self.fabric.world_size
+            self.run.print(f"The checkpoint is of {saved_ranks} devices: dropout on {ranks} will differ", log=False)
 
-    def after_step(self) -> None:
-        """Stop if that is requested, or write a checkpoint if one is due."""
-        steps, state = self.settings.save_every, self.state
-        if self.run.stop_request.made():
-            self.stop()
-        elif steps and state.optimizer_steps % steps == 0 and state.batch < state.steps_per_epoch:
-            self.save()
+    def save(self, step: int, position: dict, rank_state: dict, validation_loss: float | None = None) -> bool:
+        """Write a checkpoint. After a failure, print the reason, keep the previous checkpoint and return False.
 
-    def after_epoch(self, validation: Totals) -> None:
-        """Write the checkpoint of an epoch."""
-        if self.settings.save_every:
-            self.save(validation.loss)
-
-    def save(self, validation_loss: float | None = None) -> bool:
-        """Write a checkpoint; if that fails, say so and let the run go on.
-
-        Raises:
-            UserError: A loss or a gradient was not finite: the weights may be spoilt, and the checkpoint before stays.
+        Args:
+            step: Optimizer steps so far.
+            position: The position of the training as plain values, the same on all ranks.
+            rank_state: This rank's sums and random numbers.
+            validation_loss: The loss of the validation, at the end of an epoch.
         """
-        self.state.check()
         with self.run.throughput.excluded():
             progress = {
-                "position": self.state.state_dict(),
+                "position": position,
                 "settings": self.run.record.values["settings"],
                 "fingerprint": self.fingerprint,
                 "ranks": self.fabric.world_size,
                 "precision": self.fabric.strategy.precision.state_dict(),
                 "run": self.run.state_dict(),
             }
-            name = f"{self.state.optimizer_steps:09d}{'' if validation_loss is None else '-validated'}"
-            home = Path(self.fabric.broadcast(self.run.folder)) / CHECKPOINTS
-            part, first = store.unfinished_folder(home, name), self.fabric.global_rank == 0
+            name = f"{step:09d}{'' if validation_loss is None else '-validated'}"
+            folder = Path(self.fabric.broadcast(self.run.folder)) / CHECKPOINTS
+            part = store.unfinished_folder(folder, name)
+            first = self.fabric.global_rank == 0
             problem = (
                 self._try(lambda: first and store.make_empty(part))
-                or self._try(lambda: self._write_rank(part))
+                or self._try(lambda: self._write_rank(part, rank_state))
                 or try_on_all(
                     self.fabric,
                     lambda: write_state(part / "state", self.model, self.optimizer, self.fabric.global_rank),
@@ -141,29 +122,24 @@ class Checkpointer:
             )
         if problem:
             self._try(lambda: first and shutil.rmtree(part, ignore_errors=True))
-            step = self.state.optimizer_steps
-            self.run.print(f"No checkpoint after step {step}: {problem}; the one before stays", log=False)
+            self.run.print(f"No checkpoint after step {step}: {problem}; the previous one is kept", log=False)
         return not problem
 
-    def stop(self) -> None:
-        """Write a checkpoint, say how to resume, and end the process."""
-        self.run.stop(self.state.describe() if self.save() else None)
-
     def finish(self) -> None:
-        """Remove what only served to resume: `save_every` asks for checkpoints that stay."""
-        if self.run.folder and (home := self.run.folder / CHECKPOINTS).exists():
-            store.remove_unfinished(home)
+        """Remove the checkpoints of stops; `save_every` keeps its checkpoints."""
+        if self.run.folder and (folder := self.run.folder / CHECKPOINTS).exists():
+            store.remove_unfinished(folder)
             if not self.settings.save_every:
-                store.remove_all(home)
+                store.remove_all(folder)
 
     def _finish(self, part: Path, progress: dict, validation_loss: float | None) -> None:
         (part / PROGRESS).write_text(json.dumps(progress), encoding="utf-8")
         best = store.prune(store.finish(part, validation_loss), self.settings.keep)
         self.run.record.add(best_checkpoint=best and best.relative_to(part.parent.parent).as_posix())
 
-    def _write_rank(self, part: Path) -> None:
-        buffer = io.BytesIO()  # written to a full disk, torch.save would not say so
-        torch.save(self.state.rank_state_dict(), buffer)
+    def _write_rank(self, part: Path, rank_state: dict) -> None:
+        buffer = io.BytesIO()  # on a full disk, torch.save would raise no error
+        torch.save(rank_state, buffer)
         (part / f"rank-{self.fabric.global_rank}.pt").write_bytes(buffer.getvalue())
 
     def _try(self, action: Callable[[], object]) -> str | None:
@@ -171,5 +147,5 @@ class Checkpointer:
 
 
 def _read_rank(folder: Path, rank: int) -> dict:
-    with refused(f"--resume {folder}: rank-{rank}.pt is none of ours"):
+    with refused(f"--resume {folder}: rank-{rank}.pt is not a file of this project"):
         return torch.load(folder / f"rank-{rank}.pt", weights_only=True)

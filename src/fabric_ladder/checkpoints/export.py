@@ -1,15 +1,13 @@
-"""Reading back what a run has saved, in one process and without its data, and writing it as a plain folder."""
+"""Read the saved model of a run in one process, without its data, and write it in the format of transformers."""
 
-import argparse
 import importlib.util
-import io
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -22,10 +20,10 @@ from transformers.initialization import no_init_weights
 from fabric_ladder.checkpoints.save import OPTIMIZER
 from fabric_ladder.checkpoints.sharded import read_index, read_tensors
 from fabric_ladder.data.hub import reachable
-from fabric_ladder.distributed.deepspeed import only_values
+from fabric_ladder.distributed.strategies import ENGINE_FILE, read_engine_checkpoint
 from fabric_ladder.errors import UserError, first_line
 from fabric_ladder.models.configs import load_config, silence_loading
-from fabric_ladder.models.lora import NF4
+from fabric_ladder.techniques.qlora import NF4
 
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 PROCESSOR = (".json", ".jinja", ".txt", ".model")  # files of tokenizers and image preprocessors
@@ -34,13 +32,13 @@ DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torc
 
 
 class Result(NamedTuple):
-    """What a run has saved.
+    """A saved model.
 
     Attributes:
-        folder: Where it is; of a model on the Hub, its name.
-        format: `model` and `adapter` as transformers and PEFT write them, `sharded` (torch.distributed.checkpoint), or
-            `deepspeed`.
-        adapter: Only an adapter, whose base model is somewhere else.
+        folder: Its folder, or its name on the Hub.
+        format: `model` (transformers), `adapter` (PEFT), `sharded` (torch.distributed.checkpoint) or `engine` (see
+            `distributed/strategies.py`).
+        adapter: Whether it is only an adapter, whose base model is stored elsewhere.
     """
 
     folder: Path
@@ -48,74 +46,67 @@ class Result(NamedTuple):
     adapter: bool
 
     def has(self, *files: str) -> bool:
-        """Return whether any of these files lies in the folder."""
+        """Return whether the folder has any of the files."""
         return any((self.folder / file).is_file() for file in files)
 
     @property
     def config(self) -> PretrainedConfig | None:
-        """The config of the model that was trained; None of an adapter that others have trained."""
+        """The config of the trained model, or None for an adapter from another project."""
         return None if self.adapter and not self.has("config.json") else load_config(self.folder.as_posix())
 
 
-class Arguments(argparse.ArgumentParser):
-    """A script's arguments; what is wrong with them is one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise what `show_errors` prints."""
-        raise UserError(f"{message} (see --help)")
-
-
 def find_result(name: str | Path) -> Result:
-    """Return what a run's folder holds, or one of its folders `checkpoint`, `model` and `adapter`.
+    """Find the saved model in a run's folder, or in one of its folders `checkpoint`, `model` and `adapter`.
 
     Raises:
-        UserError: There is no such folder, or nothing that a run has saved.
+        UserError: The folder does not exist or holds no saved model.
     """
     if not Path(name).is_dir():
-        raise UserError(f"there is no folder {name}: give the folder of a run, say runs/10_fsdp/1, or one below it")
+        raise UserError(f"the folder {name} does not exist: give the folder of a run, e.g. runs/10_fsdp/1")
     for folder in (Path(name), *(Path(name) / below for below in ("adapter", "model", "checkpoint"))):
         adapter = (folder / "adapter_config.json").is_file()
         formats = {
             "sharded": (folder / OPTIMIZER).is_file(),
-            "deepspeed": (folder / "latest").is_file(),
+            "engine": (folder / ENGINE_FILE).is_file(),
             "adapter": (folder / "adapter_model.safetensors").is_file(),
             "model": (folder / "config.json").is_file() and any(any(folder.glob(names)) for names in WEIGHTS),
         }
         if found := next((name for name, there in formats.items() if there), None):
             if found != "adapter" and not (folder / "config.json").is_file():
-                raise UserError(f"{folder} lacks the model's config.json: it was saved by an older version")
+                raise UserError(f"{folder} lacks the model's config.json: an older version saved it; train again")
             return Result(folder, found, adapter)
-    raise UserError(f"{name} holds nothing that a run has saved: train with --save sharded or --save consolidated")
+    raise UserError(f"{name} holds no saved model: train with --save sharded or --save consolidated")
 
 
 def load_result(
     result: Result, base: str | None = None, dtype: torch.dtype | None = None, quantization: str | None = None
 ) -> nn.Module:
-    """Return the model in eval mode on the CPU, or a `PeftModel` where only an adapter was saved.
+    """Return the model in eval mode on the CPU, or a `PeftModel` for an adapter.
 
     Args:
         result: From `find_result`.
-        base: Base model of an adapter: a folder or a name on the Hub. Default: the one that it was trained on.
-        dtype: Precision of the weights. Default: as they were saved, 32-bit for an adapter's base.
-        quantization: `nf4` for 4-bit weights, `no` for none; default: as the adapter's base was while training.
+        base: Base model of an adapter: a folder or a name on the Hub. Default: the base of its training.
+        dtype: Precision of the weights. Default: the saved precision; 32-bit for an adapter's base.
+        quantization: `nf4` loads 4-bit weights, `no` whole weights. Default: as in the adapter's training.
 
     Raises:
-        UserError: Weights are missing or do not fit the config, or the adapter does not fit the base.
-        UserError: The base or the model cannot be read.
+        UserError: The base or the model cannot be read, weights are missing or do not fit the config, or the adapter
+            does not fit the base.
     """
     silence_loading()
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where installed, would report that it found none
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # transformers imports DeepSpeed, which would warn
     if result.adapter:
         return _load_adapter(result, base, dtype, quantization).eval()
-    config, name = result.config, result.folder.as_posix()
+    config = result.config
+    name = result.folder.as_posix()
     model_class = _model_class(config, name)
     if result.format == "model":
         options = four_bits(config, dtype or config.dtype or torch.float32) if quantization == "nf4" else {}
         with reachable(name, "weights") as local:
             return model_class.from_pretrained(name, dtype=dtype or "auto", **options, **local).eval()
     if quantization == "nf4":
-        raise UserError(f"{name} is read whole: run scripts/export_model.py, and give what it writes")
+        raise UserError(f"{name} cannot be loaded in 4 bits: run scripts/export_model.py, and load its output")
     with no_init_weights():
         model = model_class(config)
     weights = {
@@ -133,9 +124,9 @@ def write_plain(model: nn.Module, folder: Path, source: Path) -> None:
     """Write a model into a folder that `from_pretrained` reads.
 
     Args:
-        model: From `load_result`; of a `PeftModel`, which is used up, the base with the adapter's changes added to it.
-        folder: Gets weights and config.
-        source: Holds the tokenizer or preprocessor, and perhaps a generation config, which are copied.
+        model: From `load_result`. A `PeftModel` is merged into its base, which changes it in place.
+        folder: Receives weights and config.
+        source: Contains the tokenizer or preprocessor, and perhaps a generation config; they are copied.
     """
     if hasattr(model, "merge_and_unload"):
         model = model.merge_and_unload()
@@ -147,13 +138,13 @@ def write_plain(model: nn.Module, folder: Path, source: Path) -> None:
 
 @contextmanager
 def new_folder(output: Path) -> Iterator[Path]:
-    """Give a folder to write into, beside `output`, which it becomes when all is written.
+    """Yield a temporary folder next to `output`, and rename it to `output` when it is complete.
 
     Raises:
-        UserError: `output` is there and not empty, or cannot be made or written.
+        UserError: `output` exists and is not empty, or cannot be written.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{output} is there already and is left as it is: choose another --output")
+        raise UserError(f"{output} already exists; choose another --output")
     unfinished = output.absolute().parent / f".{output.name}.unfinished-{os.getpid()}"
     try:
         unfinished.mkdir(parents=True)
@@ -166,31 +157,31 @@ def new_folder(output: Path) -> Iterator[Path]:
         unfinished.rename(output)
     except (OSError, SafetensorError) as error:
         raise UserError(
-            f"cannot write {output} ({first_line(error)}): make room, or choose another --output"
+            f"cannot write {output} ({first_line(error)}): free disk space, or choose another --output"
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def base_name(result: Result, base: str | None = None) -> str:
-    """Return the base model of an adapter: the one that is asked for, or that it was trained on.
+    """Return the folder or the name of an adapter's base model: `base`, or the base of its training.
 
     Raises:
-        UserError: The adapter names none, or a folder that is not there.
+        UserError: The adapter does not name its base, or the folder does not exist.
     """
     from peft import PeftConfig
 
     name = base or PeftConfig.from_pretrained(result.folder).base_model_name_or_path
     if not name:
-        raise UserError(f"{result.folder} does not say which base model it is for: add --base NAME")
+        raise UserError(f"{result.folder} does not name its base model: add --base NAME")
     if not Path(name).is_dir() and (Path(name).is_absolute() or name.startswith(".")):
         wanted = f"--base {name}" if base else f"{result.folder} is an adapter for {name}, which"
-        raise UserError(f"{wanted} is not there: give --base FOLDER or a name on the Hub")
+        raise UserError(f"{wanted} does not exist: give --base FOLDER or a name on the Hub")
     return name
 
 
 def four_bits(config: PretrainedConfig, dtype: torch.dtype) -> dict:
-    """Return `from_pretrained`'s options for 4-bit weights: those that the config names, or NF4."""
+    """Return `from_pretrained`'s options for 4-bit weights: the config's own options, or NF4."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError("4-bit weights need bitsandbytes: pip install bitsandbytes==0.50.2, or --quantization no")
     saved = getattr(config, "quantization_config", None) or NF4
@@ -198,7 +189,7 @@ def four_bits(config: PretrainedConfig, dtype: torch.dtype) -> dict:
 
 
 def _load_adapter(result: Result, base: str | None, dtype: torch.dtype | None, quantization: str | None) -> nn.Module:
-    """Return the base with the adapter on it, in which every weight is one that was saved."""
+    """Return the base model with the adapter, after checking that every weight was saved."""
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
     name, adapter = base_name(result, base), PeftConfig.from_pretrained(result.folder)
@@ -213,17 +204,17 @@ def _load_adapter(result: Result, base: str | None, dtype: torch.dtype | None, q
     if adapter.task_type != "CAUSAL_LM":
         if own is None:
             head = adapter.task_type or "head"
-            raise UserError(f"{result.folder} lacks the model's config.json, which says what its {head} was made for")
+            raise UserError(f"{result.folder} lacks the model's config.json, which describes its {head}")
         for key in ("num_labels", "id2label", "label2id", "pad_token_id"):
             if hasattr(own, key):
                 setattr(config, key, getattr(own, key))
     model = _load_base(result, name, config, dtype or torch.float32, quantization, revision)
     try:
         model = get_peft_model(model, adapter)
-    except ValueError as error:  # none of the layers that get adapters
+    except ValueError as error:  # the base lacks the adapted layers
         raise UserError(f"{mismatch}: {first_line(error)}") from error
     expected, weights = get_peft_model_state_dict(model, save_embedding_layers=False), _read(result)
-    if result.format != "adapter":  # named as in the model
+    if result.format != "adapter":  # named as in the model, not as in PEFT's file
         weights = get_peft_model_state_dict(model, weights, save_embedding_layers=False)
     if names := expected.keys() ^ weights.keys():
         raise UserError(f"{mismatch}: only one of them has {min(names)}")
@@ -237,7 +228,7 @@ def _load_adapter(result: Result, base: str | None, dtype: torch.dtype | None, q
 def _load_base(
     result: Result, name: str, config: PretrainedConfig, dtype: torch.dtype, quantization: str | None, revision: dict
 ) -> PreTrainedModel:
-    """Return an adapter's base, read with its own config, in 4 bits if it is asked for or was trained so."""
+    """Return an adapter's base model, in 4 bits if `quantization` or the adapter's config requires it."""
     own, stored_in_4_bits = result.config, hasattr(config, "quantization_config")
     model_class = AutoModelForCausalLM if own is None else _model_class(own, result.folder)
     wanted = quantization or ("nf4" if hasattr(own, "quantization_config") else "no")
@@ -246,37 +237,37 @@ def _load_base(
         options |= revision | local | {"config": config, "dtype": dtype, "ignore_mismatched_sizes": True}
         model = model_class.from_pretrained(name, **options)
     for parameter in model.parameters():
-        if parameter.is_floating_point():  # what a 4-bit model has beside its 4-bit weights may come in two precisions
+        if parameter.is_floating_point():  # the other weights of a 4-bit model may have two precisions
             parameter.data = parameter.data.to(dtype)
     if stored_in_4_bits and wanted == "no":
         model = model.dequantize(dtype)
-        model._weight_conversions = None  # how 4-bit files are read, which saving would undo
+        model._weight_conversions = None  # else saving would convert the weights back to 4 bits
     return model
 
 
 def _read(result: Result) -> dict[str, Tensor]:
-    """Read the weights, with the names that they have in the model, or in PEFT's file."""
+    """Read the weights by their names in the model, or in PEFT's file."""
     try:
         if result.format == "adapter":
             return load_file(result.folder / "adapter_model.safetensors")
-        if result.format == "deepspeed":
-            from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-            with only_values(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-                return get_fp32_state_dict_from_zero_checkpoint(str(result.folder))
+        if result.format == "engine":
+            return read_engine_checkpoint(result.folder)
         saved = read_index(result.folder).state_dict_metadata
-        weights = {name: torch.empty(item.size, dtype=item.properties.dtype)
-                   for name, item in saved.items() if name.startswith("model.")}  # fmt: skip
+        weights = {
+            name: torch.empty(item.size, dtype=item.properties.dtype)
+            for name, item in saved.items()
+            if name.startswith("model.")
+        }
         read_tensors(weights, result.folder, alone=True)
         return {name.removeprefix("model."): tensor for name, tensor in weights.items()}
-    except ImportError as error:
-        raise UserError(f"{result.folder} is DeepSpeed's: pip install deepspeed==0.19.8 to read it") from error
+    except UserError:
+        raise
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError, UnpicklingError) as error:
         raise UserError(f"{result.folder} cannot be read: {first_line(error)}") from error
 
 
 def _model_class(config: PretrainedConfig, folder: str | Path) -> type[PreTrainedModel]:
-    """Return the class that was trained, which its config names."""
+    """Return the model class that the config names."""
     name = (config.architectures or [""])[0]
     if not hasattr(transformers, name):
         raise UserError(f"{folder}/config.json names no model class of transformers {transformers.__version__}: {name}")

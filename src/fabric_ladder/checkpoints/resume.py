@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from, and whether it may."""
+"""Find the checkpoint that a run resumes from, and check that it belongs to the run."""
 
 import dataclasses
 import json
@@ -6,26 +6,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fabric_ladder.checkpoints import store
+from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.errors import UserError, read_outside
 from fabric_ladder.runs.folder import CHECKPOINTS, LOCK, lock
-from fabric_ladder.settings import Settings
+from fabric_ladder.settings import INTERNAL, Settings, names, show
 
 PROGRESS = "progress.json"  # in a checkpoint: position, settings, figures so far
-# Settings that change no gradient but for rounding, and may differ between a run's parts.
-FREE = frozenset(
-    "micro_batch_size micro_batch_tokens eval_batch_tokens devices num_nodes threads num_workers log_every logger save "
-    "runs_dir check_only resume save_every keep max_time cache_dir data_dir config on_nan nan_limit attention "
-    "predict_memory notices activation_checkpointing activation_offload selective_checkpointing "
-    "sgd_learning_rate lora_learning_rate".split()  # rates that `learning_rate` is taken from
-)
+# settings that may differ between the parts of a resumed run
+FREE = {*names(free_on_resume=True), *INTERNAL} - {"name"}
 
 
 class Found(NamedTuple):
-    """What `find_checkpoint` has found.
+    """The result of `find_checkpoint`.
 
     Attributes:
-        folder: The checkpoint to resume from; None: none.
-        finished: Whether the run has finished, so that nothing is left to do.
+        folder: The checkpoint to resume from; None to start from the beginning.
+        finished: Whether the run has finished already.
         notes: Lines to print.
     """
 
@@ -35,16 +31,16 @@ class Found(NamedTuple):
 
 
 def find_checkpoint(settings: Settings, fingerprint: str, ranks: int) -> Found:
-    """Find the checkpoint that `settings.resume` names: `no`, `auto`, the folder of a run or of one of its checkpoints.
+    """Find the checkpoint for `settings.resume`: `no`, `auto`, the folder of a run or of one of its checkpoints.
 
     Args:
-        settings: Of the run.
-        fingerprint: Of the data.
-        ranks: Processes of the run.
+        settings: All settings of the run.
+        fingerprint: Checksum of the data.
+        ranks: Number of processes.
 
     Raises:
-        UserError: There is no such checkpoint, it is damaged, or belongs to a run of other settings, or to one that is
-            still going on.
+        UserError: The checkpoint does not exist, is damaged, or belongs to a run with other settings or to a run that
+            is still in progress.
     """
     if settings.resume == "no":
         return Found()
@@ -53,53 +49,53 @@ def find_checkpoint(settings: Settings, fingerprint: str, ranks: int) -> Found:
         finished = folder and record["status"] == "finished"
         other = folder and _differences(record["settings"], settings)
         if folder is None or (other and (finished or _is_running(folder))):
-            note = "--resume auto: there is no run to go on with; this one starts from the beginning"
+            note = "--resume auto: no run to resume; this one starts from the beginning"
             return Found(notes=(note,))
         if finished:
-            note = f"{folder} has finished: there is nothing to go on with (leave out --resume to run anew)"
+            note = f"{folder} has finished already; leave out --resume to start a new run"
             return Found(finished=True, notes=(note,))
         path = folder
     else:
         path = Path(settings.resume).absolute()
         folder = path.parent.parent if (path / store.MANIFEST).exists() else path
     if not (folder / CHECKPOINTS).is_dir():
-        raise UserError(
-            f"--resume {settings.resume}: there is no checkpoint in {folder}; --resume auto finds the newest"
-        )
+        raise UserError(f"--resume {settings.resume}: {folder} has no checkpoint; --resume auto finds the newest")
     _refuse_running(folder)
     found, notes = _find_whole(settings.resume, folder, path)
     store.remove_unfinished(folder / CHECKPOINTS)
     if found is None:
-        return Found(notes=(*notes, f"{folder} has no whole checkpoint: this run starts from the beginning"))
+        return Found(notes=(*notes, f"{folder} has only damaged checkpoints: this run starts from the beginning"))
     _check_progress(settings, folder, read_progress(found), fingerprint, ranks)
     return Found(found, notes=(*notes, f"Resumed from {found}"))
 
 
 def _find_whole(resume: str, folder: Path, path: Path) -> tuple[Path | None, list[str]]:
-    """Return the checkpoint itself, or the newest of the run that is whole, and notes of those that are not."""
+    """Return the named checkpoint or the newest undamaged one of the run, and a line about each damaged one."""
     if path != folder:
         try:
             store.check(path)
             return path, []
         except (OSError, ValueError) as error:
-            raise UserError(f"--resume {resume} cannot be used: {error}; --resume auto finds a whole one") from error
+            raise UserError(
+                f"--resume {resume} cannot be used: {error}; --resume auto finds an undamaged one"
+            ) from error
     found, notes = store.newest_whole(folder / CHECKPOINTS)
     if found is None and resume != "auto":
-        raise UserError(f"--resume {resume}: no checkpoint is whole: {'; '.join(notes)}")
+        raise UserError(f"--resume {resume}: all checkpoints are damaged: {'; '.join(notes)}")
     return found, notes
 
 
 def read_progress(folder: Path) -> dict:
-    """Return a checkpoint's progress.
+    """Return a checkpoint's position, settings and figures so far.
 
     Raises:
-        UserError: It is none that this project has written.
+        UserError: The file does not come from this project.
     """
-    progress = read_outside(folder / PROGRESS, most=2**31)  # with a row for each line that was printed
+    progress = read_outside(folder / PROGRESS, most=2**31)  # it has a row for each printed line
     parts = {"position": dict, "settings": dict, "fingerprint": str, "ranks": int, "precision": dict, "run": dict}
     for part, kind in parts.items():
         if not isinstance(progress, dict) or not isinstance(progress.get(part), kind):
-            raise UserError(f"--resume: {folder / PROGRESS} is not of a run, it has no {part}: --resume no starts anew")
+            raise UserError(f"--resume: {folder / PROGRESS} lacks {part}: leave out --resume to start a new run")
     return progress
 
 
@@ -107,16 +103,19 @@ def _check_progress(settings: Settings, folder: Path, progress: dict, fingerprin
     """Refuse a checkpoint of another run."""
     if differences := _differences(progress["settings"], settings):
         raise UserError(
-            f"--resume: {folder} was made with {'; '.join(differences)}: set them so, or leave out --resume"
+            f"--resume: {folder} was made with {'; '.join(differences)}: use its values, or leave out --resume"
         )
     if progress["fingerprint"] != fingerprint:
-        raise UserError(f"--resume: {folder} was trained on other data: leave out --resume to start anew")
-    if settings.deepspeed and progress["ranks"] != ranks:
-        raise UserError(f"--resume: DeepSpeed goes on with as many GPUs as before, {progress['ranks']}, not {ranks}")
+        raise UserError(f"--resume: {folder} was trained on other data: leave out --resume to start a new run")
+    if strategy_traits(settings).same_ranks_on_resume and progress["ranks"] != ranks:
+        raise UserError(
+            f"--resume: {folder} was trained on {progress['ranks']} GPUs, and {settings.name} cannot resume it on "
+            f"{ranks}: use {progress['ranks']}"
+        )
 
 
 def _newest_run(home: Path, settings: Settings) -> tuple[Path | None, dict]:
-    """Return the newest run that has finished or has a checkpoint, first of all of these settings, and its record."""
+    """Return the newest run that is finished or has a checkpoint, and its record; equal settings are preferred."""
     newest: tuple[Path | None, dict] = None, {}
     folders = sorted((path for path in home.glob("*") if path.name.isdigit()), key=lambda path: -int(path.name))
     for folder in folders:
@@ -130,18 +129,18 @@ def _newest_run(home: Path, settings: Settings) -> tuple[Path | None, dict]:
                 return folder, record
             newest = newest if newest[0] else (folder, record)
             continue
-        if not _is_running(folder):  # it died before its first checkpoint was whole
+        if not _is_running(folder):  # it died before its first checkpoint was complete
             store.remove_unfinished(folder / CHECKPOINTS)
             (folder / LOCK).unlink(missing_ok=True)
     return newest
 
 
 def _differences(saved: dict, settings: Settings) -> list[str]:
-    """Name the settings that would make another run of it."""
+    """Describe the settings that differ and that a resumed run must not change."""
     own, defaults = (json.loads(json.dumps(dataclasses.asdict(each))) for each in (settings, Settings()))
-    saved = defaults | saved  # of an older version, which lacks settings that are new
+    saved = defaults | saved  # an older version may lack settings
     return [
-        f"--{name:.40} {saved.get(name)!s:.40}, not {own.get(name)}"
+        f"--{name:.40} {show(saved.get(name)):.40}, not {show(own.get(name))}"
         for name in sorted((saved.keys() | own.keys()) - FREE)
         if saved.get(name) != own.get(name)
     ]
@@ -156,5 +155,5 @@ def _is_running(folder: Path) -> bool:
 
 
 def _refuse_running(folder: Path) -> None:
-    """Refuse a run that is still going on."""
+    """Refuse a run that is still in progress."""
     lock(folder).release()

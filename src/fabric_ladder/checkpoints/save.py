@@ -1,4 +1,4 @@
-"""Saving what was trained: sharded, by every rank its own, or consolidated, as one model for transformers."""
+"""Save the trained model: sharded, each rank its own part, or consolidated, as one model for transformers."""
 
 import copy
 import json
@@ -16,16 +16,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
-from fabric_ladder.checkpoints.room import places, try_on_all
+from fabric_ladder.checkpoints.disk import try_on_all
 from fabric_ladder.checkpoints.sharded import empty_optimizer_state, optimizer_state, read_tensors, write_tensors
 from fabric_ladder.data.loaders import Collator, TextCollator
 from fabric_ladder.data.splits import ImageFormat
-from fabric_ladder.distributed.deepspeed import load_engine, whole_in_32_bit
+from fabric_ladder.distributed.strategies import engine_state
 from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError, first_line, read_outside
+from fabric_ladder.runs.folder import CHECKPOINTS
 
 OPTIMIZER = "optimizer.json"
-ADAPTER = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "target_modules")  # what weights do not tell
+ADAPTER = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "target_modules")  # not visible in the weights
 
 
 def save(
@@ -37,116 +38,118 @@ def save(
     data: Collator,
     from_scratch: bool = False,
 ) -> Path:
-    """Save the model under `folder`, as a whole or not at all, and return where. All ranks must call it.
+    """Save the model under `folder`, completely or not at all, and return its path. All ranks must call it.
 
-    Where that disk is full, it is saved on another one: in the current folder, the user's own, or that of temporary
-    files; on a terminal the user is asked for one in the end.
-
-    Of a model with adapters (PEFT) only what is trained is saved, and the name of its base.
+    For a model with adapters (PEFT) only the trained weights and the name of the base model are saved.
 
     Args:
-        fabric: Knows the rank.
-        layout: `sharded`: model and optimizer as `write_state` writes them. `consolidated`: weights, config and
-            tokenizer as transformers' `from_pretrained` reads them, or an adapter as PEFT reads it, gathered in the
-            memory of rank 0's host; under DeepSpeed from its 32-bit copies.
-        folder: The run's folder, as rank 0 knows it.
-        model, optimizer: Set up by Fabric.
-        data: Made the batches; its tokenizer, or how it prepares images, is saved too.
-        from_scratch: The weights were random at first: those that adapters leave as they are, which exist nowhere else,
-            are saved as `base` beside the adapter.
+        fabric: Gives the rank.
+        layout: `sharded`: model and optimizer in the format of `write_state`. `consolidated`: weights, config and
+            tokenizer for `from_pretrained` of transformers, or an adapter for PEFT, gathered in the CPU memory of
+            rank 0; an engine gathers its 32-bit copies.
+        folder: The run's folder; only rank 0 needs it.
+        model: Set up by Fabric.
+        optimizer: Set up by Fabric.
+        data: The collator, whose tokenizer or image preprocessing is saved too.
+        from_scratch: The model started from random weights. The frozen ones exist nowhere else and are saved as
+            `base` next to the adapter.
 
     Raises:
-        UserError: It could be written nowhere.
+        UserError: The files could not be written.
     """
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
-    if engine := _engine(model):
-        engine.empty_partition_cache()  # weights that ZeRO-3 has fetched ahead cannot be gathered
-    problems, first = [], fabric.global_rank == 0
-    for home in places(folder, fabric.broadcast, problems):
-        name = {"sharded": "checkpoint"}.get(layout, "adapter" if has_adapter(model) else "model")
-        part = home / ".unfinished-save"
-        steps = _saving(fabric, part, home, name, model, optimizer, data, from_scratch)
-        problem = next((problem for step in steps if (problem := try_on_all(fabric, step))), None)
-        if problem is None:
-            return home / name
-        if first:
-            shutil.rmtree(part, ignore_errors=True)
-        problems.append(f"{home} ({problem})")
-    raise UserError(f"--save {layout}: the model could not be written into {', nor into '.join(problems)}")
+    engine = engine_state(model)
+    if engine:
+        engine.prepare_gathering()
+    folder = Path(fabric.broadcast(folder))
+    inner = model.module
+    adapter = has_adapter(model)
+    first = fabric.global_rank == 0
+    name = {"sharded": "checkpoint"}.get(layout, "adapter" if adapter else "model")
+    unfinished = folder / ".unfinished-save"
+    target = unfinished / name
+    base = adapter and from_scratch
 
-
-def _saving(
-    fabric: Fabric, part: Path, home: Path, name: str, model: nn.Module, optimizer: Optimizer, data: Collator,
-    from_scratch: bool,
-) -> list[Callable[[], object]]:  # fmt: skip
-    """Return the steps by which `home / name` is written: in each, rank 0 writes when all is gathered."""
-    inner, adapter, engine, rank = model.module, has_adapter(model), _engine(model), fabric.global_rank
-    target, base = part / name, adapter and from_scratch
-
-    def make():
+    def make_folder():
         if adapter:
-            _name_base(inner, home / "base" if base else None)
-        if rank == 0:
-            shutil.rmtree(part, ignore_errors=True)
+            _name_base(inner, folder / "base" if base else None)
+        if first:
+            shutil.rmtree(unfinished, ignore_errors=True)
             target.mkdir(parents=True)
 
-    def write():
-        if name == "checkpoint":
-            return write_state(target, model, optimizer, rank)
-        weights = _gather(fabric, model, _of_adapter if adapter else lambda *_: True)
-        if rank == 0:
+    def write_base():
+        if base:
+            _save_base(fabric, unfinished / "base", model, data)
+
+    def write_weights():
+        if layout == "sharded":
+            return write_state(target, model, optimizer, fabric.global_rank)
+        weights = _gather(fabric, model, _is_adapter_weight if adapter else lambda *_: True)
+        if first:
             inner.save_pretrained(target, state_dict=weights, **({"save_embedding_layers": False} if adapter else {}))
-            (target / "README.md").unlink(missing_ok=True)  # PEFT's: a model card to be filled in
+            (target / "README.md").unlink(missing_ok=True)  # an empty model card of PEFT
 
     def finish():
-        if rank == 0:
-            _describe(target, inner, data, torch.float32 if engine else _dtype(_trained(inner).values()))
-            for written in part.iterdir():
-                shutil.rmtree(home / written.name, ignore_errors=True)  # of a run that died here
-                written.rename(home / written.name)
-            part.rmdir()
+        if first:
+            _write_description(target, inner, data, torch.float32 if engine else _dtype(_trained(inner).values()))
+            for written in unfinished.iterdir():
+                shutil.rmtree(folder / written.name, ignore_errors=True)  # left by a run that died here
+                written.rename(folder / written.name)
+            unfinished.rmdir()
 
-    return [make, *([lambda: _save_base(fabric, part / "base", model, data)] if base else []), write, finish]
+    problem = next(
+        filter(None, (try_on_all(fabric, step) for step in (make_folder, write_base, write_weights, finish))), None
+    )
+    if problem:
+        if first:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        again = "add --resume auto: the last checkpoint is kept" if _has_checkpoint(folder) else "run again"
+        raise UserError(f"--save {layout}: cannot write the model into {folder} ({problem}): free space and {again}")
+    return folder / name
 
 
 def write_state(folder: Path, model: nn.Module, optimizer: Optimizer, rank: int) -> None:
-    """Write model and optimizer, each rank its share, into a folder that is there. All ranks must call it.
+    """Write model and optimizer, each rank its part, into an existing folder. All ranks must call it.
 
     Raises:
         OSError, RuntimeError: It cannot be written.
     """
-    inner, adapter = model.module, has_adapter(model)
-    if engine := _engine(model):
-        engine.save_checkpoint(str(folder), exclude_frozen_parameters=adapter)
+    inner = model.module
+    adapter = has_adapter(model)
+    if engine := engine_state(model):
+        engine.write(folder, trained_only=adapter)
     else:
         tensors, values = optimizer_state(inner, optimizer.optimizer)
         write_tensors(_weights(inner, adapter) | tensors, folder)
         if rank == 0:
             record = {"class": type(optimizer.optimizer).__name__, "tensors": list(tensors), "values": values}
             write_whole(folder / OPTIMIZER, json.dumps(record))
-    if adapter and rank == 0:  # last: the ranks meet above, and one that failed before would leave the others waiting
+    if adapter and rank == 0:  # last: an error before the collectives above would leave the other ranks waiting
         inner.peft_config["default"].save_pretrained(folder)
 
 
 def read_state(option: str, folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Read what `write_state` has written. All ranks must call it.
+    """Read the files that `write_state` has written. All ranks must call it.
 
-    DeepSpeed's is for as many ranks as it was made on, any other for any number.
+    An engine needs the number of ranks that wrote them; otherwise the number of ranks may differ.
 
     Raises:
-        UserError: It is of another model, optimizer or adapter, or damaged; the message begins with `option`.
+        UserError: They are damaged or from another model, optimizer or adapter; the message begins with `option`.
     """
-    inner, adapter, mine = model.module, has_adapter(model), type(optimizer.optimizer).__name__
+    inner = model.module
+    adapter = has_adapter(model)
+    own_class = type(optimizer.optimizer).__name__
     if adapter:
         _check_adapter(option, folder, inner)
-    if engine := _engine(model):
-        load_engine(option, folder, engine, trained_only=adapter)
+    if engine := engine_state(model):
+        engine.read(option, folder, trained_only=adapter)
         return
     try:
-        record = read_outside(folder / OPTIMIZER, most=2**31)  # with a line for each tensor
-        if record["class"] != mine:
-            raise UserError(f"{option}: made with another model or optimizer ({record['class']}, not {mine})")
+        record = read_outside(folder / OPTIMIZER, most=2**31)  # a line for each tensor
+        saved_class = record["class"]
+        if saved_class != own_class:
+            raise UserError(f"{option}: made with another model or optimizer ({saved_class}, not {own_class})")
         state = empty_optimizer_state(inner, optimizer.optimizer, folder, record["tensors"], record["values"])
         read_tensors(_weights(inner, adapter) | state, folder)
     except (OSError, RuntimeError, LookupError, TypeError, UnicodeDecodeError) as error:
@@ -154,15 +157,15 @@ def read_state(option: str, folder: Path, model: nn.Module, optimizer: Optimizer
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Return whether PEFT has put adapters into a model that Fabric has set up; PEFT is not imported for it."""
+    """Return whether a model set up by Fabric has adapters of PEFT, without importing PEFT."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model.module, peft.PeftModel)
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, configured: int | list[int] | None) -> list[int] | None:
-    """Return the tokens that end a text: the tokenizer's, and those of a config that are meant for this tokenizer.
+    """Return the tokens that end a text: the tokenizer's end token and the special tokens among `configured`.
 
-    In a config file they are numbers, which a tokenizer of one's own may have given to parts of words.
+    A config file names them by number. A tokenizer trained here may have given these numbers to ordinary tokens.
     """
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     ends = {*(configured if isinstance(configured, list) else [configured])} & special
@@ -170,8 +173,8 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, configured: int | list[int] |
 
 
 def _weights(inner: nn.Module, adapter: bool) -> dict[str, Tensor]:
-    """Return what is saved, of shards this rank's, as tensors that share memory with the model."""
-    tensors = _trained(inner) if adapter else inner.state_dict(keep_vars=True)  # which leaves tied weights one tensor
+    """Return the tensors to save, or this rank's shards of them; they share memory with the model."""
+    tensors = _trained(inner) if adapter else inner.state_dict(keep_vars=True)  # tied weights stay one tensor
     return {f"model.{name}": tensor for name, tensor in tensors.items()}
 
 
@@ -179,23 +182,25 @@ def _trained(inner: nn.Module) -> dict[str, Tensor]:
     return {name: parameter for name, parameter in inner.named_parameters() if parameter.requires_grad}
 
 
-def _of_adapter(name: str, tensor: Tensor) -> bool:
+def _is_adapter_weight(name: str, tensor: Tensor) -> bool:
     return tensor.requires_grad or ".modules_to_save." in name
 
 
 def _name_in_base(name: str) -> str:
-    """Undo what PEFT adds to the names of the weights that were there before."""
+    """Remove the parts that PEFT adds to the names of the base model's weights."""
     return name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
 def _gather(fabric: Fabric, model: nn.Module, wanted: Callable[[str, Tensor], bool]) -> dict[str, Tensor]:
-    """Return the whole tensors, in the memory of rank 0's host; nothing on other ranks. One is gathered at a time."""
-    engine, gathered, weights = _engine(model), {}, {}
+    """Gather whole tensors one after the other; return them in CPU memory on rank 0, and nothing on other ranks."""
+    engine = engine_state(model)
+    gathered = {}
+    weights = {}
     for name, tensor in model.module.state_dict(keep_vars=True).items():
         if wanted(name, tensor):
             if id(tensor) not in gathered:  # tied weights stay tied
-                whole = whole_in_32_bit(tensor) if engine else tensor.detach()
-                if isinstance(whole, DTensor):  # moved first: parked shards cannot be gathered
+                whole = engine.gather(tensor) if engine else tensor.detach()
+                if isinstance(whole, DTensor):  # shards in CPU memory cannot be gathered there
                     whole = whole.to(whole.device_mesh.device_type).full_tensor()
                 gathered[id(tensor)] = whole.cpu() if fabric.global_rank == 0 else None
             weights[name] = gathered[id(tensor)]
@@ -203,23 +208,24 @@ def _gather(fabric: Fabric, model: nn.Module, wanted: Callable[[str, Tensor], bo
 
 
 def _save_base(fabric: Fabric, folder: Path, model: nn.Module, data: Collator) -> None:
-    """Save the weights that adapters leave as they are, named as without adapters."""
-    frozen = _gather(fabric, model, lambda name, tensor: not _of_adapter(name, tensor))
+    """Save the frozen weights under the names that they have without adapters."""
+    frozen = _gather(fabric, model, lambda name, tensor: not _is_adapter_weight(name, tensor))
     if fabric.global_rank == 0:
         folder.mkdir(exist_ok=True)
         base = {_name_in_base(name): tensor for name, tensor in frozen.items()}
         save_torch_state_dict(base, folder, metadata={"format": "pt"})
-        _describe(folder, model.module, data, _dtype(base.values()))
+        _write_description(folder, model.module, data, _dtype(base.values()))
 
 
 def _dtype(tensors) -> torch.dtype:
-    """Return the precision of the first weight; 4-bit ones are kept in integers."""
+    """Return the precision of the first floating-point weight; 4-bit weights are stored as integers."""
     return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
 
 
 def _name_base(inner: nn.Module, base: Path | None) -> None:
-    """Have the adapter's config say what it is for, wherever it is read: a folder's whole path, or the Hub's commit."""
-    config, model = inner.peft_config["default"], inner.get_base_model()
+    """Name the base model in the adapter's config, by the absolute path of a folder or by the Hub's commit."""
+    config = inner.peft_config["default"]
+    model = inner.get_base_model()
     name = str(base or model.name_or_path)
     is_folder = base is not None or Path(name).is_dir()
     config.base_model_name_or_path = str(Path(name).absolute()) if is_folder else name
@@ -227,21 +233,30 @@ def _name_base(inner: nn.Module, base: Path | None) -> None:
 
 
 def _check_adapter(option: str, folder: Path, inner: nn.Module) -> None:
-    file, mine = folder / "adapter_config.json", inner.peft_config["default"].to_dict()
+    file = folder / "adapter_config.json"
+    own = inner.peft_config["default"].to_dict()
     if not file.is_file():
-        raise UserError(f"{option}: holds a whole model, no adapter: leave out --lora true")
+        raise UserError(f"{option}: holds a whole model, not an adapter: leave out --lora true")
     saved = read_outside(file)
     if not isinstance(saved, dict):
         raise UserError(f"{option}: {file} must hold one JSON object, {{...}}")
     for key in ADAPTER:
-        first, second = ([*sorted(value)] if isinstance(value, list | set) else value
-                         for value in (saved.get(key), mine.get(key)))  # fmt: skip
+        first = _sorted_list(saved.get(key))
+        second = _sorted_list(own.get(key))
         if first != second:
             raise UserError(f"{option}: made with another model or optimizer ({key} {first}, not {second})")
 
 
-def _describe(folder: Path, inner: nn.Module, data: Collator, dtype: torch.dtype) -> None:
-    """Write what a reader needs beside the weights: config, tokenizer or preprocessor, and when a text ends."""
+def _sorted_list(value: object) -> object:
+    return sorted(value) if isinstance(value, list | set) else value
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    return any((folder / CHECKPOINTS).glob("step-*"))
+
+
+def _write_description(folder: Path, inner: nn.Module, data: Collator, dtype: torch.dtype) -> None:
+    """Write the files that belong to the weights: config, tokenizer or preprocessor, and the tokens that end a text."""
     model = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
@@ -257,24 +272,20 @@ def _describe(folder: Path, inner: nn.Module, data: Collator, dtype: torch.dtype
     if model.can_generate():
         generation = copy.deepcopy(model.generation_config)
         generation.eos_token_id = end_tokens(data.tokenizer, generation.eos_token_id)
-        generation.pad_token_id, generation.use_cache = data.tokenizer.pad_token_id, True
+        generation.pad_token_id = data.tokenizer.pad_token_id
+        generation.use_cache = True
         generation.save_pretrained(folder)
 
 
 def _preprocessor(images: ImageFormat) -> dict:
-    """Return what transformers' image processor must do to feed the model as it was fed here, in evaluation."""
+    """Return the config of transformers' image processor that prepares images like the evaluation here."""
     return {
         "image_processor_type": "ViTImageProcessor",
         "size": {"height": images.resize_to, "width": images.resize_to},
-        "resample": {"bilinear": 2, "bicubic": 3}[images.resample],  # Pillow's numbers
+        "resample": {"bilinear": 2, "bicubic": 3}[images.resample],  # Pillow's constants
         "rescale_factor": 1 / 255,
         "image_mean": images.mean,
         "image_std": images.std,
         "do_center_crop": images.resize_to > images.size,
         "crop_size": {"height": images.size, "width": images.size},
     }
-
-
-def _engine(model: nn.Module) -> nn.Module | None:
-    """Return DeepSpeed's engine around a model that Fabric has set up, if it is DeepSpeed's."""
-    return model._forward_module if hasattr(model._forward_module, "save_checkpoint") else None

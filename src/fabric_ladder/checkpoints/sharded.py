@@ -1,7 +1,7 @@
-"""Tensors of all ranks in one folder of safetensors files, by `torch.distributed.checkpoint`.
+"""Tensors of all ranks in one folder of safetensors files, written by `torch.distributed.checkpoint`.
 
-Its own format is an index and values that are unpickled freely, so that a file from elsewhere could run anything. A
-safetensors file holds names, sizes and numbers, and nothing that could be run.
+Its default format contains pickled values, so that a file from an unknown source could execute code. A safetensors file
+holds only names, sizes and numbers.
 """
 
 import warnings
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from fabric_ladder.errors import first_line
 
-FILE_BYTES = 2**30  # of all ranks together: what is written at once, and so copied to the host's memory
+FILE_BYTES = 2**30  # size of a file, and of the tensors that all ranks together copy to CPU memory at a time
 
 
 class _Reader(dcp.HuggingFaceStorageReader):
@@ -34,23 +34,26 @@ def read_index(folder: str | Path) -> Metadata:
     """Return names, sizes and places of the tensors in a folder.
 
     Raises:
-        OSError, RuntimeError: It cannot be read, is damaged, or lacks a part of a tensor.
+        OSError, RuntimeError: The folder cannot be read, is damaged, or lacks a part of a tensor.
     """
     with _plain_errors():
         return _Reader(str(folder)).read_metadata()
 
 
 def write_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Write the tensors, of shards this rank's share. All ranks must call it.
+    """Write the tensors, and only this rank's shards of sharded ones. All ranks must call it.
 
     Raises:
         OSError, RuntimeError: A rank could not write.
     """
-    files, written, state, seen = {}, 0, {}, set()
+    files = {}
+    written = 0
+    state = {}
+    seen = set()
     for name, tensor in tensors.items():
         files[name] = 1 + written // FILE_BYTES
         written += tensor.nbytes
-        plain = tensor.is_contiguous() and id(tensor) not in seen  # a file holds no tensor under two names
+        plain = tensor.is_contiguous() and id(tensor) not in seen  # a file cannot hold a tensor under two names
         state[name] = tensor if plain else tensor.detach().clone(memory_format=torch.contiguous_format)
         seen.add(id(tensor))
     with _plain_errors():
@@ -58,10 +61,12 @@ def write_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
 
 
 def read_tensors(tensors: dict[str, Tensor], folder: str | Path, alone: bool = False) -> None:
-    """Fill the tensors in place; a folder of any number of ranks will do. All ranks must call it, or one `alone`.
+    """Fill the tensors in place from a folder that any number of ranks has written.
+
+    All ranks must call it, or one rank with `alone`.
 
     Raises:
-        OSError, RuntimeError: The folder lacks a tensor, has it in another size, or is damaged.
+        OSError, RuntimeError: The folder is damaged, lacks a tensor, or has it in another size.
     """
     with _plain_errors():
         dcp.load(dict(tensors), storage_reader=_Reader(str(folder)), no_dist=alone)
@@ -69,7 +74,7 @@ def read_tensors(tensors: dict[str, Tensor], folder: str | Path, alone: bool = F
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Raise what went wrong on any rank on all of them, and warn of no run with one process."""
+    """Raise an error of any rank as OSError or RuntimeError on all ranks, and hide a warning about single processes."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -83,10 +88,11 @@ def _plain_errors() -> Iterator[None]:
 def optimizer_state(inner: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, dict]]:
     """Return the optimizer's tensors by `optimizer.<parameter>.<key>`, and its other values by parameter.
 
-    `torch.distributed.checkpoint.state_dict` is no help: where a parameter has no state yet, it makes one by a step,
-    which counts; it writes hyperparameters as pickled values, and its way back casts the state to the weights' dtype.
+    `torch.distributed.checkpoint.state_dict` cannot be used here. It creates missing state with an optimizer step,
+    which is counted. It pickles the hyperparameters. When it loads, it casts the state to the dtype of the weights.
     """
-    tensors, values = {}, {}
+    tensors = {}
+    values = {}
     for name, parameter in inner.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
@@ -99,28 +105,33 @@ def optimizer_state(inner: nn.Module, optimizer: Optimizer) -> tuple[dict[str, T
 def empty_optimizer_state(
     inner: nn.Module, optimizer: Optimizer, folder: Path, names: list[str], values: dict[str, dict]
 ) -> dict[str, Tensor]:
-    """Give the optimizer the state that a folder holds, and return its tensors by name, yet to be filled.
+    """Allocate the optimizer state that a folder holds, and return its tensors by name for `read_tensors`.
 
-    A tensor of its parameter's size is sharded like it; others, such as the number of steps, are whole. Numbers stay on
-    the CPU unless the optimizer wants them on the device. Of an optimizer that steps on the host, everything is there.
+    A tensor of its parameter's size is sharded like the parameter. Other tensors, such as the number of steps, are
+    whole. Scalars stay on the CPU unless the optimizer needs them on the device. An optimizer that steps on the CPU
+    keeps all its state there.
 
     Args:
         inner: The model.
         optimizer: Without any state.
-        folder: From `write_tensors`.
-        names: Of the tensors that `optimizer_state` returned.
-        values: From `optimizer_state`.
+        folder: Written by `write_tensors`.
+        names: Names of the tensors from `optimizer_state`.
+        values: Other values from `optimizer_state`.
 
     Raises:
         KeyError: The model or the folder lacks a name.
         OSError, RuntimeError: The folder cannot be read.
     """
-    saved, parameters, tensors = read_index(folder).state_dict_metadata, dict(inner.named_parameters()), {}
+    saved = read_index(folder).state_dict_metadata
+    parameters = dict(inner.named_parameters())
+    tensors = {}
     on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     offloads = getattr(optimizer, "offloads", False)
     for full in names:
         name, key = full.removeprefix("optimizer.").rsplit(".", 1)
-        parameter, size, dtype = parameters[name], saved[full].size, saved[full].properties.dtype
+        parameter = parameters[name]
+        size = saved[full].size
+        dtype = saved[full].properties.dtype
         device = "cpu" if offloads else parameter.device
         if size == parameter.shape:
             tensors[full] = torch.zeros_like(parameter, dtype=dtype, device=device, requires_grad=False)

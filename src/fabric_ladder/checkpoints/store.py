@@ -1,7 +1,7 @@
-"""Checkpoints on the disk: whole or not there, whatever happens while one is written.
+"""Checkpoints on the disk, which are complete whenever a process dies.
 
-A checkpoint is written beside its place, gets a manifest of sizes and checksums once all of it is on the disk, and is
-then renamed, which a file system does at one instant. One that was damaged later is found by its manifest.
+A checkpoint is written under a temporary name. When all its files are on the disk, it gets a manifest with sizes and
+checksums and is renamed, which is atomic. The manifest also finds damage that happens later.
 """
 
 import hashlib
@@ -17,30 +17,30 @@ MANIFEST = "manifest.json"
 FORMAT = 2  # the tensors are safetensors files
 
 
-def unfinished_folder(home: Path, name: str) -> Path:
-    """Return the folder that a checkpoint is written into, before it becomes `step-<name>`."""
-    return home / f".step-{name}.part"
+def unfinished_folder(folder: Path, name: str) -> Path:
+    """Return the temporary folder for a checkpoint that becomes `step-<name>`."""
+    return folder / f".step-{name}.part"
 
 
 def make_empty(folder: Path) -> None:
-    """Make the folder of an unfinished checkpoint anew; what a killed run has left there goes."""
+    """Create the folder of an unfinished checkpoint, and delete the remains of a killed run there."""
     if folder.exists():
         shutil.rmtree(folder)
     (folder / "state").mkdir(parents=True)
 
 
 def finish(folder: Path, validation_loss: float | None) -> Path:
-    """Make an unfinished folder a checkpoint, and return where it is.
+    """Turn an unfinished folder into a checkpoint, and return its path.
 
     Raises:
-        OSError: The disk does not keep it; then it is no checkpoint.
+        OSError: The disk cannot store it. The folder stays unfinished.
     """
     manifest = {"format": FORMAT, "validation_loss": validation_loss, "files": _files(folder)}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     for path in (*folder.rglob("*"), folder):
         _sync(path)
     whole = folder.with_name(folder.name.removeprefix(".").removesuffix(".part"))
-    old = _hide(whole) if whole.exists() else None  # damaged, or the one that the run went on from
+    old = _hide(whole) if whole.exists() else None  # it is damaged, or the run resumed from it
     folder.rename(whole)
     _sync(whole.parent)
     if old:
@@ -49,11 +49,11 @@ def finish(folder: Path, validation_loss: float | None) -> Path:
 
 
 def check(folder: Path) -> None:
-    """Read a checkpoint through.
+    """Read all files of a checkpoint and compare them with its manifest.
 
     Raises:
         OSError: A file cannot be read.
-        ValueError: The message says what is damaged.
+        ValueError: A file is missing or damaged.
     """
     if not (folder / MANIFEST).exists():
         raise ValueError(f"{MANIFEST} is missing")
@@ -61,7 +61,7 @@ def check(folder: Path) -> None:
         manifest = read_outside(folder / MANIFEST)
         expected = {name: (size, checksum) for name, (size, checksum) in manifest["files"].items()}
         if manifest["format"] != FORMAT or not isinstance(manifest["validation_loss"], float | None):
-            raise ValueError("of another version")
+            raise ValueError("it is from another version")
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{MANIFEST} is damaged: {error}") from error
     found = _files(folder)
@@ -71,13 +71,13 @@ def check(folder: Path) -> None:
         if found[name][0] != size:
             raise ValueError(f"{name} has {found[name][0]} bytes instead of {size}")
         if found[name][1] != checksum:
-            raise ValueError(f"{name} is damaged: its checksum is another")
+            raise ValueError(f"{name} is damaged: its checksum differs")
 
 
-def newest_whole(home: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest checkpoint that is whole, and why newer ones are not."""
+def newest_whole(checkpoints: Path) -> tuple[Path | None, list[str]]:
+    """Return the newest undamaged checkpoint, and a line about each newer one that is damaged."""
     skipped = []
-    for folder in reversed(_folders(home)):
+    for folder in reversed(_folders(checkpoints)):
         try:
             check(folder)
             return folder, skipped
@@ -87,9 +87,10 @@ def newest_whole(home: Path) -> tuple[Path | None, list[str]]:
 
 
 def prune(newest: Path, keep: int) -> Path | None:
-    """Remove all but `keep` checkpoints up to the newest and the best, which has the lowest validation loss; return it.
+    """Remove all checkpoints except the last `keep` and the best, and return the best.
 
-    Those of later steps are damaged, or of a run which went on from an older one: they would be taken for the newest.
+    The best checkpoint has the lowest validation loss. Checkpoints of later steps than `newest` are damaged, or the run
+    has resumed from an earlier one. They are removed, or the next resumed run would take them for the newest.
     """
     folders = _folders(newest.parent)
     while _step(folders[-1]) > _step(newest):
@@ -102,22 +103,22 @@ def prune(newest: Path, keep: int) -> Path | None:
     return best
 
 
-def remove_unfinished(home: Path) -> None:
-    """Remove what a run that was killed has left half-written or half-removed."""
-    for path in home.glob(".step-*"):
+def remove_unfinished(checkpoints: Path) -> None:
+    """Remove checkpoints that a killed run has written or removed only in part."""
+    for path in checkpoints.glob(".step-*"):
         shutil.rmtree(path)
 
 
-def remove_all(home: Path) -> None:
-    """Remove the checkpoints of a run, each at one instant."""
-    for folder in _folders(home):
+def remove_all(checkpoints: Path) -> None:
+    """Remove all checkpoints of a run."""
+    for folder in _folders(checkpoints):
         _remove(folder)
-    with suppress(OSError):  # somebody has put other things there
-        home.rmdir()
+    with suppress(OSError):  # the user has put other files there
+        checkpoints.rmdir()
 
 
-def _folders(home: Path) -> list[Path]:
-    return sorted(path for path in home.glob("step-*") if _step(path).isdigit())
+def _folders(checkpoints: Path) -> list[Path]:
+    return sorted(path for path in checkpoints.glob("step-*") if _step(path).isdigit())
 
 
 def _step(folder: Path) -> str:
@@ -136,7 +137,7 @@ def _remove(folder: Path) -> None:
 
 
 def _hide(folder: Path) -> Path:
-    """Rename a checkpoint that is to be removed, or a crash would leave half of one under its name."""
+    """Rename a checkpoint before its removal, so that a crash never leaves an incomplete one under its name."""
     hidden = folder.with_name(f".{folder.name}.old")
     if hidden.exists():
         shutil.rmtree(hidden)
@@ -144,7 +145,7 @@ def _hide(folder: Path) -> Path:
 
 
 def _files(folder: Path) -> dict[str, list]:
-    """Return size and checksum of each file by its path in the folder, but for the manifest's."""
+    """Return size and checksum of each file by its path in the folder, except the manifest."""
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST):
         with open(path, "rb") as file:
@@ -154,7 +155,7 @@ def _files(folder: Path) -> dict[str, list]:
 
 
 def _sync(path: Path) -> None:
-    """Have the disk keep a file, or the names in a folder; Windows syncs neither by a handle that only reads."""
+    """Flush a file, or the names in a folder, to the disk; Windows cannot do so with a read-only handle."""
     if os.name == "posix":
         handle = os.open(path, os.O_RDONLY)
         try:

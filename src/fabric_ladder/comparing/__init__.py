@@ -1,1 +1,1 @@
-"""Laying runs side by side: reading logs, refusing unlike runs, and a table, a page and pictures of the rest."""
+"""Compare runs: read them, refuse unlike ones, and write a table, a page and charts. It needs no torch."""

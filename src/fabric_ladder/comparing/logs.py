@@ -1,6 +1,7 @@
-"""Reading printed logs: this project's, and the blog's as a reader copies them from a terminal or a page.
+"""Read printed logs: this project's, and the blog's as copied from a terminal or a web page.
 
-A line counts only as a whole: what is cut off, garbled or foreign is skipped and counted, never guessed at.
+Only complete lines are read. A line that names a figure but cannot be parsed is counted as skipped. All other unknown
+lines are notes, such as warnings and progress bars, and are ignored.
 """
 
 import math
@@ -8,10 +9,10 @@ import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fabric_ladder.environment import PACKAGES
-
-WHOLE = r"(?:0|[1-9]\d*)"  # as Python prints it, without leading zeros
-PERCENT, NUMBER, LOSS_NUMBER = rf"({WHOLE}\.\d\d)%", rf"({WHOLE}\.\d\d)", rf"({WHOLE}\.\d{{4}})"
+WHOLE = r"(?:0|[1-9]\d*)"  # without leading zeros, as Python prints integers
+PERCENT = rf"({WHOLE}\.\d\d)%"
+NUMBER = rf"({WHOLE}\.\d\d)"
+LOSS_NUMBER = rf"({WHOLE}\.\d{{4}})"
 LOSS = re.compile(
     r"Epoch: (\d{4,})/(\d{4,}) ?\| ?Batch (\d{4,})/(\d{4,})(?: ?\| ?Samples (\d{5,})/(\d{5,}))?"
     rf" ?\| ?Loss: {LOSS_NUMBER}"
@@ -20,7 +21,7 @@ EPOCH = re.compile(
     rf"Epoch: (\d{{4,}})/(\d{{4,}}) ?\| ?Train acc\.: {PERCENT} ?\| ?Val acc\.: {PERCENT}"
     rf"(?: ?\| ?Val perplexity: ({WHOLE}\.\d\d|inf))?"
 )
-RESULTS = {  # each line with the figures that it holds, in the order of its groups
+RESULTS = {  # pattern of a line -> names of its figures, in the order of the groups
     rf"Time elapsed:? {NUMBER} min": ("minutes",),
     rf"Compile time {NUMBER} min of it, ({WHOLE}) graphs": ("compile_minutes", "compiled_graphs"),
     rf"Throughput ({WHOLE}\.\d) samples/s, ({WHOLE}) tokens/s, padding ({WHOLE}\.\d)%": (
@@ -42,9 +43,11 @@ RESULTS = {  # each line with the figures that it holds, in the order of its gro
 RESULTS = {re.compile(pattern): names for pattern, names in RESULTS.items()}
 PERCENTAGES = ("padding", "macro_f1", "test_accuracy", "train_accuracy", "validation_accuracy")
 HEADING = re.compile(r"#{1,6} +(.*?)[ #]*")
-NAMES = (*PACKAGES, "peft", "deepspeed", "bitsandbytes", "torchmetrics", "torchvision")
+PACKAGES = (
+    "torch lightning transformers tokenizers datasets numpy pandas peft deepspeed bitsandbytes torchmetrics torchvision"
+).split()
 VERSION = r"\d+(?:\.\d+)+[\w.+-]*"
-WATERMARK = re.compile(rf"({'|'.join(NAMES)}) *: *({VERSION})")
+WATERMARK = re.compile(rf"({'|'.join(PACKAGES)}) *: *({VERSION})")
 PYTHON = re.compile(rf"Python version *: *({VERSION})")
 VERSIONS = re.compile(rf"Python {VERSION}(?: · [\w-]+ {VERSION})+")
 CUT = re.compile(
@@ -53,10 +56,9 @@ CUT = re.compile(
 )
 PRECISION = re.compile(r"((?:32|64|bf16|16)-true|(?:bf16|16)-mixed)(?:, matmul (high|medium))?")
 DEVICE = re.compile(r"(cuda|mps|cpu): (?:(\d+) x )?(\S.*)")
-KNOWN = re.compile(
-    r"```\w*|~~~|Torch CUDA available\? (?:True|False)|Saved \S.*|Python implementation *: \w+"
-    r"|Imbalanced classes: .*|Attention kernels, the first that can: .*|Predicted peak: .*"
-    r"|Micro-batches of \d+ tokens fit"
+NAMES_FIGURE = re.compile(
+    r"\d+/\d+ ?\||^Epoch: |Loss: \d|Train acc\.|Time elapsed|Compile time \d|Throughput|[Mm]emory used"
+    r"|Memory predicted|Test (?:accuracy|macro-F1|loss)|^Parameters: | · seed \d| · torch \d"
 )
 
 
@@ -65,10 +67,10 @@ class Point(NamedTuple):
 
     Attributes:
         epochs: Passes over the training data so far, as a fraction.
-        samples: Training samples so far, over all epochs; None where the log does not tell.
+        samples: Training samples so far, over all epochs, or None if unknown.
         value: The loss as printed, or the validation accuracy in percent.
-        minutes: Of the training so far; None where only a log tells.
-        train_accuracy: Of the epoch, in percent; None beside a loss.
+        minutes: Minutes of training so far, or None if the source is a log.
+        train_accuracy: Training accuracy of the epoch in percent, or None for a loss.
     """
 
     epochs: float
@@ -80,26 +82,26 @@ class Point(NamedTuple):
 
 @dataclass
 class LoggedRun:
-    """What is known about a run; what its source does not tell is missing, never a default.
+    """Everything known about a run. Unknown facts are missing; they never get a default.
 
     Attributes:
-        source: Where it was read.
+        source: Folder or file that was read.
         name: The rung's or script's name.
         settings: Settings by name.
         versions: Versions by package.
-        hardware: As `describe_hardware` names it.
+        hardware: Facts by name, as `describe_hardware` returns them.
         data: The data's fingerprint.
         figures: `minutes` and `compile_minutes`; `samples_per_second`, `tokens_per_second`; `memory` and `host_memory`
             (10^9 bytes); `padding`, `train_accuracy`, `validation_accuracy`, `test_accuracy` and `macro_f1` (percent);
             `validation_perplexity`, `test_loss` (per trained token) and `test_perplexity` of language models;
             `parameters` and `trainable_parameters` (millions).
-        test_samples: Samples of the test, where it counts samples.
+        test_samples: Size of the test set, if the task counts samples.
         losses: In the order of training.
         accuracies: After each epoch, in the order of training.
-        classes: As in run.json: names, confusion (rows true, columns predicted) and more; empty where not counted.
-        unfinished: Why there is no result; None for a finished run.
-        ours: Whether this project's scripts printed it.
-        from_text: Whether it comes from printed lines alone.
+        classes: As in run.json: names, confusion (rows true, columns predicted) and more; may be empty.
+        unfinished: Reason why there is no result, or None for a finished run.
+        ours: Whether a script of this project printed it.
+        from_text: Whether the source is a printed log.
     """
 
     source: str
@@ -119,23 +121,24 @@ class LoggedRun:
 
 
 class LogParser:
-    """Takes a text line by line; `runs` and `skipped` hold what it has found.
+    """Parser of a log's text; `runs` holds the runs, `skipped` counts damaged and misplaced lines.
 
-    A heading, a header, or a first line of results after a run's end opens the next run.
+    A heading, a header, or results after the end of a run start the next run.
 
     Args:
         source: Name of the text, for messages.
-        name: Name of a run that neither a header nor a heading names.
+        name: Name of a run without a header or a heading.
     """
 
     def __init__(self, source: str, name: str):
-        self.source, self.name = source, name
+        self.source = source
+        self.name = name
         self.runs: list[LoggedRun] = []
         self.skipped = 0
         self._open()
 
     def parse(self, text: str) -> list[LoggedRun]:
-        """Return the runs of a text; those without a test accuracy are marked as unfinished."""
+        """Return the runs of a text; runs without a test accuracy are marked as unfinished."""
         text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\u00a0", " ")
         for line in text.splitlines():
             line = re.sub(r"\s+", " ", line).strip()
@@ -143,20 +146,23 @@ class LogParser:
                 continue
             if self._take(line):
                 self._lines += 1
-            else:
+            elif NAMES_FIGURE.search(line):
                 self.skipped += 1
         self._close()
         return self.runs
 
     def _open(self, name: str | None = None, continued: bool = False) -> None:
         self.run = LoggedRun(self.source, name or self.name, ours=False, from_text=True)
-        self._position, self._totals, self._accuracy_epoch = (0, -1), None, 0
-        self._continued, self._lines = continued, 0
+        self._position = (0, -1)  # epoch and batch of the last loss
+        self._totals = None
+        self._accuracy_epoch = 0
+        self._continued = continued
+        self._lines = 0
 
     def _close(self, name: str | None = None, continued: bool = False) -> None:
         finished = "test_accuracy" in self.run.figures
         if self._continued and not finished:
-            self.skipped += self._lines  # lines out of place, which only looked like another run
+            self.skipped += self._lines  # misplaced lines, not another run
         elif finished or self.run.losses or self.run.figures.keys() - {"parameters", "trainable_parameters"}:
             self.run.unfinished = None if finished else "its log has no test accuracy"
             self.runs.append(self.run)
@@ -167,9 +173,7 @@ class LogParser:
         return bool(self.run.losses or self.run.figures)
 
     def _take(self, line: str) -> bool:
-        """Read one line; return whether it means anything."""
-        if KNOWN.fullmatch(line):
-            return True
+        """Read one line; return whether it was a valid line at a valid place."""
         if found := HEADING.fullmatch(line):
             self._close(found[1].strip("`*_ ").removesuffix(".py") or None)
             return True
@@ -226,8 +230,8 @@ class LogParser:
             return False
         if figures.keys() & self.run.figures.keys():
             if "minutes" not in figures or "test_accuracy" not in self.run.figures:
-                return False  # twice the same: out of place
-            self._close(continued=True)  # results of several runs below each other, as an article prints them
+                return False  # a repeated line
+            self._close(continued=True)  # an article prints several results below each other
         self.run.figures |= figures
         return True
 

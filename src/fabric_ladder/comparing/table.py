@@ -1,4 +1,4 @@
-"""The comparison as a table: on the terminal, in Markdown, CSV and JSON."""
+"""Write the comparison as a table: in the terminal, in Markdown, CSV and JSON."""
 
 import math
 import re
@@ -13,14 +13,21 @@ from rich.markup import escape
 from rich.table import Table
 
 from fabric_ladder.comparing.logs import Point
-from fabric_ladder.comparing.matching import Row, differing_settings, find_differences, find_unknown, make_rows
+from fabric_ladder.comparing.matching import (
+    Row,
+    differing_settings,
+    find_differences,
+    find_unknown,
+    find_warnings,
+    make_rows,
+)
 from fabric_ladder.comparing.sources import Found
 
-UNBALANCED = 1.5  # times as many test samples in the largest class as in the smallest
+UNBALANCED = 1.5  # ratio of test samples in the largest and the smallest class
 
 
 class Column(NamedTuple):
-    """A figure of the table: key, heading, unit, decimals, and whether rows differ by points, not by a ratio."""
+    """A column of the table; `points` compares rows by percentage points instead of a ratio."""
 
     key: str
     title: str
@@ -44,19 +51,19 @@ GAINS = (
     Column("test_loss", "test loss", "", 4),
     Column("test_perplexity", "perplexity", "", 2),
 )
-OPTIONAL = ("predicted_memory", "macro_f1", "test_loss", "test_perplexity")  # where no run has it, there is no column
+OPTIONAL = ("predicted_memory", "macro_f1", "test_loss", "test_perplexity")  # shown only if a run has the figure
 
 
 @dataclass
 class Comparison:
-    """Everything that an output shows.
+    """The compared runs and everything that an output shows about them.
 
     Attributes:
-        rows: The first is what the others are measured by.
-        differences: What differs beyond the technique.
-        notices: What the reader should know: unknown facts, skipped lines, runs that were left out.
+        rows: The first row is the reference.
+        differences: Differences that are not part of the technique.
+        notices: Warnings, unknown facts, skipped lines and left out runs.
         settings: Settings that differ, with each row's value.
-        columns: Of the table.
+        columns: Columns of the table.
     """
 
     rows: list[Row]
@@ -67,37 +74,38 @@ class Comparison:
 
     @property
     def warning(self) -> str:
-        """One line about the differences, empty if there are none."""
+        """One line about the differences; empty if there are no differences."""
         if not self.differences:
             return ""
         return f"Not comparable without care: these runs differ in {'; '.join(self.differences)}."
 
 
 def compare(found: Found, rungs: Mapping[str, dict]) -> Comparison:
-    """Make the comparison of the finished runs; the first of them is what the others are measured by.
+    """Compare the finished runs; the first of them is the reference.
 
     Args:
         found: The runs.
-        rungs: By name, the settings that each rung sets itself: to differ in these is its technique.
+        rungs: Settings that each rung sets itself, by the rung's name. They are part of its technique.
     """
     rows = make_rows([run for run in found.runs if run.unfinished is None])
     left_out = [f"Left out: {run.name} ({run.source}): {run.unfinished}." for run in found.runs if run.unfinished]
     known = {key for row in rows for run in row.runs for key in run.figures}
     if not any(_needs_f1(row) for row in rows):
         known.discard("macro_f1")
+    facts = [*find_unknown(rows), *compiling_paid(rows), *_one_seed(rows)]
     return Comparison(
         rows=rows,
         differences=find_differences(rows, rungs),
-        notices=[*left_out, *found.notices, *find_unknown(rows), *compiling_paid(rows), *_one_seed(rows)],
+        notices=[*find_warnings(rows, rungs), *left_out, *found.notices, *facts],
         settings=differing_settings(rows),
         columns=[column for column in COSTS + GAINS if column.key not in OPTIONAL or column.key in known],
     )
 
 
 def _needs_f1(row: Row) -> bool:
-    """Whether accuracy alone may hide how single classes fare."""
+    """Return whether accuracy alone may hide the results of single classes."""
     if row.confusion is None:
-        return bool(row.values("macro_f1"))  # a log tells it only then
+        return bool(row.values("macro_f1"))  # a log has it only then
     sizes = row.confusion.sum(axis="columns")
     return len(sizes) > 2 or sizes.max() > UNBALANCED * sizes.min()
 
@@ -105,13 +113,13 @@ def _needs_f1(row: Row) -> bool:
 def _one_seed(rows: list[Row]) -> list[str]:
     if len(rows) < 2 or any(len(row.runs) > 1 for row in rows) or not any(row.values("test_accuracy") for row in rows):
         return []
-    return ["One run of each: whether a small difference of accuracy is chance, one seed does not tell."]
+    return ["There is one run of each rung. One seed cannot show whether a small difference in accuracy is chance."]
 
 
 def compiling_paid(rows: list[Row]) -> list[str]:
-    """Return, for each row that compiled, after how many effective batches it has won back the time that this took.
+    """Return, for each compiled row, the number of effective batches after which compiling has paid for itself.
 
-    Against the first row that did not compile, by the samples/s of both; without it nothing can be said.
+    The reference is the first row without compiling, by the samples/s of both rows.
     """
     plain = next((row for row in rows if not row.values("compile_minutes") and row.mean("samples_per_second")), None)
     notices = []
@@ -120,22 +128,23 @@ def compiling_paid(rows: list[Row]) -> list[str]:
         size = row.first.settings.get("batch_size")
         if not minutes or not rate or not size:
             continue
-        won = size / plain.mean("samples_per_second") - size / rate  # seconds per effective batch
-        if won > 0:
-            end = f"paid for after {math.ceil(minutes * 60 / won):,} batches of {size} samples, against {plain.label}"
+        saved = size / plain.mean("samples_per_second") - size / rate  # seconds per effective batch
+        if saved > 0:
+            end = f"paid for after {math.ceil(minutes * 60 / saved):,} batches of {size} samples, against {plain.label}"
         else:
-            end = f"never paid for: a batch takes no less time than with {plain.label}"
+            end = f"never paid for: a batch takes as long as with {plain.label}"
         notices.append(f"{row.label}: compiling took {minutes * 60:.0f} s, {end}.")
     return notices
 
 
 def compare_figure(row: Row, first: Row, column: Column) -> dict[str, float | bool | None]:
-    """Return `mean` and `spread` of a figure, None if not known, and how it stands against the first row's mean.
+    """Return `mean` and `spread` of a figure, or None if unknown, and its comparison with the first row's mean.
 
-    That is a `ratio`, or `points` in percent, and of these whether they are `within_spread`: no more than the larger of
-    both rows' spreads over their seeds, where there is one.
+    The comparison is a `ratio`, or `points` in percent. With several seeds, `within_spread` is whether the points are
+    at most the larger spread of both rows.
     """
-    mean, reference = row.mean(column.key), first.mean(column.key)
+    mean = row.mean(column.key)
+    reference = first.mean(column.key)
     spreads = [row.spread(column.key), first.spread(column.key)]
     found = {"mean": mean, "spread": spreads[0], "points" if column.points else "ratio": None}
     if mean is None or reference is None:
@@ -143,51 +152,54 @@ def compare_figure(row: Row, first: Row, column: Column) -> dict[str, float | bo
     if not column.points:
         ratio = mean / reference if reference else math.inf
         return found | {"ratio": ratio if math.isfinite(ratio) else None}
-    found["points"], spreads = mean - reference, [spread for spread in spreads if spread is not None]
+    found["points"] = mean - reference
+    spreads = [spread for spread in spreads if spread is not None]
     return found | ({"within_spread": abs(mean - reference) <= max(spreads)} if spreads else {})
 
 
 def cell_parts(row: Row, first: Row, column: Column) -> list[str]:
-    """Return a figure, its spread over the seeds, and how it stands against the first row's; empty if not known."""
-    found, digits = compare_figure(row, first, column), column.digits
-    against, told = found.get("points", found.get("ratio")), ""
+    """Return a figure, its spread over the seeds, and its comparison with the first row's; unknown parts are empty."""
+    found = compare_figure(row, first, column)
+    digits = column.digits
+    against = found.get("points", found.get("ratio"))
+    compared = ""
     if against is not None and row is not first and column.points:
-        told = f"{against:+.{digits}f}" + " ≈" * found.get("within_spread", False)
+        compared = f"{against:+.{digits}f}" + " ≈" * found.get("within_spread", False)
     elif against is not None and row is not first:
-        told = f"{against:.2f} x" if against >= 0.1 else f"{against:.2g} x"
+        compared = f"{against:.2f} x" if against >= 0.1 else f"{against:.2g} x"
     value = "–" if found["mean"] is None else f"{found['mean']:.{digits}f}"
-    return [value, "" if found["spread"] is None else f"± {found['spread']:.{digits}f}", told]
+    return [value, "" if found["spread"] is None else f"± {found['spread']:.{digits}f}", compared]
 
 
 def value_text(row: Row, column: Column) -> str:
-    """Return a row's figure, with its spread over the seeds and its unit; a dash if it is not known."""
+    """Return a row's figure, with its spread over the seeds and its unit; a dash if it is unknown."""
     value, spread, _ = cell_parts(row, row, column)
     return value if value == "–" else " ".join(filter(None, [value, spread, column.unit]))
 
 
 def cell_text(row: Row, first: Row, column: Column) -> str:
-    """Return a row's figure, and in brackets how it stands against the first row's."""
+    """Return a row's figure, and in brackets its comparison with the first row's."""
     against = cell_parts(row, first, column)[-1]
     return value_text(row, column) + (f" ({against})" if against else "")
 
 
 def seeds_text(row: Row) -> str:
-    """Return how many seeds a row is the mean of, and which; nothing of a single run."""
+    """Return the number of seeds of a row and their values, or an empty text for a single run."""
     return f"mean of seeds {', '.join(row.seeds)} (n = {len(row.runs)})" if len(row.runs) > 1 else ""
 
 
 def footnote(comparison: Comparison) -> str:
-    """Say what the second figures mean."""
+    """Explain the ratios, points and spreads."""
     if len(comparison.rows) < 2:
         return ""
     text = f"x: ratio to the first run, {comparison.rows[0].label}; + and -: percentage points from it."
     if any(len(row.runs) > 1 for row in comparison.rows):
-        text += " ±: sample standard deviation over the seeds; ≈: points that are no more than this, of either rung."
+        text += " ±: sample standard deviation over the seeds; ≈: the difference is within it, for either rung."
     return text
 
 
 def print_table(comparison: Comparison, console: Console) -> None:
-    """Print what the runs cost and what they reach, each in 80 columns, and what the reader should know."""
+    """Print costs and results as two tables of 80 columns, then the notices."""
     rows, first = comparison.rows, comparison.rows[0]
     known = [column for column in comparison.columns if any(row.values(column.key) for row in rows)]
     groups = [columns for group in (COSTS, GAINS) if (columns := [column for column in known if column in group])]
@@ -210,7 +222,7 @@ def print_table(comparison: Comparison, console: Console) -> None:
 
 
 def to_markdown(comparison: Comparison) -> str:
-    """Return the table in GitHub's Markdown, with the settings that differ."""
+    """Return the table in GitHub's Markdown, and the settings that differ."""
     rows, columns = comparison.rows, comparison.columns
     lines = [f"**{_cell(comparison.warning)}**", ""] if comparison.warning else []
     lines.append(_line(["rung", "what changed", *(column.title for column in columns)]))
@@ -237,7 +249,7 @@ def _cell(text: str) -> str:
 
 
 def to_csv(comparison: Comparison) -> str:
-    """Return a line for each row; lines that start with # stand above it where runs differ beyond their technique."""
+    """Return one line per row; differences beyond the technique come first, in lines that start with #."""
     records = []
     for row in comparison.rows:
         record = {"rung": row.label, "sources": " ".join(run.source for run in row.runs), "what_changed": row.changed}
@@ -252,7 +264,7 @@ def to_csv(comparison: Comparison) -> str:
 
 
 def to_json(comparison: Comparison) -> str:
-    """Return everything as JSON: differences first, then each row with its figures, and its runs as they were read."""
+    """Return everything as JSON: differences first, then each row with its figures and runs."""
     rows = [
         {
             "rung": row.label,

@@ -1,4 +1,4 @@
-"""Data sets of all kinds, from where they lie to micro-batches of tensors."""
+"""Data sets of all kinds, from files to micro-batches of tensors."""
 
 from fabric_ladder.data.load import prepare
 

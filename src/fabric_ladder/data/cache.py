@@ -1,4 +1,4 @@
-"""What is derived from data files, kept in a cache folder under a key made of its inputs."""
+"""Keep data derived from files in a cache folder, under a key made of the inputs."""
 
 import hashlib
 import json
@@ -22,14 +22,23 @@ from fabric_ladder.settings import DataSettings
 def make_once(
     settings: DataSettings, name: str, inputs: list, make: Callable[[Path], tuple[Path, dict]]
 ) -> tuple[Path, dict]:
-    """Return the cache's folder for these inputs, and what is known of it.
+    """Return the cache's folder for these inputs and the facts about it, after making it if it does not exist.
 
-    If there is none, `make` makes one below the folder that it is given, and it is moved as a whole, never half made.
+    One process makes it, under a lock, while others wait. It appears as a whole.
+
+    Args:
+        settings: `cache_dir` is used.
+        name: Kind of content, a folder of the cache.
+        inputs: Everything that changes the content; must be JSON.
+        make: Makes a folder below the folder that it is given, and returns it with the facts.
+
+    Raises:
+        UserError: The cache cannot be written.
     """
     key = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:20]
     folder = Path(settings.cache_dir) / name / key
     try:
-        if not folder.exists():  # else nothing is written, and the cache may be read-only
+        if not folder.exists():  # otherwise nothing is written: the cache may be read-only
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{folder}.lock"):
                 if not folder.exists():
@@ -45,14 +54,14 @@ def make_once(
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove what processes that were killed have left beside a folder, whose lock this process has.
+    """Remove the unfinished folders of killed processes next to `folder`, whose lock this process holds.
 
-    A process that is at work has the lock of its folder, on whichever machine it is.
+    A running process holds the lock of its folder, so a folder that can be locked belongs to a killed process.
     """
     for scratch in folder.parent.glob("unfinished-*"):
         key = scratch.name.split("-")[1]
         lock = FileLock(f"{folder.parent / key}.lock")
-        with suppress(OSError):  # a Timeout, or the lock is another user's
+        with suppress(OSError):  # a Timeout, or the lock belongs to another user
             if key != folder.name:
                 lock.acquire(timeout=0)
             shutil.rmtree(scratch, ignore_errors=True)
@@ -60,7 +69,7 @@ def _remove_unfinished(folder: Path) -> None:
 
 
 def save_tokens(target: Path, splits: dict[str, hf.Dataset], facts: dict) -> tuple[Path, dict]:
-    """Write tokens into the folder `target`; return it, and the facts with a hash of the tokens."""
+    """Write tokens into the folder `target`; return it and the facts, with a hash of the tokens added."""
     content = hashlib.sha256(json.dumps(facts["class_names"]).encode())
     for split, tokens in splits.items():
         for batch in tokens.with_format("numpy").iter(1000):
@@ -72,7 +81,7 @@ def save_tokens(target: Path, splits: dict[str, hf.Dataset], facts: dict) -> tup
 
 
 def map_batches(table: hf.Dataset, function: Callable[[dict], dict], name: str, scratch: Path, **options) -> hf.Dataset:
-    """Write the columns that `function` makes of the table's batches into a file in `scratch`, and map it."""
+    """Apply `function` to the batches of a table, write the new columns to a file in `scratch`, and map it."""
     return table.map(
         function, batched=True, load_from_cache_file=False, new_fingerprint=name, desc="Tokenizing",
         cache_file_name=str(scratch / f"mapped-{name}.arrow"), remove_columns=table.column_names, **options,
@@ -80,12 +89,12 @@ def map_batches(table: hf.Dataset, function: Callable[[dict], dict], name: str, 
 
 
 def write_rows(path: Path, schema: pa.Schema, rows: Iterable[dict]) -> hf.Dataset:
-    """Write rows as they come into an Arrow file, and map it; see `write_batches`."""
+    """Write rows to an Arrow file as they arrive, and map it; see `write_batches`."""
     return write_batches(path, schema, _in_batches(rows, schema))
 
 
 def write_batches(path: Path, schema: pa.Schema, batches: Iterable[pa.Table | pa.RecordBatch]) -> hf.Dataset:
-    """Write tables as they come into a new Arrow file, and map it: one of them at a time is in memory."""
+    """Write batches to a new Arrow file as they arrive, and map it; one batch at a time is in memory."""
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
         for batch in batches:
             writer.write(batch)
@@ -93,20 +102,22 @@ def write_batches(path: Path, schema: pa.Schema, batches: Iterable[pa.Table | pa
 
 
 def _in_batches(rows: Iterable[dict], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """Collect 32 MB of images, or 1,024 rows of text, at a time."""
-    batch, size = [], 0
+    """Collect batches of 32 MB of images or 1,024 rows of text."""
+    batch = []
+    size = 0
     for row in rows:
         batch.append(row)
         size += len(row["image"] if "height" in row else row["image"]["bytes"]) if "image" in row else 2**15
         if size >= 2**25:
             yield pa.RecordBatch.from_pylist(batch, schema)
-            batch, size = [], 0
+            batch = []
+            size = 0
     yield pa.RecordBatch.from_pylist(batch, schema)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence `datasets`, whose errors are said in one line, and its progress bars where nobody watches them."""
+    """Silence the log of `datasets`, and its progress bars except on a terminal."""
     shown, level = hf.is_progress_bar_enabled(), hf.logging.get_verbosity()
     hf.logging.set_verbosity(hf.logging.CRITICAL)
     if not sys.stderr.isatty():

@@ -1,4 +1,4 @@
-"""Cutting an effective batch: shared out to the ranks, cut into micro-batches, and packed into rows."""
+"""Share an effective batch out to the ranks, cut each share into micro-batches, and pack samples into rows."""
 
 import heapq
 from typing import NamedTuple
@@ -7,19 +7,19 @@ import numpy as np
 
 from fabric_ladder.settings import Settings
 
-MOST_IN_ROW = 127  # samples; seven binary digits tell them, and the padding after them, apart
-MOST_AT_ONCE = 2048  # samples that are packed in one go
-FULL_PASS = 1024  # padded tokens; below, a GPU waits for its kernels to be launched: an estimate, for BLOOM-560m
+MOST_IN_ROW = 127  # samples; seven bits number them and the padding after them
+PACKED_TOGETHER = 2048  # samples; packing is quadratic in their number
+FULL_PASS = 1024  # padded tokens; a GPU needs as long for fewer, because it waits for kernel launches (an estimate)
 
 
 class MicroBatchPlan(NamedTuple):
-    """What a micro-batch is made of.
+    """The plan of a micro-batch.
 
     Attributes:
         rows: Row numbers of the split.
         items: As in `MicroBatch`.
         weight: As in `MicroBatch`.
-        packs: Packed: how many of `rows`, one after the other, share each row of the micro-batch; None: not packed.
+        packs: The number of samples in each row of the micro-batch, in the order of `rows`; None without packing.
     """
 
     rows: np.ndarray
@@ -28,7 +28,7 @@ class MicroBatchPlan(NamedTuple):
     packs: list[int] | None = None
 
     def padded(self, lengths: np.ndarray, multiple: int) -> int:
-        """Return the tokens with padding, of samples with these lengths, in rows rounded up to a multiple."""
+        """Return the padded tokens, given the lengths of all samples; rows are rounded up to a multiple."""
         used = lengths[self.rows]
         if self.packs:
             used = np.add.reduceat(used, np.cumsum([0, *self.packs[:-1]]))
@@ -36,38 +36,44 @@ class MicroBatchPlan(NamedTuple):
 
 
 def cut(
-    rows: np.ndarray, lengths: np.ndarray, items: np.ndarray, ranks: int = 1, size: int | None = None,
-    tokens: int | None = None, multiple: int = 1, capacity: int | None = None,
-) -> list[list[MicroBatchPlan]]:  # fmt: skip
+    rows: np.ndarray,
+    lengths: np.ndarray,
+    items: np.ndarray,
+    ranks: int = 1,
+    size: int | None = None,
+    tokens: int | None = None,
+    multiple: int = 1,
+    capacity: int | None = None,
+) -> list[list[MicroBatchPlan]]:
     """Share an effective batch out to the ranks and cut each share into micro-batches.
 
-    Samples are sorted by length, longest first, and dealt out one by one, so that the ranks get alike shares with
-    hardly any padding, and the largest micro-batch comes first. With `capacity`, short samples of a share are packed
-    into rows, and those of each micro-batch made about equally long. Every rank gets the same number of micro-batches,
-    since sharded models talk to each other in every forward pass: large ones are halved, by rows and then by the
-    samples of a row, and where samples run out a filler (a repeated sample without weight) stands in.
+    Samples are sorted by length, longest first, and dealt out one by one. So the ranks get similar shares with little
+    padding, and the largest micro-batch comes first. With `capacity`, short samples of a share are packed into rows,
+    and the rows of each micro-batch are made about equally long.
+
+    Every rank gets the same number of micro-batches, because sharded models communicate in every forward pass. Ranks
+    with fewer halve their largest ones, and then add fillers: a repeated sample without weight.
 
     Args:
         rows: Row numbers of the effective batch.
         lengths: Tokens of every row of the split.
         items: Items of every row of the split.
         ranks: Number of ranks.
-        size: Most rows of a micro-batch, which are samples unless they are packed.
-        tokens: Most padded tokens of a micro-batch; a row that is longer stands alone. What is cut by it is cut further
-            where that saves much padding, but not below `FULL_PASS`.
+        size: Maximum rows of a micro-batch; without packing, a row is a sample.
+        tokens: Maximum padded tokens of a micro-batch of several rows; see also `_cut_off_padding`.
         multiple: Lengths are padded to a multiple of this.
-        capacity: Most padded tokens of a row that samples share, and never more than `tokens`; a sample that is longer
-            stands alone. None: none do.
+        capacity: Maximum padded tokens of a row of several samples, at most `tokens`; None: no packing.
 
     Returns:
-        For each rank its micro-batch plans.
+        The micro-batch plans of each rank.
     """
     rows = rows[np.argsort(-lengths[rows], kind="stable")]
     if capacity and tokens:
         capacity = min(capacity, tokens)
     shares = [_cut_share(rows[rank::ranks], lengths, size, tokens, multiple, capacity) for rank in range(ranks)]
-    most, total = max(map(len, shares)), int(items[rows].sum())
-    filler, planned = MicroBatchPlan(rows[-1:], 0, 0.0, capacity and [1]), []
+    most = max(map(len, shares))
+    total = int(items[rows].sum())
+    planned = []
     for share in shares:
         while len(share) < most and _halve_largest(share):
             pass
@@ -77,17 +83,23 @@ def cut(
             mine = packs[:, 0] if capacity is None else np.concatenate(packs)
             count = int(items[mine].sum())
             plans.append(MicroBatchPlan(mine, count, ranks * count / total, capacity and [len(pack) for pack in packs]))
-        planned.append(plans + [filler] * (most - len(plans)))
+        planned.append(plans + [MicroBatchPlan(rows[-1:], 0, 0.0, capacity and [1])] * (most - len(plans)))
     return planned
 
 
 def cut_by(
-    settings: Settings, rows: np.ndarray, lengths: np.ndarray, items: np.ndarray, ranks: int,
-    size: int | None = None, tokens: int | None = None,
-) -> list[list[MicroBatchPlan]]:  # fmt: skip
-    """Do as `cut`, packed and padded as the settings say; `pack_rows` takes the place of `size` and `tokens`."""
+    settings: Settings,
+    rows: np.ndarray,
+    lengths: np.ndarray,
+    items: np.ndarray,
+    ranks: int,
+    size: int | None = None,
+    tokens: int | None = None,
+) -> list[list[MicroBatchPlan]]:
+    """Call `cut` with the packing and padding of the settings; `pack_rows` replaces `size` and `tokens`."""
     if settings.pack_rows:
-        size, tokens = settings.pack_rows, None
+        size = settings.pack_rows
+        tokens = None
     capacity = settings.max_length if settings.packing else None
     return cut(rows, lengths, items, ranks, size, tokens, settings.pad_to_multiple_of, capacity)
 
@@ -95,12 +107,15 @@ def cut_by(
 def _cut_share(
     rows: np.ndarray, lengths: np.ndarray, size: int | None, tokens: int | None, multiple: int, capacity: int | None
 ) -> list[np.ndarray | list[list[int]]]:
-    """Return the rows of each micro-batch, and of each row its samples; unpacked, as views of `rows`."""
+    """Return the micro-batches of a share: lists of rows, which are lists of samples. Unpacked, these are views."""
     if capacity is None:
-        packs, used = rows[:, None], lengths[rows]
+        packs = rows[:, None]
+        used = lengths[rows]
     else:
         packs, used = _pack_all(rows, lengths, max(1, capacity // multiple * multiple))
-    share, width, start = [], -(-used // multiple) * multiple, 0
+    share = []
+    width = -(-used // multiple) * multiple
+    start = 0
     while start < len(packs):
         end = start + (max(1, tokens // int(width[start])) if tokens else size)
         ends = _cut_off_padding(width[start:end]) if tokens and capacity is None else []
@@ -110,9 +125,12 @@ def _cut_share(
 
 
 def _cut_off_padding(width: np.ndarray) -> list[int]:
-    """Return where to cut a micro-batch, whose rows have these widths, the widest first, to compute on less padding.
+    """Return the rows at which to cut a micro-batch, to compute on less padding.
 
-    Each cut saves an eighth of the tokens at the least; a pass of fewer than `FULL_PASS` counts as one of so many.
+    Each cut saves at least an eighth of the tokens. A pass with fewer tokens than `FULL_PASS` counts as `FULL_PASS`.
+
+    Args:
+        width: Padded tokens of each row, sorted from the widest.
     """
     rows = len(width)
     if width[0] * rows <= FULL_PASS:
@@ -126,21 +144,23 @@ def _cut_off_padding(width: np.ndarray) -> list[int]:
 
 
 def _pack_all(rows: np.ndarray, lengths: np.ndarray, capacity: int) -> tuple[list[list[int]], np.ndarray]:
-    """Do as `_pack`, of many samples in parts that are alike, since it takes time by the square of their number."""
-    parts = max(1, -(-len(rows) // MOST_AT_ONCE))
+    """Like `_pack`, in equal chunks, because packing is quadratic in the number of samples."""
+    parts = max(1, -(-len(rows) // PACKED_TOGETHER))
     packed = [_pack(rows[part::parts], lengths, capacity) for part in range(parts)]
-    packs, used = [pack for packs, _ in packed for pack in packs], np.concatenate([used for _, used in packed])
+    packs = [pack for packs, _ in packed for pack in packs]
+    used = np.concatenate([used for _, used in packed])
     order = np.argsort(-used, kind="stable")
     return [packs[row] for row in order], used[order]
 
 
 def _pack(rows: np.ndarray, lengths: np.ndarray, capacity: int) -> tuple[list[list[int]], np.ndarray]:
-    """Give each sample, the longest first, to the first row that has room for it.
+    """Put each sample, the longest first, into the first row with enough space (first-fit decreasing).
 
     Returns:
-        The samples that share a row, and the tokens of each row.
+        The samples of each row, and the tokens of each row.
     """
-    packs, free = [], np.full(len(rows), capacity)
+    packs = []
+    free = np.full(len(rows), capacity)
     for sample in rows.tolist():
         row = int(np.argmax(free[: len(packs) + 1] >= min(lengths[sample], capacity)))
         if row == len(packs):
@@ -151,34 +171,37 @@ def _pack(rows: np.ndarray, lengths: np.ndarray, capacity: int) -> tuple[list[li
 
 
 def _level(packs: list[list[int]], lengths: np.ndarray) -> list[list[int]]:
-    """Share the samples of these rows out to as many rows anew, where this makes the longest one shorter.
+    """Redistribute the samples over the same number of rows, if this makes the longest row shorter.
 
-    Else the last row of a share, which takes what is left, would be mostly padding. By differences (Karmarkar and Karp,
-    1982): of the two ways to fill some rows that are the most uneven, the longest rows of one get the shortest of the
-    other, until one way is left.
+    Otherwise the last row of a share would be mostly padding. This is the largest differencing method (Karmarkar and
+    Karp, 1982). It begins with one partial solution per sample. In each step it merges the two most uneven solutions,
+    the longest rows of one with the shortest rows of the other, until one solution is left.
     """
     if len(packs) == 1:
         return packs
-    ways = []  # each with its unevenness, below 0 as a heap wants it, a number that no other has, and its rows
+    solutions = []  # (negative unevenness, a number that breaks ties, rows as (tokens, samples))
     for sample in sorted((sample for pack in packs for sample in pack), key=lambda sample: -lengths[sample]):
         rows = [(int(lengths[sample]), [sample]), *[(0, []) for _ in packs[1:]]]
-        heapq.heappush(ways, (-rows[0][0], len(ways), rows))
-    while len(ways) > 1:
-        (_, number, one), (_, _, other) = heapq.heappop(ways), heapq.heappop(ways)
-        rows = [(of + by, mine + its) for (of, mine), (by, its) in zip(one, reversed(other), strict=True)]
+        heapq.heappush(solutions, (-rows[0][0], len(solutions), rows))
+    while len(solutions) > 1:
+        _, number, first = heapq.heappop(solutions)
+        _, _, second = heapq.heappop(solutions)
+        pairs = zip(first, reversed(second), strict=True)
+        rows = [(tokens + more, samples + others) for (tokens, samples), (more, others) in pairs]
         rows.sort(key=lambda row: -row[0])
-        heapq.heappush(ways, (rows[-1][0] - rows[0][0], number, rows))
-    rows = [row for used, row in ways[0][2] if used]
-    if ways[0][2][0][0] >= max(lengths[pack].sum() for pack in packs) or max(map(len, rows)) > MOST_IN_ROW:
+        heapq.heappush(solutions, (rows[-1][0] - rows[0][0], number, rows))
+    best = solutions[0][2]
+    rows = [samples for tokens, samples in best if tokens]
+    if best[0][0] >= max(lengths[pack].sum() for pack in packs) or max(map(len, rows)) > MOST_IN_ROW:
         return packs
     return rows
 
 
 def _halve_largest(share: list[list[list[int]]]) -> bool:
-    """Halve, in the share itself, the micro-batch of most rows, or where each has one, of most samples.
+    """Halve the largest micro-batch in place: the one with the most rows, or the most samples if all have one row.
 
     Returns:
-        False if each has a single sample.
+        False if every micro-batch has a single sample.
     """
     largest = max(range(len(share)), key=lambda index: (len(share[index]), len(share[index][0])), default=None)
     if largest is None:

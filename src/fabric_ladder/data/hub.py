@@ -1,7 +1,9 @@
-"""What folders and the Hugging Face Hub hold: models' configs, what else transformers loads, and data sets."""
+"""Models' configs from folders and the Hugging Face Hub, and data sets from the Hub."""
 
+import copy
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -10,88 +12,163 @@ from pathlib import Path
 import datasets as hf
 import pyarrow.compute as pc
 import requests
+from datasets.exceptions import DatasetsError
+from huggingface_hub import HfApi
 from huggingface_hub.constants import ENDPOINT
 from transformers import AutoConfig, PretrainedConfig
 
 from fabric_ladder.data.splits import SPLITS
+from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError, first_line, read_outside, refused
+from fabric_ladder.places import CONFIGS
 from fabric_ladder.settings import DataSettings
 
-# What transformers 5.23 takes as it comes, in the words of its architectures, and fails with later.
+# transformers 5.23 accepts any number under these names, and fails later
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 SIZES = "hidden_size n_embd d_model num_attention_heads n_head num_heads head_dim num_key_value_heads".split()
 SIZES += "intermediate_size vocab_size image_size patch_size num_channels".split()
 DROPOUTS = ("dropout", "dropout_prob", "drop", "pdrop")
-MOST_LABELS = 100_000
-HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # longer ones are paths
+MAX_LABELS = 100_000
+SHIPPED_CONFIGS = {  # names on the Hub, and their configs in configs/models, for plans without a network
+    "bigscience/bloom-560m": "bloom-560m.json",
+    "bigscience/bloom-7b1": "bloom-7b1.json",
+    "bigscience/bloomz-7b1-mt": "bloom-7b1.json",
+    "meta-llama/Llama-3.1-8B": "llama-3.1-8b.json",
+    "meta-llama/Llama-3.2-1B": "llama-3.2-1b.json",
+    "Qwen/Qwen3-8B": "qwen3-8b.json",
+    "google/vit-large-patch16-224": "vit-large-16.json",
+}
+HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # names with more parts are paths
+# errors that a wrong name or an unusable repository causes; any other error is a bug and keeps its traceback
+HUB_ERRORS = (OSError, ValueError, ImportError)
 
 
 @contextmanager
-def reachable(name: str, content: str) -> Iterator[dict[str, bool]]:
-    """Give the options of `from_pretrained` for a folder or a Hub name.
+def reachable(name: str, content: str, revision: str | None = None) -> Iterator[dict[str, bool | str]]:
+    """Yield the options for `from_pretrained` that load a folder or a name on the Hub.
 
-    Without a network the Hub's libraries try again for up to 46 seconds; here they are sent to the cache at once.
+    Without a network the Hub's libraries retry for up to 46 seconds; these options send them to their cache instead.
+
+    Args:
+        name: A folder or a name on the Hub.
+        content: The content to load, for the error message: model, weights, tokenizer.
+        revision: Branch, tag or commit on the Hub.
 
     Raises:
-        UserError: In one line, why the `content` (model, weights, tokenizer) cannot be loaded.
+        UserError: The content cannot be loaded, because of the name, the network or the files.
     """
-    is_folder = Path(name).is_dir()
-    if not is_folder and not HUB_NAME.fullmatch(name):
+    if Path(name).is_dir():
+        with refused(f"the folder {name} holds no usable {content}"):
+            yield {"local_files_only": True}
+        return
+    if not HUB_NAME.fullmatch(name):
         raise UserError(f"cannot load the {content}: there is no folder {name}")
-    offline = not is_folder and not _hub_answers()
-    problem = f"the folder {name} holds no usable {content}"
-    if not is_folder:
-        hub = "cannot be reached and its cache has no such name" if offline else "has none that can be used"
-        problem = (
-            f"cannot load the {content} {name!r}: it is not a folder, and the Hugging Face Hub {hub}; check the "
-            "spelling and the network, or give a local folder"
-        )
-    with refused(problem):
-        yield {"local_files_only": offline or is_folder}
+    offline = not _hub_answers()
+    try:
+        yield {"local_files_only": offline} | ({"revision": revision} if revision else {})
+    except UserError:
+        raise
+    except HUB_ERRORS as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        if not isinstance(error, OSError):
+            raise UserError(f"transformers cannot use the {content} of {name!r} from the Hub ({reason})") from error
+        problem = "cannot be reached and its cache has no such name" if offline else "has no such name or revision"
+        raise UserError(
+            f"cannot load the {content} {name!r}: it is not a folder, and the Hugging Face Hub {problem}; check the "
+            f"spelling and the network, or give a local folder ({reason})"
+        ) from error
 
 
-def load_config(name: str) -> PretrainedConfig:
+def load_config(name: str, revision: str | None = None) -> PretrainedConfig:
     """Return the config of a model on the Hub, in a folder, or in a file of its own.
 
+    Each config is read once per process, unless its file changes. Callers get a copy, which they may change. The config
+    of a model on the Hub has the commit in `_commit_hash`. If the Hub cannot be reached and its cache does not have the
+    model, a config of `SHIPPED_CONFIGS` is taken, and a line on stderr reports it.
+
     Raises:
-        UserError: The file holds no model config, or one of which no model can be made.
-        UserError: The name is neither a folder nor reachable.
+        UserError: The file is not a usable model config, or the name is neither a folder nor on the Hub.
+        UserError: A revision is given for a folder or a file.
     """
     path = Path(name)
+    if revision and path.exists():
+        raise UserError(f"--model_revision is for a --model on the Hub, and {name} is a folder or file: leave it out")
     if name.endswith(".json") and not path.is_file():
         raise UserError(f"there is no model config {name}")
     file = path / "config.json" if path.is_dir() else path
-    if file.is_file():
+    stamp = (file.stat().st_mtime_ns, file.stat().st_size) if file.is_file() else None
+    return copy.deepcopy(_read_config(name, revision, stamp))
+
+
+@lru_cache(maxsize=8)
+def _read_config(name: str, revision: str | None, stamp: tuple[int, int] | None) -> PretrainedConfig:
+    path = Path(name)
+    if stamp is not None:
+        file = path / "config.json" if path.is_dir() else path
         _check_config(file, read_outside(file))
     if path.is_file():
-        with refused(f"{name} is no model config"):
+        with refused(f"{name} is not a model config"):
             return AutoConfig.from_pretrained(name)
-    with reachable(name, "model") as options:
-        return AutoConfig.from_pretrained(name, **options)
+    try:
+        with reachable(name, "model", revision) as options:
+            return AutoConfig.from_pretrained(name, **options)
+    except UserError:
+        shipped = SHIPPED_CONFIGS.get(name)
+        if not shipped or revision or _hub_answers():
+            raise
+    path = CONFIGS / "models" / shipped
+    print(f"The Hugging Face Hub cannot be reached: the config of {name} is read from {path}", file=sys.stderr)
+    return AutoConfig.from_pretrained(path)
 
 
 def _check_config(path: Path, config: object) -> None:
-    """Refuse a model config whose numbers no model has; of the rest, transformers knows more."""
+    """Refuse a model config with impossible numbers; transformers checks the rest."""
     if not isinstance(config, dict):
-        raise UserError(f"{path} is no model config: it must hold one JSON object, {{...}}")
-    bounds = (
-        dict.fromkeys(SIZES, (1, 2**31 - 1)) | dict.fromkeys(LAYERS, (1, 10_000)) | {"num_labels": (1, MOST_LABELS)}
-    )
+        raise UserError(f"{path} is not a model config: it must hold one JSON object, {{...}}")
+    bounds = dict.fromkeys(SIZES, (1, 2**31 - 1))
+    bounds |= dict.fromkeys(LAYERS, (1, 10_000))
+    bounds |= {"num_labels": (1, MAX_LABELS)}
     for key, value in config.items():
         low, high = (0, 1) if key.endswith(DROPOUTS) else bounds.get(key, (None, None))
         if low is not None and isinstance(value, int | float) and not low <= value <= high:
-            raise UserError(f"{path} is no model config: {key} is {str(value)[:30]}, and must be from {low} to {high}")
+            raise UserError(
+                f"{path} is not a model config: {key} is {str(value)[:30]}; it must be from {low} to {high}"
+            )
     for key in ("id2label", "label2id", "quantization_config"):
         if not isinstance(config.get(key), dict | None):
-            raise UserError(f"{path} is no model config: {key} must be an object, {{...}}")
-        if len(config.get(key) or ()) > MOST_LABELS:
-            raise UserError(f"{path} has more than {MOST_LABELS:,} entries of {key}: remove it")
+            raise UserError(f"{path} is not a model config: {key} must be an object, {{...}}")
+        if len(config.get(key) or ()) > MAX_LABELS:
+            raise UserError(f"{path} has more than {MAX_LABELS:,} entries of {key}: remove it")
 
 
-def check_reachable(dataset: str) -> None:
-    """Refuse the name of a data set on the Hub where the Hub cannot be reached."""
-    if not _hub_answers():
-        raise UserError(f"--dataset {dataset}: no such file or folder, and the Hub cannot be reached")
+def find_commit(settings: DataSettings) -> str:
+    """Return the commit of a data set on the Hub, which identifies its content in the cache.
+
+    Without a network, this is the commit from which the cache folder has last been filled.
+
+    Raises:
+        UserError: The Hub has no such data set or revision, or cannot be reached.
+    """
+    name = settings.dataset.split(":")[0]
+    note = _commit_note(settings)
+    if _hub_answers():
+        try:
+            return HfApi().dataset_info(name, revision=settings.dataset_revision, timeout=30).sha
+        except HUB_ERRORS as error:
+            where = f"{name} at --dataset_revision {settings.dataset_revision}" if settings.dataset_revision else name
+            raise UserError(
+                f"the Hub has no data set {where} that can be read: check the spelling, and log in if it is private "
+                f"({first_line(error)})"
+            ) from error
+    if note.exists():
+        return note.read_text(encoding="utf-8")
+    raise UserError(f"--dataset {settings.dataset}: there is no such file or folder, and the Hub cannot be reached")
+
+
+def _commit_note(settings: DataSettings) -> Path:
+    """Return the file that keeps the last commit of a data set for starts without a network."""
+    name = f"{settings.dataset.split(':')[0]}@{settings.dataset_revision or 'main'}"
+    return Path(settings.cache_dir) / "commits" / name.replace("/", "--")
 
 
 @lru_cache
@@ -105,20 +182,24 @@ def _hub_answers() -> bool:
     return True
 
 
-def load_hub(settings: DataSettings, scratch: Path, notices: list[str]) -> dict[str, hf.Dataset]:
-    """Download a data set, `name` or `name:configuration`, and return those of its splits that are used.
+def load_hub(settings: DataSettings, commit: str, scratch: Path, notices: list[str]) -> dict[str, hf.Dataset]:
+    """Download a data set, `name` or `name:configuration`, at a commit; return its train, validation and test split.
 
-    `notices` gets a line on a split that has no labels, as the test of a competition.
+    A split without labels, such as the test of a competition, is left out, and `notices` gets a line about it.
     """
     name = settings.dataset
-    check_reachable(name)
+    if not _hub_answers():
+        raise UserError(f"--dataset {name} is not in the cache with these settings, and the Hub cannot be reached")
     try:
-        loaded = hf.load_dataset(*name.split(":"), cache_dir=str(scratch / "hub"))
-    except Exception as error:  # the Hub's builders raise errors of many kinds
+        loaded = hf.load_dataset(*name.split(":"), revision=commit, cache_dir=str(scratch / "hub"))
+    except (*HUB_ERRORS, RuntimeError, DatasetsError) as error:
         reason = first_line(error)
         if "onfig name is missing" in reason:
             reason = f"give one of its configurations as {name}:CONFIGURATION; {' '.join(str(error).split())[:300]}"
         raise UserError(f"cannot load the data set {name} from the Hub ({reason})") from error
+    note = _commit_note(settings)
+    note.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(note, commit)
     if "train" not in loaded:
         raise UserError(f"the data set {name} has no split named train, only {', '.join(loaded)}")
     splits = {split: loaded[split] for split in SPLITS if split in loaded}

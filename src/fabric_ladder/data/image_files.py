@@ -1,21 +1,20 @@
-"""Image files: found in folders, archives and on the Hub, and sorted into splits and classes; none is decoded here."""
+"""Find image files in folders, archives and on the Hub, and sort them into splits and classes, without decoding them.
+
+`datasets`' image-folder builder is not used. It takes splits from the names of files too: with one image called
+`test.png`, it drops all the others. It also passes over empty classes and over formats such as HEIC.
+"""
 
 import hashlib
-import itertools
 import os
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import datasets as hf
 import numpy as np
-import pyarrow as pa
 
-from fabric_ladder.data.cache import write_rows
-from fabric_ladder.data.hub import load_hub
+from fabric_ladder.data.hub import find_commit, load_hub
 from fabric_ladder.data.rows import table_rows, write_checked
 from fabric_ladder.data.sources import REVIEWS, file_stamp, find_path
 from fabric_ladder.data.tables import check_column, join_parts, label_reader, number_labels
@@ -24,16 +23,16 @@ from fabric_ladder.settings import DataSettings
 
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
 IMAGES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".avif")
-IMAGES += (".jp2", ".heic")  # the last is not read, and therefore not passed over in silence
+IMAGES += (".jp2", ".heic")  # HEIC cannot be decoded: this is reported, while files of other kinds are ignored
 FOLDER_SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
-FILE = pa.struct({"bytes": pa.binary(), "path": pa.string()})  # as `datasets` keeps an image that is not decoded
-DAMAGED = (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, OSError, RuntimeError)  # the last: a password
+DAMAGED = (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, OSError, ValueError, RuntimeError)
+MAX_DEPTH = 5  # of folders: links may form circles
 
 
 def find_images(settings: DataSettings) -> tuple[Path | None, list]:
-    """Return the folder or archive that `dataset` names (None: on the Hub), and what it is identified by.
+    """Return the folder or archive `dataset` (None: a name on the Hub), and its key in the cache.
 
-    Of files these are path, size and time of change.
+    The key has the paths, sizes and times of change of the files, or the commit on the Hub.
     """
     name = settings.dataset
     if name in REVIEWS:
@@ -48,60 +47,135 @@ def find_images(settings: DataSettings) -> tuple[Path | None, list]:
         )
     path = find_path(settings, ARCHIVES)
     if path is None:
-        return None, ["hub", name]
+        return None, ["hub", name, find_commit(settings)]
+    if settings.dataset_revision:
+        raise UserError(f"--dataset_revision is for a --dataset on the Hub, not for {name}")
     if not path.is_dir():
         if not name.lower().endswith(ARCHIVES):
             raise UserError(f"{path} is neither a folder nor an archive ({', '.join(ARCHIVES)}) of images")
         return path, ["archive", file_stamp(path)]
     digest = hashlib.sha256()
-    try:
-        for file in _walk(path)[0]:
-            status = (path / file).stat()
-            digest.update(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\0".encode(errors="surrogateescape"))
-    except OSError as error:
-        raise UserError(f"cannot read {path} ({first_line(error)})") from error
+    for file in _list_images(path)[0]:
+        digest.update(repr(file_stamp(file)).encode(errors="surrogateescape"))
     return path, ["folder", str(path.resolve()), digest.hexdigest()]
 
 
 def read_images(
-    settings: DataSettings, path: Path | None, scratch: Path, notices: list[str]
+    settings: DataSettings, path: Path | None, key: list, scratch: Path, notices: list[str]
 ) -> tuple[hf.Dataset, dict[str, hf.Dataset], list[str]]:
-    """Return all image files, the splits that the source has, and the names of the classes.
+    """Return a table of all image files, the splits of the source, and the names of the classes.
 
-    The splits have the columns `row` (of the table of files) and `label`, so that no image moves when they are cut.
-    `notices` gets what is left out.
+    The splits have the columns `row` (of the table of files) and `label`, so no image is copied when they are cut.
+    `notices` gets a line about rows that are left out.
     """
     if path is None:
-        files, splits = _read_hub(settings, scratch, notices)
-    elif path.is_dir():
-        names, folders = _walk(path)
-        files = hf.Dataset.from_dict({"image": [{"path": str(path / name), "bytes": None} for name in names]})
-        splits = _sort({name: row for row, name in enumerate(names)}, folders, path)
+        files, splits = _read_hub(settings, key[-1], scratch, notices)
     else:
-        files, rows, folders = _read_archive(path, scratch / "files.arrow")
-        splits = _sort(rows, folders, path)
+        folder = path if path.is_dir() else _unpack(path, scratch / "unpacked")
+        images, folders = _list_images(folder)
+        files = hf.Dataset.from_dict({"image": [{"path": str(image), "bytes": None} for image in images]})
+        splits = _sort(*([path.relative_to(folder) for path in paths] for paths in (images, folders)), path)
     return files, *number_labels(splits, "images")
 
 
-def _read_hub(settings: DataSettings, scratch: Path, notices: list[str]) -> tuple[hf.Dataset, dict[str, hf.Dataset]]:
-    parts, tables, start, label = {}, [], 0, settings.label_column
-    for split, table in load_hub(settings, scratch, notices).items():
+def _unpack(path: Path, folder: Path) -> Path:
+    """Unpack an archive into a new folder and return it; the folder is deleted when the images are decoded."""
+    try:
+        if path.name.lower().endswith(".zip"):
+            with zipfile.ZipFile(path) as archive:
+                archive.extractall(folder)
+        else:
+            with tarfile.open(path) as archive:
+                archive.extractall(folder, filter="data")
+                archive.fileobj.seek(archive.offset)  # `tarfile` ignores a fault in any header except the first
+                if archive.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                    raise tarfile.ReadError("its end is missing")
+    except DAMAGED as error:
+        raise UserError(f"{path} cannot be unpacked ({first_line(error)}): download it or pack it again") from error
+    return folder
+
+
+def _list_images(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return the image files and the folders below a folder, sorted, without hidden ones and `__MACOSX`."""
+
+    def stop(error: OSError):
+        raise UserError(f"cannot read {folder} ({first_line(error)})") from error
+
+    images = []
+    folders = []
+    for name, below, files in os.walk(folder, onerror=stop, followlinks=True):
+        path = Path(name)
+        depth = len(path.relative_to(folder).parts)
+        below[:] = [each for each in below if not each.startswith((".", "__MACOSX")) and depth < MAX_DEPTH]
+        folders += [path / each for each in below]
+        images += [path / each for each in files if each.lower().endswith(IMAGES) and not each.startswith(".")]
+    for image in images:
+        if not str(image).isprintable():
+            raise UserError(f"the name of the image {str(image)!a} is not printable UTF-8: rename it")
+    return sorted(images), sorted(folders)
+
+
+def _sort(images: list[Path], folders: list[Path], source: Path) -> dict[str, hf.Dataset]:
+    """Return the splits, with the columns `row` and `label`, by the relative paths of images and folders.
+
+    The paths are `<class>/<image>` or `<split>/<class>/<image>`; folders that hold everything else are skipped.
+    """
+    if not images:
+        raise UserError(f"{source} holds no image ({', '.join(IMAGES)})")
+    paths = [image.parts for image in images]
+    above = {folder.parts for folder in folders}
+    while len({parts[0] for parts in (*paths, *above)}) == 1 and max(map(len, paths)) > 2:
+        paths = [parts[1:] for parts in paths]
+        above = {parts[1:] for parts in above if len(parts) > 1}
+    split_of = {parts[0]: FOLDER_SPLITS.get(parts[0].lower()) for parts in above}
+    in_train = [len(parts) for parts in paths if split_of.get(parts[0]) == "train"]
+    has_splits = "train" in split_of.values() and 2 not in in_train
+    depth = 3 if has_splits else 2
+    if wrong := [str(image) for image, parts in zip(images, paths, strict=True) if len(parts) != depth]:
+        examples = ", ".join(wrong[:3]) + (", …" if len(wrong) > 3 else "")
+        raise UserError(
+            f"{source}: {len(wrong):,} of {len(images):,} images are not in the folder of a class ({examples}): move "
+            f"them so that all paths are {'<split>/' * has_splits}<class>/<image>"
+        )
+    if has_splits and (unknown := sorted(top for top, split in split_of.items() if split is None)):
+        raise UserError(f"{source}: the folder {unknown[0]} is not a split: name it validation or test")
+    for parts in sorted(above - {parts[:-1] for parts in paths}):
+        if len(parts) == depth - 1 and (not has_splits or split_of[parts[0]] == "train"):
+            raise UserError(f"{source}: the folder {'/'.join(parts)} holds no image: fill or remove it")
+    found = {}
+    for row, parts in sorted(enumerate(paths), key=lambda each: each[1]):
+        split = found.setdefault(split_of[parts[0]] if has_splits else "train", {"row": [], "label": []})
+        split["row"].append(row)
+        split["label"].append(parts[-2])
+    if "train" not in found:
+        raise UserError(f"{source} holds no training image")
+    return {split: hf.Dataset.from_dict(columns) for split, columns in found.items()}
+
+
+def _read_hub(
+    settings: DataSettings, commit: str, scratch: Path, notices: list[str]
+) -> tuple[hf.Dataset, dict[str, hf.Dataset]]:
+    parts = {}
+    tables = []
+    start = 0
+    column = settings.label_column
+    for split, table in load_hub(settings, commit, scratch, notices).items():
         name = f"{settings.dataset} ({split})"
-        check_column(table.column_names, label, name, ": set --label_column")
-        column = _image_column(table, name, settings)
-        images = table.select_columns([column]).rename_columns({column: "image"})
+        check_column(table.column_names, column, name, ": set --label_column")
+        image_column = _image_column(table, name, settings)
+        images = table.select_columns([image_column]).rename_columns({image_column: "image"})
         tables.append(images.cast_column("image", hf.Image(decode=False)))
-        feature, label_of = label_reader(label, table.features)
+        feature, label_of = label_reader(column, table.features)
         schema = hf.Features({"row": hf.Value("int64"), "label": feature}).arrow_schema
 
         def check(_, row, label_of=label_of):
             return {"row": row["row"], "label": label_of(row)}
 
-        rows = table_rows(table.select_columns([label]).add_column("row", np.arange(start, start + len(table))))
+        rows = table_rows(table.select_columns([column]).add_column("row", np.arange(start, start + len(table))))
         labels = write_checked(rows, name, check, schema, scratch / f"{split}-labels.arrow", settings, notices)
         parts[split] = [(name, labels)]
         start += len(table)
-    return hf.concatenate_datasets(tables), join_parts(parts, label)
+    return hf.concatenate_datasets(tables), join_parts(parts, column)
 
 
 def _image_column(table: hf.Dataset, name: str, settings: DataSettings) -> str:
@@ -115,112 +189,3 @@ def _image_column(table: hf.Dataset, name: str, settings: DataSettings) -> str:
     raise UserError(
         f"{name} has no column of images {settings.image_column!r}, only {', '.join(images)}: set --image_column"
     )
-
-
-def _walk(folder: Path) -> tuple[list[str], list[str]]:
-    """Return the images and the folders below a folder, by their paths from there, as far down as they may lie."""
-
-    def stop(error: OSError):
-        raise error
-
-    files, folders = [], []
-    for path, below, names in os.walk(folder, onerror=stop, followlinks=True):
-        here = PurePosixPath(Path(path).relative_to(folder).as_posix())
-        below[:] = [name for name in below if _shown(here / name)] if len(here.parts) < 5 else []
-        folders += [str(here / name) for name in below]
-        files += [str(here / name) for name in names if _is_image(here / name)]
-    return sorted(files), sorted(folders)
-
-
-def _shown(path: PurePosixPath) -> bool:
-    """Tell files and folders of the user's from those that file managers add."""
-    return not any(part.startswith(".") or part == "__MACOSX" for part in path.parts)
-
-
-def _is_image(path: PurePosixPath) -> bool:
-    found = path.suffix.lower() in IMAGES and _shown(path)
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        if found:
-            raise UserError(f"the name of the image {str(path)!a} is not UTF-8: rename it, say by convmv") from None
-    return found
-
-
-def _sort(rows: dict[str, int], folders: list[str], source: Path) -> dict[str, hf.Dataset]:
-    """Tell splits and classes (columns `row` and `label`) from the paths of images, whose rows are given.
-
-    The paths are `<class>/<file>` or `<split>/<class>/<file>`; a folder that holds all else is looked through.
-    """
-    if not rows:
-        raise UserError(f"{source} holds no image ({', '.join(IMAGES)})")
-    paths = {name: PurePosixPath(name).parts for name in rows}
-    above = {PurePosixPath(name).parts for name in folders}
-    while len({path[0] for path in (*paths.values(), *above)}) == 1 and max(map(len, paths.values())) > 2:
-        paths = {name: path[1:] for name, path in paths.items()}
-        above = {path[1:] for path in above if len(path) > 1}
-    split_of = {path[0]: FOLDER_SPLITS.get(path[0].lower()) for path in above}
-    has_splits = "train" in split_of.values() and not any(
-        len(path) == 2 and split_of[path[0]] == "train" for path in paths.values()
-    )
-    depth = 3 if has_splits else 2
-    if wrong := [name for name, path in paths.items() if len(path) != depth]:
-        examples = ", ".join(wrong[:3]) + (", …" if len(wrong) > 3 else "")
-        raise UserError(
-            f"{source}: {len(wrong):,} of {len(rows):,} images do not lie in the folder of a class ({examples}): move "
-            f"them so that all paths are {'<split>/' * has_splits}<class>/<image>"
-        )
-    if has_splits and (strange := sorted(top for top, split in split_of.items() if split is None)):
-        raise UserError(f"{source}: the folder {strange[0]} beside train is no split: name it validation or test")
-    for path in sorted(above - {path[:-1] for path in paths.values()}):
-        if len(path) == depth - 1 and (not has_splits or split_of[path[0]] == "train"):
-            raise UserError(f"{source}: the folder {'/'.join(path)} holds no image: fill or remove it")
-    found = {}
-    for name, path in sorted(paths.items()):
-        split = found.setdefault(split_of[path[0]] if has_splits else "train", {"row": [], "label": []})
-        split["row"].append(rows[name])
-        split["label"].append(path[-2])
-    if "train" not in found:
-        raise UserError(f"{source} holds no training image")
-    return {split: hf.Dataset.from_dict(columns) for split, columns in found.items()}
-
-
-def _read_archive(path: Path, target: Path) -> tuple[hf.Dataset, dict[str, int], list[str]]:
-    """Copy the image files of an archive, as they are, into one Arrow file; return it, its rows' names, and folders.
-
-    A compressed archive can only be read from its beginning to its end, while splits are read in an order of their own.
-    """
-    rows, folders, count = {}, set(), itertools.count()
-
-    def images() -> Iterator[dict]:
-        try:
-            for name, read in _members(path):
-                member = PurePosixPath(name)
-                if member.is_absolute() or ".." in member.parts:
-                    raise UserError(f"{path} is not to be trusted: it holds {name!r}")
-                above = member if read is None else member.parent
-                folders.update(str(folder) for folder in (above, *above.parents) if folder.parts and _shown(folder))
-                if read and _is_image(member):
-                    rows[str(member)] = next(count)  # of two of one name the later counts, as on unpacking
-                    yield {"image": {"bytes": read(), "path": str(member)}}
-        except DAMAGED as error:
-            raise UserError(f"{path} is damaged ({first_line(error)}): get it or pack it again") from error
-
-    return write_rows(target, pa.schema({"image": FILE}), images()), rows, sorted(folders)
-
-
-def _members(path: Path) -> Iterator[tuple[str, Callable[[], bytes] | None]]:
-    """Go through an archive: yield the names of files with what reads them, those of folders with None."""
-    if path.name.lower().endswith(".zip"):
-        with zipfile.ZipFile(path) as archive:
-            for entry in archive.infolist():
-                yield entry.filename, None if entry.is_dir() else partial(archive.read, entry)
-    else:
-        with tarfile.open(path) as archive:
-            for entry in archive:
-                if entry.isdir() or entry.isfile():
-                    yield entry.name, None if entry.isdir() else archive.extractfile(entry).read
-                archive.members.clear()  # which `tarfile` would keep
-            archive.fileobj.seek(archive.offset)  # `tarfile` passes over a fault in any header but the first
-            if archive.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                raise tarfile.ReadError("it has no end")

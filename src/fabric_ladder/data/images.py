@@ -1,4 +1,4 @@
-"""Images as a model wants to see them: its format, and their pixels, decoded once and kept in the cache."""
+"""Find the image format of a model, decode images once, and keep their pixels in the cache."""
 
 import hashlib
 import json
@@ -27,9 +27,19 @@ from fabric_ladder.errors import UserError, first_line, refused
 from fabric_ladder.settings import DataSettings
 
 IMAGE_CACHE_FORMAT = 1  # raise it whenever the same inputs would give other pixels
-IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "WEBP", "TIFF", "AVIF", "JPEG2000")  # others start programs
+IMAGE_FORMATS = (
+    "PNG",
+    "JPEG",
+    "BMP",
+    "GIF",
+    "PPM",
+    "WEBP",
+    "TIFF",
+    "AVIF",
+    "JPEG2000",
+)  # Pillow decodes other formats with external programs
 PIXELS = pa.schema({"image": pa.binary(), "height": pa.int32(), "width": pa.int32(), "labels": pa.int64()})
-CHOICES = (  # settings that change which pixels are stored, beside the format
+CHOICES = (  # settings that change the stored pixels, in addition to the format
     "image_column label_column bad_samples train_samples validation_samples test_samples split_seed".split()
 )
 
@@ -40,22 +50,23 @@ def load_images(settings: DataSettings) -> ImageDatasets:
     path, source = find_images(settings)
     inputs = [IMAGE_CACHE_FORMAT, PIL.__version__, source, image_format.resize_to, image_format.resample]
     inputs += [getattr(settings, name) for name in CHOICES]
-    folder, facts = make_once(settings, "images", inputs, partial(_decode_splits, settings, path, image_format))
+    folder, facts = make_once(settings, "images", inputs, partial(_decode_splits, settings, path, source, image_format))
     splits = hf.DatasetDict()
     for split in SPLITS:
         table = hf.Dataset.from_file(str(folder / f"{split}.arrow"))
         splits[split] = table.add_column("length", np.full(len(table), image_format.tokens))
     fingerprint = hashlib.sha256(f"{facts['content']} {json.dumps(image_format)}".encode()).hexdigest()[:20]
-    return ImageDatasets(splits, facts["class_names"], image_format, fingerprint, notices + facts["notices"])
+    commit = source[-1] if path is None else None
+    return ImageDatasets(splits, facts["class_names"], image_format, fingerprint, notices + facts["notices"], commit)
 
 
 def read_image_format(settings: DataSettings) -> tuple[ImageFormat, list[str]]:
-    """Return what a model wants to see, by its config and preprocessor_config.json, and lines for the user to read.
+    """Return a model's image format, from its config and preprocessor_config.json, and notices.
 
     Raises:
-        UserError: There is no such model, it reads no colours, or it does not go with the sizes in the settings.
+        UserError: The model cannot be loaded, does not read colours, or does not fit the sizes in the settings.
     """
-    config, processor, notices = _read_configs(settings.model)
+    config, processor, notices = _read_configs(settings.model, settings.model_revision)
     if getattr(config, "num_channels", 3) != 3:
         raise UserError(f"{settings.model} reads {config.num_channels} channels, images have 3: choose another")
     shown = processor.get("crop_size") if processor.get("do_center_crop") else None
@@ -63,13 +74,13 @@ def read_image_format(settings: DataSettings) -> tuple[ImageFormat, list[str]]:
     sizes = [_side(size) for size in (settings.image_size, shown, whole, getattr(config, "image_size", None))]
     size = next((size for size in sizes if size is not None), None)
     if size is None:
-        raise UserError(f"{settings.model} does not say how large its images are: set --image_size")
+        raise UserError(f"the config of {settings.model} lacks the size of images: set --image_size")
     patch = _side(getattr(config, "patch_size", None)) or 16
     if size < patch:
         raise UserError(f"--image_size {size} is smaller than a patch of {settings.model}, {patch}: raise it")
     resize_to = size if settings.resize_to is None else settings.resize_to
     if resize_to < size:
-        raise UserError(f"--resize_to {resize_to}: no square of {size} can be cut out of it; raise it to {size}")
+        raise UserError(f"--resize_to {resize_to} is smaller than the image size {size}: raise it to {size}")
     mean = std = 0.5
     if not processor.get("do_normalize", True):
         mean, std = 0.0, 1.0
@@ -83,12 +94,12 @@ def read_image_format(settings: DataSettings) -> tuple[ImageFormat, list[str]]:
     return ImageFormat(size, resize_to, mean, std, resample, settings.random_flip, tokens), notices
 
 
-def _read_configs(model: str) -> tuple[PretrainedConfig, dict, list[str]]:
-    """Return a model's config, what its preprocessor_config.json says, and a notice if it has none."""
-    config = load_config(model)
+def _read_configs(model: str, revision: str | None) -> tuple[PretrainedConfig, dict, list[str]]:
+    """Return a model's config, its preprocessor_config.json, and a notice if it lacks the latter."""
+    config = load_config(model, revision)
     if model.endswith(".json"):
         return config, {}, []
-    with reachable(model, "image preprocessor") as options:
+    with reachable(model, "image preprocessor", revision) as options:
         try:
             processor = ImageProcessingMixin.get_image_processor_dict(model, **options)[0]
         except OSError as error:
@@ -101,24 +112,24 @@ def _read_configs(model: str) -> tuple[PretrainedConfig, dict, list[str]]:
 
 
 def _side(size: int | dict | list | None) -> int | None:
-    """Return the pixels of a side, however a config gives them."""
+    """Return the pixels of a side, in any form that configs use."""
     if isinstance(size, dict):
         return size.get("height") or size.get("shortest_edge")
     return size[0] if isinstance(size, (list, tuple)) else size
 
 
 def _decode_splits(
-    settings: DataSettings, path: Path | None, image_format: ImageFormat, scratch: Path
+    settings: DataSettings, path: Path | None, key: list, image_format: ImageFormat, scratch: Path
 ) -> tuple[Path, dict]:
-    """Read, split and decode into a folder in `scratch`; return it, and what is known of it."""
+    """Read, split and decode into a folder in `scratch`; return it and the facts about it."""
     target = scratch / "pixels"
     target.mkdir()
     notices: list[str] = []
-    files, splits, class_names = read_images(settings, path, scratch, notices)
+    files, splits, class_names = read_images(settings, path, key, scratch, notices)
     splits = complete_splits(splits, settings)
     content, bad, kept = hashlib.sha256(json.dumps(class_names).encode()), [], {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow's, about odd images that it reads all the same
+        warnings.simplefilter("ignore")  # Pillow warns about odd images that it can read
         for split in SPLITS:
             rows = _decode_rows(files, splits[split], image_format, content, bad)
             kept[split] = write_rows(target / f"{split}.arrow", PIXELS, rows)
@@ -131,14 +142,14 @@ def _decode_splits(
 
 
 def _decode_rows(files: hf.Dataset, rows: hf.Dataset, image_format: ImageFormat, content, bad: list) -> Iterator[dict]:
-    """Yield what is stored of each image in turn, and hash it; add what cannot be decoded to `bad`, with the reason."""
+    """Yield the stored row of each image, and hash it; add images that cannot be decoded to `bad`, with the reason."""
     resample = Image.Resampling[image_format.resample.upper()]
     decode = partial(_try_decode, side=image_format.resize_to, resample=resample)
     with ThreadPoolExecutor() as pool, hf.utils.tqdm(total=len(rows), desc="Decoding", unit="image") as progress:
         for batch in rows.iter(32):
             images = [image or dict.fromkeys(("bytes", "path")) for image in files[batch["row"]]["image"]]
             data = [_encoded(image) for image in images]
-            large = sum(map(len, data)) > 2**14 * len(data)  # threads only delay each other where there is little to do
+            large = sum(map(len, data)) > 2**14 * len(data)  # for small images, threads cost more than they save
             decoded = (pool.map if large else map)(decode, data)
             for image, label, pixels in zip(images, batch["label"], decoded, strict=True):
                 if isinstance(pixels, np.ndarray):
@@ -163,17 +174,17 @@ def _try_decode(data: bytes, side: int, resample: Image.Resampling) -> np.ndarra
     try:
         return _decode(data, side, resample)
     except PIL.UnidentifiedImageError:
-        return ValueError("no image of a kind that is read" if data else "an empty file")
-    except Exception as error:  # Pillow's readers raise errors of many kinds
+        return ValueError("not an image in a known format" if data else "an empty file")
+    except Exception as error:  # Pillow's readers raise many types of errors
         return error
 
 
 def _decode(data: bytes, side: int, resample: Image.Resampling) -> np.ndarray:
-    """Return (height, width, 3) bytes, upright and on white; an image larger than `side` is made that square."""
+    """Return bytes (height, width, 3), upright and on white; larger images are resized to a square of `side` pixels."""
     with Image.open(BytesIO(data), formats=IMAGE_FORMATS) as image:
-        image.draft(None, (2 * side, 2 * side))  # a much larger JPEG is decoded at half, a quarter, … of its size
+        image.draft(None, (2 * side, 2 * side))  # decode a much larger JPEG at a half or less of its size
         image.load()
-        with suppress(SyntaxError):  # an EXIF part that is none
+        with suppress(SyntaxError):  # a broken EXIF part
             image = ImageOps.exif_transpose(image)
         if image.mode[0] in "IF":  # more than 8 bits, which Pillow would clip
             levels = np.asarray(image)

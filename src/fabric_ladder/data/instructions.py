@@ -1,4 +1,4 @@
-"""Instructions and chats, from checked rows to prompts and answers, and to tokens of which the answers are trained."""
+"""Turn instructions and chats into prompts and answers, and these into tokens and labels."""
 
 import itertools
 import string
@@ -21,14 +21,14 @@ from fabric_ladder.errors import UserError, first_line
 from fabric_ladder.settings import DataSettings
 
 INSTRUCTION_CACHE_FORMAT = 1  # raise it whenever the same instructions would give other tokens
-ALPACA = (  # with and without an input, word for word as Stanford's Alpaca was trained
+ALPACA = (  # with and without an input; the exact prompts of Stanford's Alpaca
     "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
     "response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n"
     "### Response:",
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:",
 )
-COUNTED = {  # what is said of samples that are counted under these names
+COUNTED = {  # notices about the samples that the encoder counts
     "left out": "have a prompt of --max_length {length} tokens or more and are left out",
     "cut": "have their answer cut at --max_length {length} tokens",
     "hidden": "have an input that --prompt_template does not show",
@@ -38,13 +38,13 @@ FEATURES = hf.Features({"input_ids": TOKENS, "labels": TOKENS, "length": NUMBER,
 
 
 def prompt_text(instruction: str, input: str = "", template: str | None = None) -> str:
-    """Write what a model is asked, up to where its answer starts.
+    """Return the prompt, up to the beginning of the answer.
 
     Args:
-        instruction: What to do.
-        input: What to do it with; may be empty.
-        template: A text with `{instruction}` and perhaps `{input}`; a line that holds nothing but `{input}` is left out
-            where the input is empty. None or `alpaca`: Alpaca's two wordings.
+        instruction: The task.
+        input: The text for the task; may be empty.
+        template: A text with `{instruction}` and optionally `{input}`. A line with only `{input}` is left out if the
+            input is empty. None or `alpaca`: Alpaca's two prompts.
 
     Raises:
         UserError: The template lacks `{instruction}` or names another field.
@@ -57,34 +57,34 @@ def prompt_text(instruction: str, input: str = "", template: str | None = None) 
 
 @lru_cache
 def prompt_templates(template: str | None) -> tuple[str, str]:
-    """Return the templates of a prompt with and without an input, for `str.format`; see `prompt_text`."""
+    """Return the templates with and without an input, for `str.format`; see `prompt_text`."""
     if template in (None, "alpaca"):
         return ALPACA
-    template = template.replace("\\n", "\n")  # as it is typed on a command line
+    template = template.replace("\\n", "\n")  # a command line has no line ends
     try:
         fields = [tuple(field) for _, *field in string.Formatter().parse(template) if field[0] is not None]
     except ValueError as error:
-        raise UserError(f"--prompt_template: {error}; write a brace that is meant as one twice") from error
+        raise UserError(f"--prompt_template: {error}; write each literal brace twice") from error
     for name, specification, conversion in fields:
         if name not in ("instruction", "input") or specification or conversion:
             raise UserError(
-                f"--prompt_template names {{{name}}}: only {{instruction}} and {{input}} are filled in, as they are; "
-                "write a brace that is meant as one twice"
+                f"--prompt_template names {{{name}}}: only {{instruction}} and {{input}} are filled in, unformatted; "
+                "write each literal brace twice"
             )
     if "instruction" not in [name for name, *_ in fields]:
-        raise UserError(f"--prompt_template {template!r} lacks {{instruction}}: say where the instruction goes")
+        raise UserError(f"--prompt_template {template!r} lacks {{instruction}}: add it")
     return template, "\n".join(line for line in template.split("\n") if line.strip() != "{input}")
 
 
 def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> list[list[int]]:
-    """Tokenize prompts that an answer will follow: with what the tokenizer puts first (say BOS), but no end."""
+    """Tokenize prompts with the tokenizer's first special tokens (e.g. BOS), but without its last ones (e.g. EOS)."""
     encoded = tokenize(tokenizer, prompts, return_special_tokens_mask=True)
     rows = zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True)
     return [ids[: len(ids) - (mask[::-1].index(0) if 0 in mask else 0)] for ids, mask in rows]
 
 
 def set_end_token(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Give a tokenizer without a token that ends an answer, such as BERT's, its separator for it."""
+    """Set the end-of-text token of a tokenizer that lacks one, such as BERT's, to its separator."""
     if tokenizer.eos_token is None:
         if tokenizer.sep_token is None:
             raise UserError(
@@ -96,7 +96,7 @@ def set_end_token(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 def tokenize_instructions(
     settings: DataSettings, source: Source, tokenizer: PreTrainedTokenizerBase | None, vocabulary, scratch: Path
 ) -> tuple[Path, dict]:
-    """Read all splits, tokenize them and save them into a folder in `scratch`; return it, and what is known of it."""
+    """Read all splits, tokenize them and save them below `scratch`; return the folder and the facts about it."""
     target = scratch / "tokens"
     splits, notices = read_instructions(settings, source, scratch)
     splits = complete_splits(splits, settings)
@@ -125,11 +125,13 @@ def tokenize_instructions(
 
 
 class _Encoder:
-    """Makes tokens and labels of batches of rows, and counts what is cut and what is left out."""
+    """Turns batches of rows into tokens and labels, and counts the samples that are cut or left out."""
 
     def __init__(self, settings: DataSettings, tokenizer: PreTrainedTokenizerBase):
-        self.settings, self.tokenizer = settings, tokenizer
-        self.bad, self.counts = [], Counter()
+        self.settings = settings
+        self.tokenizer = tokenizer
+        self.bad = []
+        self.counts = Counter()
 
     def encode_instructions(self, batch: dict[str, list]) -> dict[str, list]:
         """Tokenize prompts and answers."""
@@ -141,19 +143,19 @@ class _Encoder:
         return self._columns([[ids, [*answer, end]] for ids, answer in zip(prompts, answers, strict=True)])
 
     def encode_chats(self, batch: dict[str, list]) -> dict[str, list]:
-        """Tokenize messages; those that the chat template cannot write are added to `bad`, with the reason."""
+        """Tokenize chats; a chat that the chat template cannot write is added to `bad`, with the reason."""
         chats = []
         for messages, location in zip(batch["messages"], batch["location"], strict=True):
             try:
                 chats.append(_chat_parts(messages, self.tokenizer))
-            except Exception as error:  # a template is a program of its own
+            except Exception as error:  # a template is a program and can raise anything
                 self.bad.append((location, first_line(error)))
         texts = [part for parts in chats for part in parts]
         tokens = iter(tokenize(self.tokenizer, texts, add_special_tokens=False)["input_ids"] if texts else ())
         return self._columns([list(itertools.islice(tokens, len(parts))) for parts in chats])
 
     def notices(self, total: int) -> list[str]:
-        """Return lines on what was cut or left out of so many samples, or refuse what no template can write."""
+        """Return notices about samples that were cut or left out, or refuse chats that the template cannot write."""
         problem, length = "samples cannot be written by the tokenizer's chat template", self.settings.max_length
         counted = [
             f"{self.counts[name]:,} of {total:,} samples {text.format(length=length)}"
@@ -163,8 +165,9 @@ class _Encoder:
         return note_bad_samples(self.bad, total, problem, self.settings) + counted
 
     def _columns(self, samples: list[list[list[int]]]) -> dict[str, list]:
-        """Join each sample's lists of tokens, of which every second is an answer, label them and cut them."""
-        columns, longest = {name: [] for name in FEATURES}, self.settings.max_length
+        """Join, label and cut each sample's lists of tokens; every second list is an answer."""
+        columns = {name: [] for name in FEATURES}
+        longest = self.settings.max_length
         for parts in samples:
             ids = np.array([token for part in parts for token in part], np.int32)
             answered = np.repeat(np.arange(len(parts)) % 2 == 1, [len(part) for part in parts])
@@ -187,19 +190,20 @@ def _prompts(batch: dict[str, list], settings: DataSettings) -> list[str]:
 
 
 def _chat_parts(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Write a chat by the tokenizer's template, cut so that every second part is an assistant's turn.
+    """Write a chat with the tokenizer's template; return its parts, of which every second is an assistant's turn.
 
     Raises:
-        ValueError: The template writes a turn otherwise when more follows.
-        Exception: Any that the template raises.
+        ValueError: The template changes earlier messages when a message is added.
+        Exception: Any error of the template.
     """
     ends = [end for end, message in enumerate(messages, 1) if message["role"] == "assistant"]
     steps = [step for end in ends for step in ((end - 1, True), (end, False))]
-    parts, written = [], ""
+    parts = []
+    written = ""
     for end, ask in [*steps, (len(messages), False)]:
         text = tokenizer.apply_chat_template(messages[:end], tokenize=False, add_generation_prompt=ask)
         if not text.startswith(written):
-            raise ValueError(f"the messages before message {end} are written otherwise once it follows")
+            raise ValueError(f"the template changes the messages before message {end}")
         parts.append(text[len(written) :])
         written = text
     return parts if parts[-1] else parts[:-1]

@@ -1,6 +1,5 @@
-"""From settings to splits that are tokenized, or decoded, and kept in the cache."""
+"""Load the data set in the settings: read, split, tokenize or decode, and keep the result in the cache."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from fabric_ladder.data.cache import make_once, map_batches, save_tokens
-from fabric_ladder.data.hub import check_reachable
+from fabric_ladder.data.hub import find_commit
 from fabric_ladder.data.image_files import find_images
 from fabric_ladder.data.images import load_images
 from fabric_ladder.data.instructions import (
@@ -20,7 +19,7 @@ from fabric_ladder.data.instructions import (
     set_end_token,
     tokenize_instructions,
 )
-from fabric_ladder.data.sources import ReadImdb, Source, find_source
+from fabric_ladder.data.sources import Source, find_source
 from fabric_ladder.data.splits import SPLITS, ImageDatasets, TextDatasets
 from fabric_ladder.data.tables import complete_splits, read_splits
 from fabric_ladder.data.tokens import CACHE_FORMAT, load_tokenizer, tokenize_start, train_tokenizer, trained_vocabulary
@@ -33,30 +32,26 @@ CHOICES = (  # settings that change the tokens
 )
 
 
-def prepare(
-    settings: DataSettings, find_imdb: Callable[[str], Path], read_imdb: ReadImdb
-) -> TextDatasets | ImageDatasets:
-    """Read, split, and tokenize or decode; a second call with the same inputs only maps the first one's result.
+def prepare(settings: DataSettings) -> TextDatasets | ImageDatasets:
+    """Read, split, and tokenize or decode; a second call with the same inputs only maps the first call's files.
 
-    Several processes may call it at once: one does the work, the others wait for it.
-
-    Args:
-        settings: Which data, and how they are cut and tokenized.
-        find_imdb: Returns the archive or folder of the IMDb reviews, from the `data_dir`.
-        read_imdb: Returns the reviews (columns `text` and `label`) and the row numbers of each split.
+    Several processes may call it at the same time: one does the work, the others wait for it.
 
     Raises:
-        UserError: Anything that is wrong with the data, the tokenizer or the cache folder.
+        UserError: The data, the tokenizer or the cache folder cannot be used.
     """
     if settings.task == "image-classification":
         return load_images(settings)
     instructed = settings.task == "instruction-tuning"
     templates = prompt_templates(settings.prompt_template) if instructed else None
-    source = find_source(settings, find_imdb, read_imdb)
+    source = find_source(settings)
+    commit = find_commit(settings) if source.key[0] == "hub" else None
+    if commit:
+        source.key.append(commit)
     name = tokenizer_name(settings)
-    tokenizer = None if name == "trained" else load_tokenizer(name)
+    tokenizer = None if name == "trained" else load_tokenizer(name, _revision(settings))
     vocabulary = trained_vocabulary(settings.model) if tokenizer is None else tokenizer.backend_tokenizer.to_str()
-    inputs = [CACHE_FORMAT, pd.__version__, source.key, vocabulary, *(getattr(settings, name) for name in CHOICES)]
+    inputs = [CACHE_FORMAT, pd.__version__, source.key, vocabulary, *(getattr(settings, choice) for choice in CHOICES)]
     if tokenizer is not None:
         inputs += [tokenizer.truncation_side]
     if instructed:
@@ -72,26 +67,24 @@ def prepare(
     if instructed:
         template = "chat" if facts["chat"] else settings.prompt_template or "alpaca"
         tokenizer.init_kwargs["prompt_template"] = template  # `save_pretrained` writes it
-    return TextDatasets(splits, facts["class_names"], tokenizer, facts["fingerprint"], facts["notices"])
+    return TextDatasets(splits, facts["class_names"], tokenizer, facts["fingerprint"], facts["notices"], commit)
 
 
 def check_data(settings: DataSettings) -> None:
-    """Refuse data that are not where the settings say, or a tokenizer that cannot be loaded; no data are read.
-
-    IMDb is not looked for, since it may be downloaded.
+    """Refuse data that do not exist, and a tokenizer that cannot be loaded; no data are read or downloaded.
 
     Raises:
-        UserError: In one line, what is not there.
+        UserError: One line with the missing file or name.
     """
     if settings.task == "image-classification":
         path, _ = find_images(settings)
+        on_hub = path is None
     else:
-        source = None if settings.dataset == "imdb" else find_source(settings)
+        on_hub = find_source(settings).key[0] == "hub"
         if (name := tokenizer_name(settings)) != "trained":
-            load_tokenizer(name)
-        path = source is None or source.key[0] != "hub" or None
-    if path is None:
-        check_reachable(settings.dataset)
+            load_tokenizer(name, _revision(settings))
+    if on_hub:
+        find_commit(settings)
 
 
 def tokenizer_name(settings: DataSettings) -> str:
@@ -99,10 +92,15 @@ def tokenizer_name(settings: DataSettings) -> str:
     return settings.tokenizer or ("trained" if settings.model.endswith(".json") else settings.model)
 
 
+def _revision(settings: DataSettings) -> str | None:
+    """Return the revision of the tokenizer, which is the model's if they have one name."""
+    return settings.model_revision if tokenizer_name(settings) == settings.model else None
+
+
 def _tokenize_texts(
     settings: DataSettings, source: Source, tokenizer: PreTrainedTokenizerBase | None, vocabulary, scratch: Path
 ) -> tuple[Path, dict]:
-    """Read all splits, tokenize them and save them into a folder in `scratch`; return it, and what is known of it."""
+    """Read all splits, tokenize them and save them below `scratch`; return the folder and the facts about it."""
     target = scratch / "tokens"
     splits, class_names, notices = read_splits(settings, source, scratch)
     splits = complete_splits(splits, settings)

@@ -1,4 +1,4 @@
-"""Effective batches, the micro-batches that they are cut into, and the loaders that yield them."""
+"""Effective batches, their micro-batches, and the loaders that yield them."""
 
 import math
 from dataclasses import replace
@@ -20,19 +20,19 @@ from fabric_ladder.settings import Settings
 
 
 class MicroBatch(NamedTuple):
-    """What one forward pass gets.
+    """The input of one forward pass.
 
     Attributes:
-        inputs: `input_ids` and `attention_mask` (samples, length), `labels` (samples,) or (samples, length); of images
-            `pixel_values` (samples, 3, size, size) and `labels` (samples,). Packed, `input_ids` and `position_ids`,
-            which count from 0 in each sample and in a row's padding, are (rows, length), and there is no
-            `attention_mask`; in classification `spans` (samples, 2) are the flat positions of each sample's first token
-            and after its last one. In instruction tuning also `predicting` (items,): where in the flattened `input_ids`
-            the tokens are whose next one is trained.
-        items: What the loss is a mean of: samples, or trained tokens. 0 marks a filler that must not count.
-        weight: Factor of the loss, so that the sum over all micro-batches and the mean over all ranks, which DDP
-            takes, is the mean over the items of the whole effective batch.
-        tokens: Tokens without padding; 0 in a filler. Those of an image are its patches and the one for the class.
+        inputs: The model's keyword arguments. For texts, `input_ids` and `attention_mask` (samples, length), and
+            `labels` (samples,) or (samples, length). For images, `pixel_values` (samples, 3, size, size) and `labels`
+            (samples,). Packed texts have `input_ids` and `position_ids` (rows, length), and no `attention_mask`;
+            positions count from 0 in each sample and in a row's padding. Packed classification adds `spans`
+            (samples, 2): the flat start and end of each sample. Instruction tuning adds `predicting` (items,): the
+            positions in the flattened `input_ids` before trained tokens.
+        items: Number of samples, or of trained tokens: the loss is their mean. 0 marks a filler, which must not count.
+        weight: Factor of the loss. The sum over all micro-batches, averaged over the ranks by DDP, is the mean over the
+            items of the whole effective batch.
+        tokens: Tokens without padding; 0 in a filler. An image has a token per patch and a class token.
         padded: Tokens with padding.
         masked: Whether `attention_mask` may hide a token.
     """
@@ -50,7 +50,7 @@ class EffectiveBatch(NamedTuple):
 
     Attributes:
         samples: Row numbers of the whole effective batch, of all ranks.
-        micro_batches: This rank's micro-batches; every rank has as many.
+        micro_batches: This rank's micro-batches; every rank has the same number.
     """
 
     samples: list[int]
@@ -58,10 +58,13 @@ class EffectiveBatch(NamedTuple):
 
 
 class Collator(Dataset):
-    """A split whose items are (micro-)batches: makes tensors of the plans that a sampler yields."""
+    """A split that turns a sampler's plans into (micro-)batches of tensors."""
 
     def __init__(self, datasets: TextDatasets | ImageDatasets, name: str):
-        self.split, self.fingerprint, self.notices = datasets.splits[name], datasets.fingerprint, datasets.notices
+        self.split = datasets.splits[name]
+        self.fingerprint = datasets.fingerprint
+        self.commit = datasets.commit
+        self.notices = datasets.notices
         self.class_names = datasets.class_names
         self.imbalance = describe_imbalance(self.split, self.class_names) if name == "train" else []
 
@@ -75,23 +78,26 @@ class Collator(Dataset):
 
 
 class TextCollator(Collator):
-    """Pads texts, after packing them into rows where the plan says so, or into as many as `pack_rows` says."""
+    """Packs texts into rows if the plan has `packs`, and pads the rows."""
 
     def __init__(self, datasets: TextDatasets, name: str, settings: Settings):
         super().__init__(datasets, name)
-        self.multiple, self.tokenizer = settings.pad_to_multiple_of, datasets.tokenizer
+        self.multiple = settings.pad_to_multiple_of
+        self.tokenizer = datasets.tokenizer
         self.fixed = (settings.pack_rows, settings.max_length) if settings.pack_rows else None
-        self.compiled = settings.compile  # masks now there, now not would be two graphs
+        self.compiled = settings.compile  # with and without a mask would be two graphs
         self.with_predicting = settings.task == "instruction-tuning"
 
     def micro_batch(self, plan: MicroBatchPlan, epoch: int | None = None) -> MicroBatch:
-        """Pad a plan's rows on the right to its longest, rounded up to the multiple; alike in each epoch."""
+        """Pad a plan's rows on the right to the longest one, rounded up to the multiple; epochs do not differ."""
         columns = self.split[plan.rows]
-        ids, labels = columns["input_ids"], columns["labels"]
-        of_tokens, samples = isinstance(labels[0], list), list(map(len, ids))
+        ids = columns["input_ids"]
+        labels = columns["labels"]
+        samples = list(map(len, ids))
+        label_per_token = isinstance(labels[0], list)
         if plan.packs:
             ids = _joined(ids, plan.packs)
-            if of_tokens:  # no sample says how the next one begins
+            if label_per_token:  # the first token of a sample is not predicted from the sample before
                 labels = _joined([[IGNORED, *row[1:]] for row in labels], plan.packs)
         lengths = [len(row) for row in ids]
         shape = self.fixed or (len(lengths), -(-max(lengths) // self.multiple) * self.multiple)
@@ -99,64 +105,72 @@ class TextCollator(Collator):
         if plan.packs:
             spans = _spans(samples, plan.packs, shape[1])
             inputs["position_ids"] = torch.from_numpy(_positions(spans, shape))
-            inputs |= {} if of_tokens else {"spans": torch.from_numpy(spans)}
+            inputs |= {} if label_per_token else {"spans": torch.from_numpy(spans)}
         else:
             inputs["attention_mask"] = _padded([[1] * length for length in lengths], shape, 0)
-        inputs["labels"] = _padded(labels, shape, IGNORED) if of_tokens else torch.tensor(labels)
+        inputs["labels"] = _padded(labels, shape, IGNORED) if label_per_token else torch.tensor(labels)
         if self.with_predicting:
             following = pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)
             inputs["predicting"] = (following != IGNORED).flatten().nonzero().squeeze(1)
-        tokens, padded = sum(lengths), math.prod(shape)
+        tokens = sum(lengths)
+        padded = math.prod(shape)
         masked = self.compiled or tokens < padded
         return MicroBatch(inputs, plan.items, plan.weight, tokens if plan.items else 0, padded, masked)
 
 
 class ImageCollator(Collator):
-    """Enlarges, cuts out, mirrors and normalises images."""
+    """Enlarges, crops, mirrors and normalises images."""
 
     def __init__(self, datasets: ImageDatasets, name: str, settings: Settings):
         super().__init__(datasets, name)
-        self.format, self.seed, self.drawn = datasets.format, settings.seed, (None, None)
+        self.format = datasets.format
+        self.seed = settings.seed
+        self.drawn = (None, None)  # an epoch and its random numbers
         mean, std = (torch.tensor(value).view(3, 1, 1) for value in (self.format.mean, self.format.std))
-        self.scale, self.shift = 1 / (255 * std), mean / std
+        self.scale = 1 / (255 * std)
+        self.shift = mean / std
 
     def micro_batch(self, plan: MicroBatchPlan, epoch: int | None = None) -> MicroBatch:
-        """Make what the model sees; where to cut and what to mirror depends on (seed, epoch, row) alone.
+        """Return the model's input; crops and mirrors depend only on (seed, epoch, row).
 
-        Without an epoch, in evaluation, the centre is cut out and nothing is mirrored.
+        Without an epoch, for evaluation, the centre is cropped and nothing is mirrored.
         """
-        size, count = self.format.size, len(plan.rows)
+        size = self.format.size
+        count = len(plan.rows)
         columns = self.split[plan.rows]
         margin = self.format.resize_to - size
-        corners, mirrored = np.full((count, 2), margin // 2), []
+        corners = np.full((count, 2), margin // 2)
+        mirrored = []
         if epoch is not None:
             draws = self._draws(epoch)[plan.rows]
             corners = (draws[:, :2] * (margin + 1)).astype(int)
             mirrored = np.flatnonzero(draws[:, 2] < 0.5) if self.format.random_flip else []
-        shown = self._squares(columns)
+        images = self._squares(columns)
         if margin:
-            shown, squares = _empty_images(count, size), shown
+            squares = images
+            images = _empty_images(count, size)
             for index, (top, left) in enumerate(corners):
-                shown[index] = squares[index, :, top : top + size, left : left + size]
+                images[index] = squares[index, :, top : top + size, left : left + size]
         for index in mirrored:
-            shown[index] = shown[index].flip(2)
-        pixels = torch.empty(shown.shape).copy_(shown).mul_(self.scale).sub_(self.shift)
+            images[index] = images[index].flip(2)
+        pixels = torch.empty(images.shape).copy_(images).mul_(self.scale).sub_(self.shift)
         inputs = {"pixel_values": pixels, "labels": torch.tensor(columns["labels"])}
         tokens = count * self.format.tokens
         return MicroBatch(inputs, plan.items, plan.weight, tokens if plan.items else 0, tokens)
 
     def _draws(self, epoch: int) -> np.ndarray:
-        """Return three numbers in [0, 1) for every row of the split; the last epoch's are kept."""
+        """Return three random numbers in [0, 1) for every row of the split, and keep them until the next epoch."""
         if self.drawn[0] != epoch:
             self.drawn = epoch, np.random.default_rng([self.seed, epoch, 1]).random((len(self), 3))
         return self.drawn[1]
 
     def _squares(self, columns: dict[str, list]) -> Tensor:
-        """Return squares of `resize_to` pixels, enlarged where need be, all images of one size at once.
+        """Return squares of `resize_to` pixels; smaller images are enlarged, those of equal size together.
 
-        On bytes with the colours last, PyTorch does this ten times as fast as on floats, and rounds like Pillow.
+        With bytes and the colours last, PyTorch is ten times as fast as with floats, and rounds like Pillow.
         """
-        side, sizes = self.format.resize_to, list(zip(columns["height"], columns["width"], strict=True))
+        side = self.format.resize_to
+        sizes = list(zip(columns["height"], columns["width"], strict=True))
         squares = _empty_images(len(sizes), side)
         for size in set(sizes):
             chosen = [index for index, other in enumerate(sizes) if other == size]
@@ -175,13 +189,14 @@ def build_dataloaders(
 ) -> tuple[DataLoader, DataLoader, DataLoader]:
     """Return the loaders of training, validation and test.
 
-    Training yields `EffectiveBatch`es; validation and test yield `MicroBatch`es of the whole split, sorted by length,
-    where each sample counts once, whatever the number of ranks. All are packed where the settings say so.
+    Training yields `EffectiveBatch`es. Validation and test yield `MicroBatch`es of the whole split, sorted by length;
+    each sample counts once on any number of ranks. With `packing`, all are packed.
     """
     collator = TextCollator
     if isinstance(datasets, ImageDatasets):
-        collator, settings = ImageCollator, replace(settings, pad_to_multiple_of=1)  # there is nothing to pad
-    loaders, training = [], None
+        collator, settings = ImageCollator, replace(settings, pad_to_multiple_of=1)  # images need no padding
+    loaders = []
+    training = None
     for name in SPLITS:
         split = datasets.splits[name]
         lengths = _numbers(split, "length")
@@ -190,7 +205,7 @@ def build_dataloaders(
         sampler = EvaluationSampler(*values, training) if training else EffectiveBatchSampler(*values)
         training = training or sampler
         loader = DataLoader(
-            collator(datasets, name, settings), sampler=sampler, batch_size=None, collate_fn=_as_it_is,
+            collator(datasets, name, settings), sampler=sampler, batch_size=None, collate_fn=_unchanged,
             num_workers=settings.num_workers, pin_memory=settings.accelerator == "cuda",
         )  # fmt: skip
         loaders.append(loader)
@@ -198,7 +213,7 @@ def build_dataloaders(
 
 
 def describe_imbalance(split: hf.Dataset, class_names: list[str]) -> list[str]:
-    """Return a line on the largest class, if it has over 60 % of the samples or over twice its even share."""
+    """Return a line about the largest class, if it has over 60 % of the samples or over twice its even share."""
     if not class_names:
         return []
     counts = np.bincount(_numbers(split, "labels"))
@@ -207,12 +222,12 @@ def describe_imbalance(split: hf.Dataset, class_names: list[str]) -> list[str]:
         return []
     return [
         f"Imbalanced classes: {share:.1%} of the training samples are {name!r}, one of {len(class_names)} classes; an "
-        "accuracy below that is worse than always guessing it"
+        "accuracy below that is worse than always guessing this class"
     ]
 
 
 def _numbers(split: hf.Dataset, column: str) -> np.ndarray:
-    """Return a column of integers, 8 bytes each, without making an object of each on the way."""
+    """Return a column of 64-bit integers without creating Python objects."""
     return split.with_format("arrow")[column][:].to_numpy()
 
 
@@ -221,13 +236,13 @@ def _empty_images(count: int, side: int) -> Tensor:
 
 
 def _joined(rows: list, packs: list[int]) -> list[list[int]]:
-    """Join so many rows, one after the other, into one each."""
+    """Join consecutive rows: the first `packs[0]` into one row, and so on."""
     rows = iter(rows)
     return [list(chain.from_iterable(islice(rows, count))) for count in packs]
 
 
 def _spans(lengths: list[int], packs: list[int], width: int) -> np.ndarray:
-    """Return the flat start and end of each sample, (samples, 2), in rows of this width that hold so many samples."""
+    """Return the flat start and end of each sample (samples, 2) in rows of this width with `packs` samples each."""
     ends = np.cumsum(lengths)
     starts = ends - lengths
     moved = np.arange(len(packs)) * width - starts[np.cumsum([0, *packs[:-1]])]
@@ -243,13 +258,13 @@ def _positions(spans: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
 
 
 def _padded(rows: list[list[int]], shape: tuple[int, int], filler: int) -> Tensor:
-    """Return a tensor of this shape, which may have more rows than there are."""
+    """Return a tensor of this shape, filled up with `filler`, also in additional rows."""
     padded = np.full(shape, filler, np.int64)
     for target, row in zip(padded[: len(rows)], rows, strict=True):
         target[: len(row)] = row
     return torch.from_numpy(padded)
 
 
-def _as_it_is(batch):
-    """Return the batch in place of the default collation, which would walk through all of it once more."""
+def _unchanged(batch):
+    """Return the batch; the default collation would convert all of it again."""
     return batch

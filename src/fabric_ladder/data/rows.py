@@ -1,4 +1,4 @@
-"""Rows of tables, from files of every kind and the Hub, and what is wrong with them."""
+"""Read rows of tables from files and the Hub, check them one by one, and report the bad ones."""
 
 import gzip
 import itertools
@@ -23,15 +23,15 @@ from fabric_ladder.settings import DataSettings
 
 NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
 SWALLOWED = ValueError('an open quote has taken in the rows below: write such a text as "a text with ""quotes"""')
-Rows = Iterator[tuple[str, dict | ValueError]]  # where a row is in its file, and the row, or why it is none
+Rows = Iterator[tuple[str, dict | ValueError]]  # the location of a row in its file, and the row or its error
 
 
 class Table(NamedTuple):
     """A file, or a split of a data set on the Hub.
 
     Attributes:
-        rows: Its rows, which are read as they are taken.
-        features: Types of the columns by their names, of Parquet and the Hub.
+        rows: Its rows, read lazily.
+        features: Types of the columns by their names, for Parquet and the Hub.
     """
 
     rows: Rows
@@ -41,9 +41,14 @@ class Table(NamedTuple):
 def read_tables(
     settings: DataSettings, source: Source, scratch: Path, notices: list[str], wanted: tuple[str, ...] = ()
 ) -> dict[str, dict[str, Table]]:
-    """Return the tables of each split by their names; `notices` gets what is left out.
+    """Return the tables of each split by their names; `notices` gets a line about each split that is left out.
 
-    `wanted` are the columns that will be used; others are not read where that saves anything.
+    Args:
+        settings: `dataset` and `column_names` are used.
+        source: The files, or a name on the Hub.
+        scratch: Folder for downloads.
+        notices: Lines that the user should read.
+        wanted: The columns to read; all if empty.
     """
     if source.files is not None:
         names = settings.column_names and [name.strip() for name in settings.column_names.split(",")]
@@ -52,7 +57,7 @@ def read_tables(
             for split, paths in source.files.items()
         }
     tables = {}
-    for split, table in load_hub(settings, scratch, notices).items():
+    for split, table in load_hub(settings, source.key[-1], scratch, notices).items():
         chosen = table.select_columns(list(wanted)) if {*wanted} <= {*table.column_names} and wanted else table
         tables[split] = {f"{settings.dataset} ({split})": Table(table_rows(chosen), table.features)}
     return tables
@@ -63,26 +68,25 @@ def read_file(path: Path, names: list[str] | None = None, wanted: tuple[str, ...
 
     Args:
         path: The file.
-        names: Of the columns of a CSV or TSV file that has no header.
+        names: Column names for a CSV or TSV file without a header.
         wanted: See `read_tables`.
     """
     kind = file_format(path)
     if kind is None:
-        raise UserError(f"{path}: files of this kind are not read, only {', '.join(FILE_FORMATS)}")
+        raise UserError(f"{path}: files of this kind cannot be read, only {', '.join(FILE_FORMATS)}")
     if names and kind not in SEPARATORS:
-        raise UserError(f"--column_names names the columns of CSV and TSV files without a header, not those of {path}")
+        raise UserError(f"--column_names is for CSV and TSV files without a header, not for {path}")
     if kind != "parquet":
         return Table(_text_rows(path, kind, names))
     with reading(path, kind):
         schema = pq.read_schema(path, memory_map=True)
-        _refuse_twins(schema.names)
-        if wanted:  # others may be of types that datasets does not have
+        if wanted:  # `datasets` does not support the types of all other columns
             schema = pa.schema([schema.field(name) for name in wanted if name in schema.names], schema.metadata)
         return Table(_parquet_rows(path, wanted), hf.Features.from_arrow_schema(schema))
 
 
 def table_rows(table: hf.Dataset) -> Rows:
-    """Go through the rows of a data set."""
+    """Yield the rows of a data set."""
     return _batch_rows(table.with_format("arrow").iter(1000))
 
 
@@ -92,14 +96,14 @@ def _batch_rows(batches: Iterable[pa.Table | pa.RecordBatch]) -> Rows:
 
 
 def _parquet_rows(path: Path, wanted: tuple[str, ...]) -> Rows:
-    """Read 1,000 rows at a time; without `memory_map`, all of a column of a row group is read at once."""
+    """Read 1,000 rows at a time; without `memory_map`, a whole column of a row group would be read."""
     with reading(path, "parquet"), pq.ParquetFile(path, memory_map=True) as file:
         columns = list(wanted) if wanted and {*wanted} <= {*file.schema_arrow.names} else None
         yield from _batch_rows(file.iter_batches(1000, columns=columns))
 
 
 def _text_rows(path: Path, kind: str, names: list[str] | None) -> Rows:
-    """Read CSV, whose values are all texts, or JSON, where a bad line is an error's value."""
+    """Read CSV, whose values are all texts, or JSON, where a bad line gives a ValueError."""
     opened = gzip.open if path.suffix.lower() == ".gz" else open
     with reading(path, kind), opened(path, "rt", encoding="utf-8-sig", newline="") as file:
         yield from _csv_rows(file, SEPARATORS[kind], names) if kind in SEPARATORS else _json_rows(file)
@@ -107,7 +111,7 @@ def _text_rows(path: Path, kind: str, names: list[str] | None) -> Rows:
 
 def _csv_rows(file: TextIO, separator: str, names: list[str] | None) -> Rows:
     line = next((line for line in file if line.strip()), "")
-    # as spreadsheets write CSV where the comma is for decimals; a line with an open quote is no whole record
+    # spreadsheets write semicolons where the comma is for decimals; a line with an open quote is only part of a record
     if separator not in line and line.count('"') % 2 == 0:
         separator = max(f"{separator};\t|", key=line.count)
     file.seek(0)
@@ -116,7 +120,10 @@ def _csv_rows(file: TextIO, separator: str, names: list[str] | None) -> Rows:
     if names and len(names) != len(first):
         raise UserError(f"--column_names gives {len(names)} names, but {file.name} has {len(first)} columns")
     if not names:
-        _refuse_twins(first, header_hint(first, str(file.name)))
+        twins = [name for name, count in Counter(first).items() if name and count > 1]
+        if twins:
+            hint = header_hint(first, str(file.name)) or ": rename all except one"
+            raise ValueError(f"several columns are named {twins[0][:40]!r}{hint}")
     file.seek(0)
     for chunk in pd.read_csv(file, header=None if names else 0, names=names, chunksize=1000, **options):
         if not isinstance(chunk.index, pd.RangeIndex):
@@ -127,78 +134,65 @@ def _csv_rows(file: TextIO, separator: str, names: list[str] | None) -> Rows:
 
 
 def _has_swallowed(row: dict[str, str | None]) -> bool:
-    """Tell whether a quote in a tab-separated row was read as the start of a text, which then holds rows below it.
+    """Return whether a text of a tab-separated row begins with a lone quote, so that it has swallowed other rows.
 
-    The quote that has ended such a text leaves another one open.
+    Such a text ends at the next lone quote, and holds the tabs and line ends between the two.
     """
     return any(value and "\t" in value and "\n" in value and value.count('"') % 2 for value in row.values())
 
 
 def _json_rows(file: TextIO) -> Rows:
-    """Go through a JSON list of objects, or objects of a line each."""
+    """Yield the objects of a JSON list, or one object per line."""
     first = next((line for line in file if line.strip()), "").lstrip()[:1]
     file.seek(0)
     if first == "[":
-        for number, row in enumerate(json.load(file, object_pairs_hook=_without_twins), 1):
-            yield f"row {number}", row if isinstance(row, dict) else ValueError("no JSON object")
+        for number, row in enumerate(json.load(file), 1):
+            yield f"row {number}", row if isinstance(row, dict) else ValueError("not a JSON object")
         return
     for number, line in enumerate(map(str.strip, file), 1):
         if line:
             try:
-                row = json.loads(line, object_pairs_hook=_without_twins)
+                row = json.loads(line)
             except json.JSONDecodeError as error:
-                row = ValueError(f"no JSON ({error.msg}, column {error.colno})")
+                row = ValueError(f"not JSON ({error.msg}, column {error.colno})")
             except (ValueError, RecursionError) as error:
-                row = ValueError(f"no JSON ({first_line(error)})")
-            yield f"line {number}", row if isinstance(row, (dict, ValueError)) else ValueError("no JSON object")
-
-
-def _without_twins(pairs: list[tuple[str, object]]) -> dict:
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        _refuse_twins([name for name, _ in pairs])
-    return row
-
-
-def _refuse_twins(names: list[str], hint: str = "") -> None:
-    for name, count in Counter(names).items():
-        if count > 1 and name:
-            raise ValueError(f"{count} columns are named {name[:40]!r}{hint or ': rename all but one'}")
+                row = ValueError(f"not JSON ({first_line(error)})")
+            yield f"line {number}", row if isinstance(row, (dict, ValueError)) else ValueError("not a JSON object")
 
 
 def list_columns(columns: list[str]) -> str:
-    """Return the columns in few words."""
+    """Return the names of at most 12 columns."""
     return ", ".join(f"{column:.40}" for column in columns[:12]) + (", …" if len(columns) > 12 else "")
 
 
 def header_hint(columns: list[str], name: str, rows: Iterable[dict] = ()) -> str:
-    """Return what to do about a CSV file whose column names look like data; an empty text for any other file.
+    """Return advice about a CSV file whose column names look like data, or an empty text.
 
-    So they do where they are numbers or sentences, or where one stands in its column once more, as labels do.
+    Column names look like data if they are numbers or sentences, or if one occurs again in its column, as labels do.
 
     Args:
         columns: Names of the columns.
-        name: Of the file.
-        rows: Some of those below.
+        name: Name of the file.
+        rows: Some rows of the file.
     """
     if file_format(Path(name)) not in SEPARATORS:
         return ""
     likely = any(NUMBER.fullmatch(column) or len(column) > 60 or len(column.split()) > 5 for column in columns)
     if not likely and not any(value == column for row in rows for column, value in row.items()):
         return ""
-    return ": the first row looks like data; name the columns, from the left, say --column_names label,title,text"
+    return ": the first row looks like data; name the columns from the left, e.g. --column_names label,title,text"
 
 
 @contextmanager
 def reading(path: Path, kind: str) -> Iterator[None]:
-    """Say in one line why a file cannot be read."""
+    """Turn an error about the content of a file into a one-line UserError."""
     try:
         if path.stat().st_size == 0:
             raise UserError(f"{path} is empty")
         yield
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{path} is not UTF-8 (byte {error.object[error.start]:#x}): convert it, say by iconv"
+            f"{path} is not UTF-8 (byte {error.object[error.start]:#x}): convert it, e.g. with iconv"
         ) from error
     except UserError:
         raise
@@ -209,7 +203,7 @@ def reading(path: Path, kind: str) -> Iterator[None]:
 
 
 def find_columns(table: Table, name: str) -> tuple[list[str], Rows, str]:
-    """Return the columns that the first rows of what is called `name` have, all rows, and `header_hint`."""
+    """Return the columns of a table, called `name`, by its first rows; all its rows; and the `header_hint`."""
     first = list(itertools.islice(table.rows, 1000))
     read = [row for _, row in first if isinstance(row, dict)]
     found = dict.fromkeys(column for row in read for column in row)
@@ -223,14 +217,30 @@ def find_columns(table: Table, name: str) -> tuple[list[str], Rows, str]:
 
 
 def write_checked(
-    rows: Rows, name: str, check: Callable[[str, dict], dict], schema: pa.Schema, target: Path, settings: DataSettings,
+    rows: Rows,
+    name: str,
+    check: Callable[[str, dict], dict],
+    schema: pa.Schema,
+    target: Path,
+    settings: DataSettings,
     notices: list[str],
-) -> hf.Dataset:  # fmt: skip
-    """Write the rows of what is called `name` to the file `target`, and map it; `notices` gets what is left out.
+) -> hf.Dataset:
+    """Write the good rows of a table to an Arrow file, and map it.
 
-    `check` gets where a row is, and the row, and returns what to write, or raises ValueError.
+    Args:
+        rows: All rows.
+        name: The table's name in messages.
+        check: Returns the row to write, given the location and the row; raises ValueError for a bad row.
+        schema: Types of the written columns.
+        target: The Arrow file.
+        settings: `bad_samples` is used.
+        notices: Gets a line about rows that are left out.
+
+    Raises:
+        UserError: There are bad rows, and `bad_samples` is `refuse`; or all rows are bad.
     """
-    bad, total = [], 0
+    bad = []
+    total = 0
 
     def good() -> Iterator[dict]:
         nonlocal total
@@ -249,10 +259,10 @@ def write_checked(
 
 
 def read_text(row: dict, column: str, location: str = "", may_be_empty: bool = False) -> str:
-    """Return the text in a column of a row, or raise ValueError."""
+    """Return the text in a column of a row, or raise ValueError with the reason."""
     text = "" if row.get(column) is None else row[column]
     if not isinstance(text, str):
-        raise ValueError(f"{column}{location} is {text!r:.40}, not text")
+        raise ValueError(f"{column}{location} is {shown(text)}, not text")
     if not (may_be_empty or text.strip()):
         raise ValueError(f"no {column}{location}")
     try:
@@ -262,8 +272,13 @@ def read_text(row: dict, column: str, location: str = "", may_be_empty: bool = F
     return text
 
 
+def shown(value: object) -> str:
+    """Return the beginning of a value as JSON, for messages."""
+    return json.dumps(value, ensure_ascii=False, default=str)[:40]
+
+
 def note_bad_samples(bad: list[tuple[str, str]], total: int, problem: str, settings: DataSettings) -> list[str]:
-    """Return the notice, if any, that bad samples (names with reasons) are left out, or refuse them."""
+    """Return a notice about bad samples (names with reasons) that are left out, or refuse them."""
     if not bad:
         return []
     examples = "; ".join(f"{name}: {reason}" for name, reason in bad[:3]) + ("; …" if len(bad) > 3 else "")

@@ -1,4 +1,4 @@
-"""What the data modules return: splits of texts or of images, and all that is known of them."""
+"""The results of the data modules: splits of texts or images, and their facts."""
 
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -15,14 +15,15 @@ class TextDatasets:
     """Tokenized splits, memory-mapped from the cache.
 
     Attributes:
-        splits: `train`, `validation` and `test`, each with the columns `input_ids` (tokens), `labels` and `length`. Of
-            instructions `labels` has a label for each token, -100 where it is not trained, and `items` counts those
-            that are, without the first token, which nothing predicts.
-        class_names: Names of the labels 0, 1, …; none of instructions.
-        tokenizer: The tokenizer that made `input_ids`. Of instructions `init_kwargs["prompt_template"]`, which is saved
-            and loaded with it, names their template: one for `prompt_text`, `alpaca`, or `chat` (its chat template).
-        fingerprint: A hash of all tokens and labels: the same on every machine, another when anything changes.
+        splits: `train`, `validation` and `test`, each with the columns `input_ids` (tokens), `labels` and `length`. For
+            instructions, `labels` has a label per token, -100 for tokens that are not trained. The column `items`
+            counts the trained tokens, without the first token, which has no prediction.
+        class_names: Names of the labels 0, 1, …; empty for instructions.
+        tokenizer: The tokenizer that made `input_ids`. For instructions, `init_kwargs["prompt_template"]` is saved with
+            it: a template for `prompt_text`, `alpaca`, or `chat` (the tokenizer's chat template).
+        fingerprint: A hash of all tokens and labels, equal on every machine.
         notices: Lines that the user should read.
+        commit: The commit of a data set on the Hub.
     """
 
     splits: hf.DatasetDict
@@ -30,19 +31,20 @@ class TextDatasets:
     tokenizer: PreTrainedTokenizerBase
     fingerprint: str
     notices: list[str] = field(default_factory=list)
+    commit: str | None = None
 
 
 class ImageFormat(NamedTuple):
-    """How stored pixels become what a model sees.
+    """The conversion from stored pixels to the model's input.
 
     Attributes:
-        size: Pixels of a side of the square that the model sees.
-        resize_to: Pixels of a side of the square that every image is resized to before, at least `size`.
-        mean: Of the channels red, green and blue; the model sees (pixel / 255 - mean) / std.
-        std: Of the channels likewise.
-        resample: How images are resized.
-        random_flip: Mirror every other training image.
-        tokens: Tokens of a sample: its patches and the one that stands for the class.
+        size: Pixels of a side of the model's square input.
+        resize_to: Pixels of a side of the square to which every image is resized first, at least `size`.
+        mean: Mean of the red, green and blue channel; the input is (pixel / 255 - mean) / std.
+        std: Standard deviation of the channels.
+        resample: Interpolation for resizing.
+        random_flip: Mirror half of the training images.
+        tokens: Tokens of a sample: its patches and the class token.
     """
 
     size: int
@@ -60,11 +62,12 @@ class ImageDatasets:
 
     Attributes:
         splits: `train`, `validation` and `test`, each with the columns `image` (bytes: height x width x 3 colours),
-            `height`, `width` (neither above `format.resize_to`), `labels`, and `length` (tokens, the same for all).
+            `height` and `width` (at most `format.resize_to`), `labels`, and `length` (tokens, equal for all).
         class_names: Names of the labels 0, 1, …
-        format: What is left to do when a batch is made.
-        fingerprint: A hash of all pixels, all labels and the format: another when anything changes.
+        format: The conversion that is left for each batch.
+        fingerprint: A hash of all pixels, all labels and the format.
         notices: Lines that the user should read.
+        commit: The commit of a data set on the Hub.
     """
 
     splits: hf.DatasetDict
@@ -72,3 +75,4 @@ class ImageDatasets:
     format: ImageFormat
     fingerprint: str
     notices: list[str]
+    commit: str | None = None

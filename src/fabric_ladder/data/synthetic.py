@@ -1,15 +1,15 @@
-"""Film reviews made from a seed, with lengths spread like IMDb's, for runs without a network."""
+"""Synthetic film reviews from a seed, with a spread of lengths like IMDb's, for runs without a network."""
 
 import random
 import re
 
 MEDIAN_WORDS, LOG_SIGMA, MOST_WORDS = 58, 0.64, 700  # a third of IMDb's median, its spread (0.645 of the logarithm)
-P_LEAN = 0.72  # how often most aspects are judged as the film as a whole is
-P_ASPECT = 0.8  # how often one aspect is judged as most of them are
-P_NEGATED = 0.2  # how often a judgement is the negation of the opposite one
-P_FILLER = 0.5  # how often a sentence is neutral
+P_LEAN = 0.72  # probability that most aspects share the verdict on the film
+P_ASPECT = 0.8  # probability that one aspect shares the opinion of most aspects
+P_NEGATED = 0.2  # probability that a judgement is a negated opposite
+P_FILLER = 0.5  # probability of a neutral sentence
 P_OPENING, P_ADVICE = 0.4, 0.3
-LABEL_NOISE = 0.03  # how often the label is the wrong one
+LABEL_NOISE = 0.03  # probability of a wrong label
 ADJECTIVES = (  # negative, positive
     "bad awful dull boring clumsy forgettable tedious weak lifeless dreadful silly predictable terrible tiresome",
     "good great superb brilliant charming clever moving memorable gripping wonderful delightful strong fresh witty",
@@ -60,11 +60,11 @@ ADVICE = (  # negative, positive
 
 
 def synthetic_reviews(count: int, seed: int) -> tuple[list[str], list[int]]:
-    """Make English film reviews and their labels (0 negative, 1 positive); more of a seed begin with the same.
+    """Make English film reviews and their labels (0 negative, 1 positive); a higher count extends the same list.
 
-    A review praises some aspects of a film and damns others, tells neutral things in between, and ends with a verdict
-    on the film as a whole, which alone decides the label. The aspects only lean its way, the same words serve both, and
-    either may be negated ("hardly a good film", "never dull"), so that counting words goes wrong in a quarter of the
+    A review praises some aspects of a film and criticises others, with neutral sentences in between, and ends with a
+    verdict on the whole film. The verdict alone decides the label. The aspects only tend towards it, both use the same
+    words, and both may be negated ("hardly a good film", "never dull"). So counting words fails in a quarter of the
     reviews. The number of words is log-normal with the spread of IMDb's and a third of its median.
     """
     rng = random.Random(seed)
@@ -91,7 +91,7 @@ def _review(rng: random.Random, opinion: int) -> str:
 
 
 def _sentence(rng: random.Random, templates: str, opinion: int) -> str:
-    """Fill in a template: {a} is a judgement that holds `opinion`, {an} one before a noun, {b} the opposite one."""
+    """Fill in a template: {a} is a judgement with this opinion, {an} also before a noun, {b} the opposite."""
 
     def fill(found: re.Match[str]) -> str:
         name = found[1]

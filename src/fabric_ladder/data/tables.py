@@ -1,4 +1,4 @@
-"""Splits of texts and their labels, read from tables or made up; what is wrong with them is refused."""
+"""Read texts and labels from tables, IMDb or synthetic reviews, number the labels, and split the rows."""
 
 import re
 from collections.abc import Callable
@@ -11,12 +11,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fabric_ladder.data.cache import write_batches
+from fabric_ladder.data.imdb import read_imdb
 from fabric_ladder.data.rows import (
     NUMBER,
     find_columns,
     list_columns,
     read_tables,
     read_text,
+    shown,
     write_checked,
 )
 from fabric_ladder.data.sources import REVIEWS, Source
@@ -26,23 +28,25 @@ from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
 
 SYNTHETIC_SIZES = (4000, 500, 1000)
-SHARES = {"validation": 0.1, "test": 0.2}  # what is split off where there is no such split
+SHARES = {"validation": 0.1, "test": 0.2}  # of the rows, for splits that the source lacks
+SMALLEST_STRATUM = 10  # rows: 20 % and 10 % of them are at least one row each
 WHOLE = re.compile(r"\s*[-+]?\d+\s*")
 
 
 def read_splits(
     settings: DataSettings, source: Source, scratch: Path
 ) -> tuple[dict[str, hf.Dataset], list[str], list[str]]:
-    """Return the splits that the source has, with the columns `text` and `label`, the classes' names, and notices.
+    """Return the splits of the source (columns `text` and `label`), the names of the classes, and notices.
 
-    Where there are several text columns, a text is what they hold, each on a line of its own.
+    The texts of several columns are joined, one line per column.
     """
     if source.key[0] in REVIEWS:
         return read_reviews(settings, source, scratch), ["negative", "positive"], []
     wanted = (*map(str.strip, settings.text_column.split(",")), settings.label_column)
     if settings.label_column in wanted[:-1]:
         raise UserError(f"--text_column and --label_column name the same column, {settings.label_column!r}")
-    parts, notices = {}, []
+    parts = {}
+    notices = []
     for split, tables in read_tables(settings, source, scratch, notices, wanted).items():
         parts[split] = []
         for name, table in tables.items():
@@ -70,12 +74,12 @@ def _join_texts(_: str, row: dict, columns: tuple[str, ...], label_of: Callable[
 
 def read_reviews(settings: DataSettings, source: Source, scratch: Path) -> dict[str, hf.Dataset]:
     """Return the splits of the reviews, with the columns `text` and `label` (0 negative, 1 positive)."""
-    if source.read_imdb:
-        reviews, rows = source.read_imdb(settings.data_dir)
+    if source.key[0] == "imdb":
+        reviews, rows = read_imdb(settings.data_dir)
         table = pa.Table.from_pandas(reviews, preserve_index=False).replace_schema_metadata()
         mapped = write_batches(scratch / "imdb.arrow", table.schema, table.to_batches(1000))
         del reviews, table
-        pa.default_memory_pool().release_unused()  # 150 MB: from here on they are read from the disk
+        pa.default_memory_pool().release_unused()  # 150 MB; the mapped file replaces them
         return {split: mapped.select(chosen) for split, chosen in zip(SPLITS, rows, strict=True)}
     splits = {}
     for number, (split, size) in enumerate(zip(SPLITS, SYNTHETIC_SIZES, strict=True)):
@@ -86,15 +90,15 @@ def read_reviews(settings: DataSettings, source: Source, scratch: Path) -> dict[
 
 
 def check_column(columns: list[str], column: str, name: str, hint: str) -> None:
-    """Refuse a table, called `name`, that lacks a column; the `hint` says what to do then."""
+    """Refuse a table, called `name`, without this column; the message ends with the `hint`."""
     if column not in columns:
         raise UserError(f"{name} has no column {column!r}, only {list_columns(columns)}{hint}")
 
 
 def label_reader(column: str, features: dict) -> tuple[hf.ClassLabel | hf.Value, Callable[[dict], int | str]]:
-    """Return the type of the labels in a table's column, and what takes the label from a row or raises ValueError.
+    """Return the type of the labels in a column, and a function that returns a row's label or raises ValueError.
 
-    Integers become texts, as they are in a CSV file, unless the table itself has names for them.
+    Integers become texts, as in a CSV file, unless the table has class names for them.
     """
     feature = features.get(column)
     is_class = isinstance(feature, hf.ClassLabel)
@@ -103,31 +107,31 @@ def label_reader(column: str, features: dict) -> tuple[hf.ClassLabel | hf.Value,
         label = row.get(column)
         if label is None or not str(label).strip() or (is_class and label < 0):
             raise ValueError(f"no {column}")
-        if isinstance(label, float) and label.is_integer():  # a column of integers in which some were missing
+        if isinstance(label, float) and label.is_integer():  # pandas makes a column of integers with gaps float
             label = int(label)
-        if not isinstance(label, int | str):  # a truth value is an integer to Python
-            raise ValueError(f"{column} is {label!r:.40}, not an integer or a string")
+        if not isinstance(label, int | str):  # `bool` is a subclass of `int`
+            raise ValueError(f"{column} is {shown(label)}, not an integer or a string")
         return label if is_class else read_text({column: str(label)}, column)
 
     return feature if is_class else hf.Value("string"), label_of
 
 
 def join_parts(parts: dict[str, list[tuple[str, hf.Dataset]]], column: str) -> dict[str, hf.Dataset]:
-    """Join the tables of each split, in whose place there are their names and tables.
+    """Join the named tables of each split, and give their labels one type.
 
-    Where the labels, which `column` holds, are whole numbers in all splits they become integers, so that they are
-    ordered by size; a word in one split makes them texts in all.
+    If all labels of all splits are whole numbers they become integers, which are sorted by size. One word among them
+    makes all labels texts.
 
     Raises:
-        UserError: Labels are decimal numbers, or unlike in files that belong together.
+        UserError: Labels are decimal numbers, or differ in type between files.
     """
     kinds = {split: {_kind(table, name, column) for name, table in tables} for split, tables in parts.items()}
     for split, found in kinds.items():
         if len(found) > 1:
-            raise UserError(f"the {split} files hold labels of unlike kinds: make all integers or all strings")
+            raise UserError(f"the {split} files have labels of different types: make all integers or all strings")
     found = set().union(*kinds.values())
     if len(found) > 1 and not found <= {"integers", "strings"}:
-        raise UserError("the labels have names in one split, and none or others in another: make them alike")
+        raise UserError("the class names differ between the splits: make them equal")
     joined = {
         split: hf.concatenate_datasets([table for _, table in tables]) if len(tables) > 1 else tables[0][1]
         for split, tables in parts.items()
@@ -136,7 +140,7 @@ def join_parts(parts: dict[str, list[tuple[str, hf.Dataset]]], column: str) -> d
 
 
 def _kind(table: hf.Dataset, name: str, column: str) -> str:
-    """Return whether labels are `integers`, written as such or as 1.0, or `strings`; of a class label its names."""
+    """Return `integers` (also for labels such as 1.0), `strings`, or the names of a class label."""
     if isinstance(table.features["label"], hf.ClassLabel):
         return str(table.features["label"])
     values = pc.unique(table.data.column("label")).to_pylist()
@@ -160,9 +164,9 @@ def _to_integers(table: hf.Dataset) -> hf.Dataset:
 
 
 def number_labels(splits: dict[str, hf.Dataset], samples: str) -> tuple[dict[str, hf.Dataset], list[str]]:
-    """Replace the labels of `samples` (texts or images) by 0, 1, … in the order of their values.
+    """Replace the labels by 0, 1, … in the order of their values, and return the splits and the labels' names.
 
-    Numbers are ordered by size, strings by letters. The names of the labels are returned, too.
+    Numbers are sorted by size, strings alphabetically. `samples` (texts or images) is for messages.
     """
     feature = splits["train"].features["label"]
     if isinstance(feature, hf.ClassLabel):
@@ -173,34 +177,72 @@ def number_labels(splits: dict[str, hf.Dataset], samples: str) -> tuple[dict[str
     known = set(values)
     for split, table in splits.items():
         labels = table.data.column("label")
-        if strange := [value for value in pc.unique(labels).to_pylist() if value not in known]:
-            raise UserError(f"the {split} {samples} have labels that the training {samples} lack: {strange[:5]}")
+        if unknown := [value for value in pc.unique(labels).to_pylist() if value not in known]:
+            raise UserError(f"the {split} {samples} have labels that the training {samples} lack: {unknown[:5]}")
         numbers = pc.index_in(labels, pa.array(values, labels.type)).cast(pa.int64()).to_numpy()
         splits[split] = table.remove_columns("label").add_column("label", numbers)
     return splits, [str(value) for value in values]
 
 
 def complete_splits(splits: dict[str, hf.Dataset], settings: DataSettings) -> dict[str, hf.Dataset]:
-    """Split off what the source lacks (10 % validation, 20 % test) and keep as many samples as the settings want."""
+    """Split off missing splits (10 % validation, 20 % test), then draw `train_samples` and so on from each split.
+
+    Labelled data are split by label: each part has the same share of each label; see `_strata`.
+    """
     samples = {"image-classification": "images", "instruction-tuning": "samples"}.get(settings.task, "texts")
-    train = splits["train"]
-    rows = len(train)
-    order = np.random.default_rng(settings.split_seed).permutation(len(train))
-    for split, share in SHARES.items():
-        if split not in splits:
-            size = max(1, round(share * len(train)))
-            splits[split], order = train.select(order[:size]), order[size:]
-    if len(order) == 0:
-        raise UserError(f"{len(train)} {samples} are too few to be split into train, validation and test: give more")
-    if len(order) < len(train):
-        splits["train"] = train.select(order)
+    total = len(splits["train"])
+    sizes = {split: max(1, round(share * total)) for split, share in SHARES.items() if split not in splits}
+    if sum(sizes.values()) >= total:
+        raise UserError(f"{total} {samples} are too few to be split into train, validation and test: give more")
+    if sizes:
+        whole = splits["train"]
+        rows = _split_rows(whole, sizes, settings.split_seed)
+        splits |= {split: whole.select(chosen) for split, chosen in rows.items()}
     for split in SPLITS:
         wanted = getattr(settings, f"{split}_samples")
         if wanted and wanted < len(splits[split]):
             splits[split] = splits[split].shuffle(settings.split_seed).select(range(wanted))
     train = splits["train"]
-    if "label" in train.column_names and len(set(train.select_columns("label")["label"])) < 2:  # without the texts
-        fewer = settings.train_samples and settings.train_samples < rows
-        hint = "raise --train_samples" if fewer else f"{rows} are too few, give more"
+    if "label" in train.column_names and len(set(_labels(train))) < 2:
+        fewer = settings.train_samples and settings.train_samples < total
+        hint = "raise --train_samples" if fewer else f"{total} are too few, give more"
         raise UserError(f"the training {samples} that are left have a single label: {hint}")
     return splits
+
+
+def _split_rows(table: hf.Dataset, sizes: dict[str, int], seed: int) -> dict[str, np.ndarray]:
+    """Return the rows of new splits with these sizes, and the remaining rows for training."""
+    rows = {}
+    strata = _strata(_labels(table)) if "label" in table.column_names else None
+    if strata is None:
+        left = np.random.default_rng(seed).permutation(len(table))
+        for split, size in sizes.items():
+            rows[split] = left[:size]
+            left = left[size:]
+        return rows | {"train": left}
+    features = hf.Features({"row": hf.Value("int64"), "stratum": hf.ClassLabel(num_classes=int(strata.max()) + 1)})
+    left = hf.Dataset.from_dict({"row": np.arange(len(table)), "stratum": strata}, features)
+    for split, size in sizes.items():
+        parts = left.train_test_split(size, stratify_by_column="stratum", seed=seed)
+        rows[split] = np.asarray(parts["test"]["row"])
+        left = parts["train"]
+    return rows | {"train": np.asarray(left["row"])}
+
+
+def _strata(labels: np.ndarray) -> np.ndarray | None:
+    """Return the stratum of each row, or None if all rows are in one.
+
+    A label with at least `SMALLEST_STRATUM` rows is a stratum. All rarer labels together are one stratum, or belong to
+    the most frequent label if they have too few rows even together. So every split has rows of every stratum.
+    """
+    values, numbers, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    stratum = np.arange(len(values))
+    rare = counts < SMALLEST_STRATUM
+    if rare.any():
+        stratum[rare] = rare.argmax() if counts[rare].sum() >= SMALLEST_STRATUM else counts.argmax()
+    found, strata = np.unique(stratum[numbers], return_inverse=True)
+    return strata if len(found) > 1 else None
+
+
+def _labels(table: hf.Dataset) -> np.ndarray:
+    return np.asarray(table.select_columns("label")["label"])  # without this selection, the texts are read too

@@ -1,4 +1,4 @@
-"""Tokenizers: loaded, or trained on the training texts."""
+"""Load tokenizers, or train them on the training texts."""
 
 import re
 from pathlib import Path
@@ -11,22 +11,24 @@ from fabric_ladder.errors import UserError, first_line, read_outside
 
 TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model")
 CACHE_FORMAT = 3  # raise it whenever the same inputs would give other tokens
-MOST_CHARACTERS = 200  # of a token, far above those of any text: a tokenizer is slow on a text of one long word
-LONG_WORD = re.compile(r"\w{1000,}|[^\s\w]{1000,}")  # a byte-pair encoding takes time by the square of its length
-PIECE, MOST_LEARNED = 100, 10_000  # characters of a piece of such a word, as of DNA, and of all its pieces
-END_OF_TEXT = "<|endoftext|>"  # of a trained tokenizer
+MOST_CHARACTERS = 200  # of a token, more than in any text; tokenizers are slow on a text of one long word
+LONG_WORD = re.compile(r"\w{1000,}|[^\s\w]{1000,}")  # byte-pair encoding is quadratic in the length of a word
+PIECE, MOST_LEARNED = 100, 10_000  # characters of a piece of a long word, e.g. DNA, and of all its pieces
+END_OF_TEXT = "<|endoftext|>"  # in trained tokenizers
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a folder or the Hub, with a padding token (the end-of-text token where it has none).
 
     Raises:
         UserError: The name is neither a folder nor reachable, or the tokenizer has no fast version.
     """
-    with reachable(name, "tokenizer") as options:
+    with reachable(name, "tokenizer", revision) as options:
         folder = Path(name)
         if folder.is_dir() and not any(found for pattern in TOKENIZER_FILES for found in folder.glob(pattern)):
-            raise OSError("no tokenizer.json and no vocabulary")  # for some models the library would make one up
+            raise OSError(
+                "no tokenizer.json and no vocabulary"
+            )  # for some models transformers would invent a tokenizer
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
     if not tokenizer.is_fast:
         raise UserError(f"the tokenizer of {name} has no fast version: choose another --tokenizer")
@@ -38,7 +40,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def tokenize_start(tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: int) -> list[list[int]]:
-    """Return the `input_ids` of texts, at most `max_length` of each, without looking at the rest of a text."""
+    """Return the `input_ids` of texts, at most `max_length` of each, without reading the rest of a text."""
     most = MOST_CHARACTERS * max_length
     left = tokenizer.truncation_side == "left"
     texts = [text if len(text) <= most else text[-most:] if left else text[:most] for text in texts]
@@ -46,12 +48,12 @@ def tokenize_start(tokenizer: PreTrainedTokenizerBase, texts: list[str], max_len
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options) -> BatchEncoding:
-    """Return the `input_ids` of texts and what the options ask for, without a word on texts that are long."""
+    """Return the `input_ids` of texts, and other outputs by the options, without warnings about long texts."""
     return tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False, **options)
 
 
 def trained_vocabulary(model: str) -> int:
-    """Return the entries of a tokenizer trained for this model: its embedding's rows, at most 32,768."""
+    """Return the vocabulary size of a tokenizer trained for this model: its embedding's rows, at most 32,768."""
     path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
     try:
         return min(read_outside(path)["vocab_size"], 32_768)
@@ -60,14 +62,17 @@ def trained_vocabulary(model: str) -> int:
 
 
 def _pieces(word: re.Match[str]) -> str:
-    """Return the start of a long word, a piece on each line: a space would be learned with what follows it."""
+    """Return the start of a long word in pieces, one per line; a space would be learned as part of a token."""
     return "\n".join(word[0][start : start + PIECE] for start in range(0, min(len(word[0]), MOST_LEARNED), PIECE))
 
 
 def train_tokenizer(texts: hf.Dataset, vocabulary: int, **special: str) -> PreTrainedTokenizerFast:
     """Learn a byte-level byte-pair encoding, BLOOM's kind of tokenizer, from the training texts.
 
-    `special` tokens beside the padding one are given by their names in transformers, say `eos_token`.
+    Args:
+        texts: Training texts, in the column `text`.
+        vocabulary: Maximum entries.
+        special: Special tokens other than the padding token, by their names in transformers, e.g. `eos_token`.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -6,12 +6,12 @@ from torch import nn
 
 
 class DDPInBuckets(DDPStrategy):
-    """DDP whose gradients are parts of its buckets, from the first backward pass on.
+    """DDP whose gradients are views of its buckets from the first backward pass on.
 
-    The ranks average their gradients in buckets that are as large as all of them and are always there. A gradient is
-    part of its bucket if it is there when the model is wrapped, and as long as nobody sets it to None: else a pass
-    without synchronization makes another beside it, with `gradient_as_bucket_view` too
-    (`torch/nn/parallel/distributed.py` says so there). So `forget_gradients` sets them to 0 instead.
+    DDP averages the gradients in buckets, which together have the size of all gradients and are never freed. A gradient
+    is a view of its bucket if it exists when DDP wraps the model, and stays a view until it is set to None. After that,
+    a backward pass without synchronization allocates a second copy, even with `gradient_as_bucket_view` (see
+    `torch/nn/parallel/distributed.py`). Therefore `forget_gradients` sets the gradients to 0.
     """
 
     def __init__(self):

@@ -1,17 +1,14 @@
-"""DeepSpeed's ZeRO as a Fabric strategy that the one train loop can drive like any other."""
+"""A Fabric strategy for DeepSpeed's ZeRO that works with the train loop of all rungs."""
 
 import copy
-import ctypes
 import importlib.util
 import io
-import mmap
 import os
-import shutil
 import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -21,60 +18,59 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
 from torch.optim import Optimizer
 
-from fabric_ladder.distributed.deepspeed_config import offloads, parameter_sizes, read_deepspeed_config
+from fabric_ladder.distributed.deepspeed_config import offloads, read_deepspeed_config
 from fabric_ladder.errors import UserError, first_line
 from fabric_ladder.settings import Settings
 
 DEEPSPEED = "deepspeed==0.19.8"
 FORCE_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-STATE_BYTES = 16  # of a parameter, in 32 bits: master weight, gradient, and Adam's two moments
-BUFFER_BYTES = 16  # of the largest parameter, for a disk: 4 in 32 bits
 
 
 class _Boundary(_BackwardSyncControl):
-    """Tells DeepSpeed's engine which micro-batch is the last of an effective batch; it sums up those before."""
+    """Marks the last micro-batch of an effective batch for DeepSpeed's engine, which adds up the gradients."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
-        """Set the boundary; stages 2 and 3, which keep a share only, reduce after every micro-batch all the same."""
+        """Set the boundary. Stages 2 and 3 keep only a share of the gradients and reduce them in every micro-batch."""
         module.set_gradient_accumulation_boundary(not enabled)
         return nullcontext()
 
 
 class LadderDeepSpeedStrategy(DeepSpeedStrategy):
-    """Fabric's DeepSpeed strategy for a loop that accumulates and clips by itself, and for models beyond one GPU.
+    """Fabric's DeepSpeed strategy for a loop with its own accumulation, and for models larger than one GPU.
 
     Args:
-        config: From `read_deepspeed_config`.
-        notices: What the user should read.
-        cpu_adam: Step what is offloaded by DeepSpeed's Adam for the CPU instead of PyTorch's.
+        config: The result of `read_deepspeed_config`.
+        notices: Lines for the user.
+        cpu_adam: Whether DeepSpeed's Adam for the CPU replaces PyTorch's.
     """
 
     def __init__(self, config: dict, notices: list[str], cpu_adam: bool = False):
         super().__init__(config=config)
-        self.notices, self.cpu_adam = notices, cpu_adam
+        self.notices = notices
+        self.cpu_adam = cpu_adam
         self._backward_sync_control = _Boundary()
-        # DeepSpeed 0.19 calls what torch 2.13 has renamed
+        # DeepSpeed 0.19 calls functions by names that torch 2.13 has deprecated
         warnings.filterwarnings("ignore", ".*`torch.distributed.* is deprecated", FutureWarning)
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler=None
     ) -> tuple[nn.Module, list, object]:
-        """Wrap the model into DeepSpeed's engine; stage 3 shards it before, parameter by parameter."""
+        """Wrap the model into DeepSpeed's engine. In stage 3, first shard it parameter by parameter."""
         if self.zero_stage_3:
             self._shard(module)
         if self.cpu_adam:
             optimizers = [_on_cpu(optimizer) for optimizer in optimizers]
-        with redirect_stdout(io.StringIO()):  # stage 1 in bfloat16 prints what memory it takes, whatever is asked
+        with redirect_stdout(io.StringIO()):  # stage 1 in bfloat16 always prints its memory
             return super().setup_module_and_optimizers(module, optimizers, scheduler)
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Leave the model where it is: DeepSpeed moves it once it is in 16 bits, or sharded."""
+        """Do nothing: DeepSpeed moves the model after it has converted it to 16 bits, or sharded it."""
 
     def clip_gradients_norm(self, *args, **kwargs) -> None:
-        """Do nothing: the engine clips when it steps, to the `gradient_clipping` of its configuration."""
+        """Do nothing: the engine clips in its step, to the `gradient_clipping` of its configuration."""
 
     def _shard(self, module: nn.Module) -> None:
-        """Share the weights out to the GPUs one by one; the engine would first put all of them on each."""
+        """Shard the weights one by one; the engine would first copy all of them to each GPU."""
         import deepspeed
 
         dtype = torch.float32
@@ -89,10 +85,10 @@ class LadderDeepSpeedStrategy(DeepSpeedStrategy):
 
 
 def check_deepspeed(settings: Settings) -> None:
-    """Refuse, before processes are started, what DeepSpeed cannot do here.
+    """Refuse settings that DeepSpeed cannot run with on this machine, before processes start.
 
     Raises:
-        UserError: No CUDA GPU, no DeepSpeed, a configuration that does not fit, or an offload that cannot work here.
+        UserError: CUDA or DeepSpeed is missing, the configuration does not fit, or an offload cannot work here.
     """
     if settings.accelerator != "cuda":
         raise UserError(f"{settings.name} needs a CUDA GPU; src/10_fsdp.py shards a model on CPUs too")
@@ -108,10 +104,10 @@ def check_deepspeed(settings: Settings) -> None:
 def deepspeed_strategy(settings: Settings) -> LadderDeepSpeedStrategy:
     """Return the strategy for the DeepSpeed configuration that the settings name.
 
-    DeepSpeed has one mixed precision, not Fabric's: forward and backward pass run on 16-bit weights throughout, and
-    32-bit copies of them, which start from the rounded ones, are stepped (DeepSpeed, `bf16` and `fp16`). Gradients of
-    micro-batches are summed in 16 bits unless the configuration's `data_types.grad_accum_dtype` is "fp32". A step whose
-    gradient is not finite is left out.
+    DeepSpeed's mixed precision differs from Fabric's. The forward and backward passes run on 16-bit weights throughout.
+    The optimizer steps on 32-bit copies, which start from the rounded weights (DeepSpeed, `bf16` and `fp16`). Gradients
+    of micro-batches are added in 16 bits unless `data_types.grad_accum_dtype` is "fp32" in the configuration. DeepSpeed
+    skips a step if its gradient is not finite.
 
     Args:
         settings: Checked, see `check_deepspeed`.
@@ -127,30 +123,78 @@ def deepspeed_strategy(settings: Settings) -> LadderDeepSpeedStrategy:
     return LadderDeepSpeedStrategy(config, notices, cpu_adam)
 
 
-def load_engine(option: str, folder: Path, engine: nn.Module, trained_only: bool) -> None:
-    """Load the checkpoint that `engine.save_checkpoint` has written. All ranks must call it.
+class EngineState:
+    """Saves and loads the state of a model and its optimizer through DeepSpeed's engine.
+
+    Args:
+        engine: DeepSpeed's engine around the model.
+    """
+
+    def __init__(self, engine: nn.Module):
+        self.engine = engine
+
+    def prepare_gathering(self) -> None:
+        """Release the weights that ZeRO-3 has prefetched: they could not be gathered."""
+        self.engine.empty_partition_cache()
+
+    def write(self, folder: Path, trained_only: bool) -> None:
+        """Write a checkpoint. All ranks must call it."""
+        self.engine.save_checkpoint(str(folder), exclude_frozen_parameters=trained_only)
+
+    def read(self, option: str, folder: Path, trained_only: bool) -> None:
+        """Load a checkpoint that `write` has written. All ranks must call it.
+
+        Raises:
+            UserError: It is from another model or another number of ranks; the message begins with `option`.
+        """
+        pattern = f"{(folder / 'latest').read_text().strip()}/*optim_states.pt"
+        ranks = torch.distributed.get_world_size()
+        saved_ranks = len(list(folder.glob(pattern)))
+        if saved_ranks != ranks:
+            raise UserError(
+                f"{option}: DeepSpeed cannot load a checkpoint of {saved_ranks} GPUs on {ranks}: use {saved_ranks}, or "
+                f"start from its weights: python scripts/export_model.py {folder}, then --model"
+            )
+        try:
+            with only_values(), redirect_stdout(io.StringIO()):  # stage 1 in bfloat16 prints a name of its source
+                self.engine.load_checkpoint(
+                    str(folder), load_module_strict=not trained_only, load_lr_scheduler_states=False
+                )
+        except (RuntimeError, ValueError, KeyError, AssertionError, AttributeError, UnpicklingError) as error:
+            raise UserError(f"{option}: made with another model, optimizer or stage ({first_line(error)})") from error
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Gather a parameter from all ranks, in 32 bits if DeepSpeed keeps such a copy. All ranks must call it."""
+        import deepspeed
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        if getattr(tensor, "requires_grad", False) and (whole := safe_get_full_fp32_param(tensor)) is not None:
+            return whole.detach()
+        if hasattr(tensor, "ds_id"):
+            with deepspeed.zero.GatheredParameters([tensor]):
+                return tensor.detach().clone()
+        return tensor.detach()
+
+
+def read_engine_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Read the weights of a checkpoint in 32 bits, in one process.
 
     Raises:
-        UserError: It is of another model, or was made on another number of ranks; the message begins with `option`.
+        UserError: DeepSpeed is not installed.
     """
-    states, ranks = f"{(folder / 'latest').read_text().strip()}/*optim_states.pt", torch.distributed.get_world_size()
-    if (made_on := len(list(folder.glob(states)))) != ranks:
-        raise UserError(
-            f"{option}: DeepSpeed's checkpoint of {made_on} GPUs cannot go on with {ranks}: use {made_on}, or "
-            f"start from its weights: python scripts/export_model.py {folder}, then --model"
-        )
     try:
-        with only_values(), redirect_stdout(io.StringIO()):  # stage 1 in bfloat16 prints a name of its source
-            engine.load_checkpoint(str(folder), load_module_strict=not trained_only, load_lr_scheduler_states=False)
-    except (RuntimeError, ValueError, KeyError, AssertionError, AttributeError, UnpicklingError) as error:
-        raise UserError(f"{option}: made with another model, optimizer or stage ({first_line(error)})") from error
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    except ImportError as error:
+        raise UserError(f'{folder} is a DeepSpeed checkpoint: pip install "{DEEPSPEED}" to read it') from error
+    with only_values(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        return get_fp32_state_dict_from_zero_checkpoint(str(folder))
 
 
 @contextmanager
 def only_values() -> Iterator[None]:
-    """Have DeepSpeed read its files without running what they say: it asks `torch.load` to unpickle them freely.
+    """Load DeepSpeed's files without executing code from them: DeepSpeed calls `torch.load` with unsafe pickles.
 
-    Of its own classes they hold those that are named here, which keep values and do nothing when they are made.
+    DeepSpeed's files hold instances of a few of its own classes, which only keep values.
     """
     from deepspeed.runtime.fp16 import loss_scaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -168,21 +212,8 @@ def only_values() -> Iterator[None]:
             os.environ[FORCE_WEIGHTS_ONLY] = before
 
 
-def whole_in_32_bit(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather a parameter from all ranks, from its 32-bit copy where DeepSpeed keeps one. All ranks must call it."""
-    import deepspeed
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    if getattr(tensor, "requires_grad", False) and (whole := safe_get_full_fp32_param(tensor)) is not None:
-        return whole.detach()
-    if hasattr(tensor, "ds_id"):
-        with deepspeed.zero.GatheredParameters([tensor]):
-            return tensor.detach().clone()
-    return tensor.detach()
-
-
 def _check_values(name: str, config: dict) -> None:
-    """Have DeepSpeed itself read the configuration, before processes are started."""
+    """Validate the configuration by DeepSpeed's own reader, before processes start."""
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
     from pydantic import ValidationError
 
@@ -197,92 +228,61 @@ def _check_values(name: str, config: dict) -> None:
 
 
 def _check_nvme(settings: Settings, offloaded: dict[str, dict]) -> None:
-    """Refuse what would fail, or fill a disk, in the middle of a run.
-
-    Bytes on the disk of each machine for P parameters: 16 P / machines (Rajbhandari et al., ZeRO-Infinity, 2021,
-    section 3).
-    """
+    """Refuse an offload to NVMe disks that would fail in the middle of a run."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     start = f"--deepspeed {settings.deepspeed}"
-    if "param" in offloaded and offloaded["param"]["device"] == "nvme":  # fetched for a backward pass that never comes
+    if "param" in offloaded and offloaded["param"]["device"] == "nvme":
+        # in the evaluation, weights are fetched ahead for a backward pass, until all buffers are taken
         raise UserError(
-            f"{start}: zero_optimization.offload_param.device nvme: weights from a disk take all of DeepSpeed's "
-            "buffers in the evaluation, and the run dies: say cpu in a copy of the file, and give --deepspeed COPY.json"
+            f"{start}: with zero_optimization.offload_param.device nvme the evaluation runs out of DeepSpeed's "
+            "buffers: write cpu in a copy of the file, and give --deepspeed COPY.json"
         )
     _check_not_resumed(start, settings)
-    fix = "in a copy of the file, name a folder on a local NVMe disk, and give --deepspeed COPY.json"
-    instead = "--deepspeed zero3_offload parks in the host's memory instead"
-    sizes, folder = parameter_sizes(settings), Path(offloaded["optimizer"].get("nvme_path") or "")
+    folder = Path(offloaded["optimizer"].get("nvme_path") or "")
     try:
         with tempfile.TemporaryFile(dir=folder):
-            free = shutil.disk_usage(folder).free
+            pass
     except OSError as error:
-        key = f"zero_optimization.offload_optimizer.nvme_path {folder}"
-        raise UserError(f"{start}: {key}: cannot write there ({error.strerror}): {fix}") from error
-    if free < (size := STATE_BYTES * sum(sizes) / settings.num_nodes):
-        raise UserError(f"{start}: {folder} needs {size / 1e9:.2f} GB and has {free / 1e9:.2f} GB free: {fix}")
-    if not AsyncIOBuilder().is_compatible():
-        raise UserError(f"{start} needs libaio: apt install libaio-dev, or dnf install libaio-devel; {instead}")
-    from torch.utils import cpp_extension  # with setuptools
-
-    if torch.cuda.is_available() and cpp_extension.CUDA_HOME is None:  # DeepSpeed would take it for a path
         raise UserError(
-            f"{start} needs the toolkit of CUDA {torch.version.cuda}, with nvcc, to compile with; {instead}"
+            f"{start}: zero_optimization.offload_optimizer.nvme_path {folder}: cannot write there ({error.strerror}): "
+            "in a copy of the file, name a folder on a local NVMe disk, and give --deepspeed COPY.json"
+        ) from error
+    if not AsyncIOBuilder().is_compatible():
+        raise UserError(
+            f"{start} needs libaio: apt install libaio-dev, or dnf install libaio-devel; --deepspeed zero3_offload "
+            "offloads to CPU memory instead"
         )
-    check_locking(start, BUFFER_BYTES * max(sizes) // settings.ranks, instead)
     if problem := _compile(AsyncIOBuilder()):
         raise UserError(f"{start}: DeepSpeed cannot compile its access to NVMe disks: {problem}")
 
 
-def check_locking(start: str, size: int, instead: str) -> None:
-    """Refuse where this process may not lock `size` bytes of memory.
-
-    DeepSpeed locks its buffers for NVMe disks, four that each hold the largest parameter at least, and aborts the
-    process where it cannot (csrc/pin_memory).
-
-    Raises:
-        UserError: From `start` to `instead`, which says what to do otherwise.
-    """
-    import resource  # not on Windows, and neither is libaio
-
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if limit == resource.RLIM_INFINITY or size <= limit:
-        return
-    with mmap.mmap(-1, limit + mmap.PAGESIZE) as memory:  # more than the limit: only the privileged may
-        first = ctypes.c_char.from_buffer(memory)
-        refused = ctypes.CDLL(None).mlock(ctypes.byref(first), ctypes.c_size_t(len(memory)))
-        del first  # or the memory could not be given back
-    if refused:
-        raise UserError(
-            f"{start} locks {size / 1e9:.2f} GB of the host's memory or more, `ulimit -l` allows {limit / 1e9:.2g}: "
-            f"raise it (docker run --ulimit memlock=-1; /etc/security/limits.conf); {instead}"
-        )
-
-
 def _check_not_resumed(start: str, settings: Settings) -> None:
-    """Refuse to go on later: DeepSpeed 0.19 reads no optimizer state back that was on a disk, and says nothing.
+    """Refuse checkpoints to continue from: DeepSpeed 0.19 silently skips optimizer state on NVMe disks.
 
-    `DeepSpeedEngine.load_checkpoint` skips it, so that Adam would start anew; nor are the 32-bit weights in the file.
+    `DeepSpeedEngine.load_checkpoint` would start Adam again from zero, and the file lacks the 32-bit weights.
     """
     wanted = {"save_every": settings.save_every, "save": settings.save == "sharded", "load": settings.load}
     for name in [name for name, value in wanted.items() if value] + ["resume"] * (settings.resume != "no"):
         raise UserError(
-            f"--{name} {getattr(settings, name)}: {start} cannot be continued, since DeepSpeed reads no optimizer "
-            "state back that was on a disk; --save consolidated keeps the weights, --deepspeed zero3_offload can go on"
+            f"--{name} {getattr(settings, name)}: {start} cannot be continued, since DeepSpeed does not load optimizer "
+            "state from a disk; --save consolidated keeps the weights, and --deepspeed zero3_offload can be continued"
         )
 
 
 def _compile(builder) -> str | None:
-    """Load one of DeepSpeed's extensions, compiled at its first use, or return in one line why it cannot be had."""
+    """Load one of DeepSpeed's extensions, compiled at its first use; return the problem in one line, or None."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         folder = os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")
-        # an interrupted compilation leaves a lock behind, and PyTorch waits for its release without a word
-        print(f"Loading DeepSpeed's {builder.name}: its first use compiles it for minutes (stuck? Delete {folder})",
-              file=sys.stderr, flush=True)  # fmt: skip
+        # an interrupted compilation leaves a lock behind, and PyTorch waits silently for its release
+        print(
+            f"Loading DeepSpeed's {builder.name}: its first use compiles it for minutes (stuck? Delete {folder})",
+            file=sys.stderr,
+            flush=True,
+        )
     try:
         builder.load(verbose=False)
-    except Exception as error:  # compilers, and what is missing for them, have errors of every class
+    except Exception as error:  # compilers and missing headers raise errors of every class
         return f"{type(error).__name__}: {first_line(error, 160)}"
     return None
 

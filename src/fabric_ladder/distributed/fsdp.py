@@ -1,4 +1,4 @@
-"""FSDP2: which modules are sharded, with which options, and the strategy of Fabric that does it."""
+"""FSDP2: the modules that it shards, its options, and Fabric's strategy for it."""
 
 import atexit
 from collections.abc import Callable
@@ -15,25 +15,27 @@ from fabric_ladder.settings import Settings
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that are gathered one at a time: those that transformers says must not be split.
+    """Return the modules that FSDP gathers one at a time: the `_no_split_modules` of transformers.
 
-    What is left over (embeddings that are tied to the head, norms, the head) stays in the root's group.
+    The other weights (embeddings, norms, the head) stay in the root's group.
 
     Raises:
-        UserError: The architecture names no such modules.
+        UserError: The architecture has no `_no_split_modules`.
     """
     names = set(model._no_split_modules or ())
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     if not blocks:
-        raise UserError(f"{model.config.model_type} names no blocks that FSDP could shard: use src/9_ddp.py")
+        raise UserError(
+            f"FSDP needs blocks, and transformers lists none for {model.config.model_type}: use src/9_ddp.py"
+        )
     return blocks
 
 
 def sharding_policy(settings: Settings, mesh: DeviceMesh) -> dict:
-    """Return `fully_shard`'s options: the ranks, the mixed precision, and whether the shards are parked on the CPU.
+    """Return `fully_shard`'s options: the ranks, the mixed precision, and the offload of shards to CPU memory.
 
-    Under `bf16-mixed` the shards stay in 32-bit, weights are gathered in bfloat16, and gradients are summed over the
-    ranks in 32-bit; under the others everything is in the parameters' own precision.
+    Under `bf16-mixed` the shards have 32 bits, weights are gathered in bfloat16, and gradients are added over the ranks
+    in 32 bits. Other precisions use the parameters' own type for all three.
     """
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=settings.accelerator == "cuda") if settings.offload else OffloadPolicy()
@@ -45,15 +47,15 @@ def sharding_policy(settings: Settings, mesh: DeviceMesh) -> dict:
 
 
 def _end_process_group() -> None:
-    """End it before Python ends, else PyTorch warns; Fabric does so where NCCL is the only backend."""
+    """End the process group before Python exits, or PyTorch warns. Fabric ends it only if NCCL is the only backend."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def fsdp_strategy(settings: Settings, shard: Callable[[nn.Module, DeviceMesh], nn.Module]) -> ModelParallelStrategy:
-    """Return Fabric's strategy for FSDP2: every rank has data of its own, and no tensor is cut inside a block.
+    """Return Fabric's strategy for FSDP2, with data parallelism only and without tensor parallelism.
 
-    With CPU offload, gradients on the CPU need a collective backend of their own, to be clipped to a common norm.
+    With CPU offload, gradients are clipped to a common norm on the CPU, which needs a CPU backend for collectives.
     """
     backend = None
     if settings.accelerator == "cuda" and settings.offload:

@@ -1,15 +1,23 @@
-"""How many devices and machines a run has, from the settings or the launcher, and what `fabric.launch()` needs."""
+"""Find the devices and machines of a run, from the settings or the launcher, and prepare `fabric.launch()`."""
 
 import logging
 import os
+import shlex
+import sys
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import torch
+from lightning import Fabric
 from lightning.fabric.plugins.environments import SLURMEnvironment
 
-from fabric_ladder.distributed.watch import RankWatch
+from fabric_ladder.distributed.watch import RankWatch, running_watch
 from fabric_ladder.environment import notebook_shell
 from fabric_ladder.errors import UserError
+from fabric_ladder.places import PACKAGE
 from fabric_ladder.settings import Settings
 
 SEVERAL = "for more: src/9_ddp.py, or src/10_fsdp.py where the model does not fit one device"
@@ -17,7 +25,7 @@ FABRIC_RUN = "LT_CLI_USED"  # set by `fabric run`, whose own options are in vari
 
 
 class Launcher(NamedTuple):
-    """What has started this process, and how many processes it started for each machine and in all."""
+    """The program that started this process, its processes on each machine, and the number of machines."""
 
     name: str
     devices: int
@@ -28,7 +36,7 @@ def find_launcher() -> Launcher | None:
     """Return the launcher that started this process as one of several, if any.
 
     Raises:
-        UserError: Slurm was told a number of tasks, but not how they are spread over the machines.
+        UserError: Slurm's options give a number of tasks without the number for each machine.
     """
     environment = os.environ
     if torch.distributed.is_torchelastic_launched():
@@ -37,19 +45,60 @@ def find_launcher() -> Launcher | None:
         return Launcher(name, devices, int(environment["WORLD_SIZE"]) // devices)
     if SLURMEnvironment.detect():
         tasks = int(environment["SLURM_NTASKS"])
-        if tasks > 1 and "SLURM_NTASKS_PER_NODE" not in environment:  # Fabric cannot tell how they are spread
+        if tasks > 1 and "SLURM_NTASKS_PER_NODE" not in environment:  # Fabric needs the distribution
             raise UserError(f"Slurm's --ntasks={tasks}: use --nodes and --ntasks-per-node instead (see configs/slurm)")
         nodes = int(environment.get("SLURM_NNODES", 1))
         return Launcher("srun", tasks // nodes, nodes)
     return None
 
 
-def check_launcher(settings: Settings, several: bool) -> None:
-    """Refuse a launcher that started another number of processes than the settings or the script allow.
+def command_line(script: Path, arguments: Iterable[str]) -> str:
+    """Return the shell command that starts a script as this process was started.
+
+    Args:
+        script: Any rung.
+        arguments: Options of the rung.
+
+    Returns:
+        For instance `python src/2_grad_accum.py …`, `torchrun --nproc-per-node 2 src/9_ddp.py …` or
+        `srun --nodes=1 --ntasks-per-node=2 python src/9_ddp.py …`.
+    """
+    installed = script.parent == PACKAGE / "src"
+    alone = ["fabric-ladder", "run", script.stem] if installed else [Path(sys.executable).name, str(script)]
+    launcher = find_launcher()
+    if launcher is None:
+        start = alone
+    elif launcher.name == "srun":
+        start = ["srun", f"--nodes={launcher.num_nodes}", f"--ntasks-per-node={launcher.devices}", *alone]
+    else:
+        start = [*_torchrun_words(launcher), str(script)]
+    return shlex.join([*start, *arguments])
+
+
+def _torchrun_words(launcher: Launcher) -> list[str]:
+    """Return the words before the script in the command of the parent process, which is torchrun or `fabric run`."""
+    try:
+        words = psutil.Process().parent().cmdline()
+        place = [Path(word).name for word in words].index(Path(sys.argv[0]).name)
+        words = words[:place] + _taken_by_fabric_run(words[place + 1 :])
+    except (psutil.Error, AttributeError, ValueError):  # the parent is hidden, e.g. outside of a container
+        words = ["torchrun", f"--nnodes={launcher.num_nodes}", f"--nproc-per-node={launcher.devices}"]
+    if len(words) > 1 and not words[1].startswith("-"):  # the interpreter of a console script
+        words = words[1:]
+    return [Path(words[0]).name, *words[1:]]
+
+
+def _taken_by_fabric_run(words: list[str]) -> list[str]:
+    """Return the options after the script that `fabric run` took for its own and did not pass on."""
+    own = {"--accelerator", "--precision"} - {*sys.argv}
+    return [word for pair in pairwise(words) if pair[0] in own for word in pair]
+
+
+def check_launcher(settings: Settings) -> None:
+    """Refuse a launcher whose number of processes contradicts the settings or the script.
 
     Args:
         settings: As they were given: `devices` may be `auto`.
-        several: Whether the script can use more than one device.
 
     Raises:
         UserError: The numbers differ.
@@ -57,6 +106,7 @@ def check_launcher(settings: Settings, several: bool) -> None:
     launcher = find_launcher()
     if launcher is None:
         return
+    several = settings.strategy != "single"
     if not several and launcher.devices * launcher.num_nodes > 1:
         raise UserError(
             f"{launcher.name} started {launcher.devices * launcher.num_nodes} processes, but {settings.name} "
@@ -76,77 +126,89 @@ def resolve_devices(settings: Settings) -> tuple[int, int]:
         return launcher.devices, launcher.num_nodes
     if settings.devices != "auto":
         return settings.devices, settings.num_nodes
-    alone = settings.accelerator != "cuda" or notebook_shell()  # a notebook cannot start its cells anew
+    alone = settings.accelerator != "cuda" or notebook_shell()  # Fabric cannot restart the cells of a notebook
     return 1 if alone else torch.cuda.device_count(), settings.num_nodes
 
 
-def check_devices(settings: Settings, several: bool) -> None:
-    """Refuse numbers of devices and machines that cannot be had.
+def check_devices(settings: Settings) -> None:
+    """Refuse numbers of devices and machines that do not exist or do not fit the script.
 
     Args:
         settings: `devices` is a number.
-        several: Whether the script can use more than one device.
 
     Raises:
-        UserError: More devices than there are, than the script can use, or than the effective batch has samples.
+        UserError: There are fewer devices, the script uses only one, or the effective batch has fewer samples.
     """
     ranks = settings.ranks
-    if ranks > 1 and not several:
+    if ranks > 1 and settings.strategy == "single":
         raise UserError(
             f"--devices {settings.devices} --num_nodes {settings.num_nodes}: {settings.name} runs on one; {SEVERAL}"
         )
     if ranks > 1 and notebook_shell():
         raise UserError(
-            f"a notebook's kernel runs on one device; on {settings.devices}, in a cell of its own: "
+            f"a notebook's kernel runs on one device; for {settings.devices} run in a cell of its own: "
             f"!python src/{settings.name}.py --devices {settings.devices}"
         )
     if settings.accelerator == "cuda" and settings.devices > torch.cuda.device_count():
-        raise UserError(f"--devices {settings.devices}: there are only {torch.cuda.device_count()} CUDA GPUs here")
+        raise UserError(f"--devices {settings.devices}: this machine has {torch.cuda.device_count()} CUDA GPUs")
     if settings.num_nodes > 1 and not find_launcher() and not {"NODE_RANK", "MASTER_ADDR"} <= os.environ.keys():
         raise UserError(
-            f"--num_nodes {settings.num_nodes}: start the script on every machine by torchrun or srun "
+            f"--num_nodes {settings.num_nodes}: start the script on every machine with torchrun or srun "
             "(see configs/slurm), or set MASTER_ADDR, MASTER_PORT and NODE_RANK"
         )
     if ranks > settings.batch_size:
         raise UserError(
-            f"--batch_size {settings.batch_size} is below the number of devices, {ranks}: it is the effective batch "
-            "over all of them; raise it, or use fewer --devices"
+            f"--batch_size {settings.batch_size} is below the number of devices, {ranks}: it counts the samples on "
+            "all devices; raise it, or use fewer --devices"
         )
 
 
 def options_of_fabric_run() -> list[str]:
-    """Return the settings among `fabric run`'s own options, which the script does not get on its command line.
+    """Return the settings among the options of `fabric run`, which does not pass them to the script.
 
     Raises:
-        UserError: Its `--strategy`, which the script sets.
+        UserError: `--strategy` is among them, which only the script sets.
     """
     if os.environ.get(FABRIC_RUN) != "1":
         return []
     if strategy := os.environ.get("LT_STRATEGY"):
-        raise UserError(f"fabric run --strategy={strategy}: leave it out, the script sets the strategy")
+        raise UserError(f"fabric run --strategy={strategy}: leave it out; the script sets the strategy")
     given = {name: os.environ.get(f"LT_{name.upper()}") for name in ("accelerator", "precision")}
     return [f"--{name}={value}" for name, value in given.items() if value]
 
 
-def prepare_launch(several: bool) -> None:
+def prepare_launch(settings: Settings) -> None:
     """Make the script's `fabric.launch()` work under `fabric run` and in a notebook, and watch the launching rank.
 
-    The header names the seed: Fabric's own line of it, on stderr of every rank, is left out.
+    Fabric's own line about the seed is switched off, because the run's header already shows it.
 
     Args:
-        several: Whether the script can use more than one device.
+        settings: All settings of the run.
     """
     logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.WARNING)
-    for name in [name for name in os.environ if name.startswith("LT_")]:  # the settings have taken them over
+    for name in [name for name in os.environ if name.startswith("LT_")]:  # the settings contain them already
         del os.environ[name]
-    if several and notebook_shell():
-        os.environ["LOCAL_RANK"] = "0"  # tells Fabric that this process need not be launched
+    if settings.strategy != "single" and notebook_shell():
+        os.environ["LOCAL_RANK"] = "0"  # Fabric then launches no processes
     if "LOCAL_RANK" in os.environ and not notebook_shell() and not torch.distributed.is_torchelastic_launched():
         RankWatch()
 
 
-def forget_launch() -> None:
-    """In a notebook, let scripts that are started from it not inherit this process's rank and port."""
+def watch_ranks(fabric: Fabric) -> None:
+    """From now on, end this process when another rank dies. Call it after `fabric.launch()`.
+
+    In a notebook, also remove this process's rank and port from the environment, which other scripts would inherit.
+    """
+    if fabric.world_size > 1:
+        (running_watch() or RankWatch()).meet()
     if notebook_shell():
         for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
+
+
+def release_ranks(fabric: Fabric) -> None:
+    """Wait until all ranks are done, and stop watching them: they may end now. All ranks must call it."""
+    watch = running_watch()
+    if fabric.world_size > 1 and watch:
+        fabric.barrier()
+        watch.stop()

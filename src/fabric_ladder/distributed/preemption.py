@@ -1,4 +1,4 @@
-"""Requests to stop a run, by a signal or `max_time`: it stops at the next point from which it can resume exactly."""
+"""Stop a run after a signal or after `max_time`, at the next point from which it can resume exactly."""
 
 import os
 import signal
@@ -10,41 +10,47 @@ import torch.distributed as dist
 
 from fabric_ladder.environment import notebook_shell
 
-STATUS = {"max_time": 124, "SIGINT": 130, "SIGTERM": 143}  # as `timeout` and shells have them
+STATUS = {"max_time": 124, "SIGINT": 130, "SIGTERM": 143}  # exit statuses of `timeout` and of shells
 REASONS = (None, *STATUS)
 
 
 class StopRequest:
-    """Catches SIGINT, SIGTERM and the end of `max_time`; a second SIGINT ends the process at once.
+    """Catches SIGINT, SIGTERM and the end of `max_time`; a second SIGINT ends the process immediately.
 
-    The ranks of a run agree: each tells the others of its request while the next step runs, so that none waits, and all
-    learn of it one step later.
+    The ranks of a run agree. Each sends its request to the others while the next step runs, so that no rank waits. All
+    of them receive it one step later.
 
     Args:
-        max_time: Minutes after which the run is to stop; None: never.
-        begun: When the run began, by `perf_counter`.
-        ranks: Processes of the run, which must all call `made` equally often.
+        max_time: Minutes after which the run stops; None: never.
+        begun: Start of the run, by `perf_counter`.
+        ranks: Processes of the run. All must call `requested` equally often.
     """
 
     def __init__(self, max_time: float | None, begun: float, ranks: int):
         self.reason: str | None = None
         self._own: str | None = None
         self._end = None if max_time is None else begun + 60 * max_time
-        self._group = dist.new_group(backend="gloo") if ranks > 1 else None
+        self._ranks = ranks
+        self._group: dist.ProcessGroup | None = None
         self._exchange: tuple[torch.Tensor, dist.Work] | None = None
         self._before = {}
+
+    def begin(self) -> None:
+        """Catch signals from now on. All ranks must call it."""
+        if self._ranks > 1:
+            self._group = dist.new_group(backend="gloo")
         try:
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._catch)
-        except ValueError:  # not in the main thread, which alone gets signals
+        except ValueError:  # only the main thread gets signals
             pass
 
-    def made_alone(self) -> bool:
-        """Return whether to stop between two micro-batches: not with several ranks, which must agree first."""
-        return self._group is None and self.made()
+    def requested_within_step(self) -> bool:
+        """Return whether to stop between two micro-batches: False with several ranks, which must agree first."""
+        return self._ranks == 1 and self.requested()
 
-    def made(self) -> bool:
-        """Return whether to stop now; all ranks get the same answer."""
+    def requested(self) -> bool:
+        """Return whether to stop now. All ranks get the same answer."""
         if self._end is not None and self._own is None and perf_counter() > self._end:
             self._own = "max_time"
         if self._group is None:
@@ -59,18 +65,18 @@ class StopRequest:
         return self.reason is not None
 
     def restore(self) -> None:
-        """Restore the signal handlers from before."""
+        """Restore the previous signal handlers."""
         for number, before in self._before.items():
             signal.signal(number, before)
         self._before = {}
 
     def close(self) -> None:
-        """Restore the signal handlers from before, and end the exchange with the other ranks; all must call it."""
+        """Restore the previous signal handlers, and end the exchange with the other ranks; all must call it."""
         self.restore()
         if self._exchange:
             self._exchange[1].wait()
             self._exchange = None
-        if self._group:  # left to the end of Python, its threads may abort the process
+        if self._group:  # at the end of Python, its threads could abort the process
             dist.destroy_process_group(self._group)
             self._group = None
 
@@ -83,14 +89,14 @@ class StopRequest:
             signal.raise_signal(signal.SIGINT)
         elif self._own is None:
             self._own = name
-            # print is not safe in here: it may be what was interrupted
-            os.write(2, b"\nStopping at the next micro-batch; Ctrl-C again stops at once\n")
+            # print is not safe here, because the signal may have interrupted a print
+            os.write(2, b"\nStopping at the next micro-batch; press Ctrl-C again to stop immediately\n")
 
 
 def exit_for(reason: str, rank: int) -> None:
-    """End the process with the exit status of the reason; in a notebook, the cell.
+    """End the process with the exit status of the reason; in a notebook, end the cell.
 
-    Other ranks than 0 end without an error, so that no launcher takes them for broken and ends rank 0 first.
+    All ranks except 0 end without an error. Otherwise a launcher would end rank 0 before it has finished.
     """
     sys.stdout.flush()
     if notebook_shell():

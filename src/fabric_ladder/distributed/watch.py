@@ -1,6 +1,6 @@
-"""A rank that dies or hangs ends the whole run within a minute, with a line that names it.
+"""End the whole run within a minute after a rank dies or hangs, with a line that names the rank.
 
-Without this, the others wait in the next collective: for half an hour over NCCL, and without a word of who is missing.
+Without this, the other ranks wait in the next collective, for half an hour over NCCL, and no message names the rank.
 """
 
 import os
@@ -15,16 +15,16 @@ from time import monotonic, sleep
 import psutil
 import torch.distributed as dist
 
-BEAT = 1.0  # seconds between two signs of life
-PATIENCE = 30.0  # seconds without one; a rank that compiles or loads still gives them, from its own thread
+BEAT = 1.0  # seconds between two signs of life, which a thread gives even while its rank compiles or loads
+PATIENCE = 30.0  # seconds without a sign of life after which a rank counts as dead
 
 
 class RankWatch(threading.Thread):
-    """Gives signs of life in the key-value store of the ranks, and ends this process when another rank gives none.
+    """Gives signs of life in the key-value store of the ranks, and ends this process when another rank stops doing so.
 
-    Each rank watches the one before it, so the store's work grows with the number of ranks, not with its square; who
-    finds a dead one tells all through the store. A process on the same machine is also looked for by its number. Until
-    the ranks have met, a process that another one launched watches that one.
+    Each rank watches the previous rank, so that the store's work grows linearly with the number of ranks. A rank that
+    finds a dead rank writes it into the store for all others. A process on the same machine is also checked by its
+    process number. Until the ranks have met, a launched process watches the process that launched it.
     """
 
     def __init__(self):
@@ -38,7 +38,7 @@ class RankWatch(threading.Thread):
         """Watch the other ranks from now on. All ranks must call it."""
         self._rank, ranks = dist.get_rank(), dist.get_world_size()
         self._watched = (self._rank - 1) % ranks
-        self._store = dist.distributed_c10d._get_default_store().clone()  # its own connection: no waiting in line
+        self._store = dist.distributed_c10d._get_default_store().clone()  # a connection of its own does not queue
         self._store.set_timeout(timedelta(seconds=PATIENCE / 2))
         self._store.set(f"alive/{self._rank}", "")
         self._ranks: list = [None] * ranks
@@ -52,7 +52,7 @@ class RankWatch(threading.Thread):
             if dead is not None and not self._stopping.is_set():
                 print(f"error: {dead} has died or hangs; the run stops on all ranks", file=sys.__stderr__, flush=True)
                 if self._met and self._rank == 0:
-                    sleep(2 * BEAT)  # the others ask the store in this process who is dead
+                    sleep(2 * BEAT)  # the store is in this process, and the other ranks still read it
                 os._exit(1)  # the main thread may be inside a collective that never ends
 
     def find_dead(self) -> None:
@@ -60,13 +60,13 @@ class RankWatch(threading.Thread):
         self.join(2 * (PATIENCE if self._met else BEAT))
 
     def stop(self) -> None:
-        """Watch no longer: this rank is about to end, and would abort if a thread were in the store then."""
+        """Stop watching before this rank ends, which would abort if a thread used the store at that moment."""
         self._stopping.set()
         if self is not threading.current_thread():
             self.join(2 * BEAT)
 
     def _find_dead(self) -> str | None:
-        """Return a rank that is dead or hangs, as the user knows it."""
+        """Describe a rank that is dead or hangs, if there is one."""
         if not self._met:
             return "rank 0, which launched this one," if self._parent and os.getppid() != self._parent else None
         dead = next((rank for rank in (0, self._watched) if self._is_gone(rank)), None)
@@ -81,8 +81,8 @@ class RankWatch(threading.Thread):
         return f"rank {dead} (process {process} on {host})"
 
     def _ask_store(self, dead: int | None) -> int | None:
-        """Give a sign of life, and return the rank that is dead: `dead`, the watched one, or one that another found."""
-        self._store.set(f"alive/{self._rank}", str(monotonic()))  # any value that is another in each beat
+        """Give a sign of life, and return the dead rank: `dead`, the watched rank, or one found by another rank."""
+        self._store.set(f"alive/{self._rank}", str(monotonic()))  # the value changes with each beat
         if self._store.check(["dead"]):
             return int(self._store.get("dead"))
         sign = self._store.get(f"alive/{self._watched}")
@@ -94,7 +94,7 @@ class RankWatch(threading.Thread):
         return self._watched
 
     def _is_gone(self, rank: int) -> bool:
-        """Tell whether a rank's process is dead; of other machines that cannot be seen."""
+        """Return whether a rank's process on this machine is dead."""
         _, process, space = self._ranks[rank]
         if space != self._ranks[self._rank][2]:
             return False
@@ -105,7 +105,7 @@ class RankWatch(threading.Thread):
 
 
 def _process_space() -> str:
-    """Return what tells machines and containers apart in which process numbers mean the same."""
+    """Return an identifier of the machine or container; process numbers are comparable only within one."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -113,12 +113,12 @@ def _process_space() -> str:
 
 
 def running_watch() -> RankWatch | None:
-    """Return the watch of this process."""
+    """Return the watch of this process, if it runs."""
     return next((thread for thread in threading.enumerate() if isinstance(thread, RankWatch)), None)
 
 
 def lost_contact(error: BaseException) -> bool:
-    """Tell whether a collective has failed because another rank is gone."""
+    """Return whether a collective has failed because another rank is gone."""
     return isinstance(error, dist.DistBackendError | dist.DistNetworkError) or (
         isinstance(error, RuntimeError) and re.search(r"[Cc]onnection (closed|reset|refused)", str(error)) is not None
     )

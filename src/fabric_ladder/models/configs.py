@@ -28,14 +28,12 @@ def check_model(settings: Settings) -> None:
         UserError: No such model, a config file without `from_scratch`, a model of another kind than the task's, one
             that cannot recompute its activations, or `max_length` or `image_size` that it was not made for.
     """
-    config = load_config(settings.model)
+    config = load_config(settings.model, settings.model_revision)
     if Path(settings.model).is_file() and not settings.from_scratch:
         raise UserError(f"{settings.model} is a config file, which holds no weights: add --from_scratch true")
     classes = MODELS[settings.task]._model_mapping
     if type(config) not in classes:
         raise UserError(f"{settings.model} ({config.model_type}) has no form for --task {settings.task}")
-    if settings.activation_checkpointing and not classes[type(config)].supports_gradient_checkpointing:
-        raise UserError(f"--activation_checkpointing true: transformers does not offer it for {config.model_type}")
     if settings.task == "image-classification":
         size = getattr(config, "image_size", None)
         if size and settings.image_size and size != settings.image_size and not settings.from_scratch:

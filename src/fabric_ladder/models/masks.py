@@ -1,9 +1,9 @@
 """Attention masks made without host-device synchronization.
 
-Whether a mask hides anything decides between kernels, and transformers reads that from the device, which stalls it in
-each forward pass. The loader knows it beforehand. The seam is transformers' `AttentionMaskInterface`, whose entry for
-`scaled_dot_product_attention` is replaced by one that reads nothing within `declare_padding`, and is transformers' own
-everywhere else. Within `declare_rows` it makes, instead of a mask, what keeps packed documents apart (`packing.py`).
+transformers chooses a kernel by whether the mask hides a token. It reads the mask's values from the device for that,
+which stalls the device in each forward pass. The loader knows the answer beforehand. Within `declare_padding` the
+function `make_mask` reads no values; elsewhere it is transformers' own `sdpa_mask`. Within `declare_rows` it returns
+dimensions that keep packed documents apart, in place of a mask (`attention.py`, `packing.py`).
 """
 
 from collections.abc import Iterator
@@ -11,23 +11,24 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from transformers import AttentionMaskInterface, masking_utils
-from transformers.masking_utils import find_packed_sequence_indices, sdpa_mask
+from transformers import masking_utils
+from transformers.masking_utils import sdpa_mask
 
 from fabric_ladder.errors import UserError
 
-DIGITS = 7  # binary ones of a document's number in its row
-OF_QUERY, OF_KEY = 64.0, 4.0  # what stands for 1; the key's is multiplied by what the scale of scores divides by, too
-PACKED_DIM = 5  # dimensions of what stands for a mask then; a mask has 2 or 4
+DIGITS = 7  # binary digits of a document's number in its row
+QUERY_UNIT = 64.0  # stands for 1 in the query's dimensions
+KEY_UNIT = 4.0  # stands for 1 in the key's, which are also divided by the scale of the scores
+PACKED_DIM = 5  # tensor dimensions of `document_digits`; a mask has 2 or 4
 _padded: bool | None = None  # None: not declared
-_rows: tuple[Tensor, int] | None = None  # packed: their positions, and the most tokens that one may have
+_rows: tuple[Tensor, int] | None = None  # positions of packed rows, and the largest number of tokens in a row
 
 
 @contextmanager
 def declare_padding(padded: bool) -> Iterator[None]:
-    """Declare whether the attention masks of this block's batches hide any token; padding stands on the right.
+    """Declare whether attention masks hide any token in the batches of this block; padding stands on the right.
 
-    Then a causal model needs no mask: it hides the padding, which comes later, from every real token as it is.
+    A causal model then needs no mask: no real token attends to the padding, which comes later.
     """
     global _padded
     before, _padded = _padded, padded
@@ -39,40 +40,49 @@ def declare_padding(padded: bool) -> Iterator[None]:
 
 @contextmanager
 def declare_rows(positions: Tensor, longest: int) -> Iterator[None]:
-    """Declare that the batches of this block are packed, in rows of so many tokens at the most.
+    """Declare that the batches of this block are packed.
 
-    Positions (rows, length) count from 0 in each document.
+    transformers' own search for packed documents is switched off in this block, since it reads from the device.
+
+    Args:
+        positions: (rows, length), which count from 0 in each document.
+        longest: The largest number of tokens that a row may have.
     """
     global _rows
     before, _rows = _rows, (positions, longest)
+    search, masking_utils.find_packed_sequence_indices = masking_utils.find_packed_sequence_indices, _find_nothing
     try:
         yield
     finally:
         _rows = before
+        masking_utils.find_packed_sequence_indices = search
 
 
 def document_digits() -> Tensor | None:
-    """Return what keeps the documents of the declared rows apart, (2, rows, 1, length, 8); None without such rows.
+    """Return new dimensions for queries and keys, (2, rows, 1, length, 8); None if no rows are declared.
 
-    For queries and keys: a constant, and the document's number in binary digits, 1 and -1. Their dot product is 0
-    within a document, and elsewhere -2 `OF_QUERY` x `OF_KEY` for each digit that differs.
+    They hold a constant and the document's number in binary digits, 1 and -1. Their dot product is 0 within a document.
+    Between documents it is -2 `QUERY_UNIT` x `KEY_UNIT` for each digit that differs.
     """
     if _rows is None:
         return None
     number = (_rows[0] == 0).cumsum(-1)[:, None, :, None]
     digits = (number >> torch.arange(DIGITS, device=number.device)) % 2 * 2.0 - 1
     one = torch.ones_like(digits[..., :1])
-    of_query, of_key = torch.cat([one * DIGITS, digits], -1), torch.cat([-one, digits], -1)
-    return torch.stack([of_query * OF_QUERY, of_key * OF_KEY])
+    query_part = torch.cat([one * DIGITS, digits], -1)
+    key_part = torch.cat([-one, digits], -1)
+    return torch.stack([query_part * QUERY_UNIT, key_part * KEY_UNIT])
 
 
-def _make_mask(**options) -> Tensor | None:
-    """Do as `sdpa_mask`, whose options these are; None where the kernel needs no mask, but for its own causal one."""
-    window, length, offset = options.get("local_size"), options["kv_length"], options.get("q_offset", 0)
+def make_mask(**options) -> Tensor | None:
+    """Like `sdpa_mask`, with the same options; None where the kernel needs no mask except its own causal one."""
+    window = options.get("local_size")
+    length = options["kv_length"]
+    offset = options.get("q_offset", 0)
     if _rows:
         if window is not None and window < _rows[1]:
             raise UserError(
-                f"--packing true: layers of this model see {window} tokens at once, and rows have up to {_rows[1]}; "
+                f"--packing true: layers of this model attend to {window} tokens, and rows have up to {_rows[1]}; "
                 f"leave it out, or use --max_length {window}"
             )
         return document_digits()
@@ -88,10 +98,5 @@ def _make_mask(**options) -> Tensor | None:
     return sdpa_mask(**(options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}))
 
 
-def _number_samples(position_ids: Tensor) -> Tensor | None:
-    """Do as `find_packed_sequence_indices`, but for declared rows, which need no numbers, nor a look at the device."""
-    return None if _rows else find_packed_sequence_indices(position_ids)
-
-
-AttentionMaskInterface.register("sdpa", _make_mask)
-masking_utils.find_packed_sequence_indices = _number_samples
+def _find_nothing(position_ids: Tensor) -> None:
+    """Stand in for transformers' `find_packed_sequence_indices`."""

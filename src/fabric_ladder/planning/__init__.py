@@ -1,1 +1,1 @@
-"""The memory of a run before it is run: rehearsed on fake tensors, by formula, and searched for what fits."""
+"""Predict the memory of a run on fake tensors and by formulas, and find the rungs that fit a GPU."""

@@ -1,4 +1,4 @@
-"""What the planner may choose from: rungs with options, their settings, and the speeds by which they are compared."""
+"""Candidates of the planner: rungs with options, their settings and their relative speeds."""
 
 import argparse
 from dataclasses import replace
@@ -10,41 +10,49 @@ from fabric_ladder.data.sampler import EVALUATED
 from fabric_ladder.distributed.deepspeed_config import read_deepspeed_config
 from fabric_ladder.environment import emulates, fit_precision
 from fabric_ladder.errors import UserError
+from fabric_ladder.options import drop_unneeded
 from fabric_ladder.planning.gpus import ANY, Gpu
 from fabric_ladder.rungs import script_defaults
 from fabric_ladder.settings import Settings
 
-CHECKPOINTING, ON_HOST = ("--activation_checkpointing", "true"), ("--optimizer_offload", "true")
+CHECKPOINTING = ("--activation_checkpointing", "true")
+ON_HOST = ("--optimizer_offload", "true")
 IN_4_BITS = ("--optimizer", "adam-4bit")
 NAMED = {CHECKPOINTING: "checkpointing", ON_HOST: "optimizer offload"}
 LEAN = ("--precision", "bf16-true", "--optimizer", "sgd")
-ON_ALL_GPUS = ("9_ddp", "10_fsdp", "11_fsdp_cpu_offload", "12_deepspeed_zero")  # of the plan; the other rungs on one
-EVAL_BATCH_TOKENS = str(EVALUATED)  # a run takes more where a micro-batch has more, and needs more for that one
+# A run evaluates more tokens if its micro-batches are larger; then the micro-batches decide its peak.
+EVAL_BATCH_TOKENS = str(EVALUATED)
+MADE_ON_GPU = "8_init_on_device"  # the rung that creates the weights on the GPU, without a copy in CPU memory
 
-BUSY = 1024  # tokens of a micro-batch at which half of a GPU's speed is reached: a guess
-# In the DeepSpeed guide's order, which is 0 > 1 > 2 > 2 + offload > 3 > 3 + offload; the distances are guesses.
-# FSDP2 is a stage 3. (huggingface.co/docs/transformers/deepspeed, "Select a ZeRO stage")
-SHARING = {
-    "zero1": 0.95, "zero2": 0.9, "zero2_offload": 0.7, "zero3": 0.6, "10_fsdp": 0.6, "zero3_offload": 0.25,
-    "11_fsdp_cpu_offload": 0.25,
-}  # fmt: skip
-RECOMPUTED = 0.75  # three thirds of work become four (Chen et al., 2016, Training Deep Nets with Sublinear Memory)
-COMPILED = 1.2  # 51.4 against 43.3 minutes in the series that the rungs follow
-PRODUCTS_KEPT = 0.93  # what selective checkpointing leaves of the speed: on a CPU (page of rung 21)
-OFFLOADED = 0.84  # 1.27 against 1.52 s a step (torchao's README, CPUOffloadOptimizer, ViT-g)
-UNPACKED = 0.7  # 4-bit weights are unpacked for each product: a guess
-ONE_BY_ONE = 0.8  # an optimizer step for each sample: a guess
+HALF_SPEED_TOKENS = 1024  # tokens of a micro-batch with half of a GPU's full speed: a guess
+# The DeepSpeed guide orders the stages by speed: 0 > 1 > 2 > 2 with offload > 3 > 3 with offload. The distances are
+# guesses. FSDP2 shards like stage 3. (huggingface.co/docs/transformers/deepspeed, "Select a ZeRO stage")
+STRATEGY_SPEEDS = {
+    "zero1": 0.95,
+    "zero2": 0.9,
+    "zero2_offload": 0.7,
+    "zero3": 0.6,
+    "zero3_offload": 0.25,
+    "fsdp": 0.6,
+    "fsdp_offload": 0.25,
+}
+CHECKPOINTING_SPEED = 0.75  # a third of the work is repeated (Chen et al., 2016, Deep Nets with Sublinear Memory)
+COMPILE_SPEED = 1.2  # 43.3 minutes instead of 51.4 in the blog posts that the rungs follow
+SELECTIVE_SPEED = 0.93  # measured on a CPU (page of rung 21)
+OFFLOAD_SPEED = 0.84  # 1.27 s instead of 1.52 s per step (torchao's README, CPUOffloadOptimizer, ViT-g)
+NF4_SPEED = 0.7  # 4-bit weights are unpacked for each matrix multiplication: a guess
+SINGLE_SAMPLE_SPEED = 0.8  # an optimizer step for each sample: a guess
 
 
 class Candidate(NamedTuple):
-    """A rung as it would be run.
+    """A rung with options and settings.
 
     Attributes:
-        name: The rung, and the values of its options that speak for themselves without the option's name.
+        name: The rung and short names of its options.
         rung: The script's name.
-        options: What it gets besides the user's options, as on a command line.
-        settings: Of the run; for a CPU, which they are checked on, but with the plan's devices.
-        micro_batches: Sizes worth trying, in samples, ascending; (None,) where the user has settled them.
+        options: Options added to the user's options, as on a command line.
+        settings: Settings with the plan's devices. All other values were checked for a CPU.
+        micro_batches: Sizes to try, in samples, ascending; (None,) if the user has chosen the size.
     """
 
     name: str
@@ -55,14 +63,14 @@ class Candidate(NamedTuple):
 
     @property
     def fsdp_ranks(self) -> int | None:
-        """GPUs over which FSDP shards; None: no FSDP."""
-        return self.settings.ranks if "fsdp" in self.rung else None
+        """Number of GPUs that share the FSDP shards; None: no FSDP."""
+        return self.settings.ranks if self.settings.strategy == "fsdp" else None
 
 
 def list_choices(gpus: int) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the rungs and options worth trying on so many GPUs, in the ladder's order.
+    """Return the rungs and options to try on N GPUs, in the ladder's order.
 
-    FSDP's offload is tried with activation checkpointing alone, which costs less speed than offloading does.
+    FSDP's offload is always tried with activation checkpointing, which costs less speed than offloading.
     """
     either = ((), CHECKPOINTING)
     choices = [(rung, ()) for rung in ("1_batch_size_1", "2_grad_accum", "3_torch_compile")]
@@ -73,8 +81,9 @@ def list_choices(gpus: int) -> list[tuple[str, tuple[str, ...]]]:
     if gpus > 1:
         choices += [(rung, options) for rung in ("9_ddp", "10_fsdp") for options in either]
     choices += [("11_fsdp_cpu_offload", options) for options in (CHECKPOINTING, (*LEAN, *CHECKPOINTING))]
-    stages = ("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload") if gpus > 1 else (
-        "zero2_offload", "zero3_offload")  # fmt: skip
+    stages = ("zero2_offload", "zero3_offload")
+    if gpus > 1:
+        stages = ("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload")
     choices += [("12_deepspeed_zero", ("--deepspeed", stage, *options)) for stage in stages for options in either]
     choices += [(rung, options) for rung in ("13_lora", "14_qlora", "16_bf16_that_learns") for options in either]
     choices += [("17_step_in_backward", options) for options in (*either, (*ON_HOST, *CHECKPOINTING))]
@@ -89,19 +98,19 @@ def read_candidates(
     """Read the settings of every choice.
 
     Args:
-        choices: Rungs and their options; what `options` says already is taken out of these.
-        options: Of the user, as on a rung's command line.
-        gpus: Devices of the plan.
-        gpu: Each of them.
+        choices: Rungs and their options. An option that is also in `options` is left out.
+        options: The user's options, as on a rung's command line.
+        gpus: Number of GPUs of the plan.
+        gpu: The type of the GPUs.
 
     Returns:
-        The candidates, and by name why other choices cannot be run.
+        The candidates, and for each other choice the reason why it cannot run.
 
     Raises:
-        UserError: No choice can be run: the reason of the first.
+        UserError: No choice can run. The message is the first reason.
     """
     given = {word.split("=")[0] for word in options if word.startswith("--")}
-    here = ["--from_scratch", "true"]  # no weights are looked for
+    here = ["--from_scratch", "true"]  # a plan needs no weights
     here += [] if "--eval_batch_tokens" in given else ["--eval_batch_tokens", EVAL_BATCH_TOKENS]
     candidates, problems = {}, {}
     for rung, extra in choices:
@@ -111,57 +120,60 @@ def read_candidates(
             continue
         extra = sum(pairs, ())
         try:
-            settings = read_settings(rung, [*options, *extra, *here], gpus if rung in ON_ALL_GPUS else 1, gpu)
+            on_one_gpu = script_defaults(rung).get("strategy", "single") == "single"
+            settings = read_settings(rung, [*options, *extra, *here], 1 if on_one_gpu else gpus, gpu)
             settled = given & {"--micro_batch_size", "--micro_batch_tokens"} or settings.pack_rows
             sizes = (None,) if settled or settings.step_in_backward else _sizes(settings)
             candidates[name] = Candidate(name, rung, extra, settings, sizes)
         except UserError as error:
             problems[name] = str(error)
     if not candidates:
-        none = "there is nothing to plan: 15 takes what 4 takes, 22 is not known yet, and 9 and 10 need --devices 2"
-        raise UserError(next(iter(problems.values()), none))
+        nothing = "no rung to plan: 15 needs the memory of 4, 22 has no prediction, and 9 and 10 need --devices 2"
+        raise UserError(next(iter(problems.values()), nothing))
     return list(candidates.values()), problems
 
 
 def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) -> Settings:
-    """Return a rung's settings as they would be on so many GPUs, checked on this machine's CPU.
+    """Return a rung's settings for N GPUs, checked on this machine's CPU.
 
-    What would be refused there, DeepSpeed and `16-mixed`, is put in afterwards. A line that the run would print of its
-    precision is the only one of the notices.
+    DeepSpeed and `16-mixed`, which a CPU refuses, are added after the check. The notices hold only the line about the
+    precision that the run would print.
 
     Raises:
         UserError: The rung cannot be run with these options.
     """
     defaults = script_defaults(rung)
+    options = drop_unneeded(options, defaults)  # another rung has use for them
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--precision")
-    if "deepspeed" in defaults:
+    if defaults.get("strategy") == "deepspeed":
         finder.add_argument("--deepspeed", default=defaults["deepspeed"])
     found, options = finder.parse_known_args(options)
     if found.precision:
         options += ["--precision", "mixed" if found.precision == "16-mixed" else found.precision]
     here = ["--accelerator", "cpu", "--devices", "1"]
     settings = parse_settings(
-        [*options, *here], **defaults | {"deepspeed": None} if "deepspeed" in defaults else defaults
+        [*options, *here], **defaults | {"deepspeed": None} if defaults.get("strategy") == "deepspeed" else defaults
     )
     if gpus > settings.batch_size:
         raise UserError(f"--batch_size {settings.batch_size} is below the number of devices, {gpus}: raise it")
-    precision, sharded = found.precision or settings.precision, "offload" in defaults
+    precision = found.precision or settings.precision
+    sharded = settings.strategy == "fsdp"
     if not found.precision and precision == "bf16-mixed":
-        precision = "mixed"  # as it is on a CPU
+        precision = "mixed"  # a CPU has turned it into bf16-mixed
     precision, meaning = fit_precision(precision, gpu.capability, settings.lora and not found.precision, sharded)
     settings = replace(settings, name=rung, devices=gpus, precision=precision, notices=(meaning,) if meaning else ())
-    check_precision(settings, gpu.capability, sharded)
-    if "deepspeed" in defaults:
+    check_precision(settings, gpu.capability)
+    if defaults.get("strategy") == "deepspeed":
         settings = replace(settings, deepspeed=found.deepspeed)
-        read_deepspeed_config(settings)  # refuses one that does not fit
+        read_deepspeed_config(settings)  # for its checks
         if precision == "32-true":
-            raise UserError("--precision 32-true: what ZeRO holds is known of 16-bit weights only; plan for bf16-mixed")
+            raise UserError("--precision 32-true: ZeRO's memory is known for 16-bit weights only; plan for bf16-mixed")
     return settings
 
 
 def accuracy_costs(settings: Settings) -> list[str]:
-    """Return in words what settings have been seen to cost in accuracy: MiniLM on 2,000 reviews (docs/results.md)."""
+    """Return the measured accuracy costs of settings in words: MiniLM on 2,000 reviews (docs/results.md)."""
     if settings.lora and settings.lora_targets == "all-linear":
         return []
     if settings.lora:
@@ -174,30 +186,29 @@ def accuracy_costs(settings: Settings) -> list[str]:
     return costs
 
 
-def relative_speed(settings: Settings, rung: str, tokens: int, gpu: Gpu = ANY) -> float:
-    """Return a run's samples/s, as a multiple of what a busy GPU of this kind does in 16 bits.
+def relative_speed(settings: Settings, tokens: int, gpu: Gpu = ANY) -> float:
+    """Return a run's samples/s, relative to a busy GPU of this type in 16 bits.
 
     Args:
-        settings: `precision`, `activation_checkpointing`, `selective_checkpointing`, `compile`,
-            `quantization`, `optimizer_offload`, `deepspeed`, `batch_size`, `devices` and `num_nodes`.
-        rung: The script's name.
+        settings: Settings of the run.
         tokens: Padded tokens of a micro-batch.
-        gpu: Its peaks tell how much slower 32-bit products are; an emulated bfloat16 is taken to be no faster.
+        gpu: The GPU. Its peaks give the speed of 32-bit matrix multiplications; emulated bfloat16 is as slow.
     """
-    speed = settings.ranks * SHARING.get(settings.deepspeed or rung, 1.0)
-    speed *= tokens / (tokens + BUSY)
+    strategy = settings.deepspeed or settings.strategy + "_offload" * settings.offload
+    speed = settings.ranks * STRATEGY_SPEEDS.get(strategy, 1.0)
+    speed *= tokens / (tokens + HALF_SPEED_TOKENS)
     if settings.precision in ("32-true", "64-true") or emulates(settings.precision, gpu.capability):
         speed *= gpu.single / gpu.half
     if settings.activation_checkpointing:
-        speed *= PRODUCTS_KEPT if settings.selective_checkpointing else RECOMPUTED
+        speed *= SELECTIVE_SPEED if settings.selective_checkpointing else CHECKPOINTING_SPEED
     if settings.compile:
-        speed *= COMPILED
+        speed *= COMPILE_SPEED
     if settings.quantization != "no":
-        speed *= UNPACKED
+        speed *= NF4_SPEED
     if settings.optimizer_offload:
-        speed *= OFFLOADED
+        speed *= OFFLOAD_SPEED
     if settings.batch_size == 1:
-        speed *= ONE_BY_ONE
+        speed *= SINGLE_SAMPLE_SPEED
     return speed
 
 

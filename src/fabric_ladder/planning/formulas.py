@@ -1,7 +1,7 @@
-"""What of a run's memory cannot be rehearsed, by formula.
+"""Formulas for the memory that cannot be rehearsed on fake tensors.
 
-First what changes the tensors of a rehearsed `Peak` (4-bit weights, 8-bit Adam, DeepSpeed's ZeRO), then what a GPU
-needs on top of all tensors: `Overhead`, measured on a GPU and kept in the cache, or assumed.
+The first part changes the tensors of a rehearsed `Peak`: 4-bit weights, 8-bit Adam, DeepSpeed's ZeRO. The second part
+is `Overhead`, the GPU memory in addition to tensors. It is measured on a GPU and cached, or assumed.
 """
 
 import json
@@ -13,81 +13,45 @@ from time import strftime
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError
-from fabric_ladder.models.adam_4bit import AT_ONCE, BLOCK
 from fabric_ladder.models.optimizer import state_dtypes
-from fabric_ladder.planning.tracker import Peak
 from fabric_ladder.settings import Settings
+from fabric_ladder.techniques.adam_4bit import AT_ONCE, BLOCK
+from fabric_ladder.techniques.memory import Counts, Peak
 
-NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8  # of a weight, with its constants: QLoRA, section 3
-ADAM_8_BIT = 2 * (1 + 4 / 256)  # bytes of a weight's two moments, with a 32-bit constant for each block of 256
-ADAM_4_BIT = 2 * (1 / 2 + 4 / BLOCK)  # the same for 4-bit Adam
-MOMENTS = {"adam": 8, "adamw": 8, "adam-8bit": ADAM_8_BIT, "sgd": 0}  # bytes of a 32-bit weight's optimizer state
-
-
-class Counts(NamedTuple):
-    """Elements of a model's parameters.
-
-    Attributes:
-        all: Of the whole model.
-        trained: That are trained.
-        largest_layer: Of the module that holds most itself.
-        linear: Of frozen linear layers, which `quantization` keeps in 4 bits.
-        largest_linear: Of the largest of these.
-    """
-
-    all: int
-    trained: int
-    largest_layer: int
-    linear: int
-    largest_linear: int
-
-
-def count_parameters(model: nn.Module) -> Counts:
-    """Count the parameters of a model, with its adapters if it has any; shared ones once."""
-    head = model.get_output_embeddings()
-    frozen = [
-        module.weight.numel()
-        for module in model.modules()
-        if isinstance(module, nn.Linear) and module is not head and not module.weight.requires_grad
-    ]
-    return Counts(
-        all=sum(parameter.numel() for parameter in model.parameters()),
-        trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
-        largest_layer=max(sum(each.numel() for each in module.parameters(recurse=False)) for module in model.modules()),
-        linear=sum(frozen),
-        largest_linear=max(frozen, default=0),
-    )
+NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8  # bytes per weight, with its constants: QLoRA, section 3
+ADAM_8_BIT = 2 * (1 + 4 / 256)  # bytes of a weight's two moments, with a 32-bit constant per block of 256
+ADAM_4_BIT = 2 * (1 / 2 + 4 / BLOCK)  # bytes of the two moments of 4-bit Adam
+MOMENTS = {"adam": 8, "adamw": 8, "adam-8bit": ADAM_8_BIT, "sgd": 0}  # bytes of optimizer state per 32-bit weight
 
 
 def in_4_bits(peak: Peak, counts: Counts, width: int) -> Peak:
-    """Return the peak of adapters' training once the frozen linear layers are in 4 bits.
+    """Return the peak of training adapters with the frozen linear layers in 4 bits.
 
-    NF4 with double quantisation takes 4.127 bits a weight (Dettmers et al., 2023, QLoRA, section 3). For its product a
-    layer is unpacked to what the precision computes in, `width` bytes a weight, one at a time.
+    NF4 with double quantization takes 4.127 bits per weight (Dettmers et al., 2023, QLoRA, section 3). For its matrix
+    multiplication each layer is unpacked to `width` bytes per weight, one layer at a time.
     """
     saved = round(counts.linear * (width - NF4_BYTES))
     return peak._replace(parameters=peak.parameters - saved, other=peak.other + width * counts.largest_linear)
 
 
 def with_8_bit_adam(peak: Peak, counts: Counts) -> Peak:
-    """Return the peak of training without Adam's moments once 8-bit Adam keeps its own.
+    """Return the peak with the moments of 8-bit Adam, from a peak without moments.
 
-    Two moments of a byte for each weight, and a 32-bit constant for every 256 of them (Dettmers et al., 2022, 8-bit
-    Optimizers via Block-wise Quantization; bitsandbytes 0.50).
+    Each weight has two moments of one byte, and each block of 256 moments a 32-bit constant (Dettmers et al., 2022,
+    8-bit Optimizers via Block-wise Quantization; bitsandbytes 0.50).
     """
     return peak._replace(optimizer_state=peak.optimizer_state + round(counts.trained * ADAM_8_BIT))
 
 
 def with_optimizer_offload(peak: Peak, counts: Counts, settings: Settings) -> Peak:
-    """Return the peak of training without optimizer state once the host keeps it, and a copy of the trained weights.
+    """Return the peak with optimizer state and a copy of the trained weights in CPU memory.
 
-    The gradients on their way come on top there: those of a whole model at most, where the device is faster. What
-    bitsandbytes steps on a CPU it unpacks into six 32-bit tensors of the weight's size, 4-bit Adam a part of it into
-    five; the largest one's are counted, but not that PyTorch rounds each pinned tensor up to a power of two.
+    CPU memory also holds the gradients in transfer: all gradients, if the device is faster than the CPU. bitsandbytes
+    unpacks each weight into six 32-bit tensors for a step on the CPU, and 4-bit Adam a part of it into five. The
+    formula counts the largest weight's tensors. It ignores that PyTorch rounds pinned tensors up to a power of two.
     """
     width = 4 if settings.lora else {"64-true": 8, "bf16-true": 2, "16-true": 2}.get(settings.precision, 4)
     state = width * state_dtypes(settings).count(None)
@@ -101,12 +65,12 @@ def with_optimizer_offload(peak: Peak, counts: Counts, settings: Settings) -> Pe
 
 
 def with_zero(peak: Peak, counts: Counts, config: dict, optimizer: str, ranks: int) -> Peak:
-    """Return the peak under DeepSpeed's ZeRO in 16-bit mixed precision, on each of so many GPUs of one machine.
+    """Return the peak under DeepSpeed's ZeRO in 16-bit mixed precision, on each of N GPUs of one machine.
 
-    With P parameters, T of them trained, N GPUs and o bytes of optimizer state (8 for Adam), of model states each GPU
-    holds, and `host` the machine's memory over N:
+    The table gives the bytes of model states on each GPU, and in CPU memory divided by N. It uses P parameters, T
+    trained parameters and o bytes of optimizer state (8 for Adam):
 
-    | stage | GPU | host |
+    | stage | GPU | CPU |
     |---|---|---|
     | 1 | 2 P + 6 T + (4 + o) T / N | |
     | 2 | 2 P + (10 + o) T / N | |
@@ -115,21 +79,20 @@ def with_zero(peak: Peak, counts: Counts, config: dict, optimizer: str, ranks: i
     | 3, optimizer offloaded | 4 L + 2 V + 2 P / N | 1.5 max(4 N, 8 + o) T / N |
     | 3, parameters too | 4 L + 2 V | 1.5 max(4 N P, 2 P + (8 + o) T) / N |
 
-    where L is the largest layer, and V what stage 3 gathers ahead of its use or keeps for the next one. Stage 1 is
+    L is the largest layer. V are the weights that stage 3 gathers early or keeps for the next use. Stage 1 is
     Rajbhandari et al., 2020, ZeRO, section 3, with the 32-bit sum of the gradients that `data_types.grad_accum_dtype`
     asks for; the others are DeepSpeed 0.19's own `estimate_zero2_model_states_mem_needs` and
     `estimate_zero3_model_states_mem_needs`, for T = P and o = 8, with what its source adds: V, and in stage 2 a buffer
     for the gradient of the largest layer beside that gradient. The two communication buckets come on top, in 16 bits.
-    Two other moments may need more: the start of stage 2 with offload, which copies the share to be parked on the GPU,
-    and the step of stage 3, which copies `sub_group_size` gradients into 32 bits. What NVMe offload keeps in the host's
-    memory is not counted.
+    Two other moments may need more memory. The start of stage 2 with offload copies the offloaded share on the GPU. The
+    step of stage 3 copies `sub_group_size` gradients into 32 bits. The buffers of NVMe offload are left out.
 
     Args:
-        peak: Of one GPU without DeepSpeed under `bf16-true`, without optimizer state.
-        counts: Of the model's parameters.
+        peak: The peak on one GPU without DeepSpeed under `bf16-true`, without optimizer state.
+        counts: Numbers of the model's parameters.
         config: The `zero_optimization` section of DeepSpeed's configuration.
-        optimizer: Its name in the settings.
-        ranks: GPUs.
+        optimizer: Name of the optimizer in the settings.
+        ranks: Number of GPUs.
     """
     state = 8 + MOMENTS[optimizer]  # with the 32-bit copy and the 32-bit gradient
     devices = [(config.get(f"offload_{name}") or {}).get("device", "none") for name in ("optimizer", "param")]
@@ -146,7 +109,7 @@ def with_zero(peak: Peak, counts: Counts, config: dict, optimizer: str, ranks: i
 
 
 def _on_gpu(counts: Counts, state: float, devices: list[str], ranks: int, config: dict) -> tuple[float, ...]:
-    """Return the bytes of weights, gradients and optimizer state on each GPU, and those of all at the other moment."""
+    """Return the bytes of weights, gradients and optimizer state on each GPU, and of all three at the other moment."""
     steps_on_gpu, keeps_weights = (device == "none" for device in devices)
     stage, weights, trained, gradients, kept, elsewhen = config["stage"], 2 * counts.all, counts.trained, 0, 0, 0
     if stage == 3:
@@ -164,7 +127,7 @@ def _on_gpu(counts: Counts, state: float, devices: list[str], ranks: int, config
 
 
 def _parked(counts: Counts, state: float, devices: list[str], ranks: int) -> float:
-    """Return the bytes on the host of each GPU, by the table above, if optimizer and weights are on these devices."""
+    """Return the bytes of CPU memory per GPU, by the table of `with_zero`, for optimizer and weights on `devices`."""
     optimizer, weights = (device == "cpu" for device in devices)
     trained = state * counts.trained
     if optimizer and weights:
@@ -172,17 +135,17 @@ def _parked(counts: Counts, state: float, devices: list[str], ranks: int) -> flo
     return 1.5 * max(4 * ranks * counts.trained, trained) / ranks if optimizer else 0
 
 
-KEPT = "memory/overhead.json"  # in the cache's folder
+KEPT = "memory/overhead.json"  # path in the cache folder
 
 
 class Overhead(NamedTuple):
-    """What a run needs of a GPU on top of its tensors.
+    """GPU memory that a run needs in addition to its tensors.
 
     Attributes:
-        context: Bytes that the driver and CUDA's kernels take before the first tensor.
-        workspace: Bytes that cuBLAS takes from PyTorch's allocator.
-        fragmentation: What the allocator reserves beyond the peak of its tensors, as a share of that peak.
-        source: Where the figures are from, in words.
+        context: Bytes of the driver and CUDA's kernels before the first tensor.
+        workspace: Bytes of cuBLAS in PyTorch's allocator.
+        fragmentation: Memory that the allocator reserves beyond the peak of its tensors, as a fraction of that peak.
+        source: Source of the figures, in words.
     """
 
     context: int
@@ -191,22 +154,22 @@ class Overhead(NamedTuple):
     source: str
 
     def needed(self, peak: Peak) -> int:
-        """Return the bytes of a GPU that a run of this peak needs in all."""
+        """Return the bytes of GPU memory that a run with this peak needs."""
         tensors = peak.total
         return tensors + round(self.context + self.workspace + self.fragmentation * (tensors + self.workspace))
 
 
-# 2 x 32 MiB: forward and backward pass run in threads of their own, each with the workspace that NVIDIA recommends for
-# compute capability 9.0 (pytorch#120925; less before). The rest is a guess.
+# 2 x 32 MiB: the forward and the backward pass run in separate threads. Each has the workspace that NVIDIA recommends
+# for compute capability 9.0 (pytorch#120925; older GPUs need less). The other figures are guesses.
 ASSUMED = Overhead(context=500_000_000, workspace=2 * 32 * 2**20, fragmentation=0.05, source="assumed, not measured")
 
 
 def load_overhead(cache_dir: str, gpu: str) -> Overhead:
-    """Return what was measured on this GPU with this PyTorch; what is assumed, if nothing was.
+    """Return the overhead measured on this GPU with this PyTorch, or `ASSUMED`.
 
     Args:
         cache_dir: Folder of the cache, as in the settings.
-        gpu: The driver's name of it.
+        gpu: The driver's name of the GPU.
     """
     try:
         return Overhead(**_read_kept(cache_dir)[_key(gpu)])
@@ -215,7 +178,7 @@ def load_overhead(cache_dir: str, gpu: str) -> Overhead:
 
 
 def keep_overhead(cache_dir: str, gpu: str, overhead: Overhead) -> Path:
-    """Write down what was measured, together with that of other GPUs and versions.
+    """Add a measured overhead to the file of all GPUs and versions, and return its path.
 
     Raises:
         UserError: The cache cannot be written.
@@ -231,14 +194,14 @@ def keep_overhead(cache_dir: str, gpu: str, overhead: Overhead) -> Path:
 
 
 def measure_overhead(train: Callable[[], None]) -> Overhead:
-    """Measure all three on the first CUDA GPU; nothing else may use it.
+    """Measure context, workspace and fragmentation on the first CUDA GPU, which no other process may use.
 
     Args:
-        train: Runs a few optimizer steps of a model on that GPU, and keeps nothing.
+        train: A function that runs a few optimizer steps of a model on that GPU, and keeps no tensors.
 
     Raises:
-        UserError: There is no CUDA GPU.
-        RuntimeError: This process has used the GPU already.
+        UserError: This machine has no CUDA GPU.
+        RuntimeError: This process has already used the GPU.
     """
     if not torch.cuda.is_available():
         raise UserError("--calibrate measures a CUDA GPU, and PyTorch finds none here")
@@ -257,7 +220,7 @@ def measure_overhead(train: Callable[[], None]) -> Overhead:
 
 
 def _measure_workspace() -> int:
-    """Return the bytes that stay allocated when forward and backward pass of a linear layer are over."""
+    """Return the bytes that stay allocated after a forward and a backward pass of a linear layer."""
     layer = torch.nn.Linear(1024, 1024, device="cuda")
     held = torch.cuda.memory_allocated(0)
     for dtype in (torch.float32, torch.bfloat16):
@@ -269,7 +232,7 @@ def _measure_workspace() -> int:
 
 
 def _used_before() -> int:
-    """Return the bytes in use on the GPU before this process touches it, as the driver's own tool says."""
+    """Return the bytes in use on the GPU before this process uses it, from `nvidia-smi`."""
     if not (tool := shutil.which("nvidia-smi")):
         return 0
     command = [tool, "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]

@@ -1,4 +1,4 @@
-"""GPUs that people own or rent, by name: memory, compute capability, and peak speeds of matrix products."""
+"""GPUs that people own or rent, by name: memory, compute capability, and peak speeds of matrix multiplications."""
 
 import re
 from difflib import get_close_matches
@@ -6,19 +6,19 @@ from typing import NamedTuple
 
 from fabric_ladder.errors import UserError
 
-VARIANTS = {"Laptop", "Max", "Mobile", "Ti", "SUPER", "D"}  # in a driver's name: another GPU than the one without
+VARIANTS = {"Laptop", "Max", "Mobile", "Ti", "SUPER", "D"}  # with such a word, a driver's name means another GPU
 
 
 class Gpu(NamedTuple):
     """A GPU.
 
     Attributes:
-        name: As in the driver's name of it, with the memory where there are several.
+        name: The driver's name, with the memory if the GPU exists in several sizes.
         memory: Bytes.
         capability: Compute capability.
-        half: Dense peak in TFLOP/s of 16-bit products, added up in 32-bit.
-        single: The same of 32-bit products, by TF32 where there is that.
-        plain: The same of 32-bit products in full, without tensor cores.
+        half: Dense peak in TFLOP/s of 16-bit matrix multiplications with 32-bit sums.
+        single: Peak of 32-bit matrix multiplications, with TF32 if the GPU supports it.
+        plain: Peak of 32-bit matrix multiplications without tensor cores.
     """
 
     name: str
@@ -29,10 +29,10 @@ class Gpu(NamedTuple):
     plain: float
 
 
-# NVIDIA's data sheets and its white papers on each architecture; half of what is given "with sparsity". Memory is the
-# nominal one in 10^9 bytes (there is more on most), but what PyTorch reports where ECC takes a sixteenth of it: 15.6 GB
-# on a T4. Below 7.0 there are no tensor cores, below 8.0 neither bfloat16 nor TF32. The last figure stands only where
-# TF32 is faster than 32-bit in full.
+# Sources: NVIDIA's data sheets and white papers on each architecture; figures "with sparsity" are halved. Memory is the
+# nominal size in 10^9 bytes; most GPUs have more. If ECC takes a sixteenth, PyTorch's size is given: 15.6 GB on a T4.
+# Tensor cores need capability 7.0, bfloat16 and TF32 need 8.0. The last figure is given only if TF32 is faster
+# than plain 32-bit.
 _ROWS = """
 P100 | 16 | 6.0 | 18.7 | 9.3
 V100 | 16 | 7.0 | 125 | 15.7
@@ -82,14 +82,14 @@ def _read_row(row: str) -> Gpu:
 
 
 GPUS = [_read_row(row) for row in _ROWS.strip().splitlines()]
-ANY = Gpu("a GPU", 0, (8, 0), 312, 156, 19.5)  # of which nothing is known: it computes in bfloat16, as fast as an A100
+ANY = Gpu("a GPU", 0, (8, 0), 312, 156, 19.5)  # an unknown GPU: computes in bfloat16, as fast as an A100
 
 
 def match_gpu(name: str) -> Gpu | None:
-    """Return the GPU that a user or its driver calls so; None: there is none such in the table.
+    """Return the GPU for a user's or a driver's name, or None if the table does not have it.
 
-    Of a user's spelling capitals, spaces, dashes and the makers' words do not count; of a driver's name it is the GPU
-    whose words are all in it, the longest of several.
+    Capitals, spaces, dashes and brand names do not matter in a user's spelling. For a driver's name, the GPU is the
+    longest entry whose words all occur in the name.
     """
     exact = [gpu for gpu in GPUS if _plain(gpu.name) == _plain(name)]
     words = set(name.replace("-", " ").split())
@@ -101,7 +101,7 @@ def find_gpu(name: str) -> Gpu:
     """Return the GPU of this name.
 
     Raises:
-        UserError: There is none such in the table: with names that are near.
+        UserError: The table does not have this GPU. The message lists similar names.
     """
     if gpu := match_gpu(name):
         return gpu
@@ -109,8 +109,8 @@ def find_gpu(name: str) -> Gpu:
     near = [known for known in names if _plain(name) in known] if _plain(name) else []
     near = near or get_close_matches(_plain(name), names, n=4, cutoff=0.5) or list(names)
     raise UserError(
-        f"--gpu {name}: not in the table; there is {', '.join(names[known] for known in near)}; of another one give "
-        "the memory: --gpu_memory 16GB"
+        f"--gpu {name}: not in the table, which has {', '.join(names[known] for known in near)}; for another GPU "
+        "give its memory: --gpu_memory 16GB"
     )
 
 

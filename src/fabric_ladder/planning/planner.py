@@ -1,4 +1,4 @@
-"""Which rung runs a model on a GPU: the peak of each, the largest micro-batch that fits, and the fastest of those."""
+"""Find the rungs that fit a GPU, the largest micro-batch of each, and the fastest rung."""
 
 import gc
 import json
@@ -13,25 +13,25 @@ from typing import NamedTuple
 import torch
 
 from fabric_ladder.environment import emulates
-from fabric_ladder.planning.candidates import Candidate, accuracy_costs, relative_speed
-from fabric_ladder.planning.formulas import Counts, Overhead
+from fabric_ladder.planning.candidates import MADE_ON_GPU, Candidate, accuracy_costs, relative_speed
+from fabric_ladder.planning.formulas import Overhead
 from fabric_ladder.planning.gpus import ANY, Gpu, match_gpu
 from fabric_ladder.planning.predict import blank_datasets, complete, largest_batches, to_rehearse
 from fabric_ladder.planning.rehearsal import Rehearsal, rehearse
-from fabric_ladder.planning.tracker import Peak
 from fabric_ladder.runs.prediction import relevant
+from fabric_ladder.techniques.memory import Counts, Peak
 
-LIBRARIES = 2_000_000_000  # bytes of a process's host memory without a model, with CUDA: a guess
-LARGEST_TENSORS = 8  # named in a plan
+LIBRARIES = 2_000_000_000  # bytes of CPU memory of a process with CUDA and without a model: a guess
+LARGEST_TENSORS = 8  # groups of tensors listed in a plan
 
 
 class Samples(NamedTuple):
-    """What a plan is made for.
+    """The samples of a plan.
 
     Attributes:
-        length: Tokens of the longest sample; of an image, its patches and the one for the class.
-        classes: Of a classifier.
-        image_size: Pixels of a side of an image; None: the samples are texts.
+        length: Tokens of the longest sample. An image has a token for each patch and one for the class.
+        classes: Number of classes of a classifier.
+        image_size: Side of an image in pixels; None: the samples are texts.
     """
 
     length: int
@@ -40,14 +40,14 @@ class Samples(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """Where a plan is to run.
+    """The machine of a plan.
 
     Attributes:
-        memory_limits: Bytes of a GPU; of several, a plan is made for each.
-        overhead: What a run needs of a GPU on top of its tensors.
-        host_memory: Bytes of the machine's memory; None: as much as it takes.
-        gpus: Their number.
-        gpu: What they are, but for their memory.
+        memory_limits: Sizes of GPU memory in bytes. Each size gets a plan.
+        overhead: GPU memory that a run needs in addition to its tensors.
+        host_memory: CPU memory in bytes; None: unlimited.
+        gpus: Number of GPUs.
+        gpu: Type of the GPUs. `memory_limits` replaces its memory.
     """
 
     memory_limits: tuple[int, ...]
@@ -58,7 +58,7 @@ class Machine(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """A candidate's peaks and padded tokens, both by micro-batch, and its model's parameters."""
+    """A candidate's peaks and padded tokens by micro-batch size, and its numbers of parameters."""
 
     peaks: dict[int | None, Peak]
     tokens: dict[int | None, int]
@@ -66,19 +66,19 @@ class Figures(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A candidate on a GPU of some size.
+    """A candidate on a GPU with a given memory.
 
     Attributes:
         candidate: Rung, options and settings.
-        micro_batch: Samples; None: as the settings say.
-        peak: What its tensors hold.
-        needed: Bytes of the GPU that it needs in all.
-        free: Bytes that the GPU has left; negative: that it lacks.
-        host: Bytes of a machine's memory that it needs.
-        fits: Whether GPU and host have as much.
-        speed: See `relative_speed`.
-        emulated: Whether it would compute in a bfloat16 that the GPU has not.
-        command: That runs it.
+        micro_batch: Size in samples; None: the settings give it.
+        peak: Memory of the tensors.
+        needed: Needed bytes of GPU memory, with the overhead.
+        free: Free bytes of GPU memory; negative if bytes are missing.
+        host: Needed bytes of CPU memory on the machine.
+        fits: Whether GPU memory and CPU memory are large enough.
+        speed: Result of `relative_speed`.
+        emulated: Whether the GPU would emulate bfloat16.
+        command: Command line of the run.
     """
 
     candidate: Candidate
@@ -94,19 +94,19 @@ class Plan(NamedTuple):
 
     @property
     def costs(self) -> list[str]:
-        """What it is known to cost in accuracy."""
+        """Known costs in accuracy, in words."""
         return accuracy_costs(self.candidate.settings)
 
     @property
     def overhead(self) -> int:
-        """Bytes of the GPU on top of the tensors."""
+        """Bytes of GPU memory in addition to the tensors."""
         return self.needed - self.peak.total
 
 
 def find_gpus() -> list[Gpu]:
-    """Return the GPUs here, asked in another process, and hide them all from this one.
+    """Return this machine's GPUs, found by another process, and hide them from this process.
 
-    So it can fork processes, see `find_peaks`. To be called before this process looks for a GPU itself.
+    Then this process can be forked, see `find_peaks`. Call this before CUDA is initialized.
     """
     with ProcessPoolExecutor(1) as pool:
         gpus = pool.submit(_list_gpus).result()
@@ -115,12 +115,12 @@ def find_gpus() -> list[Gpu]:
 
 
 def find_peaks(candidates: list[Candidate], samples: Samples, machine: Machine) -> list[Figures]:
-    """Rehearse every candidate with the micro-batches that decide, in as many processes as there are cores.
+    """Rehearse every candidate with the deciding micro-batch sizes, in one process per core.
 
-    Candidates that differ in what their formulas add, or in their micro-batches alone, share a rehearsal.
+    Candidates share a rehearsal if they differ only in their formulas or in their micro-batches.
 
-    The processes are forked, since a new interpreter would take seconds to import the libraries. Where this one sees a
-    GPU, the first backward pass would end them (pytorch#33248): then it rehearses alone, unless `find_gpus` hid it.
+    The processes are forked, since a new interpreter would import the libraries for seconds. If this process sees a
+    GPU, a forked process dies in its first backward pass (pytorch#33248). Then this process rehearses alone.
     """
     groups: dict[str, list[Candidate]] = {}
     for candidate in sorted(candidates, key=lambda each: not each.fsdp_ranks):  # FSDP takes longest: first
@@ -140,21 +140,25 @@ def find_peaks(candidates: list[Candidate], samples: Samples, machine: Machine) 
 
 
 def make_plan(candidate: Candidate, figures: Figures, options: list[str], machine: Machine, memory_limit: int) -> Plan:
-    """Return a candidate with its largest micro-batch that fits; with its smallest, if none does.
+    """Return a candidate with its largest micro-batch that fits, or with its smallest if all are too large.
 
     Args:
         candidate: Rung and settings.
-        figures: Of the candidate.
-        options: Of the user, for the command.
-        machine: Where it is to run.
-        memory_limit: Bytes of a GPU, one of the machine's limits.
+        figures: Figures of the candidate.
+        options: The user's options, for the command.
+        machine: The machine of the run.
+        memory_limit: GPU memory in bytes, from the machine's limits.
     """
     free = {size: memory_limit - machine.overhead.needed(peak) for size, peak in figures.peaks.items()}
     fitting = [size for size in candidate.micro_batches if free.get(size, -1) >= 0]
     size = fitting[-1] if fitting else candidate.micro_batches[0]
-    peak, settings, rung = figures.peaks[size], candidate.settings, candidate.rung
-    loaded = 0 if "init" in rung or settings.quantization != "no" else 4 * figures.counts.all  # 0: made on the GPU
-    host = settings.devices * (LIBRARIES + max(loaded, peak.host))  # each rank loads all weights in 32-bit first
+    peak = figures.peaks[size]
+    settings = candidate.settings
+    rung = candidate.rung
+    loaded = 4 * figures.counts.all  # each rank loads all weights in 32 bits into CPU memory first
+    if rung == MADE_ON_GPU or settings.quantization != "no":
+        loaded = 0
+    host = settings.devices * (LIBRARIES + max(loaded, peak.host))
     words = [*options, *candidate.options]
     if size is not None and size != settings.micro_batch_size:
         words += ["--micro_batch_size", str(size)]
@@ -168,17 +172,17 @@ def make_plan(candidate: Candidate, figures: Figures, options: list[str], machin
         free=free[size],
         host=host,
         fits=bool(fitting) and (machine.host_memory is None or host <= machine.host_memory),
-        speed=relative_speed(settings, rung, figures.tokens[size], machine.gpu),
+        speed=relative_speed(settings, figures.tokens[size], machine.gpu),
         emulated=emulates(settings.precision, machine.gpu.capability),
         command=shlex.join(["python", f"src/{rung}.py", *words]),
     )
 
 
 def recommend(plans: list[Plan]) -> dict[str, Plan | None]:
-    """Return the best that fits: of those that train all weights, and of those that train adapters.
+    """Return the best plan that fits for training all weights, and the best for training adapters.
 
-    It is the one with the fewest known costs in accuracy, of those the fastest, and of equally fast ones the lower
-    rung, which changes less. Emulated bfloat16 is none.
+    The best plan has the fewest known costs in accuracy. Among equals the fastest plan wins, then the lower rung, which
+    changes less. Plans with emulated bfloat16 are never recommended.
     """
 
     def best(adapters: bool) -> Plan | None:
@@ -199,12 +203,12 @@ def _list_gpus() -> list[Gpu]:
 
 
 def _enter_fork() -> None:
-    torch.set_num_threads(1)  # the threads of the process before are not here
-    gc.freeze()  # nor is its garbage searched
+    torch.set_num_threads(1)  # a fork does not copy the threads
+    gc.freeze()  # the garbage collector skips the parent's objects
 
 
 def _rehearse_together(task: tuple[list[Candidate], Samples, Machine]) -> dict[str, Figures]:
-    """Return the figures of candidates that share a rehearsal, by their names."""
+    """Return the figures of candidates that share a rehearsal, by name."""
     candidates, samples, machine = task
     first, datasets = candidates[0], blank_datasets(samples.classes, samples.image_size)
     emulated = emulates(first.settings.precision, machine.gpu.capability)
@@ -213,7 +217,7 @@ def _rehearse_together(task: tuple[list[Candidate], Samples, Machine]) -> dict[s
 
 
 def _find_figures(candidate: Candidate, rehearsal: Rehearsal, samples: Samples, machine: Machine) -> Figures:
-    """Rehearse micro-batches until it is known which is the largest that fits, for each size of GPU."""
+    """Rehearse micro-batches until the largest that fits is found, for each size of GPU memory."""
     figures = Figures({}, {}, rehearsal.counts)
 
     def needed(size: int | None) -> int:
@@ -227,8 +231,9 @@ def _find_figures(candidate: Candidate, rehearsal: Rehearsal, samples: Samples, 
             figures.tokens[size] = batches[0][0].padded
         return machine.overhead.needed(figures.peaks[size])
 
-    sizes, kept = candidate.micro_batches, complete(candidate.settings, rehearsal.kept, rehearsal.counts).total
+    sizes = candidate.micro_batches
+    kept = complete(candidate.settings, rehearsal.kept, rehearsal.counts).total
     for limit in machine.memory_limits:
-        if 2 * kept > limit or needed(sizes[-1]) > limit:  # the whole batch at once hardly or does not fit
+        if 2 * kept > limit or needed(sizes[-1]) > limit:  # the largest micro-batch does not fit
             bisect(sizes, limit, hi=1 if kept > limit else None, key=needed)
     return figures

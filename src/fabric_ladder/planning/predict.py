@@ -1,11 +1,11 @@
 """Peak memory of a run, predicted without a GPU and without allocating anything.
 
-The project's own step (model, precision, FSDP, micro-batches, optimizer) runs on fake tensors (see `rehearsal`), and
-`PeakTracker` adds up what they would hold; `formulas` add what cannot be rehearsed. What is predicted is
-`torch.cuda.max_memory_allocated()`. Started as a process of its own, this module answers a run (`runs/prediction.py`).
+The project's own step (model, precision, FSDP, micro-batches, optimizer) runs on fake tensors (see `rehearsal`).
+`PeakTracker` adds up their sizes. `formulas` add parts that cannot be rehearsed. The result predicts
+`torch.cuda.max_memory_allocated()`. As a process of its own, this module serves a run (`runs/prediction.py`).
 
-Not counted: cuBLAS's workspaces (tens of MB), what a kernel allocates inside, rounding by PyTorch's allocator, and with
-CPU offload the shards of one block on their way. The CUDA context and fragmentation come on top of any such figure.
+The result leaves out cuBLAS's workspaces (tens of MB), memory that kernels allocate, rounding by PyTorch's allocator,
+and with CPU offload the shards of one block in transfer. The CUDA context and fragmentation are also left out.
 """
 
 import json
@@ -27,17 +27,10 @@ from fabric_ladder.data.splits import ImageDatasets, ImageFormat, TextDatasets
 from fabric_ladder.distributed.deepspeed_config import read_deepspeed_config
 from fabric_ladder.environment import emulates
 from fabric_ladder.errors import first_line
-from fabric_ladder.planning.formulas import (
-    Counts,
-    in_4_bits,
-    load_overhead,
-    with_8_bit_adam,
-    with_optimizer_offload,
-    with_zero,
-)
+from fabric_ladder.planning.formulas import in_4_bits, load_overhead, with_8_bit_adam, with_optimizer_offload, with_zero
 from fabric_ladder.planning.rehearsal import Rehearsal, rehearse
-from fabric_ladder.planning.tracker import ON_DEVICE, Peak
 from fabric_ladder.settings import Settings
+from fabric_ladder.techniques.memory import ON_DEVICE, Counts, Peak
 
 
 def predict_peak(
@@ -48,26 +41,30 @@ def predict_peak(
     classes: int = 2,
     capability: tuple[int, int] | None = None,
 ) -> Peak:
-    """Return the peak of a run: that of its second optimizer step (the first makes the state) and of its evaluation.
+    """Return the peak of a run: the larger of its second optimizer step and its evaluation.
 
-    `torch.compile` is left out: it keeps at most what the same run keeps without it.
+    The first optimizer step creates the optimizer's state. `torch.compile` is left out: compiled code keeps at most the
+    same tensors.
 
     Args:
-        settings: Of the run. `16-mixed` is taken for `bf16-mixed`, which holds the same bytes.
-        micro_batches: A rank's share of an effective batch. Only the shapes count.
+        settings: Settings of the run. `16-mixed` is rehearsed as `bf16-mixed`, which needs the same memory.
+        micro_batches: A rank's share of an effective batch. Only the shapes matter.
         evaluations: Batches of the evaluation.
-        ranks: GPUs over which FSDP shards, as in rungs 10 and 11; None: no FSDP.
-        classes: Of a classifier.
-        capability: Compute capability of the GPU; None: of one that computes in bfloat16.
+        ranks: GPUs that share the FSDP shards, as in rungs 10 and 11; None: no FSDP.
+        classes: Number of classes of a classifier.
+        capability: Compute capability of the GPU; None: it computes in bfloat16.
     """
     with _rehearse_run(settings, micro_batches, ranks, classes, capability) as rehearsal:
         return complete(settings, rehearsal.peak(micro_batches, evaluations), rehearsal.counts)
 
 
 def _rehearse_run(
-    settings: Settings, micro_batches: list[MicroBatch], ranks: int | None, classes: int,
+    settings: Settings,
+    micro_batches: list[MicroBatch],
+    ranks: int | None,
+    classes: int,
     capability: tuple[int, int] | None,
-) -> AbstractContextManager[Rehearsal]:  # fmt: skip
+) -> AbstractContextManager[Rehearsal]:
     pixels = micro_batches[0].inputs.get("pixel_values")
     datasets = blank_datasets(classes, None if pixels is None else pixels.shape[-1])
     return rehearse(to_rehearse(settings), datasets, ranks, emulates(settings.precision, capability))
@@ -76,17 +73,17 @@ def _rehearse_run(
 def largest_batches(
     settings: Settings, length: int, image_size: int | None = None, ranks: int = 1
 ) -> tuple[list[MicroBatch], list[MicroBatch]]:
-    """Return one rank's share of an effective batch, and of the evaluation, if every sample were the longest.
+    """Return one rank's largest share of an effective batch and of the evaluation: all samples have full length.
 
     Args:
         settings: `task`, `batch_size`, `micro_batch_size` or `micro_batch_tokens`, `eval_batch_tokens`,
             `pad_to_multiple_of`, `packing`, `pack_rows`, `max_length`.
-        length: Tokens of a sample; of an image, its patches and the one for the class.
-        image_size: Pixels of a side of an image; None: the samples are texts.
+        length: Tokens of a sample. An image has a token for each patch and one for the class.
+        image_size: Side of an image in pixels; None: the samples are texts.
         ranks: GPUs that share the effective batch.
 
     Returns:
-        Micro-batches of meta tensors, which have no more than a shape and a dtype; of the evaluation one.
+        Micro-batches of meta tensors, which have only a shape and a dtype, and one batch of the evaluation.
     """
     if image_size:
         settings = replace(settings, pad_to_multiple_of=1)
@@ -108,7 +105,7 @@ def largest_batches(
             inputs["predicting"] = torch.empty(items, dtype=torch.long, device="meta")
         elif settings.packing:
             inputs["spans"] = torch.empty(samples, 2, dtype=torch.long, device="meta")
-        masked = rows > 1 or padded > samples * length  # several are hardly ever equally long
+        masked = rows > 1 or padded > samples * length  # several samples rarely have equal lengths
         return MicroBatch(inputs | {"labels": labels}, items, 1.0, samples * length, padded, masked)
 
     def share(samples: int, size: int | None, tokens: int | None) -> list[MicroBatch]:
@@ -117,14 +114,14 @@ def largest_batches(
         return [make(plan) for plan in shares[0]]
 
     size, tokens = settings.micro_batch_size, settings.micro_batch_tokens
-    if tokens == "auto":  # which may take all samples at once
+    if tokens == "auto":  # a run may take all samples in one micro-batch
         size, tokens = settings.batch_size, None
     training, of_evaluation = share(settings.batch_size, size, tokens), settings.eval_batch_tokens or EVALUATED
     return training, share(of_evaluation * ranks, None, of_evaluation)[:1]
 
 
 def blank_datasets(classes: int, image_size: int | None = None) -> TextDatasets | ImageDatasets:
-    """Return data sets without samples, for `build_model`: of texts, or of images of so many pixels a side."""
+    """Return data sets without samples for `build_model`: images if `image_size` is given, else texts."""
     names = [str(number) for number in range(classes)]
     if image_size:
         shape = ImageFormat(image_size, image_size, (0.5,) * 3, (0.5,) * 3, "bilinear", random_flip=False, tokens=0)
@@ -140,11 +137,11 @@ class _NoTokenizer:
 
 
 def to_rehearse(settings: Settings) -> Settings:
-    """Return the settings of the rehearsal whose figures `complete` completes."""
+    """Return settings whose step runs on fake tensors; `complete` adds the rest."""
     settings = replace(settings, compile=False, quantization="no", from_scratch=True)
     if settings.deepspeed:
-        of_any = {"deepspeed": "zero2", "precision": "bf16-true", "optimizer": "sgd"}  # one for all stages
-        settings = replace(settings, devices=1, num_nodes=1, **of_any)
+        options = {"deepspeed": "zero2", "precision": "bf16-true", "optimizer": "sgd"}  # equal for all stages
+        settings = replace(settings, devices=1, num_nodes=1, **options)
     if settings.optimizer_offload:
         settings = replace(settings, optimizer="sgd", optimizer_offload=False, kahan_summation=False)
     elif settings.optimizer == "adam-8bit":
@@ -153,7 +150,7 @@ def to_rehearse(settings: Settings) -> Settings:
 
 
 def complete(settings: Settings, peak: Peak, counts: Counts) -> Peak:
-    """Add to a rehearsal's peak what is known by formula only."""
+    """Return a rehearsal's peak with the parts that only formulas give."""
     if settings.optimizer_offload:
         peak = with_optimizer_offload(peak, counts, settings)
     elif settings.optimizer == "adam-8bit":
@@ -167,37 +164,42 @@ def complete(settings: Settings, peak: Peak, counts: Counts) -> Peak:
 
 
 def main() -> None:
-    """Answer a run that asks for its peak: see `runs/prediction.py`, which starts this module as a process."""
+    """Read a run's question from stdin and print the answer as JSON: `runs/prediction.py` starts this process."""
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    with open(os.devnull, "w") as nowhere:  # what libraries print is no answer
+    with open(os.devnull, "w") as nowhere:  # libraries must not print into the answer
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
     try:
         found = _answer(*pickle.load(sys.stdin.buffer))
-    except Exception as error:  # of whatever kind: a run that cannot be predicted may run
+    except Exception as error:  # the run starts even if its prediction fails
         found = {"problem": f"{type(error).__name__}: {first_line(error, 160)}"}
     with answer:
         json.dump(found, answer)
 
 
 def _answer(
-    settings: Settings, cuts: list[tuple[int | None, list[list[MicroBatch]], list[MicroBatch]]], ranks: int | None,
-    classes: int, gpu: str | None, capability: tuple[int, int] | None, room: int | None,
-) -> dict:  # fmt: skip
+    settings: Settings,
+    cuts: list[tuple[int | None, list[list[MicroBatch]], list[MicroBatch]]],
+    ranks: int | None,
+    classes: int,
+    gpu: str | None,
+    capability: tuple[int, int] | None,
+    room: int | None,
+) -> dict:
     """Return the peak of the first cut that fits, as `runs/prediction.py` reads it.
 
     Args:
-        settings: As for `predict_peak`, and so are those that follow `cuts`.
-        cuts: The `micro_batch_tokens` of each cut to choose from, the micro-batches of its heaviest effective batches,
-            and the batches of its evaluation. Those that need most come first, one sample at a time last.
-        ranks: GPUs over which FSDP shards.
-        classes: Of a classifier.
-        gpu: Its name.
-        capability: Compute capability.
-        room: Bytes of the GPU that the run may have; None: the first cut is taken.
+        settings: Settings of the run.
+        cuts: For each cut its `micro_batch_tokens`, the micro-batches of its largest effective batches, and the batches
+            of its evaluation. The cuts are sorted by memory, largest first. The last cut has single samples.
+        ranks: GPUs that share the FSDP shards; None: no FSDP.
+        classes: Number of classes of a classifier.
+        gpu: Name of the GPU; None: no GPU.
+        capability: Compute capability of the GPU; None: it computes in bfloat16.
+        room: Bytes of GPU memory that the run may use; None: the first cut is taken.
     """
     if settings.deepspeed and settings.precision == "32-true":
-        return {"problem": "what ZeRO holds is known of 16-bit weights only"}
+        return {"problem": "ZeRO's memory is known for 16-bit weights only"}
     overhead = load_overhead(settings.cache_dir, gpu) if gpu else None
     with _rehearse_run(settings, cuts[0][1][0], ranks, classes, capability) as rehearsal:
 

@@ -1,10 +1,9 @@
 """A run's step on fake tensors, which have a shape, a dtype and a storage, but no memory behind it.
 
-The fake tensors are CPU tensors, since fake CUDA tensors need a CUDA build of PyTorch and, in attention, a GPU. They
-keep the same for the backward pass: autocast casts the same operations, and `scaled_dot_product_attention` takes a
-kernel that keeps no tokens x tokens matrix, as FlashAttention on a GPU, once its dropout is left out. Optimizers take
-the form that they take on a GPU: one kernel for all tensors, which makes no others, or where that is not allowed, all
-tensors at once.
+The fake tensors are CPU tensors, since fake CUDA tensors need a CUDA build of PyTorch and, in attention, a GPU. Both
+keep the same tensors for the backward pass. Autocast casts the same operations. Without its dropout,
+`scaled_dot_product_attention` runs a kernel without a tokens x tokens matrix, like FlashAttention. Optimizers run as on
+a GPU: fused, without temporary tensors, or in their `foreach` form, with temporary tensors for all weights together.
 """
 
 from collections.abc import Iterator
@@ -30,14 +29,13 @@ from torch.utils._pytree import tree_leaves
 from fabric_ladder.data.loaders import MicroBatch
 from fabric_ladder.data.splits import ImageDatasets, TextDatasets
 from fabric_ladder.distributed.fsdp import fsdp_strategy, sharding_policy, transformer_blocks
-from fabric_ladder.models.adam_4bit import Adam4bit
-from fabric_ladder.models.build import build_model
-from fabric_ladder.models.checkpointing import host_memory_within
-from fabric_ladder.models.optimizer import build_optimizer
-from fabric_ladder.planning.formulas import count_parameters
-from fabric_ladder.planning.tracker import Peak, PeakTracker
+from fabric_ladder.planning.tracker import PeakTracker
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.settings import Settings
+from fabric_ladder.techniques.adam_4bit import Adam4bit
+from fabric_ladder.techniques.build import build_model, build_optimizer
+from fabric_ladder.techniques.checkpointing import host_memory_within
+from fabric_ladder.techniques.memory import Peak, count_parameters
 from fabric_ladder.training.gradients import accumulate_gradients, run_model
 
 
@@ -49,18 +47,18 @@ def rehearse(
 
     Args:
         settings: `precision`, `optimizer`, `max_grad_norm`, `task`, `devices`, `offload`, and those of the model.
-            `16-mixed` is taken for `bf16-mixed`, which holds the same bytes.
-        datasets: Tell the model its classes, images or vocabulary; samples are not looked at.
-        ranks: GPUs over which FSDP shards, as in rungs 10 and 11; None: no FSDP.
-        emulated: On a GPU that only emulates bfloat16, which no kernel of attention takes there that keeps no matrix
-            of tokens x tokens (PyTorch, `sdp_utils.cpp: can_use_mem_efficient_attention`).
+            `16-mixed` is rehearsed as `bf16-mixed`, which needs the same memory.
+        datasets: Data sets with the model's classes, image format or vocabulary. Samples are ignored.
+        ranks: GPUs that share the FSDP shards, as in rungs 10 and 11; None: no FSDP.
+        emulated: Whether the GPU only emulates bfloat16. Its memory-efficient attention kernels refuse bfloat16, so
+            attention keeps a tokens x tokens matrix (PyTorch, `sdp_utils.cpp: can_use_mem_efficient_attention`).
     """
     buckets = settings.ranks > 1 and not ranks
     settings = replace(settings, accelerator="cpu", devices=ranks or 1, num_nodes=1)
-    if ranks:  # a process group whose first rank this process is; nothing is sent
+    if ranks:  # a fake process group: this process is rank 0 and sends nothing
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        with torch.device("meta"):  # no weights are drawn, which takes branches that depend on values
+        with torch.device("meta"):  # drawing weights would branch on values
             model = build_model(replace(settings, precision=_rehearsed(settings.precision)), datasets)
         with sdpa_kernel(SDPBackend.MATH) if emulated else nullcontext():
             yield Rehearsal(model, settings, bool(ranks), buckets)
@@ -70,33 +68,36 @@ def rehearse(
 
 
 class Rehearsal:
-    """A run on fake tensors: what a rung's script and `loop.train` do, but for printing and reading values.
+    """A run on fake tensors: the steps of a rung's script and `loop.train`, without printing or reading values.
 
-    Gradients and the optimizer's state, which a run has from its second step on, are put in place instead of computed.
-    Only FSDP, which prepares itself in a first pass, gets one before anything is counted.
+    A run has gradients and optimizer state from its second step on. The rehearsal creates them without computing them.
+    FSDP prepares itself in its first pass, so it gets a pass before the tracker counts.
 
     Args:
-        model: On the meta device.
-        settings: With one device for each of the ranks.
+        model: The model on the meta device.
+        settings: Settings with one device per rank.
         sharded: Whether FSDP shards over the ranks.
-        buckets: Whether gradients stay from step to step, as DDP's buckets do (`DDPInBuckets`).
+        buckets: Whether gradients stay from step to step, as in DDP's buckets (`DDPInBuckets`).
 
     Attributes:
-        counts: Of the model's parameters.
+        counts: Numbers of the model's parameters.
     """
 
     def __init__(self, model: nn.Module, settings: Settings, sharded: bool, buckets: bool):
-        self.settings, self.sharded, self.buckets = settings, sharded, buckets
-        self.parked, self._warm = sharded and settings.offload, False
+        self.settings = settings
+        self.sharded = sharded
+        self.buckets = buckets
+        self.parked = sharded and settings.offload
+        self._warm = False
         options = {"precision": _rehearsed(settings.precision)}
         if sharded:
             options |= {"strategy": fsdp_strategy(settings, self._shard), "plugins": [_AllRanksStarted()]}
         self.fabric = Fabric(accelerator="cpu", devices=settings.devices, **options)
         self.fabric.launch()
         self.meter = Meter(self.fabric)
-        of_language = settings.task == "instruction-tuning"
+        is_language_model = settings.task == "instruction-tuning"
         self.mode = _FakeTensors()
-        self.tracker = PeakTracker(self.mode, model.config.vocab_size if of_language else None)
+        self.tracker = PeakTracker(self.mode, model.config.vocab_size if is_language_model else None)
         self.counts = count_parameters(model)
         self._known: dict[tuple, Peak] = {}
         with self._counted():
@@ -104,7 +105,7 @@ class Rehearsal:
             self._give_gradients()
             self._step()
             self._name_tensors()
-            if self.settings.step_in_backward:  # which leaves none for this moment
+            if self.settings.step_in_backward:  # the backward pass has freed all gradients
                 self.optimizer.zero_grad()
             else:
                 self._give_gradients()
@@ -115,20 +116,19 @@ class Rehearsal:
 
     @property
     def kept(self) -> Peak:
-        """What is held without any activation: the peak of the optimizer's step."""
+        """The peak of the optimizer's step, which runs without activations."""
         return self._optimizer_peak
 
     def peak(self, micro_batches: list[MicroBatch], evaluations: list[MicroBatch]) -> Peak:
         """Return the highest of training, optimizer step and evaluation, once the optimizer has its state.
 
         Args:
-            micro_batches: A rank's share of an effective batch, in its order. Only the shapes count, and of them only
-                those that no other one exceeds.
-            evaluations: Batches of the evaluation; those that training exceeds, which holds more for its backward pass,
-                are left out.
+            micro_batches: A rank's share of an effective batch, in its order. Only the largest shapes matter.
+            evaluations: Batches of the evaluation. Batches within the shapes of training are skipped, since training
+                also keeps activations for the backward pass.
         """
         peaks = [self._optimizer_peak]
-        # the first one finds no gradients yet
+        # the first micro-batch starts without gradients
         for part, adding in ((micro_batches[:1], self.buckets), (micro_batches[1:], True)):
             if largest := _largest(part):
                 key = (adding, *largest)
@@ -152,20 +152,20 @@ class Rehearsal:
 
     def _set_up(self, model: nn.Module) -> None:
         model.to_empty(device="cpu")
-        model.tie_weights()  # each was emptied on its own
+        model.tie_weights()  # to_empty has separated tied weights
         self.model = self.fabric.setup(model)
         optimizer = build_optimizer(self.settings, self.model)
         if isinstance(optimizer, Adam | AdamW | SGD) and not self.parked:
             for group in optimizer.param_groups:
                 if group["foreach"] is None and not group["fused"]:
-                    group["foreach"] = True  # what None means for parameters on a GPU
+                    group["foreach"] = True  # PyTorch's choice for parameters on a GPU
         if isinstance(optimizer, Adam4bit):
             optimizer.parts = 1
         self.optimizer = self.fabric.setup_optimizers(optimizer)
         self._name_tensors()
 
     def _train(self, micro_batches: list[MicroBatch], adding: bool) -> Peak:
-        """Return the peak of forward and backward passes; `adding`: to gradients that are there already."""
+        """Return the peak of forward and backward passes; `adding`: gradients exist before the passes."""
         with self._counted():
             if self.sharded and not self._warm:
                 self._pass(micro_batches[-1])
@@ -204,14 +204,14 @@ class Rehearsal:
         return self.tracker.peak()
 
     def _give_gradients(self) -> None:
-        """Have all gradients, as after an effective batch's first micro-batch."""
+        """Create all gradients, as after an effective batch's first micro-batch."""
         for parameter in self.model.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
                 self.tracker.hold(parameter.grad, "host" if self.parked else "gradients")
 
     def _name_tensors(self) -> None:
-        """Tell the tracker what the run keeps from step to step."""
+        """Register the tensors that a run keeps from step to step."""
         for tensor in self.model.parameters():
             self.tracker.watch(tensor, parked=self.parked)
         for tensor in self.model.buffers():
@@ -221,7 +221,7 @@ class Rehearsal:
                 self.tracker.hold(tensor, "host" if self.parked else "optimizer_state")
 
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """Shard blocks and model, as rungs 10 and 11 do."""
+        """Shard blocks and model, as in rungs 10 and 11."""
         options = sharding_policy(self.settings, mesh)
         for block in transformer_blocks(model):
             fully_shard(block, **options)
@@ -231,7 +231,7 @@ class Rehearsal:
 class _FakeTensors(FakeTensorMode):
     def __init__(self):
         super().__init__(allow_non_fake_inputs=True)
-        # a weak reference to each tensor, which Module.to does not allow to those that it converts
+        # the memo keeps a weak reference to each tensor, and Module.to cannot convert referenced tensors
         self.fake_tensor_converter.set_tensor_memo = lambda *_: None
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
@@ -240,12 +240,12 @@ class _FakeTensors(FakeTensorMode):
         except DataDependentOutputException:
             if operation is not torch.ops.aten._local_scalar_dense.default:
                 raise
-            dtype = args[0].dtype  # a value is read: a norm, or whether it is finite
+            dtype = args[0].dtype  # the run reads a norm, or whether it is finite
             return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
 
 
 class _AttentionWithoutDropout(TorchFunctionMode):
-    """On a CPU, dropout in attention needs the matrix that it drops from; on a GPU two numbers stand for it."""
+    """Drops attention's dropout: on a CPU it needs a tokens x tokens matrix, on a GPU only a seed."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is scaled_dot_product_attention:
@@ -263,7 +263,7 @@ class _AllRanksStarted(LightningEnvironment):
 
 
 def _rehearsed(precision: str) -> str:
-    """Return what a CPU can do that holds the same bytes."""
+    """Return a precision that runs on a CPU and needs the same memory."""
     return "bf16-mixed" if precision == "16-mixed" else precision
 
 
@@ -272,10 +272,13 @@ def _sizes(micro_batch: MicroBatch) -> tuple[int, ...]:
 
 
 def _largest(micro_batches: list[MicroBatch]) -> dict[tuple[int, ...], MicroBatch]:
-    """Return, by their sizes, those that no other one exceeds."""
+    """Return the micro-batches that do not fit into another micro-batch, by their sizes."""
     shapes = {_sizes(micro_batch): micro_batch for micro_batch in micro_batches}
-    return {sizes: micro_batch for sizes, micro_batch in shapes.items()
-            if not any(_within(sizes, other) for other in shapes.keys() - {sizes})}  # fmt: skip
+    return {
+        sizes: micro_batch
+        for sizes, micro_batch in shapes.items()
+        if not any(_within(sizes, other) for other in shapes.keys() - {sizes})
+    }
 
 
 def _within(sizes: tuple[int, ...], other: tuple[int, ...]) -> bool:
@@ -283,6 +286,6 @@ def _within(sizes: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 
 def _without_values(micro_batch: MicroBatch) -> MicroBatch:
-    """Keep the inputs off the device, as in a run, until it is their turn."""
+    """Return the micro-batch on the meta device; as in a run, each micro-batch moves to the device before its pass."""
     inputs = {name: torch.empty_like(tensor, device="meta") for name, tensor in micro_batch.inputs.items()}
     return micro_batch._replace(inputs=inputs)

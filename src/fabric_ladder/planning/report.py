@@ -1,4 +1,4 @@
-"""A plan as text: the answer and why on the terminal, every figure in Markdown and in JSON."""
+"""Write a plan: the answer with its reasons to the terminal, all figures to Markdown and JSON."""
 
 import io
 import json
@@ -15,27 +15,27 @@ from fabric_ladder.planning.planner import Machine, Plan, Samples, recommend
 HEADER = ("rung", "batch", "weight", "grad", "optim", "activ", "other", "GPU", "room", "host", "speed")
 LEGEND = (
     "GB (10^9 bytes) at the peak of one GPU. batch: the micro-batch, in samples; activ: activations and logits; other: "
-    "inputs, gradients of activations, temporary tensors, CUDA's own; host: the machine's memory; speed: 1 is a busy "
-    "GPU in 16 bits, not measured."
+    "inputs, gradients of activations, temporary tensors, CUDA's own; host: CPU memory; speed: 1 is a busy GPU in 16 "
+    "bits, not measured."
 )
 PLAIN = {"soft_wrap": True, "highlight": False, "markup": False}
 SHARING = "9_ddp, 10_fsdp and ZeRO without offload share among GPUs: --devices 2 plans for two."
 
 
 class Answer(NamedTuple):
-    """What the planner found.
+    """The planner's results.
 
     Attributes:
-        model: Name.
-        parameters: Of the whole model.
-        batch_size: Effective.
-        samples: What it is planned for.
-        machine: Where it is to run.
-        options: Of the user, in every command.
-        plans: By size of a GPU in bytes.
-        problems: Why a candidate cannot run, by its name.
-        takes: By size, what it would take where nothing fits.
-        notes: What else was assumed, in words.
+        model: Name of the model.
+        parameters: Number of the model's parameters.
+        batch_size: Effective batch size.
+        samples: The planned samples.
+        machine: The planned machine.
+        options: The user's options, which are part of every command.
+        plans: Plans by GPU memory in bytes.
+        problems: For each candidate that cannot run, the reason.
+        takes: By GPU memory, the hardware or options that would be enough if no plan fits.
+        notes: Other assumptions, in words.
     """
 
     model: str
@@ -51,7 +51,7 @@ class Answer(NamedTuple):
 
 
 def print_answer(answer: Answer, console: Console, full: bool = False) -> None:
-    """Print what to run, what it takes and what it costs; then why; `full`: with a table of all ways."""
+    """Print the recommended command, its memory and its costs, then the reasons; `full`: with a table of all plans."""
     for size, plans in answer.plans.items():
         console.print("\n".join([f"{_gigabytes(size)} GB:"] * (len(answer.plans) > 1) + _answer(answer, size)), **PLAIN)
         console.print(*(["", _table(plans)] if full else []), sep="\n")
@@ -72,7 +72,7 @@ def to_markdown(answer: Answer) -> str:
 
 
 def to_json(answer: Answer) -> str:
-    """Return everything in bytes, and for each size the recommended rows by their number."""
+    """Return all figures in bytes, and for each size the numbers of the recommended rows."""
     sizes = []
     for size, plans in answer.plans.items():
         chosen = {weights: plans.index(plan) if plan else None for weights, plan in recommend(plans).items()}
@@ -90,23 +90,25 @@ def in_short(plan: Plan) -> str:
 
 
 def _answer(answer: Answer, size: int) -> list[str]:
-    """Return three lines for each way that is recommended: the command, what it takes, what it costs."""
+    """Return three lines for each recommended plan: the command, its memory and its costs."""
     lines = []
     for plan in filter(None, recommend(answer.plans[size]).values()):
         lines += ["", "Or train adapters alone:"] if lines else []
-        each, host = " each" if plan.candidate.settings.ranks > 1 else "", plan.host / 1e9
-        none = "accuracy not measured" if plan.candidate.settings.deepspeed else "no accuracy that could be seen"
+        each = " each" if plan.candidate.settings.ranks > 1 else ""
+        host = plan.host / 1e9
+        none = "accuracy not measured" if plan.candidate.settings.deepspeed else "no measured loss of accuracy"
         lines += [
             f"Run    {plan.command}",
-            f"Takes  {plan.needed / 1e9:.2f} of {_gigabytes(size)} GB of the GPU{each}, {host:.1f} GB of host memory",
+            f"Takes  {plan.needed / 1e9:.2f} of {_gigabytes(size)} GB of the GPU{each}, {host:.1f} GB of CPU memory",
             f"Costs  {'; '.join(plan.costs) or none}; speed {plan.speed:.2f}",
         ]
     return lines or [answer.takes[size]]
 
 
 def _reasons(answer: Answer, full: bool) -> list[str]:
-    """Return what is planned, why the answer is what it is, and what was assumed."""
-    gpu, overhead = answer.machine.gpu, answer.machine.overhead
+    """Return the title, the reasons for the answer, and the assumptions."""
+    gpu = answer.machine.gpu
+    overhead = answer.machine.overhead
     reasons = [_title(answer), *answer.notes]
     if len(answer.plans) == 1:
         reasons += _choice(*answer.plans.values())
@@ -117,13 +119,13 @@ def _reasons(answer: Answer, full: bool) -> list[str]:
         reasons.append(f"{gpu.name} (compute capability {major}.{minor}) only emulates bfloat16: never recommended.")
     reasons.append(f"CUDA's own memory is {overhead.source}; speed: 1 is a busy GPU in 16 bits, not measured.")
     if not full:
-        return [*reasons, "All ways, with what their memory holds: --full, --markdown FILE, --json FILE."]
+        return [*reasons, "All plans, with their memory by kind: --full, --markdown FILE, --json FILE."]
     reasons += [LEGEND] + [SHARING] * (answer.machine.gpus == 1)
     return reasons + [f"{name}: {reason}" for name, reason in answer.problems.items()]
 
 
 def _choice(plans: list[Plan]) -> list[str]:
-    """Say why this plan for one size was chosen, and what is faster."""
+    """Return why this plan for one size was chosen, and a faster plan with its costs."""
     best = next(filter(None, recommend(plans).values()), None)
     if best is None:
         return []

@@ -1,7 +1,7 @@
-"""What more GPUs cost: the bytes that each sends in an optimizer step, and how many a link can keep busy.
+"""The cost of more GPUs: the bytes that each GPU sends in an optimizer step, and the GPUs that a link keeps busy.
 
-Of S bytes, a ring of N GPUs has each of them send 2 (N - 1) / N S to all-reduce them, and (N - 1) / N S to all-gather
-or to reduce-scatter them (Patarasuk and Yuan, 2009, Bandwidth optimal all-reduce algorithms for clusters of
+In a ring of N GPUs, each GPU sends 2 (N - 1) / N S bytes to all-reduce S bytes, and (N - 1) / N S bytes to all-gather
+or reduce-scatter them (Patarasuk and Yuan, 2009, Bandwidth optimal all-reduce algorithms for clusters of
 workstations, section 3; nccl-tests, doc/PERFORMANCE.md). Across machines, the ring passes through each network card
 once, so the same bytes go through the card of a machine with several GPUs.
 """
@@ -24,14 +24,14 @@ LINKS = {
 
 
 class Work(NamedTuple):
-    """What is trained.
+    """The work of an optimizer step.
 
     Attributes:
-        weights: Elements of all parameters.
-        trained: Elements of those that are trained.
-        root: Elements outside the transformer blocks, which FSDP2 keeps from the forward to the backward pass.
-        precision: As in the settings.
-        samples: Of the effective batch.
+        weights: Number of all weights.
+        trained: Number of trained weights.
+        root: Number of weights outside the transformer blocks. FSDP2 keeps them from the forward to the backward pass.
+        precision: Precision, as in the settings.
+        samples: Samples of the effective batch.
         micro_batch: Samples of a micro-batch.
         flops: Floating-point operations of a sample, forward and backward.
     """
@@ -51,24 +51,25 @@ class Work(NamedTuple):
 
 
 def describe_work(model: nn.Module, precision: str, samples: int, micro_batch: int, length: int) -> Work:
-    """Return what the formulas need to know of a model, on any device.
+    """Return a model's work, as the formulas need it.
 
-    A token costs 6 N + 12 L H T operations, forward and backward: N parameters without embeddings, which are only
-    looked up, L layers of width H, T tokens in the sample (Chowdhery et al., 2022, PaLM, appendix B).
+    A token costs 6 N + 12 L H T operations, forward and backward (Chowdhery et al., 2022, PaLM, appendix B). N is the
+    number of parameters without embedding tables, L the number of layers, H their width, and T the tokens of a sample.
 
     Args:
-        model: May be on the meta device.
-        precision: As in the settings.
-        samples: Of the effective batch.
+        model: A model on any device; the meta device is enough.
+        precision: Precision, as in the settings.
+        samples: Samples of the effective batch.
         micro_batch: Samples of a micro-batch.
         length: Tokens of a sample.
     """
-    blocks, config = transformer_blocks(model), model.config.get_text_config()
+    blocks = transformer_blocks(model)
+    config = model.config.get_text_config()
     weights = sum(parameter.numel() for parameter in model.parameters())
     in_blocks = sum(parameter.numel() for block in blocks for parameter in block.parameters())
     looked_up = sum(each.weight.numel() for each in model.modules() if isinstance(each, nn.Embedding))
     head = model.get_output_embeddings()
-    if head is not None and head.weight is model.get_input_embeddings().weight:  # it is multiplied, too
+    if head is not None and head.weight is model.get_input_embeddings().weight:  # the tied head multiplies by it
         looked_up -= head.weight.numel()
     return Work(
         weights=weights,
@@ -84,8 +85,8 @@ def describe_work(model: nn.Module, precision: str, samples: int, micro_batch: i
 def bytes_sent(technique: str, work: Work, gpus: int) -> int:
     """Return the bytes that each GPU sends in an optimizer step.
 
-    With P weights, T of them trained, R outside the blocks, m micro-batches, and w and g bytes of a weight and of a
-    gradient while they are sent:
+    The table uses P weights, T trained weights, R weights outside the blocks, m micro-batches, w bytes per sent weight,
+    and g bytes per sent gradient:
 
     | | all-reduced | all-gathered | reduce-scattered |
     |---|---|---|---|
@@ -95,12 +96,13 @@ def bytes_sent(technique: str, work: Work, gpus: int) -> int:
     | zero2 | m g T | w T | |
     | zero3 | | 2 m w P | m g T |
 
-    Gradients are summed over the GPUs once in a step by ddp and zero1, and in each micro-batch by the others. DeepSpeed
-    0.19 all-reduces where the paper reduce-scatters (`stage_1_and_2.py: average_tensor`), so its stages 1 and 2 send
-    half as much again as the 2 P of Rajbhandari et al., 2020, ZeRO, section 7; its stage 3 sends less than this where
-    it still holds weights from before (`stage3_max_live_parameters`).
+    ddp and zero1 add gradients over the GPUs once per step, the others in each micro-batch. DeepSpeed 0.19 all-reduces
+    gradients in stages 1 and 2 (`stage_1_and_2.py: average_tensor`), while the paper reduce-scatters them (Rajbhandari
+    et al., 2020, ZeRO, section 7). So these stages send 3 P instead of 2 P. Stage 3 sends less than the table if it
+    still keeps weights from an earlier use (`stage3_max_live_parameters`).
     """
-    mixed, whole = work.precision.endswith("-mixed"), {"32-true": 4, "64-true": 8}.get(work.precision, 2)
+    mixed = work.precision.endswith("-mixed")
+    whole = {"32-true": 4, "64-true": 8}.get(work.precision, 2)
     weight = 2 if mixed else whole
     gradient = (2 if technique.startswith("zero") else 4) if mixed else whole
     micro_batches = work.micro_batches(gpus)
@@ -117,20 +119,20 @@ def bytes_sent(technique: str, work: Work, gpus: int) -> int:
 
 
 def most_gpus(technique: str, work: Work, counts: list[int], flops: float, link: float) -> int | None:
-    """Return the most GPUs that are kept busy: on all fewer, too, sending takes no longer than computing.
+    """Return the largest number of GPUs that a link keeps busy: sending takes no longer than computing.
 
-    At best, then, sending hides behind computing and the step takes as long as the computing. Beyond, more GPUs wait
-    for the link. Latency and a network that is slower than its cards are left out.
+    Up to this number, sending can overlap with computing. Beyond it, GPUs wait for the link. Latency and networks that
+    are slower than their cards are left out.
 
     Args:
         technique: One of `TECHNIQUES`.
-        work: What is trained.
-        counts: Of GPUs to choose from, ascending.
-        flops: Floating-point operations that a GPU does in a second.
-        link: Bytes that a GPU, or the card of a machine with several, sends in a second.
+        work: The work of an optimizer step.
+        counts: Numbers of GPUs to choose from, ascending.
+        flops: Floating-point operations of a GPU per second.
+        link: Bytes that a GPU, or the network card of a machine, sends per second.
 
     Returns:
-        None where no count is kept busy; no count above the samples is looked at, since a GPU needs one.
+        The largest number, at most the number of samples; None if no number is kept busy.
     """
     best = None
     for gpus in counts:

@@ -1,4 +1,4 @@
-"""The folder of a run, `runs/<script>/<n>/`: log.txt, metrics.csv and run.json, written by rank 0 alone."""
+"""The folder of a run, `runs/<script>/<n>/`, with log.txt, metrics.csv and run.json; only rank 0 writes it."""
 
 import json
 import shutil
@@ -12,33 +12,35 @@ from fabric_ladder.errors import UserError
 from fabric_ladder.runs.loggers import RunLog
 from fabric_ladder.settings import Settings
 
-CHECKPOINTS, LOCK = "checkpoints", ".lock"
+CHECKPOINTS = "checkpoints"
+LOCK = ".lock"
 
 
 class RunFolder:
-    """The files of one run, which no other process may write meanwhile.
+    """The files of one run, locked against other processes.
 
     Args:
         settings: `runs_dir`, the script's name, the logger.
-        path: Folder of a run to go on with; None makes the first free one.
-        lines: What log.txt is to begin with.
-        rows: What metrics.csv is to begin with: optimizer step, samples and figures.
+        path: The folder of a resumed run; None: make a new one.
+        lines: The lines of log.txt so far.
+        rows: The rows of metrics.csv so far: optimizer step, samples and figures.
 
     Attributes:
-        lines: All lines so far, for checkpoints, whether they could be written or not.
+        lines: All lines so far, for checkpoints, even if they could not be written.
         rows: All rows so far.
-        lost: Whether the files end before the run does.
+        lost: Whether log.txt and metrics.csv end before the run does.
 
     Raises:
-        UserError: Another process has the folder.
-        OSError: It cannot be written.
+        UserError: Another process has locked the folder.
+        OSError: The folder cannot be written.
     """
 
     def __init__(self, settings: Settings, path: Path | None = None, lines: list[str] = (), rows: list[tuple] = ()):
         self.path = path or _next_folder(Path(settings.runs_dir) / settings.name)
-        self._lock = lock(self.path)
-        self.lines, self.rows = list(lines), [tuple(row) for row in rows]
+        self.lines = list(lines)
+        self.rows = [tuple(row) for row in rows]
         self.lost = False
+        self._lock = lock(self.path)
         try:
             write_whole(self.path / "log.txt", "".join(f"{line}\n" for line in lines))
             self._log = RunLog(self.path, settings, self.rows)
@@ -51,22 +53,21 @@ class RunFolder:
     def append(self, lines: list[str]) -> None:
         """Add lines to log.txt."""
         self.lines += lines
-        if self.lost:
-            return
-        with open(self.path / "log.txt", "a", encoding="utf-8") as log:
-            log.writelines(f"{line}\n" for line in lines)
+        if not self.lost:
+            with open(self.path / "log.txt", "a", encoding="utf-8") as log:
+                log.writelines(f"{line}\n" for line in lines)
 
     def add_row(self, step: int, samples: int, **figures: float) -> None:
         """Add a row to metrics.csv and to live curves."""
         self.rows.append((step, samples, figures))
-        self._log.write(step, samples, **figures)
+        self._log.write(step, samples, figures, in_file=not self.lost)
 
     def give_up(self) -> None:
-        """Write no more lines and rows: one of them, on a full disk, may be there in half."""
-        self.lost = self._log.lost = True
+        """Write no more lines and rows: the disk is full, and the last line may be incomplete."""
+        self.lost = True
 
     def write_record(self, record: dict) -> None:
-        """Write run.json as a whole; it says so where the log ends before the run."""
+        """Replace run.json. It gets `log_lost` if the log ends before the run does."""
         record = record | ({"log_lost": True} if self.lost else {})
         write_whole(self.path / "run.json", json.dumps(record, indent=2, ensure_ascii=False) + "\n")
 
@@ -82,7 +83,7 @@ class RunFolder:
 
 
 def check_writable(folder: Path) -> None:
-    """Try to write into the nearest folder that there is.
+    """Try to write into the folder, or into its nearest parent that exists.
 
     Raises:
         OSError: It cannot be written.
@@ -95,12 +96,12 @@ def check_writable(folder: Path) -> None:
 
 
 def lock(folder: Path) -> FileLock:
-    """Lock a run's folder; the operating system releases it when the process ends, however that is.
+    """Lock a run's folder. The operating system releases the lock when the process ends, even if it is killed.
 
-    A process may lock it twice, and must release it as often.
+    A process may lock a folder twice, and must release it as often.
 
     Raises:
-        UserError: Another process has it.
+        UserError: Another process has locked it.
     """
     found = FileLock((folder / LOCK).absolute(), is_singleton=True)
     try:
@@ -110,13 +111,13 @@ def lock(folder: Path) -> FileLock:
     return found
 
 
-def _next_folder(home: Path) -> Path:
-    """Make the first free `<n>`; a run that starts at the same time takes the next."""
-    home.mkdir(parents=True, exist_ok=True)
-    number = 1 + max((int(path.name) for path in home.iterdir() if path.name.isdigit()), default=0)
+def _next_folder(parent: Path) -> Path:
+    """Make the folder with the next number; a run that starts at the same time gets the number after it."""
+    parent.mkdir(parents=True, exist_ok=True)
+    number = 1 + max((int(path.name) for path in parent.iterdir() if path.name.isdigit()), default=0)
     while True:
         try:
-            (home / str(number)).mkdir()
-            return home / str(number)
+            (parent / str(number)).mkdir()
+            return parent / str(number)
         except FileExistsError:
             number += 1

@@ -1,4 +1,4 @@
-"""Where the figures of a run go while it runs: metrics.csv always, and the trackers that are asked for."""
+"""Where the figures of a run go while it runs: always to metrics.csv, and to the trackers that `logger` names."""
 
 import importlib.util
 import io
@@ -22,15 +22,15 @@ PACKAGES = {
     "mlflow": "mlflow-skinny==3.17.2 sqlalchemy==2.1.9 alembic==1.20.1",
     "wandb": "wandb==0.31.0",
 }
-PROJECT = "fabric-ladder"  # that the trackers keep the runs of all scripts under
-SPLITS = {"train": "train", "validation": "val", "test": "test"}  # in front of a figure's name, and of its tag
+PROJECT = "fabric-ladder"  # the trackers' project of all scripts
+TAGS = {"train": "train", "validation": "val", "test": "test"}  # the first part of a figure's tag, by its name
 
 
 def check_logger(settings: Settings) -> None:
-    """Refuse a logger that there is not, or whose package is not installed.
+    """Refuse an unknown logger, or one whose package is not installed.
 
     Raises:
-        UserError: The message says which there are, or what to install.
+        UserError: The message names the known loggers, or the package to install.
     """
     for name in _names(settings):
         if name not in ("csv", *PACKAGES):
@@ -46,48 +46,46 @@ class RunLog:
     Args:
         folder: `runs/<script>/<n>`.
         settings: `logger`, and for the trackers all settings of the run.
-        rows: Of a run that goes on: optimizer step, samples and figures of the rows so far, which are written anew.
-
-    Attributes:
-        lost: Whether metrics.csv gets no more rows; trackers do.
+        rows: The rows so far of a resumed run, which are written again: optimizer step, samples and figures.
     """
 
     def __init__(self, folder: Path, settings: Settings, rows: list[tuple[int, int, dict]] = ()):
         self._csv = CSVLogger(folder.parent.parent, folder.parent.name, folder.name, flush_logs_every_n_steps=1)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Experiment logs directory", UserWarning)  # it writes metrics.csv anew
+            warnings.filterwarnings("ignore", "Experiment logs directory", UserWarning)  # metrics.csv starts again
             self._csv.experiment.save()
-        self._trackers, self.lost = {}, False
+        self._trackers = {}
         for name in _names(settings):
             if name != "csv":
                 with refused(f"--logger {name} cannot start: log in or configure it, or leave it out"):
                     self._trackers[name] = _start(name, folder, settings)
-        for step, samples, figures in rows:
-            self.write(step, samples, **figures)
+        for row in rows:
+            self.write(*row)
 
-    def write(self, step: int, samples: int, **figures: float) -> None:
+    def write(self, step: int, samples: int, figures: dict[str, float], in_file: bool = True) -> None:
         """Add a row.
 
         Args:
             step: Optimizer steps so far, for metrics.csv.
-            samples: Samples so far, which curves are drawn against: so those of unlike batches can be compared.
-            **figures: Names and values; trackers get `train/loss` for `loss`, `val/loss` for `validation_loss`.
+            samples: Samples so far, the x-axis of the curves: runs with different batch sizes can be compared.
+            figures: Names and values; trackers get `train/loss` for `loss`, `val/loss` for `validation_loss`.
+            in_file: Whether metrics.csv gets the row, too.
         """
         values = {_tag(name): value for name, value in figures.items()}
-        self._tell(lambda tracker: tracker.log_metrics(values, samples))
-        if not self.lost:
+        self._for_each_tracker(lambda tracker: tracker.log_metrics(values, samples))
+        if in_file:
             self._csv.log_metrics(figures | {"samples": samples}, step)
 
     def close(self) -> None:
-        """Write what is left, and let the trackers go."""
-        self._tell(lambda tracker: tracker.finalize("success"))
+        """Write what is left, and close the trackers."""
+        self._for_each_tracker(lambda tracker: tracker.finalize("success"))
 
-    def _tell(self, action: Callable) -> None:
-        """Let every tracker do something; one that fails, by an error of its own kind, is not worth the run."""
+    def _for_each_tracker(self, action: Callable) -> None:
+        """Call `action` with every tracker. A tracker that fails is dropped and does not stop the run."""
         for name, tracker in list(self._trackers.items()):
             try:
                 action(tracker)
-            except Exception as error:
+            except Exception as error:  # each tracker has its own kinds of errors
                 del self._trackers[name]
                 left = "it gets no more figures; metrics.csv has them all"
                 print(f"--logger {name} failed ({first_line(error)}): {left}", file=sys.stderr, flush=True)
@@ -99,12 +97,12 @@ class Trackio:
     def __init__(self, name: str, config: dict):
         import trackio
 
-        with redirect_stdout(io.StringIO()):  # where only the run's own lines are printed
+        with redirect_stdout(io.StringIO()):  # stdout has only the run's own lines
             self._run = trackio.init(PROJECT, name, config=config, auto_log_gpu=False, auto_log_cpu=False)
-        self._finish = trackio.finish  # the run's own would be called, and print, at exit once more
+        self._finish = trackio.finish  # `self._run.finish` would print again at exit
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        """Add values, by their names."""
+        """Add values by their names."""
         self._run.log(metrics, step)
 
     def finalize(self, status: str) -> None:
@@ -114,27 +112,28 @@ class Trackio:
 
 
 def _start(tracker: str, folder: Path, settings: Settings) -> Logger | Trackio:
-    """Start a tracker's run of the folder's name: in the folder, or where the tracker keeps all of them."""
-    name, config = f"{folder.parent.name}/{folder.name}", vars(settings)
+    """Start a run with the folder's name in a tracker."""
+    name = f"{folder.parent.name}/{folder.name}"
+    config = vars(settings)
     if tracker == "tensorboard":
-        shutil.rmtree(folder / "tensorboard", ignore_errors=True)  # of a run that goes on
-        started = TensorBoardLogger(folder, name="", version="tensorboard")
-        _ = started.experiment  # made here, where it may fail
-        return started
+        shutil.rmtree(folder / "tensorboard", ignore_errors=True)  # a resumed run writes its rows again
+        logger = TensorBoardLogger(folder, name="", version="tensorboard")
+        _ = logger.experiment  # opens the files now, where an error can be refused
+        return logger
     if tracker == "trackio":
         return Trackio(name, config)
     if tracker == "wandb":
         from lightning.pytorch.loggers import WandbLogger
 
-        started = WandbLogger(name=name, save_dir=folder, project=PROJECT, config=config)
-        _ = started.experiment  # logs in here, where it may fail
-        return started
+        logger = WandbLogger(name=name, save_dir=folder, project=PROJECT, config=config)
+        _ = logger.experiment  # logs in now, where an error can be refused
+        return logger
     from lightning.pytorch.loggers import MLFlowLogger
 
     database = f"sqlite:///{folder.parent.parent.absolute() / 'mlflow.db'}"
-    started = MLFlowLogger(PROJECT, name, os.environ.get("MLFLOW_TRACKING_URI") or database)
-    started.log_hyperparams(config)
-    return started
+    logger = MLFlowLogger(PROJECT, name, os.environ.get("MLFLOW_TRACKING_URI") or database)
+    logger.log_hyperparams(config)
+    return logger
 
 
 def _names(settings: Settings) -> list[str]:
@@ -142,6 +141,6 @@ def _names(settings: Settings) -> list[str]:
 
 
 def _tag(name: str) -> str:
-    """Return the name with its split in front: of none, the training's."""
+    """Return the tag of a figure: its split and its name."""
     split, _, figure = name.partition("_")
-    return f"{SPLITS[split]}/{figure}" if split in SPLITS else f"train/{name}"
+    return f"{TAGS[split]}/{figure}" if split in TAGS else f"train/{name}"

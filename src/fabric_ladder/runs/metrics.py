@@ -1,4 +1,4 @@
-"""Loss and accuracy, summed on the device: adding an effective batch never waits for it."""
+"""Loss and accuracy, summed on the device: adding an effective batch never waits for the device."""
 
 import math
 from typing import NamedTuple
@@ -6,27 +6,27 @@ from typing import NamedTuple
 import torch
 from lightning import Fabric
 from torch import Tensor
-from torchmetrics import SumMetric
 
 from fabric_ladder.data.splits import IGNORED
 from fabric_ladder.environment import NO_FLOAT64
 from fabric_ladder.errors import UserError
-from fabric_ladder.models.chunked_loss import ChunkedLossOutput
+from fabric_ladder.techniques.chunked_loss import ChunkedLossOutput
 
-MOST_CLASSES = 20  # for which a run keeps which class is taken for which
-Step = tuple[str, list[int]]  # its name, and the row numbers of its training samples
+MOST_CLASSES = 20  # with more classes no confusion matrix is kept
+SUMS = ("loss", "correct", "items")
+Step = tuple[str, list[int]]  # a name for messages, and the row numbers of the training samples
 
 
-class Totals(NamedTuple):
-    """Sums over all ranks: of the losses, of right predictions, and of the items (samples or trained tokens)."""
+class Score(NamedTuple):
+    """Sums over all ranks: of the losses, of the right predictions, and of the items (samples or trained tokens)."""
 
-    loss_sum: float
-    correct: int
-    items: int
+    loss_sum: float = 0.0
+    correct: int = 0
+    items: int = 0
 
     @property
     def loss(self) -> float:
-        """Mean loss per item; NaN of none, as when all batches were skipped."""
+        """Mean loss per item, or NaN if there are no items."""
         return self.loss_sum / self.items if self.items else math.nan
 
     @property
@@ -36,46 +36,43 @@ class Totals(NamedTuple):
 
     @property
     def accuracy(self) -> float:
-        """Share of right predictions, from 0 to 1; NaN of none."""
+        """Share of right predictions, from 0 to 1, or NaN if there are no items."""
         return self.correct / self.items if self.items else math.nan
 
-    def __add__(self, other: "Totals") -> "Totals":
-        return Totals(*(mine + its for mine, its in zip(self, other, strict=True)))
+    def __add__(self, other: "Score") -> "Score":
+        return Score(*(own + others for own, others in zip(self, other, strict=True)))
+
+    def __repr__(self) -> str:
+        return f"Score(loss={self.loss:.4f}, accuracy={self.accuracy:.2%}, items={self.items})"
 
 
 def perplexity(loss: float) -> float:
-    """Exponential of the loss: among how many tokens a language model is as if in doubt; infinite above e^700."""
+    """Return the exponential of the loss; infinity for a loss above 700."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
 class Meter:
     """Sums losses and right predictions until `collect` takes the sums off the device.
 
-    What `add` was given is pending until `commit` counts it or `discard` forgets it: an effective batch counts as a
-    whole. The losses are also kept one by one until `collect`, to name the step of one that is not finite.
+    `add` only keeps values as pending, so that an effective batch counts as a whole: `commit` counts the pending
+    values, `discard` drops them. Until `collect`, the losses are also kept separately, to name the step with the first
+    loss that is not finite.
     """
 
     def __init__(self, fabric: Fabric):
         self.fabric = fabric
         self._dtype = torch.float32 if fabric.device.type in NO_FLOAT64 else torch.float64
-        # not MeanMetric: with nan_strategy "disable", which alone never waits, torchmetrics 1.9 drops its weights
-        names = ("loss", "correct", "items")
-        self._sums = {name: SumMetric(nan_strategy="disable", sync_on_compute=False) for name in names}
-        for metric in self._sums.values():
-            metric.to(fabric.device).set_dtype(self._dtype)  # in this order: `to` would set it back
-        self._pending: list[tuple[Tensor, Tensor, int]] = []
-        self._clear()
+        self._reset()
 
-    def _clear(self) -> None:
-        self.discard()
+    def _reset(self) -> None:
+        self._sums = {name: torch.zeros((), dtype=self._dtype, device=self.fabric.device) for name in SUMS}
+        self._pending: list[tuple[Tensor, Tensor, int]] = []
         self._steps: list[Step] = []
-        self._losses: list[Tensor] = []  # of each step, those of its micro-batches
-        self._gradients: list[Tensor | None] = []  # of each step, whether its gradient is broken
-        for metric in self._sums.values():
-            metric.reset()
+        self._losses: list[Tensor] = []  # for each step, the losses of its micro-batches
+        self._gradients: list[Tensor | None] = []  # for each step, whether its gradient is broken
 
     def add(self, loss: Tensor, correct: Tensor, items: int) -> None:
-        """Add a micro-batch to what is pending.
+        """Add a micro-batch to the pending ones.
 
         Args:
             loss: Mean loss per item, a scalar.
@@ -86,59 +83,57 @@ class Meter:
             self._pending.append((loss.detach(), correct, items))
 
     def pending_losses(self) -> Tensor:
-        """Return the losses of the pending micro-batches; none if this rank has only fillers."""
+        """Return the losses of the pending micro-batches; empty if this rank has only fillers."""
         losses = [loss for loss, _, _ in self._pending]
         return torch.stack(losses) if losses else torch.zeros(0, device=self.fabric.device)
 
     def discard(self) -> None:
-        """Forget the pending micro-batches."""
-        self._pending.clear()
+        """Drop the pending micro-batches."""
+        self._pending = []
 
     def commit(self, step: Step, broken_gradient: Tensor | None = None) -> None:
         """Count the pending micro-batches.
 
         Args:
-            step: To be named if a loss or the gradient is not finite.
+            step: The step to name if a loss or the gradient is not finite.
             broken_gradient: Whether the gradient is not finite, a boolean on the device.
         """
         losses = self.pending_losses()
         if self._pending:
             _, correct, items = zip(*self._pending, strict=True)
             weights = torch.tensor(items, dtype=self._dtype).to(self.fabric.device, non_blocking=True)
-            self._sums["loss"].update(losses.to(self._dtype) * weights)
-            self._sums["correct"].update(torch.stack(correct))
-            self._sums["items"].update(weights)
+            self._sums["loss"] += (losses.to(self._dtype) * weights).sum()
+            self._sums["correct"] += torch.stack(correct).to(self._dtype).sum()
+            self._sums["items"] += weights.sum()
         self._steps.append(step)
         self._losses.append(losses)
         self._gradients.append(broken_gradient)
         self.discard()
 
     def state_dict(self) -> dict:
-        """Return what was counted on this rank since the last `collect`, which waits for the device."""
-        return {name: metric.sum_value.cpu() for name, metric in self._sums.items()}
+        """Return this rank's sums since the last `collect`, which waits for the device."""
+        return {name: total.cpu() for name, total in self._sums.items()}
 
     def add_state_dict(self, state: dict) -> None:
-        """Count what a meter had counted, this one or another rank's."""
-        for name, metric in self._sums.items():
-            metric.update(state[name].to(self.fabric.device, self._dtype))
+        """Add the sums of another meter, for example of another rank."""
+        for name, total in self._sums.items():
+            total += state[name].to(self.fabric.device, self._dtype)
 
-    def collect(self) -> Totals:
-        """Return the totals, and count from 0 again; see `totals`."""
-        totals = self.totals()
-        self._clear()
-        return totals
+    def collect(self) -> Score:
+        """Return the score as `score` does, and start again from 0."""
+        score = self.score()
+        self._reset()
+        return score
 
-    def totals(self) -> Totals:
-        """Return the totals over all ranks since the last `collect`. All ranks must call it.
+    def score(self) -> Score:
+        """Return the sums over all ranks since the last `collect`. All ranks must call it.
 
         Raises:
             UserError: A loss or a gradient is NaN or infinite; the message names the first such step and its samples.
         """
-        device = self.fabric.device
         gradients = [broken for broken in self._gradients if broken is not None]
-        broken = torch.stack(gradients).any() if gradients else torch.zeros((), device=device)
-        sums = [self._sums[name].sum_value for name in ("loss", "correct", "items")]
-        sums = torch.stack([*sums, broken.to(self._dtype)])
+        broken = torch.stack(gradients).any() if gradients else torch.zeros((), device=self.fabric.device)
+        sums = torch.stack([*self._sums.values(), broken.to(self._dtype)])
         loss, correct, items, problems = self.fabric.all_reduce(sums, reduce_op="sum").tolist()
         if not math.isfinite(loss) or problems:
             text = self._find_problem() or "the loss or the gradient is not finite on another rank"
@@ -146,7 +141,7 @@ class Meter:
             raise UserError(
                 f"{text}: the run stops; try a lower --learning_rate, --max_grad_norm 1 or another --precision{skip}"
             )
-        return Totals(loss, round(correct), round(items))
+        return Score(loss, round(correct), round(items))
 
     def _find_problem(self) -> str | None:
         """Name the first step on this rank whose loss or gradient is not finite."""
@@ -159,42 +154,49 @@ class Meter:
 
 
 def describe_step(step: Step) -> str:
-    """Return a step's name and its samples, of many the first 32."""
+    """Return a step's name and its first 32 samples."""
     name, samples = step
     listed = ", ".join(map(str, samples[:32])) + (", …" if len(samples) > 32 else "")
     return name + (f" (training samples {listed})" if samples else "")
 
 
-def count_pairs(confusion: Tensor, outputs, labels: Tensor) -> None:
-    """Add each sample to `confusion` (classes, classes), at its class and the predicted one, without waiting for it."""
+def add_to_confusion(confusion: Tensor, outputs, labels: Tensor) -> None:
+    """Add samples to a confusion matrix (class, predicted class), without waiting for the device."""
     predicted = outputs.logits.detach().argmax(-1)
+    # `torch.bincount`, which torchmetrics uses, would wait for the device
     confusion.view(-1).scatter_add_(0, labels * len(confusion) + predicted, torch.ones_like(labels))
 
 
 def describe_classes(names: list[str], confusion: list[list[int]]) -> dict:
-    """Return, for run.json, how well each class is found.
+    """Return the figures of each class for run.json.
 
     Args:
-        names: Of the classes.
-        confusion: Samples by their class (rows) and the predicted one (columns).
+        names: The names of the classes.
+        confusion: Samples by their class (rows) and the predicted class (columns).
 
     Returns:
-        `names`, `confusion`, `accuracy` (the share of each class's samples that is found, None of a class without any)
-        and `macro_f1`: the mean of the classes' F1 scores (twice the right predictions over the class's samples and the
-        predictions of it), without those that are neither there nor predicted.
+        `names`, `confusion`, `accuracy` (for each class, the share of its samples that is found; None without samples)
+        and `macro_f1`, the mean of the classes' F1 scores. The F1 score of a class is twice its right predictions,
+        divided by the sum of its samples and its predictions. Classes without both are left out of the mean.
     """
     right = [row[index] for index, row in enumerate(confusion)]
-    samples, predictions = list(map(sum, confusion)), list(map(sum, zip(*confusion, strict=True)))
-    scores = [2 * hits / (of + by) for hits, of, by in zip(right, samples, predictions, strict=True) if of + by]
-    accuracy = [hits / of if of else None for hits, of in zip(right, samples, strict=True)]
+    samples = [sum(row) for row in confusion]
+    predictions = [sum(column) for column in zip(*confusion, strict=True)]
+    accuracy = [hits / count if count else None for hits, count in zip(right, samples, strict=True)]
+    scores = [
+        2 * hits / (count + predicted)
+        for hits, count, predicted in zip(right, samples, predictions, strict=True)
+        if count + predicted
+    ]
     return {"names": names, "confusion": confusion, "accuracy": accuracy, "macro_f1": sum(scores) / len(scores)}
 
 
 def count_correct(outputs, labels: Tensor) -> Tensor:
-    """Count right predictions, a scalar on the device: per sample, or per trained token by the token before it.
+    """Count right predictions, a scalar on the device: per sample, or per trained token from the token before it.
 
     Args:
-        outputs: Of a forward pass: `correct`, or `logits` (samples, classes) or (samples, length, vocabulary).
+        outputs: Output of a forward pass with `correct`, or with `logits` (samples, classes) or (samples, length,
+            vocabulary).
         labels: (samples,) or (samples, length).
     """
     if isinstance(outputs, ChunkedLossOutput):

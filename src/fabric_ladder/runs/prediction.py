@@ -1,7 +1,7 @@
-"""The peak memory of a run before its first step, printed in its header and compared with the measured one at its end.
+"""The predicted peak memory of a run: printed in its header, and compared with the measured peak at its end.
 
-It is rehearsed by the planner in a fresh interpreter that sees no GPU, so that nothing of it is left in the run: no
-memory, no random number, no process group, and no CUDA context in a forked process. What it found is kept in the cache.
+The planner rehearses the run in a fresh interpreter without a GPU. So it leaves nothing in the run: no memory, no used
+random numbers, no process group and no CUDA context. The cache keeps the result.
 """
 
 import hashlib
@@ -15,44 +15,44 @@ from pathlib import Path
 
 import torch
 from lightning import Fabric
-from lightning.fabric.strategies import ModelParallelStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
 from fabric_ladder.advice import less_memory
 from fabric_ladder.data.loaders import MicroBatch
+from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import compute_capability, describe_versions, write_whole
-from fabric_ladder.settings import Settings
+from fabric_ladder.places import CONFIGS
+from fabric_ladder.settings import Settings, names
 
 PACKAGE = Path(__file__).parents[1]
-PLANNER = "fabric_ladder.planning.predict"  # started as a module, never imported: a run stands below the planner
+PLANNER = "fabric_ladder.planning.predict"  # started as a module, never imported: the planner imports runs
 TIMEOUT = 120  # seconds
-BUDGET = 16_384  # tokens: the most that `micro_batch_tokens` `auto` takes, far above what keeps a GPU busy
+BUDGET = 16_384  # tokens: the most that `micro_batch_tokens` `auto` takes, more than enough to keep a GPU busy
 PARTS = {
-    "parameters": "weights", "gradients": "gradients", "optimizer_state": "optimizer", "activations": "activations",
-    "logits": "logits", "other": "other",
-}  # fmt: skip
-RELEVANT = (  # see `relevant`
-    "task model precision float8 optimizer kahan_summation step_in_backward optimizer_offload max_grad_norm attention "
-    "activation_checkpointing activation_offload selective_checkpointing packing loss_chunk lora lora_rank "
-    "lora_targets lora_dropout dora quantization offload deepspeed devices num_nodes"
-).split()
+    "parameters": "weights",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer",
+    "activations": "activations",
+    "logits": "logits",
+    "other": "other",
+}
 
 
 class Prediction:
-    """What is known of a run's peak before it.
+    """The predicted peak of a run.
 
     Args:
-        found: Bytes on each GPU: `total`, its parts (see `PARTS`), what is `needed` with CUDA's own, and of the
-            `host`; with `micro_batch_tokens` `auto` also the number that fits, and the total of `one_sample` at a time;
-            or the `problem` that kept it from being found.
+        found: Bytes on each GPU: `total`, its parts (see `PARTS`) and `needed`, which adds CUDA's own memory; bytes of
+            the CPU memory in `host`. With `micro_batch_tokens` `auto` also the number that fits, and the total of
+            `one_sample` at a time. If the prediction failed, only `problem`.
     """
 
     def __init__(self, found: dict):
         self.found = found
 
     def figures(self) -> dict:
-        """Return what run.json keeps, in bytes."""
+        """Return the figures for run.json, in bytes."""
         if "problem" in self.found:
             return {}
         parts = {name: self.found[name] for name in (*PARTS, "host", "phase")}
@@ -60,7 +60,7 @@ class Prediction:
         return {"predicted_peak_bytes": self.found["total"], "predicted": parts, **single}
 
     def line(self, settings: Settings, hardware: dict) -> str:
-        """Return the line of the header; on a GPU that is too small, with what to try next."""
+        """Return the line of the header. For a GPU that is too small it names what to try next."""
         if "problem" in self.found:
             return f"Predicted peak: unknown ({self.found['problem']})"
         total = self.found["total"]
@@ -79,10 +79,11 @@ class Prediction:
         tries = less_memory(settings, phase if phase == "training" else f"the {phase}")
         return f"{text}, so it may not fit. Next to try: {tries}"
 
-    def end_line(self, measured: int, of_gpu: bool) -> str:
-        """Return the line that compares, after the training; `measured` in bytes."""
-        text, gap = f"Memory predicted: {self.found['total'] / 1e9:.2f} GB", measured - self.found["total"]
-        if of_gpu:
+    def end_line(self, measured: int, on_gpu: bool) -> str:
+        """Return the line after the training, which compares the prediction with the `measured` bytes."""
+        text = f"Memory predicted: {self.found['total'] / 1e9:.2f} GB"
+        gap = measured - self.found["total"]
+        if on_gpu:
             return f"{text}, measured {gap / 1e9:+.2f} GB ({gap / measured:+.1%})"
         return f"{text} of tensors, the process {gap / 1e9:+.2f} GB: libraries, data, working memory"
 
@@ -90,44 +91,48 @@ class Prediction:
 def predict(
     fabric: Fabric, settings: Settings, model: nn.Module, train_loader: DataLoader, val_loader: DataLoader
 ) -> Prediction | None:
-    """Predict the peak of a run on each device, where `predict_memory` asks for it; None on all ranks but the first.
+    """Predict the peak memory of each device, if `predict_memory` is set. Only rank 0 gets a prediction.
 
     Args:
-        fabric: Of the run.
-        settings: Of the run.
-        model: Set up by Fabric; only its config is looked at.
-        train_loader: Knows the effective batches that need most.
-        val_loader: Likewise those of the evaluation.
+        fabric: For the device and the ranks.
+        settings: The settings of the run.
+        model: Set up by Fabric; only its config is used.
+        train_loader: Gives the effective batches that need the most memory.
+        val_loader: Gives the batches of the evaluation that need the most memory.
     """
     wanted = settings.predict_memory if settings.predict_memory is not None else fabric.device.type == "cuda"
     if fabric.global_rank or not wanted:
         return None
     cuts = _cuts(settings, train_loader, val_loader)
-    ranks = settings.ranks if isinstance(fabric.strategy, ModelParallelStrategy) else None
+    ranks = settings.ranks if strategy_traits(settings).shards_weights else None
     config = model.config.to_dict()
     gpu = torch.cuda.get_device_name(fabric.device) if fabric.device.type == "cuda" else None
-    room = _room(fabric.device) if gpu else None
-    key = _key(settings, config, cuts, ranks, gpu, room)
+    free = _free_bytes(fabric.device) if gpu else None
+    key = _key(settings, config, cuts, ranks, gpu, free)
     path = Path(settings.cache_dir) / "memory" / f"{key}.json"
     with suppress(OSError, ValueError):
         return Prediction(json.loads(path.read_text(encoding="utf-8")))
-    found = _ask_planner((settings, cuts, ranks, model.config.num_labels, gpu, gpu and compute_capability(), room))
+    found = _ask_planner((settings, cuts, ranks, model.config.num_labels, gpu, gpu and compute_capability(), free))
     if "problem" not in found:
-        with suppress(OSError):  # then the next run predicts again
+        with suppress(OSError):  # without a cache the next run predicts again
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(found))
     return Prediction(found)
 
 
 def _ask_planner(question: tuple) -> dict:
-    """Return what the planner's process answers; it imports this very package, and is shown no GPU."""
+    """Return the answer of the planner's process, which imports this package and sees no GPU."""
     path = os.pathsep.join([str(PACKAGE.parent), *filter(None, sys.path)])
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
     try:
         process = subprocess.run(
-            [sys.executable, "-m", PLANNER], input=pickle.dumps(question), env=environment, timeout=TIMEOUT,
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            [sys.executable, "-m", PLANNER],
+            input=pickle.dumps(question),
+            env=environment,
+            timeout=TIMEOUT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
         return json.loads(process.stdout)
     except subprocess.TimeoutExpired:
         return {"problem": f"not found within {TIMEOUT} seconds"}
@@ -136,9 +141,9 @@ def _ask_planner(question: tuple) -> dict:
 
 
 def most_tokens(train_loader: DataLoader) -> int:
-    """Return what `micro_batch_tokens` `auto` begins with: the tokens of the largest micro-batch, at most `BUDGET`.
+    """Return the largest `micro_batch_tokens` that `auto` considers: those of the largest micro-batch, up to `BUDGET`.
 
-    The loader's sampler is left cut by `BUDGET`.
+    Afterwards the loader's sampler cuts by `BUDGET`.
     """
     train_loader.sampler.cut_by_tokens(BUDGET)
     plans = train_loader.sampler.heaviest()
@@ -146,13 +151,15 @@ def most_tokens(train_loader: DataLoader) -> int:
 
 
 def _cuts(settings: Settings, train_loader: DataLoader, val_loader: DataLoader) -> list[tuple]:
-    """Return what the effective batches may be cut into: `micro_batch_tokens`, and what may need most of each cut.
+    """Return the cuts to predict: `micro_batch_tokens`, and the batches of that cut that may need the most memory.
 
-    Those that need most come first, one sample at a time last. Unless `micro_batch_tokens` is `auto`, there is one.
+    The largest cut comes first, one sample at a time last. There is only one unless `micro_batch_tokens` is `auto`.
     """
     if settings.micro_batch_tokens != "auto":
         return [(None, *_largest(train_loader, val_loader))]
-    sampler, tokens, cuts = train_loader.sampler, most_tokens(train_loader), []
+    sampler = train_loader.sampler
+    tokens = most_tokens(train_loader)
+    cuts = []
     while tokens > sampler.lengths.max():
         sampler.cut_by_tokens(tokens)
         cuts.append((tokens, *_largest(train_loader, val_loader)))
@@ -161,13 +168,13 @@ def _cuts(settings: Settings, train_loader: DataLoader, val_loader: DataLoader) 
     return [*cuts, (1, *_largest(train_loader, val_loader))]
 
 
-def _room(device: torch.device) -> int:
+def _free_bytes(device: torch.device) -> int:
     """Return the bytes of the GPU that this process has or can have, rounded down so that equal runs agree."""
     return (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)) // 2**28 * 2**28
 
 
 def _largest(train_loader: DataLoader, val_loader: DataLoader) -> tuple[list[list[MicroBatch]], list[MicroBatch]]:
-    """Return the effective batches and the batches of the evaluation that may need most, without values."""
+    """Return the effective batches and evaluation batches that may need the most memory, without values."""
     plans = train_loader.sampler.heaviest()
     training = [_without_values(train_loader.dataset[plan].micro_batches) for plan in plans]
     return training, _without_values([val_loader.dataset[part] for part in val_loader.sampler.heaviest()])
@@ -180,23 +187,33 @@ def _without_values(batches: list[MicroBatch]) -> list[MicroBatch]:
 
 
 def relevant(settings: Settings) -> dict[str, object]:
-    """Return the settings that a rehearsal depends on, beside the shapes of its batches."""
-    names = [*RELEVANT, "max_length"] if settings.packing else RELEVANT  # which packing alone tells the model
-    return {name: getattr(settings, name) for name in names}
+    """Return the settings that change the predicted memory; the shapes of the batches do so, too."""
+    chosen = names(changes_memory=True)
+    if settings.packing:
+        chosen.append("max_length")  # without packing only the shapes depend on it
+    return {name: getattr(settings, name) for name in chosen}
 
 
-def _key(settings: Settings, config: dict, cuts: list, ranks: int | None, gpu: str | None, room: int | None) -> str:
-    """Name what a rehearsal depends on: settings, model, shapes, versions, and this package's own sources."""
+def _key(settings: Settings, config: dict, cuts: list, ranks: int | None, gpu: str | None, free: int | None) -> str:
+    """Return a hash of everything that a prediction depends on.
+
+    These are settings, model, shapes, versions, measured overheads, the sources and configurations of this package, and
+    every file that a setting names.
+    """
     shapes = [
-        [tokens, *([[each.masked, *(list(tensor.shape) for tensor in each.inputs.values())] for each in batch]
-                   for batch in (*training, evaluation))]
+        [tokens, *([_shapes(micro_batch) for micro_batch in batch] for batch in (*training, evaluation))]
         for tokens, training, evaluation in cuts
-    ]  # fmt: skip
-    sources = hashlib.sha256()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        sources.update(path.read_bytes())
-    parts = [relevant(settings), config, shapes, ranks, gpu, room, describe_versions("peft", "torchao")]
-    parts.append(sources.hexdigest())
-    files = [Path(settings.cache_dir) / "memory" / "overhead.json", Path(settings.deepspeed or "")]
-    parts += [path.read_text(encoding="utf-8") for path in files if path.is_file()]  # what the planner reads, too
+    ]
+    chosen = relevant(settings)
+    named = [Path(value) for value in chosen.values() if isinstance(value, str)]
+    own = [*sorted(PACKAGE.rglob("*.py")), *sorted(CONFIGS.rglob("*.json"))]
+    files = hashlib.sha256()
+    for path in [*own, Path(settings.cache_dir) / "memory" / "overhead.json", *named]:
+        if path.is_file():
+            files.update(path.read_bytes())
+    parts = [chosen, config, shapes, ranks, gpu, free, describe_versions("peft", "torchao"), files.hexdigest()]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _shapes(micro_batch: MicroBatch) -> list:
+    return [micro_batch.masked, *(list(tensor.shape) for tensor in micro_batch.inputs.values())]

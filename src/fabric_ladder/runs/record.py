@@ -1,16 +1,17 @@
-"""What a run leaves behind: lines on stdout and in log.txt, rows in metrics.csv, and run.json; written by rank 0."""
+"""What a run leaves behind, written by rank 0: lines on stdout and in log.txt, rows in metrics.csv, and run.json."""
 
 import dataclasses
-import os
-import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import strftime
 from typing import TypeVar
 
 from lightning import Fabric
 
+from fabric_ladder.distributed.launch import command_line
+from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import describe_hardware, describe_versions
 from fabric_ladder.errors import UserError
 from fabric_ladder.runs.folder import RunFolder, check_writable
@@ -22,31 +23,32 @@ T = TypeVar("T")
 class RunRecord:
     """The printed lines and the figures of a run.
 
-    No file is written before `open`, so that a run refused for bad input leaves nothing behind.
+    No file is written before `open`. So a run that is refused for bad input leaves nothing behind.
 
     Attributes:
-        values: What run.json holds.
+        values: The content of run.json.
 
     Raises:
         UserError: `runs_dir` cannot be written.
     """
 
     def __init__(self, fabric: Fabric, settings: Settings):
-        self.fabric, self.settings = fabric, settings
+        self.fabric = fabric
+        self.settings = settings
         self._files: RunFolder | None = None
         self._unwritten: list[str] = []
         self.values = {
             "format": 1,
             "status": "running",
             "begun": strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "command": shlex.join([os.path.basename(sys.executable), *sys.argv]),
+            "command": command_line(Path(sys.argv[0]), sys.argv[1:]),
             "settings": {key: value for key, value in dataclasses.asdict(settings).items() if key != "notices"},
             "versions": describe_versions(*_more_packages(settings)),
             "hardware": describe_hardware(fabric.device),
             "ranks": fabric.world_size,
             "results": {"epochs": []},
         }
-        self.on_rank_zero(lambda: check_writable(Path(settings.runs_dir)))
+        self.on_rank_zero(self._check_writable)
 
     @property
     def folder(self) -> Path | None:
@@ -54,16 +56,16 @@ class RunRecord:
         return self._files.path if self._files else None
 
     def open(self, folder: Path | None = None, state: dict | None = None) -> None:
-        """Open a new folder, or one to go on with, whose log has this run's first lines already.
+        """Open a new folder, or the folder of a resumed run, whose log has this run's first lines already.
 
         Args:
-            folder: Of a run to go on with.
-            state: Its `state_dict` so far.
+            folder: The folder of the resumed run.
+            state: Its saved `state_dict`.
         """
         self.on_rank_zero(lambda: self._open(folder, state))
 
     def print(self, line: str, log: bool = True) -> None:
-        """Print a line on rank 0 and, unless it is of this start of the run alone, add it to log.txt."""
+        """Print a line on rank 0. `log` also adds it to log.txt; leave it out for lines about this start only."""
         if self.fabric.global_rank:
             return
         print(line, flush=True)
@@ -79,11 +81,11 @@ class RunRecord:
             self._write(lambda: self._files.add_row(step, samples, **figures))
 
     def add_results(self, **figures: object) -> None:
-        """Add figures to the results, which `write` writes."""
+        """Add figures to the results; `write` writes them."""
         self.values["results"] |= figures
 
     def add(self, **values: object) -> None:
-        """Add values to run.json, which `write` writes."""
+        """Add values to run.json; `write` writes them."""
         self.values |= values
 
     def write(self) -> None:
@@ -92,18 +94,22 @@ class RunRecord:
             self._write(lambda: self._files.write_record(self.values))
 
     def state_dict(self) -> dict:
-        """Return, as plain values, what a run needs to go on with its lines and figures."""
+        """Return lines and figures as plain values, to resume from."""
         lines, rows = (self._files.lines, self._files.rows) if self._files else ([], [])
         return {"record": self.values, "lines": lines, "rows": rows}
 
     def on_rank_zero(self, action: Callable[[], T]) -> T:
-        """Run `action` on rank 0 and return its result on all; if it fails, every rank says so and none waits."""
+        """Run `action` on rank 0 and return its result on all ranks.
+
+        Raises:
+            UserError: `action` raised it, or an OSError, on rank 0. It is raised on all ranks, so that none waits.
+        """
         result = problem = None
         if self.fabric.global_rank == 0:
             try:
                 result = action()
             except OSError as error:
-                problem = f"cannot write --runs_dir {self.settings.runs_dir} ({error.strerror}): choose another"
+                problem = f"cannot use {error.filename or 'a file'} ({error.strerror or error})"
             except UserError as error:
                 problem = str(error)
         result, problem = self.fabric.broadcast((result, problem))
@@ -116,7 +122,24 @@ class RunRecord:
         if self._files:
             self._files.close()
 
+    def _check_writable(self) -> None:
+        with self._writing():
+            check_writable(Path(self.settings.runs_dir))
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turn an OSError into a UserError about `runs_dir`."""
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or error
+            raise UserError(f"cannot write --runs_dir {self.settings.runs_dir} ({reason}): choose another") from error
+
     def _open(self, folder: Path | None, state: dict | None) -> None:
+        with self._writing():
+            self._open_files(folder, state)
+
+    def _open_files(self, folder: Path | None, state: dict | None) -> None:
         if folder is None:
             self._files = RunFolder(self.settings)
         else:
@@ -128,7 +151,7 @@ class RunRecord:
         self._files.write_record(self.values)
 
     def _write(self, action: Callable[[], None]) -> None:
-        """Write into the run's folder; where that fails, say so once, and let the run go on without its log."""
+        """Write into the run's folder. If that fails, print it once, and let the run go on without its log."""
         try:
             action()
         except OSError as error:
@@ -141,5 +164,5 @@ class RunRecord:
 
 def _more_packages(settings: Settings) -> list[str]:
     bits = settings.quantization != "no" or settings.optimizer == "adam-8bit"
-    used = {"deepspeed": settings.deepspeed, "peft": settings.lora, "bitsandbytes": bits}
-    return [name for name, is_used in used.items() if is_used]
+    used = {"peft": settings.lora, "bitsandbytes": bits}
+    return [*strategy_traits(settings).packages, *(name for name, is_used in used.items() if is_used)]

@@ -1,4 +1,4 @@
-"""What the first lines of a run say: of its settings, and of its model."""
+"""The first lines of a run: its settings and its model."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from fabric_ladder.settings import Settings
 
 
 def title(settings: Settings, hardware: dict, ranks: int) -> str:
-    """Return the line of script, data, model, seed, effective batch, precision and device."""
+    """Return the title line: script, data, model, seed, effective batch, precision and device."""
     devices = f"{ranks} x " if ranks > 1 else ""
     model = Path(settings.model).name if Path(settings.model).exists() else settings.model
     dataset = Path(settings.dataset).name if Path(settings.dataset).exists() else settings.dataset
@@ -26,14 +26,14 @@ def title(settings: Settings, hardware: dict, ranks: int) -> str:
         cut = f"batch {settings.batch_size} = {devices}{-(-share // size)} x {size}"
     device = f"{hardware['device']}: {devices}{hardware.get('gpu', hardware['processor'])}"
     precision = settings.precision
-    if settings.matmul_precision in ("high", "medium"):  # not PyTorch's own
+    if settings.matmul_precision in ("high", "medium"):  # PyTorch's default is highest
         precision += f", matmul {settings.matmul_precision}"
     parts = [settings.name, dataset, model, f"seed {settings.seed}", cut, precision, device]
     return " · ".join(parts)
 
 
 def describe_parameters(model: nn.Module) -> dict:
-    """Return, for run.json, how many parameters the whole model has, their precisions, and this rank's bytes."""
+    """Return for run.json the number of parameters of the whole model, their precisions, and this rank's bytes."""
     parameters = list(model.parameters())
     return {
         "parameters": sum(map(_elements, parameters)),
@@ -46,18 +46,20 @@ def describe_parameters(model: nn.Module) -> dict:
 def parameters_line(described: dict) -> str:
     """Return the printed line of `describe_parameters`."""
     count, trainable = described["parameters"], described["trainable_parameters"]
-    digits, share = (1, "") if trainable == count else (3, f" ({trainable / count:.2%})")
+    all_trained = trainable == count
+    digits = 1 if all_trained else 3
+    share = "" if all_trained else f" ({trainable / count:.2%})"
     trained = f"{trainable / 1e6:.{digits}f} M trainable{share}"
     return f"Parameters: {count / 1e6:.1f} M, {trained}, {', '.join(described['dtypes'])}"
 
 
 def _elements(parameter: nn.Parameter) -> int:
-    """Elements of the whole parameter: ZeRO-3 leaves an empty tensor in its place, 4-bit weights share bytes."""
+    """Return the elements of the whole parameter. ZeRO-3 keeps an empty tensor; 4-bit weights share bytes."""
     state = getattr(parameter, "quant_state", None)
     return state.shape.numel() if state else getattr(parameter, "ds_numel", parameter.numel())
 
 
 def _bytes_here(parameter: nn.Parameter) -> int:
-    """Bytes of this rank's share of a parameter."""
+    """Return the bytes of this rank's share of a parameter."""
     here = parameter.to_local() if isinstance(parameter, DTensor) else getattr(parameter, "ds_tensor", parameter)
     return here.numel() * here.element_size()

@@ -1,4 +1,4 @@
-"""What a run counts and times while it trains: samples, tokens, seconds, peak memory, compilations."""
+"""Counts and clocks of a training: samples, tokens, seconds, peak memory, compilations."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,35 +10,37 @@ from torch import nn
 
 from fabric_ladder.data.loaders import EffectiveBatch
 from fabric_ladder.environment import count_device, peak_memory, reset_peak_memory
-from fabric_ladder.models.compile import CompileClock
+from fabric_ladder.techniques.compile import CompileClock
 
 
 class Throughput:
-    """Counts from the start of the training on.
+    """Counts samples, tokens and seconds from the start of the training.
 
     Args:
-        fabric: Knows device and rank.
+        fabric: For the device and the ranks.
         model: Set up by Fabric.
-        state: Of a run that goes on: its `state_dict` so far.
+        state: The saved `state_dict` of a resumed run.
     """
 
     def __init__(self, fabric: Fabric, model: nn.Module, state: dict | None = None):
-        self.fabric, state = fabric, state or {}
-        first = fabric.global_rank == 0  # which goes on with the sums of all ranks
+        self.fabric = fabric
+        state = state or {}
+        first = fabric.global_rank == 0  # it continues the sums of all ranks
         self.samples = state.get("samples", 0)
-        self._tokens, self._padded = (state.get("tokens", 0), state.get("padded", 0)) if first else (0, 0)
+        self._tokens = state.get("tokens", 0) if first else 0
+        self._padded = state.get("padded", 0) if first else 0
         self._excluded = state.get("excluded", 0.0)
-        self._last_line = state.get("last_line", (0, 0.0))  # samples and seconds then
+        self._last_line = state.get("last_line", (0, 0.0))  # samples and seconds at the last line
         self._evaluated = state.get("evaluated", (0, 0.0))  # tokens and seconds
-        device, host = state.get("peaks", (0, 0))
-        self._peaks = device, max(host, peak_memory(torch.device("cpu")))  # of making the model, too
+        device_peak, cpu_peak = state.get("peaks", (0, 0))
+        self._peaks = device_peak, max(cpu_peak, peak_memory(torch.device("cpu")))  # includes making the model
         self._compiling = CompileClock(model, *state.get("compiled", ()))
         reset_peak_memory(fabric.device)
         self._start = perf_counter() - state.get("elapsed", 0.0)
 
     @property
     def elapsed(self) -> float:
-        """Seconds of the training so far, over all parts of the run."""
+        """Seconds of the training so far, over all parts of a resumed run."""
         return perf_counter() - self._start
 
     def count(self, batch: EffectiveBatch) -> None:
@@ -49,12 +51,12 @@ class Throughput:
             self._padded += micro_batch.padded
 
     def count_evaluation(self, tokens: int, seconds: float) -> None:
-        """Count a validation that is done, of so many tokens of all ranks without padding."""
+        """Count the tokens of a validation, without padding and over all ranks, and its seconds."""
         self._evaluated = self._evaluated[0] + tokens, self._evaluated[1] + seconds
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Exclude this block from throughput."""
+        """Exclude the time of this block from the throughput."""
         start = perf_counter()
         yield
         self._excluded += perf_counter() - start
@@ -70,7 +72,7 @@ class Throughput:
         }
 
     def state_dict(self) -> dict:
-        """Return, as plain values, what is needed to go on; all ranks must call it."""
+        """Return counts and seconds as plain values, to resume from. All ranks must call it."""
         tokens, padded = self._sum(self._tokens, self._padded)
         return {
             "samples": self.samples,
@@ -85,7 +87,7 @@ class Throughput:
         }
 
     def figures(self) -> dict[str, float]:
-        """Stop the clock of compilations, and return seconds, rates and peaks of the training, for run.json."""
+        """Stop the clock of compilations, and return seconds, rates and peaks of the training for run.json."""
         elapsed = self.elapsed
         self._compiling.stop()
         tokens, padded = self._sum(self._tokens, self._padded)
@@ -113,7 +115,7 @@ class Throughput:
         return [int(count) for count in self.fabric.all_reduce(counts, reduce_op="sum").tolist()]
 
     def _find_peaks(self) -> list[int]:
-        """Return the peak memory of the device and of the host so far, each the largest of all ranks, in bytes."""
+        """Return the peak memory of the device and of the CPU in bytes, each the largest over all ranks."""
         own = peak_memory(self.fabric.device), peak_memory(torch.device("cpu"))
         peaks = torch.tensor([own, self._peaks], dtype=torch.float64, device=count_device(self.fabric.device)).amax(0)
         return [int(peak) for peak in self.fabric.all_reduce(peaks, reduce_op="max").tolist()]

@@ -1,19 +1,20 @@
-"""The command `fabric-ladder`: the rungs and the scripts by short names, in any folder.
+"""Run the rungs and scripts by short names in any folder: the command `fabric-ladder`.
 
-Each is run by its own file, with its own options, as `python src/2_grad_accum.py` and `python scripts/doctor.py` would.
+`fabric-ladder run 2` runs src/2_grad_accum.py, and `fabric-ladder doctor` runs scripts/doctor.py. The options are the
+same.
 """
 
+import argparse
 import ast
-import os
+import importlib.util
 import runpy
 import sys
 
-import jsonargparse
-
 from fabric_ladder.errors import UserError
+from fabric_ladder.options import kinds_of, settings_parser
 from fabric_ladder.places import SCRIPTS
 from fabric_ladder.rungs import RUNGS, choose_rungs
-from fabric_ladder.settings import INTERNAL, Settings
+from fabric_ladder.settings import FACTS
 
 COMMANDS = {
     "plan": "plan_memory",
@@ -29,7 +30,7 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Run the rung or the script that the command line names; it ends this process as it would end its own."""
+    """Run the rung or the script that the command line names, in this process."""
     name, *rest = sys.argv[1:] or ["--help"]
     try:
         if name in COMMANDS:
@@ -48,17 +49,21 @@ def main() -> None:
     runpy.run_path(str(path), run_name="__main__")
 
 
-def parser() -> jsonargparse.ArgumentParser:
-    """Return what `--help` shows and what shells complete; the files themselves read their options."""
-    os.environ["JSONARGPARSE_ADD_PRINT_COMPLETION_ARGUMENT"] = "true"  # it offers what shtab, if installed, can write
-    whole = jsonargparse.ArgumentParser(prog="fabric-ladder", description=__doc__)
-    commands = whole.add_subcommands()
-    run = jsonargparse.ArgumentParser(description="Run a rung.")
+def parser() -> argparse.ArgumentParser:
+    """Return the parser for `--help` and for completion in a shell; rungs and scripts parse their own options."""
+    whole = argparse.ArgumentParser(prog="fabric-ladder", description=__doc__)
+    if importlib.util.find_spec("shtab"):
+        import shtab
+
+        shtab.add_argument_to(whole, "--print_completion", help="Print the completion of a shell, and exit")
+    commands = whole.add_subparsers()
+    settings = settings_parser()
+    for action in settings._actions:
+        if action.dest in FACTS and not action.const:
+            action.choices = kinds_of(action.dest)[1] or None  # for completion
+    run = commands.add_parser("run", help="Run a rung, by its number or name", parents=[settings], add_help=False)
     run.add_argument("rung", choices=[name for path in RUNGS for name in (path.stem.split("_")[0], path.stem)])
-    run.add_argument("--config", help="YAML file of settings.")
-    run.add_class_arguments(Settings, as_group=False, skip=set(INTERNAL))
-    commands.add_subcommand("run", run, help="Run a rung, by its number or name.")
     for name, script in COMMANDS.items():
         doc = ast.get_docstring(ast.parse((SCRIPTS / f"{script}.py").read_text(encoding="utf-8")))
-        commands.add_subcommand(name, jsonargparse.ArgumentParser(), help=doc.split("\n")[0])
+        commands.add_parser(name, help=doc.split("\n")[0].replace("%", "%%"))
     return whole

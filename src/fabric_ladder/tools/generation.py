@@ -1,4 +1,4 @@
-"""Answers of a trained language model: from a prompt to its tokens, as in training, to the answer's text."""
+"""Generate answers with a trained language model; prompts are tokenised as in training."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,14 +15,15 @@ from fabric_ladder.data.rows import read_file, reading
 from fabric_ladder.data.sources import file_format
 from fabric_ladder.data.tokens import load_tokenizer
 from fabric_ladder.errors import UserError
-from fabric_ladder.models.bloom import fuse_attention
 from fabric_ladder.models.configs import load_config, silence_loading
+from fabric_ladder.techniques.fused_attention import fuse_attention
 
-RAW, CHAT = "raw", "chat"  # what a template's name can be, beside its text: none, and the tokenizer's chat template
+RAW = "raw"  # no template
+CHAT = "chat"  # the tokenizer's chat template
 
 
 class Question(NamedTuple):
-    """A prompt: what to do, and what to do it with."""
+    """An instruction and its input."""
 
     instruction: str
     input: str = ""
@@ -34,15 +35,17 @@ class Generator:
     Args:
         model: On its device, in eval mode.
         tokenizer: The model's.
-        template: How an instruction becomes a prompt: a template for `prompt_text`, `alpaca`, `chat` or `raw`.
+        template: Template for `prompt_text`, `alpaca`, `chat` or `raw`.
         max_new_tokens: Longest answer.
-        sampling: `temperature`, `top_k` and `top_p`; empty to take the likeliest token always.
+        sampling: `temperature`, `top_k` and `top_p`; empty for greedy decoding.
     """
 
     def __init__(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, template: str, max_new_tokens: int, sampling: dict
     ):
-        self.model, self.tokenizer, self.template = model, tokenizer, template
+        self.model = model
+        self.tokenizer = tokenizer
+        self.template = template
         self._ends = end_tokens(tokenizer, model.generation_config.eos_token_id) or []
         self._config = GenerationConfig(
             max_new_tokens=max_new_tokens,
@@ -50,28 +53,28 @@ class Generator:
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=self._ends or None,
             use_cache=True,
-            **({"top_k": 0} | sampling if sampling else {}),  # a config's own default would cut off all but 50
+            **({"top_k": 0} | sampling if sampling else {}),  # GenerationConfig's default is 50
         )
 
     def tokens(self, question: Question) -> list[int]:
-        """Return the tokens of a prompt as training had them.
+        """Return the tokens of a prompt, as in training.
 
         Raises:
-            UserError: There are none, or too many for the model, or the template has no field for the input.
+            UserError: The prompt is empty, too long for the model, or its template has no field for the input.
         """
         if self.template == CHAT:
             return self.chat_tokens([{"role": "user", "content": "\n\n".join(filter(None, question))}])
-        return self._checked(prompt_tokens(self.tokenizer, [self._written(question)])[0])
+        return self._checked(prompt_tokens(self.tokenizer, [self._prompt(question)])[0])
 
     def chat_tokens(self, messages: list[dict[str, str]]) -> list[int]:
-        """Return the tokens of a chat, written by the tokenizer's template up to where the next answer starts."""
+        """Return the tokens of a chat, formatted by the tokenizer's template, with the start of the next answer."""
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return self._checked(self._plain_tokens(text))
 
     def answer(self, prompts: list[list[int]], stream: bool = False) -> list[list[int]]:
-        """Return the tokens that follow each prompt, up to the end or with it; `stream` prints those of the only one.
+        """Return the tokens that follow each prompt, including the end token; `stream` prints them for a single prompt.
 
-        Shorter prompts are padded on the left, and what is padded is masked.
+        Shorter prompts are padded on the left. The padding is masked.
         """
         device = next(self.model.parameters()).device
         inputs = self.tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(device)
@@ -89,9 +92,9 @@ class Generator:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def chat(self, lines: Iterator[str]) -> None:
-        """Answer line after line, each after all that was said before; an empty one ends it.
+        """Answer each line with all earlier lines and answers as context; an empty line ends the chat.
 
-        Without a chat template the prompts and answers of training stand one after another, each answer with its end.
+        Without a chat template, the context is a sequence of prompts and answers as in training.
         """
         messages, history = [], []
         for line in lines:
@@ -100,8 +103,8 @@ class Generator:
             messages.append({"role": "user", "content": line})
             if self.template == CHAT:
                 prompt = self.chat_tokens(messages)
-            elif history:  # without what the tokenizer puts first
-                prompt = self._checked([*history, *self._plain_tokens(self._written(Question(line)))])
+            elif history:  # without the tokens that start a sequence
+                prompt = self._checked([*history, *self._plain_tokens(self._prompt(Question(line)))])
             else:
                 prompt = self.tokens(Question(line))
             (reply,) = self.answer([prompt], stream=True)
@@ -110,12 +113,12 @@ class Generator:
             if self._ends and history[-1] not in self._ends:
                 history.append(self.tokenizer.eos_token_id or self._ends[0])
 
-    def _written(self, question: Question) -> str:
+    def _prompt(self, question: Question) -> str:
         """Return the text of a prompt."""
         if self.template != RAW:
             return prompt_text(*question, self.template)
         if question.input:
-            raise UserError("an input needs a template to stand in: give --prompt_template, say alpaca")
+            raise UserError("an input needs a template; give --prompt_template, e.g. alpaca")
         return question.instruction
 
     def _plain_tokens(self, text: str) -> list[int]:
@@ -123,12 +126,13 @@ class Generator:
 
     def _checked(self, ids: list[int]) -> list[int]:
         if not ids:
-            raise UserError("the prompt is empty: there is nothing to go on from")
-        positions, new = getattr(self.model.config, "max_position_embeddings", None), self._config.max_new_tokens
+            raise UserError("the prompt is empty; write an instruction")
+        positions = getattr(self.model.config, "max_position_embeddings", None)
+        new = self._config.max_new_tokens
         if positions and len(ids) + new > positions:
             raise UserError(
-                f"{len(ids)} tokens of prompt and --max_new_tokens {new} are beyond the model's {positions} positions: "
-                "lower it, or shorten the prompt"
+                f"{len(ids)} tokens of prompt and --max_new_tokens {new} are beyond the model's {positions} positions; "
+                "reduce it, or shorten the prompt"
             )
         return ids
 
@@ -139,17 +143,18 @@ def load_language_model(
     """Return a language model in eval mode on the CPU, and its tokenizer.
 
     Args:
-        name: The folder of a run or of what it has saved, of a model or of an adapter; or a name on the Hub.
+        name: Folder of a run, a checkpoint, a model or an adapter, or a name on the Hub.
         dtype: Precision of the weights.
-        quantization: `nf4` or `no`; default: as the adapter's base was while training, else `no`.
+        quantization: `nf4` or `no`; default: as the adapter's base in training, else `no`.
 
     Raises:
-        UserError: A classifier, or nothing that was saved there.
-        UserError: Weights or tokenizer cannot be read.
+        UserError: The model is a classifier, or does not exist, or its files cannot be read.
     """
     silence_loading()
     result = find_result(name) if Path(name).is_dir() else Result(Path(name), "model", adapter=False)
-    _check_language(result.config or load_config(base_name(result)), name)  # an adapter that others have trained
+    _check_language(
+        result.config or load_config(base_name(result)), name
+    )  # an adapter of another project has no config
     own = not result.adapter or result.has("tokenizer.json", "tokenizer_config.json")
     tokenizer = load_tokenizer(result.folder.as_posix() if own else base_name(result))
     model = load_result(result, dtype=dtype, quantization=quantization)
@@ -158,29 +163,29 @@ def load_language_model(
 
 
 def choose_template(tokenizer: PreTrainedTokenizerBase, wanted: str | None, chat: bool) -> str:
-    """Return how prompts are written: as is wanted, as in training, by the tokenizer's chat template, or as they are.
+    """Return the template for prompts: the wanted one, else that of the training, the chat template, or `raw`.
 
     Args:
-        tokenizer: Keeps the template of the training.
-        wanted: What the user asks for, if anything.
-        chat: Whether a chat is held, for which the tokenizer's own template comes first.
+        tokenizer: It stores the template of the training.
+        wanted: Template of the user, or None.
+        chat: Prefer the chat template to the template of the training.
     """
     template = wanted or (CHAT if chat and tokenizer.chat_template else tokenizer.init_kwargs.get("prompt_template"))
     if template == CHAT and not tokenizer.chat_template:
-        raise UserError("the tokenizer has no chat template: give --prompt_template, or --raw")
+        raise UserError("the tokenizer has no chat template; give --prompt_template or --raw")
     if template not in (None, RAW, CHAT):
-        prompt_text("", "", template)  # refuses one that lacks the instruction
+        prompt_text("", "", template)  # raises if the template has no {instruction}
     return template or (CHAT if tokenizer.chat_template else RAW)
 
 
 def read_questions(path: Path) -> list[tuple[dict, Question]]:
-    """Return the prompts of a file, each with the row that it was in.
+    """Return the rows of a file, each with its question.
 
-    A text file has one on each line that is not empty. JSON (a list) and JSON Lines have objects with `instruction` and
-    perhaps `input`, or with `prompt`, which means the same as `instruction`.
+    A text file has one prompt per non-empty line. JSON (a list) and JSON Lines have objects with `instruction` and
+    optionally `input`, or with `prompt`, a synonym of `instruction`.
 
     Raises:
-        UserError: No such file, or not such a one, or no prompt in it.
+        UserError: The file cannot be read, or has no prompt.
     """
     if file_format(path) == "json":
         rows = read_file(path).rows
@@ -202,9 +207,11 @@ def read_questions(path: Path) -> list[tuple[dict, Question]]:
 
 
 def answer_all(generator: Generator, questions: list[Question], batch_size: int) -> list[str]:
-    """Return the answers, in the order of the questions; prompts of alike lengths share a batch."""
+    """Return the answers, in the order of the questions; prompts of similar length share a batch."""
     prompts = [generator.tokens(question) for question in questions]
-    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))  # the largest batch comes first
+    order = sorted(
+        range(len(prompts)), key=lambda index: -len(prompts[index])
+    )  # the largest batch first, so that memory runs out early
     answers = {}
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
@@ -214,12 +221,11 @@ def answer_all(generator: Generator, questions: list[Question], batch_size: int)
 
 
 def _check_language(config: PretrainedConfig, name: str) -> None:
-    """Refuse a model that is no language model of transformers."""
+    """Refuse a model that transformers cannot use to generate text."""
     classes = AutoModelForCausalLM._model_mapping
-    architecture = (config.architectures or ["nothing that is known"])[0]
+    architecture = (config.architectures or ["unknown"])[0]
     if type(config) not in classes or architecture != classes[type(config)].__name__:
-        reason = "classifies" if architecture.endswith("Classification") else "is no language model"
+        reason = "classifies" if architecture.endswith("Classification") else "is not a language model"
         raise UserError(
-            f"{name} {reason} ({architecture}) and writes no text: give a model that was trained by --task "
-            "instruction-tuning"
+            f"{name} {reason} ({architecture}) and writes no text; give a model trained with --task instruction-tuning"
         )

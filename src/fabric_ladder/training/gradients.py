@@ -1,27 +1,30 @@
 """The gradient of one effective batch: accumulated over its micro-batches, and checked before it is used."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 
 import torch
 from lightning import Fabric
-from lightning.fabric.strategies import DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fabric_ladder.data.loaders import MicroBatch
-from fabric_ladder.distributed.ddp import DDPInBuckets
-from fabric_ladder.models.embeddings import adding_rows
+from fabric_ladder.distributed.strategies import (
+    averages_each_pass,
+    has_gradient_hooks,
+    keeps_gradients,
+    skips_broken_steps,
+)
 from fabric_ladder.models.masks import declare_padding
-from fabric_ladder.models.weight_steps import WeightSteps, stepping
-from fabric_ladder.runs.metrics import Meter, count_correct, count_pairs
+from fabric_ladder.runs.metrics import Meter, add_to_confusion, count_correct
+from fabric_ladder.techniques.embedding_rows import adding_rows
 
 
 @contextmanager
 def name_shape(inputs: dict[str, Tensor], phase: str = "training") -> Iterator[None]:
-    """Give an error in this block the phase and the shape of its batch, for `explain`."""
+    """Add the phase and the shape of the batch to an error in this block; the advice names them."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -39,37 +42,37 @@ def accumulate_gradients(
 ) -> bool:
     """Accumulate the gradient of the mean loss per item of one effective batch.
 
-    The weights of the micro-batches make the sum independent of how the effective batch is cut. Ranks average their
-    gradients once, in the last backward pass, which the forward passes before it must know too. Where gradients are
-    sharded, they are averaged in each pass, so that no rank ever holds all of them.
+    Each micro-batch is weighted by its items, so the sum does not depend on how the effective batch is cut. Ranks
+    average their gradients once, in the last backward pass; `no_backward_sync` covers all passes before it. Where
+    weights are sharded, gradients are averaged in each pass, so that no rank ever holds all of them.
 
     Args:
-        fabric: Of the run.
+        fabric: For the strategy and the device.
         model: Set up by Fabric.
         micro_batches: This rank's share of the effective batch.
         meter: Gets losses and right predictions, pending until the step is committed.
-        stop: Asked after each micro-batch but the last whether to stop.
-        optimizer: Steps in the last backward pass, if it is made for that; None: only the gradient is wanted.
+        stop: Called after each micro-batch except the last; True stops there.
+        optimizer: May step in the last backward pass (`step_in_backward`); None: only compute the gradient.
 
     Returns:
         Whether all micro-batches were accumulated.
     """
-    once = not isinstance(fabric.strategy, ModelParallelStrategy)  # FSDP2 would keep whole gradients until the last
-    stepped = isinstance(getattr(optimizer, "optimizer", None), WeightSteps)
-    hooked = stepped or not isinstance(fabric.strategy, SingleDeviceStrategy)
+    average_once = not averages_each_pass(fabric.strategy)
+    stepping = getattr(getattr(optimizer, "optimizer", None), "stepping", None)  # of an optimizer of `WeightSteps`
+    hooked = stepping is not None or has_gradient_hooks(fabric.strategy)
     for number, micro_batch in enumerate(micro_batches, start=1):
         last = number == len(micro_batches)
-        unsynchronized = fabric.no_backward_sync(model, enabled=once and not last)
+        unsynchronized = fabric.no_backward_sync(model, enabled=average_once and not last)
         with (
             unsynchronized,
             name_shape(micro_batch.inputs),
-            stepping(optimizer if last else None),
+            stepping() if stepping and last else nullcontext(),
             adding_rows(hooked),
         ):
             loss, correct = run_model(fabric, model, micro_batch)
             fabric.backward(loss * micro_batch.weight)
         meter.add(loss, correct, micro_batch.items)
-        del loss  # and with it the graph, whose nodes would lie scattered among the next micro-batch's activations
+        del loss  # frees the graph before the next micro-batch's activations are allocated
         if not last and stop():
             return False
     return True
@@ -78,23 +81,22 @@ def accumulate_gradients(
 def run_model(
     fabric: Fabric, model: nn.Module, micro_batch: MicroBatch, confusion: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return a micro-batch's mean loss per item, and its right predictions, both on the device.
+    """Return a micro-batch's mean loss per item and its number of right predictions, both on the device.
 
-    `confusion`, if given, gets its samples by their classes, see `count_pairs`.
+    `confusion` gets its samples, see `add_to_confusion`.
     """
     inputs = _to_device(fabric, micro_batch.inputs)
     with declare_padding(micro_batch.masked):
         outputs = model(**inputs)
     if confusion is not None and micro_batch.items:
-        count_pairs(confusion, outputs, inputs["labels"])
+        add_to_confusion(confusion, outputs, inputs["labels"])
     return outputs.loss, count_correct(outputs, inputs["labels"])
 
 
 def _to_device(fabric: Fabric, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Move a micro-batch's inputs to the device without waiting for it.
+    """Copy a micro-batch's inputs to the device without waiting for the copy.
 
-    On CUDA they are copied, from pinned memory, on a stream of their own: not behind the micro-batches before them,
-    which the device has yet to compute, but while it computes them.
+    On CUDA a separate stream copies them from pinned memory, while the device still computes the micro-batches before.
     """
     if fabric.device.type != "cuda":
         return fabric.to_device(inputs)
@@ -103,7 +105,7 @@ def _to_device(fabric: Fabric, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         inputs = fabric.to_device(inputs)
     computing.wait_stream(copying)
     for tensor in inputs.values():
-        tensor.record_stream(computing)  # or its memory could be given away when Python, far ahead, lets it go
+        tensor.record_stream(computing)  # otherwise its memory could be reused while the device still needs it
     return inputs
 
 
@@ -113,27 +115,28 @@ def _copying_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def forget_gradients(fabric: Fabric, optimizer: Optimizer) -> None:
-    """Free the gradients; under DDP, where they are parts of buckets that stay (`DDPInBuckets`), set them to 0."""
-    optimizer.zero_grad(set_to_none=not isinstance(fabric.strategy, DDPInBuckets))
+    """Free the gradients, or set them to 0 where the strategy keeps them."""
+    optimizer.zero_grad(set_to_none=not keeps_gradients(fabric.strategy))
 
 
 def find_broken_gradient(fabric: Fabric, optimizer: Optimizer) -> Tensor:
-    """Return a boolean on the device: whether a gradient, or this rank's shard of one, is NaN or infinite.
+    """Return whether a gradient, or this rank's shard of it, is NaN or infinite: a boolean on the device.
 
-    Always False under `16-mixed`, whose scaler finds infinities by making some, and under DeepSpeed: both skip such
-    steps themselves. The largest magnitude is tested, which cannot overflow as a sum of squares can.
+    Always False if such steps are skipped elsewhere: by the scaler of `16-mixed`, or by the engine of a strategy. The
+    test takes the largest magnitude, which cannot overflow as a sum of squares can.
     """
     nothing = torch.zeros((), dtype=torch.bool, device=fabric.device)
-    if getattr(fabric.strategy.precision, "scaler", None) or isinstance(fabric.strategy, DeepSpeedStrategy):
+    if getattr(fabric.strategy.precision, "scaler", None) or skips_broken_steps(fabric.strategy):
         return nothing
     by_type: dict[tuple, list[Tensor]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             gradient = parameter.grad
             gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            if gradient is not None and gradient.numel():  # a rank may hold nothing of a small weight
+            if gradient is not None and gradient.numel():  # a rank's shard of a small weight may be empty
                 by_type.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     largest = [torch.stack(torch._foreach_norm(gradients, torch.inf)) for gradients in by_type.values()]
     finite = [size.isfinite().all().to(fabric.device, non_blocking=True) for size in largest]
-    finite += optimizer.optimizer.take_finite() if isinstance(optimizer.optimizer, WeightSteps) else []
+    if take_finite := getattr(optimizer.optimizer, "take_finite", None):  # gradients freed in the backward pass
+        finite += take_finite()
     return ~torch.stack(finite).all() if finite else nothing

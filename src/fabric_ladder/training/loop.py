@@ -1,4 +1,4 @@
-"""The one train loop and the one evaluation, under every rung."""
+"""The one train loop and the one evaluation of all rungs."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -6,21 +6,23 @@ from time import perf_counter
 
 import torch
 from lightning import Fabric
-from lightning.fabric.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from fabric_ladder.checkpoints.checkpointer import Checkpointer
-from fabric_ladder.checkpoints.room import check_room
+from fabric_ladder.checkpoints.disk import check_disk_space
 from fabric_ladder.checkpoints.save import read_state, save
 from fabric_ladder.data.loaders import EffectiveBatch, MicroBatch
+from fabric_ladder.distributed.preemption import StopRequest, exit_for
+from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.optimizer import set_learning_rate
-from fabric_ladder.runs.metrics import MOST_CLASSES, Meter, Totals, describe_classes, describe_step
+from fabric_ladder.runs.metrics import MOST_CLASSES, Meter, Score, describe_classes, describe_step
 from fabric_ladder.runs.prediction import predict
 from fabric_ladder.runs.run import Run
-from fabric_ladder.training.fitting import compile_ahead, try_longest
+from fabric_ladder.training.compiling import compile_ahead
+from fabric_ladder.training.fitting import try_longest
 from fabric_ladder.training.gradients import (
     accumulate_gradients,
     find_broken_gradient,
@@ -31,111 +33,126 @@ from fabric_ladder.training.gradients import (
 from fabric_ladder.training.state import Training, TrainingState
 
 
-def train(run: Run, model: nn.Module, optimizer: Optimizer, train_loader: DataLoader, val_loader: DataLoader) -> None:
-    """Fine-tune for `settings.epochs`, and print, log and time it.
+def train(
+    run: Run, model: nn.Module, optimizer: Optimizer, train_loader: DataLoader, val_loader: DataLoader
+) -> Training:
+    """Fine-tune for `settings.epochs`, with printed, logged and timed lines.
 
     Args:
-        run: Where the run's lines, figures and settings are kept.
+        run: Prints and records; has the settings.
         model: Set up by Fabric.
         optimizer: Set up by Fabric.
         train_loader: Yields effective batches, see `build_dataloaders`.
         val_loader: Yields micro-batches; evaluated after each epoch.
 
+    Returns:
+        The training, for `evaluate`.
+
     Raises:
         UserError: A loss or a gradient became NaN or infinite, or the warm-up is longer than the run.
         ValueError: The optimizer holds other parameters than the model's, and would train nothing.
     """
-    with run.released_on_error():
-        state = TrainingState(run.fabric, len(train_loader))
-        training = Training(run, model, optimizer, train_loader, val_loader, state)
-        checkpointer = _start(training)
+    state = TrainingState(run.fabric, len(train_loader))
+    checkpointer = Checkpointer(run, model, optimizer, train_loader.dataset.fingerprint)
+    stop_request = StopRequest(run.settings.max_time, run.begun, run.fabric.world_size)
+    training = Training(run, model, optimizer, train_loader, val_loader, state, checkpointer, stop_request)
+    with training.closed_on_error():
+        _start(training)
         while state.epoch < run.settings.epochs:
-            _train_epoch(training, checkpointer)
-            _validate(training, checkpointer)
-        if not state.trained:  # else stopped in the test
+            _train_epoch(training)
+            _validate(training)
+        if not state.trained:  # a run that stopped in the test is trained already
             _finish(training)
+    return training
 
 
-def evaluate(run: Run, model: nn.Module, test_loader: DataLoader) -> Totals:
-    """Print and return the totals of the test, and close the run."""
-    with run.released_on_error():
-        names, confusion, classes = test_loader.dataset.class_names, None, None
+def evaluate(training: Training, test_loader: DataLoader) -> Score:
+    """Print and return the score on the test split, and close the run."""
+    run = training.run
+    with training.closed_on_error():
+        names = test_loader.dataset.class_names
+        confusion = classes = None
         if 0 < len(names) <= MOST_CLASSES:
             confusion = torch.zeros((len(names), len(names)), dtype=torch.int64, device=run.fabric.device)
-        totals = _evaluate(run.fabric, model, test_loader, "the test", run.stop_request.made, confusion)
-        if totals is None:
-            run.checkpointer.stop()
+        stop = training.stop_request.requested
+        score = _evaluate(run.fabric, training.model, test_loader, "the test", stop, confusion)
+        if score is None:
+            _stop(training)
         if confusion is not None:
             classes = describe_classes(names, run.fabric.all_reduce(confusion, reduce_op="sum").tolist())
-        run.log_test(totals, classes)
-        run.checkpointer.finish()
-    return totals
+        run.log_test(score, classes)
+        training.close()
+        training.checkpointer.finish()
+    return score
 
 
-def _start(training: Training) -> Checkpointer:
-    """Start the run, or resume it from a checkpoint, and try what could fail late."""
-    run, model, optimizer, train_loader, val_loader, state = training
+def _start(training: Training) -> None:
+    """Start the run or resume it from a checkpoint, and try everything that could fail late."""
+    run, model, optimizer, state = training.run, training.model, training.optimizer, training.state
     fabric, settings = run.fabric, run.settings
     steps = state.steps_per_epoch * settings.epochs
     if settings.warmup_steps >= steps:
         raise UserError(f"--warmup_steps {settings.warmup_steps}: the run has only {steps} optimizer steps")
-    if not isinstance(fabric.strategy, DeepSpeedStrategy):  # which owns flat copies of the parameters
+    if not strategy_traits(settings).owns_optimizer:  # an engine trains copies of the parameters
         _check_ownership(model, optimizer)
     if settings.load:
         read_state(f"--load {settings.load}", Path(settings.load), model, optimizer)
     fabric.seed_everything(settings.seed + fabric.global_rank, verbose=False)  # dropout differs between the ranks
-    checkpointer = Checkpointer(run, model, optimizer, state, train_loader.dataset.fingerprint)
-    resumed = checkpointer.find()
-    run.record.on_rank_zero(lambda: check_room(settings, model, there=1 if resumed else 0))
-    prediction = predict(fabric, settings, model, train_loader, val_loader)
-    run.start(model, train_loader, checkpointer, prediction, resumed)
-    checkpointer.restore()
+    resumed = training.checkpointer.find()
+    run.record.on_rank_zero(lambda: check_disk_space(settings, model, existing=1 if resumed else 0))
+    prediction = predict(fabric, settings, model, training.train_loader, training.val_loader)
+    run.start(model, training.train_loader, prediction, resumed)
+    training.stop_request.begin()
+    training.checkpointer.restore(state.load_state_dict)
     try_longest(training, prediction)
     compile_ahead(training)
     set_learning_rate(settings, optimizer, state.optimizer_steps, steps)
-    return checkpointer
 
 
-def _train_epoch(training: Training, checkpointer: Checkpointer) -> None:
-    run, model, optimizer, train_loader, _, state = training
-    fabric, settings = run.fabric, run.settings
+def _train_epoch(training: Training) -> None:
+    run, model, optimizer, state = training.run, training.model, training.optimizer, training.state
+    fabric, settings, train_loader = run.fabric, run.settings, training.train_loader
     train_loader.sampler.set_epoch(state.epoch, start=state.batch)
     model.train()  # after from_pretrained and after each evaluation the inner module is in eval mode
-    if not state.batch:  # the checkpoint is from before the iterator was made, which draws a random number
+    if not state.batch:  # this checkpoint was written before the iterator was made, which draws a random number
         state.restore_random()
-    state.mark()  # set back to batch 0, the run makes its iterator again
+    state.begin_step()  # a run that resumes at batch 0 makes its iterator again
     batches = iter(train_loader)
     state.restore_random()
     for batch in run.progress_bar(batches, state.batch):
         if state.batch:
-            state.mark()
-        stop = run.stop_request.made_alone
+            state.begin_step()
+        stop = training.stop_request.requested_within_step
         if not accumulate_gradients(fabric, model, batch.micro_batches, state.meter, stop, optimizer):
-            _stop(training, checkpointer)
+            _undo_and_stop(training)
         if _is_usable(training, batch):
-            if settings.max_grad_norm:  # asked to raise an error, it would wait for the device
+            if settings.max_grad_norm:  # with error_if_nonfinite it would wait for the device
                 fabric.clip_gradients(model, optimizer, max_norm=settings.max_grad_norm, error_if_nonfinite=False)
             optimizer.step()
         forget_gradients(fabric, optimizer)
-        logged = state.samples // run.log_every
+        lines_before = state.samples // run.log_every
         state.advance(batch.samples)
         set_learning_rate(settings, optimizer, state.optimizer_steps, len(train_loader) * settings.epochs)
         run.throughput.count(batch)
-        if logged < state.samples // run.log_every or state.batch == len(train_loader):
-            totals = state.collect()  # here, and only here, the loop waits for the device
-            if totals.items:  # else all batches were skipped
-                run.log_loss(state.epoch, state.batch, state.samples, totals.loss, optimizer.param_groups[0]["lr"])
-        checkpointer.after_step()
+        if lines_before < state.samples // run.log_every or state.batch == len(train_loader):
+            score = state.collect()  # only here the loop waits for the device
+            if score.items:  # otherwise all batches were skipped
+                run.log_loss(state.epoch, state.batch, state.samples, score.loss, optimizer.param_groups[0]["lr"])
+        if training.stop_request.requested():
+            _stop(training)
+        within_epoch = state.batch < state.steps_per_epoch
+        if settings.save_every and state.optimizer_steps % settings.save_every == 0 and within_epoch:
+            _save_checkpoint(training)
 
 
 def _is_usable(training: Training, batch: EffectiveBatch) -> bool:
-    """Return whether the optimizer may step with the gradient of the effective batch, and count or discard its losses.
+    """Return whether the optimizer may step, and count or discard the losses of the effective batch.
 
-    By `on_nan` `stop` it always may: what is not finite is noted on the device and stops the run at the next printed
-    line. By `skip` all ranks wait for their devices, agree, and leave out a batch that is not finite.
+    With `on_nan` `stop` it always may. A loss or gradient that is not finite is recorded on the device and stops the
+    run at the next printed line. With `skip` all ranks wait for their devices, agree, and skip such a batch.
 
     Raises:
-        UserError: More than `nan_limit` batches would be left out.
+        UserError: More than `nan_limit` batches would be skipped.
     """
     run, state = training.run, training.state
     fabric, settings, meter = run.fabric, run.settings, state.meter
@@ -150,56 +167,83 @@ def _is_usable(training: Training, batch: EffectiveBatch) -> bool:
                     f"{text}: the run stops, since --nan_limit {settings.nan_limit} batches are left out already; try "
                     "a lower --learning_rate, --max_grad_norm 1 or another --precision"
                 )
-            state.discard_step()
+            meter.discard()
+            state.skipped += 1
             run.log_skipped(state.skipped, text)
             return False
     meter.commit(step, broken)
     return True
 
 
-def _validate(training: Training, checkpointer: Checkpointer) -> None:
+def _validate(training: Training) -> None:
     run, state, val_loader = training.run, training.state, training.val_loader
-    state.mark()
+    state.begin_step()
     with run.throughput.excluded():
         name, start = f"the validation after epoch {state.epoch + 1}", perf_counter()
-        validation = _evaluate(run.fabric, training.model, val_loader, name, run.stop_request.made)
+        validation = _evaluate(run.fabric, training.model, val_loader, name, training.stop_request.requested)
         if validation:
             run.throughput.count_evaluation(val_loader.sampler.tokens, perf_counter() - start)
     if validation is None:
-        _stop(training, checkpointer)
-    run.log_epoch(state.epoch, state.totals.accuracy, validation)
+        _undo_and_stop(training)
+    run.log_epoch(state.epoch, state.score.accuracy, validation)
     state.next_epoch()
-    checkpointer.after_epoch(validation)
+    if run.settings.save_every:
+        _save_checkpoint(training, validation.loss)
 
 
-def _stop(training: Training, checkpointer: Checkpointer) -> None:
-    """Go back to the last point from which the run can resume exactly, write a checkpoint, and end the process."""
-    training.state.rewind()
+def _save_checkpoint(training: Training, validation_loss: float | None = None) -> bool:
+    """Write a checkpoint, and return whether that worked.
+
+    Raises:
+        UserError: A loss or a gradient was not finite. The weights may be damaged, so the last checkpoint stays.
+    """
+    state = training.state
+    state.meter.score()
+    with training.run.throughput.excluded():
+        position, rank_state = state.state_dict(), state.rank_state_dict()
+    return training.checkpointer.save(state.optimizer_steps, position, rank_state, validation_loss)
+
+
+def _undo_and_stop(training: Training) -> None:
+    """Go back to the last point from which the run can resume exactly, and stop there."""
+    training.state.undo_step()
     forget_gradients(training.run.fabric, training.optimizer)
-    checkpointer.stop()
+    _stop(training)
+
+
+def _stop(training: Training) -> None:
+    """Write a checkpoint, print how to resume, and end the process. All ranks must call it."""
+    run, reason = training.run, training.stop_request.reason
+    run.log_stop(reason, training.state.describe() if _save_checkpoint(training) else None)
+    training.close()
+    exit_for(reason, run.fabric.global_rank)
 
 
 def _finish(training: Training) -> None:
-    """Print the training's figures, and save what was trained."""
-    run, settings, state = training.run, training.run.settings, training.state
+    """Print the figures of the training, and save the model."""
+    run, settings = training.run, training.run.settings
     try:
-        run.log_training(state.samples_hash)
-    finally:  # a disk without room for the log may not cost the model
+        run.log_training(training.state.samples_hash)
+    finally:  # save the model even if the disk has no space for the log
         if settings.save != "no":
             data, random = training.train_loader.dataset, settings.from_scratch
             folder = save(run.fabric, settings.save, run.folder, training.model, training.optimizer, data, random)
             run.print(f"Saved {folder}")
-    state.finish()
+    training.state.trained = True
 
 
 @torch.no_grad()
 def _evaluate(
-    fabric: Fabric, model: nn.Module, loader: Iterable[MicroBatch], name: str, stop: Callable[[], bool],
+    fabric: Fabric,
+    model: nn.Module,
+    loader: Iterable[MicroBatch],
+    name: str,
+    stop: Callable[[], bool],
     confusion: Tensor | None = None,
-) -> Totals | None:  # fmt: skip
-    """Count every sample of the loader's split once; None if `stop` asks to stop.
+) -> Score | None:
+    """Return the score on the loader's split, each sample counted once, or None if `stop` asks to stop.
 
-    `name` is for the message if a loss is not finite; `confusion`, if given, gets this rank's samples by their classes.
+    `name` is for the message if a loss is not finite. `confusion` gets this rank's samples, see `add_to_confusion`.
     """
     model.eval()
     meter = Meter(fabric)
@@ -214,7 +258,7 @@ def _evaluate(
 
 
 def _check_ownership(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse an optimizer made before sharding replaced the parameters: it would train nothing and say nothing."""
+    """Refuse an optimizer made before sharding replaced the parameters: it would train nothing, without an error."""
     own = {id(parameter) for parameter in model.parameters()}
     if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError("the optimizer holds parameters that the model has no more: make it after fabric.setup(model)")

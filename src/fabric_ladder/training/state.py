@@ -2,8 +2,9 @@
 
 import hashlib
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,28 +13,30 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from fabric_ladder.runs.metrics import Meter, Step, Totals
+from fabric_ladder.checkpoints.checkpointer import Checkpointer
+from fabric_ladder.distributed.launch import release_ranks
+from fabric_ladder.distributed.preemption import StopRequest
+from fabric_ladder.runs.metrics import Meter, Score, Step
 from fabric_ladder.runs.run import Run
 
-NOTHING = Totals(0.0, 0, 0)
 SAVED = ("epoch", "batch", "samples", "trained", "skipped", "micro_batch_tokens", "samples_hash")
 
 
 @dataclass
 class TrainingState:
-    """The position of a training, which a checkpoint holds, and what a stop within a step is set back to.
+    """The position of a training, which a checkpoint holds, and the random numbers before the current step.
 
     Attributes:
-        fabric: Of the run.
+        fabric: For the device and the ranks.
         steps_per_epoch: Optimizer steps of an epoch.
-        epoch: Epochs done, with their validation.
-        batch: Optimizer steps of the next epoch done; all of them if only its validation is left.
-        samples: Samples of these.
-        totals: Their losses and right predictions, up to the last printed line.
+        epoch: Finished epochs, including their validation.
+        batch: Finished optimizer steps of the current epoch; `steps_per_epoch` if only its validation is left.
+        samples: Samples of these steps.
+        score: Their losses and right predictions, up to the last printed line.
         trained: Whether only the test is left.
-        skipped: Effective batches left out so far, in all epochs, because of numbers that are not finite.
-        micro_batch_tokens: What `micro_batch_tokens` `auto` has found to fit.
-        samples_hash: Of the samples of every effective batch so far, in order: the same for the same sample order.
+        skipped: Effective batches skipped in all epochs, because a loss or gradient was not finite.
+        micro_batch_tokens: The number that `micro_batch_tokens` `auto` has found to fit.
+        samples_hash: Hash of the samples of all effective batches so far: equal for an equal sample order.
         meter: Losses since the last printed line.
     """
 
@@ -42,7 +45,7 @@ class TrainingState:
     epoch: int = 0
     batch: int = 0
     samples: int = 0
-    totals: Totals = field(default_factory=lambda: NOTHING)
+    score: Score = field(default_factory=Score)
     trained: bool = False
     skipped: int = 0
     micro_batch_tokens: int | None = None
@@ -51,8 +54,8 @@ class TrainingState:
 
     def __post_init__(self):
         self.meter = Meter(self.fabric)
-        self._marked: dict | None = None
-        self._random: dict | None = None  # from a checkpoint, to be set once the loader's iterator is made
+        self._random_before_step: dict | None = None
+        self._random_of_checkpoint: dict | None = None
 
     @property
     def optimizer_steps(self) -> int:
@@ -60,65 +63,51 @@ class TrainingState:
         return self.epoch * self.steps_per_epoch + self.batch
 
     def step(self, samples: list[int]) -> Step:
-        """Name the next optimizer step, of these samples, for messages."""
+        """Return the next optimizer step, with its samples, for messages."""
         return f"epoch {self.epoch + 1}, batch {self.batch + 1}", samples
 
     def advance(self, samples: list[int]) -> None:
-        """Count an optimizer step that is done."""
+        """Count a finished optimizer step."""
         self.batch += 1
         self.samples += len(samples)
         content = self.samples_hash.encode() + np.asarray(samples, "<i8").tobytes()
         self.samples_hash = hashlib.sha256(content).hexdigest()[:16]
 
-    def collect(self) -> Totals:
-        """Return the totals since the last printed line, over all ranks, and add them to the epoch's."""
-        totals = self.meter.collect()
-        self.totals += totals
-        return totals
-
-    def check(self) -> None:
-        """Stop the run at a loss or a gradient that is not finite, as the next printed line would."""
-        self.meter.totals()
-
-    def discard_step(self) -> None:
-        """Leave an effective batch out that is not finite."""
-        self.meter.discard()
-        self.skipped += 1
-
-    def finish(self) -> None:
-        """Note that only the test is left."""
-        self.trained = True
-
-    def fit(self, tokens: int) -> None:
-        """Note the `micro_batch_tokens` that `auto` has found to fit."""
-        self.micro_batch_tokens = tokens
+    def collect(self) -> Score:
+        """Return the score since the last printed line, over all ranks, and add it to the epoch's."""
+        score = self.meter.collect()
+        self.score += score
+        return score
 
     def describe(self) -> str:
-        """Say where the training is, for people."""
+        """Return the position in words."""
         return f"in epoch {self.epoch + 1} after batch {self.batch}"
 
     def next_epoch(self) -> None:
         """Go to the start of the next epoch."""
-        self.epoch, self.batch, self.samples, self.totals = self.epoch + 1, 0, 0, NOTHING
+        self.epoch += 1
+        self.batch = 0
+        self.samples = 0
+        self.score = Score()
 
-    def mark(self) -> None:
-        """Remember the random numbers, for a stop within the next effective batch or the validation."""
-        self._marked = random_state(self.fabric.device)
+    def begin_step(self) -> None:
+        """Remember the random numbers, in case the run stops within the next effective batch or validation."""
+        self._random_before_step = random_state(self.fabric.device)
 
-    def rewind(self) -> None:
-        """Forget what has happened since `mark`, but for gradients."""
-        set_random_state(self._marked, self.fabric.device)
+    def undo_step(self) -> None:
+        """Set random numbers and losses back to `begin_step`."""
+        set_random_state(self._random_before_step, self.fabric.device)
         self.meter.discard()
 
     def restore_random(self) -> None:
-        """Set the random numbers of a checkpoint, if one was loaded; making a loader's iterator draws some."""
-        if self._random:
-            set_random_state(self._random, self.fabric.device)
-            self._random = None
+        """Set the random numbers of a loaded checkpoint, once. Call it after the loader's iterator has drawn some."""
+        if self._random_of_checkpoint:
+            set_random_state(self._random_of_checkpoint, self.fabric.device)
+            self._random_of_checkpoint = None
 
     def state_dict(self) -> dict:
         """Return the position as plain values, the same on all ranks."""
-        return {name: getattr(self, name) for name in SAVED} | {"totals": list(self.totals)}
+        return {name: getattr(self, name) for name in SAVED} | {"totals": list(self.score)}
 
     def rank_state_dict(self) -> dict:
         """Return this rank's sums and random numbers, as tensors and plain values."""
@@ -129,19 +118,31 @@ class TrainingState:
 
         Args:
             position: From `state_dict`.
-            ranks: From `rank_state_dict`, of the ranks whose sums this rank goes on with.
-            own: The one whose random numbers it goes on with; None leaves those that are.
+            ranks: From `rank_state_dict` of each rank whose sums this rank continues.
+            own: From `rank_state_dict` of the rank whose random numbers it continues; None: keep the current ones.
         """
         for name in SAVED:
             setattr(self, name, position[name])
-        self.totals = Totals(*position["totals"])
+        self.score = Score(*position["totals"])
         for state in ranks:
             self.meter.add_state_dict(state["meter"])
-        self._random = own and own["random"]
+        self._random_of_checkpoint = own and own["random"]
 
 
-class Training(NamedTuple):
-    """All that an optimizer step needs; model, optimizer and loaders are set up by Fabric."""
+@dataclass(repr=False)
+class Training:
+    """Everything that an optimizer step needs, and what ends a run; `train` makes it and `evaluate` takes it.
+
+    Attributes:
+        run: Prints and records.
+        model: Set up by Fabric.
+        optimizer: Set up by Fabric.
+        train_loader: Yields effective batches.
+        val_loader: Yields micro-batches.
+        state: The position of the training.
+        checkpointer: Writes and reads checkpoints.
+        stop_request: Whether a signal or `max_time` asks the run to stop.
+    """
 
     run: Run
     model: nn.Module
@@ -149,10 +150,31 @@ class Training(NamedTuple):
     train_loader: DataLoader
     val_loader: DataLoader
     state: TrainingState
+    checkpointer: Checkpointer
+    stop_request: StopRequest
+
+    def __repr__(self) -> str:
+        return f"Training({self.run.settings.name}, {self.state.optimizer_steps} optimizer steps)"
+
+    def close(self) -> None:
+        """Close the run's folder, restore the signal handlers and release the ranks. All ranks must call it."""
+        self.stop_request.close()
+        self.run.close()
+        release_ranks(self.run.fabric)
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Close the folder and restore the signal handlers after an error in this block: a notebook goes on."""
+        try:
+            yield
+        except BaseException:
+            self.stop_request.restore()
+            self.run.close()
+            raise
 
 
 def random_state(device: torch.device) -> dict:
-    """Return the states of all random numbers that a run draws: PyTorch's, NumPy's and Python's."""
+    """Return the states of all random generators that a run uses: PyTorch's, NumPy's and Python's."""
     name, keys, *rest = np.random.get_state()
     state = {"torch": torch.get_rng_state(), "python": random.getstate()}
     state["numpy"] = [name, torch.from_numpy(keys.astype(np.int64)), *rest]
@@ -162,10 +184,10 @@ def random_state(device: torch.device) -> dict:
 
 
 def set_random_state(state: dict, device: torch.device) -> None:
-    """Set all random numbers back to what `random_state` returned."""
+    """Set all random generators to a result of `random_state`."""
     torch.set_rng_state(state["torch"])
-    version, numbers, following = state["python"]
-    random.setstate((version, tuple(numbers), following))
+    version, numbers, next_gauss = state["python"]
+    random.setstate((version, tuple(numbers), next_gauss))
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     if device.type in state:

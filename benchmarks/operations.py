@@ -1,0 +1,550 @@
+"""Measure single operations: attention, recomputation, loss, embedding gradients.
+
+    python benchmarks/operations.py attention [--heads 16] [--tokens 1024] [--width 64 72 128 136]
+    python benchmarks/operations.py gradients
+    python benchmarks/operations.py attention-cost --attention fused --tokens 1024 [settings of the model]
+    python benchmarks/operations.py checkpointing [--tokens 512] [--rows 4] [--threads 1] [settings of the model]
+    python benchmarks/operations.py loss [--tokens 2048] [--width 1024] [--vocabulary 250880] [--chunk 64 256 1024]
+    python benchmarks/operations.py embeddings [--tokens 1024] [--width 1024] [--rows 250880] [--repeats 10]
+
+Commands:
+    attention       The kernel that PyTorch chooses for each head width and dtype, and the seconds of every kernel,
+                    forward and backward. BLOOM's fused attention (techniques/fused_attention.py) has heads that are
+                    8 wider than a power of two. They are also padded to the next power, and computed eagerly.
+    gradients       Gradients of tiny models: fused, packed and padded against eager attention in 32-bit. An error of
+                    up to 1.5 times eager attention's own error in the same dtype passes.
+    attention-cost  One BLOOM with eager or fused attention at one length, without padding: seconds and peak memory.
+    checkpointing   One pass of a BLOOM of 4 layers, 512 wide, in bfloat16: all activations kept, recomputed,
+                    offloaded, or selectively recomputed. On a CPU the seconds are processor time of this process.
+    loss            The loss of a language model: all logits in one pass (transformers' `ForCausalLMLoss`) against
+                    chunks, and on a GPU against Liger Kernel and cut-cross-entropy if they are installed. With
+                    `--repeats 0` a CPU computes nothing: fake tensors give the peak.
+    embeddings      An embedding's gradient added to an existing one: PyTorch's dense way against rows. On a CPU the
+                    committed figures use one thread (`OMP_NUM_THREADS=1`).
+
+Sides take turns, and the median counts; `checkpointing` takes the fastest turn. Peaks are bytes of live tensors without
+the inputs. `loss` stores its figures in results/chunked_loss.json, `embeddings` in results/embedding_gradients.json.
+"""
+
+import argparse
+import copy
+import importlib.util
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from time import perf_counter, process_time
+
+import common  # first import: it makes the project importable
+import torch
+from lightning import seed_everything
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import cross_entropy, linear, pad, scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig, BloomConfig, LlamaConfig
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from fabric_ladder import build_model, parse_settings
+from fabric_ladder.environment import keep_freed_memory, peak_memory, reset_peak_memory
+from fabric_ladder.planning.predict import blank_datasets
+from fabric_ladder.planning.tracker import PeakTracker
+from fabric_ladder.techniques.chunked_loss import chunked_loss
+from fabric_ladder.techniques.embedding_rows import add_rows, adding_rows
+from fabric_ladder.techniques.fused_attention import fuse_attention
+from fabric_ladder.techniques.packing import support_packing
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ATTENTION_ROWS = 16 if DEVICE.type == "cuda" else 2  # 16,384 tokens on a GPU: fewer would time the launches
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+OPERATORS = {  # part of the name of PyTorch's operator: its kernel
+    "flash_attention": "flash",
+    "efficient_attention": "memory-efficient",
+    "cudnn_attention": "cuDNN",
+    "_math": "math",
+}
+MODES = {  # dtype, and precision of 32-bit matrix multiplications
+    "32-bit": (torch.float32, "highest"),
+    "TF32": (torch.float32, "high"),
+    "bfloat16": (torch.bfloat16, "highest"),
+    "float16": (torch.float16, "highest"),
+}
+BATCHES = ("full", "padded", "packed", "packed, language model", "packed, BERT", "packed, Llama",
+           "packed, Llama, language model")  # fmt: skip
+BLOOM = {"model_type": "bloom", "vocab_size": 1024, "hidden_size": 512, "n_layer": 4, "n_head": 8}
+CHECKPOINTED = ["--activation_checkpointing", "true"]
+WAYS = {
+    "all activations kept": [],
+    "checkpointing": CHECKPOINTED,
+    "activation offload": [*CHECKPOINTED, "--activation_offload", "true"],
+    "selective checkpointing": [*CHECKPOINTED, "--selective_checkpointing", "true"],
+}
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden states, the head's weight, the next tokens
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Return causal attention by PyTorch's kernel; tensors have the shape (rows, heads, tokens, width)."""
+    return scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def padded(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Return causal attention with heads padded to the next power of two."""
+    width = query.shape[-1]
+    more = 2 ** (width - 1).bit_length() - width
+    return causal(*(pad(part, (0, more)) for part in (query, key, value)))[..., :width]
+
+
+def eager(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Return causal attention by matrix multiplications and a softmax, with a bias of tokens x tokens."""
+    tokens = query.shape[-2]
+    bias = torch.full((tokens, tokens), torch.finfo(query.dtype).min, dtype=query.dtype, device=query.device).triu(1)
+    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5 + bias
+    return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+
+
+def attention_inputs(heads: int, tokens: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+    """Return random query, key and value of `ATTENTION_ROWS` rows."""
+    return [
+        torch.randn(ATTENTION_ROWS, heads, tokens, width, dtype=dtype, device=DEVICE, requires_grad=True)
+        for _ in range(3)
+    ]
+
+
+def passes(attention: Attention, parts: list[Tensor], count: int) -> list[float]:
+    """Return the seconds of `count` forward and backward passes."""
+    seconds = []
+    for _ in range(count):
+        synchronize()
+        start = perf_counter()
+        attention(*parts).sum().backward()
+        synchronize()
+        seconds.append(perf_counter() - start)
+    return seconds
+
+
+def time_kernel(
+    attention: Attention, parts: list[Tensor], count: int, kernel: SDPBackend | None = None
+) -> float | None:
+    """Return the median seconds of a pass after the first; None if the kernel refuses these tensors."""
+    try:
+        with sdpa_kernel(kernel) if kernel else nullcontext():
+            return statistics.median(passes(attention, parts, count + 1)[1:])
+    except RuntimeError:  # no kernel, or no memory
+        return None
+
+
+def chosen_kernel(parts: list[Tensor]) -> str:
+    """Return the name of the kernel that PyTorch chooses."""
+    problem = ""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        try:
+            passes(causal, parts, 1)
+        except RuntimeError as error:  # the chosen kernel has no backward pass
+            problem = f" (fails: {str(error).splitlines()[0][:80]})"
+    names = [event.key for event in profiler.key_averages() if "scaled_dot_product" in event.key]
+    found = {kernel for part, kernel in OPERATORS.items() if any(part in name for name in names)}
+    return (" and ".join(sorted(found)) or "unknown") + problem
+
+
+def plan_seconds(heads: int, width: int, tokens: int, dtype: torch.dtype) -> list[float] | None:
+    """Return the extra seconds of the first pass at each of three new lengths, or None without cuDNN.
+
+    A fourth length runs first and pays the setup that happens only once.
+    """
+    lengths = [tokens - 8 * number for number in range(4)]
+    try:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            times = [passes(causal, attention_inputs(heads, length, width, dtype), 2) for length in lengths]
+    except RuntimeError:
+        return None
+    return [first - second for first, second in times[1:]]
+
+
+def attention(args: argparse.Namespace) -> dict:
+    """Time all kernels for all dtypes and head widths."""
+    torch.set_float32_matmul_precision("high")  # the rungs' setting on a GPU
+    rows = []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for width in args.width:
+            parts = attention_inputs(args.heads, args.tokens, width, dtype)
+            row = {"dtype": str(dtype).removeprefix("torch."), "width": width, "chosen": chosen_kernel(parts)}
+            row |= {name: time_kernel(causal, parts, args.repeats, kernel) for name, kernel in KERNELS.items()}
+            if width & (width - 1):
+                row["padded"] = time_kernel(padded, parts, args.repeats)
+                row["eager"] = time_kernel(eager, parts, args.repeats)
+            rows.append(row)
+    names = {int(kernel.value): name for name, kernel in KERNELS.items()}
+    order = [names[number] for number in torch._C._get_sdp_priority_order() if number in names]
+    sizes = {"heads": args.heads, "rows_of_inputs": ATTENTION_ROWS, "tokens": args.tokens, "order": order}
+    return sizes | {"plan_seconds": plan_seconds(args.heads, args.width[0], args.tokens, torch.bfloat16), "rows": rows}
+
+
+def config_of(kind: str, heads: int) -> BloomConfig | BertConfig | LlamaConfig:
+    """Return the config of a model of two layers, 128 wide, without dropout."""
+    sizes = {"vocab_size": 256, "hidden_size": 128, "pad_token_id": 0, "use_cache": False}
+    if "BERT" in kind:
+        dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        return BertConfig(num_hidden_layers=2, num_attention_heads=heads, intermediate_size=256, **dropout, **sizes)
+    if "Llama" in kind:
+        return LlamaConfig(num_hidden_layers=2, num_attention_heads=heads, intermediate_size=256, **sizes)
+    return BloomConfig(n_layer=2, n_head=heads, hidden_dropout=0.0, attention_dropout=0.0, **sizes)
+
+
+def gradients(_: argparse.Namespace) -> dict:
+    """Return the relative errors of gradients by kind of batch, head width and dtype."""
+    found = {}
+    for width, heads in ((64, 2), (128, 1)):
+        torch.manual_seed(0)
+        ids = torch.randint(4, 256, (4, 120))
+        visible = torch.arange(120) < torch.tensor([[120], [77], [30], [5]])
+        for kind in BATCHES:
+            packed = "packed" in kind
+            model_class = AutoModelForCausalLM if "language" in kind else AutoModelForSequenceClassification
+            eager = model_class.from_config(config_of(kind, heads), attn_implementation="eager")
+            fused = model_class.from_config(config_of(kind, heads))
+            with torch.no_grad():
+                for weight in eager.parameters():  # with initial weights attention hardly matters
+                    if weight.dim() == 2:
+                        weight.normal_(0, weight.shape[-1] ** -0.5)
+            fused.load_state_dict(eager.state_dict())
+            fuse_attention(fused)
+            if packed:
+                support_packing(fused, ids.numel())
+            mask = visible if kind != "full" else torch.ones_like(visible)
+            exact = gradient(eager, ids, mask, "32-bit")
+            for mode in MODES:
+                error = {"eager": gradient(eager, ids, mask, mode), "fused": gradient(fused, ids, mask, mode, packed)}
+                if packed:
+                    error["fixed"] = gradient(fused, ids, mask, mode, packed, cudnn=True)
+                error = {name: ((mine - exact).norm() / exact.norm()).item() for name, mine in error.items()}
+                right = max(error.values()) <= 1.5 * error["eager"] + 1e-5
+                found[f"{kind}, heads of {width}, {mode}"] = error | {"right": right}
+    return {"passed": all(each["right"] for each in found.values()), "errors": found}
+
+
+def gradient(
+    model: nn.Module, ids: Tensor, mask: Tensor, mode: str, packed: bool = False, cudnn: bool = False
+) -> Tensor:
+    """Return the gradient of all weights as one 64-bit vector.
+
+    Args:
+        model: A classifier, or a causal language model that predicts every token except each sample's first.
+        ids: Token ids (rows, tokens).
+        mask: Like `ids`; False for padding.
+        mode: One of `MODES`.
+        packed: Put all samples into one row.
+        cudnn: Allow cuDNN's kernel, which the rungs use only for rows of one shape (models/kernels.py).
+    """
+    dtype, precision = MODES[mode]
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    is_language_model = model.get_output_embeddings() is not None
+    model = copy.deepcopy(model).to(DEVICE, dtype)
+    ids, mask = (ids * mask).to(DEVICE), mask.to(DEVICE)  # a classifier finds the last token by the padding id 0
+    inputs = {"input_ids": ids, "attention_mask": mask.long()}
+    following = mask[:, 1:]
+    if packed:
+        positions = torch.arange(ids.shape[1], device=DEVICE).expand_as(ids)
+        inputs = {"input_ids": ids[mask][None], "position_ids": positions[mask][None]}
+        following = inputs["position_ids"][:, 1:] > 0
+        if not is_language_model:
+            ends = mask.sum(1).cumsum(0)
+            inputs["spans"] = torch.stack([ends - mask.sum(1), ends], 1)
+    logits = model(**inputs).logits.float()
+    if is_language_model:
+        loss = cross_entropy(logits[:, :-1][following], inputs["input_ids"][:, 1:][following])
+    else:
+        loss = cross_entropy(logits, torch.arange(len(ids), device=DEVICE) % 2)
+    (1024 * loss).backward()  # loss scaling for float16
+    return torch.cat(
+        [(part.grad.double() / 1024).flatten().cpu() for part in model.parameters() if part.grad is not None]
+    )
+
+
+def random_batch(vocabulary: int, rows: int, tokens: int, device: str | torch.device) -> dict[str, Tensor]:
+    """Return the inputs of a classifier: full rows of random tokens, and labels of two classes."""
+    ids = torch.randint(4, vocabulary, (rows, tokens), device=device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.arange(rows, device=device) % 2}
+
+
+def attention_cost(args: argparse.Namespace, options: list[str]) -> dict:
+    """Return the median seconds of a forward and backward pass, the peak memory in bytes, and the loss.
+
+    The gradients stay between the passes, as between the micro-batches of an effective batch.
+    """
+    settings = parse_settings([*options, "--max_length", str(args.tokens)])
+    device = torch.device(settings.accelerator)
+    seed_everything(settings.seed, verbose=False)
+    torch.set_float32_matmul_precision(settings.matmul_precision)
+    model = build_model(settings, blank_datasets(2)).to(device)
+    if settings.precision == "bf16-true":
+        model.to(torch.bfloat16)
+    inputs = random_batch(model.config.vocab_size, args.rows, args.tokens, device)
+    reset_peak_memory(device)
+    seconds = []
+    for _ in range(1 + args.repeats):
+        start = perf_counter()
+        loss = model(**inputs).loss
+        loss.backward()
+        value = loss.item()
+        synchronize()
+        seconds.append(perf_counter() - start)
+    figures = {"seconds": statistics.median(seconds[1:]), "peak_memory_bytes": peak_memory(device), "loss": value}
+    return figures | {"threads": torch.get_num_threads()}
+
+
+def time_pass(model: nn.Module, inputs: dict[str, Tensor]) -> float:
+    """Return the seconds of a forward and a backward pass."""
+    on_gpu = inputs["input_ids"].is_cuda
+    clock = perf_counter if on_gpu else process_time
+    start = clock()
+    model(**inputs).loss.backward()
+    if on_gpu:
+        torch.cuda.synchronize()
+    return clock() - start
+
+
+def checkpointing(args: argparse.Namespace, options: list[str]) -> dict:
+    """Time each way to keep or recompute activations, and print seconds and ratios."""
+    torch.set_num_threads(args.threads)
+    models = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "bloom.json"
+        path.write_text(json.dumps(BLOOM), encoding="utf-8")
+        options = ["--model", str(path), "--from_scratch", "true", "--max_length", str(args.tokens), *options]
+        for way, more in WAYS.items():
+            settings = parse_settings([*options, *more])
+            torch.manual_seed(settings.seed)
+            models[way] = build_model(settings, blank_datasets(2)).to(settings.accelerator, torch.bfloat16)
+    inputs = random_batch(BLOOM["vocab_size"], args.rows, args.tokens, settings.accelerator)
+    turns = [{way: time_pass(model, inputs) for way, model in models.items()} for _ in range(1 + args.turns)][1:]
+    best = {way: min(turn[way] for turn in turns) for way in WAYS}
+    plain = best["all activations kept"]
+    rows = [[way, f"{seconds:.3f}", f"{seconds / plain:.2f}"] for way, seconds in best.items()]
+    common.print_table([f"{args.rows} x {args.tokens} tokens, {settings.accelerator}", "seconds", "of the first"], rows)
+    return {"seconds": best}
+
+
+def losses(chunks: list[int]) -> dict[str, Loss]:
+    """Return the ways to compute the loss on this machine."""
+
+    def whole(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return ForCausalLMLoss(linear(hidden, weight), None, weight.shape[0], shift_labels=targets)
+
+    def in_chunks(chunk: int) -> Loss:
+        return lambda hidden, weight, targets: chunked_loss(hidden, weight, None, targets, chunk)[0]
+
+    found = {"whole": whole} | {f"chunks of {chunk}": in_chunks(chunk) for chunk in chunks}
+    if DEVICE.type == "cuda" and importlib.util.find_spec("liger_kernel"):
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+        found["Liger Kernel"] = liger_fused_linear_cross_entropy
+    if DEVICE.type == "cuda" and importlib.util.find_spec("cut_cross_entropy"):
+        from cut_cross_entropy import linear_cross_entropy
+
+        found["cut-cross-entropy"] = linear_cross_entropy
+    return found
+
+
+def time_loss(loss: Loss, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[float, int, list[Tensor]]:
+    """Return seconds of a forward and backward pass, on a GPU its peak bytes, and loss and gradients."""
+    hidden.grad = weight.grad = None
+    before = 0
+    if DEVICE.type == "cuda":
+        synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    start = perf_counter()
+    value = loss(hidden, weight, targets)
+    value.backward()
+    synchronize()
+    seconds = perf_counter() - start
+    peak = torch.cuda.max_memory_allocated() - before if DEVICE.type == "cuda" else 0
+    return seconds, peak, [tensor for tensor in (value.detach(), hidden.grad, weight.grad) if tensor is not None]
+
+
+def fake_peak(loss: Loss, args: argparse.Namespace, dtype: torch.dtype, trained: bool) -> int:
+    """Return the bytes of the tensors alive at the peak, measured on fake tensors."""
+    with FakeTensorMode() as mode:
+        inputs = make_inputs(args, dtype, trained, torch.device("cpu"))
+        with PeakTracker(mode) as tracker:
+            for tensor in inputs:
+                tracker.hold(tensor.detach(), "parameters")
+            loss(*inputs).backward()
+    return tracker.peak().total - tracker.peak().parameters
+
+
+def make_inputs(
+    args: argparse.Namespace, dtype: torch.dtype, trained: bool, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return hidden states, the head's weight, and the next tokens."""
+    torch.manual_seed(0)
+    hidden = torch.randn(args.tokens, args.width, dtype=dtype, device=device, requires_grad=True)
+    weight = torch.randn(args.vocabulary, args.width, dtype=dtype, device=device).mul_(0.02).requires_grad_(trained)
+    return hidden, weight, torch.randint(args.vocabulary, (args.tokens,), device=device)
+
+
+def compare_losses(args: argparse.Namespace, dtype: torch.dtype, trained: bool) -> dict[str, dict]:
+    """Measure all ways in turns, and return the figures of each."""
+    compared = losses(args.chunk)
+    turns: dict[str, list] = {name: [] for name in compared}
+    reference: list[Tensor] = []
+    if args.repeats or DEVICE.type == "cuda":
+        inputs = make_inputs(args, dtype, trained, DEVICE)
+        for turn in range(args.repeats + 1):
+            for name, loss in compared.items():
+                seconds, peak, results = time_loss(loss, *inputs)
+                turns[name].append((seconds, peak))
+                if turn == 0:
+                    reference = reference or results
+                    error = max(_relative(mine, its) for mine, its in zip(results, reference, strict=True))
+                    print(f"{name}: differs from whole by {error:.1e}", file=sys.stderr, flush=True)
+    figures = {}
+    for name, measured in turns.items():
+        peak = max((peak for _, peak in measured), default=0) or fake_peak(compared[name], args, dtype, trained)
+        timed = [seconds for seconds, _ in measured[1:]]  # the first is a warm-up
+        figures[name] = {"seconds": statistics.median(timed) if timed else None, "peak_bytes": peak}
+    return figures
+
+
+def _relative(mine: Tensor, its: Tensor) -> float:
+    return (torch.linalg.vector_norm(mine.float() - its.float()) / torch.linalg.vector_norm(its.float())).item()
+
+
+def loss(args: argparse.Namespace) -> dict:
+    """Compare the ways to compute the loss with the head trained and frozen, as with adapters."""
+    shape = {name: getattr(args, name) for name in ("tokens", "width", "vocabulary", "repeats")}
+    parts = {}
+    for precision in args.precision:
+        for trained in (True, False):
+            figures = compare_losses(args, getattr(torch, precision), trained)
+            whole, rows = figures["whole"], []
+            for name, side in figures.items():
+                seconds = side["seconds"]
+                ratio = seconds and seconds / whole["seconds"]
+                rows.append([name, side["peak_bytes"] / 1e9, side["peak_bytes"] / whole["peak_bytes"], seconds, ratio])
+            part = f"{precision}, head {'trained' if trained else 'frozen'}, width {args.width}"
+            common.print_table([part, "peak GB", "of whole", "seconds", "of whole"], rows)
+            parts[f"{DEVICE.type}, {part}"] = {"shape": shape, "figures": figures}
+    return parts
+
+
+def time_embedding(table: nn.Embedding, ids: torch.Tensor, by_rows: bool) -> float:
+    """Return the seconds of a forward and backward pass."""
+    start = perf_counter()
+    with adding_rows(hooked=False) if by_rows else nullcontext():
+        table(ids).sum().backward()
+    synchronize()
+    return perf_counter() - start
+
+
+def embedding_peak(table: nn.Embedding, ids: torch.Tensor, by_rows: bool) -> int:
+    """Return the bytes of the tensors that live at the peak, without table and gradient."""
+    with PeakTracker() as tracker:
+        for tensor in (table.weight.detach(), table.weight.grad, ids):
+            tracker.hold(tensor, "parameters")
+        time_embedding(table, ids, by_rows)
+    return tracker.peak().total - tracker.peak().parameters
+
+
+def compare_embeddings(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, dict]:
+    """Measure both sides in turns."""
+    sides = {"PyTorch": False, "by rows": True}
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(args.rows, args.width, dtype=dtype, device=DEVICE))
+    add_rows(model)
+    (table,) = model
+    ids = torch.randint(args.rows, (1, args.tokens), device=DEVICE)
+    table.weight.grad = torch.zeros_like(table.weight)
+    turns = [
+        {name: time_embedding(table, ids, by_rows) for name, by_rows in sides.items()} for _ in range(args.repeats + 1)
+    ]
+    return {
+        name: {"seconds": statistics.median(turn[name] for turn in turns[1:]),  # the first is a warm-up
+               "peak_bytes": embedding_peak(table, ids, by_rows)}
+        for name, by_rows in sides.items()
+    }  # fmt: skip
+
+
+def embeddings(args: argparse.Namespace) -> dict:
+    """Compare both ways to add an embedding's gradient in both precisions."""
+    keep_freed_memory()  # every run on a CPU does so
+    shape = {name: getattr(args, name) for name in ("tokens", "width", "rows", "repeats")}
+    parts = {}
+    for precision in ("float32", "bfloat16"):
+        figures = compare_embeddings(args, getattr(torch, precision))
+        rows = [[name, side["seconds"] * 1000, side["peak_bytes"] / 1e6] for name, side in figures.items()]
+        common.print_table([precision, "milliseconds", "peak MB"], rows)
+        parts[f"{DEVICE.type}, {precision}"] = {"shape": shape, "figures": figures}
+    return parts
+
+
+STORED = {"loss": "chunked_loss.json", "embeddings": "embedding_gradients.json"}  # files in results/
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    numbers = {
+        attention: {"heads": 16, "tokens": 1024, "repeats": 10},
+        gradients: {},
+        attention_cost: {"tokens": 1024, "rows": 1, "repeats": 3},
+        checkpointing: {"tokens": 512, "rows": 4, "turns": 5, "threads": 1},
+        loss: {"tokens": 2048, "width": 1024, "vocabulary": 250_880, "repeats": 3},
+        embeddings: {"tokens": 1024, "width": 1024, "rows": 250_880, "repeats": 10},
+    }
+    for measure, defaults in numbers.items():
+        command = commands.add_parser(measure.__name__.replace("_", "-"), help=measure.__doc__.splitlines()[0])
+        command.set_defaults(measure=measure, allow_abbrev=False)
+        for name, default in defaults.items():
+            command.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
+        stored = STORED.get(measure.__name__)
+        command.add_argument("--out", type=Path, default=stored and common.RESULTS / stored, help="results file")
+        if measure is attention:
+            command.add_argument("--width", type=int, nargs="+", default=[64, 72, 128, 136], help="of a head")
+        if measure is loss:
+            command.add_argument("--chunk", type=int, nargs="+", default=[64, 256, 1024], help="tokens of a chunk")
+            precisions = ["float32", "bfloat16"]
+            command.add_argument("--precision", nargs="+", choices=precisions, default=precisions)
+    return parser
+
+
+def main() -> None:
+    """Run one command, and store or print its figures."""
+    parser = build_parser()
+    args, options = parser.parse_known_args()
+    takes_settings = args.measure in (attention_cost, checkpointing)
+    if options and not takes_settings:
+        parser.error(f"unknown options: {' '.join(options)}")
+    stored = args.measure in (loss, embeddings)
+    if stored:
+        common.check_storable(args.out)
+    figures = args.measure(args, options) if takes_settings else args.measure(args)
+    if stored:
+        for part, record in figures.items():
+            common.write_result(args.out, part, common.environment(DEVICE) | record)
+    elif args.out:
+        args.out.write_text(json.dumps(figures), encoding="utf-8")
+    elif args.measure is not checkpointing:  # its table is printed
+        print(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Disk space: a run whose results cannot fit is refused before training; a later failure is reported on all ranks."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from lightning import Fabric
+from torch import nn
+
+from fabric_ladder.errors import UserError, first_line, is_out_of_memory
+from fabric_ladder.models.optimizer import state_dtypes
+from fabric_ladder.settings import Settings
+
+CHECKPOINTS = 2  # the newest one stays until the next one is complete
+
+
+def check_disk_space(settings: Settings, model: nn.Module, existing: int = 0) -> None:
+    """Refuse to train if the disk of `runs_dir` cannot hold the results.
+
+    Args:
+        settings: All settings of the run.
+        model: Set up by Fabric; its sizes are the sizes before sharding.
+        existing: Checkpoints of this run that are on the disk already.
+
+    Raises:
+        UserError: The space is too small for the files of `save` and for the two checkpoints of `save_every`.
+    """
+    trained = 0
+    frozen = 0
+    for parameter in model.parameters():
+        # ZeRO-3 leaves an empty tensor in place of a weight and keeps the count here
+        size = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
+        if parameter.requires_grad:
+            trained += size
+        else:
+            frozen += size
+    weights = trained if settings.lora else trained + frozen
+    state = weights + trained * state_dtypes(settings).count(None)  # low-bit optimizer states are smaller
+    needed = {"no": 0, "consolidated": weights, "sharded": state}[settings.save]
+    if settings.save != "no" and settings.lora and settings.from_scratch:
+        needed += trained + frozen  # the base exists nowhere else
+    if settings.save_every:
+        needed += (CHECKPOINTS - existing) * state
+    runs_dir = Path(settings.runs_dir).absolute()
+    free = shutil.disk_usage(next(path for path in (runs_dir, *runs_dir.parents) if path.exists())).free
+    if free < needed:
+        raise UserError(
+            f"--save {settings.save} --save_every {settings.save_every} needs {needed / 1e9:.2f} GB in --runs_dir "
+            f"{settings.runs_dir}, and {free / 1e9:.2f} GB are free: delete files there, or choose another --runs_dir"
+        )
+
+
+def try_on_all(fabric: Fabric, action: Callable[[], object]) -> str | None:
+    """Run `action` on all ranks; return the reason for a failure on any of them."""
+    problem = None
+    try:
+        action()
+    except Exception as error:  # safetensors and tokenizers raise errors of their own classes
+        if is_out_of_memory(error) and fabric.world_size > 1:
+            raise  # the other ranks may wait for tensors of this rank: the watch ends them
+        problem = getattr(error, "strerror", None) or first_line(error, 160)
+    flag = torch.tensor(float(problem is not None), device=fabric.device)
+    if fabric.all_reduce(flag, reduce_op="max"):
+        return problem or "another rank could not write"
+    return None

@@ -1,0 +1,85 @@
+"""The project's own entry in transformers' registries of attention functions and masks.
+
+`build_model` gives a model this entry by its config, where transformers would use `sdpa`. The entry computes the same
+with kernels that need no mask wherever possible (`masks.py`). For packed rows it extends queries and keys by a few
+dimensions, which replace the mask (`packing.py`). transformers' own entries stay as they are.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from fabric_ladder.models.masks import PACKED_DIM, make_mask
+
+ATTENTION = "fabric_ladder_sdpa"
+MULTIPLE = 8  # kernels want the width of a head to be a multiple of this
+
+
+def use_own_attention(model: nn.Module) -> None:
+    """Have a model of transformers compute its attention by this module's entry, in place.
+
+    Models stay as they are where they use another entry than `sdpa`, or choose their attention without the registry.
+    """
+    if model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation():
+        model.config._attn_implementation = ATTENTION
+
+
+def power_of_two(scale: float) -> float:
+    """Return the power of two near 1 / scale, where scores are multiplied by `scale`."""
+    return 2.0 ** math.ceil(-math.log2(scale))
+
+
+def add_dimensions(
+    query: Tensor, key: Tensor, value: Tensor, query_part: Tensor, key_part: Tensor, scale: float
+) -> tuple[tuple[Tensor, Tensor, Tensor], float]:
+    """Return query, key and value with new dimensions in front, a multiple of 8 wide, and the scale for the kernel.
+
+    In 32-bit and above the returned scale is a power of two, which is exact, and the query is multiplied by the rest.
+    16-bit kernels apply any scale in 32-bit.
+
+    Args:
+        query: (rows, heads, length, width).
+        key: Like `query`, perhaps with fewer heads.
+        value: Like `key`, perhaps narrower.
+        query_part: (rows, heads or 1, length, new), placed before the query.
+        key_part: The same for the key.
+        scale: Factor of the scores.
+    """
+    new, width = query_part.shape[-1], query.shape[-1]
+    left = -(new + width) % MULTIPLE
+    if query.element_size() > 2 and scale != 1 / power_of_two(scale):
+        query, scale = query * (scale * power_of_two(scale)), 1 / power_of_two(scale)
+
+    def join(part: Tensor, before: Tensor | None = None) -> Tensor:
+        zeros = part.new_zeros(()).expand(*part.shape[:-1], new + width + left)
+        if before is None:
+            return torch.cat([part, zeros[..., part.shape[-1] :]], -1)
+        return torch.cat([before.to(part.dtype).expand(*part.shape[:-1], new), part, zeros[..., :left]], -1)
+
+    return (join(query, query_part), join(key, key_part), join(value)), scale
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **options,
+) -> tuple[Tensor, None]:
+    """Like transformers' `sdpa_attention_forward`; packed rows bring new dimensions in place of a mask."""
+    if attention_mask is None or attention_mask.dim() != PACKED_DIM:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query_part, key_part = attention_mask
+    extended, kernel_scale = add_dimensions(query, key, value, query_part, key_part * power_of_two(scale), scale)
+    attended, _ = sdpa_attention_forward(module, *extended, None, scaling=kernel_scale, **options)
+    return attended[..., : value.shape[-1]], None
+
+
+AttentionInterface.register(ATTENTION, _attend)
+AttentionMaskInterface.register(ATTENTION, make_mask)

@@ -1,0 +1,47 @@
+"""The layers of a model by name, and the model without values that shows them."""
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from fabric_ladder.errors import refused
+from fabric_ladder.models.configs import MODELS, load_config
+from fabric_ladder.settings import Settings
+
+_latest: tuple[tuple[str, dict], nn.Module] | None = None  # several checks of one start look at the same model
+
+
+def meta_model(settings: Settings, config: PretrainedConfig | None = None) -> nn.Module:
+    """Return the task's model on the device `meta`, where weights take no memory; do not change it.
+
+    Args:
+        settings: `task` and `model`.
+        config: Default: that of `settings.model`.
+
+    Raises:
+        UserError: The config does not describe a model.
+    """
+    global _latest
+    config = config or load_config(settings.model, settings.model_revision)
+    key = settings.task, config.to_dict()
+    if _latest is None or _latest[0] != key:
+        with refused(f"no model can be made of {settings.model}"), torch.device("meta"):
+            _latest = key, MODELS[settings.task].from_config(config)
+    return _latest[1]
+
+
+def head_names(model: nn.Module) -> list[str]:
+    """Return the names of the modules on top of the pretrained body: a classifier and the layers before it."""
+    children = model.named_children()
+    return [name for name, child in children if child is not model.base_model and any(True for _ in child.parameters())]
+
+
+def linear_layers(model: nn.Module) -> list[str]:
+    """Return the names of all linear layers of the pretrained body, without the layer that computes the logits."""
+    output, heads = model.get_output_embeddings(), head_names(model)
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not output and name.split(".")[0] not in heads
+    ]

@@ -1,0 +1,54 @@
+"""All techniques, each in a module of its own, in the order in which they are applied."""
+
+from fabric_ladder.settings import Settings
+from fabric_ladder.techniques.checkpointing import ActivationCheckpointing, ActivationOffload, SelectiveCheckpointing
+from fabric_ladder.techniques.chunked_loss import ChunkedLoss
+from fabric_ladder.techniques.compile import Compile
+from fabric_ladder.techniques.embedding_rows import EmbeddingRows
+from fabric_ladder.techniques.float8 import Float8
+from fabric_ladder.techniques.fused_attention import FusedAttention
+from fabric_ladder.techniques.kahan import KahanSummation
+from fabric_ladder.techniques.lean_optimizer import LeanOptimizer
+from fabric_ladder.techniques.lora import LoRA
+from fabric_ladder.techniques.low_bit_optimizer import LowBitOptimizer
+from fabric_ladder.techniques.low_precision import LowPrecision
+from fabric_ladder.techniques.packing import Packing
+from fabric_ladder.techniques.qlora import QLoRA
+from fabric_ladder.techniques.sharding import DDP, FSDP, CpuOffload, DeepSpeed
+from fabric_ladder.techniques.technique import Technique
+from fabric_ladder.techniques.weight_steps import OptimizerOffload, StepInBackward
+
+# The order matters:
+# - A low-bit optimizer replaces the optimizer's class, and Kahan and the steps by weight derive their class from it.
+# - Packing wraps the forward pass, the chunked loss included.
+# - Adapters wrap the whole model, with its forward pass and checkpointing.
+# - Float8 converts only layers that the adapters left frozen.
+# - The compiler needs the final layers.
+TECHNIQUES: tuple[Technique, ...] = (
+    LowPrecision(),
+    FSDP(),
+    LowBitOptimizer(),
+    LeanOptimizer(),
+    KahanSummation(),
+    StepInBackward(),
+    OptimizerOffload(),
+    EmbeddingRows(),
+    FusedAttention(),
+    ChunkedLoss(),
+    Packing(),
+    ActivationCheckpointing(),
+    ActivationOffload(),
+    SelectiveCheckpointing(),
+    LoRA(),
+    QLoRA(),
+    Float8(),
+    Compile(),
+    DDP(),
+    CpuOffload(),
+    DeepSpeed(),
+)
+
+
+def used(settings: Settings) -> tuple[Technique, ...]:
+    """Return the techniques that these settings use, in the order in which they are applied."""
+    return tuple(technique for technique in TECHNIQUES if technique.is_used(settings))

@@ -1,0 +1,106 @@
+"""The model and the optimizer of a run, with the techniques in use applied."""
+
+import tempfile
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from fabric_ladder.data.hub import reachable
+from fabric_ladder.data.splits import ImageDatasets, TextDatasets
+from fabric_ladder.errors import UserError, refused
+from fabric_ladder.models.configs import MODELS, load_config, silence_loading
+from fabric_ladder.models.dtypes import keep_dtype
+from fabric_ladder.models.optimizer import optimizer_class
+from fabric_ladder.settings import Settings
+from fabric_ladder.techniques import used
+from fabric_ladder.techniques.weight_steps import forget_hooks
+
+
+def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets) -> nn.Module:
+    """Return the model for the task in train mode, a classifier with the class names as its labels.
+
+    Weights are drawn and read in 32-bit, so that every precision starts from the same weights, and Fabric converts
+    them. Without `dtype` a half-precision checkpoint would stay in 16 bits under `32-true` and the mixed precisions.
+    Under `fabric.init_module` weights are made on the GPU and in the final precision. A technique may read them in yet
+    another form.
+
+    The techniques in use are applied here, before Fabric sets the model up.
+
+    Raises:
+        UserError: The weights cannot be loaded, or the tokenizer has more entries than the embedding has rows.
+    """
+    config = load_config(settings.model, settings.model_revision)
+    config.return_dict = True
+    if settings.task != "instruction-tuning":
+        config.id2label = dict(enumerate(datasets.class_names))  # and with it `num_labels`
+        config.problem_type = "single_label_classification"  # a config may ask for a regression
+        config.label2id = {name: index for index, name in config.id2label.items()}
+    if isinstance(datasets, ImageDatasets):
+        config.image_size = datasets.format.size
+    else:
+        _fit_text(config, settings.model, datasets.tokenizer)
+    model = _draw_or_load(settings, config)
+    for module in model.modules():
+        if module._non_persistent_buffers_set:  # such as rotary frequencies, which 16 bits would detune
+            keep_dtype(module, only_buffers=True)
+    for technique in used(settings):
+        model = technique.change_model(model, settings)
+    return model.train()
+
+
+def build_optimizer(settings: Settings, model: nn.Module) -> Optimizer:
+    """Return the optimizer of the trained parameters.
+
+    Each parameter has state in its own dtype: two values for Adam and AdamW, none for SGD, one row and one column per
+    matrix for Adafactor (Shazeer and Stern, 2018). 8-bit Adam keeps two bytes (Dettmers et al., 2022), 4-bit Adam one
+    (Li et al., 2023). Kahan summation adds one value.
+
+    Args:
+        settings: `learning_rate`, `optimizer` and the techniques in use.
+        model: Set up by Fabric, since sharding and half precision replace or convert its parameters.
+    """
+    kind, options = optimizer_class(settings)
+    techniques = used(settings)
+    for technique in techniques:
+        kind = technique.change_optimizer(kind, settings)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    forget_hooks(parameters)
+    optimizer = kind(parameters, lr=settings.learning_rate, **options)
+    for technique in techniques:
+        technique.prepare_optimizer(optimizer, settings)
+    return optimizer
+
+
+def _draw_or_load(settings: Settings, config: PretrainedConfig) -> nn.Module:
+    """Draw random weights, or read pretrained ones from a folder or the Hub."""
+    model_class = MODELS[settings.task]
+    dtype = torch.get_default_dtype()
+    attention = {"attn_implementation": "eager"} if settings.attention == "eager" else {}
+    loading = {"dtype": dtype} | attention
+    for technique in used(settings):
+        loading |= technique.loading_options(settings, config)
+    if settings.from_scratch:
+        with refused(f"no model can be made of {settings.model}"):
+            model = model_class.from_config(config, dtype=dtype, **attention)
+        if loading == {"dtype": dtype} | attention:
+            return model
+        silence_loading()
+        with tempfile.TemporaryDirectory() as folder:  # only weights that are read can be quantized
+            model.save_pretrained(folder)
+            return model_class.from_pretrained(folder, **loading)
+    silence_loading()
+    with reachable(settings.model, "weights", settings.model_revision) as local:
+        loading |= local | {"config": config, "ignore_mismatched_sizes": True}
+        return model_class.from_pretrained(settings.model, **loading)
+
+
+def _fit_text(config: PretrainedConfig, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    if len(tokenizer) > config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer):,} entries, {name} only {config.vocab_size:,}: "
+            "choose the model's own --tokenizer"
+        )
+    config.pad_token_id = tokenizer.pad_token_id
+    config.use_cache = False  # keys and values are kept for generation only

@@ -1,0 +1,223 @@
+"""Activation checkpointing: of each block its input is kept, and what else is kept, and where, is set here.
+
+With `selective_checkpointing` also the results of attention and of matrix products, which are what costs time to
+compute again. (Korthikanti et al., 2022, arXiv:2205.05198, do the opposite: they compute attention alone again, since
+it kept a matrix of tokens x tokens then. Flash kernels keep none.)
+
+With `activation_offload` the inputs go to the host's memory. On CUDA they are copied on a stream of their own, a single
+one at a time: out while the block computes on it, and back while the block after it is computed again. So the device
+holds no more than two inputs that it does not compute on, however far Python is ahead of it (as it would be with
+`Tensor.record_stream`, which gives memory back only when the copy is seen to be done).
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from fabric_ladder.errors import UserError
+from fabric_ladder.models.configs import MODELS, load_config
+from fabric_ladder.settings import Settings
+from fabric_ladder.techniques.lean_optimizer import WITHOUT_STATE
+from fabric_ladder.techniques.technique import NextRung, Technique
+
+ATTENTION = "aten::_scaled_dot_product_"  # how the names of all kernels of `scaled_dot_product_attention` begin
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_grouped_mm")
+_host_memory: Callable[[], AbstractContextManager] = nullcontext
+
+
+def enable_checkpointing(model: nn.Module, settings: Settings) -> None:
+    """Have a model of transformers compute its blocks again for the backward pass.
+
+    Args:
+        model: Before Fabric sets it up.
+        settings: `activation_offload` and `selective_checkpointing`.
+    """
+    options = {"use_reentrant": False}
+    if settings.selective_checkpointing:
+        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)  # warns of in-place operations
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    newer = getattr(model, "activation_checkpointing_enable", None)  # transformers 5.23's name of it
+    (newer or model.gradient_checkpointing_enable)(options)
+    if settings.activation_offload:
+        offload = _Offload()
+        for module in model.modules():
+            if checkpoint := getattr(module, "_gradient_checkpointing_func", None):
+                module._gradient_checkpointing_func = partial(_checkpoint_on_host, checkpoint, offload)
+
+
+def _policy(_, operation: torch._ops.OpOverload, *args, **kwargs) -> CheckpointPolicy:
+    """Say whether an operation's result is kept."""
+    name = operation.name()
+    if name.startswith(ATTENTION):
+        # with dropout it would have drawn random numbers, and what draws after it would get others the second time
+        places = {argument.name: place for place, argument in enumerate(operation._schema.arguments)}
+        place = places.get("dropout_p", len(args))
+        kept = not (args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
+    elif name == "aten::bmm":  # in attention without a kernel; but no matrix of tokens x tokens
+        rows, inner, columns = *args[0].shape[1:], args[1].shape[-1]
+        kept = rows * columns <= (rows + columns) * inner
+    else:
+        kept = name in PRODUCTS
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _checkpoint_on_host(checkpoint: Callable, offload: "_Offload", function: Callable, hidden: Tensor, *others):
+    """Checkpoint a block, with its input on the host; others, such as masks, are the same for all blocks, and stay."""
+    with saved_tensors_hooks(offload.pack, offload.unpack):
+        return checkpoint(lambda hidden: function(hidden, *others), hidden)
+
+
+@contextmanager
+def host_memory_within(context: Callable[[], AbstractContextManager]) -> Iterator[None]:
+    """Have tensors in the host's memory made within such a context: a count of memory can tell them by it."""
+    global _host_memory
+    before, _host_memory = _host_memory, context
+    try:
+        yield
+    finally:
+        _host_memory = before
+
+
+class _Kept:
+    """A block's input on the host.
+
+    Args:
+        tensor: On the device.
+        before: A weak reference to that of the block before.
+    """
+
+    def __init__(self, tensor: Tensor, before: weakref.ref):
+        with _host_memory():
+            self.host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        self.device, self.before = tensor.device, before
+
+
+class _Move(NamedTuple):
+    """The copy that was started last: of what, its tensor on the device, and the event that ends it."""
+
+    kept: weakref.ref
+    tensor: Tensor
+    done: torch.Event | None
+
+
+class _Offload:
+    """Copies to the host and back; memory is allocated, and given back, on the stream that computes alone."""
+
+    def __init__(self):
+        self._last: Callable = lambda: None
+        self._move: _Move | None = None
+        self._copying: torch.Stream | None = None
+
+    def pack(self, tensor: Tensor) -> _Kept:
+        """Start to copy a block's input to the host; it stays on the device until the next one comes."""
+        kept = _Kept(tensor, self._last)
+        self._last = weakref.ref(kept)
+        self._start(kept, tensor, kept.host, tensor)
+        return kept
+
+    def unpack(self, kept: _Kept) -> Tensor:
+        """Return a block's input on the device, and start to copy that of the block before."""
+        tensor = self._bring(kept)
+        self._finish()
+        if before := kept.before():
+            self._bring(before)
+        return tensor
+
+    def _bring(self, kept: _Kept) -> Tensor:
+        if not self._move or self._move.kept() is not kept:
+            tensor = torch.empty_like(kept.host, device=kept.device)
+            self._start(kept, tensor, tensor, kept.host)
+        return self._move.tensor
+
+    def _start(self, kept: _Kept, tensor: Tensor, target: Tensor, source: Tensor) -> None:
+        self._finish()
+        done = None
+        if tensor.is_cuda:
+            copying = self._copying = self._copying or torch.cuda.Stream(tensor.device)
+            copying.wait_stream(torch.cuda.current_stream(tensor.device))
+            with torch.cuda.stream(copying):
+                target.copy_(source, non_blocking=True)
+            done = copying.record_event()
+        else:
+            target.copy_(source)
+        # of a pass that fails nobody asks for the rest: its tensor goes with what autograd kept
+        self._move = _Move(weakref.ref(kept, lambda _: self._finish()), tensor, done)
+
+    def _finish(self) -> None:
+        """Have what computes from now on wait for the copy, after which the tensor may go."""
+        if self._move and self._move.done:
+            torch.cuda.current_stream(self._move.tensor.device).wait_event(self._move.done)
+        self._move = None
+
+
+class ActivationCheckpointing(Technique):
+    """Keep the inputs of the blocks, and recompute all other activations for the backward pass."""
+
+    setting = "activation_checkpointing"
+    rung = "7_grad_checkpointing"
+    next_rung = WITHOUT_STATE._replace(options=("--activation_checkpointing", "true"))
+
+    def saves_no_more(self, settings: Settings) -> bool:
+        """Return whether all activations except the blocks' inputs are recomputed already."""
+        return self.is_used(settings) and not settings.selective_checkpointing
+
+    def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
+        """Refuse models that cannot recompute their activations."""
+        if not self.is_used(settings):
+            return
+        config = load_config(settings.model, settings.model_revision)
+        if not MODELS[settings.task]._model_mapping[type(config)].supports_gradient_checkpointing:
+            raise UserError(f"--activation_checkpointing true: transformers does not offer it for {config.model_type}")
+
+    def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
+        """Enable checkpointing, with all that the settings choose about it."""
+        enable_checkpointing(model, settings)
+        return model
+
+
+class ActivationOffload(Technique):
+    """Keep the inputs of the blocks in CPU memory; `ActivationCheckpointing` applies it."""
+
+    setting = "activation_offload"
+    rung = "20_activation_offload"
+    next_rung = ActivationCheckpointing.next_rung
+
+    def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
+        """Refuse blocks that are not checkpointed or are compiled, and devices that share the CPU's memory."""
+        if not self.is_used(settings):
+            return
+        if not settings.activation_checkpointing:
+            raise UserError(
+                "--activation_offload true moves the inputs of checkpointed blocks to CPU memory; "
+                "add --activation_checkpointing true"
+            )
+        if settings.compile:
+            raise UserError("--activation_offload true: torch.compile skips such blocks; use --compile false")
+        if settings.accelerator == "mps":
+            raise UserError("--activation_offload true: Apple silicon's GPU uses the host's memory; leave it out")
+
+
+class SelectiveCheckpointing(Technique):
+    """Also keep the results of attention and matrix multiplications; `ActivationCheckpointing` applies it."""
+
+    setting = "selective_checkpointing"
+    rung = "21_selective_checkpointing"
+    next_rung = NextRung(
+        "7_grad_checkpointing", "recomputes matrix multiplications too", replaces=("selective_checkpointing",)
+    )
+
+    def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
+        """Refuse blocks that are not checkpointed."""
+        if self.is_used(settings) and not settings.activation_checkpointing:
+            raise UserError(
+                "--selective_checkpointing true chooses the results that checkpointing keeps; "
+                "add --activation_checkpointing true"
+            )

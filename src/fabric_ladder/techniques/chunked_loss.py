@@ -1,0 +1,160 @@
+"""Chunked cross-entropy: the loss of a language model, with the logits of only a few tokens in memory at a time.
+
+For 4 x 512 tokens BLOOM's 250,880 logits of each take 2 GB in 32-bit, and their gradient as much again. Here a chunk of
+them is made, turned into its gradient in place, multiplied into those of the hidden states and of the head, and dropped
+(as in Liger Kernel: Hsu et al., 2024, arXiv:2410.10989). Tokens that are not trained, such as a prompt's, get no logits
+at all.
+
+PyTorch's own chunks (`torch.nn.functional.linear_cross_entropy`, from 2.13 on) count no right predictions, round the
+loss of 16-bit weights to 16 bits, and hide their tensors from the prediction of memory.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from torch.nn.functional import cross_entropy, linear
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, ModelOutput
+
+from fabric_ladder.settings import Settings
+from fabric_ladder.techniques.technique import Technique
+
+
+@dataclass
+class ChunkedLossOutput(ModelOutput):
+    """What the forward pass of a language model returns with chunked cross-entropy.
+
+    Attributes:
+        loss: Mean over the trained tokens, a scalar.
+        correct: Trained tokens that were predicted rightly, a scalar.
+    """
+
+    loss: Tensor | None = None
+    correct: Tensor | None = None
+
+
+def use_chunked_loss(model: nn.Module, chunk: int) -> None:
+    """Have a causal language model compute its loss in chunks; its forward pass then returns a `ChunkedLossOutput`.
+
+    The forward pass takes `labels` (samples, length) and `predicting`, the flat positions whose next token is trained.
+    Where the architecture does more than one product between its last hidden states and the logits (a soft cap, say),
+    that is left to it, and the logits of all tokens exist.
+
+    Args:
+        model: With the head of a language model.
+        chunk: Tokens whose logits exist at once.
+    """
+    model.forward = partial(_forward, model, chunk if _logits_are_product(model) else None)
+
+
+def _forward(model: nn.Module, chunk: int | None, labels: Tensor, predicting: Tensor, **inputs) -> ChunkedLossOutput:
+    inputs = {name: value for name, value in inputs.items() if value is not None}  # PEFT names all that there may be
+    targets = labels.flatten()[predicting + 1]
+    if chunk is None:
+        logits = type(model).forward(model, **inputs).logits.flatten(0, 1)[predicting].float()
+        return ChunkedLossOutput(cross_entropy(logits, targets), (logits.argmax(-1) == targets).sum())
+    hidden = model.base_model(**inputs)[0].flatten(0, 1)[predicting]
+    head = model.get_output_embeddings()
+    return ChunkedLossOutput(*chunked_loss(hidden, head.weight, head.bias, targets, chunk))
+
+
+@torch.compiler.disable  # a loop whose length depends on the data would be compiled anew for each
+def chunked_loss(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """Return the mean cross entropy, and the number of right predictions.
+
+    The same as `cross_entropy(linear(hidden, weight, bias).float(), targets)`, in `chunk / tokens` of its memory.
+
+    Args:
+        hidden: (tokens, width), the last hidden states where a next token is to be predicted.
+        weight: (vocabulary, width) of the head.
+        bias: (vocabulary,) of the head.
+        targets: (tokens,), the next tokens.
+        chunk: Tokens whose logits exist at once.
+    """
+    total, correct = _ChunkedLoss.apply(hidden, weight, bias, targets, chunk, torch.is_grad_enabled())
+    return total / len(targets), correct
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Sum of the losses. Its gradient is made on the way forward; that of a sum, unlike a mean's, fits into float16."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int,
+        learning: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        device, wanted = hidden.device.type, [learning and needed for needed in ctx.needs_input_grad[:3]]
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        grads = [
+            torch.zeros_like(tensor) if want else None
+            for tensor, want in zip((hidden, weight, bias), wanted, strict=True)
+        ]
+        total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
+        correct = torch.zeros((), dtype=torch.long, device=hidden.device)
+        with torch.autocast(device, enabled=False):
+            head, shift = weight.to(dtype), None if bias is None else bias.to(dtype)
+            for start in range(0, len(targets), chunk):
+                rows, expected = hidden[start : start + chunk].to(dtype), targets[start : start + chunk, None]
+                scores = linear(rows, head, shift).to(total.dtype)
+                highest, predicted = scores.max(-1, keepdim=True)
+                correct += (predicted == expected).sum()
+                scores -= highest
+                right = scores.gather(-1, expected)
+                norm = scores.exp_().sum(-1, keepdim=True)
+                total += (norm.log() - right).sum()
+                if any(wanted):
+                    error = scores.div_(norm).scatter_add_(-1, expected, torch.full_like(right, -1)).to(dtype)
+                    if wanted[0]:
+                        grads[0][start : start + chunk] = error @ head
+                    if wanted[1] and weight.dtype == dtype:
+                        grads[1].addmm_(error.T, rows)
+                    elif wanted[1]:
+                        grads[1] += error.T @ rows
+                    if wanted[2]:
+                        grads[2] += error.sum(0)
+        ctx.save_for_backward(*grads)
+        ctx.mark_non_differentiable(correct)
+        return total, correct
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor, _: Tensor) -> tuple:
+        return *(None if each is None else each.mul_(grad) for each in ctx.saved_tensors), None, None, None
+
+
+def _logits_are_product(model: nn.Module) -> bool:
+    """Try whether the logits are the head's product with the last hidden states: two made-up ones are slipped in."""
+    head, decoder = model.get_output_embeddings(), model.base_model
+    if not isinstance(head, nn.Linear) or decoder is model:
+        return False
+    if head.weight.is_meta:
+        return True  # without values there is nothing to compare; only memory is asked for then
+    hidden = torch.linspace(-1, 1, 2 * head.in_features, dtype=head.weight.dtype, device=head.weight.device)
+    hidden = hidden.view(1, 2, -1)
+    decoder.forward = lambda *_, **__: BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden)
+    try:
+        with torch.no_grad():
+            tokens = torch.zeros(1, 2, dtype=torch.long, device=hidden.device)
+            return torch.equal(model(input_ids=tokens, use_cache=False).logits, head(hidden))
+    except AttributeError:  # its outputs are of another kind
+        return False
+    finally:
+        del decoder.forward
+
+
+class ChunkedLoss(Technique):
+    """Chunked cross-entropy for every language model."""
+
+    setting = "loss_chunk"
+
+    def is_used(self, settings: Settings) -> bool:
+        """Return whether the task trains a language model."""
+        return settings.task == "instruction-tuning"
+
+    def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
+        """Replace the forward pass."""
+        use_chunked_loss(model, settings.loss_chunk)
+        return model

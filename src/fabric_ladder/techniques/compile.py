@@ -1,0 +1,88 @@
+"""torch.compile by blocks: one graph serves all layers and all lengths; the time that compiling takes is counted."""
+
+import os
+from pathlib import Path
+from time import perf_counter
+
+import torch
+import torch._inductor.config as inductor
+from torch import nn
+from torch.fx.experimental import _config as shapes
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from fabric_ladder.settings import Settings
+from fabric_ladder.techniques.low_precision import IN_16_BITS
+from fabric_ladder.techniques.technique import Technique
+
+
+def compile_blocks(model: nn.Module, cache_dir: str, accelerator: str) -> None:
+    """Compile each layer of the model in place, at its first call.
+
+    Layers of a kind run the same code on unlike weights, which are inputs to the compiled graph: what the first of them
+    compiles serves all, and the time does not grow with the depth.
+    A model without layers of transformers' base class is compiled as a whole, in place, too.
+
+    Args:
+        model: Of transformers, perhaps with adapters, before Fabric sets it up.
+        cache_dir: What is compiled stays in its folder `kernels`, unless TORCHINDUCTOR_CACHE_DIR names another.
+        accelerator: As resolved. On `cpu` dropout draws PyTorch's own random numbers, as if not compiled: a compiled
+            loop would draw them one at a time. On a GPU they are others, drawn within the kernels.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(cache_dir) / "kernels"))
+    inductor.fallback_random = accelerator == "cpu"
+    shapes.use_duck_shape = False  # else a first length that equals the width would be taken for the width
+    torch._dynamo.config.recompile_limit = 64  # all layers of all models of a process share one code object
+    torch._dynamo.config.optimize_ddp = False  # which would cut the graphs where DDP's buckets end; blocks are cuts
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for module in layers or [model]:
+        module.compile(dynamic=True)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether `compile_blocks` was called on the model."""
+    return any(module._compiled_call_impl is not None for module in model.modules())
+
+
+class CompileClock:
+    """Counts the graphs that torch.compile makes, forward and backward, and the seconds that it spends on them.
+
+    It uses `torch._dynamo`'s callbacks, which run around every compilation.
+
+    Args:
+        model: Nothing is counted where it is not compiled.
+        seconds: To count from.
+        graphs: To count from.
+    """
+
+    def __init__(self, model: nn.Module, seconds: float = 0.0, graphs: int = 0):
+        self.seconds, self.graphs = seconds, graphs
+        self.active = is_compiled(model)
+        if self.active:
+            torch._dynamo.on_compile_start(self._begin)
+            torch._dynamo.on_compile_end(self._end)
+
+    def _begin(self, _) -> None:
+        self._start = perf_counter()
+
+    def _end(self, _) -> None:
+        self.seconds += perf_counter() - self._start
+        self.graphs += 1
+
+    def stop(self) -> None:
+        """Stop counting."""
+        if self.active:
+            torch._dynamo.callback_handler.remove_start_callback(self._begin)
+            torch._dynamo.callback_handler.remove_end_callback(self._end)
+
+
+class Compile(Technique):
+    """Compile the layers of the model."""
+
+    setting = "compile"
+    rung = "3_torch_compile"
+    next_rung = IN_16_BITS
+
+    def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
+        """Compile the layers at their first call."""
+        compile_blocks(model, settings.cache_dir, settings.accelerator)
+        return model

@@ -1,0 +1,91 @@
+"""Embedding tables' gradients, added up row by row over the micro-batches of an effective batch.
+
+PyTorch makes an embedding's gradient as large as its table, though a micro-batch has tokens for few of the rows: beside
+the sum of the micro-batches before, it is filled with zeros, added, and freed. BLOOM-560m's takes 1.03 GB in 32-bit,
+nearly half of all its gradients. Here only the rows of the micro-batch's tokens are added. The sum is the same to the
+last bit, but where a language model's head has the same table: there head, embedding and the sum before are added in
+another order.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from fabric_ladder.settings import Settings
+from fabric_ladder.techniques.technique import Technique
+
+FEWEST = 4  # rows of a table for each token of a batch: below, PyTorch's way is as fast and takes no more memory
+_hooked: bool | None = None  # see `adding_rows`; None: outside of it
+
+
+def add_rows(model: nn.Module) -> None:
+    """Let the model's embedding tables do so within `adding_rows`, in place; tables of other classes are left alone."""
+    for module in model.modules():
+        if type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq or module.sparse):
+            module.__class__ = RowEmbedding
+
+
+@contextmanager
+def adding_rows(hooked: bool) -> Iterator[None]:
+    """Add rows to the gradients that are there, in forward and backward pass of this block.
+
+    Args:
+        hooked: Whether somebody is called when autograd has added to a gradient, as DDP is. Then autograd gets a
+            gradient of zeros to add, in whose place there is a single number.
+    """
+    global _hooked
+    before, _hooked = _hooked, hooked
+    try:
+        yield
+    finally:
+        _hooked = before
+
+
+class RowEmbedding(nn.Embedding):
+    """An embedding whose gradient is added to the one before by rows, if the batch has tokens for few of them."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the rows of the table, (…, width), for ids of any shape."""
+        if torch.compiler.is_compiling() or _hooked is None or self.weight.grad is None:
+            return super().forward(ids)
+        if ids.numel() * FEWEST > self.num_embeddings:
+            return super().forward(ids)
+        return _Lookup.apply(self.weight, ids, self.padding_idx, _hooked)
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, weight: Tensor, ids: Tensor, padding: int | None, hooked: bool) -> Tensor:
+        ctx.weight, ctx.padding, ctx.hooked = weight, padding, hooked
+        ctx.save_for_backward(ids)
+        return nn.functional.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ids, weight = ctx.saved_tensors[0].flatten(), ctx.weight
+        gradient = gradient.reshape(len(ids), -1)
+        # Tokens of one id add up at the place of one of them, as PyTorch adds them; the others' places get zeros. So
+        # each row of the table gets one sum, in whatever order a GPU adds them.
+        place = torch.empty(len(weight), dtype=torch.long, device=ids.device)
+        place.scatter_(0, ids, torch.arange(len(ids), device=ids.device))
+        sums = torch.ops.aten.embedding_dense_backward(gradient, place[ids], len(ids), -1, False)
+        if ctx.padding is not None:
+            sums.masked_fill_((ids == ctx.padding)[:, None], 0)
+        weight.grad.index_add_(0, ids, sums)
+        return gradient.new_zeros(()).expand_as(weight) if ctx.hooked else None, None, None, None
+
+
+class EmbeddingRows(Technique):
+    """Add the gradient of an embedding row by row; a part of every rung except DeepSpeed's."""
+
+    def is_used(self, settings: Settings) -> bool:
+        """Return whether gradients may be changed; DeepSpeed needs them as autograd makes them."""
+        return not settings.deepspeed
+
+    def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
+        """Change the class of the embeddings."""
+        add_rows(model)
+        return model

@@ -1,0 +1,107 @@
+"""Matrix multiplications in 8-bit floating point, by torchao, which is imported where it is used.
+
+A linear layer has three matrix multiplications: output, gradient of the input, gradient of the weight. Both factors are
+scaled by their largest magnitude and rounded to 8 bits, values to e4m3 and gradients to e5m2 (Micikevicius et al.,
+2022, FP8 Formats for Deep Learning, arXiv:2209.05433). For the backward pass the layer saves its input and weight
+unrounded.
+"""
+
+import importlib.util
+
+import torch
+from torch import Tensor, nn
+
+from fabric_ladder.errors import UserError
+from fabric_ladder.models.layers import linear_layers, meta_model
+from fabric_ladder.settings import Settings
+from fabric_ladder.techniques.low_precision import IN_16_BITS
+from fabric_ladder.techniques.technique import Technique
+
+MULTIPLE = 16  # the GPU's kernels need both sides of a weight to be a multiple of this
+LEAST = (8, 9)  # lowest compute capability with such kernels: Ada, then Hopper and Blackwell
+
+
+def float8_layers(model: nn.Module) -> list[nn.Linear]:
+    """Return the linear layers of the model's body that 8-bit kernels support.
+
+    Layers that compute the logits and the trained layers of adapters are left out.
+    """
+    adapted = hasattr(model, "get_base_model")  # by PEFT
+    body = model.get_base_model() if adapted else model
+    return [
+        module
+        for module in map(body.get_submodule, linear_layers(body))
+        if type(module) is nn.Linear
+        and not any(size % MULTIPLE for size in module.weight.shape)
+        and not (adapted and module.weight.requires_grad)
+    ]
+
+
+def use_float8(model: nn.Module, accelerator: str) -> None:
+    """Compute the model's linear layers in 8 bits, in place; the weights and their names do not change.
+
+    A CPU has no 8-bit kernels: it multiplies the rounded factors in 32-bit. On the device `meta` nothing is computed,
+    and a rehearsal holds the tensors that a GPU would.
+
+    Args:
+        model: Perhaps with adapters.
+        accelerator: As in the settings, resolved.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    layers = float8_layers(model)
+    emulate = accelerator == "cpu" and not layers[0].weight.is_meta
+    # The weight's gradient is a sum over the tokens of the micro-batch, so their number is padded to 16 as well.
+    config = Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
+    chosen = set(map(id, layers))
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda module, _: id(module) in chosen)
+    if accelerator == "cpu":
+        for module in model.modules():
+            if type(module).__name__ == "Float8Linear":
+                module.register_forward_pre_hook(_cast_inputs)
+
+
+def _cast_inputs(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    """Cast to the CPU's mixed precision; `Float8Linear` casts only to the GPU's."""
+    return tuple(arg.to(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else arg for arg in args)
+
+
+class Float8(Technique):
+    """Compute matrix multiplications of linear layers in 8-bit floating point."""
+
+    setting = "float8"
+    rung = "22_float8"
+    next_rung = IN_16_BITS
+
+    def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
+        """Refuse devices, precisions and strategies without 8-bit kernels, and models without such layers."""
+        if not self.is_used(settings):
+            return
+        if settings.accelerator == "mps":
+            raise UserError(
+                "--float8 true: Apple's GPUs have no 8-bit floating point; leave it out, or --accelerator cpu"
+            )
+        if capability and capability < LEAST:
+            raise UserError(
+                f"--float8 true needs a GPU of compute capability 8.9 (Ada, Hopper) or above, and this one has "
+                f"{capability[0]}.{capability[1]}; run src/4_mixed_precision.py"
+            )
+        for what, found in {
+            "--quantization nf4, whose weights have 4 bits": settings.quantization != "no",
+            "DeepSpeed; use src/10_fsdp.py": settings.deepspeed,
+            f"--precision {settings.precision}; use bf16-mixed or bf16-true": not settings.precision.startswith("bf16"),
+        }.items():
+            if found:
+                raise UserError(f"--float8 true does not go with {what}")
+        if importlib.util.find_spec("torchao") is None:
+            raise UserError("--float8 true needs torchao: pip install torchao==0.18.0")
+        if not float8_layers(meta_model(settings)):
+            raise UserError(
+                f"--float8 true: {settings.model} has no linear layer whose sides are multiples of {MULTIPLE}; "
+                "leave it out"
+            )
+
+    def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
+        """Convert the linear layers."""
+        use_float8(model, settings.accelerator)
+        return model

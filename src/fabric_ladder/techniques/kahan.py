@@ -1,0 +1,78 @@
+"""Kahan summation: keep the rounding error of 16-bit weights and add it to later steps."""
+
+from collections.abc import Callable
+
+import torch
+from torch.optim import Optimizer
+
+from fabric_ladder.errors import UserError
+from fabric_ladder.settings import Settings
+from fabric_ladder.techniques.technique import NextRung, Technique
+
+
+class Kahan(Optimizer):
+    """Mixin for Adam, AdamW or SGD with one parameter group.
+
+    A bfloat16 weight has 8 significant bits, so a step below a 512th of the weight is rounded away. Here the optimizer
+    adds its step to a `compensation` of the weight's shape and dtype, 0 at first. The compensation is added to the
+    weight, and the rounding error stays in the compensation (Kahan, 1965, Further remarks on reducing truncation
+    errors; for training in bfloat16: Zamirai et al., 2020, Revisiting BFloat16 Training, section 4.2).
+
+    The optimizer must not read the weights, as Adafactor does. AdamW's weight decay is therefore computed here. During
+    a step the compensation replaces the weight's data, which a DTensor does not allow, so shards are refused.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable | None = None) -> None:
+        """Step the weights that have a gradient."""
+        (group,) = self.param_groups
+        decay = group["weight_decay"]
+        stepped = []
+        try:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    weight, remainder = parameter.data, self.state[parameter].pop("compensation", None)
+                    stepped.append((parameter, weight))
+                    parameter.data = torch.zeros_like(weight) if remainder is None else remainder
+                    if decay:
+                        parameter.data.add_(weight, alpha=-group["lr"] * decay)
+            group["weight_decay"] = 0
+            super().step(closure)
+        finally:
+            group["weight_decay"] = decay
+            for parameter, weight in stepped:
+                remainder, parameter.data = parameter.data, weight
+                before = weight.clone()
+                weight.add_(remainder)
+                self.state[parameter]["compensation"] = remainder.add_(before.sub_(weight))
+
+
+class KahanSummation(Technique):
+    """`Kahan`, mixed into the optimizer."""
+
+    setting = "kahan_summation"
+    rung = "16_bf16_that_learns"
+    next_rung = NextRung("18_low_bit_optimizer", "keeps Adam's moments in 8 bits", replaces=("optimizer",))
+
+    def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
+        """Refuse weights that lose nothing by rounding, shards, and optimizers that read the weights."""
+        if self.is_used(settings) and (reason := _reason_against(settings)):
+            raise UserError(f"--kahan_summation true: {reason}")
+
+    def change_optimizer(self, kind: type[Optimizer], settings: Settings) -> type[Optimizer]:
+        """Mix `Kahan` into the optimizer's class."""
+        return type(f"Kahan{kind.__name__}", (Kahan, kind), {})
+
+
+def _reason_against(settings: Settings) -> str | None:
+    if settings.strategy == "fsdp":
+        return "not on FSDP2's shards; use --precision bf16-mixed, whose weights lose nothing"
+    if settings.precision not in ("bf16-true", "16-true"):
+        return f"under --precision {settings.precision} the weights lose nothing; leave it out, or use bf16-true"
+    if settings.lora:
+        return "adapters are trained in 32-bit, which loses nothing; leave it out"
+    if settings.deepspeed:
+        return "DeepSpeed keeps 32-bit copies of the weights, which lose nothing; leave it out"
+    if settings.optimizer == "adafactor":
+        return "Adafactor measures its steps by the weights, which it would not see; use --optimizer adam or sgd"
+    return None

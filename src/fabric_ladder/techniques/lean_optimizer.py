@@ -1,0 +1,24 @@
+"""A lean optimizer: SGD keeps no state."""
+
+from fabric_ladder.settings import Settings
+from fabric_ladder.techniques.technique import NextRung, Technique
+
+WITHOUT_STATE = NextRung(
+    "6_lean_optimizer", "keeps no optimizer state", replaces=("optimizer", "schedule", "learning_rate")
+)
+
+
+class LeanOptimizer(Technique):
+    """PyTorch's SGD, chosen in `models/optimizer.py`."""
+
+    setting = "optimizer"
+    rung = "6_lean_optimizer"
+    next_rung = NextRung(
+        "13_lora",
+        "trains thin adapters and keeps no gradient of the model",
+        replaces=("lora", "learning_rate", "kahan_summation"),
+    )
+
+    def is_used(self, settings: Settings) -> bool:
+        """Return whether the optimizer is SGD."""
+        return settings.optimizer == "sgd"

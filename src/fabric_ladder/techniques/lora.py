@@ -1,0 +1,156 @@
+"""Low-rank adapters (LoRA: Hu et al., 2021, arXiv:2106.09685), by PEFT.
+
+PEFT is imported where it is used: it takes a second, and most runs do not need it.
+"""
+
+import logging
+import re
+import warnings
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from fabric_ladder.errors import UserError
+from fabric_ladder.models.dtypes import half_precision, keep_dtype
+from fabric_ladder.models.layers import head_names, linear_layers, meta_model
+from fabric_ladder.settings import Settings
+from fabric_ladder.techniques.technique import NextRung, Technique
+
+TASK_TYPES = {"text-classification": "SEQ_CLS", "instruction-tuning": "CAUSAL_LM"}  # PEFT has none for images
+
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it; on a CPU it warns of an optional package
+# PEFT uses a name that transformers 5.23 has changed
+warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+
+
+def _check_targets(settings: Settings) -> None:
+    """Refuse names of layers that the model does not have; PEFT ignores them if it finds one of the others.
+
+    Raises:
+        UserError: A name matches no linear layer of the body, or there are no attention projections to take by
+            default. The message lists the model's layers.
+    """
+    model = meta_model(settings)
+    layers, targets = linear_layers(model), _targets(model, settings.lora_targets)
+    found = ", ".join(_last_parts(layers))
+    for target in targets:
+        if not _matches(target, layers):
+            raise UserError(
+                f"--lora_targets {settings.lora_targets}: {settings.model} has no linear layer {target!r} that could "
+                f"get an adapter; it has {found}"
+            )
+    if not targets:
+        raise UserError(
+            f"{settings.model}: no attention projections are found that could get adapters; name layers by "
+            f"--lora_targets: {found or 'but it has no linear ones'}"
+        )
+
+
+def add_adapters(model: nn.Module, settings: Settings) -> nn.Module:
+    """Freeze the model and return it with adapters; a classifier's head is trained and saved with them.
+
+    Trained weights stay in 32-bit in every precision: bfloat16 would round small updates away, and they are few.
+    Under mixed precision, frozen linear layers are stored in the 16 bits in which they are multiplied, which changes
+    no bit of a result. A head that is tied to the embedding stays in 32-bit, since the embedding is read in 32-bit.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    heads = head_names(model) if settings.task != "instruction-tuning" else []
+    config = LoraConfig(
+        task_type=TASK_TYPES.get(settings.task),
+        r=settings.lora_rank,
+        lora_alpha=settings.lora_alpha,
+        lora_dropout=settings.lora_dropout,
+        target_modules=_targets(model, settings.lora_targets),
+        exclude_modules=rf"(.*\.)?({'|'.join(heads)})(\..*)?" if heads else None,
+        modules_to_save=heads or None,
+        use_dora=settings.dora,
+        use_rslora=settings.rslora,
+        revision=getattr(model.config, "_commit_hash", None),
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+    )
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # otherwise an evaluation on a CPU repacks 4-bit weights for a kernel without a gradient, and rounds them
+            module.support_avx512bf16_for_cpu = False
+    embedding = getattr(model.get_input_embeddings(), "weight", None)
+    model = get_peft_model(model, config)
+    if settings.precision.endswith("mixed"):
+        for module in model.modules():
+            if type(module) is nn.Linear and not module.weight.requires_grad and module.weight is not embedding:
+                module.to(half_precision(settings))
+    if not settings.deepspeed:  # which keeps 32-bit copies by itself
+        _keep_trained_in_32_bit(model)
+    return model
+
+
+def _keep_trained_in_32_bit(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+            if next(module.parameters()).dtype in (torch.float16, torch.bfloat16):  # made under `fabric.init_module`
+                module.float()
+            keep_dtype(module)
+            if "modules_to_save" in name and not isinstance(module, nn.ModuleDict):
+                module.register_forward_pre_hook(_convert_inputs)
+
+
+def _convert_inputs(module: nn.Module, args: tuple) -> tuple:
+    """Convert the body's 16-bit output for a 32-bit head; PEFT's own layers convert their inputs themselves."""
+    dtype = next(module.parameters()).dtype
+    return tuple(arg.to(dtype) if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args)
+
+
+def _targets(model: nn.Module, wanted: str | None) -> list[str]:
+    """Return the last parts of the names of layers that get adapters; default: PEFT's choice, or attention's layers."""
+    layers = linear_layers(model)
+    if wanted == "all-linear":
+        return _last_parts(layers)
+    if wanted:
+        return re.findall(r"[^,\s]+", wanted)
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as TARGETS
+
+    known = TARGETS.get(model.config.model_type, [])
+    if known and all(_matches(target, layers) for target in known):
+        return list(known)
+    attention = tuple(f"{name}." for name, module in model.named_modules() if "Attention" in type(module).__name__)
+    return _last_parts(name for name in layers if name.startswith(attention))
+
+
+def _last_parts(names: Iterable[str]) -> list[str]:
+    return sorted({name.split(".")[-1] for name in names})
+
+
+def _matches(target: str, names: list[str]) -> bool:
+    """Return whether a target means any of these layers, as PEFT matches names."""
+    return any(f".{name}".endswith(f".{target}") for name in names)
+
+
+class LoRA(Technique):
+    """Train adapters and a classifier's head; all other weights are frozen."""
+
+    setting = "lora"
+    rung = "13_lora"
+    next_rung = NextRung("14_qlora", "keeps the model in 4 bits", replaces=("quantization", "float8"))
+
+    def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
+        """Refuse layers that the model does not have, and options of adapters without adapters."""
+        if self.is_used(settings):
+            _check_targets(settings)
+            return
+        for name in ("dora", "rslora"):
+            if getattr(settings, name):
+                raise UserError(f"--{name} true changes adapters, and there are none: add --lora true")
+
+    def loading_options(self, settings: Settings, config: PretrainedConfig) -> dict:
+        """Read the weights of a language model in their final precision; a classifier's new head is drawn in 32-bit."""
+        if settings.task != "instruction-tuning" or not settings.precision.endswith("true") or settings.from_scratch:
+            return {}
+        dtype = half_precision(settings)
+        return {"dtype": dtype} if dtype else {}
+
+    def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
+        """Return the frozen model with adapters."""
+        return add_adapters(model, settings)

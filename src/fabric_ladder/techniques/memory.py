@@ -1,0 +1,102 @@
+"""The memory of a run in bytes: its peak by kinds of tensors, and the numbers of weights that formulas need."""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+ON_DEVICE = ("parameters", "gradients", "optimizer_state", "activations", "logits", "other")
+
+
+class Storage(NamedTuple):
+    """The memory behind a tensor and its views.
+
+    Attributes:
+        bytes: Its size.
+        part: Its purpose: a field of `Peak`.
+        made_by: The operation that made it.
+        dtype: Type of its first tensor.
+        shape: Shape of its first tensor.
+    """
+
+    bytes: int
+    part: str
+    made_by: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def on_device(self) -> int:
+        """Its bytes on the device."""
+        return 0 if self.part == "host" else self.bytes
+
+    @property
+    def parked(self) -> int:
+        """Its bytes in CPU memory."""
+        return self.bytes - self.on_device
+
+
+class Peak(NamedTuple):
+    """Bytes in the memory of one device at the moment of the peak.
+
+    Attributes:
+        parameters: Weights and buffers; with FSDP the shards and the gathered weights.
+        gradients: Gradients of the parameters.
+        optimizer_state: State that the optimizer keeps for each parameter.
+        activations: Results of the forward pass, or of its recomputation with activation checkpointing.
+        logits: The activations, and their gradients, that have a value for each entry of the vocabulary.
+        other: Inputs, gradients of activations, and temporary tensors of the optimizer.
+        host: The largest amount of CPU memory that offloading holds at any moment; not part of the total.
+        phase: The moment of the peak: `training` (forward or backward), `optimizer` or `evaluation`.
+        tensors: The tensors on the device at that moment with their counts, largest groups first.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    activations: int
+    logits: int
+    other: int
+    host: int
+    phase: str
+    tensors: list[tuple[int, Storage]]
+
+    @property
+    def total(self) -> int:
+        """All bytes on the device."""
+        return sum(getattr(self, part) for part in ON_DEVICE)
+
+
+class Counts(NamedTuple):
+    """Numbers of a model's weights.
+
+    Attributes:
+        all: All weights.
+        trained: The trained weights.
+        largest_layer: Weights of the largest module, its submodules not counted.
+        linear: Weights of frozen linear layers, which 4-bit quantization packs.
+        largest_linear: Weights of the largest of these layers.
+    """
+
+    all: int
+    trained: int
+    largest_layer: int
+    linear: int
+    largest_linear: int
+
+
+def count_parameters(model: nn.Module) -> Counts:
+    """Count the parameters of a model, adapters included; shared ones count once."""
+    head = model.get_output_embeddings()
+    frozen = [
+        module.weight.numel()
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and module is not head and not module.weight.requires_grad
+    ]
+    return Counts(
+        all=sum(parameter.numel() for parameter in model.parameters()),
+        trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        largest_layer=max(sum(each.numel() for each in module.parameters(recurse=False)) for module in model.modules()),
+        linear=sum(frozen),
+        largest_linear=max(frozen, default=0),
+    )

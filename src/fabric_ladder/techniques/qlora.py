@@ -1,0 +1,76 @@
+"""QLoRA: adapters on a model of 4-bit weights, by bitsandbytes, which is imported where it is used."""
+
+import importlib.util
+import os
+
+import torch
+from transformers import BitsAndBytesConfig, PretrainedConfig
+
+from fabric_ladder.errors import UserError, first_line
+from fabric_ladder.models.dtypes import half_precision
+from fabric_ladder.models.layers import head_names, meta_model
+from fabric_ladder.settings import Settings
+from fabric_ladder.techniques.sharding import ON_ONE_DEVICE, PARKED_WEIGHTS
+from fabric_ladder.techniques.technique import Technique
+
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+
+
+def quantization(settings: Settings, config: PretrainedConfig) -> dict:
+    """Return `from_pretrained`'s options for 4-bit weights.
+
+    NF4 with double quantization takes 4.127 bits per weight (Dettmers et al., 2023, QLoRA, section 3). Matrix
+    multiplications run in 16 bits, or in 32 under `32-true`. Embeddings, norms and heads keep their own precision.
+    """
+    heads = None  # the one before the logits
+    if settings.task != "instruction-tuning":
+        heads = head_names(meta_model(settings, config))
+    options = BitsAndBytesConfig(
+        **NF4, llm_int8_skip_modules=heads, bnb_4bit_compute_dtype=half_precision(settings) or torch.float32
+    )
+    device = torch.cuda.current_device() if settings.accelerator == "cuda" else "cpu"
+    return {"quantization_config": options, "device_map": {"": device}}
+
+
+class QLoRA(Technique):
+    """Keep the frozen weights in 4 bits."""
+
+    setting = "quantization"
+    rung = "14_qlora"
+    advises_first = True
+    next_rung = PARKED_WEIGHTS._replace(options=("--lora", "true"), replaces=("quantization", *ON_ONE_DEVICE))
+
+    def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
+        """Refuse 4-bit weights without adapters, with shards, or without a bitsandbytes that works here."""
+        if not self.is_used(settings):
+            return
+        if not settings.lora:
+            raise UserError(f"--quantization {settings.quantization}: 4-bit weights cannot be trained; add --lora true")
+        if settings.strategy in ("fsdp", "deepspeed"):
+            raise UserError(
+                f"--quantization {settings.quantization}: {settings.name} cannot shard 4-bit weights; use "
+                "src/14_qlora.py, or src/9_ddp.py with --lora true, which keeps all of them on each GPU"
+            )
+        if importlib.util.find_spec("bitsandbytes") is None:
+            raise UserError("4-bit weights need bitsandbytes: pip install bitsandbytes==0.50.2, or run src/13_lora.py")
+        _try_bitsandbytes(settings.accelerator)
+
+    def loading_options(self, settings: Settings, config: PretrainedConfig) -> dict:
+        """Read the weights in 4 bits."""
+        return quantization(settings, config)
+
+
+def _try_bitsandbytes(accelerator: str) -> None:
+    """Quantize a small matrix, to see whether bitsandbytes has a kernel for this device."""
+    device = accelerator
+    if device == "cuda":  # this rank's GPU: on the first one the context of each rank would take memory
+        device = f"cuda:{os.environ.get('LOCAL_RANK') or os.environ.get('SLURM_LOCALID') or 0}"
+    try:
+        from bitsandbytes.functional import quantize_4bit
+
+        quantize_4bit(torch.ones(64, 64, device=device), quant_type="nf4", compress_statistics=True)
+    except (ImportError, OSError, RuntimeError, NotImplementedError, AttributeError) as error:
+        raise UserError(
+            f"bitsandbytes cannot make 4-bit weights on {accelerator} here ({first_line(error, 160)}): run "
+            "src/13_lora.py"
+        ) from error

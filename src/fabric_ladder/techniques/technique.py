@@ -1,0 +1,89 @@
+"""The base class of all techniques: what a technique can state about itself."""
+
+from typing import NamedTuple
+
+from torch import nn
+from torch.optim import Optimizer
+from transformers import PretrainedConfig
+
+from fabric_ladder.settings import Settings
+
+
+class NextRung(NamedTuple):
+    """The rung that needs less memory than another one.
+
+    Attributes:
+        name: The script, for example `18_low_bit_optimizer`; None: the same script with other options.
+        reason: What it does with less memory, as in "it …".
+        options: Options that it needs, as words of a command line: `("--packing", "true")`.
+        replaces: Settings that the rung sets itself: the user's own are left out of the command.
+    """
+
+    name: str | None
+    reason: str
+    options: tuple[str, ...] = ()
+    replaces: tuple[str, ...] = ()
+
+
+class Technique:
+    """One technique, with everything that this project does about it.
+
+    A subclass overrides what its technique needs. The functions that build a model, build an optimizer, check settings,
+    predict memory, plan and advise are loops over the techniques in use; none of them names a technique.
+
+    Attributes:
+        setting: The field of `Settings` that switches the technique on.
+        rung: The script that shows the technique; empty for a technique without a rung of its own.
+        next_rung: What to try when memory runs out with this rung.
+        advises_first: Whether its next rung is the advice on every rung that uses it.
+    """
+
+    setting: str = ""
+    rung: str = ""
+    next_rung: NextRung | None = None
+    advises_first: bool = False
+
+    def is_used(self, settings: Settings) -> bool:
+        """Return whether these settings use the technique."""
+        return getattr(settings, self.setting) not in (False, None, "no")
+
+    def next_to_try(self, settings: Settings) -> NextRung | None:
+        """Return what to try when memory runs out with this rung."""
+        return self.next_rung
+
+    def saves_no_more(self, settings: Settings) -> bool:
+        """Return whether a run with these settings would save no memory on this technique's rung."""
+        return self.is_used(settings)
+
+    def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
+        """Refuse settings that the technique cannot work with; change nothing.
+
+        Args:
+            settings: Resolved.
+            capability: Compute capability of the GPU; None: a CPU, or Apple silicon.
+
+        Raises:
+            UserError: In one line, what is wrong and what to do.
+        """
+
+    def loading_options(self, settings: Settings, config: PretrainedConfig) -> dict:
+        """Return options for transformers' `from_pretrained`, for weights that must be read in another form."""
+        return {}
+
+    def check_precision(self, settings: Settings) -> None:
+        """Refuse a precision that the technique in use cannot work with; the planner asks this for other GPUs too.
+
+        Raises:
+            UserError: In one line, which precision to use.
+        """
+
+    def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
+        """Return the model with the technique applied, before Fabric sets it up."""
+        return model
+
+    def change_optimizer(self, kind: type[Optimizer], settings: Settings) -> type[Optimizer]:
+        """Return the class of the optimizer with the technique applied."""
+        return kind
+
+    def prepare_optimizer(self, optimizer: Optimizer, settings: Settings) -> None:
+        """Set up an optimizer of the class that `change_optimizer` returned."""

@@ -1,0 +1,228 @@
+"""Optimizer steps of one weight at a time: inside the backward pass, and on the CPU."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabric_ladder.errors import UserError
+from fabric_ladder.settings import Settings
+from fabric_ladder.techniques.sharding import PARKED_WEIGHTS
+from fabric_ladder.techniques.technique import NextRung, Technique
+
+
+class WeightSteps(Optimizer):
+    """Mixin for an optimizer with one parameter group, which then updates each weight by itself.
+
+    Inside `stepping`, a weight is updated as soon as the backward pass has its gradient. Otherwise `step` updates it.
+    `plan_steps` chooses between the device and the CPU.
+
+    With offloading, CPU memory holds a copy of the weights and the optimizer's state. Gradients are copied there and
+    updated weights back, on CUDA through pinned memory and with one stream for each direction. A thread computes the
+    steps while the device continues the backward pass. Before the device sends a gradient it waits until the previous
+    one has been copied, so that it never holds more than two.
+    """
+
+    def plan_steps(self, offloads: bool, frees: bool, in_backward: bool) -> None:
+        """Choose how weights are updated; called once, before the first backward pass.
+
+        Args:
+            offloads: Step on the CPU.
+            frees: Free each gradient immediately. A gradient outside `stepping` is lost.
+            in_backward: Step inside the backward pass, within `stepping`.
+        """
+        self.offloads = offloads
+        self._frees = frees
+        self._in_backward = in_backward
+        self._active = False
+        self._finite: list[Tensor] = []
+        self._host: dict[nn.Parameter, Tensor] = {}
+        self._versions: dict[nn.Parameter, int] = {}  # of the weights that the CPU has copies of
+        self._worker = ThreadPoolExecutor(1) if offloads else None
+        self._pending: list[Future] = []
+        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None  # to the host, and back
+        self._sending: tuple[Tensor, torch.cuda.Event] | None = None
+        if in_backward:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.gradient_hook = parameter.register_post_accumulate_grad_hook(self._take_gradient)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Step inside the backward pass of this block, if so planned; all steps are done at its end."""
+        self._active = self._in_backward
+        try:
+            yield
+        finally:
+            self._active = False
+            self._finish()
+
+    @torch.no_grad()
+    def step(self, closure: Callable | None = None) -> None:
+        """Step the weights that have a gradient."""
+        if not self.offloads:
+            return super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                self._send(parameter)
+        return self._finish()
+
+    def take_finite(self) -> list[Tensor]:
+        """Return whether each gradient since the last call was finite, as booleans on the device."""
+        finite, self._finite = self._finite, []
+        return finite
+
+    @torch.no_grad()
+    def _take_gradient(self, parameter: nn.Parameter) -> None:
+        if self._active:
+            self._finite.append(parameter.grad.norm(torch.inf).isfinite())
+            if self.offloads:
+                self._send(parameter)
+            else:
+                self._step_one(parameter)
+                parameter.grad = None
+        elif self._frees:
+            parameter.grad = None
+
+    def _step_one(self, parameter: nn.Parameter) -> None:
+        (group,) = self.param_groups
+        self.param_groups = [group | {"params": [parameter]}]  # an optimizer steps all of its parameters
+        try:
+            super().step()
+        finally:
+            self.param_groups = [group]
+
+    def _send(self, parameter: nn.Parameter) -> None:
+        """Copy a gradient to CPU memory and free it; the worker then updates the weight."""
+        if self._versions.get(parameter) != parameter._version:  # the first step, or a checkpoint was read since
+            host = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda)
+            self._host[parameter] = self._host.get(parameter, host).copy_(parameter)
+        gradient, parameter.grad, arrived = parameter.grad, None, None
+        if parameter.is_cuda:
+            computing = torch.cuda.current_stream(parameter.device)
+            self._streams = self._streams or (torch.cuda.Stream(parameter.device), torch.cuda.Stream(parameter.device))
+            self._streams[0].wait_stream(computing)
+            with torch.cuda.stream(self._streams[0]):
+                sent = gradient.to("cpu", non_blocking=True)  # into pinned memory
+                arrived = self._streams[0].record_event()
+            self._free_sent(computing)
+            self._sending = gradient, arrived
+        else:
+            sent = gradient.cpu()
+        self._pending.append(self._worker.submit(self._step_on_host, parameter, sent, arrived))
+
+    def _free_sent(self, computing: torch.cuda.Stream) -> None:
+        """Free the gradient that was sent last, once it is copied; `record_stream` would free it too late."""
+        if self._sending:
+            computing.wait_event(self._sending[1])
+            self._sending = None
+
+    @torch.no_grad()
+    def _step_on_host(self, parameter: nn.Parameter, gradient: Tensor, arrived: torch.cuda.Event | None) -> None:
+        if arrived:
+            arrived.synchronize()
+        weight, parameter.data = parameter.data, self._host[parameter]  # so the state is the parameter's own
+        parameter.grad = gradient
+        try:
+            self._step_one(parameter)
+        finally:
+            parameter.grad, parameter.data = None, weight
+        self._versions[parameter] = parameter._version
+        with torch.cuda.stream(self._streams[1]) if arrived else nullcontext():
+            weight.copy_(self._host[parameter], non_blocking=True)
+
+    def _finish(self) -> None:
+        """Wait for the steps on the CPU; the device waits for the updated weights."""
+        pending, self._pending = self._pending, []
+        for future in pending:
+            future.result()
+        if self._streams:
+            computing = torch.cuda.current_stream(self._streams[1].device)
+            computing.wait_stream(self._streams[1])
+            self._free_sent(computing)
+
+
+def forget_hooks(parameters: list[nn.Parameter]) -> None:
+    """Remove the hooks of an earlier optimizer, e.g. when a notebook's cells run twice."""
+    for parameter in parameters:
+        if hook := parameter.__dict__.pop("gradient_hook", None):
+            hook.remove()
+
+
+class _StepsByWeight(Technique):
+    """The parts that both techniques share; together they use one mixin and one plan."""
+
+    def change_optimizer(self, kind: type[Optimizer], settings: Settings) -> type[Optimizer]:
+        """Mix `WeightSteps` into the optimizer's class, once."""
+        return kind if issubclass(kind, WeightSteps) else type(kind.__name__, (WeightSteps, kind), {})
+
+    def prepare_optimizer(self, optimizer: WeightSteps, settings: Settings) -> None:
+        """Plan the steps, once."""
+        if not hasattr(optimizer, "offloads"):
+            needs_all = settings.max_grad_norm or settings.on_nan == "skip"  # gradients, before the first step
+            optimizer.plan_steps(settings.optimizer_offload, settings.step_in_backward, in_backward=not needs_all)
+
+    def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
+        """Refuse strategies, precisions and options that need all gradients together."""
+        if self.is_used(settings) and (reason := self.reason_against(settings)):
+            raise UserError(f"--{self.setting} true: {reason}")
+
+    def reason_against(self, settings: Settings) -> str | None:
+        """Return why the technique cannot be used, and what to do."""
+        if settings.deepspeed:
+            return "DeepSpeed steps in its own way; use --deepspeed zero2_offload without it"
+        if settings.strategy == "fsdp":
+            parks = "src/11_fsdp_cpu_offload.py parks them in the host's memory"
+            return f"not on FSDP2's shards; {'leave it out' if settings.offload else parks}"
+        if settings.optimizer_offload and settings.accelerator == "mps":
+            return "Apple silicon's GPU uses the host's memory; leave it out"
+        if settings.ranks > 1:
+            return "only on one device, since several average their gradients first; use --devices 1"
+        if settings.precision == "16-mixed":
+            return "not under 16-mixed, whose loss scale is checked over all gradients; use bf16-mixed or 32-true"
+        return None
+
+
+class StepInBackward(_StepsByWeight):
+    """Update each weight inside the backward pass, and free its gradient immediately."""
+
+    setting = "step_in_backward"
+    rung = "17_step_in_backward"
+    next_rung = NextRung(
+        None, "keeps the optimizer's state in the host's memory", options=("--optimizer_offload", "true")
+    )
+
+    def next_to_try(self, settings: Settings) -> NextRung | None:
+        """Return what to try when memory runs out; SGD has no state that could move."""
+        return OptimizerOffload.next_rung if settings.optimizer == "sgd" else self.next_rung
+
+    def reason_against(self, settings: Settings) -> str | None:
+        """Return why the technique cannot be used, and what to do."""
+        if reason := super().reason_against(settings):
+            return reason
+        if settings.max_grad_norm:
+            return "--max_grad_norm needs all gradients together, but each is freed before the next; leave one out"
+        if settings.on_nan == "skip":
+            return "--on_nan skip looks at all gradients before the step; leave one out"
+        size = settings.micro_batch_size or settings.batch_size
+        several = settings.micro_batch_tokens or settings.pack_rows or size < settings.batch_size
+        if settings.batch_size > 1 and several:
+            return (
+                "the effective batch must be one micro-batch, or gradients would have to be kept and added up; leave "
+                "out --micro_batch_size, --micro_batch_tokens and --pack_rows, or lower --batch_size"
+            )
+        return None
+
+
+class OptimizerOffload(_StepsByWeight):
+    """Keep the optimizer's state in CPU memory, and step there."""
+
+    setting = "optimizer_offload"
+    rung = "19_optimizer_offload"
+    next_rung = PARKED_WEIGHTS._replace(reason="parks weights there, too")
+
+    def saves_no_more(self, settings: Settings) -> bool:
+        """Return whether the optimizer's state is in CPU memory already, or there is none."""
+        return self.is_used(settings) or settings.optimizer == "sgd"

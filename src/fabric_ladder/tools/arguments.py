@@ -1,0 +1,101 @@
+"""Command lines of the scripts. They are parsed before torch is imported, so that `--help` answers in a second."""
+
+import argparse
+import difflib
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from fabric_ladder.errors import UserError
+from fabric_ladder.options import read_words
+from fabric_ladder.rungs import choose_rungs
+from fabric_ladder.settings import FACTS
+
+PRECISIONS = ("32-true", "bf16-true", "16-true")  # weights of a loaded model
+
+
+class Arguments(argparse.ArgumentParser):
+    """Parser of a script's options; an error is one line and exit status 2.
+
+    Args:
+        doc: Docstring of the script; its first paragraph is the description.
+        options: Options of `argparse.ArgumentParser`.
+    """
+
+    def __init__(self, doc: str, **options):
+        super().__init__(description=doc.split("\n\n")[0], allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Print the error and end the script."""
+        self.exit(2, f"error: {message.removeprefix('argument ')} (see --help)\n")
+
+    def parse_with_settings(self) -> tuple[argparse.Namespace, list[str]]:
+        """Return the script's own options, and all other options, which are settings of the rungs."""
+        arguments, settings = self.parse_known_args()
+        own = [option.removeprefix("--") for option in self._option_string_actions]
+        for option in settings:
+            name = option.removeprefix("--").split("=")[0]
+            if option.startswith("--") and name not in FACTS and (near := difflib.get_close_matches(name, own, n=1)):
+                self.error(f"there is no option --{name}; did you mean --{near[0]}?")
+        try:
+            read_words(settings)
+        except UserError as error:
+            self.error(str(error))
+        return arguments, settings
+
+
+def show_user_errors() -> None:
+    """Install an exception hook that prints a `UserError` as one line and ends the script with exit status 2.
+
+    `advice.show_errors` explains more errors, but imports torch.
+    """
+
+    def hook(kind, error, trace):
+        if not isinstance(error, UserError):
+            sys.__excepthook__(kind, error, trace)
+            return
+        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+        raise SystemExit(2)  # a hook that raises it sets the exit status
+
+    sys.excepthook = hook
+
+
+def at_least_1(text: str) -> int:
+    """Return a positive integer, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return int(text)
+
+
+def rungs(text: str) -> list[Path]:
+    """Return the rungs of numbers or names separated by commas, for argparse."""
+    try:
+        return choose_rungs([name for name in text.split(",") if name.strip()])
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def new_path(text: str) -> Path:
+    """Return the path of a file or folder that does not exist yet and can be written, for argparse."""
+    path = Path(text)
+    if path.exists():
+        raise argparse.ArgumentTypeError(f"{text} exists; choose another name or remove it")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text}: the folder {path.parent} is not writable")
+    return path
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a new file.
+
+    Raises:
+        UserError: The file cannot be written, or exists by now.
+    """
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror})") from error

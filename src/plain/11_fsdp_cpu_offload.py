@@ -1,0 +1,96 @@
+"""11 · FSDP with CPU offload: the shards stay in CPU memory, and the optimizer steps there.
+
+Builds on 10_fsdp.py. This needs the least GPU memory: each use of a weight copies it to the GPU.
+The same with checkpoints, prediction, resume and your own data: src/11_fsdp_cpu_offload.py
+"""
+
+import os
+
+import numpy as np
+import pandas as pd
+import torch
+from lightning import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from local_dataset_utilities import load_dataset_into_to_dataframe, partition_dataset
+
+MODEL, MAX_LENGTH = "bigscience/bloom-560m", 1024  # tokens of a review
+EPOCHS, BATCH_SIZE, LEARNING_RATE, SEED, PRINT_EVERY = 1, 16, 5e-5, 123, 4800  # a loss is printed every 4800 reviews
+DEVICES = torch.cuda.device_count() or 1  # GPUs of this machine
+DTYPE = torch.bfloat16  # the type of the matrix multiplications
+
+
+def share(fabric, reviews):  # NEW in 9: this rank's reviews and their weights; fillers of weight 0 keep ranks in step
+    weighted = [(review, 1) for review in reviews] + [(reviews[-1], 0)] * (-len(reviews) % fabric.world_size)
+    return weighted[fabric.global_rank :: fabric.world_size]
+
+
+def shard(model, mesh):  # NEW in 10: each block is gathered by itself, the rest of the model together
+    options = {"mesh": mesh["data_parallel"], "mp_policy": MixedPrecisionPolicy(DTYPE, reduce_dtype=torch.float32)}
+    options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())  # NEW in 11
+    for block in model.modules():
+        if isinstance(block, GradientCheckpointingLayer):
+            fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def train(fabric, model, optimizer, reviews):
+    for epoch in range(EPOCHS):
+        model.train()
+        order = np.random.default_rng([SEED, epoch]).permutation(len(reviews))
+        total, seen, printed = 0.0, 0, 0
+        for start in range(0, len(order), BATCH_SIZE):
+            batch = [reviews[row] for row in order[start : start + BATCH_SIZE]]
+            batch.sort(key=lambda review: review["input_ids"].shape[1], reverse=True)  # the longest first
+            for review, weight in share(fabric, batch):
+                with torch.autocast(fabric.device.type, DTYPE):  # NEW in 4: forward pass in 16 bits
+                    loss = model(**fabric.to_device(review)).loss
+                fabric.backward(loss * weight * fabric.world_size / len(batch))  # NEW in 10: averaged in each pass
+                total += loss.detach().float() * weight
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += len(batch)
+            if seen // PRINT_EVERY > printed // PRINT_EVERY or seen == len(order):
+                total = fabric.all_reduce(total, reduce_op="sum")
+                place = f"Epoch: {epoch + 1:04d}/{EPOCHS:04d} | Samples {seen:05d}/{len(order):05d}"
+                fabric.print(f"{place} | Loss: {total / (seen - printed):.4f}")
+                total, printed = 0.0, seen
+
+
+if __name__ == "__main__":
+    strategy = ModelParallelStrategy(shard, data_parallel_size=DEVICES, tensor_parallel_size=1)
+    fabric = Fabric(accelerator="auto", devices=DEVICES, strategy=strategy)
+    fabric.launch()
+    fabric.seed_everything(SEED)
+
+    ### 1 Loading the dataset
+    with fabric.rank_zero_first():
+        if not os.path.exists("train.csv"):  # your own train.csv and test.csv need the columns text and label
+            partition_dataset(load_dataset_into_to_dataframe())
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    splits = {"train": [], "test": []}
+    for name, reviews in splits.items():
+        for text, label in pd.read_csv(f"{name}.csv")[["text", "label"]].values:
+            ids = tokenizer(text, truncation=True, max_length=MAX_LENGTH, return_tensors="pt")["input_ids"]
+            reviews.append({"input_ids": ids, "labels": torch.tensor([label])})
+
+    ### 2 Initializing the model
+    model = AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=2, dtype=torch.float32)
+    model = fabric.setup(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+    ### 3 Finetuning
+    train(fabric, model, optimizer, splits["train"])
+
+    ### 4 Evaluation
+    model.eval()
+    right = 0
+    for review, weight in share(fabric, splits["test"]):
+        with torch.no_grad(), torch.autocast(fabric.device.type, DTYPE):
+            logits = model(**fabric.to_device(review)).logits
+        right += weight * (logits.argmax().item() == review["labels"].item())
+    right = fabric.all_reduce(right, reduce_op="sum")
+    fabric.print(f"Test accuracy {100 * right / len(splits['test']):.2f}%")

@@ -1,0 +1,93 @@
+"""12 · DeepSpeed ZeRO: gradients and optimizer state are sharded over the GPUs.
+
+Builds on 9_ddp.py. Stage 1 shards the optimizer state, stage 2 the gradients too. DeepSpeed keeps the 32-bit copies of
+16-bit weights. It needs CUDA GPUs and `pip install deepspeed`.
+The same with checkpoints, prediction, resume and your own data: src/12_deepspeed_zero.py
+"""
+
+import os
+
+import numpy as np
+import pandas as pd
+import torch
+from lightning import Fabric
+from lightning.fabric.strategies import DeepSpeedStrategy
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from local_dataset_utilities import load_dataset_into_to_dataframe, partition_dataset
+
+MODEL, MAX_LENGTH = "bigscience/bloom-560m", 1024  # tokens of a review
+EPOCHS, BATCH_SIZE, LEARNING_RATE, SEED, PRINT_EVERY = 1, 16, 5e-5, 123, 4800  # a loss is printed every 4800 reviews
+DEVICES = torch.cuda.device_count() or 1  # GPUs of this machine
+DEEPSPEED = {  # NEW in 12: the settings of DeepSpeed
+    "zero_optimization": {"stage": 2},
+    "bf16": {"enabled": True},
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 1,  # our loop sets the boundary of the effective batch
+    "gradient_clipping": 0.0,
+}
+
+
+def share(fabric, reviews):  # NEW in 9: this rank's reviews and their weights; fillers of weight 0 keep ranks in step
+    weighted = [(review, 1) for review in reviews] + [(reviews[-1], 0)] * (-len(reviews) % fabric.world_size)
+    return weighted[fabric.global_rank :: fabric.world_size]
+
+
+def train(fabric, model, optimizer, reviews):
+    for epoch in range(EPOCHS):
+        model.train()
+        order = np.random.default_rng([SEED, epoch]).permutation(len(reviews))
+        total, seen, printed = 0.0, 0, 0
+        for start in range(0, len(order), BATCH_SIZE):
+            batch = [reviews[row] for row in order[start : start + BATCH_SIZE]]
+            batch.sort(key=lambda review: review["input_ids"].shape[1], reverse=True)  # the longest first
+            for number, (review, weight) in enumerate(share(fabric, batch), start=1):
+                last = number * fabric.world_size >= len(batch)
+                model._forward_module.set_gradient_accumulation_boundary(last)  # NEW in 12
+                loss = model(**fabric.to_device(review)).loss
+                fabric.backward(loss.float() * weight * fabric.world_size / len(batch))
+                total += loss.detach().float() * weight
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += len(batch)
+            if seen // PRINT_EVERY > printed // PRINT_EVERY or seen == len(order):
+                total = fabric.all_reduce(total, reduce_op="sum")
+                place = f"Epoch: {epoch + 1:04d}/{EPOCHS:04d} | Samples {seen:05d}/{len(order):05d}"
+                fabric.print(f"{place} | Loss: {total / (seen - printed):.4f}")
+                total, printed = 0.0, seen
+
+
+if __name__ == "__main__":
+    strategy = DeepSpeedStrategy(config=DEEPSPEED)
+    fabric = Fabric(accelerator="cuda", devices=DEVICES, strategy=strategy, precision="bf16-mixed")
+    fabric.launch()
+    fabric.seed_everything(SEED)
+
+    ### 1 Loading the dataset
+    with fabric.rank_zero_first():
+        if not os.path.exists("train.csv"):  # your own train.csv and test.csv need the columns text and label
+            partition_dataset(load_dataset_into_to_dataframe())
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    splits = {"train": [], "test": []}
+    for name, reviews in splits.items():
+        for text, label in pd.read_csv(f"{name}.csv")[["text", "label"]].values:
+            ids = tokenizer(text, truncation=True, max_length=MAX_LENGTH, return_tensors="pt")["input_ids"]
+            reviews.append({"input_ids": ids, "labels": torch.tensor([label])})
+
+    ### 2 Initializing the model
+    model = AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=2, dtype=torch.float32)
+    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, fused=True)
+    model, optimizer = fabric.setup(model, optimizer)  # NEW in 12: DeepSpeed takes both together
+
+    ### 3 Finetuning
+    train(fabric, model, optimizer, splits["train"])
+
+    ### 4 Evaluation
+    model.eval()
+    right = 0
+    for review, weight in share(fabric, splits["test"]):
+        with torch.no_grad():
+            logits = model(**fabric.to_device(review)).logits
+        right += weight * (logits.argmax().item() == review["labels"].item())
+    right = fabric.all_reduce(right, reduce_op="sum")
+    fabric.print(f"Test accuracy {100 * right / len(splits['test']):.2f}%")

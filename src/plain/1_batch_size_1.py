@@ -1,0 +1,71 @@
+"""1 · Batch size 1: one review for each optimizer step.
+
+The whole training is in this file. Read it from top to bottom, paste it into a notebook, change it. Only the
+activations of one review are in memory.
+The same with checkpoints, prediction, resume and your own data: src/1_batch_size_1.py
+"""
+
+import os
+
+import numpy as np
+import pandas as pd
+import torch
+from lightning import Fabric
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from local_dataset_utilities import load_dataset_into_to_dataframe, partition_dataset
+
+MODEL, MAX_LENGTH = "bigscience/bloom-560m", 1024  # tokens of a review
+EPOCHS, LEARNING_RATE, SEED, PRINT_EVERY = 1, 5e-5, 123, 4800  # a loss is printed every 4800 reviews
+
+
+def train(fabric, model, optimizer, reviews):
+    for epoch in range(EPOCHS):
+        model.train()
+        order = np.random.default_rng([SEED, epoch]).permutation(len(reviews))
+        total, seen, printed = 0.0, 0, 0
+        for row in order:
+            loss = model(**fabric.to_device(reviews[row])).loss
+            fabric.backward(loss)
+            total += loss.detach().float()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += 1
+            if seen // PRINT_EVERY > printed // PRINT_EVERY or seen == len(order):
+                place = f"Epoch: {epoch + 1:04d}/{EPOCHS:04d} | Samples {seen:05d}/{len(order):05d}"
+                fabric.print(f"{place} | Loss: {total / (seen - printed):.4f}")
+                total, printed = 0.0, seen
+
+
+if __name__ == "__main__":
+    fabric = Fabric(accelerator="auto", devices=1)
+    fabric.launch()
+    fabric.seed_everything(SEED)
+
+    ### 1 Loading the dataset
+    with fabric.rank_zero_first():
+        if not os.path.exists("train.csv"):  # your own train.csv and test.csv need the columns text and label
+            partition_dataset(load_dataset_into_to_dataframe())
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    splits = {"train": [], "test": []}
+    for name, reviews in splits.items():
+        for text, label in pd.read_csv(f"{name}.csv")[["text", "label"]].values:
+            ids = tokenizer(text, truncation=True, max_length=MAX_LENGTH, return_tensors="pt")["input_ids"]
+            reviews.append({"input_ids": ids, "labels": torch.tensor([label])})
+
+    ### 2 Initializing the model
+    model = AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=2, dtype=torch.float32)
+    model = fabric.setup(model)
+    optimizer = fabric.setup_optimizers(torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, fused=True))
+
+    ### 3 Finetuning
+    train(fabric, model, optimizer, splits["train"])
+
+    ### 4 Evaluation
+    model.eval()
+    right = 0
+    for review in splits["test"]:
+        with torch.no_grad():
+            logits = model(**fabric.to_device(review)).logits
+        right += logits.argmax().item() == review["labels"].item()
+    fabric.print(f"Test accuracy {100 * right / len(splits['test']):.2f}%")

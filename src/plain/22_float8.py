@@ -1,0 +1,91 @@
+"""22 · Float8: the matrix multiplications of the blocks in 8-bit floating point.
+
+Builds on 4_mixed_precision.py. torchao scales each factor by its largest value and rounds it to 8 bits. GPUs from Ada
+and Hopper on multiply 8 bits twice as fast as 16. Add torch.compile, or rounding takes longer than it saves: `pip
+install torchao`.
+The same with checkpoints, prediction, resume and your own data: src/22_float8.py
+"""
+
+import os
+
+import numpy as np
+import pandas as pd
+import torch
+from lightning import Fabric
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8.float8_linear import Float8Linear
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from local_dataset_utilities import load_dataset_into_to_dataframe, partition_dataset
+
+MODEL, MAX_LENGTH = "bigscience/bloom-560m", 1024  # tokens of a review
+EPOCHS, BATCH_SIZE, LEARNING_RATE, SEED, PRINT_EVERY = 1, 16, 5e-5, 123, 4800  # a loss is printed every 4800 reviews
+BFLOAT16 = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
+DTYPE = torch.bfloat16 if BFLOAT16 else torch.float16  # NEW in 4: the type of the matrix multiplications
+
+
+def train(fabric, model, optimizer, reviews):
+    for epoch in range(EPOCHS):
+        model.train()
+        scaler = torch.amp.GradScaler(fabric.device.type, enabled=not BFLOAT16)
+        order = np.random.default_rng([SEED, epoch]).permutation(len(reviews))
+        total, seen, printed = 0.0, 0, 0
+        for start in range(0, len(order), BATCH_SIZE):
+            batch = [reviews[row] for row in order[start : start + BATCH_SIZE]]
+            batch.sort(key=lambda review: review["input_ids"].shape[1], reverse=True)  # the longest first
+            for review in batch:  # NEW in 2: one review at a time ...
+                with torch.autocast(fabric.device.type, DTYPE):  # NEW in 4: forward pass in 16 bits
+                    loss = model(**fabric.to_device(review)).loss
+                fabric.backward(scaler.scale(loss / len(batch)))  # NEW in 2: ... adds its share to the gradients
+                total += loss.detach().float()
+            scaler.step(optimizer)  # NEW in 4: divides by the scale, and steps the 32-bit weights
+            scaler.update()
+            optimizer.zero_grad()
+            seen += len(batch)
+            if seen // PRINT_EVERY > printed // PRINT_EVERY or seen == len(order):
+                place = f"Epoch: {epoch + 1:04d}/{EPOCHS:04d} | Samples {seen:05d}/{len(order):05d}"
+                fabric.print(f"{place} | Loss: {total / (seen - printed):.4f}")
+                total, printed = 0.0, seen
+
+
+def use_float8(layer, name):  # NEW in 22: the kernels need multiples of 16; the classifier stays in 16 bits
+    return isinstance(layer, torch.nn.Linear) and name != "score" and not any(n % 16 for n in layer.weight.shape)
+
+
+if __name__ == "__main__":
+    fabric = Fabric(accelerator="auto", devices=1)
+    fabric.launch()
+    fabric.seed_everything(SEED)
+
+    ### 1 Loading the dataset
+    with fabric.rank_zero_first():
+        if not os.path.exists("train.csv"):  # your own train.csv and test.csv need the columns text and label
+            partition_dataset(load_dataset_into_to_dataframe())
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    splits = {"train": [], "test": []}
+    for name, reviews in splits.items():
+        for text, label in pd.read_csv(f"{name}.csv")[["text", "label"]].values:
+            ids = tokenizer(text, truncation=True, max_length=MAX_LENGTH, return_tensors="pt")["input_ids"]
+            reviews.append({"input_ids": ids, "labels": torch.tensor([label])})
+
+    ### 2 Initializing the model
+    model = AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=2, dtype=torch.float32)
+    config = Float8LinearConfig(emulate=fabric.device.type == "cpu", pad_inner_dim=True)  # a CPU emulates 8 bits
+    convert_to_float8_training(model, config=config, module_filter_fn=use_float8)  # NEW in 22: replaces the layers
+    for layer in model.modules():
+        if isinstance(layer, Float8Linear):  # autocast casts its input to 16 bits only on a GPU
+            layer.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(DTYPE),))
+    model = fabric.setup(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+    ### 3 Finetuning
+    train(fabric, model, optimizer, splits["train"])
+
+    ### 4 Evaluation
+    model.eval()
+    right = 0
+    for review in splits["test"]:
+        with torch.no_grad(), torch.autocast(fabric.device.type, DTYPE):
+            logits = model(**fabric.to_device(review)).logits
+        right += logits.argmax().item() == review["labels"].item()
+    fabric.print(f"Test accuracy {100 * right / len(splits['test']):.2f}%")

@@ -1,0 +1,122 @@
+"""A full disk: refused before training if the sizes show it, and one clear line if it fills up later."""
+
+import contextlib
+import re
+import subprocess
+
+import pytest
+import torch
+from support.export import tiny, words_tokenizer
+from support.helpers import file_system, settings_for, token_datasets
+from support.resuming import checkpoints, run_here
+from torch import nn
+
+from fabric_ladder import UserError, build_dataloaders
+from fabric_ladder.checkpoints import store
+from fabric_ladder.checkpoints.disk import check_disk_space
+from fabric_ladder.checkpoints.export import find_result, load_result
+from fabric_ladder.checkpoints.save import save
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1.5 MB."""
+    with file_system(tmp_path / "disk", 1500) as folder:
+        yield folder
+
+
+def fill(disk):
+    with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as filler:
+        while filler.write(b"x" * 2**16):
+            pass
+
+
+@pytest.fixture
+def save_into(tmp_path, fabric):
+    """Save a tiny model that Fabric has set up into a folder; return the result's folder and the weights."""
+
+    def save_into(folder, layout):
+        datasets = token_datasets()
+        datasets.tokenizer = words_tokenizer()
+        data = build_dataloaders(fabric, datasets, settings_for(tmp_path))[0].dataset
+        model = fabric.setup(tiny("llama"))
+        optimizer = fabric.setup_optimizers(torch.optim.Adam(model.parameters()))
+        return save(fabric, layout, folder, model, optimizer, data), model.module.state_dict()
+
+    return save_into
+
+
+@pytest.mark.parametrize("layout", ["consolidated", "sharded"])
+def test_a_full_disk_is_one_line_and_leaves_nothing_unfinished(small_disk, save_into, layout):
+    fill(small_disk)
+    with pytest.raises(UserError, match=f"^--save {layout}: cannot write the model into {small_disk} \\(.+\\): free"):
+        save_into(small_disk, layout)
+    assert [path.name for path in small_disk.iterdir()] == ["filler"]
+
+
+@pytest.mark.parametrize("layout", ["consolidated", "sharded"])
+def test_a_result_replaces_an_older_one_completely(tmp_path, save_into, layout):
+    folder = tmp_path / "run"
+    for name in ("model", "checkpoint", ".unfinished-save"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "old").write_text("left by a run that died here")
+    written, weights = save_into(folder, layout)
+    assert written.parent == folder
+    assert not (written / "old").exists()
+    assert not (folder / ".unfinished-save").exists()
+    read = load_result(find_result(written)).state_dict()
+    assert all(torch.equal(read[name], tensor) for name, tensor in weights.items())
+
+
+def test_results_that_do_not_fit_are_refused_before_training(tmp_path):
+    with torch.device("meta"):
+        model = nn.Linear(10**7, 10**6, bias=False)  # 40 TB
+    large = {"save": "consolidated"}, {"save": "sharded"}, {"save_every": 1}
+    for values, size in zip(large, ("40000.00", "120000.00", "240000.00"), strict=True):
+        with pytest.raises(UserError, match=f"needs {size} GB in --runs_dir .*, and .* GB are free: delete files"):
+            check_disk_space(settings_for(tmp_path, **values), model)
+        check_disk_space(settings_for(tmp_path, **values), nn.Linear(2, 2))
+    check_disk_space(settings_for(tmp_path), model)
+
+
+def test_a_full_disk_costs_no_checkpoint_and_no_run(tmp_path, small_disk, dropout_model):
+    """Some checkpoints fit; then the run continues without new ones, and the old ones stay whole."""
+    more = ["--model", dropout_model, "--runs_dir", small_disk / "runs", "--save_every", 1, "--keep", 99]
+    status, text = run_here("2_grad_accum", tmp_path, *more)
+    assert status == 0
+    problems = re.findall(r"No checkpoint after step (\d+): (.*); the previous one is kept", text)
+    assert problems
+    assert all("No space left" in why or "is the disk full?" in why for _, why in problems), problems
+    assert "Test accuracy" in text
+    folder = small_disk / "runs" / "2_grad_accum" / "1"
+    assert not list((folder / "checkpoints").glob(".*"))
+    for checkpoint in checkpoints(folder):
+        store.check(checkpoint)
+
+
+def test_a_model_that_does_not_fit_is_saved_by_resuming_once_there_is_space(tmp_path):
+    with file_system(tmp_path / "disk", 20_000) as disk:
+        options = ["--runs_dir", disk / "runs", "--save", "consolidated", "--save_every", 100]
+        with pytest.raises(UserError, match=r"No space left.*: free space and add --resume auto: the last check"):
+            run_here("2_grad_accum", tmp_path, *options, at="0002/0002 | Batch 0003/", action=lambda: fill(disk))
+        (disk / "filler").unlink()
+        status, text = run_here("2_grad_accum", tmp_path, *options, "--resume", "auto")
+        assert status == 0
+        assert "Resumed from " in text
+        saved = disk / "runs" / "2_grad_accum" / "1" / "model" / "model.safetensors"
+        assert f"Saved {saved.parent}" in text
+        assert saved.stat().st_size > 10**5
+
+
+def test_a_disk_without_space_for_a_first_line_is_refused(tmp_path, small_disk):
+    fill(small_disk)
+    with pytest.raises(UserError, match=r"cannot write .*No space left on device"):
+        run_here("2_grad_accum", tmp_path, "--runs_dir", small_disk / "runs")
+
+
+def test_a_read_only_disk_is_refused_before_training(tmp_path, small_disk):
+    run_here("2_grad_accum", tmp_path, "--runs_dir", small_disk / "runs", at="Batch 0003/")
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    for more in ([], ["--resume", "auto"]):
+        with pytest.raises(UserError, match=r"^cannot write --runs_dir .* \(Read-only file system\): choose another"):
+            run_here("2_grad_accum", tmp_path, "--runs_dir", small_disk / "runs", *more)

@@ -1,0 +1,195 @@
+"""Configs and data sets from folders and the Hub: read once, and refused only for faults that a user can cause."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets as hf
+import pytest
+from support.data_files import BLOOM, SPLITS, cached, load_in, texts_of
+from transformers import AutoConfig, AutoTokenizer
+
+from fabric_ladder.data import hub, prepare
+from fabric_ladder.data.hub import load_config, reachable
+from fabric_ladder.errors import UserError
+from fabric_ladder.places import CONFIGS
+from fabric_ladder.settings import DataSettings
+
+
+@pytest.fixture
+def online(monkeypatch):
+    """Let the Hub answer, although no test has a network."""
+    monkeypatch.setattr(hub, "_hub_answers", lambda: True)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Configs
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The names whose configs transformers reads."""
+    names = []
+    read = AutoConfig.from_pretrained
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name, **how: names.append(name) or read(name, **how))
+    return names
+
+
+def test_a_config_is_read_once_and_callers_get_copies(tmp_path, reads):
+    path = tmp_path / "own.json"
+    config = json.loads(Path(BLOOM).read_text(encoding="utf-8"))
+    path.write_text(json.dumps(config))
+    first = load_config(str(path))
+    first.vocab_size = 7
+    assert load_config(str(path)).vocab_size == config["vocab_size"]
+    assert reads == [str(path)]
+    path.write_text(json.dumps(config | {"vocab_size": 99}))
+    assert load_config(str(path)).vocab_size == 99
+
+
+def test_a_name_on_the_hub_is_asked_for_once(monkeypatch, online):
+    asked = []
+    config = AutoConfig.for_model("bert")
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name, **how: asked.append(name) or config)
+    assert load_config("org/asked-once").model_type == load_config("org/asked-once").model_type == "bert"
+    assert asked == ["org/asked-once"]
+
+
+@pytest.mark.parametrize("file", sorted(set(hub.SHIPPED_CONFIGS.values())))
+def test_shipped_configs_can_be_read(file):
+    assert load_config(str(CONFIGS / "models" / file)).model_type in file
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Errors
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "pattern"),
+    [
+        (OSError("404"), r"cannot load the model 'org/name': .*check the spelling and the network, .*\(404\)$"),
+        (ValueError("unknown model type"), r"cannot use the model of 'org/name' from the Hub \(unknown model type\)$"),
+        (ImportError("needs sentencepiece"), r"\(needs sentencepiece\)$"),
+    ],
+)
+def test_errors_that_a_name_can_cause_are_one_line_with_their_cause(online, error, pattern):
+    with pytest.raises(UserError, match=pattern) as caught, reachable("org/name", "model"):
+        raise error
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [TypeError("a bug"), AttributeError("a bug"), RuntimeError("CUDA error")])
+def test_other_errors_of_a_library_keep_their_traceback(online, commits, monkeypatch, tmp_path, error):
+    def fail(*_, **__):
+        raise error
+
+    with pytest.raises(type(error)), reachable("org/name", "model"):
+        fail()
+    monkeypatch.setattr(hf, "load_dataset", fail)
+    expected = UserError if isinstance(error, RuntimeError) else type(error)  # `datasets` refuses scripts with it
+    with pytest.raises(expected):
+        load_in(tmp_path, "org/name", model=BLOOM)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Data sets
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def glue(tmp_path, monkeypatch, online, commits):
+    """Load a data set with two configurations, whose test has no labels, in place of the Hub's."""
+    features = hf.Features({"sentence": hf.Value("string"), "label": hf.ClassLabel(names=["good", "bad"])})
+
+    def read(name, configuration=None, revision=None, **options):
+        assert name == "org/glue"
+        assert revision in commits.values()
+        if configuration is None:
+            raise ValueError("Config name is missing.\nPlease pick one among the available configs: ['cola', 'sst2']")
+        assert configuration == "sst2"
+        splits = {"train": 20, "validation": 6, "test": 8}
+        return {
+            split: hf.Dataset.from_dict(
+                {
+                    "sentence": [f"{split} {number}" for number in range(size)],
+                    "label": [-1 if split == "test" else number % 2 for number in range(size)],
+                },
+                features=features,
+            )
+            for split, size in splits.items()
+        }
+
+    monkeypatch.setattr(hf, "load_dataset", read)
+    return partial(load_in, tmp_path, model=BLOOM, text_column="sentence")
+
+
+@pytest.fixture
+def commits(monkeypatch):
+    """The commits of a data set on the Hub by revision; None is the main branch."""
+    known = {None: "a" * 40, "v1": "1" * 40}
+
+    def info(_, name, revision, **options):
+        if revision not in known:
+            raise OSError("404: no such revision")
+        return SimpleNamespace(sha=known[revision])
+
+    monkeypatch.setattr(hub.HfApi, "dataset_info", info)
+    return known
+
+
+def test_a_configuration_of_the_hub_and_a_test_without_labels(glue):
+    got = glue("org/glue:sst2")
+    assert got.class_names == ["good", "bad"]
+    assert [len(got.splits[split]) for split in SPLITS] == [16, 6, 4]
+    assert {text.split()[0] for text in texts_of(got, "test")} == {"train"}
+    assert got.notices == ["org/glue:sst2 (test) has no labels and is left out"]
+
+
+def test_a_missing_configuration_lists_the_existing_ones(glue):
+    with pytest.raises(UserError, match=r"configurations as org/glue:CONFIGURATION; .*\['cola', 'sst2'\]\)$"):
+        glue("org/glue")
+
+
+def test_a_data_set_is_cached_by_its_commit_and_can_be_pinned(glue, commits, tmp_path, monkeypatch):
+    first = glue("org/glue:sst2")
+    assert first.commit == "a" * 40
+    assert len(cached(tmp_path)) == 1
+    commits[None] = "b" * 40  # somebody pushes to the main branch
+    assert glue("org/glue:sst2").commit == "b" * 40
+    assert glue("org/glue:sst2", dataset_revision="v1").commit == "1" * 40
+    assert len(cached(tmp_path)) == 3
+    with pytest.raises(UserError, match=r"no data set org/glue at --dataset_revision v2 that can be read: check"):
+        glue("org/glue:sst2", dataset_revision="v2")
+    monkeypatch.setattr(hub, "_hub_answers", lambda: False)
+    assert glue("org/glue:sst2").commit == "b" * 40, "without a network, the last commit in the cache"
+    with pytest.raises(UserError, match="the Hub cannot be reached"):
+        glue("org/glue:sst2", max_length=9)
+    with pytest.raises(UserError, match="--dataset_revision is for a --dataset on the Hub, not for synthetic"):
+        glue("synthetic", dataset_revision="v1")
+
+
+def test_a_revision_of_the_model_reaches_config_and_tokenizer(monkeypatch, online):
+    seen = {}
+
+    def load(kind):
+        def fail(name, revision=None, **_):
+            seen[kind] = revision
+            raise OSError(kind)
+
+        return fail
+
+    settings = DataSettings(model="org/name", model_revision="v1")
+    for kind, library, act in (
+        ("config", AutoConfig, lambda: load_config(settings.model, settings.model_revision)),
+        ("tokenizer", AutoTokenizer, lambda: prepare(replace(settings, dataset="synthetic"))),
+    ):
+        monkeypatch.setattr(library, "from_pretrained", load(kind))
+        with pytest.raises(UserError, match=kind):
+            act()
+    assert seen == {"config": "v1", "tokenizer": "v1"}
+    with pytest.raises(UserError, match="--model_revision is for a --model on the Hub"):
+        load_config(BLOOM, "v1")

@@ -1,0 +1,157 @@
+"""Each plain script teaches its rung's technique in one file, and prints the losses that the rung prints."""
+
+import ast
+import difflib
+import re
+
+import pandas as pd
+import pytest
+import torch
+from support import fork_server
+from support.helpers import SRC, finished, run_script
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import BloomConfig, BloomForSequenceClassification, PreTrainedTokenizerFast
+
+from fabric_ladder.data.synthetic import synthetic_reviews
+from fabric_ladder.rungs import RUNGS, parent
+
+PLAIN = SRC / "plain"
+NAMES = [rung.stem for rung in RUNGS]
+WIDE = (10, 11, 12, 13, 14, 15, 17, 19)  # techniques that need up to 25 lines, the others 15
+TRAIN, TEST = 58, 21  # rows; the last effective batch has 10
+CONSTANTS = {"MAX_LENGTH": 64, "EPOCHS": 2, "LEARNING_RATE": 3e-3, "PRINT_EVERY": 16}
+LINE = re.compile(r"Samples (\d+)/.*Loss: ([\d.]+)")
+ONE_BY_ONE = ("--micro_batch_size", "1")
+EAGER = ("--attention", "eager")  # transformers' own attention, which the plain scripts use
+# the rung's options, the plain script's constants, and the largest difference between two printed losses
+CASES = {
+    1: ((*EAGER,), {}, 0),
+    2: ((*EAGER,), {}, 0),
+    3: ((*EAGER, *ONE_BY_ONE), {}, 1e-3),  # fused kernels round differently
+    4: ((*EAGER, *ONE_BY_ONE), {}, 0),
+    5: ((*EAGER, *ONE_BY_ONE), {}, 0),
+    6: ((*EAGER, *ONE_BY_ONE), {}, 0),
+    7: ((*EAGER, *ONE_BY_ONE), {}, 0),
+    8: ((*EAGER, *ONE_BY_ONE), {}, 0),
+    9: ((*EAGER, *ONE_BY_ONE, "--devices", "2"), {"DEVICES": 2}, 5e-3),  # two ranks sum gradients in another order
+    10: ((*EAGER, *ONE_BY_ONE, "--devices", "2"), {"DEVICES": 2}, 5e-3),
+    11: ((*EAGER, *ONE_BY_ONE, "--devices", "2"), {"DEVICES": 2}, 5e-3),
+    13: ((*EAGER, *ONE_BY_ONE, "--lora_dropout", "0", "--lora_targets", "query_key_value"), {"DROPOUT": 0.0}, 0),
+    # the rung's 4-bit layers round differently on a CPU
+    14: ((*EAGER, *ONE_BY_ONE, "--lora_dropout", "0", "--lora_targets", "query_key_value"), {"DROPOUT": 0.0}, 2e-3),
+    15: ((*ONE_BY_ONE,), {}, 5e-3),  # the rung packs rows with a kernel of its own, and rounds differently in 16 bits
+    16: ((*EAGER, *ONE_BY_ONE), {}, 0),
+    17: ((*EAGER,), {}, 0),
+    18: ((*EAGER, *ONE_BY_ONE), {}, 0),
+    19: ((*EAGER, *ONE_BY_ONE), {}, 0),
+    20: ((*EAGER, *ONE_BY_ONE), {}, 0),
+    21: ((*EAGER, *ONE_BY_ONE), {}, 0),
+    22: ((*EAGER, *ONE_BY_ONE), {}, 1e-2),  # rounding to 8 bits magnifies the last bit of a factor
+}
+
+
+def number(name):
+    return int(name.split("_")[0])
+
+
+def code(name):
+    """Return the lines of a plain script without its docstring."""
+    text = (PLAIN / f"{name}.py").read_text(encoding="utf-8")
+    return text.splitlines()[ast.parse(text).body[0].end_lineno :]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_is_short_and_names_its_rung(name):
+    text = (PLAIN / f"{name}.py").read_text(encoding="utf-8")
+    lines = text.splitlines()
+    assert len(lines) <= 100
+    assert max(map(len, lines)) <= 120
+    assert "fabric_ladder" not in text
+    docstring = ast.get_docstring(ast.parse(text))
+    assert docstring.startswith(f"{number(name)} · ")
+    assert f"src/{name}.py" in docstring
+    assert f"# NEW in {number(name)}" in text or number(name) == 1
+
+
+@pytest.mark.parametrize("rung", [rung for rung in RUNGS if parent(rung)], ids=lambda rung: rung.stem)
+def test_differs_from_its_parent_by_the_technique(rung):
+    before = parent(rung).stem
+    assert f"Builds on {before}.py" in (PLAIN / rung.name).read_text(encoding="utf-8")
+    matcher = difflib.SequenceMatcher(None, code(before), code(rung.stem), autojunk=False)
+    changed = sum(
+        max(
+            sum(line != "" for line in matcher.a[first:last]),
+            sum(line != "" for line in matcher.b[start:end]),
+        )
+        for kind, first, last, start, end in matcher.get_opcodes()
+        if kind != "equal"
+    )
+    assert changed <= (25 if number(rung.stem) in WIDE else 15)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A folder with train.csv and test.csv, and a small pretrained BLOOM without dropout in `model`."""
+    folder = tmp_path_factory.mktemp("plain")
+    reviews = pd.DataFrame(dict(zip(("text", "label"), synthetic_reviews(TRAIN + TEST, seed=1), strict=True)))
+    reviews[:TRAIN].to_csv(folder / "train.csv", index=False)
+    reviews[TRAIN:].to_csv(folder / "test.csv", index=False)
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.train_from_iterator(
+        reviews["text"],
+        trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", "<pad>"], show_progress=False),
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", pad_token="<pad>")
+    tokenizer.save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "n_layer": 2, "n_head": 2, "vocab_size": len(tokenizer)}
+    config = BloomConfig(**sizes, pad_token_id=tokenizer.pad_token_id, initializer_range=0.1)
+    BloomForSequenceClassification(config).save_pretrained(folder / "model")
+    return folder
+
+
+def run_plain(name, folder, **constants):
+    """Run a copy of a plain script with other constants, and return what it prints."""
+    text = (PLAIN / f"{name}.py").read_text(encoding="utf-8")
+    constants = CONSTANTS | {"MODEL": str(folder / "model")} | constants
+    assert all(re.search(rf"^(\w+, )*{constant}\b.* = ", text, re.MULTILINE) for constant in constants)
+    values = "".join(f"{constant} = {value!r}\n" for constant, value in constants.items())
+    copy = folder / f"{name}.py"
+    copy.write_text(text.replace("\n\n\n", f"\n{values}\n\n", 1), encoding="utf-8")
+    if fork_server.can_be_forked(SRC / f"{name}.py", [], dict(fork_server.os.environ)):
+        return finished(fork_server.fork([str(copy)], str(folder), dict(fork_server.os.environ), 300))
+    return finished(run_script(copy, cwd=folder, fresh=True))
+
+
+def run_rung(name, folder, *options):
+    return finished(
+        run_script(
+            SRC / f"{name}.py",
+            *("--dataset", "train.csv", "--validation_file", "test.csv", "--test_file", "test.csv"),
+            *("--model", "model", "--max_length", CONSTANTS["MAX_LENGTH"], "--epochs", CONSTANTS["EPOCHS"]),
+            *("--learning_rate", CONSTANTS["LEARNING_RATE"], "--log_every", CONSTANTS["PRINT_EVERY"], *options),
+            cwd=folder,
+        )
+    )
+
+
+SLOW = (3, 9, 10, 11)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if number(name) in SLOW else []) for name in NAMES]
+)
+def test_prints_the_losses_of_its_rung(name, folder):
+    if number(name) not in CASES:
+        pytest.skip("DeepSpeed needs a CUDA GPU")
+    options, constants, bound = CASES[number(name)]
+    plain = run_plain(name, folder, **constants)
+    rung = run_rung(name, folder, *options)
+    losses = [[(place, float(loss)) for place, loss in LINE.findall(printed)] for printed in (plain, rung)]
+    assert len(losses[0]) == 2 * -(-TRAIN // 16)
+    for (place, loss), (same, expected) in zip(*losses, strict=True):
+        assert place == same
+        assert loss == pytest.approx(expected, abs=bound + 1e-9), losses
+    accuracy = [re.search(r"Test accuracy ([\d.]+)", printed)[1] for printed in (plain, rung)]
+    assert float(accuracy[0]) == pytest.approx(float(accuracy[1]), abs=100 / TEST + 0.01 if bound else 0)  # one review

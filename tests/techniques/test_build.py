@@ -1,0 +1,121 @@
+"""Loading a model: the traps of the library, each handled."""
+
+import pytest
+import torch
+from lightning import Fabric
+from support.helpers import MODELS, Tokenizer, settings_for, tiny_model, token_datasets
+from transformers import AutoModelForSequenceClassification
+
+from fabric_ladder import UserError, build_model
+from fabric_ladder.data.splits import TextDatasets
+from fabric_ladder.techniques.fused_attention import NAME
+
+
+def datasets(names=("bad", "good"), size=64):
+    return TextDatasets(None, list(names), Tokenizer(size), "")
+
+
+@pytest.fixture
+def half_checkpoint(tmp_path):
+    """A folder with a BLOOM in float16, as the Hub's bloom-560m is."""
+    tiny_model("bloom").half().save_pretrained(tmp_path / "half")
+    return str(tmp_path / "half")
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_half_precision_checkpoint_trains_in_32_bit(tmp_path, half_checkpoint, precision):
+    assert AutoModelForSequenceClassification.from_pretrained(half_checkpoint).dtype == torch.float16, (
+        "the trap is gone"
+    )
+    model = build_model(settings_for(tmp_path, model=half_checkpoint, precision=precision), datasets())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    model = Fabric(accelerator="cpu", devices=1, precision=precision).setup(model)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_every_precision_starts_from_the_same_weights(tmp_path, half_checkpoint):
+    """The new head too: drawn in 32-bit, then rounded."""
+    tiny_model("bloom", classes=5).save_pretrained(tmp_path / "five")
+    heads = []
+    for precision in ("32-true", "bf16-true"):
+        torch.manual_seed(0)
+        model = build_model(settings_for(tmp_path, model=str(tmp_path / "five"), precision=precision), datasets())
+        model = Fabric(accelerator="cpu", devices=1, precision=precision).setup(model)
+        heads.append(model.score.weight)
+    assert heads[1].dtype == torch.bfloat16
+    assert torch.equal(heads[0].bfloat16(), heads[1])
+
+
+def test_a_loaded_model_is_in_train_mode(tmp_path, half_checkpoint):
+    model = build_model(settings_for(tmp_path, model=half_checkpoint), datasets())
+    assert all(module.training for module in model.modules())
+
+
+def test_class_names_and_padding_reach_the_config(tmp_path, half_checkpoint):
+    config = build_model(settings_for(tmp_path, model=half_checkpoint), datasets(["a", "b", "c"])).config
+    assert config.id2label == {0: "a", 1: "b", 2: "c"}
+    assert config.label2id == {"a": 0, "b": 1, "c": 2}
+    assert config.pad_token_id == 0
+    assert config.num_labels == 3
+
+
+@pytest.mark.parametrize("kind", ["bloom", "llama"])
+def test_padding_changes_no_logits(tmp_path, fabric, kind):
+    """Both sides of a batch: one sample alone, and the same padded beside a longer one."""
+    from fabric_ladder import build_dataloaders
+
+    model = tiny_model(kind).eval()
+    logits = {}
+    for size in (1, 16):
+        loader, _, _ = build_dataloaders(fabric, token_datasets(), settings_for(tmp_path, micro_batch_size=size))
+        batch = next(iter(loader))
+        with torch.no_grad():
+            logits[size] = torch.cat([model(**micro_batch.inputs).logits for micro_batch in batch.micro_batches])
+    assert torch.allclose(logits[1], logits[16], atol=1e-5)
+
+
+@pytest.mark.parametrize(("attention", "name"), [("fused", NAME), ("eager", "eager")])
+def test_only_an_attention_that_the_model_has_is_asked_for(tmp_path, attention, name):
+    """BLOOM refuses sdpa; nothing here may ask for it."""
+    settings = settings_for(
+        tmp_path, model=str(MODELS / "bloom-quickstart.json"), from_scratch=True, attention=attention
+    )
+    model = build_model(settings, datasets(size=1024))
+    assert model.config._attn_implementation == name
+
+
+def test_a_config_makes_random_weights_that_the_seed_decides(tmp_path):
+    settings = settings_for(tmp_path, model=str(MODELS / "bloom-quickstart.json"), from_scratch=True)
+    weights = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        weights.append(build_model(settings, datasets(size=1024)).score.weight)
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
+    settings = settings_for(tmp_path, model=str(MODELS / "bloom-quickstart.json"), from_scratch=True)
+    with pytest.raises(UserError, match=r"2,000 entries, .* only 1,024"):
+        build_model(settings, datasets(size=2000))
+
+
+def test_half_precision_does_not_detune_rotary_positions(tmp_path):
+    """In bfloat16 a frequency is off by up to 0.4 %: a whole turn after a thousand tokens (`fabric.setup` converts)."""
+    settings = settings_for(tmp_path, model=str(MODELS / "llama-tiny.json"), from_scratch=True, precision="bf16-true")
+    model = build_model(settings, datasets(size=1024))
+    exact = model.model.rotary_emb.inv_freq.clone()
+    model = Fabric(accelerator="cpu", devices=1, precision="bf16-true").setup(model)
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert torch.equal(model.model.rotary_emb.inv_freq, exact)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_half_precision_converts_weights_beside_a_buffer_of_positions(tmp_path):
+    """BERT's embeddings hold position numbers, which no checkpoint has; they were once left in 32-bit for these."""
+    tiny_model("bert").save_pretrained(tmp_path / "bert")
+    settings = settings_for(tmp_path, model=str(tmp_path / "bert"), precision="bf16-true")
+    model = Fabric(accelerator="cpu", devices=1, precision="bf16-true").setup(build_model(settings, datasets()))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    ones = torch.ones(2, 5, dtype=torch.long)
+    assert model(input_ids=ones, labels=torch.tensor([0, 1])).loss.isfinite()

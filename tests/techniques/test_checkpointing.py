@@ -1,0 +1,277 @@
+"""What checkpointing keeps, and where: the same bits as with checkpointing alone; what is computed, held and moved."""
+
+import gc
+import json
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partialmethod
+
+import pytest
+import torch
+from lightning import Fabric
+from support.helpers import settings_for, tiny_model, token_datasets
+from support.planning import VIT, build, case
+from support.training import losses, run_training
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fabric_ladder import Settings, build_optimizer
+from fabric_ladder.errors import UserError
+from fabric_ladder.runs.metrics import Meter
+from fabric_ladder.techniques.checkpointing import (
+    ActivationOffload,
+    SelectiveCheckpointing,
+    _Offload,
+    _policy,
+    enable_checkpointing,
+)
+from fabric_ladder.techniques.chunked_loss import use_chunked_loss
+from fabric_ladder.techniques.fused_attention import fuse_attention
+from fabric_ladder.techniques.lora import add_adapters
+from fabric_ladder.techniques.packing import support_packing
+from fabric_ladder.training.gradients import accumulate_gradients
+
+OFFLOAD, SELECTIVE = {"activation_offload": True}, {"selective_checkpointing": True}
+CHECKPOINTED = Settings(activation_checkpointing=True, accelerator="cpu")
+KINDS = {"offload": OFFLOAD, "selective": SELECTIVE, "both": OFFLOAD | SELECTIVE}
+TEXTS = {
+    "bloom": ("bloom", {}),
+    "bloom, eager": ("bloom", {"attention": "eager"}),
+    "bert": ("bert", {}),
+    "llama-lm, packed": ("llama-lm", {"task": "instruction-tuning", "packing": True, "max_length": 64}),
+    "llama-lm, LoRA": ("llama-lm", {"task": "instruction-tuning", "lora": True}),
+}
+
+
+def trained(tmp_path, name, precision, **values):
+    """Losses and weights of three optimizer steps of two micro-batches or more, with dropout where there is any."""
+    kind, more = TEXTS[name]
+    model = tiny_model(kind, dropout=0.1)
+    values |= more | {"micro_batch_size": 2 if "packing" in more else 8}
+    settings = settings_for(tmp_path, precision=precision, activation_checkpointing=True, **values)
+    if settings.attention == "fused":
+        fuse_attention(model)
+    if settings.task == "instruction-tuning":
+        use_chunked_loss(model, 16)
+    if settings.packing:
+        support_packing(model, settings.max_length)
+    enable_checkpointing(model, settings)
+    if settings.lora:
+        model = add_adapters(model, settings)
+    data = token_datasets(per_token=kind.endswith("-lm"))
+    run, model = run_training(tmp_path, model.train(), data, precision, **values)
+    return losses(run), list(model.parameters())
+
+
+PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
+QUICK = [(name, PRECISIONS[number % 3]) for number, name in enumerate(TEXTS)]
+ALL = [(name, precision) for name in TEXTS for precision in PRECISIONS]
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"), [pytest.param(*pair, marks=[] if pair in QUICK else [pytest.mark.slow]) for pair in ALL]
+)
+def test_texts_are_trained_to_the_same_bits(tmp_path, name, precision):
+    expected, weights = trained(tmp_path, name, precision)
+    assert len(expected) == 3
+    for values in KINDS.values():
+        found, others = trained(tmp_path, name, precision, **values)
+        assert found == expected
+        assert all(map(torch.equal, others, weights))
+
+
+class Counted(TorchDispatchMode):
+    """Counts products and attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.operations[operation.name().removeprefix("aten::")] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def step(settings, training):
+    """Gradients of an effective batch of random images or tokens, and the operations that made them."""
+    torch.manual_seed(0)
+    fabric = Fabric(accelerator="cpu", devices=1, precision=settings.precision)
+    model = fabric.setup(build(settings))
+    fabric.setup_optimizers(build_optimizer(settings, model))
+    made = {
+        "pixel_values": lambda shape: torch.randn(shape),
+        "input_ids": lambda shape: torch.randint(1, 64, shape),
+        "attention_mask": lambda shape: torch.ones(shape, dtype=torch.long),
+        "labels": lambda shape: torch.randint(2, shape),
+    }
+    counted = Counted()
+    with nullcontext() if settings.compile else counted:  # nothing is compiled under such a mode
+        for batch in training:
+            inputs = {name: made[name](tuple(tensor.shape)) for name, tensor in batch.inputs.items()}
+            accumulate_gradients(fabric, model, [batch._replace(inputs=inputs)], Meter(fabric))
+    return [each.grad for each in model.parameters() if each.grad is not None], counted.operations
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("family", ["vit", "bloom"])
+def test_products_and_attention_are_computed_once(tmp_path, family, precision):
+    def made(**values):
+        return step(*case(tmp_path, family, precision=precision, micro_batch_size=4, **values)[:2])
+
+    def costly(operations):
+        return operations["mm"] + operations["addmm"], operations["_scaled_dot_product_flash_attention_for_cpu"]
+
+    gradients, plain = made()
+    again, recomputed = made(activation_checkpointing=True)
+    chosen, selective = made(activation_checkpointing=True, **SELECTIVE)
+    assert all(map(torch.equal, again, gradients))
+    assert all(map(torch.equal, chosen, gradients))
+    assert costly(selective) == costly(plain)
+    assert costly(recomputed)[1] == 2 * costly(plain)[1] > 0
+    assert selective["native_layer_norm"] > plain["native_layer_norm"]
+
+
+@pytest.mark.parametrize("values", KINDS.values(), ids=KINDS)
+def test_images_are_trained_to_the_same_bits(tmp_path, values):
+    path = tmp_path / "dropping.json"
+    path.write_text(json.dumps(VIT | {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}))
+    settings, training, _ = case(tmp_path, "vit", activation_checkpointing=True, micro_batch_size=4)
+    settings = replace(settings, model=str(path))
+    expected, found = step(settings, training)[0], step(replace(settings, **values), training)[0]
+    assert all(map(torch.equal, found, expected))
+
+
+def test_attention_that_drops_is_computed_again():
+    """Its random numbers are drawn once more then, so that those after it come out as they did."""
+    keep, recompute = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+    aten, heads = torch.ops.aten, [torch.zeros(1, 2, 4, 8, device="meta")] * 3
+    for dropout, expected in ((0.0, keep), (0.1, recompute)):
+        flash = aten._scaled_dot_product_flash_attention.default
+        assert _policy(None, flash, *heads, dropout, True, False) == expected
+        assert _policy(None, flash, *heads, dropout_p=dropout) == expected
+        efficient = aten._scaled_dot_product_efficient_attention.default
+        assert _policy(None, efficient, *heads, None, True, dropout, True) == expected
+        assert _policy(None, aten._scaled_dot_product_cudnn_attention.default, *heads, None, True, dropout) == expected
+    assert _policy(None, aten._scaled_dot_product_flash_attention_for_cpu.default, *heads) == keep
+
+
+def test_no_matrix_of_tokens_by_tokens_is_kept():
+    query, key = torch.zeros(2, 100, 8, device="meta"), torch.zeros(2, 8, 100, device="meta")
+    product = torch.ops.aten.bmm.default
+    assert _policy(None, product, query, key) == CheckpointPolicy.PREFER_RECOMPUTE
+    assert _policy(None, product, query @ key, query) == CheckpointPolicy.MUST_SAVE
+
+
+def test_inputs_go_to_other_memory_and_come_back_as_they_were():
+    offload, tensors = _Offload(), [torch.randn(3, 4).T, torch.randn(2, 3, dtype=torch.float64), torch.randn(5)]
+    expected = [tensor.clone() for tensor in tensors]
+    kept = [offload.pack(tensor) for tensor in tensors]
+    hosts = [each.host for each in kept]
+    assert not {each.data_ptr() for each in hosts} & {each.data_ptr() for each in tensors}
+    for tensor in tensors[:-1]:
+        tensor.zero_()  # its memory was given back, and is used otherwise
+    for number in (2, 1, 0):
+        back = offload.unpack(kept[number])
+        assert torch.equal(back, expected[number])
+        assert back.stride() == tensors[number].stride()
+        if number:
+            assert offload._move.kept() is kept[number - 1], "already on its way"
+    assert offload._move is None
+    assert torch.equal(offload.unpack(kept[1]), expected[1]), "once more, as under retain_graph"
+
+
+def test_nothing_is_held_beyond_the_backward_pass():
+    model = tiny_model("bloom")
+    enable_checkpointing(model, replace(CHECKPOINTED, **OFFLOAD))
+    offload = model.transformer.h[0]._gradient_checkpointing_func.args[1]
+    gc.disable()  # memory must come back at once, not when the collector runs
+    try:
+        output = model.train()(input_ids=torch.ones(2, 5, dtype=torch.long), labels=torch.tensor([0, 1]))
+        assert offload._last() is not None
+        output.loss.backward()
+        assert offload._move is None
+        del output
+        assert offload._last() is None
+        model(input_ids=torch.ones(2, 5, dtype=torch.long))  # a forward pass that no backward pass follows
+        assert offload._last() is None
+        assert offload._move is None
+    finally:
+        gc.enable()
+
+
+def test_nothing_is_held_of_a_pass_that_fails():
+    """As one that is out of memory, whatever block it has come to, forward or backward."""
+    model = tiny_model("bloom").train()
+    enable_checkpointing(model, replace(CHECKPOINTED, **OFFLOAD))
+    offload = model.transformer.h[0]._gradient_checkpointing_func.args[1]
+    for block in model.transformer.h:
+        for fails_at in (1, 2):  # the forward pass, and when it is computed again
+            passes = []
+
+            def fail(*_, passes=passes, fails_at=fails_at):
+                passes.append(None)
+                if len(passes) == fails_at:
+                    raise MemoryError
+
+            hook = block.mlp.register_forward_pre_hook(fail)
+            with pytest.raises(MemoryError):
+                model(input_ids=torch.ones(2, 5, dtype=torch.long), labels=torch.tensor([0, 1])).loss.backward()
+            hook.remove()
+            gc.collect()
+            assert offload._move is None
+
+
+def check(settings):
+    for technique in (ActivationOffload(), SelectiveCheckpointing()):
+        technique.check(settings, None)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (OFFLOAD | {"activation_checkpointing": False}, "--activation_offload true .* add --activation_checkpointing"),
+        (SELECTIVE | {"activation_checkpointing": False}, "--selective_checkpointing true .* --activation_checkpoint"),
+        (OFFLOAD | {"compile": True}, "use --compile false"),
+        (OFFLOAD | {"accelerator": "mps"}, "Apple silicon"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_a_line(values, message):
+    with pytest.raises(UserError, match=message) as refused:
+        check(replace(CHECKPOINTED, **values))
+    assert "\n" not in str(refused.value)
+    check(replace(CHECKPOINTED, **OFFLOAD, **SELECTIVE))
+    check(replace(CHECKPOINTED, **SELECTIVE, compile=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["vit", "bloom"])
+def test_compiled_too_no_product_is_computed_again(tmp_path, monkeypatch, family):
+    graphs = []
+
+    def count(graph, _):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
+
+    def backward_graph(**values):
+        torch._dynamo.reset()
+        graphs.clear()
+        settings, training, _ = case(tmp_path, family, micro_batch_size=4, activation_checkpointing=True, **values)
+        gradients, _ = step(settings, training)
+        return gradients, "".join(graphs[-1]) if graphs else ""
+
+    expected, _ = backward_graph()
+    found, chosen = backward_graph(compile=True, **SELECTIVE)
+    again, recomputed = backward_graph(compile=True)
+    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, again, expected))
+    assert "aten.mm" in chosen
+    assert "aten.addmm" not in chosen
+    assert "aten.addmm" in recomputed

@@ -1,0 +1,195 @@
+"""The loss of a language model in chunks: the same numbers as the whole, and no tensor of the whole's size."""
+
+import copy
+
+import pytest
+import torch
+from support.made import Made
+from torch import nn
+from torch.nn.functional import cross_entropy, linear
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    GraniteConfig,
+    LlamaConfig,
+    MambaConfig,
+    OPTConfig,
+    PhiConfig,
+)
+
+from fabric_ladder.techniques.chunked_loss import chunked_loss, use_chunked_loss
+
+TOKENS, WIDTH, WORDS = 37, 16, 640
+COMMON = {"hidden_size": WIDTH, "num_hidden_layers": 2, "vocab_size": WORDS, "bos_token_id": 1, "eos_token_id": 2}
+HEADS = COMMON | {"num_attention_heads": 2, "intermediate_size": 32}
+PLAIN = [
+    BloomConfig(n_head=2, **COMMON),
+    GPT2Config(n_head=2, n_embd=WIDTH, n_layer=2, vocab_size=WORDS, bos_token_id=1, eos_token_id=2,
+               resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    LlamaConfig(**HEADS),
+    PhiConfig(**HEADS),
+]  # fmt: skip
+WITH_MORE = [  # a soft cap, a factor, a divisor, another decoder, another kind of output
+    Gemma2Config(num_key_value_heads=1, head_dim=8, final_logit_softcapping=0.5, **HEADS),
+    CohereConfig(**HEADS),
+    GraniteConfig(logits_scaling=3.0, **HEADS),
+    OPTConfig(ffn_dim=32, num_attention_heads=2, word_embed_proj_dim=WIDTH, dropout=0.0, **COMMON),
+    MambaConfig(state_size=4, **COMMON),
+]
+
+
+def tensors(dtype=torch.float32, bias=True, seed=0):
+    torch.manual_seed(seed)
+    hidden, weight = torch.randn(TOKENS, WIDTH, dtype=dtype), torch.randn(WORDS, WIDTH, dtype=dtype)
+    made = [hidden, weight, *([torch.randn(WORDS, dtype=dtype)] if bias else [])]
+    return [tensor.requires_grad_() for tensor in made], torch.randint(WORDS, (TOKENS,))
+
+
+def whole(inputs, targets):
+    logits = linear(*inputs).float() if inputs[0].dtype != torch.float64 else linear(*inputs)
+    return cross_entropy(logits, targets), (logits.argmax(-1) == targets).sum()
+
+
+def gradients(loss, inputs):
+    return torch.autograd.grad(loss * 3.0, inputs)  # as a micro-batch's weight multiplies it
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("chunk", [1, 8, 37, 1000])
+def test_the_loss_and_its_gradients_are_those_of_the_whole(chunk, bias):
+    inputs, targets = tensors(bias=bias)
+    loss, correct = chunked_loss(*inputs, *([] if bias else [None]), targets, chunk)
+    expected, right = whole(inputs, targets)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert correct == right
+    for mine, its in zip(gradients(loss, inputs), gradients(expected, inputs), strict=True):
+        assert torch.linalg.vector_norm(mine - its) <= 1e-6 * torch.linalg.vector_norm(its)
+
+
+def test_in_64_bit_all_digits_agree():
+    inputs, targets = tensors(torch.float64)
+    loss, _ = chunked_loss(*inputs, targets, 5)
+    expected, _ = whole(inputs, targets)
+    assert loss.dtype == torch.float64
+    torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0)
+    torch.testing.assert_close(gradients(loss, inputs), gradients(expected, inputs), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_in_16_bit_it_is_as_near_to_32_bit_as_the_whole(dtype, autocast):
+    """Errors are those of the number format; a second rounding of the gradient may cost half as much again."""
+    exact, targets = tensors()
+    reference = gradients(whole(exact, targets)[0], exact)
+    inputs = exact if autocast else [tensor.detach().to(dtype).requires_grad_() for tensor in exact]
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        losses = chunked_loss(*inputs, targets, 8)[0], whole(inputs, targets)[0]
+    mine, its = (
+        [torch.linalg.vector_norm(a.float() - b) for a, b in zip(gradients(loss, inputs), reference, strict=True)]
+        for loss in losses
+    )
+    assert all(ours <= 1.5 * theirs for ours, theirs in zip(mine, its, strict=True)), (mine, its)
+    assert losses[0].dtype == torch.float32
+
+
+def test_gradients_of_a_long_batch_do_not_underflow_in_float16():
+    """A mean over 4,096 tokens has gradients below float16's smallest number; only a sum's survive unscaled."""
+    torch.manual_seed(0)
+    hidden = torch.randn(4096, WIDTH, dtype=torch.float16, requires_grad=True)
+    weight = torch.randn(WORDS, WIDTH).mul_(0.02).half()
+    targets = torch.randint(WORDS, (4096,))
+    loss, _ = chunked_loss(hidden, weight, None, targets, 256)
+    (loss * 2.0**14).backward()  # as a GradScaler does
+    reference = hidden.detach().float().requires_grad_()
+    (cross_entropy(linear(reference, weight.float()), targets) * 2.0**14).backward()
+    error = torch.linalg.vector_norm(hidden.grad.float() - reference.grad) / torch.linalg.vector_norm(reference.grad)
+    assert error < 2e-3
+
+
+def test_what_is_frozen_gets_no_gradient_and_costs_none():
+    (hidden, weight, bias), targets = tensors()
+    weight.requires_grad_(False)
+    bias.requires_grad_(False)
+    with Made() as made:
+        chunked_loss(hidden, weight, bias, targets, 4)[0].backward()
+    assert weight.grad is None
+    assert hidden.grad is not None
+    assert made.largest < WORDS * WIDTH, "no gradient of the head was made"
+
+
+def test_an_evaluation_makes_no_gradient():
+    inputs, targets = tensors()
+    with torch.no_grad(), Made() as made:
+        loss, correct = chunked_loss(*inputs, targets, 8)
+    assert made.largest == 8 * WORDS
+    assert not loss.requires_grad
+    assert not correct.requires_grad
+
+
+def batch(rows=3, length=29):
+    """Token numbers, labels with prompts of unequal length, and where a trained token follows."""
+    torch.manual_seed(1)
+    ids = torch.randint(3, WORDS, (rows, length))
+    labels = ids.clone()
+    for row, prompt in enumerate((5, 12, 20)):
+        labels[row, :prompt] = -100
+    follows = torch.zeros(rows, length, dtype=torch.bool)
+    follows[:, :-1] = labels[:, 1:] != -100
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}, follows.flatten().nonzero()[
+        :, 0
+    ]
+
+
+def models(config):
+    torch.manual_seed(0)
+    config.use_cache = False
+    theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    mine = copy.deepcopy(theirs)
+    use_chunked_loss(mine, 8)
+    return mine, theirs
+
+
+@pytest.mark.parametrize("config", PLAIN + WITH_MORE, ids=lambda config: config.model_type)
+def test_a_model_learns_the_same_from_it(config):
+    mine, theirs = models(config)
+    inputs, predicting = batch()
+    outputs, expected = mine(**inputs, predicting=predicting), theirs(**inputs)
+    assert outputs.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+    assert outputs.correct == (expected.logits.flatten(0, 1)[predicting].argmax(-1)
+                               == inputs["labels"].flatten()[predicting + 1]).sum()  # fmt: skip
+    outputs.loss.backward()
+    expected.loss.backward()
+    for (name, own), other in zip(mine.named_parameters(), theirs.parameters(), strict=True):
+        if other.grad is not None:
+            norm = torch.linalg.vector_norm(other.grad)
+            assert torch.linalg.vector_norm(own.grad - other.grad) <= 1e-6 * norm + 1e-8, name
+
+
+@pytest.mark.parametrize("config", PLAIN + WITH_MORE, ids=lambda config: config.model_type)
+def test_the_whole_logits_never_exist_where_the_head_is_all(config):
+    """87 tokens x 640 words: nothing as large as the trained ones' logits is made, forward or backward."""
+    mine, _ = models(config)
+    inputs, predicting = batch()
+    parameters = max(parameter.numel() for parameter in mine.parameters())
+    with Made() as made:
+        mine(**inputs, predicting=predicting).loss.backward()
+    assert (made.largest < len(predicting) * WORDS) == (config in PLAIN)
+    if config in PLAIN:
+        assert made.largest <= parameters
+
+
+def test_it_survives_copies_and_checkpointing():
+    mine, theirs = models(PLAIN[2])
+    copied = copy.deepcopy(mine)
+    nn.init.zeros_(mine.lm_head.weight)
+    inputs, predicting = batch()
+    assert copied(**inputs, predicting=predicting).loss.item() == pytest.approx(theirs(**inputs).loss.item(), rel=1e-6)
+    enable = getattr(copied, "activation_checkpointing_enable", None) or copied.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    copied.train()
+    copied(**inputs, predicting=predicting).loss.backward()
+    theirs(**inputs).loss.backward()
+    torch.testing.assert_close(copied.lm_head.weight.grad, theirs.lm_head.weight.grad, rtol=1e-5, atol=1e-7)

@@ -1,0 +1,118 @@
+"""torch.compile by layers: what is compiled is compiled before the first step, once for all layers, and never again."""
+
+import csv
+import os
+from functools import partialmethod
+
+import pytest
+import torch
+from lightning import Fabric
+from support.helpers import settings_for, tiny_model, token_datasets
+from torch import nn
+
+from fabric_ladder import Run, build_dataloaders, build_optimizer, evaluate, train
+from fabric_ladder.cli import resolve
+from fabric_ladder.settings import Settings
+from fabric_ladder.techniques.compile import compile_blocks
+from fabric_ladder.techniques.fused_attention import fuse_attention
+
+CUTS = {  # graphs of training, for one row and for several, and of evaluation; recomputing breaks training's in two
+    "by tokens": ("bloom", {"micro_batch_tokens": 64}, 3),
+    "one by one": ("llama", {"micro_batch_size": 1}, 2),
+    "in fours": ("bert", {"micro_batch_size": 4}, 2),
+    "in fives, which leaves one": ("llama", {"micro_batch_size": 5}, 3),
+    "recomputed": ("llama", {"micro_batch_size": 4, "activation_checkpointing": True}, 3),
+    "instructions": ("llama-lm", {"micro_batch_tokens": 64, "task": "instruction-tuning"}, 3),
+}
+SLOW = ("by tokens", "one by one", "in fours")  # of what the others try, too
+
+
+def compiled_run(tmp_path, monkeypatch, kind, compiled=True, **values):
+    """Train in this process with the compiler's front end alone, which decides what is compiled anew.
+
+    Returns:
+        The graphs at each printed line, and the losses.
+    """
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
+    torch._dynamo.reset()
+    settings = settings_for(tmp_path, compile=compiled, pad_to_multiple_of=4, epochs=2, **values)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    run = Run(fabric, settings)
+    loaders = build_dataloaders(fabric, token_datasets(per_token=kind.endswith("-lm")), settings)
+    model = tiny_model(kind)
+    fuse_attention(model)
+    if settings.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if compiled:
+        compile_blocks(model, str(tmp_path), "cpu")
+    model = fabric.setup(model)
+    graphs, log_loss = [], run.log_loss
+    run.log_loss = lambda *figures: (graphs.append(run.throughput.state_dict()["compiled"][1]), log_loss(*figures))
+    training = train(run, model, fabric.setup_optimizers(build_optimizer(settings, model)), *loaders[:2])
+    evaluate(training, loaders[2])
+    with open(run.folder / "metrics.csv", newline="") as file:
+        return graphs, [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
+
+
+@pytest.mark.parametrize("name", [pytest.param(cut, marks=pytest.mark.slow) if cut in SLOW else cut for cut in CUTS])
+def test_nothing_is_compiled_after_the_first_step(tmp_path, monkeypatch, name):
+    """Two epochs of unlike lengths, with padding and without, and a tail of eight samples."""
+    kind, values, expected = CUTS[name]
+    graphs, losses = compiled_run(tmp_path, monkeypatch, kind, **values)
+    assert graphs == [expected] * 6, "one for each kind of micro-batch, whatever the number of layers"
+    _, plain = compiled_run(tmp_path, monkeypatch, kind, compiled=False, **values)
+    assert losses == pytest.approx(plain, abs=1e-5)
+
+
+def test_a_first_length_that_equals_the_width_is_a_length_still(tmp_path, monkeypatch):
+    """The tiny models are 16 wide; the compiler takes equal sizes for one, unless it is told not to."""
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
+    torch._dynamo.reset()
+    model, made = tiny_model("llama"), []
+    compile_blocks(model, str(tmp_path), "cpu")
+    torch._dynamo.on_compile_end(made.append)
+    try:
+        for length in (16, 20, 32):
+            model(input_ids=torch.ones(2, length, dtype=torch.long))
+    finally:
+        torch._dynamo.callback_handler.remove_end_callback(made.append)
+    assert len(made) == 1
+
+
+def test_what_is_compiled_is_kept_with_what_else_is_derived(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
+    compile_blocks(tiny_model(), str(tmp_path), "cpu")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    compile_blocks(tiny_model(), str(tmp_path), "cpu")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "kernels")
+
+
+def test_lengths_are_rounded_up_for_the_compiler_unless_the_user_says_otherwise():
+    def multiple(**values):
+        return resolve(Settings(accelerator="cpu", **values)).pad_to_multiple_of
+
+    assert multiple() == 1
+    assert multiple(compile=True) == 16
+    assert multiple(compile=True, pad_to_multiple_of=1) == 1
+    assert multiple(compile=True, max_length=77) == 1, "80 may be beyond a model's positions"
+
+
+@pytest.mark.slow
+def test_on_a_cpu_dropout_leaves_out_what_it_does_uncompiled(tmp_path):
+    """Compiled in earnest, forward and backward: else dropout alone would make rung 3's losses others than rung 2's."""
+    torch._dynamo.reset()
+    inputs = {"input_ids": torch.arange(1, 33).reshape(2, 16), "labels": torch.tensor([0, 1])}
+
+    def gradients(compiled):
+        model = tiny_model("bert", dropout=0.5).train()
+        if compiled:
+            compile_blocks(model, str(tmp_path), "cpu")
+        torch.manual_seed(0)
+        loss = model(**inputs).loss
+        loss.backward()
+        return loss, [weight.grad for weight in model.parameters() if weight.grad is not None]
+
+    (plain, wanted), (loss, found) = gradients(False), gradients(True)
+    torch.testing.assert_close(loss, plain)
+    torch.testing.assert_close(found, wanted)

@@ -1,0 +1,206 @@
+"""Products in 8 bits: which layers, what they change and what not, with other techniques, and what is refused."""
+
+import importlib.util
+import json
+
+import pytest
+import torch
+from lightning import Fabric
+from support.helpers import SRC, finished, run_script, settings_for, token_datasets, without_package
+from support.planning import case, measured_peak
+from torch import nn
+
+from fabric_ladder import UserError, build_dataloaders, build_model, build_optimizer
+from fabric_ladder.planning.predict import blank_datasets, predict_peak
+from fabric_ladder.runs.metrics import Meter
+from fabric_ladder.techniques.float8 import Float8
+from fabric_ladder.training.gradients import accumulate_gradients
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
+RUNG = SRC / "22_float8.py"
+TINY = {"vocab_size": 64, "pad_token_id": 0, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+CONFIGS = {
+    "bloom": {"model_type": "bloom", **TINY},
+    "llama": {"model_type": "llama", "intermediate_size": 64, "max_position_embeddings": 64, **TINY},
+    "bert": {"model_type": "bert", "intermediate_size": 64, "hidden_dropout_prob": 0.0,
+             "attention_probs_dropout_prob": 0.0, **TINY},
+    "narrow": {"model_type": "bert", "intermediate_size": 24, **TINY, "hidden_size": 24},
+    "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64, "bos_token_id": 0,
+             "eos_token_id": 0},
+}  # fmt: skip
+LM = {"task": "instruction-tuning"}
+PACKED = {"packing": True, "max_length": 32}
+LORA = {"lora": True, "lora_dropout": 0.0, "lora_rank": 16, "lora_targets": "all-linear"}
+
+
+def small(tmp_path, kind="llama", **values):
+    path = tmp_path / f"{kind}.json"
+    path.write_text(json.dumps(CONFIGS[kind]))
+    defaults = {"model": str(path), "from_scratch": True, "batch_size": 8, "loss_chunk": 16, "precision": "bf16-mixed"}
+    return settings_for(tmp_path, **(defaults | {"float8": True} | values))
+
+
+def set_up(settings):
+    fabric = Fabric(accelerator="cpu", devices=1, precision=settings.precision)
+    fabric.seed_everything(1, verbose=False)
+    datasets = token_datasets(train=24, validation=4, test=4, per_token=settings.task == "instruction-tuning")
+    loader = build_dataloaders(fabric, datasets, settings)[0]
+    return fabric, fabric.setup(build_model(settings, datasets)), next(iter(loader)).micro_batches
+
+
+def gradient(settings):
+    """All gradients of the first effective batch, end to end."""
+    fabric, model, micro_batches = set_up(settings)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():  # at 0 they would hide the gradients of the others
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1)
+    accumulate_gradients(fabric, model, micro_batches, Meter(fabric))
+    return torch.cat([each.grad.flatten().float() for each in model.parameters() if each.grad is not None])
+
+
+def converted(model):
+    return {name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "ways"),
+    [("bloom", {}), ("llama", {}), ("bert", {}), ("llama", {"precision": "bf16-true"}), ("llama", LM),
+     ("bloom", LM | PACKED), ("bert", PACKED), ("llama", {"activation_checkpointing": True}), ("llama", LORA),
+     ("bert", LORA | {"dora": True, "precision": "bf16-true"}),
+     pytest.param("llama", {"compile": True}, marks=pytest.mark.slow),
+     pytest.param("bert", {"compile": True, **LORA}, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_gradients_are_near_those_of_16_bits(tmp_path, kind, ways):
+    """e4m3 has 3 bits of mantissa, e5m2 two: a factor is off by up to 6 and 12 %, at random."""
+    eight, sixteen = (gradient(small(tmp_path, kind, **{"float8": float8} | ways)) for float8 in (True, False))
+    difference = (eight - sixteen).norm() / sixteen.norm()
+    assert 0.001 < difference < 0.1
+
+
+def test_images_too(tmp_path):
+    """65 patches of a sample are no multiple of 16."""
+    gradients = []
+    for float8 in (True, False):
+        settings, training, _ = case(tmp_path, "vit", precision="bf16-mixed", float8=float8, batch_size=3)
+        fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+        fabric.seed_everything(1, verbose=False)
+        model = fabric.setup(build_model(settings, blank_datasets(2, 64)))
+        pixels = torch.randn(3, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+        inputs = {"pixel_values": pixels, "labels": torch.tensor([0, 1, 1])}
+        accumulate_gradients(fabric, model, [training[0]._replace(inputs=inputs)], Meter(fabric))
+        gradients.append(torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None]))
+    assert 0.001 < (gradients[0] - gradients[1]).norm() / gradients[1].norm() < 0.1
+
+
+def test_it_learns(tmp_path):
+    settings = small(tmp_path, learning_rate=1e-2)
+    fabric, model, micro_batches = set_up(settings)
+    optimizer, losses = fabric.setup_optimizers(build_optimizer(settings, model)), []
+    for _ in range(15):
+        accumulate_gradients(fabric, model, micro_batches, meter := Meter(fabric))
+        losses.append(meter.pending_losses().mean().item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0] / 4
+
+
+def test_which_layers(tmp_path):
+    """Neither the classifier nor the language model's head; of adapters only what they stand beside."""
+
+    def names(**values):
+        return converted(build_model(small(tmp_path, **values), token_datasets(per_token="task" in values)))
+
+    for ways, head in ({}, "score"), (LM, "lm_head"):
+        assert len(names(**ways)) == 14
+        assert not any(head in name for name in names(**ways))
+    adapted = names(**LORA)
+    assert len(adapted) == 14
+    assert all(name.endswith("base_layer") for name in adapted)
+    assert not names(float8=False)
+
+
+def test_weights_and_their_names_stay(tmp_path):
+    """So a checkpoint is the same with and without."""
+    states = []
+    for float8 in (True, False):
+        torch.manual_seed(1)
+        model = build_model(small(tmp_path, float8=float8), token_datasets())
+        states.append(model.state_dict())
+        assert all(type(each) is nn.Parameter for each in model.parameters())
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.filterwarnings("ignore:Module is None")  # of the other tracker
+@pytest.mark.parametrize(
+    ("family", "ways"),
+    [("bloom", {}), ("vit", {"activation_checkpointing": True}), ("bloom-lm", {"precision": "bf16-true"}),
+     ("vit", {"lora": True, "lora_dropout": 0.0})],
+)  # fmt: skip
+def test_the_prediction_agrees_with_real_tensors(tmp_path, family, ways):
+    settings, training, _ = case(tmp_path, family, **({"precision": "bf16-mixed", "float8": True} | ways))
+    assert predict_peak(settings, training).total == pytest.approx(measured_peak(settings, training), rel=0.01)
+
+
+def test_a_gpu_multiplies_8_bits(tmp_path):
+    """Without a GPU that can, the shapes alone tell: what is rehearsed calls the GPU's kernel, not its emulation."""
+    with torch.device("meta"):
+        model = build_model(small(tmp_path), token_datasets())
+    configs = [module.linear_mm_config.output for module in model.modules() if hasattr(module, "linear_mm_config")]
+    assert len(configs) == 14
+    assert not any(config.emulate for config in configs)
+    assert all(config.pad_inner_dim for config in configs)
+
+
+@pytest.mark.parametrize(
+    ("values", "capability", "message"),
+    [
+        ({}, (8, 0), r"needs a GPU of compute capability 8.9 .* and this one has 8.0; run src/4_mixed_precision.py"),
+        ({"accelerator": "mps"}, None, r"Apple's GPUs have no 8-bit .*"),
+        ({"precision": "32-true"}, None, r"does not go with --precision 32-true; use bf16-mixed or bf16-true"),
+        ({"precision": "16-mixed"}, (9, 0), r"does not go with --precision 16-mixed; .*"),
+        ({"lora": True, "quantization": "nf4"}, None, r"does not go with --quantization nf4, .*"),
+        ({"deepspeed": "zero2"}, (9, 0), r"does not go with DeepSpeed; use src/10_fsdp.py"),
+    ],
+)
+def test_what_is_refused(tmp_path, values, capability, message):
+    with pytest.raises(UserError, match=f"^--float8 true:? {message}$"):
+        Float8().check(small(tmp_path, **values), capability)
+    Float8().check(small(tmp_path, **values, float8=False), capability)
+
+
+@pytest.mark.parametrize("kind", ["narrow", "gpt2"])
+def test_a_model_without_such_layers_is_refused(tmp_path, kind):
+    """GPT-2's layers are no linear ones but its own."""
+    with pytest.raises(UserError, match=r"json has no linear layer whose sides are multiples of 16; leave it out$"):
+        Float8().check(small(tmp_path, kind), None)
+
+
+def test_without_torchao_it_is_refused(tmp_path):
+    process = run_script(RUNG, cwd=tmp_path, **without_package(tmp_path, "torchao"))
+    assert process.returncode == 2
+    assert process.stderr.splitlines()[-1] == "error: --float8 true needs torchao: pip install torchao==0.18.0"
+
+
+def test_the_rung_says_that_a_cpu_emulates_and_its_model_loads_without(tmp_path):
+    sizes = ("--train_samples", 32, "--validation_samples", 8, "--test_samples", 8, "--threads", 1)
+    process = run_script(RUNG, *sizes, "--save", "consolidated", cwd=tmp_path)
+    assert "--float8 on a CPU: factors are rounded to 8 bits" in finished(process)
+    assert "torchao" not in process.stderr  # nor what it tells of its kernels
+    model = tmp_path / "runs" / "22_float8" / "1" / "model"
+    assert "Test accuracy" in finished(run_script(SRC / "4_mixed_precision.py", *sizes, "--model", model, cwd=tmp_path))
+
+
+@pytest.mark.slow
+def test_sharded_over_two_ranks(tmp_path):
+    sizes = ("--train_samples", 32, "--validation_samples", 8, "--test_samples", 8, "--threads", 1, "--log_every", 16)
+    script = SRC / "10_fsdp.py"
+    outputs = [
+        finished(run_script(script, *sizes, "--accelerator", "cpu", "--devices", 2, *more, cwd=tmp_path))
+        for more in (["--float8", "true", "--save_every", 1, "--save", "consolidated"], [])
+    ]
+    losses = [
+        [float(line.split("Loss: ")[1]) for line in output.splitlines() if "Loss: " in line] for output in outputs
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=0.01)

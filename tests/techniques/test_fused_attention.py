@@ -1,0 +1,353 @@
+"""Fused attention of BLOOM: against eager, against 64-bit, and never a matrix of tokens x tokens."""
+
+import ast
+import copy
+import hashlib
+import inspect
+import textwrap
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.helpers import MODELS, relative_error, settings_for
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import BloomConfig, BloomForCausalLM, BloomForSequenceClassification
+from transformers.models.bloom.modeling_bloom import BloomAttention, BloomModel
+
+from fabric_ladder import build_model
+from fabric_ladder.planning.predict import blank_datasets
+from fabric_ladder.techniques.fused_attention import fuse_attention
+
+KINDS = {"classifier": BloomForSequenceClassification, "language model": BloomForCausalLM}
+# Of the code that FusedAttention stands for or counts on, without comments: transformers 5.17 to 5.23.
+REPEATED = "d470ce6cd2ce897c"
+
+
+def pair(kind="language model", width=16, heads=4, spread=0.2, dtype=torch.float32, **values):
+    """Return an eager model and a fused one with the same weights, larger than what training starts from."""
+    torch.manual_seed(0)
+    config = {"hidden_dropout": 0.0, "attention_dropout": 0.0} | values
+    sizes = {"hidden_size": width * heads, "n_head": heads, "n_layer": 2, "vocab_size": 64, "pad_token_id": 0}
+    eager = KINDS[kind](BloomConfig(use_cache=False, **sizes, **config))
+    with torch.no_grad():
+        for weight in eager.parameters():
+            if weight.dim() == 2:
+                weight.normal_(0, spread)
+    fused = copy.deepcopy(eager)
+    fuse_attention(fused)
+    return eager.to(dtype), fused.to(dtype)
+
+
+def batch(length, padded=(0, 5), side="right", seed=0):
+    """Return ids and mask of rows with so much padding."""
+    torch.manual_seed(seed)
+    ids = torch.randint(1, 64, (len(padded), length))
+    mask = torch.ones_like(ids)
+    for row, count in enumerate(padded):
+        place = slice(length - count, None) if side == "right" else slice(0, count)
+        ids[row, place], mask[row, place] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def logits_and_gradients(model, inputs, autocast=False):
+    """Return logits of what is not padded, and the gradients of a random projection of them."""
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        logits = model(**inputs).logits
+    if logits.dim() == 3 and inputs.get("attention_mask") is not None:
+        logits = logits[inputs["attention_mask"].bool()]
+    direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+    (logits.double() * direction).sum().backward()
+    return logits.detach().double(), [weight.grad.double() for weight in model.parameters()]
+
+
+def whole(tensors):
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def error(got, expected):
+    return relative_error([expected], [got])
+
+
+class Square(TorchDispatchMode):
+    """Finds tensors of tokens x tokens elements; of the number of tokens, a prime, nothing else is a multiple."""
+
+    def __init__(self, tokens):
+        super().__init__()
+        self.tokens, self.found = tokens, []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.numel() % self.tokens**2 == 0 and tensor.numel():
+                self.found.append((str(operation), tuple(tensor.shape)))
+        return result
+
+
+@pytest.mark.parametrize(
+    ("kind", "length"),
+    [("classifier", 1024), ("language model", 1024), pytest.param("classifier", 2048, marks=pytest.mark.slow)],
+)
+def test_fused_is_eager_in_32_bit(kind, length):
+    """With weights as training starts from them."""
+    eager, fused = pair(kind, spread=0.02)
+    inputs = batch(length, padded=(0, length // 3))
+    expected, got = (logits_and_gradients(model, inputs) for model in (eager, fused))
+    assert error(got[0], expected[0]) < 3e-7
+    assert error(whole(got[1]), whole(expected[1])) < 2e-6
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-true"])
+@pytest.mark.parametrize(("width", "length", "seeds"), [(16, 48, 4), (24, 48, 4), (16, 384, 2), (24, 384, 2)])
+def test_fused_is_as_near_to_the_truth_as_eager(width, length, seeds, precision):
+    """With a scale that is a power of two, and one that is not; means over some batches, as they scatter."""
+    dtype = {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(precision, torch.float32)
+    models = pair(width=width)
+    exact, rounded = Exact.of(models[0]), [copy.deepcopy(model).to(dtype) for model in models]
+    errors = torch.zeros(2, 2)
+    for seed in range(seeds):
+        inputs = batch(length, padded=(0, length // 4), seed=seed)
+        truth = logits_and_gradients(exact, inputs)
+        for row, model in enumerate(rounded):
+            got = logits_and_gradients(model, inputs, autocast=precision == "bf16-mixed")
+            errors[row] += torch.tensor([error(got[0], truth[0]), error(whole(got[1]), whole(truth[1]))])
+    assert (errors[1] < 1.1 * errors[0]).all(), errors
+    if length > 256 and dtype != torch.float32:  # where 8 or 11 bits are too few for a position
+        assert (errors[1] < 0.6 * errors[0]).all(), errors
+
+
+class Exact(BloomAttention):
+    """Eager attention in the plainest form, in whatever precision its weights have."""
+
+    @classmethod
+    def of(cls, model):
+        model = copy.deepcopy(model).double()
+        for block in model.base_model.h:
+            block.self_attention.__class__ = cls
+        return model
+
+    def forward(self, hidden_states, residual, alibi, attention_mask, **others):
+        query, key, value = self._reshape(self.query_key_value(hidden_states))
+        scores = query @ key.mT * self.inv_norm_factor + alibi.view(len(query), self.num_heads, 1, -1)
+        weights = scores.masked_fill(attention_mask != 0, -torch.inf).softmax(-1)
+        return self.dense((weights @ value).transpose(1, 2).flatten(2)) + residual, None
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_matrix_of_tokens_by_tokens(kind, masked):
+    eager, fused = pair(kind)
+    inputs = batch(199, padded=(0, 60) if masked else (0, 0))
+    if not masked:
+        del inputs["attention_mask"]
+    for model, wanted in ((eager, True), (fused, False)):
+        with Square(199) as square:
+            logits_and_gradients(model, inputs)
+        assert bool(square.found) == wanted, square.found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_waits_for_the_device(kind):
+    """On the device `meta` there are no values: to ask for one is an error."""
+    _, fused = pair(kind)
+    inputs = {name: tensor.to("meta") for name, tensor in batch(23).items()}
+    fused.to("meta")(**inputs).logits.sum().backward()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_on_either_side_is_hidden(kind, side):
+    eager, fused = pair(kind)
+    inputs = batch(40, padded=(7, 0, 31), side=side)
+    expected, got = (logits_and_gradients(model, inputs) for model in (eager, fused))
+    assert error(got[0], expected[0]) < 1e-5
+    assert error(whole(got[1]), whole(expected[1])) < 1e-5
+    inputs["input_ids"][0, 2 if side == "left" else -2] = 9  # what stands there must not matter
+    if kind == "language model":
+        assert error(logits_and_gradients(fused, inputs)[0], got[0]) < 1e-6
+
+
+def test_holes_in_the_mask_are_hidden():
+    eager, fused = pair()
+    inputs = batch(24, padded=(0, 3))
+    inputs["attention_mask"][0, [3, 4, 11]] = 0
+    expected, got = (logits_and_gradients(model, inputs) for model in (eager, fused))
+    assert error(got[0], expected[0]) < 1e-5
+    assert error(whole(got[1]), whole(expected[1])) < 1e-5
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_generation_is_that_of_eager(cache):
+    """Prompts padded on the left, cached keys, and no cache at all."""
+    eager, fused = pair()
+    inputs = batch(12, padded=(5, 0, 11), side="left")
+    how = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "cache_implementation": cache}
+    results = [
+        model.generate(**inputs, **how, use_cache=True, output_logits=True, return_dict_in_generate=True)
+        for model in (eager, fused)
+    ]
+    assert results[0].sequences.equal(results[1].sequences)
+    assert relative_error(results[0].logits, results[1].logits) < 1e-4
+    assert fused.generate(**inputs, **(how | {"cache_implementation": None}), use_cache=False).equal(
+        results[0].sequences
+    )
+
+
+def test_a_prompt_in_parts_is_the_prompt():
+    """Keys of the first part are cached when the second one comes."""
+    eager, fused = pair()
+    ids = batch(20, padded=(0,))["input_ids"]
+    with torch.no_grad():
+        expected = eager(ids).logits[:, 12:]
+        first = fused(ids[:, :12], use_cache=True)
+        got = fused(ids[:, 12:], past_key_values=first.past_key_values, use_cache=True).logits
+    assert error(got, expected) < 1e-5
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_weights_of_attention_are_returned(side):
+    eager, fused = pair()
+    inputs = batch(12, padded=(0, 4), side=side)
+    expected, got = (model(**inputs, output_attentions=True) for model in (eager, fused))
+    assert relative_error(expected.attentions, got.attentions) < 1e-6
+    assert len(got.attentions) == 2
+    assert fused(**inputs).attentions is None
+
+
+def test_a_config_that_asks_for_weights_of_attention_is_left_alone():
+    model, _ = pair(output_attentions=True)
+    fuse_attention(model)
+    assert type(model.base_model.h[0].self_attention) is BloomAttention
+    assert len(model(**batch(8)).attentions) == 2
+
+
+def test_slow_but_exact_stays_eager():
+    eager, fused = pair(pretraining_tp=2, slow_but_exact=True)
+    inputs = batch(12)
+    assert eager(**inputs).logits.equal(fused(**inputs).logits)
+
+
+def test_dropout_drops_as_many_and_only_while_training():
+    """The mean over many draws is what comes out without dropout, and each draw differs."""
+    eager, fused = pair(attention_dropout=0.5)
+    inputs = batch(6, padded=(0,))
+    attention = [model.base_model.h[0].self_attention for model in (eager, fused)]
+    outputs = [[], []]
+    for module, kept in zip(attention, outputs, strict=True):
+        module.register_forward_hook(lambda module, args, output, kept=kept: kept.append(output[0].detach()))
+    for model in (eager.eval(), fused.eval()):
+        model(**inputs)
+    (expected,), (still,) = outputs
+    torch.testing.assert_close(still, expected)
+    many = {name: tensor.expand(400, -1) for name, tensor in inputs.items()}
+    for model in (eager.train(), fused.train()):
+        model(**many)
+    first, second = (kept[1] for kept in outputs)
+    assert not second[0].equal(second[1])
+    for drawn in (first, second):
+        torch.testing.assert_close(drawn.mean(0), expected[0], rtol=0, atol=0.1 * expected.abs().max().item())
+    torch.testing.assert_close(second.std(0), first.std(0), rtol=0.2, atol=0.1)
+
+
+def checkpointed(model):
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def compiled(model):
+    return torch.compile(model, dynamic=True, backend="eager", fullgraph=True)
+
+
+def with_adapters(model):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["query_key_value"], task_type="CAUSAL_LM"))
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight)  # or the adapters change nothing
+    return adapted
+
+
+@pytest.mark.parametrize("wrap", [checkpointed, compiled, with_adapters, copy.deepcopy])
+def test_what_is_wrapped_around_it_changes_nothing(wrap):
+    expected, got = pair()
+    expected, got = expected if wrap is compiled else wrap(expected), wrap(got)
+    for length in (23, 37):  # another length, once compiled
+        inputs = batch(length)
+        with nullcontext(Square(length)) if wrap is compiled else Square(length) as square:  # compiled, it sees nothing
+            logits = got(**inputs).logits
+            logits.square().mean().backward()
+        assert not square.found
+        reference = expected(**inputs).logits
+        reference.square().mean().backward()
+        seen = inputs["attention_mask"].bool()
+        assert error(logits[seen], reference[seen]) < 1e-5
+        gradients = [
+            [weight.grad for weight in model.parameters() if weight.requires_grad] for model in (expected, got)
+        ]
+        assert error(whole(gradients[1]), whole(gradients[0])) < 1e-5
+
+
+def test_sharded_it_is_the_same():
+    eager, fused = pair()
+    inputs = batch(24)
+    expected = logits_and_gradients(eager, inputs)[0]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = DeviceMesh("cpu", [0])
+        for block in fused.base_model.h:
+            fully_shard(block, mesh=mesh)
+        logits = fully_shard(fused, mesh=mesh)(**inputs).logits[inputs["attention_mask"].bool()]
+        assert error(logits.detach().double(), expected) < 1e-5
+        logits.mean().backward()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["bloom-quickstart", "llama-tiny"])
+def test_the_setting_chooses(tmp_path, name):
+    """Of a model that transformers has `sdpa` for, too."""
+    counts = {}
+    for attention in ("fused", "eager"):
+        settings = settings_for(
+            tmp_path,
+            model=str(MODELS / f"{name}.json"),
+            from_scratch=True,
+            attention=attention,
+            task="instruction-tuning",
+        )
+        datasets = blank_datasets(2)
+        model = build_model(settings, datasets).eval()
+        inputs = {"input_ids": torch.arange(1, 54)[None], "labels": torch.arange(1, 54)[None]}
+        with Square(53) as square:
+            model(**inputs, predicting=torch.arange(52)).loss.backward()
+        counts[attention] = len(square.found)
+    assert counts["fused"] == 0
+    assert counts["eager"] > 0
+
+
+def test_what_is_saved_is_a_plain_model(tmp_path):
+    _, fused = pair()
+    fused.save_pretrained(tmp_path)
+    again = BloomForCausalLM.from_pretrained(tmp_path)
+    assert type(again.base_model.h[0].self_attention) is BloomAttention
+    inputs = batch(12, padded=(0,))
+    assert error(again(**inputs).logits, fused(**inputs).logits) < 1e-5
+
+
+def test_code_that_is_repeated_here_has_not_changed():
+    """For a new release, compare these functions with `techniques/fused_attention.py`, then renew REPEATED."""
+    found = []
+    for function in (BloomAttention.__init__, BloomAttention.forward):
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        found.append(ast.unparse(tree))
+    calls = [line.strip() for line in inspect.getsource(BloomModel.forward).splitlines()]
+    assert "causal_mask = create_causal_mask(" in calls, "BloomModel.forward: where does its mask come from now?"
+    assert "attention_mask=causal_mask," in calls, "BloomModel.forward: what does it give to its blocks now?"
+    assert hashlib.sha256("\n".join(found).encode()).hexdigest()[:16] == REPEATED, (
+        "BloomAttention.__init__ or .forward has changed: look what FusedAttention.forward must follow"
+    )

@@ -1,0 +1,380 @@
+"""Adapters: what they change and what they must not, on 16-bit and 4-bit models, with every way to save memory."""
+
+import copy
+import csv
+import json
+import re
+import sys
+from functools import partialmethod
+
+import pytest
+import torch
+from lightning import Fabric
+from lightning.fabric.plugins import MixedPrecision
+from support.export import run_here
+from support.helpers import MODELS, ROOT, SRC, finished, run_script, settings_for, token_datasets
+from torch import nn
+
+from fabric_ladder import Run, UserError, build_dataloaders, build_model, build_optimizer, parse_settings, train
+from fabric_ladder.distributed.fsdp import transformer_blocks
+from fabric_ladder.planning.predict import blank_datasets
+
+TINY = {"vocab_size": 64, "pad_token_id": 0, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+CONFIGS = {
+    "bloom": {"model_type": "bloom", **TINY},
+    "llama": {"model_type": "llama", "intermediate_size": 64, "max_position_embeddings": 64, **TINY},
+    "bert": {"model_type": "bert", "intermediate_size": 64, **TINY, **NO_DROPOUT},
+    "distilbert": {"model_type": "distilbert", "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64,
+                   "vocab_size": 64, "dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0},
+    "vit": {"model_type": "vit", "image_size": 16, "patch_size": 8, "intermediate_size": 64, "hidden_size": 32,
+            "num_hidden_layers": 2, "num_attention_heads": 2},
+}  # fmt: skip
+WAYS = {
+    "plain": {},
+    "accumulated": {"micro_batch_size": 3},
+    "checkpointed": {"activation_checkpointing": True},
+    "compiled": {"compile": True},
+    "bf16-true": {"precision": "bf16-true"},
+    "bf16-mixed": {"precision": "bf16-mixed"},
+    "16-mixed": {"precision": "16-mixed"},
+    "dora": {"dora": True},
+    "rslora": {"rslora": True},
+    "all-linear": {"lora_targets": "all-linear"},
+    "4-bit": {"quantization": "nf4", "precision": "bf16-true"},
+    "4-bit 16-mixed": {"quantization": "nf4", "precision": "16-mixed"},
+    "4-bit checkpointed": {"quantization": "nf4", "precision": "bf16-true", "activation_checkpointing": True},
+}
+
+
+def lora_settings(tmp_path, kind="bloom", **values):
+    path = tmp_path / f"{kind}.json"
+    path.write_text(json.dumps(CONFIGS[kind]))
+    defaults = {"lora": True, "lora_dropout": 0.0, "from_scratch": True, "model": str(path), "batch_size": 8}
+    defaults |= {"learning_rate": 1e-2, "loss_chunk": 16, "threads": 1}
+    return settings_for(tmp_path, **(defaults | values))
+
+
+def data(settings):
+    return token_datasets(train=24, validation=4, test=4, per_token=settings.task == "instruction-tuning")
+
+
+def set_up(settings, datasets=None):
+    """A run up to its first step: fabric, model, optimizer, loaders."""
+    precision = {"precision": settings.precision}
+    if settings.precision == "16-mixed":  # which Fabric takes for bf16-mixed on a CPU
+        precision = {"plugins": MixedPrecision("16-mixed", "cpu")}
+    fabric = Fabric(accelerator="cpu", devices=1, **precision)
+    fabric.seed_everything(settings.seed, verbose=False)
+    run = Run(fabric, settings)
+    datasets = datasets or data(settings)
+    loaders = build_dataloaders(fabric, datasets, settings)
+    model = fabric.setup(build_model(settings, datasets))
+    return run, model, fabric.setup_optimizers(build_optimizer(settings, model)), loaders
+
+
+def inner(model):
+    return model.module
+
+
+def snapshot(model):
+    return {name: parameter.detach().clone() for name, parameter in inner(model).named_parameters()}
+
+
+def trained_names(model):
+    return {name for name, parameter in inner(model).named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [("bloom", "text-classification"), ("llama", "text-classification"), ("bert", "text-classification"),
+     ("distilbert", "text-classification"), ("bloom", "instruction-tuning"), ("llama", "instruction-tuning")],
+)  # fmt: skip
+def test_only_adapters_and_head_change(tmp_path, kind, task):
+    settings = lora_settings(tmp_path, kind, task=task)
+    run, model, optimizer, (train_loader, val_loader, _) = set_up(settings)
+    before, trained = snapshot(model), trained_names(model)
+    heads = (
+        {"score"}
+        if kind in ("bloom", "llama")
+        else {"classifier", "pre_classifier"}
+        if kind == "distilbert"
+        else {"classifier"}
+    )
+    if task == "instruction-tuning":
+        heads = set()
+    assert {name.split(".modules_to_save")[0].split(".")[-1] for name in trained if "lora_" not in name} == heads
+    assert all("lora_A" in name or "lora_B" in name or "modules_to_save" in name for name in trained)
+    train(run, model, optimizer, train_loader, val_loader)
+    changed = {name for name, value in snapshot(model).items() if not torch.equal(value, before[name])}
+    assert changed == trained
+
+
+@pytest.mark.parametrize("kind", ["bloom", "llama"])
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "compiled"])
+def test_every_adapter_learns_in_every_way(tmp_path, way, kind):
+    every_adapter_learns(tmp_path, way, kind)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_every_adapter_learns_compiled(tmp_path, monkeypatch, backend):
+    """By the compiler's front end alone, and by all of it."""
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
+    every_adapter_learns(tmp_path, "compiled", "bloom")
+
+
+def every_adapter_learns(tmp_path, way, kind):
+    """After one step no lora_B is zero any more, and all is finite: reentrant checkpointing would train nothing."""
+    settings = lora_settings(tmp_path, kind, task="instruction-tuning", **WAYS[way])
+    run, model, optimizer, (train_loader, val_loader, _) = set_up(settings)
+    train(run, model, optimizer, train_loader, val_loader)
+    lora_b = {name: value for name, value in snapshot(model).items() if "lora_B" in name}
+    layers = 2 * {"bloom": 4, "llama": 7}[kind] if way == "all-linear" else 2 * {"bloom": 1, "llama": 2}[kind]
+    assert len(lora_b) == layers
+    assert all(value.any() and value.isfinite().all() for value in lora_b.values())
+    assert {value.dtype for value in lora_b.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "compiled" and not way.startswith("4-bit")])
+@pytest.mark.parametrize("task", ["text-classification", "instruction-tuning"])
+def test_the_first_loss_is_that_of_the_model_itself(tmp_path, task, way):
+    """The same weights, the head's too, drawn from the same seed; adapters begin as nothing."""
+    losses = {}
+    for lora in (False, True):
+        values = {name: value for name, value in WAYS[way].items() if lora or name in ("precision", "micro_batch_size")}
+        settings = lora_settings(tmp_path, task=task, lora=lora, learning_rate=1e-3, **values)
+        _, model, _, (train_loader, _, _) = set_up(settings)
+        batch = next(iter(train_loader)).micro_batches[0]
+        losses[lora] = model(**batch.inputs).loss.item()
+    assert losses[True] == pytest.approx(losses[False], rel=4e-3 if settings.precision == "bf16-true" else 1e-6)
+
+
+@pytest.mark.parametrize("quantization", ["no", "nf4"])
+def test_images_get_adapters_too(tmp_path, quantization):
+    settings = lora_settings(tmp_path, "vit", task="image-classification", image_size=16, quantization=quantization)
+    model = Fabric(accelerator="cpu", devices=1).setup(build_model(settings, blank_datasets(3, 16)))
+    optimizer = build_optimizer(settings, model)
+    before = snapshot(model)
+    model(pixel_values=torch.randn(4, 3, 16, 16), labels=torch.tensor([0, 1, 2, 0])).loss.backward()
+    optimizer.step()
+    changed = {name for name, value in snapshot(model).items() if not torch.equal(value, before[name])}
+    assert changed
+    assert all("lora_B" in name or "modules_to_save" in name for name in changed), "A waits for B to leave zero"
+
+
+def test_mixed_precision_keeps_frozen_matrices_in_16_bit_and_changes_no_bit(tmp_path):
+    """Autocast would cast them in every pass; what is not multiplied (embeddings, norms) stays in 32-bit."""
+    found = {}
+    for stored in (torch.bfloat16, torch.float32):
+        settings = lora_settings(tmp_path, precision="bf16-mixed", task="instruction-tuning")
+        run, model, _, (train_loader, _, _) = set_up(settings)
+        linear = {name: module for name, module in inner(model).named_modules() if type(module) is nn.Linear}
+        frozen = [module for name, module in linear.items() if "lora" not in name and "lm_head" not in name]
+        assert len(frozen) == 2 * 4
+        assert {module.weight.dtype for module in frozen} == {torch.bfloat16}
+        for module in frozen:
+            module.weight.data = module.weight.data.bfloat16().to(stored)
+        inputs = next(iter(train_loader)).micro_batches[0].inputs
+        loss = model(**inputs).loss
+        run.fabric.backward(loss)
+        found[stored] = [loss, *(parameter.grad for parameter in model.parameters() if parameter.requires_grad)]
+        kept = {name: value.dtype for name, value in snapshot(model).items() if "norm" in name or "embed" in name}
+        assert set(kept.values()) == {torch.float32}
+    assert all(torch.equal(a, b) for a, b in zip(*found.values(), strict=True))
+
+
+def test_without_bfloat16_frozen_matrices_are_in_float16_and_what_is_trained_in_32_bit(tmp_path):
+    settings = lora_settings(tmp_path, precision="16-mixed", task="instruction-tuning")
+    run, model, optimizer, (train_loader, val_loader, _) = set_up(settings)
+    before = snapshot(model)
+    linear = [name for name, value in before.items() if value.dim() == 2 and not re.search("lora|embed|lm_head", name)]
+    assert len(linear) == 2 * 4
+    assert {before[name].dtype for name in linear} == {torch.float16}
+    assert {value.dtype for name, value in before.items() if name not in linear and "bias" not in name} == {
+        torch.float32
+    }
+    assert run.fabric.strategy.precision.scaler.is_enabled()
+    train(run, model, optimizer, train_loader, val_loader)
+    changed = {name for name, value in snapshot(model).items() if not torch.equal(value, before[name])}
+    assert changed == trained_names(model)
+
+
+def test_half_precision_rounds_neither_what_is_trained_nor_the_rotary_frequencies(tmp_path):
+    settings = lora_settings(tmp_path, "llama", precision="bf16-true", task="instruction-tuning")
+    _, model, _, _ = set_up(settings)
+    kinds = {name: value.dtype for name, value in snapshot(model).items()}
+    assert {kind for name, kind in kinds.items() if "lora_" in name} == {torch.float32}
+    assert {kind for name, kind in kinds.items() if "lora_" not in name} == {torch.bfloat16}
+    exact = build_model(lora_settings(tmp_path, "llama", lora=False), data(settings)).model.rotary_emb.inv_freq
+    assert torch.equal(inner(model).get_base_model().model.rotary_emb.inv_freq, exact)
+    copied = copy.deepcopy(inner(model)).to(torch.float16)
+    assert copied.get_base_model().model.rotary_emb.inv_freq.dtype == torch.float32
+    assert (
+        copied.get_base_model().model.rotary_emb.inv_freq is not inner(model).get_base_model().model.rotary_emb.inv_freq
+    )
+
+
+def test_the_article_s_adapters_have_the_article_s_size(tmp_path):
+    """bloomz-7b1-mt, rank 8 on query_key_value: 30 layers x 8 x (4,096 + 12,288) numbers."""
+    shape = {"model_type": "bloom", "hidden_size": 4096, "n_layer": 30, "n_head": 32, "vocab_size": 250880}
+    (tmp_path / "7b1.json").write_text(json.dumps(shape))
+    settings = settings_for(tmp_path, model=str(tmp_path / "7b1.json"), from_scratch=True, lora=True,
+                            task="instruction-tuning")  # fmt: skip
+    with torch.device("meta"):
+        model = build_model(settings, blank_datasets(2))
+    assert sum(parameter.numel() for parameter in model.parameters()) == 7_069_016_064 + 3_932_160
+    assert sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad) == 3_932_160
+
+
+def test_four_bits_are_nf4_doubly_quantised_and_count_as_whole_parameters(tmp_path):
+    settings = lora_settings(tmp_path, quantization="nf4", precision="bf16-true")
+    run, model, optimizer, (train_loader, val_loader, _) = set_up(settings)
+    quantised = [value for value in inner(model).parameters() if hasattr(value, "quant_state")]
+    assert len(quantised) == 2 * 4
+    assert all(value.quant_state.nested and value.quant_state.quant_type == "nf4" for value in quantised)
+    assert {value.quant_state.dtype for value in quantised} <= {torch.bfloat16, torch.float32}
+    before = snapshot(model)
+    train(run, model, optimizer, train_loader, val_loader)
+    assert all(torch.equal(value, before[name]) for name, value in snapshot(model).items() if "quant" in name)
+    whole = build_model(lora_settings(tmp_path), data(settings))
+    assert run.record.values["results"]["parameters"] == sum(parameter.numel() for parameter in whole.parameters())
+    assert run.record.values["results"]["dtypes"] == ["torch.bfloat16", "torch.float32", "torch.uint8"]
+
+
+def test_four_bits_stay_near_the_model(tmp_path):
+    """Quantising shifts the first loss a little, and the adapters learn all the same."""
+    losses = {}
+    for quantization in ("no", "nf4"):
+        settings = lora_settings(tmp_path, quantization=quantization, task="instruction-tuning", epochs=6, log_every=24)
+        run, model, optimizer, (train_loader, val_loader, _) = set_up(settings)
+        inputs = next(iter(train_loader)).micro_batches[0].inputs
+        first = model(**inputs).loss.item()
+        train(run, model, optimizer, train_loader, val_loader)
+        losses[quantization] = first, model(**inputs).loss.item()
+    assert losses["nf4"][0] == pytest.approx(losses["no"][0], rel=0.02)
+    assert losses["nf4"][0] != losses["no"][0]
+    assert losses["nf4"][1] < losses["nf4"][0]
+
+
+BLOOM = ["--model", str(MODELS / "bloom-quickstart.json"), "--from_scratch", "true"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            "--lora_targets q_proj",
+            "no linear layer 'q_proj'.*it has dense, dense_4h_to_h, dense_h_to_4h, query_key_value",
+        ),
+        ("--lora_targets query_key_value,word_embeddings", "no linear layer 'word_embeddings'"),
+        ("--lora_targets score", "no linear layer 'score'"),
+        ("--lora_targets lm_head --task instruction-tuning", "no linear layer 'lm_head'"),
+        ("--lora false --dora true", "--dora has no effect without --lora true: add that, or leave --dora out"),
+        ("--lora false --rslora true", "--rslora has no effect without --lora true"),
+        ("--lora false --quantization nf4", "4-bit weights cannot be trained; add --lora true"),
+        ("--quantization fp4", "expected no or nf4"),
+        ("--lora_rank 0", "must be at least 1"),
+        ("--lora_dropout 1", "must be below 1"),
+    ],
+)
+def test_bad_settings_are_one_line(arguments, line):
+    with pytest.raises(UserError, match=line):
+        parse_settings([*BLOOM, "--accelerator", "cpu", *arguments.split()], lora=True)
+
+
+@pytest.mark.parametrize(
+    "rung", [{"strategy": "fsdp"}, {"strategy": "deepspeed", "deepspeed": "zero2"}], ids=["fsdp", "deepspeed"]
+)
+def test_four_bits_are_refused_where_weights_are_shared_out(rung):
+    with pytest.raises(UserError, match=r"cannot shard 4-bit weights; use src/14_qlora\.py"):
+        parse_settings(
+            [*BLOOM, "--accelerator", "cpu", "--lora", "true", "--quantization", "nf4"], devices="auto", **rung
+        )
+
+
+def test_without_bitsandbytes_rung_14_is_one_line(monkeypatch):
+    """As on a machine where nobody installed it."""
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(UserError) as error:
+        run_here(monkeypatch, SRC / "14_qlora.py")
+    line = "4-bit weights need bitsandbytes: pip install bitsandbytes==0.50.2, or run src/13_lora.py"
+    assert str(error.value) == line
+
+
+def test_default_targets_of_an_architecture_that_peft_does_not_know(tmp_path):
+    """Found by the attention's linear layers; fused ones too."""
+    shape = {"model_type": "phi3", "intermediate_size": 64, "pad_token_id": 0, **TINY}
+    (tmp_path / "phi3.json").write_text(json.dumps(shape))
+    settings = settings_for(tmp_path, model=str(tmp_path / "phi3.json"), from_scratch=True, lora=True)
+    with torch.device("meta"):
+        model = build_model(settings, blank_datasets(2))
+    assert model.peft_config["default"].target_modules == {"o_proj", "qkv_proj"}
+
+
+def test_the_config_says_what_was_trained(tmp_path):
+    settings = lora_settings(tmp_path, lora_rank=4, lora_alpha=12, dora=True, rslora=True, lora_dropout=0.25)
+    config = build_model(settings, data(settings)).peft_config["default"]
+    assert (config.r, config.lora_alpha, config.lora_dropout) == (4, 12, 0.25)
+    assert config.use_dora
+    assert config.use_rslora
+    assert "score" in config.modules_to_save
+    assert re.fullmatch(config.exclude_modules, "score")
+
+
+def test_fsdp_finds_the_blocks_under_the_adapters(tmp_path):
+    settings = lora_settings(tmp_path)
+    assert len(transformer_blocks(build_model(settings, data(settings)))) == 2
+
+
+def test_a_run_prints_what_is_trained(tmp_path):
+    arguments = ["--train_samples", 32, "--validation_samples", 8, "--test_samples", 8, "--save", "no"]
+    stdout = finished(run_script(SRC / "13_lora.py", *arguments, cwd=tmp_path))
+    assert "Parameters: 0.2 M, 0.017 M trainable (9.05%), torch.bfloat16, torch.float32\n" in stdout
+    assert " · peft " in next(line for line in stdout.splitlines() if line.startswith("Python "))
+
+
+INSTRUCTIONS = """--task instruction-tuning --train_samples 40 --validation_samples 6 --test_samples 6 --max_length 512
+    --log_every 1 --micro_batch_size 2 --precision 32-true --lora true --lora_dropout 0 --packing true""".split()
+
+
+def printed_losses(tmp_path, name, *more):
+    finished(run_script(SRC / f"{name}.py", *INSTRUCTIONS, *more, cwd=tmp_path))
+    with open(tmp_path / "runs" / name / "1" / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [float(row["loss"] or row["validation_loss"] or row["test_loss"]) for row in rows]
+
+
+@pytest.mark.parametrize("name", ["9_ddp", pytest.param("10_fsdp", marks=pytest.mark.slow)])
+def test_processes_share_adapters_and_packed_tokens_without_changing_a_loss(tmp_path, name):
+    """Of micro-batches the weights count trained tokens over all ranks."""
+    expected = printed_losses(tmp_path, "2_grad_accum")
+    assert len(expected) == 3 + 2
+    assert printed_losses(tmp_path, name, "--devices", "2") == pytest.approx(expected, abs=1e-5)
+
+
+def test_four_bits_from_training_to_text(tmp_path, monkeypatch, capsys):
+    """Rung 14 saves an adapter and its 4-bit base; both are loaded, asked, merged, and asked again."""
+    sizes = ["--train_samples", 64, "--validation_samples", 8, "--test_samples", 8, "--lora_learning_rate", "2e-2"]
+    instructions = ["--task", "instruction-tuning", "--epochs", 3]
+    stdout = finished(run_script(SRC / "14_qlora.py", *instructions, *sizes, cwd=tmp_path))
+    assert "Saved runs/14_qlora/1/adapter" in stdout
+    files = list((tmp_path / "runs/14_qlora/1/adapter").iterdir())
+    assert sum(path.stat().st_size for path in files if path.suffix == ".safetensors") < 100_000
+    review = ["--prompt", "Is this film review positive or negative?", "--input", "A good film.", "--max_new_tokens", 5]
+    monkeypatch.chdir(tmp_path)
+    for script, more in (
+        ("generate", ["--model", "runs/14_qlora/1", *review]),
+        ("merge_lora", ["runs/14_qlora/1"]),
+        ("generate", ["--model", "runs/14_qlora/1/merged", *review]),
+    ):
+        run_here(monkeypatch, ROOT / "scripts" / f"{script}.py", *more)
+        said = capsys.readouterr().out.strip()
+        assert said in ("positive", "negative") or script == "merge_lora"
+
+
+def test_the_article_s_config_is_the_article_s_run():
+    shape = ["--model", str(MODELS / "bloom-7b1.json"), "--from_scratch", "true", "--accelerator", "cpu"]
+    settings = parse_settings(["--config", "belle_bloomz_7b1_lora.yaml", *shape], precision="bf16-true")
+    assert (settings.lora_rank, settings.lora_alpha, settings.lora_dropout) == (8, 32, 0.1)
+    assert (settings.lora_targets, settings.learning_rate) == ("query_key_value", 2e-4)
+    assert settings.prompt_template == "Human: {instruction}\n{input}\nAssistant: "
