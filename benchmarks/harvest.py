@@ -42,6 +42,7 @@ from fabric_ladder.planning.formulas import ASSUMED, load_overhead
 from fabric_ladder.planning.gpus import Gpu, match_gpu
 from fabric_ladder.rungs import RUNGS
 from fabric_ladder.settings import Settings
+from fabric_ladder.training.state import Training
 from local_dataset_utilities import load_datasets
 
 OUT = common.RESULTS / "gpu.json"
@@ -271,11 +272,11 @@ def write_profile() -> None:
     own, options = parser.parse_known_args(sys.argv[2:])
     train = fabric_ladder.train
 
-    def profiled_train(*args) -> None:
+    def profiled_train(*args) -> Training:
         cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         start = perf_counter()
         with profile(activities=[ProfilerActivity.CPU, *cuda]) as profiler:
-            train(*args)
+            training = train(*args)
         wall = perf_counter() - start
         events = profiler.key_averages()
         on_gpu = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
@@ -285,6 +286,7 @@ def write_profile() -> None:
         top = [{"name": event.key, "share": time / total, "ms": time / 1e3, "calls": event.count}
                for time, event in sorted(times, key=lambda row: -row[0])[:10]]  # fmt: skip
         own.out.write_text(json.dumps({"wall_seconds": wall, "busy_seconds": total / 1e6, "top": top}))
+        return training
 
     fabric_ladder.train = profiled_train
     script = ROOT / "src" / f"{own.script}.py"

@@ -356,7 +356,8 @@ def test_a_second_interrupt_ends_immediately_and_a_run_in_use_is_refused(tmp_pat
     process.stderr.close()
 
 
-KILLS = 50
+KILLS = 20
+LONGEST = 300  # seconds that a start may take on a slow machine
 
 
 def train_and_be_killed(cwd, arguments):
@@ -375,9 +376,10 @@ def writes(cwd):
 
 
 @pytest.mark.slow
-def test_fifty_kills_at_random_instants_lose_nothing(tmp_path, dropout_model):
+@pytest.mark.timeout(1800)
+def test_twenty_kills_at_random_instants_lose_nothing(tmp_path, dropout_model):
     """Each start resumes the killed run; the end equals an undisturbed run."""
-    more = ["--model", dropout_model, "--save_every", 1, "--keep", 2, "--resume", "auto", "--epochs", 6]
+    more = ["--model", dropout_model, "--save_every", 1, "--keep", 2, "--resume", "auto", "--epochs", 3]
     (tmp_path / "whole").mkdir()
     run_here("2_grad_accum", tmp_path / "whole", *more)
     whole, draw = tmp_path / "whole" / "runs" / "2_grad_accum" / "1", random.Random(7)
@@ -392,14 +394,17 @@ def test_fifty_kills_at_random_instants_lose_nothing(tmp_path, dropout_model):
             process = context.Process(target=train_and_be_killed, args=(cwd, more))
             process.start()
             if kills == KILLS:
-                process.join()
+                process.join(LONGEST)
             elif kills % 2:
                 process.join(draw.uniform(0.1, 1.0))
             else:  # as soon as it writes a checkpoint
-                while process.is_alive() and not writes(cwd):
+                end = time.monotonic() + LONGEST
+                while process.is_alive() and not writes(cwd) and time.monotonic() < end:
                     time.sleep(0.001)
+                assert time.monotonic() < end, f"nothing was written in {LONGEST} seconds"
                 time.sleep(draw.uniform(0, 0.01))
             if process.exitcode is None:
+                assert kills < KILLS, f"the last start has not ended after {LONGEST} seconds"
                 process.kill()
                 process.join()
                 kills += 1
@@ -413,7 +418,7 @@ def test_fifty_kills_at_random_instants_lose_nothing(tmp_path, dropout_model):
                 break
         assert_same(newest_run(cwd), whole)
         assert not [*cwd.rglob(".step-*"), *cwd.rglob(".lock")]
-    assert while_writing >= 5, f"only {while_writing} kills fell into the writing of a checkpoint"
+    assert while_writing >= 3, f"only {while_writing} kills fell into the writing of a checkpoint"
 
 
 def with_lost_log(monkeypatch, tmp_path, action, *arguments):

@@ -1,6 +1,6 @@
 """Every technique that is a setting, with every rung, on a tiny model: what runs, and what is refused in which words.
 
-`make combinations` tries all pairs and writes docs/combinations.md; the slow test tries them all again. The quick test
+`make combinations` tries all pairs and writes docs/combinations.md; the slow test tries every third again. The quick test
 tries every pair that is refused there, and of those that run one for each technique and at least one for each rung; it
 compiles none, which takes minutes.
 """
@@ -61,8 +61,8 @@ ALL_PAIRS = [(technique, rung.stem) for technique in TECHNIQUES for rung in RUNG
 HEAD = """# Which technique goes with which rung
 
 Each cell is a run of the rung with that setting, on one CPU process and a tiny model. A number is a refusal before any
-work; the reasons stand below. Written by `make combinations`, which tries every cell. `make test-slow` tries them all
-again; `make test` tries every refusal, and of the cells that run one in each row and each column that is not compiled.
+work; the reasons stand below. Written by `make combinations`, which tries every cell. `make test-slow` tries every third again;
+`make test` tries every refusal, and of the cells that run one in each row and each column that is not compiled.
 
 """
 Pair = tuple[str, str]  # technique and rung
@@ -130,14 +130,16 @@ def test_every_refusal_and_a_sample_of_what_runs_is_as_the_table_says(images):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_every_technique_runs_with_every_rung_or_is_refused_with_a_reason(images):
+def test_a_technique_runs_with_a_rung_or_is_refused_with_a_reason(images):
     """All that is compiled in one process, which compiles a model only once, and all others in another."""
-    compiled = [pair for pair in ALL_PAIRS if pair[0] == "compile"]
-    compiled = [pair for pair in ALL_PAIRS if pair[1] == "3_torch_compile"] + compiled
-    others = [pair for pair in ALL_PAIRS if pair not in compiled]
+    writing = bool(os.environ.get("FABRIC_LADDER_WRITE_TABLE"))
+    tried = ALL_PAIRS if writing else ALL_PAIRS[::3]  # 22 rungs: another third of them for each technique
+    compiled = [pair for pair in tried if pair[0] == "compile"]
+    compiled = [pair for pair in tried if pair[1] == "3_torch_compile"] + compiled
+    others = [pair for pair in tried if pair not in compiled]
     with ThreadPoolExecutor(2) as pool:
         answers = pool.map(attempt, [compiled, others], [images, images], [True, False])
     found = {pair: answer for answered in answers for pair, answer in answered.items()}
-    if os.environ.get("FABRIC_LADDER_WRITE_TABLE"):
+    if writing:
         TABLE.write_text(table(found), encoding="utf-8")
-    assert table(found) == TABLE.read_text(encoding="utf-8")
+    assert table(written_table() | found) == TABLE.read_text(encoding="utf-8")
