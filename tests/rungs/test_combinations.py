@@ -1,8 +1,8 @@
 """Every technique that is a setting, with every rung, on a tiny model: what runs, and what is refused in which words.
 
-`make combinations` tries all pairs and writes docs/combinations.md; the slow test tries every third again. The quick test
-tries every pair that is refused there, and of those that run one for each technique and at least one for each rung; it
-compiles none, which takes minutes.
+`make combinations` tries all pairs and writes docs/combinations.md; the slow test tries every third again. The quick
+test tries every pair that is refused there, and of those that run one for each technique and at least one for each
+rung; it compiles none, which takes minutes.
 """
 
 import json
@@ -61,8 +61,9 @@ ALL_PAIRS = [(technique, rung.stem) for technique in TECHNIQUES for rung in RUNG
 HEAD = """# Which technique goes with which rung
 
 Each cell is a run of the rung with that setting, on one CPU process and a tiny model. A number is a refusal before any
-work; the reasons stand below. Written by `make combinations`, which tries every cell. `make test-slow` tries every third again;
-`make test` tries every refusal, and of the cells that run one in each row and each column that is not compiled.
+work; the reasons stand below. Written by `make combinations`, which tries every cell. `make test-slow` tries every
+third again; `make test` tries every refusal, and of the cells that run one in each row and each column that is not
+compiled.
 
 """
 Pair = tuple[str, str]  # technique and rung
