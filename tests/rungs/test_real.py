@@ -10,10 +10,9 @@ from support.helpers import ROOT, SRC, finished, run_script
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_adapters_come_near_full_fine_tuning(tmp_path, archive, minilm):
-    """1,000 reviews, cut at 64 tokens: within 3 points of accuracy on 1,500 others, with 0.33 % trained."""
+    """2,000 reviews, cut at 64 tokens: within 3 points of accuracy on 1,500 others, with 0.33 % trained."""
     options = ["--config", "imdb_minilm.yaml", "--model", minilm, "--data_dir", archive.parent, "--threads", "1"]
-    options += ["--train_samples", "1000", "--max_length", "64", "--micro_batch_tokens", "1024"]
-    options += ["--precision", "bf16-mixed"]
+    options += ["--max_length", "64", "--micro_batch_tokens", "1024", "--precision", "32-true"]  # not every CPU computes in bfloat16
     found, stdout = {}, {}
     for name, more in (("2_grad_accum", ()), ("13_lora", ("--lora_learning_rate", "1e-3"))):
         stdout[name] = finished(run_script(SRC / f"{name}.py", *options, *more, cwd=tmp_path, timeout=900))
@@ -24,7 +23,7 @@ def test_adapters_come_near_full_fine_tuning(tmp_path, archive, minilm):
         found[name] = right / 1500
         assert results["padding"] < 0.1, "sorted by length inside the effective batch"
     assert "Parameters: 22.7 M, 22.7 M trainable, torch.float32" in stdout["2_grad_accum"]
-    assert "Parameters: 22.8 M, 0.074 M trainable (0.33%), torch.bfloat16, torch.float32" in stdout["13_lora"]
+    assert "Parameters: 22.8 M, 0.074 M trainable (0.33%), torch.float32" in stdout["13_lora"]
     assert results["trainable_parameters"] < 0.02 * results["parameters"]
     assert found["2_grad_accum"] > 0.7, "chance is half"
     assert found["13_lora"] > found["2_grad_accum"] - 0.03, found
