@@ -12,7 +12,8 @@ from support.helpers import ROOT, SRC, finished, run_script
 def test_adapters_come_near_full_fine_tuning(tmp_path, archive, minilm):
     """2,000 reviews, cut at 64 tokens: within 3 points of accuracy on 1,500 others, with 0.33 % trained."""
     options = ["--config", "imdb_minilm.yaml", "--model", minilm, "--data_dir", archive.parent, "--threads", "1"]
-    options += ["--max_length", "64", "--micro_batch_tokens", "1024", "--precision", "32-true"]  # not every CPU computes in bfloat16
+    options += ["--max_length", "64", "--micro_batch_tokens", "1024"]
+    options += ["--precision", "32-true"]  # not every CPU computes in bfloat16
     found, stdout = {}, {}
     for name, more in (("2_grad_accum", ()), ("13_lora", ("--lora_learning_rate", "1e-3"))):
         stdout[name] = finished(run_script(SRC / f"{name}.py", *options, *more, cwd=tmp_path, timeout=900))
