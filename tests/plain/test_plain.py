@@ -105,7 +105,8 @@ def folder(tmp_path_factory):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", pad_token="<pad>")
     tokenizer.save_pretrained(folder / "model")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "n_layer": 2, "n_head": 2, "vocab_size": len(tokenizer)}
+    # as wide as a block of 4 bits: narrower weights cannot be packed where a CPU computes in bfloat16
+    sizes = {"hidden_size": 64, "n_layer": 2, "n_head": 2, "vocab_size": len(tokenizer)}
     config = BloomConfig(**sizes, pad_token_id=tokenizer.pad_token_id, initializer_range=0.1)
     BloomForSequenceClassification(config).save_pretrained(folder / "model")
     return folder
