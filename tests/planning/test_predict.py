@@ -242,10 +242,10 @@ def test_largest_batches_are_cut_as_the_loader_cuts_them(tmp_path):
 @pytest.mark.filterwarnings("ignore:Module is None")
 @pytest.mark.parametrize("name", ["qwen3-8b", "llama-3.1-8b"])
 def test_what_docs_memory_names_for_eight_billion_parameters_is_found_with_two_narrow_layers(tmp_path, name):
-    """A fourth of the width: a CPU without bfloat16 takes ten minutes for whole ones. The host's part is by formula."""
+    """An eighth of the width: a CPU without bfloat16 takes ten minutes for whole ones. The host's part is by formula."""
     config = json.loads((MODELS / f"{name}.json").read_text()) | {"num_hidden_layers": 2, "vocab_size": 8192}
-    config |= {size: config[size] // 4 for size in ("hidden_size", "intermediate_size", "num_attention_heads")}
-    config["num_key_value_heads"] //= 4
+    config |= {size: config[size] // 8 for size in ("hidden_size", "intermediate_size", "num_attention_heads")}
+    config["num_key_value_heads"] //= 8
     config.pop("layer_types", None)
     (tmp_path / "two_layers.json").write_text(json.dumps(config))
     values = {"precision": "bf16-true", "optimizer": "sgd", "step_in_backward": True, "activation_checkpointing": True}
