@@ -242,7 +242,7 @@ def test_largest_batches_are_cut_as_the_loader_cuts_them(tmp_path):
 @pytest.mark.filterwarnings("ignore:Module is None")
 @pytest.mark.parametrize("name", ["qwen3-8b", "llama-3.1-8b"])
 def test_what_docs_memory_names_for_eight_billion_parameters_is_found_with_two_narrow_layers(tmp_path, name):
-    """An eighth of the width: a CPU without bfloat16 takes ten minutes for whole ones. The host's part is by formula."""
+    """An eighth of the width: a CPU without bfloat16 takes ten minutes for whole ones. The host's part is a formula."""
     config = json.loads((MODELS / f"{name}.json").read_text()) | {"num_hidden_layers": 2, "vocab_size": 8192}
     config |= {size: config[size] // 8 for size in ("hidden_size", "intermediate_size", "num_attention_heads")}
     config["num_key_value_heads"] //= 8
