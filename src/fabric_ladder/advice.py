@@ -12,6 +12,7 @@ from fabric_ladder.distributed.launch import command_line
 from fabric_ladder.distributed.watch import lost_contact, running_watch
 from fabric_ladder.environment import notebook_shell, peak_memory
 from fabric_ladder.errors import UserError, first_line, is_out_of_memory, print_error
+from fabric_ladder.options import without_options
 from fabric_ladder.settings import Settings, show
 from fabric_ladder.techniques import TECHNIQUES, used
 from fabric_ladder.techniques.low_precision import IN_16_BITS
@@ -146,15 +147,8 @@ def _command(
         script = Path("src") / f"{settings.name}.py"
         given = []
     replaced = {*replaces, *(option.removeprefix("--") for option in options), *(["resume"] if rung else [])}
-    kept = []
-    keeps = True
-    for word in given:
-        if word.startswith("--"):
-            keeps = word.removeprefix("--").split("=")[0] not in replaced
-        if keeps:
-            kept.append(word)
     script = script.with_name(f"{rung}.py") if rung else script
-    return command_line(script, [*kept, *options])
+    return command_line(script, [*without_options(given, replaced), *options])
 
 
 def show_errors(settings: Settings | None = None, **smaller: str) -> None:

@@ -246,14 +246,17 @@ def drop_unneeded(words: list[str], script: Mapping[str, object]) -> list[str]:
     except UserError:  # the rung itself refuses them
         return words
     values = vars(Settings()) | dict(script) | from_file | given
-    unneeded = {
-        f"--{name}" for name in given if name in FACTS and (need := FACTS[name].needs) and not is_met(need, values)
-    }
+    unneeded = {name for name in given if name in FACTS and (need := FACTS[name].needs) and not is_met(need, values)}
+    return without_options(words, unneeded)
+
+
+def without_options(words: list[str], dropped: Collection[str]) -> list[str]:
+    """Return a command line without the named options and their values."""
     kept = []
     keeps = True
     for word in words:
         if word.startswith("--"):
-            keeps = word.split("=")[0] not in unneeded
+            keeps = word.removeprefix("--").split("=")[0] not in dropped
         if keeps:
             kept.append(word)
     return kept

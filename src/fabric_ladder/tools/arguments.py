@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from fabric_ladder.errors import UserError
+from fabric_ladder.errors import UserError, print_error
 from fabric_ladder.options import read_words
 from fabric_ladder.rungs import choose_rungs
 from fabric_ladder.settings import FACTS
@@ -55,7 +55,7 @@ def show_user_errors() -> None:
         if not isinstance(error, UserError):
             sys.__excepthook__(kind, error, trace)
             return
-        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+        print_error(error, f"error: {error}")
         raise SystemExit(2)  # a hook that raises it sets the exit status
 
     sys.excepthook = hook
