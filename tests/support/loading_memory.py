@@ -1,4 +1,4 @@
-"""Print by how many bytes a process grows as it loads many.parquet, and by how many as it loads it again.
+"""Print by how many bytes a process grows as it loads many.parquet, and by how many as it loads it three times more.
 
 python loading_memory.py MODEL, where few.parquet lies beside it, which is loaded first of all.
 """
@@ -37,7 +37,7 @@ if __name__ == "__main__":
     peak = 0
     threading.Thread(target=watch, daemon=True).start()
     start("few.parquet")
-    for _ in ("first", "second"):
+    for _ in range(4):
         peak = before = held()
         start("many.parquet")
         print(peak - before)
