@@ -28,9 +28,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fabric_ladder.planning.candidates import CHECKPOINTING, NAMED, ON_HOST, read_settings
+from fabric_ladder.planning.candidates import NAMED, read_settings
 from fabric_ladder.planning.predict import largest_batches, predict_peak
 from fabric_ladder.techniques.memory import ON_DEVICE, Peak
+from fabric_ladder.techniques.technique import CHECKPOINTING
+from fabric_ladder.techniques.weight_steps import ON_HOST
 
 OUT = common.RESULTS / "memory_ladder.json"
 CONFIGS = common.ROOT / "configs"

@@ -14,10 +14,9 @@ from fabric_ladder.environment import notebook_shell, peak_memory
 from fabric_ladder.errors import UserError, first_line, is_out_of_memory, print_error
 from fabric_ladder.options import without_options
 from fabric_ladder.settings import Settings, show
-from fabric_ladder.techniques import TECHNIQUES, used
+from fabric_ladder.techniques import technique_of, used
 from fabric_ladder.techniques.low_precision import IN_16_BITS
-from fabric_ladder.techniques.sharding import FSDP, CpuOffload
-from fabric_ladder.techniques.technique import NextRung, Technique
+from fabric_ladder.techniques.technique import NextRung
 
 
 def explain(
@@ -102,9 +101,9 @@ def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, 
     if not settings.activation_checkpointing and phase in (None, "training"):  # elsewhere nothing is kept
         at = len(tries) if same else 0  # a smaller effective batch would be another run
         tries.insert(at, "--activation_checkpointing true, which computes activations again")
-    if settings.optimizer == "adam-8bit" and not (settings.deepspeed or settings.optimizer_offload or settings.lora):
-        smaller = _command(settings, ("--optimizer", "adam-4bit"), replaces=("resume",))
-        tries.append(f"{smaller}, which halves Adam's moments again")
+    for technique in used(settings):
+        if more := technique.save_more(settings):
+            tries.append(f"{_command(settings, more.options, replaces=more.replaces)}, which {more.reason}")
     rung = _next_rung(settings)
     if rung and (rung.name or not _has(settings, rung.options)):
         tries.append(f"{_command(settings, rung.options, rung.name, rung.replaces)}, which {rung.reason}")
@@ -115,20 +114,17 @@ def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, 
 
 def _next_rung(settings: Settings) -> NextRung | None:
     """Return the next rung that saves more memory, with all options that it needs; None if there is none."""
-    technique = next((each for each in used(settings) if each.advises_first), None) or _technique_of(settings.name)
+    technique = next((each for each in used(settings) if each.advises_first), None) or technique_of(settings.name)
     rung = technique.next_to_try(settings) if technique else IN_16_BITS
-    while rung and rung.name and (technique := _technique_of(rung.name)) and technique.saves_no_more(settings):
+    while rung and rung.name and (technique := technique_of(rung.name)) and technique.saves_no_more(settings):
         above = technique.next_to_try(settings)
         rung = above and above._replace(options=rung.options + above.options)
-    if rung and rung.name in (FSDP.rung, CpuOffload.rung) and settings.precision in FSDP.refused_precisions:
+    technique = rung and rung.name and technique_of(rung.name)
+    if technique and settings.precision in technique.refused_precisions:
         rung = rung._replace(options=(*rung.options, "--precision", "32-true"))
     if rung and settings.optimizer == "sgd":  # every rung supports it, and no optimizer needs less memory
         rung = rung._replace(replaces=tuple(name for name in rung.replaces if name != "optimizer"))
     return rung
-
-
-def _technique_of(rung: str) -> Technique | None:
-    return next((technique for technique in TECHNIQUES if technique.rung == rung), None)
 
 
 def _has(settings: Settings, options: tuple[str, ...]) -> bool:

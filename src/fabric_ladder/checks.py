@@ -7,7 +7,7 @@ import torch
 from fabric_ladder.data.load import check_data
 from fabric_ladder.distributed.launch import check_devices
 from fabric_ladder.distributed.strategies import strategy_traits
-from fabric_ladder.environment import compute_capability, emulates
+from fabric_ladder.environment import compute_capability
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.configs import check_model
 from fabric_ladder.runs.folder import check_writable
@@ -93,9 +93,7 @@ def _check_mps(settings: Settings) -> None:
     bfloat16 = settings.precision.startswith("bf16") and not torch.backends.mps.is_macos_or_newer(14, 0)
     for what, wanted in {
         "more than one device: --devices 1": settings.ranks > 1,
-        "FSDP2: use src/7_grad_checkpointing.py": settings.strategy == "fsdp",
-        "4-bit weights of bitsandbytes: use src/13_lora.py": settings.quantization != "no",
-        "--compile true: leave it out, or use src/2_grad_accum.py": settings.compile,
+        **{technique.refused_on_mps: True for technique in used(settings) if technique.refused_on_mps},
         "--precision 64-true: use 32-true": settings.precision == "64-true",
         f"--precision {settings.precision} before macOS 14: use 16-mixed or 32-true": bfloat16,
     }.items():
@@ -113,18 +111,5 @@ def check_precision(settings: Settings, capability: tuple[int, int] | None) -> N
     Raises:
         UserError: In one line, why and which one to use.
     """
-    sharded = settings.strategy == "fsdp"
-    if settings.precision == "16-true" and settings.optimizer in ("adam", "adamw") and not settings.lora:
-        raise UserError(
-            f"--precision 16-true: the epsilon of --optimizer {settings.optimizer} is 0 in float16, and every step "
-            "would divide by it; use --precision bf16-true, or --optimizer sgd"
-        )
-    if settings.precision == "16-mixed" and capability is None and settings.accelerator != "mps":
-        raise UserError("--precision 16-mixed needs a CUDA GPU; use --precision bf16-mixed")
     for technique in used(settings):
-        technique.check_precision(settings)
-    if settings.precision == "bf16-mixed" and emulates(settings.precision, capability):
-        raise UserError(
-            f"--precision bf16-mixed: a GPU of compute capability {capability[0]}.{capability[1]}, below 8.0, only "
-            f"emulates bfloat16; use --precision {'32-true' if sharded else '16-mixed'}"
-        )
+        technique.check_precision(settings, capability)

@@ -41,6 +41,12 @@ def script_defaults(rung: str) -> dict:
     return options.script_defaults(SRC / f"{rung}.py")
 
 
+@cache
+def makes_weights_on_device(rung: str) -> bool:
+    """Return whether a rung makes the weights on the device, without a copy in CPU memory."""
+    return "fabric.init_module()" in (SRC / f"{rung}.py").read_text(encoding="utf-8")
+
+
 def check_rung(rung: Path, words: list[str]) -> Settings | str:
     """Return the settings of a rung on this machine, or one line with the reason why it cannot run here.
 

@@ -12,21 +12,15 @@ from support.planning import PATCHES, PIXELS, VIT, measured_peak
 from fabric_ladder import Settings, build_model, parse_settings
 from fabric_ladder.errors import UserError
 from fabric_ladder.planning import planner
-from fabric_ladder.planning.candidates import (
-    CHECKPOINTING,
-    LEAN,
-    STRATEGY_SPEEDS,
-    accuracy_costs,
-    list_choices,
-    read_candidates,
-    relative_speed,
-)
-from fabric_ladder.planning.formulas import ASSUMED
+from fabric_ladder.planning.candidates import accuracy_costs, list_choices, read_candidates, relative_speed
 from fabric_ladder.planning.gpus import ANY, GPUS, find_gpu, match_gpu
+from fabric_ladder.planning.overhead import ASSUMED
 from fabric_ladder.planning.plan import read_sizes, train_briefly
 from fabric_ladder.planning.planner import Machine, Samples, find_peaks, make_plan, recommend
 from fabric_ladder.planning.predict import blank_datasets, largest_batches, predict_peak
 from fabric_ladder.rungs import script_defaults
+from fabric_ladder.techniques.sharding import LEAN
+from fabric_ladder.techniques.technique import CHECKPOINTING
 
 SCRIPT = ROOT / "scripts" / "plan_memory.py"
 ON_A_CPU = [rung.stem for rung in RUNGS if rung.stem[:2] not in ("3_", "10", "11", "12", "14", "18", "19", "20", "22")]
@@ -194,16 +188,22 @@ def test_a_process_that_sees_a_gpu_forks_none_that_would_die_of_it(tmp_path, mon
 
 
 def test_the_order_of_speeds_is_the_deepspeed_guide_s():
-    stages = [
-        STRATEGY_SPEEDS.get(name, 1.0) for name in ("ddp", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload")
-    ]
-    assert stages == sorted(stages, reverse=True)
-    assert len(set(stages)) == len(stages)
     settings = Settings(batch_size=16, precision="bf16-true")
+    stages = ("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload")
+    runs = [
+        replace(settings, strategy="ddp"),
+        *(replace(settings, strategy="deepspeed", deepspeed=stage) for stage in stages),
+    ]
+    speeds = [relative_speed(each, 1024) for each in runs]
+    assert speeds == sorted(speeds, reverse=True)
+    assert len(set(speeds)) == len(speeds)
+    sharded = replace(settings, strategy="fsdp")
+    assert relative_speed(sharded, 1024) == speeds[4]
+    assert relative_speed(replace(sharded, offload=True), 1024) == pytest.approx(speeds[5])
     recomputed = replace(settings, activation_checkpointing=True)
     speed, slower = (relative_speed(each, 1024) for each in (settings, recomputed))
     assert relative_speed(settings, 4096) > speed > slower
-    assert relative_speed(recomputed, 1024) > STRATEGY_SPEEDS["fsdp"] * speed
+    assert slower > relative_speed(sharded, 1024)
 
 
 def test_4_bit_weights_take_what_the_formula_says(tmp_path):

@@ -11,8 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fabric_ladder import Settings
 from fabric_ladder.data.sampler import EVALUATED
-from fabric_ladder.planning.formulas import NF4_BYTES
 from fabric_ladder.planning.predict import largest_batches, predict_peak
+from fabric_ladder.techniques.qlora import NF4_BYTES
 
 BERT = {"model_type": "bert", "vocab_size": 1024, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "intermediate_size": 128, "hidden_dropout_prob": 0.0}  # fmt: skip

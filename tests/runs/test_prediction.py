@@ -12,7 +12,7 @@ from support.helpers import MODELS, SMALL, SRC, finished, run_script, settings_f
 from support.resuming import run_here
 
 from fabric_ladder import build_dataloaders
-from fabric_ladder.planning.formulas import ASSUMED
+from fabric_ladder.planning.overhead import ASSUMED
 from fabric_ladder.planning.predict import _answer, largest_batches, predict_peak
 from fabric_ladder.runs import prediction
 from fabric_ladder.runs.prediction import PARTS, Prediction, most_tokens, relevant

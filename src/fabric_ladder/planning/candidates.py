@@ -12,35 +12,17 @@ from fabric_ladder.environment import emulates, fit_precision
 from fabric_ladder.errors import UserError
 from fabric_ladder.options import drop_unneeded
 from fabric_ladder.planning.gpus import ANY, Gpu
-from fabric_ladder.rungs import script_defaults
+from fabric_ladder.planning.predict import unpredictable
+from fabric_ladder.rungs import RUNGS, script_defaults
 from fabric_ladder.settings import Settings
+from fabric_ladder.techniques import TECHNIQUES, technique_of, used
+from fabric_ladder.techniques.technique import Technique
 
-CHECKPOINTING = ("--activation_checkpointing", "true")
-ON_HOST = ("--optimizer_offload", "true")
-IN_4_BITS = ("--optimizer", "adam-4bit")
-NAMED = {CHECKPOINTING: "checkpointing", ON_HOST: "optimizer offload"}
-LEAN = ("--precision", "bf16-true", "--optimizer", "sgd")
 # A run evaluates more tokens if its micro-batches are larger; then the micro-batches decide its peak.
 EVAL_BATCH_TOKENS = str(EVALUATED)
-MADE_ON_GPU = "8_init_on_device"  # the rung that creates the weights on the GPU, without a copy in CPU memory
+NAMED = {(f"--{technique.setting}", "true"): technique.short_name for technique in TECHNIQUES if technique.short_name}
 
 HALF_SPEED_TOKENS = 1024  # tokens of a micro-batch with half of a GPU's full speed: a guess
-# The DeepSpeed guide orders the stages by speed: 0 > 1 > 2 > 2 with offload > 3 > 3 with offload. The distances are
-# guesses. FSDP2 shards like stage 3. (huggingface.co/docs/transformers/deepspeed, "Select a ZeRO stage")
-STRATEGY_SPEEDS = {
-    "zero1": 0.95,
-    "zero2": 0.9,
-    "zero2_offload": 0.7,
-    "zero3": 0.6,
-    "zero3_offload": 0.25,
-    "fsdp": 0.6,
-    "fsdp_offload": 0.25,
-}
-CHECKPOINTING_SPEED = 0.75  # a third of the work is repeated (Chen et al., 2016, Deep Nets with Sublinear Memory)
-COMPILE_SPEED = 1.2  # 43.3 minutes instead of 51.4 in the blog posts that the rungs follow
-SELECTIVE_SPEED = 0.93  # measured on a CPU (page of rung 21)
-OFFLOAD_SPEED = 0.84  # 1.27 s instead of 1.52 s per step (torchao's README, CPUOffloadOptimizer, ViT-g)
-NF4_SPEED = 0.7  # 4-bit weights are unpacked for each matrix multiplication: a guess
 SINGLE_SAMPLE_SPEED = 0.8  # an optimizer step for each sample: a guess
 
 
@@ -68,27 +50,11 @@ class Candidate(NamedTuple):
 
 
 def list_choices(gpus: int) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the rungs and options to try on N GPUs, in the ladder's order.
-
-    FSDP's offload is always tried with activation checkpointing, which costs less speed than offloading.
-    """
-    either = ((), CHECKPOINTING)
-    choices = [(rung, ()) for rung in ("1_batch_size_1", "2_grad_accum", "3_torch_compile")]
-    choices += [("4_mixed_precision", options) for options in either]
-    choices += [("5_low_precision", ()), *(("6_lean_optimizer", options) for options in either)]
-    choices += [("7_grad_checkpointing", ()), ("8_init_on_device", ())]
-    choices += [("20_activation_offload", ()), ("21_selective_checkpointing", ())]
-    if gpus > 1:
-        choices += [(rung, options) for rung in ("9_ddp", "10_fsdp") for options in either]
-    choices += [("11_fsdp_cpu_offload", options) for options in (CHECKPOINTING, (*LEAN, *CHECKPOINTING))]
-    stages = ("zero2_offload", "zero3_offload")
-    if gpus > 1:
-        stages = ("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload")
-    choices += [("12_deepspeed_zero", ("--deepspeed", stage, *options)) for stage in stages for options in either]
-    choices += [(rung, options) for rung in ("13_lora", "14_qlora", "16_bf16_that_learns") for options in either]
-    choices += [("17_step_in_backward", options) for options in (*either, (*ON_HOST, *CHECKPOINTING))]
-    choices += [("18_low_bit_optimizer", (*bits, *options)) for bits in ((), IN_4_BITS) for options in either]
-    choices += [("19_optimizer_offload", options) for options in either]
+    """Return the rungs and options to try on N GPUs, in the ladder's order."""
+    choices = []
+    for rung in RUNGS:
+        technique = technique_of(rung.stem) or Technique()
+        choices += [(rung.stem, options) for options in technique.planned(gpus)]
     return choices
 
 
@@ -167,23 +133,14 @@ def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) 
     if defaults.get("strategy") == "deepspeed":
         settings = replace(settings, deepspeed=found.deepspeed)
         read_deepspeed_config(settings)  # for its checks
-        if precision == "32-true":
-            raise UserError("--precision 32-true: ZeRO's memory is known for 16-bit weights only; plan for bf16-mixed")
+    if reason := unpredictable(settings):
+        raise UserError(f"--precision {settings.precision}: {reason}; plan for bf16-mixed")
     return settings
 
 
 def accuracy_costs(settings: Settings) -> list[str]:
-    """Return the measured accuracy costs of settings in words: MiniLM on 2,000 reviews (docs/results.md)."""
-    if settings.lora and settings.lora_targets == "all-linear":
-        return []
-    if settings.lora:
-        return ["7 points of accuracy (MiniLM; 0.6 at --learning_rate 8e-4)"]
-    costs = []
-    if settings.precision in ("bf16-true", "16-true") and not settings.kahan_summation:
-        costs.append("13 points of accuracy (MiniLM after 63 steps; 0.7 after 125)")
-    if settings.optimizer == "sgd":
-        costs.append("26 points against Adam (MiniLM; 6 at --learning_rate 0.16)")
-    return costs
+    """Return the measured costs in accuracy of the techniques in use, in words."""
+    return [cost for technique in used(settings) if (cost := technique.accuracy_cost(settings))]
 
 
 def relative_speed(settings: Settings, tokens: int, gpu: Gpu = ANY) -> float:
@@ -194,19 +151,11 @@ def relative_speed(settings: Settings, tokens: int, gpu: Gpu = ANY) -> float:
         tokens: Padded tokens of a micro-batch.
         gpu: The GPU. Its peaks give the speed of 32-bit matrix multiplications; emulated bfloat16 is as slow.
     """
-    strategy = settings.deepspeed or settings.strategy + "_offload" * settings.offload
-    speed = settings.ranks * STRATEGY_SPEEDS.get(strategy, 1.0)
-    speed *= tokens / (tokens + HALF_SPEED_TOKENS)
+    speed = settings.ranks * tokens / (tokens + HALF_SPEED_TOKENS)
     if settings.precision in ("32-true", "64-true") or emulates(settings.precision, gpu.capability):
         speed *= gpu.single / gpu.half
-    if settings.activation_checkpointing:
-        speed *= SELECTIVE_SPEED if settings.selective_checkpointing else CHECKPOINTING_SPEED
-    if settings.compile:
-        speed *= COMPILE_SPEED
-    if settings.quantization != "no":
-        speed *= NF4_SPEED
-    if settings.optimizer_offload:
-        speed *= OFFLOAD_SPEED
+    for technique in used(settings):
+        speed *= technique.relative_speed(settings)
     if settings.batch_size == 1:
         speed *= SINGLE_SAMPLE_SPEED
     return speed

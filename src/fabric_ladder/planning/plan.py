@@ -16,15 +16,16 @@ from fabric_ladder.data.sources import find_source
 from fabric_ladder.environment import prepare_cuda
 from fabric_ladder.errors import UserError
 from fabric_ladder.places import CONFIGS
-from fabric_ladder.planning.candidates import CHECKPOINTING, list_choices, read_candidates
-from fabric_ladder.planning.formulas import ASSUMED, keep_overhead, load_overhead, measure_overhead
+from fabric_ladder.planning.candidates import list_choices, read_candidates
 from fabric_ladder.planning.gpus import ANY, find_gpu
+from fabric_ladder.planning.overhead import ASSUMED, keep_overhead, load_overhead, measure_overhead
 from fabric_ladder.planning.planner import Machine, Plan, Samples, find_gpus, find_peaks, make_plan, recommend
 from fabric_ladder.planning.predict import blank_datasets, largest_batches
 from fabric_ladder.planning.report import Answer
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.build import build_model, build_optimizer
+from fabric_ladder.techniques.technique import CHECKPOINTING
 from fabric_ladder.training.gradients import accumulate_gradients
 
 STANDARD = ["--config", "imdb_bloom_560m.yaml"]  # the default of the rungs on a GPU

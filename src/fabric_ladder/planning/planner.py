@@ -13,12 +13,14 @@ from typing import NamedTuple
 import torch
 
 from fabric_ladder.environment import emulates
-from fabric_ladder.planning.candidates import MADE_ON_GPU, Candidate, accuracy_costs, relative_speed
-from fabric_ladder.planning.formulas import Overhead
+from fabric_ladder.planning.candidates import Candidate, accuracy_costs, relative_speed
 from fabric_ladder.planning.gpus import ANY, Gpu, match_gpu
+from fabric_ladder.planning.overhead import Overhead
 from fabric_ladder.planning.predict import blank_datasets, complete, largest_batches, to_rehearse
 from fabric_ladder.planning.rehearsal import Rehearsal, rehearse
+from fabric_ladder.rungs import makes_weights_on_device
 from fabric_ladder.runs.prediction import relevant
+from fabric_ladder.techniques import used
 from fabric_ladder.techniques.memory import Counts, Peak
 
 LIBRARIES = 2_000_000_000  # bytes of CPU memory of a process with CUDA and without a model: a guess
@@ -156,7 +158,7 @@ def make_plan(candidate: Candidate, figures: Figures, options: list[str], machin
     settings = candidate.settings
     rung = candidate.rung
     loaded = 4 * figures.counts.all  # each rank loads all weights in 32 bits into CPU memory first
-    if rung == MADE_ON_GPU or settings.quantization != "no":
+    if makes_weights_on_device(rung) or any(technique.loads_on_device for technique in used(settings)):
         loaded = 0
     host = settings.devices * (LIBRARIES + max(loaded, peak.host))
     words = [*options, *candidate.options]

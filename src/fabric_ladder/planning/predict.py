@@ -1,7 +1,7 @@
 """Peak memory of a run, predicted without a GPU and without allocating anything.
 
 The project's own step (model, precision, FSDP, micro-batches, optimizer) runs on fake tensors (see `rehearsal`).
-`PeakTracker` adds up their sizes. `formulas` add parts that cannot be rehearsed. The result predicts
+`PeakTracker` adds up their sizes. The techniques add by formula what cannot be rehearsed. The result predicts
 `torch.cuda.max_memory_allocated()`. As a process of its own, this module serves a run (`runs/prediction.py`).
 
 The result leaves out cuBLAS's workspaces (tens of MB), memory that kernels allocate, rounding by PyTorch's allocator,
@@ -24,12 +24,12 @@ from fabric_ladder.data.cutting import MicroBatchPlan, cut_by
 from fabric_ladder.data.loaders import MicroBatch
 from fabric_ladder.data.sampler import EVALUATED
 from fabric_ladder.data.splits import ImageDatasets, ImageFormat, TextDatasets
-from fabric_ladder.distributed.deepspeed_config import read_deepspeed_config
 from fabric_ladder.environment import emulates
 from fabric_ladder.errors import first_line
-from fabric_ladder.planning.formulas import in_4_bits, load_overhead, with_8_bit_adam, with_optimizer_offload, with_zero
+from fabric_ladder.planning.overhead import load_overhead
 from fabric_ladder.planning.rehearsal import Rehearsal, rehearse
 from fabric_ladder.settings import Settings
+from fabric_ladder.techniques import used
 from fabric_ladder.techniques.memory import ON_DEVICE, Counts, Peak
 
 
@@ -138,29 +138,22 @@ class _NoTokenizer:
 
 def to_rehearse(settings: Settings) -> Settings:
     """Return settings whose step runs on fake tensors; `complete` adds the rest."""
-    settings = replace(settings, compile=False, quantization="no", from_scratch=True)
-    if settings.deepspeed:
-        options = {"deepspeed": "zero2", "precision": "bf16-true", "optimizer": "sgd"}  # equal for all stages
-        settings = replace(settings, devices=1, num_nodes=1, **options)
-    if settings.optimizer_offload:
-        settings = replace(settings, optimizer="sgd", optimizer_offload=False, kahan_summation=False)
-    elif settings.optimizer == "adam-8bit":
-        settings = replace(settings, optimizer="sgd")
-    return settings
+    rehearsed = replace(settings, from_scratch=True)
+    for technique in used(settings):
+        rehearsed = technique.rehearsed(rehearsed)
+    return rehearsed
 
 
 def complete(settings: Settings, peak: Peak, counts: Counts) -> Peak:
-    """Return a rehearsal's peak with the parts that only formulas give."""
-    if settings.optimizer_offload:
-        peak = with_optimizer_offload(peak, counts, settings)
-    elif settings.optimizer == "adam-8bit":
-        peak = with_8_bit_adam(peak, counts)
-    if settings.quantization != "no":
-        peak = in_4_bits(peak, counts, {"32-true": 4, "64-true": 8}.get(settings.precision, 2))
-    if settings.deepspeed:
-        config = read_deepspeed_config(settings)[0]["zero_optimization"]
-        peak = with_zero(peak, counts, config, settings.optimizer, settings.ranks)
+    """Return a rehearsal's peak with the memory that only the techniques' formulas give."""
+    for technique in used(settings):
+        peak = technique.add_memory(peak, counts, settings)
     return peak
+
+
+def unpredictable(settings: Settings) -> str | None:
+    """Return why the memory of these settings is not known."""
+    return next(filter(None, (technique.unpredictable(settings) for technique in used(settings))), None)
 
 
 def main() -> None:
@@ -198,8 +191,8 @@ def _answer(
         capability: Compute capability of the GPU; None: it computes in bfloat16.
         room: Bytes of GPU memory that the run may use; None: the first cut is taken.
     """
-    if settings.deepspeed and settings.precision == "32-true":
-        return {"problem": "ZeRO's memory is known for 16-bit weights only"}
+    if reason := unpredictable(settings):
+        return {"problem": reason}
     overhead = load_overhead(settings.cache_dir, gpu) if gpu else None
     with _rehearse_run(settings, cuts[0][1][0], ranks, classes, capability) as rehearsal:
 

@@ -12,6 +12,7 @@ from fabric_ladder.techniques.lean_optimizer import LeanOptimizer
 from fabric_ladder.techniques.lora import LoRA
 from fabric_ladder.techniques.low_bit_optimizer import LowBitOptimizer
 from fabric_ladder.techniques.low_precision import LowPrecision
+from fabric_ladder.techniques.mixed_precision import MixedPrecision
 from fabric_ladder.techniques.packing import Packing
 from fabric_ladder.techniques.qlora import QLoRA
 from fabric_ladder.techniques.sharding import DDP, FSDP, CpuOffload, DeepSpeed
@@ -24,8 +25,10 @@ from fabric_ladder.techniques.weight_steps import OptimizerOffload, StepInBackwa
 # - Adapters wrap the whole model, with its forward pass and checkpointing.
 # - Float8 converts only layers that the adapters left frozen.
 # - The compiler needs the final layers.
+# - The formulas of ZeRO replace what those of other techniques add.
 TECHNIQUES: tuple[Technique, ...] = (
     LowPrecision(),
+    MixedPrecision(),
     FSDP(),
     LowBitOptimizer(),
     LeanOptimizer(),
@@ -52,3 +55,8 @@ TECHNIQUES: tuple[Technique, ...] = (
 def used(settings: Settings) -> tuple[Technique, ...]:
     """Return the techniques that these settings use, in the order in which they are applied."""
     return tuple(technique for technique in TECHNIQUES if technique.is_used(settings))
+
+
+def technique_of(rung: str) -> Technique | None:
+    """Return the technique that a rung shows, None for a rung without a module of its own."""
+    return next((technique for technique in TECHNIQUES if technique.rung == rung), None)

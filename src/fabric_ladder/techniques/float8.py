@@ -71,6 +71,7 @@ class Float8(Technique):
 
     setting = "float8"
     rung = "22_float8"
+    plans = ()  # float8 weights are not predicted
     next_rung = IN_16_BITS
 
     def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:

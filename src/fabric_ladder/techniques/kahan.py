@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques.technique import NextRung, Technique
+from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, NextRung, Technique
 
 
 class Kahan(Optimizer):
@@ -52,6 +52,7 @@ class KahanSummation(Technique):
 
     setting = "kahan_summation"
     rung = "16_bf16_that_learns"
+    plans = ALONE_OR_CHECKPOINTED
     next_rung = NextRung("18_low_bit_optimizer", "keeps Adam's moments in 8 bits", replaces=("optimizer",))
 
     def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:

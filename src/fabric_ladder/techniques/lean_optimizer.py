@@ -1,7 +1,7 @@
 """A lean optimizer: SGD keeps no state."""
 
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques.technique import NextRung, Technique
+from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, NextRung, Technique
 
 WITHOUT_STATE = NextRung(
     "6_lean_optimizer", "keeps no optimizer state", replaces=("optimizer", "schedule", "learning_rate")
@@ -13,6 +13,7 @@ class LeanOptimizer(Technique):
 
     setting = "optimizer"
     rung = "6_lean_optimizer"
+    plans = ALONE_OR_CHECKPOINTED
     next_rung = NextRung(
         "13_lora",
         "trains thin adapters and keeps no gradient of the model",
@@ -22,3 +23,7 @@ class LeanOptimizer(Technique):
     def is_used(self, settings: Settings) -> bool:
         """Return whether the optimizer is SGD."""
         return settings.optimizer == "sgd"
+
+    def accuracy_cost(self, settings: Settings) -> str | None:
+        """Return the cost of SGD on all weights."""
+        return None if settings.lora else "26 points against Adam (MiniLM; 6 at --learning_rate 0.16)"

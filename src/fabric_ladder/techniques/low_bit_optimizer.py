@@ -1,13 +1,29 @@
 """Adam's moments in 8 bits (bitsandbytes) or 4 bits (`adam_4bit.py`)."""
 
 import importlib.util
+from dataclasses import replace
 
 from torch.optim import Optimizer
 
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques.adam_4bit import Adam4bit
-from fabric_ladder.techniques.technique import NextRung, Technique
+from fabric_ladder.techniques.adam_4bit import AT_ONCE, BLOCK, Adam4bit
+from fabric_ladder.techniques.memory import Counts, Peak
+from fabric_ladder.techniques.technique import CHECKPOINTING, NextRung, Technique
+
+IN_4_BITS = ("--optimizer", "adam-4bit")
+MOMENT_BYTES = {  # of a weight's two moments, with a 32-bit constant for each block of moments
+    "adam-8bit": 2 * (1 + 4 / 256),
+    "adam-4bit": 2 * (1 / 2 + 4 / BLOCK),
+}
+
+
+def bytes_of_cpu_step(optimizer: str, largest: int) -> int:
+    """Return the bytes into which a step on the CPU unpacks the largest weight, of `largest` numbers.
+
+    bitsandbytes unpacks each weight into six 32-bit tensors, and 4-bit Adam a part of it into five.
+    """
+    return {"adam-8bit": 24 * largest, "adam-4bit": 20 * min(largest, AT_ONCE)}.get(optimizer, 0)
 
 
 class LowBitOptimizer(Technique):
@@ -15,6 +31,7 @@ class LowBitOptimizer(Technique):
 
     setting = "optimizer"
     rung = "18_low_bit_optimizer"
+    plans = ((), CHECKPOINTING, IN_4_BITS, (*IN_4_BITS, *CHECKPOINTING))
     next_rung = NextRung(
         "19_optimizer_offload", "keeps the optimizer's state in the host's memory", replaces=("optimizer",)
     )
@@ -22,6 +39,12 @@ class LowBitOptimizer(Technique):
     def is_used(self, settings: Settings) -> bool:
         """Return whether the optimizer is Adam in 8 or 4 bits."""
         return settings.optimizer in ("adam-8bit", "adam-4bit")
+
+    def save_more(self, settings: Settings) -> NextRung | None:
+        """Return 4 bits, where the moments are on the device and are many."""
+        if settings.optimizer == "adam-4bit" or settings.deepspeed or settings.optimizer_offload or settings.lora:
+            return None
+        return NextRung(None, "halves Adam's moments again", options=IN_4_BITS, replaces=("resume",))
 
     def saves_no_more(self, settings: Settings) -> bool:
         """Return whether the optimizer has small moments already, or none."""
@@ -42,3 +65,17 @@ class LowBitOptimizer(Technique):
         import bitsandbytes
 
         return bitsandbytes.optim.Adam8bit
+
+    def rehearsed(self, settings: Settings) -> Settings:
+        """Return settings without moments in place of 8-bit ones; those of 4 bits run on fake tensors."""
+        return replace(settings, optimizer="sgd") if settings.optimizer == "adam-8bit" else settings
+
+    def add_memory(self, peak: Peak, counts: Counts, settings: Settings) -> Peak:
+        """Add the moments of 8-bit Adam.
+
+        Each weight has two moments of one byte, and each block of 256 moments a 32-bit constant (Dettmers et al., 2022,
+        8-bit Optimizers via Block-wise Quantization; bitsandbytes 0.50).
+        """
+        if settings.optimizer != "adam-8bit":
+            return peak
+        return peak._replace(optimizer_state=peak.optimizer_state + round(counts.trained * MOMENT_BYTES["adam-8bit"]))

@@ -1,5 +1,6 @@
 """Low precision: weights, gradients and optimizer state in 16 bits (`bf16-true`, `16-true`), by Fabric."""
 
+from fabric_ladder.errors import UserError
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.lean_optimizer import WITHOUT_STATE
 from fabric_ladder.techniques.technique import NextRung, Technique
@@ -17,3 +18,17 @@ class LowPrecision(Technique):
     def is_used(self, settings: Settings) -> bool:
         """Return whether the weights have 16 bits."""
         return settings.precision in ("bf16-true", "16-true")
+
+    def check_precision(self, settings: Settings, capability: tuple[int, int] | None) -> None:
+        """Refuse Adam on float16 weights, whose epsilon would be 0."""
+        if settings.precision == "16-true" and settings.optimizer in ("adam", "adamw") and not settings.lora:
+            raise UserError(
+                f"--precision 16-true: the epsilon of --optimizer {settings.optimizer} is 0 in float16, and every step "
+                "would divide by it; use --precision bf16-true, or --optimizer sgd"
+            )
+
+    def accuracy_cost(self, settings: Settings) -> str | None:
+        """Return the cost of small updates that rounding takes away; adapters have 32 bits."""
+        if settings.lora or settings.kahan_summation:
+            return None
+        return "13 points of accuracy (MiniLM after 63 steps; 0.7 after 125)"

@@ -137,6 +137,7 @@ class Packing(Technique):
 
     setting = "packing"
     rung = "15_packing"
+    plans = ()  # the longest text decides the memory
     next_rung = IN_16_BITS._replace(options=("--packing", "true"))
 
     def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:

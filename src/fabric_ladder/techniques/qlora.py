@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from dataclasses import replace
 
 import torch
 from transformers import BitsAndBytesConfig, PretrainedConfig
@@ -10,9 +11,11 @@ from fabric_ladder.errors import UserError, first_line
 from fabric_ladder.models.dtypes import half_precision
 from fabric_ladder.models.layers import head_names, meta_model
 from fabric_ladder.settings import Settings
+from fabric_ladder.techniques.memory import Counts, Peak
 from fabric_ladder.techniques.sharding import ON_ONE_DEVICE, PARKED_WEIGHTS
-from fabric_ladder.techniques.technique import Technique
+from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, Technique
 
+NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8  # bytes per weight, with its constants: QLoRA, section 3
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
 
@@ -38,6 +41,9 @@ class QLoRA(Technique):
     setting = "quantization"
     rung = "14_qlora"
     advises_first = True
+    plans = ALONE_OR_CHECKPOINTED
+    refused_on_mps = "4-bit weights of bitsandbytes: use src/13_lora.py"
+    loads_on_device = True
     next_rung = PARKED_WEIGHTS._replace(options=("--lora", "true"), replaces=("quantization", *ON_ONE_DEVICE))
 
     def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
@@ -58,6 +64,24 @@ class QLoRA(Technique):
     def loading_options(self, settings: Settings, config: PretrainedConfig) -> dict:
         """Read the weights in 4 bits."""
         return quantization(settings, config)
+
+    def rehearsed(self, settings: Settings) -> Settings:
+        """Return settings whose frozen weights are not packed."""
+        return replace(settings, quantization="no")
+
+    def add_memory(self, peak: Peak, counts: Counts, settings: Settings) -> Peak:
+        """Pack the frozen linear layers into 4 bits.
+
+        NF4 with double quantization takes 4.127 bits per weight (Dettmers et al., 2023, QLoRA, section 3). For its
+        matrix multiplication each layer is unpacked, one layer at a time.
+        """
+        width = {"32-true": 4, "64-true": 8}.get(settings.precision, 2)
+        saved = round(counts.linear * (width - NF4_BYTES))
+        return peak._replace(parameters=peak.parameters - saved, other=peak.other + width * counts.largest_linear)
+
+    def relative_speed(self, settings: Settings) -> float:
+        """Return a guess: 4-bit weights are unpacked for each matrix multiplication."""
+        return 0.7
 
 
 def _try_bitsandbytes(accelerator: str) -> None:

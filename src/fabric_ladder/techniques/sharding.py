@@ -1,12 +1,21 @@
 """Several GPUs: DDP, FSDP2 and DeepSpeed, and their checks; `distributed/` builds the strategies."""
 
+from dataclasses import replace
+
 from fabric_ladder.distributed.deepspeed import check_deepspeed
+from fabric_ladder.distributed.deepspeed_config import read_deepspeed_config
 from fabric_ladder.distributed.fsdp import transformer_blocks
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.layers import meta_model
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques.technique import NextRung, Technique
+from fabric_ladder.techniques.memory import Counts, Peak
+from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, CHECKPOINTING, NextRung, Technique
+from fabric_ladder.techniques.zero_memory import with_zero
 
+LEAN = ("--precision", "bf16-true", "--optimizer", "sgd")
+# The DeepSpeed guide orders the stages by speed: 0 > 1 > 2 > 2 with offload > 3 > 3 with offload. The distances are
+# guesses. FSDP2 shards like stage 3. (huggingface.co/docs/transformers/deepspeed, "Select a ZeRO stage")
+ZERO_SPEEDS = {"zero1": 0.95, "zero2": 0.9, "zero2_offload": 0.7, "zero3": 0.6, "zero3_offload": 0.25}
 ON_ONE_DEVICE = ("kahan_summation", "step_in_backward", "optimizer_offload", "optimizer")  # FSDP2 refuses them
 PARKED_WEIGHTS = NextRung(
     "11_fsdp_cpu_offload", "parks weights in the host's memory", replaces=("offload", *ON_ONE_DEVICE)
@@ -28,6 +37,8 @@ class DDP(_Strategy):
 
     strategy = "ddp"
     rung = "9_ddp"
+    plans = ALONE_OR_CHECKPOINTED
+    needs_gpus = 2
     next_rung = NextRung(
         "10_fsdp", "shards weights, gradients and optimizer state", replaces=("offload", *ON_ONE_DEVICE)
     )
@@ -38,10 +49,13 @@ class FSDP(_Strategy):
 
     strategy = "fsdp"
     rung = "10_fsdp"
+    plans = ALONE_OR_CHECKPOINTED
+    needs_gpus = 2
     refused_precisions = ("16-mixed", "64-true")
+    refused_on_mps = "FSDP2: use src/7_grad_checkpointing.py"
     next_rung = NextRung("11_fsdp_cpu_offload", "parks weights in the host's memory", replaces=("offload",))
 
-    def check_precision(self, settings: Settings) -> None:
+    def check_precision(self, settings: Settings, capability: tuple[int, int] | None) -> None:
         """Refuse precisions that Fabric's FSDP2 cannot do."""
         if settings.precision in self.refused_precisions:
             raise UserError(
@@ -60,13 +74,23 @@ class FSDP(_Strategy):
             )
         transformer_blocks(meta_model(settings))
 
+    def relative_speed(self, settings: Settings) -> float:
+        """Return the speed of ZeRO's stage 3, which shards the same."""
+        return ZERO_SPEEDS["zero3"]
+
 
 class CpuOffload(Technique):
     """The shards are kept in CPU memory, and the optimizer steps there."""
 
     setting = "offload"
     rung = "11_fsdp_cpu_offload"
+    refused_precisions = FSDP.refused_precisions
+    plans = (CHECKPOINTING, (*LEAN, *CHECKPOINTING))  # checkpointing costs less speed than offloading
     next_rung = NextRung(None, "trains thin adapters alone", options=("--precision", "bf16-true", "--lora", "true"))
+
+    def relative_speed(self, settings: Settings) -> float:
+        """Return the speed relative to FSDP2 on the device."""
+        return ZERO_SPEEDS["zero3_offload"] / ZERO_SPEEDS["zero3"]
 
 
 class DeepSpeed(_Strategy):
@@ -75,6 +99,7 @@ class DeepSpeed(_Strategy):
     setting = "deepspeed"
     strategy = "deepspeed"
     rung = "12_deepspeed_zero"
+    plans = tuple(("--deepspeed", stage, *options) for stage in ZERO_SPEEDS for options in ALONE_OR_CHECKPOINTED)
     next_rung = NextRung(
         None, "parks weights in the host's memory", options=("--deepspeed", "zero3_offload"), replaces=("optimizer",)
     )
@@ -87,6 +112,28 @@ class DeepSpeed(_Strategy):
         if settings.on_nan == "skip":
             raise UserError("--on_nan skip: DeepSpeed cannot undo a gradient; in fp16 it skips overflows by itself")
         check_deepspeed(settings)
+
+    def planned(self, gpus: int) -> tuple[tuple[str, ...], ...]:
+        """Return all stages, on one GPU those with offload: there is nothing to shard."""
+        return tuple(options for options in self.plans if gpus > 1 or options[1].endswith("_offload"))
+
+    def rehearsed(self, settings: Settings) -> Settings:
+        """Return settings of one device without optimizer state, which are equal for all stages."""
+        options = {"deepspeed": "zero2", "precision": "bf16-true", "optimizer": "sgd"}
+        return replace(settings, devices=1, num_nodes=1, **options)
+
+    def add_memory(self, peak: Peak, counts: Counts, settings: Settings) -> Peak:
+        """Replace weights, gradients and optimizer state by those of the ZeRO stage."""
+        config = read_deepspeed_config(settings)[0]["zero_optimization"]
+        return with_zero(peak, counts, config, settings.optimizer, settings.ranks)
+
+    def unpredictable(self, settings: Settings) -> str | None:
+        """Return why 32 bits are not predicted."""
+        return "ZeRO's memory is known for 16-bit weights only" if settings.precision == "32-true" else None
+
+    def relative_speed(self, settings: Settings) -> float:
+        """Return the speed of the stage; 1 for a configuration of the user's own."""
+        return ZERO_SPEEDS.get(settings.deepspeed, 1.0)
 
 
 def check_no_trial(settings: Settings) -> None:

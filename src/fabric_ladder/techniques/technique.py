@@ -7,6 +7,10 @@ from torch.optim import Optimizer
 from transformers import PretrainedConfig
 
 from fabric_ladder.settings import Settings
+from fabric_ladder.techniques.memory import Counts, Peak
+
+CHECKPOINTING = ("--activation_checkpointing", "true")
+ALONE_OR_CHECKPOINTED = ((), CHECKPOINTING)
 
 
 class NextRung(NamedTuple):
@@ -36,12 +40,24 @@ class Technique:
         rung: The script that shows the technique; empty for a technique without a rung of its own.
         next_rung: What to try when memory runs out with this rung.
         advises_first: Whether its next rung is the advice on every rung that uses it.
+        refused_precisions: Values of `--precision` that it cannot work with.
+        refused_on_mps: What Apple silicon's GPU cannot do of it, and what to use; empty: it can.
+        short_name: Its name in the names of plans, where the planner adds it to a rung.
+        plans: Options with which the planner tries the rung; empty: the planner leaves the rung out.
+        needs_gpus: The least number of GPUs with which the rung makes sense.
+        loads_on_device: Whether the weights are read to the device, without a copy in CPU memory.
     """
 
     setting: str = ""
     rung: str = ""
     next_rung: NextRung | None = None
     advises_first: bool = False
+    refused_precisions: tuple[str, ...] = ()
+    refused_on_mps: str = ""
+    short_name: str = ""
+    plans: tuple[tuple[str, ...], ...] = ((),)
+    needs_gpus: int = 1
+    loads_on_device: bool = False
 
     def is_used(self, settings: Settings) -> bool:
         """Return whether these settings use the technique."""
@@ -50,6 +66,10 @@ class Technique:
     def next_to_try(self, settings: Settings) -> NextRung | None:
         """Return what to try when memory runs out with this rung."""
         return self.next_rung
+
+    def save_more(self, settings: Settings) -> NextRung | None:
+        """Return options of the same technique that save more memory."""
+        return None
 
     def saves_no_more(self, settings: Settings) -> bool:
         """Return whether a run with these settings would save no memory on this technique's rung."""
@@ -70,8 +90,12 @@ class Technique:
         """Return options for transformers' `from_pretrained`, for weights that must be read in another form."""
         return {}
 
-    def check_precision(self, settings: Settings) -> None:
+    def check_precision(self, settings: Settings, capability: tuple[int, int] | None) -> None:
         """Refuse a precision that the technique in use cannot work with; the planner asks this for other GPUs too.
+
+        Args:
+            settings: Resolved.
+            capability: Compute capability of the GPU; None: a CPU, or Apple silicon.
 
         Raises:
             UserError: In one line, which precision to use.
@@ -87,3 +111,33 @@ class Technique:
 
     def prepare_optimizer(self, optimizer: Optimizer, settings: Settings) -> None:
         """Set up an optimizer of the class that `change_optimizer` returned."""
+
+    def planned(self, gpus: int) -> tuple[tuple[str, ...], ...]:
+        """Return the options with which the planner tries the rung on N GPUs."""
+        return self.plans if gpus >= self.needs_gpus else ()
+
+    def rehearsed(self, settings: Settings) -> Settings:
+        """Return settings whose step runs on fake tensors; `add_memory` adds what the rehearsal leaves out."""
+        return settings
+
+    def add_memory(self, peak: Peak, counts: Counts, settings: Settings) -> Peak:
+        """Return the peak of a rehearsal with the memory that only formulas give.
+
+        Args:
+            peak: Of the settings that `rehearsed` returned, with the memory of the techniques before this one.
+            counts: Numbers of the model's weights.
+            settings: Of the run.
+        """
+        return peak
+
+    def unpredictable(self, settings: Settings) -> str | None:
+        """Return why the memory of these settings is not known."""
+        return None
+
+    def relative_speed(self, settings: Settings) -> float:
+        """Return the samples/s with the technique, relative to the same run without it."""
+        return 1.0
+
+    def accuracy_cost(self, settings: Settings) -> str | None:
+        """Return the measured cost in accuracy in words: MiniLM on 2,000 reviews (docs/results.md)."""
+        return None

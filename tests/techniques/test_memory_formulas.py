@@ -1,23 +1,13 @@
-"""What is known by formula: ZeRO's states as DeepSpeed estimates them, few bits, and the overhead that is kept."""
+"""Memory that techniques know by formula: ZeRO's states as DeepSpeed estimates them, and few bits."""
 
 import pytest
-import torch
 from support.planning import NO_PEAK
 
-from fabric_ladder.errors import UserError
-from fabric_ladder.planning.formulas import (
-    ASSUMED,
-    KEPT,
-    NF4_BYTES,
-    Overhead,
-    in_4_bits,
-    keep_overhead,
-    load_overhead,
-    measure_overhead,
-    with_8_bit_adam,
-    with_zero,
-)
+from fabric_ladder import Settings
+from fabric_ladder.techniques.low_bit_optimizer import LowBitOptimizer
 from fabric_ladder.techniques.memory import Counts
+from fabric_ladder.techniques.qlora import NF4_BYTES, QLoRA
+from fabric_ladder.techniques.zero_memory import with_zero
 
 COUNTS = Counts(all=10_000, trained=10_000, largest_layer=700, linear=0, largest_linear=0)
 
@@ -60,33 +50,9 @@ def test_what_is_on_a_disk_is_not_on_the_gpu():
 
 def test_what_few_bits_take():
     assert pytest.approx(4.127, abs=5e-4) == NF4_BYTES * 8  # bits a weight, as the article says
-    peak = in_4_bits(NO_PEAK._replace(parameters=20_000), COUNTS._replace(linear=8_000, largest_linear=500), 2)
+    packed = COUNTS._replace(linear=8_000, largest_linear=500)
+    peak = QLoRA().add_memory(NO_PEAK._replace(parameters=20_000), packed, Settings(precision="bf16-true"))
     assert peak.parameters == 20_000 - 16_000 + round(8_000 * NF4_BYTES)
     assert peak.other == 1_000, "one layer is unpacked at a time"
-    assert with_8_bit_adam(NO_PEAK, COUNTS).optimizer_state == 20_000 + 2 * 10_000 * 4 // 256
-
-
-def test_overheads_are_kept_by_gpu_and_version(tmp_path):
-    measured = Overhead(400_000_000, 9_000_000, 0.02, "measured on A, torch x")
-    assert load_overhead(str(tmp_path), "A") is ASSUMED
-    keep_overhead(str(tmp_path), "A", measured)
-    keep_overhead(str(tmp_path), "B", measured._replace(context=1))
-    assert load_overhead(str(tmp_path), "A") == measured
-    assert load_overhead(str(tmp_path), "B").context == 1
-    assert load_overhead(str(tmp_path), "C") is ASSUMED
-    for broken in ("{", "[]"):
-        (tmp_path / KEPT).write_text(broken)
-        assert load_overhead(str(tmp_path), "A") is ASSUMED
-    keep_overhead(str(tmp_path), "A", measured)
-    assert load_overhead(str(tmp_path), "A") == measured
-    tensors = NO_PEAK._replace(activations=1_000_000_000)
-    assert measured.needed(tensors) == 1_000_000_000 + 400_000_000 + 9_000_000 + round(0.02 * 1_009_000_000)
-
-
-def test_an_overhead_is_measured_on_a_gpu_alone_and_kept_where_one_may_write(tmp_path):
-    if not torch.cuda.is_available():
-        with pytest.raises(UserError, match="--calibrate measures a CUDA GPU"):
-            measure_overhead(lambda: None)
-    (tmp_path / "memory").write_text("no folder")
-    with pytest.raises(UserError, match="cannot write "):
-        keep_overhead(str(tmp_path), "A", ASSUMED)
+    peak = LowBitOptimizer().add_memory(NO_PEAK, COUNTS, Settings(optimizer="adam-8bit"))
+    assert peak.optimizer_state == 20_000 + 2 * 10_000 * 4 // 256

@@ -1,0 +1,31 @@
+"""Mixed precision: 32-bit weights, matrix multiplications in 16 bits (`bf16-mixed`, `16-mixed`), by Fabric."""
+
+from fabric_ladder.environment import emulates
+from fabric_ladder.errors import UserError
+from fabric_ladder.settings import Settings
+from fabric_ladder.techniques.low_precision import IN_16_BITS
+from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, Technique
+
+
+class MixedPrecision(Technique):
+    """Fabric casts the inputs of each operation; this project does nothing more."""
+
+    setting = "precision"
+    rung = "4_mixed_precision"
+    next_rung = IN_16_BITS
+    plans = ALONE_OR_CHECKPOINTED
+
+    def is_used(self, settings: Settings) -> bool:
+        """Return whether the precision is mixed."""
+        return settings.precision in ("bf16-mixed", "16-mixed")
+
+    def check_precision(self, settings: Settings, capability: tuple[int, int] | None) -> None:
+        """Refuse float16 without a GPU, and bfloat16 on a GPU that only emulates it."""
+        if settings.precision == "16-mixed" and capability is None and settings.accelerator != "mps":
+            raise UserError("--precision 16-mixed needs a CUDA GPU; use --precision bf16-mixed")
+        if settings.precision == "bf16-mixed" and emulates(settings.precision, capability):
+            other = "32-true" if settings.strategy == "fsdp" else "16-mixed"
+            raise UserError(
+                f"--precision bf16-mixed: a GPU of compute capability {capability[0]}.{capability[1]}, below 8.0, only "
+                f"emulates bfloat16; use --precision {other}"
+            )

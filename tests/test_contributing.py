@@ -1,0 +1,64 @@
+"""The example of CONTRIBUTING.md: a technique is added to a copy of the project, which trains and plans with it."""
+
+import json
+import re
+import shutil
+
+import pytest
+from support.helpers import MODELS, ROOT, SRC, finished, run_script
+
+SMALL = ["--accelerator", "cpu", "--dataset", "synthetic", "--model", MODELS / "bloom-quickstart.json"]
+SMALL += ["--from_scratch", "true", "--max_length", "32", "--train_samples", "12", "--batch_size", "4"]
+
+
+def insert(path, line, before):
+    text = path.read_text(encoding="utf-8")
+    assert text.count(before) == 1, before
+    path.write_text(text.replace(before, line + before), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A copy of the project with the example's technique."""
+    folder = tmp_path_factory.mktemp("project")
+    for name in ("src", "scripts", "configs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    technique, entry, field, keyword = re.findall(
+        r"```(?:python|text)\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    package = folder / "src" / "fabric_ladder"
+    (package / "techniques" / "freezing.py").write_text(technique, encoding="utf-8")
+    registry = package / "techniques" / "__init__.py"
+    insert(registry, "from fabric_ladder.techniques.freezing import Freezing\n", "from fabric_ladder.techniques.kahan")
+    insert(registry, entry, "    LoRA(),\n")
+    insert(package / "settings.py", field, "    kahan_summation: bool")
+    parent = (SRC / "2_grad_accum.py").read_text(encoding="utf-8")
+    rung = folder / "src" / "23_freezing.py"
+    rung.write_text(parent.replace("  # NEW", "").replace("2_grad_accum", "23_freezing"), encoding="utf-8")
+    insert(rung, keyword, "    )\n\n    fabric = Fabric(")
+    return folder
+
+
+def run(project, script, *words):
+    return run_script(project / script, *words, cwd=project, fresh=True, PYTHONPATH=project / "src")
+
+
+@pytest.mark.slow
+def test_a_technique_of_three_steps_is_trained_checked_planned_compared_and_listed(project):
+    finished(run(project, "src/23_freezing.py", *SMALL, "--save", "no"))
+    finished(run(project, "src/2_grad_accum.py", *SMALL, "--save", "no"))
+    trained, whole = (
+        json.loads(next((project / "runs").glob(f"{rung}*/**/run.json")).read_text(encoding="utf-8"))
+        for rung in ("23_freezing", "2_grad_accum")
+    )
+    assert 0 < trained["results"]["trainable_parameters"] < whole["results"]["trainable_parameters"]
+    refused = run(project, "src/23_freezing.py", *SMALL, "--lora", "true")
+    assert refused.returncode == 2
+    assert "adapters freeze all weights" in refused.stderr
+    assert "--freeze_lower_half" in finished(run(project, "src/2_grad_accum.py", "--help", "all"))
+    planned = ["--gpu", "T4", "--rungs", "23", "--length", "32", "--json", "plan.json", *SMALL[2:8]]
+    finished(run(project, "scripts/plan_memory.py", *planned))
+    assert "23_freezing checkpointing" in (project / "plan.json").read_text(encoding="utf-8")
+    compared = finished(run(project, "scripts/compare_runs.py", "runs"))
+    assert "freeze_lower_half true" in compared
+    assert "garbage" not in compared
