@@ -13,7 +13,7 @@ from fabric_ladder.models.configs import check_model
 from fabric_ladder.runs.folder import check_writable
 from fabric_ladder.runs.loggers import check_logger
 from fabric_ladder.settings import FACTS, Settings, show
-from fabric_ladder.techniques import TECHNIQUES, used
+from fabric_ladder.techniques import TECHNIQUES, check_together, used
 
 
 def check_values(settings: Settings) -> None:
@@ -67,6 +67,7 @@ def check(settings: Settings) -> None:
     check_precision(settings, capability)
     check_logger(settings)
     check_model(settings)
+    check_together(settings)
     for technique in TECHNIQUES:
         technique.check(settings, capability)
 

@@ -196,11 +196,12 @@ def test_what_cannot_be_rehearsed_is_known_by_formula(tmp_path):
     assert kahan.optimizer_state == round(2 * count * (1 + 4 / 256)) + 2 * count
     on_host = predicted(kahan_summation=True, optimizer_offload=True)
     assert on_host == lean._replace(host=10 * count), "weights, two moments, compensations and gradients, of 2 bytes"
-    offloaded = predicted(precision="bf16-mixed", deepspeed="zero2_offload")
+    offloaded = predicted(precision="bf16-mixed", strategy="deepspeed", deepspeed="zero2_offload")
     assert (offloaded.gradients, offloaded.optimizer_state, offloaded.host) == (0, 0, 1.5 * 16 * count)
     assert 2 * count < offloaded.parameters < 6 * count, "and the gradient of the largest layer, twice"
     assert offloaded.activations == lean.activations
-    shared = predicted(precision="bf16-mixed", deepspeed="zero2", devices=2, optimizer="adam-8bit")
+    zero2 = {"strategy": "deepspeed", "deepspeed": "zero2"}
+    shared = predicted(precision="bf16-mixed", devices=2, optimizer="adam-8bit", **zero2)
     assert shared.gradients + shared.optimizer_state == round(count * (10 + 2 * (1 + 4 / 256)) / 2)
     held = set()
     for precision in ("bf16-true", "32-true"):

@@ -92,7 +92,7 @@ def test_the_largest_cut_that_has_room_is_chosen(tmp_path):
         assert Prediction(found).figures()["predicted_one_sample_bytes"] == totals[-1]
     alone = _answer(settings, [(None, *cuts[0][1:])], None, 2, "some GPU", (8, 0), 0)
     assert not {"micro_batch_tokens", "one_sample"} & alone.keys(), "nothing to choose from"
-    zero = replace(settings, deepspeed="zero2", precision="32-true")
+    zero = replace(settings, strategy="deepspeed", deepspeed="zero2", precision="32-true")
     assert "16-bit weights only" in _answer(zero, cuts, None, 2, "some GPU", (8, 0), None)["problem"]
 
 
@@ -116,7 +116,7 @@ def test_what_auto_may_take_is_cut_from_the_largest_effective_batch_down_to_one_
     [
         ("PLANNER", "no_such_module", "the rehearsal ended without an answer"),
         ("TIMEOUT", 0.01, "not found within 0.01 seconds"),
-        (None, None, "AttributeError: 'str' object has no attribute 'deepspeed'"),
+        (None, None, "AttributeError: 'str' object has no attribute 'precision'"),
     ],
 )
 def test_a_planner_that_fails_is_a_problem_and_no_error(monkeypatch, tmp_path, name, value, problem):

@@ -13,6 +13,7 @@ from torch import nn
 from fabric_ladder import UserError, build_dataloaders, build_model, build_optimizer
 from fabric_ladder.planning.predict import blank_datasets, predict_peak
 from fabric_ladder.runs.metrics import Meter
+from fabric_ladder.techniques import check_together
 from fabric_ladder.techniques.float8 import Float8
 from fabric_ladder.training.gradients import accumulate_gradients
 
@@ -161,13 +162,17 @@ def test_a_gpu_multiplies_8_bits(tmp_path):
         ({"precision": "32-true"}, None, r"does not go with --precision 32-true; use bf16-mixed or bf16-true"),
         ({"precision": "16-mixed"}, (9, 0), r"does not go with --precision 16-mixed; .*"),
         ({"lora": True, "quantization": "nf4"}, None, r"does not go with --quantization nf4, .*"),
-        ({"deepspeed": "zero2"}, (9, 0), r"does not go with DeepSpeed; use src/10_fsdp.py"),
     ],
 )
 def test_what_is_refused(tmp_path, values, capability, message):
     with pytest.raises(UserError, match=f"^--float8 true:? {message}$"):
         Float8().check(small(tmp_path, **values), capability)
     Float8().check(small(tmp_path, **values, float8=False), capability)
+
+
+def test_deepspeed_refuses_it(tmp_path):
+    with pytest.raises(UserError, match=r"^--float8 true: does not go with DeepSpeed; use src/10_fsdp.py$"):
+        check_together(small(tmp_path, strategy="deepspeed", deepspeed="zero2"))
 
 
 @pytest.mark.parametrize("kind", ["narrow", "gpt2"])

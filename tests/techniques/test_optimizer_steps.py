@@ -9,7 +9,7 @@ from torch import nn
 
 from fabric_ladder import UserError, build_dataloaders, build_optimizer
 from fabric_ladder.runs.metrics import Meter
-from fabric_ladder.techniques import TECHNIQUES
+from fabric_ladder.techniques import TECHNIQUES, check_together
 from fabric_ladder.techniques.weight_steps import WeightSteps
 from fabric_ladder.training.gradients import accumulate_gradients
 
@@ -190,8 +190,12 @@ def test_what_is_not_finite_is_noticed_though_its_gradient_is_gone(tmp_path):
         run_training(tmp_path, step_in_backward=True, prepare=prepare)
 
 
+ENGINE = {"strategy": "deepspeed", "deepspeed": "zero1"}
+
+
 def check(settings):
     """Check the settings of the techniques that change the optimizer."""
+    check_together(settings)
     for technique in TECHNIQUES:
         if technique.setting in ("kahan_summation", "step_in_backward", "optimizer_offload", "optimizer"):
             technique.check(settings, None)
@@ -203,7 +207,7 @@ def check(settings):
         ({"kahan_summation": True}, "under --precision 32-true the weights lose nothing"),
         ({"kahan_summation": True, "precision": "bf16-true", "lora": True}, "adapters are trained in 32-bit"),
         ({"kahan_summation": True, "precision": "bf16-true", "optimizer": "adafactor"}, "measures its steps by the"),
-        ({"kahan_summation": True, "precision": "bf16-true", "deepspeed": "zero1"}, "DeepSpeed keeps 32-bit copies"),
+        ({"kahan_summation": True, "precision": "bf16-true", **ENGINE}, "DeepSpeed keeps 32-bit copies"),
         ({"step_in_backward": True, "max_grad_norm": 1.0}, "--max_grad_norm needs all gradients together"),
         ({"step_in_backward": True, "on_nan": "skip"}, "--on_nan skip looks at all gradients"),
         ({"step_in_backward": True, "micro_batch_size": 1}, "must be one micro-batch"),
@@ -211,7 +215,7 @@ def check(settings):
         ({"step_in_backward": True, "pack_rows": 1, "packing": True}, "must be one micro-batch"),
         ({"step_in_backward": True, "devices": 2}, "only on one device"),
         ({"optimizer_offload": True, "devices": 2}, "only on one device"),
-        ({"optimizer_offload": True, "deepspeed": "zero1"}, "zero2_offload"),
+        ({"optimizer_offload": True, **ENGINE}, "zero2_offload"),
         ({"optimizer_offload": True, "precision": "16-mixed"}, "not under 16-mixed"),
         ({"optimizer_offload": True, "accelerator": "mps"}, "uses the host's memory"),
         ({"optimizer": "adam-8bit", "accelerator": "mps"}, "use --optimizer adafactor"),

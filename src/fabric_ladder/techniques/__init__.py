@@ -1,6 +1,7 @@
 """All techniques, each in a module of its own, in the order in which they are applied."""
 
-from fabric_ladder.settings import Settings
+from fabric_ladder.errors import UserError
+from fabric_ladder.settings import Settings, show
 from fabric_ladder.techniques.checkpointing import ActivationCheckpointing, ActivationOffload, SelectiveCheckpointing
 from fabric_ladder.techniques.chunked_loss import ChunkedLoss
 from fabric_ladder.techniques.compile import Compile
@@ -60,3 +61,15 @@ def used(settings: Settings) -> tuple[Technique, ...]:
 def technique_of(rung: str) -> Technique | None:
     """Return the technique that a rung shows, None for a rung without a module of its own."""
     return next((technique for technique in TECHNIQUES if technique.rung == rung), None)
+
+
+def check_together(settings: Settings) -> None:
+    """Refuse settings that do not go with a technique in use.
+
+    Raises:
+        UserError: In one line, which setting, why, and what to do.
+    """
+    for technique in used(settings):
+        for name, reason in technique.refused_settings(settings).items():
+            if (value := getattr(settings, name)) not in (False, None, "no"):
+                raise UserError(f"--{name} {show(value)}: {reason}")

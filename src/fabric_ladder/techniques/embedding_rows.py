@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
+from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.technique import Technique
 
@@ -79,11 +80,11 @@ class _Lookup(torch.autograd.Function):
 
 
 class EmbeddingRows(Technique):
-    """Add the gradient of an embedding row by row; a part of every rung except DeepSpeed's."""
+    """Add the gradient of an embedding row by row; a part of every rung without an engine of its own."""
 
     def is_used(self, settings: Settings) -> bool:
-        """Return whether gradients may be changed; DeepSpeed needs them as autograd makes them."""
-        return not settings.deepspeed
+        """Return whether gradients may be changed; an engine needs them as autograd makes them."""
+        return not strategy_traits(settings).owns_optimizer
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
         """Change the class of the embeddings."""

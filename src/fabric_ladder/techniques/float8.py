@@ -75,7 +75,7 @@ class Float8(Technique):
     next_rung = IN_16_BITS
 
     def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse devices, precisions and strategies without 8-bit kernels, and models without such layers."""
+        """Refuse devices and precisions without 8-bit kernels, and models without such layers."""
         if not self.is_used(settings):
             return
         if settings.accelerator == "mps":
@@ -89,7 +89,6 @@ class Float8(Technique):
             )
         for what, found in {
             "--quantization nf4, whose weights have 4 bits": settings.quantization != "no",
-            "DeepSpeed; use src/10_fsdp.py": settings.deepspeed,
             f"--precision {settings.precision}; use bf16-mixed or bf16-true": not settings.precision.startswith("bf16"),
         }.items():
             if found:

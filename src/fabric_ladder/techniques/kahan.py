@@ -56,7 +56,7 @@ class KahanSummation(Technique):
     next_rung = NextRung("18_low_bit_optimizer", "keeps Adam's moments in 8 bits", replaces=("optimizer",))
 
     def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse weights that lose nothing by rounding, shards, and optimizers that read the weights."""
+        """Refuse weights that lose nothing by rounding, and optimizers that read the weights."""
         if self.is_used(settings) and (reason := _reason_against(settings)):
             raise UserError(f"--kahan_summation true: {reason}")
 
@@ -66,14 +66,10 @@ class KahanSummation(Technique):
 
 
 def _reason_against(settings: Settings) -> str | None:
-    if settings.strategy == "fsdp":
-        return "not on FSDP2's shards; use --precision bf16-mixed, whose weights lose nothing"
     if settings.precision not in ("bf16-true", "16-true"):
         return f"under --precision {settings.precision} the weights lose nothing; leave it out, or use bf16-true"
     if settings.lora:
         return "adapters are trained in 32-bit, which loses nothing; leave it out"
-    if settings.deepspeed:
-        return "DeepSpeed keeps 32-bit copies of the weights, which lose nothing; leave it out"
     if settings.optimizer == "adafactor":
         return "Adafactor measures its steps by the weights, which it would not see; use --optimizer adam or sgd"
     return None

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from torch.optim import Optimizer
 
+from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.adam_4bit import AT_ONCE, BLOCK, Adam4bit
@@ -42,7 +43,8 @@ class LowBitOptimizer(Technique):
 
     def save_more(self, settings: Settings) -> NextRung | None:
         """Return 4 bits, where the moments are on the device and are many."""
-        if settings.optimizer == "adam-4bit" or settings.deepspeed or settings.optimizer_offload or settings.lora:
+        few = settings.optimizer == "adam-4bit" or settings.optimizer_offload or settings.lora
+        if few or strategy_traits(settings).owns_optimizer:
             return None
         return NextRung(None, "halves Adam's moments again", options=IN_4_BITS, replaces=("resume",))
 

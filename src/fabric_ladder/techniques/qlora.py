@@ -47,16 +47,11 @@ class QLoRA(Technique):
     next_rung = PARKED_WEIGHTS._replace(options=("--lora", "true"), replaces=("quantization", *ON_ONE_DEVICE))
 
     def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse 4-bit weights without adapters, with shards, or without a bitsandbytes that works here."""
+        """Refuse 4-bit weights without adapters, or without a bitsandbytes that works here."""
         if not self.is_used(settings):
             return
         if not settings.lora:
             raise UserError(f"--quantization {settings.quantization}: 4-bit weights cannot be trained; add --lora true")
-        if settings.strategy in ("fsdp", "deepspeed"):
-            raise UserError(
-                f"--quantization {settings.quantization}: {settings.name} cannot shard 4-bit weights; use "
-                "src/14_qlora.py, or src/9_ddp.py with --lora true, which keeps all of them on each GPU"
-            )
         if importlib.util.find_spec("bitsandbytes") is None:
             raise UserError("4-bit weights need bitsandbytes: pip install bitsandbytes==0.50.2, or run src/13_lora.py")
         _try_bitsandbytes(settings.accelerator)

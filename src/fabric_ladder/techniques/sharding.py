@@ -22,6 +22,13 @@ PARKED_WEIGHTS = NextRung(
 )
 
 
+def _no_4_bit_shards(settings: Settings) -> str:
+    return (
+        f"{settings.name} cannot shard 4-bit weights; use src/14_qlora.py, or src/9_ddp.py with --lora true, which "
+        "keeps all of them on each GPU"
+    )
+
+
 class _Strategy(Technique):
     """A strategy is given by the rung, not by a setting."""
 
@@ -63,6 +70,16 @@ class FSDP(_Strategy):
                 "32-true"
             )
 
+    def refused_settings(self, settings: Settings) -> dict[str, str]:
+        """Return the settings that need whole weights."""
+        parks = "leave it out" if settings.offload else "src/11_fsdp_cpu_offload.py parks them in the host's memory"
+        return {
+            "quantization": _no_4_bit_shards(settings),
+            "kahan_summation": "not on FSDP2's shards; use --precision bf16-mixed, whose weights lose nothing",
+            "step_in_backward": f"not on FSDP2's shards; {parks}",
+            "optimizer_offload": f"not on FSDP2's shards; {parks}",
+        }
+
     def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
         """Refuse optimizers, trials and models that FSDP2 cannot work with."""
         if not self.is_used(settings):
@@ -103,6 +120,17 @@ class DeepSpeed(_Strategy):
     next_rung = NextRung(
         None, "parks weights in the host's memory", options=("--deepspeed", "zero3_offload"), replaces=("optimizer",)
     )
+
+    def refused_settings(self, settings: Settings) -> dict[str, str]:
+        """Return the settings that change weights or steps, which are DeepSpeed's own."""
+        steps = "DeepSpeed steps in its own way; use --deepspeed zero2_offload without it"
+        return {
+            "quantization": _no_4_bit_shards(settings),
+            "kahan_summation": "DeepSpeed keeps 32-bit copies of the weights, which lose nothing; leave it out",
+            "step_in_backward": steps,
+            "optimizer_offload": steps,
+            "float8": "does not go with DeepSpeed; use src/10_fsdp.py",
+        }
 
     def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
         """Refuse settings that contradict DeepSpeed's configuration."""

@@ -86,6 +86,10 @@ class Technique:
             UserError: In one line, what is wrong and what to do.
         """
 
+    def refused_settings(self, settings: Settings) -> dict[str, str]:
+        """Return settings that do not go with the technique in use, with the reason and what to do."""
+        return {}
+
     def loading_options(self, settings: Settings, config: PretrainedConfig) -> dict:
         """Return options for transformers' `from_pretrained`, for weights that must be read in another form."""
         return {}

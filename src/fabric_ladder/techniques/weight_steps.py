@@ -171,17 +171,12 @@ class _StepsByWeight(Technique):
             optimizer.plan_steps(settings.optimizer_offload, settings.step_in_backward, in_backward=not needs_all)
 
     def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse strategies, precisions and options that need all gradients together."""
+        """Refuse devices, precisions and options that need all gradients together."""
         if self.is_used(settings) and (reason := self.reason_against(settings)):
             raise UserError(f"--{self.setting} true: {reason}")
 
     def reason_against(self, settings: Settings) -> str | None:
         """Return why the technique cannot be used, and what to do."""
-        if settings.deepspeed:
-            return "DeepSpeed steps in its own way; use --deepspeed zero2_offload without it"
-        if settings.strategy == "fsdp":
-            parks = "src/11_fsdp_cpu_offload.py parks them in the host's memory"
-            return f"not on FSDP2's shards; {'leave it out' if settings.offload else parks}"
         if settings.optimizer_offload and settings.accelerator == "mps":
             return "Apple silicon's GPU uses the host's memory; leave it out"
         if settings.ranks > 1:
