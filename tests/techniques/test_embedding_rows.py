@@ -115,7 +115,9 @@ def test_a_models_gradient_is_the_same(tmp_path, kind, tolerance):
     assert relative_error(expected, got) <= tolerance
 
 
-@pytest.mark.parametrize(("values", "kind"), [({}, RowEmbedding), ({"deepspeed": "zero2"}, nn.Embedding)])
+@pytest.mark.parametrize(
+    ("values", "kind"), [({}, RowEmbedding), ({"strategy": "deepspeed", "deepspeed": "zero2"}, nn.Embedding)]
+)
 def test_deepspeed_s_gradients_are_autograd_s(tmp_path, values, kind):
     settings, *_ = case(tmp_path, "bloom", precision="bf16-mixed", devices=1, **values)
     for each in (settings, to_rehearse(settings)):
