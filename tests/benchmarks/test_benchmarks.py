@@ -1,4 +1,4 @@
-"""The sides of a duel do the same work, and what is made of their figures is right."""
+"""Both sides of each benchmark do the same work, and the figures computed from the runs are correct."""
 
 import os
 import platform
@@ -29,13 +29,13 @@ SWITCHED = ["micro_batch_4", "group_by_length", "no_nan_filter", "evaluate_4"]
 
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory):
-    """Figures of the ladder, as a process of its own, and of the peers and the blog's recipe, in this one."""
+    """Measure the ladder in its own process, and the peers and the blog's recipe in this process."""
     texts = tmp_path_factory.mktemp("blog") / "texts"
     common.save_texts(parse_settings(TINY), texts)
     runs = {"trainer": ("trainer", []), "trainer_best": ("trainer", SWITCHED), "accelerate": ("accelerate", [])}
     runs["bare"] = ("bare", [])
     environment, threads = dict(os.environ), torch.get_num_threads()
-    torch.set_float32_matmul_precision("medium")  # of no side, unless it forgets to set its own
+    torch.set_float32_matmul_precision("medium")  # no side uses this value unless it forgets to set its own
     sides = {name: peers.measure(parse_settings(TINY), side, switches) for name, (side, switches) in runs.items()}
     sides["blog"] = blog_recipe.measure(parse_settings(TINY), texts)
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,4 +1,4 @@
-"""The check of the documents' figures passes here, and finds a changed figure and a missing file, part or comment."""
+"""The check of figures in documents passes here. It finds changed figures and missing files, parts and comments."""
 
 import json
 import re
@@ -28,7 +28,7 @@ NO_FIGURES = "Not `--gpu 3.4 GB`, 16-bit, 10^9 bytes, 2026-11-22, torch 2.13.0, 
 
 @pytest.fixture
 def errors(tmp_path):
-    """Check a page against a file of a few measurements."""
+    """Check a page against a file with a few measurements."""
     (tmp_path / "some.json").write_text(json.dumps(FILE))
     (tmp_path / "log.txt").write_text("Time elapsed 0.45 min\nTest accuracy 92.70%\n")
     for seed, accuracy in enumerate((0.786, 0.793, 0.794)):
@@ -95,7 +95,7 @@ def test_only_the_journal_has_unfiled_figures():
 
 
 def test_a_changed_digit_is_seldom_another_figure_of_the_same_part():
-    """At least seven in eight changed last digits are found: the parts that comments name are small."""
+    """The check finds at least seven in eight changed last digits, because the parts that comments name are small."""
     found = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")

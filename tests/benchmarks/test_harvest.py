@@ -1,4 +1,4 @@
-"""A harvest is stored entry by entry, continues an earlier one, keeps to its minutes, and fills the pages."""
+"""The harvest stores each entry, continues an earlier harvest, keeps to its time limit and fills the pages."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ WRITES = "import json, sys; json.dump({'value': 1}, open(sys.argv[-1], 'w'))"
 
 @pytest.fixture
 def entry(tmp_path):
-    """Make an entry of a few lines of Python, whose last argument is the file for the figures."""
+    """Make an entry from a few lines of Python, whose last argument is the file for the figures."""
 
     def make(name, code=WRITES, seconds=1):
         path = tmp_path / f"{name}.py"
@@ -38,7 +38,7 @@ def entry(tmp_path):
 
 @pytest.fixture
 def run(tmp_path):
-    """Run entries on top of earlier ones; return the exit status and the file's content."""
+    """Run entries and add them to earlier ones; return the exit status and the file's content."""
 
     def run(entries, earlier=None, **options):
         out = tmp_path / "harvest.json"
@@ -115,7 +115,7 @@ def test_a_share_of_the_peak_belongs_to_the_precision():
     assert peak_flops(h100, "32-true", "highest") == pytest.approx(66.9e12)
     assert peak_flops(h100, "32-true", "medium") == 989.5e12
     assert peak_flops(t4, "16-mixed", "high") == 65e12
-    assert peak_flops(t4, "32-true", "high") == peak_flops(t4, "32-true", "medium") == 8.1e12  # a T4 has no TF32
+    assert peak_flops(t4, "32-true", "high") == peak_flops(t4, "32-true", "medium") == 8.1e12  # a T4 does not have TF32
 
 
 def test_an_epoch_is_extrapolated_from_the_last_rate():
@@ -126,7 +126,7 @@ def test_an_epoch_is_extrapolated_from_the_last_rate():
     found = add_rates(figures, config, lengths, find_gpu("H100"))
     assert found["epoch_seconds"] == 20 + 33_000 / 1000
     assert found["late_mfu"] == pytest.approx(10 * found["mfu"])
-    flops = 6 * (559_000_000 - 250_880 * 1024) * 100 + 12 * 24 * 1024 * 100**2  # of one review
+    flops = 6 * (559_000_000 - 250_880 * 1024) * 100 + 12 * 24 * 1024 * 100**2  # FLOPs for one review
     assert found["mfu"] == pytest.approx(100 * flops / 494.7e12)
     assert "mfu" not in add_rates(figures, config, lengths, None)
     with pytest.raises(RuntimeError, match="200000 tokens"):

@@ -1,4 +1,4 @@
-"""Edited records and checkpoints, and settings that a resumed run may or must not change."""
+"""Edited records and checkpoints are detected. A resumed run may change some settings and must not change others."""
 
 import dataclasses
 import json
@@ -61,7 +61,7 @@ def test_a_wrong_progress_file_is_refused(tmp_path, progress):
     ],
 )
 def test_settings_that_change_memory_but_no_gradient_may_change(tmp_path, before, after):
-    """The advice for an out-of-memory error prints such commands, with `--resume auto`."""
+    """The advice after an out-of-memory error prints commands that change these settings and add `--resume auto`."""
     stopped(tmp_path, **before)
     found = find_checkpoint(settings_for(tmp_path, resume="auto", **after), "x", 1)
     assert found.folder is not None

@@ -1,4 +1,4 @@
-"""A full disk: refused before training if the sizes show it, and one clear line if it fills up later."""
+"""A full disk: the run is refused before training if the sizes show it, else one clear line is printed later."""
 
 import contextlib
 import re
@@ -20,7 +20,7 @@ from fabric_ladder.checkpoints.save import save
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 1.5 MB."""
+    """Mount a file system of 1.5 MB."""
     with file_system(tmp_path / "disk", 1500) as folder:
         yield folder
 
@@ -33,7 +33,7 @@ def fill(disk):
 
 @pytest.fixture
 def save_into(tmp_path, fabric):
-    """Save a tiny model that Fabric has set up into a folder; return the result's folder and the weights."""
+    """Save a tiny model that Fabric has set up; return the folder of the result and the weights."""
 
     def save_into(folder, layout):
         datasets = token_datasets()
@@ -80,7 +80,7 @@ def test_results_that_do_not_fit_are_refused_before_training(tmp_path):
 
 
 def test_a_full_disk_costs_no_checkpoint_and_no_run(tmp_path, small_disk, dropout_model):
-    """Some checkpoints fit; then the run continues without new ones, and the old ones stay whole."""
+    """The first checkpoints fit. Then the run continues without new ones, and the old ones stay complete."""
     more = ["--model", dropout_model, "--runs_dir", small_disk / "runs", "--save_every", 1, "--keep", 99]
     status, text = run_here("2_grad_accum", tmp_path, *more)
     assert status == 0

@@ -1,4 +1,4 @@
-"""A saved model equals the trained model: whole, sharded or as an adapter, merged, and loaded by transformers."""
+"""A saved model equals the trained model, whether whole, sharded, an adapter, merged or loaded by transformers."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def inputs_for(kind):
 
 @pytest.fixture
 def trained(tmp_path, fabric):
-    """Train a model for some steps and save it; returns the run's folder, the model and its logits."""
+    """Train a model for some steps and save it; return the run's folder, the model and its logits."""
 
     def trained(model, kind, how="consolidated", from_scratch=True, tokenizer=None):
         settings = settings_for(tmp_path)
@@ -86,7 +86,7 @@ def test_a_whole_model_is_read_back_as_it_was(trained, tmp_path, kind, how):
     assert torch.equal(logits(plain, kind), expected)
     assert plain.config.use_cache
     if kind.endswith("-lm"):
-        assert plain.generation_config.eos_token_id == [1], "the tokenizer's end, and not the config's 2"
+        assert plain.generation_config.eos_token_id == [1], "the tokenizer's end token, not the 2 of the config"
     else:
         assert plain.config.id2label == {0: "bad", 1: "good"}
     assert AutoTokenizer.from_pretrained(tmp_path / "plain")("word7")["input_ids"] == [7]
@@ -133,7 +133,7 @@ def test_an_adapter_on_4_bit_weights(trained, tmp_path, monkeypatch, capsys):
     quantised.config.id2label = {0: "bad", 1: "good"}
     folder, _, expected = trained(with_adapter(quantised, "llama"), "llama")
     base = load_file(folder / "base" / "model.safetensors")
-    assert base["model.layers.0.self_attn.q_proj.weight"].dtype == torch.uint8, "as small as it was"
+    assert base["model.layers.0.self_attn.q_proj.weight"].dtype == torch.uint8, "the base model must stay in 4 bits"
     assert "quantization_config" in json.loads((folder / "base" / "config.json").read_text())
     result = find_result(folder)
     close(logits(load_result(result), "llama"), expected, atol=1e-6)
@@ -145,7 +145,7 @@ def test_an_adapter_on_4_bit_weights(trained, tmp_path, monkeypatch, capsys):
     assert not hasattr(merged.config, "quantization_config")
     close(logits(merged, "llama"), unmerged)
 
-    # an adapter on the whole weights that were quantised
+    # merge the adapter into the unquantized weights
     run_here(monkeypatch, MERGE, folder, "--base", tmp_path / "whole", "--output", tmp_path / "onto-whole")
     assert "trained on 4-bit weights and is merged into whole ones: outputs differ" in capsys.readouterr().out
     onto_whole = AutoModelForSequenceClassification.from_pretrained(tmp_path / "onto-whole")
@@ -178,7 +178,7 @@ def test_an_adapter_names_its_base_so_that_it_is_found_from_anywhere(trained, tm
     assert config["base_model_name_or_path"] == str(tmp_path / "pretrained")
     monkeypatch.chdir("/")
     close(logits(load_result(find_result(folder)), "bloom"), expected, atol=1e-6)
-    # for a base from the Hub, the config names the commit
+    # for a base model from the Hub, the config names the commit
     model = tiny("bloom")
     model.name_or_path = "some/bloom"
     model.config._commit_hash = "0123abc"
@@ -303,7 +303,7 @@ def test_two_ranks_that_shard_an_adapter_save_what_one_file_holds(tmp_path):
 
 
 def test_pipelines_read_what_is_exported(tmp_path, monkeypatch):
-    """A run's folder becomes one that `pipeline` reads by itself, with the names of the classes."""
+    """The exported folder loads in `pipeline` without further arguments, with the names of the classes."""
     for number in range(40):
         for name, colour in (("red", (200, number, 0)), ("blue", (0, number, 200))):
             (tmp_path / "colours" / name).mkdir(parents=True, exist_ok=True)

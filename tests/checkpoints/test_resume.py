@@ -1,4 +1,4 @@
-"""A run that was stopped or killed, or whose checkpoint is damaged, resumes and ends like an undisturbed run."""
+"""A run resumes after it was stopped or killed or its checkpoint was damaged, and ends like an uninterrupted run."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ from fabric_ladder import UserError
 from fabric_ladder.checkpoints import store
 from fabric_ladder.checkpoints.resume import PROGRESS
 
-STEPS = 16  # two epochs of eight
+STEPS = 16  # two epochs of eight optimizer steps
 QUICK = ["2_grad_accum", "4_mixed_precision", "13_lora"]
 OTHERS = ["1_batch_size_1", "5_low_precision", "6_lean_optimizer", "7_grad_checkpointing"]
 RUNGS = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
@@ -36,7 +36,7 @@ PLACES = {
 
 @pytest.mark.parametrize("name", RUNGS)
 def test_a_stopped_run_goes_on_bitwise(tmp_path, dropout_model, name):
-    """SIGTERM stops it in the middle of an epoch, at its end before the validation, and again in the next epoch."""
+    """SIGTERM stops the run mid-epoch, then at the end of the epoch before validation, then in the next epoch."""
     more = ["--model", dropout_model, "--save_every", 100]
     if name == "1_batch_size_1":
         more += ["--batch_size", 8, "--micro_batch_size", 8]
@@ -76,7 +76,7 @@ def test_every_checkpoint_of_a_run_leads_to_the_same_end(tmp_path, dropout_model
 
 
 class Interrupts:
-    """A loader or a list of micro-batches that sends this process a signal before its item `at`."""
+    """A loader or a list of micro-batches that sends a signal to this process before its item `at`."""
 
     def __init__(self, items, at, number=signal.SIGTERM):
         self.items, self.at, self.number = items, at, number
@@ -96,7 +96,7 @@ class Interrupts:
 
 @pytest.mark.parametrize("place", ["first micro-batch", "micro-batch", "validation", "test"])
 def test_a_run_stopped_inside_a_step_or_an_evaluation_goes_on_bitwise(tmp_path, dropout_model, place):
-    """A signal arrives between two micro-batches."""
+    """The signal arrives between two micro-batches."""
     more = ["--model", dropout_model, "--save_every", 100]
     (tmp_path / "whole").mkdir()
     run_here("2_grad_accum", tmp_path / "whole", *more)
@@ -163,7 +163,7 @@ def test_a_run_without_save_every_can_be_stopped_too_and_leaves_nothing_at_its_e
 
 
 def test_keep_keeps_the_newest_and_the_best(tmp_path):
-    """With this learning rate the loss grows, so that the first epoch is the best."""
+    """With this learning rate the loss grows, so the first epoch is the best."""
     more = ["--save_every", 3, "--keep", 2, "--epochs", 3, "--learning_rate", 0.5]
     run_here("2_grad_accum", tmp_path, *more)
     home = tmp_path / "runs" / "2_grad_accum" / "1"
@@ -191,7 +191,7 @@ def stopped(tmp_path):
 def test_an_older_checkpoint_can_be_taken(tmp_path, stopped):
     status, text = run_here("2_grad_accum", tmp_path, "--resume", stopped / "checkpoints" / "step-000000002")
     assert status == 0
-    assert "Batch 0003/0008" in text, "printed anew"
+    assert "Batch 0003/0008" in text, "the batch is printed again"
     assert [line for line in lines_of(stopped) if "Epoch: 0001/0002 | Batch 0003/0008" in line].__len__() == 1
 
 
@@ -277,7 +277,7 @@ def test_damaged_checkpoints_are_skipped_with_a_reason(tmp_path, stopped):
 
 
 def test_nothing_pickled_is_executed(tmp_path, stopped):
-    """The manifest is correct."""
+    """The manifest is correct, so only the restricted unpickler can refuse the file."""
     last = checkpoints(stopped)[-1]
     for name, content in (("rank-0.pt", None), (f"state/{TENSORS}", pickle.dumps(Evil()))):
         copy = last.with_name("whole")
@@ -311,7 +311,7 @@ def several(name, cwd, *arguments, ranks=2, wait=True):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["9_ddp", "10_fsdp"])
 def test_two_processes_end_with_a_checkpoint_and_go_on_bitwise(tmp_path, dropout_model, name):
-    """Only the launcher gets SIGTERM. The checkpoint then also resumes on one process, with other dropout."""
+    """Only the launcher gets SIGTERM. The checkpoint also resumes on one process, with other dropout masks."""
     more = ["--model", dropout_model, "--save_every", 100, "--precision", "32-true"]
     for folder in ("whole", "stopped"):
         (tmp_path / folder).mkdir()
@@ -337,7 +337,7 @@ def test_two_processes_end_with_a_checkpoint_and_go_on_bitwise(tmp_path, dropout
 
 
 def test_a_second_interrupt_ends_immediately_and_a_run_in_use_is_refused(tmp_path):
-    """The first run would take another minute when Ctrl-C stops it."""
+    """Without Ctrl-C the first run would take another minute."""
     long = ["--train_samples", "4000", "--epochs", "50", "--log_every", "8"]
     command = [sys.executable, str(SRC / "2_grad_accum.py"), *SIZES, *long, "--save_every", "1"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -346,7 +346,7 @@ def test_a_second_interrupt_ends_immediately_and_a_run_in_use_is_refused(tmp_pat
             break
     with pytest.raises(UserError, match=r"runs/2_grad_accum/1 belongs to a run that is still going on"):
         run_here("2_grad_accum", tmp_path, *long, "--resume", "auto")
-    os.kill(process.pid, signal.SIGSTOP)  # or it might be gone before the second one
+    os.kill(process.pid, signal.SIGSTOP)  # pause the process, or it might end before the second signal
     for _ in range(2):
         process.send_signal(signal.SIGINT)
         os.kill(process.pid, signal.SIGCONT)
@@ -357,7 +357,7 @@ def test_a_second_interrupt_ends_immediately_and_a_run_in_use_is_refused(tmp_pat
 
 
 KILLS = 20
-LONGEST = 300  # seconds that a start may take on a slow machine
+LONGEST = 300  # maximum seconds for a start on a slow machine
 
 
 def train_and_be_killed(cwd, arguments):
@@ -366,7 +366,7 @@ def train_and_be_killed(cwd, arguments):
 
 
 def newest_run(cwd):
-    """The folder of the last run; a run that was killed before its first checkpoint is not resumed."""
+    """Return the folder of the last run. A run that was killed before its first checkpoint is not resumed."""
     folders = (cwd / "runs" / "2_grad_accum").glob("*")
     return max(folders, key=lambda path: int(path.name), default=cwd)
 
@@ -378,7 +378,7 @@ def writes(cwd):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_twenty_kills_at_random_instants_lose_nothing(tmp_path, dropout_model):
-    """Each start resumes the killed run; the end equals an undisturbed run."""
+    """Each start resumes the killed run. The final result equals an uninterrupted run."""
     more = ["--model", dropout_model, "--save_every", 1, "--keep", 2, "--resume", "auto", "--epochs", 3]
     (tmp_path / "whole").mkdir()
     run_here("2_grad_accum", tmp_path / "whole", *more)
@@ -397,32 +397,32 @@ def test_twenty_kills_at_random_instants_lose_nothing(tmp_path, dropout_model):
                 process.join(LONGEST)
             elif kills % 2:
                 process.join(draw.uniform(0.1, 1.0))
-            else:  # as soon as it writes a checkpoint
+            else:  # kill it as soon as it writes a checkpoint
                 end = time.monotonic() + LONGEST
                 while process.is_alive() and not writes(cwd) and time.monotonic() < end:
                     time.sleep(0.001)
-                assert time.monotonic() < end, f"nothing was written in {LONGEST} seconds"
+                assert time.monotonic() < end, f"no output within {LONGEST} seconds"
                 time.sleep(draw.uniform(0, 0.01))
             if process.exitcode is None:
-                assert kills < KILLS, f"the last start has not ended after {LONGEST} seconds"
+                assert kills < KILLS, f"the last start did not finish within {LONGEST} seconds"
                 process.kill()
                 process.join()
                 kills += 1
                 home = newest_run(cwd)
                 while_writing += writes(cwd)
                 newest, skipped = store.newest_whole(home / "checkpoints")
-                assert not skipped, "every checkpoint under its name is whole"
+                assert not skipped, "every checkpoint with a final name must be complete"
                 assert newest or not any((home / "checkpoints").glob("step-*"))
             else:
                 assert process.exitcode == 0
                 break
         assert_same(newest_run(cwd), whole)
         assert not [*cwd.rglob(".step-*"), *cwd.rglob(".lock")]
-    assert while_writing >= 3, f"only {while_writing} kills fell into the writing of a checkpoint"
+    assert while_writing >= 3, f"only {while_writing} kills happened while a checkpoint was written"
 
 
 def with_lost_log(monkeypatch, tmp_path, action, *arguments):
-    """Lose the log during training by `action`; return the printed lines of the run, which must reach its end."""
+    """Remove the log during training by `action`; return the printed lines of the run, which must finish."""
     monkeypatch.chdir(tmp_path)
     script = str(SRC / "2_grad_accum.py")
     monkeypatch.setattr(sys, "argv", [script, *SIZES, "--log_every", "1", *map(str, arguments)])
@@ -436,7 +436,7 @@ def with_lost_log(monkeypatch, tmp_path, action, *arguments):
 
 
 def test_a_folder_that_vanishes_costs_only_the_log(tmp_path, monkeypatch):
-    """The model is saved, and the checkpoint holds all lines for a resumed run."""
+    """The model is still saved, and the checkpoint holds all log lines for a resumed run."""
     options = "--save", "consolidated", "--save_every", "100"
     text = with_lost_log(monkeypatch, tmp_path, lambda: shutil.rmtree("runs"), *options)
     assert (tmp_path / re.search(r"^Saved (.*)$", text, re.MULTILINE)[1] / "model.safetensors").exists()
@@ -446,7 +446,7 @@ def test_a_folder_that_vanishes_costs_only_the_log(tmp_path, monkeypatch):
 
 
 def test_a_run_whose_log_ends_early_is_left_out_of_comparisons(tmp_path, monkeypatch):
-    """Its run.json could be written again and has the status `finished`."""
+    """Its run.json could be written again, so its status is `finished`."""
     folder = tmp_path / "runs" / "2_grad_accum" / "1"
 
     def lose_log():

@@ -1,4 +1,4 @@
-"""The script compare_runs.py: its outputs, its table and its messages."""
+"""The output, table and messages of the script compare_runs.py."""
 
 import csv
 import io
@@ -98,7 +98,7 @@ def test_the_table_is_readable_in_80_columns(tmp_path, monkeypatch):
     assert max(map(len, printed.splitlines())) <= 80
     for text in ("mean of seeds 1, 2, 3", "1234.50", "123456", "12.18", "+0.50 ≈", "± 1.00", "optimizer adam;"):
         assert text in printed
-    assert printed.count("77.12") == 2  # of unequal classes
+    assert printed.count("77.12") == 2  # the classes are imbalanced
     assert "…" not in printed
 
 

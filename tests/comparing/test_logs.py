@@ -1,4 +1,4 @@
-"""Logs and folders of runs are read as they stand, or not at all."""
+"""Logs and run folders are read completely and unchanged, or refused."""
 
 import json
 import random
@@ -74,7 +74,7 @@ def test_a_file_of_several_scripts_under_headings():
 
 
 def quoted(pattern):
-    """A figure of the README's log that another machine or day would print differently."""
+    """Match a figure of the README's log that differs between machines or days."""
     return float(re.search(pattern, LOG)[1])
 
 
@@ -133,7 +133,7 @@ def test_a_real_run_says_the_same_in_its_folder_and_in_its_log(tmp_path, monkeyp
         assert one.value == pytest.approx(other.value, abs=6e-5)
     moved = tmp_path / "moved.txt"
     shutil.copy(run.folder / "log.txt", moved)
-    printed = script(monkeypatch, run.folder, moved)  # nothing known differs
+    printed = script(monkeypatch, run.folder, moved)  # no known setting differs
     assert "learning rate" in printed
     assert "perplexity" in printed
 
@@ -207,7 +207,7 @@ def test_runs_below_each_other_without_headings():
 
 
 def mutate(text, rng):
-    """Damage a log as copying does, or worse."""
+    """Damage a log at random, e.g. as copying and pasting does."""
     lines = text.splitlines()
     for _ in range(rng.randint(1, 8)):
         at = rng.randrange(len(lines))

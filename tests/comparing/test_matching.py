@@ -1,4 +1,4 @@
-"""Unlike runs are refused by name; what belongs to the techniques compared is not."""
+"""Runs that differ are refused with the name of the setting. Settings of the compared techniques may differ."""
 
 import csv
 import dataclasses
@@ -89,7 +89,7 @@ def test_rungs_set_only_techniques():
 
 
 def settings_of(rung, config, *options):
-    """Settings of a rung as its run.json has them."""
+    """Return the settings of a rung as stored in its run.json."""
     with pytest.raises(Checked) as checked:
         parse_settings(["--check_only", "true", "--accelerator", "cpu", *options], config, **OWN[rung])
     settings = dataclasses.asdict(checked.value.settings)
@@ -104,7 +104,7 @@ def logged(settings):
 @pytest.mark.parametrize("config", ["quickstart.yaml", "cifar10_vit_small.yaml", "belle_bloomz_7b1_lora.yaml"])
 def test_all_pairs_of_rungs_on_one_config_are_compared(config, monkeypatch):
     monkeypatch.setattr(cli, "check_start", lambda settings: None)
-    monkeypatch.setattr(cli, "check", lambda settings: None)  # two rungs need a GPU, some configs the Hub
+    monkeypatch.setattr(cli, "check", lambda settings: None)  # two rungs need a GPU, and some configs need the Hub
     runs = [logged(settings_of(rung, config)) for rung in OWN]
     assert find_differences(make_rows(runs), OWN) == []
     for first, second in combinations(runs, 2):
@@ -148,7 +148,7 @@ def test_another_effective_batch_is_named_and_warned_about(tmp_path, monkeypatch
     assert "Warning: the effective batch differs by option (batch_size 16 / 32), and so does" in printed
     first = write_run(tmp_path, record("1_batch_size_1", batch_size=1))
     notices = compare(read_sources([first, str(tmp_path / "2_grad_accum" / "1")])).notices
-    assert not any("effective batch" in notice for notice in notices)  # the rungs' own
+    assert not any("effective batch" in notice for notice in notices)  # only the rungs' own defaults differ
 
 
 def test_ranks_that_share_the_threads_are_no_other_hardware(tmp_path):
@@ -187,7 +187,7 @@ def test_seeds_are_one_row(tmp_path):
     line = next(csv.DictReader(io.StringIO(to_csv(comparison))))
     assert (line["n"], line["seeds"], line["minutes"], line["minutes_spread"]) == ("3", "1 2 3", "2.2", "0.2")
     again = write_run(tmp_path / "again", record(seed=1))
-    assert len(make_rows(read_sources([str(tmp_path / "2_grad_accum"), again]).runs)) == 2  # a seed counts once
+    assert len(make_rows(read_sources([str(tmp_path / "2_grad_accum"), again]).runs)) == 2  # each seed counts once
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_seeds_are_one_row(tmp_path):
      (11.4, ": a batch takes as long as with 2_grad_accum.")],
 )  # fmt: skip
 def test_compiling_is_set_against_the_time_that_it_saves(tmp_path, rate, said):
-    """16 samples take 16 / 11.4 s without, and 16 / 20 s with it."""
+    """16 samples take 16 / 11.4 s without torch.compile and 16 / 20 s with it."""
     compiled = record("3_torch_compile", compile=True)
     compiled["results"] |= {"compile_seconds": 46.3, "compiled_graphs": 3, "samples_per_second": rate}
     plain, other = write_run(tmp_path, record()), write_run(tmp_path, compiled)

@@ -1,4 +1,4 @@
-"""The page and the charts: their content, light, dark and on a narrow screen."""
+"""The page and the charts: their content in light mode, in dark mode and on a narrow screen."""
 
 import re
 import shutil
@@ -29,7 +29,7 @@ def test_smoothing():
 
 
 def charts_of(page):
-    """SVG files of a page by their alternative texts, light and dark."""
+    """Return the light and the dark SVG files of a page by their alternative texts."""
     found = re.findall(r'srcset="data:image/svg\+xml;base64,(.*?)"><img src="data:.*?;base64,(.*?)" alt="(.*?)"', page)
     return {text: (b64decode(light).decode(), b64decode(dark).decode()) for dark, light, text in found}
 
@@ -57,7 +57,7 @@ def test_charts_of_runs_with_few_figures(tmp_path):
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """A page with every part: seeds, differences, epochs, classes, odd names."""
+    """Make a page with every part: seeds, differences, epochs, classes and unusual names."""
     root = tmp_path_factory.mktemp("page")
     classes = {"names": ["sport", "<b>trade</b>", "art"], "confusion": [[300, 20, 13], [15, 250, 30], [5, 40, 327]]}
     classes |= {"accuracy": [0.9, 0.85, 0.88], "macro_f1": 0.8765}

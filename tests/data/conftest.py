@@ -1,4 +1,4 @@
-"""Fixtures of the tests of data."""
+"""Fixtures for the data tests."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from fabric_ladder.data.instructions import prompt_text
 
 @pytest.fixture(scope="session")
 def tokenizers(minilm, tmp_path_factory):
-    """Folders of a trained byte-level BPE, of MiniLM's WordPiece, and of a Unigram that adds <s> and </s>."""
+    """Save three tokenizers: a trained byte-level BPE, MiniLM's WordPiece and a Unigram that adds <s> and </s>."""
     home = tmp_path_factory.mktemp("tokenizers")
     path = write_rows(rows(), home / "rows.jsonl")
     made = {
@@ -31,7 +31,7 @@ def tokenizers(minilm, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def unpacked(archive, tmp_path_factory):
-    """The folder `aclImdb` with 60 real reviews of each of the four kinds, and some that do not count."""
+    """Unpack into `aclImdb` 60 real reviews of each of the four kinds, and some files that must be ignored."""
     home = tmp_path_factory.mktemp("unpacked")
     left = Counter()
     with tarfile.open(archive, "r|gz") as tar:

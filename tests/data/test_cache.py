@@ -1,4 +1,4 @@
-"""The cache: made once, by one process, from what changes the tokens."""
+"""The cache is made once, by one process. It is made again if anything that affects the tokens changes."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def test_a_second_call_only_maps_the_first_ones_files(tmp_path, load):
     before = files_of(tmp_path / "cache")
     assert not [name for name in before if "unfinished" in name.name]
     stamp = path.stat()
-    path.write_bytes(b"?" * stamp.st_size)  # could no longer be read as a table
+    path.write_bytes(b"?" * stamp.st_size)  # this file can no longer be read as a table
     os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     second = load(path)
     assert files_of(tmp_path / "cache") == before
@@ -107,4 +107,4 @@ def test_two_processes_may_fill_an_empty_cache_at_once(tmp_path):
     (folder,) = cached(tmp_path)
     assert not list((tmp_path / "cache").rglob("unfinished-*"))
     assert json.loads((folder / "facts.json").read_text())["class_names"] == ["0", "1"]
-    assert len(list((tmp_path / "cache").rglob("facts.json"))) == 1, "one of them did the work"
+    assert len(list((tmp_path / "cache").rglob("facts.json"))) == 1, "only one process did the work"

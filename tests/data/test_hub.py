@@ -1,4 +1,4 @@
-"""Configs and data sets from folders and the Hub: read once, and refused only for faults that a user can cause."""
+"""Configs and data sets from folders and the Hub are read once. Only faults of the user become a UserError."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ from fabric_ladder.settings import DataSettings
 
 @pytest.fixture
 def online(monkeypatch):
-    """Let the Hub answer, although no test has a network."""
+    """Simulate a Hub, because the tests do not use the network."""
     monkeypatch.setattr(hub, "_hub_answers", lambda: True)
 
 
@@ -31,7 +31,7 @@ def online(monkeypatch):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """The names whose configs transformers reads."""
+    """Return the names of the configs that transformers reads."""
     names = []
     read = AutoConfig.from_pretrained
     monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name, **how: names.append(name) or read(name, **how))
@@ -90,7 +90,7 @@ def test_other_errors_of_a_library_keep_their_traceback(online, commits, monkeyp
     with pytest.raises(type(error)), reachable("org/name", "model"):
         fail()
     monkeypatch.setattr(hf, "load_dataset", fail)
-    expected = UserError if isinstance(error, RuntimeError) else type(error)  # `datasets` refuses scripts with it
+    expected = UserError if isinstance(error, RuntimeError) else type(error)  # of `datasets`, for scripts
     with pytest.raises(expected):
         load_in(tmp_path, "org/name", model=BLOOM)
 
@@ -102,7 +102,7 @@ def test_other_errors_of_a_library_keep_their_traceback(online, commits, monkeyp
 
 @pytest.fixture
 def glue(tmp_path, monkeypatch, online, commits):
-    """Load a data set with two configurations, whose test has no labels, in place of the Hub's."""
+    """Load a fake Hub data set with two configurations, whose test split does not have labels."""
     features = hf.Features({"sentence": hf.Value("string"), "label": hf.ClassLabel(names=["good", "bad"])})
 
     def read(name, configuration=None, revision=None, **options):
@@ -129,7 +129,7 @@ def glue(tmp_path, monkeypatch, online, commits):
 
 @pytest.fixture
 def commits(monkeypatch):
-    """The commits of a data set on the Hub by revision; None is the main branch."""
+    """Return the commits of a data set on the Hub by revision; None is the main branch."""
     known = {None: "a" * 40, "v1": "1" * 40}
 
     def info(_, name, revision, **options):
@@ -158,14 +158,14 @@ def test_a_data_set_is_cached_by_its_commit_and_can_be_pinned(glue, commits, tmp
     first = glue("org/glue:sst2")
     assert first.commit == "a" * 40
     assert len(cached(tmp_path)) == 1
-    commits[None] = "b" * 40  # somebody pushes to the main branch
+    commits[None] = "b" * 40  # a commit is pushed to the main branch
     assert glue("org/glue:sst2").commit == "b" * 40
     assert glue("org/glue:sst2", dataset_revision="v1").commit == "1" * 40
     assert len(cached(tmp_path)) == 3
     with pytest.raises(UserError, match=r"no data set org/glue at --dataset_revision v2 that can be read: check"):
         glue("org/glue:sst2", dataset_revision="v2")
     monkeypatch.setattr(hub, "_hub_answers", lambda: False)
-    assert glue("org/glue:sst2").commit == "b" * 40, "without a network, the last commit in the cache"
+    assert glue("org/glue:sst2").commit == "b" * 40, "without a network, the last commit in the cache is used"
     with pytest.raises(UserError, match="the Hub cannot be reached"):
         glue("org/glue:sst2", max_length=9)
     with pytest.raises(UserError, match="--dataset_revision is for a --dataset on the Hub, not for synthetic"):

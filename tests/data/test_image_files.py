@@ -1,4 +1,4 @@
-"""Images from folders, archives and the Hub: their splits and classes, and what is refused."""
+"""Images from folders, archives and the Hub: their splits and classes, and the inputs that are refused."""
 
 import re
 import tarfile
@@ -105,7 +105,7 @@ HUB = {"img": hf.Image(), "label": hf.ClassLabel(names=["frog", "cat", "ship"])}
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A data set in Parquet files as on the Hub, and where it is looked for instead."""
+    """Make a data set in Parquet files as on the Hub, and load it from this folder instead."""
     read = hf.load_dataset
     monkeypatch.setattr(hub_module, "_hub_answers", lambda: True)
     monkeypatch.setattr(image_files, "find_commit", lambda settings: "a" * 40)
@@ -175,7 +175,7 @@ def test_the_real_archive(load):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What cannot be used
+# Inputs that cannot be used
 # ----------------------------------------------------------------------------------------------------------------------
 
 BROKEN = {
@@ -200,7 +200,7 @@ def test_broken_images_are_refused_or_counted(tmp_path, load, fault, archive):
     pattern = rf"5 of 60 images cannot be decoded \((\S*cat/\d\.png: {problem}; ){{3}}…\)"
     assert re.fullmatch(pattern + ": fix or remove them, or leave them out with --bad_samples skip", str(error.value))
     assert not list((tmp_path / "cache").rglob("*.arrow"))
-    for _ in range(2):  # the second time from the cache
+    for _ in range(2):  # the second load reads the cache
         got = load(dataset, bad_samples="skip")
         (notice,) = got.notices
         assert re.fullmatch(pattern + " and are left out", notice)

@@ -1,4 +1,4 @@
-"""Images as a model sees them: decoded and kept, cut into batches, and trained on by a rung."""
+"""Images are decoded and cached, cut into batches, and used by a rung for training."""
 
 import csv
 import io
@@ -52,7 +52,7 @@ def load(tmp_path):
 
 
 def decoded(image, side=64, **options):
-    """The pixels that are stored of an image which is saved as a file."""
+    """Save an image as a file and return the pixels that the cache stores for it."""
     file = io.BytesIO()
     image.save(file, **{"format": "PNG"} | options)
     return _decode(file.getvalue(), side, Image.Resampling.BILINEAR)
@@ -112,7 +112,7 @@ def test_images_are_turned_upright(orientation):
     image = Image.fromarray(noise(1, (20, 30)))
     exif = Image.Exif()
     exif[0x0112] = orientation
-    undone = [None, *map(Image.Transpose, (0, 3, 1, 5, 4, 6, 2))]  # of the orientations 1 to 8
+    undone = [None, *map(Image.Transpose, (0, 3, 1, 5, 4, 6, 2))]  # transpositions for the orientations 1 to 8
     turn = undone[orientation - 1]
     expected = image if turn is None else image.transpose(turn)
     np.testing.assert_array_equal(decoded(image, exif=exif), np.asarray(expected))
@@ -134,7 +134,7 @@ def test_large_images_are_stored_small_and_small_ones_as_they_are(tmp_path, load
 
 
 def test_a_photograph_is_shrunk_as_by_pillow_alone():
-    """A JPEG is decoded at a fraction of its size, which must not show."""
+    """A JPEG is decoded at reduced size. The result must equal Pillow's own resizing within rounding."""
     smooth = Image.fromarray(noise(3, (30, 40))).resize((640, 480), Image.BICUBIC)
     file = io.BytesIO()
     smooth.save(file, "JPEG", quality=95)
@@ -143,7 +143,7 @@ def test_a_photograph_is_shrunk_as_by_pillow_alone():
 
 
 def test_nothing_but_images_is_opened():
-    """Pillow would hand PostScript to another program."""
+    """Pillow would pass PostScript to another program."""
     with pytest.raises(OSError, match="cannot identify"):
         _decode(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EOF\n", 32, Image.Resampling.BILINEAR)
 
@@ -163,7 +163,7 @@ def test_a_second_call_decodes_nothing_and_writes_nothing(tmp_path, load, monkey
     monkeypatch.delattr(images, "_decode")
     second = load(dataset)
     for values in ({"image_size": 24, "resize_to": 32}, {"random_flip": True}):
-        other = load(dataset, **values)  # not decoded anew, and yet no longer the same data
+        other = load(dataset, **values)  # the images are not decoded again, but the data are different
         assert other.fingerprint != first.fingerprint
         assert stored(other, "train") == stored(first, "train")
     assert files_of(tmp_path / "cache") == before
@@ -179,11 +179,11 @@ def test_a_changed_image_is_read_again(tmp_path, load):
     save_image(tmp_path / "pets" / "cat" / "0.png", noise(999))
     assert load("pets").fingerprint != first.fingerprint
     save_image(tmp_path / "pets" / "cat" / "0.png", noise(0))
-    assert load("pets").fingerprint == first.fingerprint, "of the content, not of the path or the time"
+    assert load("pets").fingerprint == first.fingerprint, "the fingerprint depends on the content alone"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What the model wants to see
+# Preprocessing for the model
 # ----------------------------------------------------------------------------------------------------------------------
 
 CONFIG = {"model_type": "vit", "image_size": 48, "patch_size": 8}
@@ -247,7 +247,7 @@ def test_models_that_do_not_fit_are_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Images of several sizes."""
+    """Write images of several sizes."""
     home = tmp_path_factory.mktemp("images")
     for number in range(60):
         size = [(32, 32), (20, 30), (50, 45), (32, 32)][number % 4]
@@ -257,7 +257,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def collator(folder, tmp_path):
-    """Make a split's collator, by name and settings."""
+    """Make the collator of a split, by name and settings."""
 
     def make(name="train", **values):
         values = {"model": VIT, "task": TASK, "data_dir": str(folder), "dataset": "pets", "batch_size": 16} | values
@@ -273,7 +273,7 @@ def shown(make, row, epoch=None):
 
 @pytest.mark.parametrize(("resample", "tolerance"), [(2, 1), (3, 2)])
 def test_pixels_are_those_of_pillow_and_numpy(collator, tmp_path, resample, tolerance):
-    """All of it by hand: enlarging, cutting out the centre, normalising."""
+    """Compute all steps by hand: enlarge, crop the centre and normalise."""
     mean, std = [0.1, 0.2, 0.3], [0.4, 0.5, 0.6]
     processor = {"size": 40, "image_mean": mean, "image_std": std, "resample": resample}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
@@ -317,7 +317,7 @@ def test_cuts_and_mirrors_are_parts_of_the_image_and_differ_by_epoch(collator):
                 for left in range(5)
                 if torch.equal(part.flip(2) if mirrored else part, whole[:, top : top + 32, left : left + 32])
             ]
-        assert torch.equal(shown(make, row), whole[:, 2:34, 2:34]), "the centre, not mirrored, in evaluation"
+        assert torch.equal(shown(make, row), whole[:, 2:34, 2:34]), "evaluation takes the centre without mirroring"
     assert len(seen) == 2 * len(make)
     first, second = ([cut[1:] for cut in seen if cut[0] == epoch] for epoch in (0, 1))
     assert sum(one == other for one, other in zip(first, second, strict=True)) < 6
@@ -328,7 +328,7 @@ def test_cuts_and_mirrors_are_parts_of_the_image_and_differ_by_epoch(collator):
 
 
 def by_row(collator, epoch=1, ranks=1, **values):
-    """Pixels and labels of an epoch's rows, in the order of the steps, from all ranks."""
+    """Return the pixels and labels of the rows of an epoch, in step order, from all ranks."""
     make, settings = collator(resize_to=36, random_flip=True, **values)
     lengths = np.asarray(make.split["length"][:])
     steps = []
@@ -375,7 +375,7 @@ def test_workers_change_no_sample_in_any_epoch(folder, tmp_path, fabric):
         evaluated = [*val_loader, *test_loader]
         assert sum(micro_batch.items for micro_batch in evaluated) == 6 + 12
         assert max(len(micro_batch.inputs["labels"]) for micro_batch in evaluated) == 12, (
-            "210 tokens hold as many, with nothing to pad"
+            "210 tokens hold 12 images without padding"
         )
         return seen
 
@@ -403,14 +403,14 @@ def test_the_cut_changes_no_gradient(collator, values):
         model.zero_grad()
         for micro_batch in make[plan].micro_batches:
             (model(**micro_batch.inputs).loss * micro_batch.weight).backward()
-        # as one vector: a bias in front of a softmax has a gradient of zero, which no relative error can measure
+        # Compare one vector: a bias before a softmax has a zero gradient, so its relative error is undefined.
         return [torch.cat([parameter.grad.flatten() for parameter in model.parameters()])]
 
     assert relative_error(gradient(), gradient(**values)) < 1e-5
 
 
 def test_a_rung_trains_on_a_folder_of_images(tmp_path):
-    """Three plain colours, which a few steps tell apart."""
+    """The three classes are plain colours, which the model learns in a few steps."""
     rng = np.random.default_rng(0)
     for name, colour in zip(PETS, ([200, 40, 40], [40, 200, 40], [40, 40, 200]), strict=True):
         for number in range(60):

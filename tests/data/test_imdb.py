@@ -1,4 +1,4 @@
-"""IMDb: the blog's four names, with the package and without it, and the reviews as every script reads them."""
+"""IMDb: the blog's four functions, with and without the package, and the reviews that every script reads."""
 
 import gzip
 import hashlib
@@ -39,7 +39,7 @@ from local_dataset_utilities import (
 
 @pytest.fixture(scope="module")
 def partitioned(archive, tmp_path_factory):
-    """The folder and the frame after the blog's first three calls, on the real reviews."""
+    """Return the folder and the frame after the blog's first three calls, on the real reviews."""
     folder = tmp_path_factory.mktemp("blog")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FABRIC_LADDER_DATA", str(archive.resolve().parent))
@@ -78,15 +78,15 @@ def test_nothing_is_downloaded_where_archive_or_folder_is(monkeypatch, tmp_path)
     monkeypatch.delenv("FABRIC_LADDER_DATA", raising=False)
     (tmp_path / "data").mkdir()
     (tmp_path / "aclImdb_v1.tar.gz").touch()
-    assert download_dataset() == Path("aclImdb_v1.tar.gz"), "where the blog has it"
+    assert download_dataset() == Path("aclImdb_v1.tar.gz"), "the blog stores the archive here"
     (tmp_path / "data" / "aclImdb").mkdir()
     assert download_dataset("data") == Path("data/aclImdb")
 
 
 def test_the_csv_files_are_byte_by_byte_those_of_the_blogs_own_code(unpacked, monkeypatch, tmp_path):
-    """The blog's own lines, for the installed pandas: one row at a time, and an index of zeros.
+    """Run the blog's own lines adapted to the installed pandas: one row at a time, and an index of zeros.
 
-    The last review has line ends of all kinds, quotes and a line separator of Unicode.
+    The last review contains all kinds of line ends, quotes and a Unicode line separator.
     """
     shutil.copytree(unpacked, tmp_path / "aclImdb")
     (tmp_path / "aclImdb" / "train" / "neg" / "odd_1.txt").write_bytes('one\r\ntwo\rthree\n"four", \u2028café'.encode())
@@ -200,7 +200,7 @@ def test_the_spread_of_synthetic_lengths_is_imdbs(partitioned):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The module alone
+# The module without the package
 # ----------------------------------------------------------------------------------------------------------------------
 
 FEW = """
@@ -225,7 +225,7 @@ BATCH = ["attention_mask (12, 64) torch.int64", "input_ids (12, 64) torch.int64"
 
 @pytest.fixture
 def alone(tmp_path):
-    """Run Python in a folder that has the module and the blog's script, where `fabric_ladder` cannot be imported."""
+    """Run Python in a folder with the module and the blog's script, where `fabric_ladder` cannot be imported."""
     for path in (ROOT / "local_dataset_utilities.py", ROOT / "tests" / "support" / "blog_script.py"):
         shutil.copy(path, tmp_path)
     texts = hf.Dataset.from_dict({"text": synthetic_reviews(50, 1)[0]})
@@ -243,7 +243,7 @@ def alone(tmp_path):
 
 
 def test_the_blogs_script_runs_with_the_module_alone(alone, tmp_path):
-    """On 240 reviews; the download that fails first is refused in one line."""
+    """The script uses 240 reviews. If the download fails, it prints a one-line error."""
     for number in range(240):
         path = (
             tmp_path / "aclImdb" / ("test", "train")[number % 2] / ("neg", "pos")[number // 2 % 2] / f"{number}_5.txt"

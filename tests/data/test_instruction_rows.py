@@ -1,4 +1,4 @@
-"""Rows of instructions and chats: from files of every kind and from reviews, and what is wrong with them."""
+"""Rows of instructions and chats from all kinds of files and from reviews, and errors in them."""
 
 import json
 from functools import partial
@@ -104,7 +104,7 @@ def changed(row, **values):
     return {key: value for key, value in row.items() if value is not ...}
 
 
-BAD_ROWS = {  # a row and the reason why it is bad
+BAD_ROWS = {  # name: (row, reason why it is bad)
     "no output": (changed(GOOD[3], output=...), r"no output"),
     "null output": (changed(GOOD[3], output=None), r"no output"),
     "blank output": (changed(GOOD[3], output=" \n"), r"no output"),

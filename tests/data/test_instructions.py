@@ -1,4 +1,4 @@
-"""Instructions: prompts, tokens and labels one by one for three kinds of tokenizers, and the cache."""
+"""Instructions: prompts, tokens and labels for three kinds of tokenizers, and the cache."""
 
 import json
 from functools import partial
@@ -38,7 +38,7 @@ END = {"trained": "<|endoftext|>", "wordpiece": "[SEP]", "unigram": "</s>"}
 
 
 def pieces(tokenizer, text):
-    """The tokens of a text alone, by the tokenizer's own Rust part."""
+    """Return the tokens of a text, computed by the tokenizer's Rust part alone."""
     return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
 
@@ -123,7 +123,7 @@ def test_each_token_and_its_label(load, tokenizers, name, train_on_inputs, templ
     for row in rows():
         text = prompt_text(row["instruction"], row["input"], template)
         prompt, answer = begin + pieces(tokenizer, text), [*pieces(tokenizer, row["output"]), end]
-        assert prompt_tokens(tokenizer, [text]) == [prompt], "generation sees what was trained"
+        assert prompt_tokens(tokenizer, [text]) == [prompt], "generation uses the prompts of training"
         expected[(*prompt, *answer)] = (prompt if train_on_inputs else [-100] * len(prompt)) + answer
     assert samples_of(got) == expected
     assert got.notices == got.class_names == []
@@ -151,12 +151,12 @@ def test_each_token_of_a_chat_and_its_label(load, tokenizers, name, train_on_inp
     assert found == expected
     first = next(index for index, message in enumerate(chats()[0]["messages"]) if message["role"] == "assistant")
     prompt = tokenizer.apply_chat_template(chats()[0]["messages"][:first], add_generation_prompt=True)["input_ids"]
-    assert any(ids[: len(prompt)] == tuple(prompt) for ids in found), "generation sees what was trained"
+    assert any(ids[: len(prompt)] == tuple(prompt) for ids in found), "generation uses the prompts of training"
     assert tokenizer.init_kwargs["prompt_template"] == "chat"
 
 
 def test_a_template_that_marks_answers_gives_the_same(load, tokenizers, tmp_path):
-    """What ends a turn is trained too, be it marked or not."""
+    """The end of a turn is trained, whether or not the template marks it as part of the answer."""
     marked = (
         "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}"
         "{% generation %}{{ message.content }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}<|im_end|>\n"
@@ -329,7 +329,7 @@ def test_another_chat_template_or_end_is_another_tokenizer(load, tokenizers, tmp
 
 
 def test_text_classification_knows_nothing_of_it(load):
-    """Neither its tokenizer nor its folder in the cache."""
+    """Text classification uses neither the tokenizer nor the cache folder of instruction tuning."""
     settings = {"task": "text-classification", "train_samples": 50, "validation_samples": 10, "test_samples": 10}
     first = load("synthetic", **settings)
     other = load("synthetic", **settings, prompt_template="{instruction}", train_on_inputs=True)

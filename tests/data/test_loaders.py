@@ -1,4 +1,4 @@
-"""The loaders' tensors: padded or packed as the plans say."""
+"""The loaders return tensors that are padded or packed according to the plans."""
 
 import dataclasses
 import math
@@ -27,7 +27,7 @@ def test_loaders_give_padded_tensors_and_count_tokens(tmp_path, fabric, num_work
             assert inputs["input_ids"].shape[1] % 8 == 0
             assert micro_batch.padded == inputs["input_ids"].numel()
             assert micro_batch.tokens == inputs["attention_mask"].sum() == (inputs["input_ids"] != 0).sum()
-            assert (inputs["attention_mask"].diff(dim=1) <= 0).all(), "padding is on the right"
+            assert (inputs["attention_mask"].diff(dim=1) <= 0).all(), "the padding is on the right"
             seen += len(inputs["labels"])
     assert seen == 40
     assert sum(micro_batch.items for micro_batch in val_loader) == 11
@@ -58,7 +58,7 @@ def test_packing_changes_no_effective_batch_and_no_evaluation(tmp_path, fabric, 
 
 
 def seen_samples(loader):
-    """The tokens of each sample, in order, with its label if it has one of its own."""
+    """Return the tokens of each sample in order, with the sample's label if it has one."""
     found = []
     for batch in loader:
         inputs, one_label = batch.inputs, batch.inputs["labels"].dim() == 1
@@ -127,7 +127,7 @@ def test_a_packed_classifier_is_told_where_its_samples_are(tmp_path):
         assert batch.inputs["labels"].tolist() == [sample["labels"] for sample in samples]
         assert all(batch.inputs["position_ids"].flatten()[start] == 0 for start, _ in spans)
         outside = [place for place in range(len(ids)) if not any(start <= place < end for start, end in spans)]
-        assert not ids[outside].any(), "padding"
+        assert not ids[outside].any(), "all other tokens are padding"
         assert (batch.tokens, batch.padded) == (sum(sample["length"] for sample in samples), ids.numel())
 
 
@@ -139,7 +139,7 @@ def test_other_tasks_get_no_positions(tmp_path, fabric):
 
 
 def test_on_a_gpu_validation_and_test_are_cut_like_the_training(tmp_path, fabric, monkeypatch):
-    monkeypatch.setattr("fabric_ladder.data.cutting.FULL_PASS", 10**6)  # else these few are cut for their padding
+    monkeypatch.setattr("fabric_ladder.data.cutting.FULL_PASS", 10**6)  # else so few samples are cut to save padding
     values = {"batch_size": 400, "micro_batch_size": 400}
     settings = dataclasses.replace(settings_for(tmp_path, **values), eval_batch_tokens=None)
     training, *others = build_dataloaders(fabric, token_datasets(train=400, validation=300, test=300), settings)

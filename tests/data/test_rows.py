@@ -1,4 +1,4 @@
-"""Tables as users have them: without a header, packed, in several columns; and broken ones."""
+"""Tables without a header, compressed tables, tables with several text columns, and broken tables."""
 
 import gzip
 import json
@@ -42,7 +42,7 @@ def test_a_file_without_a_header_is_recognised_and_read_by_column_names(tmp_path
 
 @pytest.mark.parametrize(("labels", "seen"), [(("good", "bad"), True), (("review", "sentiment"), False)])
 def test_short_words_in_place_of_a_header_are_recognised_by_a_label_that_comes_again(tmp_path, load, labels, seen):
-    """Where it does not, they may be names: here only the header says `review` and `sentiment`."""
+    """Without such a label the words may be column names; here only the header has `review` and `sentiment`."""
     rows = [f"film {index},{('good', 'bad')[index % 2]}" for index in range(20)]
     first = f"a film,{labels[0]}" if seen else ",".join(labels)
     (tmp_path / "a.csv").write_text("\n".join([first, *rows]))
@@ -98,7 +98,7 @@ def test_bad_rows_are_left_out_and_counted(tmp_path, load):
     found = r"2 of 42 rows of \S*bad\.csv cannot be used \(row 41: no label; row 42: no text\)"
     with pytest.raises(UserError, match=rf"^{found}: fix or remove them, or leave them out with --bad_samples skip$"):
         load(path)
-    for _ in range(2):  # the second time from the cache
+    for _ in range(2):  # the second load reads the cache
         got = load(path, bad_samples="skip")
         assert pd.Series(got.notices).str.fullmatch(f"{found} and are left out").tolist() == [True]
     assert got.fingerprint == load("good.csv").fingerprint

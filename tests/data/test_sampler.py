@@ -1,4 +1,4 @@
-"""Batch plans: what is in effective batches, how they are shared out, cut and packed."""
+"""Batch plans: the samples of effective batches, and how they are distributed to ranks, cut and packed."""
 
 import dataclasses
 import hashlib
@@ -23,7 +23,7 @@ ITEMS = RNG.integers(1, 9, 1000)
 
 LIMITS = [{"size": 1}, {"size": 4}, {"size": 16}, {"tokens": 1}, {"tokens": 256}, {"tokens": 9999}]
 
-UNPACKED = [  # what `cut` gave before there was packing
+UNPACKED = [  # digests of `cut` before packing was added
     "c157380d8453d3cbf17275cd552ed849bdd977c5de31f5bae8e63d18ca9bce67",
     "66701d2cbdbb46bb53e47c1f57c893348a4bd10121fead0f6442a851764dc5fb",
     "a08eaa30aba2716fe454174cb711d082ad4a4ee312dddc519cef78b8ab038967",
@@ -31,7 +31,7 @@ UNPACKED = [  # what `cut` gave before there was packing
 
 
 def row_tokens(part):
-    """Tokens of each row of a micro-batch."""
+    """Return the tokens of each row of a micro-batch."""
     packs = part.packs or [1] * len(part.rows)
     return [LENGTHS[list(rows)].sum() for rows in np.split(np.array(part.rows), np.cumsum(packs)[:-1])]
 
@@ -62,7 +62,7 @@ def test_a_cut_holds_each_sample_once_in_equally_many_micro_batches(ranks, limit
             assert part.packs is None
     for share in plan:
         widths = [max(row_tokens(part)) for part in share if part.items]
-        if ranks == 1:  # else a row may have been halved for another rank
+        if ranks == 1:  # otherwise a row may have been split for another rank
             assert widths == sorted(widths, reverse=True)
     fillers = [part for share in plan for part in share if not part.items]
     assert all(part.packs == (capacity and [1]) for part in fillers)
@@ -73,7 +73,7 @@ def test_a_cut_holds_each_sample_once_in_equally_many_micro_batches(ranks, limit
 
 @pytest.mark.parametrize(("seed", "digest"), list(enumerate(UNPACKED)))
 def test_without_packing_a_cut_is_what_it_was(monkeypatch, seed, digest):
-    """But for the padding that is cut off now."""
+    """The plans differ only in the padding that is now cut off."""
     monkeypatch.setattr("fabric_ladder.data.cutting.FULL_PASS", 10**6)
     rng, seen = np.random.default_rng(seed), hashlib.sha256()
     lengths, items = rng.integers(1, 200, 300), rng.integers(1, 9, 300)
@@ -136,7 +136,7 @@ def test_the_longest_sample_comes_first_and_padding_is_small():
 
 
 def test_what_is_cut_by_tokens_is_cut_further_where_that_saves_padding():
-    """Against all ways to cut a part in two; a pass of fewer tokens than `FULL_PASS` counts as one of so many."""
+    """No cut in two may save much. A pass of fewer tokens than `FULL_PASS` costs as much as `FULL_PASS` tokens."""
     lengths = np.array([900, 850, 800, 300, 280, 260, 250, 240, 20, 10])
     rows, ones = np.arange(len(lengths)), np.ones(len(lengths), int)
 
@@ -235,11 +235,11 @@ def test_unless_it_is_set_an_evaluation_takes_as_much_at_once_as_training(tmp_pa
         trained = max(padded_tokens(part) for plan in training for part in plan.parts)
         evaluated = max(map(padded_tokens, plans))
         limit = values.get("micro_batch_tokens", 0)
-        if rank == 0:  # which has the longest sample
+        if rank == 0:  # rank 0 has the longest sample
             assert evaluated <= max(trained, min(limit, 22 * 200 if ranks == 3 else 64 * 200))
             assert evaluated > trained / 2
         found.add((len(plans), training.largest()))
-    assert len(found) == 1, "all ranks have as many batches"
+    assert len(found) == 1, "all ranks have the same number of batches"
 
 
 def test_an_evaluation_follows_what_auto_has_found_but_not_where_it_is_set(tmp_path):
@@ -248,7 +248,7 @@ def test_an_evaluation_follows_what_auto_has_found_but_not_where_it_is_set(tmp_p
     plans = EvaluationSampler(LENGTHS, ITEMS, settings, 0, 1, training)
     given = EvaluationSampler(LENGTHS, ITEMS, settings_for(tmp_path, eval_batch_tokens=500), 0, 1, training)
     before, of_given = str(list(plans)), str(list(given))
-    assert before == str(cut(np.arange(1000), LENGTHS, ITEMS, tokens=4096)[0]), "the least, on a GPU"
+    assert before == str(cut(np.arange(1000), LENGTHS, ITEMS, tokens=4096)[0]), "the minimum on a GPU"
     training.cut_by_tokens(100)
     assert str(list(plans)) == before
     settings_of_large = dataclasses.replace(settings, batch_size=200)
@@ -273,7 +273,7 @@ def test_an_evaluation_of_longer_samples_takes_no_more_of_tokens_times_tokens(tm
 
 @pytest.mark.parametrize("limit", [{"micro_batch_size": 16}, {"micro_batch_tokens": 16_384}, {"micro_batch_size": 2}])
 def test_of_packed_batches_the_heaviest_is_found(tmp_path, limit):
-    """It need not be the one of most tokens: samples of more than half a row fill rows badly."""
+    """The heaviest batch may have fewer tokens than another: samples longer than half a row fill rows badly."""
     lengths = np.random.default_rng(0).integers(300, 900, 16 * 200)
     settings = settings_for(tmp_path, batch_size=16, packing=True, max_length=1024, **limit)
     plans = EffectiveBatchSampler(lengths, np.ones_like(lengths), settings, 0, 1)

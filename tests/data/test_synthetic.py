@@ -1,4 +1,4 @@
-"""The synthetic reviews: from the seed alone, balanced, and not all labelled well."""
+"""The synthetic reviews depend only on the seed and are balanced. Some of their labels are wrong."""
 
 import re
 from functools import partial
@@ -28,7 +28,7 @@ def test_synthetic_reviews_are_balanced_and_spread_like_imdbs():
 
 
 def test_some_synthetic_labels_are_wrong():
-    """A review that ends with advice has no doubtful verdict."""
+    """A review that ends with advice never has a doubtful verdict."""
     texts, labels = synthetic_reviews(5000, 1)
     sure = []
     for text, label in zip(texts, labels, strict=True):

@@ -1,4 +1,4 @@
-"""Texts from files of every kind, their splits and labels, and what is refused."""
+"""Texts from all kinds of files, their splits and labels, and the inputs that are refused."""
 
 import itertools
 import json
@@ -77,7 +77,7 @@ def test_too_few_rows_say_so(tmp_path, load, content, line):
 
 
 def test_a_text_of_one_long_word_takes_no_longer_than_its_first_tokens(tmp_path, load):
-    """10 MB in one word: a byte-pair encoding that learned from it, or read it to its end, would take an hour."""
+    """The word has 10 MB. Training a byte-pair encoding on all of it, or encoding all of it, would take an hour."""
     draw = np.random.default_rng(0)
     word = "".join(draw.choice(list("abcdefgh"), 10_000_000))
     frame = pd.DataFrame({"text": [word, *(f"film {number}" for number in range(19))], "label": [0, 1] * 10})
@@ -87,7 +87,7 @@ def test_a_text_of_one_long_word_takes_no_longer_than_its_first_tokens(tmp_path,
 
 
 def test_texts_without_spaces_are_learned_from_in_pieces(tmp_path, load):
-    """DNA: of single letters alone, 4,000 of them would be 4,000 tokens."""
+    """The texts are DNA. If the tokenizer learned only single letters, 4,000 letters would be 4,000 tokens."""
     draw = np.random.default_rng(0)
     texts = ["".join(draw.choice(["ACGT", "TTAGGG", "CCAAT"], 900)) for _ in range(20)]
     pd.DataFrame({"text": texts, "label": [0, 1] * 10}).to_csv(tmp_path / "texts.csv", index=False)
@@ -100,7 +100,7 @@ def test_every_format_gives_the_same_tokens(tmp_path, load):
     got = {name: load(write_table(table(), tmp_path / name)) for name in [*WRITERS, "CAPITALS.CSV"]}
     first = got["texts.csv"]
     texts = [text for split in SPLITS for text in texts_of(first, split)]
-    assert sorted(texts) == sorted(table()["text"]), "a text stays as it is, and `None` and `NA` are texts"
+    assert sorted(texts) == sorted(table()["text"]), "texts are unchanged, and `None` and `NA` are texts"
     for name, datasets in got.items():
         assert datasets.fingerprint == first.fingerprint, name
         assert all(datasets.splits[split][:] == first.splits[split][:] for split in SPLITS), name
@@ -126,7 +126,7 @@ def test_a_folder_is_told_apart_by_its_names(tmp_path, load, names):
     for number, (name, rows) in enumerate(zip(names, sizes, strict=True)):
         write_table(table(rows, start=100 * number), tmp_path / "folder" / name)
     (tmp_path / "folder" / "notes.txt").write_text("not read", encoding="utf-8")
-    (tmp_path / "folder" / "._train.csv").write_bytes(b"\0\5\x16\7")  # of macOS
+    (tmp_path / "folder" / "._train.csv").write_bytes(b"\0\5\x16\7")  # a metadata file of macOS
     got = load("folder")
     assert [len(got.splits[split]) for split in SPLITS] == list(sizes)
     assert texts_of(got, "test") == table(14, start=200)["text"].tolist()
@@ -176,11 +176,11 @@ def test_validation_and_test_files_are_taken_as_they_are(tmp_path, load):
     assert [len(both.splits[split]) for split in SPLITS] == [50, 10, 20]
     assert texts_of(both, "validation") == table(10, start=100)["text"].tolist()
     one = load(path, test_file="own/t.parquet")
-    assert [len(one.splits[split]) for split in SPLITS] == [45, 5, 20], "only what is missing is split off"
+    assert [len(one.splits[split]) for split in SPLITS] == [45, 5, 20], "only missing splits are split off"
 
 
 def test_smaller_samples_lie_in_larger_ones(tmp_path, load):
-    """With a fixed tokenizer, as a trained one follows the training texts."""
+    """The tokenizer is fixed, because a trained one depends on the training texts."""
     path = write_table(table(400), tmp_path / "texts.csv")
     load(path).tokenizer.save_pretrained(tmp_path / "tokenizer")
     sizes = [(20, 5, 10), (100, 20, 40), (None, None, None)]
@@ -339,7 +339,7 @@ def test_parquet_of_any_make_gives_the_same_tokens(tmp_path, load, make):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux, which tells memory from mapped files")
 def test_a_large_file_is_never_in_memory(tmp_path):
-    """100,000 texts of 200 bytes, one row group as pandas writes it, after a start on 2,000 of them."""
+    """The file has 100,000 texts of 200 bytes in one row group, as pandas writes it. 2,000 texts are loaded first."""
     words = ["".join(letter * 8 for letter in letters) for letters in itertools.permutations("abcd")]
     chosen = np.array(words, object)[np.random.default_rng(0).integers(len(words), size=(6, 100_000))]
     frame = pd.DataFrame({"text": [" ".join(row) for row in chosen.T], "label": np.arange(100_000) % 2})
@@ -348,9 +348,9 @@ def test_a_large_file_is_never_in_memory(tmp_path):
     assert frame["text"].str.len().sum() > 19e6
     printed = finished(run_script(ROOT / "tests" / "support" / "loading_memory.py", BLOOM, cwd=tmp_path))
     first, *later = map(int, printed.split())
-    assert first < 50e6, "a row group, or lists of lengths and rows, would take 110 MB"
-    # what a load keeps is kept by each load; the allocator takes new pages in some of them alone
-    assert min(later) < 5e6, "50 bytes a text"
+    assert first < 50e6, "a row group, or Python lists of lengths and rows, would take 110 MB"
+    # memory that a load keeps shows in every load; only some loads include new pages of the allocator
+    assert min(later) < 5e6, "at most 50 bytes per text"
 
 
 def test_files_with_unlike_kinds_of_labels_are_refused(tmp_path, load):
@@ -362,7 +362,7 @@ def test_files_with_unlike_kinds_of_labels_are_refused(tmp_path, load):
 
 @pytest.mark.parametrize("where", [0, 2])
 def test_a_word_among_the_labels_of_one_split_makes_them_words_in_all(tmp_path, load, where):
-    """Else `1` of the one split and `1` of the other would be two classes."""
+    """Otherwise the label `1` of one split and `1` of the other would be two classes."""
     for number in range(3):
         frame = table(30, start=100 * (number + 1))
         frame["label"] = [["10", "9", "unknown" if number in (0, where) else "10"][index % 3] for index in range(30)]
@@ -395,7 +395,7 @@ def test_numbers_and_words_as_labels_of_one_file_are_refused_or_read(tmp_path, l
     rows = [{"text": f"review {index}", "label": "none" if index == 9 else index % 2} for index in range(20)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with suppress(UserError):
-        assert load(tmp_path / "a.jsonl").class_names == ["0", "1", "none"], "as from a CSV file"
+        assert load(tmp_path / "a.jsonl").class_names == ["0", "1", "none"], "the same names as from a CSV file"
 
 
 def test_one_column_cannot_be_text_and_label(tmp_path, load):

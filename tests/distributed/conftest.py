@@ -1,4 +1,4 @@
-"""Runs of rungs on one process and on several, each once for all files of this folder."""
+"""Runs of rungs on one or several processes. Each run is made once for all files of this folder."""
 
 import pytest
 from support.devices import ONE_THREAD, SIZES
@@ -7,7 +7,7 @@ from support.helpers import SRC, finished, run_script
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
-    """Run a rung once for each set of arguments; returns the folder of the run, and its stdout."""
+    """Run a rung once for each set of arguments; return the folder of the run and its stdout."""
     done = {}
 
     def run(name, devices, *more):

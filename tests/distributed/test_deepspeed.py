@@ -1,4 +1,4 @@
-"""Rung 12 on real processes (DeepSpeed on CPUs) against one process without DeepSpeed, and its refusals."""
+"""Rung 12 on real CPU processes with DeepSpeed, compared with one process without it, and its error messages."""
 
 import json
 import re
@@ -28,7 +28,7 @@ LEARNING = ["--learning_rate", "5e-3", "--max_grad_norm", "0.05", "--schedule", 
 
 
 def small(**more):
-    """Return stage 3 with sizes so small that all its parts run on a small model."""
+    """Return a stage 3 configuration with sizes so small that all of DeepSpeed's code runs on a small model."""
     sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_max_live_parameters", "sub_group_size")
     zero = {"stage": 3, "stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
     return {"zero_optimization": zero | dict.fromkeys(sizes, 5000) | more}
@@ -36,7 +36,7 @@ def small(**more):
 
 @pytest.fixture
 def alone(run):
-    """Return the folder of a run of rung 2: one process, without DeepSpeed."""
+    """Return the folder of a run of rung 2 on one process without DeepSpeed."""
     return lambda *more: run("2_grad_accum", 1, *LEARNING, *more)[0]
 
 
@@ -59,9 +59,9 @@ def test_zero_prints_the_losses_of_one_process(alone, saved, config):
     folder, stdout = saved(config)
     same(alone(), folder, abs=1e-4)
     rates = read(folder)[1]
-    assert (max(rates), rates[-1]) == (5e-3, 0), "the schedule reaches its end"
-    assert stdout.count("Test accuracy") == 1, "rank 0 alone prints"
-    assert "Parameters: 0.2 M" in stdout, "the whole model, not a shard"
+    assert (max(rates), rates[-1]) == (5e-3, 0), "the learning rate schedule reaches its end"
+    assert stdout.count("Test accuracy") == 1, "only rank 0 prints"
+    assert "Parameters: 0.2 M" in stdout, "the whole model is counted, not a shard"
     results = read(folder)[2]
     if config == "zero3":
         assert results["parameter_bytes_of_a_rank"] == pytest.approx(2 * results["parameters"], rel=0.01)
@@ -82,7 +82,7 @@ def test_hugging_faces_configurations_run_unchanged_even_without_a_compiler(alon
 @needs_deepspeed
 @pytest.mark.parametrize("config", ["zero1", "zero3"])
 def test_mixed_precision_is_close_and_prints_no_more(alone, saved, config):
-    """DeepSpeed has an optimizer of its own for stage 1 in bfloat16, which prints its memory."""
+    """For stage 1 in bfloat16 DeepSpeed has a separate optimizer, which prints its memory use."""
     folder, stdout = saved(config, *HALF)
     losses, _, results = read(folder)
     assert results["dtypes"] == ["torch.bfloat16"]
@@ -92,7 +92,7 @@ def test_mixed_precision_is_close_and_prints_no_more(alone, saved, config):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Return the folder of a run that saved a checkpoint of DeepSpeed's and a consolidated model."""
+    """Return the folder of a run that saved a DeepSpeed checkpoint and a consolidated model."""
 
     @cache
     def saved(name, *more):
@@ -130,12 +130,12 @@ def test_deepspeeds_checkpoint_holds_the_consolidated_weights(alone, saved, conf
         weights = load_file(folder / "adapter" / "adapter_model.safetensors")
         assert all("lora_" in name or "score" in name for name in weights)
         largest = max(path.stat().st_size for path in (folder / "checkpoint").rglob("*.pt"))
-        assert largest < (folder / "base" / "model.safetensors").stat().st_size / 2, "no frozen weights"
+        assert largest < (folder / "base" / "model.safetensors").stat().st_size / 2, "frozen weights are not saved"
     first, second = (model.state_dict() for model in models)
     assert first.keys() == second.keys()
     for name in first:
         assert torch.equal(first[name], second[name]), name
-        assert second[name].dtype == torch.float32, "from the 32-bit copies"
+        assert second[name].dtype == torch.float32, "the weights come from the 32-bit copies"
     if "bf16-mixed" in more:
         assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in second.values())
     assert models[0].config.id2label == {0: "negative", 1: "positive"}
@@ -150,7 +150,7 @@ def test_training_goes_on_from_deepspeeds_checkpoint_on_as_many_ranks(alone, sav
     model = ("--from_scratch", "false", "--model", str(folder / "model"))
     losses = read(again)[0]
     assert losses[0] == pytest.approx(read(alone(*model))[0][0], abs=1e-4), "the run starts from the trained weights"
-    assert losses[-1] != pytest.approx(read(alone(*model))[0][-1], abs=1e-4), "the moments of Adam are loaded"
+    assert losses[-1] != pytest.approx(read(alone(*model))[0][-1], abs=1e-4), "Adam's moments are loaded"
     (tmp_path / "other").mkdir()
     arguments = [*SIZES, "--deepspeed", tmp_path / "zero.json", "--load", folder / "checkpoint", "--devices", "1"]
     process = run_script(SCRIPT, *arguments, cwd=tmp_path / "other", **ONE_THREAD)
@@ -168,7 +168,7 @@ def test_training_goes_on_from_deepspeeds_checkpoint_on_as_many_ranks(alone, sav
 @pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, torch.optim.AdamW])
 def test_deepspeeds_adam_for_the_cpu_takes_the_same_steps(monkeypatch, optimizer_class, decay):
     built = Path(cpp_extension._get_build_directory("cpu_adam", False))
-    ours = str(Path(find_spec("deepspeed").origin).parent)  # another installation compiles again
+    ours = str(Path(find_spec("deepspeed").origin).parent)  # another installation would compile its own
     if not (built / "cpu_adam.so").exists() or ours not in (built / "build.ninja").read_text():
         pytest.skip("compiling it takes minutes: run deepspeed_script.py --deepspeed zero2_offload once")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
@@ -184,7 +184,7 @@ def test_deepspeeds_adam_for_the_cpu_takes_the_same_steps(monkeypatch, optimizer
 
 @pytest.fixture
 def refused(tmp_path, monkeypatch):
-    """Return the error line of settings for a machine with GPUs."""
+    """Return the error line for settings on a machine with GPUs."""
 
     def refused(config, **values):
         monkeypatch.setenv("DS_ACCELERATOR", "cpu")
@@ -268,7 +268,7 @@ def test_a_run_with_state_on_a_disk_cannot_be_continued(refused, tmp_path, name,
     ids=["zero1-bf16", "zero2", "zero3"],
 )
 def test_a_run_goes_on_from_its_checkpoint(tmp_path, config, more):
-    """Printed lines and metrics equal the undisturbed run; code in a checkpoint is not executed."""
+    """Printed lines and metrics equal the uninterrupted run. Code in a checkpoint is not executed."""
     more = [*more, "--save_every", "4", "--keep", "9"]
     whole, _ = run_deepspeed(tmp_path, config, *more)
     shutil.copytree(whole, kept := tmp_path / "whole")

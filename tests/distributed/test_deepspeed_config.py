@@ -1,4 +1,4 @@
-"""DeepSpeed configurations: values for "auto", and one line for each contradiction of a setting."""
+"""DeepSpeed configurations: the values for "auto", and a one-line error for each conflict with a setting."""
 
 import json
 
@@ -30,7 +30,7 @@ def merged(first, second):
 
 @pytest.fixture
 def ask(tmp_path):
-    """Read a configuration with settings; its default is stage 2."""
+    """Read a configuration with settings; the default is stage 2."""
 
     def ask(config, **values):
         path = tmp_path / "ds.json"
@@ -186,7 +186,7 @@ def test_every_fixed_value_is_accepted_and_another_refused(ask):
 def test_deepspeed_does_not_accumulate_or_clip_by_default(ask):
     for stage in (1, 2, 3):
         config, _ = ask({"zero_optimization": {"stage": stage}}, devices=3)
-        assert config["train_micro_batch_size_per_gpu"] == 6, "the largest share of 16 on 3"
+        assert config["train_micro_batch_size_per_gpu"] == 6, "the largest share of 16 on 3 GPUs"
         assert config["gradient_accumulation_steps"] == 1
         assert "train_batch_size" not in config, "16 is not a multiple of 3"
         assert config["gradient_clipping"] == 0.0, "DeepSpeed 0.19 clips to 1 by default"
@@ -203,7 +203,7 @@ def test_live_and_stepped_weights_of_stage_3_fit_a_small_gpu(ask):
     for name in SHIPPED[3:]:
         zero = ask("", deepspeed=name)[0]["zero_optimization"]
         for key in ("stage3_max_live_parameters", "stage3_max_reuse_distance", "sub_group_size"):
-            assert zero[key] <= 1e8, "DeepSpeed's own 1e9 are 2 GB of weights, and 8 GB more in the optimizer step"
+            assert zero[key] <= 1e8, "DeepSpeed's 1e9 take 2 GB for weights, and 8 GB more in the optimizer step"
 
 
 @pytest.mark.parametrize("values", [{}, {"precision": "16-mixed", "max_grad_norm": 1.0}])
@@ -273,7 +273,7 @@ def test_the_keys_are_those_that_this_deepspeed_reads(monkeypatch):
     asked = set()
 
     class Asked(dict):
-        """Records every key that is looked up."""
+        """A dict that records every requested key."""
 
         def get(self, key, default=None):
             asked.add(key)

@@ -1,4 +1,4 @@
-"""Several gloo processes print the same losses at every step as one process, with DDP and with FSDP."""
+"""Several gloo processes print the same losses as one process at every step, with DDP and with FSDP."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification
 
 from fabric_ladder.distributed.fsdp import sharding_policy
 
-# each run below serves several tests
+# several tests share each run below
 CLIP = ("--max_grad_norm", "0.05")
 DDP = ("9_ddp", 2, "--eval_batch_tokens", "1", "--save_every", "100")
 FSDP = ("10_fsdp", 2, *CLIP, "--save", "sharded")
@@ -42,7 +42,7 @@ def test_more_processes_print_the_same_losses_and_accuracies(run, alone, several
     same(single, folder)
     if alone == CLIP:
         assert read(single)[0] != pytest.approx(read(run("2_grad_accum", 1)[0])[0], abs=1e-5), "clipping has an effect"
-    assert stdout.count("Test accuracy") == 1, "rank 0 alone prints"
+    assert stdout.count("Test accuracy") == 1, "only rank 0 prints"
     assert f"batch 16 = {several[1]} x" in stdout or "--micro_batch_tokens" in several
     assert f"cpu: {several[1]} x" in stdout
 
@@ -72,7 +72,7 @@ def test_parameters_are_really_sharded(run, sharded):
     results, devices = read(run(*DDP)[0])[2], sharded[1]
     whole, share = results["parameter_bytes_of_a_rank"], read(run(*sharded)[0])[2]["parameter_bytes_of_a_rank"]
     assert whole == 4 * results["parameters"]
-    assert whole / devices <= share <= whole / devices * 1.02, "the rest of a division goes to the first ranks"
+    assert whole / devices <= share <= whole / devices * 1.02, "the first ranks get the remainder of the division"
 
 
 @pytest.mark.parametrize(("offload", "policy"), [(True, CPUOffloadPolicy), (False, OffloadPolicy)])
@@ -98,7 +98,7 @@ def test_a_sharded_checkpoint_of_two_ranks_goes_on_with_one_two_and_four(run, na
     checkpoint = ("--load", str(saved / "checkpoint"))
     first = run("10_fsdp", 1, *checkpoint)[0]
     same(first, run(name, devices, *checkpoint)[0])
-    assert abs(read(first)[0][0] - read(saved)[0][0]) > 1e-3, "it starts from the trained weights"
+    assert abs(read(first)[0][0] - read(saved)[0][0]) > 1e-3, "the run starts from the trained weights"
 
 
 def test_a_checkpoint_of_another_model_is_one_line(run, tmp_path):
@@ -133,7 +133,7 @@ def test_a_consolidated_model_is_read_by_transformers_and_by_any_rung(run):
 
 
 def test_a_sharded_checkpoint_is_exported_to_the_consolidated_model(run, tmp_path):
-    """In one process, without the data; other ranks' shards are read from the disk."""
+    """The export runs in one process without the data, and reads the other ranks' shards from the disk."""
     plain, whole = tmp_path / "plain", run(*OFFLOAD)[0] / "model"
     source = run(*FSDP)[0]
     stdout = finished(run_script(ROOT / "scripts" / "export_model.py", source, "--output", plain, cwd=tmp_path))
@@ -159,7 +159,7 @@ def test_an_optimizer_made_before_sharding_is_refused(tmp_path):
 @pytest.mark.slow
 def test_a_nan_on_several_processes_ends_them_all(tmp_path):
     arguments = [*SIZES, "--devices", 2, "--learning_rate", "1e35"]
-    # fresh: forked ranks write at the same moment, which mixes their lines
+    # use fresh processes: forked ranks write at the same moment, which mixes their lines
     process = run_script(SRC / "9_ddp.py", *arguments, cwd=tmp_path, timeout=120, **ONE_THREAD)
     assert process.returncode == 2
     said = re.findall(r"^error(?: on rank 1)?: the loss is", process.stderr, re.MULTILINE)
@@ -186,7 +186,7 @@ def end_one(ranks, victim, signal_name, folder):
 
 
 def start(command, rank, folder, **environment):
-    """Start a rank without a launcher, which would end it when another rank dies."""
+    """Start a rank without a launcher, because a launcher would end it when another rank dies."""
     with open(folder / f"stderr-{rank}", "w") as stderr:
         environment = os.environ | ONE_THREAD | environment
         return subprocess.Popen(
@@ -196,7 +196,7 @@ def start(command, rank, folder, **environment):
 
 @pytest.mark.parametrize(("victim", "signal_name", "count"), [(0, "KILL", 2), (1, "KILL", 3), (1, "STOP", 2)])
 def test_the_watch_ends_a_rank_and_names_the_rank_that_is_killed_or_hangs(tmp_path, victim, signal_name, count):
-    """While the main thread waits in a collective that never ends."""
+    """The main thread waits in a collective that never ends."""
     script, port = ROOT / "tests" / "support" / "watched_rank.py", free_port()
     ranks = [start([script, rank, count, port], rank, tmp_path) for rank in range(count)]
     for process in ranks:
@@ -214,7 +214,7 @@ def test_the_watch_ends_a_rank_and_names_the_rank_that_is_killed_or_hangs(tmp_pa
     ],
 )
 def test_a_run_whose_rank_is_killed_or_hangs_ends_on_all_ranks(tmp_path, victim, signal_name, count):
-    """Within a minute, in the middle of training."""
+    """The run ends within a minute, in the middle of training."""
     command = [SRC / "10_fsdp.py", *SIZES, "--devices", count, "--epochs", "1000"]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count), "NODE_RANK": "0"}
     ranks = [start(command, rank, tmp_path, LOCAL_RANK=str(rank), **common) for rank in range(count)]
@@ -228,7 +228,7 @@ def test_a_run_whose_rank_is_killed_or_hangs_ends_on_all_ranks(tmp_path, victim,
 def test_launchers_start_the_same_script_and_give_the_same_losses(run, tmp_path):
     bin_folder = os.path.dirname(sys.executable)
     by_torch = ["torchrun", "--standalone", "--nproc-per-node", "2"]
-    by_fabric = ["fabric", "run", "--devices", "2", "--main-port", str(free_port())]  # or other tests have its default
+    by_fabric = ["fabric", "run", "--devices", "2", "--main-port", str(free_port())]  # others may use the default port
     for number, launcher in enumerate((by_torch, by_fabric)):
         cwd = tmp_path / str(number)
         cwd.mkdir()
@@ -238,5 +238,5 @@ def test_launchers_start_the_same_script_and_give_the_same_losses(run, tmp_path)
         finished(process)
         same(run("2_grad_accum", 1)[0], cwd / "runs" / "9_ddp" / "1")
         record = json.loads((cwd / "runs" / "9_ddp" / "1" / "run.json").read_text())
-        words = [*launcher, str(SRC / "9_ddp.py"), *SIZES]  # `fabric run` takes --precision wherever it is
+        words = [*launcher, str(SRC / "9_ddp.py"), *SIZES]  # `fabric run` takes --precision from any position
         assert sorted(shlex.split(record["command"])) == sorted(words)

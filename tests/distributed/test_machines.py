@@ -1,4 +1,4 @@
-"""Several machines: network namespaces with a virtual cable, Slurm's variables set by hand, and two torchruns."""
+"""Several machines: network namespaces with a virtual cable, Slurm's environment variables, and two torchruns."""
 
 import os
 import re
@@ -26,7 +26,7 @@ CLOUD = ROOT / "configs" / "cloud"
 
 @pytest.fixture
 def machines():
-    """Commands to enter two connected network namespaces, and their addresses."""
+    """Return the commands that enter two connected network namespaces, and their addresses."""
     ip = shutil.which("ip") or shutil.which("ip", path="/usr/sbin:/sbin")
     names = [f"ladder{number}-{os.getpid()}" for number in (1, 2)]
 
@@ -78,7 +78,7 @@ def test_two_machines_give_the_losses_of_one(run, machines, tmp_path, name):
         processes.append(start(command, tmp_path / str(number), GLOO_SOCKET_IFNAME=f"cable{number + 1}"))
     stdout = wait(processes)
     assert "batch 16 = 2 x 4 x 2" in stdout[0]
-    assert "Test accuracy" not in stdout[1], "rank 0 alone prints"
+    assert "Test accuracy" not in stdout[1], "only rank 0 prints"
     same(run("2_grad_accum", 1)[0], tmp_path / "0" / "runs" / name / "1")
 
 
@@ -160,7 +160,7 @@ def test_a_command_to_go_on_with_names_the_launcher(monkeypatch, environment, st
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", ["2", "1:2"])
 def test_a_machine_that_dies_and_comes_back_goes_on_where_it_was(run, tmp_path, nodes):
-    """The second of two torchruns is killed with its rank and started again."""
+    """The second of two torchruns is killed with its rank and then started again."""
     environment = os.environ | ONE_THREAD | {"PATH": f"{BIN}:{os.environ['PATH']}", "HOST": "127.0.0.1"}
     environment |= {"PORT": str(free_port()), "ADDRESS": "127.0.0.1", "GPUS": "1", "NODES": nodes}
     rung = [str(SRC / "9_ddp.py"), *SIZES, "--epochs", "12", "--save_every", "2"]
@@ -177,7 +177,7 @@ def test_a_machine_that_dies_and_comes_back_goes_on_where_it_was(run, tmp_path, 
 
     processes = [begin(logs[0])]
     try:
-        wait_until(has_store, processes)  # else the second might keep the list of machines
+        wait_until(has_store, processes)  # otherwise the second torchrun might host the rendezvous store
         processes.append(begin(logs[1]))
         home = tmp_path / "runs" / "9_ddp" / "1"
         wait_until(lambda: [*home.glob("checkpoints/step-*")], processes)
@@ -192,8 +192,8 @@ def test_a_machine_that_dies_and_comes_back_goes_on_where_it_was(run, tmp_path, 
     printed = "".join(log.read_text() for log in logs)
     steps = [int(step) for step in re.findall(r"^Resumed from .*/step-(\d+)", printed, re.M)]
     assert steps == sorted(set(steps))
-    assert len(steps) in ((1,) if nodes == "2" else (1, 2)), "1:2 goes on with one, and again when the other is back"
-    assert [path.name for path in home.parent.iterdir()] == ["1"], "one run from beginning to end"
+    assert len(steps) in ((1,) if nodes == "2" else (1, 2)), "1:2 continues with one machine, then with both"
+    assert [path.name for path in home.parent.iterdir()] == ["1"], "a single run from beginning to end"
     alone = read(run("9_ddp", 2, "--epochs", "12")[0])
     losses, rates, results = read(home)
     assert losses == (alone[0] if nodes == "2" else pytest.approx(alone[0], abs=1e-4))
@@ -203,7 +203,7 @@ def test_a_machine_that_dies_and_comes_back_goes_on_where_it_was(run, tmp_path, 
 
 
 def kill(process):
-    """Kill a process and its children, which have sessions of their own."""
+    """Kill a process and its children, which have their own sessions."""
     if process.poll() is None:
         for each in [*psutil.Process(process.pid).children(recursive=True), process]:
             each.kill()
@@ -213,16 +213,16 @@ def kill(process):
 def wait_until(found, processes, seconds=180):
     end = monotonic() + seconds
     while not found():
-        assert monotonic() < end, "it took too long"
-        assert not [process for process in processes if process.poll() is not None], "one has ended"
+        assert monotonic() < end, "timeout"
+        assert not [process for process in processes if process.poll() is not None], "a process ended early"
         sleep(0.1)
 
 
 def test_the_trainjob_is_one_of_kubeflow_s():
-    """Kubeflow's own classes read the file; they drop unknown keys."""
+    """Kubeflow's own classes read the file. They drop unknown keys."""
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs requirements-dev.txt")
     job = yaml.safe_load((CLOUD / "trainjob.yaml").read_text())
-    job["spec"]["trainer"]["resourcesPerNode"]["limits"]["nvidia.com/gpu"] = "8"  # a quantity: a string in their class
+    job["spec"]["trainer"]["resourcesPerNode"]["limits"]["nvidia.com/gpu"] = "8"  # the class stores a string
     assert models.TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job
     with pytest.raises(ValueError, match="runtimeRef"):
         models.TrainerV1alpha1TrainJob.from_dict(job | {"spec": {}})
