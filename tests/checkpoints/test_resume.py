@@ -277,7 +277,7 @@ def test_damaged_checkpoints_are_skipped_with_a_reason(tmp_path, stopped):
 
 
 def test_nothing_pickled_is_executed(tmp_path, stopped):
-    """The manifest is correct, so only the restricted unpickler can refuse the file."""
+    """The manifest is correct, so the loader itself must refuse the file."""
     last = checkpoints(stopped)[-1]
     for name, content in (("rank-0.pt", None), (f"state/{TENSORS}", pickle.dumps(Evil()))):
         copy = last.with_name("whole")

@@ -243,7 +243,7 @@ def alone(tmp_path):
 
 
 def test_the_blogs_script_runs_with_the_module_alone(alone, tmp_path):
-    """The script uses 240 reviews. If the download fails, it prints a one-line error."""
+    """The script uses 240 reviews. A first download fails with a one-line error."""
     for number in range(240):
         path = (
             tmp_path / "aclImdb" / ("test", "train")[number % 2] / ("neg", "pos")[number // 2 % 2] / f"{number}_5.txt"

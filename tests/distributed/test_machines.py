@@ -177,7 +177,7 @@ def test_a_machine_that_dies_and_comes_back_goes_on_where_it_was(run, tmp_path, 
 
     processes = [begin(logs[0])]
     try:
-        wait_until(has_store, processes)  # otherwise the second torchrun might host the rendezvous store
+        wait_until(has_store, processes)  # else the second might keep the list of machines
         processes.append(begin(logs[1]))
         home = tmp_path / "runs" / "9_ddp" / "1"
         wait_until(lambda: [*home.glob("checkpoints/step-*")], processes)
