@@ -1,5 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
+# uv where it is installed, else pip
+PIP := $(if $(shell command -v uv),uv pip install --quiet --python $(BIN)/python,$(BIN)/pip install --quiet --disable-pip-version-check)
 LOWEST := .venv-lowest/bin
 # of uv: https://docs.astral.sh/uv/guides/integration/pytorch; empty: as PyPI has it, on Linux with gigabytes of CUDA
 TORCH_BACKEND ?= cpu
@@ -50,13 +52,13 @@ clean:
 
 # torch comes first and by its exact version, so that no other package's looser request picks another build
 .venv/installed: requirements.txt pyproject.toml | .venv/bin/python
-	$(BIN)/pip install --quiet --disable-pip-version-check $$(grep '^torch==' requirements.txt)
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(PIP) $$(grep '^torch==' requirements.txt)
+	$(PIP) -r requirements.txt
 	touch $@
 
 .venv/installed-dev: requirements-dev.txt .venv/installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(TRACKIO)
+	$(PIP) -r requirements-dev.txt
+	$(PIP) --no-deps $(TRACKIO)
 	touch $@
 
 .venv-lowest/installed: pyproject.toml
