@@ -60,7 +60,7 @@ written_page = pytest.mark.parametrize("page", [page for page in PAGES if page n
 
 
 def test_the_pages_build(tmp_path):
-    command = [sys.executable, "-m", "properdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     built = (tmp_path / "site" / "techniques" / "2_grad_accum" / "index.html").read_text(encoding="utf-8")
