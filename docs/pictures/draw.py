@@ -35,7 +35,7 @@ PICTURES: dict[str, tuple[Callable[[Figure, Look], None], float]] = {}
 
 
 def picture(name: str, height: float) -> Callable:
-    """Register a function as the picture of this name, so many inches high."""
+    """Register a function as the picture of this name, with its height in inches."""
     return lambda function: PICTURES.setdefault(name, (function, height))[0]
 
 
@@ -126,19 +126,20 @@ def grad_accum(figure: Figure, look: Look) -> None:
 @picture("3_torch_compile", 2.9)
 def torch_compile(figure: Figure, look: Look) -> None:
     """Fused kernels read and write memory less often."""
-    axes = canvas(figure, look, "sketch · second half of a transformer block", 17.5, 6.9)
-    eager = [(name, 1) for name in ("norm", "matmul", "+ bias", "GELU", "matmul", "+ bias", "dropout", "+ input")]
-    fused = [("norm", 1), ("matmul", 1), ("+ bias, GELU", 2), ("matmul", 1), ("+ bias, dropout, + input", 3)]
-    for y, name, kernels in ((0.2, "eager", eager), (3.9, "compiled", fused)):
-        axes.text(0, y + 0.8, f"{name}:\n{len(kernels)} kernels", va="center")
-        box(axes, 3.2, y + 2.15, 14.2, 0.7, look["activations"], "activations in GPU memory")
-        x = 3.2
+    axes = canvas(figure, look, "sketch · MLP of a BLOOM block, whose GELU is nine operations in eager mode", 17.1, 7)
+    gelu = ["×", "×", "+", "×", "×", "tanh", "+", "×", "×"]  # transformers: bloom_gelu_forward
+    before, after = [("norm", 1.6), ("matmul", 2)], [("matmul", 2), ("+ input", 1.6)]
+    eager = [*before, *((name, 1.1) for name in gelu), *after]
+    fused = [*before, ("GELU", 1.1 * len(gelu)), *after]
+    for y, name, kernels in ((0, "eager", eager), (3.8, "compiled", fused)):
+        axes.text(0, y, f"{name}: {len(kernels)} kernels", va="center", fontweight="bold")
+        box(axes, 0, y + 2.3, 17.1, 0.7, look["activations"], "activations in GPU memory")
+        x = 0.0
         for text, width in kernels:
-            end = x + 1.775 * width
-            box(axes, x, y + 0.2, end - x, 1, look["line" if text == "matmul" else "fraction"], text)
-            arrow(axes, look, (x + 0.6, y + 2.2), (x + 0.6, y + 1.2))
-            arrow(axes, look, (end - 0.6, y + 1.2), (end - 0.6, y + 2.2))
-            x = end
+            box(axes, x, y + 0.4, width, 1, look["line" if text == "matmul" else "fraction"], text)
+            arrow(axes, look, (x + 0.3, y + 2.35), (x + 0.3, y + 1.35))
+            arrow(axes, look, (x + width - 0.3, y + 1.35), (x + width - 0.3, y + 2.35))
+            x += width
 
 
 @picture("4_mixed_precision", 2.8)

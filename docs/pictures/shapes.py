@@ -12,7 +12,7 @@ from record import Step
 WIDTH, DPI = 6.8, 150  # inches, dots per inch
 GB = 1e9
 PARTS = ["weights", "optimizer state", "gradients", "activations", "temporary"]
-LOOKS = {  # colours after Okabe and Ito, which colour-blind readers can tell apart
+LOOKS = {  # the palette of Okabe and Ito for colour-blind readers
     "light": {
         "back": "#ffffff", "ink": "#1f2328", "soft": "#59636e", "line": "#d1d9e0",
         "weights": "#0072b2", "gradients": "#e69f00", "optimizer state": "#009e73", "activations": "#cc79a7",
@@ -31,7 +31,7 @@ def panels(
     figure: Figure, look: Look, source: str, columns: int = 1, left: float = 0.6, bottom: float = 0.5,
     legend: list[str] | tuple = (),
 ) -> list[Axes]:  # fmt: skip
-    """Return axes in a row, below a legend of parts and above a line that says where the data come from."""
+    """Return axes in a row, below a legend of parts and above a line with the source of the data."""
     width, height = figure.get_size_inches()
     figure.text(1 - 0.1 / width, 0.07 / height, source, ha="right", va="bottom", fontsize=9, color=look["soft"])
     if legend:
@@ -84,10 +84,11 @@ def bars(axes: Axes, look: Look, rows: dict[str, dict[str, float]], form: str) -
 
 
 def over_time(axes: Axes, look: Look, step: Step, parts: list[str], title: str = "") -> None:
-    """Stack the bytes of these parts over the operations of a step, whose phases are named above."""
+    """Stack the bytes of these parts over the operations of a step, with the names of its phases."""
     for part, low, high in stacked(step, parts):
         x = np.linspace(0, 1, len(low))
-        axes.fill_between(x, low, high, where=high - low > 0.001, color=look[part], linewidth=0.7)
+        shown = np.convolve(high - low > 0.001, [1, 1, 1], "same") > 0  # with a neighbour, or a single peak is no area
+        axes.fill_between(x, low, high, where=shown, color=look[part], linewidth=0.7)
     for name, start, end in step.phases:
         axes.axvline(end, color=look["line"], linewidth=1, linestyle=":")
         axes.text((start + end) / 2, 1, name, ha="center", va="bottom", transform=axes.get_xaxis_transform(),
