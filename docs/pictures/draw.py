@@ -17,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
 from bitsandbytes.functional import create_dynamic_map, get_4bit_type
 from matplotlib import rc_context
@@ -98,6 +99,20 @@ def qwen(figure: Figure, look: Look) -> None:
     axes.axvline(24, color=look["ink"], linewidth=1.3, linestyle="--")
     axes.text(24, -0.55, " 24 GB card", va="bottom", fontsize=9.5)
     axes.set(xlim=(0, 150), xlabel="GB")
+
+
+@picture("readme_losses", 2.9)
+def losses(figure: Figure, look: Look) -> None:
+    """Sixteen samples per step learn with less noise."""
+    [axes] = panels(figure, look, "measured · the quickstart on a CPU, mean loss since the last line", left=0.7)
+    runs = {"1_batch_size_1": ("1 sample per step", "weights"), "2_grad_accum": ("16 samples per step", "exponent")}
+    for rung, (label, colour) in runs.items():
+        [path] = (RESULTS / "runs" / "quickstart" / rung).rglob("metrics.csv")
+        points = pd.read_csv(path).dropna(subset="loss")
+        axes.plot(points["samples"], points["loss"], "o-", color=look[colour], label=label)
+    axes.legend(frameon=False)
+    axes.grid(axis="y")
+    axes.set(xlabel="samples seen", ylabel="training loss", ylim=(0, None))
 
 
 @picture("1_batch_size_1", 3.4)
