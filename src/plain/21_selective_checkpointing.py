@@ -68,9 +68,7 @@ if __name__ == "__main__":
     model = AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=2, dtype=torch.float32)
     model.config.use_cache = False  # a cache would get each key twice
     for block in model.modules():
-        if isinstance(
-            block, GradientCheckpointingLayer
-        ):  # NEW in 7: keeps the input, and runs the block again in backward
+        if isinstance(block, GradientCheckpointingLayer):  # NEW in 7: keeps the input, recomputes the block
             contexts = partial(create_selective_checkpoint_contexts, policy)  # NEW in 21
             block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
     model = fabric.setup(model.to(torch.bfloat16))  # NEW in 5: the gradients and Adam's state follow the weights

@@ -63,9 +63,7 @@ if __name__ == "__main__":
     model = AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=2, dtype=torch.float32)
     model.config.use_cache = False  # a cache would get each key twice
     for block in model.modules():
-        if isinstance(
-            block, GradientCheckpointingLayer
-        ):  # NEW in 7: keeps the input, and runs the block again in backward
+        if isinstance(block, GradientCheckpointingLayer):  # NEW in 7: keeps the input, recomputes the block
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     model = fabric.setup(model.to(torch.bfloat16))  # NEW in 5: the gradients and Adam's state follow the weights
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, fused=True)
