@@ -186,19 +186,19 @@ def _load_adapter(result: Result, base: str | None, dtype: torch.dtype | None, q
 
     name, adapter = base_name(result, base), PeftConfig.from_pretrained(result.folder)
     mismatch = f"{result.folder} is an adapter for {adapter.base_model_name_or_path}, and does not fit {name}"
-    from_hub = adapter.revision and not base and not Path(name).is_dir()
-    revision = {"revision": adapter.revision} if from_hub else {}
-    with reachable(name, "base model") as options:
-        config = AutoConfig.from_pretrained(name, **options, **revision)
-    own = result.config
-    if adapter.task_type != "CAUSAL_LM":
-        if own is None:
-            head = adapter.task_type or "head"
-            raise UserError(f"{result.folder} lacks the model's config.json, which describes its {head}")
-        for key in ("num_labels", "id2label", "label2id", "pad_token_id"):
-            if hasattr(own, key):
-                setattr(config, key, getattr(own, key))
-    model = _load_base(result, name, config, dtype or torch.float32, quantization, revision)
+    revision = None if base or Path(name).is_dir() else adapter.revision
+    with reachable(name, "base model", revision) as local:
+        config = AutoConfig.from_pretrained(name, **local)
+        own = result.config
+        if own is not None and own.model_type != config.model_type:
+            raise UserError(f"{mismatch}: a {own.model_type} and a {config.model_type}")
+        if adapter.task_type != "CAUSAL_LM":
+            if own is None:
+                raise UserError(f"{result.folder} lacks the model's config.json, which describes its head")
+            for key in ("num_labels", "id2label", "label2id", "pad_token_id"):
+                if hasattr(own, key):
+                    setattr(config, key, getattr(own, key))
+        model = _load_base(result, name, {"config": config} | local, dtype or torch.float32, quantization)
     with refused(mismatch):
         model = get_peft_model(model, adapter)
         expected = get_peft_model_state_dict(model, save_embedding_layers=False)
@@ -211,17 +211,15 @@ def _load_adapter(result: Result, base: str | None, dtype: torch.dtype | None, q
     return model
 
 
-def _load_base(
-    result: Result, name: str, config: PretrainedConfig, dtype: torch.dtype, quantization: str | None, revision: dict
-) -> PreTrainedModel:
+def _load_base(result: Result, name: str, options: dict, dtype: torch.dtype, quantization: str | None) -> nn.Module:
     """Return an adapter's base model, in 4 bits if `quantization` or the adapter's config requires it."""
-    own, stored_in_4_bits = result.config, hasattr(config, "quantization_config")
+    own = result.config
+    stored_in_4_bits = hasattr(options["config"], "quantization_config")
     model_class = AutoModelForCausalLM if own is None else _model_class(own, result.folder)
     wanted = quantization or ("nf4" if hasattr(own, "quantization_config") else "no")
-    options = four_bits(own or config, dtype) if wanted == "nf4" and not stored_in_4_bits else {}
-    with reachable(name, "weights of the base model") as local:
-        options |= revision | local | {"config": config, "dtype": dtype, "ignore_mismatched_sizes": True}
-        model = model_class.from_pretrained(name, **options)
+    if wanted == "nf4" and not stored_in_4_bits:
+        options |= four_bits(own or options["config"], dtype)
+    model = model_class.from_pretrained(name, **options, dtype=dtype, ignore_mismatched_sizes=True)
     for parameter in model.parameters():
         if parameter.is_floating_point():  # the other weights of a 4-bit model may have two precisions
             parameter.data = parameter.data.to(dtype)
