@@ -13,15 +13,17 @@ import signal
 import subprocess
 import sys
 import time
+from functools import cache
 
 import pytest
 import torch
 from support.helpers import ROOT, SRC, run_script
-from support.resuming import SIZES, Does, Evil, assert_same, checkpoints, lines_of, run_here
+from support.resuming import SIZES, Does, Evil, assert_same, checkpoints, lines_of, run_here, terminate
 
 from fabric_ladder import UserError
 from fabric_ladder.checkpoints import store
 from fabric_ladder.checkpoints.resume import PROGRESS
+from fabric_ladder.training import gradients, loop
 
 STEPS = 16  # two epochs of eight optimizer steps
 QUICK = ["2_grad_accum", "4_mixed_precision", "13_lora"]
@@ -34,23 +36,32 @@ PLACES = {
 }
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, dropout_model):
+    """Return the folder of a run of a rung that nothing has stopped."""
+
+    @cache
+    def undisturbed(name, *more):
+        cwd = tmp_path_factory.mktemp("whole")
+        assert run_here(name, cwd, "--model", dropout_model, "--save_every", 100, *more)[0] == 0
+        return cwd / "runs" / name / "1"
+
+    return undisturbed
+
+
 @pytest.mark.parametrize("name", RUNGS)
-def test_a_stopped_run_goes_on_bitwise(tmp_path, dropout_model, name):
+def test_a_stopped_run_goes_on_bitwise(tmp_path, dropout_model, undisturbed, name):
     """SIGTERM stops the run mid-epoch, then at the end of the epoch before validation, then in the next epoch."""
-    more = ["--model", dropout_model, "--save_every", 100]
-    if name == "1_batch_size_1":
-        more += ["--batch_size", 8, "--micro_batch_size", 8]
-    (tmp_path / "whole").mkdir()
-    status, _ = run_here(name, tmp_path / "whole", *more)
-    assert status == 0
+    more = ("--batch_size", 8, "--micro_batch_size", 8) if name == "1_batch_size_1" else ()
+    options = ["--model", dropout_model, "--save_every", 100, *more, "--resume", "auto"]
     for place in PLACES.values():
-        status, text = run_here(name, tmp_path, *more, "--resume", "auto", at=place)
+        status, text = run_here(name, tmp_path, *options, at=place)
         assert status == 143
         assert re.search(r"^Stopped by SIGTERM in epoch \d after batch \d; go on with: .* --resume auto$", text, re.M)
-    status, text = run_here(name, tmp_path, *more, "--resume", "auto")
+    status, text = run_here(name, tmp_path, *options)
     assert status == 0
     assert "Resumed from runs/" in text
-    assert_same(tmp_path / "runs" / name / "1", tmp_path / "whole" / "runs" / name / "1")
+    assert_same(tmp_path / "runs" / name / "1", undisturbed(name, *more))
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
@@ -75,73 +86,40 @@ def test_every_checkpoint_of_a_run_leads_to_the_same_end(tmp_path, dropout_model
         assert_same(home, whole)
 
 
-class Interrupts:
-    """A loader or a list of micro-batches that sends a signal to this process before its item `at`."""
+@pytest.mark.parametrize(
+    ("module", "call", "place"),
+    [
+        (gradients, 4, "in epoch 1 after batch 0;"),
+        (gradients, 36, "in epoch 1 after batch 4;"),
+        (loop, 2, "in epoch 1 after batch 8;"),
+        (loop, -2, "in epoch 3 after batch 0;"),
+    ],
+    ids=["first step", "fifth step", "validation", "test"],
+)
+def test_a_run_stopped_inside_a_step_or_an_evaluation_goes_on_bitwise(
+    tmp_path, dropout_model, undisturbed, monkeypatch, module, call, place
+):
+    """The signal arrives with a micro-batch. A step has 8 of them."""
+    options = ["--model", dropout_model, "--save_every", 100, "--resume", "auto"]
+    calls = []
+    run_model = module.run_model
 
-    def __init__(self, items, at, number=signal.SIGTERM):
-        self.items, self.at, self.number = items, at, number
+    def interrupted(fabric, model, micro_batch, confusion=None):
+        calls.append(confusion is not None)  # only the test has a confusion matrix
+        if len(calls) == call or sum(calls) == -call:
+            terminate()
+        return run_model(fabric, model, micro_batch, confusion)
 
-    def __len__(self):
-        return len(self.items)
-
-    def __getattr__(self, name):
-        return getattr(self.items, name)
-
-    def __iter__(self):
-        for place, item in enumerate(self.items):
-            if place == self.at:
-                os.kill(os.getpid(), self.number)
-            yield item
-
-
-@pytest.mark.parametrize("place", ["first micro-batch", "micro-batch", "validation", "test"])
-def test_a_run_stopped_inside_a_step_or_an_evaluation_goes_on_bitwise(tmp_path, dropout_model, place):
-    """The signal arrives between two micro-batches."""
-    more = ["--model", dropout_model, "--save_every", 100]
-    (tmp_path / "whole").mkdir()
-    run_here("2_grad_accum", tmp_path / "whole", *more)
-    source = (SRC / "2_grad_accum.py").read_text(encoding="utf-8")
-    train = "    training = train(run, model, optimizer, train_loader,"
-    where = {
-        "first micro-batch": (train, "Stopped by SIGTERM in epoch 1 after batch 0;"),
-        "micro-batch": (train, "Stopped by SIGTERM in epoch 1 after batch 4;"),
-        "validation": (
-            "    training = train(run, model, optimizer, train_loader, val_loader)",
-            "in epoch 1 after batch 8;",
-        ),
-        "test": ("    evaluate(training, test_loader)", "in epoch 3 after batch 0;"),
-    }[place]
-    wrapped = {
-        "first micro-batch": "    train_loader = interrupted(train_loader, 1)\n",
-        "micro-batch": "    train_loader = interrupted(train_loader, 5)\n",
-        "validation": "    val_loader = Interrupts(val_loader, 1)\n",
-        "test": "    test_loader = Interrupts(test_loader, 1)\n",
-    }[place]
-    script = tmp_path / "2_grad_accum.py"
-    script.write_text(source.replace(where[0], wrapped + where[0]), encoding="utf-8")
-    status, text = run_here(script, tmp_path, *more, names={"Interrupts": Interrupts, "interrupted": interrupted})
-    assert (status, where[1] in text) == (143, True), text
-    status, _ = run_here("2_grad_accum", tmp_path, *more, "--resume", "auto")
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "run_model", interrupted)
+        status, text = run_here("2_grad_accum", tmp_path, *options)
+    assert (status, f"Stopped by SIGTERM {place}" in text) == (143, True), text
+    status, _ = run_here("2_grad_accum", tmp_path, *options)
     assert status == 0
     home = tmp_path / "runs" / "2_grad_accum" / "1"
-    assert_same(home, tmp_path / "whole" / "runs" / "2_grad_accum" / "1")
+    assert_same(home, undisturbed("2_grad_accum"))
     best = json.loads((home / "run.json").read_text())["best_checkpoint"]
     assert (home / best / "manifest.json").exists()
-
-
-def interrupted(loader, number):
-    """Interrupt this effective batch after three of its micro-batches."""
-    collator = loader.dataset
-    kind, made = type(collator), []
-
-    class Collator(kind):
-        def __getitem__(self, plan):
-            batch = super().__getitem__(plan)
-            made.append(plan)
-            return batch._replace(micro_batches=Interrupts(batch.micro_batches, 3)) if len(made) == number else batch
-
-    collator.__class__ = Collator
-    return loader
 
 
 def test_a_run_without_save_every_can_be_stopped_too_and_leaves_nothing_at_its_end(tmp_path, dropout_model):

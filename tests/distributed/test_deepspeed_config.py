@@ -174,8 +174,8 @@ def test_a_bad_configuration_is_refused(ask, config, said):
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"deepspeed": "zero4"}, "--deepspeed zero4: there is no such file; give a path, or one of zero1, zero2, "),
-        ({"deepspeed": None}, "--deepspeed null: there is no such file"),
+        ({"deepspeed": "zero4"}, "--deepspeed zero4: the file does not exist; give a path, or one of zero1, zero2, "),
+        ({"deepspeed": None}, "--deepspeed null: the file does not exist"),
         ({"deepspeed": "zero2", "precision": "bf16-true"}, "--precision bf16-true: ZeRO computes on 16-bit weights"),
         ({"deepspeed": "zero2", "optimizer": "adafactor"}, "--optimizer adafactor: it needs whole weights"),
         ({"deepspeed": "zero2", "optimizer": "adam-4bit"}, "--optimizer adam-4bit: it needs whole weights"),

@@ -147,7 +147,7 @@ def _files(folder: Path) -> dict[str, list]:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk; Windows cannot do so with a read-only handle."""
+    """Flush a file, or the names in a folder, to the disk; Windows cannot flush through a read-only handle."""
     if os.name == "posix":
         handle = os.open(path, os.O_RDONLY)
         try:

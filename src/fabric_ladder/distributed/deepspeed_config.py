@@ -14,7 +14,7 @@ from fabric_ladder.models.configs import load_config
 from fabric_ladder.places import CONFIGS
 from fabric_ladder.settings import Settings
 
-# Top-level keys of DeepSpeed that work with the train loop. DeepSpeed silently ignores keys that it does not know.
+# Top-level keys of DeepSpeed that work with the train loop. DeepSpeed silently ignores unknown keys.
 KEYS = frozenset(
     """aio bf16 checkpoint comet comms_logger communication_data_type csv_monitor data_types disable_allgather
     dump_state flops_profiler fp16 gradient_accumulation_steps gradient_clipping gradient_predivide_factor log_level
@@ -53,7 +53,7 @@ def read_deepspeed_config(settings: Settings) -> tuple[dict, list[str]]:
     if not path.is_file():
         shipped = ", ".join(sorted(path.stem for path in (CONFIGS / "deepspeed").glob("*.json")))
         raise UserError(
-            f"--deepspeed {settings.deepspeed or 'null'}: there is no such file; give a path, or one of {shipped}"
+            f"--deepspeed {settings.deepspeed or 'null'}: the file does not exist; give a path, or one of {shipped}"
         )
     config = read_outside(path)
     with refused(f"--deepspeed {settings.deepspeed} is not a configuration of DeepSpeed"):
