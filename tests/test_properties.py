@@ -304,7 +304,7 @@ def act_on_checkpoint(files):
     if (manifest := files[store.MANIFEST]) is not None:
         (whole / store.MANIFEST).write_bytes(manifest)
     for resume in ("auto", str(home)):
-        found = find_checkpoint(settings_for(Path(), resume=resume), "x", 1)
+        found = find_checkpoint(settings_for(Path(), resume=resume), "x")
         assert found.folder in (None, whole, whole.absolute())
 
 

@@ -209,17 +209,16 @@ def test_training_goes_on_with_a_sharded_adapter(trained, fabric):
         read_state("--load", folder / "checkpoint", whole, adam)
 
 
-REFUSED = {
-    "another architecture": ("bert", {}, r"adapter is an adapter for \S+base, and does not fit \S+other: a bloom and"),
-    "another width": ("bloom", {"hidden_size": 32}, r"not fit \S+other: \S+ has the sizes \[\d+, 16\] and \[\d+, 32\]"),
-    "fewer layers": ("bloom", {"n_layer": 1}, r"does not fit \S+other: only one of them has \S+h\.1\."),
-    "more layers": ("bloom", {"n_layer": 3}, r"does not fit \S+other: only one of them has \S+h\.2\."),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_an_adapter_for_another_base_is_refused(trained, tmp_path, case):
-    kind, sizes, said = REFUSED[case]
+@pytest.mark.parametrize(
+    ("kind", "sizes", "said"),
+    [
+        ("bert", {}, r"adapter is an adapter for \S+base, and does not fit \S+other: a bloom and a bert"),
+        ("bloom", {"hidden_size": 32}, r"does not fit \S+other \(.*size mismatch for"),
+        ("bloom", {"n_layer": 1}, r"does not fit \S+other: only one of them has \S+h\.1\."),
+        ("bloom", {"n_layer": 3}, r"does not fit \S+other: only one of them has \S+h\.2\."),
+    ],
+)
+def test_an_adapter_for_another_base_is_refused(trained, tmp_path, kind, sizes, said):
     folder, _, _ = trained(with_adapter(tiny("bloom"), "bloom"), "bloom")
     other = tiny(kind)
     type(other)(type(other.config)(**(other.config.to_dict() | sizes))).save_pretrained(tmp_path / "other")
@@ -265,24 +264,22 @@ def test_the_scripts_refuse_in_one_line_and_leave_nothing(trained, tmp_path, mon
     assert f"Saved {adapter / 'merged'}" in capsys.readouterr().out
 
 
-def test_a_folder_that_could_not_be_finished_is_not_left(tmp_path):
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (OSError(28, "No space left on device"), UserError),
+        (SafetensorError("No space left on device"), UserError),
+        (RuntimeError("No space left on device"), RuntimeError),
+    ],
+)
+def test_a_folder_that_cannot_be_finished_is_not_left(tmp_path, error, raised):
     def write():
         with new_folder(tmp_path / "new") as folder:
             (folder / "half").touch()
-            raise RuntimeError
+            raise error
 
-    with pytest.raises(RuntimeError):
+    with pytest.raises(raised, match="No space left on device"):
         write()
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
-def test_a_disk_that_is_full_is_one_line(tmp_path, error):
-    with (
-        pytest.raises(UserError, match=r"cannot write \S+new \(.*No space left.*\):"),
-        new_folder(tmp_path / "new"),
-    ):
-        raise error
     assert not list(tmp_path.iterdir())
 
 

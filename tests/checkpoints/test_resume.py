@@ -13,15 +13,17 @@ import signal
 import subprocess
 import sys
 import time
+from functools import cache
 
 import pytest
 import torch
 from support.helpers import ROOT, SRC, run_script
-from support.resuming import SIZES, Does, Evil, assert_same, checkpoints, lines_of, run_here
+from support.resuming import SIZES, Does, Evil, assert_same, checkpoints, lines_of, run_here, terminate
 
 from fabric_ladder import UserError
 from fabric_ladder.checkpoints import store
 from fabric_ladder.checkpoints.resume import PROGRESS
+from fabric_ladder.training import gradients, loop
 
 STEPS = 16  # two epochs of eight optimizer steps
 QUICK = ["2_grad_accum", "4_mixed_precision", "13_lora"]
@@ -34,23 +36,32 @@ PLACES = {
 }
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, dropout_model):
+    """Return the folder of a run of a rung that nothing has stopped."""
+
+    @cache
+    def undisturbed(name, *more):
+        cwd = tmp_path_factory.mktemp("whole")
+        assert run_here(name, cwd, "--model", dropout_model, "--save_every", 100, *more)[0] == 0
+        return cwd / "runs" / name / "1"
+
+    return undisturbed
+
+
 @pytest.mark.parametrize("name", RUNGS)
-def test_a_stopped_run_goes_on_bitwise(tmp_path, dropout_model, name):
+def test_a_stopped_run_goes_on_bitwise(tmp_path, dropout_model, undisturbed, name):
     """SIGTERM stops the run mid-epoch, then at the end of the epoch before validation, then in the next epoch."""
-    more = ["--model", dropout_model, "--save_every", 100]
-    if name == "1_batch_size_1":
-        more += ["--batch_size", 8, "--micro_batch_size", 8]
-    (tmp_path / "whole").mkdir()
-    status, _ = run_here(name, tmp_path / "whole", *more)
-    assert status == 0
+    more = ("--batch_size", 8, "--micro_batch_size", 8) if name == "1_batch_size_1" else ()
+    options = ["--model", dropout_model, "--save_every", 100, *more, "--resume", "auto"]
     for place in PLACES.values():
-        status, text = run_here(name, tmp_path, *more, "--resume", "auto", at=place)
+        status, text = run_here(name, tmp_path, *options, at=place)
         assert status == 143
         assert re.search(r"^Stopped by SIGTERM in epoch \d after batch \d; go on with: .* --resume auto$", text, re.M)
-    status, text = run_here(name, tmp_path, *more, "--resume", "auto")
+    status, text = run_here(name, tmp_path, *options)
     assert status == 0
     assert "Resumed from runs/" in text
-    assert_same(tmp_path / "runs" / name / "1", tmp_path / "whole" / "runs" / name / "1")
+    assert_same(tmp_path / "runs" / name / "1", undisturbed(name, *more))
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
@@ -75,73 +86,40 @@ def test_every_checkpoint_of_a_run_leads_to_the_same_end(tmp_path, dropout_model
         assert_same(home, whole)
 
 
-class Interrupts:
-    """A loader or a list of micro-batches that sends a signal to this process before its item `at`."""
+@pytest.mark.parametrize(
+    ("module", "call", "place"),
+    [
+        (gradients, 4, "in epoch 1 after batch 0;"),
+        (gradients, 36, "in epoch 1 after batch 4;"),
+        (loop, 2, "in epoch 1 after batch 8;"),
+        (loop, -2, "in epoch 3 after batch 0;"),
+    ],
+    ids=["first step", "fifth step", "validation", "test"],
+)
+def test_a_run_stopped_inside_a_step_or_an_evaluation_goes_on_bitwise(
+    tmp_path, dropout_model, undisturbed, monkeypatch, module, call, place
+):
+    """The signal arrives with a micro-batch. A step has 8 of them."""
+    options = ["--model", dropout_model, "--save_every", 100, "--resume", "auto"]
+    calls = []
+    run_model = module.run_model
 
-    def __init__(self, items, at, number=signal.SIGTERM):
-        self.items, self.at, self.number = items, at, number
+    def interrupted(fabric, model, micro_batch, confusion=None):
+        calls.append(confusion is not None)  # only the test has a confusion matrix
+        if len(calls) == call or sum(calls) == -call:
+            terminate()
+        return run_model(fabric, model, micro_batch, confusion)
 
-    def __len__(self):
-        return len(self.items)
-
-    def __getattr__(self, name):
-        return getattr(self.items, name)
-
-    def __iter__(self):
-        for place, item in enumerate(self.items):
-            if place == self.at:
-                os.kill(os.getpid(), self.number)
-            yield item
-
-
-@pytest.mark.parametrize("place", ["first micro-batch", "micro-batch", "validation", "test"])
-def test_a_run_stopped_inside_a_step_or_an_evaluation_goes_on_bitwise(tmp_path, dropout_model, place):
-    """The signal arrives between two micro-batches."""
-    more = ["--model", dropout_model, "--save_every", 100]
-    (tmp_path / "whole").mkdir()
-    run_here("2_grad_accum", tmp_path / "whole", *more)
-    source = (SRC / "2_grad_accum.py").read_text(encoding="utf-8")
-    train = "    training = train(run, model, optimizer, train_loader,"
-    where = {
-        "first micro-batch": (train, "Stopped by SIGTERM in epoch 1 after batch 0;"),
-        "micro-batch": (train, "Stopped by SIGTERM in epoch 1 after batch 4;"),
-        "validation": (
-            "    training = train(run, model, optimizer, train_loader, val_loader)",
-            "in epoch 1 after batch 8;",
-        ),
-        "test": ("    evaluate(training, test_loader)", "in epoch 3 after batch 0;"),
-    }[place]
-    wrapped = {
-        "first micro-batch": "    train_loader = interrupted(train_loader, 1)\n",
-        "micro-batch": "    train_loader = interrupted(train_loader, 5)\n",
-        "validation": "    val_loader = Interrupts(val_loader, 1)\n",
-        "test": "    test_loader = Interrupts(test_loader, 1)\n",
-    }[place]
-    script = tmp_path / "2_grad_accum.py"
-    script.write_text(source.replace(where[0], wrapped + where[0]), encoding="utf-8")
-    status, text = run_here(script, tmp_path, *more, names={"Interrupts": Interrupts, "interrupted": interrupted})
-    assert (status, where[1] in text) == (143, True), text
-    status, _ = run_here("2_grad_accum", tmp_path, *more, "--resume", "auto")
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "run_model", interrupted)
+        status, text = run_here("2_grad_accum", tmp_path, *options)
+    assert (status, f"Stopped by SIGTERM {place}" in text) == (143, True), text
+    status, _ = run_here("2_grad_accum", tmp_path, *options)
     assert status == 0
     home = tmp_path / "runs" / "2_grad_accum" / "1"
-    assert_same(home, tmp_path / "whole" / "runs" / "2_grad_accum" / "1")
+    assert_same(home, undisturbed("2_grad_accum"))
     best = json.loads((home / "run.json").read_text())["best_checkpoint"]
     assert (home / best / "manifest.json").exists()
-
-
-def interrupted(loader, number):
-    """Interrupt this effective batch after three of its micro-batches."""
-    collator = loader.dataset
-    kind, made = type(collator), []
-
-    class Collator(kind):
-        def __getitem__(self, plan):
-            batch = super().__getitem__(plan)
-            made.append(plan)
-            return batch._replace(micro_batches=Interrupts(batch.micro_batches, 3)) if len(made) == number else batch
-
-    collator.__class__ = Collator
-    return loader
 
 
 def test_a_run_without_save_every_can_be_stopped_too_and_leaves_nothing_at_its_end(tmp_path, dropout_model):
@@ -189,18 +167,13 @@ def stopped(tmp_path):
 
 
 def test_an_older_checkpoint_can_be_taken(tmp_path, stopped):
-    status, text = run_here("2_grad_accum", tmp_path, "--resume", stopped / "checkpoints" / "step-000000002")
-    assert status == 0
-    assert "Batch 0003/0008" in text, "the batch is printed again"
-    assert [line for line in lines_of(stopped) if "Epoch: 0001/0002 | Batch 0003/0008" in line].__len__() == 1
-
-
-def test_checkpoints_of_later_steps_do_not_outlive_a_newer_one(tmp_path, stopped):
-    """Otherwise the next run would take them for the newest checkpoints."""
+    """Later checkpoints are removed, or the next run would take them for the newest ones."""
     older = stopped / "checkpoints" / "step-000000002"
     more = ["--save_every", 3, "--keep", 1]
-    status, _ = run_here("2_grad_accum", tmp_path, *more, "--resume", older, at="Batch 0003/")
+    status, text = run_here("2_grad_accum", tmp_path, *more, "--resume", older, at="Batch 0003/")
     assert (status, [path.name for path in checkpoints(stopped)]) == (143, ["step-000000003"])
+    assert "Batch 0003/0008" in text, "the batch is printed again"
+    assert len([line for line in lines_of(stopped) if "Epoch: 0001/0002 | Batch 0003/0008" in line]) == 1
 
 
 def test_auto_goes_on_with_the_run_of_the_same_settings(tmp_path, stopped):
@@ -217,62 +190,46 @@ def test_auto_goes_on_with_the_run_of_the_same_settings(tmp_path, stopped):
     assert (status, "Resumed from runs/2_grad_accum/1/checkpoints/" in text) == (0, True)
 
 
-def damage(folder, kind):
-    manifest = folder / "manifest.json"
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != manifest)
-    tensors = max(files, key=lambda path: path.stat().st_size)
-    if kind == "missing manifest":
-        manifest.unlink()
-    elif kind == "empty manifest":
-        manifest.write_text("")
-    elif kind == "manifest of something else":
-        manifest.write_text('{"format": 1, "validation_loss": null, "files": [3]}')
-    elif kind == "wrong size in the manifest":
-        text = json.loads(manifest.read_text())
-        text["files"]["progress.json"][0] += 1
-        manifest.write_text(json.dumps(text))
-    elif kind == "cut manifest":
-        manifest.write_bytes(manifest.read_bytes()[:-9])
-    elif kind.startswith("truncated"):
-        os.truncate(tensors, tensors.stat().st_size - 1)
-    elif kind.startswith("missing"):
-        {path.name: path for path in files}[kind.split()[1]].unlink()
-    else:  # flip a bit at the start, in the middle or at the end of a file
-        name, place = kind.split()[1:]
-        path = {path.name: path for path in files}.get(name, tensors)
-        data = bytearray(path.read_bytes())
-        data[{"start": 0, "middle": len(data) // 2, "end": -1}[place]] ^= 4
-        path.write_bytes(data)
-
-
 TENSORS = "shard-00001-model-00001-of-00001.safetensors"
-KINDS = ["missing manifest", "empty manifest", "manifest of something else", "wrong size in the manifest"]
-KINDS += ["cut manifest", "truncated tensors", "missing progress.json", "missing rank-0.pt", "missing optimizer.json"]
-KINDS += [f"missing {TENSORS}"]
-KINDS += [f"flipped {name} {place}" for name in ("tensors", "progress.json", "rank-0.pt", "optimizer.json")
-          for place in ("start", "middle", "end")]  # fmt: skip
+
+
+def damage(folder, name, kind):
+    path = folder / "state" / name if (folder / "state" / name).exists() else folder / name
+    data = bytearray(path.read_bytes())
+    if kind == "missing":
+        path.unlink()
+    elif kind == "cut":
+        path.write_bytes(data[:-9])
+    elif kind == "flipped":
+        data[len(data) // 2] ^= 4
+        path.write_bytes(data)
+    else:
+        path.write_text(kind)
 
 
 def test_damaged_checkpoints_are_skipped_with_a_reason(tmp_path, stopped):
     good, last = checkpoints(stopped)[-2:]
     assert store.newest_whole(last.parent)[0] == last
-    for kind in KINDS:
+    damages = [(name, kind) for name in (TENSORS, PROGRESS, "rank-0.pt", "optimizer.json", store.MANIFEST)
+               for kind in ("missing", "cut", "flipped")]  # fmt: skip
+    damages += [(store.MANIFEST, kind) for kind in ("", "[]", '{"format": 2, "files": [3]}', '{"format": 1}')]
+    for name, kind in damages:
         copy = last.with_name("whole")
         shutil.copytree(last, copy)
-        damage(last, kind)
+        damage(last, name, kind)
         found, skipped = store.newest_whole(last.parent)
-        assert found == good, kind
+        assert found == good, (name, kind)
         assert len(skipped) == 1
-        assert skipped[0].startswith(f"{last} is skipped: ")
+        assert skipped[0].startswith(f"{last} is skipped (")
         shutil.rmtree(last)
         copy.rename(last)
-    damage(last, "flipped tensors middle")
+    damage(last, TENSORS, "flipped")
     status, text = run_here("2_grad_accum", tmp_path, "--save_every", 2, "--resume", "auto")
     assert status == 0
-    assert f"{last.relative_to(tmp_path)} is skipped: state/{TENSORS} is damaged: its checksum differs\n" in text
+    assert f"{last.relative_to(tmp_path)} is skipped (state/{TENSORS} is damaged: its size or checksum differs)" in text
     assert f"Resumed from {good.relative_to(tmp_path)}\n" in text
-    damage(last := checkpoints(stopped)[-1], "flipped progress.json middle")
-    with pytest.raises(UserError, match=r"cannot be used: .*; --resume auto finds an undamaged one"):
+    damage(last := checkpoints(stopped)[-1], PROGRESS, "flipped")
+    with pytest.raises(UserError, match=r"cannot be used; --resume auto finds an undamaged one \(progress.json is"):
         run_here("2_grad_accum", tmp_path, "--resume", last)
 
 
@@ -294,7 +251,7 @@ def test_nothing_pickled_is_executed(tmp_path, stopped):
             run_here("2_grad_accum", tmp_path, "--resume", "auto")
         assert not (tmp_path / "executed").exists(), "the file is refused before it is unpickled"
         assert isinstance(caught.value, UserError)
-        assert re.search(r"rank-0.pt is not a file of this project|made with another .*, or damaged", str(caught.value))
+        assert re.search(r"cannot read the state of the run|made with another .*, or damaged", str(caught.value))
         shutil.rmtree(last)
         copy.rename(last)
 

@@ -101,24 +101,16 @@ def test_a_sharded_checkpoint_of_two_ranks_goes_on_with_one_two_and_four(run, na
     assert abs(read(first)[0][0] - read(saved)[0][0]) > 1e-3, "the run starts from the trained weights"
 
 
-def test_a_checkpoint_of_another_model_is_one_line(run, tmp_path):
-    saved, _ = run(*FSDP)
-    arguments = [*SIZES, "--load", saved / "checkpoint", "--model", MODELS / "llama-tiny.json"]
-    process = run_script(SRC / "10_fsdp.py", *arguments, cwd=tmp_path, **ONE_THREAD)
+@pytest.mark.parametrize("fault", ["another model", "no shard of rank 0", "no shard of rank 1"])
+def test_a_checkpoint_that_does_not_fit_is_one_line(run, tmp_path, fault):
+    checkpoint = shutil.copytree(run(*FSDP)[0] / "checkpoint", tmp_path / "checkpoint")
+    more = ["--model", MODELS / "llama-tiny.json"] if fault == "another model" else []
+    if not more:
+        next(checkpoint.glob(f"shard-0000{int(fault[-1]) + 1}-*")).unlink()
+    process = run_script(SRC / "10_fsdp.py", *SIZES, "--load", checkpoint, *more, cwd=tmp_path, **ONE_THREAD)
     assert process.returncode == 2
-    assert re.search(
-        r"^error: --load \S+checkpoint: made with another model or optimizer", process.stderr, re.MULTILINE
-    )
-    assert "Traceback" not in process.stderr
-
-
-@pytest.mark.parametrize("rank", [1, 2])
-def test_a_checkpoint_without_one_of_its_shards_is_one_line(run, tmp_path, rank):
-    broken = shutil.copytree(run(*FSDP)[0] / "checkpoint", tmp_path / "checkpoint")
-    next(broken.glob(f"shard-0000{rank}-*")).unlink()
-    process = run_script(SRC / "10_fsdp.py", *SIZES, "--load", broken, cwd=tmp_path, **ONE_THREAD)
-    assert process.returncode == 2
-    assert re.search(r"^error: --load \S+checkpoint: made with .*, or damaged \(", process.stderr, re.MULTILINE)
+    line = r"^error: --load \S+checkpoint: made with another model or optimizer, or damaged \("
+    assert re.search(line, process.stderr, re.MULTILINE)
     assert "Traceback" not in process.stderr
 
 
@@ -204,24 +196,15 @@ def test_the_watch_ends_a_rank_and_names_the_rank_that_is_killed_or_hangs(tmp_pa
     end_one(ranks, victim, signal_name, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("victim", "signal_name", "count"),
-    [
-        (1, "KILL", 2),
-        pytest.param(0, "KILL", 3, marks=pytest.mark.slow),
-        pytest.param(2, "KILL", 3, marks=pytest.mark.slow),
-        pytest.param(1, "STOP", 3, marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_whose_rank_is_killed_or_hangs_ends_on_all_ranks(tmp_path, victim, signal_name, count):
+def test_a_run_whose_rank_is_killed_ends_on_all_ranks(tmp_path):
     """The run ends within a minute, in the middle of training."""
-    command = [SRC / "10_fsdp.py", *SIZES, "--devices", count, "--epochs", "1000"]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count), "NODE_RANK": "0"}
-    ranks = [start(command, rank, tmp_path, LOCAL_RANK=str(rank), **common) for rank in range(count)]
+    command = [SRC / "10_fsdp.py", *SIZES, "--devices", 2, "--epochs", "1000"]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "NODE_RANK": "0"}
+    ranks = [start(command, rank, tmp_path, LOCAL_RANK=str(rank), **common) for rank in range(2)]
     for line in ranks[0].stdout:
         if b"Loss" in line:
             break
-    end_one(ranks, victim, signal_name, tmp_path)
+    end_one(ranks, 1, "KILL", tmp_path)
 
 
 @pytest.mark.slow
@@ -238,5 +221,7 @@ def test_launchers_start_the_same_script_and_give_the_same_losses(run, tmp_path)
         finished(process)
         same(run("2_grad_accum", 1)[0], cwd / "runs" / "9_ddp" / "1")
         record = json.loads((cwd / "runs" / "9_ddp" / "1" / "run.json").read_text())
-        words = [*launcher, str(SRC / "9_ddp.py"), *SIZES]  # `fabric run` takes --precision from any position
-        assert sorted(shlex.split(record["command"])) == sorted(words)
+        words = [*launcher, str(SRC / "9_ddp.py"), *SIZES]
+        if launcher == by_fabric:  # it takes --precision from any position
+            words = [*words[:-2], "--precision=32-true"]
+        assert shlex.split(record["command"]) == words

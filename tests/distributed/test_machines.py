@@ -1,8 +1,7 @@
-"""Several machines: network namespaces with a virtual cable, Slurm's environment variables, and two torchruns."""
+"""Several machines: two torchruns, Slurm's environment variables, and the files for clouds."""
 
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -24,34 +23,6 @@ TORCHRUN = os.path.join(BIN, "torchrun")
 CLOUD = ROOT / "configs" / "cloud"
 
 
-@pytest.fixture
-def machines():
-    """Return the commands that enter two connected network namespaces, and their addresses."""
-    ip = shutil.which("ip") or shutil.which("ip", path="/usr/sbin:/sbin")
-    names = [f"ladder{number}-{os.getpid()}" for number in (1, 2)]
-
-    def run(*arguments):
-        subprocess.run([ip, *arguments], check=True, capture_output=True)
-
-    if ip is None:
-        pytest.skip("needs `ip` (iproute2) to make network namespaces")
-    try:
-        for name in names:
-            run("netns", "add", name)
-        run("link", "add", "cable1", "netns", names[0], "type", "veth", "peer", "name", "cable2", "netns", names[1])
-        for number, name in enumerate(names, start=1):
-            run("-n", name, "addr", "add", f"10.213.7.{number}/24", "dev", f"cable{number}")
-            for device in ("lo", f"cable{number}"):
-                run("-n", name, "link", "set", device, "up")
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"needs the right to make network namespaces ({error.stderr.decode().strip()})")
-    else:
-        yield [([ip, "netns", "exec", name], f"10.213.7.{number}") for number, name in enumerate(names, start=1)]
-    finally:
-        for name in names:
-            subprocess.run([ip, "netns", "delete", name], capture_output=True, check=False)
-
-
 def wait(processes):
     outputs = [process.communicate(timeout=240) for process in processes]
     for process, (_, stderr) in zip(processes, outputs, strict=True):
@@ -69,13 +40,12 @@ def start(command, cwd, **environment):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["9_ddp", "10_fsdp"])
-def test_two_machines_give_the_losses_of_one(run, machines, tmp_path, name):
-    processes, port = [], free_port()
-    for number, (enter, address) in enumerate(machines):
-        launcher = [TORCHRUN, "--nnodes=2", "--nproc-per-node=1", f"--node-rank={number}", f"--local-addr={address}"]
-        launcher += ["--master-addr=10.213.7.1", f"--master-port={port}"]
-        command = [*enter, *launcher, str(SRC / f"{name}.py"), *SIZES]
-        processes.append(start(command, tmp_path / str(number), GLOO_SOCKET_IFNAME=f"cable{number + 1}"))
+def test_two_torchruns_give_the_losses_of_one_process(run, tmp_path, name):
+    meeting = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    processes = []
+    for number in (0, 1):
+        launcher = [TORCHRUN, "--nnodes=2", "--nproc-per-node=1", f"--node-rank={number}", *meeting]
+        processes.append(start([*launcher, str(SRC / f"{name}.py"), *SIZES], tmp_path / str(number)))
     stdout = wait(processes)
     assert "batch 16 = 2 x 4 x 2" in stdout[0]
     assert "Test accuracy" not in stdout[1], "only rank 0 prints"
@@ -100,12 +70,21 @@ def test_srun_s_ranks_are_taken_from_slurm(run, tmp_path):
 @pytest.mark.parametrize(
     ("name", "arguments", "environment", "says"),
     [
-        ("9_ddp", ("--devices", 4), slurm(0), "--devices 4, but srun started 2 processes on each of 1 machines"),
-        ("9_ddp", ("--num_nodes", 3), slurm(0), "--num_nodes 3, but srun started 2 processes on each of 1 machines"),
-        ("2_grad_accum", (), slurm(0), "srun started 2 processes, but 2_grad_accum runs on one device"),
+        (
+            "9_ddp",
+            ("--devices", 4),
+            slurm(0),
+            "--devices 4 --num_nodes 1, but srun started 2 processes on each of 1",
+        ),
+        (
+            "9_ddp",
+            ("--num_nodes", 3),
+            slurm(0),
+            "--devices auto --num_nodes 3, but srun started 2 processes",
+        ),
+        ("2_grad_accum", (), slurm(0), "srun started 2 processes on each of 1 machines, but 2_grad_accum runs on one"),
         ("9_ddp", (), {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "use --nodes and --ntasks-per-node instead"),
         ("9_ddp", ("--num_nodes", 2), {}, "--num_nodes 2: start the script on every machine with torchrun or srun"),
-        ("9_ddp", ("--devices", 0), {}, "--devices 0: must be at least 1"),
         ("9_ddp", ("--devices", 32), {}, "--batch_size 16 is below the number of devices, 32"),
         ("2_grad_accum", ("--devices", 2), {}, "2_grad_accum runs on one"),
         ("10_fsdp", ("--precision", "64-true"), {}, "FSDP2 under Fabric cannot do it"),
@@ -126,13 +105,15 @@ def test_counts_are_read_from_the_variables_of_torchrun_and_fabric_run(monkeypat
         monkeypatch.setenv(name, value)
     assert find_launcher() == ("fabric run", 2, 2)
     monkeypatch.setenv("LT_PRECISION", "bf16-true")
+    monkeypatch.setattr(sys, "argv", ["src/9_ddp.py"])
     assert options_of_fabric_run() == ["--precision=bf16-true"]
+    assert sys.argv == ["src/9_ddp.py", "--precision=bf16-true"], "commands are printed from here"
     monkeypatch.setenv("LT_STRATEGY", "ddp")
     with pytest.raises(UserError, match="fabric run --strategy=ddp: leave it out; the script sets the strategy"):
         options_of_fabric_run()
     monkeypatch.delenv("LT_CLI_USED")
     settings = Settings(name="9_ddp", strategy="ddp", devices=3)
-    with pytest.raises(UserError, match="--devices 3, but torchrun started 2 processes on each of 2 machines"):
+    with pytest.raises(UserError, match="--devices 3 --num_nodes 1, but torchrun started 2 processes on each of 2"):
         check_launcher(settings)
 
 

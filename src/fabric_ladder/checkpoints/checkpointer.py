@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from fabric_ladder.checkpoints import store
 from fabric_ladder.checkpoints.disk import try_on_all
-from fabric_ladder.checkpoints.resume import PROGRESS, find_checkpoint, read_progress
+from fabric_ladder.checkpoints.resume import PROGRESS, Found, find_checkpoint
 from fabric_ladder.checkpoints.save import read_state, write_state
 from fabric_ladder.distributed.launch import release_ranks
 from fabric_ladder.errors import refused
@@ -37,8 +37,7 @@ class Checkpointer:
         self.fabric = run.fabric
         self.settings = run.settings
         self.fingerprint = fingerprint
-        self._found: Path | None = None
-        self._progress: dict = {}
+        self._found = Found()
 
     def find(self) -> tuple[Path, dict] | None:
         """Find the checkpoint to resume from, or end the process if the run has finished already.
@@ -49,19 +48,13 @@ class Checkpointer:
         Raises:
             UserError: The checkpoint does not exist, is damaged, or belongs to another run.
         """
-        found = self.run.record.on_rank_zero(
-            lambda: find_checkpoint(self.settings, self.fingerprint, self.fabric.world_size)
-        )
+        self._found = found = self.run.record.on_rank_zero(lambda: find_checkpoint(self.settings, self.fingerprint))
         for note in found.notes:
             self.run.print(note, log=False)
         if found.finished:
             release_ranks(self.fabric)
             raise SystemExit(0)
-        if found.folder is None:
-            return None
-        self._found = found.folder
-        self._progress = read_progress(found.folder)
-        return found.folder.parent.parent, self._progress["run"]
+        return (found.folder.parent.parent, found.progress["run"]) if found.folder else None
 
     def restore(self, load_state: Callable[[dict, list[dict], dict | None], None]) -> None:
         """Load model, optimizer and training state from the checkpoint that `find` has found, if any.
@@ -70,24 +63,22 @@ class Checkpointer:
             load_state: Sets the training state. It gets the saved position, the states of the ranks whose sums this
                 rank continues, and the state whose random numbers it continues, or None to keep the current ones.
         """
-        folder = self._found
-        progress = self._progress
-        rank = self.fabric.global_rank
+        folder = self._found.folder
         if folder is None:
             return
-        read_state(f"--resume {folder}", folder / "state", self.model, self.optimizer)
+        progress = self._found.progress
+        rank = self.fabric.global_rank
+        ranks = self.fabric.world_size
         saved_ranks = progress["ranks"]
-        same_ranks = saved_ranks == self.fabric.world_size
+        read_state(f"--resume {folder}", folder / "state", self.model, self.optimizer)
         numbers = [rank]
-        if not same_ranks:  # rank 0 adds up the sums of all ranks
+        if ranks != saved_ranks:  # rank 0 adds up the sums of all ranks
             numbers = range(saved_ranks) if rank == 0 else []
+            self.run.print(f"The checkpoint is of {saved_ranks} devices: dropout on {ranks} will differ", log=False)
         with refused(f"--resume {folder}: cannot read the state of the run"):
             self.fabric.strategy.precision.load_state_dict(progress["precision"])
             own = _read_rank(folder, rank) if rank < saved_ranks else None
             load_state(progress["position"], [_read_rank(folder, number) for number in numbers], own)
-        if not same_ranks:
-            ranks = self.fabric.world_size
-            self.run.print(f"The checkpoint is of {saved_ranks} devices: dropout on {ranks} will differ", log=False)
 
     def save(self, step: int, position: dict, rank_state: dict, validation_loss: float | None = None) -> bool:
         """Write a checkpoint. After a failure, print the reason, keep the previous checkpoint and return False.
@@ -108,20 +99,29 @@ class Checkpointer:
                 "run": self.run.state_dict(),
             }
             name = f"{step:09d}{'' if validation_loss is None else '-validated'}"
-            folder = Path(self.fabric.broadcast(self.run.folder)) / CHECKPOINTS
-            part = store.unfinished_folder(folder, name)
-            first = self.fabric.global_rank == 0
-            problem = (
-                self._try(lambda: first and store.make_empty(part))
-                or self._try(lambda: self._write_rank(part, rank_state))
-                or try_on_all(
-                    self.fabric,
-                    lambda: write_state(part / "state", self.model, self.optimizer, self.fabric.global_rank),
-                )
-                or self._try(lambda: first and self._finish(part, progress, validation_loss))
+            part = store.unfinished_folder(Path(self.fabric.broadcast(self.run.folder)) / CHECKPOINTS, name)
+            rank = self.fabric.global_rank
+
+            def write_rank():
+                buffer = io.BytesIO()  # on a full disk, torch.save would raise no error
+                torch.save(rank_state, buffer)
+                (part / f"rank-{rank}.pt").write_bytes(buffer.getvalue())
+
+            def finish():
+                (part / PROGRESS).write_text(json.dumps(progress), encoding="utf-8")
+                best = store.prune(store.finish(part, validation_loss), self.settings.keep)
+                self.run.record.add(best_checkpoint=best and best.relative_to(part.parent.parent).as_posix())
+
+            problem = try_on_all(
+                self.fabric,
+                lambda: rank or store.make_empty(part),
+                write_rank,
+                lambda: write_state(part / "state", self.model, self.optimizer, rank),
+                lambda: rank or finish(),
             )
         if problem:
-            self._try(lambda: first and shutil.rmtree(part, ignore_errors=True))
+            if not rank:
+                shutil.rmtree(part, ignore_errors=True)
             self.run.print(f"No checkpoint after step {step}: {problem}; the previous one is kept", log=False)
         return not problem
 
@@ -132,20 +132,6 @@ class Checkpointer:
             if not self.settings.save_every:
                 store.remove_all(folder)
 
-    def _finish(self, part: Path, progress: dict, validation_loss: float | None) -> None:
-        (part / PROGRESS).write_text(json.dumps(progress), encoding="utf-8")
-        best = store.prune(store.finish(part, validation_loss), self.settings.keep)
-        self.run.record.add(best_checkpoint=best and best.relative_to(part.parent.parent).as_posix())
-
-    def _write_rank(self, part: Path, rank_state: dict) -> None:
-        buffer = io.BytesIO()  # on a full disk, torch.save would raise no error
-        torch.save(rank_state, buffer)
-        (part / f"rank-{self.fabric.global_rank}.pt").write_bytes(buffer.getvalue())
-
-    def _try(self, action: Callable[[], object]) -> str | None:
-        return try_on_all(self.fabric, action)
-
 
 def _read_rank(folder: Path, rank: int) -> dict:
-    with refused(f"--resume {folder}: rank-{rank}.pt is not a file of this project"):
-        return torch.load(folder / f"rank-{rank}.pt", weights_only=True)
+    return torch.load(folder / f"rank-{rank}.pt", weights_only=True)

@@ -51,16 +51,17 @@ def check_disk_space(settings: Settings, model: nn.Module, existing: int = 0) ->
         )
 
 
-def try_on_all(fabric: Fabric, action: Callable[[], object]) -> str | None:
-    """Run `action` on all ranks; return the reason for a failure on any of them."""
-    problem = None
-    try:
-        action()
-    except Exception as error:  # safetensors and tokenizers raise errors of their own classes
-        if is_out_of_memory(error) and fabric.world_size > 1:
-            raise  # the other ranks may wait for tensors of this rank: the watch ends them
-        problem = getattr(error, "strerror", None) or first_line(error, 160)
-    flag = torch.tensor(float(problem is not None), device=fabric.device)
-    if fabric.all_reduce(flag, reduce_op="max"):
-        return problem or "another rank could not write"
+def try_on_all(fabric: Fabric, *steps: Callable[[], object]) -> str | None:
+    """Run each step on all ranks, until one fails on any of them; return the reason for the failure."""
+    for step in steps:
+        problem = None
+        try:
+            step()
+        except Exception as error:  # safetensors and tokenizers raise errors of their own classes
+            if is_out_of_memory(error) and fabric.world_size > 1:
+                raise  # the other ranks may wait for tensors of this rank: the watch ends them
+            problem = getattr(error, "strerror", None) or first_line(error, 160)
+        flag = torch.tensor(float(problem is not None), device=fabric.device)
+        if fabric.all_reduce(flag, reduce_op="max"):
+            return problem or "another rank could not write"
     return None

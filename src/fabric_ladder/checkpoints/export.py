@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import NamedTuple
 
 import torch
@@ -20,8 +19,8 @@ from transformers.initialization import no_init_weights
 from fabric_ladder.checkpoints.save import OPTIMIZER
 from fabric_ladder.checkpoints.sharded import read_index, read_tensors
 from fabric_ladder.data.hub import reachable
-from fabric_ladder.distributed.strategies import ENGINE_FILE, read_engine_checkpoint
-from fabric_ladder.errors import UserError, first_line
+from fabric_ladder.distributed.strategies import EngineState
+from fabric_ladder.errors import UserError, first_line, refused
 from fabric_ladder.models.configs import load_config, silence_loading
 from fabric_ladder.techniques.qlora import NF4
 
@@ -67,7 +66,7 @@ def find_result(name: str | Path) -> Result:
         adapter = (folder / "adapter_config.json").is_file()
         formats = {
             "sharded": (folder / OPTIMIZER).is_file(),
-            "engine": (folder / ENGINE_FILE).is_file(),
+            "engine": (folder / EngineState.file).is_file(),
             "adapter": (folder / "adapter_model.safetensors").is_file(),
             "model": (folder / "config.json").is_file() and any(any(folder.glob(names)) for names in WEIGHTS),
         }
@@ -112,10 +111,8 @@ def load_result(
     weights = {
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in _read(result).items()
     }
-    try:
+    with refused(f"{name}: the weights do not fit its config.json"):
         model.load_state_dict(weights, assign=True)
-    except RuntimeError as error:
-        raise UserError(f"{name}: the weights do not fit its config.json: {first_line(error)}") from error
     model.tie_weights()
     return model.eval()
 
@@ -148,12 +145,7 @@ def new_folder(output: Path) -> Iterator[Path]:
     unfinished = output.absolute().parent / f".{output.name}.unfinished-{os.getpid()}"
     try:
         unfinished.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"cannot write {output} ({error.strerror}): choose another --output") from error
-    try:
         yield unfinished
-        if output.exists():
-            output.rmdir()
         unfinished.rename(output)
     except (OSError, SafetensorError) as error:
         raise UserError(
@@ -194,48 +186,40 @@ def _load_adapter(result: Result, base: str | None, dtype: torch.dtype | None, q
 
     name, adapter = base_name(result, base), PeftConfig.from_pretrained(result.folder)
     mismatch = f"{result.folder} is an adapter for {adapter.base_model_name_or_path}, and does not fit {name}"
-    from_hub = adapter.revision and not base and not Path(name).is_dir()
-    revision = {"revision": adapter.revision} if from_hub else {}
-    with reachable(name, "base model") as options:
-        config = AutoConfig.from_pretrained(name, **options, **revision)
-    own = result.config
-    if own is not None and own.model_type != config.model_type:
-        raise UserError(f"{mismatch}: a {own.model_type} and a {config.model_type}")
-    if adapter.task_type != "CAUSAL_LM":
-        if own is None:
-            head = adapter.task_type or "head"
-            raise UserError(f"{result.folder} lacks the model's config.json, which describes its {head}")
-        for key in ("num_labels", "id2label", "label2id", "pad_token_id"):
-            if hasattr(own, key):
-                setattr(config, key, getattr(own, key))
-    model = _load_base(result, name, config, dtype or torch.float32, quantization, revision)
-    try:
+    revision = None if base or Path(name).is_dir() else adapter.revision
+    with reachable(name, "base model", revision) as local:
+        config = AutoConfig.from_pretrained(name, **local)
+        own = result.config
+        if own is not None and own.model_type != config.model_type:
+            raise UserError(f"{mismatch}: a {own.model_type} and a {config.model_type}")
+        if adapter.task_type != "CAUSAL_LM":
+            if own is None:
+                raise UserError(f"{result.folder} lacks the model's config.json, which describes its head")
+            for key in ("num_labels", "id2label", "label2id", "pad_token_id"):
+                if hasattr(own, key):
+                    setattr(config, key, getattr(own, key))
+        model = _load_base(result, name, {"config": config} | local, dtype or torch.float32, quantization)
+    with refused(mismatch):
         model = get_peft_model(model, adapter)
-    except ValueError as error:  # the base lacks the adapted layers
-        raise UserError(f"{mismatch}: {first_line(error)}") from error
-    expected, weights = get_peft_model_state_dict(model, save_embedding_layers=False), _read(result)
-    if result.format != "adapter":  # named as in the model, not as in PEFT's file
-        weights = get_peft_model_state_dict(model, weights, save_embedding_layers=False)
-    if names := expected.keys() ^ weights.keys():
-        raise UserError(f"{mismatch}: only one of them has {min(names)}")
-    for key, tensor in weights.items():
-        if tensor.shape != expected[key].shape:
-            raise UserError(f"{mismatch}: {key} has the sizes {[*tensor.shape]} and {[*expected[key].shape]}")
-    set_peft_model_state_dict(model, weights)
+        expected = get_peft_model_state_dict(model, save_embedding_layers=False)
+        weights = _read(result)
+        if result.format != "adapter":  # named as in the model, not as in PEFT's file
+            weights = get_peft_model_state_dict(model, weights, save_embedding_layers=False)
+        if names := expected.keys() ^ weights.keys():  # PEFT would ignore them
+            raise UserError(f"{mismatch}: only one of them has {min(names)}")
+        set_peft_model_state_dict(model, weights)
     return model
 
 
-def _load_base(
-    result: Result, name: str, config: PretrainedConfig, dtype: torch.dtype, quantization: str | None, revision: dict
-) -> PreTrainedModel:
+def _load_base(result: Result, name: str, options: dict, dtype: torch.dtype, quantization: str | None) -> nn.Module:
     """Return an adapter's base model, in 4 bits if `quantization` or the adapter's config requires it."""
-    own, stored_in_4_bits = result.config, hasattr(config, "quantization_config")
+    own = result.config
+    stored_in_4_bits = hasattr(options["config"], "quantization_config")
     model_class = AutoModelForCausalLM if own is None else _model_class(own, result.folder)
     wanted = quantization or ("nf4" if hasattr(own, "quantization_config") else "no")
-    options = four_bits(own or config, dtype) if wanted == "nf4" and not stored_in_4_bits else {}
-    with reachable(name, "weights of the base model") as local:
-        options |= revision | local | {"config": config, "dtype": dtype, "ignore_mismatched_sizes": True}
-        model = model_class.from_pretrained(name, **options)
+    if wanted == "nf4" and not stored_in_4_bits:
+        options |= four_bits(own or options["config"], dtype)
+    model = model_class.from_pretrained(name, **options, dtype=dtype, ignore_mismatched_sizes=True)
     for parameter in model.parameters():
         if parameter.is_floating_point():  # the other weights of a 4-bit model may have two precisions
             parameter.data = parameter.data.to(dtype)
@@ -247,11 +231,11 @@ def _load_base(
 
 def _read(result: Result) -> dict[str, Tensor]:
     """Read the weights by their names in the model, or in PEFT's file."""
-    try:
+    with refused(f"{result.folder} cannot be read"):
         if result.format == "adapter":
             return load_file(result.folder / "adapter_model.safetensors")
         if result.format == "engine":
-            return read_engine_checkpoint(result.folder)
+            return EngineState.read_weights(result.folder)
         saved = read_index(result.folder).state_dict_metadata
         weights = {
             name: torch.empty(item.size, dtype=item.properties.dtype)
@@ -260,10 +244,6 @@ def _read(result: Result) -> dict[str, Tensor]:
         }
         read_tensors(weights, result.folder, alone=True)
         return {name.removeprefix("model."): tensor for name, tensor in weights.items()}
-    except UserError:
-        raise
-    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError, UnpicklingError) as error:
-        raise UserError(f"{result.folder} cannot be read: {first_line(error)}") from error
 
 
 def _model_class(config: PretrainedConfig, folder: str | Path) -> type[PreTrainedModel]:

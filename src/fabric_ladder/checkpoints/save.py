@@ -22,7 +22,7 @@ from fabric_ladder.data.loaders import Collator, TextCollator
 from fabric_ladder.data.splits import ImageFormat
 from fabric_ladder.distributed.strategies import engine_state
 from fabric_ladder.environment import write_whole
-from fabric_ladder.errors import UserError, first_line, read_outside
+from fabric_ladder.errors import UserError, refused
 from fabric_ladder.runs.folder import CHECKPOINTS
 
 OPTIMIZER = "optimizer.json"
@@ -98,13 +98,11 @@ def save(
                 written.rename(folder / written.name)
             unfinished.rmdir()
 
-    problem = next(
-        filter(None, (try_on_all(fabric, step) for step in (make_folder, write_base, write_weights, finish))), None
-    )
-    if problem:
+    if problem := try_on_all(fabric, make_folder, write_base, write_weights, finish):
         if first:
             shutil.rmtree(unfinished, ignore_errors=True)
-        again = "add --resume auto: the last checkpoint is kept" if _has_checkpoint(folder) else "run again"
+        kept = any((folder / CHECKPOINTS).glob("step-*"))
+        again = "add --resume auto: the last checkpoint is kept" if kept else "run again"
         raise UserError(f"--save {layout}: cannot write the model into {folder} ({problem}): free space and {again}")
     return folder / name
 
@@ -139,21 +137,18 @@ def read_state(option: str, folder: Path, model: nn.Module, optimizer: Optimizer
     """
     inner = model.module
     adapter = has_adapter(model)
-    own_class = type(optimizer.optimizer).__name__
     if adapter:
-        _check_adapter(option, folder, inner)
+        _check_adapter(option, folder, inner.peft_config["default"])
     if engine := engine_state(model):
         engine.read(option, folder, trained_only=adapter)
         return
-    try:
-        record = read_outside(folder / OPTIMIZER, most=2**31)  # a line for each tensor
-        saved_class = record["class"]
-        if saved_class != own_class:
-            raise UserError(f"{option}: made with another model or optimizer ({saved_class}, not {own_class})")
+    own_class = type(optimizer.optimizer).__name__
+    with refused(f"{option}: made with another model or optimizer, or damaged"):
+        record = json.loads((folder / OPTIMIZER).read_text(encoding="utf-8"))
+        if record["class"] != own_class:
+            raise UserError(f"{option}: made with another model or optimizer ({record['class']}, not {own_class})")
         state = empty_optimizer_state(inner, optimizer.optimizer, folder, record["tensors"], record["values"])
         read_tensors(_weights(inner, adapter) | state, folder)
-    except (OSError, RuntimeError, LookupError, TypeError, UnicodeDecodeError) as error:
-        raise UserError(f"{option}: made with another model or optimizer, or damaged ({first_line(error)})") from error
 
 
 def has_adapter(model: nn.Module) -> bool:
@@ -232,27 +227,18 @@ def _name_base(inner: nn.Module, base: Path | None) -> None:
     config.revision = None if is_folder else getattr(model.config, "_commit_hash", None)
 
 
-def _check_adapter(option: str, folder: Path, inner: nn.Module) -> None:
-    file = folder / "adapter_config.json"
-    own = inner.peft_config["default"].to_dict()
-    if not file.is_file():
+def _check_adapter(option: str, folder: Path, own: object) -> None:
+    """Refuse a checkpoint whose adapter differs in values that the sizes of its weights do not show."""
+    from peft import PeftConfig
+
+    if not (folder / "adapter_config.json").is_file():
         raise UserError(f"{option}: holds a whole model, not an adapter: leave out --lora true")
-    saved = read_outside(file)
-    if not isinstance(saved, dict):
-        raise UserError(f"{option}: {file} must hold one JSON object, {{...}}")
+    with refused(f"{option}: cannot read {folder / 'adapter_config.json'}"):
+        saved = PeftConfig.from_pretrained(folder)
     for key in ADAPTER:
-        first = _sorted_list(saved.get(key))
-        second = _sorted_list(own.get(key))
-        if first != second:
-            raise UserError(f"{option}: made with another model or optimizer ({key} {first}, not {second})")
-
-
-def _sorted_list(value: object) -> object:
-    return sorted(value) if isinstance(value, list | set) else value
-
-
-def _has_checkpoint(folder: Path) -> bool:
-    return any((folder / CHECKPOINTS).glob("step-*"))
+        before = getattr(saved, key, None)
+        if before != getattr(own, key):
+            raise UserError(f"{option}: made with another model or optimizer ({key} {before}, not {getattr(own, key)})")
 
 
 def _write_description(folder: Path, inner: nn.Module, data: Collator, dtype: torch.dtype) -> None:

@@ -11,7 +11,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from fabric_ladder.errors import read_outside
+from fabric_ladder.errors import UserError, refused
 
 MANIFEST = "manifest.json"
 FORMAT = 2  # the tensors are safetensors files
@@ -52,26 +52,17 @@ def check(folder: Path) -> None:
     """Read all files of a checkpoint and compare them with its manifest.
 
     Raises:
-        OSError: A file cannot be read.
-        ValueError: A file is missing or damaged.
+        OSError, ValueError, LookupError, TypeError, AttributeError: A file is missing or damaged.
     """
-    if not (folder / MANIFEST).exists():
-        raise ValueError(f"{MANIFEST} is missing")
-    try:
-        manifest = read_outside(folder / MANIFEST)
-        expected = {name: (size, checksum) for name, (size, checksum) in manifest["files"].items()}
-        if manifest["format"] != FORMAT or not isinstance(manifest["validation_loss"], float | None):
-            raise ValueError("it is from another version")
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{MANIFEST} is damaged: {error}") from error
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    if manifest["format"] != FORMAT:
+        raise ValueError("it is from another version")
     found = _files(folder)
-    for name, (size, checksum) in expected.items():
+    for name, size_and_checksum in manifest["files"].items():
         if name not in found:
             raise ValueError(f"{name} is missing")
-        if found[name][0] != size:
-            raise ValueError(f"{name} has {found[name][0]} bytes instead of {size}")
-        if found[name][1] != checksum:
-            raise ValueError(f"{name} is damaged: its checksum differs")
+        if found[name] != size_and_checksum:
+            raise ValueError(f"{name} is damaged: its size or checksum differs")
 
 
 def newest_whole(checkpoints: Path) -> tuple[Path | None, list[str]]:
@@ -79,10 +70,11 @@ def newest_whole(checkpoints: Path) -> tuple[Path | None, list[str]]:
     skipped = []
     for folder in reversed(_folders(checkpoints)):
         try:
-            check(folder)
+            with refused(f"{folder} is skipped"):
+                check(folder)
             return folder, skipped
-        except (OSError, ValueError) as error:
-            skipped.append(f"{folder} is skipped: {error}")
+        except UserError as error:
+            skipped.append(str(error))
     return None, skipped
 
 
@@ -127,8 +119,8 @@ def _step(folder: Path) -> str:
 
 def _loss(folder: Path) -> float | None:
     try:
-        return read_outside(folder / MANIFEST)["validation_loss"]
-    except (ValueError, LookupError, TypeError):
+        return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["validation_loss"]
+    except (OSError, ValueError, LookupError, TypeError):
         return None  # damaged
 
 
@@ -155,7 +147,7 @@ def _files(folder: Path) -> dict[str, list]:
 
 
 def _sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk; Windows cannot do so with a read-only handle."""
+    """Flush a file, or the names in a folder, to the disk; Windows cannot flush through a read-only handle."""
     if os.name == "posix":
         handle = os.open(path, os.O_RDONLY)
         try:

@@ -7,10 +7,8 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
-from pickle import UnpicklingError
 
 import torch
 from lightning.fabric.strategies import DeepSpeedStrategy
@@ -19,11 +17,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fabric_ladder.distributed.deepspeed_config import offloads, read_deepspeed_config
-from fabric_ladder.errors import UserError, first_line
+from fabric_ladder.errors import UserError, first_line, refused
 from fabric_ladder.settings import Settings
 
 DEEPSPEED = "deepspeed==0.19.8"
-FORCE_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 class _Boundary(_BackwardSyncControl):
@@ -73,10 +70,8 @@ class LadderDeepSpeedStrategy(DeepSpeedStrategy):
         """Shard the weights one by one; the engine would first copy all of them to each GPU."""
         import deepspeed
 
-        dtype = torch.float32
-        for name, half in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-            if self.config[name]["enabled"]:
-                dtype = half
+        halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        dtype = next((half for name, half in halves.items() if self.config[name]["enabled"]), torch.float32)
         for parameter in module.parameters():
             parameter.data = parameter.data.to(dtype)
         for buffer in module.buffers():
@@ -94,11 +89,13 @@ def check_deepspeed(settings: Settings) -> None:
         raise UserError(f"{settings.name} needs a CUDA GPU; src/10_fsdp.py shards a model on CPUs too")
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError(f'{settings.name} needs DeepSpeed: pip install "{DEEPSPEED}"')
+    from deepspeed.runtime.config import DeepSpeedConfig
+
     config, _ = read_deepspeed_config(settings)
-    _check_values(settings.deepspeed, config)
-    offloaded = offloads(config)
-    if any(section["device"] == "nvme" for section in offloaded.values()):
-        _check_nvme(settings, offloaded)
+    with refused(f"--deepspeed {settings.deepspeed}: DeepSpeed refuses it"):
+        DeepSpeedConfig(copy.deepcopy(config))
+    if any(section["device"] == "nvme" for section in offloads(config).values()):
+        _check_nvme(settings, offloads(config))
 
 
 def deepspeed_strategy(settings: Settings) -> LadderDeepSpeedStrategy:
@@ -128,7 +125,12 @@ class EngineState:
 
     Args:
         engine: DeepSpeed's engine around the model.
+
+    Attributes:
+        file: The file that every checkpoint of the engine has.
     """
+
+    file = "latest"
 
     def __init__(self, engine: nn.Module):
         self.engine = engine
@@ -147,21 +149,19 @@ class EngineState:
         Raises:
             UserError: It is from another model or another number of ranks; the message begins with `option`.
         """
-        pattern = f"{(folder / 'latest').read_text().strip()}/*optim_states.pt"
         ranks = torch.distributed.get_world_size()
-        saved_ranks = len(list(folder.glob(pattern)))
+        saved_ranks = len(list(folder.glob("*/*optim_states.pt")))
         if saved_ranks != ranks:
             raise UserError(
                 f"{option}: DeepSpeed cannot load a checkpoint of {saved_ranks} GPUs on {ranks}: use {saved_ranks}, or "
                 f"start from its weights: python scripts/export_model.py {folder}, then --model"
             )
-        try:
-            with only_values(), redirect_stdout(io.StringIO()):  # stage 1 in bfloat16 prints a name of its source
-                self.engine.load_checkpoint(
-                    str(folder), load_module_strict=not trained_only, load_lr_scheduler_states=False
-                )
-        except (RuntimeError, ValueError, KeyError, AssertionError, AttributeError, UnpicklingError) as error:
-            raise UserError(f"{option}: made with another model, optimizer or stage ({first_line(error)})") from error
+        _forbid_code()
+        # stage 1 in bfloat16 prints a name of its source
+        with refused(f"{option}: made with another model, optimizer or stage"), redirect_stdout(io.StringIO()):
+            self.engine.load_checkpoint(
+                str(folder), load_module_strict=not trained_only, load_lr_scheduler_states=False
+            )
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Gather a parameter from all ranks, in 32 bits if DeepSpeed keeps such a copy. All ranks must call it."""
@@ -175,56 +175,33 @@ class EngineState:
                 return tensor.detach().clone()
         return tensor.detach()
 
+    @staticmethod
+    def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+        """Read the weights of a checkpoint in 32 bits, in one process.
 
-def read_engine_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Read the weights of a checkpoint in 32 bits, in one process.
-
-    Raises:
-        UserError: DeepSpeed is not installed.
-    """
-    try:
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-    except ImportError as error:
-        raise UserError(f'{folder} is a DeepSpeed checkpoint: pip install "{DEEPSPEED}" to read it') from error
-    with only_values(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        return get_fp32_state_dict_from_zero_checkpoint(str(folder))
+        Raises:
+            UserError: DeepSpeed is not installed.
+        """
+        try:
+            from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+        except ImportError as error:
+            raise UserError(f'{folder} is a DeepSpeed checkpoint: pip install "{DEEPSPEED}" to read it') from error
+        _forbid_code()
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            return get_fp32_state_dict_from_zero_checkpoint(str(folder))
 
 
-@contextmanager
-def only_values() -> Iterator[None]:
-    """Load DeepSpeed's files without executing code from them: DeepSpeed calls `torch.load` with unsafe pickles.
+def _forbid_code() -> None:
+    """Make `torch.load` refuse code from now on. DeepSpeed's own calls allow any pickle.
 
     DeepSpeed's files hold instances of a few of its own classes, which only keep values.
     """
-    from deepspeed.runtime.fp16 import loss_scaler
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    classes = [ZeroStageEnum, fragment_address, loss_scaler.LossScaler, loss_scaler.DynamicLossScaler]
-    before = os.environ.get(FORCE_WEIGHTS_ONLY)
-    os.environ[FORCE_WEIGHTS_ONLY] = "1"
-    try:
-        with torch.serialization.safe_globals(classes):
-            yield
-    finally:
-        os.environ.pop(FORCE_WEIGHTS_ONLY)
-        if before is not None:
-            os.environ[FORCE_WEIGHTS_ONLY] = before
-
-
-def _check_values(name: str, config: dict) -> None:
-    """Validate the configuration by DeepSpeed's own reader, before processes start."""
-    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
-    from pydantic import ValidationError
-
-    try:
-        DeepSpeedConfig(copy.deepcopy(config))
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise UserError(f"--deepspeed {name}: DeepSpeed refuses {key} {first['input']}: {first['msg']}") from error
-    except (DeepSpeedConfigError, AssertionError, ValueError, TypeError) as error:
-        raise UserError(f"--deepspeed {name}: DeepSpeed refuses it: {error}") from error
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    torch.serialization.add_safe_globals([ZeroStageEnum, fragment_address, LossScaler, DynamicLossScaler])
 
 
 def _check_nvme(settings: Settings, offloaded: dict[str, dict]) -> None:
@@ -238,35 +215,23 @@ def _check_nvme(settings: Settings, offloaded: dict[str, dict]) -> None:
             f"{start}: with zero_optimization.offload_param.device nvme the evaluation runs out of DeepSpeed's "
             "buffers: write cpu in a copy of the file, and give --deepspeed COPY.json"
         )
-    _check_not_resumed(start, settings)
-    folder = Path(offloaded["optimizer"].get("nvme_path") or "")
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
+    if settings.save_every or settings.save == "sharded" or settings.load or settings.resume != "no":
+        # `DeepSpeedEngine.load_checkpoint` would start Adam again from zero, and the file lacks the 32-bit weights
         raise UserError(
-            f"{start}: zero_optimization.offload_optimizer.nvme_path {folder}: cannot write there ({error.strerror}): "
-            "in a copy of the file, name a folder on a local NVMe disk, and give --deepspeed COPY.json"
-        ) from error
-    if not AsyncIOBuilder().is_compatible():
-        raise UserError(
-            f"{start} needs libaio: apt install libaio-dev, or dnf install libaio-devel; --deepspeed zero3_offload "
-            "offloads to CPU memory instead"
+            f"{start} cannot be continued, since DeepSpeed does not load optimizer state from a disk: leave out "
+            "--save_every, --save sharded, --load and --resume (--save consolidated keeps the weights), or use "
+            "--deepspeed zero3_offload"
         )
+    folder = offloaded["optimizer"].get("nvme_path") or "."
+    with refused(
+        f"{start}: cannot write into zero_optimization.offload_optimizer.nvme_path {folder}: in a copy of the file, "
+        "name a folder on a local NVMe disk, and give --deepspeed COPY.json"
+    ):
+        tempfile.TemporaryFile(dir=folder).close()
     if problem := _compile(AsyncIOBuilder()):
-        raise UserError(f"{start}: DeepSpeed cannot compile its access to NVMe disks: {problem}")
-
-
-def _check_not_resumed(start: str, settings: Settings) -> None:
-    """Refuse checkpoints to continue from: DeepSpeed 0.19 silently skips optimizer state on NVMe disks.
-
-    `DeepSpeedEngine.load_checkpoint` would start Adam again from zero, and the file lacks the 32-bit weights.
-    """
-    wanted = {"save_every": settings.save_every, "save": settings.save == "sharded", "load": settings.load}
-    for name in [name for name, value in wanted.items() if value] + ["resume"] * (settings.resume != "no"):
         raise UserError(
-            f"--{name} {getattr(settings, name)}: {start} cannot be continued, since DeepSpeed does not load optimizer "
-            "state from a disk; --save consolidated keeps the weights, and --deepspeed zero3_offload can be continued"
+            f"{start}: DeepSpeed cannot compile its access to NVMe disks, which needs libaio-dev (apt) or libaio-devel "
+            f"(dnf), or use --deepspeed zero3_offload ({problem})"
         )
 
 
@@ -275,11 +240,8 @@ def _compile(builder) -> str | None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         folder = os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")
         # an interrupted compilation leaves a lock behind, and PyTorch waits silently for its release
-        print(
-            f"Loading DeepSpeed's {builder.name}: its first use compiles it for minutes (stuck? Delete {folder})",
-            file=sys.stderr,
-            flush=True,
-        )
+        hint = f"its first use compiles it for minutes (stuck? Delete {folder})"
+        print(f"Loading DeepSpeed's {builder.name}: {hint}", file=sys.stderr, flush=True)
     try:
         builder.load(verbose=False)
     except Exception as error:  # compilers and missing headers raise errors of every class

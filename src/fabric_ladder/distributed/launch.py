@@ -5,7 +5,6 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,19 +78,12 @@ def _torchrun_words(launcher: Launcher) -> list[str]:
     """Return the words before the script in the command of the parent process, which is torchrun or `fabric run`."""
     try:
         words = psutil.Process().parent().cmdline()
-        place = [Path(word).name for word in words].index(Path(sys.argv[0]).name)
-        words = words[:place] + _taken_by_fabric_run(words[place + 1 :])
+        words = words[: [Path(word).name for word in words].index(Path(sys.argv[0]).name)]
     except (psutil.Error, AttributeError, ValueError):  # the parent is hidden, e.g. outside of a container
         words = ["torchrun", f"--nnodes={launcher.num_nodes}", f"--nproc-per-node={launcher.devices}"]
     if len(words) > 1 and not words[1].startswith("-"):  # the interpreter of a console script
         words = words[1:]
     return [Path(words[0]).name, *words[1:]]
-
-
-def _taken_by_fabric_run(words: list[str]) -> list[str]:
-    """Return the options after the script that `fabric run` took for its own and did not pass on."""
-    own = {"--accelerator", "--precision"} - {*sys.argv}
-    return [word for pair in pairwise(words) if pair[0] in own for word in pair]
 
 
 def check_launcher(settings: Settings) -> None:
@@ -106,18 +98,13 @@ def check_launcher(settings: Settings) -> None:
     launcher = find_launcher()
     if launcher is None:
         return
-    several = settings.strategy != "single"
-    if not several and launcher.devices * launcher.num_nodes > 1:
+    started = f"{launcher.name} started {launcher.devices} processes on each of {launcher.num_nodes} machines"
+    if settings.strategy == "single" and launcher.devices * launcher.num_nodes > 1:
+        raise UserError(f"{started}, but {settings.name} runs on one device; {SEVERAL}")
+    if settings.devices not in ("auto", launcher.devices) or settings.num_nodes not in (1, launcher.num_nodes):
         raise UserError(
-            f"{launcher.name} started {launcher.devices * launcher.num_nodes} processes, but {settings.name} "
-            f"runs on one device; {SEVERAL}"
+            f"--devices {settings.devices} --num_nodes {settings.num_nodes}, but {started}: leave both options out"
         )
-    for name, started, default in (("devices", launcher.devices, "auto"), ("num_nodes", launcher.num_nodes, 1)):
-        if several and getattr(settings, name) not in (default, started):
-            raise UserError(
-                f"--{name} {getattr(settings, name)}, but {launcher.name} started {launcher.devices} processes on each "
-                f"of {launcher.num_nodes} machines: leave --{name} out, or make them equal"
-            )
 
 
 def resolve_devices(settings: Settings) -> tuple[int, int]:
@@ -166,6 +153,8 @@ def check_devices(settings: Settings) -> None:
 def options_of_fabric_run() -> list[str]:
     """Return the settings among the options of `fabric run`, which does not pass them to the script.
 
+    They are also added to `sys.argv`, from which a run's command is printed.
+
     Raises:
         UserError: `--strategy` is among them, which only the script sets.
     """
@@ -174,7 +163,9 @@ def options_of_fabric_run() -> list[str]:
     if strategy := os.environ.get("LT_STRATEGY"):
         raise UserError(f"fabric run --strategy={strategy}: leave it out; the script sets the strategy")
     given = {name: os.environ.get(f"LT_{name.upper()}") for name in ("accelerator", "precision")}
-    return [f"--{name}={value}" for name, value in given.items() if value]
+    options = [f"--{name}={value}" for name, value in given.items() if value]
+    sys.argv += options
+    return options
 
 
 def prepare_launch(settings: Settings) -> None:

@@ -1,13 +1,12 @@
 """Properties of the strategies, so that other modules test for a property and not for a strategy's name."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from lightning.fabric.strategies import DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
-from torch import Tensor, nn
+from torch import nn
 
 from fabric_ladder.distributed.ddp import DDPInBuckets
-from fabric_ladder.distributed.deepspeed import EngineState, read_engine_weights
+from fabric_ladder.distributed.deepspeed import EngineState
 from fabric_ladder.settings import Settings
 
 
@@ -20,7 +19,6 @@ class StrategyTraits:
         owns_optimizer: Its engine trains copies of the weights and wraps the optimizer. The engine also skips steps
             whose gradient is not finite.
         accumulates_itself: Its engine adds up the gradients, so nothing can undo a trial step.
-        same_ranks_on_resume: A run resumes only on the number of ranks that wrote its checkpoint.
         packages: Packages that it needs and that a run's versions should list.
         checkpoint_file: The file that every sharded checkpoint of this strategy has.
     """
@@ -28,7 +26,6 @@ class StrategyTraits:
     shards_weights: bool = False
     owns_optimizer: bool = False
     accumulates_itself: bool = False
-    same_ranks_on_resume: bool = False
     packages: tuple[str, ...] = ()
     checkpoint_file: str = "optimizer.json"
 
@@ -40,12 +37,10 @@ TRAITS = {
     "deepspeed": StrategyTraits(
         owns_optimizer=True,
         accumulates_itself=True,
-        same_ranks_on_resume=True,
         packages=("deepspeed",),
-        checkpoint_file="latest",
+        checkpoint_file=EngineState.file,
     ),
 }
-ENGINE_FILE = TRAITS["deepspeed"].checkpoint_file
 
 
 def strategy_traits(settings: Settings) -> StrategyTraits:
@@ -57,15 +52,6 @@ def engine_state(model: nn.Module) -> EngineState | None:
     """Return the engine that saves and loads a model set up by Fabric, or None if its strategy has no engine."""
     engine = model._forward_module
     return EngineState(engine) if hasattr(engine, "save_checkpoint") else None
-
-
-def read_engine_checkpoint(folder: Path) -> dict[str, Tensor]:
-    """Read an engine's checkpoint in one process; return the weights in 32 bits by name.
-
-    Raises:
-        UserError: The engine's package is not installed.
-    """
-    return read_engine_weights(folder)
 
 
 def averages_each_pass(strategy: Strategy) -> bool:
