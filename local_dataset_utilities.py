@@ -10,6 +10,7 @@ import socket
 import sys
 import tarfile
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.error import URLError
@@ -20,6 +21,7 @@ from torch.hub import download_url_to_file
 from torch.utils.data import Dataset
 
 if TYPE_CHECKING:
+    from fabric_ladder.data.sources import Source
     from fabric_ladder.data.splits import ImageDatasets, TextDatasets
     from fabric_ladder.settings import DataSettings
 
@@ -116,13 +118,30 @@ class IMDBDataset(Dataset):
 
 
 def load_datasets(settings: "DataSettings") -> "TextDatasets | ImageDatasets":
-    """Return the tokenized or decoded splits of the data set in the settings; see `fabric_ladder.data.prepare`."""
-    from fabric_ladder.data import prepare
+    """Return the tokenized or decoded splits of the data set in the settings; see `fabric_ladder.data.load`."""
+    from fabric_ladder.data.load import prepare
 
-    return prepare(settings)
+    return prepare(settings, imdb_source(settings.data_dir))
 
 
-def read_split(data_dir: "str | Path | None" = None) -> tuple[pd.DataFrame, list[np.ndarray]]:
+def imdb_source(data_dir: "str | Path | None" = None) -> "Source":
+    """Return IMDb as a source of the package; reading it downloads it if needed.
+
+    The key is the size of the archive, or the folder with its times of change. A missing archive has the same key, so
+    several processes can wait for one download.
+    """
+    from fabric_ladder.data.sources import Source
+
+    found = find_dataset(data_dir)
+    if found is None or found.is_file():
+        key = [found.stat().st_size if found else IMDB_BYTES]
+    else:
+        folders = [folder for folder in (found, found / "train", found / "test") if folder.exists()]
+        key = [[str(folder.resolve()), folder.stat().st_mtime_ns] for folder in folders]
+    return Source(["imdb", *key], read=partial(_read_split, data_dir))
+
+
+def _read_split(data_dir: "str | Path | None") -> tuple[pd.DataFrame, list[np.ndarray]]:
     """Return all reviews, and the row numbers of the blog's training, validation and test split."""
     reviews = load_dataset_into_to_dataframe(data_dir)
     return reviews, [part.index.to_numpy() for part in _split(reviews[["label"]].reset_index(drop=True))]
