@@ -51,7 +51,7 @@ def reachable(name: str, content: str, revision: str | None = None) -> Iterator[
             yield {"local_files_only": True}
         return
     if not HUB_NAME.fullmatch(name):
-        raise UserError(f"cannot load the {content}: the folder {name} does not exist")
+        raise UserError(f"cannot load the {content}: there is no folder {name}")
     offline = not _hub_answers()
     problem = "cannot be reached" if offline else "has nothing usable of this name and revision"
     with refused(
@@ -76,7 +76,7 @@ def load_config(name: str, revision: str | None = None) -> PretrainedConfig:
     if revision and path.exists():
         raise UserError(f"--model_revision is for a --model on the Hub, and {name} is a folder or file: leave it out")
     if name.endswith(".json") and not path.is_file():
-        raise UserError(f"the model config {name} does not exist")
+        raise UserError(f"there is no model config {name}")
     file = path / "config.json" if path.is_dir() else path
     changed = file.stat().st_mtime_ns if file.is_file() else None
     return copy.deepcopy(_read_config(name, revision, changed))
