@@ -30,16 +30,10 @@ def online(monkeypatch):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def reads(monkeypatch):
-    """Return the names of the configs that transformers reads."""
-    names = []
+def test_a_config_is_read_once_and_callers_get_copies(tmp_path, monkeypatch):
+    reads = []
     read = AutoConfig.from_pretrained
-    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name, **how: names.append(name) or read(name, **how))
-    return names
-
-
-def test_a_config_is_read_once_and_callers_get_copies(tmp_path, reads):
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name, **how: reads.append(name) or read(name, **how))
     path = tmp_path / "own.json"
     config = json.loads(Path(BLOOM).read_text(encoding="utf-8"))
     path.write_text(json.dumps(config))

@@ -95,11 +95,8 @@ def test_a_damaged_archive_is_refused(tmp_path, load, archive, broken):
     path = packed(tmp_path / "pets", tmp_path / archive)
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2] if broken == "half" else b"noise" * 999)
-    with pytest.raises(
-        UserError, match=re.escape(f"{archive} cannot be unpacked, download it or pack it again (")
-    ) as error:
+    with pytest.raises(UserError, match=rf"{archive} cannot be unpacked, download it or pack it again \([^\n]+\)$"):
         load(path)
-    assert "\n" not in str(error.value)
 
 
 HUB = {"img": hf.Image(), "label": hf.ClassLabel(names=["frog", "cat", "ship"])}

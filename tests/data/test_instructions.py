@@ -3,7 +3,6 @@
 import json
 from functools import partial
 
-import numpy as np
 import pytest
 from support.data_files import (
     CHATML,
@@ -155,17 +154,6 @@ def test_each_token_of_a_chat_and_its_label(load, tokenizers, name, train_on_inp
     assert tokenizer.init_kwargs["prompt_template"] == "chat"
 
 
-def test_a_template_that_marks_answers_gives_the_same(load, tokenizers, tmp_path):
-    """The end of a turn is trained, whether or not the template marks it as part of the answer."""
-    marked = (
-        "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}"
-        "{% generation %}{{ message.content }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    other = with_chat_template(tokenizers["unigram"], marked, tmp_path / "own")
-    assert load(chats(), tokenizer=other).fingerprint == load(chats(), tokenizer=tokenizers["unigram"]).fingerprint
-
-
 def test_what_follows_the_last_answer_is_not_trained(load, tokenizers):
     asked = [chat["messages"] + [{"role": "user", "content": "Thanks."}] for chat in chats()]
     got = load([{"messages": messages} for messages in asked], tokenizer=tokenizers["unigram"])
@@ -202,15 +190,6 @@ def test_prompts_longer_than_max_length(load, tokenizers):
     )
     with pytest.raises(UserError, match=line):
         load(rows(), tokenizer=tokenizers["trained"], max_length=9)
-
-
-def test_a_cut_chat_keeps_the_answers_that_fit(load, tokenizers):
-    whole = samples_of(load(chats(), tokenizer=tokenizers["trained"]))
-    longest = max(map(len, whole)) - 3
-    got = load(chats(), tokenizer=tokenizers["trained"], max_length=longest)
-    assert samples_of(got) == {ids[:longest]: labels[:longest] for ids, labels in whole.items()}
-    cut = sum(len(ids) > longest for ids in whole)
-    assert got.notices == [f"{cut} of 30 samples have their answer cut at --max_length {longest} tokens"]
 
 
 def test_real_chinese_answers_come_back(load, instructions):
@@ -314,14 +293,3 @@ def test_another_chat_template_or_end_is_another_tokenizer(load, tokenizers, tmp
         got = load(rows(), tokenizer=name)
         ends.append({got.tokenizer.convert_ids_to_tokens(ids[-1]) for ids in samples_of(got)})
     assert ends == [{"</s>"}, {"<|im_end|>"}]
-
-
-def test_text_classification_ignores_the_prompt_template(load):
-    """Text classification uses neither the tokenizer nor the cache folder of instruction tuning."""
-    settings = {"task": "text-classification", "train_samples": 50, "validation_samples": 10, "test_samples": 10}
-    first = load("synthetic", **settings)
-    other = load("synthetic", **settings, prompt_template="{instruction}", train_on_inputs=True)
-    assert first.splits["train"].cache_files == other.splits["train"].cache_files
-    assert first.tokenizer.eos_token is None
-    assert "prompt_template" not in other.tokenizer.init_kwargs
-    assert np.ndim(first.splits["train"]["labels"][:]) == 1

@@ -76,7 +76,7 @@ def load_config(name: str, revision: str | None = None) -> PretrainedConfig:
     if revision and path.exists():
         raise UserError(f"--model_revision is for a --model on the Hub, and {name} is a folder or file: leave it out")
     if name.endswith(".json") and not path.is_file():
-        raise UserError(f"there is no model config {name}")
+        raise UserError(f"the model config {name} does not exist")
     file = path / "config.json" if path.is_dir() else path
     changed = file.stat().st_mtime_ns if file.is_file() else None
     return copy.deepcopy(_read_config(name, revision, changed))

@@ -181,7 +181,7 @@ def _prompts(batch: dict[str, list], settings: DataSettings) -> list[str]:
 
 
 def _chat_parts(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Write a chat with the tokenizer's template; return its parts, of which every second is an assistant's turn.
+    """Write a chat with the tokenizer's template; return its parts; every second one is an assistant's turn.
 
     Raises:
         ValueError: The template changes earlier messages when a message is added.
