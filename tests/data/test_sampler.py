@@ -220,21 +220,16 @@ def test_an_evaluation_batch_is_as_large_as_a_training_micro_batch(tmp_path, mon
 
 
 def test_an_evaluation_follows_auto_unless_its_size_is_set(tmp_path):
-    settings = dataclasses.replace(settings_for(tmp_path, micro_batch_tokens="auto"), eval_batch_tokens=None)
+    auto = settings_for(tmp_path, micro_batch_tokens="auto", batch_size=200)
+    settings = dataclasses.replace(auto, eval_batch_tokens=None)
     training = EffectiveBatchSampler(LENGTHS, ITEMS, settings, 0, 1)
     plans = EvaluationSampler(LENGTHS, ITEMS, settings, 0, 1, training)
     given = EvaluationSampler(LENGTHS, ITEMS, settings_for(tmp_path, eval_batch_tokens=500), 0, 1, training)
-    before, of_given = str(list(plans)), str(list(given))
-    assert before == str(cut(np.arange(1000), LENGTHS, ITEMS, tokens=4096)[0]), "the minimum on a GPU"
-    training.cut_by_tokens(100)
-    assert str(list(plans)) == before
-    settings_of_large = dataclasses.replace(settings, batch_size=200)
-    training = EffectiveBatchSampler(LENGTHS, ITEMS, settings_of_large, 0, 1)
-    plans = EvaluationSampler(LENGTHS, ITEMS, settings_of_large, 0, 1, training)
-    assert len(plans) == len(cut(np.arange(1000), LENGTHS, ITEMS, tokens=4096)[0])
-    training.cut_by_tokens(9000)
-    assert str(list(plans)) == str(cut(np.arange(1000), LENGTHS, ITEMS, tokens=9000)[0])
-    assert str(list(given)) == of_given
+    before = str(list(given))
+    for tokens, evaluated in (("auto", 4096), (100, 4096), (9000, 9000)):  # the minimum on a GPU is 4,096
+        training.cut_by_tokens(tokens)
+        assert str(list(plans)) == str(cut(np.arange(1000), LENGTHS, ITEMS, tokens=evaluated)[0])
+        assert str(list(given)) == before
 
 
 def test_an_evaluation_of_longer_samples_needs_no_more_attention_memory(tmp_path):

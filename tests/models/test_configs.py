@@ -72,7 +72,7 @@ def test_damaged_files_of_a_model_are_named(tmp_path, whole, datasets, value):
     (tmp_path / "model.json").write_text(VALUES[value])
     refusal(tmp_path / "model.json", datasets)
     (tmp_path / "config.json").write_text(VALUES[value])
-    with pytest.raises(UserError, match="config"):
+    with pytest.raises(UserError, match=f"the folder {tmp_path} holds no usable model"):
         load_config(str(tmp_path))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         folder = shutil.copytree(whole, tmp_path / file)

@@ -54,31 +54,28 @@ def read_parts(
         wanted: The columns to read; all if empty.
     """
     parts = {}
-    for split, tables in _find_tables(settings, source, scratch, notices, wanted).items():
-        parts[split] = []
-        for name, table in tables.items():
-            columns, rows = _find_columns(table, name)
-            check, schema = check_for(name, columns, table.features)
-            target = scratch / f"{split}-{len(parts[split])}.arrow"
-            parts[split].append(write_checked(rows, name, check, schema, target, settings, notices))
+    for split, name, table in _tables(settings, source, scratch, notices, wanted):
+        columns, rows = _find_columns(table, name)
+        check, schema = check_for(name, columns, table.features)
+        checked = parts.setdefault(split, [])
+        target = scratch / f"{split}-{len(checked)}.arrow"
+        checked.append(write_checked(rows, name, check, schema, target, settings, notices))
     return parts
 
 
-def _find_tables(
+def _tables(
     settings: DataSettings, source: Source, scratch: Path, notices: list[str], wanted: tuple[str, ...]
-) -> dict[str, dict[str, Table]]:
-    """Return the tables of each split by their names."""
+) -> Iterator[tuple[str, str, Table]]:
+    """Yield the split, the name and the content of each table."""
     if source.files is not None:
         names = settings.column_names and [name.strip() for name in settings.column_names.split(",")]
-        return {
-            split: {str(path): read_file(path, names, wanted) for path in paths}
-            for split, paths in source.files.items()
-        }
-    tables = {}
+        for split, paths in source.files.items():
+            for path in paths:
+                yield split, str(path), read_file(path, names, wanted)
+        return
     for split, table in load_hub(settings, source.key[-1], scratch, notices).items():
         chosen = table.select_columns(list(wanted)) if {*wanted} <= {*table.column_names} and wanted else table
-        tables[split] = {f"{settings.dataset} ({split})": Table(table_rows(chosen), table.features)}
-    return tables
+        yield split, f"{settings.dataset} ({split})", Table(table_rows(chosen), table.features)
 
 
 def read_file(path: Path, names: list[str] | None = None, wanted: tuple[str, ...] = ()) -> Table:
