@@ -5,22 +5,15 @@ import os
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import pandas as pd
 import pytest
-from support.data_files import BLOOM, SPLITS, assert_mapped, cached, files_of, load_in, table, write_table
+from support.data_files import BLOOM, SPLITS, assert_mapped, cached, files_of, table, write_table
 from support.helpers import ROOT, finished, run_script
 
 from fabric_ladder.errors import UserError
 
 FILL = ROOT / "tests" / "support" / "fill_cache.py"
-
-
-@pytest.fixture
-def load(tmp_path):
-    """Load a file or folder with the test's own cache."""
-    return partial(load_in, tmp_path, model=BLOOM)
 
 
 def test_a_second_call_only_maps_the_first_ones_files(tmp_path, load):

@@ -2,21 +2,14 @@
 
 import gzip
 import json
-from functools import partial
 
 import pandas as pd
 import pytest
-from support.data_files import BLOOM, cached, load_in, load_instructions, table, write_rows, write_table
+from support.data_files import cached, load_instructions, table, write_rows, write_table
 
 from fabric_ladder.errors import UserError
 
 NEWS = [(index % 3 + 1, f"Title {index}", f"A longer text about day {index}.") for index in range(30)]
-
-
-@pytest.fixture
-def load(tmp_path):
-    """Load a file or folder with the test's own cache."""
-    return partial(load_in, tmp_path, model=BLOOM)
 
 
 @pytest.mark.parametrize("name", ["news.tsv", "news.csv.gz"])

@@ -3,7 +3,6 @@
 import itertools
 import re
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import datasets as hf
@@ -12,18 +11,11 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.data_files import BLOOM, SPLITS, WRITERS, load_in, rows_of, table, texts_of, write_table
+from support.data_files import BLOOM, SPLITS, WRITERS, rows_of, table, texts_of, write_table
 from support.helpers import ROOT, finished, run_script
 
 from fabric_ladder import Settings, build_model
 from fabric_ladder.errors import UserError
-
-
-@pytest.fixture
-def load(tmp_path):
-    """Load a file or folder with the test's own cache."""
-    return partial(load_in, tmp_path, model=BLOOM)
-
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Formats
