@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from PIL import Image
 from support.data_files import (
-    BLOOM,
     PETS,
     SPLITS,
     VIT,
@@ -233,6 +232,7 @@ REFUSED = {
     "test file": (["cat/a.png"], {"test_file": "b.csv"}, "--validation_file and --test_file are for texts"),
     "no room for a crop": (["cat/a.png"], {"resize_to": 31}, "--resize_to 31 is smaller than the image size 32"),
     "no room for a patch": (["cat/a.png"], {"image_size": 3}, r"--image_size 3 is smaller than a patch of .*, 8: "),
+    "task": (["cat/a.png"], {"task": "text-classification"}, "for images add --task image-classification"),
     "no config": (["a.json"], {"model": "{a}"}, r"a\.json is not a model config"),
 }  # fmt: skip
 
@@ -253,9 +253,3 @@ def test_folders_and_options_are_refused_in_one_line(tmp_path, load, name):
         load(values.pop("dataset", "pets"), **values)
     assert "\n" not in str(error.value)
     assert not list((tmp_path / "cache").rglob("*.arrow"))
-
-
-def test_a_folder_of_images_needs_the_task(tmp_path, load):
-    write_pets(tmp_path / "pets")
-    with pytest.raises(UserError, match="for images add --task image-classification"):
-        load("pets", task="text-classification", model=BLOOM)

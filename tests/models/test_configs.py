@@ -94,22 +94,3 @@ def test_a_tokenizer_without_a_padding_token_is_refused(tmp_path, whole):
     (folder / "tokenizer_config.json").unlink()
     with pytest.raises(UserError, match=r"names no token to pad with: add pad_token to tokenizer_config\.json"):
         load_tokenizer(str(folder))
-
-
-class Runs:
-    """A pickled call, which opens a file when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return (open, (str(self.path), "w"))
-
-
-def test_pickled_weights_are_not_run(tmp_path, whole, datasets):
-    folder = shutil.copytree(whole, tmp_path / "model")
-    (folder / "model.safetensors").unlink()
-    torch.save({"weight": Runs(tmp_path / "trace")}, folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match="holds no usable weights"):
-        build_model(Settings(model=str(folder)), datasets)
-    assert not (tmp_path / "trace").exists()

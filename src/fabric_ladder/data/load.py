@@ -115,6 +115,5 @@ def _tokenize_texts(
         lengths = [len(row) for row in ids]
         return {"input_ids": [np.asarray(row, np.int32) for row in ids], "length": lengths, "labels": batch["label"]}
 
-    for split in SPLITS:
-        splits[split] = map_batches(splits[split], encode, split, scratch)
-    return save_tokens(target, splits, {"class_names": class_names, "notices": notices})
+    tokens = {split: map_batches(rows, encode, split, scratch) for split, rows in splits.items()}
+    return save_tokens(target, tokens, {"class_names": class_names, "notices": notices})
