@@ -10,6 +10,7 @@ import socket
 import sys
 import tarfile
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.error import URLError
@@ -20,15 +21,16 @@ from torch.hub import download_url_to_file
 from torch.utils.data import Dataset
 
 if TYPE_CHECKING:
+    from fabric_ladder.data.sources import Source
     from fabric_ladder.data.splits import ImageDatasets, TextDatasets
     from fabric_ladder.settings import DataSettings
 
 try:
     from fabric_ladder.errors import UserError
-except ModuleNotFoundError:  # this file is used alone, with a script of the blog
+except ModuleNotFoundError:  # this file is used alone, with a script of the blog.
 
     class UserError(ValueError):
-        """An error that the user can fix. The message is one line: what is wrong, then what to do."""
+        """An error that the user can fix, with the problem and the remedy in one line."""
 
 
 IMDB_ARCHIVE = "aclImdb_v1.tar.gz"
@@ -53,14 +55,14 @@ def download_dataset(data_dir: "str | Path | None" = None) -> Path:
     Nothing is unpacked. The reviews are read from the archive in 2 seconds; unpacking writes 50,000 files.
 
     Raises:
-        UserError: There is no network, the checksum is wrong, or the folder cannot be written. No file is left then.
+        UserError: The network fails, the checksum is wrong, or the folder cannot be written. No file is left then.
     """
     if found := find_dataset(data_dir):
         return found
     folder = _data_folder(data_dir)
     archive = folder / IMDB_ARCHIVE
     timeout = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(30)  # seconds
+    socket.setdefaulttimeout(30)  # seconds.
     try:
         folder.mkdir(parents=True, exist_ok=True)
         download_url_to_file(IMDB_URL, str(archive), IMDB_SHA256, progress=sys.stderr.isatty())
@@ -74,7 +76,7 @@ def download_dataset(data_dir: "str | Path | None" = None) -> Path:
         ) from error
     except OSError as error:
         raise UserError(f"cannot write {folder} ({error}): choose another --data_dir") from error
-    except RuntimeError as error:  # torch.hub's error for a wrong checksum
+    except RuntimeError as error:  # torch.hub found a wrong checksum.
         raise UserError(
             f"the download of {IMDB_URL} has a wrong checksum: try again, or save it as {archive}"
         ) from error
@@ -116,13 +118,30 @@ class IMDBDataset(Dataset):
 
 
 def load_datasets(settings: "DataSettings") -> "TextDatasets | ImageDatasets":
-    """Return the tokenized or decoded splits of the data set in the settings; see `fabric_ladder.data.prepare`."""
-    from fabric_ladder.data import prepare
+    """Return the tokenized or decoded splits of the data set in the settings; see `fabric_ladder.data.load`."""
+    from fabric_ladder.data.load import prepare
 
-    return prepare(settings)
+    return prepare(settings, imdb_source(settings.data_dir))
 
 
-def read_split(data_dir: "str | Path | None" = None) -> tuple[pd.DataFrame, list[np.ndarray]]:
+def imdb_source(data_dir: "str | Path | None" = None) -> "Source":
+    """Return IMDb as a source of the package; reading it downloads it if needed.
+
+    The key is the size of the archive, or the folder with its times of change. A missing archive has the same key, so
+    several processes can wait for one download.
+    """
+    from fabric_ladder.data.sources import Source
+
+    found = find_dataset(data_dir)
+    if found is None or found.is_file():
+        key = [found.stat().st_size if found else IMDB_BYTES]
+    else:
+        folders = [folder for folder in (found, found / "train", found / "test") if folder.exists()]
+        key = [[str(folder.resolve()), folder.stat().st_mtime_ns] for folder in folders]
+    return Source(["imdb", *key], read=partial(_read_split, data_dir))
+
+
+def _read_split(data_dir: "str | Path | None") -> tuple[pd.DataFrame, list[np.ndarray]]:
     """Return all reviews, and the row numbers of the blog's training, validation and test split."""
     reviews = load_dataset_into_to_dataframe(data_dir)
     return reviews, [part.index.to_numpy() for part in _split(reviews[["label"]].reset_index(drop=True))]
@@ -154,7 +173,7 @@ def _read_imdb(source: Path, expected: int) -> pd.DataFrame:
                 for entry in archive:
                     if entry.isfile() and (found := member.fullmatch(entry.name)):
                         reviews[found.groups()] = archive.extractfile(entry).read()
-                    archive.members.clear()  # otherwise `tarfile` keeps 100 MB of headers
+                    archive.members.clear()  # otherwise `tarfile` keeps 100 MB of headers.
         order = sorted(reviews, key=lambda key: (key[0] != "test", key[1] != "pos", key[2]))
         rows = [(_decode(reviews.pop(key)), int(key[1] == "pos")) for key in order]  # `pop` frees each review's bytes
     except (tarfile.TarError, EOFError, zlib.error, OSError, UnicodeDecodeError) as error:

@@ -29,7 +29,7 @@ from fabric_ladder.data.tables import complete_splits, read_splits  # noqa: E402
 from fabric_ladder.environment import describe_hardware, describe_versions, write_whole  # noqa: E402
 from fabric_ladder.errors import UserError  # noqa: E402
 from fabric_ladder.settings import DataSettings  # noqa: E402
-from local_dataset_utilities import IMDB_ARCHIVE  # noqa: E402
+from local_dataset_utilities import IMDB_ARCHIVE, imdb_source  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 MODELS = ROOT / "configs" / "models"
@@ -78,7 +78,8 @@ def save_texts(settings: DataSettings, folder: Path) -> None:
     The blog's recipe tokenizes them itself. Its process never holds all 50,000 reviews, so its peak memory is its own.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        splits, *_ = read_splits(settings, find_source(settings), Path(scratch))
+        source = find_source(settings, imdb_source(settings.data_dir))
+        splits, *_ = read_splits(settings, source, Path(scratch))
         with quiet():
             hf.DatasetDict(complete_splits(splits, settings)).save_to_disk(folder)
 

@@ -4,12 +4,19 @@ import os
 import re
 import tarfile
 from collections import Counter
+from functools import partial
 
 import pytest
-from support.data_files import CHATML, LLAMA, load_in, rows, unigram, write_rows
+from support.data_files import BLOOM, CHATML, LLAMA, load_in, rows, unigram, write_rows
 from transformers import AutoTokenizer
 
 from fabric_ladder.data.instructions import prompt_text
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Load texts with the test's own cache."""
+    return partial(load_in, tmp_path, model=BLOOM)
 
 
 @pytest.fixture(scope="session")

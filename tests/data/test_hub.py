@@ -1,4 +1,4 @@
-"""Configs and data sets from folders and the Hub are read once. Only faults of the user become a UserError."""
+"""Configs and data sets from folders and the Hub."""
 
 import json
 from dataclasses import replace
@@ -11,11 +11,12 @@ import pytest
 from support.data_files import BLOOM, SPLITS, cached, load_in, texts_of
 from transformers import AutoConfig, AutoTokenizer
 
-from fabric_ladder.data import hub, prepare
+from fabric_ladder.data import hub
 from fabric_ladder.data.hub import load_config, reachable
 from fabric_ladder.errors import UserError
 from fabric_ladder.places import CONFIGS
 from fabric_ladder.settings import DataSettings
+from local_dataset_utilities import load_datasets
 
 
 @pytest.fixture
@@ -29,16 +30,10 @@ def online(monkeypatch):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def reads(monkeypatch):
-    """Return the names of the configs that transformers reads."""
-    names = []
+def test_a_config_is_read_once_and_callers_get_copies(tmp_path, monkeypatch):
+    reads = []
     read = AutoConfig.from_pretrained
-    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name, **how: names.append(name) or read(name, **how))
-    return names
-
-
-def test_a_config_is_read_once_and_callers_get_copies(tmp_path, reads):
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name, **how: reads.append(name) or read(name, **how))
     path = tmp_path / "own.json"
     config = json.loads(Path(BLOOM).read_text(encoding="utf-8"))
     path.write_text(json.dumps(config))
@@ -50,49 +45,16 @@ def test_a_config_is_read_once_and_callers_get_copies(tmp_path, reads):
     assert load_config(str(path)).vocab_size == 99
 
 
-def test_a_name_on_the_hub_is_asked_for_once(monkeypatch, online):
-    asked = []
-    config = AutoConfig.for_model("bert")
-    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name, **how: asked.append(name) or config)
-    assert load_config("org/asked-once").model_type == load_config("org/asked-once").model_type == "bert"
-    assert asked == ["org/asked-once"]
-
-
 @pytest.mark.parametrize("file", sorted(set(hub.SHIPPED_CONFIGS.values())))
 def test_shipped_configs_can_be_read(file):
     assert load_config(str(CONFIGS / "models" / file)).model_type in file
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Errors
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("error", "pattern"),
-    [
-        (OSError("404"), r"cannot load the model 'org/name': .*check the spelling and the network, .*\(404\)$"),
-        (ValueError("unknown model type"), r"cannot use the model of 'org/name' from the Hub \(unknown model type\)$"),
-        (ImportError("needs sentencepiece"), r"\(needs sentencepiece\)$"),
-    ],
-)
-def test_errors_that_a_name_can_cause_are_one_line_with_their_cause(online, error, pattern):
-    with pytest.raises(UserError, match=pattern) as caught, reachable("org/name", "model"):
-        raise error
-    assert caught.value.__cause__ is error
-
-
-@pytest.mark.parametrize("error", [TypeError("a bug"), AttributeError("a bug"), RuntimeError("CUDA error")])
-def test_other_errors_of_a_library_keep_their_traceback(online, commits, monkeypatch, tmp_path, error):
-    def fail(*_, **__):
-        raise error
-
-    with pytest.raises(type(error)), reachable("org/name", "model"):
-        fail()
-    monkeypatch.setattr(hf, "load_dataset", fail)
-    expected = UserError if isinstance(error, RuntimeError) else type(error)  # of `datasets`, for scripts
-    with pytest.raises(expected):
-        load_in(tmp_path, "org/name", model=BLOOM)
+def test_a_name_that_cannot_be_loaded_is_one_line_with_its_cause(online):
+    line = r"cannot load the model 'org/name': .*check the spelling and the network, .*\(not found\)$"
+    with pytest.raises(UserError, match=line) as caught, reachable("org/name", "model"):
+        raise OSError("not\nfound")
+    assert isinstance(caught.value.__cause__, OSError)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -147,10 +109,7 @@ def test_a_configuration_of_the_hub_and_a_test_without_labels(glue):
     assert [len(got.splits[split]) for split in SPLITS] == [16, 6, 4]
     assert {text.split()[0] for text in texts_of(got, "test")} == {"train"}
     assert got.notices == ["org/glue:sst2 (test) has no labels and is left out"]
-
-
-def test_a_missing_configuration_lists_the_existing_ones(glue):
-    with pytest.raises(UserError, match=r"configurations as org/glue:CONFIGURATION; .*\['cola', 'sst2'\]\)$"):
+    with pytest.raises(UserError, match=r"org/glue:CONFIGURATION chooses a configuration \(.*\['cola', 'sst2'\]\)$"):
         glue("org/glue")
 
 
@@ -185,7 +144,7 @@ def test_a_revision_of_the_model_reaches_config_and_tokenizer(monkeypatch, onlin
     settings = DataSettings(model="org/name", model_revision="v1")
     for kind, library, act in (
         ("config", AutoConfig, lambda: load_config(settings.model, settings.model_revision)),
-        ("tokenizer", AutoTokenizer, lambda: prepare(replace(settings, dataset="synthetic"))),
+        ("tokenizer", AutoTokenizer, lambda: load_datasets(replace(settings, dataset="synthetic"))),
     ):
         monkeypatch.setattr(library, "from_pretrained", load(kind))
         with pytest.raises(UserError, match=kind):

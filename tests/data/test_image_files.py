@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from PIL import Image
 from support.data_files import (
-    BLOOM,
     PETS,
     SPLITS,
     VIT,
@@ -60,7 +59,7 @@ def test_a_folder_of_classes_is_split_like_texts(tmp_path, load):
 
 @pytest.mark.parametrize("names", [("train", "validation", "test"), ("Train", "val", "TEST"), ("train", "test")])
 @pytest.mark.parametrize("home", ["pets", "pets/all"])
-def test_folders_of_splits_are_taken_as_they_are(tmp_path, load, names, home):
+def test_folders_of_splits_stay_whole(tmp_path, load, names, home):
     sizes = {"cat": 9, "dog": 6}
     written = {
         name: write_images(tmp_path / home / name, sizes, start=100 * number) for number, name in enumerate(names)
@@ -88,16 +87,15 @@ def test_an_archive_reads_like_the_folder(tmp_path, load, name, prefix):
     assert not list((tmp_path / "cache").rglob("*.png"))
 
 
-@pytest.mark.parametrize("archive", ["a.tar", "a.tar.gz", "a.zip"])
-@pytest.mark.parametrize("broken", ["half", "noise", "nothing"])
+@pytest.mark.parametrize("archive", ["a.tar.gz", "a.zip"])
+@pytest.mark.parametrize("broken", ["half", "noise"])
 def test_a_damaged_archive_is_refused(tmp_path, load, archive, broken):
     write_pets(tmp_path / "pets")
     path = packed(tmp_path / "pets", tmp_path / archive)
     whole = path.read_bytes()
-    path.write_bytes({"half": whole[: len(whole) // 2], "noise": b"noise" * 999, "nothing": b""}[broken])
-    with pytest.raises(UserError, match=re.escape(f"{archive} cannot be unpacked (")) as error:
+    path.write_bytes(whole[: len(whole) // 2] if broken == "half" else b"noise" * 999)
+    with pytest.raises(UserError, match=rf"{archive} cannot be unpacked, download it or pack it again \([^\n]+\)$"):
         load(path)
-    assert "\n" not in str(error.value)
 
 
 HUB = {"img": hf.Image(), "label": hf.ClassLabel(names=["frog", "cat", "ship"])}
@@ -142,18 +140,17 @@ def test_a_hub_data_set_is_decoded(load, hub, column):
 def test_hub_labels_may_be_strings(load, hub):
     got = load(hub({"image": hf.Image(), "label": hf.Value("string")}, labels=("b", "a", "c"), train=30))
     assert got.class_names == ["a", "b", "c"]
-    assert [len(got.splits[split]) for split in SPLITS] == [21, 3, 6]
 
 
 @pytest.mark.parametrize(
     ("features", "values", "pattern"),
     [
         ({"a": hf.Image(), "b": hf.Image()}, {}, r"no column of images 'image', only a, b: set --image_column"),
-        ({"image": hf.Value("string")}, {}, r"no column of images, only label"),
-        ({"image": hf.Image()}, {"label_column": "kind"}, r"no column 'kind', only image, label: set --label_column"),
+        ({"image": hf.Value("string")}, {}, r"no column of images 'image', only label: set --image_column"),
+        ({"image": hf.Image()}, {"label_column": "kind"}, r"no column 'kind', only image, label: .* --label_column"),
     ],
 )
-def test_hub_columns_that_are_not_there_are_named(load, hub, features, values, pattern):
+def test_missing_hub_columns_are_refused(load, hub, features, values, pattern):
     features = {name: feature for name, feature in features.items() if isinstance(feature, hf.Image)}
     name = hub(features | {"label": hf.Value("int64")}, train=9)
     with pytest.raises(UserError, match=rf"org/name \(train\) has {pattern}"):
@@ -178,25 +175,18 @@ def test_the_real_archive(load):
 # Inputs that cannot be used
 # ----------------------------------------------------------------------------------------------------------------------
 
-BROKEN = {
-    "text": (b"no image", "not an image in a known format"),
-    "empty": (b"", "an empty file"),
-    "half": (None, r".+"),
-}
 
-
-@pytest.mark.parametrize("fault", BROKEN)
 @pytest.mark.parametrize("archive", [False, True])
-def test_broken_images_are_refused_or_counted(tmp_path, load, fault, archive):
+def test_broken_images_are_refused_or_counted(tmp_path, load, archive):
+    """Two files are texts, two are empty, and one image is cut."""
     write_pets(tmp_path / "pets", each=20)
-    content, problem = BROKEN[fault]
-    if content is None:
-        content = (tmp_path / "pets" / "cat" / "0.png").read_bytes()[:1500]
-    for number in range(5):
+    half = (tmp_path / "pets" / "cat" / "0.png").read_bytes()[:1500]
+    for number, content in enumerate((b"no image", b"", half, b"no image", b"")):
         (tmp_path / "pets" / "cat" / f"{number}.png").write_bytes(content)
     dataset = packed(tmp_path / "pets", tmp_path / "a.tar.gz") if archive else "pets"
     with pytest.raises(UserError) as error:
         load(dataset)
+    problem = "(not an image in a known format|an empty file|.*truncated.*)"
     pattern = rf"5 of 60 images cannot be decoded \((\S*cat/\d\.png: {problem}; ){{3}}…\)"
     assert re.fullmatch(pattern + ": fix or remove them, or leave them out with --bad_samples skip", str(error.value))
     assert not list((tmp_path / "cache").rglob("*.arrow"))
@@ -209,27 +199,7 @@ def test_broken_images_are_refused_or_counted(tmp_path, load, fault, archive):
         assert labels == {0: 15, 1: 20, 2: 20}
 
 
-def test_a_split_without_any_good_image_is_refused(tmp_path, load):
-    write_images(tmp_path / "pets" / "train", dict.fromkeys(PETS, 4))
-    for name in PETS:
-        path = tmp_path / "pets" / "test" / name / "a.jpg"
-        path.parent.mkdir(parents=True)
-        path.write_bytes(b"no image")
-    with pytest.raises(UserError, match="no image of the test split can be decoded"):
-        load("pets", bad_samples="skip")
-
-
-def test_good_images_of_one_class_are_not_enough(tmp_path, load):
-    write_images(tmp_path / "pets" / "train", {"cat": 4, "dog": 4})
-    write_images(tmp_path / "pets" / "val", {"cat": 4})
-    write_images(tmp_path / "pets" / "test", {"cat": 4})
-    for path in (tmp_path / "pets" / "train" / "dog").iterdir():
-        path.write_bytes(b"no image")
-    with pytest.raises(UserError, match="all training images that can be decoded have the same label"):
-        load("pets", bad_samples="skip")
-
-
-def test_a_photograph_that_pillow_does_not_know_is_not_passed_over(tmp_path, load):
+def test_a_photograph_that_pillow_cannot_read_is_reported(tmp_path, load):
     write_pets(tmp_path / "pets")
     (tmp_path / "pets" / "cat" / "phone.HEIC").write_bytes(b"\0\0\0\x18ftypheic")
     with pytest.raises(UserError, match=r"1 of 31 images cannot be decoded \(\S*phone\.HEIC: not an image in"):
@@ -237,22 +207,14 @@ def test_a_photograph_that_pillow_does_not_know_is_not_passed_over(tmp_path, loa
 
 
 REFUSED = {
-    "nothing": ([], {}, r"pets holds no image \(\.png, "),
     "no image": (["cat/a.txt", "dog/b.csv"], {}, r"pets holds no image \(\.png, "),
     "one class": (["cat/a.png", "cat/b.png"], {}, "all training images have the same label, 'cat'"),
     "too few": (["cat/a.png", "dog/b.png"], {}, "2 images are too few to be split"),
-    "empty class": (["cat/a.png", "dog/b.png", "eel/"], {}, "the folder eel holds no image: fill or remove it"),
-    "class without images": (["cat/a.png", "dog/b.txt"], {}, "the folder dog holds no image: fill or remove it"),
-    "empty training class": (
-        ["train/cat/a.png", "train/dog/", "test/cat/b.png", "test/dog/c.png"], {},
-        "the folder train/dog holds no image",
-    ),
     "unknown class": (
         ["train/cat/a.png", "train/dog/b.png", "test/cat/c.png", "test/eel/d.png"], {},
         r"the test images have labels that the training images lack: \['eel'\]",
     ),
-    "empty training": (["train/", "test/cat/c.png", "test/dog/d.png"], {}, "pets holds no training image"),
-    "beside classes": (
+    "next to classes": (
         ["cat/a.png", "dog/b.png", "c.png"], {},
         r"1 of 3 images are not in the folder of a class \(c\.png\): move them so that all paths are <class>/<im",
     ),
@@ -265,25 +227,23 @@ REFUSED = {
         "the folder extra is not a split: name it validation or test",
     ),
     "texts": ([], {"dataset": "imdb"}, "imdb holds texts: --task image-classification needs a folder with a folder"),
-    "synthetic texts": ([], {"dataset": "synthetic"}, "synthetic holds texts"),
     "file": (["a.csv"], {"dataset": "pets/a.csv"}, r"a\.csv is neither a folder nor an archive \(\.tar, "),
     "no such archive": ([], {"dataset": "b.tar.gz"}, r"no file or folder b\.tar\.gz here or in "),
     "test file": (["cat/a.png"], {"test_file": "b.csv"}, "--validation_file and --test_file are for texts"),
     "no room for a crop": (["cat/a.png"], {"resize_to": 31}, "--resize_to 31 is smaller than the image size 32"),
     "no room for a patch": (["cat/a.png"], {"image_size": 3}, r"--image_size 3 is smaller than a patch of .*, 8: "),
+    "task": (["cat/a.png"], {"task": "text-classification"}, "for images add --task image-classification"),
     "no config": (["a.json"], {"model": "{a}"}, r"a\.json is not a model config"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_used_is_refused_in_one_line(tmp_path, load, name):
+def test_folders_and_options_are_refused_in_one_line(tmp_path, load, name):
     files, values, pattern = REFUSED[name]
     (tmp_path / "pets").mkdir()
     for number, file in enumerate(files):
         path = tmp_path / "pets" / file
-        if file.endswith("/"):
-            path.mkdir(parents=True)
-        elif file.endswith(".png"):
+        if file.endswith(".png"):
             save_image(path, noise(number))
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -293,18 +253,3 @@ def test_what_cannot_be_used_is_refused_in_one_line(tmp_path, load, name):
         load(values.pop("dataset", "pets"), **values)
     assert "\n" not in str(error.value)
     assert not list((tmp_path / "cache").rglob("*.arrow"))
-
-
-def test_an_archive_names_its_empty_folders_too(tmp_path, load):
-    write_pets(tmp_path / "pets")
-    (tmp_path / "pets" / "fox").mkdir()
-    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as archive:
-        archive.add(tmp_path / "pets", "pets")
-    with pytest.raises(UserError, match=r"a\.tar\.gz: the folder fox holds no image"):
-        load("a.tar.gz")
-
-
-def test_a_folder_of_images_without_the_task_is_told_what_to_add(tmp_path, load):
-    write_pets(tmp_path / "pets")
-    with pytest.raises(UserError, match="for images add --task image-classification"):
-        load("pets", task="text-classification", model=BLOOM)

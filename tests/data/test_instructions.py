@@ -3,7 +3,6 @@
 import json
 from functools import partial
 
-import numpy as np
 import pytest
 from support.data_files import (
     CHATML,
@@ -93,15 +92,15 @@ def test_braces_in_the_data_are_texts():
     [
         ("Human:", r"--prompt_template 'Human:' lacks \{instruction\}: add it"),
         ("{input}", r"lacks \{instruction\}"),
-        ("{instruction} {context}", r"names \{context\}: only \{instruction\} and \{input\} are filled in"),
-        ("{instruction.__class__}", r"names \{instruction\.__class__\}"),
-        ("{instruction!r}", r"only \{instruction\} and \{input\} are filled in, unformatted"),
-        ("{instruction:>9}", r"unformatted"),
-        ("{instruction} {}", r"names \{\}"),
+        (
+            "{instruction} {context}",
+            r"only \{instruction\} and \{input\} are filled in; .* \(KeyError: 'context'\)",
+        ),
+        ("{instruction} {}", r"write each literal brace twice"),
         ("{instruction} {", r"write each literal brace twice"),
     ],
 )
-def test_templates_that_cannot_be_filled_in_are_refused_before_anything_is_read(load, template, pattern):
+def test_a_template_with_other_fields_is_refused_before_the_data_are_read(load, template, pattern):
     with pytest.raises(UserError, match=pattern) as error:
         load([{"messages": "unread"}], prompt_template=template)
     assert "\n" not in str(error.value)
@@ -155,17 +154,6 @@ def test_each_token_of_a_chat_and_its_label(load, tokenizers, name, train_on_inp
     assert tokenizer.init_kwargs["prompt_template"] == "chat"
 
 
-def test_a_template_that_marks_answers_gives_the_same(load, tokenizers, tmp_path):
-    """The end of a turn is trained, whether or not the template marks it as part of the answer."""
-    marked = (
-        "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}"
-        "{% generation %}{{ message.content }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    other = with_chat_template(tokenizers["unigram"], marked, tmp_path / "own")
-    assert load(chats(), tokenizer=other).fingerprint == load(chats(), tokenizer=tokenizers["unigram"]).fingerprint
-
-
 def test_what_follows_the_last_answer_is_not_trained(load, tokenizers):
     asked = [chat["messages"] + [{"role": "user", "content": "Thanks."}] for chat in chats()]
     got = load([{"messages": messages} for messages in asked], tokenizer=tokenizers["unigram"])
@@ -192,28 +180,16 @@ def test_truncation_counts_what_it_cuts_and_what_it_leaves_out(load, tokenizers,
     ]
 
 
-def test_with_inputs_trained_a_prompt_alone_is_a_sample(load, tokenizers):
+def test_prompts_longer_than_max_length(load, tokenizers):
     got = load(rows(), tokenizer=tokenizers["unigram"], max_length=9, train_on_inputs=True)
     assert [len(got.splits[split]) for split in SPLITS] == [28, 4, 8]
     assert got.notices == ["40 of 40 samples have their answer cut at --max_length 9 tokens"]
-
-
-def test_a_split_without_a_sample_is_refused(load, tokenizers):
     line = (
         r"no train sample is left \(40 of 40 samples have a prompt of --max_length 9 tokens or more and are left "
         r"out\): raise --max_length 9"
     )
     with pytest.raises(UserError, match=line):
         load(rows(), tokenizer=tokenizers["trained"], max_length=9)
-
-
-def test_a_cut_chat_keeps_the_answers_that_fit(load, tokenizers):
-    whole = samples_of(load(chats(), tokenizer=tokenizers["trained"]))
-    longest = max(map(len, whole)) - 3
-    got = load(chats(), tokenizer=tokenizers["trained"], max_length=longest)
-    assert samples_of(got) == {ids[:longest]: labels[:longest] for ids, labels in whole.items()}
-    cut = sum(len(ids) > longest for ids in whole)
-    assert got.notices == [f"{cut} of 30 samples have their answer cut at --max_length {longest} tokens"]
 
 
 def test_real_chinese_answers_come_back(load, instructions):
@@ -242,7 +218,7 @@ def test_a_tokenizer_that_cannot_end_an_answer_is_refused(load, tokenizers, tmp_
 
 
 @pytest.mark.parametrize("template", [None, "Human: {instruction}\nAssistant: "])
-def test_the_template_travels_with_the_tokenizer(load, tokenizers, tmp_path, template):
+def test_the_template_is_saved_with_the_tokenizer(load, tokenizers, tmp_path, template):
     for tokenizer in ("trained", tokenizers["wordpiece"]):
         got = load(rows(), tokenizer=tokenizer, prompt_template=template)
         got.tokenizer.save_pretrained(tmp_path / "saved")
@@ -254,17 +230,16 @@ def test_the_template_travels_with_the_tokenizer(load, tokenizers, tmp_path, tem
         assert saved.eos_token_id == got.tokenizer.eos_token_id is not None
 
 
-def test_inputs_that_a_template_does_not_show_are_counted(load, tokenizers):
+def test_notices_about_templates(load, tokenizers):
     got = load(rows(), tokenizer=tokenizers["trained"], prompt_template="{instruction}\n")
     assert got.notices == ["20 of 40 samples have an input that --prompt_template does not show"]
+    got = load(chats(), tokenizer=tokenizers["trained"], prompt_template="{instruction}")
+    assert got.notices == ["--prompt_template is not used: the tokenizer's chat template writes the messages"]
 
 
-def test_chats_need_a_chat_template(load, tokenizers, tmp_path):
-    for tokenizer in ("trained", with_chat_template(tokenizers["wordpiece"], None, tmp_path / "own")):
-        with pytest.raises(
-            UserError, match=r"holds messages, and the tokenizer has no chat template .*: choose a --tok"
-        ):
-            load(chats(), tokenizer=tokenizer)
+def test_chats_need_a_chat_template(load):
+    with pytest.raises(UserError, match=r"holds messages, and the tokenizer has no chat template .*: choose a --tok"):
+        load(chats(), tokenizer="trained")
 
 
 @pytest.mark.parametrize(
@@ -286,14 +261,6 @@ def test_chats_that_a_template_cannot_write(load, tokenizers, tmp_path, template
         got = load(chats(), tokenizer=tokenizer, bad_samples="skip")
         assert sum(map(len, got.splits.values())) == 30 - count
         assert len(got.notices) == 1
-    else:
-        with pytest.raises(UserError, match=f"^nothing is left: {found}"):
-            load(chats(), tokenizer=tokenizer, bad_samples="skip")
-
-
-def test_a_prompt_template_is_not_for_chats(load, tokenizers):
-    got = load(chats(), tokenizer=tokenizers["trained"], prompt_template="{instruction}")
-    assert got.notices == ["--prompt_template is not used: the tokenizer's chat template writes the messages"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -326,14 +293,3 @@ def test_another_chat_template_or_end_is_another_tokenizer(load, tokenizers, tmp
         got = load(rows(), tokenizer=name)
         ends.append({got.tokenizer.convert_ids_to_tokens(ids[-1]) for ids in samples_of(got)})
     assert ends == [{"</s>"}, {"<|im_end|>"}]
-
-
-def test_text_classification_knows_nothing_of_it(load):
-    """Text classification uses neither the tokenizer nor the cache folder of instruction tuning."""
-    settings = {"task": "text-classification", "train_samples": 50, "validation_samples": 10, "test_samples": 10}
-    first = load("synthetic", **settings)
-    other = load("synthetic", **settings, prompt_template="{instruction}", train_on_inputs=True)
-    assert first.splits["train"].cache_files == other.splits["train"].cache_files
-    assert first.tokenizer.eos_token is None
-    assert "prompt_template" not in other.tokenizer.init_kwargs
-    assert np.ndim(first.splits["train"]["labels"][:]) == 1

@@ -23,6 +23,7 @@ def test_loaders_give_padded_tensors_and_count_tokens(tmp_path, fabric, num_work
     for batch in train_loader:
         for micro_batch in batch.micro_batches:
             inputs = micro_batch.inputs
+            assert list(inputs) == ["input_ids", "attention_mask", "labels"]
             assert inputs["input_ids"].shape == inputs["attention_mask"].shape
             assert inputs["input_ids"].shape[1] % 8 == 0
             assert micro_batch.padded == inputs["input_ids"].numel()
@@ -73,7 +74,7 @@ def seen_samples(loader):
     return sorted(found)
 
 
-def test_a_packed_micro_batch_holds_its_samples_one_after_the_other(tmp_path):
+def test_a_packed_micro_batch_joins_its_samples(tmp_path):
     datasets = token_datasets(per_token=True)
     settings = settings_for(tmp_path, task="instruction-tuning", packing=True, pad_to_multiple_of=8)
     samples = [datasets.splits["train"][row] for row in range(5)]
@@ -97,7 +98,7 @@ def test_a_packed_micro_batch_holds_its_samples_one_after_the_other(tmp_path):
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_predicting_says_where_the_next_token_is_trained(tmp_path, fabric, packing):
+def test_predicting_has_the_positions_before_trained_tokens(tmp_path, fabric, packing):
     settings = settings_for(tmp_path, task="instruction-tuning", packing=packing, max_length=64, micro_batch_size=3)
     train_loader, val_loader, test_loader = build_dataloaders(fabric, token_datasets(per_token=True), settings)
     training = [micro_batch for batch in train_loader for micro_batch in batch.micro_batches]
@@ -113,7 +114,7 @@ def test_predicting_says_where_the_next_token_is_trained(tmp_path, fabric, packi
         assert len(predicting) == micro_batch.items
 
 
-def test_a_packed_classifier_is_told_where_its_samples_are(tmp_path):
+def test_a_packed_classifier_gets_the_spans_of_its_samples(tmp_path):
     datasets = token_datasets()
     samples = [datasets.splits["train"][row] for row in range(5)]
     for values, shape in (({}, None), ({"pack_rows": 4}, (4, 96))):
@@ -129,13 +130,6 @@ def test_a_packed_classifier_is_told_where_its_samples_are(tmp_path):
         outside = [place for place in range(len(ids)) if not any(start <= place < end for start, end in spans)]
         assert not ids[outside].any(), "all other tokens are padding"
         assert (batch.tokens, batch.padded) == (sum(sample["length"] for sample in samples), ids.numel())
-
-
-def test_other_tasks_get_no_positions(tmp_path, fabric):
-    for datasets in (token_datasets(), token_datasets(per_token=True)):
-        for loader in build_dataloaders(fabric, datasets, settings_for(tmp_path))[1:]:
-            for micro_batch in loader:
-                assert list(micro_batch.inputs) == ["input_ids", "attention_mask", "labels"]
 
 
 def test_on_a_gpu_validation_and_test_are_cut_like_the_training(tmp_path, fabric, monkeypatch):

@@ -23,11 +23,7 @@ ITEMS = RNG.integers(1, 9, 1000)
 
 LIMITS = [{"size": 1}, {"size": 4}, {"size": 16}, {"tokens": 1}, {"tokens": 256}, {"tokens": 9999}]
 
-UNPACKED = [  # digests of `cut` before packing was added
-    "c157380d8453d3cbf17275cd552ed849bdd977c5de31f5bae8e63d18ca9bce67",
-    "66701d2cbdbb46bb53e47c1f57c893348a4bd10121fead0f6442a851764dc5fb",
-    "a08eaa30aba2716fe454174cb711d082ad4a4ee312dddc519cef78b8ab038967",
-]
+UNPACKED = "c157380d8453d3cbf17275cd552ed849bdd977c5de31f5bae8e63d18ca9bce67"  # of `cut` before packing was added
 
 
 def row_tokens(part):
@@ -36,9 +32,9 @@ def row_tokens(part):
     return [LENGTHS[list(rows)].sum() for rows in np.split(np.array(part.rows), np.cumsum(packs)[:-1])]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("ranks", [1, 2, 5])
 @pytest.mark.parametrize("limit", LIMITS)
-@pytest.mark.parametrize("count", [1, 2, 5, 16, 33])
+@pytest.mark.parametrize("count", [1, 5, 33])
 @pytest.mark.parametrize("capacity", [None, 5, 300])
 def test_a_cut_holds_each_sample_once_in_equally_many_micro_batches(ranks, limit, count, capacity):
     rows = RNG.permutation(1000)[:count]
@@ -71,11 +67,10 @@ def test_a_cut_holds_each_sample_once_in_equally_many_micro_batches(ranks, limit
         assert not fillers
 
 
-@pytest.mark.parametrize(("seed", "digest"), list(enumerate(UNPACKED)))
-def test_without_packing_a_cut_is_what_it_was(monkeypatch, seed, digest):
-    """The plans differ only in the padding that is now cut off."""
+def test_without_packing_a_cut_never_changes(monkeypatch):
+    """Only the removal of padding is newer than the digest, so it is switched off."""
     monkeypatch.setattr("fabric_ladder.data.cutting.FULL_PASS", 10**6)
-    rng, seen = np.random.default_rng(seed), hashlib.sha256()
+    rng, seen = np.random.default_rng(0), hashlib.sha256()
     lengths, items = rng.integers(1, 200, 300), rng.integers(1, 9, 300)
     for count in (1, 2, 5, 16, 33):
         rows = rng.permutation(300)[:count]
@@ -87,12 +82,12 @@ def test_without_packing_a_cut_is_what_it_was(monkeypatch, seed, digest):
                         [[part.rows.tolist(), part.items, round(part.weight, 9)] for part in share] for share in plan
                     ]
                     seen.update(json.dumps(plain).encode())
-    assert seen.hexdigest() == digest
+    assert seen.hexdigest() == UNPACKED
 
 
 @pytest.mark.parametrize("limit", [{"size": 4}, {"tokens": 2048}])
 @pytest.mark.parametrize(("median", "spread"), [(230, 0.65), (90, 0.75)], ids=["IMDb", "instructions"])
-@pytest.mark.parametrize(("batch", "ranks", "most"), [(16, 1, 0.06), (64, 1, 0.03), (256, 4, 0.03)])
+@pytest.mark.parametrize(("batch", "ranks", "most"), [(16, 1, 0.06), (256, 4, 0.03)])
 def test_packing_leaves_hardly_any_padding_in_fewer_micro_batches(limit, median, spread, batch, ranks, most):
     draws = np.random.default_rng(0).lognormal(np.log(median), spread, 2048)
     lengths = np.clip(draws.astype(int), 8, 512)
@@ -113,7 +108,7 @@ def test_packing_leaves_hardly_any_padding_in_fewer_micro_batches(limit, median,
     assert few < many
 
 
-def test_a_row_of_several_samples_is_halved_before_a_filler_stands_in():
+def test_a_row_of_several_samples_is_halved_before_a_filler_is_added():
     ones = np.ones(6, int)
     shares = cut(np.arange(6), np.array([100, 60, 10, 10, 10, 10]), ones, ranks=2, size=1, capacity=80)
     assert [[(part.rows.tolist(), part.packs) for part in share] for share in shares] == [
@@ -124,18 +119,7 @@ def test_a_row_of_several_samples_is_halved_before_a_filler_stands_in():
     assert [[part.items for part in share] for share in shares] == [[1, 1], [1, 0]]
 
 
-def test_the_longest_sample_comes_first_and_padding_is_small():
-    rows = np.arange(64)
-    (share,) = cut(rows, LENGTHS, ITEMS, size=8)
-    widths = [LENGTHS[part.rows].max() for part in share]
-    assert widths == sorted(widths, reverse=True)
-    padded = sum(len(part.rows) * LENGTHS[part.rows].max() for part in share)
-    unsorted = sum(8 * LENGTHS[start : start + 8].max() for start in range(0, 64, 8))
-    assert LENGTHS[rows].sum() / padded > 0.8
-    assert padded < unsorted
-
-
-def test_what_is_cut_by_tokens_is_cut_further_where_that_saves_padding():
+def test_micro_batches_limited_by_tokens_are_cut_further_to_save_padding():
     """No cut in two may save much. A pass of fewer tokens than `FULL_PASS` costs as much as `FULL_PASS` tokens."""
     lengths = np.array([900, 850, 800, 300, 280, 260, 250, 240, 20, 10])
     rows, ones = np.arange(len(lengths)), np.ones(len(lengths), int)
@@ -178,7 +162,7 @@ def test_effective_batches_depend_on_seed_and_epoch_alone(tmp_path):
     assert batches(seed=124) != first
 
 
-def test_what_auto_has_found_cuts_the_batches_and_no_settings(tmp_path):
+def test_auto_changes_the_cut_but_not_the_settings(tmp_path):
     settings = settings_for(tmp_path, micro_batch_tokens="auto")
     plans = EffectiveBatchSampler(LENGTHS, ITEMS, settings, 0, 1)
     plans.cut_by_tokens(300)
@@ -195,13 +179,6 @@ def test_batches_can_be_drawn_before_auto_has_chosen(tmp_path, fabric):
     assert sum(micro_batch.items for micro_batch in batch.micro_batches) == 16
     assert all(micro_batch.padded <= TOKENS_BEFORE_FITTING for micro_batch in batch.micro_batches)
     assert train_loader.sampler.heaviest()
-
-
-def test_the_ranks_share_every_effective_batch_out(tmp_path):
-    shares = [list(sampler(tmp_path, rank, 3, micro_batch_size=2)) for rank in range(3)]
-    for one_step in zip(*shares, strict=True):
-        mine = [row for plan in one_step for part in plan.parts if part.items for row in part.rows]
-        assert sorted(mine) == sorted(one_step[0].rows)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -224,7 +201,7 @@ def padded_tokens(part):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("values", CUTS, ids=str)
-def test_unless_it_is_set_an_evaluation_takes_as_much_at_once_as_training(tmp_path, monkeypatch, ranks, values):
+def test_an_evaluation_batch_is_as_large_as_a_training_micro_batch(tmp_path, monkeypatch, ranks, values):
     monkeypatch.setattr("fabric_ladder.data.sampler.EVALUATED", 1)
     values |= {"batch_size": 64, "pad_to_multiple_of": 8}
     settings = dataclasses.replace(settings_for(tmp_path, **values), eval_batch_tokens=None)
@@ -242,25 +219,20 @@ def test_unless_it_is_set_an_evaluation_takes_as_much_at_once_as_training(tmp_pa
     assert len(found) == 1, "all ranks have the same number of batches"
 
 
-def test_an_evaluation_follows_what_auto_has_found_but_not_where_it_is_set(tmp_path):
-    settings = dataclasses.replace(settings_for(tmp_path, micro_batch_tokens="auto"), eval_batch_tokens=None)
+def test_an_evaluation_follows_auto_unless_its_size_is_set(tmp_path):
+    auto = settings_for(tmp_path, micro_batch_tokens="auto", batch_size=200)
+    settings = dataclasses.replace(auto, eval_batch_tokens=None)
     training = EffectiveBatchSampler(LENGTHS, ITEMS, settings, 0, 1)
     plans = EvaluationSampler(LENGTHS, ITEMS, settings, 0, 1, training)
     given = EvaluationSampler(LENGTHS, ITEMS, settings_for(tmp_path, eval_batch_tokens=500), 0, 1, training)
-    before, of_given = str(list(plans)), str(list(given))
-    assert before == str(cut(np.arange(1000), LENGTHS, ITEMS, tokens=4096)[0]), "the minimum on a GPU"
-    training.cut_by_tokens(100)
-    assert str(list(plans)) == before
-    settings_of_large = dataclasses.replace(settings, batch_size=200)
-    training = EffectiveBatchSampler(LENGTHS, ITEMS, settings_of_large, 0, 1)
-    plans = EvaluationSampler(LENGTHS, ITEMS, settings_of_large, 0, 1, training)
-    assert len(plans) == len(cut(np.arange(1000), LENGTHS, ITEMS, tokens=4096)[0])
-    training.cut_by_tokens(9000)
-    assert str(list(plans)) == str(cut(np.arange(1000), LENGTHS, ITEMS, tokens=9000)[0])
-    assert str(list(given)) == of_given
+    before = str(list(given))
+    for tokens, evaluated in (("auto", 4096), (100, 4096), (9000, 9000)):  # the minimum on a GPU is 4,096
+        training.cut_by_tokens(tokens)
+        assert str(list(plans)) == str(cut(np.arange(1000), LENGTHS, ITEMS, tokens=evaluated)[0])
+        assert str(list(given)) == before
 
 
-def test_an_evaluation_of_longer_samples_takes_no_more_of_tokens_times_tokens(tmp_path):
+def test_an_evaluation_of_longer_samples_needs_no_more_attention_memory(tmp_path):
     values = {"batch_size": 64, "micro_batch_size": 64, "pad_to_multiple_of": 1}
     settings = dataclasses.replace(settings_for(tmp_path, **values), eval_batch_tokens=None)
     training = EffectiveBatchSampler(LENGTHS, ITEMS, settings, 0, 1)
@@ -272,7 +244,7 @@ def test_an_evaluation_of_longer_samples_takes_no_more_of_tokens_times_tokens(tm
 
 
 @pytest.mark.parametrize("limit", [{"micro_batch_size": 16}, {"micro_batch_tokens": 16_384}, {"micro_batch_size": 2}])
-def test_of_packed_batches_the_heaviest_is_found(tmp_path, limit):
+def test_the_heaviest_packed_batch_is_found(tmp_path, limit):
     """The heaviest batch may have fewer tokens than another: samples longer than half a row fill rows badly."""
     lengths = np.random.default_rng(0).integers(300, 900, 16 * 200)
     settings = settings_for(tmp_path, batch_size=16, packing=True, max_length=1024, **limit)
@@ -281,13 +253,7 @@ def test_of_packed_batches_the_heaviest_is_found(tmp_path, limit):
     assert max(max(part.padded(lengths, 16) for part in plan.parts) for plan in plans.heaviest()) == max(padded)
 
 
-def test_packed_training_is_no_larger_than_its_samples(tmp_path):
-    settings = settings_for(tmp_path, batch_size=8, packing=True, max_length=1024, micro_batch_size=8)
-    largest = EffectiveBatchSampler(LENGTHS, ITEMS, settings, 0, 1).largest()
-    assert largest == int(8 * LENGTHS.mean())
-
-
-def test_an_evaluation_keeps_16_bytes_of_a_sample(tmp_path):
+def test_an_evaluation_keeps_16_bytes_per_sample(tmp_path):
     lengths = np.random.default_rng(0).integers(1, 20, 200_000)
     settings = settings_for(tmp_path, eval_batch_tokens=4096)
     tracemalloc.start()

@@ -46,7 +46,7 @@ def test_the_splits_of_synthetic_reviews_share_no_text(tmp_path, options):
     assert not train & validation | train & test | validation & test
 
 
-def test_more_synthetic_texts_of_one_split_leave_the_others_alone(tmp_path):
+def test_more_synthetic_texts_of_one_split_do_not_change_the_others(tmp_path):
     load = partial(load_in, tmp_path, model=BLOOM)
     sizes = {"train_samples": 50, "test_samples": 50}
     few, more = (load("synthetic", validation_samples=size, **sizes) for size in (500, 501))

@@ -1,4 +1,4 @@
-"""The project's own attention function beside transformers'."""
+"""The project's own attention function, compared with transformers' function."""
 
 import pytest
 import torch

@@ -230,7 +230,7 @@ REFUSED = {
     "nothing to do": (["--model", "{whole}"], "one of the arguments --prompt --prompts --chat is required"),
     "too long": (["--model", "{whole}", "--prompt", "word7", "--max_new_tokens", "2046"],
                  "3 tokens of prompt and --max_new_tokens 2046 are beyond the model's 2048 positions"),
-    "no such file": (["--model", "{whole}", "--prompts", "none.txt"], r"cannot read none\.txt"),
+    "no such file": (["--model", "{whole}", "--prompts", "none.txt"], r"none\.txt cannot be read as text"),
     "not JSON": (["--model", "{whole}", "--prompts", "bad.json"], r"bad\.json cannot be read as json"),
     "no instruction": (["--model", "{whole}", "--prompts", "odd.jsonl"], r"odd\.jsonl, line 2: expected texts named"),
     "empty file": (["--model", "{whole}", "--prompts", "empty.txt"], "--prompts empty.txt holds no prompt"),

@@ -4,9 +4,8 @@ import hashlib
 import json
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import datasets as hf
@@ -42,30 +41,24 @@ def make_once(
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{folder}.lock"):
                 if not folder.exists():
-                    _remove_unfinished(folder)
-                    prefix = f"unfinished-{key}-"
-                    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix) as scratch, quiet():
-                        made, facts = make(Path(scratch))
-                        write_whole(made / "facts.json", json.dumps(facts, ensure_ascii=False))
-                        made.rename(folder)
+                    _make_whole(folder, make)
     except OSError as error:
         raise UserError(f"cannot write {folder.parent} ({first_line(error)}): choose another --cache_dir") from error
     return folder, json.loads((folder / "facts.json").read_text(encoding="utf-8"))
 
 
-def _remove_unfinished(folder: Path) -> None:
-    """Remove the unfinished folders of killed processes next to `folder`, whose lock this process holds.
-
-    A running process holds the lock of its folder, so a folder that can be locked belongs to a killed process.
-    """
-    for scratch in folder.parent.glob("unfinished-*"):
-        key = scratch.name.split("-")[1]
-        lock = FileLock(f"{folder.parent / key}.lock")
-        with suppress(OSError):  # a Timeout, or the lock belongs to another user
-            if key != folder.name:
-                lock.acquire(timeout=0)
-            shutil.rmtree(scratch, ignore_errors=True)
-        lock.release()
+def _make_whole(folder: Path, make: Callable[[Path], tuple[Path, dict]]) -> None:
+    """Make the content in a scratch folder, and give it the name `folder` when it is complete."""
+    scratch = folder.with_name(f"unfinished-{folder.name}")
+    shutil.rmtree(scratch, ignore_errors=True)  # a killed process can have left it
+    scratch.mkdir()
+    try:
+        with quiet():
+            made, facts = make(scratch)
+        write_whole(made / "facts.json", json.dumps(facts, ensure_ascii=False))
+        made.rename(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def save_tokens(target: Path, splits: dict[str, hf.Dataset], facts: dict) -> tuple[Path, dict]:
@@ -107,7 +100,7 @@ def _in_batches(rows: Iterable[dict], schema: pa.Schema) -> Iterator[pa.RecordBa
     size = 0
     for row in rows:
         batch.append(row)
-        size += len(row["image"] if "height" in row else row["image"]["bytes"]) if "image" in row else 2**15
+        size += len(row["image"]) if "image" in row else 2**15
         if size >= 2**25:
             yield pa.RecordBatch.from_pylist(batch, schema)
             batch = []

@@ -1,32 +1,29 @@
 """Find image files in folders, archives and on the Hub, and sort them into splits and classes, without decoding them.
 
 `datasets`' image-folder builder is not used. It takes splits from the names of files too: with one image called
-`test.png`, it drops all the others. It also passes over empty classes and over formats such as HEIC.
+`test.png`, it drops all the others. It also ignores formats such as HEIC.
 """
 
+import glob
 import hashlib
-import os
 import tarfile
 import zipfile
-import zlib
 from pathlib import Path
 
 import datasets as hf
 import numpy as np
 
 from fabric_ladder.data.hub import find_commit, load_hub
-from fabric_ladder.data.rows import table_rows, write_checked
+from fabric_ladder.data.rows import list_columns, table_rows, write_checked
 from fabric_ladder.data.sources import REVIEWS, file_stamp, find_path
 from fabric_ladder.data.tables import check_column, join_parts, label_reader, number_labels
-from fabric_ladder.errors import UserError, first_line
+from fabric_ladder.errors import UserError, refused
 from fabric_ladder.settings import DataSettings
 
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
 IMAGES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".avif")
 IMAGES += (".jp2", ".heic")  # HEIC cannot be decoded: this is reported, while files of other kinds are ignored
 FOLDER_SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
-DAMAGED = (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, OSError, ValueError, RuntimeError)
-MAX_DEPTH = 5  # of folders: links may form circles
 
 
 def find_images(settings: DataSettings) -> tuple[Path | None, list]:
@@ -55,8 +52,8 @@ def find_images(settings: DataSettings) -> tuple[Path | None, list]:
             raise UserError(f"{path} is neither a folder nor an archive ({', '.join(ARCHIVES)}) of images")
         return path, ["archive", file_stamp(path)]
     digest = hashlib.sha256()
-    for file in _list_images(path)[0]:
-        digest.update(repr(file_stamp(file)).encode(errors="surrogateescape"))
+    for file in _list_images(path):
+        digest.update(repr(file_stamp(file)).encode())
     return path, ["folder", str(path.resolve()), digest.hexdigest()]
 
 
@@ -72,64 +69,42 @@ def read_images(
         files, splits = _read_hub(settings, key[-1], scratch, notices)
     else:
         folder = path if path.is_dir() else _unpack(path, scratch / "unpacked")
-        images, folders = _list_images(folder)
+        images = _list_images(folder)
         files = hf.Dataset.from_dict({"image": [{"path": str(image), "bytes": None} for image in images]})
-        splits = _sort(*([path.relative_to(folder) for path in paths] for paths in (images, folders)), path)
+        splits = _sort([image.relative_to(folder) for image in images], path)
     return files, *number_labels(splits, "images")
 
 
 def _unpack(path: Path, folder: Path) -> Path:
     """Unpack an archive into a new folder and return it; the folder is deleted when the images are decoded."""
-    try:
+    with refused(f"{path} cannot be unpacked, download it or pack it again"):
         if path.name.lower().endswith(".zip"):
             with zipfile.ZipFile(path) as archive:
                 archive.extractall(folder)
         else:
             with tarfile.open(path) as archive:
                 archive.extractall(folder, filter="data")
-                archive.fileobj.seek(archive.offset)  # `tarfile` ignores a fault in any header except the first
-                if archive.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                    raise tarfile.ReadError("its end is missing")
-    except DAMAGED as error:
-        raise UserError(f"{path} cannot be unpacked ({first_line(error)}): download it or pack it again") from error
     return folder
 
 
-def _list_images(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return the image files and the folders below a folder, sorted, without hidden ones and `__MACOSX`."""
-
-    def stop(error: OSError):
-        raise UserError(f"cannot read {folder} ({first_line(error)})") from error
-
-    images = []
-    folders = []
-    for name, below, files in os.walk(folder, onerror=stop, followlinks=True):
-        path = Path(name)
-        depth = len(path.relative_to(folder).parts)
-        below[:] = [each for each in below if not each.startswith((".", "__MACOSX")) and depth < MAX_DEPTH]
-        folders += [path / each for each in below]
-        images += [path / each for each in files if each.lower().endswith(IMAGES) and not each.startswith(".")]
-    for image in images:
-        if not str(image).isprintable():
-            raise UserError(f"the name of the image {str(image)!a} is not printable UTF-8: rename it")
-    return sorted(images), sorted(folders)
+def _list_images(folder: Path) -> list[Path]:
+    """Return the image files below a folder, sorted, without hidden ones and `__MACOSX`."""
+    names = glob.iglob("**/*", root_dir=folder, recursive=True)  # `Path.rglob` would not follow links
+    return sorted(folder / name for name in names if name.lower().endswith(IMAGES) and "__MACOSX" not in name)
 
 
-def _sort(images: list[Path], folders: list[Path], source: Path) -> dict[str, hf.Dataset]:
-    """Return the splits, with the columns `row` and `label`, by the relative paths of images and folders.
+def _sort(images: list[Path], source: Path) -> dict[str, hf.Dataset]:
+    """Return the splits, with the columns `row` and `label`, by the relative paths of the images.
 
-    The paths are `<class>/<image>` or `<split>/<class>/<image>`; folders that hold everything else are skipped.
+    The paths are `<class>/<image>` or `<split>/<class>/<image>`; a single folder that holds everything is skipped.
     """
     if not images:
         raise UserError(f"{source} holds no image ({', '.join(IMAGES)})")
     paths = [image.parts for image in images]
-    above = {folder.parts for folder in folders}
-    while len({parts[0] for parts in (*paths, *above)}) == 1 and max(map(len, paths)) > 2:
+    while len({parts[0] for parts in paths}) == 1 and max(map(len, paths)) > 2:
         paths = [parts[1:] for parts in paths]
-        above = {parts[1:] for parts in above if len(parts) > 1}
-    split_of = {parts[0]: FOLDER_SPLITS.get(parts[0].lower()) for parts in above}
-    in_train = [len(parts) for parts in paths if split_of.get(parts[0]) == "train"]
-    has_splits = "train" in split_of.values() and 2 not in in_train
+    split_of = {parts[0]: FOLDER_SPLITS.get(parts[0].lower()) for parts in paths}
+    has_splits = any(split_of[parts[0]] == "train" and len(parts) > 2 for parts in paths)
     depth = 3 if has_splits else 2
     if wrong := [str(image) for image, parts in zip(images, paths, strict=True) if len(parts) != depth]:
         examples = ", ".join(wrong[:3]) + (", …" if len(wrong) > 3 else "")
@@ -139,16 +114,11 @@ def _sort(images: list[Path], folders: list[Path], source: Path) -> dict[str, hf
         )
     if has_splits and (unknown := sorted(top for top, split in split_of.items() if split is None)):
         raise UserError(f"{source}: the folder {unknown[0]} is not a split: name it validation or test")
-    for parts in sorted(above - {parts[:-1] for parts in paths}):
-        if len(parts) == depth - 1 and (not has_splits or split_of[parts[0]] == "train"):
-            raise UserError(f"{source}: the folder {'/'.join(parts)} holds no image: fill or remove it")
     found = {}
     for row, parts in sorted(enumerate(paths), key=lambda each: each[1]):
         split = found.setdefault(split_of[parts[0]] if has_splits else "train", {"row": [], "label": []})
         split["row"].append(row)
         split["label"].append(parts[-2])
-    if "train" not in found:
-        raise UserError(f"{source} holds no training image")
     return {split: hf.Dataset.from_dict(columns) for split, columns in found.items()}
 
 
@@ -161,7 +131,7 @@ def _read_hub(
     column = settings.label_column
     for split, table in load_hub(settings, commit, scratch, notices).items():
         name = f"{settings.dataset} ({split})"
-        check_column(table.column_names, column, name, ": set --label_column")
+        check_column(table.column_names, column, name)
         image_column = _image_column(table, name, settings)
         images = table.select_columns([image_column]).rename_columns({image_column: "image"})
         tables.append(images.cast_column("image", hf.Image(decode=False)))
@@ -173,7 +143,7 @@ def _read_hub(
 
         rows = table_rows(table.select_columns([column]).add_column("row", np.arange(start, start + len(table))))
         labels = write_checked(rows, name, check, schema, scratch / f"{split}-labels.arrow", settings, notices)
-        parts[split] = [(name, labels)]
+        parts[split] = [labels]
         start += len(table)
     return hf.concatenate_datasets(tables), join_parts(parts, column)
 
@@ -182,10 +152,9 @@ def _image_column(table: hf.Dataset, name: str, settings: DataSettings) -> str:
     images = [column for column, feature in table.features.items() if isinstance(feature, hf.Image)]
     if settings.image_column in images:
         return settings.image_column
-    if settings.image_column not in table.column_names and len(images) == 1:
+    if len(images) == 1:
         return images[0]
-    if not images:
-        raise UserError(f"{name} has no column of images, only {', '.join(table.column_names)}")
     raise UserError(
-        f"{name} has no column of images {settings.image_column!r}, only {', '.join(images)}: set --image_column"
+        f"{name} has no column of images {settings.image_column!r}, only {list_columns(images or table.column_names)}: "
+        "set --image_column"
     )

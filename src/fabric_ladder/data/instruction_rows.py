@@ -8,17 +8,13 @@ import datasets as hf
 import pyarrow as pa
 
 from fabric_ladder.data.cache import map_batches
-from fabric_ladder.data.rows import find_columns, list_columns, read_tables, read_text, shown, write_checked
+from fabric_ladder.data.rows import list_columns, read_parts, read_text, shown
 from fabric_ladder.data.sources import REVIEWS, Source
 from fabric_ladder.data.tables import read_reviews
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
 
-COLUMNS = (
-    ("instruction", "output"),
-    ("input", "target"),
-    ("messages",),
-)  # a table needs the columns of one of these forms
+COLUMNS = (("instruction", "output"), ("input", "target"), ("messages",))  # the required columns of the three forms
 ROLES = ("system", "user", "assistant")
 REVIEW_QUESTION = "Is this film review positive or negative?"
 INSTRUCTIONS = pa.schema(dict.fromkeys(("instruction", "input", "output"), pa.string()))
@@ -34,21 +30,11 @@ def read_instructions(settings: DataSettings, source: Source, scratch: Path) -> 
     if source.key[0] in REVIEWS:
         reviews = read_reviews(settings, source, scratch)
         return {split: map_batches(table, _ask, f"asked-{split}", scratch) for split, table in reviews.items()}, []
-    splits = {}
     notices = []
-    named = {}
-    for split, tables in read_tables(settings, source, scratch, notices).items():
-        parts = []
-        for name, table in tables.items():
-            columns, rows, hint = find_columns(table, name)
-            check, schema = form_of(columns, name, hint)
-            target = scratch / f"{split}-{len(parts)}.arrow"
-            parts.append(write_checked(rows, name, check, schema, target, settings, notices))
-            named.setdefault(tuple(schema.names), name)
-        splits[split] = hf.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
-        if len(named) > 1:
-            raise UserError(f"{' and '.join(named.values())} have two forms: use only messages or only instructions")
-    return splits, notices
+    parts = read_parts(settings, source, scratch, notices, check_for)
+    if len({str(table.column_names) for tables in parts.values() for table in tables}) > 1:
+        raise UserError(f"{settings.dataset} has files of two forms: use only messages or only instructions")
+    return {split: hf.concatenate_datasets(tables) for split, tables in parts.items()}, notices
 
 
 def _ask(reviews: dict[str, list]) -> dict[str, list]:
@@ -57,13 +43,14 @@ def _ask(reviews: dict[str, list]) -> dict[str, list]:
     return {"instruction": [REVIEW_QUESTION] * len(answers), "input": reviews["text"], "output": answers}
 
 
-def form_of(columns: list[str], name: str, hint: str) -> tuple[Callable[[str, dict], dict], pa.Schema]:
-    """Return the check for rows with these columns, and the schema of its result; `hint` comes from `find_columns`."""
+def check_for(name: str, columns: list[str], _: dict) -> tuple[Callable[[str, dict], dict], pa.Schema]:
+    """Return the check for rows of the table `name` with these columns, and the schema of its result."""
     form = next((form for form in COLUMNS if {*columns} >= {*form}), None)
     if form is None:
         raise UserError(
-            f"{name} has the columns {list_columns(columns)}{hint}: instructions need the columns "
-            "instruction, output and optionally input; or input and target; or messages"
+            f"{name} has the columns {list_columns(columns)}: instructions need the columns instruction, output and "
+            "optionally input; or input and target; or messages (--column_names names those of a CSV file without a "
+            "header)"
         )
     if form == ("messages",):
         return lambda location, row: {"messages": _check_chat(row), "location": f"{name}, {location}"}, CHATS
@@ -79,20 +66,18 @@ def _check_pair(_: str, row: dict, question: str, answer: str) -> dict[str, str]
 
 def _check_chat(row: dict) -> list[dict[str, str]]:
     messages = row.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"messages is {shown(messages)}, not a list of messages" if messages else "no messages")
+    if not isinstance(messages, list):
+        raise ValueError(f"messages is {shown(messages)}, not a list of messages")
     chat = []
     for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict):
-            raise ValueError(f"message {number} is {shown(message)}, not role and content")
-        role = message.get("role")
+        role = message.get("role") if isinstance(message, dict) else None
         if role not in ROLES:
             raise ValueError(f"message {number} has the role {shown(role)}, not {', '.join(ROLES)}")
         content = read_text(message, "content", f" in message {number}", may_be_empty=role == "system")
         chat.append({"role": role, "content": content})
     roles = [message["role"] for message in chat]
-    if "assistant" not in roles:
-        raise ValueError("no message from the assistant")
+    if "assistant" not in roles[1:]:
+        raise ValueError("no answer from the assistant")
     if roles[0] == "assistant":
         raise ValueError("the first message is from the assistant")
     return chat

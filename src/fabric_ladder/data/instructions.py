@@ -1,7 +1,6 @@
 """Turn instructions and chats into prompts and answers, and these into tokens and labels."""
 
 import itertools
-import string
 from collections import Counter
 from functools import lru_cache
 from pathlib import Path
@@ -14,10 +13,10 @@ from fabric_ladder.data.cache import map_batches, save_tokens
 from fabric_ladder.data.instruction_rows import read_instructions
 from fabric_ladder.data.rows import note_bad_samples
 from fabric_ladder.data.sources import Source
-from fabric_ladder.data.splits import IGNORED, SPLITS
+from fabric_ladder.data.splits import IGNORED
 from fabric_ladder.data.tables import complete_splits
 from fabric_ladder.data.tokens import END_OF_TEXT, tokenize, train_tokenizer
-from fabric_ladder.errors import UserError, first_line
+from fabric_ladder.errors import UserError, first_line, refused
 from fabric_ladder.settings import DataSettings
 
 INSTRUCTION_CACHE_FORMAT = 1  # raise it whenever the same instructions would give other tokens
@@ -47,7 +46,7 @@ def prompt_text(instruction: str, input: str = "", template: str | None = None) 
             input is empty. None or `alpaca`: Alpaca's two prompts.
 
     Raises:
-        UserError: The template lacks `{instruction}` or names another field.
+        UserError: The template lacks `{instruction}` or has another field.
     """
     with_input, without = prompt_templates(template)
     if not input.strip():
@@ -61,17 +60,9 @@ def prompt_templates(template: str | None) -> tuple[str, str]:
     if template in (None, "alpaca"):
         return ALPACA
     template = template.replace("\\n", "\n")  # a command line has no line ends
-    try:
-        fields = [tuple(field) for _, *field in string.Formatter().parse(template) if field[0] is not None]
-    except ValueError as error:
-        raise UserError(f"--prompt_template: {error}; write each literal brace twice") from error
-    for name, specification, conversion in fields:
-        if name not in ("instruction", "input") or specification or conversion:
-            raise UserError(
-                f"--prompt_template names {{{name}}}: only {{instruction}} and {{input}} are filled in, unformatted; "
-                "write each literal brace twice"
-            )
-    if "instruction" not in [name for name, *_ in fields]:
+    with refused("--prompt_template: only {instruction} and {input} are filled in; write each literal brace twice"):
+        template.format(instruction="", input="")
+    if "{instruction}" not in template:
         raise UserError(f"--prompt_template {template!r} lacks {{instruction}}: add it")
     return template, "\n".join(line for line in template.split("\n") if line.strip() != "{input}")
 
@@ -116,9 +107,9 @@ def tokenize_instructions(
         tokenizer.save_pretrained(target / "tokenizer")
     encoder, total = _Encoder(settings, tokenizer), sum(map(len, splits.values()))
     encode = encoder.encode_chats if chat else encoder.encode_instructions
-    tokens = {split: map_batches(splits[split], encode, split, scratch, features=FEATURES) for split in SPLITS}
+    tokens = {split: map_batches(rows, encode, split, scratch, features=FEATURES) for split, rows in splits.items()}
     notices += encoder.notices(total)
-    if empty := [split for split in SPLITS if len(tokens[split]) == 0]:
+    if empty := [split for split, rows in tokens.items() if len(rows) == 0]:
         advice = f": raise --max_length {settings.max_length}" if encoder.counts["left out"] else ""
         raise UserError(f"no {empty[0]} sample is left ({'; '.join(notices)}){advice}")
     return save_tokens(target, tokens, {"class_names": [], "chat": chat, "notices": notices})
@@ -190,7 +181,7 @@ def _prompts(batch: dict[str, list], settings: DataSettings) -> list[str]:
 
 
 def _chat_parts(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Write a chat with the tokenizer's template; return its parts, of which every second is an assistant's turn.
+    """Write a chat with the tokenizer's template; return its parts; every second one is an assistant's turn.
 
     Raises:
         ValueError: The template changes earlier messages when a message is added.

@@ -6,7 +6,6 @@ from pathlib import Path
 import datasets as hf
 import numpy as np
 import pandas as pd
-import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from fabric_ladder.data.cache import make_once, map_batches, save_tokens
@@ -23,7 +22,6 @@ from fabric_ladder.data.sources import Source, find_source
 from fabric_ladder.data.splits import SPLITS, ImageDatasets, TextDatasets
 from fabric_ladder.data.tables import complete_splits, read_splits
 from fabric_ladder.data.tokens import CACHE_FORMAT, load_tokenizer, tokenize_start, train_tokenizer, trained_vocabulary
-from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
 
 CHOICES = (  # settings that change the tokens
@@ -32,10 +30,14 @@ CHOICES = (  # settings that change the tokens
 )
 
 
-def prepare(settings: DataSettings) -> TextDatasets | ImageDatasets:
+def prepare(settings: DataSettings, imdb: Source) -> TextDatasets | ImageDatasets:
     """Read, split, and tokenize or decode; a second call with the same inputs only maps the first call's files.
 
     Several processes may call it at the same time: one does the work, the others wait for it.
+
+    Args:
+        settings: The data set and its options.
+        imdb: The reviews of IMDb, from `local_dataset_utilities.py`.
 
     Raises:
         UserError: The data, the tokenizer or the cache folder cannot be used.
@@ -44,7 +46,7 @@ def prepare(settings: DataSettings) -> TextDatasets | ImageDatasets:
         return load_images(settings)
     instructed = settings.task == "instruction-tuning"
     templates = prompt_templates(settings.prompt_template) if instructed else None
-    source = find_source(settings)
+    source = find_source(settings, imdb)
     commit = find_commit(settings) if source.key[0] == "hub" else None
     if commit:
         source.key.append(commit)
@@ -53,7 +55,7 @@ def prepare(settings: DataSettings) -> TextDatasets | ImageDatasets:
     vocabulary = trained_vocabulary(settings.model) if tokenizer is None else tokenizer.backend_tokenizer.to_str()
     inputs = [CACHE_FORMAT, pd.__version__, source.key, vocabulary, *(getattr(settings, choice) for choice in CHOICES)]
     if tokenizer is not None:
-        inputs += [tokenizer.truncation_side]
+        inputs.append(tokenizer.truncation_side)
     if instructed:
         inputs += [settings.task, INSTRUCTION_CACHE_FORMAT, templates, settings.train_on_inputs]
         if tokenizer is not None:
@@ -113,10 +115,5 @@ def _tokenize_texts(
         lengths = [len(row) for row in ids]
         return {"input_ids": [np.asarray(row, np.int32) for row in ids], "length": lengths, "labels": batch["label"]}
 
-    for split in SPLITS:
-        splits[split] = map_batches(splits[split], encode, split, scratch)
-        if pc.min(splits[split].data.column("length")).as_py() == 0:
-            raise UserError(f"a {split} text has no token left: remove texts that hold only unknown characters")
-    return save_tokens(
-        target, {split: splits[split] for split in SPLITS}, {"class_names": class_names, "notices": notices}
-    )
+    tokens = {split: map_batches(rows, encode, split, scratch) for split, rows in splits.items()}
+    return save_tokens(target, tokens, {"class_names": class_names, "notices": notices})

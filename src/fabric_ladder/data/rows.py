@@ -3,8 +3,6 @@
 import gzip
 import itertools
 import json
-import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,11 +16,9 @@ import pyarrow.parquet as pq
 from fabric_ladder.data.cache import write_rows
 from fabric_ladder.data.hub import load_hub
 from fabric_ladder.data.sources import FILE_FORMATS, SEPARATORS, Source, file_format
-from fabric_ladder.errors import UserError, first_line
+from fabric_ladder.errors import UserError, refused
 from fabric_ladder.settings import DataSettings
 
-NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
-SWALLOWED = ValueError('an open quote has taken in the rows below: write such a text as "a text with ""quotes"""')
 Rows = Iterator[tuple[str, dict | ValueError]]  # the location of a row in its file, and the row or its error
 
 
@@ -38,29 +34,48 @@ class Table(NamedTuple):
     features: dict = {}  # noqa: RUF012
 
 
-def read_tables(
-    settings: DataSettings, source: Source, scratch: Path, notices: list[str], wanted: tuple[str, ...] = ()
-) -> dict[str, dict[str, Table]]:
-    """Return the tables of each split by their names; `notices` gets a line about each split that is left out.
+def read_parts(
+    settings: DataSettings,
+    source: Source,
+    scratch: Path,
+    notices: list[str],
+    check_for: Callable[[str, list[str], dict], tuple[Callable[[str, dict], dict], pa.Schema]],
+    wanted: tuple[str, ...] = (),
+) -> dict[str, list[hf.Dataset]]:
+    """Return the checked tables of each split: one per file, or one of a data set on the Hub.
 
     Args:
-        settings: `dataset` and `column_names` are used.
+        settings: `dataset`, `column_names` and `bad_samples` are used.
         source: The files, or a name on the Hub.
-        scratch: Folder for downloads.
-        notices: Lines that the user should read.
+        scratch: Folder for downloads and the checked tables.
+        notices: Gets lines about splits and rows that are left out.
+        check_for: Returns the check for rows and the schema of its result, given the name, columns and features of a
+            table; see `write_checked`.
         wanted: The columns to read; all if empty.
     """
+    parts = {}
+    for split, name, table in _tables(settings, source, scratch, notices, wanted):
+        columns, rows = _find_columns(table, name)
+        check, schema = check_for(name, columns, table.features)
+        checked = parts.setdefault(split, [])
+        target = scratch / f"{split}-{len(checked)}.arrow"
+        checked.append(write_checked(rows, name, check, schema, target, settings, notices))
+    return parts
+
+
+def _tables(
+    settings: DataSettings, source: Source, scratch: Path, notices: list[str], wanted: tuple[str, ...]
+) -> Iterator[tuple[str, str, Table]]:
+    """Yield the split, the name and the content of each table."""
     if source.files is not None:
         names = settings.column_names and [name.strip() for name in settings.column_names.split(",")]
-        return {
-            split: {str(path): read_file(path, names, wanted) for path in paths}
-            for split, paths in source.files.items()
-        }
-    tables = {}
+        for split, paths in source.files.items():
+            for path in paths:
+                yield split, str(path), read_file(path, names, wanted)
+        return
     for split, table in load_hub(settings, source.key[-1], scratch, notices).items():
         chosen = table.select_columns(list(wanted)) if {*wanted} <= {*table.column_names} and wanted else table
-        tables[split] = {f"{settings.dataset} ({split})": Table(table_rows(chosen), table.features)}
-    return tables
+        yield split, f"{settings.dataset} ({split})", Table(table_rows(chosen), table.features)
 
 
 def read_file(path: Path, names: list[str] | None = None, wanted: tuple[str, ...] = ()) -> Table:
@@ -69,7 +84,7 @@ def read_file(path: Path, names: list[str] | None = None, wanted: tuple[str, ...
     Args:
         path: The file.
         names: Column names for a CSV or TSV file without a header.
-        wanted: See `read_tables`.
+        wanted: See `read_parts`.
     """
     kind = file_format(path)
     if kind is None:
@@ -111,34 +126,16 @@ def _text_rows(path: Path, kind: str, names: list[str] | None) -> Rows:
 
 def _csv_rows(file: TextIO, separator: str, names: list[str] | None) -> Rows:
     line = next((line for line in file if line.strip()), "")
-    # spreadsheets write semicolons where the comma is for decimals; a line with an open quote is only part of a record
-    if separator not in line and line.count('"') % 2 == 0:
+    if separator not in line:  # spreadsheets write semicolons where the comma is for decimals
         separator = max(f"{separator};\t|", key=line.count)
     file.seek(0)
     options = {"sep": separator, "dtype": str, "keep_default_na": False}  # the text "None" is a text
-    first = pd.read_csv(file, header=None, nrows=1, **options).iloc[0].tolist()
-    if names and len(names) != len(first):
-        raise UserError(f"--column_names gives {len(names)} names, but {file.name} has {len(first)} columns")
-    if not names:
-        twins = [name for name, count in Counter(first).items() if name and count > 1]
-        if twins:
-            hint = header_hint(first, str(file.name)) or ": rename all except one"
-            raise ValueError(f"several columns are named {twins[0][:40]!r}{hint}")
-    file.seek(0)
     for chunk in pd.read_csv(file, header=None if names else 0, names=names, chunksize=1000, **options):
         if not isinstance(chunk.index, pd.RangeIndex):
-            raise ValueError("its rows have more fields than its header: quote texts that hold commas")
+            raise ValueError("its rows have more fields than column names: quote texts that hold commas")
         frame = chunk.astype(object).where(chunk.notna(), None)
         for index, row in zip(frame.index, frame.to_dict("records"), strict=True):
-            yield f"row {index + 1}", SWALLOWED if separator == "\t" and _has_swallowed(row) else row
-
-
-def _has_swallowed(row: dict[str, str | None]) -> bool:
-    """Return whether a text of a tab-separated row begins with a lone quote, so that it has swallowed other rows.
-
-    Such a text ends at the next lone quote, and holds the tabs and line ends between the two.
-    """
-    return any(value and "\t" in value and "\n" in value and value.count('"') % 2 for value in row.values())
+            yield f"row {index + 1}", row
 
 
 def _json_rows(file: TextIO) -> Rows:
@@ -146,18 +143,18 @@ def _json_rows(file: TextIO) -> Rows:
     first = next((line for line in file if line.strip()), "").lstrip()[:1]
     file.seek(0)
     if first == "[":
-        for number, row in enumerate(json.load(file), 1):
-            yield f"row {number}", row if isinstance(row, dict) else ValueError("not a JSON object")
-        return
-    for number, line in enumerate(map(str.strip, file), 1):
-        if line:
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                row = ValueError(f"not JSON ({error.msg}, column {error.colno})")
-            except (ValueError, RecursionError) as error:
-                row = ValueError(f"not JSON ({first_line(error)})")
-            yield f"line {number}", row if isinstance(row, (dict, ValueError)) else ValueError("not a JSON object")
+        rows = ((f"row {number}", row) for number, row in enumerate(json.load(file), 1))
+    else:
+        rows = ((f"line {number}", _parse(line)) for number, line in enumerate(file, 1) if line.strip())
+    for location, row in rows:
+        yield location, row if isinstance(row, dict | ValueError) else ValueError("not a JSON object")
+
+
+def _parse(line: str) -> object:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        return ValueError(f"not JSON ({error.msg}, column {error.colno})")
 
 
 def list_columns(columns: list[str]) -> str:
@@ -165,55 +162,25 @@ def list_columns(columns: list[str]) -> str:
     return ", ".join(f"{column:.40}" for column in columns[:12]) + (", …" if len(columns) > 12 else "")
 
 
-def header_hint(columns: list[str], name: str, rows: Iterable[dict] = ()) -> str:
-    """Return advice about a CSV file whose column names look like data, or an empty text.
-
-    Column names look like data if they are numbers or sentences, or if one occurs again in its column, as labels do.
-
-    Args:
-        columns: Names of the columns.
-        name: Name of the file.
-        rows: Some rows of the file.
-    """
-    if file_format(Path(name)) not in SEPARATORS:
-        return ""
-    likely = any(NUMBER.fullmatch(column) or len(column) > 60 or len(column.split()) > 5 for column in columns)
-    if not likely and not any(value == column for row in rows for column, value in row.items()):
-        return ""
-    return ": the first row looks like data; name the columns from the left, e.g. --column_names label,title,text"
-
-
 @contextmanager
 def reading(path: Path, kind: str) -> Iterator[None]:
     """Turn an error about the content of a file into a one-line UserError."""
-    try:
-        if path.stat().st_size == 0:
-            raise UserError(f"{path} is empty")
-        yield
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} is not UTF-8 (byte {error.object[error.start]:#x}): convert it, e.g. with iconv"
-        ) from error
-    except UserError:
-        raise
-    except OSError as error:
-        raise UserError(f"cannot read {path} ({first_line(error)})") from error
-    except Exception as error:  # parsers raise errors of many kinds
-        raise UserError(f"{path} cannot be read as {kind} ({first_line(error)})") from error
+    with refused(f"{path} cannot be read as {kind}"):
+        try:
+            yield
+        except UnicodeDecodeError as error:
+            byte = error.object[error.start]
+            raise UserError(f"{path} is not UTF-8 (byte {byte:#x}): convert it, e.g. with iconv") from error
 
 
-def find_columns(table: Table, name: str) -> tuple[list[str], Rows, str]:
-    """Return the columns of a table, called `name`, by its first rows; all its rows; and the `header_hint`."""
+def _find_columns(table: Table, name: str) -> tuple[list[str], Rows]:
+    """Return the columns of a table, called `name`, by its first 1,000 rows; and all its rows."""
     first = list(itertools.islice(table.rows, 1000))
-    read = [row for _, row in first if isinstance(row, dict)]
-    found = dict.fromkeys(column for row in read for column in row)
-    if not found:
-        if not first:
-            below = " below the header" if {".csv", ".tsv"} & {*Path(name).suffixes} else ""
-            raise UserError(f"{name} holds no rows{below}: there is nothing to learn")
-        reasons = "; ".join(f"{location}: {row}" for location, row in first[:3])
+    columns = list(dict.fromkeys(column for _, row in first if isinstance(row, dict) for column in row))
+    if not columns:
+        reasons = "; ".join(f"{location}: {row}" for location, row in first[:3]) or "it is empty below its header"
         raise UserError(f"{name} holds no rows that can be read ({reasons}): give a table, or JSON objects")
-    return list(found), itertools.chain(first, table.rows), header_hint(list(found), name, read)
+    return columns, itertools.chain(first, table.rows)
 
 
 def write_checked(
@@ -265,10 +232,7 @@ def read_text(row: dict, column: str, location: str = "", may_be_empty: bool = F
         raise ValueError(f"{column}{location} is {shown(text)}, not text")
     if not (may_be_empty or text.strip()):
         raise ValueError(f"no {column}{location}")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{column}{location} holds half a character (a lone surrogate)") from None
+    text.encode()  # refuses half of a surrogate pair, which JSON can hold
     return text
 
 

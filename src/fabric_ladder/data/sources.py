@@ -1,11 +1,14 @@
 """Find the source of the texts: IMDb, synthetic reviews, the Hub, or files. Nothing is read here."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from fabric_ladder.data.imdb import imdb_key
-from fabric_ladder.errors import UserError
+import numpy as np
+import pandas as pd
+
+from fabric_ladder.errors import UserError, refused
 from fabric_ladder.settings import DataSettings
 
 FILE_FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".tsv": "tsv"}
@@ -23,20 +26,26 @@ class Source(NamedTuple):
     """The source of the texts.
 
     Attributes:
-        key: Identifies the source in the cache: `imdb`, `synthetic`, `hub` or `files`, followed by details. A name on
-            the Hub gets its commit, the last part, from `find_commit`, which needs the network.
+        key: Identifies the source in the cache: `imdb`, `synthetic`, `hub` or `files`, followed by details. `prepare`
+            adds the commit of a name on the Hub, which needs the network.
         files: The files of each split, if the source is files.
+        read: Returns the reviews of IMDb (columns `text` and `label`) and the row numbers of each split.
     """
 
     key: list
     files: dict[str, list[Path]] | None = None
+    read: Callable[[], tuple[pd.DataFrame, list[np.ndarray]]] | None = None
 
 
-def find_source(settings: DataSettings) -> Source:
+def find_source(settings: DataSettings, imdb: Source | None = None) -> Source:
     """Find the data set in the settings; the key of files has their paths, sizes and times of change.
 
+    Args:
+        settings: `dataset` and its options are used.
+        imdb: The reviews of IMDb; without them the source of IMDb cannot be read.
+
     Raises:
-        UserError: There is no such file or folder, or an option does not fit this kind of data set.
+        UserError: The file or folder does not exist, or an option does not fit this kind of data set.
     """
     name = settings.dataset
     path = None if name in REVIEWS else find_path(settings, tuple(FILE_FORMATS))
@@ -46,10 +55,8 @@ def find_source(settings: DataSettings) -> Source:
         raise UserError(f"--column_names is for CSV and TSV files without a header, not for {name}")
     if settings.dataset_revision and (path or name in REVIEWS):
         raise UserError(f"--dataset_revision is for a --dataset on the Hub, not for {name}")
-    if name == "synthetic":
-        return Source([name])
-    if name == "imdb":
-        return Source([name, *imdb_key(settings.data_dir)])
+    if name in REVIEWS:
+        return imdb if name == "imdb" and imdb else Source([name])
     if path is None:
         return Source(["hub", name])
     files = _folder_files(path) if path.is_dir() else {"train": [path]}
@@ -83,22 +90,16 @@ def file_format(path: Path) -> str | None:
 
 
 def file_stamp(path: Path) -> tuple[str, int, int]:
-    """Return what identifies a file: its path, size (bytes) and time of change (ns)."""
-    try:
+    """Return the path of a file, its size (bytes) and its time of change (ns), which identify its content."""
+    with refused(f"cannot read {path}"):
         status = path.stat()
-    except OSError as error:
-        raise UserError(f"cannot read {path} ({error.strerror})") from error
     return str(path.resolve()), status.st_size, status.st_mtime_ns
 
 
 def _folder_files(folder: Path) -> dict[str, list[Path]]:
     """Sort a folder's files into splits by their names; files without the name of a split are training texts."""
     found = {}
-    try:
-        paths = sorted(folder.iterdir())
-    except OSError as error:
-        raise UserError(f"cannot read {folder} ({error.strerror})") from error
-    for path in paths:
+    for path in sorted(folder.iterdir()):
         if file_format(path) and not path.name.startswith("."):  # macOS adds hidden files such as ._train.csv
             name = path.stem.lower()
             split = next((split for split, start in SPLIT_NAMES.items() if re.match(start, name)), "train")

@@ -11,16 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fabric_ladder.data.cache import write_batches
-from fabric_ladder.data.imdb import read_imdb
-from fabric_ladder.data.rows import (
-    NUMBER,
-    find_columns,
-    list_columns,
-    read_tables,
-    read_text,
-    shown,
-    write_checked,
-)
+from fabric_ladder.data.rows import list_columns, read_parts, read_text
 from fabric_ladder.data.sources import REVIEWS, Source
 from fabric_ladder.data.splits import SPLITS
 from fabric_ladder.data.synthetic import synthetic_reviews
@@ -30,7 +21,8 @@ from fabric_ladder.settings import DataSettings
 SYNTHETIC_SIZES = (4000, 500, 1000)
 SHARES = {"validation": 0.1, "test": 0.2}  # of the rows, for splits that the source lacks
 SMALLEST_STRATUM = 10  # rows: 20 % and 10 % of them are at least one row each
-WHOLE = re.compile(r"\s*[-+]?\d+\s*")
+WHOLE = re.compile(r"\s*[-+]?\d{1,18}(\.0*)?\s*")  # pandas makes a column of integers with gaps float
+NUMBER = re.compile(r"\s*[-+]?(\d{1,18}\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
 
 
 def read_splits(
@@ -43,24 +35,16 @@ def read_splits(
     if source.key[0] in REVIEWS:
         return read_reviews(settings, source, scratch), ["negative", "positive"], []
     wanted = (*map(str.strip, settings.text_column.split(",")), settings.label_column)
-    if settings.label_column in wanted[:-1]:
-        raise UserError(f"--text_column and --label_column name the same column, {settings.label_column!r}")
-    parts = {}
     notices = []
-    for split, tables in read_tables(settings, source, scratch, notices, wanted).items():
-        parts[split] = []
-        for name, table in tables.items():
-            columns, rows, hint = find_columns(table, name)
-            for column in wanted:
-                check_column(columns, column, name, hint or ": set --text_column or --label_column")
-            feature, label_of = label_reader(settings.label_column, table.features)
-            check = partial(_join_texts, columns=wanted[:-1], label_of=label_of)
-            schema = hf.Features({"text": hf.Value("string"), "label": feature}).arrow_schema
-            target = scratch / f"{split}-{len(parts[split])}.arrow"
-            part = write_checked(rows, name, check, schema, target, settings, notices)
-            if all(NUMBER.fullmatch(text) for batch in part.iter(1000) for text in batch["text"]):
-                raise UserError(f"{name}: column {settings.text_column!r} holds numbers, not text: set --text_column")
-            parts[split].append((name, part))
+
+    def check_for(name: str, columns: list[str], features: dict) -> tuple[Callable[[str, dict], dict], pa.Schema]:
+        for column in wanted:
+            check_column(columns, column, name)
+        feature, label_of = label_reader(settings.label_column, features)
+        check = partial(_join_texts, columns=wanted[:-1], label_of=label_of)
+        return check, hf.Features({"text": hf.Value("string"), "label": feature}).arrow_schema
+
+    parts = read_parts(settings, source, scratch, notices, check_for, wanted)
     return *number_labels(join_parts(parts, settings.label_column), "texts"), notices
 
 
@@ -75,7 +59,7 @@ def _join_texts(_: str, row: dict, columns: tuple[str, ...], label_of: Callable[
 def read_reviews(settings: DataSettings, source: Source, scratch: Path) -> dict[str, hf.Dataset]:
     """Return the splits of the reviews, with the columns `text` and `label` (0 negative, 1 positive)."""
     if source.key[0] == "imdb":
-        reviews, rows = read_imdb(settings.data_dir)
+        reviews, rows = source.read()
         table = pa.Table.from_pandas(reviews, preserve_index=False).replace_schema_metadata()
         mapped = write_batches(scratch / "imdb.arrow", table.schema, table.to_batches(1000))
         del reviews, table
@@ -89,77 +73,61 @@ def read_reviews(settings: DataSettings, source: Source, scratch: Path) -> dict[
     return splits
 
 
-def check_column(columns: list[str], column: str, name: str, hint: str) -> None:
-    """Refuse a table, called `name`, without this column; the message ends with the `hint`."""
+def check_column(columns: list[str], column: str, name: str) -> None:
+    """Refuse a table, called `name`, without this column."""
     if column not in columns:
-        raise UserError(f"{name} has no column {column!r}, only {list_columns(columns)}{hint}")
+        raise UserError(
+            f"{name} has no column {column!r}, only {list_columns(columns)}: set --text_column or --label_column, or "
+            "--column_names for a CSV file without a header"
+        )
 
 
 def label_reader(column: str, features: dict) -> tuple[hf.ClassLabel | hf.Value, Callable[[dict], int | str]]:
     """Return the type of the labels in a column, and a function that returns a row's label or raises ValueError.
 
-    Integers become texts, as in a CSV file, unless the table has class names for them.
+    Numbers become texts, as in a CSV file, unless the table has class names for them.
     """
     feature = features.get(column)
     is_class = isinstance(feature, hf.ClassLabel)
 
     def label_of(row: dict) -> int | str:
         label = row.get(column)
-        if label is None or not str(label).strip() or (is_class and label < 0):
-            raise ValueError(f"no {column}")
-        if isinstance(label, float) and label.is_integer():  # pandas makes a column of integers with gaps float
-            label = int(label)
-        if not isinstance(label, int | str):  # `bool` is a subclass of `int`
-            raise ValueError(f"{column} is {shown(label)}, not an integer or a string")
-        return label if is_class else read_text({column: str(label)}, column)
+        if is_class:
+            if label is None or label < 0:
+                raise ValueError(f"no {column}")
+            return label
+        if isinstance(label, int | float) and label == label:  # NaN differs from itself
+            label = str(label)
+        return read_text({column: label}, column)
 
     return feature if is_class else hf.Value("string"), label_of
 
 
-def join_parts(parts: dict[str, list[tuple[str, hf.Dataset]]], column: str) -> dict[str, hf.Dataset]:
-    """Join the named tables of each split, and give their labels one type.
+def join_parts(parts: dict[str, list[hf.Dataset]], column: str) -> dict[str, hf.Dataset]:
+    """Join the tables of each split.
 
-    If all labels of all splits are whole numbers they become integers, which are sorted by size. One word among them
-    makes all labels texts.
+    If all labels are whole numbers, they become integers. One word among them keeps all labels texts.
 
     Raises:
-        UserError: Labels are decimal numbers, or differ in type between files.
+        UserError: Labels are decimal numbers, or the files have different class names.
     """
-    kinds = {split: {_kind(table, name, column) for name, table in tables} for split, tables in parts.items()}
-    for split, found in kinds.items():
-        if len(found) > 1:
-            raise UserError(f"the {split} files have labels of different types: make all integers or all strings")
-    found = set().union(*kinds.values())
-    if len(found) > 1 and not found <= {"integers", "strings"}:
-        raise UserError("the class names differ between the splits: make them equal")
-    joined = {
-        split: hf.concatenate_datasets([table for _, table in tables]) if len(tables) > 1 else tables[0][1]
-        for split, tables in parts.items()
-    }
-    return {split: _to_integers(table) for split, table in joined.items()} if found == {"integers"} else joined
-
-
-def _kind(table: hf.Dataset, name: str, column: str) -> str:
-    """Return `integers` (also for labels such as 1.0), `strings`, or the names of a class label."""
-    if isinstance(table.features["label"], hf.ClassLabel):
-        return str(table.features["label"])
-    values = pc.unique(table.data.column("label")).to_pylist()
-    if not values or not all(len(value) < 19 and NUMBER.fullmatch(value) for value in values):
-        return "strings"
-    numbers = [_number(value) for value in values]
-    if not all(abs(number) < 2**63 and number == int(number) for number in numbers):
-        raise UserError(f"{name}: column {column!r} holds decimal numbers, not integers or strings: set --label_column")
-    return "integers"
-
-
-def _number(label: str) -> int | float:
-    return int(label) if WHOLE.fullmatch(label) else float(label)
+    if len({str(table.features["label"]) for tables in parts.values() for table in tables}) > 1:
+        raise UserError(f"the class names in column {column!r} differ between the files: make them equal")
+    splits = {split: hf.concatenate_datasets(tables) for split, tables in parts.items()}
+    if isinstance(splits["train"].features["label"], hf.ClassLabel):
+        return splits
+    found = set().union(*(pc.unique(table.data.column("label")).to_pylist() for table in splits.values()))
+    if all(map(WHOLE.fullmatch, found)):
+        return {split: _to_integers(table) for split, table in splits.items()}
+    if all(map(NUMBER.fullmatch, found)):
+        raise UserError(f"column {column!r} holds decimal numbers, not integers or strings: set --label_column")
+    return splits
 
 
 def _to_integers(table: hf.Dataset) -> hf.Dataset:
     labels = table.data.column("label")
     values = pc.unique(labels)
-    numbers = np.array([int(_number(value)) for value in values.to_pylist()])
+    numbers = np.array([int(value.split(".")[0]) for value in values.to_pylist()])
     return table.remove_columns("label").add_column("label", numbers[pc.index_in(labels, values).to_numpy()])
 
 
@@ -198,10 +166,11 @@ def complete_splits(splits: dict[str, hf.Dataset], settings: DataSettings) -> di
         whole = splits["train"]
         rows = _split_rows(whole, sizes, settings.split_seed)
         splits |= {split: whole.select(chosen) for split, chosen in rows.items()}
-    for split in SPLITS:
+    splits = {split: splits[split] for split in SPLITS}
+    for split, table in splits.items():
         wanted = getattr(settings, f"{split}_samples")
-        if wanted and wanted < len(splits[split]):
-            splits[split] = splits[split].shuffle(settings.split_seed).select(range(wanted))
+        if wanted and wanted < len(table):
+            splits[split] = table.shuffle(settings.split_seed).select(range(wanted))
     train = splits["train"]
     if "label" in train.column_names and len(set(_labels(train))) < 2:
         fewer = settings.train_samples and settings.train_samples < total

@@ -1,4 +1,4 @@
-"""Model classes for each task, and what a model's config must be to make a run."""
+"""Model classes for each task, and checks of a model's config."""
 
 import sys
 from pathlib import Path
@@ -25,8 +25,8 @@ def check_model(settings: Settings) -> None:
     """Refuse, before any work, a model that cannot become a run.
 
     Raises:
-        UserError: No such model, a config file without `from_scratch`, a model of another kind than the task's, one
-            that cannot recompute its activations, or `max_length` or `image_size` that it was not made for.
+        UserError: The model cannot be found, does not fit the task, `max_length` or `image_size`, or is a config file
+            without `from_scratch`.
     """
     config = load_config(settings.model, settings.model_revision)
     if Path(settings.model).is_file() and not settings.from_scratch:
@@ -53,7 +53,7 @@ def check_model(settings: Settings) -> None:
 
 
 def silence_loading() -> None:
-    """Hide what transformers reports of weights that it draws anew, and its progress bars but on a terminal."""
+    """Hide transformers' messages about newly initialized weights, and its progress bars except on a terminal."""
     transformers.logging.set_verbosity_error()
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()

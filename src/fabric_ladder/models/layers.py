@@ -1,4 +1,4 @@
-"""The layers of a model by name, and the model without values that shows them."""
+"""The names of a model's layers, read from a model without values."""
 
 import torch
 from torch import nn
@@ -9,11 +9,11 @@ from fabric_ladder.errors import refused
 from fabric_ladder.models.configs import MODELS, load_config
 from fabric_ladder.settings import Settings
 
-_latest: tuple[tuple[str, dict], nn.Module] | None = None  # several checks of one start look at the same model
+_latest: tuple[tuple[str, dict], nn.Module] | None = None  # several checks use the same model
 
 
 def meta_model(settings: Settings, config: PretrainedConfig | None = None) -> nn.Module:
-    """Return the task's model on the device `meta`, where weights take no memory; do not change it.
+    """Return the task's model on the device `meta`, where weights need no memory. Callers must not change it.
 
     Args:
         settings: `task` and `model`.

@@ -1,9 +1,9 @@
 """Attention masks made without host-device synchronization.
 
-transformers chooses a kernel by whether the mask hides a token. It reads the mask's values from the device for that,
-which stalls the device in each forward pass. The loader knows the answer beforehand. Within `declare_padding` the
-function `make_mask` reads no values; elsewhere it is transformers' own `sdpa_mask`. Within `declare_rows` it returns
-dimensions that keep packed documents apart, in place of a mask (`attention.py`, `packing.py`).
+transformers reads the mask's values from the device to find out whether the mask hides a token. This stalls the device
+in each forward pass. The loader declares the answer beforehand. Within `declare_padding` the function `make_mask` reads
+no values; elsewhere it is transformers' own `sdpa_mask`. Within `declare_rows` it returns dimensions that keep packed
+documents apart, in place of a mask (`attention.py`, `packing.py`).
 """
 
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ from transformers.masking_utils import sdpa_mask
 from fabric_ladder.errors import UserError
 
 DIGITS = 7  # binary digits of a document's number in its row
-QUERY_UNIT = 64.0  # stands for 1 in the query's dimensions
-KEY_UNIT = 4.0  # stands for 1 in the key's, which are also divided by the scale of the scores
+QUERY_UNIT = 64.0  # factor of the query's dimensions
+KEY_UNIT = 4.0  # factor of the key's dimensions, which are also divided by the scale of the scores
 PACKED_DIM = 5  # tensor dimensions of `document_digits`; a mask has 2 or 4
 _padded: bool | None = None  # None: not declared
 _rows: tuple[Tensor, int] | None = None  # positions of packed rows, and the largest number of tokens in a row
@@ -26,7 +26,7 @@ _rows: tuple[Tensor, int] | None = None  # positions of packed rows, and the lar
 
 @contextmanager
 def declare_padding(padded: bool) -> Iterator[None]:
-    """Declare whether attention masks hide any token in the batches of this block; padding stands on the right.
+    """Declare whether attention masks hide any token in the batches of this block; padding is on the right.
 
     A causal model then needs no mask: no real token attends to the padding, which comes later.
     """
@@ -99,4 +99,4 @@ def make_mask(**options) -> Tensor | None:
 
 
 def _find_nothing(position_ids: Tensor) -> None:
-    """Stand in for transformers' `find_packed_sequence_indices`."""
+    """Replace transformers' `find_packed_sequence_indices`."""

@@ -9,9 +9,7 @@ from accelerate.utils import convert_file_size_to_int
 from lightning import Fabric
 
 from fabric_ladder.cli import parse_settings
-from fabric_ladder.data import prepare
 from fabric_ladder.data.images import read_image_format
-from fabric_ladder.data.imdb import find_imdb
 from fabric_ladder.data.sources import find_source
 from fabric_ladder.environment import prepare_cuda
 from fabric_ladder.errors import UserError
@@ -27,6 +25,7 @@ from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.build import build_model, build_optimizer
 from fabric_ladder.techniques.technique import CHECKPOINTING
 from fabric_ladder.training.gradients import accumulate_gradients
+from local_dataset_utilities import find_dataset, load_datasets
 
 STANDARD = ["--config", "imdb_bloom_560m.yaml"]  # the default of the rungs on a GPU
 
@@ -89,9 +88,9 @@ def find_samples(settings: Settings, length: int | None) -> tuple[Samples, list[
     try:
         if find_source(settings).key[0] == "hub":
             missing = f"{settings.dataset} is on the Hub"
-        elif settings.dataset == "imdb" and not find_imdb(settings.data_dir):
+        elif settings.dataset == "imdb" and not find_dataset(settings.data_dir):
             missing = f"IMDb is not in {settings.data_dir}"
-        datasets = None if missing else prepare(settings)
+        datasets = None if missing else load_datasets(settings)
     except UserError as error:
         raise UserError(f"{error}; or plan without data, for samples of N tokens: --length N") from error
     if missing:
