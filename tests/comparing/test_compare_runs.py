@@ -140,7 +140,7 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "exists.md").write_text("mine")
     cases = {
         "there is no .*nowhere": "nowhere",
-        "there is no log in .*binary": tmp_path / "binary",
+        "found no log in .*binary": tmp_path / "binary",
         "holds no run": tmp_path / "empty",
     }
     for message, source in cases.items():

@@ -86,7 +86,7 @@ class LoggedRun:
         losses: In the order of training.
         accuracies: After each epoch, in the order of training.
         classes: As in run.json: names, confusion (rows true, columns predicted) and more; may be empty.
-        unfinished: Reason why there is no result, or None for a finished run.
+        unfinished: Reason why the result is missing, or None for a finished run.
         ours: Whether a script of this project printed it.
     """
 

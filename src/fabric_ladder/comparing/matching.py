@@ -226,7 +226,7 @@ def _has_effect(name: str, values: Mapping) -> bool:
 
 
 def _own_rate(values: Mapping) -> float:
-    """Return the rate that replaces `learning_rate` with these settings, or `...` if there is none."""
+    """Return the rate that replaces `learning_rate` with these settings, or `...` if `learning_rate` applies."""
     return next((values[name] for name in RATES if name in values and _has_effect(name, values)), ...)
 
 

@@ -45,7 +45,7 @@ def read_sources(sources: list[str]) -> list[LoggedRun]:
         else:
             raise UserError(f"there is no {source}; give runs/<script>/<n>, a folder of runs, a log, or - for stdin")
     if all(run.unfinished for run in runs):
-        raise UserError(f"there is no finished run in {', '.join(sources)}: {runs[0].name}: {runs[0].unfinished}")
+        raise UserError(f"found no finished run in {', '.join(sources)}: {runs[0].name}: {runs[0].unfinished}")
     return runs
 
 
@@ -73,9 +73,7 @@ def _read_text(source: str) -> list[LoggedRun]:
             raise UserError(f"cannot read {source} ({error.strerror})") from error
     runs = LogParser(name, stem or name).parse(data.decode("utf-8", errors="replace"))
     if not runs:
-        raise UserError(
-            f"there is no log in {name}: it has no line like 'Epoch: 0001/0001 | …' or 'Test accuracy 92.70%'"
-        )
+        raise UserError(f"found no log in {name}: it has no line like 'Epoch: 0001/0001 | …' or 'Test accuracy 92.70%'")
     return runs
 
 
