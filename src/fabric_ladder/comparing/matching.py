@@ -23,16 +23,6 @@ RUNG_DECIDES = names(rung_decides=True)  # may differ if the rungs set it; must 
 WITHOUT_EFFECT = ("notices", *names(changes_figures=False))
 RATES = [name for name in FACTS if name.endswith("_learning_rate")]  # each replaces `learning_rate` where it applies
 HARDWARE = {"cuda": ("gpu",), "mps": ("processor",), "cpu": ("processor", "cores", "threads")}
-NEEDED_FACTS = {  # facts that make runs comparable, as a notice names them if a source lacks them
-    "data": "the content of the data",
-    "model": "model",
-    "seed": "seed",
-    "epochs": "epochs",
-    "batch_size": "effective batch",
-    "learning_rate": "learning rate",
-    "hardware": "hardware",
-    "versions": "versions",
-}
 PATHS = ("model", "dataset", "tokenizer", "validation_file", "test_file")
 Z95 = statistics.NormalDist().inv_cdf(0.975)
 
@@ -182,22 +172,10 @@ def find_differences(rows: list[Row], rungs: Mapping[str, dict]) -> list[str]:
 def find_warnings(rows: list[Row], rungs: Mapping[str, dict]) -> list[str]:
     """Return a warning if runs were given different effective batches on the command line."""
     phrases = _phrase("batch_size", _given_by_user([row.first for row in rows], "batch_size", rungs))
-    return [f"Warning: the effective batch differs by option ({phrase}), and so does the number of optimizer steps. "
-            "Differences in loss and accuracy may come from it." for phrase in phrases]  # fmt: skip
-
-
-def find_unknown(rows: list[Row]) -> list[str]:
-    """Return notices about unknown facts that would make runs comparable."""
-    unknown: dict[tuple, list[str]] = {}
-    for row in rows:
-        run = row.first
-        known = run.settings | {"data": run.data, "hardware": run.hardware, "versions": run.versions}
-        missing = tuple(text for name, text in NEEDED_FACTS.items() if not known.get(name) and known.get(name) != 0)
-        if missing:
-            unknown.setdefault(missing, []).append(row.label)
     return [
-        f"Unknown for {', '.join(labels)}: {', '.join(missing)}. The comparison assumes the values of the other runs."
-        for missing, labels in unknown.items()
+        f"Warning: the effective batch differs by option ({phrase}), and so does the number of optimizer steps. "
+        "Differences in loss and accuracy may come from it."
+        for phrase in phrases
     ]
 
 

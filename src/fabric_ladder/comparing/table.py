@@ -17,7 +17,6 @@ from fabric_ladder.comparing.matching import (
     Row,
     differing_settings,
     find_differences,
-    find_unknown,
     find_warnings,
     make_rows,
 )
@@ -95,7 +94,12 @@ def compare(runs: list[LoggedRun], rungs: Mapping[str, dict]) -> Comparison:
             "number of accumulated micro-batches, and the memory that PyTorch reserved. This project prints allocated "
             "memory."
         )
-    notices += [*find_unknown(rows), *compiling_paid(rows), *_one_seed(rows)]
+    if logs := [row.label for row in rows if row.first.data is None]:
+        notices.append(
+            f"Logs do not have all facts, for example the content of the data or the learning rate: {', '.join(logs)}. "
+            "The comparison assumes the values of the other runs."
+        )
+    notices += [*compiling_paid(rows), *_one_seed(rows)]
     known = {key for row in rows for run in row.runs for key in run.figures}
     if not any(_needs_f1(row) for row in rows):
         known.discard("macro_f1")
