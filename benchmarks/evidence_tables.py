@@ -47,7 +47,7 @@ def rows_of(set: str) -> dict[str, dict[float, Row]]:
     for rung in RUNGS:
         home = evidence.RUNS / set / rung.stem
         for path in sorted({run.parents[1] for run in home.glob("*/*/run.json")}):
-            row = Row(read_sources([str(path)]).runs)
+            row = Row(read_sources([str(path)]))
             found.setdefault(rung.stem, {})[row.first.settings["learning_rate"]] = row
     return found
 

@@ -1,9 +1,6 @@
 """Runs that differ are refused with the name of the setting. Settings of the compared techniques may differ."""
 
-import csv
 import dataclasses
-import io
-import json
 from itertools import combinations
 
 import pytest
@@ -12,9 +9,8 @@ from support.recorded_runs import BLOG, HARDWARE, LOG, OWN, compare, record, scr
 from fabric_ladder import UserError, cli, parse_settings
 from fabric_ladder.comparing.logs import LoggedRun
 from fabric_ladder.comparing.matching import IGNORED, TECHNIQUE, find_differences, make_rows
-from fabric_ladder.comparing.page import to_html
 from fabric_ladder.comparing.sources import read_sources
-from fabric_ladder.comparing.table import to_csv, to_json, to_markdown
+from fabric_ladder.comparing.table import to_markdown
 from fabric_ladder.errors import Checked
 
 DIFFERENCES = {
@@ -55,13 +51,8 @@ def test_each_difference_is_refused_by_name(tmp_path, monkeypatch, kind):
     comparison = compare(read_sources([first, second]))
     assert comparison.differences == [phrase]
     escaped = phrase.replace("_", "\\_")
-    assert (
-        to_markdown(comparison).splitlines()[0] == f"**Not comparable without care: these runs differ in {escaped}.**"
-    )
-    assert to_csv(comparison).splitlines()[0] == f"# differs: {phrase}"
-    assert list(json.loads(to_json(comparison)).items())[1] == ("differences", [phrase])
-    page = to_html(comparison)
-    assert page.index(f"<li>{phrase}</li>") < page.index("<table")
+    first_line = to_markdown(comparison).splitlines()[0]
+    assert first_line == f"**Not comparable without care: these runs differ in {escaped}.**"
 
 
 def test_techniques_are_compared(tmp_path):
@@ -86,6 +77,13 @@ def test_techniques_are_compared(tmp_path):
 
 def test_rungs_set_only_techniques():
     assert all(set(defaults) <= {*IGNORED, *TECHNIQUE} for defaults in OWN.values())
+
+
+def test_settings_of_a_technique_that_the_first_run_does_not_use_are_named(tmp_path):
+    first = write_run(tmp_path, record(activation_checkpointing=False))
+    other = write_run(tmp_path, record("20_activation_offload", activation_checkpointing=True, activation_offload=True))
+    [_, row] = compare(read_sources([first, other])).rows
+    assert row.changed == "activation_checkpointing true; activation_offload true"
 
 
 def settings_of(rung, config, *options):
@@ -184,10 +182,8 @@ def test_seeds_are_one_row(tmp_path):
     assert "mean of seeds 1, 2, 3 (n = 3)" in text
     assert "91.00 ± 1.00 %" in text
     assert "1.10 ± 0.00 min (0.50 x)" in text
-    line = next(csv.DictReader(io.StringIO(to_csv(comparison))))
-    assert (line["n"], line["seeds"], line["minutes"], line["minutes_spread"]) == ("3", "1 2 3", "2.2", "0.2")
     again = write_run(tmp_path / "again", record(seed=1))
-    assert len(make_rows(read_sources([str(tmp_path / "2_grad_accum"), again]).runs)) == 2  # each seed counts once
+    assert len(make_rows(read_sources([str(tmp_path / "2_grad_accum"), again]))) == 2  # each seed counts once
 
 
 @pytest.mark.parametrize(
@@ -211,9 +207,7 @@ def test_unknown_facts_of_a_text_are_not_refused(tmp_path):
     run = write_run(tmp_path, record())
     comparison = compare(read_sources([run, str(BLOG / "compile.txt")]))
     assert comparison.differences == []
-    assert any(
-        notice.startswith("Unknown for compile: the content of the data, model") for notice in comparison.notices
-    )
+    assert any("or the learning rate: compile. The comparison assumes" in notice for notice in comparison.notices)
     log = tmp_path / "other.txt"
     log.write_text(LOG)
     found = compare(read_sources([run, str(log)])).differences

@@ -11,8 +11,8 @@ import pytest
 from support.helpers import SMALL, SRC, finished, run_script, settings_for
 
 from fabric_ladder import UserError
-from fabric_ladder.runs.folder import RunFolder
-from fabric_ladder.runs.loggers import RunLog, check_logger
+from fabric_ladder.runs.loggers import PACKAGES, RunLog, check_logger
+from fabric_ladder.runs.record import RunRecord
 
 SHORT = [*SMALL, "--micro_batch_size", "4"]
 TAGS = {
@@ -124,20 +124,17 @@ def test_weights_and_biases_keeps_a_run_without_a_network(tmp_path):
     assert list((tmp_path / "runs" / "2_grad_accum" / "1" / "wandb").glob("offline-run-*/run-*.wandb"))
 
 
-@pytest.mark.parametrize("package", ["tensorboard", "trackio", "mlflow", "wandb"])
-def test_without_its_package_the_line_says_what_to_install(tmp_path, monkeypatch, package):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == package else name)
-    with pytest.raises(UserError, match=rf"--logger {package} needs a package: pip install {package}(-skinny)?=="):
-        check_logger(settings_for(tmp_path, logger=f"csv,{package}"))
-
-
-def test_a_logger_that_there_is_not_is_refused(tmp_path):
+def test_an_unknown_or_missing_logger_is_refused(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"--logger neptune: expected one or several of csv, tensorboard, .*commas"):
         check_logger(settings_for(tmp_path, logger="csv,neptune"))
     check_logger(settings_for(tmp_path, logger="['csv', 'csv']"))  # a list in a YAML file
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for package in PACKAGES:
+        with pytest.raises(UserError, match=rf"--logger {package} needs a package: pip install {package}(-skinny)?=="):
+            check_logger(settings_for(tmp_path, logger=f"csv,{package}"))
 
 
-def test_a_tracker_that_cannot_start_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
+def test_a_tracker_that_cannot_start_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, fabric):
     """Weights & Biases without a login."""
     pytest.importorskip("wandb", reason="needs wandb")
     for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
@@ -146,7 +143,7 @@ def test_a_tracker_that_cannot_start_is_one_line_and_leaves_nothing(tmp_path, mo
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setattr("sys.stdin", io.StringIO())
     with pytest.raises(UserError, match=r"^--logger wandb cannot start: log in or configure it, or leave it out \("):
-        RunFolder(settings_for(tmp_path, logger="wandb"))
+        RunRecord(fabric, settings_for(tmp_path, logger="wandb")).open()
     assert [*(tmp_path / "runs").rglob("*")] == [tmp_path / "runs" / "test"]
 
 

@@ -1,4 +1,4 @@
-"""The printed lines of a run, the result that `evaluate` returns, and the settings of the whole process."""
+"""The printed lines of a run, its record, the result that `evaluate` returns, and the settings of the process."""
 
 import os
 import threading
@@ -9,25 +9,21 @@ from lightning import Fabric
 from support.helpers import settings_for, token_datasets
 from support.training import losses, run_training
 
-from fabric_ladder import Run
+from fabric_ladder import Run, UserError
 from fabric_ladder.advice import explain
 from fabric_ladder.runs.metrics import Score
+from fabric_ladder.runs.record import RunRecord
 
 
 @pytest.mark.parametrize(
-    ("samples", "given", "lines"),
-    [(40, None, 3), (400, None, 10), (400, 100, 4), (400, 4800, 1)],
+    ("samples", "given", "most", "lines"),
+    [(40, None, 4800, 3), (400, None, 4800, 10), (400, None, 16, 25), (400, 100, 4800, 4), (400, 4800, 4800, 1)],
 )
-def test_a_short_run_prints_a_curve_too(tmp_path, samples, given, lines):
-    """A loss for every tenth of an epoch, if it has ten effective batches of 16; always the last one."""
+def test_the_number_of_printed_losses(tmp_path, monkeypatch, samples, given, most, lines):
+    """A loss for every tenth of an epoch or for every `LOG_EVERY` samples, and always after the last batch of 16."""
+    monkeypatch.setattr("fabric_ladder.runs.run.LOG_EVERY", most)
     run, _ = run_training(tmp_path, datasets=token_datasets(train=samples), log_every=given)
     assert len(losses(run)) == lines
-
-
-def test_a_long_run_prints_more_than_ten_losses(tmp_path, monkeypatch):
-    monkeypatch.setattr("fabric_ladder.runs.run.LOG_EVERY", 16)
-    run, _ = run_training(tmp_path, datasets=token_datasets(train=400), log_every=None)
-    assert len(losses(run)) == 25
 
 
 def process_settings():
@@ -64,3 +60,10 @@ def test_deterministic_algorithms_are_for_the_run_that_asks_for_them(tmp_path):
     finally:
         run_training(tmp_path)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_file_that_cannot_be_read_is_not_reported_as_a_folder_that_cannot_be_written(tmp_path, fabric):
+    record = RunRecord(fabric, settings_for(tmp_path))
+    with pytest.raises(UserError) as caught:
+        record.on_rank_zero((tmp_path / "missing.json").read_text)
+    assert str(caught.value) == f"cannot use {tmp_path / 'missing.json'} (No such file or directory)"

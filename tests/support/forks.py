@@ -1,4 +1,4 @@
-"""Run a case in a fork of the tests' process, which bounds its time and memory, and tells how it ended."""
+"""Run a case in a fork of the tests' process, which bounds its time and memory, and return its outcome."""
 
 import io
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fabric_ladder.advice import show_errors
 
-SECONDS, MEMORY = 60, 3 * 2**30  # that a case may take; bytes beside what the tests have themselves
+SECONDS, MEMORY = 60, 3 * 2**30  # limits of a case; the memory is in addition to that of the tests
 RUNS = "runs"
 
 

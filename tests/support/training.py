@@ -16,7 +16,7 @@ from support.helpers import ROOT, SMALL, free_port, settings_for, tiny_model, to
 
 SCRIPT = ROOT / "tests" / "support" / "spoilt_script.py"
 SIZES = [*SMALL, "--eval_batch_tokens", "100", "--threads", "1", "--precision", "32-true"]
-# the memory of the process then goes up and down with its tensors, so that a limit decides alike each time
+# the memory of the process then goes up and down with its tensors, so a limit has the same effect each time
 PLAIN = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -84,7 +84,7 @@ def losses(run):
 
 
 def poison(training):
-    """Make the embedding of a token infinite that stands in a single sample; return the sample's row."""
+    """Make the embedding of a token infinite that only one sample has; return the sample's row."""
     rows = training.train_loader.dataset.split["input_ids"][:]
     tokens = np.concatenate([np.unique(row) for row in rows])
     token = int(np.flatnonzero(np.bincount(tokens) == 1)[0])

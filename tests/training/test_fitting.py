@@ -1,13 +1,11 @@
 """Out of memory: the longest batch comes first, leaves no trace, and `auto` finds what fits."""
 
-import os
 import re
-import subprocess
 import sys
 
 import numpy as np
 import pytest
-from support.helpers import ROOT, free_port, settings_for
+from support.helpers import SRC, finished, run_script, settings_for
 from support.resuming import assert_same, run_here
 from support.training import SIZES, alone, read, run_training, two
 from support.training import losses as trained
@@ -137,17 +135,8 @@ def test_out_of_memory_under_auto_names_half_the_samples(tmp_path, monkeypatch, 
 def test_sharded_ranks_try_the_longest_too_and_lose_no_bit(tmp_path, monkeypatch):
     """FSDP2 on two ranks, against the rung itself, which on CPUs tries nothing."""
     assert [status for *_, status in two(tmp_path / "tried", (0, 0), "10_fsdp")] == [0, 0]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "NODE_RANK": "0"}
     (tmp_path / "plain").mkdir()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, ROOT / "src" / "10_fsdp.py", *SIZES, "--devices", "2"],
-            cwd=tmp_path / "plain", env=os.environ | common | {"LOCAL_RANK": str(rank)},
-            stdout=subprocess.DEVNULL,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    assert [process.wait(timeout=200) for process in ranks] == [0, 0]
+    finished(run_script(SRC / "10_fsdp.py", *SIZES, "--devices", "2", cwd=tmp_path / "plain"))
     assert read(tmp_path / "tried", "10_fsdp")[0] == read(tmp_path / "plain", "10_fsdp")[0]
 
 

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ import pandas as pd
 
 from fabric_ladder import settings
 from fabric_ladder.comparing.logs import LoggedRun
+from fabric_ladder.options import is_met
 from fabric_ladder.settings import FACTS, INTERNAL, names
 
 # The role of each setting in a comparison is written in settings.py. `ranks` counts devices times machines.
@@ -19,18 +21,8 @@ EQUAL = names(role=settings.EQUAL)
 TECHNIQUE = (*names(role=settings.TECHNIQUE), "ranks")  # in the order of the column "what changed"
 RUNG_DECIDES = names(rung_decides=True)  # may differ if the rungs set it; must be equal if a user sets it
 WITHOUT_EFFECT = ("notices", *names(changes_figures=False))
-RATES = ("sgd_learning_rate", "lora_learning_rate")
+RATES = [name for name in FACTS if name.endswith("_learning_rate")]  # each replaces `learning_rate` where it applies
 HARDWARE = {"cuda": ("gpu",), "mps": ("processor",), "cpu": ("processor", "cores", "threads")}
-NEEDED_FACTS = {  # facts that make runs comparable, as a notice names them if a source lacks them
-    "data": "the content of the data",
-    "model": "model",
-    "seed": "seed",
-    "epochs": "epochs",
-    "batch_size": "effective batch",
-    "learning_rate": "learning rate",
-    "hardware": "hardware",
-    "versions": "versions",
-}
 PATHS = ("model", "dataset", "tokenizer", "validation_file", "test_file")
 Z95 = statistics.NormalDist().inv_cdf(0.975)
 
@@ -140,17 +132,12 @@ def _labels(rows: list[Row]) -> list[str]:
     """Name each row by its rung. If rungs repeat, add the run's number or the whole source."""
     runs = [row.first for row in rows]
     forms = (
-        lambda number: runs[number].name,
-        lambda number: f"{runs[number].name}/{Path(runs[number].source).name}",
-        lambda number: f"{runs[number].name} ({runs[number].source})",
-        lambda number: f"{runs[number].name} ({runs[number].source}, {number + 1})",
+        [run.name for run in runs],
+        [f"{run.name}/{Path(run.source).name}" for run in runs],
+        [f"{run.name} ({run.source})" for run in runs],
+        [f"{run.name} ({run.source}, {number})" for number, run in enumerate(runs, start=1)],
     )
-    labels = []
-    for run in runs:
-        same = [number for number, other in enumerate(runs) if other.name == run.name]
-        form = next(form for form in forms if len(set(map(form, same))) == len(same))
-        labels.append(form(len(labels)))
-    return labels
+    return [next(form[place] for form in forms if form.count(form[place]) == 1) for place in range(len(runs))]
 
 
 def find_differences(rows: list[Row], rungs: Mapping[str, dict]) -> list[str]:
@@ -185,22 +172,10 @@ def find_differences(rows: list[Row], rungs: Mapping[str, dict]) -> list[str]:
 def find_warnings(rows: list[Row], rungs: Mapping[str, dict]) -> list[str]:
     """Return a warning if runs were given different effective batches on the command line."""
     phrases = _phrase("batch_size", _given_by_user([row.first for row in rows], "batch_size", rungs))
-    return [f"Warning: the effective batch differs by option ({phrase}), and so does the number of optimizer steps. "
-            "Differences in loss and accuracy may come from it." for phrase in phrases]  # fmt: skip
-
-
-def find_unknown(rows: list[Row]) -> list[str]:
-    """Return notices about unknown facts that would make runs comparable."""
-    unknown: dict[tuple, list[str]] = {}
-    for row in rows:
-        run = row.first
-        known = run.settings | {"data": run.data, "hardware": run.hardware, "versions": run.versions}
-        missing = tuple(text for name, text in NEEDED_FACTS.items() if not known.get(name) and known.get(name) != 0)
-        if missing:
-            unknown.setdefault(missing, []).append(row.label)
     return [
-        f"Unknown for {', '.join(labels)}: {', '.join(missing)}. The comparison assumes the values of the other runs."
-        for missing, labels in unknown.items()
+        f"Warning: the effective batch differs by option ({phrase}), and so does the number of optimizer steps. "
+        "Differences in loss and accuracy may come from it."
+        for phrase in phrases
     ]
 
 
@@ -224,17 +199,13 @@ def _values(runs: list[LoggedRun], name: str) -> list:
 
 def _has_effect(name: str, values: Mapping) -> bool:
     """Return whether a setting has an effect on a run with these settings."""
-    if name in RATES:
-        return name == _rate(values)
-    needed, _, wanted = FACTS[name].needs.partition("=") if name in FACTS else ("", "", "")
-    return not needed or (values.get(needed) == wanted if wanted else bool(values.get(needed)))
+    need = FACTS[name].needs if name in FACTS else ""
+    return not need or is_met(need, defaultdict(lambda: None, values))
 
 
-def _rate(values: Mapping) -> str | None:
-    """Return the setting that replaces `learning_rate`, if there is one."""
-    if values.get("optimizer") == "sgd":
-        return "sgd_learning_rate"
-    return "lora_learning_rate" if values.get("lora") else None
+def _own_rate(values: Mapping) -> float:
+    """Return the rate that replaces `learning_rate` with these settings, or `...` if `learning_rate` applies."""
+    return next((values[name] for name in RATES if name in values and _has_effect(name, values)), ...)
 
 
 def _given_by_user(runs: list[LoggedRun], name: str, rungs: Mapping[str, dict]) -> list:
@@ -246,7 +217,7 @@ def _given_by_user(runs: list[LoggedRun], name: str, rungs: Mapping[str, dict]) 
     if name not in RUNG_DECIDES:
         return values
     if name == "learning_rate":
-        own = [run.settings.get(_rate(run.settings), ...) for run in runs]
+        own = [_own_rate(run.settings) for run in runs]
     else:
         own = [rungs.get(run.name, {}).get(name, ...) for run in runs]
     pairs = list(zip(values, own, strict=True))
@@ -271,11 +242,16 @@ def _phrase(name: str, values: list) -> list[str]:
 
 
 def _changes(first: LoggedRun, run: LoggedRun) -> list[str]:
-    """Return the settings of the technique that differ from the first run's, with their new values."""
+    """Return the settings of the technique that differ from the first run's, with their new values.
+
+    Settings that the first run does not use are listed unless they have their defaults.
+    """
     changed = [name for name in TECHNIQUE if _phrase(name, _values([first, run], name))]
-    if run.settings.get("lora") and first.settings.get("lora") is False:
-        changed += ["lora_rank"] if "lora_rank" in run.settings else []
-        changed += [name for name in ("dora", "rslora") if run.settings.get(name)]
+    defaults = vars(settings.Settings())
+    for name in TECHNIQUE:
+        known = name in defaults and run.settings.get(name, defaults[name]) != defaults[name]
+        if known and _has_effect(name, run.settings) and not _has_effect(name, first.settings):
+            changed.append(name)
     return [f"{name} {show(run.settings[name])}" for name in changed]
 
 
@@ -285,5 +261,5 @@ def _differ_only_in_seed(run: LoggedRun, other: LoggedRun) -> bool:
     same = all(run.settings.get(name) == other.settings.get(name) for name in compared)
     sizes = ("memory", "gpu_memory")  # bytes that differ from one start of a machine to the next
     devices = [{key: value for key, value in each.hardware.items() if key not in sizes} for each in (run, other)]
-    parts = ("name", "data", "versions", "from_text", "ours")
+    parts = ("name", "data", "versions", "ours")
     return same and devices[0] == devices[1] and all(getattr(run, part) == getattr(other, part) for part in parts)

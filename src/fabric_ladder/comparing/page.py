@@ -7,8 +7,9 @@ from string import Template
 
 import pandas as pd
 
-from fabric_ladder.comparing.charts import DARK_STYLE, STYLE, Chart, to_svg
-from fabric_ladder.comparing.table import Comparison, cell_text, footnote, seeds_text
+from fabric_ladder.comparing.charts import draw_charts
+from fabric_ladder.comparing.matching import Row
+from fabric_ladder.comparing.table import Comparison, figures_table, footnote, seeds_text, settings_table
 
 TEMPLATE = Path(__file__).with_name("page.html")
 
@@ -16,71 +17,46 @@ TEMPLATE = Path(__file__).with_name("page.html")
 def to_html(comparison: Comparison) -> str:
     """Return the page."""
     rows = comparison.rows
-    parts = []
-    if comparison.differences:
-        text = "<strong>Not comparable without care.</strong> These runs differ in more than their technique:"
-        parts.append(f'<div class="warning" role="note">{text}{_list(comparison.differences)}</div>')
-    parts.append(_section("Runs", _table(_figures(comparison)) + _note(footnote(comparison))))
-    dark = to_svg(comparison, DARK_STYLE)
-    for name, (chart, svg) in to_svg(comparison, STYLE).items():
-        parts.append(_section(chart.title, _picture(chart, svg, dark[name][1]) + _note(chart.caption)))
+    parts = [f'<p class="warning">{escape(comparison.warning)}</p>'] if comparison.warning else []
+    parts += [_table(figures_table(comparison)), _note(footnote(comparison))]
+    for chart in draw_charts(comparison, "svg"):
+        source = f"data:image/svg+xml;base64,{b64encode(chart.content).decode()}"
+        parts.append(f'<img src="{source}" alt="{escape(chart.title)}">')
     for row in rows:
         if row.confusion is not None:
-            counts = row.confusion.assign(correct=_shares(row.confusion))
-            note = f"Test samples by true class (rows) and predicted class. Macro-F1 {row.mean('macro_f1'):.2f} %."
-            seeds = seeds_text(row).replace("mean", "sum")
-            parts.append(_section(f"Confusion matrix: {row.label}", _table(counts) + _note(f"{note} {seeds}")))
+            parts += _confusion(row)
     if comparison.settings:
-        names, values = zip(*comparison.settings, strict=True)
-        table = pd.DataFrame(values, index=names, columns=[row.label for row in rows])
-        parts.append(_section("Settings that differ", _table(table) + _note("All other known settings are equal.")))
+        parts += [_heading("Settings that differ"), _table(settings_table(comparison))]
+        parts.append(_note("All other known settings are equal."))
     if comparison.notices:
-        parts.append(_section("Notes", _list(comparison.notices)))
+        parts += [
+            _heading("Notes"),
+            f"<ul>{''.join(f'<li>{escape(notice)}</li>' for notice in comparison.notices)}</ul>",
+        ]
     title = " against ".join(row.label for row in rows)
     if len(rows) > 2:
         title = f"{rows[0].label} and {len(rows) - 1} more"
-    count = sum(len(row.runs) for row in rows)
-    lead = f"{count} run{'s' * (count > 1)}, compared by Fabric Ladder's scripts/compare_runs.py"
-    template = Template(TEMPLATE.read_text(encoding="utf-8"))
-    return template.substitute(title=escape(title), lead=escape(lead), body="\n".join(parts))
+    return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(title=escape(title), body="\n".join(parts))
 
 
-def _figures(comparison: Comparison) -> pd.DataFrame:
-    """Return the table of figures as texts."""
-    lines = {}
-    for number, row in enumerate(comparison.rows, start=1):
-        cells = {column.title: cell_text(row, comparison.rows[0], column) for column in comparison.columns}
-        name = " · ".join(filter(None, [f"{number} {row.label}", seeds_text(row)]))
-        lines[name] = {"what changed": row.changed, **cells}
-    return pd.DataFrame.from_dict(lines, orient="index")
+def _confusion(row: Row) -> list[str]:
+    """Return the confusion matrix of a row, with the share of right predictions of each class."""
+    counts = row.confusion
+    sizes = counts.sum(axis="columns").clip(lower=1)
+    counts = counts.assign(correct=[f"{counts.iat[place, place] / size:.1%}" for place, size in enumerate(sizes)])
+    note = f"Test samples by true class (rows) and predicted class. Macro-F1 {row.mean('macro_f1'):.2f} %."
+    seeds = seeds_text(row).replace("mean", "sum")
+    return [_heading(f"Confusion matrix: {row.label}"), _table(counts), _note(f"{note} {seeds}")]
 
 
-def _shares(confusion: pd.DataFrame) -> list[str]:
-    """Return the share of right predictions of each true class."""
-    sizes = confusion.sum(axis="columns").clip(lower=1)
-    return [f"{confusion.iat[place, place] / size:.1%}" for place, size in enumerate(sizes)]
-
-
-def _section(title: str, content: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{content}</section>"
+def _heading(text: str) -> str:
+    return f"<h2>{escape(text)}</h2>"
 
 
 def _note(text: str) -> str:
     return f'<p class="note">{escape(text)}</p>' if text else ""
 
 
-def _list(texts: list[str]) -> str:
-    return f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in texts)}</ul>"
-
-
 def _table(cells: pd.DataFrame) -> str:
     with pd.option_context("display.max_colwidth", None):
         return f'<div class="scroll" tabindex="0">{cells.to_html(border=0)}</div>'
-
-
-def _picture(chart: Chart, light: str, dark: str) -> str:
-    """Return a chart that follows the browser's colour scheme."""
-    light, dark = (f"data:image/svg+xml;base64,{b64encode(svg.encode()).decode()}" for svg in (light, dark))
-    source = f'<source media="(prefers-color-scheme: dark)" srcset="{dark}">'
-    image = f'<img src="{light}" alt="{escape(chart.description)}">'
-    return f'<div class="scroll" tabindex="0"><picture>{source}{image}</picture></div>'

@@ -2,13 +2,9 @@
 
 import csv
 import math
-import os
 import re
 import sys
 from pathlib import Path
-from typing import NamedTuple
-
-import numpy as np
 
 from fabric_ladder.comparing.logs import LoggedRun, LogParser, Point
 from fabric_ladder.errors import UserError, read_outside
@@ -28,19 +24,10 @@ FIGURES = {  # key in run.json -> name of the figure, and the factor to its unit
     "parameters": ("parameters", 1e-6),
     "trainable_parameters": ("trainable_parameters", 1e-6),
 }
-MOST_FOLDERS = 20_000  # limit of the search, a guard against searching a whole disk
-LARGEST = 50_000_000  # bytes of a log, a guard against reading a checkpoint
 
 
-class Found(NamedTuple):
-    """Finished and unfinished runs of the sources, and notices about them."""
-
-    runs: list[LoggedRun]
-    notices: list[str]
-
-
-def read_sources(sources: list[str]) -> Found:
-    """Read the runs of all sources, in their order.
+def read_sources(sources: list[str]) -> list[LoggedRun]:
+    """Return the runs of all sources in their order, unfinished ones included.
 
     Args:
         sources: Folders of runs, folders above them, logs, or `-` for standard input.
@@ -48,83 +35,46 @@ def read_sources(sources: list[str]) -> Found:
     Raises:
         UserError: A source does not exist, cannot be read or has no log, or no run is finished.
     """
-    runs, notices = [], []
+    runs = []
     for source in sources:
         path = Path(source)
-        if source == "-" or path.is_file():
-            found = _read_text(source)
-        elif path.is_dir():
-            found = _read_folder(path)
+        if path.is_dir():
+            runs += _read_folder(path)
+        elif source == "-" or path.is_file():
+            runs += _read_text(source)
         else:
             raise UserError(f"there is no {source}; give runs/<script>/<n>, a folder of runs, a log, or - for stdin")
-        runs += found.runs
-        notices += found.notices
     if all(run.unfinished for run in runs):
-        raise UserError(f"there is no finished run in {', '.join(sources)}: {runs[0].name}: {runs[0].unfinished}")
-    if others := list(dict.fromkeys(run.source for run in runs if not run.ours and run.unfinished is None)):
-        notices.append(
-            f"Other scripts printed {', '.join(others)}. The blog prints the loss of one micro-batch divided by the "
-            "number of accumulated micro-batches, and the memory that PyTorch "
-            "reserved. This project prints allocated memory."
-        )
-    return Found(runs, notices)
+        raise UserError(f"found no finished run in {', '.join(sources)}: {runs[0].name}: {runs[0].unfinished}")
+    return runs
 
 
-def _read_folder(folder: Path) -> Found:
-    folders = set()
-    for number, (path, _, names) in enumerate(os.walk(folder)):  # os.walk skips unreadable folders
-        if number == MOST_FOLDERS:
-            raise UserError(f"{folder} holds more than {MOST_FOLDERS:,} folders; give the folder of the runs")
-        if not {"run.json", "log.txt"}.isdisjoint(names):
-            folders.add(Path(path))
+def _read_folder(folder: Path) -> list[LoggedRun]:
+    folders = {path.parent for path in folder.rglob("run.json")}
     if not folders:
-        raise UserError(f"{folder} holds no run: it has no run.json and no log.txt")
-    runs, notices = [], []
-    for path in sorted(folders, key=_natural):
-        if (path / "run.json").is_file():
-            runs.append(_read_run(path))
-            continue
-        try:
-            found = _read_text(str(path / "log.txt"))
-        except UserError as error:  # a log.txt of another program
-            notices.append(f"{error}: left out.")
-            continue
-        runs += found.runs
-        notices += found.notices
-    if not runs:
-        raise UserError(f"{folder} holds no run: its log.txt is not the log of a training")
-    return Found(runs, notices)
+        raise UserError(f"{folder} holds no run: it has no run.json")
+    return [_read_run(path) for path in sorted(folders, key=_natural)]
 
 
 def _natural(path: Path) -> list:
     """Return a sort key that puts 2_grad_accum before 10_fsdp."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", str(path)) if part]
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", str(path))]
 
 
-def _read_text(source: str) -> Found:
+def _read_text(source: str) -> list[LoggedRun]:
     if source == "-":
-        name, data = "standard input", sys.stdin.buffer.read(LARGEST + 1)
+        name, stem, data = "standard input", "standard input", sys.stdin.buffer.read()
     else:
-        name = source
+        path = Path(source)
+        name, stem = source, path.parent.name if path.name == "log.txt" else path.stem
         try:
-            with open(source, "rb") as file:
-                data = file.read(LARGEST + 1)
+            data = path.read_bytes()
         except OSError as error:
             raise UserError(f"cannot read {source} ({error.strerror})") from error
-    if len(data) > LARGEST:
-        raise UserError(f"{name} is larger than {LARGEST // 10**6} MB, so it is not a log")
-    stem = Path(source).parent.name if Path(source).name == "log.txt" else Path(source).stem
-    parser = LogParser(name, "standard input" if source == "-" else stem or name)
-    runs = parser.parse(data.decode("utf-8", errors="replace"))
+    runs = LogParser(name, stem or name).parse(data.decode("utf-8", errors="replace"))
     if not runs:
-        raise UserError(
-            f"there is no log in {name}: it has no line like 'Epoch: 0001/0001 | …' or 'Test accuracy 92.70%'"
-        )
-    notices = []
-    if parser.skipped:
-        lines = "1 line is" if parser.skipped == 1 else f"{parser.skipped} lines are"
-        notices.append(f"{name}: {lines} skipped: damaged or repeated lines with figures.")
-    return Found(runs, notices)
+        raise UserError(f"found no log in {name}: it has no line like 'Epoch: 0001/0001 | …' or 'Test accuracy 92.70%'")
+    return runs
 
 
 def _read_run(folder: Path) -> LoggedRun:
@@ -132,31 +82,27 @@ def _read_run(folder: Path) -> LoggedRun:
     run = LoggedRun(str(folder), folder.parent.name or str(folder))
     try:
         record = read_outside(folder / "run.json")
-        _fill(run, record)
+        run.name = record["settings"]["name"]
+        run.unfinished = _why_unfinished(record)
         if run.unfinished is None:
+            _fill(run, record)
             _read_points(run, folder / "metrics.csv", record["data"]["train_samples"])
-    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, csv.Error) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         run.unfinished = f"its files cannot be read ({type(error).__name__}: {error})"
     return run
 
 
-def _fill(run: LoggedRun, record: dict) -> None:
-    if not all(isinstance(record[part], dict) for part in ("settings", "results")):
-        raise TypeError("settings and results must be objects")
-    for name, value in record["settings"].items():
-        plain = isinstance(value, str | int | float | None) and value not in (math.inf, -math.inf) and value == value
-        if not plain or (name == "seed" and not isinstance(value, int)):
-            raise TypeError(f"the setting {name} is {value!r:.40}")
-    run.name = str(record["settings"]["name"])
+def _why_unfinished(record: dict) -> str | None:
     if record["format"] != FORMAT:
-        run.unfinished = f"its run.json has format {record['format']}; this version reads {FORMAT}"
-        return
+        return f"its run.json has format {record['format']}; this version reads {FORMAT}"
     if record["status"] != "finished":
-        run.unfinished = f"its status is {record['status']!r}: it is running or was interrupted"
-        return
+        return f"its status is {record['status']!r}: it is running or was interrupted"
     if record.get("log_lost"):
-        run.unfinished = "its log is incomplete, because it could not be written"
-        return
+        return "its log is incomplete, because it could not be written"
+    return None
+
+
+def _fill(run: LoggedRun, record: dict) -> None:
     results = record["results"]
     run.settings = record["settings"] | {"ranks": record["ranks"]}
     parts = [record, *record.get("resumed", [])]
@@ -167,12 +113,9 @@ def _fill(run: LoggedRun, record: dict) -> None:
     last = results["epochs"][-1]
     run.figures |= {name: last[name] * 100 for name in ("train_accuracy", "validation_accuracy")}
     run.test_samples = results.get("test_samples")
-    if classes := results.get("classes"):
-        np.array(classes["confusion"], dtype=int).reshape(
-            2 * [len(classes["names"])]
-        )  # raises ValueError unless it is square
-        run.classes = classes
-        run.figures["macro_f1"] = classes["macro_f1"] * 100
+    if "classes" in results:
+        run.classes = results["classes"]
+        run.figures["macro_f1"] = run.classes["macro_f1"] * 100
     if "test_tokens" in results:
         run.figures["test_loss"] = results["test_loss"]
         run.figures["test_perplexity"] = _perplexity(results["test_loss"])
@@ -185,10 +128,8 @@ def _perplexity(loss: float) -> float:
 
 def _join(parts: list[dict], name: str) -> dict:
     """Return versions or hardware of a resumed run; facts that differ between its parts are listed in order."""
-    facts = [dict(part[name]) for part in parts]
-    values = {key: [each.get(key) for each in facts] for key in facts[0]}
-    return {key: found[0] if found.count(found[0]) == len(found) else ", then ".join(map(str, found))
-            for key, found in values.items()}  # fmt: skip
+    values = {key: [part[name].get(key) for part in parts] for key in parts[0][name]}
+    return {key: found[0] if len(set(found)) == 1 else ", then ".join(map(str, found)) for key, found in values.items()}
 
 
 def _read_points(run: LoggedRun, path: Path, epoch_samples: int) -> None:
@@ -197,10 +138,10 @@ def _read_points(run: LoggedRun, path: Path, epoch_samples: int) -> None:
         return
     with open(path, encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
-            samples, minutes = int(row["samples"]), float(row["seconds"]) / 60
-            at = {"epochs": samples / epoch_samples, "samples": samples, "minutes": minutes}
+            samples = int(row["samples"])
+            epochs = samples / epoch_samples
             if row["loss"]:
-                run.losses.append(Point(value=float(row["loss"]), **at))
+                run.losses.append(Point(epochs, samples, float(row["loss"])))
             if accuracy := row.get("validation_accuracy"):
                 of_training = float(row["train_accuracy"]) * 100
-                run.accuracies.append(Point(value=float(accuracy) * 100, train_accuracy=of_training, **at))
+                run.accuracies.append(Point(epochs, samples, float(accuracy) * 100, of_training))

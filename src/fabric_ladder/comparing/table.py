@@ -1,9 +1,9 @@
-"""Write the comparison as a table: in the terminal, in Markdown, CSV and JSON."""
+"""The table of a comparison: for the terminal, for the page and in Markdown."""
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import pandas as pd
@@ -12,16 +12,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fabric_ladder.comparing.logs import Point
+from fabric_ladder.comparing.logs import LoggedRun
 from fabric_ladder.comparing.matching import (
     Row,
     differing_settings,
     find_differences,
-    find_unknown,
     find_warnings,
     make_rows,
 )
-from fabric_ladder.comparing.sources import Found
 
 UNBALANCED = 1.5  # ratio of test samples in the largest and the smallest class
 
@@ -80,26 +78,33 @@ class Comparison:
         return f"Not comparable without care: these runs differ in {'; '.join(self.differences)}."
 
 
-def compare(found: Found, rungs: Mapping[str, dict]) -> Comparison:
+def compare(runs: list[LoggedRun], rungs: Mapping[str, dict]) -> Comparison:
     """Compare the finished runs; the first of them is the reference.
 
     Args:
-        found: The runs.
+        runs: From `read_sources`.
         rungs: Settings that each rung sets itself, by the rung's name. They are part of its technique.
     """
-    rows = make_rows([run for run in found.runs if run.unfinished is None])
-    left_out = [f"Left out: {run.name} ({run.source}): {run.unfinished}." for run in found.runs if run.unfinished]
+    rows = make_rows([run for run in runs if run.unfinished is None])
+    notices = [*find_warnings(rows, rungs)]
+    notices += [f"Left out: {run.name} ({run.source}): {run.unfinished}." for run in runs if run.unfinished]
+    if others := dict.fromkeys(run.source for run in runs if not run.ours and run.unfinished is None):
+        notices.append(
+            f"Other scripts printed {', '.join(others)}. The blog prints the loss of one micro-batch divided by the "
+            "number of accumulated micro-batches, and the memory that PyTorch reserved. This project prints allocated "
+            "memory."
+        )
+    if logs := [row.label for row in rows if row.first.data is None]:
+        notices.append(
+            f"Logs do not have all facts, for example the content of the data or the learning rate: {', '.join(logs)}. "
+            "The comparison assumes the values of the other runs."
+        )
+    notices += [*compiling_paid(rows), *_one_seed(rows)]
     known = {key for row in rows for run in row.runs for key in run.figures}
     if not any(_needs_f1(row) for row in rows):
         known.discard("macro_f1")
-    facts = [*find_unknown(rows), *compiling_paid(rows), *_one_seed(rows)]
-    return Comparison(
-        rows=rows,
-        differences=find_differences(rows, rungs),
-        notices=[*find_warnings(rows, rungs), *left_out, *found.notices, *facts],
-        settings=differing_settings(rows),
-        columns=[column for column in COSTS + GAINS if column.key not in OPTIONAL or column.key in known],
-    )
+    columns = [column for column in COSTS + GAINS if column.key not in OPTIONAL or column.key in known]
+    return Comparison(rows, find_differences(rows, rungs), notices, differing_settings(rows), columns)
 
 
 def _needs_f1(row: Row) -> bool:
@@ -137,38 +142,25 @@ def compiling_paid(rows: list[Row]) -> list[str]:
     return notices
 
 
-def compare_figure(row: Row, first: Row, column: Column) -> dict[str, float | bool | None]:
-    """Return `mean` and `spread` of a figure, or None if unknown, and its comparison with the first row's mean.
-
-    The comparison is a `ratio`, or `points` in percent. With several seeds, `within_spread` is whether the points are
-    at most the larger spread of both rows.
-    """
-    mean = row.mean(column.key)
-    reference = first.mean(column.key)
-    spreads = [row.spread(column.key), first.spread(column.key)]
-    found = {"mean": mean, "spread": spreads[0], "points" if column.points else "ratio": None}
-    if mean is None or reference is None:
-        return found
-    if not column.points:
-        ratio = mean / reference if reference else math.inf
-        return found | {"ratio": ratio if math.isfinite(ratio) else None}
-    found["points"] = mean - reference
-    spreads = [spread for spread in spreads if spread is not None]
-    return found | ({"within_spread": abs(mean - reference) <= max(spreads)} if spreads else {})
-
-
 def cell_parts(row: Row, first: Row, column: Column) -> list[str]:
-    """Return a figure, its spread over the seeds, and its comparison with the first row's; unknown parts are empty."""
-    found = compare_figure(row, first, column)
+    """Return a figure, its spread over the seeds, and its comparison with the first row's; unknown parts are empty.
+
+    The comparison is a ratio or a difference in percentage points. `≈` marks points that are at most the larger spread
+    of both rows.
+    """
     digits = column.digits
-    against = found.get("points", found.get("ratio"))
+    mean, reference = row.mean(column.key), first.mean(column.key)
+    if mean is None:
+        return ["–", "", ""]
+    spread = row.spread(column.key)
     compared = ""
-    if against is not None and row is not first and column.points:
-        compared = f"{against:+.{digits}f}" + " ≈" * found.get("within_spread", False)
-    elif against is not None and row is not first:
-        compared = f"{against:.2f} x" if against >= 0.1 else f"{against:.2g} x"
-    value = "–" if found["mean"] is None else f"{found['mean']:.{digits}f}"
-    return [value, "" if found["spread"] is None else f"± {found['spread']:.{digits}f}", compared]
+    if row is not first and reference is not None and column.points:
+        spreads = [each for each in (spread, first.spread(column.key)) if each is not None]
+        within = bool(spreads) and abs(mean - reference) <= max(spreads)
+        compared = f"{mean - reference:+.{digits}f}" + " ≈" * within
+    elif row is not first and reference and math.isfinite(ratio := mean / reference):
+        compared = f"{ratio:.2f} x" if ratio >= 0.1 else f"{ratio:.2g} x"
+    return [f"{mean:.{digits}f}", "" if spread is None else f"± {spread:.{digits}f}", compared]
 
 
 def value_text(row: Row, column: Column) -> str:
@@ -221,70 +213,37 @@ def print_table(comparison: Comparison, console: Console) -> None:
         console.print(escape(line), highlight=False)
 
 
-def to_markdown(comparison: Comparison) -> str:
-    """Return the table in GitHub's Markdown, and the settings that differ."""
-    rows, columns = comparison.rows, comparison.columns
-    lines = [f"**{_cell(comparison.warning)}**", ""] if comparison.warning else []
-    lines.append(_line(["rung", "what changed", *(column.title for column in columns)]))
-    lines.append("|---|---|" + "---:|" * len(columns))
-    for row in rows:
-        cells = [cell_text(row, rows[0], column) for column in columns]
-        lines.append(_line([_cell(", ".join(filter(None, [row.label, seeds_text(row)]))), _cell(row.changed), *cells]))
-    if note := footnote(comparison):
-        lines += ["", _cell(note)]
-    if comparison.settings:
-        lines += ["", _line(["setting", *(_cell(row.label) for row in rows)]), "|---|" + "---|" * len(rows)]
-        lines += [_line([name, *map(_cell, values)]) for name, values in comparison.settings]
-    if comparison.notices:
-        lines += ["", *(f"- {_cell(notice)}" for notice in comparison.notices)]
-    return "\n".join(lines) + "\n"
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _cell(text: str) -> str:
-    return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", text)
-
-
-def to_csv(comparison: Comparison) -> str:
-    """Return one line per row; differences beyond the technique come first, in lines that start with #."""
-    records = []
+def figures_table(comparison: Comparison) -> pd.DataFrame:
+    """Return the figures as texts: a line for each row, a column for each figure."""
+    lines = {}
     for row in comparison.rows:
-        record = {"rung": row.label, "sources": " ".join(run.source for run in row.runs), "what_changed": row.changed}
-        record |= {"seeds": " ".join(row.seeds), "n": len(row.runs)}
-        for column in comparison.columns:
-            figure = compare_figure(row, comparison.rows[0], column)
-            record[column.key] = figure.pop("mean")
-            record |= {f"{column.key}_{name}": value for name, value in figure.items()}
-        records.append(record)
-    above = "".join(f"# differs: {' '.join(difference.split())}\n" for difference in comparison.differences)
-    return above + pd.DataFrame(records).to_csv(index=False, lineterminator="\n", float_format="%.12g")
+        cells = {column.title: cell_text(row, comparison.rows[0], column) for column in comparison.columns}
+        lines[", ".join(filter(None, [row.label, seeds_text(row)]))] = {"what changed": row.changed} | cells
+    return pd.DataFrame.from_dict(lines, orient="index")
 
 
-def to_json(comparison: Comparison) -> str:
-    """Return everything as JSON: differences first, then each row with its figures and runs."""
-    rows = [
-        {
-            "rung": row.label,
-            "what_changed": row.changed,
-            "n": len(row.runs),
-            "figures": {
-                column.key: compare_figure(row, comparison.rows[0], column)
-                for column in comparison.columns
-                if row.values(column.key)
-            },
-            "runs": [asdict(run) for run in row.runs],
-        }
-        for row in comparison.rows
+def settings_table(comparison: Comparison) -> pd.DataFrame:
+    """Return the settings that differ: a line for each setting, a column for each row."""
+    columns = [row.label for row in comparison.rows]
+    return pd.DataFrame.from_dict(dict(comparison.settings), orient="index", columns=columns)
+
+
+def to_markdown(comparison: Comparison) -> str:
+    """Return the figures and the settings that differ in GitHub's Markdown."""
+    parts = [
+        f"**{_escape(comparison.warning)}**" if comparison.warning else "",
+        _markdown(figures_table(comparison), "rung"),
+        _escape(footnote(comparison)),
+        _markdown(settings_table(comparison), "setting") if comparison.settings else "",
+        "\n".join(f"- {_escape(notice)}" for notice in comparison.notices),
     ]
-    record = {
-        "format": 2,
-        "differences": comparison.differences,
-        "notices": comparison.notices,
-        "units": {column.key: column.unit for column in comparison.columns if column.unit},
-        "point": Point._fields,
-        "rows": rows,
-    }
-    return pd.Series(record).to_json(indent=1, force_ascii=False, double_precision=12, default_handler=str) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _markdown(table: pd.DataFrame, name: str) -> str:
+    lines = [[name, *table.columns], ["---"] * (1 + len(table.columns)), *table.reset_index().to_numpy().tolist()]
+    return "\n".join(f"| {' | '.join(map(_escape, line))} |" for line in lines)
+
+
+def _escape(text: str) -> str:
+    return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", text)

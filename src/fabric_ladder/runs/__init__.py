@@ -1,1 +1,1 @@
-"""What a run prints, measures and records."""
+"""The printed lines, measurements and records of a run."""

@@ -58,7 +58,7 @@ class RunLog:
         for name in _names(settings):
             if name != "csv":
                 with refused(f"--logger {name} cannot start: log in or configure it, or leave it out"):
-                    self._trackers[name] = _start(name, folder, settings)
+                    self._trackers[name] = _start(name, folder, vars(settings))
         for row in rows:
             self.write(*row)
 
@@ -111,28 +111,25 @@ class Trackio:
             self._finish()
 
 
-def _start(tracker: str, folder: Path, settings: Settings) -> Logger | Trackio:
-    """Start a run with the folder's name in a tracker."""
+def _start(tracker: str, folder: Path, config: dict) -> Logger | Trackio:
+    """Start a run with the folder's name in a tracker. It logs in now, where an error can be refused."""
     name = f"{folder.parent.name}/{folder.name}"
-    config = vars(settings)
+    if tracker == "trackio":
+        return Trackio(name, config)
     if tracker == "tensorboard":
         shutil.rmtree(folder / "tensorboard", ignore_errors=True)  # a resumed run writes its rows again
         logger = TensorBoardLogger(folder, name="", version="tensorboard")
-        _ = logger.experiment  # opens the files now, where an error can be refused
-        return logger
-    if tracker == "trackio":
-        return Trackio(name, config)
-    if tracker == "wandb":
+    elif tracker == "wandb":
         from lightning.pytorch.loggers import WandbLogger
 
         logger = WandbLogger(name=name, save_dir=folder, project=PROJECT, config=config)
-        _ = logger.experiment  # logs in now, where an error can be refused
-        return logger
-    from lightning.pytorch.loggers import MLFlowLogger
+    else:
+        from lightning.pytorch.loggers import MLFlowLogger
 
-    database = f"sqlite:///{folder.parent.parent.absolute() / 'mlflow.db'}"
-    logger = MLFlowLogger(PROJECT, name, os.environ.get("MLFLOW_TRACKING_URI") or database)
-    logger.log_hyperparams(config)
+        database = f"sqlite:///{folder.parent.parent.absolute() / 'mlflow.db'}"
+        logger = MLFlowLogger(PROJECT, name, os.environ.get("MLFLOW_TRACKING_URI") or database)
+        logger.log_hyperparams(config)
+    _ = logger.experiment
     return logger
 
 

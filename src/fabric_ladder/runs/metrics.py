@@ -10,10 +10,8 @@ from torch import Tensor
 from fabric_ladder.data.splits import IGNORED
 from fabric_ladder.environment import NO_FLOAT64
 from fabric_ladder.errors import UserError
-from fabric_ladder.techniques.chunked_loss import ChunkedLossOutput
 
 MOST_CLASSES = 20  # with more classes no confusion matrix is kept
-SUMS = ("loss", "correct", "items")
 Step = tuple[str, list[int]]  # a name for messages, and the row numbers of the training samples
 
 
@@ -31,8 +29,8 @@ class Score(NamedTuple):
 
     @property
     def perplexity(self) -> float:
-        """See `perplexity`."""
-        return perplexity(self.loss)
+        """The exponential of the loss; infinity for a loss above 700."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
 
     @property
     def accuracy(self) -> float:
@@ -44,11 +42,6 @@ class Score(NamedTuple):
 
     def __repr__(self) -> str:
         return f"Score(loss={self.loss:.4f}, accuracy={self.accuracy:.2%}, items={self.items})"
-
-
-def perplexity(loss: float) -> float:
-    """Return the exponential of the loss; infinity for a loss above 700."""
-    return math.exp(loss) if loss < 700 else math.inf
 
 
 class Meter:
@@ -65,11 +58,9 @@ class Meter:
         self._reset()
 
     def _reset(self) -> None:
-        self._sums = {name: torch.zeros((), dtype=self._dtype, device=self.fabric.device) for name in SUMS}
+        self._sums = torch.zeros(3, dtype=self._dtype, device=self.fabric.device)  # as in Score
         self._pending: list[tuple[Tensor, Tensor, int]] = []
-        self._steps: list[Step] = []
-        self._losses: list[Tensor] = []  # for each step, the losses of its micro-batches
-        self._gradients: list[Tensor | None] = []  # for each step, whether its gradient is broken
+        self._steps: list[tuple[Step, Tensor, Tensor | None]] = []  # step, losses, whether its gradient is broken
 
     def add(self, loss: Tensor, correct: Tensor, items: int) -> None:
         """Add a micro-batch to the pending ones.
@@ -102,22 +93,18 @@ class Meter:
         if self._pending:
             _, correct, items = zip(*self._pending, strict=True)
             weights = torch.tensor(items, dtype=self._dtype).to(self.fabric.device, non_blocking=True)
-            self._sums["loss"] += (losses.to(self._dtype) * weights).sum()
-            self._sums["correct"] += torch.stack(correct).to(self._dtype).sum()
-            self._sums["items"] += weights.sum()
-        self._steps.append(step)
-        self._losses.append(losses)
-        self._gradients.append(broken_gradient)
+            weighted = losses.to(self._dtype) * weights
+            self._sums += torch.stack([weighted.sum(), torch.stack(correct).to(self._dtype).sum(), weights.sum()])
+        self._steps.append((step, losses, broken_gradient))
         self.discard()
 
     def state_dict(self) -> dict:
         """Return this rank's sums since the last `collect`, which waits for the device."""
-        return {name: total.cpu() for name, total in self._sums.items()}
+        return {"sums": self._sums.cpu()}
 
     def add_state_dict(self, state: dict) -> None:
         """Add the sums of another meter, for example of another rank."""
-        for name, total in self._sums.items():
-            total += state[name].to(self.fabric.device, self._dtype)
+        self._sums += state["sums"].to(self.fabric.device, self._dtype)
 
     def collect(self) -> Score:
         """Return the score as `score` does, and start again from 0."""
@@ -131,9 +118,9 @@ class Meter:
         Raises:
             UserError: A loss or a gradient is NaN or infinite; the message names the first such step and its samples.
         """
-        gradients = [broken for broken in self._gradients if broken is not None]
+        gradients = [broken for *_, broken in self._steps if broken is not None]
         broken = torch.stack(gradients).any() if gradients else torch.zeros((), device=self.fabric.device)
-        sums = torch.stack([*self._sums.values(), broken.to(self._dtype)])
+        sums = torch.cat([self._sums, broken.to(self._dtype)[None]])
         loss, correct, items, problems = self.fabric.all_reduce(sums, reduce_op="sum").tolist()
         if not math.isfinite(loss) or problems:
             text = self._find_problem() or "the loss or the gradient is not finite on another rank"
@@ -145,10 +132,10 @@ class Meter:
 
     def _find_problem(self) -> str | None:
         """Name the first step on this rank whose loss or gradient is not finite."""
-        for step, losses, gradient in zip(self._steps, self._losses, self._gradients, strict=True):
+        for step, losses, broken_gradient in self._steps:
             if bad := [loss for loss in losses.tolist() if not math.isfinite(loss)]:
                 return f"the loss is {bad[0]} at {describe_step(step)}"
-            if gradient is not None and gradient.item():
+            if broken_gradient is not None and broken_gradient.item():
                 return f"the gradient is not finite at {describe_step(step)}"
         return None
 
@@ -199,7 +186,7 @@ def count_correct(outputs, labels: Tensor) -> Tensor:
             vocabulary).
         labels: (samples,) or (samples, length).
     """
-    if isinstance(outputs, ChunkedLossOutput):
+    if hasattr(outputs, "correct"):
         return outputs.correct
     logits = outputs.logits.detach()
     if labels.ndim == 1:

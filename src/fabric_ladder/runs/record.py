@@ -1,6 +1,8 @@
-"""What a run leaves behind, written by rank 0: lines on stdout and in log.txt, rows in metrics.csv, and run.json."""
+"""The files of a run, written by rank 0: log.txt with its printed lines, metrics.csv and run.json."""
 
 import dataclasses
+import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,9 +14,10 @@ from lightning import Fabric
 
 from fabric_ladder.distributed.launch import command_line
 from fabric_ladder.distributed.strategies import strategy_traits
-from fabric_ladder.environment import describe_hardware, describe_versions
+from fabric_ladder.environment import describe_hardware, describe_versions, write_whole
 from fabric_ladder.errors import UserError
-from fabric_ladder.runs.folder import RunFolder, check_writable
+from fabric_ladder.runs.folder import check_writable, lock, next_folder, unlock
+from fabric_ladder.runs.loggers import RunLog
 from fabric_ladder.settings import Settings
 
 T = TypeVar("T")
@@ -23,10 +26,12 @@ T = TypeVar("T")
 class RunRecord:
     """The printed lines and the figures of a run.
 
-    No file is written before `open`. So a run that is refused for bad input leaves nothing behind.
+    No file is written before `open`. So a run that is refused for bad input leaves nothing behind. A disk that becomes
+    full later ends the log and not the run; checkpoints hold all lines and rows.
 
     Attributes:
         values: The content of run.json.
+        folder: `runs/<script>/<n>` on rank 0, once it is open.
 
     Raises:
         UserError: `runs_dir` cannot be written.
@@ -35,8 +40,10 @@ class RunRecord:
     def __init__(self, fabric: Fabric, settings: Settings):
         self.fabric = fabric
         self.settings = settings
-        self._files: RunFolder | None = None
-        self._unwritten: list[str] = []
+        self.folder: Path | None = None
+        self._lines: list[str] = []  # of log.txt
+        self._rows: list[tuple[int, int, dict]] = []  # of metrics.csv: optimizer step, samples and figures
+        self._log_lost = False  # log.txt and metrics.csv end before the run does
         self.values = {
             "format": 1,
             "status": "running",
@@ -49,11 +56,6 @@ class RunRecord:
             "results": {"epochs": []},
         }
         self.on_rank_zero(self._check_writable)
-
-    @property
-    def folder(self) -> Path | None:
-        """`runs/<script>/<n>` on rank 0, once it is open."""
-        return self._files.path if self._files else None
 
     def open(self, folder: Path | None = None, state: dict | None = None) -> None:
         """Open a new folder, or the folder of a resumed run, whose log has this run's first lines already.
@@ -70,15 +72,14 @@ class RunRecord:
             return
         print(line, flush=True)
         if log:
-            self._unwritten.append(line)
-        if self._files and self._unwritten:
-            lines, self._unwritten = self._unwritten, []
-            self._write(lambda: self._files.append(lines))
+            self._lines.append(line)
+            self._write(lambda: self._append(line))
 
     def add_row(self, step: int, samples: int, **figures: float) -> None:
         """Add a row to metrics.csv and to live curves."""
-        if self._files:
-            self._write(lambda: self._files.add_row(step, samples, **figures))
+        if self.folder:
+            self._rows.append((step, samples, figures))
+            self._write(lambda: self._log.write(step, samples, figures, in_file=not self._log_lost))
 
     def add_results(self, **figures: object) -> None:
         """Add figures to the results; `write` writes them."""
@@ -90,13 +91,11 @@ class RunRecord:
 
     def write(self) -> None:
         """Write run.json."""
-        if self._files:
-            self._write(lambda: self._files.write_record(self.values))
+        self._write(self._write_values)
 
     def state_dict(self) -> dict:
         """Return lines and figures as plain values, to resume from."""
-        lines, rows = (self._files.lines, self._files.rows) if self._files else ([], [])
-        return {"record": self.values, "lines": lines, "rows": rows}
+        return {"record": self.values, "lines": self._lines, "rows": self._rows}
 
     def on_rank_zero(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 and return its result on all ranks.
@@ -108,19 +107,20 @@ class RunRecord:
         if self.fabric.global_rank == 0:
             try:
                 result = action()
-            except OSError as error:
-                problem = f"cannot use {error.filename or 'a file'} ({error.strerror or error})"
             except UserError as error:
                 problem = str(error)
+            except OSError as error:
+                problem = f"cannot use {error.filename or 'a file'} ({error.strerror or error})"
         result, problem = self.fabric.broadcast((result, problem))
         if problem:
             raise UserError(problem)
         return result
 
     def close(self) -> None:
-        """Close the folder."""
-        if self._files:
-            self._files.close()
+        """Close and release the folder."""
+        if self.folder and self._lock.is_locked:
+            self._log.close()
+            unlock(self._lock)
 
     def _check_writable(self) -> None:
         with self._writing():
@@ -136,27 +136,44 @@ class RunRecord:
             raise UserError(f"cannot write --runs_dir {self.settings.runs_dir} ({reason}): choose another") from error
 
     def _open(self, folder: Path | None, state: dict | None) -> None:
-        with self._writing():
-            self._open_files(folder, state)
-
-    def _open_files(self, folder: Path | None, state: dict | None) -> None:
-        if folder is None:
-            self._files = RunFolder(self.settings)
-        else:
-            self._files = RunFolder(self.settings, folder, state["lines"], state["rows"])
-            self._unwritten.clear()
+        if folder:
+            self._lines = state["lines"]
+            self._rows = [tuple(row) for row in state["rows"]]
             part = {name: self.values[name] for name in ("begun", "command", "versions", "hardware", "ranks")}
             resumed = [*state["record"].get("resumed", []), part | {"samples": state["samples"]}]
             self.values = state["record"] | {"resumed": resumed}
-        self._files.write_record(self.values)
+        with self._writing():
+            path = folder or next_folder(Path(self.settings.runs_dir) / self.settings.name)
+            self._lock = lock(path)
+            try:
+                write_whole(path / "log.txt", "".join(f"{line}\n" for line in self._lines))
+                self._log = RunLog(path, self.settings, self._rows)
+                self.folder = path
+                self._write_values()
+            except BaseException:
+                unlock(self._lock)
+                if folder is None:
+                    shutil.rmtree(path, ignore_errors=True)
+                raise
+
+    def _append(self, line: str) -> None:
+        if not self._log_lost:
+            with open(self.folder / "log.txt", "a", encoding="utf-8") as log:
+                log.write(f"{line}\n")
+
+    def _write_values(self) -> None:
+        values = self.values | ({"log_lost": True} if self._log_lost else {})
+        write_whole(self.folder / "run.json", json.dumps(values, indent=2, ensure_ascii=False) + "\n")
 
     def _write(self, action: Callable[[], None]) -> None:
-        """Write into the run's folder. If that fails, print it once, and let the run go on without its log."""
+        """Write into the run's folder if it is open. If that fails, print it once, and go on without the log."""
+        if self.folder is None:
+            return
         try:
             action()
         except OSError as error:
-            first = not self._files.lost
-            self._files.give_up()
+            first = not self._log_lost
+            self._log_lost = True  # the last line may be incomplete
             if first:
                 reason = f"cannot write into {self.folder} ({error.strerror})"
                 print(f"No more log: {reason}; the run goes on without, and comparisons leave it out", flush=True)

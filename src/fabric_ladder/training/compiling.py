@@ -20,8 +20,8 @@ def compile_ahead(training: Training) -> None:
 
     A strategy that accumulates gradients itself compiles in its first steps, since it could not undo a trial.
     """
-    done = training.state.epoch == training.run.settings.epochs
-    if done or not is_compiled(training.model) or strategy_traits(training.run.settings).accumulates_itself:
+    done = training.state.epoch == training.settings.epochs
+    if done or not is_compiled(training.model) or strategy_traits(training.settings).accumulates_itself:
         return
     train_data, val_loader = training.train_loader.dataset, training.val_loader
     with training.run.throughput.excluded(), without_a_trace(training):
@@ -30,7 +30,7 @@ def compile_ahead(training: Training) -> None:
         training.model.eval()
         with torch.no_grad():
             for part in _one_and_several(training, val_loader.sampler):
-                run_model(training.run.fabric, training.model, val_loader.dataset.micro_batch(part))
+                run_model(training.fabric, training.model, val_loader.dataset.micro_batch(part))
 
 
 def _training_parts(training: Training) -> list[MicroBatchPlan]:
@@ -39,7 +39,7 @@ def _training_parts(training: Training) -> list[MicroBatchPlan]:
     If samples are counted, the first and the last effective batch have all sizes of an epoch. If tokens are counted or
     samples are packed, any epoch may have both.
     """
-    settings, sampler = training.run.settings, training.train_loader.sampler
+    settings, sampler = training.settings, training.train_loader.sampler
     if settings.pack_rows:  # one shape
         return [MicroBatchPlan([0], 1, 1.0, [1])]
     if settings.micro_batch_tokens or (settings.packing and settings.micro_batch_size > 1):

@@ -1,4 +1,4 @@
-"""Try the most demanding batches first: a run that would exceed the memory after two hours does so in a minute.
+"""Try the largest batches first. A run that would exceed the memory after two hours then fails in a minute.
 
 A trial runs the forward and backward pass of every micro-batch of an effective batch, without an optimizer step. It
 then restores random numbers, gradients and buffers, so that not one bit of the run changes.
@@ -105,9 +105,9 @@ def _find_problem(training: Training, batches: list[EffectiveBatch]) -> BaseExce
         problem = error.with_traceback(None)
         problem.__cause__ = problem.__context__ = None
     if problem:
-        forget_gradients(training.run.fabric, training.optimizer)
+        forget_gradients(training.fabric, training.optimizer)
         gc.collect()
-        _empty_cache(training.run.fabric.device)
+        _empty_cache(training.fabric.device)
     return problem
 
 
@@ -118,30 +118,30 @@ def _empty_cache(device: torch.device) -> None:
 
 def trial_pass(training: Training, micro_batches: list[MicroBatch]) -> None:
     """Run the forward and backward passes, and free the gradients."""
-    fabric, model = training.run.fabric, training.model
+    fabric, model = training.fabric, training.model
     # ranks with whole weights must not meet in a backward pass that one of them may not reach
-    with fabric.no_backward_sync(model, enabled=not strategy_traits(training.run.settings).shards_weights):
+    with fabric.no_backward_sync(model, enabled=not strategy_traits(training.settings).shards_weights):
         accumulate_gradients(fabric, model, micro_batches, Meter(fabric))
     forget_gradients(fabric, training.optimizer)
 
 
 def largest_over_ranks(training: Training, *values: int) -> list[int]:
     """Return the largest of each value over the ranks. All ranks must call it."""
-    values = torch.tensor(values, dtype=torch.float64, device=count_device(training.run.fabric.device))
-    return [int(value) for value in training.run.fabric.all_reduce(values, reduce_op="max").tolist()]
+    values = torch.tensor(values, dtype=torch.float64, device=count_device(training.fabric.device))
+    return [int(value) for value in training.fabric.all_reduce(values, reduce_op="max").tolist()]
 
 
 @contextmanager
 def without_a_trace(training: Training) -> Iterator[None]:
     """Allocate the memory that the optimizer will need, and undo at the end what forward passes change."""
-    model, device = training.model, training.run.fabric.device
+    model, device = training.model, training.fabric.device
     random = random_state(device)
     buffers = [buffer.clone() for buffer in model.buffers()]
     state = _future_state(training)
     model.train()
     yield
     del state
-    forget_gradients(training.run.fabric, training.optimizer)
+    forget_gradients(training.fabric, training.optimizer)
     set_random_state(random, device)
     with torch.no_grad():
         for buffer, before in zip(model.buffers(), buffers, strict=True):
@@ -150,7 +150,7 @@ def without_a_trace(training: Training) -> Iterator[None]:
 
 def _future_state(training: Training) -> list[Tensor]:
     """Return tensors as large as the state that the optimizer makes in its first step; empty if it has one already."""
-    settings = training.run.settings
+    settings = training.settings
     if training.optimizer.state or settings.optimizer_offload:
         return []
     parameters = [parameter for group in training.optimizer.param_groups for parameter in group["params"]]

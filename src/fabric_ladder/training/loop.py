@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from fabric_ladder.checkpoints.checkpointer import Checkpointer
 from fabric_ladder.checkpoints.disk import check_disk_space
 from fabric_ladder.checkpoints.save import read_state, save
 from fabric_ladder.data.loaders import EffectiveBatch, MicroBatch
-from fabric_ladder.distributed.preemption import StopRequest, exit_for
+from fabric_ladder.distributed.preemption import exit_for
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.optimizer import set_learning_rate
@@ -30,7 +29,7 @@ from fabric_ladder.training.gradients import (
     name_shape,
     run_model,
 )
-from fabric_ladder.training.state import Training, TrainingState
+from fabric_ladder.training.state import Training
 
 
 def train(
@@ -52,34 +51,31 @@ def train(
         UserError: A loss or a gradient became NaN or infinite, or the warm-up is longer than the run.
         ValueError: The optimizer holds other parameters than the model's, and would train nothing.
     """
-    state = TrainingState(run.fabric, len(train_loader))
-    checkpointer = Checkpointer(run, model, optimizer, train_loader.dataset.fingerprint)
-    stop_request = StopRequest(run.settings.max_time, run.begun, run.fabric.world_size)
-    training = Training(run, model, optimizer, train_loader, val_loader, state, checkpointer, stop_request)
+    training = Training(run, model, optimizer, train_loader, val_loader)
     with training.closed_on_error():
         _start(training)
-        while state.epoch < run.settings.epochs:
+        while training.state.epoch < run.settings.epochs:
             _train_epoch(training)
             _validate(training)
-        if not state.trained:  # a run that stopped in the test is trained already
+        if not training.state.trained:  # a run that stopped in the test is trained already
             _finish(training)
     return training
 
 
 def evaluate(training: Training, test_loader: DataLoader) -> Score:
     """Print and return the score on the test split, and close the run."""
-    run = training.run
+    run, fabric = training.run, training.fabric
     with training.closed_on_error():
         names = test_loader.dataset.class_names
         confusion = classes = None
         if 0 < len(names) <= MOST_CLASSES:
-            confusion = torch.zeros((len(names), len(names)), dtype=torch.int64, device=run.fabric.device)
+            confusion = torch.zeros((len(names), len(names)), dtype=torch.int64, device=fabric.device)
         stop = training.stop_request.requested
-        score = _evaluate(run.fabric, training.model, test_loader, "the test", stop, confusion)
+        score = _evaluate(fabric, training.model, test_loader, "the test", stop, confusion)
         if score is None:
             _stop(training)
         if confusion is not None:
-            classes = describe_classes(names, run.fabric.all_reduce(confusion, reduce_op="sum").tolist())
+            classes = describe_classes(names, fabric.all_reduce(confusion, reduce_op="sum").tolist())
         run.log_test(score, classes)
         training.close()
         training.checkpointer.finish()
@@ -88,8 +84,8 @@ def evaluate(training: Training, test_loader: DataLoader) -> Score:
 
 def _start(training: Training) -> None:
     """Start the run or resume it from a checkpoint, and try everything that could fail late."""
-    run, model, optimizer, state = training.run, training.model, training.optimizer, training.state
-    fabric, settings = run.fabric, run.settings
+    run, fabric, settings = training.run, training.fabric, training.settings
+    model, optimizer, state = training.model, training.optimizer, training.state
     steps = state.steps_per_epoch * settings.epochs
     if settings.warmup_steps >= steps:
         raise UserError(f"--warmup_steps {settings.warmup_steps}: the run has only {steps} optimizer steps")
@@ -110,19 +106,17 @@ def _start(training: Training) -> None:
 
 
 def _train_epoch(training: Training) -> None:
-    run, model, optimizer, state = training.run, training.model, training.optimizer, training.state
-    fabric, settings, train_loader = run.fabric, run.settings, training.train_loader
-    train_loader.sampler.set_epoch(state.epoch, start=state.batch)
+    run, fabric, settings = training.run, training.fabric, training.settings
+    model, optimizer, state = training.model, training.optimizer, training.state
+    stop_request = training.stop_request
+    steps = state.steps_per_epoch * settings.epochs
+    training.train_loader.sampler.set_epoch(state.epoch, start=state.batch)
     model.train()  # after from_pretrained and after each evaluation the inner module is in eval mode
-    if not state.batch:  # this checkpoint was written before the iterator was made, which draws a random number
-        state.restore_random()
-    state.begin_step()  # a run that resumes at batch 0 makes its iterator again
-    batches = iter(train_loader)
-    state.restore_random()
-    for batch in run.progress_bar(batches, state.batch):
-        if state.batch:
+    for batch in run.progress_bar(state.iterate(training.train_loader), state.batch):
+        if state.batch:  # `iterate` has begun the first step of an epoch
             state.begin_step()
-        stop = training.stop_request.requested_within_step
+
+        stop = stop_request.requested_within_step
         if not accumulate_gradients(fabric, model, batch.micro_batches, state.meter, stop, optimizer):
             _undo_and_stop(training)
         if _is_usable(training, batch):
@@ -130,15 +124,17 @@ def _train_epoch(training: Training) -> None:
                 fabric.clip_gradients(model, optimizer, max_norm=settings.max_grad_norm, error_if_nonfinite=False)
             optimizer.step()
         forget_gradients(fabric, optimizer)
+
         lines_before = state.samples // run.log_every
         state.advance(batch.samples)
-        set_learning_rate(settings, optimizer, state.optimizer_steps, len(train_loader) * settings.epochs)
+        set_learning_rate(settings, optimizer, state.optimizer_steps, steps)
         run.throughput.count(batch)
-        if lines_before < state.samples // run.log_every or state.batch == len(train_loader):
+
+        if lines_before < state.samples // run.log_every or state.batch == state.steps_per_epoch:
             score = state.collect()  # only here the loop waits for the device
             if score.items:  # otherwise all batches were skipped
                 run.log_loss(state.epoch, state.batch, state.samples, score.loss, optimizer.param_groups[0]["lr"])
-        if training.stop_request.requested():
+        if stop_request.requested():
             _stop(training)
         within_epoch = state.batch < state.steps_per_epoch
         if settings.save_every and state.optimizer_steps % settings.save_every == 0 and within_epoch:
@@ -154,11 +150,11 @@ def _is_usable(training: Training, batch: EffectiveBatch) -> bool:
     Raises:
         UserError: More than `nan_limit` batches would be skipped.
     """
-    run, state = training.run, training.state
-    fabric, settings, meter = run.fabric, run.settings, state.meter
-    broken, step = find_broken_gradient(fabric, training.optimizer), state.step(batch.samples)
+    fabric, settings, state = training.fabric, training.settings, training.state
+    broken = find_broken_gradient(fabric, training.optimizer)
+    step = state.step(batch.samples)
     if settings.on_nan == "skip":
-        flags = torch.stack([~meter.pending_losses().isfinite().all(), broken]).float()
+        flags = torch.stack([~state.meter.pending_losses().isfinite().all(), broken]).float()
         in_loss, in_gradient = fabric.all_reduce(flags, reduce_op="max").tolist()
         if in_loss or in_gradient:
             text = f"the {'loss' if in_loss else 'gradient'} is not finite at {describe_step(step)}"
@@ -167,11 +163,11 @@ def _is_usable(training: Training, batch: EffectiveBatch) -> bool:
                     f"{text}: the run stops, since --nan_limit {settings.nan_limit} batches are left out already; try "
                     "a lower --learning_rate, --max_grad_norm 1 or another --precision"
                 )
-            meter.discard()
+            state.meter.discard()
             state.skipped += 1
-            run.log_skipped(state.skipped, text)
+            training.run.log_skipped(state.skipped, text)
             return False
-    meter.commit(step, broken)
+    state.meter.commit(step, broken)
     return True
 
 
@@ -179,16 +175,53 @@ def _validate(training: Training) -> None:
     run, state, val_loader = training.run, training.state, training.val_loader
     state.begin_step()
     with run.throughput.excluded():
-        name, start = f"the validation after epoch {state.epoch + 1}", perf_counter()
-        validation = _evaluate(run.fabric, training.model, val_loader, name, training.stop_request.requested)
-        if validation:
+        name = f"the validation after epoch {state.epoch + 1}"
+        start = perf_counter()
+        score = _evaluate(training.fabric, training.model, val_loader, name, training.stop_request.requested)
+        if score:
             run.throughput.count_evaluation(val_loader.sampler.tokens, perf_counter() - start)
-    if validation is None:
+    if score is None:
         _undo_and_stop(training)
-    run.log_epoch(state.epoch, state.score.accuracy, validation)
+    run.log_epoch(state.epoch, state.score.accuracy, score)
     state.next_epoch()
-    if run.settings.save_every:
-        _save_checkpoint(training, validation.loss)
+    if training.settings.save_every:
+        _save_checkpoint(training, score.loss)
+
+
+@torch.no_grad()
+def _evaluate(
+    fabric: Fabric,
+    model: nn.Module,
+    loader: Iterable[MicroBatch],
+    name: str,
+    stop: Callable[[], bool],
+    confusion: Tensor | None = None,
+) -> Score | None:
+    """Return the score on the loader's split, each sample counted once, or None after `stop` returned True.
+
+    `name` is for the message if a loss is not finite. `confusion` gets this rank's samples, see `add_to_confusion`.
+    """
+    model.eval()
+    meter = Meter(fabric)
+    for micro_batch in loader:
+        with name_shape(micro_batch.inputs, phase="the evaluation"):
+            loss, correct = run_model(fabric, model, micro_batch, confusion)
+        meter.add(loss, correct, micro_batch.items)
+        meter.commit((name, []))
+        if stop():
+            return None
+    return meter.collect()
+
+
+def _finish(training: Training) -> None:
+    """Print the figures of the training, and save the model."""
+    run, settings = training.run, training.settings
+    run.log_training(training.state.samples_hash)
+    if settings.save != "no":
+        data, random = training.train_loader.dataset, settings.from_scratch
+        folder = save(training.fabric, settings.save, run.folder, training.model, training.optimizer, data, random)
+        run.print(f"Saved {folder}")
+    training.state.trained = True
 
 
 def _save_checkpoint(training: Training, validation_loss: float | None = None) -> bool:
@@ -207,54 +240,16 @@ def _save_checkpoint(training: Training, validation_loss: float | None = None) -
 def _undo_and_stop(training: Training) -> None:
     """Go back to the last point from which the run can resume exactly, and stop there."""
     training.state.undo_step()
-    forget_gradients(training.run.fabric, training.optimizer)
+    forget_gradients(training.fabric, training.optimizer)
     _stop(training)
 
 
 def _stop(training: Training) -> None:
     """Write a checkpoint, print how to resume, and end the process. All ranks must call it."""
-    run, reason = training.run, training.stop_request.reason
-    run.log_stop(reason, training.state.describe() if _save_checkpoint(training) else None)
+    reason = training.stop_request.reason
+    training.run.log_stop(reason, training.state.describe() if _save_checkpoint(training) else None)
     training.close()
-    exit_for(reason, run.fabric.global_rank)
-
-
-def _finish(training: Training) -> None:
-    """Print the figures of the training, and save the model."""
-    run, settings = training.run, training.run.settings
-    try:
-        run.log_training(training.state.samples_hash)
-    finally:  # save the model even if the disk has no space for the log
-        if settings.save != "no":
-            data, random = training.train_loader.dataset, settings.from_scratch
-            folder = save(run.fabric, settings.save, run.folder, training.model, training.optimizer, data, random)
-            run.print(f"Saved {folder}")
-    training.state.trained = True
-
-
-@torch.no_grad()
-def _evaluate(
-    fabric: Fabric,
-    model: nn.Module,
-    loader: Iterable[MicroBatch],
-    name: str,
-    stop: Callable[[], bool],
-    confusion: Tensor | None = None,
-) -> Score | None:
-    """Return the score on the loader's split, each sample counted once, or None if `stop` asks to stop.
-
-    `name` is for the message if a loss is not finite. `confusion` gets this rank's samples, see `add_to_confusion`.
-    """
-    model.eval()
-    meter = Meter(fabric)
-    for micro_batch in loader:
-        with name_shape(micro_batch.inputs, phase="the evaluation"):
-            loss, correct = run_model(fabric, model, micro_batch, confusion)
-        meter.add(loss, correct, micro_batch.items)
-        meter.commit((name, []))
-        if stop():
-            return None
-    return meter.collect()
+    exit_for(reason, training.fabric.global_rank)
 
 
 def _check_ownership(model: nn.Module, optimizer: Optimizer) -> None:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from fabric_ladder.checkpoints.checkpointer import Checkpointer
+from fabric_ladder.data.loaders import EffectiveBatch
 from fabric_ladder.distributed.launch import release_ranks
 from fabric_ladder.distributed.preemption import StopRequest
 from fabric_ladder.runs.metrics import Meter, Score, Step
@@ -31,8 +32,8 @@ class TrainingState:
         steps_per_epoch: Optimizer steps of an epoch.
         epoch: Finished epochs, including their validation.
         batch: Finished optimizer steps of the current epoch; `steps_per_epoch` if only its validation is left.
-        samples: Samples of these steps.
-        score: Their losses and right predictions, up to the last printed line.
+        samples: Samples of the current epoch's finished steps.
+        score: Losses and right predictions of these samples, up to the last printed line.
         trained: Whether only the test is left.
         skipped: Effective batches skipped in all epochs, because a loss or gradient was not finite.
         micro_batch_tokens: The number that `micro_batch_tokens` `auto` has found to fit.
@@ -90,6 +91,19 @@ class TrainingState:
         self.samples = 0
         self.score = Score()
 
+    def iterate(self, loader: DataLoader) -> Iterator[EffectiveBatch]:
+        """Return the rest of the epoch, with the random numbers of a loaded checkpoint.
+
+        An iterator draws a random number when it is made. A checkpoint between two epochs was written before that, and
+        a checkpoint within an epoch after that.
+        """
+        if not self.batch:
+            self._restore_random()
+        self.begin_step()
+        batches = iter(loader)
+        self._restore_random()
+        return batches
+
     def begin_step(self) -> None:
         """Remember the random numbers, in case the run stops within the next effective batch or validation."""
         self._random_before_step = random_state(self.fabric.device)
@@ -99,8 +113,7 @@ class TrainingState:
         set_random_state(self._random_before_step, self.fabric.device)
         self.meter.discard()
 
-    def restore_random(self) -> None:
-        """Set the random numbers of a loaded checkpoint, once. Call it after the loader's iterator has drawn some."""
+    def _restore_random(self) -> None:
         if self._random_of_checkpoint:
             set_random_state(self._random_of_checkpoint, self.fabric.device)
             self._random_of_checkpoint = None
@@ -129,38 +142,44 @@ class TrainingState:
         self._random_of_checkpoint = own and own["random"]
 
 
-@dataclass(repr=False)
 class Training:
     """Everything that an optimizer step needs, and what ends a run; `train` makes it and `evaluate` takes it.
 
     Attributes:
         run: Prints and records.
+        fabric: For the device and the ranks.
+        settings: The settings of the run.
         model: Set up by Fabric.
         optimizer: Set up by Fabric.
         train_loader: Yields effective batches.
         val_loader: Yields micro-batches.
         state: The position of the training.
         checkpointer: Writes and reads checkpoints.
-        stop_request: Whether a signal or `max_time` asks the run to stop.
+        stop_request: Catches signals and the end of `max_time`.
     """
 
-    run: Run
-    model: nn.Module
-    optimizer: Optimizer
-    train_loader: DataLoader
-    val_loader: DataLoader
-    state: TrainingState
-    checkpointer: Checkpointer
-    stop_request: StopRequest
+    def __init__(
+        self, run: Run, model: nn.Module, optimizer: Optimizer, train_loader: DataLoader, val_loader: DataLoader
+    ):
+        self.run = run
+        self.fabric = run.fabric
+        self.settings = run.settings
+        self.model = model
+        self.optimizer = optimizer
+        self.train_loader = train_loader
+        self.val_loader = val_loader
+        self.state = TrainingState(run.fabric, len(train_loader))
+        self.checkpointer = Checkpointer(run, model, optimizer, train_loader.dataset.fingerprint)
+        self.stop_request = StopRequest(run.settings.max_time, run.begun, run.fabric.world_size)
 
     def __repr__(self) -> str:
-        return f"Training({self.run.settings.name}, {self.state.optimizer_steps} optimizer steps)"
+        return f"Training({self.settings.name}, {self.state.optimizer_steps} optimizer steps)"
 
     def close(self) -> None:
         """Close the run's folder, restore the signal handlers and release the ranks. All ranks must call it."""
         self.stop_request.close()
         self.run.close()
-        release_ranks(self.run.fabric)
+        release_ranks(self.fabric)
 
     @contextmanager
     def closed_on_error(self) -> Iterator[None]:
