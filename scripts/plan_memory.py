@@ -39,9 +39,9 @@ def main(arguments: argparse.Namespace, options: list[str]) -> None:
     """Plan, print and write."""
     from rich.console import Console
 
-    from fabric_ladder.advice import show_errors
     from fabric_ladder.planning.plan import STANDARD, calibrate, find_answer
     from fabric_ladder.planning.report import print_answer, to_json, to_markdown
+    from fabric_ladder.techniques.advice import show_errors
 
     show_errors()
     for name in ("lightning.fabric", "lightning.pytorch"):  # Lightning would print the precision of every rehearsal

@@ -29,8 +29,8 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
 
 def main(arguments: argparse.Namespace, options: list[str]) -> None:
     """Print both tables."""
-    from fabric_ladder.advice import show_errors
     from fabric_ladder.planning.scaling_tables import print_tables
+    from fabric_ladder.techniques.advice import show_errors
 
     show_errors()
     for name in ("lightning.fabric", "lightning.pytorch"):  # Lightning would print the precision of every rehearsal

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from fabric_ladder.advice import show_errors
+from fabric_ladder.techniques.advice import show_errors
 
 SECONDS, MEMORY = 60, 3 * 2**30  # that a case may take; bytes beside what the tests have themselves
 RUNS = "runs"

@@ -18,12 +18,12 @@ from lightning import Fabric
 from torch import nn
 from torch.utils.data import DataLoader
 
-from fabric_ladder.advice import less_memory
 from fabric_ladder.data.loaders import MicroBatch
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import compute_capability, describe_versions, write_whole
 from fabric_ladder.places import CONFIGS
 from fabric_ladder.settings import Settings, names
+from fabric_ladder.techniques.advice import less_memory
 
 PACKAGE = Path(__file__).parents[1]
 PLANNER = "fabric_ladder.planning.predict"  # started as a module, never imported: the planner imports runs

@@ -11,8 +11,8 @@ import torch
 from support.helpers import SMALL, SRC, run_script, settings_for
 
 from fabric_ladder import UserError
-from fabric_ladder.advice import explain, less_memory
 from fabric_ladder.places import PACKAGE
+from fabric_ladder.techniques.advice import explain, less_memory
 
 NEXT = r"Next to try: --activation_checkpointing true, which [^;]*; python src/"  # and then this rung
 
@@ -176,7 +176,7 @@ def test_a_missing_compiler_is_one_line(tmp_path):
 def test_a_failed_collective_is_told_though_no_rank_is_gone(met):
     code = """if True:
         import torch.distributed as dist
-        from fabric_ladder.advice import show_errors
+        from fabric_ladder.techniques.advice import show_errors
         from fabric_ladder.distributed import watch
         watch.PATIENCE, watch.BEAT = 2, 0.5
         show_errors()
@@ -201,7 +201,7 @@ def test_out_of_memory_in_another_script_names_its_own_options():
 
 
 def test_ctrl_c_before_there_is_a_run_is_one_line():
-    code = "from fabric_ladder.advice import show_errors; show_errors(); raise KeyboardInterrupt"
+    code = "from fabric_ladder.techniques.advice import show_errors; show_errors(); raise KeyboardInterrupt"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (process.returncode, process.stderr) == (-signal.SIGINT, "Stopped by Ctrl-C\n")
 
