@@ -34,7 +34,7 @@ if __name__ == "__main__":
     torch.cuda.device_count = lambda: len(look_for_gpus())
     torch.cuda.get_device_properties = lambda number: look_for_gpus()[number]
     os.register_at_fork(before=before_fork)
-    os.sched_getaffinity = lambda _: {0, 1}
+    os.cpu_count = lambda: 2
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")
     print(len(forks))

@@ -18,7 +18,7 @@ if __name__ == "__main__":
     length = values.pop("length")
     settings = Settings(**values)
     torch.set_num_threads(1)
-    training, _ = largest_batches(settings, length, ranks=settings.devices)
+    training, _ = largest_batches(settings, length)
     peak = sharded_peak(settings, training)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(json.dumps({"total": peak.total, "host": peak.host, "phase": peak.phase}))
