@@ -3,16 +3,10 @@
 import json
 
 import pytest
-from lightning import Fabric
 from support.helpers import MODELS
-from support.planning import PATCHES, VIT, build, case, measured_peak, real
+from support.planning import PATCHES, VIT, case, measured_peak, tracked_peak
 
-from fabric_ladder import build_optimizer
 from fabric_ladder.planning.predict import predict_peak
-from fabric_ladder.planning.tracker import PeakTracker
-from fabric_ladder.runs.metrics import Meter
-from fabric_ladder.techniques.checkpointing import host_memory_within
-from fabric_ladder.training.gradients import accumulate_gradients
 
 LAYERS = 6
 TECHNIQUES = {"5": {}, "7": {"activation_checkpointing": True}}
@@ -30,30 +24,6 @@ def deep_case(tmp_path, family, rung, **values):
     return case(tmp_path, family, model=str(path), **(TECHNIQUES[rung] | values))[:2]
 
 
-def offloaded_peak(settings, micro_batches):
-    """Return the peak of real tensors, with the bytes in CPU memory apart."""
-    fabric = Fabric(accelerator="cpu", devices=1, precision=settings.precision)
-    model = fabric.setup(build(settings))
-    optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
-    tracker = PeakTracker()
-
-    def step():
-        for micro_batch in micro_batches:
-            accumulate_gradients(fabric, model, [real(micro_batch)], Meter(fabric))
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    for parameter in model.parameters():
-        tracker.watch(parameter)
-    for state in optimizer.optimizer.state.values():
-        for tensor in state.values():
-            tracker.hold(tensor, "optimizer_state")
-    with tracker, host_memory_within(lambda: tracker.at("training", on_host=True)):
-        step()
-    return tracker.peak()
-
-
 @pytest.mark.parametrize(
     ("family", "precision"), [("bloom", "bf16-mixed"), ("vit", "32-true"), ("bloom-lm", "bf16-true")]
 )
@@ -61,7 +31,7 @@ def test_the_prediction_agrees_with_real_tensors(tmp_path, family, precision):
     selective = deep_case(tmp_path, family, "21", precision=precision)
     assert predict_peak(*selective).total == pytest.approx(measured_peak(*selective), rel=0.01)
     offloaded = deep_case(tmp_path, family, "20", precision=precision, micro_batch_size=4)
-    predicted, measured = predict_peak(*offloaded), offloaded_peak(*offloaded)
+    predicted, measured = predict_peak(*offloaded), tracked_peak(*offloaded)
     assert predicted.total == pytest.approx(measured.total, rel=0.01)
     assert predicted.host == measured.host > 0
 

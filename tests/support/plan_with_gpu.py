@@ -1,6 +1,6 @@
-"""scripts/plan_memory.py on a machine that seems to have two GPUs, of which the smaller one has 1 GB.
+"""Run scripts/plan_memory.py as if this machine had two GPUs; the smaller GPU has 1 GB.
 
-A process that was forked after its parent looked for them could not train: such a fork ends everything, by status 77.
+A process forked by a parent that has looked for GPUs could not train. Such a fork ends this script with status 77.
 The last line is the number of other forks.
 """
 

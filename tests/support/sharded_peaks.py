@@ -1,6 +1,6 @@
-"""Two optimizer steps of rung 10 or 11 on real tensors, on as many gloo processes as are asked for.
+"""Take two optimizer steps of FSDP on real tensors, on as many gloo processes as the settings have devices.
 
-Arguments: settings of the rung, as JSON. The first process prints what its tensors held at their peak, in bytes.
+The argument has the settings as JSON. The first process prints the peak of its tensors, in bytes.
 """
 
 import json
