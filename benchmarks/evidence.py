@@ -32,12 +32,12 @@ import common  # first import: it makes the project importable
 from against_blog import MINILM, model_options
 from common import CannotMeasureError
 
-from fabric_ladder.advice import show_errors
 from fabric_ladder.comparing.matching import WITHOUT_EFFECT
 from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError, read_outside
 from fabric_ladder.rungs import RUNGS, check_rung, choose_rungs
 from fabric_ladder.settings import Settings
+from fabric_ladder.techniques.advice import show_errors
 from local_dataset_utilities import IMDB_ARCHIVE, download_dataset
 
 STARS = "runs/evidence/stars.csv"

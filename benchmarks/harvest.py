@@ -35,13 +35,13 @@ from torch.profiler import ProfilerActivity, profile
 
 import fabric_ladder
 from fabric_ladder import parse_settings
-from fabric_ladder.advice import show_errors
 from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError
 from fabric_ladder.planning.gpus import Gpu, match_gpu
 from fabric_ladder.planning.overhead import ASSUMED, load_overhead
 from fabric_ladder.rungs import RUNGS
 from fabric_ladder.settings import Settings
+from fabric_ladder.techniques.advice import show_errors
 from fabric_ladder.training.state import Training
 from local_dataset_utilities import load_datasets
 

@@ -143,14 +143,13 @@ def options_of(model: str) -> list[str]:
 def predict(model: str, entry: Entry, known: dict[str, Peak]) -> Peak:
     """Return the predicted peak; `known` holds the peaks of earlier settings."""
     options = entry.options.replace("--precision 16-mixed", "--precision bf16-mixed").split()  # of the same size
-    settings = read_settings(entry.rung, [*options_of(model), *options, "--eval_batch_tokens", EVAL_TOKENS])
-    ranks = entry.gpus if entry.rung in SHARDED else None
-    key = json.dumps([asdict(replace(settings, name="")), ranks])
+    settings = read_settings(entry.rung, [*options_of(model), *options, "--eval_batch_tokens", EVAL_TOKENS], entry.gpus)
+    key = json.dumps(asdict(replace(settings, name="")))
     if key not in known:
         images = settings.task == "image-classification"
         length, image_size, classes = (PATCHES, PIXELS, 10) if images else (min(TOKENS, settings.max_length), None, 2)
-        batches = largest_batches(settings, length, image_size, entry.gpus)
-        known[key] = predict_peak(settings, *batches, ranks, classes)
+        batches = largest_batches(settings, length, image_size)
+        known[key] = predict_peak(settings, *batches, classes)
     return known[key]
 
 

@@ -1,6 +1,6 @@
 """Run the scripts whose output the documents quote, and store it with its seconds and peak memory.
 
-    python benchmarks/printed.py [--part scaling …]
+    python benchmarks/printed.py [--part checkpointing …]
 
 Results are in benchmarks/results/printed.json: for each part its command, the lines that it printed, the seconds of the
 whole process, and its peak memory. Other programs on the machine affect the seconds.
@@ -17,7 +17,6 @@ import torch
 
 OUT = common.RESULTS / "printed.json"
 PARTS = {
-    "scaling": "scripts/plan_scaling.py --model configs/models/bloom-560m.json",
     "adapters bloom-7b1": "scripts/plan_memory.py --config configs/imdb_bloom_560m.yaml --length 1024 "
     "--gpu_memory 24GB --model configs/models/bloom-7b1.json --task instruction-tuning --rungs 13,14 --full",
     "plan bloom-560m T4": "scripts/plan_memory.py --gpu T4 --model configs/models/bloom-560m.json",

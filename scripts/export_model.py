@@ -25,8 +25,8 @@ def parse() -> argparse.Namespace:
 
 def main(arguments: argparse.Namespace) -> None:
     """Load, write and upload."""
-    from fabric_ladder.advice import show_errors
     from fabric_ladder.checkpoints.export import find_result, load_result, new_folder, write_plain
+    from fabric_ladder.techniques.advice import show_errors
     from fabric_ladder.tools.model_card import check_push, push, write_card
 
     show_errors(smaller="--precision bf16-true")

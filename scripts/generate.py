@@ -65,8 +65,8 @@ def main(arguments: argparse.Namespace) -> None:
     """Load the model and answer."""
     import torch
 
-    from fabric_ladder.advice import show_errors
     from fabric_ladder.checkpoints.export import DTYPES
+    from fabric_ladder.techniques.advice import show_errors
     from fabric_ladder.tools import generation
 
     show_errors(smaller="a smaller --batch_size, --precision bf16-true or --quantization nf4")

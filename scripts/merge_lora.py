@@ -22,9 +22,9 @@ def parse() -> argparse.Namespace:
 
 def main(arguments: argparse.Namespace) -> None:
     """Load, merge and save."""
-    from fabric_ladder.advice import show_errors
     from fabric_ladder.checkpoints.export import DTYPES, base_name, find_result, load_result, new_folder, write_plain
     from fabric_ladder.models.configs import load_config
+    from fabric_ladder.techniques.advice import show_errors
 
     show_errors(smaller="--precision bf16-true")
     adapter = find_result(arguments.adapter)

@@ -2,7 +2,7 @@
 
 python scripts/plan_memory.py --gpu T4
 python scripts/plan_memory.py --config configs/imdb_bloom_560m.yaml --gpu_memory 16GB --full
-python scripts/plan_memory.py --model Qwen/Qwen3-8B --length 2048 --gpu_memory 24GB,80GB --devices 2
+python scripts/plan_memory.py --model Qwen/Qwen3-8B --length 2048 --gpu_memory 24GB --devices 2
 python scripts/plan_memory.py --calibrate                         # measure this GPU's overhead once
 
 All other options are passed to every rung. The script reads only the model's config, and downloads no weights and no
@@ -21,7 +21,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser = Arguments(__doc__, epilog="All other options are passed to every rung, e.g. --config, --model, "
                        "--max_length and --batch_size.")  # fmt: skip
     parser.add_argument("--gpu", metavar="T4", help="GPU to plan for: T4, RTX 4090, A100 80GB, …; default: this one's")
-    parser.add_argument("--gpu_memory", metavar="16GB,…", help="memory of a GPU; one plan for each; default: the GPU's")
+    parser.add_argument("--gpu_memory", metavar="16GB", help="memory of a GPU; default: the GPU's")
     parser.add_argument("--host_memory", metavar="64GB", help="CPU memory; default: this machine's, with its GPUs")
     parser.add_argument("--devices", metavar="N", type=int, help="GPUs of the machine; default: all of them, else 1")
     parser.add_argument("--length", metavar="N", type=int, help="tokens of the longest sample; default: from the data")
@@ -29,7 +29,6 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
         "--rungs", metavar="1,2,…", type=rungs, help="numbers or names, separated by commas; default: all"
     )
     parser.add_argument("--full", action="store_true", help="also print a table of all candidates")
-    parser.add_argument("--markdown", metavar="FILE", type=new_path, help="write the full answer as Markdown")
     parser.add_argument("--json", metavar="FILE", type=new_path, help="write all figures, in bytes")
     parser.add_argument("--calibrate", action="store_true", help="measure this GPU's memory overhead")
     return parser.parse_with_settings()
@@ -39,9 +38,10 @@ def main(arguments: argparse.Namespace, options: list[str]) -> None:
     """Plan, print and write."""
     from rich.console import Console
 
-    from fabric_ladder.advice import show_errors
-    from fabric_ladder.planning.plan import STANDARD, calibrate, find_answer
-    from fabric_ladder.planning.report import print_answer, to_json, to_markdown
+    from fabric_ladder.planning.calibration import calibrate
+    from fabric_ladder.planning.plan import STANDARD, find_answer
+    from fabric_ladder.planning.report import print_answer, to_json
+    from fabric_ladder.techniques.advice import show_errors
 
     show_errors()
     for name in ("lightning.fabric", "lightning.pytorch"):  # Lightning would print the precision of every rehearsal
@@ -53,10 +53,9 @@ def main(arguments: argparse.Namespace, options: list[str]) -> None:
         options = [*STANDARD, *options]
     answer = find_answer(arguments, options)
     print_answer(answer, Console(), arguments.full)
-    for path, make in ((arguments.markdown, to_markdown), (arguments.json, to_json)):
-        if path:
-            write_new(path, make(answer))
-            print(f"Saved {path}")
+    if arguments.json:
+        write_new(arguments.json, to_json(answer))
+        print(f"Saved {arguments.json}")
 
 
 if __name__ == "__main__":

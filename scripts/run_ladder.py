@@ -70,10 +70,10 @@ def main(arguments: argparse.Namespace, options: list[str]) -> None:
     """Check the rungs, run them and compare the runs."""
     from rich.console import Console
 
-    from fabric_ladder.advice import show_errors
     from fabric_ladder.comparing.page import to_html
     from fabric_ladder.comparing.sources import read_sources
     from fabric_ladder.comparing.table import compare, print_table
+    from fabric_ladder.techniques.advice import show_errors
 
     show_errors()
     runs_dir = Path(arguments.runs_dir)

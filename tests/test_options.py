@@ -8,11 +8,11 @@ import torch
 from support.helpers import MODELS, RUNGS, SRC, run_script, without_package
 
 from fabric_ladder import UserError, parse_settings
-from fabric_ladder.advice import explain
 from fabric_ladder.errors import Checked, read_outside
 from fabric_ladder.options import ALIASES, NAMES, drop_unneeded, is_met, kinds_of
 from fabric_ladder.rungs import script_defaults
 from fabric_ladder.settings import FACTS, DataSettings, Settings
+from fabric_ladder.techniques.advice import explain
 
 BLOOM = ["--model", str(MODELS / "bloom-quickstart.json"), "--from_scratch", "true", "--dataset", "synthetic"]
 DEEP = 3000

@@ -1,4 +1,4 @@
-"""What settings must be to make a run: what cannot work is refused in one line, before any work; nothing is changed."""
+"""Refuse settings that cannot work, in one line and before any work; nothing is changed."""
 
 from pathlib import Path
 
@@ -17,13 +17,13 @@ from fabric_ladder.techniques import TECHNIQUES, check_together, used
 
 
 def check_values(settings: Settings) -> None:
-    """Refuse values that cannot work on any machine, and files that are not there.
+    """Refuse values that cannot work with any model or data, and missing files.
 
     Args:
-        settings: As they were given: any may still be None or `auto`.
+        settings: Settings as they were given: None and `auto` are not resolved yet.
 
     Raises:
-        UserError: In one line, what is wrong and what to do.
+        UserError: A value cannot work.
     """
     by_size = settings.micro_batch_tokens in (None, "auto")
     for name, value in (("micro_batch_size", by_size and settings.micro_batch_size), ("pack_rows", settings.pack_rows)):
@@ -42,20 +42,20 @@ def check_values(settings: Settings) -> None:
         )
     if settings.resume not in ("no", "auto") and not Path(settings.resume).is_dir():
         raise UserError(
-            f"--resume {settings.resume}: there is no such folder; --resume auto finds the newest checkpoint"
+            f"--resume {settings.resume}: the folder does not exist; --resume auto finds the newest checkpoint"
         )
     if settings.image_size and settings.resize_to and settings.resize_to < settings.image_size:
         raise UserError(f"--resize_to {settings.resize_to} is below --image_size {settings.image_size}: nothing to cut")
 
 
 def check(settings: Settings) -> None:
-    """Refuse what this machine or this script cannot do.
+    """Refuse settings that this machine or this script cannot run.
 
     Args:
-        settings: Resolved: no `auto` is left but that of `micro_batch_tokens`.
+        settings: Resolved settings; only `micro_batch_tokens` may still be `auto`.
 
     Raises:
-        UserError: In one line, what is wrong and what to do.
+        UserError: A setting cannot work.
     """
     for name, fact in FACTS.items():
         if fact.strategy and settings.strategy != fact.strategy and (value := getattr(settings, name)):
@@ -73,13 +73,10 @@ def check(settings: Settings) -> None:
 
 
 def check_start(settings: Settings) -> None:
-    """Refuse what a run would find out after its checks, before it computes: folders, data and tokenizer.
-
-    Args:
-        settings: Of a run that is only to be checked.
+    """Refuse folders, data and a tokenizer that a run would refuse later, before it computes.
 
     Raises:
-        UserError: In one line, what is wrong and what to do.
+        UserError: A folder, the data or the tokenizer cannot be used.
     """
     for option, folder in (("runs_dir", settings.runs_dir), ("cache_dir", settings.cache_dir)):
         try:
@@ -90,27 +87,26 @@ def check_start(settings: Settings) -> None:
 
 
 def _check_mps(settings: Settings) -> None:
-    """Refuse what PyTorch cannot do on Apple silicon's GPU."""
-    bfloat16 = settings.precision.startswith("bf16") and not torch.backends.mps.is_macos_or_newer(14, 0)
-    for what, wanted in {
-        "more than one device: --devices 1": settings.ranks > 1,
-        **{technique.refused_on_mps: True for technique in used(settings) if technique.refused_on_mps},
-        "--precision 64-true: use 32-true": settings.precision == "64-true",
-        f"--precision {settings.precision} before macOS 14: use 16-mixed or 32-true": bfloat16,
-    }.items():
-        if wanted:
-            raise UserError(f"--accelerator mps does not go with {what}, or --accelerator cpu")
+    """Refuse settings that PyTorch does not support on the GPU of Apple silicon."""
+    refused = ["more than one device: --devices 1"] if settings.ranks > 1 else []
+    refused += [technique.refused_on_mps for technique in used(settings) if technique.refused_on_mps]
+    if settings.precision == "64-true":
+        refused.append("--precision 64-true: use 32-true")
+    if settings.precision.startswith("bf16") and not torch.backends.mps.is_macos_or_newer(14, 0):
+        refused.append(f"--precision {settings.precision} before macOS 14: use 16-mixed or 32-true")
+    if refused:
+        raise UserError(f"--accelerator mps does not go with {refused[0]}, or --accelerator cpu")
 
 
 def check_precision(settings: Settings, capability: tuple[int, int] | None) -> None:
-    """Refuse a precision that a device cannot do, or does worse than another.
+    """Refuse a precision that a device does not support, or that is slower on it than another one.
 
     Args:
-        settings: Resolved.
+        settings: Resolved settings.
         capability: Compute capability of the GPU; None: a CPU, or Apple silicon.
 
     Raises:
-        UserError: In one line, why and which one to use.
+        UserError: The precision cannot work.
     """
     for technique in used(settings):
         technique.check_precision(settings, capability)

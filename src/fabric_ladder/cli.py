@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from fabric_ladder.advice import show_errors
 from fabric_ladder.checks import check, check_start, check_values
 from fabric_ladder.distributed.launch import check_launcher, options_of_fabric_run, prepare_launch, resolve_devices
 from fabric_ladder.environment import compute_capability, fit_precision, keep_freed_memory, notebook_shell, prepare_cuda
@@ -18,6 +17,7 @@ from fabric_ladder.options import as_yaml, check_bounds, check_needs, find_confi
 from fabric_ladder.places import CONFIGS
 from fabric_ladder.runs.process import prepare_process
 from fabric_ladder.settings import Settings, names
+from fabric_ladder.techniques.advice import show_errors
 
 CPU_TOKENS = 1024  # per micro-batch: as fast as any cut that was tried, see docs/journal.md
 BUCKET = 16  # tokens; other lengths may take slower kernels, and a step of 64 would be mostly padding

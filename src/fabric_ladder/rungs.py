@@ -52,7 +52,7 @@ def check_rung(rung: Path, words: list[str]) -> Settings | str:
 
     This runs the rung with `--check_only true` in this process, where the libraries are loaded already.
     """
-    from fabric_ladder.advice import explain, show_errors  # needs torch, which finding the rungs does not
+    from fabric_ladder.techniques.advice import explain, show_errors  # needs torch, which finding the rungs does not
 
     given, sys.argv = sys.argv, [str(rung), *words, "--check_only", "true"]
     try:

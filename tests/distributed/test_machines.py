@@ -15,8 +15,8 @@ from support.devices import ONE_THREAD, SIZES, read, same
 from support.helpers import ROOT, SRC, free_port, run_script
 
 from fabric_ladder import Settings, UserError
-from fabric_ladder.advice import less_memory
 from fabric_ladder.distributed.launch import check_launcher, command_line, find_launcher, options_of_fabric_run
+from fabric_ladder.techniques.advice import less_memory
 
 BIN = os.path.dirname(sys.executable)
 TORCHRUN = os.path.join(BIN, "torchrun")

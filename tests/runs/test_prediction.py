@@ -84,16 +84,12 @@ def test_the_largest_cut_that_has_room_is_chosen(tmp_path):
     assert totals == sorted(totals, reverse=True)
     exact = ASSUMED.needed(predict_peak(settings, cuts[1][1][0], cuts[1][2])) - ASSUMED.context  # which exists by then
     for room, chosen in ((10**12, 0), (None, 0), (exact, 1), (exact - 1, 2), (0, 3)):
-        found = _answer(settings, cuts, None, 2, "some GPU", (8, 0), room)
+        found = _answer(settings, cuts, 2, "some GPU", (8, 0), room)
         assert (found["micro_batch_tokens"], found["total"]) == (cuts[chosen][0], totals[chosen])
-        assert found["one_sample"] == totals[-1]
-        said = Prediction(found).line(settings, {"gpu": "some GPU", "gpu_memory": 10**12})
-        assert f", {totals[-1] / 1e9:.2f} GB with one sample at a time; " in said
-        assert Prediction(found).figures()["predicted_one_sample_bytes"] == totals[-1]
-    alone = _answer(settings, [(None, *cuts[0][1:])], None, 2, "some GPU", (8, 0), 0)
-    assert not {"micro_batch_tokens", "one_sample"} & alone.keys(), "nothing to choose from"
+    alone = _answer(settings, [(None, *cuts[0][1:])], 2, "some GPU", (8, 0), 0)
+    assert "micro_batch_tokens" not in alone, "nothing to choose from"
     zero = replace(settings, strategy="deepspeed", deepspeed="zero2", precision="32-true")
-    assert "16-bit weights only" in _answer(zero, cuts, None, 2, "some GPU", (8, 0), None)["problem"]
+    assert "16-bit weights only" in _answer(zero, cuts, 2, "some GPU", (8, 0), None)["problem"]
 
 
 def test_what_auto_may_take_is_cut_from_the_largest_effective_batch_down_to_one_sample(tmp_path):
@@ -122,7 +118,7 @@ def test_what_auto_may_take_is_cut_from_the_largest_effective_batch_down_to_one_
 def test_a_planner_that_fails_is_a_problem_and_no_error(monkeypatch, tmp_path, name, value, problem):
     if name:
         monkeypatch.setattr(prediction, name, value)
-    found = prediction._ask_planner(("no settings", [(None, [], [])], None, 2, None, None, None))
+    found = prediction._ask_planner(("no settings", [(None, [], [])], 2, None, None, None))
     assert found["problem"].startswith(problem)
     said = Prediction(found)
     assert said.line(settings_for(tmp_path), {}) == f"Predicted peak: unknown ({found['problem']})"
@@ -136,7 +132,7 @@ def test_what_texts_are_cut_at_counts_where_they_are_packed_alone(tmp_path):
 
 
 def key(tmp_path, **values):
-    return prediction._key(settings_for(tmp_path, **values), {}, [], None, None, None)
+    return prediction._key(settings_for(tmp_path, **values), {}, [], None, None)
 
 
 @pytest.mark.parametrize("named", ["zero2", "own.json"])

@@ -10,9 +10,9 @@ from support.helpers import settings_for, token_datasets
 from support.training import losses, run_training
 
 from fabric_ladder import Run, UserError
-from fabric_ladder.advice import explain
 from fabric_ladder.runs.metrics import Score
 from fabric_ladder.runs.record import RunRecord
+from fabric_ladder.techniques.advice import explain
 
 
 @pytest.mark.parametrize(

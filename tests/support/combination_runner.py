@@ -17,7 +17,7 @@ import torch._dynamo.config as compiling
 import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).parents[1]))
-from fabric_ladder.advice import explain
+from fabric_ladder.techniques.advice import explain
 from support.helpers import MODELS
 
 SMALL = "--train_samples 8 --validation_samples 4 --test_samples 4 --batch_size 4 --micro_batch_size 2".split()

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from fabric_ladder.advice import show_errors
+from fabric_ladder.techniques.advice import show_errors
 
 SECONDS, MEMORY = 60, 3 * 2**30  # limits of a case; the memory is in addition to that of the tests
 RUNS = "runs"

@@ -1,6 +1,6 @@
-"""scripts/plan_memory.py on a machine that seems to have two GPUs, of which the smaller one has 1 GB.
+"""Run scripts/plan_memory.py as if this machine had two GPUs; the smaller GPU has 1 GB.
 
-A process that was forked after its parent looked for them could not train: such a fork ends everything, by status 77.
+A process forked by a parent that has looked for GPUs could not train. Such a fork ends this script with status 77.
 The last line is the number of other forks.
 """
 
@@ -34,7 +34,7 @@ if __name__ == "__main__":
     torch.cuda.device_count = lambda: len(look_for_gpus())
     torch.cuda.get_device_properties = lambda number: look_for_gpus()[number]
     os.register_at_fork(before=before_fork)
-    os.sched_getaffinity = lambda _: {0, 1}
+    os.cpu_count = lambda: 2
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")
     print(len(forks))

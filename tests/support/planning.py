@@ -1,4 +1,4 @@
-"""Small models for the planner, and what their real tensors hold."""
+"""Small models for the planner, and the peaks of their real tensors."""
 
 import json
 
@@ -13,6 +13,7 @@ from fabric_ladder.distributed.fsdp import fsdp_strategy, sharding_policy, trans
 from fabric_ladder.planning.predict import blank_datasets, largest_batches
 from fabric_ladder.planning.tracker import PeakTracker
 from fabric_ladder.runs.metrics import Meter
+from fabric_ladder.techniques.checkpointing import host_memory_within
 from fabric_ladder.techniques.memory import Peak
 from fabric_ladder.training.gradients import accumulate_gradients
 from support.helpers import MODELS, settings_for
@@ -24,7 +25,7 @@ NO_PEAK = Peak(0, 0, 0, 0, 0, 0, 0, "training", [])
 
 
 def case(tmp_path, family, **values):
-    """Settings of a small model, and the largest micro-batches of its training and its evaluation."""
+    """Return the settings of a small model, and the largest micro-batches of its training and its evaluation."""
     path = MODELS / "bloom-quickstart.json"
     if family == "vit":
         path = tmp_path / "vit.json"
@@ -45,7 +46,7 @@ def count_weights(settings):
 
 
 class Unmoved:
-    """An input that takes no memory before it is moved to the device."""
+    """An input that needs no memory before it is moved to the device."""
 
     def __init__(self, tensor):
         self.tensor = tensor
@@ -55,24 +56,31 @@ class Unmoved:
 
 
 def real(micro_batch):
-    """Real tensors of these shapes."""
+    """Return the micro-batch with real tensors."""
     return micro_batch._replace(inputs={name: Unmoved(tensor) for name, tensor in micro_batch.inputs.items()})
 
 
-def measured_peak(settings, micro_batches):
-    """Bytes that real tensors hold at the peak of the second step, under PyTorch's own tracker.
-
-    Which dies of frozen parameters: those of adapters are counted by ours.
-    """
-    fabric = Fabric(accelerator="cpu", devices=1, precision=settings.precision)
+def set_up(settings, **options):
+    """Return Fabric, the model and the optimizer of a run on CPU processes."""
+    fabric = Fabric(accelerator="cpu", devices=settings.devices, precision=settings.precision, **options)
+    fabric.launch()
     model = fabric.setup(build(settings))
-    optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
-    tracker = PeakTracker() if settings.lora else MemTracker()
+    return fabric, model, fabric.setup_optimizers(build_optimizer(settings, model))
+
+
+def measured_peak(settings, micro_batches):
+    """Return the bytes of real tensors at the peak of the second step, from PyTorch's tracker.
+
+    PyTorch's tracker fails on frozen parameters, so the project's tracker counts those of adapters.
+    """
+    if settings.lora:
+        return tracked_peak(settings, micro_batches).total
+    fabric, model, optimizer = set_up(settings)
+    tracker = MemTracker()
 
     def step():
         for micro_batch in micro_batches:
-            if not settings.lora:
-                tracker.reset_mod_stats()  # or it refuses a second pass
+            tracker.reset_mod_stats()  # or it refuses a second pass
             accumulate_gradients(fabric, model, [real(micro_batch)], Meter(fabric), optimizer=optimizer)
         if settings.max_grad_norm:
             fabric.clip_gradients(model, optimizer, max_norm=settings.max_grad_norm)
@@ -80,26 +88,38 @@ def measured_peak(settings, micro_batches):
         optimizer.zero_grad()
 
     step()
-    if settings.lora:
-        for parameter in model.parameters():
-            tracker.watch(parameter)
-        for state in optimizer.optimizer.state.values():
-            for tensor in state.values():
-                tracker.hold(tensor, "optimizer_state")
-        with tracker:
-            step()
-        return tracker.peak().total
     tracker.track_external(model, optimizer.optimizer)
     with tracker:
         step()
     return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
 
 
-def sharded_peak(settings, micro_batches):
-    """The same under FSDP over gloo, of each of the settings' ranks; `host` too.
+def tracked_peak(settings, micro_batches, **options):
+    """Return the peak of real tensors in the second step, from the project's tracker.
 
-    PyTorch's own tracker for FSDP follows one pass only, so it is ours on real tensors.
+    PyTorch's tracker for FSDP follows one pass only.
     """
+    fabric, model, optimizer = set_up(settings, **options)
+    tracker = PeakTracker()
+    parked = settings.offload
+    with tracker, host_memory_within(lambda: tracker.at("training", on_host=True)):
+        for _ in range(2):
+            for parameter in model.parameters():
+                tracker.watch(parameter, parked=parked)
+            for state in optimizer.state.values():
+                for tensor in state.values():
+                    tracker.hold(tensor, "host" if parked else "optimizer_state")
+            tracker.forget_peak()
+            with tracker.at("training", gathering=settings.strategy == "fsdp"):
+                accumulate_gradients(fabric, model, list(map(real, micro_batches)), Meter(fabric))
+            with tracker.at("optimizer", on_host=parked):
+                optimizer.step()
+                optimizer.zero_grad()
+    return tracker.peak()
+
+
+def sharded_peak(settings, micro_batches):
+    """Return the peak of each FSDP rank over gloo, on as many processes as the settings have devices."""
 
     def shard(model, mesh):
         options = sharding_policy(settings, mesh)
@@ -107,26 +127,7 @@ def sharded_peak(settings, micro_batches):
             fully_shard(block, **options)
         return fully_shard(model, **options)
 
-    strategy = fsdp_strategy(settings, shard)
-    fabric = Fabric(accelerator="cpu", devices=settings.devices, precision=settings.precision, strategy=strategy)
-    fabric.launch()
     try:
-        model = fabric.setup(build(settings))
-        optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
-        tracker, parked = PeakTracker(), settings.offload
-        with tracker:
-            for _ in range(2):
-                for parameter in model.parameters():
-                    tracker.watch(parameter, parked=parked)
-                for state in optimizer.optimizer.state.values():
-                    for tensor in state.values():
-                        tracker.hold(tensor, "host" if parked else "optimizer_state")
-                tracker.forget_peak()
-                with tracker.at("training", gathering=True):
-                    accumulate_gradients(fabric, model, list(map(real, micro_batches)), Meter(fabric))
-                with tracker.at("optimizer", on_host=parked):
-                    optimizer.step()
-                    optimizer.zero_grad()
-        return tracker.peak()
+        return tracked_peak(settings, micro_batches, strategy=fsdp_strategy(settings, shard))
     finally:
         dist.destroy_process_group()

@@ -1,6 +1,6 @@
-"""Two optimizer steps of rung 10 or 11 on real tensors, on as many gloo processes as are asked for.
+"""Take two optimizer steps of FSDP on real tensors, on as many gloo processes as the settings have devices.
 
-Arguments: settings of the rung, as JSON. The first process prints what its tensors held at their peak, in bytes.
+The argument has the settings as JSON. The first process prints the peak of its tensors, in bytes.
 """
 
 import json
@@ -18,7 +18,7 @@ if __name__ == "__main__":
     length = values.pop("length")
     settings = Settings(**values)
     torch.set_num_threads(1)
-    training, _ = largest_batches(settings, length, ranks=settings.devices)
+    training, _ = largest_batches(settings, length)
     peak = sharded_peak(settings, training)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(json.dumps({"total": peak.total, "host": peak.host, "phase": peak.phase}))

@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from fabric_ladder import build_dataloaders
-from fabric_ladder.planning.predict import to_rehearse
+from fabric_ladder.planning.rehearsal import to_rehearse
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.techniques.embedding_rows import FEWEST, RowEmbedding, add_rows, adding_rows
 from fabric_ladder.training.gradients import accumulate_gradients

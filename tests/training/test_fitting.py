@@ -11,11 +11,11 @@ from support.training import SIZES, alone, read, run_training, two
 from support.training import losses as trained
 
 from fabric_ladder import UserError, parse_settings
-from fabric_ladder.advice import less_memory
 from fabric_ladder.data import cutting
 from fabric_ladder.data.sampler import EffectiveBatchSampler
 from fabric_ladder.distributed.strategies import StrategyTraits
 from fabric_ladder.runs.prediction import Prediction
+from fabric_ladder.techniques.advice import less_memory
 from fabric_ladder.training import fitting, loop
 
 

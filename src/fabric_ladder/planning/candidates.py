@@ -1,25 +1,23 @@
 """Candidates of the planner: rungs with options, their settings and their relative speeds."""
 
-import argparse
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from fabric_ladder.checks import check_precision
 from fabric_ladder.cli import parse_settings
-from fabric_ladder.data.sampler import EVALUATED
 from fabric_ladder.distributed.deepspeed_config import read_deepspeed_config
+from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import emulates, fit_precision
 from fabric_ladder.errors import UserError
-from fabric_ladder.options import drop_unneeded
+from fabric_ladder.options import drop_unneeded, read_words, without_options
 from fabric_ladder.planning.gpus import ANY, Gpu
 from fabric_ladder.planning.predict import unpredictable
-from fabric_ladder.rungs import RUNGS, script_defaults
+from fabric_ladder.rungs import script_defaults
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques import TECHNIQUES, technique_of, used
 from fabric_ladder.techniques.technique import Technique
 
-# A run evaluates more tokens if its micro-batches are larger; then the micro-batches decide its peak.
-EVAL_BATCH_TOKENS = str(EVALUATED)
 NAMED = {(f"--{technique.setting}", "true"): technique.short_name for technique in TECHNIQUES if technique.short_name}
 
 HALF_SPEED_TOKENS = 1024  # tokens of a micro-batch with half of a GPU's full speed: a guess
@@ -30,32 +28,32 @@ class Candidate(NamedTuple):
     """A rung with options and settings.
 
     Attributes:
-        name: The rung and short names of its options.
+        name: The rung and short names of the options that the planner adds.
         rung: The script's name.
-        options: Options added to the user's options, as on a command line.
+        words: The user's options and the added options, as on a command line.
         settings: Settings with the plan's devices. All other values were checked for a CPU.
         micro_batches: Sizes to try, in samples, ascending; (None,) if the user has chosen the size.
     """
 
     name: str
     rung: str
-    options: tuple[str, ...]
+    words: tuple[str, ...]
     settings: Settings
     micro_batches: tuple[int | None, ...]
 
-    @property
-    def fsdp_ranks(self) -> int | None:
-        """Number of GPUs that share the FSDP shards; None: no FSDP."""
-        return self.settings.ranks if self.settings.strategy == "fsdp" else None
 
-
-def list_choices(gpus: int) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the rungs and options to try on N GPUs, in the ladder's order."""
-    choices = []
-    for rung in RUNGS:
+def list_choices(rungs: list[Path], gpus: int) -> tuple[list[tuple[str, tuple[str, ...]]], dict[str, str]]:
+    """Return rungs and options to try on N GPUs, in the ladder's order, and for each rung without any the reason."""
+    choices, problems = [], {}
+    for rung in rungs:
         technique = technique_of(rung.stem) or Technique()
-        choices += [(rung.stem, options) for options in technique.planned(gpus)]
-    return choices
+        planned = technique.planned(gpus)
+        choices += [(rung.stem, options) for options in planned]
+        if not planned:
+            needs_more = technique.needs_gpus > gpus
+            reason = f"for --devices {technique.needs_gpus} or more" if needs_more else "its page says what it saves"
+            problems[rung.stem] = f"{rung.stem} is not planned: {reason}"
+    return choices, problems
 
 
 def read_candidates(
@@ -71,31 +69,26 @@ def read_candidates(
 
     Returns:
         The candidates, and for each other choice the reason why it cannot run.
-
-    Raises:
-        UserError: No choice can run. The message is the first reason.
     """
     given = {word.split("=")[0] for word in options if word.startswith("--")}
-    here = ["--from_scratch", "true"]  # a plan needs no weights
-    here += [] if "--eval_batch_tokens" in given else ["--eval_batch_tokens", EVAL_BATCH_TOKENS]
     candidates, problems = {}, {}
-    for rung, extra in choices:
-        pairs = [pair for pair in zip(extra[::2], extra[1::2], strict=True) if pair[0] not in given]
+    for rung, added in choices:
+        pairs = [pair for pair in zip(added[::2], added[1::2], strict=True) if pair[0] not in given]
         name = " ".join([rung, *(NAMED.get(pair, pair[1]) for pair in pairs)])
         if name in candidates or name in problems:
             continue
         extra = sum(pairs, ())
         try:
             on_one_gpu = script_defaults(rung).get("strategy", "single") == "single"
-            settings = read_settings(rung, [*options, *extra, *here], 1 if on_one_gpu else gpus, gpu)
-            settled = given & {"--micro_batch_size", "--micro_batch_tokens"} or settings.pack_rows
-            sizes = (None,) if settled or settings.step_in_backward else _sizes(settings)
-            candidates[name] = Candidate(name, rung, extra, settings, sizes)
+            settings = read_settings(rung, [*options, *extra], 1 if on_one_gpu else gpus, gpu)
         except UserError as error:
             problems[name] = str(error)
-    if not candidates:
-        nothing = "no rung to plan: 15 needs the memory of 4, 22 has no prediction, and 9 and 10 need --devices 2"
-        raise UserError(next(iter(problems.values()), nothing))
+            continue
+        if Path(settings.model).is_file() and "--from_scratch" not in given:
+            extra = ("--from_scratch", "true", *extra)  # a config file alone holds no weights to start from
+        settled = given & {"--micro_batch_size", "--micro_batch_tokens"} or settings.pack_rows
+        sizes = (None,) if settled or settings.step_in_backward else _sizes(settings)
+        candidates[name] = Candidate(name, rung, (*options, *extra), settings, sizes)
     return list(candidates.values()), problems
 
 
@@ -110,28 +103,29 @@ def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) 
     """
     defaults = script_defaults(rung)
     options = drop_unneeded(options, defaults)  # another rung has use for them
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--precision")
-    if defaults.get("strategy") == "deepspeed":
-        finder.add_argument("--deepspeed", default=defaults["deepspeed"])
-    found, options = finder.parse_known_args(options)
-    if found.precision:
-        options += ["--precision", "mixed" if found.precision == "16-mixed" else found.precision]
-    here = ["--accelerator", "cpu", "--devices", "1"]
-    settings = parse_settings(
-        [*options, *here], **defaults | {"deepspeed": None} if defaults.get("strategy") == "deepspeed" else defaults
-    )
+    given = read_words(options)
+    asked = given.get("precision")
+    deepspeed = given.get("deepspeed", defaults.get("deepspeed"))
+    here = ["--accelerator", "cpu", "--devices", "1", "--from_scratch", "true"]  # a plan needs no weights
+    if asked:
+        here += ["--precision", "mixed" if asked == "16-mixed" else asked]
+    if "deepspeed" in defaults:
+        options = without_options(options, ["deepspeed"])
+        defaults = defaults | {"deepspeed": None}
+    settings = parse_settings([*options, *here], **defaults)
     if gpus > settings.batch_size:
         raise UserError(f"--batch_size {settings.batch_size} is below the number of devices, {gpus}: raise it")
-    precision = found.precision or settings.precision
-    sharded = settings.strategy == "fsdp"
-    if not found.precision and precision == "bf16-mixed":
+    precision = asked or settings.precision
+    if not asked and precision == "bf16-mixed":
         precision = "mixed"  # a CPU has turned it into bf16-mixed
-    precision, meaning = fit_precision(precision, gpu.capability, settings.lora and not found.precision, sharded)
-    settings = replace(settings, name=rung, devices=gpus, precision=precision, notices=(meaning,) if meaning else ())
+    sharded = strategy_traits(settings).shards_weights
+    precision, meaning = fit_precision(precision, gpu.capability, settings.lora and not asked, sharded)
+    changes = {"name": rung, "devices": gpus, "precision": precision, "notices": (meaning,) if meaning else ()}
+    changes["eval_batch_tokens"] = given.get("eval_batch_tokens")  # not a CPU's default
+    settings = replace(settings, **changes)
     check_precision(settings, gpu.capability)
-    if defaults.get("strategy") == "deepspeed":
-        settings = replace(settings, deepspeed=found.deepspeed)
+    if "deepspeed" in defaults:
+        settings = replace(settings, deepspeed=deepspeed)
         read_deepspeed_config(settings)  # for its checks
     if reason := unpredictable(settings):
         raise UserError(f"--precision {settings.precision}: {reason}; plan for bf16-mixed")

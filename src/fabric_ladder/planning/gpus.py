@@ -1,8 +1,12 @@
 """GPUs that people own or rent, by name: memory, compute capability, and peak speeds of matrix multiplications."""
 
+import os
 import re
+from concurrent.futures import ProcessPoolExecutor
 from difflib import get_close_matches
 from typing import NamedTuple
+
+import torch
 
 from fabric_ladder.errors import UserError
 
@@ -112,6 +116,25 @@ def find_gpu(name: str) -> Gpu:
         f"--gpu {name}: not in the table, which has {', '.join(names[known] for known in near)}; for another GPU "
         "give its memory: --gpu_memory 16GB"
     )
+
+
+def own_gpus() -> list[Gpu]:
+    """Return this machine's GPUs, found by another process, and hide them from this process.
+
+    A process that has not seen a GPU can be forked, see `planner.make_plans`.
+    """
+    with ProcessPoolExecutor(1) as pool:
+        gpus = pool.submit(_list_gpus).result()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    return gpus
+
+
+def _list_gpus() -> list[Gpu]:
+    found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    return [
+        (match_gpu(gpu.name) or ANY)._replace(name=gpu.name, memory=gpu.total_memory, capability=(gpu.major, gpu.minor))
+        for gpu in found
+    ]
 
 
 def _plain(name: str) -> str:

@@ -1,11 +1,7 @@
-"""GPU memory that a run needs in addition to its tensors: measured on a GPU and cached, or assumed."""
+"""GPU memory that a run needs in addition to its tensors: assumed, or measured by `calibration` and cached."""
 
 import json
-import shutil
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from time import strftime
 from typing import NamedTuple
 
 import torch
@@ -50,10 +46,8 @@ def load_overhead(cache_dir: str, gpu: str) -> Overhead:
         cache_dir: Folder of the cache, as in the settings.
         gpu: The driver's name of the GPU.
     """
-    try:
-        return Overhead(**_read_kept(cache_dir)[_key(gpu)])
-    except (LookupError, TypeError):
-        return ASSUMED
+    kept = _read_kept(cache_dir).get(_key(gpu))
+    return Overhead(**kept) if kept else ASSUMED
 
 
 def keep_overhead(cache_dir: str, gpu: str, overhead: Overhead) -> Path:
@@ -72,59 +66,11 @@ def keep_overhead(cache_dir: str, gpu: str, overhead: Overhead) -> Path:
     return path
 
 
-def measure_overhead(train: Callable[[], None]) -> Overhead:
-    """Measure context, workspace and fragmentation on the first CUDA GPU, which no other process may use.
-
-    Args:
-        train: A function that runs a few optimizer steps of a model on that GPU, and keeps no tensors.
-
-    Raises:
-        UserError: This machine has no CUDA GPU.
-        RuntimeError: This process has already used the GPU.
-    """
-    if not torch.cuda.is_available():
-        raise UserError("--calibrate measures a CUDA GPU, and PyTorch finds none here")
-    if torch.cuda.is_initialized():
-        raise RuntimeError("the CUDA context must not exist yet, or it cannot be measured")
-    before = _used_before()
-    workspace = _measure_workspace()
-    free, total = torch.cuda.mem_get_info(0)
-    context = total - free - torch.cuda.memory_reserved(0) - before
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(0)
-    train()
-    fragmentation = torch.cuda.max_memory_reserved(0) / torch.cuda.max_memory_allocated(0) - 1
-    source = f"measured on {torch.cuda.get_device_name(0)}, torch {torch.__version__}, {strftime('%Y-%m-%d')}"
-    return Overhead(max(0, context), workspace, fragmentation, source)
-
-
-def _measure_workspace() -> int:
-    """Return the bytes that stay allocated after a forward and a backward pass of a linear layer."""
-    layer = torch.nn.Linear(1024, 1024, device="cuda")
-    held = torch.cuda.memory_allocated(0)
-    for dtype in (torch.float32, torch.bfloat16):
-        with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
-            layer(torch.zeros(1024, 1024, device="cuda")).sum().backward()
-    layer.zero_grad()
-    torch.cuda.synchronize()
-    return torch.cuda.memory_allocated(0) - held
-
-
-def _used_before() -> int:
-    """Return the bytes in use on the GPU before this process uses it, from `nvidia-smi`."""
-    if not (tool := shutil.which("nvidia-smi")):
-        return 0
-    command = [tool, "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
-    mebibytes = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    return int(mebibytes) * 2**20 if mebibytes.isdigit() else 0
-
-
-def _read_kept(cache_dir: str) -> dict:
+def _read_kept(cache_dir: str) -> dict[str, dict]:
     try:
-        kept = json.loads((Path(cache_dir) / KEPT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return json.loads((Path(cache_dir) / KEPT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # nothing was measured yet, or the file is damaged
         return {}
-    return kept if isinstance(kept, dict) else {}
 
 
 def _key(gpu: str) -> str:

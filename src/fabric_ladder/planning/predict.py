@@ -24,22 +24,22 @@ from fabric_ladder.data.cutting import MicroBatchPlan, cut_by
 from fabric_ladder.data.loaders import MicroBatch
 from fabric_ladder.data.sampler import EVALUATED
 from fabric_ladder.data.splits import ImageDatasets, ImageFormat, TextDatasets
-from fabric_ladder.environment import emulates
 from fabric_ladder.errors import first_line
 from fabric_ladder.planning.overhead import load_overhead
 from fabric_ladder.planning.rehearsal import Rehearsal, rehearse
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques import used
-from fabric_ladder.techniques.memory import ON_DEVICE, Counts, Peak
+from fabric_ladder.techniques.memory import ON_DEVICE, Peak
+
+Capability = tuple[int, int] | None  # compute capability of a GPU; None: it computes in bfloat16
 
 
 def predict_peak(
     settings: Settings,
     micro_batches: list[MicroBatch],
     evaluations: Sequence[MicroBatch] = (),
-    ranks: int | None = None,
     classes: int = 2,
-    capability: tuple[int, int] | None = None,
+    capability: Capability = None,
 ) -> Peak:
     """Return the peak of a run: the larger of its second optimizer step and its evaluation.
 
@@ -47,40 +47,33 @@ def predict_peak(
     same tensors.
 
     Args:
-        settings: Settings of the run. `16-mixed` is rehearsed as `bf16-mixed`, which needs the same memory.
+        settings: Settings of the run.
         micro_batches: A rank's share of an effective batch. Only the shapes matter.
         evaluations: Batches of the evaluation.
-        ranks: GPUs that share the FSDP shards, as in rungs 10 and 11; None: no FSDP.
         classes: Number of classes of a classifier.
-        capability: Compute capability of the GPU; None: it computes in bfloat16.
+        capability: Compute capability of the GPU.
     """
-    with _rehearse_run(settings, micro_batches, ranks, classes, capability) as rehearsal:
-        return complete(settings, rehearsal.peak(micro_batches, evaluations), rehearsal.counts)
+    with _rehearse_run(settings, micro_batches, classes, capability) as rehearsal:
+        return rehearsal.peak(settings, micro_batches, evaluations)
 
 
 def _rehearse_run(
-    settings: Settings,
-    micro_batches: list[MicroBatch],
-    ranks: int | None,
-    classes: int,
-    capability: tuple[int, int] | None,
+    settings: Settings, micro_batches: list[MicroBatch], classes: int, capability: Capability
 ) -> AbstractContextManager[Rehearsal]:
     pixels = micro_batches[0].inputs.get("pixel_values")
-    datasets = blank_datasets(classes, None if pixels is None else pixels.shape[-1])
-    return rehearse(to_rehearse(settings), datasets, ranks, emulates(settings.precision, capability))
+    return rehearse(settings, blank_datasets(classes, None if pixels is None else pixels.shape[-1]), capability)
 
 
 def largest_batches(
-    settings: Settings, length: int, image_size: int | None = None, ranks: int = 1
+    settings: Settings, length: int, image_size: int | None = None
 ) -> tuple[list[MicroBatch], list[MicroBatch]]:
     """Return one rank's largest share of an effective batch and of the evaluation: all samples have full length.
 
     Args:
-        settings: `task`, `batch_size`, `micro_batch_size` or `micro_batch_tokens`, `eval_batch_tokens`,
+        settings: `task`, `devices`, `batch_size`, `micro_batch_size` or `micro_batch_tokens`, `eval_batch_tokens`,
             `pad_to_multiple_of`, `packing`, `pack_rows`, `max_length`.
         length: Tokens of a sample. An image has a token for each patch and one for the class.
         image_size: Side of an image in pixels; None: the samples are texts.
-        ranks: GPUs that share the effective batch.
 
     Returns:
         Micro-batches of meta tensors, which have only a shape and a dtype, and one batch of the evaluation.
@@ -110,14 +103,14 @@ def largest_batches(
 
     def share(samples: int, size: int | None, tokens: int | None) -> list[MicroBatch]:
         ones = np.ones(samples, int)
-        shares = cut_by(settings, np.arange(samples), length * ones, ones, ranks, size, tokens)
+        shares = cut_by(settings, np.arange(samples), length * ones, ones, settings.ranks, size, tokens)
         return [make(plan) for plan in shares[0]]
 
     size, tokens = settings.micro_batch_size, settings.micro_batch_tokens
     if tokens == "auto":  # a run may take all samples in one micro-batch
         size, tokens = settings.batch_size, None
-    training, of_evaluation = share(settings.batch_size, size, tokens), settings.eval_batch_tokens or EVALUATED
-    return training, share(of_evaluation * ranks, None, of_evaluation)[:1]
+    evaluated = settings.eval_batch_tokens or EVALUATED
+    return share(settings.batch_size, size, tokens), share(evaluated * settings.ranks, None, evaluated)[:1]
 
 
 def blank_datasets(classes: int, image_size: int | None = None) -> TextDatasets | ImageDatasets:
@@ -136,32 +129,15 @@ class _NoTokenizer:
         return 0
 
 
-def to_rehearse(settings: Settings) -> Settings:
-    """Return settings whose step runs on fake tensors; `complete` adds the rest."""
-    rehearsed = replace(settings, from_scratch=True)
-    for technique in used(settings):
-        rehearsed = technique.rehearsed(rehearsed)
-    return rehearsed
-
-
-def complete(settings: Settings, peak: Peak, counts: Counts) -> Peak:
-    """Return a rehearsal's peak with the memory that only the techniques' formulas give."""
-    for technique in used(settings):
-        peak = technique.add_memory(peak, counts, settings)
-    return peak
-
-
 def unpredictable(settings: Settings) -> str | None:
-    """Return why the memory of these settings is not known."""
+    """Return the reason if the memory of these settings cannot be predicted."""
     return next(filter(None, (technique.unpredictable(settings) for technique in used(settings))), None)
 
 
 def main() -> None:
     """Read a run's question from stdin and print the answer as JSON: `runs/prediction.py` starts this process."""
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    with open(os.devnull, "w") as nowhere:  # libraries must not print into the answer
-        os.dup2(nowhere.fileno(), 1)
-        os.dup2(nowhere.fileno(), 2)
+    os.dup2(2, 1)  # libraries must not print into the answer
     try:
         found = _answer(*pickle.load(sys.stdin.buffer))
     except Exception as error:  # the run starts even if its prediction fails
@@ -173,10 +149,9 @@ def main() -> None:
 def _answer(
     settings: Settings,
     cuts: list[tuple[int | None, list[list[MicroBatch]], list[MicroBatch]]],
-    ranks: int | None,
     classes: int,
     gpu: str | None,
-    capability: tuple[int, int] | None,
+    capability: Capability,
     room: int | None,
 ) -> dict:
     """Return the peak of the first cut that fits, as `runs/prediction.py` reads it.
@@ -185,28 +160,23 @@ def _answer(
         settings: Settings of the run.
         cuts: For each cut its `micro_batch_tokens`, the micro-batches of its largest effective batches, and the batches
             of its evaluation. The cuts are sorted by memory, largest first. The last cut has single samples.
-        ranks: GPUs that share the FSDP shards; None: no FSDP.
         classes: Number of classes of a classifier.
         gpu: Name of the GPU; None: no GPU.
-        capability: Compute capability of the GPU; None: it computes in bfloat16.
+        capability: Compute capability of the GPU.
         room: Bytes of GPU memory that the run may use; None: the first cut is taken.
     """
     if reason := unpredictable(settings):
         return {"problem": reason}
     overhead = load_overhead(settings.cache_dir, gpu) if gpu else None
-    with _rehearse_run(settings, cuts[0][1][0], ranks, classes, capability) as rehearsal:
-
-        def peak_of(cut: tuple) -> Peak:
-            peaks = [complete(settings, rehearsal.peak(batch, cut[2]), rehearsal.counts) for batch in cut[1]]
-            return max(peaks, key=lambda peak: peak.total)
-
+    with _rehearse_run(settings, cuts[0][1][0], classes, capability) as rehearsal:
         for cut in cuts:
-            peak = peak_of(cut)
+            tokens, batches, evaluations = cut
+            peaks = [rehearsal.peak(settings, batch, evaluations) for batch in batches]
+            peak = max(peaks, key=lambda peak: peak.total)
             if not overhead or room is None or overhead.needed(peak) - overhead.context <= room:
                 break
-        found = {name: getattr(peak, name) for name in (*ON_DEVICE, "host", "phase", "total")}
-        if len(cuts) > 1:
-            found |= {"micro_batch_tokens": cut[0], "one_sample": peak_of(cuts[-1]).total}
+    found = {name: getattr(peak, name) for name in (*ON_DEVICE, "host", "phase", "total")}
+    found |= {"micro_batch_tokens": tokens} if len(cuts) > 1 else {}
     return found | ({"needed": overhead.needed(peak)} if overhead else {})
 
 

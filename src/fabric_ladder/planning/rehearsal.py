@@ -6,7 +6,7 @@ keep the same tensors for the backward pass. Autocast casts the same operations.
 a GPU: fused, without temporary tensors, or in their `foreach` form, with temporary tensors for all weights together.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -29,9 +29,12 @@ from torch.utils._pytree import tree_leaves
 from fabric_ladder.data.loaders import MicroBatch
 from fabric_ladder.data.splits import ImageDatasets, TextDatasets
 from fabric_ladder.distributed.fsdp import fsdp_strategy, sharding_policy, transformer_blocks
+from fabric_ladder.distributed.strategies import strategy_traits
+from fabric_ladder.environment import emulates
 from fabric_ladder.planning.tracker import PeakTracker
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.settings import Settings
+from fabric_ladder.techniques import used
 from fabric_ladder.techniques.adam_4bit import Adam4bit
 from fabric_ladder.techniques.build import build_model, build_optimizer
 from fabric_ladder.techniques.checkpointing import host_memory_within
@@ -41,30 +44,41 @@ from fabric_ladder.training.gradients import accumulate_gradients, run_model
 
 @contextmanager
 def rehearse(
-    settings: Settings, datasets: TextDatasets | ImageDatasets, ranks: int | None = None, emulated: bool = False
+    settings: Settings, datasets: TextDatasets | ImageDatasets, capability: tuple[int, int] | None = None
 ) -> Iterator["Rehearsal"]:
     """Set up the run of some settings on fake tensors.
 
+    If the GPU only emulates bfloat16, its memory-efficient attention kernels refuse bfloat16. Then attention keeps a
+    tokens x tokens matrix (PyTorch, `sdp_utils.cpp: can_use_mem_efficient_attention`).
+
     Args:
-        settings: `precision`, `optimizer`, `max_grad_norm`, `task`, `devices`, `offload`, and those of the model.
-            `16-mixed` is rehearsed as `bf16-mixed`, which needs the same memory.
+        settings: Settings of the run. `16-mixed` is rehearsed as `bf16-mixed`, which needs the same memory.
         datasets: Data sets with the model's classes, image format or vocabulary. Samples are ignored.
-        ranks: GPUs that share the FSDP shards, as in rungs 10 and 11; None: no FSDP.
-        emulated: Whether the GPU only emulates bfloat16. Its memory-efficient attention kernels refuse bfloat16, so
-            attention keeps a tokens x tokens matrix (PyTorch, `sdp_utils.cpp: can_use_mem_efficient_attention`).
+        capability: Compute capability of the GPU; None: it computes in bfloat16.
     """
-    buckets = settings.ranks > 1 and not ranks
-    settings = replace(settings, accelerator="cpu", devices=ranks or 1, num_nodes=1)
-    if ranks:  # a fake process group: this process is rank 0 and sends nothing
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    emulated = emulates(settings.precision, capability)
+    settings = to_rehearse(settings)
+    sharded = strategy_traits(settings).shards_weights
+    buckets = settings.ranks > 1 and not sharded
+    settings = replace(settings, accelerator="cpu", devices=settings.ranks if sharded else 1, num_nodes=1)
+    if sharded:  # a fake process group: this process is rank 0 and sends nothing
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=settings.ranks)
     try:
         with torch.device("meta"):  # drawing weights would branch on values
             model = build_model(replace(settings, precision=_rehearsed(settings.precision)), datasets)
         with sdpa_kernel(SDPBackend.MATH) if emulated else nullcontext():
-            yield Rehearsal(model, settings, bool(ranks), buckets)
+            yield Rehearsal(model, settings, sharded, buckets)
     finally:
-        if ranks:
+        if sharded:
             dist.destroy_process_group()
+
+
+def to_rehearse(settings: Settings) -> Settings:
+    """Return settings whose step runs on fake tensors; the techniques' formulas add the rest."""
+    rehearsed = replace(settings, from_scratch=True)
+    for technique in used(settings):
+        rehearsed = technique.rehearsed(rehearsed)
+    return rehearsed
 
 
 class Rehearsal:
@@ -114,15 +128,11 @@ class Rehearsal:
             self._optimizer_peak = self.tracker.peak()
             self.optimizer.zero_grad()
 
-    @property
-    def kept(self) -> Peak:
-        """The peak of the optimizer's step, which runs without activations."""
-        return self._optimizer_peak
-
-    def peak(self, micro_batches: list[MicroBatch], evaluations: list[MicroBatch]) -> Peak:
+    def peak(self, settings: Settings, micro_batches: list[MicroBatch], evaluations: Sequence[MicroBatch]) -> Peak:
         """Return the highest of training, optimizer step and evaluation, once the optimizer has its state.
 
         Args:
+            settings: Settings of the run, whose techniques add by formula the memory that is not rehearsed.
             micro_batches: A rank's share of an effective batch, in its order. Only the largest shapes matter.
             evaluations: Batches of the evaluation. Batches within the shapes of training are skipped, since training
                 also keeps activations for the backward pass.
@@ -142,7 +152,10 @@ class Rehearsal:
                 if key not in self._known:
                     self._known[key] = self._evaluate(evaluation)
                 peaks.append(self._known[key])
-        return max(peaks, key=lambda peak: peak.total)._replace(host=max(peak.host for peak in peaks))
+        found = max(peaks, key=lambda peak: peak.total)._replace(host=max(peak.host for peak in peaks))
+        for technique in used(settings):
+            found = technique.add_memory(found, self.counts, settings)
+        return found
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

@@ -1,11 +1,9 @@
-"""Write a plan: the answer with its reasons to the terminal, all figures to Markdown and JSON."""
+"""Write a plan: the answer with its reasons to the terminal, all figures to JSON."""
 
-import io
 import json
 import textwrap
 from typing import NamedTuple
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -19,7 +17,6 @@ LEGEND = (
     "bits, not measured."
 )
 PLAIN = {"soft_wrap": True, "highlight": False, "markup": False}
-SHARING = "9_ddp, 10_fsdp and ZeRO without offload share among GPUs: --devices 2 plans for two."
 
 
 class Answer(NamedTuple):
@@ -27,139 +24,130 @@ class Answer(NamedTuple):
 
     Attributes:
         model: Name of the model.
-        parameters: Number of the model's parameters.
         batch_size: Effective batch size.
         samples: The planned samples.
         machine: The planned machine.
-        options: The user's options, which are part of every command.
-        plans: Plans by GPU memory in bytes.
-        problems: For each candidate that cannot run, the reason.
-        takes: By GPU memory, the hardware or options that would be enough if no plan fits.
+        plans: A plan for each candidate, in the ladder's order.
+        problems: For each rung or candidate that is not planned, the reason.
         notes: Other assumptions, in words.
     """
 
     model: str
-    parameters: int
     batch_size: int
     samples: Samples
     machine: Machine
-    options: list[str]
-    plans: dict[int, list[Plan]]
+    plans: list[Plan]
     problems: dict[str, str]
-    takes: dict[int, str]
     notes: list[str]
 
 
 def print_answer(answer: Answer, console: Console, full: bool = False) -> None:
     """Print the recommended command, its memory and its costs, then the reasons; `full`: with a table of all plans."""
-    for size, plans in answer.plans.items():
-        console.print("\n".join([f"{_gigabytes(size)} GB:"] * (len(answer.plans) > 1) + _answer(answer, size)), **PLAIN)
-        console.print(*(["", _table(plans)] if full else []), sep="\n")
+    console.print("\n".join(_commands(answer)), **PLAIN)
+    console.print(*(["", _table(answer.plans)] if full else []), sep="\n")
     indents = {"initial_indent": "  ", "subsequent_indent": "    ", "break_on_hyphens": False}
     lines = [textwrap.fill(line, console.width, **indents) for line in _reasons(answer, full)]
     console.print("\n".join(["Why", *lines]), **PLAIN)
 
 
-def to_markdown(answer: Answer) -> str:
-    """Return the same as GitHub's Markdown, with a table for each size."""
-    lines = [f"{_title(answer)}\n"]
-    for size, plans in answer.plans.items():
-        console = Console(file=io.StringIO(), width=400)
-        console.print(_table(plans, box.MARKDOWN))
-        table = "\n".join(line.strip() for line in console.file.getvalue().strip().splitlines())
-        lines += [f"**{_gigabytes(size)} GB**\n", f"{table}\n", "```", *_answer(answer, size), "```\n"]
-    return "\n".join([*lines, *(f"- {line}" for line in _reasons(answer, full=True)[1:])]) + "\n"
-
-
 def to_json(answer: Answer) -> str:
-    """Return all figures in bytes, and for each size the numbers of the recommended rows."""
-    sizes = []
-    for size, plans in answer.plans.items():
-        chosen = {weights: plans.index(plan) if plan else None for weights, plan in recommend(plans).items()}
-        rows = [_record(plan) for plan in plans]
-        sizes.append({"gpu_memory": size, "recommended": chosen, "takes": answer.takes.get(size), "rows": rows})
-    names = ("model", "parameters", "batch_size", "problems", "options", "notes")
-    record = {"format": 2, **{name: getattr(answer, name) for name in names}}
-    record |= {"samples": answer.samples._asdict(), "gpus": answer.machine.gpus, "gpu": answer.machine.gpu._asdict()}
-    return json.dumps(record | {"overhead": answer.machine.overhead._asdict(), "sizes": sizes}, indent=1) + "\n"
+    """Return all figures in bytes, and for each kind of training the number of the recommended plan."""
+    machine = answer.machine
+    record = answer._asdict() | {
+        "samples": answer.samples._asdict(),
+        "machine": machine._asdict() | {"gpu": machine.gpu._asdict(), "overhead": machine.overhead._asdict()},
+        "plans": [_record(plan) for plan in answer.plans],
+        "recommended": {weights: answer.plans.index(plan) for weights, plan in recommend(answer.plans).items()},
+    }
+    return json.dumps(record, indent=1) + "\n"
 
 
-def in_short(plan: Plan) -> str:
-    """Return a plan in a few words: rung, options, micro-batch."""
-    return plan.candidate.name + (f", micro-batch {plan.micro_batch}" if plan.micro_batch else "")
-
-
-def _answer(answer: Answer, size: int) -> list[str]:
+def _commands(answer: Answer) -> list[str]:
     """Return three lines for each recommended plan: the command, its memory and its costs."""
     lines = []
-    for plan in filter(None, recommend(answer.plans[size]).values()):
-        lines += ["", "Or train adapters alone:"] if lines else []
+    for weights, plan in recommend(answer.plans).items():
+        lines += ["", f"Or train {weights}:"] if lines else []
         each = " each" if plan.candidate.settings.ranks > 1 else ""
-        host = plan.host / 1e9
+        sizes = f"{plan.needed / 1e9:.2f} of {_gigabytes(answer.machine.gpu.memory)} GB"
         none = "accuracy not measured" if plan.candidate.settings.deepspeed else "no measured loss of accuracy"
         lines += [
             f"Run    {plan.command}",
-            f"Takes  {plan.needed / 1e9:.2f} of {_gigabytes(size)} GB of the GPU{each}, {host:.1f} GB of CPU memory",
+            f"Takes  {sizes} of the GPU{each}, {plan.host / 1e9:.1f} GB of CPU memory",
             f"Costs  {'; '.join(plan.costs) or none}; speed {plan.speed:.2f}",
         ]
-    return lines or [answer.takes[size]]
+    return lines or [_remedies(answer)]
+
+
+def _remedies(answer: Answer) -> str:
+    """Return a line about what would help if nothing fits: a larger GPU, more GPUs, or shorter samples."""
+    machine, samples = answer.machine, answer.samples
+    able = [plan for plan in answer.plans if not plan.emulated]
+    if not able:
+        return f"Nothing to recommend: {machine.gpu.name} only emulates bfloat16; plan without --precision bf16-true"
+    least = min(able, key=lambda plan: plan.peak.total)
+    if least.free >= 0:
+        return f"Nothing fits: {least.candidate.name} needs {least.host / 1e9:.1f} GB of CPU memory."
+    shorter = "" if samples.image_size else f"; or shorter samples, e.g. --max_length {samples.length // 2}"
+    return (
+        f"Nothing fits. It would take a GPU of {least.needed / 1e9:.1f} GB, for {least.candidate.name}; or more GPUs, "
+        f"e.g. --devices {2 * machine.gpus}{shorter}."
+    )
 
 
 def _reasons(answer: Answer, full: bool) -> list[str]:
     """Return the title, the reasons for the answer, and the assumptions."""
     gpu = answer.machine.gpu
-    overhead = answer.machine.overhead
-    reasons = [_title(answer), *answer.notes]
-    if len(answer.plans) == 1:
-        reasons += _choice(*answer.plans.values())
-    if gpu is ANY:
+    reasons = [_title(answer), *answer.notes, *_choice(answer.plans)]
+    if gpu.name == ANY.name:
         reasons.append("Assumed: a GPU that computes in bfloat16; --gpu T4 plans for one that does not.")
-    elif any(plan.emulated for plans in answer.plans.values() for plan in plans):
+    elif any(plan.emulated for plan in answer.plans):
         major, minor = gpu.capability
         reasons.append(f"{gpu.name} (compute capability {major}.{minor}) only emulates bfloat16: never recommended.")
-    reasons.append(f"CUDA's own memory is {overhead.source}; speed: 1 is a busy GPU in 16 bits, not measured.")
+    source = answer.machine.overhead.source
+    reasons.append(f"CUDA's own memory is {source}; speed: 1 is a busy GPU in 16 bits, not measured.")
     if not full:
-        return [*reasons, "All plans, with their memory by kind: --full, --markdown FILE, --json FILE."]
-    reasons += [LEGEND] + [SHARING] * (answer.machine.gpus == 1)
-    return reasons + [f"{name}: {reason}" for name, reason in answer.problems.items()]
+        return [*reasons, "All plans, with their memory by kind: --full or --json FILE."]
+    return [*reasons, LEGEND, *answer.problems.values()]
 
 
 def _choice(plans: list[Plan]) -> list[str]:
-    """Return why this plan for one size was chosen, and a faster plan with its costs."""
-    best = next(filter(None, recommend(plans).values()), None)
+    """Return why the first recommended plan was chosen, and a faster plan with its costs."""
+    best = next(iter(recommend(plans).values()), None)
     if best is None:
         return []
-    lora = best.candidate.settings.lora
-    fitting = [plan for plan in plans if plan.fits and not plan.emulated and plan.candidate.settings.lora == lora]
+    fitting = [plan for plan in plans if plan.fits and not plan.emulated and plan.trains == best.trains]
     alike = sum(plan.costs == best.costs for plan in fitting)
-    costs = (
-        "adapters" if lora else "all weights at this cost" if best.costs else "all weights at no known cost in accuracy"
-    )
-    reasons = [f"{in_short(best)}: the fastest of {alike} ways that fit and train {costs}."]
+    cost = "this cost" if best.costs else "no known cost in accuracy"
+    reasons = [f"{_in_short(best)}: the fastest of {alike} ways that fit and train {best.trains} at {cost}."]
     if (faster := max(fitting, key=lambda plan: plan.speed)).speed > best.speed:
-        reasons.append(f"Faster: {in_short(faster)}, speed {faster.speed:.2f}; it costs {'; '.join(faster.costs)}.")
+        reasons.append(f"Faster: {_in_short(faster)}, speed {faster.speed:.2f}; it costs {'; '.join(faster.costs)}.")
     return reasons + [f"Precision: {meaning}." for meaning in best.candidate.settings.notices]
+
+
+def _in_short(plan: Plan) -> str:
+    """Return a plan in a few words: rung, options, micro-batch."""
+    return plan.candidate.name + (f", micro-batch {plan.micro_batch}" if plan.micro_batch else "")
 
 
 def _title(answer: Answer) -> str:
     samples, machine = answer.samples, answer.machine
+    parameters = answer.plans[0].counts.all / 1e6
     sample = f"images of {samples.image_size} pixels" if samples.image_size else f"samples of {samples.length:,} tokens"
-    gpu = "" if machine.gpu is ANY else f"{machine.gpu.name}, "
-    sizes = " or ".join(_gigabytes(size) for size in answer.plans)
+    gpu = "" if machine.gpu.name == ANY.name else f"{machine.gpu.name}, "
     return (
-        f"{answer.model} ({answer.parameters / 1e6:,.1f} M parameters) · effective batch {answer.batch_size} · {sample}"
-        f" · {machine.gpus} x {gpu}{sizes} GB"
+        f"{answer.model} ({parameters:,.1f} M parameters) · effective batch {answer.batch_size} · {sample} · "
+        f"{machine.gpus} x {gpu}{_gigabytes(machine.gpu.memory)} GB"
     )
 
 
-def _table(plans: list[Plan], style: box.Box | None = None) -> Table:
-    table = Table(box=style, padding=(0, 1) if style else (0, 1, 0, 0))
+def _table(plans: list[Plan]) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0))
     for number, title in enumerate(HEADER):
         table.add_column(title, justify="right" if number else "left", overflow="fold", no_wrap=number > 0)
     for plan in plans:
         peak = plan.peak
         parts = (peak.parameters, peak.gradients, peak.optimizer_state, peak.activations + peak.logits)
-        sizes = (*parts, peak.other + plan.overhead, plan.needed)
+        sizes = (*parts, peak.other + plan.needed - peak.total, plan.needed)
         room = f"{'+' if plan.free >= 0 else '-'}{_three_digits(abs(plan.free))}"
         room = room if plan.fits or plan.free < 0 else "host!"
         table.add_row(
@@ -170,13 +158,13 @@ def _table(plans: list[Plan], style: box.Box | None = None) -> Table:
 
 
 def _record(plan: Plan) -> dict:
+    """Return the figures of a plan for JSON."""
     peak = plan.peak._asdict() | {"total": plan.peak.total}
-    peak["tensors"] = [(count, storage.shape, str(storage.dtype), storage.part, storage.made_by)
-                       for count, storage in plan.peak.tensors]  # fmt: skip
-    names = ("micro_batch", "needed", "overhead", "host", "fits", "emulated", "costs", "speed", "command")
-    record = {"rung": plan.candidate.rung, "options": plan.candidate.options, "peak": peak, "room": plan.free}
-    record |= {"adapters": plan.candidate.settings.lora, "precision": plan.candidate.settings.precision}
-    return record | {name: getattr(plan, name) for name in names} | {"name": plan.candidate.name}
+    del peak["tensors"]
+    names = {"name": plan.candidate.name, "rung": plan.candidate.rung, "precision": plan.candidate.settings.precision}
+    figures = plan._asdict() | {"counts": plan.counts._asdict(), "peak": peak, "costs": plan.costs}
+    del figures["candidate"]
+    return names | figures
 
 
 def _three_digits(size: int) -> str:

@@ -18,12 +18,12 @@ from lightning import Fabric
 from torch import nn
 from torch.utils.data import DataLoader
 
-from fabric_ladder.advice import less_memory
 from fabric_ladder.data.loaders import MicroBatch
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import compute_capability, describe_versions, write_whole
 from fabric_ladder.places import CONFIGS
 from fabric_ladder.settings import Settings, names
+from fabric_ladder.techniques.advice import less_memory
 
 PACKAGE = Path(__file__).parents[1]
 PLANNER = "fabric_ladder.planning.predict"  # started as a module, never imported: the planner imports runs
@@ -44,8 +44,8 @@ class Prediction:
 
     Args:
         found: Bytes on each GPU: `total`, its parts (see `PARTS`) and `needed`, which adds CUDA's own memory; bytes of
-            the CPU memory in `host`. With `micro_batch_tokens` `auto` also the number that fits, and the total of
-            `one_sample` at a time. If the prediction failed, only `problem`.
+            the CPU memory in `host`. With `micro_batch_tokens` `auto` also the number that fits. If the prediction
+            failed, only `problem`.
     """
 
     def __init__(self, found: dict):
@@ -56,8 +56,7 @@ class Prediction:
         if "problem" in self.found:
             return {}
         parts = {name: self.found[name] for name in (*PARTS, "host", "phase")}
-        single = {"predicted_one_sample_bytes": self.found["one_sample"]} if "one_sample" in self.found else {}
-        return {"predicted_peak_bytes": self.found["total"], "predicted": parts, **single}
+        return {"predicted_peak_bytes": self.found["total"], "predicted": parts}
 
     def line(self, settings: Settings, hardware: dict) -> str:
         """Return the line of the header. For a GPU that is too small it names what to try next."""
@@ -66,13 +65,10 @@ class Prediction:
         total = self.found["total"]
         text = ", ".join(f"{name} {self.found[key] / 1e9:.2f}" for key, name in PARTS.items() if self.found[key] >= 5e6)
         text = f"Predicted peak: {total / 1e9:.2f} GB" + f" ({text})" * bool(text)
-        single = ""
-        if "one_sample" in self.found:
-            single = f", {self.found['one_sample'] / 1e9:.2f} GB with one sample at a time"
         if "gpu" not in hardware:
-            return f"{text} of tensors on a GPU{single}"
+            return f"{text} of tensors on a GPU"
         needed, available = self.found["needed"], hardware["gpu_memory"]
-        text += f"{single}; {needed / 1e9:.2f} of {available / 1e9:.2f} GB with CUDA's own"
+        text += f"; {needed / 1e9:.2f} of {available / 1e9:.2f} GB with CUDA's own"
         if needed <= available:
             return text
         phase = self.found["phase"]
@@ -104,15 +100,13 @@ def predict(
     if fabric.global_rank or not wanted:
         return None
     cuts = _cuts(settings, train_loader, val_loader)
-    ranks = settings.ranks if strategy_traits(settings).shards_weights else None
-    config = model.config.to_dict()
     gpu = torch.cuda.get_device_name(fabric.device) if fabric.device.type == "cuda" else None
     free = _free_bytes(fabric.device) if gpu else None
-    key = _key(settings, config, cuts, ranks, gpu, free)
+    key = _key(settings, model.config.to_dict(), cuts, gpu, free)
     path = Path(settings.cache_dir) / "memory" / f"{key}.json"
     with suppress(OSError, ValueError):
         return Prediction(json.loads(path.read_text(encoding="utf-8")))
-    found = _ask_planner((settings, cuts, ranks, model.config.num_labels, gpu, gpu and compute_capability(), free))
+    found = _ask_planner((settings, cuts, model.config.num_labels, gpu, gpu and compute_capability(), free))
     if "problem" not in found:
         with suppress(OSError):  # without a cache the next run predicts again
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,18 +181,19 @@ def _without_values(batches: list[MicroBatch]) -> list[MicroBatch]:
 
 
 def relevant(settings: Settings) -> dict[str, object]:
-    """Return the settings that change the predicted memory; the shapes of the batches do so, too."""
+    """Return what changes the predicted memory, besides the shapes of the batches."""
     chosen = names(changes_memory=True)
     if settings.packing:
         chosen.append("max_length")  # without packing only the shapes depend on it
-    return {name: getattr(settings, name) for name in chosen}
+    sharded = {"sharded": strategy_traits(settings).shards_weights}
+    return {name: getattr(settings, name) for name in chosen} | sharded
 
 
-def _key(settings: Settings, config: dict, cuts: list, ranks: int | None, gpu: str | None, free: int | None) -> str:
+def _key(settings: Settings, config: dict, cuts: list, gpu: str | None, free: int | None) -> str:
     """Return a hash of everything that a prediction depends on.
 
-    These are settings, model, shapes, versions, measured overheads, the sources and configurations of this package, and
-    every file that a setting names.
+    The hash covers settings, model, shapes, versions, measured overheads, the sources and configurations of this
+    package, and every file that a setting names.
     """
     shapes = [
         [tokens, *([_shapes(micro_batch) for micro_batch in batch] for batch in (*training, evaluation))]
@@ -211,7 +206,7 @@ def _key(settings: Settings, config: dict, cuts: list, ranks: int | None, gpu: s
     for path in [*own, Path(settings.cache_dir) / "memory" / "overhead.json", *named]:
         if path.is_file():
             files.update(path.read_bytes())
-    parts = [chosen, config, shapes, ranks, gpu, free, describe_versions("peft", "torchao"), files.hexdigest()]
+    parts = [chosen, config, shapes, gpu, free, describe_versions("peft", "torchao"), files.hexdigest()]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 

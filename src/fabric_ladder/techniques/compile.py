@@ -83,6 +83,17 @@ class Compile(Technique):
     rung = "3_torch_compile"
     next_rung = IN_16_BITS
     refused_on_mps = "--compile true: leave it out, or use src/2_grad_accum.py"
+    explained_errors = (
+        (
+            "No working C++ compiler found",
+            "torch.compile needs a C++ compiler, and none was found: install g++, or run src/2_grad_accum.py",
+        ),
+        (
+            "C++ compile error",
+            f"torch {torch.__version__} compiled the model to invalid C++, a fault of its own: install another torch, "
+            "or run src/2_grad_accum.py",
+        ),
+    )
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
         """Compile the layers at their first call."""

@@ -143,6 +143,12 @@ class FusedAttention(Technique):
     """Compute attention by kernels that keep no matrix of tokens x tokens; a part of every rung."""
 
     setting = "attention"
+    explained_errors = (
+        (
+            "no kernel found to launch",  # memory-efficient attention, below compute capability 8.0
+            "PyTorch has no fused attention for heads of this width on this GPU: add --attention eager",
+        ),
+    )
 
     def is_used(self, settings: Settings) -> bool:
         """Return whether attention is fused."""

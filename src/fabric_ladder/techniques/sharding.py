@@ -120,6 +120,13 @@ class DeepSpeed(_Strategy):
     next_rung = NextRung(
         None, "parks weights in the host's memory", options=("--deepspeed", "zero3_offload"), replaces=("optimizer",)
     )
+    explained_errors = (
+        (
+            "Current loss scale already at minimum",  # DeepSpeed has skipped at least 17 steps by then
+            "gradients overflow float16 at every loss scale: try a lower --learning_rate, --precision 32-true, or "
+            "bf16-mixed on a GPU that computes in it",
+        ),
+    )
 
     def refused_settings(self, settings: Settings) -> dict[str, str]:
         """Return the settings that change weights or steps, which are DeepSpeed's own."""

@@ -46,6 +46,7 @@ class Technique:
         plans: Options with which the planner tries the rung; empty: the planner leaves the rung out.
         needs_gpus: The least number of GPUs with which the rung makes sense.
         loads_on_device: Whether the weights are read to the device, without a copy in CPU memory.
+        explained_errors: Texts in libraries' errors, each with one line about the cause and the remedy.
     """
 
     setting: str = ""
@@ -58,6 +59,7 @@ class Technique:
     plans: tuple[tuple[str, ...], ...] = ((),)
     needs_gpus: int = 1
     loads_on_device: bool = False
+    explained_errors: tuple[tuple[str, str], ...] = ()
 
     def is_used(self, settings: Settings) -> bool:
         """Return whether these settings use the technique."""

@@ -48,7 +48,7 @@ class Arguments(argparse.ArgumentParser):
 def show_user_errors() -> None:
     """Install an exception hook that prints a `UserError` as one line and ends the script with exit status 2.
 
-    `advice.show_errors` explains more errors, but imports torch.
+    `techniques.advice.show_errors` explains more errors, but imports torch.
     """
 
     def hook(kind, error, trace):

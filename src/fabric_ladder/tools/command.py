@@ -18,7 +18,6 @@ from fabric_ladder.settings import FACTS
 
 COMMANDS = {
     "plan": "plan_memory",
-    "scaling": "plan_scaling",
     "ladder": "run_ladder",
     "compare": "compare_runs",
     "generate": "generate",

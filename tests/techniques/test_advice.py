@@ -1,18 +1,19 @@
-"""Errors that no bad input can provoke on this machine, or that come from the libraries below."""
+"""What to try next when memory runs out, and errors of libraries in one line."""
 
 import dataclasses
 import re
-import signal
-import subprocess
 import sys
 
 import pytest
 import torch
-from support.helpers import SMALL, SRC, run_script, settings_for
+import torch.distributed as dist
+from support.helpers import settings_for
+from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
 from fabric_ladder import UserError
-from fabric_ladder.advice import explain, less_memory
+from fabric_ladder.distributed import watch
 from fabric_ladder.places import PACKAGE
+from fabric_ladder.techniques.advice import explain, less_memory, show_errors
 
 NEXT = r"Next to try: --activation_checkpointing true, which [^;]*; python src/"  # and then this rung
 
@@ -105,41 +106,48 @@ def test_out_of_memory_names_the_next_things_to_try(tmp_path, name, values, expe
         assert re.search(expected, line)
 
 
-def test_a_smaller_micro_batch_is_not_named_where_the_optimizer_needs_most(tmp_path):
-    settings = settings_for(tmp_path, name="2_grad_accum", micro_batch_size=8)
-    assert "micro_batch_size 4" in less_memory(settings, "training")
-    assert "micro_batch_size" not in less_memory(settings, "the optimizer")
-    assert "checkpointing" not in less_memory(settings, "the optimizer")
+@pytest.mark.parametrize(
+    ("values", "phase", "shape", "expected"),
+    [
+        ({"micro_batch_size": 8}, "training", (), "--micro_batch_size 4 (the same effective batch"),
+        ({"micro_batch_size": 8}, "training", (6, 100), "--micro_batch_size 3 (the same effective batch"),
+        ({"micro_batch_size": 8}, "the optimizer", (), None),
+        ({"micro_batch_size": 8}, "training", (1, 100), None),
+        ({"micro_batch_tokens": 1024}, "training", (4, 100), "--micro_batch_tokens 200 (the same effective batch"),
+        ({"micro_batch_tokens": "auto"}, "training", (4, 100), "--micro_batch_size 2 (the same effective batch"),
+        ({"micro_batch_tokens": "auto"}, None, (), None),
+        ({"micro_batch_tokens": 1024}, "training", (4, 3, 32, 32), "--micro_batch_size 2 (the same effective batch"),
+        ({"micro_batch_tokens": 1024}, "training", (1, 3, 224, 224), None),
+        ({"step_in_backward": True}, "training", (16, 128), "--batch_size 8;"),
+        ({"eval_batch_tokens": None}, "the evaluation", (4, 1500), "--eval_batch_tokens 3000;"),
+        ({"eval_batch_tokens": None}, "the evaluation", (30, 3, 224, 224), "--eval_batch_tokens 2048;"),
+        ({"eval_batch_tokens": 600}, "the evaluation", (4, 1500), "--eval_batch_tokens 300;"),
+    ],
+)
+def test_half_of_the_batch_that_ran_out_of_memory_is_named(tmp_path, values, phase, shape, expected):
+    sizes = {"micro_batch_size": None, "micro_batch_tokens": None} if "micro_batch_tokens" in values else {}
+    settings = dataclasses.replace(settings_for(tmp_path, name="2_grad_accum"), **(sizes | values))
+    advice = less_memory(settings, phase, shape)
+    if expected is None:
+        assert not re.search("batch_(size|tokens)", advice)
+    else:
+        assert f"python src/2_grad_accum.py {expected}" in advice
+    assert ("--activation_checkpointing" in advice) == (phase in (None, "training"))
 
 
-def test_one_micro_batch_can_only_be_made_smaller_with_its_effective_batch(tmp_path):
+def test_a_smaller_effective_batch_comes_after_settings_that_change_no_loss(tmp_path):
     settings = settings_for(tmp_path, name="17_step_in_backward", step_in_backward=True)
     checkpointed, smaller, *_ = less_memory(settings, "training", (16, 128)).split("; ")
     assert "--activation_checkpointing true" in checkpointed
     assert smaller == "python src/17_step_in_backward.py --batch_size 8"
 
 
-def test_fewer_tokens_are_fewer_than_there_were(tmp_path):
-    settings = settings_for(tmp_path, name="5_low_precision", micro_batch_tokens=1024)
-    assert less_memory(settings, "training", (4, 100)).startswith(
-        "python src/5_low_precision.py --micro_batch_tokens 200"
-    )
-
-
-def test_smaller_moments_are_named_where_they_are_what_fills_the_device(tmp_path, monkeypatch):
+def test_smaller_moments_are_named_where_they_fill_the_device(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["src/18_low_bit_optimizer.py", "--resume", "auto"])
     settings = settings_for(tmp_path, name="18_low_bit_optimizer", micro_batch_size=1, optimizer="adam-8bit")
     assert "18_low_bit_optimizer.py --optimizer adam-4bit, which" in less_memory(settings)
     for more in ({"optimizer_offload": True}, {"lora": True}):
         assert "adam-4bit" not in less_memory(dataclasses.replace(settings, **more))
-
-
-@pytest.mark.parametrize(("shape", "tokens"), [((4, 1500), 3000), ((30, 3, 224, 224), 2048)])
-def test_an_evaluation_out_of_memory_gets_half_as_many_tokens(tmp_path, shape, tokens):
-    settings = dataclasses.replace(settings_for(tmp_path, name="2_grad_accum"), eval_batch_tokens=None)
-    assert f"--eval_batch_tokens {tokens};" in less_memory(settings, "the evaluation", shape)
-    settings = dataclasses.replace(settings, eval_batch_tokens=600)
-    assert "--eval_batch_tokens 300;" in less_memory(settings, "the evaluation", shape)
 
 
 def test_an_installed_package_names_its_own_command(tmp_path, monkeypatch):
@@ -148,8 +156,31 @@ def test_an_installed_package_names_its_own_command(tmp_path, monkeypatch):
     assert "fabric-ladder run 5_low_precision --batch_size 8, which" in line
 
 
-def test_attention_that_has_no_kernel_names_the_one_that_needs_none():
-    assert "--attention eager" in explain(RuntimeError("cutlassB: no kernel found to launch!"))
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (UserError("mend it"), "mend it"),
+        (PermissionError(13, "Permission denied", "/root/x.csv"), "cannot use /root/x.csv (Permission denied): "),
+        (OSError(36, "File name too long", "x" * 300), f"cannot use {'x' * 300} (File name too long): "),
+        (dist.DistNetworkError("refused\nmore"), "the processes cannot meet (refused)"),
+        (
+            RuntimeError("cutlassB: no kernel found to launch!"),
+            "PyTorch has no fused attention for heads of this",
+        ),
+        (InvalidCxxCompiler(), "torch.compile needs a C++ compiler"),
+        (CppCompileError(["g++"], "error"), f"torch {torch.__version__} compiled the model to invalid C++"),
+    ],
+)
+def test_an_error_that_the_user_can_fix_is_one_line(error, line):
+    assert explain(error).startswith(line)
+
+
+def test_a_bug_is_not_explained_away():
+    assert explain(ValueError("a bug")) is None
+
+
+def test_out_of_memory_in_another_script_names_its_own_options():
+    assert explain(MemoryError(), smaller="a smaller --batch_size").endswith("Next to try: a smaller --batch_size")
 
 
 def test_gradients_that_overflow_at_every_loss_scale_are_explained():
@@ -159,56 +190,30 @@ def test_gradients_that_overflow_at_every_loss_scale_are_explained():
     assert explain(error.value).startswith("gradients overflow float16 at every loss scale: try a lower --learning_r")
 
 
-def test_a_bug_is_not_explained_away():
-    assert explain(ValueError("a bug")) is None
-    assert explain(UserError("mend it")) == "mend it"
+@pytest.fixture
+def hook(monkeypatch):
+    """Return the exception hook of a script."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    show_errors()
+    return sys.excepthook
 
 
-def test_a_missing_compiler_is_one_line(tmp_path):
-    environment = {"CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    process = run_script(SRC / "3_torch_compile.py", *SMALL, cwd=tmp_path, **environment)
-    assert process.returncode == 2
-    assert "Traceback" not in process.stderr
-    assert process.stderr.splitlines()[-1].startswith("error: torch.compile needs a C++ compiler")
+def test_ctrl_c_before_there_is_a_run_is_one_line(hook, capfd):
+    hook(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert capfd.readouterr().err == "Stopped by Ctrl-C\n"
 
 
-@pytest.mark.parametrize("met", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_failed_collective_is_told_though_no_rank_is_gone(met):
-    code = """if True:
-        import torch.distributed as dist
-        from fabric_ladder.advice import show_errors
-        from fabric_ladder.distributed import watch
-        watch.PATIENCE, watch.BEAT = 2, 0.5
-        show_errors()
-        if MET:
-            dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
-        rank = watch.RankWatch()
-        if MET:
-            rank.meet()
-        raise dist.DistBackendError("NCCL: unhandled system error")"""
-    command = [sys.executable, "-c", code.replace("MET", str(met))]
-    process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert process.returncode == 1
-    assert process.stderr.splitlines()[-1].endswith("DistBackendError: NCCL: unhandled system error")
-
-
-def test_a_folder_that_may_not_be_entered_is_one_line():
-    assert explain(PermissionError(13, "Permission denied", "/root/x.csv")).startswith("cannot use /root/x.csv (Perm")
-
-
-def test_out_of_memory_in_another_script_names_its_own_options():
-    assert explain(MemoryError(), smaller="a smaller --batch_size").endswith("Next to try: a smaller --batch_size")
-
-
-def test_ctrl_c_before_there_is_a_run_is_one_line():
-    code = "from fabric_ladder.advice import show_errors; show_errors(); raise KeyboardInterrupt"
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (process.returncode, process.stderr) == (-signal.SIGINT, "Stopped by Ctrl-C\n")
-
-
-def test_on_a_cpu_images_are_counted_though_its_default_is_tokens(tmp_path):
-    settings = settings_for(tmp_path, task="image-classification", micro_batch_size=None, micro_batch_tokens=1024)
-    assert "--micro_batch_size 2 (the same effective batch in less memory)" in less_memory(
-        settings, "training", (4, 3, 32, 32)
-    )
-    assert "--micro_batch" not in less_memory(settings, "training", (1, 3, 224, 224))
+@pytest.mark.parametrize("met", [False, True])
+def test_a_failed_collective_keeps_its_traceback_though_no_rank_is_dead(hook, capfd, monkeypatch, met):
+    monkeypatch.setattr(watch, "PATIENCE", 1)
+    monkeypatch.setattr(watch, "BEAT", 0.25)
+    rank = watch.RankWatch()
+    if met:
+        dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+        rank.meet()
+    error = dist.DistBackendError("NCCL: unhandled system error")
+    hook(type(error), error, None)
+    if met:
+        dist.destroy_process_group()
+    assert not rank.is_alive()
+    assert capfd.readouterr().err.endswith("DistBackendError: NCCL: unhandled system error\n")

@@ -14,7 +14,7 @@ from fabric_ladder.environment import notebook_shell, peak_memory
 from fabric_ladder.errors import UserError, first_line, is_out_of_memory, print_error
 from fabric_ladder.options import without_options
 from fabric_ladder.settings import Settings, show
-from fabric_ladder.techniques import technique_of, used
+from fabric_ladder.techniques import TECHNIQUES, technique_of, used
 from fabric_ladder.techniques.low_precision import IN_16_BITS
 from fabric_ladder.techniques.technique import NextRung
 
@@ -22,41 +22,25 @@ from fabric_ladder.techniques.technique import NextRung
 def explain(
     error: BaseException, settings: Settings | None = None, smaller: str = "a smaller --micro_batch_size"
 ) -> str | None:
-    """Return the one line for an error that the user can fix, None for any other (a bug keeps its traceback).
+    """Return one line for an error that the user can fix, or None: a bug keeps its traceback.
 
     Args:
-        error: Any.
-        settings: Of the run.
-        smaller: What to try where memory has run out and there are no settings.
+        error: Any error.
+        settings: Settings of the run, if there is one.
+        smaller: What to try without settings if memory has run out.
     """
     if isinstance(error, UserError):
         return str(error)
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        name = max(Path(str(error.filename)).parts, key=len)
-        return f"the name {name:.40}… is longer than that of any file: check what is given"
-    if isinstance(error, PermissionError) and error.filename:
-        return f"cannot use {error.filename} ({error.strerror}): change its permissions, or name another"
+    if isinstance(error, OSError) and error.filename and error.errno in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG):
+        return f"cannot use {error.filename} ({error.strerror}): change its permissions, or name another file"
     if isinstance(error, torch.distributed.DistNetworkError):
         return f"the processes cannot meet ({first_line(error)})"
     if is_out_of_memory(error):
         return _out_of_memory(error, settings, smaller)
-    if "no kernel found to launch" in str(error):  # by memory-efficient attention, below compute capability 8.0
-        return "PyTorch has no fused attention for heads of this width on this GPU: add --attention eager"
     if "does not have a deterministic implementation" in str(error):
         return f"--deterministic true: {first_line(error)}; leave it out, or run on another device"
-    if "Current loss scale already at minimum" in str(error):  # DeepSpeed's, which has skipped 17 steps or more by then
-        return (
-            "gradients overflow float16 at every loss scale: try a lower --learning_rate, --precision 32-true, or "
-            "bf16-mixed on a GPU that computes in it"
-        )
-    if "No working C++ compiler found" in str(error):
-        return "torch.compile needs a C++ compiler, and none was found: install g++, or run src/2_grad_accum.py"
-    if "C++ compile error" in str(error):
-        return (
-            f"torch {torch.__version__} compiled the model to C++ that is not valid, a fault of its own: "
-            "install another torch, or run src/2_grad_accum.py"
-        )
-    return None
+    known = [pair for technique in TECHNIQUES for pair in technique.explained_errors]
+    return next((line for text, line in known if text in str(error)), None)
 
 
 def _out_of_memory(error: BaseException, settings: Settings | None, smaller: str) -> str:
@@ -72,35 +56,22 @@ def _out_of_memory(error: BaseException, settings: Settings | None, smaller: str
 
 
 def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, ...] = ()) -> str:
-    """Return the next things to try: first those that change no loss, then rungs that may, then shorter texts.
+    """Return the next things to try: settings that change no loss, then rungs that may, then shorter texts.
 
     Args:
-        settings: Of the run.
-        phase: Where memory ran out: `training`, `the optimizer` or `the evaluation`.
-        shape: Of the batch there.
+        settings: Settings of the run.
+        phase: The phase in which memory ran out: `training`, `the optimizer` or `the evaluation`.
+        shape: Shape of the batch in that phase.
     """
-    tries, same = [], " (the same effective batch in less memory)"
+    tries = []
     if settings.attention == "eager":
         tries.append("--attention fused, which keeps no matrix of tokens x tokens")
-    name = "micro_batch_tokens" if settings.micro_batch_tokens else "micro_batch_size"
-    if phase == "the evaluation":
-        name, same = "eval_batch_tokens", ""
-    if settings.pack_rows:
-        name = "pack_rows"
-    if settings.step_in_backward and phase != "the evaluation":  # one micro-batch
-        name, same = "batch_size", ""
-    most, replaced = getattr(settings, name) or (shape[0] * shape[1] if len(shape) == 2 else EVALUATED), ()
-    if shape and (most == "auto" or (name == "micro_batch_tokens" and len(shape) > 2)):  # images are counted
-        name, most, replaced = "micro_batch_size", shape[0], ("micro_batch_tokens",)
-    elif name == "micro_batch_size" and shape:  # a rank's share can be smaller than the setting
-        most = min(most, shape[0])
-    elif name == "micro_batch_tokens" and len(shape) == 2:
-        most = min(most, shape[0] * shape[1])
-    if isinstance(most, int) and most > 1 and shape[:1] != (1,) and phase != "the optimizer":
-        tries.append(_command(settings, (f"--{name}", str(most // 2)), replaces=replaced) + same)
-    if not settings.activation_checkpointing and phase in (None, "training"):  # elsewhere nothing is kept
-        at = len(tries) if same else 0  # a smaller effective batch would be another run
-        tries.insert(at, "--activation_checkpointing true, which computes activations again")
+    smaller = _smaller_batch(settings, phase, shape)
+    recompute = []
+    if not settings.activation_checkpointing and phase in (None, "training"):  # other phases keep no activations
+        recompute = ["--activation_checkpointing true, which recomputes activations"]
+    # a step in the backward pass has one micro-batch: a smaller one would be another effective batch, so it comes last
+    tries += [*recompute, *smaller] if settings.step_in_backward else [*smaller, *recompute]
     for technique in used(settings):
         if more := technique.save_more(settings):
             tries.append(f"{_command(settings, more.options, replaces=more.replaces)}, which {more.reason}")
@@ -112,8 +83,32 @@ def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, 
     return "; ".join(tries)
 
 
+def _smaller_batch(settings: Settings, phase: str | None, shape: tuple[int, ...]) -> list[str]:
+    """Return the command of this run with half the batch of that phase; empty if a smaller batch does not help."""
+    evaluating = phase == "the evaluation"
+    if settings.step_in_backward and not evaluating:
+        name = "batch_size"
+    elif settings.pack_rows:
+        name = "pack_rows"
+    elif evaluating:
+        name = "eval_batch_tokens"
+    elif settings.micro_batch_tokens and (not shape or (len(shape) == 2 and settings.micro_batch_tokens != "auto")):
+        name = "micro_batch_tokens"
+    else:
+        name = "micro_batch_size"
+    tokens = shape[0] * shape[1] if len(shape) == 2 else None
+    samples = shape[0] if shape else None
+    seen = {"micro_batch_size": samples, "micro_batch_tokens": tokens, "eval_batch_tokens": tokens}.get(name)
+    sizes = [size for size in (getattr(settings, name), seen) if size] or [EVALUATED]
+    if "auto" in sizes or min(sizes) == 1 or samples == 1 or phase == "the optimizer":
+        return []
+    replaces = ("micro_batch_tokens",) if name == "micro_batch_size" else ()
+    command = _command(settings, (f"--{name}", str(min(sizes) // 2)), replaces=replaces)
+    return [command if evaluating or name == "batch_size" else f"{command} (the same effective batch in less memory)"]
+
+
 def _next_rung(settings: Settings) -> NextRung | None:
-    """Return the next rung that saves more memory, with all options that it needs; None if there is none."""
+    """Return the next rung that saves more memory, with all options that it needs, or None."""
     technique = next((each for each in used(settings) if each.advises_first), None) or technique_of(settings.name)
     rung = technique.next_to_try(settings) if technique else IN_16_BITS
     while rung and rung.name and (technique := technique_of(rung.name)) and technique.saves_no_more(settings):
