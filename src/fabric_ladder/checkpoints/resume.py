@@ -91,7 +91,7 @@ def read_progress(folder: Path) -> dict:
     Raises:
         UserError: The file does not come from this project.
     """
-    progress = read_outside(folder / PROGRESS, most=2**31)  # it has a row for each printed line
+    progress = read_outside(folder / PROGRESS)
     parts = {"position": dict, "settings": dict, "fingerprint": str, "ranks": int, "precision": dict, "run": dict}
     for part, kind in parts.items():
         if not isinstance(progress, dict) or not isinstance(progress.get(part), kind):

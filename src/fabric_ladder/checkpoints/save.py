@@ -146,7 +146,7 @@ def read_state(option: str, folder: Path, model: nn.Module, optimizer: Optimizer
         engine.read(option, folder, trained_only=adapter)
         return
     try:
-        record = read_outside(folder / OPTIMIZER, most=2**31)  # a line for each tensor
+        record = read_outside(folder / OPTIMIZER)
         saved_class = record["class"]
         if saved_class != own_class:
             raise UserError(f"{option}: made with another model or optimizer ({saved_class}, not {own_class})")
