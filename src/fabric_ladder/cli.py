@@ -19,8 +19,8 @@ from fabric_ladder.runs.process import prepare_process
 from fabric_ladder.settings import FACTS, Settings
 from fabric_ladder.techniques import used
 
-CPU_TOKENS = 1024  # per micro-batch: as fast as any cut that was tried, see docs/journal.md
-BUCKET = 16  # tokens; other lengths may take slower kernels, and a step of 64 would be mostly padding
+CPU_TOKENS = 1024  # per micro-batch: no other number was faster, see docs/journal.md
+BUCKET = 16  # tokens. Other lengths may use slower kernels; multiples of 64 would be mostly padding.
 RATES = [name for name in FACTS if name.endswith("_learning_rate")]  # each replaces `learning_rate` with its technique
 SCRIPT_NAME = re.compile(r'^"""(\w+) ·', re.MULTILINE)  # at the start of each rung's docstring
 
@@ -34,10 +34,10 @@ def parse_settings(args: list[str] | None = None, **defaults) -> Settings:
             the script distributes its work: `single`, `ddp`, `fsdp` or `deepspeed`.
 
     Returns:
-        Checked settings in which `auto` and defaults that depend on others are resolved, see `resolve`.
+        Checked settings. `auto` and defaults that depend on other settings are resolved, see `resolve`.
 
     Raises:
-        UserError: An unknown setting, a wrong type, or values that do not go together or ask for what is not there.
+        UserError: An unknown setting, a wrong type, or values that cannot work together or on this machine.
         Checked: `check_only` is set, and the run could start.
     """
     show_errors()
@@ -95,13 +95,13 @@ def _read_settings(given: Mapping[str, object], script: Mapping[str, object]) ->
 
 
 def resolve(settings: Settings, given: Collection[str] = (), script: Mapping[str, object] = {}) -> Settings:
-    """Return settings in which every `auto`, and every default that depends on other settings, is a value.
+    """Replace every `auto`, and every default that depends on other settings, by a value.
 
-    `micro_batch_tokens` alone stays `auto`: what fits is found once the model is there, and kept in the training state.
+    Only `micro_batch_tokens` may stay `auto`. Its value needs the model, and the training state keeps it.
 
     Args:
         settings: As they were read.
-        given: Names of settings on the command line, whose precision is taken as it is.
+        given: Names of settings on the command line. A precision among them is not replaced.
         script: The script's own defaults.
     """
     accelerator = settings.accelerator
@@ -117,7 +117,7 @@ def resolve(settings: Settings, given: Collection[str] = (), script: Mapping[str
         emulates = f"{torch.cuda.get_device_name()} only emulates bfloat16 (compute capability below 8.0)"
         settings = _with_notice(settings, f"{emulates}: {meaning}")
     if multiple is None:
-        # MPS keeps memory for every length that it has seen
+        # MPS keeps memory for every length
         bucketed = settings.compile or settings.packing or accelerator == "mps"
         multiple = BUCKET if bucketed and settings.max_length % BUCKET == 0 else 1
     settings = dataclasses.replace(
@@ -137,7 +137,7 @@ def resolve(settings: Settings, given: Collection[str] = (), script: Mapping[str
 def _micro_batch(
     settings: Settings, given: Collection[str], script: Mapping[str, object], accelerator: str
 ) -> tuple[int | None, int | str | None]:
-    """Return `micro_batch_size` and `micro_batch_tokens`, of which one is None."""
+    """Return `micro_batch_size` and `micro_batch_tokens`; one of them is None."""
     size, tokens = settings.micro_batch_size, settings.micro_batch_tokens
     if settings.pack_rows:
         for name in ("micro_batch_size", "micro_batch_tokens"):
@@ -187,7 +187,7 @@ def _own_rate(settings: Settings) -> str | None:
 
 
 def _with_weights(settings: Settings, given: Collection[str], from_file: dict) -> Settings:
-    """Take pretrained weights for a model of the command line if only the YAML file asks for random ones."""
+    """Use pretrained weights for a model on the command line if only the YAML file has `from_scratch`."""
     random = settings.from_scratch and "from_scratch" in from_file and "from_scratch" not in given
     if not random or "model" not in given or settings.model.endswith(".json"):
         return settings

@@ -1,4 +1,4 @@
-"""Read settings from the command line and from YAML files, and refuse those that cannot work.
+"""Read settings from the command line and from YAML files, and refuse wrong ones.
 
 This module imports neither torch nor lightning, so that `--help` and a mistyped option are answered within a second.
 """
@@ -184,7 +184,7 @@ def _check_number(option: str, value: float, fact: Fact) -> None:
 
 
 def is_met(need: str, values: Mapping[str, object]) -> bool:
-    """Return whether settings have what another setting needs: a switch that is on, or a value as `optimizer=sgd`."""
+    """Return whether settings meet a need: a switch is on, or a setting has a value, as in `optimizer=sgd`."""
     name, _, value = need.partition("=")
     return not need or (values[name] == value if value else values[name] not in OFF)
 
@@ -226,13 +226,12 @@ def _check_needs(values: Mapping[str, object], given: Collection[str]) -> None:
         of_other_rung = value == DEFAULTS[name].default or name.startswith(f"{technique}_")
         if is_met(fact.needs, values) or value in OFF or (of_other_rung and name not in given):
             continue
-        option = f"--{name} {show(value)}"
         if fact.needs.startswith("strategy="):
             rung = next(path for path in sorted(SRC.glob("[0-9]*.py")) if name in script_defaults(path))
-            raise UserError(f"{option} has no effect in this script: leave it out, or run src/{rung.name}")
+            raise UserError(f"--{name} has no effect in this script: leave it out, or run src/{rung.name}")
         needed = fact.needs.replace("=", " ") if "=" in fact.needs else f"{fact.needs} true"
-        remedy = f"use --{name} false" if value is True else f"leave --{name} out"
-        raise UserError(f"{option} has no effect without --{needed}: add that, or {remedy}")
+        remedy = f"leave --{name} out" if name in given or value is not True else f"use --{name} false"
+        raise UserError(f"--{name} has no effect without --{needed}: add that, or {remedy}")
 
 
 def drop_unneeded(words: list[str], script: Mapping[str, object]) -> list[str]:
@@ -264,10 +263,10 @@ def without_options(words: list[str], dropped: Collection[str]) -> list[str]:
 
 
 def find_config(config: str) -> Path:
-    """Return the path of a YAML file: in the current folder, among the configs, or beside their folder.
+    """Return the path of a YAML file: in the current folder, or among the configs, also as configs/NAME.
 
     Raises:
-        UserError: There is no such file.
+        UserError: The file does not exist.
     """
     places = (Path(os.path.expanduser(config)), CONFIGS / config, CONFIGS.parent / config)
     path = next((path for path in places if path.is_file()), None)

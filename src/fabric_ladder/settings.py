@@ -101,7 +101,7 @@ class DataSettings:
 
     task: Literal["text-classification", "image-classification", "instruction-tuning"] = data_setting(
         "text-classification",
-        "What the model learns: classes of texts, classes of images, or answers to instructions.",
+        "Task of the model: predict a class for each text or image, or answer instructions.",
         role=EQUAL,
         changes_memory=True,
     )
@@ -406,7 +406,7 @@ class Settings(DataSettings):
     )
     warmup_steps: int = optimization_setting(
         0,
-        "Optimizer steps in which the learning rate rises to its full value.",
+        "Optimizer steps until the learning rate has its full value.",
         role=EQUAL,
         at_least=0,
         aliases={"{}": "num_warmup_steps warmup"},
@@ -646,7 +646,7 @@ class Settings(DataSettings):
     )
     runs_dir: str = logging_setting(
         "runs",
-        "Folder in which every run gets a folder.",
+        "Folder for the folders of all runs.",
         role=SURROUNDINGS,
         changes_figures=False,
         metavar="FOLDER",
