@@ -31,7 +31,8 @@ from support import fork_server
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"
 RUNGS = sorted(SRC.glob("[0-9]*.py"), key=lambda path: int(path.name.split("_")[0]))
-MODELS = ROOT / "configs" / "models"
+CONFIGS = ROOT / "configs"
+MODELS = CONFIGS / "models"
 SMALL = ("--train_samples", "96", "--validation_samples", "20", "--test_samples", "33", "--log_every", "16")
 VOCABULARY = 64
 # prints how much larger the process is, in MiB, after a tensor of 64 MiB has come and gone
