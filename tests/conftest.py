@@ -35,14 +35,6 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
-def pytest_terminal_summary(terminalreporter):
-    """Print the number of cases that ran and were refused for each group of `test_properties.py`."""
-    for report in terminalreporter.getreports("passed"):
-        for name, value in report.user_properties if report.when == "call" else ():
-            if name == "cases":
-                terminalreporter.write_line(value)
-
-
 @pytest.fixture(autouse=True)
 def no_launcher():
     """Forget the ranks of a run in this process. Otherwise a later script would wait for ranks that never start."""

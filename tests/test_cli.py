@@ -1,4 +1,4 @@
-"""Settings of a run: what the hardware, the quickstart and the learning rates decide, and what is refused."""
+"""Settings of a run: sources, hardware, precision, learning rates, and refusals."""
 
 import dataclasses
 import os

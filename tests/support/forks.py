@@ -1,4 +1,4 @@
-"""Run a case in a fork of the tests' process, which bounds its time and memory, and tells how it ended."""
+"""Run a case in a fork of the tests' process, with bounds of time and memory, and return how it ended."""
 
 import io
 import os
@@ -10,15 +10,15 @@ from pathlib import Path
 
 from fabric_ladder.advice import show_errors
 
-SECONDS, MEMORY = 60, 3 * 2**30  # that a case may take; bytes beside what the tests have themselves
+SECONDS, MEMORY = 60, 3 * 2**30  # bounds of a case: seconds, and bytes in addition to those of the tests' process
 RUNS = "runs"
 
 
 def in_fork(action: Callable[[], object], folder: Path) -> str:
-    """Return what becomes of an action in a fork whose working folder this is: `RUNS`, or what a script would print.
+    """Return the result of an action in a fork with this working folder: `RUNS`, or the printed error.
 
     Raises:
-        AssertionError: It ends otherwise: by an error that keeps its traceback, by a signal, or too late.
+        AssertionError: It ends by an error with a traceback, by a signal, or too late.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -33,7 +33,7 @@ def in_fork(action: Callable[[], object], folder: Path) -> str:
 
 
 def _run(action: Callable[[], object], folder: Path, writer: int) -> None:
-    """Be the fork: act, write what a script prints of an error, and end without what pytest does at exit."""
+    """Run the action in the fork, write the printed error, and end without pytest's work at exit."""
     code, told = 0, io.StringIO()
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -16,7 +16,7 @@ from support.helpers import ROOT, SMALL, free_port, settings_for, tiny_model, to
 
 SCRIPT = ROOT / "tests" / "support" / "spoilt_script.py"
 SIZES = [*SMALL, "--eval_batch_tokens", "100", "--threads", "1", "--precision", "32-true"]
-# the memory of the process then goes up and down with its tensors, so that a limit decides alike each time
+# the memory of the process then follows its tensors, so that a limit has the same effect in every run
 PLAIN = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -39,7 +39,7 @@ def alone(*args, **options):
 
 
 def two(cwd, rooms, rung, *arguments, condition="healthy"):
-    """Two ranks, of unlike room."""
+    """Run two ranks with different memory limits."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "NODE_RANK": "0"}
     ranks = [
         start(cwd, room, rung, "--devices", 2, *arguments, condition=condition, LOCAL_RANK=str(rank), **common)
@@ -74,7 +74,7 @@ def run_training(tmp_path, model=None, datasets=None, precision="32-true", prepa
 
 
 def printed(run, column):
-    """A column of a run's metrics.csv, in full precision, of the rows that have a loss."""
+    """Return a column of a run's metrics.csv, in full precision, for the rows with a loss."""
     with open(run.folder / "metrics.csv", newline="") as file:
         return [float(row[column]) for row in csv.DictReader(file) if row["loss"]]
 
@@ -84,7 +84,7 @@ def losses(run):
 
 
 def poison(training):
-    """Make the embedding of a token infinite that stands in a single sample; return the sample's row."""
+    """Make the embedding of a token infinite that occurs in one sample only; return this sample's row."""
     rows = training.train_loader.dataset.split["input_ids"][:]
     tokens = np.concatenate([np.unique(row) for row in rows])
     token = int(np.flatnonzero(np.bincount(tokens) == 1)[0])

@@ -58,7 +58,7 @@ def clone(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def environment():
-    """Return an environment in which pip builds with the installed packages and downloads nothing."""
+    """Return variables that let pip build with the installed packages and without downloads."""
     left_out = ("PYTHONPATH", "FABRIC_LADDER_DATA")
     kept = {name: value for name, value in os.environ.items() if name not in left_out}
     return kept | {"PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_INDEX": "1", "HF_HUB_OFFLINE": "1"}
