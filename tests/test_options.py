@@ -60,19 +60,19 @@ def test_the_command_line_overrides_yaml_and_yaml_overrides_the_script(script, t
 @pytest.mark.parametrize(
     ("words", "meant"),
     [
-        ("--lr 1e-3", "here it is --learning_rate 1e-3"),
-        ("--lr=1e-3", "here it is --learning_rate 1e-3"),
-        ("--device cuda:0", "here it is --accelerator cuda"),
-        ("--device gpu", "here it is --accelerator cuda"),
-        ("--fp16", "here it is --precision 16-mixed"),
-        ("--num-train-epochs 3", "here it is --epochs 3"),
-        ("--gradient_checkpointing --seed 1", "here it is --activation_checkpointing true"),
-        ("--gradient_accumulation_steps 4", "here it is --batch_size, the effective batch of one optimizer step"),
-        ("--resume_from_checkpoint", "here it is --resume auto"),
-        ("--resume_from_checkpoint False", "here it is --resume no"),
-        ("--resume_from_checkpoint runs/a/1", "here it is --resume runs/a/1"),
-        ("--save_steps 100", "here it is --save_every 100, in optimizer steps"),
-        ("--save_steps --lora", "here it is --save_every, in optimizer steps"),
+        ("--lr 1e-3", "use --learning_rate 1e-3"),
+        ("--lr=1e-3", "use --learning_rate 1e-3"),
+        ("--device cuda:0", "use --accelerator cuda"),
+        ("--device gpu", "use --accelerator cuda"),
+        ("--fp16", "use --precision 16-mixed"),
+        ("--num-train-epochs 3", "use --epochs 3"),
+        ("--gradient_checkpointing --seed 1", "use --activation_checkpointing true"),
+        ("--gradient_accumulation_steps 4", "use --batch_size, the effective batch of one optimizer step"),
+        ("--resume_from_checkpoint", "use --resume auto"),
+        ("--resume_from_checkpoint False", "use --resume no"),
+        ("--resume_from_checkpoint runs/a/1", "use --resume runs/a/1"),
+        ("--save_steps 100", "use --save_every 100, in optimizer steps"),
+        ("--save_steps --lora", "use --save_every, in optimizer steps"),
         ("--learning-rate 1", "did you mean --learning_rate"),
         ("--bach_size 1", "did you mean --batch_size"),
         ("--micro_batch_token 1", "did you mean --micro_batch_tokens"),
@@ -81,7 +81,7 @@ def test_the_command_line_overrides_yaml_and_yaml_overrides_the_script(script, t
         ("--notices 1", "see --help all for all settings"),
     ],
 )
-def test_an_unknown_setting_names_the_nearest_or_the_one_that_other_libraries_call_so(words, meant):
+def test_an_unknown_setting_names_the_nearest_one_or_the_one_of_this_name_in_other_libraries(words, meant):
     name = re.match(r"--([\w-]+)", words)[1]
     assert refusal(*words.split()).startswith(f"there is no setting {name!r}; ")
     assert meant in refusal(*words.split())
@@ -102,8 +102,8 @@ def test_names_in_other_libraries_are_unique_and_not_settings():
         ("--devices two", "--devices two: expected a whole number or auto"),
         ("--matmul_precision tf32", "--matmul_precision tf32: expected highest, high or medium"),
         ("--from_scratch perhaps", "--from_scratch perhaps: expected true or false"),
-        ("stray", "'stray' belongs to no option"),
-        ("--seed 1 2", "'2' belongs to no option"),
+        ("stray", "unexpected 'stray': write --NAME VALUE"),
+        ("--seed 1 2", "unexpected '2': write --NAME VALUE"),
         ("--seed", "--seed needs a value"),
         ("--config --lora", "--config needs a value"),
         ("--seed 4294967296", "--seed 4294967296: must be at most 4294901760"),
@@ -150,7 +150,7 @@ def test_switches_need_no_value_and_negative_numbers_are_values():
         ("seed: 0x1", r"own\.yaml: --seed 0x1: expected a whole number"),
         ("seed: {a: 1}", r"own\.yaml: 'seed' must be one value"),
         ("1: 2", r"own\.yaml: there is no setting '1'"),
-        ("lr: 0.1", r"own\.yaml: there is no setting 'lr'; here it is --learning_rate 0\.1"),
+        ("lr: 0.1", r"own\.yaml: there is no setting 'lr'; use --learning_rate 0\.1"),
         ("lerning_rate: 0.1", r"own\.yaml: there is no setting 'lerning_rate'; did you mean --learning_rate"),
         ("config: quickstart.yaml", r"own\.yaml: there is no setting 'config'"),
     ],

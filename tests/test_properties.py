@@ -320,7 +320,7 @@ ATTACKS = {  # inputs that once ended in a traceback, a crash or never
         for option in (
             "--seed=4294967296", "--threads=100000", "--pad_to_multiple_of=100000", "--num_workers=100000",
             f"--lora_alpha={10**40}", f"--train_samples={10**30}", f"--dataset={'x' * 300}", f"--load={'x' * 300}",
-            f"--config={'x' * 300}", "--config=", "--config=/proc/kmsg", f"--text_column={'x' * 3000}", "--loss_chunk=",
+            f"--config={'x' * 300}", "--config=", f"--text_column={'x' * 3000}", "--loss_chunk=",
         )
     ],
     "YAML files": [

@@ -117,7 +117,7 @@ def read_words(words: list[str]) -> dict[str, object]:
     while left:
         word = left.pop(0)
         if not word.startswith("--"):
-            raise UserError(f"{word!r} belongs to no option: write --NAME VALUE (see --help)")
+            raise UserError(f"unexpected {word!r}: write --NAME VALUE, for example --batch_size 16 (see --help)")
         name, equals, text = word.removeprefix("--").partition("=")
         if not equals and left and not left[0].startswith("--"):
             equals, text = "=", left.pop(0)
@@ -332,7 +332,7 @@ def _suggest(name: str, value: str) -> str:
     if ours == "--accelerator {}":
         value = {"gpu": "cuda"}.get(value.split(":")[0], value.split(":")[0])
     if ours:
-        return f"{start}; here it is {ours.replace('{}', value).replace(' ,', ',').rstrip()}"
+        return f"{start}; use {ours.replace('{}', value).replace(' ,', ',').rstrip()}"
     near = difflib.get_close_matches(name.replace("-", "_").lower(), [*NAMES, *ALIASES], n=3)
     options = dict.fromkeys(f"--{each}" if each in FACTS else re.match(r"--\w+", ALIASES[each])[0] for each in near)
     if not options:
