@@ -90,11 +90,11 @@ def main(arguments: argparse.Namespace, options: list[str]) -> None:
                 break
             plan.append((rung, seed, with_seed, checked))
     if not plan and len(set(reasons.values())) == 1:
-        raise UserError(f"none of these rungs can run here: {checked}")
+        raise UserError(f"no rung can run here: {checked}")
     for line in reasons:
         print(line, flush=True)
     if not plan:
-        raise UserError("none of these rungs can run here with these options, for the reasons above")
+        raise UserError("no rung can run here with these options, for the reasons above")
 
     ### 2 Runs
     folders, failed = [], []

@@ -7,7 +7,7 @@ Builds on 2_grad_accum.py. bfloat16 where the GPU computes in it, else float16 w
     loss.backward()
     optimizer.step()  # on 32-bit weights
 
-Unchanged: weights, gradients and optimizer state in 32-bit. Here: environment.py: mixed_precision
+Unchanged: weights, gradients and optimizer state in 32-bit. Here: environment.py: fit_precision
 """
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train

@@ -30,13 +30,13 @@ __all__ = [*HOMES]
 
 answer_early()
 
-# transformers and PEFT import torchao where it is installed; it tells of kernels that fit another CUDA, and of itself
+# transformers and PEFT import torchao if it is installed; it logs warnings about kernels for other CUDA versions
 for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 def __getattr__(name: str):
-    """Import what is asked for: the doctor runs without torch, and the command completes without waiting for it."""
+    """Import a name when it is first used, so that `--help` and the doctor do not wait for torch."""
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"fabric_ladder.{HOMES[name]}"), name)

@@ -12,7 +12,7 @@ from fabric_ladder.errors import UserError
 from fabric_ladder.models.configs import check_model
 from fabric_ladder.runs.folder import check_writable
 from fabric_ladder.runs.loggers import check_logger
-from fabric_ladder.settings import FACTS, Settings, show
+from fabric_ladder.settings import Settings
 from fabric_ladder.techniques import TECHNIQUES, check_together, used
 
 
@@ -57,9 +57,6 @@ def check(settings: Settings) -> None:
     Raises:
         UserError: A setting cannot work.
     """
-    for name, fact in FACTS.items():
-        if fact.strategy and settings.strategy != fact.strategy and (value := getattr(settings, name)):
-            raise UserError(f"--{name} {show(value)}: {settings.name} has no use for it; run {fact.strategy_rung}")
     if settings.accelerator == "mps":
         _check_mps(settings)
     check_devices(settings)

@@ -39,18 +39,13 @@ def describe_hardware(device: torch.device) -> dict:
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """Return the GPU's compute capability; None where there is no CUDA GPU."""
+    """Return the GPU's compute capability, or None without a CUDA GPU."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
 def emulates(precision: str, capability: tuple[int, int] | None) -> bool:
     """Return whether a GPU only emulates the bfloat16 of a precision; `torch.cuda.is_bf16_supported` hides this."""
     return precision.startswith("bf16") and capability is not None and capability < (8, 0)
-
-
-def mixed_precision() -> str:
-    """Return the meaning of `mixed` on this machine: `bf16-mixed`, or `16-mixed` where bfloat16 is emulated."""
-    return fit_precision("mixed", compute_capability())[0]
 
 
 def fit_precision(

@@ -2,7 +2,6 @@
 
 import json
 import os
-import stat
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -19,8 +18,6 @@ OUT_OF_MEMORY = (
 )
 DEBUG = "FABRIC_LADDER_DEBUG"  # environment variable
 LONGEST = 1000  # characters of a line on stderr; a longer line loses its middle
-LARGEST = 2**25  # bytes of a file of settings
-DEEPEST = 50  # nested objects and lists
 
 
 class UserError(ValueError):
@@ -88,37 +85,16 @@ def refused(problem: str) -> Iterator[None]:
         raise UserError(f"{problem} ({': '.join(part for part in (kind, reason) if part)})") from error
 
 
-def read_outside(path: Path, parse: Callable[[str], object] = json.loads, kind: str = "JSON", most: int = LARGEST):
+def read_outside(path: Path, parse: Callable[[str], object] = json.loads, kind: str = "JSON"):
     """Return the parsed content of a user's file.
 
     Args:
-        path: A regular file. A file of size 0 is not read: files in /proc report this size, and some never end.
+        path: The file.
         parse: Turns its text into a value.
         kind: Kind of file, for messages.
-        most: Largest size in bytes.
 
     Raises:
-        UserError: The file is not a regular one, too large, nested too deeply, or damaged.
+        UserError: The file is missing or damaged.
     """
     with refused(f"cannot read {path} as {kind}"):
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise UserError(f"{path} is not a regular file")
-        if status.st_size > most:
-            raise UserError(f"{path} is larger than {most >> 20} MB, too large for a {kind} file of settings")
-        try:
-            value = parse(path.read_text(encoding="utf-8") if status.st_size else "")
-        except RecursionError:
-            raise UserError(f"{path} is nested too deeply to be read as {kind}") from None
-        if _is_deep(value):
-            raise UserError(f"{path} is nested too deeply for a file of settings")
-        return value
-
-
-def _is_deep(value: object) -> bool:
-    """Return whether values are nested deeper than `DEEPEST`; an aliased value of YAML counts once."""
-    level = [value] if isinstance(value, dict | list) else []
-    for _ in range(DEEPEST):
-        inner = (each.values() if isinstance(each, dict) else each for each in level)
-        level = [*{id(each): each for values in inner for each in values if isinstance(each, dict | list)}.values()]
-    return bool(level)
+        return parse(path.read_text(encoding="utf-8"))

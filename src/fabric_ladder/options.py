@@ -1,6 +1,6 @@
-"""The command line and the YAML file: which settings they name, and what they must not hold.
+"""Read settings from the command line and from YAML files, and refuse wrong ones.
 
-This module needs neither torch nor lightning, so that `--help` and a mistyped option are answered within a second.
+This module imports neither torch nor lightning, so that `--help` and a mistyped option are answered within a second.
 """
 
 import argparse
@@ -17,13 +17,13 @@ import types
 import typing
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal
 
 import yaml
 
 from fabric_ladder.errors import UserError, print_error, read_outside
 from fabric_ladder.places import CONFIGS, SRC
-from fabric_ladder.settings import FACTS, GROUPS, LARGEST, Fact, Settings, names, show
+from fabric_ladder.settings import FACTS, GROUPS, LARGEST, SURROUNDINGS, Fact, Settings, names, show
 
 NAMES = [*FACTS]
 DEFAULTS = {field.name: field for field in dataclasses.fields(Settings)}
@@ -33,23 +33,16 @@ ALIASES = {
     for value, aliases in fact.aliases.items()
     for alias in aliases.split()
 }
-YAML_BYTES = 2**20
+OWN_OPTIONS = ("config", "print_config", "help")  # options that are not settings
 TRUE = ("true", "yes", "on")
 FALSE = ("false", "no", "off")
+OFF = (False, None, "no")  # values that switch a setting off
 EXAMPLES = """\
 examples:
   python src/{name}.py --config configs/imdb_minilm.yaml --batch_size 32
   python src/{name}.py --model FOLDER --dataset texts.csv --text_column body
   python src/{name}.py --print_config > own.yaml    and then    python src/{name}.py --config own.yaml
 """
-
-
-class Parser(argparse.ArgumentParser):
-    """Turns the words of a command line into texts by name; errors are `UserError`s."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise the error, which argparse would print."""
-        raise UserError(f"{message} (see --help)")
 
 
 def kinds_of(name: str) -> tuple[tuple[type, ...], tuple[str, ...]]:
@@ -63,38 +56,6 @@ def kinds_of(name: str) -> tuple[tuple[type, ...], tuple[str, ...]]:
 @functools.cache
 def _hints() -> dict[str, object]:
     return typing.get_type_hints(Settings)
-
-
-def settings_parser(
-    script: Mapping[str, object] = types.MappingProxyType({}), shown: Collection[str] = NAMES
-) -> Parser:
-    """Return the parser of all settings.
-
-    Args:
-        script: The script's own defaults, which `--help` marks.
-        shown: Names of the settings that `--help` describes.
-    """
-    parser = Parser(
-        usage="python src/%(prog)s.py [--config FILE] [--SETTING VALUE …]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        add_help=False,
-    )
-    parser.add_argument(
-        "--help", metavar="all", nargs="?", const="short", help="Describe the settings, or all of them."
-    )
-    parser.add_argument("--config", metavar="FILE", help="YAML file of settings; the command line overrides it.")
-    parser.add_argument(
-        "--print_config", action="store_true", default=None, help="Print this run's YAML file, and exit."
-    )
-    groups = {title: parser.add_argument_group(title) for title in GROUPS}
-    for name, fact in FACTS.items():
-        switch = {"nargs": "?", "const": "true"} if bool in kinds_of(name)[0] else {}
-        text = argparse.SUPPRESS
-        if name in shown:
-            text = f"{fact.help} {_describe_default(name, script or {})}".strip().replace("%", "%%")
-        groups[fact.group].add_argument(f"--{name}", metavar=_metavar(name), help=text, **switch)
-    return parser
 
 
 def _metavar(name: str) -> str:
@@ -114,17 +75,32 @@ def print_help(script: Mapping[str, object], doc: str, name: str, every: bool) -
     """Print the settings that a beginner needs, or every setting.
 
     Args:
-        script: The script's own defaults.
+        script: The script's own defaults, which the help marks.
         doc: The script's docstring.
         name: The script's name.
         every: Describe all settings.
     """
-    parser = settings_parser(script, NAMES if every else names(for_beginners=True))
-    parser.prog = name
-    parser.description = doc
     more = "" if every else f"All {len(NAMES)} settings: python src/{name}.py --help all\n\n"
-    parser.epilog = more + EXAMPLES.format(name=name)
+    parser = argparse.ArgumentParser(
+        usage=f"python src/{name}.py [--config FILE] [--SETTING VALUE …]",
+        description=doc,
+        epilog=more + EXAMPLES.format(name=name),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+    )
+    parser.add_argument("--help", metavar="all", nargs="?", help="Describe the settings, or all of them.")
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings; the command line overrides it.")
+    parser.add_argument("--print_config", action="store_true", help="Print this run's YAML file, and exit.")
+    groups = {title: parser.add_argument_group(title) for title in GROUPS}
+    for setting in NAMES if every else names(for_beginners=True):
+        text = f"{FACTS[setting].help} {_describe_default(setting, script)}".strip().replace("%", "%%")
+        nargs = "?" if _is_switch(setting) else None
+        groups[FACTS[setting].group].add_argument(f"--{setting}", metavar=_metavar(setting), nargs=nargs, help=text)
     print(parser.format_help(), end="")
+
+
+def _is_switch(name: str) -> bool:
+    return bool in kinds_of(name)[0]
 
 
 def read_words(words: list[str]) -> dict[str, object]:
@@ -134,19 +110,23 @@ def read_words(words: list[str]) -> dict[str, object]:
         words: Options with their values. A switch needs no value: `--lora` is `--lora true`.
 
     Raises:
-        UserError: An unknown setting, or a value of another type.
+        UserError: An unknown setting, a missing value, or a value of another type.
     """
-    parser = settings_parser(shown=())
-    for place, word in enumerate(words):
-        name, _, value = word[2:].partition("=")
-        if word.startswith("--") and name not in (*NAMES, "config", "print_config", "help"):
-            following = words[place + 1 : place + 2]
-            raise UserError(_suggest(name, value or "".join(each for each in following if each[:2] != "--")))
-    found, strays = parser.parse_known_args(words)
-    if strays:
-        raise UserError(f"{strays[0]!r} belongs to no option: write --NAME VALUE (see --help)")
-    given = {name: text for name, text in vars(found).items() if text is not None}
-    return {name: read_value(name, text) if name in FACTS else text for name, text in given.items()}
+    given = {}
+    left = ["--help" if word == "-h" else word for word in words]
+    while left:
+        word = left.pop(0)
+        if not word.startswith("--"):
+            raise UserError(f"unexpected {word!r}: write --NAME VALUE, for example --batch_size 16 (see --help)")
+        name, equals, text = word.removeprefix("--").partition("=")
+        if not equals and left and not left[0].startswith("--"):
+            equals, text = "=", left.pop(0)
+        if name not in (*NAMES, *OWN_OPTIONS):
+            raise UserError(_suggest(name, text))
+        if not equals and name not in ("print_config", "help") and not _is_switch(name):
+            raise UserError(f"--{name} needs a value (see --help)")
+        given[name] = read_value(name, text if equals else "true") if name in FACTS else text
+    return given
 
 
 def read_value(name: str, text: str) -> object:
@@ -177,15 +157,8 @@ def read_value(name: str, text: str) -> object:
     )
 
 
-def check_bounds(values: Mapping[str, object]) -> None:
-    """Refuse numbers that no machine or library can use, and empty names.
-
-    Args:
-        values: Settings by name; any may be None or `auto`.
-
-    Raises:
-        UserError: In one line, which value and its bound.
-    """
+def _check_bounds(values: Mapping[str, object]) -> None:
+    """Refuse numbers that no machine or library can use, and empty names."""
     for name, value in values.items():
         fact = FACTS.get(name)
         if fact is None or isinstance(value, bool):
@@ -211,26 +184,54 @@ def _check_number(option: str, value: float, fact: Fact) -> None:
 
 
 def is_met(need: str, values: Mapping[str, object]) -> bool:
-    """Return whether settings have what another setting needs: a switch that is on, or a value as `optimizer=sgd`."""
+    """Return whether settings meet a need: a switch is on, or a setting has a value, as in `optimizer=sgd`."""
     name, _, value = need.partition("=")
-    return values[name] == value if value else values[name] not in (False, None, "no")
+    return not need or (values[name] == value if value else values[name] not in OFF)
 
 
-def check_needs(given: Collection[str], values: Mapping[str, object]) -> None:
-    """Refuse options that have no effect.
-
-    Args:
-        given: Names of the settings on the command line.
-        values: All settings by name.
+def combine(script: Mapping[str, object], from_file: Mapping[str, object], given: Mapping[str, object]) -> dict:
+    """Return all settings by name: the defaults, overridden by the script, the YAML file and the command line.
 
     Raises:
-        UserError: An option needs another setting that is off.
+        UserError: A number that no library can use, an empty name, or a setting that has no effect.
     """
-    for name in given:
-        need = FACTS[name].needs
-        if need and not is_met(need, values):
-            option = need.replace("=", " ") if "=" in need else f"{need} true"
-            raise UserError(f"--{name} has no effect without --{option}: add that, or leave --{name} out")
+    given = {name: value for name, value in given.items() if name in FACTS}
+    values = vars(Settings()) | dict(script) | dict(from_file) | given
+    for name in names(is_path=True):
+        values[name] = values[name] and _find_path(values[name])
+    _check_bounds(values)
+    _check_needs(values, given)
+    return values
+
+
+def _find_path(path: str) -> str:
+    """Return a path with `~` expanded; a file such as configs/models/vit-small.json is found from any folder."""
+    path = os.path.expanduser(path)  # no shell expands it in a YAML file and after `--runs_dir=`
+    shipped = CONFIGS.parent / path
+    return str(shipped) if path.startswith("configs/") and not Path(path).exists() and shipped.exists() else path
+
+
+def _check_needs(values: Mapping[str, object], given: Collection[str]) -> None:
+    """Refuse settings that have no effect.
+
+    A YAML file may serve several rungs, so it may hold settings that name their technique, as `lora_rank` does.
+
+    Args:
+        values: All settings by name.
+        given: Names of the settings on the command line.
+    """
+    for name, fact in FACTS.items():
+        value = values[name]
+        technique = fact.needs.split("=")[-1]
+        of_other_rung = value == DEFAULTS[name].default or name.startswith(f"{technique}_")
+        if is_met(fact.needs, values) or value in OFF or (of_other_rung and name not in given):
+            continue
+        if fact.needs.startswith("strategy="):
+            rung = next(path for path in sorted(SRC.glob("[0-9]*.py")) if name in script_defaults(path))
+            raise UserError(f"--{name} has no effect in this script: leave it out, or run src/{rung.name}")
+        needed = fact.needs.replace("=", " ") if "=" in fact.needs else f"{fact.needs} true"
+        remedy = f"leave --{name} out" if name in given or value is not True else f"use --{name} false"
+        raise UserError(f"--{name} has no effect without --{needed}: add that, or {remedy}")
 
 
 def drop_unneeded(words: list[str], script: Mapping[str, object]) -> list[str]:
@@ -246,8 +247,7 @@ def drop_unneeded(words: list[str], script: Mapping[str, object]) -> list[str]:
     except UserError:  # the rung itself refuses them
         return words
     values = vars(Settings()) | dict(script) | from_file | given
-    unneeded = {name for name in given if name in FACTS and (need := FACTS[name].needs) and not is_met(need, values)}
-    return without_options(words, unneeded)
+    return without_options(words, [name for name in given if name in FACTS and not is_met(FACTS[name].needs, values)])
 
 
 def without_options(words: list[str], dropped: Collection[str]) -> list[str]:
@@ -263,10 +263,10 @@ def without_options(words: list[str], dropped: Collection[str]) -> list[str]:
 
 
 def find_config(config: str) -> Path:
-    """Return the path of a YAML file: in the current folder, among the configs, or beside their folder.
+    """Return the path of a YAML file: in the current folder, or among the configs, also as configs/NAME.
 
     Raises:
-        UserError: There is no such file.
+        UserError: The file does not exist.
     """
     places = (Path(os.path.expanduser(config)), CONFIGS / config, CONFIGS.parent / config)
     path = next((path for path in places if path.is_file()), None)
@@ -294,7 +294,7 @@ def read_config(path: Path) -> dict[str, object]:
     Raises:
         UserError: The file is damaged, names an unknown setting, or has a value of another type.
     """
-    lines = read_outside(path, functools.partial(yaml.load, Loader=_Texts), "YAML", most=YAML_BYTES) or {}
+    lines = read_outside(path, functools.partial(yaml.load, Loader=_Texts), "YAML") or {}
     if not isinstance(lines, dict):
         raise UserError(f"{path} must hold lines such as 'batch_size: 16'")
     values = {}
@@ -309,7 +309,8 @@ def read_config(path: Path) -> dict[str, object]:
             values[name] = read_value(name, "null" if value is None else value)
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
-    beside = {name: path.parent / str(values[name]) for name in names(beside_config=True) if values.get(name)}
+    read = [name for name in names(is_path=True) if values.get(name) and FACTS[name].role != SURROUNDINGS]
+    beside = {name: path.parent / values[name] for name in read}
     return values | {name: str(place) for name, place in beside.items() if place.exists()}
 
 
@@ -331,7 +332,7 @@ def _suggest(name: str, value: str) -> str:
     if ours == "--accelerator {}":
         value = {"gpu": "cuda"}.get(value.split(":")[0], value.split(":")[0])
     if ours:
-        return f"{start}; here it is {ours.replace('{}', value).replace(' ,', ',').rstrip()}"
+        return f"{start}; use {ours.replace('{}', value).replace(' ,', ',').rstrip()}"
     near = difflib.get_close_matches(name.replace("-", "_").lower(), [*NAMES, *ALIASES], n=3)
     options = dict.fromkeys(f"--{each}" if each in FACTS else re.match(r"--\w+", ALIASES[each])[0] for each in near)
     if not options:
@@ -363,10 +364,7 @@ def answer_early() -> None:
             doc = ast.get_docstring(ast.parse(Path(main).read_text(encoding="utf-8"))) or ""
             print_help(script, textwrap.dedent(doc), Path(main).stem, given["help"] == "all")
             raise SystemExit(0)
-        from_file = read_config(find_config(given["config"])) if "config" in given else {}
-        values = vars(Settings()) | script | from_file | given
-        check_bounds(values)
-        check_needs([name for name in given if name in FACTS], values)
+        combine(script, read_config(find_config(given["config"])) if "config" in given else {}, given)
     except UserError as error:
         print_error(error, f"error: {error}")
         raise SystemExit(2) from None

@@ -88,7 +88,7 @@ def test_srun_s_ranks_are_taken_from_slurm(run, tmp_path):
         ("9_ddp", ("--devices", 32), {}, "--batch_size 16 is below the number of devices, 32"),
         ("2_grad_accum", ("--devices", 2), {}, "2_grad_accum runs on one"),
         ("10_fsdp", ("--precision", "64-true"), {}, "FSDP2 under Fabric cannot do it"),
-        ("9_ddp", ("--offload", "true"), {}, "9_ddp has no use for it; run src/11_fsdp_cpu_offload.py"),
+        ("9_ddp", ("--offload", "true"), {}, "has no effect in this script: leave it out, or run src/11_fsdp"),
     ],
 )
 def test_counts_that_cannot_be_are_one_line(tmp_path, name, arguments, environment, says):

@@ -1,4 +1,4 @@
-"""The whole ladder by one command: what is left out, what fails, and that nothing finished is run again."""
+"""The whole ladder by one command: rungs that are left out or fail, and finished runs that are not repeated."""
 
 import json
 import os
@@ -16,7 +16,7 @@ FEW = [*SMALL, "--micro_batch_size", "4", "--batch_size", "8"]
 
 
 def runs_of(folder):
-    """Rungs and seeds of the finished runs, in the order in which they were made."""
+    """Return rungs and seeds of the finished runs, oldest first."""
     records = sorted(folder.glob("*/*/run.json"), key=lambda path: path.stat().st_mtime)
     found = [json.loads(path.read_text()) for path in records]
     return [(run["settings"]["name"], run["settings"]["seed"]) for run in found if run["status"] == "finished"]
@@ -73,7 +73,7 @@ def test_killed_and_started_again_it_repeats_no_finished_run(tmp_path):
         (["--rungs", "2,99"], "there is no rung 99: give numbers from 1 to "),
         (["--seeds", "0"], "--seeds: 0: must be at least 1"),
         (["--rungs", "1,2", "--batch_sise", "2"], "there is no setting 'batch_sise'; did you mean"),
-        (["--config", "nope.yaml"], "none of these rungs can run here: there is no config file nope.yaml"),
+        (["--config", "nope.yaml"], "no rung can run here: there is no config file nope.yaml"),
         (["--html", "there.html"], "there.html"),
     ],
 )

@@ -1,9 +1,8 @@
 """Start a script without importing torch, Lightning and transformers again: fork a process that has them already.
 
-The imports take 4 to 7 seconds of a core, most runs in these tests half a second. Python's own fork server
-(`multiprocessing`) forks; each fork is a process of its own, with pipes, arguments, folder and environment of its own,
-which runs the script as `__main__` and ends as Python ends. `run` answers None where a process forked so could differ
-from a fresh one; the caller then starts a fresh one.
+The imports take 4 to 7 seconds of a core, most runs in these tests half a second. Python's fork server
+(`multiprocessing`) forks. Each fork has its own pipes, arguments, folder and environment. It runs the script as
+`__main__` and ends as Python ends. `run` returns None if a fork could differ from a fresh process.
 """
 
 import atexit
@@ -29,16 +28,15 @@ import torch
 import fabric_ladder
 
 ROOT = Path(__file__).resolve().parents[2]
-# Read when a run needs them, not when a library is imported (DS_ACCELERATOR by DeepSpeed, which is not imported;
-# Fabric's PL_ and it are left in the environment by runs in the tests' process). All others must be the server's.
+# Variables that no import reads. All others must be equal in the server's environment. Runs in the tests' process leave
+# Fabric's PL_ and DeepSpeed's DS_ACCELERATOR in the environment.
 HARMLESS = ("FABRIC_LADDER_", "WANDB_", "PYTEST_", "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "DS_ACCELERATOR")
 HARMLESS += ("HF_HUB_OFFLINE", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
-HARMLESS += ("HF_HOME", "CUDA_VISIBLE_DEVICES")  # no script finds anything in the first; only CPUs are forked for
-HARMLESS += ("TORCHINDUCTOR_CACHE_DIR",)  # what compiles is not forked
+HARMLESS += ("HF_HOME", "CUDA_VISIBLE_DEVICES")  # the first is empty for all scripts; only CPUs are used
+HARMLESS += ("TORCHINDUCTOR_CACHE_DIR",)  # scripts that compile are not forked
 HARMLESS += ("KMP_", "_MLFLOW_")  # set by imports of scikit-learn and DeepSpeed in the tests' process
-HARMLESS += ("SLURM_",)  # but for a rank: Lightning's import asks whether it is another than 0
-# torch.compile starts a pool of processes and threads of its own as it is imported, and is what tests of it are about;
-# the doctor imports next to nothing; DeepSpeed compiles, too.
+HARMLESS += ("SLURM_",)  # except the rank: Lightning's import compares it with 0
+# torch.compile starts processes and threads when it is imported, and DeepSpeed compiles. The doctor sets its own path.
 FRESH = ("3_torch_compile.py", "doctor.py", "deepspeed_script.py")
 FOLDERS = (ROOT / "src", ROOT / "scripts", ROOT / "tests" / "support")  # others may bring modules of their own
 MODULES = [module.name for module in pkgutil.walk_packages(fabric_ladder.__path__, "fabric_ladder.")]
@@ -49,11 +47,11 @@ MODULES += ["peft"]
 
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(MODULES)
-_lock = threading.Lock()  # `start` and `join` look after all processes, and two would read the status of one
+_lock = threading.Lock()  # `start` and `join` read the status of all processes
 
 
 def run(script, arguments, cwd, environment, timeout) -> subprocess.CompletedProcess | None:
-    """Run a script to its end in a forked process, or return None: start it yourself.
+    """Run a script to its end in a forked process, or return None if it must be started fresh.
 
     Args:
         environment: All of it.
@@ -67,7 +65,7 @@ def run(script, arguments, cwd, environment, timeout) -> subprocess.CompletedPro
 
 
 def can_be_forked(script: Path, arguments: list[str], environment: dict[str, str]) -> bool:
-    """Return whether a fork that runs this script is what a fresh process is."""
+    """Return whether a fork that runs this script equals a fresh process."""
     if sys.platform != "linux" or os.environ.get("FABRIC_LADDER_FRESH_PROCESSES"):
         return False
     if Path("/dev/nvidiactl").exists() and environment.get("CUDA_VISIBLE_DEVICES") != "":
@@ -86,7 +84,7 @@ def _read_by_imports(environment: dict[str, str]) -> dict[str, str]:
 
 @cache
 def _server_environment() -> dict[str, str]:
-    """Return what the server inherits: the tests' environment when the first script is run."""
+    """Return the environment of the server: that of the tests when the first script is run."""
     return dict(os.environ)
 
 
@@ -127,20 +125,20 @@ def _fresh_path() -> list[str]:
 
 
 def _become_main(command: list[str], cwd: str, environment: dict[str, str], path: list[str], pipes: tuple) -> None:
-    """Make this fork what a fresh process is after its imports, run the script, and end as Python ends."""
-    gc.freeze()  # the collector would write into, and so copy, all pages that are shared
+    """Make this fork like a fresh process after its imports, run the script, and end as Python ends."""
+    gc.freeze()  # the collector would write into all shared pages, and so copy them
     os.setpgid(0, 0)
     for number, pipe in enumerate(pipes, start=1):
         os.dup2(pipe.fileno(), number)
         pipe.close()
     sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
-    multiprocessing.set_start_method(None, force=True)  # or its own processes would be forked by the server, too
+    multiprocessing.set_start_method(None, force=True)  # otherwise the server would also fork its children
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
     offline = environment.get("HF_HUB_OFFLINE", "").upper() in huggingface_hub.constants.ENV_VARS_TRUE_VALUES
     huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = offline
-    np.random.seed()  # or all forks have the server's; `random` sees to this by itself
+    np.random.seed()  # otherwise all forks draw the same numbers; `random` seeds itself again
     torch.default_generator.seed()
     sys.argv, sys.path[:] = command, path
     try:

@@ -15,10 +15,10 @@ RUNS = "runs"
 
 
 def in_fork(action: Callable[[], object], folder: Path) -> str:
-    """Return what becomes of an action in a fork whose working folder this is: `RUNS`, or what a script would print.
+    """Return the result of an action in a fork with this working folder: `RUNS`, or the printed error.
 
     Raises:
-        AssertionError: It ends otherwise: by an error that keeps its traceback, by a signal, or too late.
+        AssertionError: It ends by an error with a traceback, by a signal, or too late.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -33,7 +33,7 @@ def in_fork(action: Callable[[], object], folder: Path) -> str:
 
 
 def _run(action: Callable[[], object], folder: Path, writer: int) -> None:
-    """Be the fork: act, write what a script prints of an error, and end without what pytest does at exit."""
+    """Run the action in the fork, write the printed error, and end without pytest's work at exit."""
     code, told = 0, io.StringIO()
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Scripts as real processes; tiny models, tokens and settings for tests that look inside the loop."""
+"""Scripts as real processes; tiny models, tokens and settings for runs in the tests' process."""
 
 import contextlib
 import os
@@ -31,10 +31,11 @@ from support import fork_server
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"
 RUNGS = sorted(SRC.glob("[0-9]*.py"), key=lambda path: int(path.name.split("_")[0]))
-MODELS = ROOT / "configs" / "models"
+CONFIGS = ROOT / "configs"
+MODELS = CONFIGS / "models"
 SMALL = ("--train_samples", "96", "--validation_samples", "20", "--test_samples", "33", "--log_every", "16")
 VOCABULARY = 64
-# prints how much larger the process is, in MiB, after a tensor of 64 MiB has come and gone
+# prints the growth of the process in MiB after a tensor of 64 MiB was freed
 FREES_64_MIB = """
 import psutil, torch
 before = psutil.Process().memory_info().rss
@@ -52,7 +53,7 @@ def free_port():
 
 
 class Tokenizer:
-    """As much of a tokenizer as a model needs to know."""
+    """The attributes of a tokenizer that a model needs."""
 
     pad_token_id = 0
 
@@ -71,7 +72,7 @@ def token_datasets(train=40, validation=11, test=13, classes=2, per_token=False,
         ids = [rng.integers(1, VOCABULARY, rng.integers(3, 30)).tolist() for _ in range(size)]
         columns = {"input_ids": ids, "length": [len(row) for row in ids]}
         if per_token:
-            masked = rng.random(size)  # a prompt of unequal length is not trained
+            masked = rng.random(size)  # the prompt, which is not trained, has a random length
             columns["labels"] = [[-100] * int(share * len(row) * 0.7) + row[int(share * len(row) * 0.7) :]
                                  for share, row in zip(masked, ids, strict=True)]  # fmt: skip
             columns["items"] = [sum(label != -100 for label in row[1:]) for row in columns["labels"]]
@@ -113,7 +114,7 @@ def run_script(path, *args, cwd, timeout=400, fresh=False, **environment):
     """Run a Python file as a user does, and return the finished process with its stdout and stderr.
 
     Args:
-        fresh: Start Python anew even where `fork_server` knows a quicker way: the start itself is tested.
+        fresh: Start a new Python, not a fork, since the start itself is tested.
     """
     arguments, environment = list(map(str, args)), os.environ | {k: str(v) for k, v in environment.items()}
     process = None if fresh else fork_server.run(path, arguments, cwd, environment, timeout)
@@ -134,7 +135,7 @@ def real_file(name, what):
 
 
 def without_package(folder, package):
-    """Return the environment of a process that does not find a package, as on a machine where nobody installed it."""
+    """Return the environment of a process that does not find a package, as if it were not installed."""
     (folder / "sitecustomize.py").write_text(
         "from importlib.machinery import PathFinder\n"
         "find = PathFinder.find_spec\n"

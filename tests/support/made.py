@@ -1,4 +1,4 @@
-"""What operations make."""
+"""Tensors that operations allocate."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -6,7 +6,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Made(TorchDispatchMode):
-    """Notes the shapes of the tensors that operations make; views, and what is changed in place, are no new ones."""
+    """Records the shapes of newly allocated tensors, without views and tensors that are changed in place."""
 
     def __init__(self):
         super().__init__()
@@ -21,5 +21,5 @@ class Made(TorchDispatchMode):
 
     @property
     def largest(self):
-        """Elements of the largest one."""
+        """Return the number of elements of the largest tensor."""
         return max(shape.numel() for shape in self.shapes)

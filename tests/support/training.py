@@ -39,7 +39,7 @@ def alone(*args, **options):
 
 
 def two(cwd, rooms, rung, *arguments, condition="healthy"):
-    """Two ranks, of unlike room."""
+    """Run two ranks with different memory limits."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "NODE_RANK": "0"}
     ranks = [
         start(cwd, room, rung, "--devices", 2, *arguments, condition=condition, LOCAL_RANK=str(rank), **common)
@@ -74,7 +74,7 @@ def run_training(tmp_path, model=None, datasets=None, precision="32-true", prepa
 
 
 def printed(run, column):
-    """A column of a run's metrics.csv, in full precision, of the rows that have a loss."""
+    """Return a column of a run's metrics.csv, in full precision, for the rows with a loss."""
     with open(run.folder / "metrics.csv", newline="") as file:
         return [float(row[column]) for row in csv.DictReader(file) if row["loss"]]
 

@@ -1,7 +1,7 @@
-"""The command `fabric-ladder`: the same files by short names, from the repository and from a wheel elsewhere."""
+"""The command `fabric-ladder` runs the scripts by short names, from the repository and from a wheel."""
 
-import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,16 +11,9 @@ from pathlib import Path
 import pytest
 from support.helpers import ROOT, RUNGS, SMALL, without_package
 
-from fabric_ladder.tools.command import COMMANDS, parser
+from fabric_ladder.tools.command import COMMANDS
 
 COMMAND = [sys.executable, "-c", "from fabric_ladder.tools.command import main; main()"]
-COMPLETE = """
-source {script}
-tab() {{ COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _shtab_fabric_ladder; echo "${{COMPREPLY[@]}}"; }}
-tab fabric-ladder comp
-tab fabric-ladder run 13
-tab fabric-ladder run 2 --precision bf16
-"""
 
 
 def test_every_script_has_its_command():
@@ -32,7 +25,7 @@ def test_the_help_names_all_commands_without_waiting_for_torch(tmp_path):
     environment["PYTHONPATH"] += os.pathsep + str(ROOT / "src")
     process = subprocess.run([*COMMAND, "--help"], env=environment, capture_output=True, text=True, timeout=60)
     assert process.returncode == 0, process.stderr
-    assert f"{{run,{','.join(COMMANDS)}}}" in process.stdout
+    assert re.findall(r"^  (\w+) .*\.$", process.stdout, re.MULTILINE) == ["run", *COMMANDS]
 
 
 @pytest.mark.parametrize(
@@ -51,19 +44,9 @@ def test_a_wrong_command_is_one_line(tmp_path, arguments, says):
     assert process.stderr.count("\n") == 1
 
 
-def test_a_shell_completes_commands_rungs_and_settings(tmp_path, capsys):
-    pytest.importorskip("shtab", reason="needs the package shtab")
-    with pytest.raises(SystemExit):
-        parser().parse_args(["--print_completion", "bash"])
-    (tmp_path / "complete.sh").write_text(capsys.readouterr().out)
-    command = ["bash", "-c", COMPLETE.format(script=tmp_path / "complete.sh")]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert process.stdout.splitlines() == ["compare", "13 13_lora", "bf16-mixed bf16-true"]
-
-
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
-    """The files of the repository, where building may leave its own."""
+    """Copy the repository, since building writes into it."""
     folder = tmp_path_factory.mktemp("clone") / "fabric-ladder"
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in ("src", "scripts", "configs"):
@@ -75,14 +58,14 @@ def clone(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def environment():
-    """What lets pip build with the packages that are here, and fetch nothing."""
+    """Return variables that let pip build with the installed packages and without downloads."""
     left_out = ("PYTHONPATH", "FABRIC_LADDER_DATA")
     kept = {name: value for name, value in os.environ.items() if name not in left_out}
     return kept | {"PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_INDEX": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def fresh_python(folder):
-    """Make an environment that sees this one's packages, but for an editable installation of the project."""
+    """Make an environment that has this one's packages, except an editable installation of the project."""
     venv.create(folder, with_pip=False)
     packages = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
     (packages / "these.pth").write_text(str(Path(pytest.__file__).parents[1]))
@@ -119,8 +102,6 @@ def test_a_wheel_runs_in_an_empty_folder(tmp_path, clone, environment):
     assert "9_ddp · synthetic · bloom-quickstart.json" in stdout
     assert "· cpu: 2 x " in stdout  # both processes took part
     assert "2_grad_accum" in run(ladder, "compare", "runs", "--anyway", cwd=empty)
-    document = json.loads(run(ladder, "doctor", "--json", cwd=empty))
-    named = {one["name"]: one for one in document["items"]}
-    assert named["fabric_ladder"]["text"] == f"in {packages}"
-    assert {"Python", "torch", "wandb", *(path.stem for path in RUNGS)} <= named.keys()
-    assert named["2_grad_accum"]["status"] == "ok"
+    lines = [line.split() for line in run(ladder, "doctor", cwd=empty).splitlines()]
+    assert {"Python", "torch", "wandb", *(path.stem for path in RUNGS)} <= {line[1] for line in lines if len(line) > 1}
+    assert ["ok", "2_grad_accum", "can"] in [line[:3] for line in lines]

@@ -112,11 +112,11 @@ def _newest_run(home: Path, settings: Settings) -> tuple[Path | None, dict]:
 def _differences(saved: dict, settings: Settings) -> list[str]:
     """Describe the settings that differ and that a resumed run must not change."""
     own, defaults = (json.loads(json.dumps(dataclasses.asdict(each))) for each in (settings, Settings()))
-    saved = defaults | saved  # an older version may lack settings
+    saved = defaults | saved  # an older version may lack settings, or have others
     return [
-        f"--{name:.40} {show(saved.get(name)):.40}, not {show(own.get(name))}"
-        for name in sorted((saved.keys() | own.keys()) - FREE)
-        if saved.get(name) != own.get(name)
+        f"--{name} {show(saved[name]):.40}, not {show(own[name])}"
+        for name in sorted(own.keys() - FREE)
+        if saved[name] != own[name]
     ]
 
 

@@ -101,6 +101,12 @@ class Float8(Technique):
                 "leave it out"
             )
 
+    def notice(self, settings: Settings) -> str | None:
+        """Return a warning about a CPU."""
+        if settings.accelerator != "cpu":
+            return None
+        return "--float8 on a CPU: factors are rounded to 8 bits and multiplied in 32 bits, which is slower"
+
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
         """Convert the linear layers."""
         use_float8(model, settings.accelerator)

@@ -24,6 +24,15 @@ class LeanOptimizer(Technique):
         """Return whether the optimizer is SGD."""
         return settings.optimizer == "sgd"
 
+    def notice(self, settings: Settings) -> str | None:
+        """Return a warning about random weights."""
+        if not settings.from_scratch:
+            return None
+        return (
+            "SGD barely learns from random weights: expect near-chance accuracy, or start from pretrained weights with "
+            "--model."
+        )
+
     def accuracy_cost(self, settings: Settings) -> str | None:
         """Return the cost of SGD on all weights."""
         return None if settings.lora else "26 points against Adam (MiniLM; 6 at --learning_rate 0.16)"

@@ -92,6 +92,10 @@ class Technique:
         """Return settings that do not go with the technique in use, with the reason and what to do."""
         return {}
 
+    def notice(self, settings: Settings) -> str | None:
+        """Return a line that the run prints first about the technique in use."""
+        return None
+
     def loading_options(self, settings: Settings, config: PretrainedConfig) -> dict:
         """Return options for transformers' `from_pretrained`, for weights that must be read in another form."""
         return {}

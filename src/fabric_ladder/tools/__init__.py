@@ -1,1 +1,1 @@
-"""Tools beside training: generation, notebooks, the doctor."""
+"""Tools for before and after training: the doctor, generation, notebooks, model cards."""

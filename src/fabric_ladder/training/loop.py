@@ -31,6 +31,8 @@ from fabric_ladder.training.gradients import (
 )
 from fabric_ladder.training.state import Training
 
+MOST_SKIPPED = 10  # effective batches that `--on_nan skip` leaves out before it stops the run
+
 
 def train(
     run: Run, model: nn.Module, optimizer: Optimizer, train_loader: DataLoader, val_loader: DataLoader
@@ -148,7 +150,7 @@ def _is_usable(training: Training, batch: EffectiveBatch) -> bool:
     run at the next printed line. With `skip` all ranks wait for their devices, agree, and skip such a batch.
 
     Raises:
-        UserError: More than `nan_limit` batches would be skipped.
+        UserError: More than `MOST_SKIPPED` batches would be skipped.
     """
     fabric, settings, state = training.fabric, training.settings, training.state
     broken = find_broken_gradient(fabric, training.optimizer)
@@ -158,10 +160,10 @@ def _is_usable(training: Training, batch: EffectiveBatch) -> bool:
         in_loss, in_gradient = fabric.all_reduce(flags, reduce_op="max").tolist()
         if in_loss or in_gradient:
             text = f"the {'loss' if in_loss else 'gradient'} is not finite at {describe_step(step)}"
-            if state.skipped == settings.nan_limit:
+            if state.skipped == MOST_SKIPPED:
                 raise UserError(
-                    f"{text}: the run stops, since --nan_limit {settings.nan_limit} batches are left out already; try "
-                    "a lower --learning_rate, --max_grad_norm 1 or another --precision"
+                    f"{text}: the run stops, since {MOST_SKIPPED} batches were skipped already; try a lower "
+                    "--learning_rate, --max_grad_norm 1 or another --precision"
                 )
             state.meter.discard()
             state.skipped += 1
