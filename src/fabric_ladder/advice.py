@@ -14,7 +14,7 @@ from fabric_ladder.environment import notebook_shell, peak_memory
 from fabric_ladder.errors import UserError, first_line, is_out_of_memory, print_error
 from fabric_ladder.options import without_options
 from fabric_ladder.settings import Settings, show
-from fabric_ladder.techniques import technique_of, used
+from fabric_ladder.techniques import TECHNIQUES, technique_of, used
 from fabric_ladder.techniques.low_precision import IN_16_BITS
 from fabric_ladder.techniques.technique import NextRung
 
@@ -80,15 +80,13 @@ def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, 
         shape: Of the batch there.
     """
     tries, same = [], " (the same effective batch in less memory)"
-    if settings.attention == "eager":
-        tries.append("--attention fused, which keeps no matrix of tokens x tokens")
     name = "micro_batch_tokens" if settings.micro_batch_tokens else "micro_batch_size"
     if phase == "the evaluation":
         name, same = "eval_batch_tokens", ""
-    if settings.pack_rows:
-        name = "pack_rows"
-    if settings.step_in_backward and phase != "the evaluation":  # one micro-batch
-        name, same = "batch_size", ""
+    for technique in used(settings):
+        name = technique.size_setting(settings, evaluates=phase == "the evaluation") or name
+    if name == "batch_size":
+        same = ""
     most, replaced = getattr(settings, name) or (shape[0] * shape[1] if len(shape) == 2 else EVALUATED), ()
     if shape and (most == "auto" or (name == "micro_batch_tokens" and len(shape) > 2)):  # images are counted
         name, most, replaced = "micro_batch_size", shape[0], ("micro_batch_tokens",)
@@ -98,9 +96,10 @@ def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, 
         most = min(most, shape[0] * shape[1])
     if isinstance(most, int) and most > 1 and shape[:1] != (1,) and phase != "the optimizer":
         tries.append(_command(settings, (f"--{name}", str(most // 2)), replaces=replaced) + same)
-    if not settings.activation_checkpointing and phase in (None, "training"):  # elsewhere nothing is kept
-        at = len(tries) if same else 0  # a smaller effective batch would be another run
-        tries.insert(at, "--activation_checkpointing true, which computes activations again")
+    for technique in TECHNIQUES:
+        if not technique.is_used(settings) and (option := technique.as_option(phase)):
+            is_slower = technique.relative_speed(settings) < 1
+            tries.insert(len(tries) if same and is_slower else 0, option)  # a smaller effective batch is another run
     for technique in used(settings):
         if more := technique.save_more(settings):
             tries.append(f"{_command(settings, more.options, replaces=more.replaces)}, which {more.reason}")
@@ -120,8 +119,11 @@ def _next_rung(settings: Settings) -> NextRung | None:
         above = technique.next_to_try(settings)
         rung = above and above._replace(options=rung.options + above.options)
     technique = rung and rung.name and technique_of(rung.name)
-    if technique and settings.precision in technique.refused_precisions:
-        rung = rung._replace(options=(*rung.options, "--precision", "32-true"))
+    if technique:
+        refused = (each.setting for each in used(settings) if each.conflict(technique))
+        rung = rung._replace(replaces=(*rung.replaces, *refused))
+        if settings.precision in technique.refused_precisions:
+            rung = rung._replace(options=(*rung.options, "--precision", "32-true"))
     if rung and settings.optimizer == "sgd":  # every rung supports it, and no optimizer needs less memory
         rung = rung._replace(replaces=tuple(name for name in rung.replaces if name != "optimizer"))
     return rung

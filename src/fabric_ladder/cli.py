@@ -18,6 +18,7 @@ from fabric_ladder.options import as_yaml, check_bounds, check_needs, find_confi
 from fabric_ladder.places import CONFIGS
 from fabric_ladder.runs.process import prepare_process
 from fabric_ladder.settings import Settings, names
+from fabric_ladder.techniques import trains_adapters, used
 
 CPU_TOKENS = 1024  # per micro-batch: as fast as any cut that was tried, see docs/journal.md
 BUCKET = 16  # tokens; other lengths may take slower kernels, and a step of 64 would be mostly padding
@@ -103,14 +104,7 @@ def _merge(
             f"No --config and no CUDA GPU: {_describe_quickstart(path, given)}. For real work: --config "
             "configs/imdb_bloom_560m.yaml; settings: --help",
         )
-    settings = _with_weights(_with_learning_rate(settings, given, from_file), given, from_file)
-    if settings.from_scratch and settings.optimizer == "sgd":
-        settings = _with_notice(
-            settings,
-            "SGD barely learns from random weights: expect near-chance accuracy, or start from pretrained weights with "
-            "--model.",
-        )
-    return settings
+    return _with_weights(_with_learning_rate(settings, given, from_file), given, from_file)
 
 
 def resolve(settings: Settings, given: Collection[str] = (), script: Mapping[str, object] = {}) -> Settings:
@@ -129,18 +123,15 @@ def resolve(settings: Settings, given: Collection[str] = (), script: Mapping[str
     on_gpu = accelerator == "cuda"
     multiple, (size, tokens) = settings.pad_to_multiple_of, _micro_batch(settings, given, script, accelerator)
     capability = compute_capability() if on_gpu else None
-    replaceable = settings.lora and "precision" not in given
+    replaceable = trains_adapters(settings) and "precision" not in given
     precision, meaning = fit_precision(settings.precision, capability, replaceable, settings.strategy == "fsdp")
     if meaning:
         emulates = f"{torch.cuda.get_device_name()} only emulates bfloat16 (compute capability below 8.0)"
         settings = _with_notice(settings, f"{emulates}: {meaning}")
-    if settings.float8 and accelerator == "cpu":
-        notice = "--float8 on a CPU: factors are rounded to 8 bits and multiplied in 32 bits, which is slower"
-        settings = _with_notice(settings, notice)
     if multiple is None:
         # MPS keeps memory for every length that it has seen
-        bucketed = settings.compile or settings.packing or accelerator == "mps"
-        multiple = BUCKET if bucketed and settings.max_length % BUCKET == 0 else 1
+        rounded = accelerator == "mps" or any(technique.rounds_lengths for technique in used(settings))
+        multiple = BUCKET if rounded and settings.max_length % BUCKET == 0 else 1
     settings = dataclasses.replace(
         settings,
         accelerator=accelerator,
@@ -151,6 +142,9 @@ def resolve(settings: Settings, given: Collection[str] = (), script: Mapping[str
         eval_batch_tokens=settings.eval_batch_tokens or (None if on_gpu else CPU_TOKENS),
         pad_to_multiple_of=min(multiple, settings.max_length),
     )
+    for technique in used(settings):
+        if notice := technique.notice(settings):
+            settings = _with_notice(settings, notice)
     devices, num_nodes = resolve_devices(settings)
     return dataclasses.replace(settings, devices=devices, num_nodes=num_nodes)
 
@@ -176,7 +170,7 @@ def _micro_batch(
 
 
 def _with_learning_rate(settings: Settings, given: set[str], from_file: dict) -> Settings:
-    """Take the rate of `sgd` or of adapters, whose steps are of another size, unless the command line gives one.
+    """Take the learning rate that a technique's steps need, unless the command line gives one.
 
     Args:
         settings: With the learning rate of Adam for all weights.
@@ -197,14 +191,14 @@ def _with_learning_rate(settings: Settings, given: set[str], from_file: dict) ->
 
 
 def _with_own_rate(settings: Settings) -> Settings:
-    """Return settings whose `sgd_learning_rate` or `lora_learning_rate` is the rate of the run."""
+    """Return settings in which the learning rate of a technique's steps is the rate of the run."""
     name = _own_rate(settings)
     return dataclasses.replace(settings, **{name: settings.learning_rate}) if name else settings
 
 
 def _own_rate(settings: Settings) -> str | None:
-    """Name the setting of the learning rate that the steps of this optimizer, or of adapters, need."""
-    return "sgd_learning_rate" if settings.optimizer == "sgd" else "lora_learning_rate" if settings.lora else None
+    """Return the setting with the learning rate that a technique's steps need; None: `learning_rate`."""
+    return next((technique.learning_rate for technique in used(settings) if technique.learning_rate), None)
 
 
 def _with_weights(settings: Settings, given: set[str], from_file: dict) -> Settings:

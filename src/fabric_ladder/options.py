@@ -219,6 +219,8 @@ def is_met(need: str, values: Mapping[str, object]) -> bool:
 def check_needs(given: Collection[str], values: Mapping[str, object]) -> None:
     """Refuse options that have no effect.
 
+    A YAML file may hold values for several scripts, such as `lora_rank`. Only its `true` values are refused.
+
     Args:
         given: Names of the settings on the command line.
         values: All settings by name.
@@ -226,9 +228,9 @@ def check_needs(given: Collection[str], values: Mapping[str, object]) -> None:
     Raises:
         UserError: An option needs another setting that is off.
     """
-    for name in given:
-        need = FACTS[name].needs
-        if need and not is_met(need, values):
+    for name, fact in FACTS.items():
+        need = fact.needs
+        if need and (name in given or values[name] is True) and not is_met(need, values):
             option = need.replace("=", " ") if "=" in need else f"{need} true"
             raise UserError(f"--{name} has no effect without --{option}: add that, or leave --{name} out")
 

@@ -21,7 +21,6 @@ class StrategyTraits:
             whose gradient is not finite.
         accumulates_itself: Its engine adds up the gradients, so nothing can undo a trial step.
         same_ranks_on_resume: A run resumes only on the number of ranks that wrote its checkpoint.
-        packages: Packages that it needs and that a run's versions should list.
         checkpoint_file: The file that every sharded checkpoint of this strategy has.
     """
 
@@ -29,7 +28,6 @@ class StrategyTraits:
     owns_optimizer: bool = False
     accumulates_itself: bool = False
     same_ranks_on_resume: bool = False
-    packages: tuple[str, ...] = ()
     checkpoint_file: str = "optimizer.json"
 
 
@@ -41,7 +39,6 @@ TRAITS = {
         owns_optimizer=True,
         accumulates_itself=True,
         same_ranks_on_resume=True,
-        packages=("deepspeed",),
         checkpoint_file="latest",
     ),
 }

@@ -15,7 +15,7 @@ from fabric_ladder.planning.gpus import ANY, Gpu
 from fabric_ladder.planning.predict import unpredictable
 from fabric_ladder.rungs import RUNGS, script_defaults
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques import TECHNIQUES, technique_of, used
+from fabric_ladder.techniques import TECHNIQUES, technique_of, trains_adapters, used
 from fabric_ladder.techniques.technique import Technique
 
 # A run evaluates more tokens if its micro-batches are larger; then the micro-batches decide its peak.
@@ -47,6 +47,11 @@ class Candidate(NamedTuple):
     def fsdp_ranks(self) -> int | None:
         """Number of GPUs that share the FSDP shards; None: no FSDP."""
         return self.settings.ranks if self.settings.strategy == "fsdp" else None
+
+    @property
+    def adapters(self) -> bool:
+        """Whether only adapters are trained."""
+        return trains_adapters(self.settings)
 
 
 def list_choices(gpus: int) -> list[tuple[str, tuple[str, ...]]]:
@@ -88,8 +93,9 @@ def read_candidates(
         try:
             on_one_gpu = script_defaults(rung).get("strategy", "single") == "single"
             settings = read_settings(rung, [*options, *extra, *here], 1 if on_one_gpu else gpus, gpu)
-            settled = given & {"--micro_batch_size", "--micro_batch_tokens"} or settings.pack_rows
-            sizes = (None,) if settled or settings.step_in_backward else _sizes(settings)
+            settled = given & {"--micro_batch_size", "--micro_batch_tokens"}
+            settled = settled or any(technique.size_setting(settings) for technique in used(settings))
+            sizes = (None,) if settled else _sizes(settings)
             candidates[name] = Candidate(name, rung, extra, settings, sizes)
         except UserError as error:
             problems[name] = str(error)
@@ -125,9 +131,10 @@ def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) 
         raise UserError(f"--batch_size {settings.batch_size} is below the number of devices, {gpus}: raise it")
     precision = found.precision or settings.precision
     sharded = settings.strategy == "fsdp"
+    adapters = trains_adapters(settings)
     if not found.precision and precision == "bf16-mixed":
         precision = "mixed"  # a CPU has turned it into bf16-mixed
-    precision, meaning = fit_precision(precision, gpu.capability, settings.lora and not found.precision, sharded)
+    precision, meaning = fit_precision(precision, gpu.capability, adapters and not found.precision, sharded)
     settings = replace(settings, name=rung, devices=gpus, precision=precision, notices=(meaning,) if meaning else ())
     check_precision(settings, gpu.capability)
     if defaults.get("strategy") == "deepspeed":

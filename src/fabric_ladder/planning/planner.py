@@ -188,9 +188,7 @@ def recommend(plans: list[Plan]) -> dict[str, Plan | None]:
     """
 
     def best(adapters: bool) -> Plan | None:
-        fitting = [
-            plan for plan in plans if plan.fits and not plan.emulated and plan.candidate.settings.lora == adapters
-        ]
+        fitting = [plan for plan in plans if plan.fits and not plan.emulated and plan.candidate.adapters == adapters]
         return min(fitting, key=lambda plan: (len(plan.costs), -plan.speed), default=None)
 
     return {"all weights": best(adapters=False), "adapters": best(adapters=True)}

@@ -32,6 +32,7 @@ from fabric_ladder.distributed.fsdp import fsdp_strategy, sharding_policy, trans
 from fabric_ladder.planning.tracker import PeakTracker
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.settings import Settings
+from fabric_ladder.techniques import used
 from fabric_ladder.techniques.adam_4bit import Adam4bit
 from fabric_ladder.techniques.build import build_model, build_optimizer
 from fabric_ladder.techniques.checkpointing import host_memory_within
@@ -105,7 +106,7 @@ class Rehearsal:
             self._give_gradients()
             self._step()
             self._name_tensors()
-            if self.settings.step_in_backward:  # the backward pass has freed all gradients
+            if any(technique.frees_gradients for technique in used(settings)):
                 self.optimizer.zero_grad()
             else:
                 self._give_gradients()

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from fabric_ladder.planning.gpus import ANY
 from fabric_ladder.planning.planner import Machine, Plan, Samples, recommend
+from fabric_ladder.techniques import used
 
 HEADER = ("rung", "batch", "weight", "grad", "optim", "activ", "other", "GPU", "room", "host", "speed")
 LEGEND = (
@@ -96,7 +97,8 @@ def _answer(answer: Answer, size: int) -> list[str]:
         lines += ["", "Or train adapters alone:"] if lines else []
         each = " each" if plan.candidate.settings.ranks > 1 else ""
         host = plan.host / 1e9
-        none = "accuracy not measured" if plan.candidate.settings.deepspeed else "no measured loss of accuracy"
+        measured = all(technique.accuracy_is_measured for technique in used(plan.candidate.settings))
+        none = "no measured loss of accuracy" if measured else "accuracy not measured"
         lines += [
             f"Run    {plan.command}",
             f"Takes  {plan.needed / 1e9:.2f} of {_gigabytes(size)} GB of the GPU{each}, {host:.1f} GB of CPU memory",
@@ -129,12 +131,11 @@ def _choice(plans: list[Plan]) -> list[str]:
     best = next(filter(None, recommend(plans).values()), None)
     if best is None:
         return []
-    lora = best.candidate.settings.lora
-    fitting = [plan for plan in plans if plan.fits and not plan.emulated and plan.candidate.settings.lora == lora]
+    adapters = best.candidate.adapters
+    fitting = [plan for plan in plans if plan.fits and not plan.emulated and plan.candidate.adapters == adapters]
     alike = sum(plan.costs == best.costs for plan in fitting)
-    costs = (
-        "adapters" if lora else "all weights at this cost" if best.costs else "all weights at no known cost in accuracy"
-    )
+    all_weights = "all weights at this cost" if best.costs else "all weights at no known cost in accuracy"
+    costs = "adapters" if adapters else all_weights
     reasons = [f"{in_short(best)}: the fastest of {alike} ways that fit and train {costs}."]
     if (faster := max(fitting, key=lambda plan: plan.speed)).speed > best.speed:
         reasons.append(f"Faster: {in_short(faster)}, speed {faster.speed:.2f}; it costs {'; '.join(faster.costs)}.")
@@ -175,7 +176,7 @@ def _record(plan: Plan) -> dict:
                        for count, storage in plan.peak.tensors]  # fmt: skip
     names = ("micro_batch", "needed", "overhead", "host", "fits", "emulated", "costs", "speed", "command")
     record = {"rung": plan.candidate.rung, "options": plan.candidate.options, "peak": peak, "room": plan.free}
-    record |= {"adapters": plan.candidate.settings.lora, "precision": plan.candidate.settings.precision}
+    record |= {"adapters": plan.candidate.adapters, "precision": plan.candidate.settings.precision}
     return record | {name: getattr(plan, name) for name in names} | {"name": plan.candidate.name}
 
 

@@ -188,10 +188,7 @@ def _without_values(batches: list[MicroBatch]) -> list[MicroBatch]:
 
 def relevant(settings: Settings) -> dict[str, object]:
     """Return the settings that change the predicted memory; the shapes of the batches do so, too."""
-    chosen = names(changes_memory=True)
-    if settings.packing:
-        chosen.append("max_length")  # without packing only the shapes depend on it
-    return {name: getattr(settings, name) for name in chosen}
+    return {name: getattr(settings, name) for name in names(changes_memory=True)}
 
 
 def _key(settings: Settings, config: dict, cuts: list, ranks: int | None, gpu: str | None, free: int | None) -> str:

@@ -9,6 +9,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from fabric_ladder.data.hub import reachable
 from fabric_ladder.data.splits import ImageDatasets, TextDatasets
+from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.errors import UserError, refused
 from fabric_ladder.models.configs import MODELS, load_config, silence_loading
 from fabric_ladder.models.dtypes import keep_dtype
@@ -61,16 +62,16 @@ def build_optimizer(settings: Settings, model: nn.Module) -> Optimizer:
         settings: `learning_rate`, `optimizer` and the techniques in use.
         model: Set up by Fabric, since sharding and half precision replace or convert its parameters.
     """
-    kind, options = optimizer_class(settings)
-    techniques = used(settings)
-    for technique in techniques:
+    # PyTorch refuses the fused kernel where a scaled loss meets clipping: the kernel unscales the gradients itself, and
+    # clipping needs unscaled ones. An engine unscales and clips before the step.
+    clips_scaled = settings.precision == "16-mixed" and bool(settings.max_grad_norm)
+    may_fuse = strategy_traits(settings).owns_optimizer or not clips_scaled
+    kind, options = optimizer_class(settings.optimizer, may_fuse)
+    for technique in used(settings):
         kind = technique.change_optimizer(kind, settings)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     forget_hooks(parameters)
-    optimizer = kind(parameters, lr=settings.learning_rate, **options)
-    for technique in techniques:
-        technique.prepare_optimizer(optimizer, settings)
-    return optimizer
+    return kind(parameters, lr=settings.learning_rate, **options)
 
 
 def _draw_or_load(settings: Settings, config: PretrainedConfig) -> nn.Module:

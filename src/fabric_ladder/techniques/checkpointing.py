@@ -166,6 +166,12 @@ class ActivationCheckpointing(Technique):
     short_name = "checkpointing"
     next_rung = WITHOUT_STATE._replace(options=("--activation_checkpointing", "true"))
 
+    def as_option(self, phase: str | None) -> str | None:
+        """Return the option for a training; elsewhere no activations are kept."""
+        if phase not in (None, "training"):
+            return None
+        return "--activation_checkpointing true, which recomputes activations"
+
     def saves_no_more(self, settings: Settings) -> bool:
         """Return whether all activations except the blocks' inputs are recomputed already."""
         return self.is_used(settings) and not settings.selective_checkpointing
@@ -196,14 +202,9 @@ class ActivationOffload(Technique):
     next_rung = ActivationCheckpointing.next_rung
 
     def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse blocks that are not checkpointed or are compiled, and devices that share the CPU's memory."""
+        """Refuse compiled blocks, and devices that share the CPU's memory."""
         if not self.is_used(settings):
             return
-        if not settings.activation_checkpointing:
-            raise UserError(
-                "--activation_offload true moves the inputs of checkpointed blocks to CPU memory; "
-                "add --activation_checkpointing true"
-            )
         if settings.compile:
             raise UserError("--activation_offload true: torch.compile skips such blocks; use --compile false")
         if settings.accelerator == "mps":
@@ -218,14 +219,6 @@ class SelectiveCheckpointing(Technique):
     next_rung = NextRung(
         "7_grad_checkpointing", "recomputes matrix multiplications too", replaces=("selective_checkpointing",)
     )
-
-    def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse blocks that are not checkpointed."""
-        if self.is_used(settings) and not settings.activation_checkpointing:
-            raise UserError(
-                "--selective_checkpointing true chooses the results that checkpointing keeps; "
-                "add --activation_checkpointing true"
-            )
 
     def relative_speed(self, settings: Settings) -> float:
         """Return the speed relative to checkpointing: together 0.93, measured on a CPU (page of rung 21)."""

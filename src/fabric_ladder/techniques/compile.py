@@ -81,6 +81,7 @@ class Compile(Technique):
 
     setting = "compile"
     rung = "3_torch_compile"
+    rounds_lengths = True
     next_rung = IN_16_BITS
     refused_on_mps = "--compile true: leave it out, or use src/2_grad_accum.py"
 

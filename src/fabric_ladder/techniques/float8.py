@@ -11,6 +11,7 @@ import importlib.util
 import torch
 from torch import Tensor, nn
 
+from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.layers import linear_layers, meta_model
 from fabric_ladder.settings import Settings
@@ -89,6 +90,7 @@ class Float8(Technique):
             )
         for what, found in {
             "--quantization nf4, whose weights have 4 bits": settings.quantization != "no",
+            f"{settings.name}; use src/10_fsdp.py": strategy_traits(settings).owns_optimizer,
             f"--precision {settings.precision}; use bf16-mixed or bf16-true": not settings.precision.startswith("bf16"),
         }.items():
             if found:
@@ -100,6 +102,16 @@ class Float8(Technique):
                 f"--float8 true: {settings.model} has no linear layer whose sides are multiples of {MULTIPLE}; "
                 "leave it out"
             )
+
+    def notice(self, settings: Settings) -> str | None:
+        """Return how a CPU computes."""
+        if settings.accelerator != "cpu":
+            return None
+        return "--float8 on a CPU: factors are rounded to 8 bits and multiplied in 32 bits, which is slower"
+
+    def packages(self, settings: Settings) -> tuple[str, ...]:
+        """Return torchao."""
+        return ("torchao",)
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
         """Convert the linear layers."""

@@ -148,6 +148,10 @@ class FusedAttention(Technique):
         """Return whether attention is fused."""
         return settings.attention == "fused"
 
+    def as_option(self, phase: str | None) -> str | None:
+        """Return the option."""
+        return "--attention fused, which keeps no matrix of tokens x tokens"
+
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
         """Change the attention of the model."""
         fuse_attention(model)

@@ -13,16 +13,26 @@ class LeanOptimizer(Technique):
 
     setting = "optimizer"
     rung = "6_lean_optimizer"
+    learning_rate = "sgd_learning_rate"
     plans = ALONE_OR_CHECKPOINTED
     next_rung = NextRung(
         "13_lora",
         "trains thin adapters and keeps no gradient of the model",
-        replaces=("lora", "learning_rate", "kahan_summation"),
+        replaces=("lora", "learning_rate"),
     )
 
     def is_used(self, settings: Settings) -> bool:
         """Return whether the optimizer is SGD."""
         return settings.optimizer == "sgd"
+
+    def notice(self, settings: Settings) -> str | None:
+        """Return what to expect of random weights."""
+        if not settings.from_scratch:
+            return None
+        return (
+            "SGD barely learns from random weights: expect near-chance accuracy, or start from pretrained weights with "
+            "--model."
+        )
 
     def accuracy_cost(self, settings: Settings) -> str | None:
         """Return the cost of SGD on all weights."""

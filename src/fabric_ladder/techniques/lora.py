@@ -134,17 +134,19 @@ class LoRA(Technique):
 
     setting = "lora"
     rung = "13_lora"
+    adapters = True
+    learning_rate = "lora_learning_rate"
     plans = ALONE_OR_CHECKPOINTED
     next_rung = NextRung("14_qlora", "keeps the model in 4 bits", replaces=("quantization", "float8"))
 
     def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse layers that the model does not have, and options of adapters without adapters."""
+        """Refuse layers that the model does not have."""
         if self.is_used(settings):
             _check_targets(settings)
-            return
-        for name in ("dora", "rslora"):
-            if getattr(settings, name):
-                raise UserError(f"--{name} true changes adapters, and there are none: add --lora true")
+
+    def packages(self, settings: Settings) -> tuple[str, ...]:
+        """Return PEFT."""
+        return ("peft",)
 
     def loading_options(self, settings: Settings, config: PretrainedConfig) -> dict:
         """Read the weights of a language model in their final precision; a classifier's new head is drawn in 32-bit."""

@@ -3,6 +3,7 @@
 import importlib.util
 from dataclasses import replace
 
+import torch
 from torch.optim import Optimizer
 
 from fabric_ladder.distributed.strategies import strategy_traits
@@ -67,6 +68,14 @@ class LowBitOptimizer(Technique):
         import bitsandbytes
 
         return bitsandbytes.optim.Adam8bit
+
+    def state_dtypes(self, settings: Settings) -> list[torch.dtype | None]:
+        """Return the moments; two of 4 bits count as one tensor of bytes. Scales of blocks are left out."""
+        return [torch.uint8] * 2 if settings.optimizer == "adam-8bit" else [torch.uint8]
+
+    def packages(self, settings: Settings) -> tuple[str, ...]:
+        """Return bitsandbytes for 8 bits."""
+        return ("bitsandbytes",) if settings.optimizer == "adam-8bit" else ()
 
     def rehearsed(self, settings: Settings) -> Settings:
         """Return settings without moments in place of 8-bit ones; those of 4 bits run on fake tensors."""

@@ -137,6 +137,7 @@ class Packing(Technique):
 
     setting = "packing"
     rung = "15_packing"
+    rounds_lengths = True
     plans = ()  # the longest text decides the memory
     next_rung = IN_16_BITS._replace(options=("--packing", "true"))
 
@@ -164,6 +165,19 @@ class Packing(Technique):
                 f"--packing true: layers of {settings.model} attend to {window} tokens, and rows have up to "
                 f"{settings.max_length}; leave it out, or use --max_length {window}"
             )
+
+    def describe_batch(self, settings: Settings, ranks: int) -> str | None:
+        """Return the effective batch and its rows."""
+        if settings.micro_batch_tokens:
+            return f"batch {settings.batch_size} in packed micro-batches of {settings.micro_batch_tokens} tokens"
+        devices = f"{ranks} x " if ranks > 1 else ""
+        rows = f"{devices}{settings.micro_batch_size} row" + "s" * (settings.micro_batch_size > 1)
+        most = "" if settings.pack_rows else "up to "
+        return f"batch {settings.batch_size} packed, {rows} of {most}{settings.max_length} tokens at once"
+
+    def size_setting(self, settings: Settings, evaluates: bool = False) -> str | None:
+        """Return the number of rows, where it is the same for all micro-batches."""
+        return "pack_rows" if settings.pack_rows else None
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
         """Let the model take packed batches."""

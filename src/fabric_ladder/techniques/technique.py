@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from transformers import PretrainedConfig
@@ -41,7 +42,14 @@ class Technique:
         next_rung: What to try when memory runs out with this rung.
         advises_first: Whether its next rung is the advice on every rung that uses it.
         refused_precisions: Values of `--precision` that it cannot work with.
-        refused_on_mps: What Apple silicon's GPU cannot do of it, and what to use; empty: it can.
+        refused_on_mps: The part that Apple silicon's GPU cannot do, and what to use; empty: it can do all.
+        learning_rate: The setting with the learning rate that its steps need; empty: `learning_rate`.
+        rounds_lengths: Whether rounded lengths, of which there are fewer, are its default.
+        adapters: Whether it trains a few new weights in 32 bits and freezes the model's own.
+        shards_weights: Whether each rank has only a part of the weights or of the optimizer's state.
+        frees_gradients: Whether no gradient is left after the backward pass.
+        state_on_device: Whether the optimizer's state is on the device.
+        accuracy_is_measured: Whether its accuracy was measured.
         short_name: Its name in the names of plans, where the planner adds it to a rung.
         plans: Options with which the planner tries the rung; empty: the planner leaves the rung out.
         needs_gpus: The least number of GPUs with which the rung makes sense.
@@ -54,6 +62,13 @@ class Technique:
     advises_first: bool = False
     refused_precisions: tuple[str, ...] = ()
     refused_on_mps: str = ""
+    learning_rate: str = ""
+    rounds_lengths: bool = False
+    adapters: bool = False
+    shards_weights: bool = False
+    frees_gradients: bool = False
+    state_on_device: bool = True
+    accuracy_is_measured: bool = True
     short_name: str = ""
     plans: tuple[tuple[str, ...], ...] = ((),)
     needs_gpus: int = 1
@@ -66,6 +81,10 @@ class Technique:
     def next_to_try(self, settings: Settings) -> NextRung | None:
         """Return what to try when memory runs out with this rung."""
         return self.next_rung
+
+    def as_option(self, phase: str | None) -> str | None:
+        """Return how the technique is added to a run without it, and how it saves memory in this phase."""
+        return None
 
     def save_more(self, settings: Settings) -> NextRung | None:
         """Return options of the same technique that save more memory."""
@@ -86,9 +105,25 @@ class Technique:
             UserError: In one line, what is wrong and what to do.
         """
 
-    def refused_settings(self, settings: Settings) -> dict[str, str]:
-        """Return settings that do not go with the technique in use, with the reason and what to do."""
-        return {}
+    def conflict(self, other: "Technique") -> str | None:
+        """Return why the technique cannot be used together with another one, and what to do."""
+        return None
+
+    def notice(self, settings: Settings) -> str | None:
+        """Return a line that the run prints first."""
+        return None
+
+    def describe_batch(self, settings: Settings, ranks: int) -> str | None:
+        """Return the words of the header line about the effective batch, if they are the technique's own."""
+        return None
+
+    def size_setting(self, settings: Settings, evaluates: bool = False) -> str | None:
+        """Return the setting that limits how much is in memory at a time, if it is not one of the micro-batch's."""
+        return None
+
+    def packages(self, settings: Settings) -> tuple[str, ...]:
+        """Return the packages that a run's versions should list too."""
+        return ()
 
     def loading_options(self, settings: Settings, config: PretrainedConfig) -> dict:
         """Return options for transformers' `from_pretrained`, for weights that must be read in another form."""
@@ -113,8 +148,9 @@ class Technique:
         """Return the class of the optimizer with the technique applied."""
         return kind
 
-    def prepare_optimizer(self, optimizer: Optimizer, settings: Settings) -> None:
-        """Set up an optimizer of the class that `change_optimizer` returned."""
+    def state_dtypes(self, settings: Settings) -> list[torch.dtype | None]:
+        """Return the dtypes of its state tensors of a parameter's size; None: the parameter's own dtype."""
+        return []
 
     def planned(self, gpus: int) -> tuple[tuple[str, ...], ...]:
         """Return the options with which the planner tries the rung on N GPUs."""
