@@ -18,7 +18,7 @@ if __name__ == "__main__":
         batch_size=16,
         precision="bf16-true",
         kahan_summation=True,
-        step_in_backward=True,  # NEW: with the whole effective batch at once
+        step_in_backward=True,  # NEW: the whole effective batch in one pass
     )
 
     fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)

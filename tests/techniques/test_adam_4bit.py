@@ -88,7 +88,7 @@ def test_small_and_odd_tensors_are_stepped_in_32_bit(tmp_path, shape, dtype):
 def test_what_is_stepped_at_once_changes_no_bit(tmp_path, monkeypatch):
     weight, gradients = random_steps(65, 128)
     whole, _ = steps_of(tmp_path, weight, gradients)
-    monkeypatch.setattr(adam_4bit, "AT_ONCE", 2048)
+    monkeypatch.setattr(adam_4bit, "PART_SIZE", 2048)
     assert steps_of(tmp_path, weight, gradients)[0].equal(whole)
 
 
@@ -150,7 +150,7 @@ def test_a_stopped_run_goes_on_bitwise(tmp_path, dropout_model):
     ],
 )
 def test_the_prediction_agrees_with_real_tensors(tmp_path, monkeypatch, family, ways):
-    monkeypatch.setattr(adam_4bit, "AT_ONCE", 4096)
+    monkeypatch.setattr(adam_4bit, "PART_SIZE", 4096)
     settings, training, _ = case(tmp_path, family, optimizer="adam-4bit", **ways)
     assert predict_peak(settings, training).total == pytest.approx(measured_peak(settings, training), rel=0.01)
 
@@ -169,7 +169,7 @@ def test_predicted_bytes_of_a_weight(tmp_path):
 
 
 def test_no_more_than_a_part_of_a_weight_is_unpacked(tmp_path, monkeypatch):
-    monkeypatch.setattr(adam_4bit, "AT_ONCE", 2048)
+    monkeypatch.setattr(adam_4bit, "PART_SIZE", 2048)
     model = nn.Linear(128, 1024, bias=False)
     optimizer = build_optimizer(settings_for(tmp_path, optimizer="adam-4bit"), model)
     for _ in range(2):

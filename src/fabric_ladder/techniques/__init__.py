@@ -1,4 +1,4 @@
-"""All techniques, each in a module of its own, in the order in which they are applied."""
+"""All techniques, each in a module of its own, in the order of their use."""
 
 import torch
 
@@ -56,7 +56,7 @@ TECHNIQUES: tuple[Technique, ...] = (
 
 
 def used(settings: Settings) -> tuple[Technique, ...]:
-    """Return the techniques that these settings use, in the order in which they are applied."""
+    """Return the techniques that these settings use, in the order of their use."""
     return tuple(technique for technique in TECHNIQUES if technique.is_used(settings))
 
 

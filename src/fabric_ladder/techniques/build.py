@@ -36,7 +36,7 @@ def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets) -> n
     config.return_dict = True
     if settings.task != "instruction-tuning":
         config.id2label = dict(enumerate(datasets.class_names))  # and with it `num_labels`
-        config.problem_type = "single_label_classification"  # a config may ask for a regression
+        config.problem_type = "single_label_classification"  # a config may have regression
         config.label2id = {name: index for index, name in config.id2label.items()}
     if isinstance(datasets, ImageDatasets):
         config.image_size = datasets.format.size
@@ -52,11 +52,10 @@ def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets) -> n
 
 
 def build_optimizer(settings: Settings, model: nn.Module) -> Optimizer:
-    """Return the optimizer of the trained parameters.
+    """Return the optimizer of the trained parameters, with the techniques in use applied.
 
     Each parameter has state in its own dtype: two values for Adam and AdamW, none for SGD, one row and one column per
-    matrix for Adafactor (Shazeer and Stern, 2018). 8-bit Adam keeps two bytes (Dettmers et al., 2022), 4-bit Adam one
-    (Li et al., 2023). Kahan summation adds one value.
+    matrix for Adafactor (Shazeer and Stern, 2018).
 
     Args:
         settings: `learning_rate`, `optimizer` and the techniques in use.

@@ -72,6 +72,7 @@ class Float8(Technique):
 
     setting = "float8"
     rung = "22_float8"
+    refused_on_mps = "--float8 true, since Apple's GPUs have no 8-bit floating point: leave it out"
     plans = ()  # float8 weights are not predicted
     next_rung = IN_16_BITS
 
@@ -79,10 +80,6 @@ class Float8(Technique):
         """Refuse devices and precisions without 8-bit kernels, and models without such layers."""
         if not self.is_used(settings):
             return
-        if settings.accelerator == "mps":
-            raise UserError(
-                "--float8 true: Apple's GPUs have no 8-bit floating point; leave it out, or --accelerator cpu"
-            )
         if capability and capability < LEAST:
             raise UserError(
                 f"--float8 true needs a GPU of compute capability 8.9 (Ada, Hopper) or above, and this one has "

@@ -54,8 +54,8 @@ def add_adapters(model: nn.Module, settings: Settings) -> nn.Module:
     """Freeze the model and return it with adapters; a classifier's head is trained and saved with them.
 
     Trained weights stay in 32-bit in every precision: bfloat16 would round small updates away, and they are few.
-    Under mixed precision, frozen linear layers are stored in the 16 bits in which they are multiplied, which changes
-    no bit of a result. A head that is tied to the embedding stays in 32-bit, since the embedding is read in 32-bit.
+    Mixed precision multiplies frozen linear layers in 16 bits, so they are stored in 16 bits, which changes no bit of
+    a result. A head that is tied to the embedding stays in 32-bit, since the embedding is read in 32-bit.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -125,7 +125,7 @@ def _last_parts(names: Iterable[str]) -> list[str]:
 
 
 def _matches(target: str, names: list[str]) -> bool:
-    """Return whether a target means any of these layers, as PEFT matches names."""
+    """Return whether a target matches any of the names, as in PEFT."""
     return any(f".{name}".endswith(f".{target}") for name in names)
 
 

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques.adam_4bit import AT_ONCE, BLOCK, Adam4bit
+from fabric_ladder.techniques.adam_4bit import BLOCK, PART_SIZE, Adam4bit
 from fabric_ladder.techniques.memory import Counts, Peak
 from fabric_ladder.techniques.technique import CHECKPOINTING, NextRung, Technique
 
@@ -25,7 +25,7 @@ def bytes_of_cpu_step(optimizer: str, largest: int) -> int:
 
     bitsandbytes unpacks each weight into six 32-bit tensors, and 4-bit Adam a part of it into five.
     """
-    return {"adam-8bit": 24 * largest, "adam-4bit": 20 * min(largest, AT_ONCE)}.get(optimizer, 0)
+    return {"adam-8bit": 24 * largest, "adam-4bit": 20 * min(largest, PART_SIZE)}.get(optimizer, 0)
 
 
 class LowBitOptimizer(Technique):
@@ -34,9 +34,7 @@ class LowBitOptimizer(Technique):
     setting = "optimizer"
     rung = "18_low_bit_optimizer"
     plans = ((), CHECKPOINTING, IN_4_BITS, (*IN_4_BITS, *CHECKPOINTING))
-    next_rung = NextRung(
-        "19_optimizer_offload", "keeps the optimizer's state in the host's memory", replaces=("optimizer",)
-    )
+    next_rung = NextRung("19_optimizer_offload", "keeps the optimizer's state in CPU memory", replaces=("optimizer",))
 
     def is_used(self, settings: Settings) -> bool:
         """Return whether the optimizer is Adam in 8 or 4 bits."""

@@ -1,4 +1,4 @@
-"""The base class of all techniques: what a technique can state about itself."""
+"""The base class of all techniques, with all that a technique can state about itself."""
 
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ class NextRung(NamedTuple):
 
     Attributes:
         name: The script, for example `18_low_bit_optimizer`; None: the same script with other options.
-        reason: What it does with less memory, as in "it …".
+        reason: How it saves memory, as in "it …".
         options: Options that it needs, as words of a command line: `("--packing", "true")`.
         replaces: Settings that the rung sets itself: the user's own are left out of the command.
     """
@@ -44,15 +44,15 @@ class Technique:
         refused_precisions: Values of `--precision` that it cannot work with.
         refused_on_mps: The part that Apple silicon's GPU cannot do, and what to use; empty: it can do all.
         learning_rate: The setting with the learning rate that its steps need; empty: `learning_rate`.
-        rounds_lengths: Whether rounded lengths, of which there are fewer, are its default.
+        rounds_lengths: Whether lengths are rounded by default, so that there are fewer shapes.
         adapters: Whether it trains a few new weights in 32 bits and freezes the model's own.
         shards_weights: Whether each rank has only a part of the weights or of the optimizer's state.
         frees_gradients: Whether no gradient is left after the backward pass.
         state_on_device: Whether the optimizer's state is on the device.
         accuracy_is_measured: Whether its accuracy was measured.
         short_name: Its name in the names of plans, where the planner adds it to a rung.
-        plans: Options with which the planner tries the rung; empty: the planner leaves the rung out.
-        needs_gpus: The least number of GPUs with which the rung makes sense.
+        plans: The planner tries the rung with each of these options; empty: it leaves the rung out.
+        needs_gpus: The least number of GPUs for the rung.
         loads_on_device: Whether the weights are read to the device, without a copy in CPU memory.
     """
 
@@ -102,7 +102,7 @@ class Technique:
             capability: Compute capability of the GPU; None: a CPU, or Apple silicon.
 
         Raises:
-            UserError: In one line, what is wrong and what to do.
+            UserError: The reason and the remedy, in one line.
         """
 
     def conflict(self, other: "Technique") -> str | None:
@@ -130,15 +130,7 @@ class Technique:
         return {}
 
     def check_precision(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse a precision that the technique in use cannot work with; the planner asks this for other GPUs too.
-
-        Args:
-            settings: Resolved.
-            capability: Compute capability of the GPU; None: a CPU, or Apple silicon.
-
-        Raises:
-            UserError: In one line, which precision to use.
-        """
+        """Like `check`, for a precision that the technique in use cannot work with; the planner calls it for any GPU."""
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
         """Return the model with the technique applied, before Fabric sets it up."""
@@ -153,7 +145,7 @@ class Technique:
         return []
 
     def planned(self, gpus: int) -> tuple[tuple[str, ...], ...]:
-        """Return the options with which the planner tries the rung on N GPUs."""
+        """Return the options that the planner tries on N GPUs."""
         return self.plans if gpus >= self.needs_gpus else ()
 
     def rehearsed(self, settings: Settings) -> Settings:
@@ -164,14 +156,14 @@ class Technique:
         """Return the peak of a rehearsal with the memory that only formulas give.
 
         Args:
-            peak: Of the settings that `rehearsed` returned, with the memory of the techniques before this one.
+            peak: The peak of the settings that `rehearsed` returned, with the memory of the techniques before this.
             counts: Numbers of the model's weights.
-            settings: Of the run.
+            settings: The run's settings.
         """
         return peak
 
     def unpredictable(self, settings: Settings) -> str | None:
-        """Return why the memory of these settings is not known."""
+        """Return why the memory of the settings is not known."""
         return None
 
     def relative_speed(self, settings: Settings) -> float:

@@ -44,10 +44,10 @@ class WeightSteps(Optimizer):
         self._active = False
         self._finite: list[Tensor] = []
         self._host: dict[nn.Parameter, Tensor] = {}
-        self._versions: dict[nn.Parameter, int] = {}  # of the weights that the CPU has copies of
+        self._versions: dict[nn.Parameter, int] = {}  # versions of the weights when the CPU copied them
         self._worker = ThreadPoolExecutor(1) if self.offloads else None
         self._pending: list[Future] = []
-        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None  # to the host, and back
+        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None  # to CPU memory, and back
         self._sending: tuple[Tensor, torch.cuda.Event] | None = None
         if self.in_backward:
             for parameter in parameters:
@@ -183,8 +183,6 @@ class _StepsByWeight(Technique):
 
     def reason_against(self, settings: Settings) -> str | None:
         """Return why the technique cannot be used, and what to do."""
-        if settings.optimizer_offload and settings.accelerator == "mps":
-            return "Apple silicon's GPU uses the host's memory; leave it out"
         if settings.ranks > 1:
             return "only on one device, since several average their gradients first; use --devices 1"
         if settings.precision == "16-mixed":
@@ -199,7 +197,7 @@ class StepInBackward(_StepsByWeight):
     rung = "17_step_in_backward"
     frees_gradients = True
     plans = (*ALONE_OR_CHECKPOINTED, (*ON_HOST, *CHECKPOINTING))
-    next_rung = NextRung(None, "keeps the optimizer's state in the host's memory", options=ON_HOST)
+    next_rung = NextRung(None, "keeps the optimizer's state in CPU memory", options=ON_HOST)
 
     def next_to_try(self, settings: Settings) -> NextRung | None:
         """Return what to try when memory runs out; SGD has no state that could move."""
@@ -216,7 +214,7 @@ class StepInBackward(_StepsByWeight):
         if settings.max_grad_norm:
             return "--max_grad_norm needs all gradients together, but each is freed before the next; leave one out"
         if settings.on_nan == "skip":
-            return "--on_nan skip looks at all gradients before the step; leave one out"
+            return "--on_nan skip needs all gradients before the step; leave one out"
         size = settings.micro_batch_size or settings.batch_size
         several = settings.micro_batch_tokens or settings.pack_rows or size < settings.batch_size
         if settings.batch_size > 1 and several:
@@ -232,13 +230,14 @@ class OptimizerOffload(_StepsByWeight):
 
     setting = "optimizer_offload"
     rung = "19_optimizer_offload"
+    refused_on_mps = "--optimizer_offload true, since Apple's GPUs share the CPU's memory: leave it out"
     state_on_device = False
     short_name = "optimizer offload"
     plans = ALONE_OR_CHECKPOINTED
     next_rung = PARKED_WEIGHTS._replace(reason="keeps weights there too")
 
     def saves_no_more(self, settings: Settings) -> bool:
-        """Return whether the optimizer's state is in CPU memory already, or there is none."""
+        """Return whether the device has no optimizer state already."""
         return self.is_used(settings) or settings.optimizer == "sgd"
 
     def rehearsed(self, settings: Settings) -> Settings:
@@ -252,7 +251,7 @@ class OptimizerOffload(_StepsByWeight):
         a step unpacks of the largest weight. PyTorch rounds pinned tensors up to a power of two, which is left out.
         """
         width = 4 if settings.lora else {"64-true": 8, "bf16-true": 2, "16-true": 2}.get(settings.precision, 4)
-        from fabric_ladder.techniques import state_dtypes  # it asks all techniques
+        from fabric_ladder.techniques import state_dtypes  # which imports this module
 
         state = width * state_dtypes(settings).count(None) + MOMENT_BYTES.get(settings.optimizer, 0)
         host = counts.trained * (state + 2 * width) + bytes_of_cpu_step(settings.optimizer, counts.largest_layer)
