@@ -1,4 +1,4 @@
-"""What operations make."""
+"""The shapes of new tensors."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -6,7 +6,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Made(TorchDispatchMode):
-    """Notes the shapes of the tensors that operations make; views, and what is changed in place, are no new ones."""
+    """Records the shapes of new tensors, fake ones too; views and changes in place make no new tensor."""
 
     def __init__(self):
         super().__init__()
@@ -14,12 +14,12 @@ class Made(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         result = operation(*args, **(kwargs or {}))
-        there = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
+        old = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
         made = [leaf for leaf in tree_leaves(result) if torch.is_tensor(leaf)]
-        self.shapes += [leaf.shape for leaf in made if leaf.untyped_storage().data_ptr() not in there]
+        self.shapes += [leaf.shape for leaf in made if leaf.untyped_storage()._cdata not in old]
         return result
 
     @property
     def largest(self):
-        """Elements of the largest one."""
+        """Elements of the largest new tensor."""
         return max(shape.numel() for shape in self.shapes)

@@ -130,7 +130,7 @@ class Technique:
         return {}
 
     def check_precision(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Like `check`, for a precision that the technique in use cannot work with; the planner calls it for any GPU."""
+        """Refuse a precision that the technique in use cannot work with, like `check`; the planner calls it too."""
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
         """Return the model with the technique applied, before Fabric sets it up."""
