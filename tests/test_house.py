@@ -15,7 +15,7 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def test_rooms_import_only_from_the_rooms_below_them_and_nothing_runs_in_a_circle():
-    """The contracts are in pyproject.toml; each of them must have been looked at, and every room stand in a layer."""
+    """The contracts are in pyproject.toml; all of them must be checked, and every room must be in a layer."""
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stdout

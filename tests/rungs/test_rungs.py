@@ -50,7 +50,7 @@ PARAMETERS = dict.fromkeys(NAMES, ALL) | {"13_lora": FEW, "14_qlora": rf"{FEW}, 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Each rung's finished process and its working folder, run once; some as Python starts, to see what imports say."""
+    """Each rung's finished process and its folder; some run in a new interpreter, which shows warnings of imports."""
     done = {}
 
     def run(name):
@@ -120,7 +120,7 @@ def test_every_rung_trains_on_the_same_samples_in_the_same_effective_batches(run
 
 
 def test_the_first_losses_are_equal_or_near_in_every_rung(runs):
-    """Of the first effective batch of 16: equal in exact rungs, near in the low-precision ones."""
+    """The first effective batch of 16 has nearly the same loss in low precision too."""
     first = {name: float(re.search(r"Loss: ([\d.]+)", finished(runs(name)[0]))[1]) for name in QUICK}
     for name in QUICK[2:]:
         assert first[name] == pytest.approx(first["2_grad_accum"], rel=0.02), name
@@ -131,8 +131,8 @@ def losses(runs, name):
         return [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
 
 
-def test_what_changes_no_number_changes_no_bit(runs):
-    """Activations computed again and weights made in place; sharding on one device, parked on the CPU or not."""
+def test_exact_techniques_change_no_bit(runs):
+    """Recomputed activations, and sharding on one device, with CPU offload or not."""
     assert losses(runs, "7_grad_checkpointing") == losses(runs, "5_low_precision")
     assert losses(runs, "11_fsdp_cpu_offload") == losses(runs, "10_fsdp")
     assert losses(runs, "9_ddp") == losses(runs, "4_mixed_precision")
