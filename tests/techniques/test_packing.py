@@ -342,7 +342,7 @@ def test_a_window_that_is_shorter_than_rows_is_refused(tmp_path):
     ("values", "message"),
     [
         ({"task": "image-classification"}, "--packing true: images have one size"),
-        ({"attention": "eager"}, "--packing true needs --attention fused"),
+        ({"attention": "eager"}, "--packing true: eager .* use --attention fused"),
         ({"packing": False, "pack_rows": 2}, "--pack_rows 2 is for packed rows: add --packing true"),
     ],
 )

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from fabric_ladder.errors import UserError
 from fabric_ladder.models.configs import MODELS, load_config
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.lean_optimizer import WITHOUT_STATE
@@ -175,13 +174,12 @@ class ActivationCheckpointing(Technique):
         """Return whether all activations except the blocks' inputs are recomputed already."""
         return self.is_used(settings) and not settings.selective_checkpointing
 
-    def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse models that cannot recompute their activations."""
-        if not self.is_used(settings):
-            return
+    def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
+        """Return why the technique cannot be used, and what to do."""
         config = load_config(settings.model, settings.model_revision)
-        if not MODELS[settings.task]._model_mapping[type(config)].supports_gradient_checkpointing:
-            raise UserError(f"--activation_checkpointing true: transformers does not offer it for {config.model_type}")
+        if MODELS[settings.task]._model_mapping[type(config)].supports_gradient_checkpointing:
+            return None
+        return f"transformers does not offer it for {config.model_type}"
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
         """Enable checkpointing, with all that the settings choose about it."""
@@ -201,10 +199,9 @@ class ActivationOffload(Technique):
     refused_on_mps = "--activation_offload true, since Apple's GPUs share the CPU's memory: leave it out"
     next_rung = ActivationCheckpointing.next_rung
 
-    def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse compiled blocks."""
-        if self.is_used(settings) and settings.compile:
-            raise UserError("--activation_offload true: torch.compile skips such blocks; use --compile false")
+    def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
+        """Return why the technique cannot be used, and what to do."""
+        return "torch.compile skips such blocks; use --compile false" if settings.compile else None
 
 
 class SelectiveCheckpointing(Technique):

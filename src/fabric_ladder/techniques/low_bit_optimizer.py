@@ -7,7 +7,6 @@ import torch
 from torch.optim import Optimizer
 
 from fabric_ladder.distributed.strategies import strategy_traits
-from fabric_ladder.errors import UserError
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.adam_4bit import BLOCK, PART_SIZE, Adam4bit
 from fabric_ladder.techniques.memory import Counts, Peak
@@ -51,13 +50,15 @@ class LowBitOptimizer(Technique):
         """Return whether the optimizer has small moments already, or none."""
         return self.is_used(settings) or settings.optimizer == "sgd"
 
-    def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse 8 bits without bitsandbytes."""
-        if settings.optimizer == "adam-8bit":
-            if settings.accelerator == "mps":
-                raise UserError("--optimizer adam-8bit: bitsandbytes does not support mps; use --optimizer adafactor")
-            if importlib.util.find_spec("bitsandbytes") is None:
-                raise UserError("--optimizer adam-8bit needs bitsandbytes: pip install bitsandbytes==0.50.2")
+    def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
+        """Return why the technique cannot be used, and what to do."""
+        if settings.optimizer != "adam-8bit":
+            return None
+        if settings.accelerator == "mps":
+            return "bitsandbytes does not support mps; use --optimizer adafactor"
+        if importlib.util.find_spec("bitsandbytes") is None:
+            return "it needs bitsandbytes: pip install bitsandbytes==0.50.2"
+        return None
 
     def change_optimizer(self, kind: type[Optimizer], settings: Settings) -> type[Optimizer]:
         """Return the class of the same optimizer with small moments."""

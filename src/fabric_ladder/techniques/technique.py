@@ -7,7 +7,8 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import PretrainedConfig
 
-from fabric_ladder.settings import Settings
+from fabric_ladder.errors import UserError
+from fabric_ladder.settings import Settings, show
 from fabric_ladder.techniques.memory import Counts, Peak
 
 CHECKPOINTING = ("--activation_checkpointing", "true")
@@ -94,16 +95,23 @@ class Technique:
         """Return whether a run with these settings would save no memory on this technique's rung."""
         return self.is_used(settings)
 
-    def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse settings that the technique cannot work with; change nothing.
+    def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
+        """Return why the technique in use cannot work with these settings, and what to do.
 
         Args:
             settings: Resolved.
             capability: Compute capability of the GPU; None: a CPU, or Apple silicon.
+        """
+        return None
+
+    def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
+        """Refuse settings that the technique cannot work with; change nothing.
 
         Raises:
             UserError: The reason and the remedy, in one line.
         """
+        if self.is_used(settings) and (reason := self.reason_against(settings, capability)):
+            raise UserError(f"--{self.setting} {show(getattr(settings, self.setting))}: {reason}")
 
     def conflict(self, other: "Technique") -> str | None:
         """Return why the technique cannot be used together with another one, and what to do."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric_ladder.errors import UserError
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.low_bit_optimizer import MOMENT_BYTES, bytes_of_cpu_step
 from fabric_ladder.techniques.memory import Counts, Peak
@@ -176,12 +175,7 @@ class _StepsByWeight(Technique):
         }
         return type(kind.__name__, (WeightSteps, kind), chosen)
 
-    def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse devices, precisions and options that need all gradients together."""
-        if self.is_used(settings) and (reason := self.reason_against(settings)):
-            raise UserError(f"--{self.setting} true: {reason}")
-
-    def reason_against(self, settings: Settings) -> str | None:
+    def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
         """Return why the technique cannot be used, and what to do."""
         if settings.ranks > 1:
             return "only on one device, since several average their gradients first; use --devices 1"
@@ -207,9 +201,9 @@ class StepInBackward(_StepsByWeight):
         """Return the effective batch, which is one micro-batch."""
         return None if evaluates else "batch_size"
 
-    def reason_against(self, settings: Settings) -> str | None:
+    def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
         """Return why the technique cannot be used, and what to do."""
-        if reason := super().reason_against(settings):
+        if reason := super().reason_against(settings, capability):
             return reason
         if settings.max_grad_norm:
             return "--max_grad_norm needs all gradients together, but each is freed before the next; leave one out"
