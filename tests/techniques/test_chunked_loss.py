@@ -60,20 +60,11 @@ def gradients(loss, inputs):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("chunk", [1, 8, 37, 1000])
 def test_the_loss_and_its_gradients_are_those_of_the_whole(chunk, bias):
-    inputs, targets = tensors(bias=bias)
+    inputs, targets = tensors(torch.float64, bias=bias)
     loss, correct = chunked_loss(*inputs, *([] if bias else [None]), targets, chunk)
     expected, right = whole(inputs, targets)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert correct == right
-    for mine, its in zip(gradients(loss, inputs), gradients(expected, inputs), strict=True):
-        assert torch.linalg.vector_norm(mine - its) <= 1e-6 * torch.linalg.vector_norm(its)
-
-
-def test_in_64_bit_all_digits_agree():
-    inputs, targets = tensors(torch.float64)
-    loss, _ = chunked_loss(*inputs, targets, 5)
-    expected, _ = whole(inputs, targets)
     assert loss.dtype == torch.float64
+    assert correct == right
     torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0)
     torch.testing.assert_close(gradients(loss, inputs), gradients(expected, inputs), rtol=1e-12, atol=1e-14)
 

@@ -9,11 +9,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.helpers import MODELS, relative_error, settings_for
 from support.made import Made
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from transformers import BloomConfig, BloomForCausalLM, BloomForSequenceClassification
 from transformers.models.bloom.modeling_bloom import BloomAttention, BloomModel
 
@@ -137,14 +134,6 @@ def test_no_matrix_of_tokens_by_tokens(kind, masked):
         with Made() as made:
             logits_and_gradients(model, inputs)
         assert bool(squares(made, 199)) == wanted
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_waits_for_the_device(kind):
-    """The device `meta` has no values, and reading one is an error."""
-    _, fused = pair(kind)
-    inputs = {name: tensor.to("meta") for name, tensor in batch(23).items()}
-    fused.to("meta")(**inputs).logits.sum().backward()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -271,22 +260,6 @@ def test_wrapped_models_compute_the_same(wrap):
             [weight.grad for weight in model.parameters() if weight.requires_grad] for model in (expected, got)
         ]
         assert error(whole(gradients[1]), whole(gradients[0])) < 1e-5
-
-
-def test_sharded_it_is_the_same():
-    eager, fused = pair()
-    inputs = batch(24)
-    expected = logits_and_gradients(eager, inputs)[0]
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = DeviceMesh("cpu", [0])
-        for block in fused.base_model.h:
-            fully_shard(block, mesh=mesh)
-        logits = fully_shard(fused, mesh=mesh)(**inputs).logits[inputs["attention_mask"].bool()]
-        assert error(logits.detach().double(), expected) < 1e-5
-        logits.mean().backward()
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", ["bloom-quickstart", "llama-tiny"])

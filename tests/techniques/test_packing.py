@@ -7,13 +7,10 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.helpers import MODELS, ROOT, SRC, finished, relative_error, run_script, settings_for, token_datasets
 from support.made import Made
 from support.packing_twin import TOLERANCE, packing_error
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, BertConfig, BloomConfig, GPT2Config, ModernBertConfig, RobertaConfig
 
@@ -242,23 +239,6 @@ def test_wrapped_models_keep_documents_apart(tmp_path, kind, task, wrap):
     got.mean().backward()
     if wrap is copy.deepcopy:
         assert all(parameter.grad is None for parameter in model.parameters()), "the copy uses its own weights"
-
-
-@pytest.mark.parametrize("task", [CLASSIFICATION, INSTRUCTIONS])
-def test_a_sharded_model_keeps_documents_apart(tmp_path, task):
-    packed, alone = packed_and_alone(tmp_path, task)
-    model = make("bloom", task)
-    expected = torch.cat([losses(model, inputs) for inputs in alone]).detach()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = DeviceMesh("cpu", [0])
-        for block in model.base_model.h:
-            fully_shard(block, mesh=mesh)
-        got = losses(fully_shard(model, mesh=mesh), packed)
-        torch.testing.assert_close(got.detach(), expected, rtol=1e-5, atol=1e-6)
-        got.mean().backward()
-    finally:
-        dist.destroy_process_group()
 
 
 def figures(tmp_path, name, *options):

@@ -241,12 +241,13 @@ class OptimizerOffload(_StepsByWeight):
     def add_memory(self, peak: Peak, counts: Counts, settings: Settings) -> Peak:
         """Move the optimizer's state and a copy of the trained weights to CPU memory.
 
-        CPU memory also holds the gradients in transfer: all gradients, if the device is faster than the CPU, and what
-        a step unpacks of the largest weight. PyTorch rounds pinned tensors up to a power of two, which is left out.
+        CPU memory also holds the gradients in transfer, which are all gradients if the device is faster than the CPU,
+        and the unpacked moments of the largest weight. PyTorch rounds pinned tensors up to a power of two, which is
+        left out.
         """
-        width = 4 if settings.lora else {"64-true": 8, "bf16-true": 2, "16-true": 2}.get(settings.precision, 4)
         from fabric_ladder.techniques import state_dtypes  # which imports this module
 
+        width = 4 if settings.lora else {"64-true": 8, "bf16-true": 2, "16-true": 2}.get(settings.precision, 4)
         state = width * state_dtypes(settings).count(None) + MOMENT_BYTES.get(settings.optimizer, 0)
         host = counts.trained * (state + 2 * width) + bytes_of_cpu_step(settings.optimizer, counts.largest_layer)
         return peak._replace(optimizer_state=0, host=peak.host + round(host))
