@@ -58,7 +58,7 @@ class KahanSummation(Technique):
         """Refuse shards, and weights that lose nothing by rounding."""
         if other.adapters:
             return "adapters are trained in 32-bit, which loses nothing; leave it out"
-        if other.shards_weights:
+        if other.shards:
             return "not on sharded weights; use --precision bf16-mixed, whose weights lose nothing"
         return None
 

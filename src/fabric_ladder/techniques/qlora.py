@@ -48,7 +48,7 @@ class QLoRA(Technique):
 
     def conflict(self, other: Technique) -> str | None:
         """Refuse shards."""
-        if not other.shards_weights:
+        if not other.shards:
             return None
         return (
             "4-bit weights cannot be sharded; use src/14_qlora.py, or src/9_ddp.py with --lora true, which keeps all "

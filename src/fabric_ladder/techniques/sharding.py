@@ -44,7 +44,7 @@ class FSDP(_Strategy):
 
     strategy = "fsdp"
     rung = "10_fsdp"
-    shards_weights = True
+    shards = True
     plans = ALONE_OR_CHECKPOINTED
     needs_gpus = 2
     refused_precisions = ("16-mixed", "64-true")
@@ -80,7 +80,7 @@ class CpuOffload(Technique):
 
     setting = "offload"
     rung = "11_fsdp_cpu_offload"
-    shards_weights = True
+    shards = True
     refused_precisions = FSDP.refused_precisions
     plans = (CHECKPOINTING, (*LEAN, *CHECKPOINTING))  # checkpointing costs less speed than offloading
     next_rung = NextRung(None, "trains thin adapters alone", options=("--precision", "bf16-true", "--lora", "true"))
@@ -96,7 +96,7 @@ class DeepSpeed(_Strategy):
     setting = "deepspeed"
     strategy = "deepspeed"
     rung = "12_deepspeed_zero"
-    shards_weights = True
+    shards = True
     accuracy_is_measured = False
     plans = tuple(("--deepspeed", stage, *options) for stage in ZERO_SPEEDS for options in ALONE_OR_CHECKPOINTED)
     next_rung = NextRung(

@@ -47,7 +47,7 @@ class Technique:
         learning_rate: The setting with the learning rate that its steps need; empty: `learning_rate`.
         rounds_lengths: Whether lengths are rounded by default, so that there are fewer shapes.
         adapters: Whether it trains a few new weights in 32 bits and freezes the model's own.
-        shards_weights: Whether each rank has only a part of the weights or of the optimizer's state.
+        shards: Whether each rank has only a part of the weights or of the optimizer's state.
         frees_gradients: Whether no gradient is left after the backward pass.
         state_on_device: Whether the optimizer's state is on the device.
         accuracy_is_measured: Whether its accuracy was measured.
@@ -66,7 +66,7 @@ class Technique:
     learning_rate: str = ""
     rounds_lengths: bool = False
     adapters: bool = False
-    shards_weights: bool = False
+    shards: bool = False
     frees_gradients: bool = False
     state_on_device: bool = True
     accuracy_is_measured: bool = True

@@ -159,7 +159,7 @@ class _StepsByWeight(Technique):
 
     def conflict(self, other: Technique) -> str | None:
         """Refuse shards."""
-        if other.shards_weights:
+        if other.shards:
             return "not on sharded weights; leave it out (src/11_fsdp_cpu_offload.py steps in CPU memory)"
         return None
 
