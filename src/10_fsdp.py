@@ -1,13 +1,10 @@
 """10_fsdp · Fully sharded data parallel (FSDP2): every GPU keeps a share of weights, gradients and optimizer state.
 
-Builds on 9_ddp.py. In plain PyTorch:
+Builds on 9_ddp.py.
+Unchanged: effective batches and their gradients.
 
-    for block in model.transformer.h:
-        fully_shard(block)  # its weights are gathered from all GPUs just before they are used
-    fully_shard(model)
-    optimizer = torch.optim.Adam(model.parameters())  # after sharding, which replaces the parameters
-
-Unchanged: effective batches and their gradients. Here: distributed/fsdp.py: sharding_policy
+src/plain/10_fsdp.py shows the whole training in one file.
+In the package: distributed/fsdp.py: sharding_policy
 """
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train

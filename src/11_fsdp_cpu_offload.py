@@ -1,13 +1,10 @@
-"""11_fsdp_cpu_offload · FSDP with CPU offload: the shards wait in the host's memory, and the optimizer steps there.
+"""11_fsdp_cpu_offload · FSDP with CPU offload: the shards stay in CPU memory, and the optimizer steps there.
 
-Builds on 10_fsdp.py. Every weight crosses to the GPU for each use: the least GPU memory, and the slowest.
-In plain PyTorch:
+Builds on 10_fsdp.py. Every use of a weight copies it to the GPU: the least GPU memory, and the slowest.
+Unchanged: effective batches and their gradients.
 
-    for block in model.transformer.h:
-        fully_shard(block, offload_policy=CPUOffloadPolicy())
-    fully_shard(model, offload_policy=CPUOffloadPolicy())
-
-Unchanged: effective batches and their gradients. Here: distributed/fsdp.py: sharding_policy
+src/plain/11_fsdp_cpu_offload.py shows the whole training in one file.
+In the package: distributed/fsdp.py: sharding_policy
 """
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train

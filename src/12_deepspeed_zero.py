@@ -1,14 +1,10 @@
 """12_deepspeed_zero · DeepSpeed ZeRO: stages 1, 2 and 3, with CPU or NVMe offload, by a DeepSpeed configuration.
 
 Builds on 9_ddp.py. Configurations: configs/deepspeed/, or any written for Hugging Face (--deepspeed FILE.json).
-In plain PyTorch:
+Unchanged: effective batches.
 
-    model, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config="zero2.json")
-    for micro_batch in effective_batch:
-        model.backward(model(**micro_batch).loss)
-    model.step()
-
-Unchanged: effective batches. Here: distributed/deepspeed_config.py: read_deepspeed_config
+src/plain/12_deepspeed_zero.py shows the whole training in one file.
+In the package: distributed/deepspeed_config.py: read_deepspeed_config
 """
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train

@@ -1,14 +1,10 @@
-"""13_lora · Low-rank adapters (LoRA): a few thin matrices are trained, the model itself stays as it is.
+"""13_lora · Low-rank adapters (LoRA): a few thin matrices are trained, and the model's own weights are frozen.
 
-Builds on 5_low_precision.py. No gradient and no optimizer state of the model; the adapters are trained in 32-bit.
-In plain PyTorch, for each linear layer of the attention:
+Builds on 5_low_precision.py. The model has no gradients and no optimizer state. The adapters are trained in 32-bit.
+Unchanged: the model's own weights.
 
-    down = torch.nn.Linear(width, rank, bias=False)
-    up = torch.nn.Linear(rank, width, bias=False)
-    torch.nn.init.zeros_(up.weight)  # so that the first step starts from the model as it is
-    output = layer(x) + up(down(dropout(x))) * alpha / rank  # only `down` and `up` are trained
-
-Unchanged: the model's own weights. Here: techniques/lora.py: add_adapters
+src/plain/13_lora.py shows the whole training in one file.
+In the package: techniques/lora.py: add_adapters
 """
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train

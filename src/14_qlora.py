@@ -1,13 +1,10 @@
-"""14_qlora · Adapters on a 4-bit model (QLoRA): the weights that are not trained take 4 bits each.
+"""14_qlora · Adapters on a 4-bit model (QLoRA): each frozen weight takes 4 bits.
 
-Builds on 13_lora.py. NF4 with double quantisation; embeddings, norms and what is trained keep their precision.
-In plain PyTorch, for each linear layer:
+Builds on 13_lora.py. NF4 with double quantization; embeddings, norms and trained weights keep their precision.
+Unchanged: the adapters and their training data.
 
-    packed, state = bitsandbytes.functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
-    weight = bitsandbytes.functional.dequantize_4bit(packed, state)  # for each use, block by block
-    output = x @ weight.T + up(down(dropout(x))) * alpha / rank
-
-Unchanged: the adapters and what they learn from. Here: techniques/qlora.py: quantization
+src/plain/14_qlora.py shows the whole training in one file.
+In the package: techniques/qlora.py: quantization
 """
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train

@@ -1,16 +1,10 @@
-"""15_packing · Packing: short texts share a row, in which they do not see each other, and nothing is padding.
+"""15_packing · Packing: short texts share a row without seeing each other, and without padding.
 
-Builds on 4_mixed_precision.py. In plain PyTorch, with `positions` (rows, length) that count from 0 in each text:
+Builds on 4_mixed_precision.py.
+Unchanged: the gradient of the effective batch.
 
-    number = (positions == 0).cumsum(-1)[:, None, :, None]  # of the text in its row
-    digits = (number >> torch.arange(7)) % 2 * 2.0 - 1  # in binary, of 1 and -1
-    one = torch.ones_like(digits[..., :1])
-    query = torch.cat([512 * torch.cat([7 * one, digits], -1).expand(-1, heads, -1, -1), query], -1)
-    key = torch.cat([torch.cat([-one, digits], -1).expand(-1, heads, -1, -1), key], -1)
-    # what that adds to a score is 0 within a text, and -1024 * scale or less between two: no mask is needed
-    output = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
-
-Unchanged: the gradient of the effective batch. Here: techniques/packing.py: support_packing
+src/plain/15_packing.py shows the whole training in one file.
+In the package: techniques/packing.py: support_packing
 """
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train

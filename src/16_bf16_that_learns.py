@@ -1,14 +1,10 @@
-"""16_bf16_that_learns · bfloat16 that learns: what rounding takes from small steps is kept (Kahan summation).
+"""16_bf16_that_learns · bfloat16 that learns: Kahan summation keeps the rounding error of small steps.
 
-Builds on 5_low_precision.py. Two more bytes a weight, and steps too small for a bfloat16 weight still move it.
-In plain PyTorch, for each weight, with `remainder` 0 at first:
+Builds on 5_low_precision.py. Two more bytes per weight, and steps too small for a bfloat16 weight still add up.
+Unchanged: the gradients of the first step.
 
-    remainder -= lr * step  # the optimizer steps on the remainder, not on the weight
-    before = weight.clone()
-    weight += remainder  # as far as 8 bits can say
-    remainder += before - weight  # what the weight did not take
-
-Unchanged: the gradients of the first step. Here: techniques/kahan.py: Kahan
+src/plain/16_bf16_that_learns.py shows the whole training in one file.
+In the package: techniques/kahan.py: Kahan
 """
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train

@@ -1,15 +1,11 @@
-"""17_step_in_backward · Step in backward: each weight is stepped as soon as its gradient is there, which is then freed.
+"""17_step_in_backward · Step in backward: each weight is updated as soon as it has its gradient, which is then freed.
 
-Builds on 16_bf16_that_learns.py. The largest gradient instead of all. The effective batch goes through in one pass,
-and its gradient cannot be clipped; --packing true fills that pass without padding, --activation_checkpointing true
-makes room for it. In plain PyTorch:
+Builds on 16_bf16_that_learns.py. Memory holds only the largest gradient. The effective batch is one pass, and its
+gradient cannot be clipped. --packing true fills that pass, --activation_checkpointing true makes it smaller.
+Unchanged: losses and weights, bit by bit.
 
-    for weight in model.parameters():  # each with an optimizer of its own
-        weight.register_post_accumulate_grad_hook(lambda weight: optimizers[weight].step())
-        weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
-    loss.backward()
-
-Unchanged: losses and weights, bit by bit. Here: techniques/weight_steps.py: WeightSteps
+src/plain/17_step_in_backward.py shows the whole training in one file.
+In the package: techniques/weight_steps.py: WeightSteps
 """
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
@@ -22,7 +18,7 @@ if __name__ == "__main__":
         batch_size=16,
         precision="bf16-true",
         kahan_summation=True,
-        step_in_backward=True,  # NEW: with the whole effective batch at once
+        step_in_backward=True,  # NEW: the whole effective batch in one pass
     )
 
     fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)

@@ -1,16 +1,11 @@
 """18_low_bit_optimizer · Low-bit optimizer: Adam's two moments in 8 bits each, or in 4.
 
-Builds on 16_bf16_that_learns.py. Two bytes a weight instead of four, and a scale for every 256 values (bitsandbytes).
-In plain PyTorch, of each moment between two steps:
+Builds on 16_bf16_that_learns.py. Two bytes per weight instead of four, and a scale for every 256 values
+(bitsandbytes). --optimizer adam-4bit (techniques/adam_4bit.py) halves that again and needs no package.
+Unchanged: the gradients of the first step.
 
-    blocks = moment.view(-1, 256)
-    scale = blocks.abs().amax(1, keepdim=True)
-    codes = (blocks / scale).unsqueeze(-1).sub(table).abs().argmin(-1)  # the nearest of the table's 256 values
-    moment = table[codes] * scale  # before the next step
-
-With --optimizer adam-4bit (techniques/adam_4bit.py) the table has 16 values and a block 128; it needs no package.
-
-Unchanged: the gradients of the first step. Here: techniques/build.py: build_optimizer
+src/plain/18_low_bit_optimizer.py shows the whole training in one file.
+In the package: techniques/low_bit_optimizer.py: LowBitOptimizer
 """
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train

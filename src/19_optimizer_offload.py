@@ -1,18 +1,11 @@
-"""19_optimizer_offload · Optimizer offload: the optimizer and its state on the host, weights and gradients on the GPU.
+"""19_optimizer_offload · Optimizer offload: optimizer and state in CPU memory, weights and gradients on the GPU.
 
-Builds on 16_bf16_that_learns.py. Gradients go to the host and stepped weights come back while the GPU computes the
-rest of the backward pass. In plain PyTorch:
+Builds on 16_bf16_that_learns.py. Gradients move to CPU memory and updated weights back while the GPU computes the
+rest of the backward pass.
+Unchanged: losses and weights, bit by bit on a CPU.
 
-    host = {weight: weight.detach().cpu() for weight in model.parameters()}
-    optimizer = torch.optim.Adam(host.values())
-    loss.backward()
-    for weight, copy in host.items():
-        copy.grad = weight.grad.to("cpu")
-    optimizer.step()
-    for weight, copy in host.items():
-        weight.data.copy_(copy)
-
-Unchanged: losses and weights, bit by bit on a CPU. Here: techniques/weight_steps.py: WeightSteps
+src/plain/19_optimizer_offload.py shows the whole training in one file.
+In the package: techniques/weight_steps.py: WeightSteps
 """
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train

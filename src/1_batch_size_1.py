@@ -1,13 +1,9 @@
 """1_batch_size_1 · Batch size 1: one sample at a time, the least memory for activations; 32-bit, Adam.
 
-The first rung; the others build on it. In plain PyTorch:
+The first rung; the others build on it.
 
-    for sample in samples:
-        model(**sample).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-Here: training/loop.py: train
+src/plain/1_batch_size_1.py shows the whole training in one file.
+In the package: training/loop.py: train
 """
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train

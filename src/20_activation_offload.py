@@ -1,14 +1,10 @@
-"""20_activation_offload · Activation offload: what checkpointing keeps goes to the host's memory.
+"""20_activation_offload · Activation offload: the inputs that checkpointing keeps are stored in CPU memory.
 
-Builds on 7_grad_checkpointing.py. No input of a block stays on the GPU but those of the blocks being computed.
-In plain PyTorch, with the copies on the stream that computes:
+Builds on 7_grad_checkpointing.py. The GPU keeps only the inputs of the blocks that it computes.
+Unchanged: losses and gradients.
 
-    with torch.autograd.graph.save_on_cpu(pin_memory=True):
-        for block in model.transformer.h:
-            hidden = torch.utils.checkpoint.checkpoint(block, hidden, use_reentrant=False)
-    loss.backward()  # copies each input back, and runs its block once more
-
-Unchanged: losses and gradients. Here: techniques/checkpointing.py: enable_checkpointing
+src/plain/20_activation_offload.py shows the whole training in one file.
+In the package: techniques/checkpointing.py: enable_checkpointing
 """
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train

@@ -1,14 +1,10 @@
-"""21_selective_checkpointing · Selective checkpointing: keep attention and matrix products, compute the rest again.
+"""21_selective_checkpointing · Selective checkpointing: keep attention and matrix multiplications, recompute the rest.
 
-Builds on 7_grad_checkpointing.py. What is computed again is a third of the activations, and takes little time.
-In plain PyTorch:
+Builds on 7_grad_checkpointing.py. The recomputed rest is a third of the activations, and takes little time.
+Unchanged: losses and gradients.
 
-    kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]  # and attention's kernels
-    choose = partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, kept)
-    for block in model.transformer.h:
-        hidden = torch.utils.checkpoint.checkpoint(block, hidden, use_reentrant=False, context_fn=choose)
-
-Unchanged: losses and gradients. Here: techniques/checkpointing.py: enable_checkpointing
+src/plain/21_selective_checkpointing.py shows the whole training in one file.
+In the package: techniques/checkpointing.py: enable_checkpointing
 """
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train

@@ -1,14 +1,11 @@
-"""22_float8 · Float8: the products of linear layers in 8-bit floating point.
+"""22_float8 · Float8: the matrix multiplications of linear layers in 8-bit floating point.
 
-Builds on 4_mixed_precision.py. GPUs from Ada and Hopper on multiply 8 bits twice as fast as 16; with --compile true the
-rounding does not eat that up. In plain PyTorch, for a layer's output (both gradients are such products too):
+Builds on 4_mixed_precision.py. GPUs from Ada and Hopper on multiply 8 bits twice as fast as 16. --compile true makes
+the rounding cheaper than that gain.
+Unchanged: weights, gradients and optimizer state in 32-bit, all else in 16.
 
-    scales = [448 / factor.abs().max() for factor in (x, weight)]  # 448: the largest number in e4m3
-    factors = [(f * s).to(torch.float8_e4m3fn) for f, s in zip((x, weight), scales)]
-    inverses = [1 / scale for scale in scales]
-    output = torch._scaled_mm(factors[0], factors[1].t(), *inverses, out_dtype=torch.bfloat16)
-
-Unchanged: weights, gradients and optimizer state in 32-bit, all else in 16. Here: techniques/float8.py: use_float8
+src/plain/22_float8.py shows the whole training in one file.
+In the package: techniques/float8.py: use_float8
 """
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train

@@ -1,14 +1,10 @@
 """2_grad_accum · Gradient accumulation: an effective batch of 16 in the memory of one sample.
 
-Builds on 1_batch_size_1.py. In plain PyTorch:
+Builds on 1_batch_size_1.py.
+Unchanged: the gradient of the effective batch, for every micro-batch size.
 
-    for sample in effective_batch:
-        loss = model(**sample).loss / len(effective_batch)
-        loss.backward()  # adds to the gradients
-    optimizer.step()
-    optimizer.zero_grad()
-
-Unchanged: the gradient of the effective batch, however it is cut. Here: training/gradients.py: accumulate_gradients
+src/plain/2_grad_accum.py shows the whole training in one file.
+In the package: training/gradients.py: accumulate_gradients
 """
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train

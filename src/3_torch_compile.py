@@ -1,12 +1,10 @@
-"""3_torch_compile · torch.compile: the model's layers as fused kernels, made once for all layers and all lengths.
+"""3_torch_compile · torch.compile: the model's layers as fused kernels, compiled once for all layers and lengths.
 
-Builds on 2_grad_accum.py. In plain PyTorch:
+Builds on 2_grad_accum.py.
+Unchanged: the losses, except for rounding.
 
-    for block in model.transformer.h:
-        block.compile(dynamic=True)  # one graph serves all blocks, and lengths are variables in it
-    loss = model(**batch).loss  # the first call compiles
-
-Unchanged: the losses, but for rounding. Here: techniques/compile.py: compile_blocks
+src/plain/3_torch_compile.py shows the whole training in one file.
+In the package: techniques/compile.py: compile_blocks
 """
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train

@@ -1,13 +1,10 @@
 """4_mixed_precision · Mixed precision: 16-bit activations, 32-bit weights.
 
-Builds on 2_grad_accum.py. bfloat16 where the GPU computes in it, else float16 with a scaled loss. In plain PyTorch:
+Builds on 2_grad_accum.py. It uses bfloat16 where the GPU computes in it, else float16 with a scaled loss.
+Unchanged: weights, gradients and optimizer state in 32-bit.
 
-    with torch.autocast("cuda", dtype=torch.bfloat16):  # products of matrices in 16 bits
-        loss = model(**batch).loss
-    loss.backward()
-    optimizer.step()  # on 32-bit weights
-
-Unchanged: weights, gradients and optimizer state in 32-bit. Here: environment.py: fit_precision
+src/plain/4_mixed_precision.py shows the whole training in one file.
+In the package: environment.py: fit_precision
 """
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train

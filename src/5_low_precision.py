@@ -1,14 +1,10 @@
 """5_low_precision · Low precision: weights, gradients and optimizer state in bfloat16 too.
 
-Builds on 4_mixed_precision.py. An update below about a thousandth of its weight is rounded away (torchao#1124).
-In plain PyTorch:
+Builds on 4_mixed_precision.py. Rounding loses an update below about a thousandth of its weight (torchao#1124).
+Unchanged: samples, order and learning rate.
 
-    model = model.to(torch.bfloat16)
-    loss = model(**batch).loss
-    loss.backward()  # gradients in bfloat16, and so is the state of the optimizer
-    optimizer.step()
-
-Unchanged: samples, order and learning rate. Here: techniques/build.py: build_model
+src/plain/5_low_precision.py shows the whole training in one file.
+In the package: techniques/build.py: build_model
 """
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train

@@ -1,14 +1,10 @@
 """6_lean_optimizer · Lean optimizer: SGD, which keeps no state, and a cosine schedule instead of Adam.
 
 Builds on 5_low_precision.py. Almost as lean and closer to Adam: --optimizer adafactor, or adam-8bit on a GPU.
-In plain PyTorch:
+Unchanged: the gradients of the first step.
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)  # Adam keeps two more values for each weight
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=optimizer_steps)
-    optimizer.step()
-    schedule.step()  # once for each optimizer step, not for each micro-batch
-
-Unchanged: the gradients of the first step. Here: techniques/build.py: build_optimizer
+src/plain/6_lean_optimizer.py shows the whole training in one file.
+In the package: techniques/build.py: build_optimizer
 """
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train

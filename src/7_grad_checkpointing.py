@@ -1,13 +1,10 @@
-"""7_grad_checkpointing · Gradient checkpointing: keep the inputs of the blocks, compute their activations again.
+"""7_grad_checkpointing · Gradient checkpointing: keep the inputs of the blocks, recompute their activations.
 
-Builds on 5_low_precision.py. A third more computing for the activations of one block instead of all.
-In plain PyTorch:
+Builds on 5_low_precision.py. It computes a third more, and keeps the activations of one block instead of all.
+Unchanged: losses and gradients.
 
-    for block in model.transformer.h:
-        hidden = torch.utils.checkpoint.checkpoint(block, hidden, use_reentrant=False)
-    loss.backward()  # runs each block once more, just before its gradients
-
-Unchanged: losses and gradients. Here: techniques/build.py: build_model
+src/plain/7_grad_checkpointing.py shows the whole training in one file.
+In the package: techniques/checkpointing.py: enable_checkpointing
 """
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train

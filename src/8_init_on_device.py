@@ -1,13 +1,10 @@
-"""8_init_on_device · Weights made on the device, in their final precision: no copy in the host's memory.
+"""8_init_on_device · Init on device: weights in their final precision, without a copy in CPU memory.
 
-Builds on 5_low_precision.py. In plain PyTorch:
+Builds on 5_low_precision.py.
+Unchanged: pretrained weights; the device draws random weights itself, in its precision.
 
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = BloomForSequenceClassification(config)  # no 32-bit weights, none on the host
-
-Unchanged: pretrained weights; random ones are drawn by the device, in its precision.
-Here: techniques/build.py: build_model
+src/plain/8_init_on_device.py shows the whole training in one file.
+In the package: techniques/build.py: build_model
 """
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train

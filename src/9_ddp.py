@@ -1,15 +1,10 @@
-"""9_ddp · Distributed data parallel: each effective batch shared out to the GPUs of one or several machines.
+"""9_ddp · Distributed data parallel: the GPUs of one or several machines share each effective batch.
 
-Builds on 4_mixed_precision.py. Takes all GPUs; more machines: torchrun, fabric run, or configs/slurm.
-In plain PyTorch, on each of the ranks:
+Builds on 4_mixed_precision.py. It takes all GPUs. For more machines use torchrun, fabric run, or configs/slurm.
+Unchanged: effective batches and their gradients.
 
-    model = torch.nn.parallel.DistributedDataParallel(model)
-    with model.no_sync():  # all micro-batches but the last
-        loss.backward()
-    loss.backward()  # the last: gradients are averaged over the ranks
-    optimizer.step()  # the same on every rank
-
-Unchanged: effective batches and their gradients. Here: training/gradients.py: accumulate_gradients
+src/plain/9_ddp.py shows the whole training in one file.
+In the package: training/gradients.py: accumulate_gradients
 """
 
 from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train

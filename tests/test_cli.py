@@ -302,6 +302,8 @@ def test_apple_silicon_is_taken_when_it_is_asked_for(mac):
      ("", {"strategy": "fsdp", "devices": "auto"}, "FSDP2: use src/7_grad_checkpointing.py"),
      ("--lora true --quantization nf4", {}, "src/13_lora.py"), ("--optimizer adam-8bit", {}, "--optimizer adafactor"),
      ("--precision bf16-true", {}, "before macOS 14: use 16-mixed or 32-true"),
+     ("--optimizer_offload true", {}, "share the CPU's memory"), ("--float8 true", {}, "no 8-bit floating point"),
+     ("--activation_checkpointing true --activation_offload true", {}, "share the CPU's memory"),
      ("", {"strategy": "deepspeed", "devices": "auto", "deepspeed": "zero2"}, "needs a CUDA GPU")],
 )  # fmt: skip
 def test_what_apple_silicon_cannot_do_is_refused(mac, args, script, pattern):

@@ -1,4 +1,4 @@
-"""The house: who may import whom, how long modules and functions are, and what the rungs' docstrings name."""
+"""The house: who may import whom, how long modules and functions are, and the names in the rungs' docstrings."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def test_rooms_import_only_from_the_rooms_below_them_and_nothing_runs_in_a_circle():
-    """The contracts are in pyproject.toml; each of them must have been looked at, and every room stand in a layer."""
+    """The contracts are in pyproject.toml; all of them must be checked, and every room must be in a layer."""
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stdout
@@ -59,12 +59,11 @@ def test_settings_cannot_be_written_into():
 
 
 @pytest.mark.parametrize("path", RUNGS, ids=lambda path: path.stem)
-def test_a_rung_shows_its_technique_on_a_board_and_names_where_this_project_does_it(path):
+def test_a_rung_and_its_plain_script_name_each_other_and_the_rung_names_its_code(path):
     doc = ast.get_docstring(parsed(path))
-    board = [line for line in doc.splitlines() if line.startswith("    ")]
-    assert 3 <= len(board) <= 8
-    ast.parse("\n".join(line.removeprefix("    ") for line in board))
-    assert "Unchanged: " in doc or path.stem.startswith("1_")
-    file, name = re.search(r"Here: (\S+\.py): (\w+)$", doc).groups()
+    assert f"src/plain/{path.name} shows the whole training in one file." in doc.splitlines()
+    assert f"src/{path.name}" in ast.get_docstring(parsed(path.parent / "plain" / path.name)).split()
+    assert "\nUnchanged: " in doc or path.stem.startswith("1_")
+    file, name = re.search(r"In the package: (\S+\.py): (\w+)$", doc).groups()
     names = [node.name for node in parsed(PACKAGE / file).body if isinstance(node, (*FUNCTIONS.__args__, ast.ClassDef))]
     assert name in names

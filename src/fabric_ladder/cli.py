@@ -12,16 +12,15 @@ from fabric_ladder.checks import check, check_start, check_values
 from fabric_ladder.distributed.launch import check_launcher, options_of_fabric_run, prepare_launch, resolve_devices
 from fabric_ladder.environment import compute_capability, fit_precision, keep_freed_memory, notebook_shell, prepare_cuda
 from fabric_ladder.errors import Checked, UserError
-from fabric_ladder.options import as_yaml, combine, find_config, is_met, print_help, read_config, read_words
+from fabric_ladder.options import as_yaml, combine, find_config, print_help, read_config, read_words
 from fabric_ladder.places import CONFIGS
 from fabric_ladder.runs.process import prepare_process
-from fabric_ladder.settings import FACTS, Settings
-from fabric_ladder.techniques import used
+from fabric_ladder.settings import Settings
+from fabric_ladder.techniques import trains_adapters, used
 from fabric_ladder.techniques.advice import show_errors
 
 CPU_TOKENS = 1024  # per micro-batch: no other number was faster, see docs/journal.md
 BUCKET = 16  # tokens. Other lengths may use slower kernels; multiples of 64 would be mostly padding.
-RATES = [name for name in FACTS if name.endswith("_learning_rate")]  # each replaces `learning_rate` with its technique
 SCRIPT_NAME = re.compile(r'^"""(\w+) ·', re.MULTILINE)  # at the start of each rung's docstring
 
 
@@ -111,15 +110,15 @@ def resolve(settings: Settings, given: Collection[str] = (), script: Mapping[str
     multiple = settings.pad_to_multiple_of
     size, tokens = _micro_batch(settings, given, script, accelerator)
     capability = compute_capability() if on_gpu else None
-    replaceable = settings.lora and "precision" not in given
+    replaceable = trains_adapters(settings) and "precision" not in given
     precision, meaning = fit_precision(settings.precision, capability, replaceable, settings.strategy == "fsdp")
     if meaning:
         emulates = f"{torch.cuda.get_device_name()} only emulates bfloat16 (compute capability below 8.0)"
         settings = _with_notice(settings, f"{emulates}: {meaning}")
     if multiple is None:
-        # MPS keeps memory for every length
-        bucketed = settings.compile or settings.packing or accelerator == "mps"
-        multiple = BUCKET if bucketed and settings.max_length % BUCKET == 0 else 1
+        # MPS keeps memory for every length that it has seen
+        rounded = accelerator == "mps" or any(technique.rounds_lengths for technique in used(settings))
+        multiple = BUCKET if rounded and settings.max_length % BUCKET == 0 else 1
     settings = dataclasses.replace(
         settings,
         accelerator=accelerator,
@@ -155,7 +154,7 @@ def _micro_batch(
 
 
 def _with_learning_rate(settings: Settings, given: Collection[str], from_file: dict) -> Settings:
-    """Take the rate of `sgd` or of adapters, whose steps have another size, unless the command line gives one.
+    """Take the learning rate that a technique's steps need, unless the command line gives one.
 
     Args:
         settings: With the learning rate of Adam for all weights.
@@ -176,14 +175,14 @@ def _with_learning_rate(settings: Settings, given: Collection[str], from_file: d
 
 
 def _with_own_rate(settings: Settings) -> Settings:
-    """Return settings whose `sgd_learning_rate` or `lora_learning_rate` is the rate of the run."""
+    """Return settings in which the learning rate of a technique's steps is the rate of the run."""
     name = _own_rate(settings)
     return dataclasses.replace(settings, **{name: settings.learning_rate}) if name else settings
 
 
 def _own_rate(settings: Settings) -> str | None:
-    """Return the setting that replaces `learning_rate` with these techniques, if there is one."""
-    return next((name for name in RATES if is_met(FACTS[name].needs, vars(settings))), None)
+    """Return the setting with the learning rate that a technique's steps need; None: `learning_rate`."""
+    return next((technique.learning_rate for technique in used(settings) if technique.learning_rate), None)
 
 
 def _with_weights(settings: Settings, given: Collection[str], from_file: dict) -> Settings:

@@ -49,21 +49,21 @@ def emulates(precision: str, capability: tuple[int, int] | None) -> bool:
 
 
 def fit_precision(
-    precision: str, capability: tuple[int, int] | None, lora: bool = False, sharded: bool = False
+    precision: str, capability: tuple[int, int] | None, adapters: bool = False, sharded: bool = False
 ) -> tuple[str, str]:
     """Return the precision of a device that is closest to a script's, and a sentence if that needs an explanation.
 
     Args:
         precision: As in the settings.
         capability: Compute capability of the GPU; None: a CPU.
-        lora: Only adapters are trained: `16-mixed` keeps them in 32-bit, and the frozen matrices in float16.
+        adapters: Only adapters are trained: `16-mixed` keeps them in 32-bit, and the frozen matrices in float16.
         sharded: FSDP2 shards the weights. It cannot scale the loss, as float16 needs (Fabric's `FSDPPrecision`).
     """
     if not emulates("bf16-true", capability):
         return "bf16-mixed" if precision == "mixed" else precision, ""
     if precision == "mixed" and sharded:
         return "32-true", "32-true in place of mixed precision, since FSDP2 cannot scale the loss that float16 needs"
-    if precision == "bf16-true" and lora:
+    if precision == "bf16-true" and adapters:
         return "16-mixed", "16-mixed in place of bf16-true: frozen matrices in float16, adapters in 32-bit"
     if precision == "bf16-true":
         return precision, (

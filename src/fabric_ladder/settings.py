@@ -194,6 +194,7 @@ class DataSettings:
         1024,
         "Tokens kept of each text.",
         role=DATA,
+        changes_memory=True,
         at_least=1,
         for_beginners=True,
         aliases={"{}": "block_size cutoff_len max_seq_len max_seq_length model_max_length seq_len seq_length"},

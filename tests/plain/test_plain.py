@@ -61,7 +61,7 @@ def code(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_is_short_and_names_its_rung(name):
+def test_is_short_and_marks_its_new_lines(name):
     text = (PLAIN / f"{name}.py").read_text(encoding="utf-8")
     lines = text.splitlines()
     assert len(lines) <= 100
@@ -69,7 +69,6 @@ def test_is_short_and_names_its_rung(name):
     assert "fabric_ladder" not in text
     docstring = ast.get_docstring(ast.parse(text))
     assert docstring.startswith(f"{number(name)} · ")
-    assert f"src/{name}.py" in docstring
     assert f"# NEW in {number(name)}" in text or number(name) == 1
 
 

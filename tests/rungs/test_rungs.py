@@ -50,7 +50,7 @@ PARAMETERS = dict.fromkeys(NAMES, ALL) | {"13_lora": FEW, "14_qlora": rf"{FEW}, 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Each rung's finished process and its working folder, run once; some as Python starts, to see what imports say."""
+    """Each rung's finished process and its folder; some run in a new interpreter, which shows warnings of imports."""
     done = {}
 
     def run(name):
@@ -120,7 +120,7 @@ def test_every_rung_trains_on_the_same_samples_in_the_same_effective_batches(run
 
 
 def test_the_first_losses_are_equal_or_near_in_every_rung(runs):
-    """Of the first effective batch of 16: equal in exact rungs, near in the low-precision ones."""
+    """The first effective batch of 16 has nearly the same loss in low precision too."""
     first = {name: float(re.search(r"Loss: ([\d.]+)", finished(runs(name)[0]))[1]) for name in QUICK}
     for name in QUICK[2:]:
         assert first[name] == pytest.approx(first["2_grad_accum"], rel=0.02), name
@@ -131,8 +131,8 @@ def losses(runs, name):
         return [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
 
 
-def test_what_changes_no_number_changes_no_bit(runs):
-    """Activations computed again and weights made in place; sharding on one device, parked on the CPU or not."""
+def test_exact_techniques_change_no_bit(runs):
+    """Recomputed activations, and sharding on one device, with CPU offload or not."""
     assert losses(runs, "7_grad_checkpointing") == losses(runs, "5_low_precision")
     assert losses(runs, "11_fsdp_cpu_offload") == losses(runs, "10_fsdp")
     assert losses(runs, "9_ddp") == losses(runs, "4_mixed_precision")
@@ -166,14 +166,6 @@ def test_a_rung_is_short_and_near_the_one_it_builds_on(path):
     assert 0 < len(changed) <= 12
     added = {line[1:] for line in changed if line[0] == "+"}
     assert any(re.sub("  # NEW.*", "", line) in added for line in source.splitlines() if "# NEW" in line)
-
-
-def test_deepspeed_without_a_gpu_is_one_line(tmp_path):
-    process = run_script(SRC / "12_deepspeed_zero.py", *SMALL, cwd=tmp_path)
-    assert process.returncode == 2
-    assert process.stderr.splitlines()[-1].startswith("error: ")
-    assert "CUDA" in process.stderr
-    assert "src/10_fsdp.py" in process.stderr
 
 
 def test_weights_made_on_the_device_are_those_of_the_checkpoint(tmp_path):
@@ -216,9 +208,3 @@ def test_the_quickstart_touches_no_network(tmp_path):
     command = [unshare, "-n", sys.executable, str(SRC / "2_grad_accum.py"), *SMALL]
     process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert "Test accuracy" in finished(process)
-
-
-def test_help_names_every_setting(tmp_path):
-    stdout = finished(run_script(SRC / "4_mixed_precision.py", "--help", "all", cwd=tmp_path))
-    assert "--micro_batch_tokens" in stdout
-    assert "16-bit activations" in stdout

@@ -15,7 +15,7 @@ from fabric_ladder import build_dataloaders
 from fabric_ladder.planning.overhead import ASSUMED
 from fabric_ladder.planning.predict import _answer, largest_batches, predict_peak
 from fabric_ladder.runs import prediction
-from fabric_ladder.runs.prediction import PARTS, Prediction, most_tokens, relevant
+from fabric_ladder.runs.prediction import PARTS, Prediction, most_tokens
 
 
 @pytest.fixture(scope="module")
@@ -123,12 +123,6 @@ def test_a_planner_that_fails_is_a_problem_and_no_error(monkeypatch, tmp_path, n
     said = Prediction(found)
     assert said.line(settings_for(tmp_path), {}) == f"Predicted peak: unknown ({found['problem']})"
     assert said.figures() == {}
-
-
-def test_what_texts_are_cut_at_counts_where_they_are_packed_alone(tmp_path):
-    for packing in (False, True):
-        long, short = (settings_for(tmp_path, packing=packing, max_length=length) for length in (1024, 512))
-        assert (relevant(long) != relevant(short)) == packing
 
 
 def key(tmp_path, **values):

@@ -1,7 +1,7 @@
-"""Run rungs in turn in one process, each with settings of its own: what `test_combinations.py` starts.
+"""Run rungs one after another in one process, each with its own settings, for `test_combinations.py`.
 
-Argument: a JSON list of pairs, of a script and its settings. Prints a JSON list: null where the run came through, else
-the one line that refused it, or `BUG` and the error.
+Argument: a JSON list of pairs, each a script and its settings. Prints a JSON list: null for a finished run, otherwise
+the line that refused it, or `BUG` and the error.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ MODEL = json.loads((MODELS / "llama-tiny.json").read_text()) | {"num_hidden_laye
 
 
 def attempt(script: str, settings: list[str]) -> str | None:
-    """Return what refused the run, or None."""
+    """Return the refusal of the run, or None."""
     with tempfile.TemporaryDirectory() as runs:
         model = Path(runs) / "model.json"
         model.write_text(json.dumps(MODEL))
         cut = not {"--pack_rows", "--step_in_backward"} & {*settings} and not Path(script).stem.startswith("17_")
-        small = SMALL if cut else SMALL[:-2]  # the others say themselves how much is in memory at once
+        small = SMALL if cut else SMALL[:-2]  # the others set their own micro-batch
         sys.argv = [script, *small, "--model", str(model), "--max_length", "32", *settings, "--runs_dir", runs]
         stdout = io.StringIO()
         try:
@@ -46,7 +46,7 @@ def attempt(script: str, settings: list[str]) -> str | None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    # a model of another precision or with other modules is compiled anew, however many there have been
+    # every precision and every kind of module needs a new graph
     compiling.recompile_limit = compiling.accumulated_recompile_limit = 10_000
     compiling.fail_on_recompile_limit_hit = True
     print(json.dumps([attempt(script, settings) for script, settings in json.loads(sys.argv[1])]))

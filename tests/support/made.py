@@ -14,9 +14,9 @@ class Made(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         result = operation(*args, **(kwargs or {}))
-        there = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
+        old = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
         made = [leaf for leaf in tree_leaves(result) if torch.is_tensor(leaf)]
-        self.shapes += [leaf.shape for leaf in made if leaf.untyped_storage().data_ptr() not in there]
+        self.shapes += [leaf.shape for leaf in made if leaf.untyped_storage()._cdata not in old]
         return result
 
     @property

@@ -14,10 +14,7 @@ from fabric_ladder.techniques.packing import support_packing
 
 VOCABULARY = 64  # the twin's vocabulary and inner size
 SAMPLES = 5, 3, 4  # tokens of each sample
-ROWS = (
-    (0, 1, 2),
-    (2, 1, 0),
-)  # samples of each row; two rows, since some kernels find packed samples only in a single row
+ROWS = ((0, 1, 2), (2, 1, 0))  # samples of each row; some kernels find packed samples only in a single row
 TOLERANCE = 1e-6  # relative difference of gradients that rounding explains; some layers compute in 32-bit
 
 

@@ -1,4 +1,4 @@
-"""Loading a model: the traps of the library, each handled."""
+"""Loading a model, with the traps of transformers."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def test_class_names_and_padding_reach_the_config(tmp_path, half_checkpoint):
 
 @pytest.mark.parametrize("kind", ["bloom", "llama"])
 def test_padding_changes_no_logits(tmp_path, fabric, kind):
-    """Both sides of a batch: one sample alone, and the same padded beside a longer one."""
+    """A sample alone has the same logits as with padding in a batch."""
     from fabric_ladder import build_dataloaders
 
     model = tiny_model(kind).eval()
@@ -75,8 +75,8 @@ def test_padding_changes_no_logits(tmp_path, fabric, kind):
 
 
 @pytest.mark.parametrize(("attention", "name"), [("fused", NAME), ("eager", "eager")])
-def test_only_an_attention_that_the_model_has_is_asked_for(tmp_path, attention, name):
-    """BLOOM refuses sdpa; nothing here may ask for it."""
+def test_bloom_loads_with_either_attention(tmp_path, attention, name):
+    """transformers refuses sdpa for BLOOM."""
     settings = settings_for(
         tmp_path, model=str(MODELS / "bloom-quickstart.json"), from_scratch=True, attention=attention
     )
@@ -111,8 +111,8 @@ def test_half_precision_does_not_detune_rotary_positions(tmp_path):
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
-def test_half_precision_converts_weights_beside_a_buffer_of_positions(tmp_path):
-    """BERT's embeddings hold position numbers, which no checkpoint has; they were once left in 32-bit for these."""
+def test_half_precision_converts_weights_of_modules_with_buffers(tmp_path):
+    """BERT's embeddings have a buffer of position numbers, which is not part of a checkpoint."""
     tiny_model("bert").save_pretrained(tmp_path / "bert")
     settings = settings_for(tmp_path, model=str(tmp_path / "bert"), precision="bf16-true")
     model = Fabric(accelerator="cpu", devices=1, precision="bf16-true").setup(build_model(settings, datasets()))

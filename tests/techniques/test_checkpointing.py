@@ -1,4 +1,4 @@
-"""What checkpointing keeps, and where: the same bits as with checkpointing alone; what is computed, held and moved."""
+"""Selective checkpointing and activation offload: the bits of plain checkpointing, operations, memory and copies."""
 
 import gc
 import json
@@ -25,7 +25,6 @@ from fabric_ladder.errors import UserError
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.techniques.checkpointing import (
     ActivationOffload,
-    SelectiveCheckpointing,
     _Offload,
     _policy,
     enable_checkpointing,
@@ -49,7 +48,7 @@ TEXTS = {
 
 
 def trained(tmp_path, name, precision, **values):
-    """Losses and weights of three optimizer steps of two micro-batches or more, with dropout where there is any."""
+    """Return losses and weights of three optimizer steps of several micro-batches, with the model's dropout."""
     kind, more = TEXTS[name]
     model = tiny_model(kind, dropout=0.1)
     values |= more | {"micro_batch_size": 2 if "packing" in more else 8}
@@ -86,7 +85,7 @@ def test_texts_are_trained_to_the_same_bits(tmp_path, name, precision):
 
 
 class Counted(TorchDispatchMode):
-    """Counts products and attention."""
+    """Counts operations."""
 
     def __init__(self):
         super().__init__()
@@ -98,7 +97,7 @@ class Counted(TorchDispatchMode):
 
 
 def step(settings, training):
-    """Gradients of an effective batch of random images or tokens, and the operations that made them."""
+    """Return the gradients of an effective batch of random images or tokens, and the number of each operation."""
     torch.manual_seed(0)
     fabric = Fabric(accelerator="cpu", devices=1, precision=settings.precision)
     model = fabric.setup(build(settings))
@@ -110,7 +109,7 @@ def step(settings, training):
         "labels": lambda shape: torch.randint(2, shape),
     }
     counted = Counted()
-    with nullcontext() if settings.compile else counted:  # nothing is compiled under such a mode
+    with nullcontext() if settings.compile else counted:  # the mode would prevent compiling
         for batch in training:
             inputs = {name: made[name](tuple(tensor.shape)) for name, tensor in batch.inputs.items()}
             accumulate_gradients(fabric, model, [batch._replace(inputs=inputs)], Meter(fabric))
@@ -146,8 +145,8 @@ def test_images_are_trained_to_the_same_bits(tmp_path, values):
     assert all(map(torch.equal, found, expected))
 
 
-def test_attention_that_drops_is_computed_again():
-    """Its random numbers are drawn once more then, so that those after it come out as they did."""
+def test_attention_with_dropout_is_recomputed():
+    """It draws its random numbers again, so that all later random numbers stay the same."""
     keep, recompute = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
     aten, heads = torch.ops.aten, [torch.zeros(1, 2, 4, 8, device="meta")] * 3
     for dropout, expected in ((0.0, keep), (0.1, recompute)):
@@ -174,22 +173,22 @@ def test_inputs_go_to_other_memory_and_come_back_as_they_were():
     hosts = [each.host for each in kept]
     assert not {each.data_ptr() for each in hosts} & {each.data_ptr() for each in tensors}
     for tensor in tensors[:-1]:
-        tensor.zero_()  # its memory was given back, and is used otherwise
+        tensor.zero_()  # its memory was freed and is in use again
     for number in (2, 1, 0):
         back = offload.unpack(kept[number])
         assert torch.equal(back, expected[number])
         assert back.stride() == tensors[number].stride()
         if number:
-            assert offload._move.kept() is kept[number - 1], "already on its way"
+            assert offload._move.kept() is kept[number - 1], "its copy has started"
     assert offload._move is None
-    assert torch.equal(offload.unpack(kept[1]), expected[1]), "once more, as under retain_graph"
+    assert torch.equal(offload.unpack(kept[1]), expected[1]), "again, as with retain_graph"
 
 
 def test_nothing_is_held_beyond_the_backward_pass():
     model = tiny_model("bloom")
     enable_checkpointing(model, replace(CHECKPOINTED, **OFFLOAD))
     offload = model.transformer.h[0]._gradient_checkpointing_func.args[1]
-    gc.disable()  # memory must come back at once, not when the collector runs
+    gc.disable()  # memory must be free before the collector runs
     try:
         output = model.train()(input_ids=torch.ones(2, 5, dtype=torch.long), labels=torch.tensor([0, 1]))
         assert offload._last() is not None
@@ -197,7 +196,7 @@ def test_nothing_is_held_beyond_the_backward_pass():
         assert offload._move is None
         del output
         assert offload._last() is None
-        model(input_ids=torch.ones(2, 5, dtype=torch.long))  # a forward pass that no backward pass follows
+        model(input_ids=torch.ones(2, 5, dtype=torch.long))  # a forward pass without a backward pass
         assert offload._last() is None
         assert offload._move is None
     finally:
@@ -205,12 +204,12 @@ def test_nothing_is_held_beyond_the_backward_pass():
 
 
 def test_nothing_is_held_of_a_pass_that_fails():
-    """As one that is out of memory, whatever block it has come to, forward or backward."""
+    """A pass may run out of memory in any block, forward or backward."""
     model = tiny_model("bloom").train()
     enable_checkpointing(model, replace(CHECKPOINTED, **OFFLOAD))
     offload = model.transformer.h[0]._gradient_checkpointing_func.args[1]
     for block in model.transformer.h:
-        for fails_at in (1, 2):  # the forward pass, and when it is computed again
+        for fails_at in (1, 2):  # the forward pass, and the recomputation
             passes = []
 
             def fail(*_, passes=passes, fails_at=fails_at):
@@ -226,26 +225,10 @@ def test_nothing_is_held_of_a_pass_that_fails():
             assert offload._move is None
 
 
-def check(settings):
-    for technique in (ActivationOffload(), SelectiveCheckpointing()):
-        technique.check(settings, None)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (OFFLOAD | {"activation_checkpointing": False}, "--activation_offload true .* add --activation_checkpointing"),
-        (SELECTIVE | {"activation_checkpointing": False}, "--selective_checkpointing true .* --activation_checkpoint"),
-        (OFFLOAD | {"compile": True}, "use --compile false"),
-        (OFFLOAD | {"accelerator": "mps"}, "Apple silicon"),
-    ],
-)
-def test_what_cannot_work_is_refused_in_a_line(values, message):
-    with pytest.raises(UserError, match=message) as refused:
-        check(replace(CHECKPOINTED, **values))
-    assert "\n" not in str(refused.value)
-    check(replace(CHECKPOINTED, **OFFLOAD, **SELECTIVE))
-    check(replace(CHECKPOINTED, **SELECTIVE, compile=True))
+def test_compiled_blocks_are_refused():
+    with pytest.raises(UserError, match="use --compile false"):
+        ActivationOffload().check(replace(CHECKPOINTED, **OFFLOAD, compile=True), None)
+    ActivationOffload().check(replace(CHECKPOINTED, **OFFLOAD), None)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The loss of a language model in chunks: the same numbers as the whole, and no tensor of the whole's size."""
+"""A language model's loss in chunks: the numbers of the whole loss, without a tensor of its size."""
 
 import copy
 
@@ -32,7 +32,7 @@ PLAIN = [
     LlamaConfig(**HEADS),
     PhiConfig(**HEADS),
 ]  # fmt: skip
-WITH_MORE = [  # a soft cap, a factor, a divisor, another decoder, another kind of output
+WITH_MORE = [  # a soft cap, a factor, a divisor, another decoder, other outputs
     Gemma2Config(num_key_value_heads=1, head_dim=8, final_logit_softcapping=0.5, **HEADS),
     CohereConfig(**HEADS),
     GraniteConfig(logits_scaling=3.0, **HEADS),
@@ -60,20 +60,11 @@ def gradients(loss, inputs):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("chunk", [1, 8, 37, 1000])
 def test_the_loss_and_its_gradients_are_those_of_the_whole(chunk, bias):
-    inputs, targets = tensors(bias=bias)
+    inputs, targets = tensors(torch.float64, bias=bias)
     loss, correct = chunked_loss(*inputs, *([] if bias else [None]), targets, chunk)
     expected, right = whole(inputs, targets)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert correct == right
-    for mine, its in zip(gradients(loss, inputs), gradients(expected, inputs), strict=True):
-        assert torch.linalg.vector_norm(mine - its) <= 1e-6 * torch.linalg.vector_norm(its)
-
-
-def test_in_64_bit_all_digits_agree():
-    inputs, targets = tensors(torch.float64)
-    loss, _ = chunked_loss(*inputs, targets, 5)
-    expected, _ = whole(inputs, targets)
     assert loss.dtype == torch.float64
+    assert correct == right
     torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0)
     torch.testing.assert_close(gradients(loss, inputs), gradients(expected, inputs), rtol=1e-12, atol=1e-14)
 
@@ -109,7 +100,7 @@ def test_gradients_of_a_long_batch_do_not_underflow_in_float16():
     assert error < 2e-3
 
 
-def test_what_is_frozen_gets_no_gradient_and_costs_none():
+def test_frozen_weights_get_no_gradient():
     (hidden, weight, bias), targets = tensors()
     weight.requires_grad_(False)
     bias.requires_grad_(False)
@@ -130,7 +121,7 @@ def test_an_evaluation_makes_no_gradient():
 
 
 def batch(rows=3, length=29):
-    """Token numbers, labels with prompts of unequal length, and where a trained token follows."""
+    """Return a batch whose prompts have different lengths, and the positions before trained tokens."""
     torch.manual_seed(1)
     ids = torch.randint(3, WORDS, (rows, length))
     labels = ids.clone()
@@ -170,7 +161,7 @@ def test_a_model_learns_the_same_from_it(config):
 
 @pytest.mark.parametrize("config", PLAIN + WITH_MORE, ids=lambda config: config.model_type)
 def test_the_whole_logits_never_exist_where_the_head_is_all(config):
-    """87 tokens x 640 words: nothing as large as the trained ones' logits is made, forward or backward."""
+    """No tensor of a forward or backward pass is as large as the logits of all trained tokens."""
     mine, _ = models(config)
     inputs, predicting = batch()
     parameters = max(parameter.numel() for parameter in mine.parameters())

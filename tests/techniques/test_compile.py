@@ -1,4 +1,4 @@
-"""torch.compile by layers: what is compiled is compiled before the first step, once for all layers, and never again."""
+"""torch.compile by layers: all compiling happens before the first step, once for all layers."""
 
 import csv
 import os
@@ -24,11 +24,11 @@ CUTS = {  # graphs of training, for one row and for several, and of evaluation; 
     "recomputed": ("llama", {"micro_batch_size": 4, "activation_checkpointing": True}, 3),
     "instructions": ("llama-lm", {"micro_batch_tokens": 64, "task": "instruction-tuning"}, 3),
 }
-SLOW = ("by tokens", "one by one", "in fours")  # of what the others try, too
+SLOW = ("by tokens", "one by one", "in fours")  # the other cases cover most of these
 
 
 def compiled_run(tmp_path, monkeypatch, kind, compiled=True, **values):
-    """Train in this process with the compiler's front end alone, which decides what is compiled anew.
+    """Train in this process with only the compiler's front end, which decides when to recompile.
 
     Returns:
         The graphs at each printed line, and the losses.
@@ -56,16 +56,16 @@ def compiled_run(tmp_path, monkeypatch, kind, compiled=True, **values):
 
 @pytest.mark.parametrize("name", [pytest.param(cut, marks=pytest.mark.slow) if cut in SLOW else cut for cut in CUTS])
 def test_nothing_is_compiled_after_the_first_step(tmp_path, monkeypatch, name):
-    """Two epochs of unlike lengths, with padding and without, and a tail of eight samples."""
+    """Two epochs have different lengths, with padding and without, and a last batch of eight samples."""
     kind, values, expected = CUTS[name]
     graphs, losses = compiled_run(tmp_path, monkeypatch, kind, **values)
-    assert graphs == [expected] * 6, "one for each kind of micro-batch, whatever the number of layers"
+    assert graphs == [expected] * 6, "one for each kind of micro-batch and any number of layers"
     _, plain = compiled_run(tmp_path, monkeypatch, kind, compiled=False, **values)
     assert losses == pytest.approx(plain, abs=1e-5)
 
 
 def test_a_first_length_that_equals_the_width_is_a_length_still(tmp_path, monkeypatch):
-    """The tiny models are 16 wide; the compiler takes equal sizes for one, unless it is told not to."""
+    """The tiny models are 16 wide, and by default the compiler merges equal sizes."""
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
     torch._dynamo.reset()
     model, made = tiny_model("llama"), []
@@ -79,7 +79,7 @@ def test_a_first_length_that_equals_the_width_is_a_length_still(tmp_path, monkey
     assert len(made) == 1
 
 
-def test_what_is_compiled_is_kept_with_what_else_is_derived(tmp_path, monkeypatch):
+def test_the_cache_folder_keeps_compiled_code(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
     compile_blocks(tiny_model(), str(tmp_path), "cpu")
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
@@ -99,8 +99,8 @@ def test_lengths_are_rounded_up_for_the_compiler_unless_the_user_says_otherwise(
 
 
 @pytest.mark.slow
-def test_on_a_cpu_dropout_leaves_out_what_it_does_uncompiled(tmp_path):
-    """Compiled in earnest, forward and backward: else dropout alone would make rung 3's losses others than rung 2's."""
+def test_on_a_cpu_compiled_dropout_drops_the_same_values(tmp_path):
+    """The compiled forward and backward passes draw the same dropout, so rungs 2 and 3 print equal losses."""
     torch._dynamo.reset()
     inputs = {"input_ids": torch.arange(1, 33).reshape(2, 16), "labels": torch.tensor([0, 1])}
 

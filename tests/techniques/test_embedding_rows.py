@@ -1,4 +1,4 @@
-"""Embeddings' gradients, added by rows: the bits of PyTorch's own sum, and no tensor as large as the table."""
+"""Embedding gradients added row by row: the bits of PyTorch's own sum, without a tensor as large as the table."""
 
 from contextlib import nullcontext
 
@@ -57,10 +57,10 @@ def test_a_second_micro_batch_makes_no_tensor_of_the_tables_size(hooked):
     for adding, largest in ((True, ROWS), (False, ROWS * WIDTH)):
         with Made() as made:
             passes(model, BATCHES[1:2], adding, hooked)
-        assert made.largest == largest  # a number for each row, or the whole
+        assert made.largest == largest  # a number for each row, or the whole table
 
 
-def test_what_waits_for_a_gradient_is_told_of_it():
+def test_hooks_of_a_gradient_fire():
     model, told = table(), []
     add_rows(model)
     passes(model, BATCHES[:1], True)
@@ -91,7 +91,7 @@ def test_compiled_tables_are_left_to_pytorch():
 
 @pytest.mark.parametrize(
     ("kind", "tolerance"),
-    [("bloom", 0), ("bert", 0), ("gpt2-lm", 1e-6)],  # the last one's head has the same table: three sums, in any order
+    [("bloom", 0), ("bert", 0), ("gpt2-lm", 1e-6)],  # GPT-2's head has the same table: three sums in any order
 )
 def test_a_models_gradient_is_the_same(tmp_path, kind, tolerance):
     settings = settings_for(tmp_path, micro_batch_size=1)

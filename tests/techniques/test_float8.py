@@ -1,4 +1,4 @@
-"""Products in 8 bits: which layers, what they change and what not, with other techniques, and what is refused."""
+"""Matrix multiplications in 8 bits: the layers, their gradients, other techniques, and refusals."""
 
 import importlib.util
 import json
@@ -13,7 +13,6 @@ from torch import nn
 from fabric_ladder import UserError, build_dataloaders, build_model, build_optimizer
 from fabric_ladder.planning.predict import blank_datasets, predict_peak
 from fabric_ladder.runs.metrics import Meter
-from fabric_ladder.techniques import check_together
 from fabric_ladder.techniques.float8 import Float8
 from fabric_ladder.training.gradients import accumulate_gradients
 
@@ -50,10 +49,10 @@ def set_up(settings):
 
 
 def gradient(settings):
-    """All gradients of the first effective batch, end to end."""
+    """Return all gradients of the first effective batch as one vector."""
     fabric, model, micro_batches = set_up(settings)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():  # at 0 they would hide the gradients of the others
+        for name, parameter in model.named_parameters():  # a zero would hide the other gradients
             if "lora_B" in name:
                 parameter.normal_(0, 0.1)
     accumulate_gradients(fabric, model, micro_batches, Meter(fabric))
@@ -73,14 +72,14 @@ def converted(model):
      pytest.param("bert", {"compile": True, **LORA}, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_gradients_are_near_those_of_16_bits(tmp_path, kind, ways):
-    """e4m3 has 3 bits of mantissa, e5m2 two: a factor is off by up to 6 and 12 %, at random."""
+    """e4m3 has 3 bits of mantissa and e5m2 has 2, so a factor has a rounding error of up to 6 or 12 %."""
     eight, sixteen = (gradient(small(tmp_path, kind, **{"float8": float8} | ways)) for float8 in (True, False))
     difference = (eight - sixteen).norm() / sixteen.norm()
     assert 0.001 < difference < 0.1
 
 
 def test_images_too(tmp_path):
-    """65 patches of a sample are no multiple of 16."""
+    """The 65 patches of a sample are not a multiple of 16."""
     gradients = []
     for float8 in (True, False):
         settings, training, _ = case(tmp_path, "vit", precision="bf16-mixed", float8=float8, batch_size=3)
@@ -106,8 +105,8 @@ def test_it_learns(tmp_path):
     assert losses[-1] < losses[0] / 4
 
 
-def test_which_layers(tmp_path):
-    """Neither the classifier nor the language model's head; of adapters only what they stand beside."""
+def test_the_converted_layers(tmp_path):
+    """The heads stay as they are, and with adapters only the frozen layers are converted."""
 
     def names(**values):
         return converted(build_model(small(tmp_path, **values), token_datasets(per_token="task" in values)))
@@ -122,7 +121,7 @@ def test_which_layers(tmp_path):
 
 
 def test_weights_and_their_names_stay(tmp_path):
-    """So a checkpoint is the same with and without."""
+    """A checkpoint is the same with and without float8."""
     states = []
     for float8 in (True, False):
         torch.manual_seed(1)
@@ -133,7 +132,7 @@ def test_weights_and_their_names_stay(tmp_path):
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-@pytest.mark.filterwarnings("ignore:Module is None")  # of the other tracker
+@pytest.mark.filterwarnings("ignore:Module is None")  # a warning of the other tracker
 @pytest.mark.parametrize(
     ("family", "ways"),
     [("bloom", {}), ("vit", {"activation_checkpointing": True}), ("bloom-lm", {"precision": "bf16-true"}),
@@ -145,7 +144,7 @@ def test_the_prediction_agrees_with_real_tensors(tmp_path, family, ways):
 
 
 def test_a_gpu_multiplies_8_bits(tmp_path):
-    """Without a GPU that can, the shapes alone tell: what is rehearsed calls the GPU's kernel, not its emulation."""
+    """A rehearsal has the shapes of the GPU's kernel, without its emulation."""
     with torch.device("meta"):
         model = build_model(small(tmp_path), token_datasets())
     configs = [module.linear_mm_config.output for module in model.modules() if hasattr(module, "linear_mm_config")]
@@ -157,27 +156,22 @@ def test_a_gpu_multiplies_8_bits(tmp_path):
 @pytest.mark.parametrize(
     ("values", "capability", "message"),
     [
-        ({}, (8, 0), r"needs a GPU of compute capability 8.9 .* and this one has 8.0; run src/4_mixed_precision.py"),
-        ({"accelerator": "mps"}, None, r"Apple's GPUs have no 8-bit .*"),
-        ({"precision": "32-true"}, None, r"does not go with --precision 32-true; use bf16-mixed or bf16-true"),
-        ({"precision": "16-mixed"}, (9, 0), r"does not go with --precision 16-mixed; .*"),
-        ({"lora": True, "quantization": "nf4"}, None, r"does not go with --quantization nf4, .*"),
+        ({}, (8, 0), r"it needs a GPU of compute capability 8.9 .* and this GPU has 8.0; run src/4_mixed_precision.py"),
+        ({"precision": "32-true"}, None, r"not with --precision 32-true; use bf16-mixed or bf16-true"),
+        ({"precision": "16-mixed"}, (9, 0), r"not with --precision 16-mixed; .*"),
+        ({"lora": True, "quantization": "nf4"}, None, r"--quantization nf4 has weights of 4 bits; .*"),
+        ({"strategy": "deepspeed", "deepspeed": "zero2"}, None, r"not with .*; use src/10_fsdp.py"),
     ],
 )
-def test_what_is_refused(tmp_path, values, capability, message):
-    with pytest.raises(UserError, match=f"^--float8 true:? {message}$"):
+def test_contradictions_are_refused(tmp_path, values, capability, message):
+    with pytest.raises(UserError, match=f"^--float8 true: {message}$"):
         Float8().check(small(tmp_path, **values), capability)
     Float8().check(small(tmp_path, **values, float8=False), capability)
 
 
-def test_deepspeed_refuses_it(tmp_path):
-    with pytest.raises(UserError, match=r"^--float8 true: does not go with DeepSpeed; use src/10_fsdp.py$"):
-        check_together(small(tmp_path, strategy="deepspeed", deepspeed="zero2"))
-
-
 @pytest.mark.parametrize("kind", ["narrow", "gpt2"])
 def test_a_model_without_such_layers_is_refused(tmp_path, kind):
-    """GPT-2's layers are no linear ones but its own."""
+    """GPT-2 has its own class instead of linear layers."""
     with pytest.raises(UserError, match=r"json has no linear layer whose sides are multiples of 16; leave it out$"):
         Float8().check(small(tmp_path, kind), None)
 
@@ -185,14 +179,14 @@ def test_a_model_without_such_layers_is_refused(tmp_path, kind):
 def test_without_torchao_it_is_refused(tmp_path):
     process = run_script(RUNG, cwd=tmp_path, **without_package(tmp_path, "torchao"))
     assert process.returncode == 2
-    assert process.stderr.splitlines()[-1] == "error: --float8 true needs torchao: pip install torchao==0.18.0"
+    assert process.stderr.splitlines()[-1] == "error: --float8 true: it needs torchao: pip install torchao==0.18.0"
 
 
-def test_the_rung_says_that_a_cpu_emulates_and_its_model_loads_without(tmp_path):
+def test_the_rung_prints_that_a_cpu_emulates_and_its_model_loads_without_float8(tmp_path):
     sizes = ("--train_samples", 32, "--validation_samples", 8, "--test_samples", 8, "--threads", 1)
     process = run_script(RUNG, *sizes, "--save", "consolidated", cwd=tmp_path)
     assert "--float8 on a CPU: factors are rounded to 8 bits" in finished(process)
-    assert "torchao" not in process.stderr  # nor what it tells of its kernels
+    assert "torchao" not in process.stderr  # no warnings about its kernels
     model = tmp_path / "runs" / "22_float8" / "1" / "model"
     assert "Test accuracy" in finished(run_script(SRC / "4_mixed_precision.py", *sizes, "--model", model, cwd=tmp_path))
 

@@ -1,4 +1,4 @@
-"""Fused attention of BLOOM: against eager, against 64-bit, and never a matrix of tokens x tokens."""
+"""BLOOM's fused attention compared with eager attention and with 64 bits, without a matrix of tokens x tokens."""
 
 import ast
 import copy
@@ -9,12 +9,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.helpers import MODELS, relative_error, settings_for
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from support.made import Made
 from transformers import BloomConfig, BloomForCausalLM, BloomForSequenceClassification
 from transformers.models.bloom.modeling_bloom import BloomAttention, BloomModel
 
@@ -23,12 +19,12 @@ from fabric_ladder.planning.predict import blank_datasets
 from fabric_ladder.techniques.fused_attention import fuse_attention
 
 KINDS = {"classifier": BloomForSequenceClassification, "language model": BloomForCausalLM}
-# Of the code that FusedAttention stands for or counts on, without comments: transformers 5.17 to 5.23.
+# A hash of the replaced code, without comments: transformers 5.17 to 5.23.
 REPEATED = "d470ce6cd2ce897c"
 
 
 def pair(kind="language model", width=16, heads=4, spread=0.2, dtype=torch.float32, **values):
-    """Return an eager model and a fused one with the same weights, larger than what training starts from."""
+    """Return an eager and a fused model with the same weights, which are larger than usual."""
     torch.manual_seed(0)
     config = {"hidden_dropout": 0.0, "attention_dropout": 0.0} | values
     sizes = {"hidden_size": width * heads, "n_head": heads, "n_layer": 2, "vocab_size": 64, "pad_token_id": 0}
@@ -43,7 +39,7 @@ def pair(kind="language model", width=16, heads=4, spread=0.2, dtype=torch.float
 
 
 def batch(length, padded=(0, 5), side="right", seed=0):
-    """Return ids and mask of rows with so much padding."""
+    """Return ids and mask of rows with N tokens of padding each."""
     torch.manual_seed(seed)
     ids = torch.randint(1, 64, (len(padded), length))
     mask = torch.ones_like(ids)
@@ -54,7 +50,7 @@ def batch(length, padded=(0, 5), side="right", seed=0):
 
 
 def logits_and_gradients(model, inputs, autocast=False):
-    """Return logits of what is not padded, and the gradients of a random projection of them."""
+    """Return the logits of real tokens, and the gradients of a random projection of them."""
     model.zero_grad()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         logits = model(**inputs).logits
@@ -73,19 +69,9 @@ def error(got, expected):
     return relative_error([expected], [got])
 
 
-class Square(TorchDispatchMode):
-    """Finds tensors of tokens x tokens elements; of the number of tokens, a prime, nothing else is a multiple."""
-
-    def __init__(self, tokens):
-        super().__init__()
-        self.tokens, self.found = tokens, []
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        result = operation(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.numel() % self.tokens**2 == 0 and tensor.numel():
-                self.found.append((str(operation), tuple(tensor.shape)))
-        return result
+def squares(made, tokens):
+    """Return the shapes of tokens x tokens elements; no other size is a multiple of the number of tokens, a prime."""
+    return [shape for shape in made.shapes if shape.numel() and shape.numel() % tokens**2 == 0]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +79,7 @@ class Square(TorchDispatchMode):
     [("classifier", 1024), ("language model", 1024), pytest.param("classifier", 2048, marks=pytest.mark.slow)],
 )
 def test_fused_is_eager_in_32_bit(kind, length):
-    """With weights as training starts from them."""
+    """The weights are those of a new model."""
     eager, fused = pair(kind, spread=0.02)
     inputs = batch(length, padded=(0, length // 3))
     expected, got = (logits_and_gradients(model, inputs) for model in (eager, fused))
@@ -104,7 +90,7 @@ def test_fused_is_eager_in_32_bit(kind, length):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-true"])
 @pytest.mark.parametrize(("width", "length", "seeds"), [(16, 48, 4), (24, 48, 4), (16, 384, 2), (24, 384, 2)])
 def test_fused_is_as_near_to_the_truth_as_eager(width, length, seeds, precision):
-    """With a scale that is a power of two, and one that is not; means over some batches, as they scatter."""
+    """One width has a power of two as its scale, the other does not. Errors are means over some batches."""
     dtype = {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(precision, torch.float32)
     models = pair(width=width)
     exact, rounded = Exact.of(models[0]), [copy.deepcopy(model).to(dtype) for model in models]
@@ -116,12 +102,12 @@ def test_fused_is_as_near_to_the_truth_as_eager(width, length, seeds, precision)
             got = logits_and_gradients(model, inputs, autocast=precision == "bf16-mixed")
             errors[row] += torch.tensor([error(got[0], truth[0]), error(whole(got[1]), whole(truth[1]))])
     assert (errors[1] < 1.1 * errors[0]).all(), errors
-    if length > 256 and dtype != torch.float32:  # where 8 or 11 bits are too few for a position
+    if length > 256 and dtype != torch.float32:  # 8 or 11 bits are too few for a position
         assert (errors[1] < 0.6 * errors[0]).all(), errors
 
 
 class Exact(BloomAttention):
-    """Eager attention in the plainest form, in whatever precision its weights have."""
+    """Eager attention in its plainest form, in the precision of its weights."""
 
     @classmethod
     def of(cls, model):
@@ -145,44 +131,28 @@ def test_no_matrix_of_tokens_by_tokens(kind, masked):
     if not masked:
         del inputs["attention_mask"]
     for model, wanted in ((eager, True), (fused, False)):
-        with Square(199) as square:
+        with Made() as made:
             logits_and_gradients(model, inputs)
-        assert bool(square.found) == wanted, square.found
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_waits_for_the_device(kind):
-    """On the device `meta` there are no values: to ask for one is an error."""
-    _, fused = pair(kind)
-    inputs = {name: tensor.to("meta") for name, tensor in batch(23).items()}
-    fused.to("meta")(**inputs).logits.sum().backward()
+        assert bool(squares(made, 199)) == wanted
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_padding_on_either_side_is_hidden(kind, side):
+def test_padding_on_either_side_and_holes_are_hidden(kind, side):
     eager, fused = pair(kind)
     inputs = batch(40, padded=(7, 0, 31), side=side)
+    inputs["attention_mask"][1, [3, 4, 11]] = 0
     expected, got = (logits_and_gradients(model, inputs) for model in (eager, fused))
     assert error(got[0], expected[0]) < 1e-5
     assert error(whole(got[1]), whole(expected[1])) < 1e-5
-    inputs["input_ids"][0, 2 if side == "left" else -2] = 9  # what stands there must not matter
+    inputs["input_ids"][0, 2 if side == "left" else -2] = 9  # the value of padding must not matter
     if kind == "language model":
         assert error(logits_and_gradients(fused, inputs)[0], got[0]) < 1e-6
 
 
-def test_holes_in_the_mask_are_hidden():
-    eager, fused = pair()
-    inputs = batch(24, padded=(0, 3))
-    inputs["attention_mask"][0, [3, 4, 11]] = 0
-    expected, got = (logits_and_gradients(model, inputs) for model in (eager, fused))
-    assert error(got[0], expected[0]) < 1e-5
-    assert error(whole(got[1]), whole(expected[1])) < 1e-5
-
-
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_generation_is_that_of_eager(cache):
-    """Prompts padded on the left, cached keys, and no cache at all."""
+    """Prompts are padded on the left, with cached keys and without a cache."""
     eager, fused = pair()
     inputs = batch(12, padded=(5, 0, 11), side="left")
     how = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "cache_implementation": cache}
@@ -198,7 +168,7 @@ def test_generation_is_that_of_eager(cache):
 
 
 def test_a_prompt_in_parts_is_the_prompt():
-    """Keys of the first part are cached when the second one comes."""
+    """The second part sees the cached keys of the first."""
     eager, fused = pair()
     ids = batch(20, padded=(0,))["input_ids"]
     with torch.no_grad():
@@ -218,7 +188,7 @@ def test_weights_of_attention_are_returned(side):
     assert fused(**inputs).attentions is None
 
 
-def test_a_config_that_asks_for_weights_of_attention_is_left_alone():
+def test_a_config_with_weights_of_attention_stays_eager():
     model, _ = pair(output_attentions=True)
     fuse_attention(model)
     assert type(model.base_model.h[0].self_attention) is BloomAttention
@@ -231,8 +201,8 @@ def test_slow_but_exact_stays_eager():
     assert eager(**inputs).logits.equal(fused(**inputs).logits)
 
 
-def test_dropout_drops_as_many_and_only_while_training():
-    """The mean over many draws is what comes out without dropout, and each draw differs."""
+def test_dropout_has_eager_s_distribution_and_only_in_training():
+    """The mean over many draws is the output without dropout, and each draw differs."""
     eager, fused = pair(attention_dropout=0.5)
     inputs = batch(6, padded=(0,))
     attention = [model.base_model.h[0].self_attention for model in (eager, fused)]
@@ -273,15 +243,15 @@ def with_adapters(model):
 
 
 @pytest.mark.parametrize("wrap", [checkpointed, compiled, with_adapters, copy.deepcopy])
-def test_what_is_wrapped_around_it_changes_nothing(wrap):
+def test_wrapped_models_compute_the_same(wrap):
     expected, got = pair()
     expected, got = expected if wrap is compiled else wrap(expected), wrap(got)
-    for length in (23, 37):  # another length, once compiled
+    for length in (23, 37):  # the second length uses the same compiled graph
         inputs = batch(length)
-        with nullcontext(Square(length)) if wrap is compiled else Square(length) as square:  # compiled, it sees nothing
+        with nullcontext(Made()) if wrap is compiled else Made() as made:  # it sees nothing in a compiled graph
             logits = got(**inputs).logits
             logits.square().mean().backward()
-        assert not square.found
+        assert not squares(made, length)
         reference = expected(**inputs).logits
         reference.square().mean().backward()
         seen = inputs["attention_mask"].bool()
@@ -292,25 +262,9 @@ def test_what_is_wrapped_around_it_changes_nothing(wrap):
         assert error(whole(gradients[1]), whole(gradients[0])) < 1e-5
 
 
-def test_sharded_it_is_the_same():
-    eager, fused = pair()
-    inputs = batch(24)
-    expected = logits_and_gradients(eager, inputs)[0]
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = DeviceMesh("cpu", [0])
-        for block in fused.base_model.h:
-            fully_shard(block, mesh=mesh)
-        logits = fully_shard(fused, mesh=mesh)(**inputs).logits[inputs["attention_mask"].bool()]
-        assert error(logits.detach().double(), expected) < 1e-5
-        logits.mean().backward()
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("name", ["bloom-quickstart", "llama-tiny"])
 def test_the_setting_chooses(tmp_path, name):
-    """Of a model that transformers has `sdpa` for, too."""
+    """transformers has `sdpa` for the second model."""
     counts = {}
     for attention in ("fused", "eager"):
         settings = settings_for(
@@ -323,14 +277,14 @@ def test_the_setting_chooses(tmp_path, name):
         datasets = blank_datasets(2)
         model = build_model(settings, datasets).eval()
         inputs = {"input_ids": torch.arange(1, 54)[None], "labels": torch.arange(1, 54)[None]}
-        with Square(53) as square:
+        with Made() as made:
             model(**inputs, predicting=torch.arange(52)).loss.backward()
-        counts[attention] = len(square.found)
+        counts[attention] = len(squares(made, 53))
     assert counts["fused"] == 0
     assert counts["eager"] > 0
 
 
-def test_what_is_saved_is_a_plain_model(tmp_path):
+def test_a_saved_model_is_a_plain_model(tmp_path):
     _, fused = pair()
     fused.save_pretrained(tmp_path)
     again = BloomForCausalLM.from_pretrained(tmp_path)
@@ -339,15 +293,15 @@ def test_what_is_saved_is_a_plain_model(tmp_path):
     assert error(again(**inputs).logits, fused(**inputs).logits) < 1e-5
 
 
-def test_code_that_is_repeated_here_has_not_changed():
-    """For a new release, compare these functions with `techniques/fused_attention.py`, then renew REPEATED."""
+def test_the_replaced_code_of_transformers_has_not_changed():
+    """For a new release, compare these functions with `techniques/fused_attention.py`, then update REPEATED."""
     found = []
     for function in (BloomAttention.__init__, BloomAttention.forward):
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
         found.append(ast.unparse(tree))
     calls = [line.strip() for line in inspect.getsource(BloomModel.forward).splitlines()]
-    assert "causal_mask = create_causal_mask(" in calls, "BloomModel.forward: where does its mask come from now?"
-    assert "attention_mask=causal_mask," in calls, "BloomModel.forward: what does it give to its blocks now?"
+    assert "causal_mask = create_causal_mask(" in calls, "BloomModel.forward: find the new source of its mask"
+    assert "attention_mask=causal_mask," in calls, "BloomModel.forward: find the new arguments of its blocks"
     assert hashlib.sha256("\n".join(found).encode()).hexdigest()[:16] == REPEATED, (
-        "BloomAttention.__init__ or .forward has changed: look what FusedAttention.forward must follow"
+        "BloomAttention.__init__ or .forward has changed: adapt FusedBloomAttention.forward"
     )

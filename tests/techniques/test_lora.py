@@ -1,6 +1,5 @@
-"""Adapters: what they change and what they must not, on 16-bit and 4-bit models, with every way to save memory."""
+"""Adapters train only adapters and head, on 16-bit and 4-bit models, with every way to save memory."""
 
-import copy
 import csv
 import json
 import re
@@ -60,9 +59,9 @@ def data(settings):
 
 
 def set_up(settings, datasets=None):
-    """A run up to its first step: fabric, model, optimizer, loaders."""
+    """Return a run before its first step: run, model, optimizer, loaders."""
     precision = {"precision": settings.precision}
-    if settings.precision == "16-mixed":  # which Fabric takes for bf16-mixed on a CPU
+    if settings.precision == "16-mixed":  # Fabric would use bf16-mixed on a CPU
         precision = {"plugins": MixedPrecision("16-mixed", "cpu")}
     fabric = Fabric(accelerator="cpu", devices=1, **precision)
     fabric.seed_everything(settings.seed, verbose=False)
@@ -86,23 +85,18 @@ def trained_names(model):
 
 
 @pytest.mark.parametrize(
-    ("kind", "task"),
-    [("bloom", "text-classification"), ("llama", "text-classification"), ("bert", "text-classification"),
-     ("distilbert", "text-classification"), ("bloom", "instruction-tuning"), ("llama", "instruction-tuning")],
-)  # fmt: skip
-def test_only_adapters_and_head_change(tmp_path, kind, task):
+    ("kind", "task", "heads"),
+    [
+        ("bloom", "text-classification", {"score"}),
+        ("bert", "text-classification", {"classifier"}),
+        ("distilbert", "text-classification", {"classifier", "pre_classifier"}),
+        ("llama", "instruction-tuning", set()),
+    ],
+)
+def test_only_adapters_and_head_change(tmp_path, kind, task, heads):
     settings = lora_settings(tmp_path, kind, task=task)
     run, model, optimizer, (train_loader, val_loader, _) = set_up(settings)
     before, trained = snapshot(model), trained_names(model)
-    heads = (
-        {"score"}
-        if kind in ("bloom", "llama")
-        else {"classifier", "pre_classifier"}
-        if kind == "distilbert"
-        else {"classifier"}
-    )
-    if task == "instruction-tuning":
-        heads = set()
     assert {name.split(".modules_to_save")[0].split(".")[-1] for name in trained if "lora_" not in name} == heads
     assert all("lora_A" in name or "lora_B" in name or "modules_to_save" in name for name in trained)
     train(run, model, optimizer, train_loader, val_loader)
@@ -110,21 +104,23 @@ def test_only_adapters_and_head_change(tmp_path, kind, task):
     assert changed == trained
 
 
-@pytest.mark.parametrize("kind", ["bloom", "llama"])
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "compiled"])
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [(way, ("bloom", "llama")[number % 2]) for number, way in enumerate(WAYS) if way != "compiled"],
+)
 def test_every_adapter_learns_in_every_way(tmp_path, way, kind):
     every_adapter_learns(tmp_path, way, kind)
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_every_adapter_learns_compiled(tmp_path, monkeypatch, backend):
-    """By the compiler's front end alone, and by all of it."""
+    """With the compiler's front end alone, and with the whole compiler."""
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
     every_adapter_learns(tmp_path, "compiled", "bloom")
 
 
 def every_adapter_learns(tmp_path, way, kind):
-    """After one step no lora_B is zero any more, and all is finite: reentrant checkpointing would train nothing."""
+    """After one step every lora_B differs from zero and is finite; reentrant checkpointing would train nothing."""
     settings = lora_settings(tmp_path, kind, task="instruction-tuning", **WAYS[way])
     run, model, optimizer, (train_loader, val_loader, _) = set_up(settings)
     train(run, model, optimizer, train_loader, val_loader)
@@ -136,13 +132,12 @@ def every_adapter_learns(tmp_path, way, kind):
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "compiled" and not way.startswith("4-bit")])
-@pytest.mark.parametrize("task", ["text-classification", "instruction-tuning"])
-def test_the_first_loss_is_that_of_the_model_itself(tmp_path, task, way):
-    """The same weights, the head's too, drawn from the same seed; adapters begin as nothing."""
+def test_the_first_loss_is_the_model_s_own(tmp_path, way):
+    """Model and head get the same weights from the same seed, and a new adapter changes nothing."""
     losses = {}
     for lora in (False, True):
         values = {name: value for name, value in WAYS[way].items() if lora or name in ("precision", "micro_batch_size")}
-        settings = lora_settings(tmp_path, task=task, lora=lora, learning_rate=1e-3, **values)
+        settings = lora_settings(tmp_path, lora=lora, learning_rate=1e-3, **values)
         _, model, _, (train_loader, _, _) = set_up(settings)
         batch = next(iter(train_loader)).micro_batches[0]
         losses[lora] = model(**batch.inputs).loss.item()
@@ -163,7 +158,7 @@ def test_images_get_adapters_too(tmp_path, quantization):
 
 
 def test_mixed_precision_keeps_frozen_matrices_in_16_bit_and_changes_no_bit(tmp_path):
-    """Autocast would cast them in every pass; what is not multiplied (embeddings, norms) stays in 32-bit."""
+    """Autocast would cast the matrices in every pass. Embeddings and norms are not multiplied and stay in 32 bits."""
     found = {}
     for stored in (torch.bfloat16, torch.float32):
         settings = lora_settings(tmp_path, precision="bf16-mixed", task="instruction-tuning")
@@ -183,7 +178,7 @@ def test_mixed_precision_keeps_frozen_matrices_in_16_bit_and_changes_no_bit(tmp_
     assert all(torch.equal(a, b) for a, b in zip(*found.values(), strict=True))
 
 
-def test_without_bfloat16_frozen_matrices_are_in_float16_and_what_is_trained_in_32_bit(tmp_path):
+def test_without_bfloat16_frozen_matrices_are_in_float16_and_trained_weights_in_32_bit(tmp_path):
     settings = lora_settings(tmp_path, precision="16-mixed", task="instruction-tuning")
     run, model, optimizer, (train_loader, val_loader, _) = set_up(settings)
     before = snapshot(model)
@@ -199,7 +194,7 @@ def test_without_bfloat16_frozen_matrices_are_in_float16_and_what_is_trained_in_
     assert changed == trained_names(model)
 
 
-def test_half_precision_rounds_neither_what_is_trained_nor_the_rotary_frequencies(tmp_path):
+def test_half_precision_rounds_neither_trained_weights_nor_the_rotary_frequencies(tmp_path):
     settings = lora_settings(tmp_path, "llama", precision="bf16-true", task="instruction-tuning")
     _, model, _, _ = set_up(settings)
     kinds = {name: value.dtype for name, value in snapshot(model).items()}
@@ -207,11 +202,6 @@ def test_half_precision_rounds_neither_what_is_trained_nor_the_rotary_frequencie
     assert {kind for name, kind in kinds.items() if "lora_" not in name} == {torch.bfloat16}
     exact = build_model(lora_settings(tmp_path, "llama", lora=False), data(settings)).model.rotary_emb.inv_freq
     assert torch.equal(inner(model).get_base_model().model.rotary_emb.inv_freq, exact)
-    copied = copy.deepcopy(inner(model)).to(torch.float16)
-    assert copied.get_base_model().model.rotary_emb.inv_freq.dtype == torch.float32
-    assert (
-        copied.get_base_model().model.rotary_emb.inv_freq is not inner(model).get_base_model().model.rotary_emb.inv_freq
-    )
 
 
 def test_the_article_s_adapters_have_the_article_s_size(tmp_path):
@@ -242,7 +232,7 @@ def test_four_bits_are_nf4_doubly_quantised_and_count_as_whole_parameters(tmp_pa
 
 
 def test_four_bits_stay_near_the_model(tmp_path):
-    """Quantising shifts the first loss a little, and the adapters learn all the same."""
+    """Quantization changes the first loss a little, and the adapters learn."""
     losses = {}
     for quantization in ("no", "nf4"):
         settings = lora_settings(tmp_path, quantization=quantization, task="instruction-tuning", epochs=6, log_every=24)
@@ -269,12 +259,7 @@ BLOOM = ["--model", str(MODELS / "bloom-quickstart.json"), "--from_scratch", "tr
         ("--lora_targets query_key_value,word_embeddings", "no linear layer 'word_embeddings'"),
         ("--lora_targets score", "no linear layer 'score'"),
         ("--lora_targets lm_head --task instruction-tuning", "no linear layer 'lm_head'"),
-        ("--lora false --dora true", "--dora has no effect without --lora true: add that, or leave --dora out"),
-        ("--lora false --rslora true", "--rslora has no effect without --lora true"),
         ("--lora false --quantization nf4", "4-bit weights cannot be trained; add --lora true"),
-        ("--quantization fp4", "expected no or nf4"),
-        ("--lora_rank 0", "must be at least 1"),
-        ("--lora_dropout 1", "must be below 1"),
     ],
 )
 def test_bad_settings_are_one_line(arguments, line):
@@ -285,15 +270,15 @@ def test_bad_settings_are_one_line(arguments, line):
 @pytest.mark.parametrize(
     "rung", [{"strategy": "fsdp"}, {"strategy": "deepspeed", "deepspeed": "zero2"}], ids=["fsdp", "deepspeed"]
 )
-def test_four_bits_are_refused_where_weights_are_shared_out(rung):
-    with pytest.raises(UserError, match=r"cannot shard 4-bit weights; use src/14_qlora\.py"):
+def test_sharded_strategies_refuse_four_bits(rung):
+    with pytest.raises(UserError, match=r"4-bit weights cannot be sharded; use src/14_qlora\.py"):
         parse_settings(
             [*BLOOM, "--accelerator", "cpu", "--lora", "true", "--quantization", "nf4"], devices="auto", **rung
         )
 
 
 def test_without_bitsandbytes_rung_14_is_one_line(monkeypatch):
-    """As on a machine where nobody installed it."""
+    """bitsandbytes is an optional package."""
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(UserError) as error:
         run_here(monkeypatch, SRC / "14_qlora.py")
@@ -302,7 +287,7 @@ def test_without_bitsandbytes_rung_14_is_one_line(monkeypatch):
 
 
 def test_default_targets_of_an_architecture_that_peft_does_not_know(tmp_path):
-    """Found by the attention's linear layers; fused ones too."""
+    """They are the attention's linear layers, fused ones too."""
     shape = {"model_type": "phi3", "intermediate_size": 64, "pad_token_id": 0, **TINY}
     (tmp_path / "phi3.json").write_text(json.dumps(shape))
     settings = settings_for(tmp_path, model=str(tmp_path / "phi3.json"), from_scratch=True, lora=True)
@@ -311,7 +296,7 @@ def test_default_targets_of_an_architecture_that_peft_does_not_know(tmp_path):
     assert model.peft_config["default"].target_modules == {"o_proj", "qkv_proj"}
 
 
-def test_the_config_says_what_was_trained(tmp_path):
+def test_the_adapter_s_config_has_the_settings(tmp_path):
     settings = lora_settings(tmp_path, lora_rank=4, lora_alpha=12, dora=True, rslora=True, lora_dropout=0.25)
     config = build_model(settings, data(settings)).peft_config["default"]
     assert (config.r, config.lora_alpha, config.lora_dropout) == (4, 12, 0.25)
@@ -346,14 +331,14 @@ def printed_losses(tmp_path, name, *more):
 
 @pytest.mark.parametrize("name", ["9_ddp", pytest.param("10_fsdp", marks=pytest.mark.slow)])
 def test_processes_share_adapters_and_packed_tokens_without_changing_a_loss(tmp_path, name):
-    """Of micro-batches the weights count trained tokens over all ranks."""
+    """A micro-batch's weight counts trained tokens on all ranks."""
     expected = printed_losses(tmp_path, "2_grad_accum")
     assert len(expected) == 3 + 2
     assert printed_losses(tmp_path, name, "--devices", "2") == pytest.approx(expected, abs=1e-5)
 
 
 def test_four_bits_from_training_to_text(tmp_path, monkeypatch, capsys):
-    """Rung 14 saves an adapter and its 4-bit base; both are loaded, asked, merged, and asked again."""
+    """Rung 14 saves an adapter and its 4-bit base; both are loaded, generate text, are merged, and generate again."""
     sizes = ["--train_samples", 64, "--validation_samples", 8, "--test_samples", 8, "--lora_learning_rate", "2e-2"]
     instructions = ["--task", "instruction-tuning", "--epochs", 3]
     stdout = finished(run_script(SRC / "14_qlora.py", *instructions, *sizes, cwd=tmp_path))

@@ -1,4 +1,4 @@
-"""Memory that techniques know by formula: ZeRO's states as DeepSpeed estimates them, and few bits."""
+"""Memory by formula: ZeRO's states compared with DeepSpeed's estimates, and low-bit weights and moments."""
 
 import pytest
 from support.planning import NO_PEAK
@@ -42,14 +42,14 @@ def test_zero_s_states_are_those_of_deepspeed_s_own_estimates(ranks):
     assert mine(stage=3, sub_group_size=1_000)[1] == mine(stage=3)[1] + 4_000, "its gradients once more, in 32 bits"
 
 
-def test_what_is_on_a_disk_is_not_on_the_gpu():
+def test_state_on_a_disk_is_not_on_the_gpu():
     nvme, cpu = ({"stage": 3, "offload_optimizer": {"device": name}} for name in ("nvme", "cpu"))
     parked, swapped = (with_zero(NO_PEAK, COUNTS, config, "adam", 1) for config in (cpu, nvme))
     assert (swapped.total, swapped.host) == (parked.total, 0)
 
 
-def test_what_few_bits_take():
-    assert pytest.approx(4.127, abs=5e-4) == NF4_BYTES * 8  # bits a weight, as the article says
+def test_the_bytes_of_4_bit_weights_and_8_bit_moments():
+    assert pytest.approx(4.127, abs=5e-4) == NF4_BYTES * 8  # bits per weight in the article
     packed = COUNTS._replace(linear=8_000, largest_linear=500)
     peak = QLoRA().add_memory(NO_PEAK._replace(parameters=20_000), packed, Settings(precision="bf16-true"))
     assert peak.parameters == 20_000 - 16_000 + round(8_000 * NF4_BYTES)

@@ -1,4 +1,4 @@
-"""Packing: documents that share a row say what they say alone; what cannot keep them apart is refused."""
+"""Packing: sharing a row changes no document; models that cannot separate documents are refused."""
 
 import copy
 import csv
@@ -7,15 +7,11 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.helpers import MODELS, ROOT, SRC, finished, relative_error, run_script, settings_for, token_datasets
+from support.made import Made
 from support.packing_twin import TOLERANCE, packing_error
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, BertConfig, BloomConfig, GPT2Config, ModernBertConfig, RobertaConfig
 
 from fabric_ladder import UserError, build_dataloaders
@@ -45,14 +41,14 @@ CLASSIFICATION, INSTRUCTIONS = "text-classification", "instruction-tuning"
 CASES = [(kind, CLASSIFICATION) for kind in CONFIGS]
 CASES += [(kind, INSTRUCTIONS) for kind in ("bloom", "llama", "qwen3", "gpt2")]
 TABLE = ROOT / "docs" / "techniques" / "15_packing.md"
-ARCHITECTURES = (  # of transformers, by `model_type`, with what makes the twin of one quick to build
+ARCHITECTURES = (  # model types of transformers
     "bloom gpt2 gpt_neox opt llama qwen2 qwen3 mistral gemma gemma2 gemma3_text phi phi3 olmo2 granite starcoder2 "
     "mamba falcon mpt bert roberta xlm-roberta distilbert electra camembert mpnet albert modernbert deberta-v2"
 ).split()
 
 
 def make(kind, task, dtype=torch.float32, packing=True):
-    """Make a tiny model whose attention matters: its weights are larger than what training starts from."""
+    """Return a tiny model whose attention matters, since its weights are larger than usual."""
     torch.manual_seed(0)
     model = CLASSES[task].from_config(CONFIGS[kind](), dtype=torch.float32)
     with torch.no_grad():
@@ -71,18 +67,18 @@ def collator(tmp_path, task, **values):
 
 
 def batch_of(tmp_path, task, rows, packs=None, **values):
-    """The inputs of some training samples."""
+    """Return the inputs of some training samples."""
     return collator(tmp_path, task, **values).micro_batch(MicroBatchPlan(rows, len(rows), 1.0, packs)).inputs
 
 
 def packed_and_alone(tmp_path, task):
-    """Inputs of a packed micro-batch of two rows, and of its samples one by one."""
+    """Return the inputs of a packed micro-batch of two rows, and the inputs of its samples one by one."""
     packed = batch_of(tmp_path, task, [0, 1, 2, 3, 4], [3, 2], pad_to_multiple_of=8)
     return packed, [batch_of(tmp_path, task, [row]) for row in range(5)]
 
 
 def losses(model, inputs):
-    """The loss of each item, in the model's own dtype."""
+    """Return the loss of each item, in the model's own dtype."""
     inputs = dict(inputs)
     labels, predicting = inputs.pop("labels").flatten(), inputs.pop("predicting", None)
     logits = model(**inputs).logits
@@ -92,7 +88,7 @@ def losses(model, inputs):
 
 
 def gradients(model, batches):
-    """Those of a whole effective batch, but of what has none, such as a key's bias."""
+    """Return the gradients of an effective batch, and zeros for weights without one, such as a key's bias."""
     model.zero_grad()
     for inputs, weight in batches:
         (losses(model, inputs).mean() * weight).backward()
@@ -106,15 +102,15 @@ def effective_batch(tmp_path, fabric, task, **values):
 
 
 def distance(first, second):
-    """Relative distance of all gradients as one vector."""
+    """Return the relative distance of all gradients as one vector."""
     first, second = (torch.cat([each.flatten().double() for each in parts]) for parts in (first, second))
     return ((first - second).norm() / first.norm()).item()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 @pytest.mark.parametrize(("kind", "task"), CASES)
-def test_packing_changes_no_loss_and_no_gradient(tmp_path, fabric, kind, task, dtype, tolerance):
-    model = make(kind, task, dtype)
+def test_packing_changes_no_loss_and_no_gradient(tmp_path, fabric, kind, task):
+    tolerance = 1e-12
+    model = make(kind, task, torch.float64)
     packed, alone = packed_and_alone(tmp_path, task)
     with torch.no_grad():
         expected = torch.cat([losses(model, inputs) for inputs in alone])
@@ -139,13 +135,13 @@ def test_in_16_bits_packing_is_as_near_to_64_bit(tmp_path, fabric, kind, task):
     exact = copy.deepcopy(small).double()
     expected = gradients(exact, alone)
     before, after = (distance(expected, gradients(small, batches)) for batches in (alone, packed))
-    assert 0 < after < 1.5 * before, "of one draw, which rounds otherwise on another processor"
+    assert 0 < after < 1.5 * before, "one draw; other processors round differently"
 
 
 @pytest.mark.parametrize(("kind", "task"), CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_no_document_sees_another(tmp_path, kind, task, dtype):
-    """The tokens of each document are changed in turn; of no other one does an output change by a bit."""
+    """Changing the tokens of one document changes no bit of another document's output."""
     model = make(kind, task, dtype).eval()
     inputs, _ = packed_and_alone(tmp_path, task)
     inputs = {name: inputs[name] for name in ("input_ids", "position_ids", "spans") if name in inputs}
@@ -163,7 +159,7 @@ def test_no_document_sees_another(tmp_path, kind, task, dtype):
 
 
 def test_a_row_of_the_most_documents_keeps_them_apart():
-    """With padding after them; one more than the digits tell apart is seen by the first."""
+    """A row of 127 documents and padding; with one document more, the digits no longer suffice."""
     model = make("bert", CLASSIFICATION, torch.float64)
     model.config.max_position_embeddings = 512
 
@@ -180,34 +176,18 @@ def test_a_row_of_the_most_documents_keeps_them_apart():
     assert not first_logits(MOST_IN_ROW + 1, 2 * MOST_IN_ROW + 2).equal(first_logits(MOST_IN_ROW + 1, 2))
 
 
-class Largest(TorchDispatchMode):
-    """Looks for tensors of length x length."""
-
-    def __init__(self, length):
-        self.length, self.seen, self.found = length, 0, []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self.seen += 1
-                if [*tensor.shape].count(self.length) > 1:
-                    self.found.append((str(function), tuple(tensor.shape)))
-        return result
-
-
 def squares(model, task, length=1_000):
-    """Go forward and backward on tensors without values, and return the operations that make length x length."""
+    """Run forward and backward on fake tensors, and return the shapes that have `length` twice."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         ids = torch.ones(3, length, dtype=torch.long)
         inputs = {"input_ids": ids, "position_ids": ids}
         if task == CLASSIFICATION:
             inputs["spans"] = torch.ones(30, 2, dtype=torch.long)
-        with Largest(length) as watch:
+        with Made() as made:
             model(**inputs).logits.float().sum().backward()
-    assert watch.seen > 100
-    return watch.found
+    assert len(made.shapes) > 50
+    return [shape for shape in made.shapes if list(shape).count(length) > 1]
 
 
 @pytest.mark.parametrize(("kind", "task"), CASES)
@@ -217,27 +197,17 @@ def test_no_matrix_of_tokens_by_tokens_is_made(kind, task):
     assert not squares(model, task)
 
 
-def test_with_a_mask_such_a_matrix_is_found():
-    """As transformers itself packs."""
+def test_transformers_own_packing_makes_such_a_matrix():
     with torch.device("meta"):
         model = make("llama", INSTRUCTIONS, packing=False)
     assert squares(model, INSTRUCTIONS)
 
 
 @pytest.mark.parametrize(("kind", "task"), CASES)
-def test_what_is_not_packed_is_computed_as_before(tmp_path, kind, task):
+def test_batches_without_packing_give_the_same_loss_as_before(tmp_path, kind, task):
     plain, helped = make(kind, task, packing=False).eval(), make(kind, task).eval()
     inputs = batch_of(tmp_path, task, [0, 1, 2, 3])
     assert losses(plain, inputs).equal(losses(helped, inputs))
-
-
-@pytest.mark.parametrize("kind", ["bloom", "llama", "bert"])
-def test_without_support_documents_see_each_other(tmp_path, kind):
-    packed, alone = packed_and_alone(tmp_path, CLASSIFICATION)
-    model = make(kind, CLASSIFICATION)
-    expected = torch.cat([losses(model, inputs) for inputs in alone])
-    packed["position_ids"] = torch.arange(packed["input_ids"].shape[1]).expand_as(packed["input_ids"])
-    assert relative_error([expected], [losses(model, packed)]) > 1e-2
 
 
 def compiled(model):
@@ -259,7 +229,7 @@ def with_adapters(model):
 @pytest.mark.parametrize(
     ("kind", "task"), [("bloom", CLASSIFICATION), ("bloom", INSTRUCTIONS), ("bert", CLASSIFICATION)]
 )
-def test_what_is_wrapped_around_a_model_keeps_documents_apart(tmp_path, kind, task, wrap):
+def test_wrapped_models_keep_documents_apart(tmp_path, kind, task, wrap):
     packed, alone = packed_and_alone(tmp_path, task)
     model = make(kind, task)
     expected = torch.cat([losses(model, inputs) for inputs in alone])
@@ -268,24 +238,7 @@ def test_what_is_wrapped_around_a_model_keeps_documents_apart(tmp_path, kind, ta
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
     got.mean().backward()
     if wrap is copy.deepcopy:
-        assert all(parameter.grad is None for parameter in model.parameters()), "the copy computes with its own weights"
-
-
-@pytest.mark.parametrize("task", [CLASSIFICATION, INSTRUCTIONS])
-def test_a_sharded_model_keeps_documents_apart(tmp_path, task):
-    packed, alone = packed_and_alone(tmp_path, task)
-    model = make("bloom", task)
-    expected = torch.cat([losses(model, inputs) for inputs in alone]).detach()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = DeviceMesh("cpu", [0])
-        for block in model.base_model.h:
-            fully_shard(block, mesh=mesh)
-        got = losses(fully_shard(model, mesh=mesh), packed)
-        torch.testing.assert_close(got.detach(), expected, rtol=1e-5, atol=1e-6)
-        got.mean().backward()
-    finally:
-        dist.destroy_process_group()
+        assert all(parameter.grad is None for parameter in model.parameters()), "the copy uses its own weights"
 
 
 def figures(tmp_path, name, *options):
@@ -300,6 +253,11 @@ def figures(tmp_path, name, *options):
     return [float(row[value]) for row in rows for value in values if row[value]], results
 
 
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory):
+    return figures(tmp_path_factory.mktemp("unpacked"), "2_grad_accum")
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -311,12 +269,10 @@ def figures(tmp_path, name, *options):
         pytest.param("3_torch_compile", "--pack_rows 2", marks=pytest.mark.slow),
     ],
 )
-def test_packing_changes_no_printed_figure(tmp_path, name, options):
-    """Neither of the training nor of the evaluations, on one process and on two."""
-    (expected, before), (got, after) = (
-        figures(tmp_path, "2_grad_accum"),
-        figures(tmp_path, name, "--packing", "true", *options.split()),
-    )
+def test_packing_changes_no_printed_figure(tmp_path, unpacked, name, options):
+    """Training and evaluations print the same, on one process and on two."""
+    expected, before = unpacked
+    got, after = figures(tmp_path, name, "--packing", "true", *options.split())
     assert len(expected) == 4 + 3 + 2
     assert got == pytest.approx(expected, abs=1e-5)
     assert before["samples_hash"] == after["samples_hash"]
@@ -350,7 +306,7 @@ def test_the_twin_of_a_tested_architecture_packs(kind):
 
 
 def test_the_twin_shows_what_leaks():
-    """The state of Mamba runs through the whole row."""
+    """Mamba's state runs through the whole row."""
     config = AutoConfig.for_model("mamba", hidden_size=16, num_hidden_layers=2, state_size=4)
     assert packing_error(config, INSTRUCTIONS, 512) > TOLERANCE
 
@@ -366,17 +322,17 @@ def test_a_window_that_is_shorter_than_rows_is_refused(tmp_path):
     ("values", "message"),
     [
         ({"task": "image-classification"}, "--packing true: images have one size"),
-        ({"attention": "eager"}, "--packing true needs --attention fused"),
+        ({"attention": "eager"}, "--packing true: eager .* use --attention fused"),
         ({"packing": False, "pack_rows": 2}, "--pack_rows 2 is for packed rows: add --packing true"),
     ],
 )
-def test_what_packing_does_not_go_with_is_refused(tmp_path, values, message):
+def test_settings_that_contradict_packing_are_refused(tmp_path, values, message):
     with pytest.raises(UserError, match=message):
         check(tmp_path, MODELS / "llama-tiny.json", **values)
 
 
 def served(kind, task):
-    """Return what the table says of an architecture: how well its twin packs."""
+    """Return an architecture's cell of the table."""
     config = AutoConfig.for_model(kind)
     if type(config) not in CLASSES[task]._model_mapping:
         return "-"
@@ -385,14 +341,14 @@ def served(kind, task):
             return answer if packing_error(copy.deepcopy(config), task, length) < TOLERANCE else "no"
         except UserError:
             continue
-        except Exception:  # any library's: the twin cannot be made
+        except Exception:  # the twin cannot be made
             return "no"
     return "no"
 
 
 @pytest.mark.slow
 def test_the_table_of_architectures_is_what_their_twins_show():
-    """All of them; written anew by the command that stands above the table."""
+    """The command above the table writes it."""
     written = dict(re.findall(r"^\| `([\w-]+)` \| (.*) \|$", TABLE.read_text(encoding="utf-8"), re.MULTILINE))
     found = {kind: f"{served(kind, CLASSIFICATION)} | {served(kind, INSTRUCTIONS)}" for kind in ARCHITECTURES}
     accepted = {kind for kind, answers in found.items() if re.search("yes|up to", answers)}

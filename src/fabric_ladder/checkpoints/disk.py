@@ -9,8 +9,8 @@ from lightning import Fabric
 from torch import nn
 
 from fabric_ladder.errors import UserError, first_line, is_out_of_memory
-from fabric_ladder.models.optimizer import state_dtypes
 from fabric_ladder.settings import Settings
+from fabric_ladder.techniques import state_dtypes, trains_adapters
 
 CHECKPOINTS = 2  # the newest one stays until the next one is complete
 
@@ -35,10 +35,11 @@ def check_disk_space(settings: Settings, model: nn.Module, existing: int = 0) ->
             trained += size
         else:
             frozen += size
-    weights = trained if settings.lora else trained + frozen
+    adapters = trains_adapters(settings)
+    weights = trained if adapters else trained + frozen
     state = weights + trained * state_dtypes(settings).count(None)  # low-bit optimizer states are smaller
     needed = {"no": 0, "consolidated": weights, "sharded": state}[settings.save]
-    if settings.save != "no" and settings.lora and settings.from_scratch:
+    if settings.save != "no" and adapters and settings.from_scratch:
         needed += trained + frozen  # the base exists nowhere else
     if settings.save_every:
         needed += (CHECKPOINTS - existing) * state

@@ -1,4 +1,4 @@
-"""PyTorch's optimizers, the state that they keep, and the schedule of the learning rate."""
+"""PyTorch's optimizers, and the schedule of the learning rate."""
 
 import math
 
@@ -8,36 +8,20 @@ from torch.optim import Optimizer
 from fabric_ladder.settings import Settings
 
 
-def optimizer_class(settings: Settings) -> tuple[type[Optimizer], dict]:
-    """Return PyTorch's class for the optimizer, and its options; low-bit optimizers start from Adam's.
+def optimizer_class(name: str, may_fuse: bool) -> tuple[type[Optimizer], dict]:
+    """Return PyTorch's class for an optimizer, and its options; low-bit optimizers start from Adam's.
 
-    Adam and AdamW run the whole step in one kernel without temporary tensors, where `may_fuse` allows it.
+    Args:
+        name: As in the settings.
+        may_fuse: Whether the step of Adam or AdamW may be one kernel without temporary tensors.
     """
-    fused = {"fused": may_fuse(settings) or None}  # None leaves the choice to PyTorch
+    fused = {"fused": may_fuse or None}  # None leaves the choice to PyTorch
     return {
         "adam": (torch.optim.Adam, fused),
         "adamw": (torch.optim.AdamW, fused | {"weight_decay": 0.01}),
         "sgd": (torch.optim.SGD, {}),
         "adafactor": (torch.optim.Adafactor, {}),
-    }.get(settings.optimizer, (torch.optim.Adam, {}))
-
-
-def state_dtypes(settings: Settings) -> list[torch.dtype | None]:
-    """Return the dtypes of the state tensors of a parameter's size; None: the parameter's own dtype.
-
-    The two moments of 4-bit Adam together count as one tensor of bytes. Scales of blocks are left out.
-    """
-    moments = {"adam": [None] * 2, "adamw": [None] * 2, "adam-8bit": [torch.uint8] * 2, "adam-4bit": [torch.uint8]}
-    return moments.get(settings.optimizer, []) + [None] * settings.kahan_summation
-
-
-def may_fuse(settings: Settings) -> bool:
-    """Return whether the step of Adam or AdamW may be one kernel, on a GPU or a CPU, sharded or not.
-
-    PyTorch refuses the kernel under `16-mixed` with clipping: clipping needs unscaled gradients, and the kernel
-    unscales them itself. DeepSpeed unscales and clips before its step.
-    """
-    return bool(settings.deepspeed) or not (settings.precision == "16-mixed" and settings.max_grad_norm)
+    }.get(name, (torch.optim.Adam, {}))
 
 
 def set_learning_rate(settings: Settings, optimizer: Optimizer, done: int, steps: int) -> None:

@@ -15,7 +15,7 @@ from fabric_ladder.planning.gpus import ANY, Gpu
 from fabric_ladder.planning.predict import unpredictable
 from fabric_ladder.rungs import script_defaults
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques import TECHNIQUES, technique_of, used
+from fabric_ladder.techniques import TECHNIQUES, technique_of, trains_adapters, used
 from fabric_ladder.techniques.technique import Technique
 
 NAMED = {(f"--{technique.setting}", "true"): technique.short_name for technique in TECHNIQUES if technique.short_name}
@@ -86,8 +86,9 @@ def read_candidates(
             continue
         if Path(settings.model).is_file() and "--from_scratch" not in given:
             extra = ("--from_scratch", "true", *extra)  # a config file alone holds no weights to start from
-        settled = given & {"--micro_batch_size", "--micro_batch_tokens"} or settings.pack_rows
-        sizes = (None,) if settled or settings.step_in_backward else _sizes(settings)
+        settled = given & {"--micro_batch_size", "--micro_batch_tokens"}
+        settled = settled or any(technique.size_setting(settings) for technique in used(settings))
+        sizes = (None,) if settled else _sizes(settings)
         candidates[name] = Candidate(name, rung, (*options, *extra), settings, sizes)
     return list(candidates.values()), problems
 
@@ -119,7 +120,7 @@ def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) 
     if not asked and precision == "bf16-mixed":
         precision = "mixed"  # a CPU has turned it into bf16-mixed
     sharded = strategy_traits(settings).shards_weights
-    precision, meaning = fit_precision(precision, gpu.capability, settings.lora and not asked, sharded)
+    precision, meaning = fit_precision(precision, gpu.capability, trains_adapters(settings) and not asked, sharded)
     changes = {"name": rung, "devices": gpus, "precision": precision, "notices": (meaning,) if meaning else ()}
     changes["eval_batch_tokens"] = given.get("eval_batch_tokens")  # not a CPU's default
     settings = replace(settings, **changes)

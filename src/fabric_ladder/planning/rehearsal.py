@@ -119,7 +119,7 @@ class Rehearsal:
             self._give_gradients()
             self._step()
             self._name_tensors()
-            if self.settings.step_in_backward:  # the backward pass has freed all gradients
+            if any(technique.frees_gradients for technique in used(settings)):
                 self.optimizer.zero_grad()
             else:
                 self._give_gradients()

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from fabric_ladder.planning.gpus import ANY
 from fabric_ladder.planning.planner import Machine, Plan, Samples, recommend
+from fabric_ladder.techniques import used
 
 HEADER = ("rung", "batch", "weight", "grad", "optim", "activ", "other", "GPU", "room", "host", "speed")
 LEGEND = (
@@ -69,7 +70,8 @@ def _commands(answer: Answer) -> list[str]:
         lines += ["", f"Or train {weights}:"] if lines else []
         each = " each" if plan.candidate.settings.ranks > 1 else ""
         sizes = f"{plan.needed / 1e9:.2f} of {_gigabytes(answer.machine.gpu.memory)} GB"
-        none = "accuracy not measured" if plan.candidate.settings.deepspeed else "no measured loss of accuracy"
+        measured = all(technique.accuracy_is_measured for technique in used(plan.candidate.settings))
+        none = "no measured loss of accuracy" if measured else "accuracy not measured"
         lines += [
             f"Run    {plan.command}",
             f"Takes  {sizes} of the GPU{each}, {plan.host / 1e9:.1f} GB of CPU memory",

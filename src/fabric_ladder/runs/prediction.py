@@ -181,12 +181,9 @@ def _without_values(batches: list[MicroBatch]) -> list[MicroBatch]:
 
 
 def relevant(settings: Settings) -> dict[str, object]:
-    """Return what changes the predicted memory, besides the shapes of the batches."""
-    chosen = names(changes_memory=True)
-    if settings.packing:
-        chosen.append("max_length")  # without packing only the shapes depend on it
+    """Return the settings that change the predicted memory; the shapes of the batches do so, too."""
     sharded = {"sharded": strategy_traits(settings).shards_weights}
-    return {name: getattr(settings, name) for name in chosen} | sharded
+    return {name: getattr(settings, name) for name in names(changes_memory=True)} | sharded
 
 
 def _key(settings: Settings, config: dict, cuts: list, gpu: str | None, free: int | None) -> str:

@@ -13,12 +13,12 @@ from typing import TypeVar
 from lightning import Fabric
 
 from fabric_ladder.distributed.launch import command_line
-from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import describe_hardware, describe_versions, write_whole
 from fabric_ladder.errors import UserError
 from fabric_ladder.runs.folder import check_writable, lock, next_folder, unlock
 from fabric_ladder.runs.loggers import RunLog
 from fabric_ladder.settings import Settings
+from fabric_ladder.techniques import used
 
 T = TypeVar("T")
 
@@ -44,13 +44,14 @@ class RunRecord:
         self._lines: list[str] = []  # of log.txt
         self._rows: list[tuple[int, int, dict]] = []  # of metrics.csv: optimizer step, samples and figures
         self._log_lost = False  # log.txt and metrics.csv end before the run does
+        packages = dict.fromkeys(name for technique in used(settings) for name in technique.packages(settings))
         self.values = {
             "format": 1,
             "status": "running",
             "begun": strftime("%Y-%m-%dT%H:%M:%S%z"),
             "command": command_line(Path(sys.argv[0]), sys.argv[1:]),
             "settings": {key: value for key, value in dataclasses.asdict(settings).items() if key != "notices"},
-            "versions": describe_versions(*_more_packages(settings)),
+            "versions": describe_versions(*packages),
             "hardware": describe_hardware(fabric.device),
             "ranks": fabric.world_size,
             "results": {"epochs": []},
@@ -177,9 +178,3 @@ class RunRecord:
             if first:
                 reason = f"cannot write into {self.folder} ({error.strerror})"
                 print(f"No more log: {reason}; the run goes on without, and comparisons leave it out", flush=True)
-
-
-def _more_packages(settings: Settings) -> list[str]:
-    bits = settings.quantization != "no" or settings.optimizer == "adam-8bit"
-    used = {"peft": settings.lora, "bitsandbytes": bits}
-    return [*strategy_traits(settings).packages, *(name for name, is_used in used.items() if is_used)]

@@ -6,30 +6,31 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fabric_ladder.settings import Settings
+from fabric_ladder.techniques import used
 
 
 def title(settings: Settings, hardware: dict, ranks: int) -> str:
     """Return the title line: script, data, model, seed, effective batch, precision and device."""
-    devices = f"{ranks} x " if ranks > 1 else ""
     model = Path(settings.model).name if Path(settings.model).exists() else settings.model
     dataset = Path(settings.dataset).name if Path(settings.dataset).exists() else settings.dataset
-    if settings.micro_batch_tokens:
-        packed = "packed " * settings.packing
-        cut = f"batch {settings.batch_size} in {packed}micro-batches of {settings.micro_batch_tokens} tokens"
-    elif settings.packing:
-        rows = f"{devices}{settings.micro_batch_size} row" + "s" * (settings.micro_batch_size > 1)
-        most = "" if settings.pack_rows else "up to "
-        cut = f"batch {settings.batch_size} packed, {rows} of {most}{settings.max_length} tokens at once"
-    else:
-        share = -(-settings.batch_size // ranks)
-        size = min(settings.micro_batch_size, share)
-        cut = f"batch {settings.batch_size} = {devices}{-(-share // size)} x {size}"
+    described = (technique.describe_batch(settings, ranks) for technique in used(settings))
+    batch = next(filter(None, described), None) or _describe_batch(settings, ranks)
+    devices = f"{ranks} x " if ranks > 1 else ""
     device = f"{hardware['device']}: {devices}{hardware.get('gpu', hardware['processor'])}"
     precision = settings.precision
     if settings.matmul_precision in ("high", "medium"):  # PyTorch's default is highest
         precision += f", matmul {settings.matmul_precision}"
-    parts = [settings.name, dataset, model, f"seed {settings.seed}", cut, precision, device]
+    parts = [settings.name, dataset, model, f"seed {settings.seed}", batch, precision, device]
     return " · ".join(parts)
+
+
+def _describe_batch(settings: Settings, ranks: int) -> str:
+    if settings.micro_batch_tokens:
+        return f"batch {settings.batch_size} in micro-batches of {settings.micro_batch_tokens} tokens"
+    devices = f"{ranks} x " if ranks > 1 else ""
+    share = -(-settings.batch_size // ranks)
+    size = min(settings.micro_batch_size, share)
+    return f"batch {settings.batch_size} = {devices}{-(-share // size)} x {size}"
 
 
 def describe_parameters(model: nn.Module) -> dict:

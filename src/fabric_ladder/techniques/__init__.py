@@ -1,4 +1,6 @@
-"""All techniques, each in a module of its own, in the order in which they are applied."""
+"""All techniques, each in a module of its own, in the order of their use."""
+
+import torch
 
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import Settings, show
@@ -54,7 +56,7 @@ TECHNIQUES: tuple[Technique, ...] = (
 
 
 def used(settings: Settings) -> tuple[Technique, ...]:
-    """Return the techniques that these settings use, in the order in which they are applied."""
+    """Return the techniques that these settings use, in the order of their use."""
     return tuple(technique for technique in TECHNIQUES if technique.is_used(settings))
 
 
@@ -63,13 +65,26 @@ def technique_of(rung: str) -> Technique | None:
     return next((technique for technique in TECHNIQUES if technique.rung == rung), None)
 
 
+def trains_adapters(settings: Settings) -> bool:
+    """Return whether only adapters are trained."""
+    return any(technique.adapters for technique in used(settings))
+
+
+def state_dtypes(settings: Settings) -> list[torch.dtype | None]:
+    """Return the dtypes of the optimizer's state tensors of a parameter's size; None: the parameter's own dtype."""
+    dtypes = [None] * 2 if settings.optimizer in ("adam", "adamw") else []
+    return sum((technique.state_dtypes(settings) for technique in used(settings)), dtypes)
+
+
 def check_together(settings: Settings) -> None:
-    """Refuse settings that do not go with a technique in use.
+    """Refuse techniques that cannot be used together.
 
     Raises:
         UserError: In one line, which setting, why, and what to do.
     """
-    for technique in used(settings):
-        for name, reason in technique.refused_settings(settings).items():
-            if (value := getattr(settings, name)) not in (False, None, "no"):
-                raise UserError(f"--{name} {show(value)}: {reason}")
+    techniques = used(settings)
+    for technique in techniques:
+        for other in techniques:
+            if reason := technique.conflict(other):
+                value = show(getattr(settings, technique.setting))
+                raise UserError(f"--{technique.setting} {value}: {reason}")

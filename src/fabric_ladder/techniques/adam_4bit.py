@@ -1,8 +1,8 @@
 """Adam whose two moments take 4 bits each, in PyTorch's own operations.
 
-Moments, tables and blocks are those of Li et al., 2023, Memory Efficient Optimizers with 4-bit States
-(arXiv:2309.01507), as torchao's `Adam4bit` has them. That one is compiled at its first step, for each shape anew, and
-takes no second moment below 6e-14, so that its steps shrink where gradients are below 1e-6.
+Moments, tables and blocks are those of torchao's `Adam4bit` (Li et al., 2023, Memory Efficient Optimizers with 4-bit
+States, arXiv:2309.01507). torchao compiles its step for each shape of a weight. It also clamps the second moment to
+6e-14, so its steps shrink where gradients are below 1e-6.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,33 +15,34 @@ from torch.optim import Optimizer
 from fabric_ladder.errors import UserError
 
 BLOCK = 128  # values that share a scale
-LEAST = 4096  # values of a tensor below which its moments stay in 32-bit
-AT_ONCE = 2**22  # values of a weight that are stepped at once, a multiple of the block; it bounds temporary tensors
+LEAST = 4096  # a tensor with fewer values has its moments in 32 bits
+PART_SIZE = 2**22  # values of a weight that are stepped together, a multiple of the block; it bounds temporary tensors
 POSITIVE = (0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875)  # of the dynamic exponent type in 4 bits
-TABLES = {  # the 16 shares of a block's largest magnitude that 4 bits stand for, ascending
+TABLES = {  # the 16 shares of a block's largest magnitude, ascending
     "exp_avg": (*(-share for share in reversed(POSITIVE)), 0.0, *POSITIVE, 1.0),
-    "exp_avg_sq": tuple(number / 16 for number in range(1, 17)),  # none is 0, which Adam divides by
+    "exp_avg_sq": tuple(number / 16 for number in range(1, 17)),  # without 0: Adam divides by it
 }
 
 
 class Adam4bit(Optimizer):
     """Adam, with each moment's share of its block's largest magnitude rounded to the nearest of 16.
 
-    Two of these shares stand in a byte of `exp_avg` and `exp_avg_sq`, and the 32-bit magnitudes in `exp_avg_scale` and
-    `exp_avg_sq_scale`. A tensor that is small, or does not divide into blocks, has its moments in 32-bit. Steps are
-    computed in 32-bit and rounded once, where they are added to a weight.
+    A byte of `exp_avg` or `exp_avg_sq` holds two shares. `exp_avg_scale` and `exp_avg_sq_scale` hold the 32-bit
+    magnitudes. A tensor that is small, or does not divide into blocks, has its moments in 32 bits. Steps are computed
+    in 32 bits and rounded once, when they are added to a weight.
 
     Args:
         parameters: Each contiguous in memory.
         lr: Learning rate.
-        betas: Shares of the moments that stay at a step.
+        betas: The share of each moment that a step keeps.
         eps: Added to the root of the second moment.
 
     Raises:
         UserError: A parameter is not contiguous.
 
     Attributes:
-        parts: Of each weight that are stepped; None: all. The first holds as much as any, which tells a rehearsal.
+        parts: Number of parts that are stepped of each weight; None: all. A rehearsal steps only the first, which
+            needs as much memory as any other.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Adam4bit(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """Step the weights that have a gradient; return what a closure, which may compute them, returns."""
+        """Step the weights that have a gradient; return the loss of the closure."""
         loss = None
         if closure:
             with torch.enable_grad():
@@ -75,20 +76,20 @@ class Adam4bit(Optimizer):
         state["step"] += 1
         weight, gradient, step = parameter.view(-1), parameter.grad.reshape(-1), float(state["step"])
         first, second = (1 - beta**step for beta in group["betas"])
-        for start in range(0, len(weight), AT_ONCE)[: self.parts]:
-            end = min(start + AT_ONCE, len(weight))
+        for start in range(0, len(weight), PART_SIZE)[: self.parts]:
+            end = min(start + PART_SIZE, len(weight))
             part = gradient[start:end].float()
             weight[start:end].add_(self._update(state, start, end, part, group, second), alpha=-group["lr"] / first)
 
     def _update(self, state: dict, start: int, end: int, gradient: Tensor, group: dict, correction: float) -> Tensor:
-        """Take a part of a gradient into both moments, and return the first over the root of the second.
+        """Update a part of both moments, and return the first over the root of the second.
 
         Args:
-            state: Of the parameter.
-            start, end: Of the part.
-            gradient: Of the part, in 32-bit.
-            group: Of the parameter.
-            correction: What the second moment is divided by, since it was 0 at first.
+            state: The parameter's state.
+            start, end: Bounds of the part.
+            gradient: The part's gradient, in 32 bits.
+            group: The parameter's group.
+            correction: Divisor of the second moment, which started at 0.
         """
         moment = self._read(state, "exp_avg_sq", start, end)
         moment.lerp_(gradient.square(), 1 - group["betas"][1])
@@ -100,7 +101,7 @@ class Adam4bit(Optimizer):
         return torch.div(moment, root, out=root)
 
     def _read(self, state: dict, name: str, start: int, end: int) -> Tensor:
-        """Return a part of a moment in 32-bit; where it is kept so, the state itself."""
+        """Return a part of a moment in 32 bits; it is the state itself if that has 32 bits."""
         if f"{name}_scale" not in state:
             return state[name][start:end]
         pairs, _ = self._tables_on(state[name].device)[name]
@@ -108,17 +109,17 @@ class Adam4bit(Optimizer):
         return values.mul_(state[f"{name}_scale"][start // BLOCK : end // BLOCK, None]).view(-1)
 
     def _write(self, state: dict, name: str, start: int, end: int, moment: Tensor) -> None:
-        """Keep a part of a moment in 4 bits, if it is kept so."""
+        """Round a part of a moment into its state, unless the state has 32 bits."""
         if f"{name}_scale" in state:
             _, bounds = self._tables_on(moment.device)[name]
             blocks = moment.view(-1, BLOCK)
-            scale = blocks.abs().amax(1).clamp_(torch.finfo(torch.float32).tiny)  # of zeros, too
+            scale = blocks.abs().amax(1).clamp_(torch.finfo(torch.float32).tiny)  # all values may be 0
             codes = torch.bucketize(blocks / scale[:, None], bounds, out_int32=True, right=True).view(-1, 2)
             state[name][start // 2 : end // 2] = codes[:, 0] * 16 + codes[:, 1]
             state[f"{name}_scale"][start // BLOCK : end // BLOCK] = scale
 
     def _tables_on(self, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return, by moment, the two shares that each byte stands for, and the bounds between shares."""
+        """Return for each moment the two shares of each byte value, and the bounds between shares."""
         if device not in self._tables:
             self._tables[device] = {}
             for name, values in TABLES.items():

@@ -63,15 +63,14 @@ def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, 
         phase: The phase in which memory ran out: `training`, `the optimizer` or `the evaluation`.
         shape: Shape of the batch in that phase.
     """
-    tries = []
-    if settings.attention == "eager":
-        tries.append("--attention fused, which keeps no matrix of tokens x tokens")
-    smaller = _smaller_batch(settings, phase, shape)
-    recompute = []
-    if not settings.activation_checkpointing and phase in (None, "training"):  # other phases keep no activations
-        recompute = ["--activation_checkpointing true, which recomputes activations"]
-    # a step in the backward pass has one micro-batch: a smaller one would be another effective batch, so it comes last
-    tries += [*recompute, *smaller] if settings.step_in_backward else [*smaller, *recompute]
+    faster, slower = [], []
+    for technique in TECHNIQUES:
+        if not technique.is_used(settings) and (option := technique.as_option(phase)):
+            (slower if technique.relative_speed(settings) < 1 else faster).append(option)
+    name = _size_setting(settings, phase, shape)
+    smaller = _smaller_batch(settings, name, phase, shape)
+    # a smaller effective batch is another run, so it comes last
+    tries = [*faster, *slower, *smaller] if name == "batch_size" else [*faster, *smaller, *slower]
     for technique in used(settings):
         if more := technique.save_more(settings):
             tries.append(f"{_command(settings, more.options, replaces=more.replaces)}, which {more.reason}")
@@ -83,19 +82,20 @@ def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, 
     return "; ".join(tries)
 
 
-def _smaller_batch(settings: Settings, phase: str | None, shape: tuple[int, ...]) -> list[str]:
-    """Return the command of this run with half the batch of that phase; empty if a smaller batch does not help."""
+def _size_setting(settings: Settings, phase: str | None, shape: tuple[int, ...]) -> str:
+    """Return the setting that limits the batch of that phase."""
     evaluating = phase == "the evaluation"
-    if settings.step_in_backward and not evaluating:
-        name = "batch_size"
-    elif settings.pack_rows:
-        name = "pack_rows"
-    elif evaluating:
-        name = "eval_batch_tokens"
-    elif settings.micro_batch_tokens and (not shape or (len(shape) == 2 and settings.micro_batch_tokens != "auto")):
-        name = "micro_batch_tokens"
-    else:
-        name = "micro_batch_size"
+    for technique in used(settings):
+        if name := technique.size_setting(settings, evaluating):
+            return name
+    if evaluating:
+        return "eval_batch_tokens"
+    counts_tokens = not shape or (len(shape) == 2 and settings.micro_batch_tokens != "auto")  # images are counted
+    return "micro_batch_tokens" if settings.micro_batch_tokens and counts_tokens else "micro_batch_size"
+
+
+def _smaller_batch(settings: Settings, name: str, phase: str | None, shape: tuple[int, ...]) -> list[str]:
+    """Return the command of this run with half the setting `name`; empty if a smaller batch does not help."""
     tokens = shape[0] * shape[1] if len(shape) == 2 else None
     samples = shape[0] if shape else None
     seen = {"micro_batch_size": samples, "micro_batch_tokens": tokens, "eval_batch_tokens": tokens}.get(name)
@@ -104,7 +104,8 @@ def _smaller_batch(settings: Settings, phase: str | None, shape: tuple[int, ...]
         return []
     replaces = ("micro_batch_tokens",) if name == "micro_batch_size" else ()
     command = _command(settings, (f"--{name}", str(min(sizes) // 2)), replaces=replaces)
-    return [command if evaluating or name == "batch_size" else f"{command} (the same effective batch in less memory)"]
+    same = "" if name == "batch_size" or phase == "the evaluation" else " (the same effective batch in less memory)"
+    return [command + same]
 
 
 def _next_rung(settings: Settings) -> NextRung | None:
@@ -115,8 +116,11 @@ def _next_rung(settings: Settings) -> NextRung | None:
         above = technique.next_to_try(settings)
         rung = above and above._replace(options=rung.options + above.options)
     technique = rung and rung.name and technique_of(rung.name)
-    if technique and settings.precision in technique.refused_precisions:
-        rung = rung._replace(options=(*rung.options, "--precision", "32-true"))
+    if technique:
+        refused = (each.setting for each in used(settings) if each.conflict(technique))
+        rung = rung._replace(replaces=(*rung.replaces, *refused))
+        if settings.precision in technique.refused_precisions:
+            rung = rung._replace(options=(*rung.options, "--precision", "32-true"))
     if rung and settings.optimizer == "sgd":  # every rung supports it, and no optimizer needs less memory
         rung = rung._replace(replaces=tuple(name for name in rung.replaces if name != "optimizer"))
     return rung

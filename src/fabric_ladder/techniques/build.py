@@ -9,6 +9,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from fabric_ladder.data.hub import reachable
 from fabric_ladder.data.splits import ImageDatasets, TextDatasets
+from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.errors import UserError, refused
 from fabric_ladder.models.configs import MODELS, load_config, silence_loading
 from fabric_ladder.models.dtypes import keep_dtype
@@ -35,7 +36,7 @@ def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets) -> n
     config.return_dict = True
     if settings.task != "instruction-tuning":
         config.id2label = dict(enumerate(datasets.class_names))  # and with it `num_labels`
-        config.problem_type = "single_label_classification"  # a config may ask for a regression
+        config.problem_type = "single_label_classification"  # a config may have regression
         config.label2id = {name: index for index, name in config.id2label.items()}
     if isinstance(datasets, ImageDatasets):
         config.image_size = datasets.format.size
@@ -51,26 +52,25 @@ def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets) -> n
 
 
 def build_optimizer(settings: Settings, model: nn.Module) -> Optimizer:
-    """Return the optimizer of the trained parameters.
+    """Return the optimizer of the trained parameters, with the techniques in use applied.
 
     Each parameter has state in its own dtype: two values for Adam and AdamW, none for SGD, one row and one column per
-    matrix for Adafactor (Shazeer and Stern, 2018). 8-bit Adam keeps two bytes (Dettmers et al., 2022), 4-bit Adam one
-    (Li et al., 2023). Kahan summation adds one value.
+    matrix for Adafactor (Shazeer and Stern, 2018).
 
     Args:
         settings: `learning_rate`, `optimizer` and the techniques in use.
         model: Set up by Fabric, since sharding and half precision replace or convert its parameters.
     """
-    kind, options = optimizer_class(settings)
-    techniques = used(settings)
-    for technique in techniques:
+    # PyTorch refuses the fused kernel where a scaled loss meets clipping: the kernel unscales the gradients itself, and
+    # clipping needs unscaled ones. An engine unscales and clips before the step.
+    clips_scaled = settings.precision == "16-mixed" and bool(settings.max_grad_norm)
+    may_fuse = strategy_traits(settings).owns_optimizer or not clips_scaled
+    kind, options = optimizer_class(settings.optimizer, may_fuse)
+    for technique in used(settings):
         kind = technique.change_optimizer(kind, settings)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     forget_hooks(parameters)
-    optimizer = kind(parameters, lr=settings.learning_rate, **options)
-    for technique in techniques:
-        technique.prepare_optimizer(optimizer, settings)
-    return optimizer
+    return kind(parameters, lr=settings.learning_rate, **options)
 
 
 def _draw_or_load(settings: Settings, config: PretrainedConfig) -> nn.Module:

@@ -1,13 +1,12 @@
-"""Activation checkpointing: of each block its input is kept, and what else is kept, and where, is set here.
+"""Activation checkpointing: keep the input of each block, and recompute its activations for the backward pass.
 
-With `selective_checkpointing` also the results of attention and of matrix products, which are what costs time to
-compute again. (Korthikanti et al., 2022, arXiv:2205.05198, do the opposite: they compute attention alone again, since
-it kept a matrix of tokens x tokens then. Flash kernels keep none.)
+`selective_checkpointing` also keeps the results of attention and matrix multiplications, which take most of the time.
+(Korthikanti et al., 2022, arXiv:2205.05198, recompute only attention, which kept a matrix of tokens x tokens then.
+Flash kernels keep none.)
 
-With `activation_offload` the inputs go to the host's memory. On CUDA they are copied on a stream of their own, a single
-one at a time: out while the block computes on it, and back while the block after it is computed again. So the device
-holds no more than two inputs that it does not compute on, however far Python is ahead of it (as it would be with
-`Tensor.record_stream`, which gives memory back only when the copy is seen to be done).
+`activation_offload` keeps the inputs in CPU memory. On CUDA a separate stream copies them, one at a time: to the CPU
+while the block computes, and back while the backward pass computes the block after it. So the device holds at most two
+inputs of other blocks, however far Python is ahead of it. (`Tensor.record_stream` would give memory back too late.)
 """
 
 import logging
@@ -22,19 +21,18 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from fabric_ladder.errors import UserError
 from fabric_ladder.models.configs import MODELS, load_config
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.lean_optimizer import WITHOUT_STATE
 from fabric_ladder.techniques.technique import NextRung, Technique
 
-ATTENTION = "aten::_scaled_dot_product_"  # how the names of all kernels of `scaled_dot_product_attention` begin
+ATTENTION = "aten::_scaled_dot_product_"  # the names of all attention kernels begin like this
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_grouped_mm")
 _host_memory: Callable[[], AbstractContextManager] = nullcontext
 
 
 def enable_checkpointing(model: nn.Module, settings: Settings) -> None:
-    """Have a model of transformers compute its blocks again for the backward pass.
+    """Let a model of transformers recompute its blocks for the backward pass.
 
     Args:
         model: Before Fabric sets it up.
@@ -54,14 +52,14 @@ def enable_checkpointing(model: nn.Module, settings: Settings) -> None:
 
 
 def _policy(_, operation: torch._ops.OpOverload, *args, **kwargs) -> CheckpointPolicy:
-    """Say whether an operation's result is kept."""
+    """Return whether an operation's result is kept."""
     name = operation.name()
     if name.startswith(ATTENTION):
-        # with dropout it would have drawn random numbers, and what draws after it would get others the second time
+        # attention with dropout draws random numbers; skipping it would change all numbers drawn after it
         places = {argument.name: place for place, argument in enumerate(operation._schema.arguments)}
         place = places.get("dropout_p", len(args))
         kept = not (args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
-    elif name == "aten::bmm":  # in attention without a kernel; but no matrix of tokens x tokens
+    elif name == "aten::bmm":  # attention without a kernel; its matrix of tokens x tokens is not kept
         rows, inner, columns = *args[0].shape[1:], args[1].shape[-1]
         kept = rows * columns <= (rows + columns) * inner
     else:
@@ -70,14 +68,14 @@ def _policy(_, operation: torch._ops.OpOverload, *args, **kwargs) -> CheckpointP
 
 
 def _checkpoint_on_host(checkpoint: Callable, offload: "_Offload", function: Callable, hidden: Tensor, *others):
-    """Checkpoint a block, with its input on the host; others, such as masks, are the same for all blocks, and stay."""
+    """Checkpoint a block with its input in CPU memory; `others`, such as masks, are shared by all blocks and stay."""
     with saved_tensors_hooks(offload.pack, offload.unpack):
         return checkpoint(lambda hidden: function(hidden, *others), hidden)
 
 
 @contextmanager
 def host_memory_within(context: Callable[[], AbstractContextManager]) -> Iterator[None]:
-    """Have tensors in the host's memory made within such a context: a count of memory can tell them by it."""
+    """Allocate the tensors in CPU memory within a context, for a count of memory that recognizes them."""
     global _host_memory
     before, _host_memory = _host_memory, context
     try:
@@ -87,11 +85,11 @@ def host_memory_within(context: Callable[[], AbstractContextManager]) -> Iterato
 
 
 class _Kept:
-    """A block's input on the host.
+    """A block's input in CPU memory.
 
     Args:
-        tensor: On the device.
-        before: A weak reference to that of the block before.
+        tensor: The input on the device.
+        before: A weak reference to the input of the block before.
     """
 
     def __init__(self, tensor: Tensor, before: weakref.ref):
@@ -101,7 +99,7 @@ class _Kept:
 
 
 class _Move(NamedTuple):
-    """The copy that was started last: of what, its tensor on the device, and the event that ends it."""
+    """The last started copy: its input, the tensor on the device, and the event that ends it."""
 
     kept: weakref.ref
     tensor: Tensor
@@ -109,7 +107,7 @@ class _Move(NamedTuple):
 
 
 class _Offload:
-    """Copies to the host and back; memory is allocated, and given back, on the stream that computes alone."""
+    """Copies to CPU memory and back; only the computing stream allocates and frees memory."""
 
     def __init__(self):
         self._last: Callable = lambda: None
@@ -117,21 +115,21 @@ class _Offload:
         self._copying: torch.Stream | None = None
 
     def pack(self, tensor: Tensor) -> _Kept:
-        """Start to copy a block's input to the host; it stays on the device until the next one comes."""
+        """Start to copy a block's input to CPU memory; the device keeps it until the next input arrives."""
         kept = _Kept(tensor, self._last)
         self._last = weakref.ref(kept)
         self._start(kept, tensor, kept.host, tensor)
         return kept
 
     def unpack(self, kept: _Kept) -> Tensor:
-        """Return a block's input on the device, and start to copy that of the block before."""
-        tensor = self._bring(kept)
+        """Return a block's input on the device, and start to copy the input of the block before."""
+        tensor = self._fetch(kept)
         self._finish()
         if before := kept.before():
-            self._bring(before)
+            self._fetch(before)
         return tensor
 
-    def _bring(self, kept: _Kept) -> Tensor:
+    def _fetch(self, kept: _Kept) -> Tensor:
         if not self._move or self._move.kept() is not kept:
             tensor = torch.empty_like(kept.host, device=kept.device)
             self._start(kept, tensor, tensor, kept.host)
@@ -148,11 +146,11 @@ class _Offload:
             done = copying.record_event()
         else:
             target.copy_(source)
-        # of a pass that fails nobody asks for the rest: its tensor goes with what autograd kept
+        # if a pass fails, no `unpack` follows: the tensor is freed together with autograd's graph
         self._move = _Move(weakref.ref(kept, lambda _: self._finish()), tensor, done)
 
     def _finish(self) -> None:
-        """Have what computes from now on wait for the copy, after which the tensor may go."""
+        """Let later computations wait for the copy; then the tensor may be freed."""
         if self._move and self._move.done:
             torch.cuda.current_stream(self._move.tensor.device).wait_event(self._move.done)
         self._move = None
@@ -166,17 +164,22 @@ class ActivationCheckpointing(Technique):
     short_name = "checkpointing"
     next_rung = WITHOUT_STATE._replace(options=("--activation_checkpointing", "true"))
 
+    def as_option(self, phase: str | None) -> str | None:
+        """Return the option for a training; elsewhere no activations are kept."""
+        if phase not in (None, "training"):
+            return None
+        return "--activation_checkpointing true, which recomputes activations"
+
     def saves_no_more(self, settings: Settings) -> bool:
         """Return whether all activations except the blocks' inputs are recomputed already."""
         return self.is_used(settings) and not settings.selective_checkpointing
 
-    def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse models that cannot recompute their activations."""
-        if not self.is_used(settings):
-            return
+    def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
+        """Return why the technique cannot be used, and what to do."""
         config = load_config(settings.model, settings.model_revision)
-        if not MODELS[settings.task]._model_mapping[type(config)].supports_gradient_checkpointing:
-            raise UserError(f"--activation_checkpointing true: transformers does not offer it for {config.model_type}")
+        if MODELS[settings.task]._model_mapping[type(config)].supports_gradient_checkpointing:
+            return None
+        return f"transformers does not offer it for {config.model_type}"
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
         """Enable checkpointing, with all that the settings choose about it."""
@@ -193,21 +196,12 @@ class ActivationOffload(Technique):
 
     setting = "activation_offload"
     rung = "20_activation_offload"
+    refused_on_mps = "--activation_offload true, since Apple's GPUs share the CPU's memory: leave it out"
     next_rung = ActivationCheckpointing.next_rung
 
-    def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse blocks that are not checkpointed or are compiled, and devices that share the CPU's memory."""
-        if not self.is_used(settings):
-            return
-        if not settings.activation_checkpointing:
-            raise UserError(
-                "--activation_offload true moves the inputs of checkpointed blocks to CPU memory; "
-                "add --activation_checkpointing true"
-            )
-        if settings.compile:
-            raise UserError("--activation_offload true: torch.compile skips such blocks; use --compile false")
-        if settings.accelerator == "mps":
-            raise UserError("--activation_offload true: Apple silicon's GPU uses the host's memory; leave it out")
+    def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
+        """Return why the technique cannot be used, and what to do."""
+        return "torch.compile skips such blocks; use --compile false" if settings.compile else None
 
 
 class SelectiveCheckpointing(Technique):
@@ -218,14 +212,6 @@ class SelectiveCheckpointing(Technique):
     next_rung = NextRung(
         "7_grad_checkpointing", "recomputes matrix multiplications too", replaces=("selective_checkpointing",)
     )
-
-    def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse blocks that are not checkpointed."""
-        if self.is_used(settings) and not settings.activation_checkpointing:
-            raise UserError(
-                "--selective_checkpointing true chooses the results that checkpointing keeps; "
-                "add --activation_checkpointing true"
-            )
 
     def relative_speed(self, settings: Settings) -> float:
         """Return the speed relative to checkpointing: together 0.93, measured on a CPU (page of rung 21)."""

@@ -1,12 +1,12 @@
 """Chunked cross-entropy: the loss of a language model, with the logits of only a few tokens in memory at a time.
 
-For 4 x 512 tokens BLOOM's 250,880 logits of each take 2 GB in 32-bit, and their gradient as much again. Here a chunk of
-them is made, turned into its gradient in place, multiplied into those of the hidden states and of the head, and dropped
-(as in Liger Kernel: Hsu et al., 2024, arXiv:2410.10989). Tokens that are not trained, such as a prompt's, get no logits
-at all.
+BLOOM has 250,880 logits per token. For 4 x 512 tokens they take 2 GB in 32 bits, and their gradient as much again. Here
+a chunk of logits is computed, turned into its gradient in place, multiplied into the gradients of the hidden states and
+the head, and freed (as in Liger Kernel: Hsu et al., 2024, arXiv:2410.10989). Tokens that are not trained, such as a
+prompt's, get no logits.
 
-PyTorch's own chunks (`torch.nn.functional.linear_cross_entropy`, from 2.13 on) count no right predictions, round the
-loss of 16-bit weights to 16 bits, and hide their tensors from the prediction of memory.
+PyTorch's own `linear_cross_entropy` (from 2.13 on) counts no right predictions, rounds the loss of 16-bit weights to 16
+bits, and hides its tensors from the prediction of memory.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from fabric_ladder.techniques.technique import Technique
 
 @dataclass
 class ChunkedLossOutput(ModelOutput):
-    """What the forward pass of a language model returns with chunked cross-entropy.
+    """The result of a language model's forward pass with chunked cross-entropy.
 
     Attributes:
         loss: Mean over the trained tokens, a scalar.
@@ -36,21 +36,21 @@ class ChunkedLossOutput(ModelOutput):
 
 
 def use_chunked_loss(model: nn.Module, chunk: int) -> None:
-    """Have a causal language model compute its loss in chunks; its forward pass then returns a `ChunkedLossOutput`.
+    """Let a causal language model compute its loss in chunks; its forward pass then returns a `ChunkedLossOutput`.
 
     The forward pass takes `labels` (samples, length) and `predicting`, the flat positions whose next token is trained.
-    Where the architecture does more than one product between its last hidden states and the logits (a soft cap, say),
-    that is left to it, and the logits of all tokens exist.
+    Some architectures compute more than a matrix multiplication between the last hidden states and the logits, such as
+    a soft cap. They compute all logits themselves.
 
     Args:
-        model: With the head of a language model.
-        chunk: Tokens whose logits exist at once.
+        model: A model with the head of a language model.
+        chunk: Tokens whose logits are in memory together.
     """
     model.forward = partial(_forward, model, chunk if _logits_are_product(model) else None)
 
 
 def _forward(model: nn.Module, chunk: int | None, labels: Tensor, predicting: Tensor, **inputs) -> ChunkedLossOutput:
-    inputs = {name: value for name, value in inputs.items() if value is not None}  # PEFT names all that there may be
+    inputs = {name: value for name, value in inputs.items() if value is not None}  # PEFT passes every argument
     targets = labels.flatten()[predicting + 1]
     if chunk is None:
         logits = type(model).forward(model, **inputs).logits.flatten(0, 1)[predicting].float()
@@ -60,7 +60,7 @@ def _forward(model: nn.Module, chunk: int | None, labels: Tensor, predicting: Te
     return ChunkedLossOutput(*chunked_loss(hidden, head.weight, head.bias, targets, chunk))
 
 
-@torch.compiler.disable  # a loop whose length depends on the data would be compiled anew for each
+@torch.compiler.disable  # the loop's length depends on the data, and each length would compile a graph
 def chunked_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int
 ) -> tuple[Tensor, Tensor]:
@@ -69,18 +69,18 @@ def chunked_loss(
     The same as `cross_entropy(linear(hidden, weight, bias).float(), targets)`, in `chunk / tokens` of its memory.
 
     Args:
-        hidden: (tokens, width), the last hidden states where a next token is to be predicted.
-        weight: (vocabulary, width) of the head.
-        bias: (vocabulary,) of the head.
+        hidden: (tokens, width), the last hidden states of the tokens whose next token is trained.
+        weight: The head's, (vocabulary, width).
+        bias: The head's, (vocabulary,).
         targets: (tokens,), the next tokens.
-        chunk: Tokens whose logits exist at once.
+        chunk: Tokens whose logits are in memory together.
     """
     total, correct = _ChunkedLoss.apply(hidden, weight, bias, targets, chunk, torch.is_grad_enabled())
     return total / len(targets), correct
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Sum of the losses. Its gradient is made on the way forward; that of a sum, unlike a mean's, fits into float16."""
+    """The sum of the losses. The forward pass computes its gradient; a mean's would not fit into float16."""
 
     @staticmethod
     def forward(
@@ -126,12 +126,12 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _logits_are_product(model: nn.Module) -> bool:
-    """Try whether the logits are the head's product with the last hidden states: two made-up ones are slipped in."""
+    """Return whether the head alone computes the logits, tried with two made-up last hidden states."""
     head, decoder = model.get_output_embeddings(), model.base_model
     if not isinstance(head, nn.Linear) or decoder is model:
         return False
     if head.weight.is_meta:
-        return True  # without values there is nothing to compare; only memory is asked for then
+        return True  # without values there is nothing to compare; a rehearsal needs only memory
     hidden = torch.linspace(-1, 1, 2 * head.in_features, dtype=head.weight.dtype, device=head.weight.device)
     hidden = hidden.view(1, 2, -1)
     decoder.forward = lambda *_, **__: BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden)

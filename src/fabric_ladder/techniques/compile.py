@@ -19,21 +19,21 @@ from fabric_ladder.techniques.technique import Technique
 def compile_blocks(model: nn.Module, cache_dir: str, accelerator: str) -> None:
     """Compile each layer of the model in place, at its first call.
 
-    Layers of a kind run the same code on unlike weights, which are inputs to the compiled graph: what the first of them
-    compiles serves all, and the time does not grow with the depth.
-    A model without layers of transformers' base class is compiled as a whole, in place, too.
+    Layers of one class run the same code, and their weights are inputs to the compiled graph. So one graph serves all
+    layers, and the time does not grow with the depth. A model without layers of transformers' base class is compiled as
+    a whole.
 
     Args:
-        model: Of transformers, perhaps with adapters, before Fabric sets it up.
-        cache_dir: What is compiled stays in its folder `kernels`, unless TORCHINDUCTOR_CACHE_DIR names another.
-        accelerator: As resolved. On `cpu` dropout draws PyTorch's own random numbers, as if not compiled: a compiled
-            loop would draw them one at a time. On a GPU they are others, drawn within the kernels.
+        model: A model of transformers, perhaps with adapters, before Fabric sets it up.
+        cache_dir: Its folder `kernels` keeps the compiled code, unless TORCHINDUCTOR_CACHE_DIR names another.
+        accelerator: As resolved. On `cpu` dropout draws PyTorch's own random numbers, as without compiling: a compiled
+            loop would draw them one at a time. GPU kernels draw other numbers themselves.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(cache_dir) / "kernels"))
     inductor.fallback_random = accelerator == "cpu"
-    shapes.use_duck_shape = False  # else a first length that equals the width would be taken for the width
+    shapes.use_duck_shape = False  # otherwise a first length equal to the width becomes the width
     torch._dynamo.config.recompile_limit = 64  # all layers of all models of a process share one code object
-    torch._dynamo.config.optimize_ddp = False  # which would cut the graphs where DDP's buckets end; blocks are cuts
+    torch._dynamo.config.optimize_ddp = False  # it would cut graphs where DDP's buckets end
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for module in layers or [model]:
         module.compile(dynamic=True)
@@ -81,6 +81,7 @@ class Compile(Technique):
 
     setting = "compile"
     rung = "3_torch_compile"
+    rounds_lengths = True
     next_rung = IN_16_BITS
     refused_on_mps = "--compile true: leave it out, or use src/2_grad_accum.py"
     explained_errors = (

@@ -1,10 +1,9 @@
 """Embedding tables' gradients, added up row by row over the micro-batches of an effective batch.
 
-PyTorch makes an embedding's gradient as large as its table, though a micro-batch has tokens for few of the rows: beside
-the sum of the micro-batches before, it is filled with zeros, added, and freed. BLOOM-560m's takes 1.03 GB in 32-bit,
-nearly half of all its gradients. Here only the rows of the micro-batch's tokens are added. The sum is the same to the
-last bit, but where a language model's head has the same table: there head, embedding and the sum before are added in
-another order.
+PyTorch makes an embedding's gradient as large as its table, though a micro-batch has tokens for few rows. It fills the
+gradient with zeros, adds it to the sum of the micro-batches before, and frees it. BLOOM-560m's takes 1.03 GB in 32
+bits, nearly half of all its gradients. Here only the rows of the micro-batch's tokens are added. The sum is the same to
+the last bit, except where a language model's head has the same table: then the parts are added in another order.
 """
 
 from collections.abc import Iterator
@@ -18,12 +17,12 @@ from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.technique import Technique
 
-FEWEST = 4  # rows of a table for each token of a batch: below, PyTorch's way is as fast and takes no more memory
+FEWEST = 4  # rows of a table per token of a batch; with fewer rows PyTorch is as fast and needs no more memory
 _hooked: bool | None = None  # see `adding_rows`; None: outside of it
 
 
 def add_rows(model: nn.Module) -> None:
-    """Let the model's embedding tables do so within `adding_rows`, in place; tables of other classes are left alone."""
+    """Let the model's embedding tables add rows within `adding_rows`, in place, if they are plain tables."""
     for module in model.modules():
         if type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq or module.sparse):
             module.__class__ = RowEmbedding
@@ -34,8 +33,8 @@ def adding_rows(hooked: bool) -> Iterator[None]:
     """Add rows to the gradients that are there, in forward and backward pass of this block.
 
     Args:
-        hooked: Whether somebody is called when autograd has added to a gradient, as DDP is. Then autograd gets a
-            gradient of zeros to add, in whose place there is a single number.
+        hooked: Whether hooks (DDP, `WeightSteps`) must fire when a gradient is complete. Then autograd adds a gradient
+            of zeros, which takes the memory of a single number.
     """
     global _hooked
     before, _hooked = _hooked, hooked

@@ -11,7 +11,7 @@ import importlib.util
 import torch
 from torch import Tensor, nn
 
-from fabric_ladder.errors import UserError
+from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.models.layers import linear_layers, meta_model
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.low_precision import IN_16_BITS
@@ -71,41 +71,38 @@ class Float8(Technique):
 
     setting = "float8"
     rung = "22_float8"
+    refused_on_mps = "--float8 true, since Apple's GPUs have no 8-bit floating point: leave it out"
     plans = ()  # float8 weights are not predicted
     next_rung = IN_16_BITS
 
-    def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse devices and precisions without 8-bit kernels, and models without such layers."""
-        if not self.is_used(settings):
-            return
-        if settings.accelerator == "mps":
-            raise UserError(
-                "--float8 true: Apple's GPUs have no 8-bit floating point; leave it out, or --accelerator cpu"
-            )
+    def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
+        """Return why the technique cannot be used, and what to do."""
         if capability and capability < LEAST:
-            raise UserError(
-                f"--float8 true needs a GPU of compute capability 8.9 (Ada, Hopper) or above, and this one has "
+            return (
+                "it needs a GPU of compute capability 8.9 (Ada, Hopper) or above, and this GPU has "
                 f"{capability[0]}.{capability[1]}; run src/4_mixed_precision.py"
             )
-        for what, found in {
-            "--quantization nf4, whose weights have 4 bits": settings.quantization != "no",
-            f"--precision {settings.precision}; use bf16-mixed or bf16-true": not settings.precision.startswith("bf16"),
-        }.items():
-            if found:
-                raise UserError(f"--float8 true does not go with {what}")
+        if settings.quantization != "no":
+            return f"--quantization {settings.quantization} has weights of 4 bits; leave one of them out"
+        if strategy_traits(settings).owns_optimizer:
+            return f"not with {settings.name}; use src/10_fsdp.py"
+        if not settings.precision.startswith("bf16"):
+            return f"not with --precision {settings.precision}; use bf16-mixed or bf16-true"
         if importlib.util.find_spec("torchao") is None:
-            raise UserError("--float8 true needs torchao: pip install torchao==0.18.0")
+            return "it needs torchao: pip install torchao==0.18.0"
         if not float8_layers(meta_model(settings)):
-            raise UserError(
-                f"--float8 true: {settings.model} has no linear layer whose sides are multiples of {MULTIPLE}; "
-                "leave it out"
-            )
+            return f"{settings.model} has no linear layer whose sides are multiples of {MULTIPLE}; leave it out"
+        return None
 
     def notice(self, settings: Settings) -> str | None:
-        """Return a warning about a CPU."""
+        """Return how a CPU computes."""
         if settings.accelerator != "cpu":
             return None
         return "--float8 on a CPU: factors are rounded to 8 bits and multiplied in 32 bits, which is slower"
+
+    def packages(self, settings: Settings) -> tuple[str, ...]:
+        """Return torchao."""
+        return ("torchao",)
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
         """Convert the linear layers."""

@@ -1,21 +1,20 @@
-"""BLOOM's special treatment: fused attention.
+"""Fused attention, with kernels for BLOOM.
 
-Of BLOOM transformers has eager attention only, which keeps a matrix of tokens x tokens.
+transformers has only eager attention for BLOOM, which keeps a matrix of tokens x tokens.
 
-BLOOM adds to each score a bias, slope x position of the key (ALiBi: Press et al., 2022, arXiv:2108.12409). A softmax
-row does not change when a constant is added to it, and a bias of the key alone is a dot product with more dimensions: a
-constant in the query, the bias in the key. So attention is a plain causal `scaled_dot_product_attention`, which takes a
-flash kernel on every device that has one. The new dimensions hold
+BLOOM adds a bias to each score, slope x position of the key (ALiBi: Press et al., 2022, arXiv:2108.12409). A constant
+that is added to a softmax row changes nothing. A bias of the key is a dot product with more dimensions: a constant in
+the query, the bias in the key. So attention is a plain causal `scaled_dot_product_attention`, with a flash kernel on
+every device that has one. The new dimensions hold
 
-- in the key the high, middle and low 8 bits of the bias, which no 16-bit format rounds, nor do tensor cores in TF32;
-- in the query the high bits of its own bias, taken away again: where weights are large, what is added up stays small;
-- for a padded key, wherever it stands, a bias that leaves it no weight. So there is no mask, nobody looks at its
-  values, and the host never waits for the device;
-- in packed rows, before all others, what keeps the documents apart (`masks.py: document_digits`). The bias counts on
-  over the whole row, which changes nothing within a document.
+- in the key the high, middle and low 8 bits of the bias, which no 16-bit format and no tensor core in TF32 rounds;
+- in the query the high bits of its own bias, subtracted, so that the sums stay small where weights are large;
+- for a padded key a bias that leaves it no weight. So there is no mask, and no wait for the mask's values;
+- in packed rows, before all others, the digits that separate the documents (`masks.py: document_digits`). The bias
+  counts over the whole row, which changes nothing within a document.
 
-The seams are transformers' registry of masks (`AttentionMaskInterface`), by which the model makes the new dimensions
-once per forward pass instead of a mask, and the class of its attention modules.
+transformers' registry of masks (`AttentionMaskInterface`) lets the model compute the new dimensions once per forward
+pass instead of a mask. The attention modules get another class.
 """
 
 import math
@@ -33,20 +32,19 @@ from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.technique import Technique
 
 NAME = "alibi_as_dimensions"
-HIDDEN = -32768.0  # bias of a padded key, exact in every format; exp of it is 0
+HIDDEN = -32768.0  # bias of a padded key, exact in every format; its exponential is 0
 
 
 def fuse_attention(model: nn.Module) -> None:
     """Compute a model's attention by fused kernels: this module's for BLOOM, PyTorch's for other models.
 
-    The kernel serves training, evaluation and the prompt of a generation, with every mask of two dimensions: padding
-    may be on either side, and what is computed for padding itself is of no use. Eager, as transformers computes it,
-    remain: an answer's later tokens, which see cached keys; 4-D masks; `output_attentions`; and `slow_but_exact`.
-    Dropout in attention is the kernel's: of the same distribution, but with random numbers of its own (and on a CPU,
-    where flash kernels know none, with the matrix).
+    The kernel computes training, evaluation and the prompt of a generation, with every mask of two dimensions. Padding
+    may be on either side. Eager attention computes an answer's later tokens, which see cached keys; 4-D masks;
+    `output_attentions`; and `slow_but_exact`. Dropout in attention has the same distribution with other random numbers.
+    (On a CPU it needs the matrix, because flash kernels there have no dropout.)
 
     Args:
-        model: A model of transformers, or one that holds it.
+        model: A model of transformers, or a module with such a model.
     """
     use_own_attention(model)
     for module in model.modules():
@@ -57,29 +55,29 @@ def fuse_attention(model: nn.Module) -> None:
 
 
 class FusedBloomAttention(BloomAttention):
-    """BLOOM's attention, by a fused kernel if it is given new dimensions in place of a mask."""
+    """BLOOM's attention, with a fused kernel if it gets new dimensions instead of a mask."""
 
     def forward(
         self, hidden_states: Tensor, residual: Tensor, alibi: Tensor, attention_mask: Tensor, **options
     ) -> tuple[Tensor, Tensor | None]:
-        """Return hidden states (rows, tokens, width), and the weights of attention only if they are asked for.
+        """Return hidden states (rows, tokens, width), and with `output_attentions` the weights of attention.
 
         Args:
             hidden_states: (rows, tokens, width).
-            residual: Added to what is returned.
+            residual: Added to the result.
             alibi: BLOOM's biases, for eager attention.
-            attention_mask: What `_new_dimensions` has made.
-            **options: As `BloomAttention.forward` takes them.
+            attention_mask: The result of `_new_dimensions`.
+            **options: The other options of `BloomAttention.forward`.
         """
         exact = options.get("output_attentions") or (self.pretraining_tp > 1 and self.slow_but_exact)
-        if attention_mask.dim() == 4 or exact:  # the one place where this is chosen
+        if attention_mask.dim() == 4 or exact:  # the only place with this choice
             if attention_mask.dim() != 4:
                 attention_mask = _to_mask(attention_mask, len(hidden_states))
             return super().forward(hidden_states, residual, alibi, attention_mask, **options)
         heads = self.query_key_value(hidden_states).unflatten(-1, (self.num_heads, 3, self.head_dim))
         query, key, value = (part.transpose(1, 2) for part in heads.unbind(3))
         if (cache := options.get("layer_past")) is not None:
-            cache.update(key, value, self.layer_idx)  # which is empty, or there would be a 4-D mask
+            cache.update(key, value, self.layer_idx)  # it is empty, otherwise there is a 4-D mask
         new = attention_mask[-int(key.element_size() == 2)].expand(-1, len(key), -1, -1, -1)
         (query, key, value), scale = add_dimensions(query, key, value, *new, self.inv_norm_factor)
         dropout = self.attention_dropout.p if self.training else 0.0
@@ -89,14 +87,14 @@ class FusedBloomAttention(BloomAttention):
 
 
 def _new_dimensions(**options) -> Tensor:
-    """Return what queries and keys get, (1 or 2, 2, rows, heads, tokens, new), or a 4-D mask where that does not do.
+    """Return new dimensions (1 or 2, 2, rows, heads, tokens, new), or a 4-D mask where they do not suffice.
 
-    The first index: for 32-bit and above, and for 16-bit, in which the kernel scales the bias too; one for both if the
-    scale is a power of two. The second: queries, keys. Without padding there is one row. No value has more than 8 bits,
-    so that each is the same in every floating-point format.
+    The first index is 0 for 32 bits and more, and 1 for 16 bits, where the kernel scales the bias too. If the scale is
+    a power of two, both are the same. The second index is 0 for queries and 1 for keys. Without padding there is one
+    row. No value has more than 8 bits, so it is exact in every floating-point format.
 
     Args:
-        **options: What transformers gives to a function that makes masks.
+        **options: The options of transformers' mask functions.
     """
     length, visible, device = options["kv_length"], options["attention_mask"], options["device"]
     if options["q_length"] != length or options["mask_function"] is not causal_mask_function:
@@ -124,13 +122,13 @@ def _parts(values: Tensor) -> list[Tensor]:
     """Return three tensors of 8 significant bits each that add up to the 32-bit values."""
     parts = []
     for _ in range(3):
-        parts.append((values.view(torch.int32) & -65536).view(torch.float32))  # a compiler may leave out a cast
+        parts.append((values.view(torch.int32) & -65536).view(torch.float32))  # a compiler may drop a cast
         values = values - parts[-1]
     return parts
 
 
 def _to_mask(new: Tensor, rows: int) -> Tensor:
-    """Return the additive mask (rows, 1, tokens, tokens) that transformers would have made."""
+    """Return transformers' own additive mask (rows, 1, tokens, tokens)."""
     visible = (new[0, 1, :, 0, :, 0] != HIDDEN).expand(rows, -1)
     length = visible.shape[1]
     return eager_mask(rows, length, length, attention_mask=visible, dtype=new.dtype, device=new.device)
@@ -153,6 +151,10 @@ class FusedAttention(Technique):
     def is_used(self, settings: Settings) -> bool:
         """Return whether attention is fused."""
         return settings.attention == "fused"
+
+    def as_option(self, phase: str | None) -> str | None:
+        """Return the option."""
+        return "--attention fused, which keeps no matrix of tokens x tokens"
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
         """Change the attention of the model."""

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import torch
 from torch.optim import Optimizer
 
-from fabric_ladder.errors import UserError
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, NextRung, Technique
 
@@ -55,21 +54,26 @@ class KahanSummation(Technique):
     plans = ALONE_OR_CHECKPOINTED
     next_rung = NextRung("18_low_bit_optimizer", "keeps Adam's moments in 8 bits", replaces=("optimizer",))
 
-    def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse weights that lose nothing by rounding, and optimizers that read the weights."""
-        if self.is_used(settings) and (reason := _reason_against(settings)):
-            raise UserError(f"--kahan_summation true: {reason}")
+    def conflict(self, other: Technique) -> str | None:
+        """Refuse shards, and weights that lose nothing by rounding."""
+        if other.adapters:
+            return "adapters are trained in 32-bit, which loses nothing; leave it out"
+        if other.shards:
+            return "not on sharded weights; use --precision bf16-mixed, whose weights lose nothing"
+        return None
+
+    def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
+        """Return why the technique cannot be used, and what to do."""
+        if settings.precision not in ("bf16-true", "16-true"):
+            return f"under --precision {settings.precision} the weights lose nothing; leave it out, or use bf16-true"
+        if settings.optimizer == "adafactor":
+            return "Adafactor measures its steps by the weights, which it would not see; use --optimizer adam or sgd"
+        return None
+
+    def state_dtypes(self, settings: Settings) -> list[torch.dtype | None]:
+        """Return the compensation."""
+        return [None]
 
     def change_optimizer(self, kind: type[Optimizer], settings: Settings) -> type[Optimizer]:
         """Mix `Kahan` into the optimizer's class."""
         return type(f"Kahan{kind.__name__}", (Kahan, kind), {})
-
-
-def _reason_against(settings: Settings) -> str | None:
-    if settings.precision not in ("bf16-true", "16-true"):
-        return f"under --precision {settings.precision} the weights lose nothing; leave it out, or use bf16-true"
-    if settings.lora:
-        return "adapters are trained in 32-bit, which loses nothing; leave it out"
-    if settings.optimizer == "adafactor":
-        return "Adafactor measures its steps by the weights, which it would not see; use --optimizer adam or sgd"
-    return None

@@ -13,11 +13,12 @@ class LeanOptimizer(Technique):
 
     setting = "optimizer"
     rung = "6_lean_optimizer"
+    learning_rate = "sgd_learning_rate"
     plans = ALONE_OR_CHECKPOINTED
     next_rung = NextRung(
         "13_lora",
         "trains thin adapters and keeps no gradient of the model",
-        replaces=("lora", "learning_rate", "kahan_summation"),
+        replaces=("lora", "learning_rate"),
     )
 
     def is_used(self, settings: Settings) -> bool:

@@ -54,8 +54,8 @@ def add_adapters(model: nn.Module, settings: Settings) -> nn.Module:
     """Freeze the model and return it with adapters; a classifier's head is trained and saved with them.
 
     Trained weights stay in 32-bit in every precision: bfloat16 would round small updates away, and they are few.
-    Under mixed precision, frozen linear layers are stored in the 16 bits in which they are multiplied, which changes
-    no bit of a result. A head that is tied to the embedding stays in 32-bit, since the embedding is read in 32-bit.
+    Mixed precision multiplies frozen linear layers in 16 bits, so they are stored in 16 bits, which changes no bit of
+    a result. A head that is tied to the embedding stays in 32-bit, since the embedding is read in 32-bit.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -125,7 +125,7 @@ def _last_parts(names: Iterable[str]) -> list[str]:
 
 
 def _matches(target: str, names: list[str]) -> bool:
-    """Return whether a target means any of these layers, as PEFT matches names."""
+    """Return whether a target matches any of the names, as in PEFT."""
     return any(f".{name}".endswith(f".{target}") for name in names)
 
 
@@ -134,17 +134,19 @@ class LoRA(Technique):
 
     setting = "lora"
     rung = "13_lora"
+    adapters = True
+    learning_rate = "lora_learning_rate"
     plans = ALONE_OR_CHECKPOINTED
     next_rung = NextRung("14_qlora", "keeps the model in 4 bits", replaces=("quantization", "float8"))
 
     def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse layers that the model does not have, and options of adapters without adapters."""
+        """Refuse layers that the model does not have."""
         if self.is_used(settings):
             _check_targets(settings)
-            return
-        for name in ("dora", "rslora"):
-            if getattr(settings, name):
-                raise UserError(f"--{name} true changes adapters, and there are none: add --lora true")
+
+    def packages(self, settings: Settings) -> tuple[str, ...]:
+        """Return PEFT."""
+        return ("peft",)
 
     def loading_options(self, settings: Settings, config: PretrainedConfig) -> dict:
         """Read the weights of a language model in their final precision; a classifier's new head is drawn in 32-bit."""

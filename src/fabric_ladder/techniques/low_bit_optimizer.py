@@ -3,12 +3,12 @@
 import importlib.util
 from dataclasses import replace
 
+import torch
 from torch.optim import Optimizer
 
 from fabric_ladder.distributed.strategies import strategy_traits
-from fabric_ladder.errors import UserError
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques.adam_4bit import AT_ONCE, BLOCK, Adam4bit
+from fabric_ladder.techniques.adam_4bit import BLOCK, PART_SIZE, Adam4bit
 from fabric_ladder.techniques.memory import Counts, Peak
 from fabric_ladder.techniques.technique import CHECKPOINTING, NextRung, Technique
 
@@ -24,7 +24,7 @@ def bytes_of_cpu_step(optimizer: str, largest: int) -> int:
 
     bitsandbytes unpacks each weight into six 32-bit tensors, and 4-bit Adam a part of it into five.
     """
-    return {"adam-8bit": 24 * largest, "adam-4bit": 20 * min(largest, AT_ONCE)}.get(optimizer, 0)
+    return {"adam-8bit": 24 * largest, "adam-4bit": 20 * min(largest, PART_SIZE)}.get(optimizer, 0)
 
 
 class LowBitOptimizer(Technique):
@@ -33,9 +33,7 @@ class LowBitOptimizer(Technique):
     setting = "optimizer"
     rung = "18_low_bit_optimizer"
     plans = ((), CHECKPOINTING, IN_4_BITS, (*IN_4_BITS, *CHECKPOINTING))
-    next_rung = NextRung(
-        "19_optimizer_offload", "keeps the optimizer's state in the host's memory", replaces=("optimizer",)
-    )
+    next_rung = NextRung("19_optimizer_offload", "keeps the optimizer's state in CPU memory", replaces=("optimizer",))
 
     def is_used(self, settings: Settings) -> bool:
         """Return whether the optimizer is Adam in 8 or 4 bits."""
@@ -52,13 +50,15 @@ class LowBitOptimizer(Technique):
         """Return whether the optimizer has small moments already, or none."""
         return self.is_used(settings) or settings.optimizer == "sgd"
 
-    def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse 8 bits without bitsandbytes."""
-        if settings.optimizer == "adam-8bit":
-            if settings.accelerator == "mps":
-                raise UserError("--optimizer adam-8bit: bitsandbytes does not support mps; use --optimizer adafactor")
-            if importlib.util.find_spec("bitsandbytes") is None:
-                raise UserError("--optimizer adam-8bit needs bitsandbytes: pip install bitsandbytes==0.50.2")
+    def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
+        """Return why the technique cannot be used, and what to do."""
+        if settings.optimizer != "adam-8bit":
+            return None
+        if settings.accelerator == "mps":
+            return "bitsandbytes does not support mps; use --optimizer adafactor"
+        if importlib.util.find_spec("bitsandbytes") is None:
+            return "it needs bitsandbytes: pip install bitsandbytes==0.50.2"
+        return None
 
     def change_optimizer(self, kind: type[Optimizer], settings: Settings) -> type[Optimizer]:
         """Return the class of the same optimizer with small moments."""
@@ -67,6 +67,14 @@ class LowBitOptimizer(Technique):
         import bitsandbytes
 
         return bitsandbytes.optim.Adam8bit
+
+    def state_dtypes(self, settings: Settings) -> list[torch.dtype | None]:
+        """Return the moments; two of 4 bits count as one tensor of bytes. Scales of blocks are left out."""
+        return [torch.uint8] * 2 if settings.optimizer == "adam-8bit" else [torch.uint8]
+
+    def packages(self, settings: Settings) -> tuple[str, ...]:
+        """Return bitsandbytes for 8 bits."""
+        return ("bitsandbytes",) if settings.optimizer == "adam-8bit" else ()
 
     def rehearsed(self, settings: Settings) -> Settings:
         """Return settings without moments in place of 8-bit ones; those of 4 bits run on fake tensors."""

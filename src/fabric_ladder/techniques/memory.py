@@ -75,7 +75,7 @@ class Counts(NamedTuple):
         trained: The trained weights.
         largest_layer: Weights of the largest module, its submodules not counted.
         linear: Weights of frozen linear layers, which 4-bit quantization packs.
-        largest_linear: Weights of the largest of these layers.
+        largest_linear: Weights of the largest frozen linear layer.
     """
 
     all: int

@@ -137,33 +137,48 @@ class Packing(Technique):
 
     setting = "packing"
     rung = "15_packing"
+    rounds_lengths = True
     plans = ()  # the longest text decides the memory
     next_rung = IN_16_BITS._replace(options=("--packing", "true"))
 
-    def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse images, eager attention, untested architectures, and layers that see less than a row."""
-        if not self.is_used(settings):
-            if settings.pack_rows:
-                raise UserError(f"--pack_rows {settings.pack_rows} is for packed rows: add --packing true")
-            return
+    def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
+        """Return why the technique cannot be used, and what to do."""
         if settings.task == "image-classification":
-            raise UserError("--packing true: images have one size and need no padding; use --packing false")
+            return "images have one size and need no padding; use --packing false"
         if settings.attention == "eager":
-            raise UserError(
-                "--packing true needs --attention fused: eager attention would need a mask of tokens x tokens"
-            )
+            return "eager attention would need a mask of tokens x tokens; use --attention fused"
         config = load_config(settings.model, settings.model_revision)
         if config.model_type not in TESTED:
-            raise UserError(
-                f"--packing true: packed texts may see each other in {settings.model} ({config.model_type}), which is "
-                f"not among the tested architectures ({', '.join(sorted(TESTED))}); leave it out"
+            return (
+                f"packed texts may see each other in {settings.model} ({config.model_type}), which is not among the "
+                f"tested architectures ({', '.join(sorted(TESTED))}); leave it out"
             )
         window = _shortest_window(config)
         if window and window < settings.max_length:
-            raise UserError(
-                f"--packing true: layers of {settings.model} attend to {window} tokens, and rows have up to "
-                f"{settings.max_length}; leave it out, or use --max_length {window}"
+            return (
+                f"layers of {settings.model} attend to {window} tokens, and rows have up to {settings.max_length}; "
+                f"leave it out, or use --max_length {window}"
             )
+        return None
+
+    def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
+        """Refuse rows of one shape without packing too, as a YAML file may have them."""
+        if settings.pack_rows and not settings.packing:
+            raise UserError(f"--pack_rows {settings.pack_rows} is for packed rows: add --packing true")
+        super().check(settings, capability)
+
+    def describe_batch(self, settings: Settings, ranks: int) -> str | None:
+        """Return the effective batch and its rows."""
+        if settings.micro_batch_tokens:
+            return f"batch {settings.batch_size} in packed micro-batches of {settings.micro_batch_tokens} tokens"
+        devices = f"{ranks} x " if ranks > 1 else ""
+        rows = f"{devices}{settings.micro_batch_size} row" + "s" * (settings.micro_batch_size > 1)
+        most = "" if settings.pack_rows else "up to "
+        return f"batch {settings.batch_size} packed, {rows} of {most}{settings.max_length} tokens at once"
+
+    def size_setting(self, settings: Settings, evaluates: bool = False) -> str | None:
+        """Return the number of rows, where it is the same for all micro-batches."""
+        return "pack_rows" if settings.pack_rows else None
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
         """Let the model take packed batches."""

@@ -12,7 +12,7 @@ from fabric_ladder.models.dtypes import half_precision
 from fabric_ladder.models.layers import head_names, meta_model
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.memory import Counts, Peak
-from fabric_ladder.techniques.sharding import ON_ONE_DEVICE, PARKED_WEIGHTS
+from fabric_ladder.techniques.sharding import PARKED_WEIGHTS
 from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, Technique
 
 NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8  # bytes per weight, with its constants: QLoRA, section 3
@@ -44,7 +44,16 @@ class QLoRA(Technique):
     plans = ALONE_OR_CHECKPOINTED
     refused_on_mps = "4-bit weights of bitsandbytes: use src/13_lora.py"
     loads_on_device = True
-    next_rung = PARKED_WEIGHTS._replace(options=("--lora", "true"), replaces=("quantization", *ON_ONE_DEVICE))
+    next_rung = PARKED_WEIGHTS._replace(options=("--lora", "true"))
+
+    def conflict(self, other: Technique) -> str | None:
+        """Refuse shards."""
+        if not other.shards:
+            return None
+        return (
+            "4-bit weights cannot be sharded; use src/14_qlora.py, or src/9_ddp.py with --lora true, which keeps all "
+            "of them on each GPU"
+        )
 
     def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
         """Refuse 4-bit weights without adapters, or without a bitsandbytes that works here."""
@@ -55,6 +64,10 @@ class QLoRA(Technique):
         if importlib.util.find_spec("bitsandbytes") is None:
             raise UserError("4-bit weights need bitsandbytes: pip install bitsandbytes==0.50.2, or run src/13_lora.py")
         _try_bitsandbytes(settings.accelerator)
+
+    def packages(self, settings: Settings) -> tuple[str, ...]:
+        """Return bitsandbytes."""
+        return ("bitsandbytes",)
 
     def loading_options(self, settings: Settings, config: PretrainedConfig) -> dict:
         """Read the weights in 4 bits."""

@@ -16,17 +16,7 @@ LEAN = ("--precision", "bf16-true", "--optimizer", "sgd")
 # The DeepSpeed guide orders the stages by speed: 0 > 1 > 2 > 2 with offload > 3 > 3 with offload. The distances are
 # guesses. FSDP2 shards like stage 3. (huggingface.co/docs/transformers/deepspeed, "Select a ZeRO stage")
 ZERO_SPEEDS = {"zero1": 0.95, "zero2": 0.9, "zero2_offload": 0.7, "zero3": 0.6, "zero3_offload": 0.25}
-ON_ONE_DEVICE = ("kahan_summation", "step_in_backward", "optimizer_offload", "optimizer")  # FSDP2 refuses them
-PARKED_WEIGHTS = NextRung(
-    "11_fsdp_cpu_offload", "parks weights in the host's memory", replaces=("offload", *ON_ONE_DEVICE)
-)
-
-
-def _no_4_bit_shards(settings: Settings) -> str:
-    return (
-        f"{settings.name} cannot shard 4-bit weights; use src/14_qlora.py, or src/9_ddp.py with --lora true, which "
-        "keeps all of them on each GPU"
-    )
+PARKED_WEIGHTS = NextRung("11_fsdp_cpu_offload", "keeps weights in CPU memory", replaces=("offload", "optimizer"))
 
 
 class _Strategy(Technique):
@@ -46,9 +36,7 @@ class DDP(_Strategy):
     rung = "9_ddp"
     plans = ALONE_OR_CHECKPOINTED
     needs_gpus = 2
-    next_rung = NextRung(
-        "10_fsdp", "shards weights, gradients and optimizer state", replaces=("offload", *ON_ONE_DEVICE)
-    )
+    next_rung = NextRung("10_fsdp", "shards weights, gradients and optimizer state", replaces=("offload", "optimizer"))
 
 
 class FSDP(_Strategy):
@@ -56,11 +44,12 @@ class FSDP(_Strategy):
 
     strategy = "fsdp"
     rung = "10_fsdp"
+    shards = True
     plans = ALONE_OR_CHECKPOINTED
     needs_gpus = 2
     refused_precisions = ("16-mixed", "64-true")
     refused_on_mps = "FSDP2: use src/7_grad_checkpointing.py"
-    next_rung = NextRung("11_fsdp_cpu_offload", "parks weights in the host's memory", replaces=("offload",))
+    next_rung = NextRung("11_fsdp_cpu_offload", "keeps weights in CPU memory", replaces=("offload",))
 
     def check_precision(self, settings: Settings, capability: tuple[int, int] | None) -> None:
         """Refuse precisions that Fabric's FSDP2 cannot do."""
@@ -69,16 +58,6 @@ class FSDP(_Strategy):
                 f"--precision {settings.precision}: FSDP2 under Fabric cannot do it; use bf16-mixed, bf16-true or "
                 "32-true"
             )
-
-    def refused_settings(self, settings: Settings) -> dict[str, str]:
-        """Return the settings that need whole weights."""
-        parks = "leave it out" if settings.offload else "src/11_fsdp_cpu_offload.py parks them in the host's memory"
-        return {
-            "quantization": _no_4_bit_shards(settings),
-            "kahan_summation": "not on FSDP2's shards; use --precision bf16-mixed, whose weights lose nothing",
-            "step_in_backward": f"not on FSDP2's shards; {parks}",
-            "optimizer_offload": f"not on FSDP2's shards; {parks}",
-        }
 
     def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
         """Refuse optimizers, trials and models that FSDP2 cannot work with."""
@@ -101,6 +80,7 @@ class CpuOffload(Technique):
 
     setting = "offload"
     rung = "11_fsdp_cpu_offload"
+    shards = True
     refused_precisions = FSDP.refused_precisions
     plans = (CHECKPOINTING, (*LEAN, *CHECKPOINTING))  # checkpointing costs less speed than offloading
     next_rung = NextRung(None, "trains thin adapters alone", options=("--precision", "bf16-true", "--lora", "true"))
@@ -116,9 +96,11 @@ class DeepSpeed(_Strategy):
     setting = "deepspeed"
     strategy = "deepspeed"
     rung = "12_deepspeed_zero"
+    shards = True
+    accuracy_is_measured = False
     plans = tuple(("--deepspeed", stage, *options) for stage in ZERO_SPEEDS for options in ALONE_OR_CHECKPOINTED)
     next_rung = NextRung(
-        None, "parks weights in the host's memory", options=("--deepspeed", "zero3_offload"), replaces=("optimizer",)
+        None, "keeps weights in CPU memory", options=("--deepspeed", "zero3_offload"), replaces=("optimizer",)
     )
     explained_errors = (
         (
@@ -128,16 +110,9 @@ class DeepSpeed(_Strategy):
         ),
     )
 
-    def refused_settings(self, settings: Settings) -> dict[str, str]:
-        """Return the settings that change weights or steps, which are DeepSpeed's own."""
-        steps = "DeepSpeed steps in its own way; use --deepspeed zero2_offload without it"
-        return {
-            "quantization": _no_4_bit_shards(settings),
-            "kahan_summation": "DeepSpeed keeps 32-bit copies of the weights, which lose nothing; leave it out",
-            "step_in_backward": steps,
-            "optimizer_offload": steps,
-            "float8": "does not go with DeepSpeed; use src/10_fsdp.py",
-        }
+    def packages(self, settings: Settings) -> tuple[str, ...]:
+        """Return DeepSpeed."""
+        return ("deepspeed",)
 
     def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
         """Refuse settings that contradict DeepSpeed's configuration."""

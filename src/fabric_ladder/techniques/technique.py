@@ -1,12 +1,14 @@
-"""The base class of all techniques: what a technique can state about itself."""
+"""The base class of all techniques, with all that a technique can state about itself."""
 
 from typing import NamedTuple
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from transformers import PretrainedConfig
 
-from fabric_ladder.settings import Settings
+from fabric_ladder.errors import UserError
+from fabric_ladder.settings import Settings, show
 from fabric_ladder.techniques.memory import Counts, Peak
 
 CHECKPOINTING = ("--activation_checkpointing", "true")
@@ -18,7 +20,7 @@ class NextRung(NamedTuple):
 
     Attributes:
         name: The script, for example `18_low_bit_optimizer`; None: the same script with other options.
-        reason: What it does with less memory, as in "it …".
+        reason: How it saves memory, as in "it …".
         options: Options that it needs, as words of a command line: `("--packing", "true")`.
         replaces: Settings that the rung sets itself: the user's own are left out of the command.
     """
@@ -41,10 +43,17 @@ class Technique:
         next_rung: What to try when memory runs out with this rung.
         advises_first: Whether its next rung is the advice on every rung that uses it.
         refused_precisions: Values of `--precision` that it cannot work with.
-        refused_on_mps: What Apple silicon's GPU cannot do of it, and what to use; empty: it can.
+        refused_on_mps: The part that Apple silicon's GPU cannot do, and what to use; empty: it can do all.
+        learning_rate: The setting with the learning rate that its steps need; empty: `learning_rate`.
+        rounds_lengths: Whether lengths are rounded by default, so that there are fewer shapes.
+        adapters: Whether it trains a few new weights in 32 bits and freezes the model's own.
+        shards: Whether each rank has only a part of the weights or of the optimizer's state.
+        frees_gradients: Whether no gradient is left after the backward pass.
+        state_on_device: Whether the optimizer's state is on the device.
+        accuracy_is_measured: Whether its accuracy was measured.
         short_name: Its name in the names of plans, where the planner adds it to a rung.
-        plans: Options with which the planner tries the rung; empty: the planner leaves the rung out.
-        needs_gpus: The least number of GPUs with which the rung makes sense.
+        plans: The planner tries the rung with each of these options; empty: it leaves the rung out.
+        needs_gpus: The least number of GPUs for the rung.
         loads_on_device: Whether the weights are read to the device, without a copy in CPU memory.
         explained_errors: Texts in libraries' errors, each with one line about the cause and the remedy.
     """
@@ -55,6 +64,13 @@ class Technique:
     advises_first: bool = False
     refused_precisions: tuple[str, ...] = ()
     refused_on_mps: str = ""
+    learning_rate: str = ""
+    rounds_lengths: bool = False
+    adapters: bool = False
+    shards: bool = False
+    frees_gradients: bool = False
+    state_on_device: bool = True
+    accuracy_is_measured: bool = True
     short_name: str = ""
     plans: tuple[tuple[str, ...], ...] = ((),)
     needs_gpus: int = 1
@@ -69,6 +85,10 @@ class Technique:
         """Return what to try when memory runs out with this rung."""
         return self.next_rung
 
+    def as_option(self, phase: str | None) -> str | None:
+        """Return how the technique is added to a run without it, and how it saves memory in this phase."""
+        return None
+
     def save_more(self, settings: Settings) -> NextRung | None:
         """Return options of the same technique that save more memory."""
         return None
@@ -77,20 +97,39 @@ class Technique:
         """Return whether a run with these settings would save no memory on this technique's rung."""
         return self.is_used(settings)
 
-    def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse settings that the technique cannot work with; change nothing.
+    def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
+        """Return why the technique in use cannot work with these settings, and what to do.
 
         Args:
             settings: Resolved.
             capability: Compute capability of the GPU; None: a CPU, or Apple silicon.
+        """
+        return None
+
+    def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
+        """Refuse settings that the technique cannot work with; change nothing.
 
         Raises:
-            UserError: In one line, what is wrong and what to do.
+            UserError: The reason and the remedy, in one line.
         """
+        if self.is_used(settings) and (reason := self.reason_against(settings, capability)):
+            raise UserError(f"--{self.setting} {show(getattr(settings, self.setting))}: {reason}")
 
-    def refused_settings(self, settings: Settings) -> dict[str, str]:
-        """Return settings that do not go with the technique in use, with the reason and what to do."""
-        return {}
+    def conflict(self, other: "Technique") -> str | None:
+        """Return why the technique cannot be used together with another one, and what to do."""
+        return None
+
+    def describe_batch(self, settings: Settings, ranks: int) -> str | None:
+        """Return the words of the header line about the effective batch, if they are the technique's own."""
+        return None
+
+    def size_setting(self, settings: Settings, evaluates: bool = False) -> str | None:
+        """Return the setting that limits how much is in memory at a time, if it is not one of the micro-batch's."""
+        return None
+
+    def packages(self, settings: Settings) -> tuple[str, ...]:
+        """Return the packages that a run's versions should list too."""
+        return ()
 
     def notice(self, settings: Settings) -> str | None:
         """Return a line that the run prints first about the technique in use."""
@@ -101,15 +140,7 @@ class Technique:
         return {}
 
     def check_precision(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse a precision that the technique in use cannot work with; the planner asks this for other GPUs too.
-
-        Args:
-            settings: Resolved.
-            capability: Compute capability of the GPU; None: a CPU, or Apple silicon.
-
-        Raises:
-            UserError: In one line, which precision to use.
-        """
+        """Refuse a precision that the technique in use cannot work with, like `check`; the planner calls it too."""
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
         """Return the model with the technique applied, before Fabric sets it up."""
@@ -119,11 +150,12 @@ class Technique:
         """Return the class of the optimizer with the technique applied."""
         return kind
 
-    def prepare_optimizer(self, optimizer: Optimizer, settings: Settings) -> None:
-        """Set up an optimizer of the class that `change_optimizer` returned."""
+    def state_dtypes(self, settings: Settings) -> list[torch.dtype | None]:
+        """Return the dtypes of its state tensors of a parameter's size; None: the parameter's own dtype."""
+        return []
 
     def planned(self, gpus: int) -> tuple[tuple[str, ...], ...]:
-        """Return the options with which the planner tries the rung on N GPUs."""
+        """Return the options that the planner tries on N GPUs."""
         return self.plans if gpus >= self.needs_gpus else ()
 
     def rehearsed(self, settings: Settings) -> Settings:
@@ -134,14 +166,14 @@ class Technique:
         """Return the peak of a rehearsal with the memory that only formulas give.
 
         Args:
-            peak: Of the settings that `rehearsed` returned, with the memory of the techniques before this one.
+            peak: The peak of the settings that `rehearsed` returned, with the memory of the techniques before this.
             counts: Numbers of the model's weights.
-            settings: Of the run.
+            settings: The run's settings.
         """
         return peak
 
     def unpredictable(self, settings: Settings) -> str | None:
-        """Return why the memory of these settings is not known."""
+        """Return why the memory of the settings is not known."""
         return None
 
     def relative_speed(self, settings: Settings) -> float:

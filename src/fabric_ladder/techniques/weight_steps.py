@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric_ladder.errors import UserError
-from fabric_ladder.models.optimizer import state_dtypes
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.low_bit_optimizer import MOMENT_BYTES, bytes_of_cpu_step
 from fabric_ladder.techniques.memory import Counts, Peak
@@ -24,41 +22,40 @@ class WeightSteps(Optimizer):
     """Mixin for an optimizer with one parameter group, which then updates each weight by itself.
 
     Inside `stepping`, a weight is updated as soon as the backward pass has its gradient. Otherwise `step` updates it.
-    `plan_steps` chooses between the device and the CPU.
 
     With offloading, CPU memory holds a copy of the weights and the optimizer's state. Gradients are copied there and
     updated weights back, on CUDA through pinned memory and with one stream for each direction. A thread computes the
     steps while the device continues the backward pass. Before the device sends a gradient it waits until the previous
     one has been copied, so that it never holds more than two.
+
+    Attributes:
+        offloads: Step on the CPU.
+        frees: Free each gradient immediately. A gradient outside `stepping` is lost.
+        in_backward: Step inside the backward pass, within `stepping`.
     """
 
-    def plan_steps(self, offloads: bool, frees: bool, in_backward: bool) -> None:
-        """Choose how weights are updated; called once, before the first backward pass.
+    offloads: bool
+    frees: bool
+    in_backward: bool
 
-        Args:
-            offloads: Step on the CPU.
-            frees: Free each gradient immediately. A gradient outside `stepping` is lost.
-            in_backward: Step inside the backward pass, within `stepping`.
-        """
-        self.offloads = offloads
-        self._frees = frees
-        self._in_backward = in_backward
+    def __init__(self, parameters: list[nn.Parameter], **options) -> None:
+        super().__init__(parameters, **options)
         self._active = False
         self._finite: list[Tensor] = []
         self._host: dict[nn.Parameter, Tensor] = {}
-        self._versions: dict[nn.Parameter, int] = {}  # of the weights that the CPU has copies of
-        self._worker = ThreadPoolExecutor(1) if offloads else None
+        self._versions: dict[nn.Parameter, int] = {}  # versions of the weights when the CPU copied them
+        self._worker = ThreadPoolExecutor(1) if self.offloads else None
         self._pending: list[Future] = []
-        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None  # to the host, and back
+        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None  # to CPU memory, and back
         self._sending: tuple[Tensor, torch.cuda.Event] | None = None
-        if in_backward:
-            for parameter in self.param_groups[0]["params"]:
+        if self.in_backward:
+            for parameter in parameters:
                 parameter.gradient_hook = parameter.register_post_accumulate_grad_hook(self._take_gradient)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Step inside the backward pass of this block, if so planned; all steps are done at its end."""
-        self._active = self._in_backward
+        self._active = self.in_backward
         try:
             yield
         finally:
@@ -89,7 +86,7 @@ class WeightSteps(Optimizer):
             else:
                 self._step_one(parameter)
                 parameter.grad = None
-        elif self._frees:
+        elif self.frees:
             parameter.grad = None
 
     def _step_one(self, parameter: nn.Parameter) -> None:
@@ -158,27 +155,28 @@ def forget_hooks(parameters: list[nn.Parameter]) -> None:
 
 
 class _StepsByWeight(Technique):
-    """The parts that both techniques share; together they use one mixin and one plan."""
+    """The parts that both techniques share; together they use one mixin."""
+
+    def conflict(self, other: Technique) -> str | None:
+        """Refuse shards."""
+        if other.shards:
+            return "not on sharded weights; leave it out (src/11_fsdp_cpu_offload.py steps in CPU memory)"
+        return None
 
     def change_optimizer(self, kind: type[Optimizer], settings: Settings) -> type[Optimizer]:
         """Mix `WeightSteps` into the optimizer's class, once."""
-        return kind if issubclass(kind, WeightSteps) else type(kind.__name__, (WeightSteps, kind), {})
+        if issubclass(kind, WeightSteps):
+            return kind
+        needs_all = settings.max_grad_norm or settings.on_nan == "skip"  # gradients, before the first step
+        chosen = {
+            "offloads": settings.optimizer_offload,
+            "frees": settings.step_in_backward,
+            "in_backward": not needs_all,
+        }
+        return type(kind.__name__, (WeightSteps, kind), chosen)
 
-    def prepare_optimizer(self, optimizer: WeightSteps, settings: Settings) -> None:
-        """Plan the steps, once."""
-        if not hasattr(optimizer, "offloads"):
-            needs_all = settings.max_grad_norm or settings.on_nan == "skip"  # gradients, before the first step
-            optimizer.plan_steps(settings.optimizer_offload, settings.step_in_backward, in_backward=not needs_all)
-
-    def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse devices, precisions and options that need all gradients together."""
-        if self.is_used(settings) and (reason := self.reason_against(settings)):
-            raise UserError(f"--{self.setting} true: {reason}")
-
-    def reason_against(self, settings: Settings) -> str | None:
+    def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
         """Return why the technique cannot be used, and what to do."""
-        if settings.optimizer_offload and settings.accelerator == "mps":
-            return "Apple silicon's GPU uses the host's memory; leave it out"
         if settings.ranks > 1:
             return "only on one device, since several average their gradients first; use --devices 1"
         if settings.precision == "16-mixed":
@@ -191,21 +189,26 @@ class StepInBackward(_StepsByWeight):
 
     setting = "step_in_backward"
     rung = "17_step_in_backward"
+    frees_gradients = True
     plans = (*ALONE_OR_CHECKPOINTED, (*ON_HOST, *CHECKPOINTING))
-    next_rung = NextRung(None, "keeps the optimizer's state in the host's memory", options=ON_HOST)
+    next_rung = NextRung(None, "keeps the optimizer's state in CPU memory", options=ON_HOST)
 
     def next_to_try(self, settings: Settings) -> NextRung | None:
         """Return what to try when memory runs out; SGD has no state that could move."""
         return OptimizerOffload.next_rung if settings.optimizer == "sgd" else self.next_rung
 
-    def reason_against(self, settings: Settings) -> str | None:
+    def size_setting(self, settings: Settings, evaluates: bool = False) -> str | None:
+        """Return the effective batch, which is one micro-batch."""
+        return None if evaluates else "batch_size"
+
+    def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
         """Return why the technique cannot be used, and what to do."""
-        if reason := super().reason_against(settings):
+        if reason := super().reason_against(settings, capability):
             return reason
         if settings.max_grad_norm:
             return "--max_grad_norm needs all gradients together, but each is freed before the next; leave one out"
         if settings.on_nan == "skip":
-            return "--on_nan skip looks at all gradients before the step; leave one out"
+            return "--on_nan skip needs all gradients before the step; leave one out"
         size = settings.micro_batch_size or settings.batch_size
         several = settings.micro_batch_tokens or settings.pack_rows or size < settings.batch_size
         if settings.batch_size > 1 and several:
@@ -221,12 +224,14 @@ class OptimizerOffload(_StepsByWeight):
 
     setting = "optimizer_offload"
     rung = "19_optimizer_offload"
+    refused_on_mps = "--optimizer_offload true, since Apple's GPUs share the CPU's memory: leave it out"
+    state_on_device = False
     short_name = "optimizer offload"
     plans = ALONE_OR_CHECKPOINTED
-    next_rung = PARKED_WEIGHTS._replace(reason="parks weights there, too")
+    next_rung = PARKED_WEIGHTS._replace(reason="keeps weights there too")
 
     def saves_no_more(self, settings: Settings) -> bool:
-        """Return whether the optimizer's state is in CPU memory already, or there is none."""
+        """Return whether the device has no optimizer state already."""
         return self.is_used(settings) or settings.optimizer == "sgd"
 
     def rehearsed(self, settings: Settings) -> Settings:
@@ -236,9 +241,12 @@ class OptimizerOffload(_StepsByWeight):
     def add_memory(self, peak: Peak, counts: Counts, settings: Settings) -> Peak:
         """Move the optimizer's state and a copy of the trained weights to CPU memory.
 
-        CPU memory also holds the gradients in transfer: all gradients, if the device is faster than the CPU, and what
-        a step unpacks of the largest weight. PyTorch rounds pinned tensors up to a power of two, which is left out.
+        CPU memory also holds the gradients in transfer, which are all gradients if the device is faster than the CPU,
+        and the unpacked moments of the largest weight. PyTorch rounds pinned tensors up to a power of two, which is
+        left out.
         """
+        from fabric_ladder.techniques import state_dtypes  # which imports this module
+
         width = 4 if settings.lora else {"64-true": 8, "bf16-true": 2, "16-true": 2}.get(settings.precision, 4)
         state = width * state_dtypes(settings).count(None) + MOMENT_BYTES.get(settings.optimizer, 0)
         host = counts.trained * (state + 2 * width) + bytes_of_cpu_step(settings.optimizer, counts.largest_layer)

@@ -22,10 +22,10 @@ def with_zero(peak: Peak, counts: Counts, config: dict, optimizer: str, ranks: i
     | 3, parameters too | 4 L + 2 V | 1.5 max(4 N P, 2 P + (8 + o) T) / N |
 
     L is the largest layer. V are the weights that stage 3 gathers early or keeps for the next use. Stage 1 is
-    Rajbhandari et al., 2020, ZeRO, section 3, with the 32-bit sum of the gradients that `data_types.grad_accum_dtype`
-    asks for; the others are DeepSpeed 0.19's own `estimate_zero2_model_states_mem_needs` and
-    `estimate_zero3_model_states_mem_needs`, for T = P and o = 8, with what its source adds: V, and in stage 2 a buffer
-    for the gradient of the largest layer beside that gradient. The two communication buckets come on top, in 16 bits.
+    Rajbhandari et al., 2020, ZeRO, section 3, with a 32-bit sum of the gradients (`data_types.grad_accum_dtype`). The
+    others are DeepSpeed 0.19's own `estimate_zero2_model_states_mem_needs` and `estimate_zero3_model_states_mem_needs`,
+    for T = P and o = 8. Its source adds V, and in stage 2 a second buffer for the gradient of the largest layer. The
+    two communication buckets come on top, in 16 bits.
     Two other moments may need more memory. The start of stage 2 with offload copies the offloaded share on the GPU. The
     step of stage 3 copies `sub_group_size` gradients into 32 bits. The buffers of NVMe offload are left out.
 

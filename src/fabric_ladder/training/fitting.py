@@ -15,9 +15,9 @@ from fabric_ladder.data.loaders import EffectiveBatch, MicroBatch
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import count_device, reset_peak_memory
 from fabric_ladder.errors import UserError, is_out_of_memory
-from fabric_ladder.models.optimizer import state_dtypes
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.runs.prediction import Prediction, most_tokens
+from fabric_ladder.techniques import state_dtypes, used
 from fabric_ladder.training.gradients import accumulate_gradients, forget_gradients
 from fabric_ladder.training.state import Training, random_state, set_random_state
 
@@ -151,7 +151,8 @@ def without_a_trace(training: Training) -> Iterator[None]:
 def _future_state(training: Training) -> list[Tensor]:
     """Return tensors as large as the state that the optimizer makes in its first step; empty if it has one already."""
     settings = training.settings
-    if training.optimizer.state or settings.optimizer_offload:
+    on_device = all(technique.state_on_device for technique in used(settings))
+    if training.optimizer.state or not on_device:
         return []
     parameters = [parameter for group in training.optimizer.param_groups for parameter in group["params"]]
     return [torch.empty_like(parameter, dtype=dtype) for parameter in parameters for dtype in state_dtypes(settings)]
