@@ -32,7 +32,7 @@ from pathlib import Path
 
 import common  # first import: it makes the project importable
 import torch
-from common import BASE, BLOOM, MEASURES, draw_reviews, model_options, part_parser, peer_command, rung_command
+from common import BASE, BLOOM, MEASURES, MINILM, draw_reviews, model_options, part_parser, peer_command, rung_command
 
 from fabric_ladder.advice import show_errors
 
@@ -74,7 +74,6 @@ ACCURACY_SIDES = {  # a rung, or None for the blog's recipe, and the reviews of 
     "blog_16": (None, 16),
 }
 TESTED = 2000
-MINILM = "--config configs/imdb_minilm.yaml --max_length 128 --threads 1".split()
 ACCURACY_DATA = f"--train_samples 5000 --validation_samples 500 --test_samples {TESTED} --accelerator cpu".split()
 
 

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # the benchmarks run without an installation
 
 import numpy as np  # noqa: E402
+import pandas as pd  # noqa: E402
 import torch  # noqa: E402
 
 from fabric_ladder import parse_settings  # noqa: E402
@@ -32,6 +33,7 @@ from local_dataset_utilities import IMDB_ARCHIVE, load_datasets  # noqa: E402
 RESULTS = ROOT / "benchmarks" / "results"
 MODELS = ROOT / "configs" / "models"
 BASE = ["--config", str(ROOT / "configs" / "imdb_bloom_560m.yaml")]  # else a machine without a GPU runs the quickstart
+MINILM = "--config configs/imdb_minilm.yaml --max_length 128 --threads 1".split()
 MEASURES = ("samples_per_second", "evaluation_samples_per_second", "peak_memory_bytes")
 FIGURES = """samples_per_second tokens_per_second evaluation_tokens_per_second peak_memory_bytes peak_host_memory_bytes
 training_seconds padding test_accuracy test_loss parameters""".split()  # always in run.json
@@ -214,11 +216,15 @@ def run_child(command: list[str], threads: int | None = None, limit: float | Non
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)  # with its children
         child.wait()
-    if child.returncode:
-        last = (stderr.strip().splitlines() or ["no message"])[-1]
-        name = Path(command[0]).name
-        raise ChildError(f"{name} ended with status {child.returncode}: {last}", child.returncode)
+    check_status(command, child.returncode, stderr)
     return stdout
+
+
+def check_status(command: list[str], status: int, stderr: str) -> None:
+    """Raise a ChildError if a process failed."""
+    if status:
+        last = (stderr.strip().splitlines() or ["no message"])[-1]
+        raise ChildError(f"{Path(command[0]).name} ended with status {status}: {last}", status)
 
 
 # Results
@@ -276,21 +282,8 @@ def write_result(path: Path, part: str, record: dict) -> None:
 
 
 def print_table(header: list[str], rows: list[list]) -> None:
-    """Print rows under a header: the first column aligned left, the others right."""
-    cells = [header, *([_cell(value) for value in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        padded = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        print("  ".join([row[0].ljust(widths[0]), *padded]).rstrip())
-    print(flush=True)
-
-
-def _cell(value) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-    return str(value)
+    """Print rows under a header."""
+    print(pd.DataFrame(rows, columns=header).to_string(index=False, float_format="{:,.4g}".format), flush=True)
 
 
 # Tables in the documents

@@ -1,5 +1,6 @@
 """Measure single operations: attention, recomputation, loss, embedding gradients.
 
+    python benchmarks/operations.py ceilings
     python benchmarks/operations.py attention [--heads 16] [--tokens 1024] [--width 64 72 128 136]
     python benchmarks/operations.py gradients
     python benchmarks/operations.py attention-cost --attention fused --tokens 1024 [settings of the model]
@@ -8,6 +9,7 @@
     python benchmarks/operations.py embeddings [--tokens 1024] [--width 1024] [--rows 250880]
 
 Commands:
+    ceilings        The rates of this device: a copy, and a product of 16-bit matrices.
     attention       The kernel that PyTorch chooses for each head width and dtype, and the seconds of every kernel,
                     forward and backward. The heads of BLOOM's fused attention (techniques/fused_attention.py) are 8
                     wider than a power of two.
@@ -106,6 +108,17 @@ def synchronize() -> None:
     """Wait for the GPU, if there is one."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
+
+
+def ceilings(args: argparse.Namespace) -> dict:
+    """Return the bytes/s of a copy, and the FLOP/s of a product of 8192 x 8192 matrices (on a CPU 256 x 256)."""
+    size = 8192 if DEVICE.type == "cuda" else 256
+    matrix, target = torch.randn(2, size, size, device=DEVICE).half()
+    seconds = turns({"copy": lambda: target.copy_(matrix), "product": lambda: matrix @ target}, args.repeats)
+    return {
+        "copy_bytes_per_second": 2 * matrix.nbytes / seconds["copy"],
+        "product_flops": 2 * size**3 / seconds["product"],
+    }
 
 
 def attention_pass(parts: list[Tensor]) -> None:
@@ -357,6 +370,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     numbers = {
+        ceilings: {"repeats": 20},
         attention: {"heads": 16, "tokens": 1024, "repeats": 10},
         gradients: {},
         attention_cost: {"tokens": 1024, "rows": 1, "repeats": 3},

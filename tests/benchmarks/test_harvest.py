@@ -48,7 +48,7 @@ def run(tmp_path):
     return run
 
 
-def test_earlier_figures_stay_and_failures_are_repeated_last(entry, run):
+def test_earlier_figures_stay_and_failed_entries_are_repeated(entry, run):
     earlier = {"first": {"figures": {"value": 7}}, "second": {"failed": "no memory"}, "fourth": {"figures": {}}}
     status, content = run([entry("second"), entry("first"), entry("third")], earlier)
     assert status == 0
@@ -57,7 +57,7 @@ def test_earlier_figures_stay_and_failures_are_repeated_last(entry, run):
     assert {"date", "seconds", "figures"} <= content["entries"]["third"].keys()
 
 
-def test_other_gpus_versions_commits_and_rehearsals_are_other_files():
+def test_a_file_has_one_gpu_version_and_commit():
     assert identity(MACHINE | {"date": "later"}) == identity(MACHINE)
     others = [{"hardware": MACHINE["hardware"] | {"gpu": "Tesla T4"}}, {"versions": {"torch": "2.11.0"}}, {"gpus": 2},
               {"commit": "other"}, {"rehearsal": True}]  # fmt: skip
@@ -133,13 +133,43 @@ def test_an_epoch_is_extrapolated_from_the_last_rate():
         add_rates(figures, config, lengths[1:], None)
 
 
-def test_a_gpu_measures_every_rung(tmp_path):
+def test_a_gpu_measures_every_rung_and_first_what_matters(tmp_path):
     options = ["--model", str(MODELS / "bloom-560m.json")]
     job = harvest.Job("cuda", False, find_gpu("H100"), 2, options, np.zeros(1), tmp_path)
-    names = [entry.name for entry in harvest.entries_of(job)]
+    entries = harvest.entries_of(job)
+    names = [entry.name for entry in entries]
     assert len(names) == len(set(names)) > 80
     rungs = [rung.stem for rung in harvest.RUNGS]
     assert all(any(name == rung or name.startswith(f"{rung}, ") for name in names) for rung in rungs)
+    first = entries[: len(harvest.FIRST)]
+    assert [entry.name for entry in first] == list(harvest.FIRST)
+    assert sum(entry.seconds for entry in first) <= 480
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "line"),
+    [
+        ("import lightning, sys; print('lightning' in sys.modules, sys.argv[1:])", 0, "True ['--one', '2']\n"),
+        ("raise ValueError('broken')", 1, "ValueError: broken"),
+        ("import sys; print('error: refused', file=sys.stderr); sys.exit(2)", 2, "error: refused"),
+    ],
+)
+def test_a_script_runs_in_a_fork(tmp_path, monkeypatch, code, status, line):
+    path = tmp_path / "script.py"
+    path.write_text(code)
+    if status == 0:
+        assert harvest.run_forked([str(path), "--one", "2"]) == line
+        return
+    with pytest.raises(common.ChildError, match=line) as caught:
+        harvest.run_forked([str(path)])
+    assert caught.value.status == status
+
+
+def test_a_fork_ends_at_its_limit(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text("import time; time.sleep(600)")
+    with pytest.raises(subprocess.TimeoutExpired):
+        harvest.run_forked([str(path)], limit=5)
 
 
 # The pages
@@ -186,9 +216,8 @@ def test_the_pages_are_those_of_the_stored_harvest_and_never_of_a_rehearsal(tmp_
 def test_everything_can_be_rehearsed_on_a_cpu(tmp_path):
     out = tmp_path / "rehearsal.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "harvest.py"), "--rehearse", "--out", str(out)]
-    for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
     content = harvest.read_harvest(out)
     assert len(content["entries"]) >= 14
     content["machine"]["hardware"]["gpu"] = "none"

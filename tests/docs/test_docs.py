@@ -2,7 +2,6 @@
 
 import ast
 import difflib
-import json
 import re
 import shlex
 import subprocess
@@ -28,7 +27,7 @@ PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *s
 GENERATED = [DOCS / "combinations.md"]
 NAMES = [rung.stem for rung in RUNGS]
 HEADINGS = ["Idea", "In plain PyTorch", "What it saves", "What it costs", "When to take it", "Unchanged", "Code"]
-OWN_OPTIONS = ("run_ladder.py", "plan_memory.py", "plan_scaling.py")  # they hand all others to the rungs
+RUNG_OPTIONS = ("run_ladder.py", "plan_memory.py", "plan_scaling.py")  # scripts that also take the options of rungs
 LAUNCHER_OPTIONS = {"nproc-per-node", "nnodes", "max-restarts", "rdzv-backend", "rdzv-endpoint", "signal", "logdir"}
 LAUNCHER_OPTIONS |= {"strict"}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -56,7 +55,7 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=page_id)
 written_page = pytest.mark.parametrize("page", [page for page in PAGES if page not in GENERATED], ids=page_id)
 
 
-# The whole
+# Pages
 
 
 def test_the_pages_build(tmp_path):
@@ -64,7 +63,7 @@ def test_the_pages_build(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     built = (tmp_path / "site" / "techniques" / "2_grad_accum" / "index.html").read_text(encoding="utf-8")
-    assert 'src="http' not in built  # a reader's browser needs no other site
+    assert 'src="http' not in built  # the pages work without the network
     assert 'rel="stylesheet" href="http' not in built
 
 
@@ -83,16 +82,16 @@ def test_every_rung_has_its_row_and_its_page():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_technique_page_says_all_there_is_to_say(name):
+def test_a_technique_page_has_its_sections(name):
     text = text_of(DOCS / "techniques" / f"{name}.md")
     assert re.findall(r"^## (.*)", text, re.M) == HEADINGS
     assert f"`src/{name}.py`" in text
     sections = dict(zip(HEADINGS, re.split(r"^## .*\n", text, flags=re.M)[1:], strict=True))
-    assert "](../gpu.md" in text  # what has been measured there
+    assert "](../gpu.md" in text
     docstring = ast.get_docstring(ast.parse((ROOT / "src" / f"{name}.py").read_text(encoding="utf-8")))
-    [(language, board), *_] = FENCE.findall(sections["In plain PyTorch"])
+    [(language, snippet), *_] = FENCE.findall(sections["In plain PyTorch"])
     assert language == "python"
-    assert textwrap.indent(board, "    ") in docstring  # one board, in two places
+    assert textwrap.indent(snippet, "    ") in docstring
     assert re.search(r"Here: (.*)", docstring)[1] in re.findall(r"`([\w/]+\.py: \w+)`", sections["Code"])
 
 
@@ -118,23 +117,20 @@ def test_links_lead_somewhere(page):
         found = (page.parent / path).resolve() if path else page
         assert found.exists(), target
         assert found.is_relative_to(ROOT), target
-        if anchor and found.suffix != ".png":
-            assert anchor in anchors(found), target
-        elif anchor:
-            assert anchor in ("gh-light-mode-only", "gh-dark-mode-only"), target
+        assert not anchor or anchor in anchors(found), target
 
 
-# Names of files, and of code
+# Files and code
 
 
-def home_of(path: str) -> Path | None:
+def find_file(path: str) -> Path | None:
     """Return the file or folder of this name: of the project, or of the package."""
     return next((home / path for home in (ROOT, ROOT / "src" / "fabric_ladder") if (home / path).exists()), None)
 
 
 @cache
 def names_in(path: Path) -> set[str]:
-    """Return what a module defines: functions, classes and constants, and methods by `Class.method`."""
+    """Return the functions, classes and constants of a module, and methods as `Class.method`."""
     found = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -147,27 +143,20 @@ def names_in(path: Path) -> set[str]:
 
 
 @every_page
-def test_code_that_is_named_is_there(page):
-    for code in inline_code(page):
-        if found := re.fullmatch(r"([\w/]+\.py): ([\w.]+)", code):
-            home = home_of(found[1])
-            assert home, code
-            assert found[2] in names_in(home), code
-
-
-@every_page
-def test_files_that_are_named_are_there(page):
+def test_named_files_and_code_exist(page):
     ours = re.compile(r"(?:src|docs|configs|benchmarks|scripts|tests|notebooks)/[\w./-]*|[\w/]+\.(?:py|yaml|sbatch)")
     for code in inline_code(page):
-        if ours.fullmatch(code):
-            assert home_of(code), code
+        path, _, name = code.partition(": ")
+        if ours.fullmatch(path):
+            assert find_file(path), code
+            assert not re.fullmatch(r"[\w.]+", name) or name in names_in(find_file(path)), code
 
 
 # Commands
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Return the words of each command of a page that runs something of this project."""
+    """Return the words of each command of a page that runs a program of this project."""
     blocks = [block for language, block in FENCE.findall(text_of(page)) if language in ("bash", "")]
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines() + inline_code(page)
     found = []
@@ -180,21 +169,21 @@ def commands(page: Path) -> list[list[str]]:
 
 
 def options(path: Path) -> set[str]:
-    """Return the options that a script adds to its parser, itself or by a module beside it."""
+    """Return the options that a script or a module of its folder adds to a parser."""
     source = path.read_text(encoding="utf-8")
-    beside = [path.parent / f"{name}.py" for name in re.findall(r"^(?:import|from) (\w+)", source, re.M)]
-    sources = [source, *(other.read_text(encoding="utf-8") for other in beside if other.exists())]
+    modules = [path.parent / f"{name}.py" for name in re.findall(r"^(?:import|from) (\w+)", source, re.M)]
+    sources = [source, *(other.read_text(encoding="utf-8") for other in modules if other.exists())]
     return {name for text in sources for name in re.findall(r'add_argument\(\s*(?:"-\w", )?"--([\w-]+)"', text)}
 
 
 def check_settings(words: list[str], whole: list[str]) -> None:
-    """Check that the rungs know these names and values; `…` stands for what a reader fills in."""
+    """Check that rungs accept these names and values; a reader replaces `…`."""
     words = [word for word in words if word not in ("…", "--help")]
     try:
         config = read_words(words).get("config")
     except UserError as error:
         raise AssertionError(f"{shlex.join(whole)}: {error}") from error
-    assert config is None or home_of(config) or home_of(f"configs/{config}"), whole
+    assert config is None or find_file(config) or find_file(f"configs/{config}"), whole
 
 
 def check_command(words: list[str]) -> None:
@@ -217,7 +206,7 @@ def check_command(words: list[str]) -> None:
         return check_settings(rest, words)
     given = [word[2:].split("=")[0] for word in rest if word.startswith("--")]
     others = [name for name in given if name not in options(script)]
-    if script.name in OWN_OPTIONS:
+    if script.name in RUNG_OPTIONS:
         known = {*FACTS, "config", "print_config", "help"}
         others = [name for name in others if name not in known]
     assert not others, words
@@ -229,25 +218,20 @@ def test_commands_can_be_run(page):
         check_command(words)
 
 
-def test_the_makefile_s_paths_are_there():
-    for path in re.findall(
-        r"\b(?:src|scripts|benchmarks|tests)/[\w./]+", (ROOT / "Makefile").read_text(encoding="utf-8")
-    ):
+def test_the_paths_of_the_makefile_exist():
+    for path in re.findall(r"\b(?:src|scripts|benchmarks|tests)/[\w./]+", text_of(ROOT / "Makefile")):
         assert (ROOT / path).exists(), path
 
 
 def test_the_commands_are_found():
     found = [shlex.join(words) for page in PAGES for words in commands(page)]
-    for start in (
+    starts = (
         "make run",
         "python src/2_grad_accum.py --config",
-        "python scripts/generate.py",
         "python benchmarks/memory_ladder.py",
         "torchrun --nnodes 2",
-        "fabric run",
-        "fabric-ladder run",
-        "sbatch",
-    ):
+    )
+    for start in (*starts, "python scripts/generate.py", "fabric run", "fabric-ladder run", "sbatch"):
         assert any(command.startswith(start) for command in found), start
 
 
@@ -270,7 +254,7 @@ def test_a_wrong_command_is_found(command):
 
 
 @written_page
-def test_options_that_are_named_exist(page):
+def test_named_options_exist(page):
     known = {*FACTS, "config", "print_config", "help"} | LAUNCHER_OPTIONS
     for folder in ("scripts", "benchmarks"):
         for script in (ROOT / folder).glob("*.py"):
@@ -281,7 +265,7 @@ def test_options_that_are_named_exist(page):
                 assert name in known, code
 
 
-# What the README quotes
+# Quotations of the README
 
 
 def body(script: Path) -> list[str]:
@@ -290,7 +274,7 @@ def body(script: Path) -> list[str]:
     return source.splitlines()[ast.parse(source).body[0].end_lineno :]
 
 
-def test_the_difference_of_two_rungs_is_theirs():
+def test_the_quoted_difference_is_that_of_the_rungs():
     [quoted] = re.findall(r"```diff\n(.*?)```", text_of(README), re.DOTALL)
     names = re.findall(r"^(?:---|\+\+\+) (\S+)", quoted, re.M)
     lines = difflib.unified_diff(*(body(ROOT / name) for name in names), *names, n=1, lineterm="")
@@ -298,13 +282,13 @@ def test_the_difference_of_two_rungs_is_theirs():
 
 
 def skeleton(log: str) -> list[str]:
-    """Return a log without its figures and without what belongs to a machine; losses are one line."""
+    """Return a log without figures and the name of the machine, and with one line of losses."""
     log = re.sub(r"(^Epoch.*Loss: .*\n)(…\n|Epoch.*Loss: .*\n)*", r"\1", log, flags=re.M)
     log = re.sub(r" cpu: .*", " cpu", log)
     return re.sub(r"\d[\w.+]*", "0", log).splitlines()
 
 
-def test_the_log_is_what_a_run_prints(tmp_path):
+def test_a_run_prints_the_quoted_log(tmp_path):
     [quoted] = [block for language, block in FENCE.findall(text_of(README)) if not language]
     assert len(quoted.splitlines()) <= 18
     done = run_script(ROOT / "src" / "2_grad_accum.py", *SMALL, cwd=tmp_path, timeout=300)
@@ -314,55 +298,19 @@ def test_the_log_is_what_a_run_prints(tmp_path):
     assert skeleton(log) == skeleton(quoted)
 
 
-# Figures
-
-
-def rows_of(page: Path, heading: str) -> dict[str, list[str]]:
-    """Return the cells of the tables under a heading, by the rung that their row begins with."""
-    section = re.split(r"^## ", text_of(page), flags=re.M)
-    [section] = [part for part in section if part.startswith(f"{heading}\n")]
-    rows = re.findall(r"^\| \[?(\d+_\w+).*?\|(.*)\|$", section, re.M)
-    return {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows}
-
-
-def test_the_predicted_peaks_are_those_of_the_benchmark():
-    entries = json.loads((ROOT / "benchmarks/results/memory_ladder.json").read_text())["bloom-560m"]["entries"]
-    peaks = {
-        (entry["rung"], entry["gpus"]): f"{entry['predicted']['total'] / 1e9:.2f}"
-        for entry in entries
-        if entry["predicted"] and not entry["options"]
-    }
-    cells = {name: row[-1] for name, row in rows_of(README, "The ladder").items()}
-    assert list(cells) == NAMES
-    given = {name: re.fullmatch(r"([\d.]+)(?: on (\d) GPUs)?", cell) for name, cell in cells.items()}
-    given = {name: found for name, found in given.items() if found}
-    assert len(given) >= 10
-    for name, found in given.items():
-        assert peaks[name, int(found[2] or 1)] == found[1], name
-
-
-def test_the_quickstart_s_figures_are_those_of_the_results():
-    results = rows_of(DOCS / "results.md", "Quickstart")
-    for name, cells in rows_of(README, "The ladder").items():
-        if found := re.fullmatch(r"([\d.]+ %)(?:, ([\d.]+))?", cells[-2]):
-            accuracy, minutes, _ = results[name]
-            assert accuracy.startswith(found[1]), name
-            assert minutes.startswith(found[2] or ""), name
-
-
-# What must be told
+# Dependencies and configs
 
 
 def test_every_dependency_has_its_reason():
-    told = text_of(DOCS / "dependencies.md")
+    documented = text_of(DOCS / "dependencies.md")
     for name in ("requirements.txt", "requirements-dev.txt"):
         for package in re.findall(r"^([\w.-]+)(?:\[\w+\])?==", (ROOT / name).read_text(encoding="utf-8"), re.M):
-            assert re.search(rf"^\| .*\b{re.escape(package)}\b.* \| .+ \|$", told, re.M), package
+            assert re.search(rf"^\| .*\b{re.escape(package)}\b.* \| .+ \|$", documented, re.M), package
 
 
-def test_every_config_is_told():
-    told = set(re.findall(r"^\| `(configs/\w+\.yaml)` \|", text_of(DOCS / "settings.md"), re.M))
-    assert told == {page_id(path) for path in (ROOT / "configs").glob("*.yaml")}
+def test_every_config_is_documented():
+    documented = set(re.findall(r"^\| `(configs/\w+\.yaml)` \|", text_of(DOCS / "settings.md"), re.M))
+    assert documented == {page_id(path) for path in (ROOT / "configs").glob("*.yaml")}
     for path in (ROOT / "configs").glob("*.yaml"):
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
         check_settings([f"--{name}={value}" for name, value in values.items()], [str(path)])
