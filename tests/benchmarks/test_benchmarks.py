@@ -1,14 +1,12 @@
 """Both sides of each benchmark do the same work, and the figures computed from the runs are correct."""
 
 import os
-import platform
-import subprocess
 import sys
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from support.helpers import FREES_64_MIB, MODELS, ROOT, settings_for, token_datasets
+from support.helpers import MODELS, ROOT, settings_for, token_datasets
 
 from fabric_ladder import parse_settings
 
@@ -46,32 +44,12 @@ def test_all_sides_train_the_same_texts_and_weights_in_as_many_steps(figures):
     against_peers.check_alike(runs)
     assert figures["ladder"]["updates"] == 3
     assert figures["bare"]["padding"] == pytest.approx(figures["ladder"]["padding"])
-    assert figures["trainer_best"]["padding"] < figures["trainer"]["padding"] < figures["blog"]["padding"]
+    assert figures["trainer_best"]["padding"] < figures["trainer"]["padding"]
 
 
 def test_the_bare_loop_ends_with_the_ladders_weights(figures):
     assert figures["bare"]["test_loss"] == pytest.approx(figures["ladder"]["test_loss"], rel=1e-6)
     assert figures["bare"]["test_accuracy"] == figures["ladder"]["test_accuracy"]
-
-
-RUN = """
-import os, runpy, sys
-sys.argv = sys.argv[1:]
-sys.path.insert(0, os.path.dirname(sys.argv[0]))
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is of glibc")
-@pytest.mark.parametrize(("side", "keeps"), [("trainer", False), ("bare", True)])
-def test_only_the_bare_loop_keeps_freed_memory(tmp_path, side, keeps):
-    command = [*common.peer_command(side, TINY), "--out", str(tmp_path / "figures.json")]
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    code = [sys.executable, "-c", RUN + FREES_64_MIB]
-    done = subprocess.run([*code, *command], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert (float(done.stdout.split()[-1]) > 32) == keeps
 
 
 @pytest.mark.parametrize("name", ["tokens", "updates", "weights", "test_loss"])

@@ -1,4 +1,4 @@
-"""README, CONTRIBUTING and docs/: the pages build, and what they name and quote is there."""
+"""The pages build; their links, names, commands, options and quotations are correct."""
 
 import ast
 import difflib
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.helpers import ROOT, RUNGS, SMALL, run_script
+from support.helpers import ROOT, RUNGS
 
 from fabric_ladder.errors import UserError
 from fabric_ladder.options import read_words
@@ -24,12 +24,13 @@ from fabric_ladder.tools.command import COMMANDS
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md", *sorted(DOCS.rglob("*.md"))]
-GENERATED = [DOCS / "combinations.md"]
 NAMES = [rung.stem for rung in RUNGS]
 HEADINGS = ["Idea", "In plain PyTorch", "What it saves", "What it costs", "When to take it", "Unchanged", "Code"]
 RUNG_OPTIONS = ("run_ladder.py", "plan_memory.py", "plan_scaling.py")  # scripts that also take the options of rungs
-LAUNCHER_OPTIONS = {"nproc-per-node", "nnodes", "max-restarts", "rdzv-backend", "rdzv-endpoint", "signal", "logdir"}
-LAUNCHER_OPTIONS |= {"strict"}
+KNOWN = {*FACTS, "config", "print_config", "help"}
+OTHERS = set(
+    "nproc-per-node nnodes max-restarts rdzv-backend rdzv-endpoint signal logdir strict".split()
+)  # of launchers
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`]+)`")
 
@@ -52,7 +53,6 @@ def page_id(page: Path) -> str:
 
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=page_id)
-written_page = pytest.mark.parametrize("page", [page for page in PAGES if page not in GENERATED], ids=page_id)
 
 
 # Pages
@@ -67,12 +67,8 @@ def test_the_pages_build(tmp_path):
     assert 'rel="stylesheet" href="http' not in built
 
 
-def test_the_readme_is_short():
-    assert len(text_of(README).splitlines()) <= 200
-
-
 def test_every_rung_has_its_row_and_its_page():
-    assert len(NAMES) >= 15
+    assert len(text_of(README).splitlines()) <= 200
     assert sorted(NAMES) == sorted(path.stem for path in (ROOT / "src").iterdir() if path.name[0].isdigit())
     rows = re.findall(r"^\| \[(\d+_\w+)\]\(src/\1\.py\) \| .*\]\(docs/techniques/(\w+)\.md\)", text_of(README), re.M)
     assert rows == [(name, name) for name in NAMES]
@@ -88,7 +84,7 @@ def test_a_technique_page_has_its_sections(name):
     assert f"`src/{name}.py`" in text
     sections = dict(zip(HEADINGS, re.split(r"^## .*\n", text, flags=re.M)[1:], strict=True))
     assert "](../gpu.md" in text
-    docstring = ast.get_docstring(ast.parse((ROOT / "src" / f"{name}.py").read_text(encoding="utf-8")))
+    docstring = ast.get_docstring(ast.parse(text_of(ROOT / "src" / f"{name}.py")))
     [(language, snippet), *_] = FENCE.findall(sections["In plain PyTorch"])
     assert language == "python"
     assert textwrap.indent(snippet, "    ") in docstring
@@ -107,17 +103,14 @@ def anchors(page: Path) -> set[str]:
     return {slug(heading) for heading in re.findall(r"^#+ (.*)", without_code(page), re.M)}
 
 
-@every_page
-def test_links_lead_somewhere(page):
+@pytest.mark.parametrize("page", [page for page in PAGES if DOCS not in page.parents], ids=page_id)
+def test_links_lead_somewhere(page):  # properdocs checks those of docs/
     text = INLINE.sub("", without_code(page))
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if target.startswith("https://"):
-            continue
         path, _, anchor = target.partition("#")
         found = (page.parent / path).resolve() if path else page
-        assert found.exists(), target
-        assert found.is_relative_to(ROOT), target
-        assert not anchor or anchor in anchors(found), target
+        assert target.startswith("https://") or (found.exists() and found.is_relative_to(ROOT)), target
+        assert not anchor or target.startswith("https://") or anchor in anchors(found), target
 
 
 # Files and code
@@ -128,28 +121,15 @@ def find_file(path: str) -> Path | None:
     return next((home / path for home in (ROOT, ROOT / "src" / "fabric_ladder") if (home / path).exists()), None)
 
 
-@cache
-def names_in(path: Path) -> set[str]:
-    """Return the functions, classes and constants of a module, and methods as `Class.method`."""
-    found = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
-        if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{item.name}" for item in node.body if isinstance(item, ast.FunctionDef)}
-        if isinstance(node, ast.Assign):
-            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return found
-
-
 @every_page
 def test_named_files_and_code_exist(page):
     ours = re.compile(r"(?:src|docs|configs|benchmarks|scripts|tests|notebooks)/[\w./-]*|[\w/]+\.(?:py|yaml|sbatch)")
     for code in inline_code(page):
-        path, _, name = code.partition(": ")
+        path, _, names = code.partition(": ")
         if ours.fullmatch(path):
             assert find_file(path), code
-            assert not re.fullmatch(r"[\w.]+", name) or name in names_in(find_file(path)), code
+            for name in names.split(".") if re.fullmatch(r"[\w.]+", names) else []:
+                assert re.search(rf"^ *(?:class|def) {name}\b|^{name}\b.* = ", text_of(find_file(path)), re.M), code
 
 
 # Commands
@@ -168,11 +148,11 @@ def commands(page: Path) -> list[list[str]]:
     return found
 
 
+@cache
 def options(path: Path) -> set[str]:
     """Return the options that a script or a module of its folder adds to a parser."""
-    source = path.read_text(encoding="utf-8")
-    modules = [path.parent / f"{name}.py" for name in re.findall(r"^(?:import|from) (\w+)", source, re.M)]
-    sources = [source, *(other.read_text(encoding="utf-8") for other in modules if other.exists())]
+    modules = [path.parent / f"{name}.py" for name in re.findall(r"^(?:import|from) (\w+)", text_of(path), re.M)]
+    sources = [text_of(module) for module in (path, *modules) if module.exists()]
     return {name for text in sources for name in re.findall(r'add_argument\(\s*(?:"-\w", )?"--([\w-]+)"', text)}
 
 
@@ -188,8 +168,7 @@ def check_settings(words: list[str], whole: list[str]) -> None:
 
 def check_command(words: list[str]) -> None:
     if words[0] == "make":
-        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
-        assert set(words[1:]) <= set(targets), words
+        assert set(words[1:]) <= set(re.findall(r"^([\w-]+):", text_of(ROOT / "Makefile"), re.M)), words
         return
     if words[0] == "fabric-ladder":
         name, *rest = words[1:]
@@ -204,12 +183,8 @@ def check_command(words: list[str]) -> None:
     assert script.is_file(), words
     if script.parent.name == "src":
         return check_settings(rest, words)
-    given = [word[2:].split("=")[0] for word in rest if word.startswith("--")]
-    others = [name for name in given if name not in options(script)]
-    if script.name in RUNG_OPTIONS:
-        known = {*FACTS, "config", "print_config", "help"}
-        others = [name for name in others if name not in known]
-    assert not others, words
+    given = {word[2:].split("=")[0] for word in rest if word.startswith("--")}
+    assert given <= options(script) | (KNOWN if script.name in RUNG_OPTIONS else set()), words
 
 
 @every_page
@@ -218,32 +193,28 @@ def test_commands_can_be_run(page):
         check_command(words)
 
 
-def test_the_paths_of_the_makefile_exist():
+def test_commands_and_paths_are_found():
+    found = [shlex.join(words) for page in PAGES for words in commands(page)]
+    for start in (
+        "make run",
+        "python src/",
+        "python benchmarks/",
+        "python scripts/",
+        "torchrun",
+        "fabric run",
+        "sbatch",
+    ):
+        assert any(command.startswith(start) for command in found), start
     for path in re.findall(r"\b(?:src|scripts|benchmarks|tests)/[\w./]+", text_of(ROOT / "Makefile")):
         assert (ROOT / path).exists(), path
-
-
-def test_the_commands_are_found():
-    found = [shlex.join(words) for page in PAGES for words in commands(page)]
-    starts = (
-        "make run",
-        "python src/2_grad_accum.py --config",
-        "python benchmarks/memory_ladder.py",
-        "torchrun --nnodes 2",
-    )
-    for start in (*starts, "python scripts/generate.py", "fabric run", "fabric-ladder run", "sbatch"):
-        assert any(command.startswith(start) for command in found), start
 
 
 @pytest.mark.parametrize(
     "command",
     [
         "python src/2_grad_accum.py --batchsize 2",
-        "python src/2_grad_accum.py --precision bf16",
         "python src/2_grad_accum.py --config nothing.yaml",
         "python src/2_gradaccum.py",
-        "python scripts/doctor.py --jason",
-        "fabric-ladder run 2 --batchsize 2",
         "fabric-ladder doctor --jason",
         "make nothing",
     ],
@@ -253,16 +224,11 @@ def test_a_wrong_command_is_found(command):
         check_command(shlex.split(command))
 
 
-@written_page
+@every_page
 def test_named_options_exist(page):
-    known = {*FACTS, "config", "print_config", "help"} | LAUNCHER_OPTIONS
-    for folder in ("scripts", "benchmarks"):
-        for script in (ROOT / folder).glob("*.py"):
-            known |= options(script)
-    for code in inline_code(page):
-        if code.startswith("--"):
-            for name in re.findall(r"--([\w-]+)", code):
-                assert name in known, code
+    scripts = [*(ROOT / "scripts").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
+    named = {name for code in inline_code(page) if code.startswith("--") for name in re.findall(r"--([\w-]+)", code)}
+    assert named <= KNOWN | OTHERS | set().union(*map(options, scripts))
 
 
 # Quotations of the README
@@ -270,7 +236,7 @@ def test_named_options_exist(page):
 
 def body(script: Path) -> list[str]:
     """Return a script's lines below its docstring."""
-    source = script.read_text(encoding="utf-8")
+    source = text_of(script)
     return source.splitlines()[ast.parse(source).body[0].end_lineno :]
 
 
@@ -281,21 +247,11 @@ def test_the_quoted_difference_is_that_of_the_rungs():
     assert quoted.splitlines() == [line for line in lines if not line.startswith("@@")]
 
 
-def skeleton(log: str) -> list[str]:
-    """Return a log without figures and the name of the machine, and with one line of losses."""
-    log = re.sub(r"(^Epoch.*Loss: .*\n)(…\n|Epoch.*Loss: .*\n)*", r"\1", log, flags=re.M)
-    log = re.sub(r" cpu: .*", " cpu", log)
-    return re.sub(r"\d[\w.+]*", "0", log).splitlines()
-
-
-def test_a_run_prints_the_quoted_log(tmp_path):
+def test_the_quoted_log_is_that_of_the_stored_run():
     [quoted] = [block for language, block in FENCE.findall(text_of(README)) if not language]
-    assert len(quoted.splitlines()) <= 18
-    done = run_script(ROOT / "src" / "2_grad_accum.py", *SMALL, cwd=tmp_path, timeout=300)
-    assert done.returncode == 0, done.stderr
-    notice, _, log = done.stdout.partition("\n")
-    assert notice.startswith("No --config and no CUDA GPU")
-    assert skeleton(log) == skeleton(quoted)
+    log = text_of(ROOT / "benchmarks/results/runs/quickstart/2_grad_accum/0.001/123/log.txt").splitlines()
+    assert 10 < len(quoted.splitlines()) <= 18
+    assert set(quoted.splitlines()) - set(log) == {"…"}
 
 
 # Dependencies and configs
@@ -304,7 +260,7 @@ def test_a_run_prints_the_quoted_log(tmp_path):
 def test_every_dependency_has_its_reason():
     documented = text_of(DOCS / "dependencies.md")
     for name in ("requirements.txt", "requirements-dev.txt"):
-        for package in re.findall(r"^([\w.-]+)(?:\[\w+\])?==", (ROOT / name).read_text(encoding="utf-8"), re.M):
+        for package in re.findall(r"^([\w.-]+)(?:\[\w+\])?==", text_of(ROOT / name), re.M):
             assert re.search(rf"^\| .*\b{re.escape(package)}\b.* \| .+ \|$", documented, re.M), package
 
 
@@ -312,7 +268,7 @@ def test_every_config_is_documented():
     documented = set(re.findall(r"^\| `(configs/\w+\.yaml)` \|", text_of(DOCS / "settings.md"), re.M))
     assert documented == {page_id(path) for path in (ROOT / "configs").glob("*.yaml")}
     for path in (ROOT / "configs").glob("*.yaml"):
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.safe_load(text_of(path))
         check_settings([f"--{name}={value}" for name, value in values.items()], [str(path)])
-        for line in re.findall(r"^#\s+(python .*)", path.read_text(encoding="utf-8"), re.M):
+        for line in re.findall(r"^#\s+(python .*)", text_of(path), re.M):
             check_command(shlex.split(line, comments=True))
