@@ -55,15 +55,6 @@ def test_folders_of_this_machine_leave_json_as_it_is():
     assert json.loads(common.impersonal(text)) == expected
 
 
-def test_only_missing_runs_are_made(small_set, run_folder, capfd):
-    evidence.keep(run_folder, FIRST)
-    evidence.make(FIRST)
-    assert not evidence.WORK.exists()
-    evidence.make(FIRST._replace(rate=0.004))
-    assert sorted(evidence.kept("small", "2_grad_accum")) == [0.001, 0.004]
-    assert "small: 2_grad_accum, learning rate 0.004, seed 123" in capfd.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("own", "loss", "rates", "best"),
     [
