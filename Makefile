@@ -34,7 +34,7 @@ format: .venv/installed-dev
 
 bench: .venv/installed-dev
 	$(BIN)/python benchmarks/bag_of_words.py
-	$(BIN)/python benchmarks/against_blog.py
+	$(BIN)/python benchmarks/against_peers.py --part minilm bloom --reviews 32
 
 combinations: .venv/installed-dev
 	FABRIC_LADDER_WRITE_TABLE=1 $(BIN)/python -m pytest tests/rungs/test_combinations.py -m slow

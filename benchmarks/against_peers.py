@@ -1,4 +1,4 @@
-"""Compare rungs with their peers on this machine's CPU; exit status 1 when a target is missed.
+"""Compare rungs with their peers on this machine's CPU.
 
     python benchmarks/against_peers.py [--part minilm bloom attention] [--reviews N] [--repeats 5] [--threads 2]
     python benchmarks/against_peers.py --part minilm bloom --measure switches --repeats 1    Trainer, switch by switch
@@ -6,151 +6,130 @@
 
 Parts:
     minilm     The pretrained all-MiniLM-L6-v2 on IMDb, up to 512 tokens.
-    bloom      The BLOOM of against_blog.py, 6 layers from its config, up to 1,024 tokens.
+    bloom      A BLOOM of 6 layers from its config, up to 1,024 tokens.
     attention  The same BLOOM forward and backward, `--attention fused` against `eager`, at 256 to 2,048 tokens.
+    accuracy   Rungs 1 and 2 against the blog's recipe, 1 and 16 reviews a step: MiniLM in 32-bit, one epoch of 5,000
+               reviews of up to 128 tokens, tested on 2,000 others, one thread, three seeds. All sides have the same
+               initial weights, but the blog's recipe draws its own order of the reviews. A run takes about 20 minutes.
+               Stored runs are not repeated. This part runs only when named.
 
-Sides of `minilm` and `bloom`: the blog's recipe (blog_recipe.py), Trainer with its defaults, Trainer with its best
-switches, accelerate's plain loop, a bare PyTorch loop (peers.py), and the ladder: an unchanged script of src/ with at
-most one more option, see `LADDER`. All have the same initial weights, reviews, effective batch of 16 reviews,
-precision, Adam, number of optimizer steps and threads. They take turns in fresh processes, and the median of the
-repeats counts. Weights, tokens, steps and threads of all sides must be equal, and the ladder's test loss must equal
-that of the bare loop. The peers get tokenized texts; the blog pads all to the longest, and
-its padding is not timed. Trainer and accelerate draw batches of their own and pad them to their longest; the ladder
-sorts within its effective batch. transformers has eager attention only for BLOOM, so has every peer but the bare loop.
+The sides of `minilm` and `bloom` are the peers of peers.py and the ladder: an unchanged script of src/ with at most one
+more option, see `LADDER`. All have the same initial weights, reviews, effective batch of 16 reviews, precision, Adam,
+number of optimizer steps and threads. They take turns in fresh processes, and the median of the repeats counts.
+Sides that differ in weights, tokens, steps or threads are refused, and so is a test loss other than the bare loop's.
+Trainer and accelerate draw their own batches and pad them to their longest; the ladder sorts within its effective
+batch. transformers has only eager attention for BLOOM, so only the ladder and the bare loop have another.
 
-Peak memory is that of the process since the first batch, validation included, on all sides. The
-recorded accuracy only shows that the sides learn equally: the training is too short for more.
+Peak memory is that of the process since the first batch, validation included. The training is too short for its
+accuracy to mean more than that the sides learn equally.
 """
 
 import argparse
 import shlex
-import sys
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import common  # first import: it makes the project importable
 import torch
-from against_blog import BLOOM, model_options, prepare
-from common import MEASURES, CannotMeasureError, alternate, medians, part_parser, run_parts, rung_command
+from common import BASE, BLOOM, MEASURES, MINILM, draw_reviews, model_options, part_parser, peer_command, rung_command
+
+from fabric_ladder.advice import show_errors
 
 OUT = common.RESULTS / "against_peers.json"
-# for training: so many that a run's speed repeats within 5 %; half as many for validation and for the test
-REVIEWS = {"minilm": 320, "bloom": 320}
+REVIEWS = 320  # for training: a run's speed repeats within 5 %
 PEERS = ("blog", "trainer", "trainer_best", "accelerate", "bare")
-LADDER = {  # the fastest cuts on two cores; 1,024 tokens: a long review, or several that are shorter
+LADDER = {  # the fastest cuts on two cores
     "minilm": ("2_grad_accum",),
-    "minilm bf16-mixed": ("4_mixed_precision", "--micro_batch_tokens", "1024"),  # its own default on a CPU
+    "minilm bf16-mixed": ("4_mixed_precision", "--micro_batch_tokens", "1024"),
     "bloom": ("2_grad_accum", "--micro_batch_tokens", "1024"),
 }
-BEST = {  # of Trainer on two cores, by --measure switches
+BEST = {  # of Trainer on two cores, found by --measure switches
     "minilm": ("micro_batch_1", "evaluate_1"),
     "minilm bf16-mixed": ("micro_batch_2", "group_by_length", "evaluate_1"),
     "bloom": ("micro_batch_1", "group_by_length", "evaluate_1"),
 }
 SIZES = ("micro_batch_16", "micro_batch_4", "micro_batch_2", "micro_batch_1")
-SWITCHES = (  # what --measure switches tries, one group after the other; of a group at most one can be on
+SWITCHES = (  # --measure switches tries one group after the other; at most one switch of a group is on
     SIZES,
     ("group_by_length",),
-    SIZES,  # again: texts of like length pad little
+    SIZES,  # again: texts of equal length have little padding
     ("no_nan_filter",),
     ("foreach_adam",),
     ("compile",),
     ("evaluate_1", "evaluate_4", "evaluate_32"),  # judged by the samples/s of the evaluation
 )
-CUTS = (*(("--micro_batch_size", str(size)) for size in (1, 2, 4, 16)),
-        *(("--micro_batch_tokens", str(tokens)) for tokens in (512, 1024, 2048, 4096)))  # fmt: skip
+CUTS = (
+    *(("--micro_batch_size", str(size)) for size in (1, 2, 4, 16)),
+    *(("--micro_batch_tokens", str(tokens)) for tokens in (512, 1024, 2048, 4096)),
+)
 LENGTHS = (256, 512, 1024, 2048)
 SPEED, MEMORY = "samples_per_second", "peak_memory_bytes"
-ALIKE = {"parameters": 0, "tokens": 0, "updates": 0, "threads": 0, "weights": 1e-6, "test_loss": 1e-4}  # and tolerance
-TARGETS = {  # (ratio, "min" or "max", bound); ratios are ladder / peer
-    "training": [
-        (f"trainer: {SPEED}", "min", 1.3),
-        (f"trainer_best: {SPEED}", "min", 1.0),
-        (f"trainer_best: {MEMORY}", "max", 1.0),
-        (f"bare: {SPEED}", "min", 0.97),
-    ],
-    "attention": [
-        ("seconds of eager / fused at 1024", "min", 1.0),
-        ("peak memory of fused / eager at 1024", "max", 0.999),
-        ("seconds of eager / fused at 2048", "min", 1.2),
-    ],
+TOLERANCES = {"parameters": 0, "tokens": 0, "updates": 0, "threads": 0, "weights": 1e-6, "test_loss": 1e-4}
+ACCURACY_OUT = common.RESULTS / "blog_accuracy.json"
+ACCURACY_SIDES = {  # a rung, or None for the blog's recipe, and the reviews of an optimizer step
+    "rung_1": ("1_batch_size_1", 1),
+    "blog_1": (None, 1),
+    "rung_2": ("2_grad_accum", 16),
+    "blog_16": (None, 16),
 }
+TESTED = 2000
+ACCURACY_DATA = f"--train_samples 5000 --validation_samples 500 --test_samples {TESTED} --accelerator cpu".split()
 
 
 def check_alike(figures: dict[str, list[dict]], *free: str) -> None:
     """Refuse sides that did different work; figures named in `free` may differ.
 
     Raises:
-        RuntimeError: They differ in one of `ALIKE` by more than its relative tolerance.
+        RuntimeError: A figure of `TOLERANCES` differs by more than its relative tolerance.
     """
-    for name, tolerance in ALIKE.items():
-        if name in free:
-            continue
+    for name, tolerance in TOLERANCES.items():
         values = {side: [run[name] for run in runs if name in run] for side, runs in figures.items()}
         every = list(chain.from_iterable(values.values()))
-        if every and max(every) - min(every) > tolerance * max(every):
+        if name not in free and every and max(every) - min(every) > tolerance * max(every):
             raise RuntimeError(f"the sides differ in {name}: {values}")
-
-
-def take_turns(commands: dict[str, list[str]], args: argparse.Namespace) -> dict[str, list[dict]]:
-    """Return the figures of every side's repeats."""
-    sides = {side: partial(common.run_command, command, args.threads) for side, command in commands.items()}
-    return alternate(args.repeats, **sides)
-
-
-def draw(part: str, args: argparse.Namespace, folder: Path) -> tuple[list[str], dict]:
-    """Draw the reviews; return the settings of all sides, and facts."""
-    common.imdb_archive()
-    reviews = args.reviews or REVIEWS[part]
-    if reviews % 16:
-        raise CannotMeasureError("--reviews must be a multiple of 16, the effective batch")
-    options, facts = prepare(part, reviews, reviews // 2, folder, tested=reviews // 2)
-    return [*options, "--precision", args.precision], facts | {"precision": args.precision}
 
 
 def duel(part: str, args: argparse.Namespace, folder: Path) -> dict:
     """Measure all sides of `minilm` or `bloom`."""
-    options, facts = draw(part, args, folder)
+    options, conditions = draw_reviews(part, args.reviews, folder, args.precision)
     ours, best = (known.get(f"{part} {args.precision}", known[part]) for known in (LADDER, BEST))
     ladder = rung_command(options, *ours)
     commands = {
-        "blog": common.blog_command(folder / "texts", options),
-        "trainer": common.peer_command("trainer", options),
-        "trainer_best": common.peer_command("trainer", options, *best),
-        "accelerate": common.peer_command("accelerate", options),
-        "bare": common.peer_command("bare", ladder[1:]),
+        "blog": peer_command("blog", options),
+        "trainer": peer_command("trainer", options),
+        "trainer_best": peer_command("trainer", options, *best),
+        "accelerate": peer_command("accelerate", options),
+        "bare": peer_command("bare", ladder[1:]),
         "ladder": ladder,
     }
-    commands = {side: command for side, command in commands.items() if side not in args.without}
-    figures = take_turns(commands, args)
-    check_alike(figures)
-    middle = medians(figures)
+    turns = take_turns({side: command for side, command in commands.items() if side not in args.without}, args)
+    check_alike(turns["repeats"])
+    medians = turns["medians"]
     ratios = {
-        f"{side}: {name}": middle["ladder"][name] / values[name]
-        for side, values in middle.items()
+        f"{side}: {name}": medians["ladder"][name] / values[name]
+        for side, values in medians.items()
         for name in MEASURES
         if side != "ladder"
     }
-    return {
-        "conditions": facts | {"trainer_best": best, "ladder": ours},
-        "commands": {side: common.shown(command) for side, command in commands.items()},
-        "repeats": figures,
-        "medians": middle,
-        "ratios": ratios,
-    }
+    return {"conditions": conditions | {"trainer_best": best, "ladder": ours}} | turns | {"ratios": ratios}
 
 
-def find(part: str, args: argparse.Namespace, folder: Path) -> dict:
+def take_turns(commands: dict[str, list[str]], args: argparse.Namespace) -> dict:
+    """Run the sides in turns, as often as the command line asks for."""
+    return common.take_turns(commands, args.repeats, args.threads)
+
+
+def find_switches(part: str, args: argparse.Namespace, folder: Path) -> dict:
     """Find the fastest switches of Trainer, group by group."""
+    options, conditions = draw_reviews(part, args.reviews, folder, args.precision)
     tried = {}
 
     def measure(*switches: str) -> dict:
         name = " ".join(["trainer", *switches])
-        tried.update(medians(take_turns({name: common.peer_command("trainer", options, *switches)}, args)))
+        tried.update(take_turns({name: peer_command("trainer", options, *switches)}, args)["medians"])
         return tried[name]
 
-    options, facts = draw(part, args, folder)
     best, chosen = measure(), ()
     for group in SWITCHES:
         for switch in group:
@@ -160,70 +139,79 @@ def find(part: str, args: argparse.Namespace, folder: Path) -> dict:
             if figures[name] > best[name]:
                 best, chosen = figures, switches
     print(f"Trainer's best: {' '.join(chosen) or 'its defaults'}")
-    return {"conditions": facts | {"trainer_best": chosen}, "medians": tried, "ratios": {}}
+    return {"conditions": conditions | {"trainer_best": chosen}, "medians": tried}
 
 
-def cut_by_cut(part: str, args: argparse.Namespace, folder: Path) -> dict:
+def compare_cuts(part: str, args: argparse.Namespace, folder: Path) -> dict:
     """Measure rung 2 from one sample at a time to the whole effective batch; the cut changes no gradient."""
-    options, facts = draw(part, args, folder)
-    commands = {shlex.join(cut): rung_command(options, "2_grad_accum", *cut) for cut in CUTS}
-    figures = take_turns(commands, args)
-    check_alike(figures, *(["test_loss"] if part == "minilm" else []))  # another cut draws other dropout masks
-    middle = medians(figures)
-    alone = middle[shlex.join(CUTS[0])]
-    ratios = {f"{cut}: {name}": run[name] / alone[name] for cut, run in middle.items() for name in (SPEED, MEMORY)}
-    return {"conditions": facts, "repeats": figures, "medians": middle, "ratios": ratios}
+    options, conditions = draw_reviews(part, args.reviews, folder, args.precision)
+    turns = take_turns({shlex.join(cut): rung_command(options, "2_grad_accum", *cut) for cut in CUTS}, args)
+    check_alike(turns["repeats"], *(["test_loss"] if part == "minilm" else []))  # each cut draws its dropout masks
+    return {"conditions": conditions} | turns
 
 
-def duel_of_attention(_: str, args: argparse.Namespace, folder: Path) -> dict:
+def compare_attention(_: str, args: argparse.Namespace, folder: Path) -> dict:
     """Measure `attention`."""
-    options = [*common.BASE, "--accelerator", "cpu", *model_options("bloom", folder)]
+    options = [*BASE, "--accelerator", "cpu", *model_options("bloom", folder)]
     script = [str(Path(__file__).with_name("operations.py")), "attention-cost"]
-    commands = {
-        f"{attention} {tokens}": [*script, "--attention", attention, "--tokens", str(tokens), *options]
-        for tokens in LENGTHS
-        for attention in ("eager", "fused")
-    }
-    figures = take_turns(commands, args)
-    middle, ratios = medians(figures), {}
+    turns = take_turns(
+        {
+            f"{attention} {tokens}": [*script, "--attention", attention, "--tokens", str(tokens), *options]
+            for tokens in LENGTHS
+            for attention in ("eager", "fused")
+        },
+        args,
+    )
+    ratios = {}
     for tokens in LENGTHS:
-        eager, fused = middle[f"eager {tokens}"], middle[f"fused {tokens}"]
+        eager, fused = (turns["medians"][f"{attention} {tokens}"] for attention in ("eager", "fused"))
         if abs(eager["loss"] - fused["loss"]) > 1e-4:
             raise RuntimeError(f"at {tokens} tokens the losses differ: {eager['loss']} and {fused['loss']}")
         ratios[f"seconds of eager / fused at {tokens}"] = eager["seconds"] / fused["seconds"]
         ratios[f"peak memory of fused / eager at {tokens}"] = fused[MEMORY] / eager[MEMORY]
-    return {
-        "conditions": {"model": BLOOM, "rows": 1, "precision": "32-true"},
-        "commands": {side: common.shown(command) for side, command in commands.items()},
-        "repeats": figures,
-        "medians": middle,
-        "ratios": ratios,
-    }
+    return {"conditions": {"model": BLOOM, "rows": 1, "precision": "32-true"}} | turns | {"ratios": ratios}
 
 
-def main() -> int:
-    """Measure the chosen parts and return the exit status."""
-    parser = part_parser(__doc__, PARTS, 5, OUT)
-    parser.add_argument("--measure", choices=("sides", *OTHERS), default="sides", help="of minilm and bloom, see above")
-    parser.add_argument("--reviews", type=int, help=f"for training; default: {REVIEWS}")
+def compare_accuracy() -> None:
+    """Run the sides of `accuracy` that have no stored result yet."""
+    common.check_storable(ACCURACY_OUT)
+    for seed in (123, 124, 125):
+        for side, (rung, batch_size) in ACCURACY_SIDES.items():
+            if (name := f"{side} {seed}") in common.read_results(ACCURACY_OUT):
+                continue
+            options = [*MINILM, *model_options("minilm", Path())[:2], *ACCURACY_DATA, "--seed", str(seed)]
+            options += ["--batch_size", str(batch_size), "--micro_batch_size", "1"]
+            command = rung_command(options, rung) if rung else peer_command("blog", options)
+            record = common.environment(torch.device("cpu")) | {"child": common.shown(command)}
+            common.write_result(ACCURACY_OUT, name, record | {"figures": common.run_command(command, threads=1)})
+
+
+DUELS = {"sides": duel, "switches": find_switches, "cuts": compare_cuts}
+
+
+def main() -> None:
+    """Measure the chosen parts."""
+    parser = part_parser(__doc__, ["minilm", "bloom", "attention", "accuracy"], 5, OUT)
+    parser.set_defaults(part=["minilm", "bloom", "attention"])
+    parser.add_argument("--measure", choices=DUELS, default="sides", help="of minilm and bloom, see above")
+    parser.add_argument("--reviews", type=int, default=REVIEWS, help="for training (default: %(default)s)")
     parser.add_argument("--without", nargs="+", choices=PEERS, default=[], help="peers to leave out, to save time")
     parser.add_argument("--precision", choices=("32-true", "bf16-mixed"), default="32-true", help="of all sides")
     args = parser.parse_args()
+    show_errors()
     torch.set_num_threads(args.threads)
-    measures, targets = {}, {}
+    measures = {}
     for part in args.part:
-        words, measure, judged = [part], PARTS[part], TARGETS["attention" if part == "attention" else "training"]
-        if part != "attention" and args.measure != "sides":
-            words, measure, judged = [part, args.measure], OTHERS[args.measure], []
-        if part != "attention" and args.precision != "32-true":
-            words.append(args.precision)
-        measures[name := " ".join(words)] = partial(measure, part, args)
-        targets[name] = judged
-    return run_parts(measures, args.out, targets)
+        if part == "accuracy":
+            compare_accuracy()
+            continue
+        words, measure = [part], compare_attention
+        if part != "attention":
+            words += [word for word in (args.measure, args.precision) if word not in ("sides", "32-true")]
+            measure = DUELS[args.measure]
+        measures[" ".join(words)] = partial(measure, part, args)
+    common.run_parts(measures, args.out)
 
-
-PARTS = {"minilm": duel, "bloom": duel, "attention": duel_of_attention}
-OTHERS = {"switches": find, "cuts": cut_by_cut}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,17 +1,14 @@
-"""The quickstart's reviews cannot be had by counting words: rung 2's small BLOOM against bags of words.
+"""Compare rung 2's small BLOOM with bags of words on the quickstart's reviews.
 
-python benchmarks/bag_of_words.py [--seeds 3]
+    python benchmarks/bag_of_words.py [--seeds 3]
 
-Both learn from the same 4,000 synthetic reviews and are tested on the same 1,000; the bag of words takes the better of
-its regularisations on the test itself, which favours it. Each seed draws other reviews and other weights.
-Exit status 1 if rung 2 stays below 85 % or not at least 5 points above the better bag of words.
+Both learn from the same 4,000 synthetic reviews and are tested on the same 1,000. The bag of words takes the better of
+its regularisations on the test itself, which favours it. Each seed draws its own reviews and weights.
 """
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
-from statistics import mean
 
 import torch
 from common import RESULTS, ROOT, environment, run_rung, write_result
@@ -23,7 +20,6 @@ from fabric_ladder.data.tables import read_splits
 from fabric_ladder.settings import DataSettings
 
 QUICKSTART = ["--config", str(ROOT / "configs" / "quickstart.yaml"), "--validation_samples", "500"]
-LEAST_ACCURACY, LEAST_LEAD = 0.85, 0.05
 
 
 def bag_of_words(seed: int) -> dict[str, float]:
@@ -41,25 +37,18 @@ def bag_of_words(seed: int) -> dict[str, float]:
     return found
 
 
-def main() -> int:
+def main() -> None:
     """Measure, print, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3, help="how many draws of reviews and weights (default 3)")
+    parser.add_argument("--seeds", type=int, default=3, help="draws of reviews and weights (default: %(default)s)")
+    args = parser.parse_args()
     rows = []
-    for seed in range(1, parser.parse_args().seeds + 1):
+    for seed in range(1, args.seeds + 1):
         options = [*QUICKSTART, "--split_seed", str(seed), "--seed", str(122 + seed)]
-        row = {"seed": seed, **bag_of_words(seed), "rung 2": run_rung("2_grad_accum", options)["test_accuracy"]}
-        print(" · ".join(f"{name} {value:.3f}" if name != "seed" else f"seed {value}" for name, value in row.items()))
-        rows.append(row)
-    best_bag = mean(max(row["counts"], row["tf-idf"]) for row in rows)
-    rung = mean(row["rung 2"] for row in rows)
-    worst = min(row["rung 2"] for row in rows)
-    passed = worst >= LEAST_ACCURACY and rung >= best_bag + LEAST_LEAD
-    print(f"mean: better bag of words {best_bag:.3f}, rung 2 {rung:.3f}, its worst seed {worst:.3f}")
-    record = environment(torch.device("cpu")) | {"rows": rows, "passed": passed}
-    write_result(RESULTS / "bag_of_words.json", "synthetic", record)
-    return 0 if passed else 1
+        rows.append({**bag_of_words(seed), "rung 2": run_rung("2_grad_accum", options)["test_accuracy"]})
+        print(f"seed {seed}", *(f"{name} {value:.3f}" for name, value in rows[-1].items()), sep=" · ")
+    write_result(RESULTS / "bag_of_words.json", "synthetic", environment(torch.device("cpu")) | {"rows": rows})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

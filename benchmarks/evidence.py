@@ -14,73 +14,39 @@ validation loss, because accuracies near chance are noise. The test split decide
 """
 
 import argparse
-import csv
 import io
 import json
 import math
 import re
 import subprocess
 import sys
-import tarfile
-from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 import common  # first import: it makes the project importable
-from against_blog import MINILM, model_options
-from common import CannotMeasureError
+from common import MINILM, model_options
 
-from fabric_ladder.comparing.matching import WITHOUT_EFFECT
 from fabric_ladder.environment import write_whole
-from fabric_ladder.errors import UserError, read_outside
+from fabric_ladder.errors import UserError
 from fabric_ladder.rungs import RUNGS, check_rung, choose_rungs
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.advice import show_errors
-from local_dataset_utilities import IMDB_ARCHIVE, download_dataset
 
-STARS = "runs/evidence/stars.csv"
 RUNS = common.RESULTS / "runs"
 WORK = common.ROOT / "runs" / "evidence"  # runs in progress
 SEED, STEP, LIMIT = 123, 4, 6  # first seed, ratio of learning rates, most rates of a search
 FILES = ("metrics.csv", "log.txt", "run.json")  # run.json is written last: a run with it is complete
 DIVERGED = "diverged.txt"  # replaces them if the loss was not finite
-# settings that change no figure, or name folders of a machine
-NEUTRAL = {*WITHOUT_EFFECT, *"log_every data_dir cache_dir tokenizer config name".split()}
 
 
 class Set(NamedTuple):
-    """The runs of one table: shared options, rungs, whether they use MiniLM, seeds, and a function that makes data."""
+    """The runs of one table: shared options, rungs, whether they use MiniLM, and seeds."""
 
     options: list[str]
     rungs: str = ""
     minilm: bool = True
     seeds: int = 1
-    prepare: Callable[[], None] = lambda: None
-
-
-def write_stars() -> None:
-    """Write IMDb's reviews in four classes: 1 or 2, 3 or 4, 7 or 8, 9 or 10 stars, unless the file exists.
-
-    File names in the archive contain number and stars: `train/pos/127_8.txt`.
-    """
-    path = common.ROOT / STARS
-    archive = download_dataset()
-    if path.exists():
-        return
-    if archive.is_dir():
-        raise UserError(f"the stars are read from {IMDB_ARCHIVE}, but {archive} is an unpacked folder: move it away")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = io.StringIO(newline="")
-    rows = csv.writer(text)
-    rows.writerow(["text", "label"])
-    with tarfile.open(archive) as members:
-        for member in members:
-            if found := re.search(r"/(?:pos|neg)/\d+_(\d+)\.txt$", member.name):
-                stars = int(found[1]) + int(found[1]) % 2  # two stars are one class
-                rows.writerow([members.extractfile(member).read().decode(), f"{stars - 1} or {stars} stars"])
-    write_whole(path, text.getvalue())
 
 
 IMDB_2000 = [*MINILM, "--log_every", "96"]
@@ -95,7 +61,6 @@ SETS = {
         [*MINILM, *"--train_samples 35000 --validation_samples 5000 --test_samples 10000 --log_every 1600".split()],
         "1,2,4,15",
     ),
-    "stars": Set([*IMDB_2000, "--dataset", STARS], "2,16", prepare=write_stars),
     "cifar10": Set(["--config", "configs/cifar10_vit_small.yaml", "--threads", "1"], "2,4,16", minilm=False),
 }
 
@@ -164,12 +129,6 @@ def next_rate(found: dict[float, float], own: float) -> float | None:
     return best / STEP if best == min(found) else best * STEP
 
 
-def decisive(settings: dict) -> dict:
-    """Return the settings that can change a run's figures."""
-    found = {name: value for name, value in settings.items() if name not in NEUTRAL}
-    return found | {"model": Path(settings["model"]).name}
-
-
 def resolved(wanted: Wanted) -> Settings:
     """Return the settings of a run as its rung resolves them here.
 
@@ -194,25 +153,14 @@ def impersonal(text: str, settings: dict) -> str:
     return common.impersonal(text).replace(str(Path.home()), "~")
 
 
-def keep(folder: Path, set: str, rung: str, settings: dict) -> Path:
-    """Store a finished run's files in its set; return the folder.
-
-    Raises:
-        UserError: The run is not finished, or has other settings.
-    """
-    record = read_outside(folder / "run.json")
-    if record.get("status") != "finished":
-        raise UserError(f"{folder}: the run is not finished")
-    texts = {name: read_outside(folder / name, str, "text") for name in FILES}
-    found, expected = decisive(record["settings"]), json.loads(json.dumps(decisive(settings)))  # tuples as lists
-    other = [name for name in found if name in expected and found[name] != expected[name]]
-    if other:
-        what = ", ".join(f"{name} {found[name]} instead of {expected[name]}" for name in other)
-        raise UserError(f"{folder} has other settings than {set}: {what}")
-    target = folder_of(set, rung, found["learning_rate"], found["seed"])
+def keep(folder: Path, wanted: Wanted) -> Path:
+    """Store a finished run's files in its set; return the folder."""
+    settings = json.loads((folder / "run.json").read_text(encoding="utf-8"))["settings"]
+    texts = {name: impersonal((folder / name).read_text(encoding="utf-8"), settings) for name in FILES}
+    target = folder_of(wanted.set, wanted.rung.stem, settings["learning_rate"], settings["seed"])
     target.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
-        write_whole(target / name, impersonal(text, record["settings"]))
+        write_whole(target / name, text)
     return target
 
 
@@ -241,18 +189,7 @@ def make(wanted: Wanted) -> None:
     runs = sorted((home / wanted.rung.stem).glob("*/run.json"), key=lambda path: path.stat().st_mtime)
     if done.returncode or not runs:
         raise UserError(f"{name}: ended with status {done.returncode}")
-    print(f"kept {shown(keep(runs[-1].parent, wanted.set, wanted.rung.stem, asdict(settings)))}", flush=True)
-
-
-def shown(path: Path) -> str:
-    """Return a path as it is printed."""
-    return str(path.relative_to(common.ROOT) if path.is_relative_to(common.ROOT) else path)
-
-
-def chosen_rungs(set: str, named: str | None) -> list[Path]:
-    """Return the named rungs, or those of the set."""
-    names = named or SETS[set].rungs
-    return choose_rungs(names.split(",")) if names else RUNGS
+    print(f"kept {keep(runs[-1].parent, wanted).relative_to(RUNS)}", flush=True)
 
 
 def search(set: str, rung: Path) -> None:
@@ -272,14 +209,10 @@ def main() -> int:
     parser.add_argument("--rungs", metavar="1,2,…", help="numbers or names; default: those of the set")
     parser.add_argument("--seeds", type=int, help="how many from 123 on; default: as many as the set has")
     args = parser.parse_args()
-    if args.what == "search" and args.seeds is not None:
-        raise UserError("search takes no --seeds: it uses the first one")
-    if args.seeds is not None and args.seeds < 1:
-        raise UserError(f"--seeds {args.seeds}: must be at least 1")
     common.check_storable(RUNS)
-    SETS[args.set].prepare()
     failed = 0
-    for rung in chosen_rungs(args.set, args.rungs):
+    named = args.rungs or SETS[args.set].rungs
+    for rung in choose_rungs(named.split(",")) if named else RUNGS:
         try:
             if args.what == "search":
                 search(args.set, rung)
@@ -292,12 +225,9 @@ def main() -> int:
         except UserError as error:  # the other rungs continue
             print(f"left out: {error}", file=sys.stderr)
             failed += 1
-    return int(failed > 0 and bool(args.rungs or SETS[args.set].rungs))  # some rungs cannot run on every machine
+    return int(failed > 0 and bool(named))  # some rungs cannot run on every machine
 
 
 if __name__ == "__main__":
     show_errors()
-    try:
-        sys.exit(main())
-    except CannotMeasureError as reason:
-        raise UserError(str(reason)) from None
+    sys.exit(main())

@@ -1,15 +1,14 @@
-"""Write the measured tables of accuracy and memory into README and docs/, and draw the ladder.
+"""Write the tables of accuracy and memory into the README and docs/, and draw the picture of the ladder.
 
     python benchmarks/evidence_tables.py            writes them
     python benchmarks/evidence_tables.py --check    lists stale pages and writes nothing; exit status 1 if there are any
 
 A table is between `<!-- runs:NAME -->` and `<!-- /runs -->`; the last two columns of the README's table of rungs are
 filled. Sources: the runs under results/runs/ (evidence.py), results/memory_ladder.json (predicted bytes) and
-results/blog_accuracy.json. Missing figures are left out or shown as a dash.
+results/blog_accuracy.json. Missing figures are shown as a dash.
 """
 
 import argparse
-import io
 import re
 import sys
 from functools import cache
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import common  # first import: it makes the project importable
 import evidence
-from against_blog import ACCURACY_OUT, ACCURACY_SIDES, TESTED
+from against_peers import ACCURACY_OUT, ACCURACY_SIDES, TESTED
 from evidence import IMDB_2000, SETS
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -29,7 +28,7 @@ from fabric_ladder.comparing.sources import FIGURES, read_sources
 from fabric_ladder.rungs import RUNGS, parent
 
 README = common.ROOT / "README.md"
-PICTURE = common.ROOT / "docs" / "pictures" / "ladder_{}.png"
+PICTURE = common.ROOT / "docs" / "pictures" / "ladder.png"
 LINE = re.compile(r"^\| \[(\d+_\w+)\]\((.*)$", re.MULTILINE)  # of a rung in the README's table
 NONE = "–"
 ONE_SAMPLE = "--batch_size 1 --activation_checkpointing true"
@@ -53,7 +52,7 @@ def rows_of(set: str) -> dict[str, dict[float, Row]]:
 
 
 def best_row(set: str, rung: str) -> Row | None:
-    """Return the row of the rate that the search has chosen, None where it is not done or has one seed alone."""
+    """Return the row of the rate that the search chose, or None if it is unfinished or has a single seed."""
     rate = evidence.best_rate(evidence.tried(set, rung))
     row = rows_of(set)[rung][rate] if rate is not None else None
     return row if row and len(row.runs) > 1 else None
@@ -89,15 +88,6 @@ def own(set: str) -> dict[str, Row]:
     return found
 
 
-def quickstart() -> list[str]:
-    """Return the table of the quickstart."""
-    rows = [
-        [rung, f"{mean(row, 'test_accuracy')} %", mean(row, "minutes", 2), f"{mean(row, 'memory', 2)} GB"]
-        for rung, row in own("quickstart").items()
-    ]
-    return common.markdown_table(["rung", "test accuracy", "minutes", "peak memory"], rows)
-
-
 def of_rung(rung: str) -> list[str]:
     """Return the line of the quickstart on a rung's own page."""
     row = own("quickstart").get(rung)
@@ -108,62 +98,35 @@ def of_rung(rung: str) -> list[str]:
 
 
 def variants() -> list[tuple[str, str, str]]:
-    """Return set, rung and name of all that was run on 2,000 reviews, in the ladder's order."""
-    sets = [name for name in SETS if name.startswith("imdb_2000")]
+    """Return set, rung and name of the stored runs on 2,000 reviews, in the ladder's order."""
     found = []
     for rung in RUNGS:
-        for name in sets:
+        for name in (name for name in SETS if name.startswith("imdb_2000")):
             extra = " ".join(SETS[name].options[len(IMDB_2000) :])
             if rung.stem in rows_of(name):
                 found.append((name, rung.stem, f"{rung.stem} `{extra}`" if extra else rung.stem))
     return found
 
 
-def same_rate() -> list[str]:
-    """Return the table of the rungs with their own learning rates."""
+def accuracies() -> list[str]:
+    """Return the table of 2,000 reviews: each rung at its own learning rate, and at the best if that is another."""
     rows = []
     for set, rung, name in variants():
-        if row := own(set).get(rung):
-            rate = f"{row.first.settings['learning_rate']:g}"
-            rows.append([name, rate, mean(row, "test_accuracy"), interval(row), each(row), mean(row, "memory", 2)])
-    header = ["rung", "learning rate", "test accuracy, %", "95 % of the test's draw", "each seed", "process, GB"]
-    return common.markdown_table(header, rows)
-
-
-def best_rates() -> list[str]:
-    """Return the table of the searched learning rates, with the rungs at their best."""
-    rows = []
-    for set, rung, name in variants():
-        validations = evidence.tried(set, rung)
-        if len(validations) < 3:
-            continue
-        shown = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in sorted(validations.items()))
-        rate, row = evidence.best_rate(validations), best_row(set, rung)
-        accuracy = [mean(row, "test_accuracy"), each(row)] if row else [NONE, NONE]
-        rows.append([name, shown, f"{rate:g}" if rate else "search not done", *accuracy])
-    header = ["rung", "validation loss at each rate, first seed", "best", "test accuracy, %", "each seed"]
+        for row, remark in ((own(set).get(rung), ""), (best_row(set, rung), ", found")):
+            if row and (not remark or row is not own(set).get(rung)):
+                rate = f"{row.first.settings['learning_rate']:g}{remark}"
+                rows.append([name, rate, mean(row, "test_accuracy"), interval(row), each(row)])
+    header = ["rung", "learning rate", "test accuracy, %", "95 % of the test's draw", "each seed"]
     return common.markdown_table(header, rows)
 
 
 def whole() -> list[str]:
     """Return the table of all of IMDb."""
     rows = [
-        [rung, mean(row, "validation_accuracy", 2), mean(row, "test_accuracy", 2), interval(row), mean(row, "minutes"),
-         mean(row, "samples_per_second"), mean(row, "memory", 2)]
+        [rung, mean(row, "validation_accuracy", 2), mean(row, "test_accuracy", 2), interval(row)]
         for rung, row in own("imdb").items()
-    ]  # fmt: skip
-    header = ["rung", "validation, %", "test, %", "95 % of the test's draw", "minutes", "samples/s", "process, GB"]
-    return common.markdown_table(header, rows)
-
-
-def others() -> list[str]:
-    """Return the table of the data sets with more than two classes."""
-    rows = [
-        [set, rung, mean(row, "validation_accuracy"), mean(row, "test_accuracy"), interval(row)]
-        for set in ("stars", "cifar10")
-        for rung, row in own(set).items()
     ]
-    return common.markdown_table(["data", "rung", "validation, %", "test, %", "95 % of the test's draw"], rows)
+    return common.markdown_table(["rung", "validation, %", "test, %", "95 % of the test's draw"], rows)
 
 
 def blog() -> list[str]:
@@ -178,8 +141,8 @@ def blog() -> list[str]:
         if found:
             row = Row([LoggedRun(side, side, figures=shown(run), test_samples=TESTED) for run in found])
             accuracy = [mean(row, "test_accuracy"), interval(row), each(row)]
-            rows.append([rung or "the blog's recipe", str(batch_size), *accuracy, mean(row, "memory", 2)])
-    header = ["", "reviews a step", "test accuracy, %", "95 % of the test's draw", "each seed", "process, GB"]
+            rows.append([rung or "the blog's recipe", str(batch_size), *accuracy])
+    header = ["", "reviews a step", "test accuracy, %", "95 % of the test's draw", "each seed"]
     return common.markdown_table(header, rows)
 
 
@@ -219,17 +182,16 @@ def under(rung: str, below: str) -> float:
 
 
 def ladder() -> list[str]:
-    """Return the ladder from bottom to top: memory, its change, accuracy, and the cost in a clause."""
+    """Return the ladder from bottom to top: memory, its change, and accuracy."""
     rows, first = [], predicted(RUNGS[0].stem)[0]
-    for line in LINE.finditer(README.read_text(encoding="utf-8")):
-        rung, cells = line[1], cells_of(line)
-        memory, said = predicted(rung)
-        below = parent(common.ROOT / "src" / f"{rung}.py")
-        taught, best = own("imdb_2000").get(rung), best_row("imdb_2000", rung)
+    for rung in RUNGS:
+        memory, said = predicted(rung.stem)
+        below = parent(rung)
+        taught, best = own("imdb_2000").get(rung.stem), best_row("imdb_2000", rung.stem)
         accuracy = [mean(taught, "test_accuracy"), mean(best, "test_accuracy")]
-        to_parent = f"{change(memory, under(rung, below.stem))} ({below.stem.split('_')[0]})" if below else NONE
-        rows.append([rung, f"{memory:.2f}{said}", to_parent, change(memory, first), *accuracy, cells[3]])
-    header = ["rung", "GPU, GB", "to what it builds on", "to rung 1", "test, %", "at its best rate, %", "it costs"]
+        to_parent = f"{change(memory, under(rung.stem, below.stem))} ({below.stem.split('_')[0]})" if below else NONE
+        rows.append([rung.stem, f"{memory:.2f}{said}", to_parent, change(memory, first), *accuracy])
+    header = ["rung", "GPU, GB", "change to its parent", "to rung 1", "test, %", "at its best rate, %"]
     return common.markdown_table(header, rows)
 
 
@@ -248,15 +210,7 @@ def readme(text: str) -> str:
     return LINE.sub(line, text)
 
 
-BLOCKS = {
-    "quickstart": quickstart,
-    "same_rate": same_rate,
-    "best_rates": best_rates,
-    "whole": whole,
-    "blog": blog,
-    "others": others,
-    "ladder": ladder,
-}
+BLOCKS = {"accuracies": accuracies, "whole": whole, "blog": blog, "ladder": ladder}
 
 
 def filled(page: Path, text: str) -> str:
@@ -265,50 +219,18 @@ def filled(page: Path, text: str) -> str:
     return readme(text) if page == README else text
 
 
-COLOURS = {
-    "light": {"ink": "#1b2230", "soft": "#566072", "line": "#dfe3ea", "first": "#0b67b2", "second": "#c2490a"},
-    "dark": {"ink": "#e6e9ef", "soft": "#a4adbd", "line": "#39414f", "first": "#5fb0f0", "second": "#f0905a"},
-}
-
-
-def draw(memory: dict[str, float], own: dict[str, Row], best: dict[str, Row]) -> dict[str, bytes]:
-    """Return pictures of the ladder, light and dark: memory as bars, and test accuracy with its seeds.
-
-    Args:
-        memory: Peak of each rung in GB, in the ladder's order.
-        own: Runs at the rungs' own learning rates.
-        best: Runs at the best learning rates.
-    """
-    return {look: _draw(memory, own, best, colours) for look, colours in COLOURS.items()}
-
-
-def _draw(memory: dict[str, float], own: dict[str, Row], best: dict[str, Row], colours: dict[str, str]) -> bytes:
-    names, values = list(memory), list(memory.values())
-    style = STYLE | {"text.color": colours["ink"], "axes.edgecolor": colours["line"], "grid.color": colours["line"]}
-    style |= {"xtick.color": colours["soft"], "ytick.color": colours["ink"], "axes.labelcolor": colours["soft"]}
-    with rc_context(style):
-        figure = Figure(figsize=(8.4, 5.2), layout="constrained")
-        bars, accuracy = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-        bars.barh(names, values, color=colours["first"], height=0.6)
-        for number, value in enumerate(values):
-            bars.text(value + 0.1, number, f"{value:.2f}", va="center", fontsize=7, color=colours["soft"])
-        bars.set(xlabel="peak of one GPU, GB, predicted\n(BLOOM-560m, micro-batch 1, 1,024 tokens)")
-        bars.invert_yaxis()
-        for rows, aside, colour in ((own, -0.17, "second"), (best, 0.17, "first")):
-            for name, row in rows.items():
-                seeds = row.values("test_accuracy")
-                at, look = names.index(name) + aside, {"color": colours[colour]}
-                accuracy.plot(seeds, [at] * len(seeds), "o", markersize=3, alpha=0.5, **look)
-                accuracy.plot(row.mean("test_accuracy"), at, "|", markersize=7, **look)
-                accuracy.plot(row.interval, [at, at], linewidth=1, alpha=0.6, **look)
-        said = "MiniLM, 2,000 reviews; dots: seeds;\nupper: own learning rate, lower: the best"
-        accuracy.set(xlabel=f"test accuracy, %, with 95 % intervals\n({said})")
-        for axes in (bars, accuracy):
-            axes.grid(axis="x")
-            axes.tick_params(length=0)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=160, transparent=True, metadata={"Software": None})
-    return buffer.getvalue()
+def draw() -> Figure:
+    """Return the picture of the ladder: the predicted memory of each rung as bars."""
+    memory = {rung.stem: predicted(rung.stem)[0] for rung in RUNGS}
+    with rc_context(STYLE | {"figure.facecolor": "white"}):
+        figure = Figure(figsize=(7, 4.6), layout="constrained")
+        axes = figure.subplots()
+        axes.bar_label(axes.barh(list(memory), list(memory.values()), height=0.6), fmt="%.2f", padding=3, fontsize=7)
+        axes.set(xlabel="predicted peak of one GPU, GB (BLOOM-560m, micro-batch 1, 1,024 tokens)")
+        axes.invert_yaxis()
+        axes.grid(axis="x")
+        axes.tick_params(length=0)
+    return figure
 
 
 def main() -> int:
@@ -325,10 +247,7 @@ def main() -> int:
         return stale
     for page in common.pages():
         common.rewrite(page, lambda text, page=page: filled(page, text))
-    memory = {rung.stem: predicted(rung.stem)[0] for rung in RUNGS}
-    best = {name: row for name in memory if (row := best_row("imdb_2000", name))}
-    for look, picture in draw(memory, own("imdb_2000"), best).items():
-        Path(str(PICTURE).format(look)).write_bytes(picture)
+    draw().savefig(PICTURE, dpi=160, metadata={"Software": None})
     return 0
 
 

@@ -1,27 +1,34 @@
 """Measure on a GPU everything that docs/gpu.md shows, in pieces of as many minutes as you have.
 
-    python benchmarks/harvest.py --minutes 9 [--out FILE]     measures what the file lacks; run it again to continue
+    python benchmarks/harvest.py --minutes 8 [--out FILE]     measures what the file lacks; run it again to continue
     python benchmarks/harvest.py --rehearse --out FILE        runs everything on the CPU with tiny sizes
     python benchmarks/harvest.py --fill [FILE]                fills the tables of docs/gpu.md and the README
 
-No network is needed. The reviews come from FABRIC_LADDER_DATA, or are synthetic; weights are random. Each entry runs in
-its own process and is written to the file immediately. An entry is not started if its estimated time exceeds the
-minutes left. Failed entries are repeated last. The exit status is 1 if an entry failed or a check did not pass.
+No network is needed. The reviews come from IMDb's archive in FABRIC_LADDER_DATA; weights are random. The entries of
+`FIRST` take about eight minutes and answer the most important questions; the others follow. Each entry runs in its own
+process, forked from one that has imported the libraries, and is written to the file immediately. An entry is not
+started if its estimated time exceeds the time left. Failed entries are repeated last. The exit status is 1 if an entry
+failed or a check did not pass.
 
 Model FLOPs utilisation (MFU) follows appendix B of the PaLM paper (Chowdhery et al., 2022, arXiv:2204.02311). Training
 on a token costs 6 N + 12 L H T floating-point operations, where N is the number of parameters without the embedding, L
-the layers, H the hidden size and T the sequence length. Padding lowers the MFU. The peak is that of
-the precision of the matrix multiplications.
+the layers, H the hidden size and T the sequence length. Padding lowers the MFU. The peak is that of the precision of
+the matrix multiplications.
 """
 
 import argparse
 import json
+import multiprocessing
+import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic, perf_counter, strftime
 from typing import NamedTuple
@@ -30,7 +37,7 @@ import common  # first import: it makes the project importable
 import memory_ladder
 import numpy as np
 import torch
-from common import BASE, MODELS, ROOT, blog_command, markdown_table, peer_command, rung_command
+from common import BASE, MODELS, ROOT, markdown_table, peer_command, rung_command
 from torch.profiler import ProfilerActivity, profile
 
 import fabric_ladder
@@ -54,6 +61,15 @@ STEPS = 50  # whose losses are compared with the CPU's
 TOLERANCES = {"32-true": 0.01, "16 bits": 0.1}  # of the losses, which begin at 0.69
 ON_ONE_GPU = [rung.stem for rung in RUNGS if rung.stem.split("_")[0] not in ("9", "10", "11", "12")]
 ON_SEVERAL_GPUS = ["9_ddp", "10_fsdp", "11_fsdp_cpu_offload", "12_deepspeed_zero"]
+PACKAGES = ("accelerate", "bitsandbytes", "peft", "torchao", "torchmetrics")  # of the entries
+PRELOADED = ["__main__", "accelerate", "datasets", "lightning", "peft", "torchmetrics", "transformers"]
+REPEATED = "5_low_precision, again"  # the first entry once more, for the spread
+FAST = "16_bf16_that_learns, packed, compiled"
+PEAKS = ("2_grad_accum", "7_grad_checkpointing", "13_lora", "16_bf16_that_learns", "18_low_bit_optimizer")
+FIRST = (
+    "5_low_precision", "ceilings", "attention", "gradients", "calibration", "5_low_precision, compiled", "15_packing",
+    FAST, "4_mixed_precision", "Trainer, bf16-mixed", *(f"memory: bloom-560m, {rung}" for rung in PEAKS), REPEATED,
+)  # fmt: skip
 TRAINER = ("micro_batch_16", "group_by_length", "no_nan_filter", "worker")  # Trainer's best switches on a GPU
 
 
@@ -84,7 +100,7 @@ class Entry(NamedTuple):
 
     name: str
     measure: Callable[[float], dict]
-    seconds: float = 60.0
+    seconds: float = 20.0
 
 
 # Model FLOPs utilisation
@@ -132,15 +148,14 @@ def prepare(machine: dict, folder: Path) -> Job:
     rehearse = machine["rehearsal"]
     device = "cpu" if rehearse else "cuda"
     model = MODELS / ("bloom-quickstart.json" if rehearse else "bloom-560m.json")
-    reviews = 32 if rehearse else 2000
-    dataset = "synthetic" if rehearse or not common.has_imdb() else "imdb"
+    reviews = 32 if rehearse else 1024
+    dataset = "imdb" if common.has_imdb() and not rehearse else "synthetic"
     options = [*BASE, "--dataset", dataset, "--from_scratch", "true", "--model", str(model)]
     options += ["--max_length", "128" if rehearse else "1024", "--log_every", "16" if rehearse else "1000"]
     options += ["--train_samples", str(reviews), "--validation_samples", str(reviews // 8), "--test_samples", "32"]
     settings = parse_settings([*options, "--accelerator", "cpu"])
     datasets = load_datasets(settings)
     datasets.tokenizer.save_pretrained(folder / "tokenizer")
-    common.save_texts(settings, folder / "texts")
     options += ["--tokenizer", str(folder / "tokenizer"), "--accelerator", device]
     lengths = np.asarray(datasets.splits["train"]["length"][:])
     gpu = match_gpu(machine["hardware"].get("gpu", ""))
@@ -148,31 +163,33 @@ def prepare(machine: dict, folder: Path) -> Job:
 
 
 def entries_of(job: Job) -> list[Entry]:
-    """Return all entries in their order: correctness, speed, memory, large models. A rehearsal has one of each kind."""
+    """Return all entries, those of `FIRST` first. A rehearsal has one of each kind."""
     rungs = ["2_grad_accum"] if job.rehearse else ON_ONE_GPU
-    found = [*kernels(job), *(Entry(f"losses: {rung}", partial(losses, job, rung)) for rung in rungs)]
+    found = [*kernels(job), *(Entry(f"losses: {rung}", partial(losses, job, rung), 40) for rung in rungs)]
     found += [training(job, rung, rung_command(job.options, rung, "--predict_memory", "true")) for rung in rungs]
     if not job.rehearse:
-        for name, rung, more in (
-            ("5_low_precision, one sample", "5_low_precision", "--micro_batch_size 1"),
-            ("5_low_precision, compiled", "5_low_precision", "--compile true"),
-            ("15_packing, 4 rows", "15_packing", "--pack_rows 4"),
-            ("22_float8, compiled", "22_float8", "--compile true"),
+        for name, more in (
+            ("5_low_precision, one sample", "--micro_batch_size 1"),
+            ("5_low_precision, compiled", "--compile true"),
+            (REPEATED, "--predict_memory true"),
+            (FAST, "--packing true --compile true"),
+            ("15_packing, 4 rows", "--pack_rows 4"),
+            ("22_float8, compiled", "--compile true"),
         ):
-            found.append(training(job, name, rung_command(job.options, rung, *more.split())))
-    for precision in ["32-true"] if job.rehearse else ["bf16-true", "bf16-mixed", "32-true"]:
+            found.append(training(job, name, rung_command(job.options, name.split(",")[0], *more.split())))
+    for precision in ["32-true"] if job.rehearse else ["bf16-mixed", "bf16-true", "32-true"]:
         options = [*job.options, "--batch_size", "16", "--precision", precision]
-        found.append(training(job, f"blog, {precision}", blog_command(job.folder / "texts", options)))
+        found.append(training(job, f"blog, {precision}", peer_command("blog", options)))
         found.append(training(job, f"Trainer, {precision}", peer_command("trainer", options, *TRAINER)))
     found += [profiled(job), *memory(job)]
     for rung in ON_SEVERAL_GPUS if job.gpus > 1 else []:
         if rung == "9_ddp" or not job.rehearse:
             command = rung_command(job.options, rung, "--devices", str(job.gpus))
             found.append(training(job, f"{rung}, {job.gpus} GPUs", command))
-    return found
+    return sorted(found, key=lambda entry: FIRST.index(entry.name) if entry.name in FIRST else len(FIRST))
 
 
-def command_entry(name: str, command: list[str], seconds: float = 60.0) -> Entry:
+def command_entry(name: str, command: list[str], seconds: float = 20.0) -> Entry:
     """Return an entry that runs a command and keeps its figures."""
     return Entry(name, lambda limit: {"command": common.shown(command)} | common.run_command(command, limit=limit),
                  seconds)  # fmt: skip
@@ -181,7 +198,7 @@ def command_entry(name: str, command: list[str], seconds: float = 60.0) -> Entry
 def training(job: Job, name: str, command: list[str]) -> Entry:
     """Return an entry that trains on the job's reviews."""
     config = json.loads(Path(job.options[job.options.index("--model") + 1]).read_text(encoding="utf-8"))
-    entry = command_entry(name, command, 120)
+    entry = command_entry(name, command, 35)
     return entry._replace(measure=lambda limit: add_rates(entry.measure(limit), config, job.lengths, job.gpu))
 
 
@@ -191,6 +208,7 @@ def kernels(job: Job) -> list[Entry]:
     tiny = ["--tokens", "64", "--width", "32", "--repeats", "1"] if job.rehearse else []
     wide = "--width 136".split() if job.rehearse else "--heads 32 --tokens 2048 --width 128 136".split()
     found = [
+        command_entry("ceilings", [OPERATIONS, "ceilings"]),
         command_entry("attention", [OPERATIONS, "attention", *small]),
         command_entry("gradients", [OPERATIONS, "gradients"]),
         command_entry("attention of wide heads", [OPERATIONS, "attention", *small, *wide]),
@@ -295,6 +313,49 @@ def write_profile() -> None:
 
 
 # The file
+
+
+def run_forked(command: list[str], threads: int | None = None, limit: float | None = None) -> str:
+    """Run a script like `common.run_child`, in a fork of a process that has imported the libraries."""
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [f"{folder}/{name}" for name in ("stdout", "stderr")]
+        process = FORKS.Process(target=_run_script, args=(command, outputs))
+        process.start()
+        process.join(limit)
+        late = process.is_alive()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with its children
+        process.kill()
+        process.join()
+        stdout, stderr = (Path(path).read_text(errors="replace") if Path(path).exists() else "" for path in outputs)
+    if late:
+        raise subprocess.TimeoutExpired(command, limit)
+    common.check_status(command, process.exitcode, stderr)
+    return stdout
+
+
+def _run_script(command: list[str], outputs: list[str]) -> None:
+    os.setsid()
+    os.chdir(ROOT)
+    for number, path in enumerate(outputs, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    sys.argv = command
+    sys.path.insert(0, str(Path(command[0]).parent))
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # a rung's own hook prints one line and raises SystemExit
+        raise SystemExit(1) from None
+
+
+def start_forks() -> None:
+    """Let `common.run_child` fork; the forking process never touches the GPU."""
+    os.environ.update(common.child_environment(None), PYTORCH_NVML_BASED_CUDA_CHECK="1")
+    FORKS.set_forkserver_preload(PRELOADED)
+    common.run_child = run_forked
+
+
+FORKS = multiprocessing.get_context("forkserver")
 
 
 def machine_of_child(device: str) -> dict:
@@ -412,7 +473,7 @@ def tables(content: dict) -> dict[str, list[str]]:
             checks.append([name, "passed" if run["passed"] else "**failed**", gap])
         for row in run.get("rows", []):
             times = [shown(row.get(side) and row[side] * 1e3, "{:.2f}") for side in
-                     ("flash", "memory-efficient", "cuDNN", "math", "padded", "eager")]  # fmt: skip
+                     ("flash", "memory-efficient", "cuDNN", "math")]  # fmt: skip
             kernel_rows.append([f"{run['heads']} x {row['width']}, {row['dtype']}", row["chosen"], *times])
     vocabulary = [[f"{entry}, {part.partition(', ')[2]}: {way}", f"{side['seconds'] * 1e3:.1f}",
                    f"{side['peak_bytes'] / 1e9:.2f}"]
@@ -426,13 +487,16 @@ def tables(content: dict) -> dict[str, list[str]]:
     )
     summary = [f"Fastest on the GPU: {fastest[1]}, {fastest[0]:,.0f} s for an epoch of IMDb."] if fastest else []
     overhead = []
+    if ceilings := figures.get("ceilings"):
+        copied, computed = ceilings["copy_bytes_per_second"] / 1e9, ceilings["product_flops"] / 1e12
+        overhead.append(f"- this GPU: a copy {copied:,.0f} GB/s, a product of two matrices {computed:,.0f} TFLOP/s")
     for which, each in figures.get("calibration", {}).items():
         context, workspace = each["context"] / 1e9, each["workspace"] / 1e9
         sizes = f"CUDA context {context:.2f} GB, cuBLAS workspace {workspace:.2f} GB"
         overhead.append(f"- {which}: {sizes}, fragmentation {each['fragmentation']:.1%}")
     gigabytes = ["predicted, GB", "measured, GB", "difference"]
     rates = ["samples/s", "tokens/s", "MFU at the end", "an epoch, s"]
-    kernels = ["heads x width; ms", "chosen", "flash", "memory-efficient", "cuDNN", "math", "padded", "eager"]
+    kernels = ["heads x width; ms", "chosen", "flash", "memory-efficient", "cuDNN", "math"]
     return {
         "status": [status],
         "summary": summary,
@@ -470,6 +534,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=OUT, help="default: %(default)s")
     parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="entries whose name contains a TEXT")
     parser.add_argument("--commit", help="of the code, if git is missing")
+    parser.add_argument("--synthetic", action="store_true", help="measure on synthetic reviews, which are shorter")
     parser.add_argument("--rehearse", action="store_true", help="run on the CPU with tiny sizes")
     parser.add_argument("--fill", type=Path, nargs="?", const=OUT, metavar="FILE", help="fill the pages' tables")
     args = parser.parse_args()
@@ -483,7 +548,12 @@ def main() -> int:
         parser.error("PyTorch finds no CUDA GPU; --rehearse runs everything on the CPU with tiny sizes")
     if args.rehearse and args.out == OUT:
         parser.error("--rehearse needs --out FILE: its figures mean nothing")
+    if missing := [name for name in PACKAGES if find_spec(name) is None]:
+        parser.error(f"packages are missing: pip install {' '.join(missing)}")
+    if not (args.rehearse or args.synthetic or common.has_imdb()):
+        parser.error("FABRIC_LADDER_DATA has no aclImdb_v1.tar.gz; --synthetic measures on synthetic reviews")
     common.check_storable(args.out)
+    start_forks()
     end = monotonic() + 60 * args.minutes
     machine = machine_of_child("cpu" if args.rehearse else "cuda") | {"rehearsal": args.rehearse}
     machine["commit"] = args.commit or machine["commit"]
@@ -493,7 +563,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="harvest-") as scratch:
         job = prepare(machine, Path(scratch))
         chosen = [entry for entry in entries_of(job) if any(text in entry.name for text in args.only)]
-        return run_all(chosen, {"machine": machine} | content | {"machine": machine}, args.out, end)
+        content = {"machine": machine} | content | {"machine": machine}
+        status = run_all(chosen, content, args.out, end)
+    if not args.rehearse:
+        for name in ("machine", "checks", "memory", "speeds"):
+            print("", *tables(content)[name], sep="\n")
+    return status
 
 
 CHILDREN = {"profile": write_profile, "machine": write_machine}  # commands that this program runs in child processes

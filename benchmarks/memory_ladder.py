@@ -16,7 +16,6 @@ and of 4-bit weights is predicted by formula. `torch.compile` is left out: it ke
 import argparse
 import csv
 import json
-import re
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,7 +27,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fabric_ladder.planning.candidates import NAMED, read_settings
+from fabric_ladder.planning.candidates import read_settings
 from fabric_ladder.planning.predict import largest_batches, predict_peak
 from fabric_ladder.techniques.memory import ON_DEVICE, Peak
 from fabric_ladder.techniques.technique import CHECKPOINTING
@@ -57,12 +56,8 @@ class Entry(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name in the table: options are shortened to their values."""
-        options = self.options.replace("--micro_batch_size", "micro-batch")
-        for pair, words in NAMED.items():
-            options = options.replace(" ".join(pair), words)
-        options = re.sub(r"--\w+ ", "", options)
-        return f"{self.rung} {options}".strip() + (f", {self.gpus} GPUs" if self.gpus > 1 else "")
+        """The name in the table."""
+        return f"{self.rung} {self.options}".strip() + (f", {self.gpus} GPUs" if self.gpus > 1 else "")
 
 
 DOWNWARDS = [  # one more technique in each row
@@ -182,15 +177,9 @@ def data_options(model: str, folder: Path) -> list[str]:
     return ["--dataset", str(folder / "texts.csv"), "--train_samples", "48", "--validation_samples", "8"]
 
 
-def row(entry: Entry, peak: Peak) -> list[str | None]:
-    """Return the cells of a line of the table."""
-    cells = [f"{getattr(peak, part) / 1e9:.2f}" for part in (*ON_DEVICE, "host", "total")]
-    return [entry.name, *cells, entry.target and f"{entry.target:.2f}", peak.phase]
-
-
 def run_model(model: str, only: list[str], out: Path | None) -> None:
     """Predict a model's entries, print and write them."""
-    rows, records, known, lines = [], [], {}, []
+    rows, records, known = [], [], {}
     for entry in ENTRIES[model]:
         if only and not any(text in entry.name for text in only):
             continue
@@ -198,15 +187,13 @@ def run_model(model: str, only: list[str], out: Path | None) -> None:
         start = perf_counter()
         peak = predict(model, entry, known)
         seconds = perf_counter() - start
-        rows.append(row(entry, peak))
+        cells = [f"{getattr(peak, part) / 1e9:.2f}" for part in (*ON_DEVICE, "host", "total")]
+        rows.append([entry.name, *cells, entry.target and f"{entry.target:.2f}", peak.phase])
         predicted = {name: value for name, value in peak._asdict().items() if name != "tensors"}
         predicted |= {"total": peak.total, "seconds": seconds}
         records.append(entry._asdict() | {"predicted": predicted})
-        if entry.target and peak.total / 1e9 > entry.target:
-            lines.append(f"{entry.name}: {peak.total / 1e9 - entry.target:.2f} GB above the target")
     print(f"{model}: predicted")
     common.print_table(HEADER, rows)
-    print(*lines, sep="\n", end="\n\n" if lines else "", flush=True)
     if out:
         conditions = {"tokens": TOKENS, "pixels": PIXELS, "eval_batch_tokens": int(EVAL_TOKENS)}
         environment = common.environment(torch.device("cpu"))
@@ -217,7 +204,7 @@ def main() -> None:
     """Predict the entries."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(ENTRIES), action="append", help="default: all")
-    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="entries with one of these in their name")
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="entries whose name contains a TEXT")
     default = OUT.relative_to(common.ROOT)
     parser.add_argument("--out", type=Path, help=f"results file; default: {default}; with --only nothing is stored")
     args = parser.parse_args()

@@ -1,42 +1,43 @@
 """Measure single operations: attention, recomputation, loss, embedding gradients.
 
+    python benchmarks/operations.py ceilings
     python benchmarks/operations.py attention [--heads 16] [--tokens 1024] [--width 64 72 128 136]
     python benchmarks/operations.py gradients
     python benchmarks/operations.py attention-cost --attention fused --tokens 1024 [settings of the model]
     python benchmarks/operations.py checkpointing [--tokens 512] [--rows 4] [--threads 1] [settings of the model]
     python benchmarks/operations.py loss [--tokens 2048] [--width 1024] [--vocabulary 250880] [--chunk 64 256 1024]
-    python benchmarks/operations.py embeddings [--tokens 1024] [--width 1024] [--rows 250880] [--repeats 10]
+    python benchmarks/operations.py embeddings [--tokens 1024] [--width 1024] [--rows 250880]
 
 Commands:
+    ceilings        The rates of this device: a copy, and a product of 16-bit matrices.
     attention       The kernel that PyTorch chooses for each head width and dtype, and the seconds of every kernel,
-                    forward and backward. BLOOM's fused attention (techniques/fused_attention.py) has heads that are
-                    8 wider than a power of two. They are also padded to the next power, and computed eagerly.
+                    forward and backward. The heads of BLOOM's fused attention (techniques/fused_attention.py) are 8
+                    wider than a power of two.
     gradients       Gradients of tiny models: fused, packed and padded against eager attention in 32-bit. An error of
                     up to 1.5 times eager attention's own error in the same dtype passes.
     attention-cost  One BLOOM with eager or fused attention at one length, without padding: seconds and peak memory.
     checkpointing   One pass of a BLOOM of 4 layers, 512 wide, in bfloat16: all activations kept, recomputed,
-                    offloaded, or selectively recomputed. On a CPU the seconds are processor time of this process.
+                    offloaded, or selectively recomputed.
     loss            The loss of a language model: all logits in one pass (transformers' `ForCausalLMLoss`) against
-                    chunks, and on a GPU against Liger Kernel and cut-cross-entropy if they are installed. With
-                    `--repeats 0` a CPU computes nothing: fake tensors give the peak.
+                    chunks. Fake tensors give the peak; with `--repeats 0` nothing is timed.
     embeddings      An embedding's gradient added to an existing one: PyTorch's dense way against rows. On a CPU the
                     committed figures use one thread (`OMP_NUM_THREADS=1`).
 
-Sides take turns, and the median counts; `checkpointing` takes the fastest turn. Peaks are bytes of live tensors without
-the inputs. `loss` stores its figures in results/chunked_loss.json, `embeddings` in results/embedding_gradients.json.
+Sides take turns, and the median of `--repeats` passes counts, after one to warm up. Peaks are bytes of live tensors
+without the inputs. `loss` stores its figures in results/chunked_loss.json, `embeddings` in
+results/embedding_gradients.json.
 """
 
 import argparse
 import copy
-import importlib.util
 import json
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from time import perf_counter, process_time
+from time import perf_counter
 
 import common  # first import: it makes the project importable
 import torch
@@ -44,7 +45,7 @@ from lightning import seed_everything
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import cross_entropy, linear, pad, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, linear, scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig, BloomConfig, LlamaConfig
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -88,8 +89,19 @@ WAYS = {
     "activation offload": [*CHECKPOINTED, "--activation_offload", "true"],
     "selective checkpointing": [*CHECKPOINTED, "--selective_checkpointing", "true"],
 }
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden states, the head's weight, the next tokens
+
+
+def turns(sides: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Return the median seconds of each side. The sides take turns, and a first turn warms up."""
+    seconds = {name: [] for name in sides}
+    for _ in range(1 + repeats):
+        for name, run in sides.items():
+            synchronize()
+            start = perf_counter()
+            run()
+            synchronize()
+            seconds[name].append(perf_counter() - start)
+    return {name: statistics.median(each[1:]) for name, each in seconds.items()}
 
 
 def synchronize() -> None:
@@ -98,55 +110,20 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Return causal attention by PyTorch's kernel; tensors have the shape (rows, heads, tokens, width)."""
-    return scaled_dot_product_attention(query, key, value, is_causal=True)
+def ceilings(args: argparse.Namespace) -> dict:
+    """Return the bytes/s of a copy, and the FLOP/s of a product of 8192 x 8192 matrices (on a CPU 256 x 256)."""
+    size = 8192 if DEVICE.type == "cuda" else 256
+    matrix, target = torch.randn(2, size, size, device=DEVICE).half()
+    seconds = turns({"copy": lambda: target.copy_(matrix), "product": lambda: matrix @ target}, args.repeats)
+    return {
+        "copy_bytes_per_second": 2 * matrix.nbytes / seconds["copy"],
+        "product_flops": 2 * size**3 / seconds["product"],
+    }
 
 
-def padded(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Return causal attention with heads padded to the next power of two."""
-    width = query.shape[-1]
-    more = 2 ** (width - 1).bit_length() - width
-    return causal(*(pad(part, (0, more)) for part in (query, key, value)))[..., :width]
-
-
-def eager(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Return causal attention by matrix multiplications and a softmax, with a bias of tokens x tokens."""
-    tokens = query.shape[-2]
-    bias = torch.full((tokens, tokens), torch.finfo(query.dtype).min, dtype=query.dtype, device=query.device).triu(1)
-    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5 + bias
-    return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
-
-
-def attention_inputs(heads: int, tokens: int, width: int, dtype: torch.dtype) -> list[Tensor]:
-    """Return random query, key and value of `ATTENTION_ROWS` rows."""
-    return [
-        torch.randn(ATTENTION_ROWS, heads, tokens, width, dtype=dtype, device=DEVICE, requires_grad=True)
-        for _ in range(3)
-    ]
-
-
-def passes(attention: Attention, parts: list[Tensor], count: int) -> list[float]:
-    """Return the seconds of `count` forward and backward passes."""
-    seconds = []
-    for _ in range(count):
-        synchronize()
-        start = perf_counter()
-        attention(*parts).sum().backward()
-        synchronize()
-        seconds.append(perf_counter() - start)
-    return seconds
-
-
-def time_kernel(
-    attention: Attention, parts: list[Tensor], count: int, kernel: SDPBackend | None = None
-) -> float | None:
-    """Return the median seconds of a pass after the first; None if the kernel refuses these tensors."""
-    try:
-        with sdpa_kernel(kernel) if kernel else nullcontext():
-            return statistics.median(passes(attention, parts, count + 1)[1:])
-    except RuntimeError:  # no kernel, or no memory
-        return None
+def attention_pass(parts: list[Tensor]) -> None:
+    """Run causal attention forward and backward on query, key and value of shape (rows, heads, tokens, width)."""
+    scaled_dot_product_attention(*parts, is_causal=True).sum().backward()
 
 
 def chosen_kernel(parts: list[Tensor]) -> str:
@@ -154,26 +131,12 @@ def chosen_kernel(parts: list[Tensor]) -> str:
     problem = ""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         try:
-            passes(causal, parts, 1)
+            attention_pass(parts)
         except RuntimeError as error:  # the chosen kernel has no backward pass
             problem = f" (fails: {str(error).splitlines()[0][:80]})"
     names = [event.key for event in profiler.key_averages() if "scaled_dot_product" in event.key]
     found = {kernel for part, kernel in OPERATORS.items() if any(part in name for name in names)}
     return (" and ".join(sorted(found)) or "unknown") + problem
-
-
-def plan_seconds(heads: int, width: int, tokens: int, dtype: torch.dtype) -> list[float] | None:
-    """Return the extra seconds of the first pass at each of three new lengths, or None without cuDNN.
-
-    A fourth length runs first and pays the setup that happens only once.
-    """
-    lengths = [tokens - 8 * number for number in range(4)]
-    try:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            times = [passes(causal, attention_inputs(heads, length, width, dtype), 2) for length in lengths]
-    except RuntimeError:
-        return None
-    return [first - second for first, second in times[1:]]
 
 
 def attention(args: argparse.Namespace) -> dict:
@@ -182,17 +145,17 @@ def attention(args: argparse.Namespace) -> dict:
     rows = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for width in args.width:
-            parts = attention_inputs(args.heads, args.tokens, width, dtype)
+            shape = (ATTENTION_ROWS, args.heads, args.tokens, width)
+            parts = [torch.randn(shape, dtype=dtype, device=DEVICE, requires_grad=True) for _ in range(3)]
             row = {"dtype": str(dtype).removeprefix("torch."), "width": width, "chosen": chosen_kernel(parts)}
-            row |= {name: time_kernel(causal, parts, args.repeats, kernel) for name, kernel in KERNELS.items()}
-            if width & (width - 1):
-                row["padded"] = time_kernel(padded, parts, args.repeats)
-                row["eager"] = time_kernel(eager, parts, args.repeats)
+            for name, kernel in KERNELS.items():
+                try:
+                    with sdpa_kernel(kernel):
+                        row |= turns({name: partial(attention_pass, parts)}, args.repeats)
+                except RuntimeError:  # the kernel refuses these tensors, or memory is short
+                    row[name] = None
             rows.append(row)
-    names = {int(kernel.value): name for name, kernel in KERNELS.items()}
-    order = [names[number] for number in torch._C._get_sdp_priority_order() if number in names]
-    sizes = {"heads": args.heads, "rows_of_inputs": ATTENTION_ROWS, "tokens": args.tokens, "order": order}
-    return sizes | {"plan_seconds": plan_seconds(args.heads, args.width[0], args.tokens, torch.bfloat16), "rows": rows}
+    return {"heads": args.heads, "rows_of_inputs": ATTENTION_ROWS, "tokens": args.tokens, "rows": rows}
 
 
 def config_of(kind: str, heads: int) -> BloomConfig | BertConfig | LlamaConfig:
@@ -293,31 +256,11 @@ def attention_cost(args: argparse.Namespace, options: list[str]) -> dict:
     seed_everything(settings.seed, verbose=False)
     torch.set_float32_matmul_precision(settings.matmul_precision)
     model = build_model(settings, blank_datasets(2)).to(device)
-    if settings.precision == "bf16-true":
-        model.to(torch.bfloat16)
     inputs = random_batch(model.config.vocab_size, args.rows, args.tokens, device)
     reset_peak_memory(device)
-    seconds = []
-    for _ in range(1 + args.repeats):
-        start = perf_counter()
-        loss = model(**inputs).loss
-        loss.backward()
-        value = loss.item()
-        synchronize()
-        seconds.append(perf_counter() - start)
-    figures = {"seconds": statistics.median(seconds[1:]), "peak_memory_bytes": peak_memory(device), "loss": value}
+    seconds = turns({"pass": lambda: model(**inputs).loss.backward()}, args.repeats)["pass"]
+    figures = {"seconds": seconds, "peak_memory_bytes": peak_memory(device), "loss": model(**inputs).loss.item()}
     return figures | {"threads": torch.get_num_threads()}
-
-
-def time_pass(model: nn.Module, inputs: dict[str, Tensor]) -> float:
-    """Return the seconds of a forward and a backward pass."""
-    on_gpu = inputs["input_ids"].is_cuda
-    clock = perf_counter if on_gpu else process_time
-    start = clock()
-    model(**inputs).loss.backward()
-    if on_gpu:
-        torch.cuda.synchronize()
-    return clock() - start
 
 
 def checkpointing(args: argparse.Namespace, options: list[str]) -> dict:
@@ -333,165 +276,89 @@ def checkpointing(args: argparse.Namespace, options: list[str]) -> dict:
             torch.manual_seed(settings.seed)
             models[way] = build_model(settings, blank_datasets(2)).to(settings.accelerator, torch.bfloat16)
     inputs = random_batch(BLOOM["vocab_size"], args.rows, args.tokens, settings.accelerator)
-    turns = [{way: time_pass(model, inputs) for way, model in models.items()} for _ in range(1 + args.turns)][1:]
-    best = {way: min(turn[way] for turn in turns) for way in WAYS}
-    plain = best["all activations kept"]
-    rows = [[way, f"{seconds:.3f}", f"{seconds / plain:.2f}"] for way, seconds in best.items()]
+    sides = {way: lambda model=model: model(**inputs).loss.backward() for way, model in models.items()}
+    seconds = turns(sides, args.repeats)
+    plain = seconds["all activations kept"]
+    rows = [[way, f"{value:.3f}", f"{value / plain:.2f}"] for way, value in seconds.items()]
     common.print_table([f"{args.rows} x {args.tokens} tokens, {settings.accelerator}", "seconds", "of the first"], rows)
-    return {"seconds": best}
+    return {"seconds": seconds}
 
 
-def losses(chunks: list[int]) -> dict[str, Loss]:
-    """Return the ways to compute the loss on this machine."""
-
-    def whole(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return ForCausalLMLoss(linear(hidden, weight), None, weight.shape[0], shift_labels=targets)
-
-    def in_chunks(chunk: int) -> Loss:
-        return lambda hidden, weight, targets: chunked_loss(hidden, weight, None, targets, chunk)[0]
-
-    found = {"whole": whole} | {f"chunks of {chunk}": in_chunks(chunk) for chunk in chunks}
-    if DEVICE.type == "cuda" and importlib.util.find_spec("liger_kernel"):
-        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-        found["Liger Kernel"] = liger_fused_linear_cross_entropy
-    if DEVICE.type == "cuda" and importlib.util.find_spec("cut_cross_entropy"):
-        from cut_cross_entropy import linear_cross_entropy
-
-        found["cut-cross-entropy"] = linear_cross_entropy
-    return found
+def whole_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return transformers' loss from all logits."""
+    return ForCausalLMLoss(linear(hidden, weight), None, weight.shape[0], shift_labels=targets)
 
 
-def time_loss(loss: Loss, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[float, int, list[Tensor]]:
-    """Return seconds of a forward and backward pass, on a GPU its peak bytes, and loss and gradients."""
-    hidden.grad = weight.grad = None
-    before = 0
-    if DEVICE.type == "cuda":
-        synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    start = perf_counter()
-    value = loss(hidden, weight, targets)
-    value.backward()
-    synchronize()
-    seconds = perf_counter() - start
-    peak = torch.cuda.max_memory_allocated() - before if DEVICE.type == "cuda" else 0
-    return seconds, peak, [tensor for tensor in (value.detach(), hidden.grad, weight.grad) if tensor is not None]
-
-
-def fake_peak(loss: Loss, args: argparse.Namespace, dtype: torch.dtype, trained: bool) -> int:
-    """Return the bytes of the tensors alive at the peak, measured on fake tensors."""
-    with FakeTensorMode() as mode:
-        inputs = make_inputs(args, dtype, trained, torch.device("cpu"))
-        with PeakTracker(mode) as tracker:
-            for tensor in inputs:
-                tracker.hold(tensor.detach(), "parameters")
-            loss(*inputs).backward()
-    return tracker.peak().total - tracker.peak().parameters
-
-
-def make_inputs(
-    args: argparse.Namespace, dtype: torch.dtype, trained: bool, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
+def loss_inputs(
+    args: argparse.Namespace, dtype: torch.dtype, trained: bool, device: str | torch.device
+) -> list[Tensor]:
     """Return hidden states, the head's weight, and the next tokens."""
     torch.manual_seed(0)
     hidden = torch.randn(args.tokens, args.width, dtype=dtype, device=device, requires_grad=True)
     weight = torch.randn(args.vocabulary, args.width, dtype=dtype, device=device).mul_(0.02).requires_grad_(trained)
-    return hidden, weight, torch.randint(args.vocabulary, (args.tokens,), device=device)
+    return [hidden, weight, torch.randint(args.vocabulary, (args.tokens,), device=device)]
 
 
-def compare_losses(args: argparse.Namespace, dtype: torch.dtype, trained: bool) -> dict[str, dict]:
-    """Measure all ways in turns, and return the figures of each."""
-    compared = losses(args.chunk)
-    turns: dict[str, list] = {name: [] for name in compared}
-    reference: list[Tensor] = []
-    if args.repeats or DEVICE.type == "cuda":
-        inputs = make_inputs(args, dtype, trained, DEVICE)
-        for turn in range(args.repeats + 1):
-            for name, loss in compared.items():
-                seconds, peak, results = time_loss(loss, *inputs)
-                turns[name].append((seconds, peak))
-                if turn == 0:
-                    reference = reference or results
-                    error = max(_relative(mine, its) for mine, its in zip(results, reference, strict=True))
-                    print(f"{name}: differs from whole by {error:.1e}", file=sys.stderr, flush=True)
-    figures = {}
-    for name, measured in turns.items():
-        peak = max((peak for _, peak in measured), default=0) or fake_peak(compared[name], args, dtype, trained)
-        timed = [seconds for seconds, _ in measured[1:]]  # the first is a warm-up
-        figures[name] = {"seconds": statistics.median(timed) if timed else None, "peak_bytes": peak}
-    return figures
-
-
-def _relative(mine: Tensor, its: Tensor) -> float:
-    return (torch.linalg.vector_norm(mine.float() - its.float()) / torch.linalg.vector_norm(its.float())).item()
+def peak_of(run: Callable[[], object], inputs: list[Tensor], mode: FakeTensorMode | None = None) -> int:
+    """Return the bytes of the tensors that live at the peak of a run, without its inputs."""
+    with PeakTracker(mode) as tracker:
+        for tensor in inputs:
+            tracker.hold(tensor.detach(), "parameters")
+        run()
+    return tracker.peak().total - tracker.peak().parameters
 
 
 def loss(args: argparse.Namespace) -> dict:
     """Compare the ways to compute the loss with the head trained and frozen, as with adapters."""
-    shape = {name: getattr(args, name) for name in ("tokens", "width", "vocabulary", "repeats")}
+    ways = {"whole": whole_loss}
+    for chunk in args.chunk:
+        ways[f"chunks of {chunk}"] = lambda *inputs, chunk=chunk: chunked_loss(*inputs[:2], None, inputs[2], chunk)[0]
+
     parts = {}
     for precision in args.precision:
         for trained in (True, False):
-            figures = compare_losses(args, getattr(torch, precision), trained)
-            whole, rows = figures["whole"], []
-            for name, side in figures.items():
-                seconds = side["seconds"]
-                ratio = seconds and seconds / whole["seconds"]
-                rows.append([name, side["peak_bytes"] / 1e9, side["peak_bytes"] / whole["peak_bytes"], seconds, ratio])
+            conditions = args, getattr(torch, precision), trained
+            peaks = {}
+            for name, way in ways.items():
+                with FakeTensorMode() as mode:
+                    fake = loss_inputs(*conditions, "cpu")
+                    peaks[name] = peak_of(lambda way=way, fake=fake: way(*fake).backward(), fake, mode)
+            seconds = {}
+            if args.repeats:
+                inputs = loss_inputs(*conditions, DEVICE)
+                sides = {name: lambda way=way, real=inputs: way(*real).backward() for name, way in ways.items()}
+                seconds = turns(sides, args.repeats)
+            figures = {name: {"seconds": seconds.get(name), "peak_bytes": peak} for name, peak in peaks.items()}
             part = f"{precision}, head {'trained' if trained else 'frozen'}, width {args.width}"
-            common.print_table([part, "peak GB", "of whole", "seconds", "of whole"], rows)
-            parts[f"{DEVICE.type}, {part}"] = {"shape": shape, "figures": figures}
+            parts[f"{DEVICE.type}, {part}"] = {"shape": shape_of(args), "figures": figures}
     return parts
 
 
-def time_embedding(table: nn.Embedding, ids: torch.Tensor, by_rows: bool) -> float:
-    """Return the seconds of a forward and backward pass."""
-    start = perf_counter()
-    with adding_rows(hooked=False) if by_rows else nullcontext():
-        table(ids).sum().backward()
-    synchronize()
-    return perf_counter() - start
-
-
-def embedding_peak(table: nn.Embedding, ids: torch.Tensor, by_rows: bool) -> int:
-    """Return the bytes of the tensors that live at the peak, without table and gradient."""
-    with PeakTracker() as tracker:
-        for tensor in (table.weight.detach(), table.weight.grad, ids):
-            tracker.hold(tensor, "parameters")
-        time_embedding(table, ids, by_rows)
-    return tracker.peak().total - tracker.peak().parameters
-
-
-def compare_embeddings(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, dict]:
-    """Measure both sides in turns."""
-    sides = {"PyTorch": False, "by rows": True}
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(args.rows, args.width, dtype=dtype, device=DEVICE))
-    add_rows(model)
-    (table,) = model
-    ids = torch.randint(args.rows, (1, args.tokens), device=DEVICE)
-    table.weight.grad = torch.zeros_like(table.weight)
-    turns = [
-        {name: time_embedding(table, ids, by_rows) for name, by_rows in sides.items()} for _ in range(args.repeats + 1)
-    ]
-    return {
-        name: {"seconds": statistics.median(turn[name] for turn in turns[1:]),  # the first is a warm-up
-               "peak_bytes": embedding_peak(table, ids, by_rows)}
-        for name, by_rows in sides.items()
-    }  # fmt: skip
+def shape_of(args: argparse.Namespace) -> dict[str, int]:
+    """Return the sizes among the options."""
+    return {name: value for name, value in vars(args).items() if isinstance(value, int)}
 
 
 def embeddings(args: argparse.Namespace) -> dict:
     """Compare both ways to add an embedding's gradient in both precisions."""
-    keep_freed_memory()  # every run on a CPU does so
-    shape = {name: getattr(args, name) for name in ("tokens", "width", "rows", "repeats")}
+    keep_freed_memory()  # as every run on a CPU does
     parts = {}
     for precision in ("float32", "bfloat16"):
-        figures = compare_embeddings(args, getattr(torch, precision))
-        rows = [[name, side["seconds"] * 1000, side["peak_bytes"] / 1e6] for name, side in figures.items()]
-        common.print_table([precision, "milliseconds", "peak MB"], rows)
-        parts[f"{DEVICE.type}, {precision}"] = {"shape": shape, "figures": figures}
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(args.rows, args.width, dtype=getattr(torch, precision), device=DEVICE))
+        add_rows(model)
+        (table,) = model
+        ids = torch.randint(args.rows, (1, args.tokens), device=DEVICE)
+        table.weight.grad = torch.zeros_like(table.weight)
+
+        def run(by_rows: bool, table: nn.Embedding = table, ids: Tensor = ids) -> None:
+            with adding_rows(hooked=False) if by_rows else nullcontext():
+                table(ids).sum().backward()
+
+        sides = {"PyTorch": partial(run, by_rows=False), "by rows": partial(run, by_rows=True)}
+        seconds, inputs = turns(sides, args.repeats), [table.weight, table.weight.grad, ids]
+        figures = {name: {"seconds": seconds[name], "peak_bytes": peak_of(sides[name], inputs)} for name in sides}
+        parts[f"{DEVICE.type}, {precision}"] = {"shape": shape_of(args), "figures": figures}
     return parts
 
 
@@ -503,10 +370,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     numbers = {
+        ceilings: {"repeats": 20},
         attention: {"heads": 16, "tokens": 1024, "repeats": 10},
         gradients: {},
         attention_cost: {"tokens": 1024, "rows": 1, "repeats": 3},
-        checkpointing: {"tokens": 512, "rows": 4, "turns": 5, "threads": 1},
+        checkpointing: {"tokens": 512, "rows": 4, "repeats": 5, "threads": 1},
         loss: {"tokens": 2048, "width": 1024, "vocabulary": 250_880, "repeats": 3},
         embeddings: {"tokens": 1024, "width": 1024, "rows": 250_880, "repeats": 10},
     }
@@ -539,6 +407,8 @@ def main() -> None:
     figures = args.measure(args, options) if takes_settings else args.measure(args)
     if stored:
         for part, record in figures.items():
+            rows = [[name, *side.values()] for name, side in record["figures"].items()]
+            common.print_table([part, "seconds", "peak bytes"], rows)
             common.write_result(args.out, part, common.environment(DEVICE) | record)
     elif args.out:
         args.out.write_text(json.dumps(figures), encoding="utf-8")

@@ -1,42 +1,39 @@
-"""Tokens computed per token trained, packed and not, and what that is worth; exit status 1 when a target is missed.
+"""Measure the tokens that are computed for each token trained, packed and unpacked, and the speed of both.
 
-    python benchmarks/padding.py [--part tokens minilm bloom] [--size 1.0] [--repeats 3] [--threads 2]
+    python benchmarks/padding.py [--part tokens minilm bloom] [--repeats 3] [--threads 2]
 
 Parts:
     tokens  Cuts of effective batches of 16 and 64: IMDb's reviews, their first sentences, which are about as long as
             the texts of AG News (60 tokens), and Chinese instructions; up to 1,024 tokens. The micro-batches of
             the training loader are counted; nothing is computed.
-    minilm  MiniLM on such first sentences, an effective batch of 16: samples/s of each cut.
+    minilm  MiniLM on the first sentences, an effective batch of 16: samples/s of each cut.
     bloom   A BLOOM of 6 layers on them.
 
-Speeds come from an unchanged src/2_grad_accum.py in a process of its own, in 32-bit, the cuts in turns. The best
-packed cut is held against the best other. `--size 0.1` rehearses on a tenth of the texts, which proves nothing.
+Speeds come from an unchanged src/2_grad_accum.py in its own process, in 32-bit. The cuts take turns.
 """
 
 import json
 import re
-import statistics
-import sys
 from functools import partial
 from pathlib import Path
 
 import common  # first import: it makes the project importable
-import datasets as hf
 import numpy as np
 import torch
-from against_blog import BLOOM, model_options
-from common import alternate, medians, part_parser, run_parts
+from common import model_options, part_parser, rung_command
 from lightning import Fabric
 
-import local_dataset_utilities as data
 from fabric_ladder import build_dataloaders, parse_settings
+from fabric_ladder.advice import show_errors
+from fabric_ladder.data.sources import find_source
+from fabric_ladder.data.tables import complete_splits, read_splits
 from fabric_ladder.settings import DataSettings
+from local_dataset_utilities import load_datasets
 
 OUT = common.RESULTS / "padding.json"
-RUNG = "2_grad_accum"
 INSTRUCTIONS = "instructions_zh_2000.json"
-LONGEST, ROW = 1024, "packed, rows of 1,024, "
-COUNTED, TRAINED = 12_800, 640  # numbers of counted and of trained texts
+ROW = "packed, rows of 1,024, "
+COUNTED, TRAINED = 12_800, 640  # texts
 WORDS = 36  # least words of the sentences; their mean is 60 tokens of MiniLM
 CUTS = {  # counted
     "unpacked, 1 sample": ["--micro_batch_size", "1"],
@@ -56,76 +53,56 @@ SIDES = {  # timed
     "packed, one row of 256": ["--packing", "true", "--micro_batch_size", "1", "--max_length", "256"],
     "packed, 4 rows of 256": ["--packing", "true", "--micro_batch_size", "4", "--max_length", "256"],
 }  # no text has 256 tokens
-FASTER = [("samples/s of the best packed cut / of the best other", "min", 1.3)]
-TEXTS = ("IMDb", "first sentences", "instructions")
-TARGETS = {  # (ratio, "min" or "max", bound)
-    "tokens": [
-        (f"{texts}, batch {batch}, {name}", "max", 1.03) for texts in TEXTS for batch in (16, 64) for name in CUTS
-        if name.startswith(ROW)
-    ],
-    "minilm": FASTER,
-    "bloom": FASTER,
-}  # fmt: skip
+SPEED = "samples/s of the best packed cut / of the best other"
 
 
-def options_of(folder: Path, model: str, *more: str) -> list[str]:
-    """Return the settings of a model of `model_options`, on the CPU."""
-    return [*common.BASE, "--accelerator", "cpu", *model_options(model, folder), *more]
+def options_of(model: str, folder: Path, train: int, held_out: int) -> list[str]:
+    """Return the settings of a model and the number of its texts."""
+    counts = ["--train_samples", str(train), "--validation_samples", str(held_out), "--test_samples", str(held_out)]
+    return [*common.BASE, "--accelerator", "cpu", *model_options(model, folder), *counts]
 
 
-def drawn(counts: dict[str, int]) -> list[str]:
-    """Return the settings that draw a number of texts for each split."""
-    return [part for split, count in counts.items() for part in (f"--{split}_samples", str(count))]
-
-
-def save_first_sentences(folder: Path, counts: dict[str, int]) -> list[str]:
-    """Write the first sentences of reviews for each split; return the settings that choose them."""
-    draw = drawn(counts)
-    common.save_texts(parse_settings(options_of(folder, "bloom", *draw)), folder / "reviews")
+def save_first_sentences(folder: Path, options: list[str]) -> list[str]:
+    """Write the first sentences of the reviews that the settings draw; return the setting that chooses them."""
+    settings = parse_settings(options)
+    splits, *_ = read_splits(settings, find_source(settings), folder)
     (folder / "short").mkdir()
-    for split, reviews in hf.load_from_disk(folder / "reviews").items():
-        rows = [{"text": first_sentences(row["text"]), "label": row["label"]} for row in reviews]
-        lines = "".join(f"{json.dumps(row)}\n" for row in rows)
-        (folder / "short" / f"{split}.jsonl").write_text(lines, encoding="utf-8")
-    return ["--dataset", str(folder / "short"), *draw]
+    for split, reviews in complete_splits(splits, settings).items():
+        lines = [json.dumps({"text": first_sentences(row["text"]), "label": row["label"]}) + "\n" for row in reviews]
+        (folder / "short" / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+    return ["--dataset", str(folder / "short")]
 
 
 def first_sentences(text: str) -> str:
     """Return the first sentences of a text with at least `WORDS` words; each is cut after `WORDS` words."""
-    kept, sentences = [], re.split(r"(?<=[.!?])\s+", text.replace("<br />", " "))
-    for sentence in sentences:
+    kept = []
+    for sentence in re.split(r"(?<=[.!?])\s+", text.replace("<br />", " ")):
         if len(kept) >= WORDS:
             break
         kept += sentence.split()[:WORDS]
     return " ".join(kept)
 
 
-def count_tokens(folder: Path, size: float) -> dict:
+def count_tokens(folder: Path) -> dict:
     """Count the tokens of each cut of an epoch."""
-    counts = {"train": max(64, round(COUNTED * size)), "validation": 1, "test": 1}
+    options = options_of("bloom", folder, COUNTED, 1)
     tokenizer = ["--tokenizer", model_options("minilm", folder)[1]]
+    instructions = Path(DataSettings().data_dir) / INSTRUCTIONS
     chosen = {
-        "IMDb": [*tokenizer, *drawn(counts)],
-        "first sentences": [*tokenizer, *save_first_sentences(folder, counts)],
+        "IMDb": tokenizer,
+        "first sentences": [*tokenizer, *save_first_sentences(folder, options)],
+        "instructions": f"--task instruction-tuning --bad_samples skip --dataset {instructions}".split(),
     }
-    if (path := Path(DataSettings().data_dir) / INSTRUCTIONS).is_file():
-        chosen["instructions"] = ["--task", "instruction-tuning", "--dataset", str(path), "--bad_samples", "skip"]
-    figures, ratios, texts = {}, {}, {}
-    for name, options in chosen.items():
-        options = options_of(folder, "bloom", *options, "--max_length", str(LONGEST))
-        datasets = data.load_datasets(parse_settings(options))
+    figures, texts = {}, {}
+    for name, more in chosen.items():
+        datasets = load_datasets(parse_settings([*options, *more]))
         lengths = np.asarray(datasets.splits["train"]["length"][:])
         texts[name] = {"texts": len(lengths), "mean tokens": float(lengths.mean()), "longest": int(lengths.max())}
         for batch in (16, 64):
-            for cut, more in CUTS.items():
-                settings = parse_settings([*options, "--batch_size", str(batch), *more])
-                side = f"{name}, batch {batch}, {cut}"
-                figures[side] = count(settings, datasets)
-                if cut.startswith(ROW):
-                    ratios[side] = figures[side]["computed per token"]
-    shown = [[side, *figure.values()] for side, figure in figures.items()]
-    common.print_table(["tokens", *next(iter(figures.values()))], shown)
-    return {"conditions": {"max_length": LONGEST, "texts": texts}, "figures": figures, "ratios": ratios}
+            for cut, how in CUTS.items():
+                settings = parse_settings([*options, *more, "--batch_size", str(batch), *how])
+                figures[f"{name}, batch {batch}, {cut}"] = count(settings, datasets)
+    return {"conditions": {"max_length": 1024, "texts": texts}, "figures": figures, "medians": figures}
 
 
 def count(settings, datasets) -> dict[str, float]:
@@ -140,39 +117,29 @@ def count(settings, datasets) -> dict[str, float]:
     }
 
 
-def measure_speed(part: str, folder: Path, size: float, repeats: int, threads: int) -> dict:
+def measure_speed(model: str, repeats: int, threads: int, folder: Path) -> dict:
     """Train on first sentences, cut in every way."""
-    counts = {"train": max(32, round(TRAINED * size)), "validation": 16, "test": 16}
-    options = options_of(folder, part, *save_first_sentences(folder, counts), "--batch_size", "16")
-    lengths = data.load_datasets(parse_settings(options)).splits["train"]["length"][:]  # which fills the cache
-    sides = {name: partial(common.run_rung, RUNG, [*options, *cut], threads) for name, cut in SIDES.items()}
-    figures = alternate(repeats, **sides)
-    middle = medians(figures)
-    speeds = {name: figure["samples_per_second"] for name, figure in middle.items()}
-    packed, other = (
-        max((name for name in SIDES if name.startswith(kind)), key=speeds.get) for kind in ("packed", "unpacked")
-    )
-    ratios = {FASTER[0][0]: speeds[packed] / speeds[other]}
-    conditions = {"model": "all-MiniLM-L6-v2" if part == "minilm" else BLOOM, "mean tokens": statistics.mean(lengths)}
-    conditions |= counts | {"best": [packed, other]}
-    return {"conditions": conditions, "repeats": figures, "medians": middle, "ratios": ratios}
+    options = [*options_of(model, folder, TRAINED, 16), "--batch_size", "16"]
+    options += save_first_sentences(folder, options)
+    lengths = load_datasets(parse_settings(options)).splits["train"]["length"][:]  # this fills the cache
+    commands = {name: rung_command(options, "2_grad_accum", *cut) for name, cut in SIDES.items()}
+    turns = common.take_turns(commands, repeats, threads)
+    speeds = {name: figures["samples_per_second"] for name, figures in turns["medians"].items()}
+    best = [max((name for name in SIDES if name.startswith(kind)), key=speeds.get) for kind in ("packed", "unpacked")]
+    conditions = {"mean tokens": float(np.mean(lengths)), "train": TRAINED, "best": best}
+    return {"conditions": conditions} | turns | {"ratios": {SPEED: speeds[best[0]] / speeds[best[1]]}}
 
 
-def main() -> int:
-    """Measure the chosen parts and return the exit status."""
-    parser = part_parser(__doc__, ("tokens", "minilm", "bloom"), 3, OUT)
-    parser.add_argument("--size", type=float, default=1.0, help="share of the texts; below 1 for a rehearsal")
-    args = parser.parse_args()
+def main() -> None:
+    """Measure the chosen parts."""
+    args = part_parser(__doc__, ["tokens", "minilm", "bloom"], 3, OUT).parse_args()
+    show_errors()
     torch.set_num_threads(args.threads)
-
-    def measure(part: str, folder: Path) -> dict:
-        common.imdb_archive()
-        if part == "tokens":
-            return count_tokens(folder, args.size)
-        return measure_speed(part, folder, args.size, args.repeats, args.threads)
-
-    return run_parts({part: partial(measure, part) for part in args.part}, args.out, TARGETS)
+    measures = {part: partial(measure_speed, part, args.repeats, args.threads) for part in args.part}
+    if "tokens" in measures:
+        measures["tokens"] = count_tokens
+    common.run_parts(measures, args.out)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

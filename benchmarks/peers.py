@@ -1,16 +1,18 @@
-"""The opponents of against_peers.py and harvest.py: Trainer, accelerate's plain loop, and a bare PyTorch loop.
+"""The peers of against_peers.py and harvest.py: other people's ways to train on the same reviews.
 
-- `trainer`: transformers' Trainer with its defaults: random batches of 8, here two to an optimizer step, padded to
-  their longest, Adam fused. `--switches` turns more on, see `SWITCHES`.
+- `trainer`: transformers' Trainer with its defaults: random batches of 8, two to an optimizer step, padded to their
+  longest, Adam fused. `--switches` turns more on, see `SWITCHES`.
 - `accelerate`: the loop of accelerate's own examples: `Accelerator.accumulate`, a DataLoader with random batches padded
   to their longest, batches of 32 for evaluation.
-- `bare`: forward, backward and step on the ladder's own micro-batches, made beforehand and kept in memory. It
-  prints, logs and loads nothing, and has the ladder's attention and optimizer.
+- `blog`: the recipe of rasbt/gradient-accumulation-blog. Every review is padded to the maximum length and goes through
+  the model alone, also in evaluation. The training accuracy is counted after every review, in eval mode. The blog steps
+  after reviews 1, n + 1, 2n + 1, … and so loses the last n - 1; here it steps at the end of each window.
+- `bare`: forward, backward and step on the ladder's own micro-batches, made beforehand and kept in memory. It prints,
+  logs and loads nothing, and has the ladder's attention and optimizer.
 
-All get tokenized texts, the weights that a rung with the same settings draws, the same Adam at a constant rate without
-clipping, 32-bit matrix multiplications in the same precision (`--matmul_precision`), and one epoch. Nothing is saved or
-reported. The clock and the peak of the memory run from the first batch on, when everything is set up; evaluation has a
-clock of its own.
+All get tokenized texts, the initial weights of a rung with the same settings, the same Adam at a constant rate without
+clipping, 32-bit matrix multiplications in the same precision (`--matmul_precision`), and one epoch. Nothing is saved.
+The clock and the memory's peak start at the first batch; evaluation has a clock of its own.
 
 As a script, it takes the settings of the rungs and `--side`, `--switches` and `--out`, and writes its figures as JSON:
 `python benchmarks/peers.py --side trainer --out FILE [--switches group_by_length …] [--batch_size 16 …]`.
@@ -19,27 +21,26 @@ As a script, it takes the settings of the rungs and `--side`, `--switches` and `
 import argparse
 import json
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
 
 import common  # first import: it makes the project importable
 import torch
+import torchmetrics
 from accelerate import Accelerator
 from lightning import Fabric, seed_everything
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding, Trainer, TrainerCallback, TrainingArguments
 
 from fabric_ladder import Settings, build_dataloaders, build_model, build_optimizer, parse_settings
-from fabric_ladder.data.loaders import EffectiveBatch
 from fabric_ladder.data.splits import TextDatasets
 from fabric_ladder.environment import peak_memory, reset_peak_memory
 from fabric_ladder.models.configs import load_config, silence_loading
 from local_dataset_utilities import load_datasets
 
-SIDES = ("trainer", "accelerate", "bare")
 MICRO_BATCH = 8  # Trainer's default, which goes twice into an effective batch of 16
 EVALUATED_AT_ONCE = 32  # in accelerate's examples
 SWITCHES = {  # of Trainer; bf16 follows --precision, and a fused Adam is the default since transformers 5
@@ -51,31 +52,6 @@ SWITCHES = {  # of Trainer; bf16 follows --precision, and a fused Adam is the de
     "worker": {"dataloader_num_workers": 1},
     **{f"evaluate_{size}": {"per_device_eval_batch_size": size} for size in (1, 2, 4, 32, 64)},
 }
-
-
-class Prepared:
-    """A loader of effective batches that were made before the clock starts."""
-
-    def __init__(self, loader):
-        self.batches = list(loader)
-        self.dataset = loader.dataset
-        self.sampler = loader.sampler
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self):
-        return iter(self.batches)
-
-
-def bare_loop(model: nn.Module, optimizer: Optimizer, batches: list[EffectiveBatch]) -> None:
-    """Train for one epoch without Fabric, accuracy, printed lines or files."""
-    model.train()
-    for batch in batches:
-        for micro_batch in batch.micro_batches:
-            (model(**micro_batch.inputs).loss * micro_batch.weight).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 class Counting:
@@ -156,15 +132,14 @@ def measure_trainer(settings: Settings, datasets: TextDatasets, model: nn.Module
             model, arguments, counting, splits["train"], splits["validation"],
             processing_class=datasets.tokenizer, callbacks=[clock],
         )  # fmt: skip
+
+        def test() -> dict[str, float]:
+            tested = trainer.predict(splits["test"])
+            return {"test_accuracy": float((tested.predictions.argmax(1) == tested.label_ids).mean())}
+
         trainer.train()
         figures = clock.figures(settings.batch_size, counting.counts.tolist())
-        start = perf_counter()
-        trainer.evaluate()
-        seconds = perf_counter() - start
-        peak = peak_memory(clock.device)
-        tested = trainer.predict(splits["test"])
-    accuracy = (tested.predictions.argmax(1) == tested.label_ids).mean()
-    return figures | closing(datasets, seconds, peak, accuracy)
+        return figures | closing(clock, datasets, trainer.evaluate, test)
 
 
 def measure_accelerate(settings: Settings, datasets: TextDatasets, model: nn.Module, _: list[str]) -> dict:
@@ -184,7 +159,7 @@ def measure_accelerate(settings: Settings, datasets: TextDatasets, model: nn.Mod
     optimizer = build_optimizer(settings, model)
     model, optimizer, *loaders = accelerator.prepare(model, optimizer, *loaders)
 
-    def accuracy(loader: DataLoader) -> float:
+    def evaluate(loader: DataLoader) -> dict[str, float]:
         model.eval()
         right = 0
         for inputs in loader:
@@ -192,7 +167,7 @@ def measure_accelerate(settings: Settings, datasets: TextDatasets, model: nn.Mod
                 outputs = model(**inputs)
             found, labels = accelerator.gather_for_metrics((outputs.logits.argmax(dim=-1), inputs["labels"]))
             right += (found == labels).sum()
-        return float(right) / len(loader.dataset)
+        return {"test_accuracy": float(right) / len(loader.dataset)}
 
     clock = Clock(accelerator.device, len(datasets.splits["train"]) // settings.batch_size)
     clock.on_train_begin()
@@ -206,11 +181,55 @@ def measure_accelerate(settings: Settings, datasets: TextDatasets, model: nn.Mod
             clock.on_step_end()
     clock.on_train_end()
     figures = clock.figures(settings.batch_size, counting.counts.tolist())
-    start = perf_counter()
-    accuracy(loaders[1])
-    seconds = perf_counter() - start
-    peak = peak_memory(clock.device)
-    return figures | closing(datasets, seconds, peak, accuracy(loaders[2]))
+    return figures | closing(clock, datasets, lambda: evaluate(loaders[1]), lambda: evaluate(loaders[2]))
+
+
+def measure_blog(settings: Settings, datasets: TextDatasets, model: nn.Module, _: list[str]) -> dict:
+    """Train, validate and test by the blog's recipe."""
+    columns = ["input_ids", "attention_mask", "labels"]
+
+    def pad(samples: dict) -> dict:
+        ids = {"input_ids": samples["input_ids"]}
+        return datasets.tokenizer.pad(ids, padding="max_length", max_length=settings.max_length)
+
+    fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
+    fabric.launch()
+    padded = {
+        split: rows.map(pad, batched=True).with_format("torch", columns) for split, rows in datasets.splits.items()
+    }
+    loaders = [DataLoader(rows, shuffle=split == "train") for split, rows in padded.items()]
+    train_loader, *evaluated = fabric.setup_dataloaders(*loaders)
+    model, optimizer = fabric.setup(model, build_optimizer(settings, model))
+
+    def new_accuracy() -> torchmetrics.Metric:
+        return torchmetrics.Accuracy(task="multiclass", num_classes=2).to(fabric.device)
+
+    @torch.no_grad()
+    def evaluate(loader: DataLoader) -> dict[str, float]:
+        model.eval()
+        accuracy = new_accuracy()
+        for batch in loader:
+            accuracy.update(model(**batch).logits.argmax(1), batch["labels"])
+        return {"test_accuracy": accuracy.compute().item()}
+
+    clock = Clock(fabric.device, len(train_loader) // settings.batch_size)
+    clock.on_train_begin()
+    accuracy = new_accuracy()
+    for number, batch in enumerate(train_loader, start=1):
+        model.train()
+        outputs = model(**batch)
+        fabric.backward(outputs.loss / settings.batch_size)
+        if number % settings.batch_size == 0 or number == len(train_loader):
+            optimizer.step()
+            optimizer.zero_grad()
+            clock.on_step_end()
+        model.eval()
+        with torch.no_grad():
+            accuracy.update(outputs.logits.argmax(1), batch["labels"])
+    clock.on_train_end()
+    tokens, samples = sum(datasets.splits["train"]["length"][:]), len(train_loader)
+    figures = clock.figures(settings.batch_size, (samples, tokens, samples * settings.max_length))
+    return figures | closing(clock, datasets, lambda: evaluate(evaluated[0]), lambda: evaluate(evaluated[1]))
 
 
 def measure_bare(settings: Settings, datasets: TextDatasets, model: nn.Module, _: list[str]) -> dict:
@@ -219,12 +238,12 @@ def measure_bare(settings: Settings, datasets: TextDatasets, model: nn.Module, _
     if settings.precision == "bf16-mixed":
         model.forward = torch.autocast(fabric.device.type, torch.bfloat16)(model.forward)
     loaders = build_dataloaders(fabric, datasets, settings)
-    batches, *evaluated = [fabric.to_device(Prepared(loader).batches) for loader in loaders]
+    batches, *evaluated = [fabric.to_device(list(loader)) for loader in loaders]
     model.to(fabric.device)
     optimizer = build_optimizer(settings, model)
 
     @torch.no_grad()
-    def evaluate(micro_batches: list) -> list[float]:
+    def evaluate(micro_batches: list) -> dict[str, float]:
         """Return loss and accuracy; the device is synchronized only at the end."""
         model.eval()
         totals = torch.zeros(2, device=fabric.device)
@@ -232,35 +251,38 @@ def measure_bare(settings: Settings, datasets: TextDatasets, model: nn.Module, _
             outputs = model(**part.inputs)
             right = (outputs.logits.argmax(1) == part.inputs["labels"]).sum()
             totals += torch.stack([outputs.loss.float() * part.items, right.float()])
-        return (totals / sum(part.items for part in micro_batches)).tolist()
+        loss, accuracy = (totals / sum(part.items for part in micro_batches)).tolist()
+        return {"test_loss": loss, "test_accuracy": accuracy}
 
     seed_everything(settings.seed, verbose=False)
     iter(loaders[0])  # draws a random number, as in the ladder, so that dropout is the same
     clock = Clock(fabric.device, len(batches))
     clock.on_train_begin()
+    model.train()
     for step in batches:
-        bare_loop(model, optimizer, [step])
+        for micro_batch in step.micro_batches:
+            (model(**micro_batch.inputs).loss * micro_batch.weight).backward()
+        optimizer.step()
+        optimizer.zero_grad()
         clock.on_step_end()
     clock.on_train_end()
-    start = perf_counter()
-    evaluate(evaluated[0])
-    seconds = perf_counter() - start
-    peak = peak_memory(fabric.device)
-    loss, accuracy = evaluate(evaluated[1])
     parts = [part for step in batches for part in step.micro_batches]
     counts = sum(part.items for part in parts), sum(part.tokens for part in parts), sum(part.padded for part in parts)
     figures = clock.figures(settings.batch_size, counts)
-    return figures | closing(datasets, seconds, peak, accuracy) | {"test_loss": loss}
+    return figures | closing(clock, datasets, lambda: evaluate(evaluated[0]), lambda: evaluate(evaluated[1]))
 
 
-def closing(datasets: TextDatasets, seconds: float, peak: int, accuracy: float) -> dict:
-    """Return the figures that follow the training."""
+def closing(clock: Clock, datasets: TextDatasets, validate: Callable[[], object], test: Callable[[], dict]) -> dict:
+    """Validate and test, and return the figures that follow the training."""
+    start = perf_counter()
+    validate()
+    seconds = perf_counter() - start
     return {
         "evaluation_seconds": seconds,
         "evaluation_samples_per_second": len(datasets.splits["validation"]) / seconds,
-        "peak_memory_bytes": peak,
-        "test_accuracy": float(accuracy),
+        "peak_memory_bytes": peak_memory(clock.device),
         "threads": torch.get_num_threads(),
+        **test(),
     }
 
 
@@ -273,19 +295,16 @@ def measure(settings: Settings, side: str, switches: list[str]) -> dict:
     seed_everything(settings.seed, verbose=False)
     torch.set_float32_matmul_precision(settings.matmul_precision)
     datasets = load_datasets(settings)
-    if len(datasets.splits["train"]) % settings.batch_size:
-        raise ValueError(
-            "give a multiple of the effective batch as the number of reviews: the sides treat a remainder differently"
-        )
     silence_loading()
     model = build_model(settings, datasets)
     facts = {"parameters": sum(weights.numel() for weights in model.parameters()), "weights": common.checksum(model)}
     if settings.precision == "bf16-true":
         model.to(torch.bfloat16)
     facts |= common.precisions(asdict(settings))
-    run = {"trainer": measure_trainer, "accelerate": measure_accelerate, "bare": measure_bare}[side]
-    return facts | run(settings, datasets, model, switches)
+    return facts | SIDES[side](settings, datasets, model, switches)
 
+
+SIDES = {"trainer": measure_trainer, "accelerate": measure_accelerate, "blog": measure_blog, "bare": measure_bare}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

@@ -42,16 +42,12 @@ def errors(tmp_path):
     ("text", "comment"),
     [
         (PARAGRAPH, "some.json"),
-        (PARAGRAPH, "some.json part.entries.1_batch_size_1 *.2_grad_accum*.bytes"),
         ("At 1,024 and 8.95 GB,\nand 79.1 ±\n  0.4 %\n", "some.json part.entries part.repeats.one.+.accuracy"),
         ("- 1.85 GB\n  more\n", 'some.json "=*.2_grad*.bytes - *.1_batch*.bytes"'),
-        ("1.21 times that\n", 'some.json "=*.2_grad*.bytes / *.1_batch*.bytes"'),
         ("| | accuracy, % |\n|---|---|\n| rung 2 | 79.1 ± 0.4 |\n", "runs 2_grad_accum.+.results"),
-        ("78.6, 79.3 and 79.4 %\n", "some.json part.repeats"),
         ("-37 %\n", "some.json part.ratios.memory"),
         ("```\n 0.45 min\n 92.70%\n```\n", "log.txt"),
         (TABLE, "some.json part.entries part.ratios -->\n<!-- figures: computed 24 GB: the size of a GPU"),
-        ("18.21 GB\n", "published 18.21 GB: https://example.com"),
         ("3 GB and 5 %\n", "unfiled"),
         (f"{NO_FIGURES}\n9 x\n", "computed x: 3 x 3"),
     ],
@@ -65,37 +61,32 @@ def test_a_figure_of_its_source_passes(errors, text, comment):
     [
         (PARAGRAPH.replace("8.95", "8.96") + "<!-- figures: some.json -->", "1: 8.96 GB: not in"),
         (PARAGRAPH + "<!-- figures: some.json part.entries.2* -->", "1: 8.95 GB: not in"),
-        (PARAGRAPH + "<!-- figures: some.json part.entrys -->", "1: some.json part.entrys: has no part.entrys"),
+        (PARAGRAPH + "<!-- figures: some.json part.x -->", "1: some.json part.x: some.json has no part.x"),
         (PARAGRAPH + "<!-- figures: none.json -->", "1: none.json: [Errno 2]"),
         ("\n" + PARAGRAPH, "2: 8.95 GB: not in a file: name one"),
         ("79.1 ± 0.5 %\n<!-- figures: some.json part.repeats.one.+.accuracy -->", "1: 0.5 %: not in"),
         ("3 GB\n<!-- figures: computed 4 GB: the size of a GPU -->", "1: computed 4 GB: the size of a GPU: no figure"),
-        ("3 GB\n<!-- figures: computed 3 GB -->", "1: computed 3 GB: computed needs the figures and"),
-        ("3 GB\n<!-- figures: published 3 GB: there -->", "1: published 3 GB: there: published needs"),
-        ("3 GB\n<!-- figures: some.json part.ratios -->", "1: some.json part.ratios: no figure of the block"),
-        ('3 GB\n<!-- figures: some.json "=*.bytes / *.memory" -->', '1: some.json "=*.bytes / *.memory": has 2 and 1'),
         ('3 GB\n<!-- figures: some.json "part -->', '1: some.json "part: No closing quotation'),
         ("3 GB and 4 %\n<!-- figures: unfiled % -->", "1: 3 GB: not in"),
         ("<!-- gpu:speeds -->\n3 GB\n<!-- /gpu -->\n4 GB\n", "4: 4 GB: not in a file"),
     ],
 )
 def test_any_other_figure_is_reported_with_its_line(errors, page, found):
-    (error,) = [each for each in errors(page) if each.startswith(f"page.md:{found}")]
-    assert "3 GB" not in error or "gpu:" not in page
+    reported = errors(page)
+    assert any(each.startswith(f"page.md:{found}") for each in reported)
+    assert not any("gpu:" in each for each in reported)
 
 
 def test_every_figure_of_the_documents_is_in_its_file():
-    findings = [check(page.read_text(encoding="utf-8"), page.name) for page in PAGES]
+    texts = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+    findings = [check(text, name) for name, text in texts.items()]
     assert [error for errors, _ in findings for error in errors] == []
-    assert sum(count for _, count in findings) > 1000
-
-
-def test_only_the_journal_has_unfiled_figures():
-    assert [page.name for page in PAGES if "figures: unfiled" in page.read_text(encoding="utf-8")] == ["journal.md"]
+    assert sum(count for _, count in findings) > 600
+    assert [name for name, text in texts.items() if "figures: unfiled" in text] == ["journal.md"]
 
 
 def test_a_changed_digit_is_seldom_another_figure_of_the_same_part():
-    """The check finds at least seven in eight changed last digits, because the parts that comments name are small."""
+    """The check finds at least seven in eight changed last digits, because comments name small parts of a file."""
     found = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
