@@ -160,7 +160,7 @@ class _StepsByWeight(Technique):
     def conflict(self, other: Technique) -> str | None:
         """Refuse shards."""
         if other.shards:
-            return "not on sharded weights; leave it out (src/11_fsdp_cpu_offload.py steps in CPU memory)"
+            return "not on sharded weights; leave it out (rung 11 steps in CPU memory)"
         return None
 
     def change_optimizer(self, kind: type[Optimizer], settings: Settings) -> type[Optimizer]:
