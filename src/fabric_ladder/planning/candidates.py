@@ -51,7 +51,7 @@ def list_choices(rungs: list[Path], gpus: int) -> tuple[list[tuple[str, tuple[st
         choices += [(rung.stem, options) for options in planned]
         if not planned:
             needs_more = technique.needs_gpus > gpus
-            reason = f"for --devices {technique.needs_gpus} or more" if needs_more else "its page says what it saves"
+            reason = f"for --devices {technique.needs_gpus} or more" if needs_more else "see its page in docs/techniques"
             problems[rung.stem] = f"{rung.stem} is not planned: {reason}"
     return choices, problems
 
