@@ -42,7 +42,7 @@ ON_A_CPU = [rung.stem for rung in RUNGS if rung.stem not in LEFT_OUT]
 
 
 @pytest.mark.filterwarnings("ignore:Module is None")  # of PyTorch's tracker
-@pytest.mark.parametrize(("family", "values"), COMBINATIONS)
+@pytest.mark.parametrize(("family", "values"), COMBINATIONS, ids=str)
 def test_the_prediction_agrees_with_real_tensors(tmp_path, family, values):
     settings, training, _ = case(tmp_path, family, **values)
     assert predict_peak(settings, training).total == pytest.approx(measured_peak(settings, training), rel=0.01)

@@ -20,7 +20,7 @@ from fabric_ladder.runs.prediction import PARTS, Prediction, most_tokens
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The output, record and kept predictions of a run without a prediction, with one, and once more."""
+    """Return the output, the results and the kept predictions of a run without a prediction and of two with it."""
     folder, found = tmp_path_factory.mktemp("runs"), []
     for number, options in enumerate(([], ["--predict_memory", "true"], ["--predict_memory", "true"])):
         options += [*SMALL, "--runs_dir", f"runs{number}"]
@@ -38,7 +38,7 @@ def test_a_cpu_predicts_only_when_asked(runs):
     assert not kept
 
 
-def test_a_prediction_leaves_no_trace_in_the_run(runs):
+def test_a_prediction_changes_no_loss(runs):
     plain, predicted, from_cache = (
         [line for line in lines if "Loss" in line or "acc" in line.lower()] for lines, _, _ in runs
     )
@@ -63,7 +63,7 @@ def test_a_prediction_is_printed_recorded_and_kept(runs):
     assert (phase, host) == ("training", 0) or phase == "evaluation"
 
 
-def test_what_cannot_be_predicted_does_not_stop_a_run(tmp_path, monkeypatch):
+def test_a_failed_prediction_does_not_stop_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(prediction, "TIMEOUT", 0.01)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     status, out = run_here("2_grad_accum", tmp_path, "--predict_memory", "true", "--cache_dir", tmp_path)
@@ -72,9 +72,12 @@ def test_what_cannot_be_predicted_does_not_stop_a_run(tmp_path, monkeypatch):
 
 
 def cuts_of(settings, *sizes, length=64):
-    """Return the cuts of a prediction for micro-batches of these sizes."""
-    made = (largest_batches(replace(settings, micro_batch_size=size), length) for size in sizes)
-    return [(size * length, [training], rest) for size, (training, rest) in zip(sizes, made, strict=True)]
+    """Return a prediction's cuts for several sizes of micro-batches."""
+    cuts = []
+    for size in sizes:
+        training, evaluations = largest_batches(replace(settings, micro_batch_size=size), length)
+        cuts.append((size * length, [training], evaluations))
+    return cuts
 
 
 def test_the_largest_cut_that_has_room_is_chosen(tmp_path):
@@ -92,7 +95,7 @@ def test_the_largest_cut_that_has_room_is_chosen(tmp_path):
     assert "16-bit weights only" in _answer(zero, cuts, 2, "some GPU", (8, 0), None)["problem"]
 
 
-def test_what_auto_may_take_is_cut_from_the_largest_effective_batch_down_to_one_sample(tmp_path):
+def test_auto_tries_cuts_from_the_largest_effective_batch_down_to_one_sample(tmp_path):
     settings = settings_for(tmp_path, batch_size=16, micro_batch_tokens="auto")
     fabric = Fabric(accelerator="cpu", devices=1)
     train_loader, val_loader, _ = build_dataloaders(fabric, token_datasets(), settings)
@@ -108,21 +111,18 @@ def test_what_auto_may_take_is_cut_from_the_largest_effective_batch_down_to_one_
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "problem"),
+    ("planner", "problem"),
     [
-        ("PLANNER", "no_such_module", "the rehearsal ended without an answer"),
-        ("TIMEOUT", 0.01, "not found within 0.01 seconds"),
-        (None, None, "AttributeError: 'str' object has no attribute 'precision'"),
+        ("no_such_module", "the rehearsal ended without an answer"),
+        (prediction.PLANNER, "AttributeError: 'str' object has no attribute 'precision'"),
     ],
 )
-def test_a_planner_that_fails_is_a_problem_and_no_error(monkeypatch, tmp_path, name, value, problem):
-    if name:
-        monkeypatch.setattr(prediction, name, value)
+def test_a_planner_that_fails_is_a_problem_and_no_error(monkeypatch, tmp_path, planner, problem):
+    monkeypatch.setattr(prediction, "PLANNER", planner)
     found = prediction._ask_planner(("no settings", [(None, [], [])], 2, None, None, None))
     assert found["problem"].startswith(problem)
-    said = Prediction(found)
-    assert said.line(settings_for(tmp_path), {}) == f"Predicted peak: unknown ({found['problem']})"
-    assert said.figures() == {}
+    assert Prediction(found).line(settings_for(tmp_path), {}) == f"Predicted peak: unknown ({found['problem']})"
+    assert Prediction(found).figures() == {}
 
 
 def key(tmp_path, **values):
@@ -130,7 +130,7 @@ def key(tmp_path, **values):
 
 
 @pytest.mark.parametrize("named", ["zero2", "own.json"])
-def test_another_content_of_a_named_file_is_another_prediction(tmp_path, monkeypatch, named):
+def test_the_key_covers_the_content_of_a_named_file(tmp_path, monkeypatch, named):
     configs = tmp_path / "configs"
     shutil.copytree(prediction.CONFIGS / "deepspeed", configs / "deepspeed")
     monkeypatch.setattr(prediction, "CONFIGS", configs)
@@ -143,14 +143,14 @@ def test_another_content_of_a_named_file_is_another_prediction(tmp_path, monkeyp
     assert key(tmp_path, deepspeed=named) != before
 
 
-@pytest.mark.parametrize("package", ["peft", "torchao"])
-def test_another_version_of_a_package_is_another_prediction(tmp_path, monkeypatch, package):
-    before = key(tmp_path)
-    assert key(tmp_path) == before
-    (tmp_path / f"{package}-9.9.dist-info").mkdir()
-    (tmp_path / f"{package}-9.9.dist-info" / "METADATA").write_text(f"Name: {package}\nVersion: 9.9\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert key(tmp_path) != before
+def test_the_key_covers_strategy_and_versions(tmp_path, monkeypatch):
+    keys = {key(tmp_path), key(tmp_path), key(tmp_path, strategy="fsdp")}
+    for package in ("peft", "torchao"):
+        (tmp_path / f"{package}-9.9.dist-info").mkdir()
+        (tmp_path / f"{package}-9.9.dist-info" / "METADATA").write_text(f"Name: {package}\nVersion: 9.9\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        keys.add(key(tmp_path))
+    assert len(keys) == 4
 
 
 def test_a_gpu_that_is_too_small_is_named_with_the_next_script(tmp_path):

@@ -50,8 +50,9 @@ def list_choices(rungs: list[Path], gpus: int) -> tuple[list[tuple[str, tuple[st
         planned = technique.planned(gpus)
         choices += [(rung.stem, options) for options in planned]
         if not planned:
-            needs_more = technique.needs_gpus > gpus
-            reason = f"for --devices {technique.needs_gpus} or more" if needs_more else "its page says what it saves"
+            reason = "see its page in docs/techniques"
+            if technique.needs_gpus > gpus:
+                reason = f"for --devices {technique.needs_gpus} or more"
             problems[rung.stem] = f"{rung.stem} is not planned: {reason}"
     return choices, problems
 
