@@ -1,6 +1,6 @@
 """5_low_precision · Low precision: weights, gradients and optimizer state in bfloat16 too.
 
-Builds on 4_mixed_precision.py. Rounding loses an update below about a thousandth of its weight (torchao#1124).
+Builds on 4_mixed_precision.py. Rounding loses an update below a 512th of its weight (torchao#1124).
 Unchanged: samples, order and learning rate.
 
 src/plain/5_low_precision.py shows the whole training in one file.
