@@ -8,7 +8,7 @@ TORCH_BACKEND ?= cpu
 # without its requirements: it asks for an older pillow than is pinned, which it runs without
 TRACKIO := trackio==0.43.0 gradio_client==2.7.2 orjson==3.13.0 starlette==1.10.0 uvicorn==0.54.0
 
-.PHONY: run test test-slow test-lowest lint format bench combinations docs clean
+.PHONY: run test test-slow test-lowest lint format bench combinations notebooks docs clean
 
 run: .venv/installed
 	$(BIN)/python src/2_grad_accum.py --config configs/quickstart.yaml
@@ -38,6 +38,10 @@ bench: .venv/installed-dev
 
 combinations: .venv/installed-dev
 	FABRIC_LADDER_WRITE_TABLE=1 $(BIN)/python -m pytest tests/rungs/test_combinations.py -m slow
+
+# writes the notebooks and runs them on small data, in half an hour; FABRIC_LADDER_DATA names the folder with IMDb
+notebooks: .venv/installed-dev
+	$(BIN)/python notebooks/build.py --execute
 
 docs: .venv/installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

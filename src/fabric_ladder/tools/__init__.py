@@ -1,1 +1,1 @@
-"""Tools beside training: generation, notebooks, the doctor."""
+"""Tools beside training: generation, model cards, the doctor."""

@@ -24,7 +24,6 @@ COMMANDS = {
     "generate": "generate",
     "merge": "merge_lora",
     "export": "export_model",
-    "notebook": "export_notebook",
     "doctor": "doctor",
 }
 
