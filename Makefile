@@ -16,7 +16,7 @@ run: .venv/installed
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
-# what is slow by nature: a third of the pairs of techniques, every notebook in a kernel, kills, compiling
+# what is slow by nature: a third of the pairs of techniques, three notebooks in a kernel, kills, compiling
 test-slow: .venv/installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
 
@@ -39,7 +39,7 @@ bench: .venv/installed-dev
 combinations: .venv/installed-dev
 	FABRIC_LADDER_WRITE_TABLE=1 $(BIN)/python -m pytest tests/rungs/test_combinations.py -m slow
 
-# writes the notebooks and runs them on small data, in half an hour; FABRIC_LADDER_DATA names the folder with IMDb
+# writes the notebooks and runs them on small data, in ten minutes; FABRIC_LADDER_DATA names the folder with IMDb
 notebooks: .venv/installed-dev
 	$(BIN)/python notebooks/build.py --execute
 
