@@ -29,7 +29,8 @@ METADATA = {
     "language_info": {"name": "python"},
 }
 EXTRAS = {"bitsandbytes": "bitsandbytes accelerate", "torchao": "torchao", "deepspeed": "deepspeed"}
-IMPORT = "from local_dataset_utilities import load_dataset_into_to_dataframe, partition_dataset\n"  # not on Colab
+# the notebook writes train.csv and test.csv itself
+IMPORT = "from local_dataset_utilities import load_dataset_into_to_dataframe, partition_dataset\n\n"
 PRINT_EVERY = "PRINT_EVERY = 160  # reviews"
 ONE_PROCESS = """
 DEVICES = 1  # a notebook has one process
@@ -85,7 +86,7 @@ def sections(script: str) -> list[tuple[str, str]]:
         if not main and (definition := re.match(r"(?:def|class) (\w+)", line)):
             found.append((definition[1], []))
         found[-1][1].append(line)
-    return [(heading, re.sub(r"\n{3,}", "\n\n", "\n".join(code)).strip("\n")) for heading, code in found]
+    return [(heading, "\n".join(code).strip("\n")) for heading, code in found]
 
 
 def gpu_sentence(script: str) -> str:
