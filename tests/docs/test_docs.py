@@ -62,7 +62,7 @@ def test_the_pages_build(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    built = (tmp_path / "site" / "techniques" / "2_grad_accum.html").read_text(encoding="utf-8")
+    built = (tmp_path / "site" / "techniques" / "2_grad_accum" / "index.html").read_text(encoding="utf-8")
     assert 'src="http' not in built  # the pages work without the network
     assert 'rel="stylesheet" href="http' not in built
 
