@@ -10,6 +10,7 @@ import torch
 
 from fabric_ladder.checks import check, check_start, check_values
 from fabric_ladder.distributed.launch import check_launcher, options_of_fabric_run, prepare_launch, resolve_devices
+from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import compute_capability, fit_precision, keep_freed_memory, notebook_shell, prepare_cuda
 from fabric_ladder.errors import Checked, UserError
 from fabric_ladder.options import as_yaml, combine, find_config, own_rate, print_help, read_config, read_words
@@ -111,7 +112,8 @@ def resolve(settings: Settings, given: Collection[str] = (), script: Mapping[str
     size, tokens = _micro_batch(settings, given, script, accelerator)
     capability = compute_capability() if on_gpu else None
     replaceable = trains_adapters(settings) and "precision" not in given
-    precision, meaning = fit_precision(settings.precision, capability, replaceable, settings.strategy == "fsdp")
+    sharded = strategy_traits(settings).shards_weights
+    precision, meaning = fit_precision(settings.precision, capability, replaceable, sharded)
     if meaning:
         emulates = f"{torch.cuda.get_device_name()} only emulates bfloat16 (compute capability below 8.0)"
         settings = _with_notice(settings, f"{emulates}: {meaning}")
