@@ -11,13 +11,13 @@ import yaml
 from support.helpers import CONFIGS, MODELS, RUNGS
 
 from fabric_ladder import Settings, UserError, parse_settings
-from fabric_ladder.advice import explain
 from fabric_ladder.checks import check_precision
 from fabric_ladder.cli import resolve
 from fabric_ladder.errors import Checked
 from fabric_ladder.options import NAMES
 from fabric_ladder.rungs import script_defaults
 from fabric_ladder.settings import GROUPS
+from fabric_ladder.techniques.advice import explain
 
 BLOOM = ["--model", str(MODELS / "bloom-quickstart.json"), "--from_scratch", "true"]
 
