@@ -104,7 +104,7 @@ def test_an_archive_that_ends_within_a_header_is_refused(tmp_path, load):
     with tarfile.open(path) as archive:
         offset = archive.getmembers()[-1].offset
     path.write_bytes(path.read_bytes()[: offset + 100])
-    with pytest.raises(UserError, match=r"a\.tar cannot be unpacked: .* \(its end is missing\)$"):
+    with pytest.raises(UserError, match=r"a\.tar cannot be unpacked: .* \(ReadError: its end is missing\)$"):
         load(path)
 
 
