@@ -246,14 +246,14 @@ def body(script: Path) -> list[str]:
     return source.splitlines()[ast.parse(source).body[0].end_lineno :]
 
 
-def test_the_quoted_difference_is_that_of_the_rungs():
+def test_the_quoted_difference_agrees_with_the_rungs():
     [quoted] = re.findall(r"```diff\n(.*?)```", text_of(README), re.DOTALL)
     names = re.findall(r"^(?:---|\+\+\+) (\S+)", quoted, re.M)
     lines = difflib.unified_diff(*(body(ROOT / name) for name in names), *names, n=1, lineterm="")
     assert quoted.splitlines() == [line for line in lines if not line.startswith("@@")]
 
 
-def test_the_quoted_log_is_that_of_the_stored_run():
+def test_the_quoted_log_agrees_with_the_stored_run():
     [quoted] = [block for language, block in FENCE.findall(text_of(README)) if not language]
     log = text_of(ROOT / "benchmarks/results/runs/quickstart/2_grad_accum/0.001/123/log.txt").splitlines()
     assert 10 < len(quoted.splitlines()) <= 18
