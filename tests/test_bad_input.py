@@ -142,7 +142,7 @@ def processes(request, material, tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bad_input_is_answered_in_one_line_and_leaves_nothing(processes, material, name):
+def test_bad_input_prints_one_line_and_leaves_nothing(processes, material, name):
     cwd, future = processes[name]
     case, process = CASES[name], future.result()
     assert process.returncode == 2, process.stderr[-2000:]

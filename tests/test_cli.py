@@ -87,7 +87,7 @@ def test_the_defaults_are_the_blogs_run():
     assert values == {name: getattr(settings, name) for name in values}
 
 
-def test_without_a_gpu_the_quickstart_is_taken_and_a_notice_names_it():
+def test_without_a_gpu_the_quickstart_runs_and_a_notice_names_it():
     settings = parse_settings(["--train_samples", "7"], batch_size=16)
     assert (settings.dataset, settings.max_length, settings.batch_size) == ("synthetic", 512, 16)
     assert (settings.model, settings.train_samples) == (str(MODELS / "bloom-quickstart.json"), 7)
@@ -100,7 +100,7 @@ def test_without_a_gpu_the_quickstart_is_taken_and_a_notice_names_it():
     assert (settings.dataset, settings.max_length, settings.train_samples) == ("imdb", 256, 2000)
 
 
-def test_with_a_gpu_the_defaults_in_code_are_taken(gpu):
+def test_with_a_gpu_the_defaults_in_code_are_used(gpu):
     on_cpu = parse_settings(BLOOM)
     assert (on_cpu.matmul_precision, on_cpu.eval_batch_tokens) == ("highest", 1024)
     gpu(8, 0)
@@ -177,7 +177,7 @@ def test_the_printed_config_gives_the_same_settings(tmp_path, capsys, name):
     [("folder", False), ("folder --from_scratch true", True), (str(MODELS / "llama-tiny.json"), True),
      ("some/name", False)],
 )  # fmt: skip
-def test_a_model_on_the_command_line_is_pretrained_whatever_the_file_has(
+def test_a_model_on_the_command_line_is_pretrained_even_if_the_file_has_from_scratch(
     config, monkeypatch, words, from_scratch, file
 ):
     monkeypatch.setattr("fabric_ladder.cli.check", lambda *_: None)  # which would load the model
@@ -190,7 +190,7 @@ def test_a_model_on_the_command_line_is_pretrained_whatever_the_file_has(
     assert notices == [line] * (not from_scratch)
 
 
-def test_sgd_and_adapters_have_a_learning_rate_of_their_own_and_none_is_replaced_in_silence(config):
+def test_sgd_and_adapters_have_their_own_learning_rates_and_a_notice_names_the_replaced_rate(config):
     for option, name, rate in (("--optimizer sgd", "sgd", 0.01), ("--lora true", "lora", 0.0002)):
         words = [*BLOOM, *option.split()]
         settings = parse_settings([*config("learning_rate: 1e-3"), *words])
@@ -219,7 +219,7 @@ def test_sgd_and_adapters_have_a_learning_rate_of_their_own_and_none_is_replaced
      ("2_grad_accum", [], "micro_batch_tokens: auto", (None, "auto"), (None, 1024)),
      ("2_grad_accum", ["--micro_batch_size", "4"], "micro_batch_tokens: auto", (4, None), (4, None))],
 )  # fmt: skip
-def test_an_automatic_micro_batch_gives_way_to_what_the_user_sets(gpu, config, rung, options, file, on_gpu, on_cpu):
+def test_the_users_sizes_override_an_automatic_micro_batch(gpu, config, rung, options, file, on_gpu, on_cpu):
     gpu(8, 0)
     args = [*(config(file) if file else []), *BLOOM, *options]
     for accelerator, expected in (("cpu", on_cpu), ("cuda", on_gpu)):
@@ -237,7 +237,7 @@ ON_A_T4 |= {"11": ON_A_T4["10"], "14": ON_A_T4["13"]}
 
 
 @pytest.mark.parametrize("rung", RUNGS, ids=lambda path: path.stem)
-def test_every_rung_runs_on_a_gpu_without_bfloat16_and_names_the_precision_it_takes(gpu, rung):
+def test_every_rung_runs_on_a_gpu_without_bfloat16_and_names_its_precision(gpu, rung):
     script = script_defaults(rung.stem)
     own = script.get("precision", "32-true")
     for capability in ((8, 0), (8, 9), (9, 0), (12, 0)):
@@ -257,7 +257,7 @@ def test_every_rung_runs_on_a_gpu_without_bfloat16_and_names_the_precision_it_ta
             assert meaning in notice
 
 
-def test_a_precision_given_by_hand_is_taken_or_refused_with_the_reason(gpu):
+def test_the_users_precision_is_used_or_refused_with_the_reason(gpu):
     gpu(7, 5)
     for settings in (
         parse_settings([*BLOOM, "--precision", "bf16-true"]),
@@ -277,14 +277,14 @@ def test_a_precision_given_by_hand_is_taken_or_refused_with_the_reason(gpu):
 # Hardware
 
 
-def test_more_gpus_than_there_are(gpu):
+def test_more_gpus_than_the_machine_has_are_refused(gpu):
     gpu(8, 0, count=2)
     assert parse_settings(BLOOM, strategy="ddp", devices="auto", batch_size=16).devices == 2
     message = refusal("--devices", "4", strategy="ddp", devices="auto", batch_size=16)
     assert message == "--devices 4: this machine has 2 CUDA GPUs"
 
 
-def test_apple_silicon_is_taken_when_it_is_asked_for(mac):
+def test_apple_silicon_is_used_only_on_request(mac):
     assert "PyTorch finds no Apple GPU here; use --accelerator cpu" in refusal("--accelerator", "mps")
     mac()
     assert parse_settings(BLOOM).accelerator == "cpu"
@@ -306,7 +306,7 @@ def test_apple_silicon_is_taken_when_it_is_asked_for(mac):
      ("--activation_checkpointing true --activation_offload true", {}, "share the CPU's memory"),
      ("", {"strategy": "deepspeed", "devices": "auto", "deepspeed": "zero2"}, "needs a CUDA GPU")],
 )  # fmt: skip
-def test_what_apple_silicon_cannot_do_is_refused(mac, args, script, pattern):
+def test_settings_that_apple_silicon_does_not_support_are_refused(mac, args, script, pattern):
     mac(13 if "bf16" in args else 15)
     assert pattern in refusal("--accelerator", "mps", *args.split(), **script)
 
@@ -362,19 +362,19 @@ def test_cuda_starts_with_expandable_segments_unless_the_user_sets_others(variab
      ("--model ./model", r"there is no folder \./model$"),
      (f"--model {MODELS / 'llama-tiny.json'} --max_length 2000", r"--max_length 2000 is beyond the 1024 positions")],
 )  # fmt: skip
-def test_what_does_not_go_together_is_refused_before_any_work(args, pattern):
+def test_contradicting_settings_are_refused_before_any_work(args, pattern):
     assert re.search(pattern, refusal(*args.split()))
 
 
 @pytest.mark.parametrize("name", ["dataset", "config", "model", "tokenizer", "load", "resume", "runs_dir"])
-def test_a_name_too_long_for_a_file_is_one_line(name):
+def test_a_name_too_long_for_a_file_is_refused_in_one_line(name):
     with pytest.raises((UserError, OSError)) as caught:
         parse_settings([*BLOOM, "--check_only", f"--{name}", "n" * 300])
     assert "n" * 30 in explain(caught.value)
     assert "\n" not in explain(caught.value)
 
 
-def test_a_check_refuses_what_the_run_would_refuse(tmp_path):
+def test_check_only_refuses_unusable_folders_and_data(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(Checked):
         parse_settings([*BLOOM, "--dataset", "synthetic", "--check_only"])

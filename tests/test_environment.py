@@ -37,7 +37,7 @@ print(len(names))
 """
 
 
-def test_every_module_can_be_imported_without_what_windows_lacks(tmp_path):
+def test_every_module_can_be_imported_on_windows(tmp_path):
     command = [sys.executable, "-c", ON_WINDOWS]
     process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr[-3000:]
@@ -46,13 +46,13 @@ def test_every_module_can_be_imported_without_what_windows_lacks(tmp_path):
 
 
 @pytest.mark.parametrize("status", [None, "Name: python\nVmRSS: 1 kB\n"], ids=["macOS", "gVisor"])
-def test_the_peak_is_known_without_the_line_of_proc(monkeypatch, status):
+def test_the_peak_is_measured_without_proc(monkeypatch, status):
     monkeypatch.setattr(environment.Path, "exists", lambda path: status is not None)
     monkeypatch.setattr(environment.Path, "read_text", lambda path: status)
     assert environment.peak_memory(torch.device("cpu")) > 10e6
 
 
-def test_the_peak_on_windows_is_its_peak_working_set(monkeypatch):
+def test_the_peak_on_windows_is_the_peak_working_set(monkeypatch):
     memory = SimpleNamespace(peak_wset=7)
     monkeypatch.setattr(environment.Path, "exists", lambda path: False)
     monkeypatch.setattr(environment.psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: memory))
@@ -60,7 +60,7 @@ def test_the_peak_on_windows_is_its_peak_working_set(monkeypatch):
     assert environment.peak_memory(torch.device("cpu")) == 7
 
 
-def test_the_dockerfile_keeps_hadolint_s_rules():
+def test_the_dockerfile_keeps_hadolints_rules():
     beside = Path(sys.executable).with_name("hadolint")
     linter = str(beside) if beside.exists() else shutil.which("hadolint")
     if linter is None:

@@ -14,7 +14,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def test_rooms_import_only_from_the_rooms_below_them_and_nothing_runs_in_a_circle():
+def test_rooms_import_only_from_the_rooms_below_them_and_without_cycles():
     """The contracts are in pyproject.toml; all of them must be checked, and every room must be in a layer."""
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -44,12 +44,12 @@ def test_bodies_of_functions_are_at_most_50_lines():
                 assert node.end_lineno - first.lineno < 50, f"{path}: {node.name}"
 
 
-def test_few_files_stand_beside_the_rooms():
+def test_few_files_are_outside_the_rooms():
     assert len(list(PACKAGE.glob("*.py"))) <= 10
     assert len((ROOT / "local_dataset_utilities.py").read_text(encoding="utf-8").splitlines()) <= 250
 
 
-def test_settings_cannot_be_written_into():
+def test_settings_are_immutable():
     from dataclasses import FrozenInstanceError
 
     from fabric_ladder import Settings

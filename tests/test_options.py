@@ -252,7 +252,7 @@ def test_options_for_several_rungs_reach_those_that_use_them():
         *(("2_grad_accum", words) for words in ("-h", "--help all", "--batch_size few", "--lora_rank 4")),
     ],
 )
-def test_options_are_answered_without_torch_and_lightning(tmp_path, rung, words):
+def test_options_are_read_without_torch_and_lightning(tmp_path, rung, words):
     """The libraries take seconds to import: here they cannot be found."""
     hidden = without_package(tmp_path, "torch")
     process = run_script(SRC / f"{rung}.py", *words.split(), cwd=tmp_path, fresh=True, **hidden)
@@ -262,7 +262,7 @@ def test_options_are_answered_without_torch_and_lightning(tmp_path, rung, words)
 
 
 @pytest.mark.parametrize("debug", ["", "1"])
-def test_the_error_of_a_library_is_one_line_with_a_hint_and_a_traceback_on_request(tmp_path, debug):
+def test_an_error_of_a_library_prints_one_line_with_a_hint_and_a_traceback_on_request(tmp_path, debug):
     (tmp_path / "bad.yaml").write_text("seed: [1")
     words = ("--config", "bad.yaml")
     process = run_script(SRC / "2_grad_accum.py", *words, cwd=tmp_path, fresh=True, FABRIC_LADDER_DEBUG=debug)

@@ -61,7 +61,7 @@ def test_earlier_figures_stay_and_each_entry_is_stored_before_the_next(entry, ru
     assert {"date", "seconds", "figures"} <= content["entries"]["third"].keys()
 
 
-def test_the_minutes_end_a_harvest(entry, run):
+def test_a_harvest_ends_after_the_given_minutes(entry, run):
     sleeps = "import time; time.sleep(600)"
     status, content = run([entry("long", seconds=100), entry("slow", sleeps)], end=monotonic() + 5)
     assert (status, content["entries"]) == (0, {})
@@ -126,7 +126,7 @@ def test_an_epoch_is_extrapolated_from_the_last_rate():
         add_rates(figures, config, lengths[1:], None)
 
 
-def test_a_gpu_measures_every_rung_and_first_what_matters(tmp_path):
+def test_a_gpu_measures_every_rung_after_the_most_important_entries(tmp_path):
     options = ["--model", str(MODELS / "bloom-560m.json")]
     job = harvest.Job("cuda", False, find_gpu("H100"), 2, options, np.zeros(1), tmp_path)
     entries = harvest.entries_of(job)

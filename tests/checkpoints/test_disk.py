@@ -47,7 +47,7 @@ def save_into(tmp_path, fabric):
 
 
 @pytest.mark.parametrize("layout", ["consolidated", "sharded"])
-def test_a_full_disk_is_one_line_and_leaves_nothing_unfinished(small_disk, save_into, layout):
+def test_a_full_disk_prints_one_line_and_leaves_nothing_unfinished(small_disk, save_into, layout):
     fill(small_disk)
     with pytest.raises(UserError, match=f"^--save {layout}: cannot write the model into {small_disk} \\(.+\\): free"):
         save_into(small_disk, layout)
@@ -94,7 +94,7 @@ def test_a_full_disk_costs_no_checkpoint_and_no_run(tmp_path, small_disk, dropou
         store.check(checkpoint)
 
 
-def test_a_model_that_does_not_fit_is_saved_by_resuming_once_there_is_space(tmp_path):
+def test_a_model_that_did_not_fit_is_saved_by_resuming_once_there_is_space(tmp_path):
     with file_system(tmp_path / "disk", 20_000) as disk:
         options = ["--runs_dir", disk / "runs", "--save", "consolidated", "--save_every", 100]
         with pytest.raises(UserError, match=r"No space left.*: free space and add --resume auto: the last check"):

@@ -75,7 +75,7 @@ def close(first, second, atol=1e-5):
 
 @pytest.mark.parametrize("how", ["sharded", "consolidated"])
 @pytest.mark.parametrize("kind", ["bloom", "bert", "llama", "llama-lm", "gpt2-lm"])
-def test_a_whole_model_is_read_back_as_it_was(trained, tmp_path, kind, how):
+def test_a_whole_model_is_loaded_unchanged(trained, tmp_path, kind, how):
     folder, model, expected = trained(tiny(kind), kind, how)
     again = load_result(find_result(folder))
     assert type(again) is type(model.module)
@@ -104,7 +104,7 @@ CASES = {
 
 @pytest.mark.parametrize("how", ["sharded", "consolidated"])
 @pytest.mark.parametrize("case", CASES)
-def test_an_adapter_is_read_back_and_merged(trained, tmp_path, case, how):
+def test_an_adapter_is_loaded_and_merged(trained, tmp_path, case, how):
     kind, more = CASES[case]
     folder, _, expected = trained(with_adapter(tiny(kind), kind, **more), kind, how)
     result = find_result(folder)
@@ -120,7 +120,7 @@ def test_an_adapter_is_read_back_and_merged(trained, tmp_path, case, how):
     assert not [name for name in merged.state_dict() if "lora" in name or "base_layer" in name]
 
 
-def test_an_adapter_on_4_bit_weights(trained, tmp_path, monkeypatch, capsys):
+def test_an_adapter_on_4_bit_weights_is_loaded_and_merged(trained, tmp_path, monkeypatch, capsys):
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = LlamaConfig(**sizes, intermediate_size=64, vocab_size=VOCABULARY, pad_token_id=0, num_labels=2)
     torch.manual_seed(0)
@@ -188,7 +188,7 @@ def test_an_adapter_names_its_base_so_that_it_is_found_from_anywhere(trained, tm
     assert (config["base_model_name_or_path"], config["revision"]) == ("some/bloom", "0123abc")
 
 
-def test_training_goes_on_with_a_sharded_adapter(trained, fabric):
+def test_training_continues_with_a_sharded_adapter(trained, fabric):
     folder, _, expected = trained(with_adapter(tiny("bloom"), "bloom"), "bloom", "sharded")
 
     def fresh(**more):
@@ -227,7 +227,7 @@ def test_an_adapter_for_another_base_is_refused(trained, tmp_path, kind, sizes, 
     assert "\n" not in str(error.value)
 
 
-def test_the_scripts_refuse_in_one_line_and_leave_nothing(trained, tmp_path, monkeypatch, capsys):
+def test_the_scripts_refuse_bad_input_in_one_line_and_leave_nothing(trained, tmp_path, monkeypatch, capsys):
     whole, _, _ = trained(tiny("bloom"), "bloom")
     whole = whole.rename(tmp_path / "whole")
     adapter, _, _ = trained(with_adapter(tiny("bloom"), "bloom"), "bloom")
@@ -284,7 +284,7 @@ def test_a_folder_that_cannot_be_finished_is_not_left(tmp_path, error, raised):
 
 
 @pytest.mark.slow
-def test_two_ranks_that_shard_an_adapter_save_what_one_file_holds(tmp_path):
+def test_sharded_and_consolidated_adapters_are_equal(tmp_path):
     for how in ("sharded", "consolidated"):
         arguments = (*SIZES, "--devices", "2", "--lora", "true", "--lora_learning_rate", "1e-2", "--save", how)
         finished(run_script(SRC / "10_fsdp.py", *arguments, cwd=tmp_path, **ONE_THREAD))
@@ -299,7 +299,7 @@ def test_two_ranks_that_shard_an_adapter_save_what_one_file_holds(tmp_path):
                for name, tensor in base.items())  # fmt: skip
 
 
-def test_pipelines_read_what_is_exported(tmp_path, monkeypatch):
+def test_pipelines_load_an_exported_model(tmp_path, monkeypatch):
     """The exported folder loads in `pipeline` without further arguments, with the names of the classes."""
     for number in range(40):
         for name, colour in (("red", (200, number, 0)), ("blue", (0, number, 200))):
@@ -323,7 +323,7 @@ def test_pipelines_read_what_is_exported(tmp_path, monkeypatch):
     assert {row["label"] for row in found} == {"negative", "positive"}
 
 
-def test_text_generation_reads_a_merged_adapter(trained, monkeypatch):
+def test_text_generation_loads_a_merged_adapter(trained, monkeypatch):
     folder, model, _ = trained(with_adapter(tiny("llama-lm"), "llama-lm"), "llama-lm")
     run_here(monkeypatch, MERGE, folder)
     write = pipeline("text-generation", model=str(folder / "merged"))

@@ -50,7 +50,7 @@ def undisturbed(tmp_path_factory, dropout_model):
 
 
 @pytest.mark.parametrize("name", RUNGS)
-def test_a_stopped_run_goes_on_bitwise(tmp_path, dropout_model, undisturbed, name):
+def test_a_stopped_run_resumes_bit_by_bit(tmp_path, dropout_model, undisturbed, name):
     """SIGTERM stops the run mid-epoch, then at the end of the epoch before validation, then in the next epoch."""
     more = ("--batch_size", 8, "--micro_batch_size", 8) if name == "1_batch_size_1" else ()
     options = ["--model", dropout_model, "--save_every", 100, *more, "--resume", "auto"]
@@ -96,7 +96,7 @@ def test_every_checkpoint_of_a_run_leads_to_the_same_end(tmp_path, dropout_model
     ],
     ids=["first step", "fifth step", "validation", "test"],
 )
-def test_a_run_stopped_inside_a_step_or_an_evaluation_goes_on_bitwise(
+def test_a_run_stopped_inside_a_step_or_an_evaluation_resumes_bit_by_bit(
     tmp_path, dropout_model, undisturbed, monkeypatch, module, call, place
 ):
     """The signal arrives with a micro-batch. A step has 8 of them."""
@@ -122,7 +122,7 @@ def test_a_run_stopped_inside_a_step_or_an_evaluation_goes_on_bitwise(
     assert (home / best / "manifest.json").exists()
 
 
-def test_a_run_without_save_every_can_be_stopped_too_and_leaves_nothing_at_its_end(tmp_path, dropout_model):
+def test_a_run_without_save_every_can_be_stopped_and_leaves_no_checkpoint_at_its_end(tmp_path, dropout_model):
     status, text = run_here("2_grad_accum", tmp_path, "--model", dropout_model, at="Batch 0003/")
     assert status == 143
     assert "Stopped by SIGTERM in epoch 1 after batch 3; go on with: " in text
@@ -152,7 +152,7 @@ def test_keep_keeps_the_newest_and_the_best(tmp_path):
     assert json.loads((home / "run.json").read_text())["best_checkpoint"] == f"checkpoints/{best}"
 
 
-def test_max_time_stops_and_resume_goes_on(tmp_path):
+def test_max_time_stops_a_run_and_resume_continues_it(tmp_path):
     status, text = run_here("2_grad_accum", tmp_path, "--max_time", 0.0001)
     assert status == 124
     assert "Stopped by max_time in epoch 1 after batch 0; go on with: " in text
@@ -166,7 +166,7 @@ def stopped(tmp_path):
     return tmp_path / "runs" / "2_grad_accum" / "1"
 
 
-def test_an_older_checkpoint_can_be_taken(tmp_path, stopped):
+def test_a_run_can_resume_from_an_older_checkpoint(tmp_path, stopped):
     """Later checkpoints are removed, or the next run would take them for the newest ones."""
     older = stopped / "checkpoints" / "step-000000002"
     more = ["--save_every", 3, "--keep", 1]
@@ -176,7 +176,7 @@ def test_an_older_checkpoint_can_be_taken(tmp_path, stopped):
     assert len([line for line in lines_of(stopped) if "Epoch: 0001/0002 | Batch 0003/0008" in line]) == 1
 
 
-def test_auto_goes_on_with_the_run_of_the_same_settings(tmp_path, stopped):
+def test_auto_resumes_the_run_of_the_same_settings(tmp_path, stopped):
     holds = "import sys, filelock; lock = filelock.FileLock(sys.argv[1]); lock.acquire(); print(flush=True); input()"
     command = [sys.executable, "-c", holds, str(stopped / ".lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
@@ -267,7 +267,7 @@ def several(name, cwd, *arguments, ranks=2, wait=True):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["9_ddp", "10_fsdp"])
-def test_two_processes_end_with_a_checkpoint_and_go_on_bitwise(tmp_path, dropout_model, name):
+def test_two_processes_end_with_a_checkpoint_and_resume_bit_by_bit(tmp_path, dropout_model, name):
     """Only the launcher gets SIGTERM. The checkpoint also resumes on one process, with other dropout masks."""
     more = ["--model", dropout_model, "--save_every", 100, "--precision", "32-true"]
     for folder in ("whole", "stopped"):
@@ -293,7 +293,7 @@ def test_two_processes_end_with_a_checkpoint_and_go_on_bitwise(tmp_path, dropout
     assert "Test accuracy" in stdout
 
 
-def test_a_second_interrupt_ends_immediately_and_a_run_in_use_is_refused(tmp_path):
+def test_a_second_interrupt_ends_the_run_immediately_and_a_run_in_use_is_refused(tmp_path):
     """Without Ctrl-C the first run would take another minute."""
     long = ["--train_samples", "4000", "--epochs", "50", "--log_every", "8"]
     command = [sys.executable, str(SRC / "2_grad_accum.py"), *SIZES, *long, "--save_every", "1"]
@@ -334,7 +334,7 @@ def writes(cwd):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_twenty_kills_at_random_instants_lose_nothing(tmp_path, dropout_model):
+def test_twenty_kills_at_random_moments_lose_nothing(tmp_path, dropout_model):
     """Each start resumes the killed run. The final result equals an uninterrupted run."""
     more = ["--model", dropout_model, "--save_every", 1, "--keep", 2, "--resume", "auto", "--epochs", 3]
     (tmp_path / "whole").mkdir()

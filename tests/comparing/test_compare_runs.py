@@ -30,7 +30,7 @@ def test_the_script_writes_all_outputs(tmp_path):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in outputs["png"].iterdir())
 
 
-def test_unlike_runs_are_refused_in_one_line(tmp_path):
+def test_runs_with_other_differences_are_refused_in_one_line(tmp_path):
     first, second = write_run(tmp_path, record()), write_run(tmp_path, record("3_torch_compile", epochs=2))
     process = run_script(SCRIPT, first, second, cwd=tmp_path)
     assert (process.returncode, process.stdout) == (2, "")
@@ -38,7 +38,7 @@ def test_unlike_runs_are_refused_in_one_line(tmp_path):
     assert process.stderr.startswith("error: these runs differ in more than their technique: epochs 1 / 2;")
 
 
-def test_a_log_from_standard_input(tmp_path, monkeypatch):
+def test_a_log_is_read_from_standard_input(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO((BLOG / "memory_series.txt").read_bytes())))
     script(monkeypatch, "-", "--markdown", tmp_path / "out.md")
     written = (tmp_path / "out.md").read_text()
@@ -104,7 +104,7 @@ def test_differences_within_the_spread_of_the_seeds_are_marked(tmp_path):
     assert "≈" not in to_markdown(single)
 
 
-def test_one_run_is_a_table_of_one(tmp_path, monkeypatch):
+def test_one_run_gives_a_table_of_one_row(tmp_path, monkeypatch):
     printed = script(monkeypatch, write_run(tmp_path, record()))
     assert "2_grad_accum" in printed
     assert "ratio" not in printed
@@ -133,7 +133,7 @@ def test_broken_run_folders_are_named_and_left_out(tmp_path):
         read_sources([str(tmp_path / "running")])
 
 
-def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys):
+def test_bad_input_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
     run = write_run(tmp_path, record())
     (tmp_path / "binary").write_bytes(bytes(range(256)) * 10)
     (tmp_path / "empty").mkdir()

@@ -40,7 +40,7 @@ Test loss 6.0102 per trained token, perplexity 407.56
     ("name", "minutes", "accuracy"),
     [("batch_size_1", 69.97, 78.53), ("gradient_accumulation", 51.37, 87.37), ("compile", 43.33, 87.91)],
 )
-def test_the_blogs_output_is_read_as_printed(name, minutes, accuracy):
+def test_the_blogs_logs_are_read_as_printed(name, minutes, accuracy):
     [run] = read_sources([str(BLOG / f"{name}.txt")])
     assert (run.name, run.unfinished, run.ours) == (name, None, False)
     expected = {"minutes": minutes, "test_accuracy": accuracy}
@@ -50,7 +50,7 @@ def test_the_blogs_output_is_read_as_printed(name, minutes, accuracy):
     assert [(point.value, point.samples) for point in run.losses] == [(1.9902, None)] * (name == "batch_size_1")
 
 
-def test_a_file_of_several_scripts_under_headings():
+def test_a_file_of_several_logs_under_headings_is_read():
     runs = read_sources([str(BLOG / "memory_series.txt")])
     keys = ("minutes", "memory", "train_accuracy", "validation_accuracy", "test_accuracy")
     assert {run.name: tuple(run.figures.get(key) for key in keys) for run in runs} == {
@@ -72,7 +72,7 @@ def quoted(pattern):
     return float(re.search(pattern, LOG)[1])
 
 
-def test_a_log_of_ours_is_read_in_full():
+def test_a_log_of_this_project_is_read_completely():
     [run] = parse(LOG)
     assert run.ours
     assert (run.name, run.hardware) == ("2_grad_accum", {"device": "cpu", "processor": "AMD EPYC"})
@@ -93,7 +93,7 @@ def test_a_log_of_ours_is_read_in_full():
     assert run.figures == expected | {"test_accuracy": 92.7, "parameters": 0.2, "trainable_parameters": 0.2}
 
 
-def test_a_language_models_log():
+def test_a_language_models_log_is_read():
     [run] = parse(LANGUAGE_LOG)
     assert (run.settings["ranks"], run.settings["micro_batch_size"], run.settings["epochs"]) == (4, 4, 2)
     assert run.hardware == {"device": "cuda", "gpu": "NVIDIA A100-SXM4-80GB"}
@@ -103,7 +103,7 @@ def test_a_language_models_log():
     assert run.figures.items() >= expected.items()
 
 
-def test_a_real_run_says_the_same_in_its_folder_and_in_its_log(tmp_path, monkeypatch):
+def test_the_folder_and_the_log_of_a_real_run_give_the_same_figures(tmp_path, monkeypatch):
     settings = settings_for(tmp_path, task="instruction-tuning", model="gpt2", micro_batch_tokens=64)
     run = Run(Fabric(accelerator="cpu", devices=1), settings)
     loaders = build_dataloaders(run.fabric, token_datasets(per_token=True), settings)
@@ -151,7 +151,7 @@ def test_only_whole_lines_are_read(line):
     assert run.losses == []
 
 
-def test_runs_below_each_other_without_headings():
+def test_logs_below_each_other_without_headings_are_separate_runs():
     runs = parse("".join((BLOG / f"{name}.txt").read_text() for name in ("gradient_accumulation", "compile")) + LOG * 2)
     assert [run.figures["minutes"] for run in runs] == [51.37, 43.33, *[quoted("Time elapsed (.*) min")] * 2]
     assert [run.figures.get("train_accuracy") for run in runs] == [78.67, None, 79.07, 79.07]

@@ -55,7 +55,7 @@ def test_each_difference_is_refused_by_name(tmp_path, monkeypatch, kind):
     assert first_line == f"**Not comparable without care: these runs differ in {escaped}.**"
 
 
-def test_techniques_are_compared(tmp_path):
+def test_runs_that_differ_only_in_techniques_are_compared(tmp_path):
     sources = [
         write_run(tmp_path, record()),
         write_run(tmp_path, record("6_lean_optimizer", optimizer="sgd", learning_rate=0.01, schedule="cosine")),
@@ -132,7 +132,7 @@ def test_all_pairs_of_rungs_on_one_config_are_compared(config, monkeypatch):
         (["4_mixed_precision"], ["4_mixed_precision", "--optimizer", "adafactor"], []),
     ],
 )
-def test_what_a_rung_sets_is_its_technique_and_what_is_given_by_hand_is_not(first, second, phrases, monkeypatch):
+def test_a_rungs_defaults_are_its_technique_but_the_users_settings_are_differences(first, second, phrases, monkeypatch):
     monkeypatch.setattr(cli, "check", lambda settings: None)
     runs = [logged(settings_of(rung, "quickstart.yaml", *options)) for rung, *options in (first, second)]
     assert find_differences(make_rows(runs), OWN) == phrases
@@ -149,7 +149,7 @@ def test_another_effective_batch_is_named_and_warned_about(tmp_path, monkeypatch
     assert not any("effective batch" in notice for notice in notices)  # only the rungs' own defaults differ
 
 
-def test_ranks_that_share_the_threads_are_no_other_hardware(tmp_path):
+def test_ranks_that_share_the_threads_are_the_same_hardware(tmp_path):
     on_cpu = HARDWARE | {"device": "cpu"}
     alone = write_run(tmp_path, record("4_mixed_precision") | {"hardware": on_cpu})
     shared = write_run(tmp_path, record("9_ddp") | {"ranks": 2, "hardware": on_cpu | {"threads": 4}})
@@ -158,7 +158,7 @@ def test_ranks_that_share_the_threads_are_no_other_hardware(tmp_path):
     assert compare(read_sources([alone, fewer])).differences == ["threads 8 / 4"]
 
 
-def test_one_model_in_two_homes_is_one(tmp_path):
+def test_a_shipped_config_in_two_installations_is_the_same_model(tmp_path):
     first = write_run(tmp_path, record(model="/a/configs/models/bloom.json"))
     same = write_run(tmp_path, record("3_torch_compile", model="/b/c/configs/models/bloom.json"))
     other = write_run(tmp_path, record("4_mixed_precision", model="runs/2_grad_accum/1/model"))
@@ -167,7 +167,7 @@ def test_one_model_in_two_homes_is_one(tmp_path):
     assert len(compare(read_sources([other, third])).differences) == 1
 
 
-def test_seeds_are_one_row(tmp_path):
+def test_seeds_of_the_same_settings_are_one_row(tmp_path):
     for number, (seed, accuracy, minutes) in enumerate([(1, 0.90, 2.0), (2, 0.92, 2.2), (3, 0.91, 2.4)], start=1):
         write_run(tmp_path, record(seed=seed, accuracy=accuracy, minutes=minutes), number)
         write_run(tmp_path, record("3_torch_compile", seed=seed, accuracy=0.9, minutes=1.1, compile=True), number)
@@ -191,7 +191,7 @@ def test_seeds_are_one_row(tmp_path):
     [(20.0, " after 77 batches of 16 samples, against 2_grad_accum."),
      (11.4, ": a batch takes as long as with 2_grad_accum.")],
 )  # fmt: skip
-def test_compiling_is_set_against_the_time_that_it_saves(tmp_path, rate, said):
+def test_compile_time_is_compared_with_the_time_that_it_saves(tmp_path, rate, said):
     """16 samples take 16 / 11.4 s without torch.compile and 16 / 20 s with it."""
     compiled = record("3_torch_compile", compile=True)
     compiled["results"] |= {"compile_seconds": 46.3, "compiled_graphs": 3, "samples_per_second": rate}
@@ -203,7 +203,7 @@ def test_compiling_is_set_against_the_time_that_it_saves(tmp_path, rate, said):
     assert not any("compiling" in notice for notice in compare(read_sources([other])).notices)
 
 
-def test_unknown_facts_of_a_text_are_not_refused(tmp_path):
+def test_facts_that_a_log_lacks_are_not_refused(tmp_path):
     run = write_run(tmp_path, record())
     comparison = compare(read_sources([run, str(BLOG / "compile.txt")]))
     assert comparison.differences == []

@@ -50,7 +50,7 @@ def test_shipped_configs_can_be_read(file):
     assert load_config(str(CONFIGS / "models" / file)).model_type in file
 
 
-def test_a_name_that_cannot_be_loaded_is_one_line_with_its_cause(online):
+def test_a_name_that_cannot_be_loaded_is_refused_in_one_line_with_the_cause(online):
     line = r"cannot load the model 'org/name': .*check the spelling and the network, .*\(not found\)$"
     with pytest.raises(UserError, match=line) as caught, reachable("org/name", "model"):
         raise OSError("not\nfound")

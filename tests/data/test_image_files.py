@@ -184,7 +184,7 @@ def test_missing_hub_columns_are_refused(load, hub, features, values, pattern):
         load(name, **values)
 
 
-def test_the_real_archive(load):
+def test_a_real_archive_is_read(load):
     cifar = real_file("cifar10_subset.tar.gz", "real images")
     got = load(cifar)
     assert [len(got.splits[split]) for split in SPLITS] == [4194, 466, 846]

@@ -58,7 +58,7 @@ def test_the_csv_files_hold_the_shuffled_frame(partitioned):
     assert all(0.48 < part["label"].mean() < 0.52 for part in parts)
 
 
-def test_nothing_is_downloaded_where_archive_or_folder_is(monkeypatch, tmp_path):
+def test_an_existing_archive_or_folder_is_not_downloaded_again(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FABRIC_LADDER_DATA", raising=False)
     (tmp_path / "data").mkdir()

@@ -53,7 +53,7 @@ def with_chat_template(tokenizer, template, folder):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def test_alpacas_wordings():
+def test_the_default_prompts_are_alpacas():
     assert prompt_text("Do it.", "With this.") == (
         "Below is an instruction that describes a task, paired with an input that provides further context. "
         "Write a response that appropriately completes the request.\n\n"
@@ -77,12 +77,12 @@ def test_alpacas_wordings():
         ('{{"asked": "{instruction}"}}', '{"asked": "A"}', '{"asked": "A"}'),
     ],
 )
-def test_own_templates(template, with_input, without):
+def test_a_users_template_writes_the_prompt(template, with_input, without):
     assert prompt_text("A", "B", template) == with_input
     assert prompt_text("A", "", template) == prompt_text("A", "\n", template) == without
 
 
-def test_braces_in_the_data_are_texts():
+def test_braces_in_the_data_stay_as_they_are():
     for text in ("{input}", "{0} {instruction} }{", "{{x}}", r"\n"):
         assert prompt_text(text, text, "{instruction}|{input}") == f"{text}|{text}"
 
@@ -115,7 +115,7 @@ def test_a_template_with_other_fields_is_refused_before_the_data_are_read(load, 
 @pytest.mark.parametrize("template", [None, r"Human: {instruction}\n{input}\nAssistant: "])
 @pytest.mark.parametrize("train_on_inputs", [False, True])
 @pytest.mark.parametrize("name", KINDS)
-def test_each_token_and_its_label(load, tokenizers, name, train_on_inputs, template):
+def test_an_instruction_gives_these_tokens_and_labels(load, tokenizers, name, train_on_inputs, template):
     got = load(rows(), tokenizer=tokenizers[name], train_on_inputs=train_on_inputs, prompt_template=template)
     tokenizer = got.tokenizer
     begin, end = tokenizer.convert_tokens_to_ids(BEGIN[name]), tokenizer.convert_tokens_to_ids(END[name])
@@ -132,7 +132,7 @@ def test_each_token_and_its_label(load, tokenizers, name, train_on_inputs, templ
 
 @pytest.mark.parametrize("train_on_inputs", [False, True])
 @pytest.mark.parametrize("name", KINDS)
-def test_each_token_of_a_chat_and_its_label(load, tokenizers, name, train_on_inputs):
+def test_a_chat_gives_these_tokens_and_labels(load, tokenizers, name, train_on_inputs):
     got = load(chats(), tokenizer=tokenizers[name], train_on_inputs=train_on_inputs)
     tokenizer, expected = got.tokenizer, {}
     for chat in chats():
@@ -155,7 +155,7 @@ def test_each_token_of_a_chat_and_its_label(load, tokenizers, name, train_on_inp
     assert tokenizer.init_kwargs["prompt_template"] == "chat"
 
 
-def test_what_follows_the_last_answer_is_not_trained(load, tokenizers):
+def test_text_after_the_last_answer_is_not_trained(load, tokenizers):
     asked = [chat["messages"] + [{"role": "user", "content": "Thanks."}] for chat in chats()]
     got = load([{"messages": messages} for messages in asked], tokenizer=tokenizers["unigram"])
     thanks = pieces(got.tokenizer, "<|im_start|>user\nThanks.<|im_end|>\n")
@@ -165,7 +165,7 @@ def test_what_follows_the_last_answer_is_not_trained(load, tokenizers):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_truncation_counts_what_it_cuts_and_what_it_leaves_out(load, tokenizers, name):
+def test_truncation_counts_the_samples_that_are_cut_or_left_out(load, tokenizers, name):
     whole = samples_of(load(rows(), tokenizer=tokenizers[name]))
     prompts = sorted(labels.count(-100) for labels in whole.values())
     longest = prompts[len(prompts) // 2] + 2
@@ -181,7 +181,7 @@ def test_truncation_counts_what_it_cuts_and_what_it_leaves_out(load, tokenizers,
     ]
 
 
-def test_prompts_longer_than_max_length(load, tokenizers):
+def test_prompts_longer_than_max_length_need_train_on_inputs(load, tokenizers):
     got = load(rows(), tokenizer=tokenizers["unigram"], max_length=9, train_on_inputs=True)
     assert [len(got.splits[split]) for split in SPLITS] == [28, 4, 8]
     assert got.notices == ["40 of 40 samples have their answer cut at --max_length 9 tokens"]
@@ -231,7 +231,7 @@ def test_the_template_is_saved_with_the_tokenizer(load, tokenizers, tmp_path, te
         assert saved.eos_token_id == got.tokenizer.eos_token_id is not None
 
 
-def test_notices_about_templates(load, tokenizers):
+def test_a_notice_names_templates_that_may_be_wrong(load, tokenizers):
     got = load(rows(), tokenizer=tokenizers["trained"], prompt_template="{instruction}\n")
     assert got.notices == ["20 of 40 samples have an input that --prompt_template does not show"]
     got = load(chats(), tokenizer=tokenizers["trained"], prompt_template="{instruction}")
@@ -250,7 +250,7 @@ def test_chats_need_a_chat_template(load):
         (REFUSING, 1, "no fours"),
     ],
 )
-def test_chats_that_a_template_cannot_write(load, tokenizers, tmp_path, template, count, reason):
+def test_chats_that_a_template_cannot_write_are_refused(load, tokenizers, tmp_path, template, count, reason):
     tokenizer = with_chat_template(tokenizers["trained"], template, tmp_path / "own")
     found = (
         rf"{count} of 30 samples cannot be written by the tokenizer's chat template \(.*rows\.jsonl, line .*{reason}"
@@ -269,7 +269,7 @@ def test_chats_that_a_template_cannot_write(load, tokenizers, tmp_path, template
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def test_what_changes_the_tokens_is_tokenized_again(tmp_path, load, tokenizers):
+def test_a_setting_that_changes_the_tokens_makes_a_new_cache(tmp_path, load, tokenizers):
     path = write_rows(rows(), tmp_path / "rows.jsonl")
     changes = [{}, {"prompt_template": "{instruction}"}, {"prompt_template": "{instruction}\n{input}"}]
     changes += [{"train_on_inputs": True}, {"max_length": 50}, {"split_seed": 2}, {"train_samples": 20}]

@@ -88,7 +88,7 @@ def test_without_packing_a_cut_never_changes(monkeypatch):
 @pytest.mark.parametrize("limit", [{"size": 4}, {"tokens": 2048}])
 @pytest.mark.parametrize(("median", "spread"), [(230, 0.65), (90, 0.75)], ids=["IMDb", "instructions"])
 @pytest.mark.parametrize(("batch", "ranks", "most"), [(16, 1, 0.06), (256, 4, 0.03)])
-def test_packing_leaves_hardly_any_padding_in_fewer_micro_batches(limit, median, spread, batch, ranks, most):
+def test_packing_leaves_little_padding_in_fewer_micro_batches(limit, median, spread, batch, ranks, most):
     draws = np.random.default_rng(0).lognormal(np.log(median), spread, 2048)
     lengths = np.clip(draws.astype(int), 8, 512)
 

@@ -59,7 +59,7 @@ def test_every_format_gives_the_same_tokens(tmp_path, load):
         assert all(datasets.splits[split][:] == first.splits[split][:] for split in SPLITS), name
 
 
-def test_columns_and_lengths(tmp_path, load):
+def test_tokens_have_the_right_columns_and_lengths(tmp_path, load):
     got = load(write_table(table(), tmp_path / "texts.csv"), max_length=5)
     for split in SPLITS:
         part = got.splits[split]
@@ -134,7 +134,7 @@ def test_a_split_is_seeded_disjoint_and_whole(tmp_path, load):
                                    ("train-00000.csv", "dev.csv", "test_1.csv"),
                                    ("testimonials.csv", "valset.csv", "testing.csv"),
                                    ("valères.csv", "devtest.csv", "test2.csv")])  # fmt: skip
-def test_files_of_a_folder_are_splits_by_their_names(tmp_path, load, names):
+def test_the_names_of_files_decide_their_splits(tmp_path, load, names):
     sizes = (30, 12, 14)
     for number, (name, rows) in enumerate(zip(names, sizes, strict=True)):
         write_table(table(rows, start=100 * number), tmp_path / "folder" / name)

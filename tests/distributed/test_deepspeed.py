@@ -81,7 +81,7 @@ def test_hugging_faces_configurations_run_unchanged_even_without_a_compiler(alon
 @SLOW
 @needs_deepspeed
 @pytest.mark.parametrize("config", ["zero1", "zero3"])
-def test_mixed_precision_is_close_and_prints_no_more(alone, saved, config):
+def test_mixed_precision_is_close_and_prints_no_extra_lines(alone, saved, config):
     """For stage 1 in bfloat16 DeepSpeed has a separate optimizer, which prints its memory use."""
     folder, stdout = saved(config, *HALF)
     losses, _, results = read(folder)
@@ -144,7 +144,7 @@ def test_deepspeeds_checkpoint_holds_the_consolidated_weights(alone, saved, conf
 
 @SLOW
 @needs_deepspeed
-def test_training_goes_on_from_deepspeeds_checkpoint_on_as_many_ranks(alone, saved, tmp_path):
+def test_training_resumes_from_deepspeeds_checkpoint_on_as_many_ranks(alone, saved, tmp_path):
     folder, _ = saved("zero3")
     again, _ = run_deepspeed(tmp_path, small(), "--load", folder / "checkpoint")
     model = ("--from_scratch", "false", "--model", str(folder / "model"))
@@ -200,7 +200,7 @@ def refused(tmp_path, monkeypatch):
     return refused
 
 
-def test_without_a_gpu_or_deepspeed_the_line_names_the_remedy(refused, monkeypatch):
+def test_without_a_gpu_or_deepspeed_one_line_names_the_remedy(refused, monkeypatch):
     text = refused("zero2", accelerator="cpu", name="12_deepspeed_zero")
     assert text == "12_deepspeed_zero needs a CUDA GPU; src/10_fsdp.py shards a model on CPUs too"
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
@@ -240,7 +240,7 @@ def test_a_run_that_would_fail_later_is_refused_in_one_line_before_any_work(refu
     [(IN_32_BIT, HALF), ({"zero_optimization": {"stage": 2}}, ()), (small(), ())],
     ids=["zero1-bf16", "zero2", "zero3"],
 )
-def test_a_run_goes_on_from_its_checkpoint(tmp_path, config, more):
+def test_a_run_resumes_from_its_checkpoint(tmp_path, config, more):
     """Printed lines and metrics equal the uninterrupted run. Code in a checkpoint is not executed."""
     more = [*more, "--save_every", "4", "--keep", "9"]
     whole, _ = run_deepspeed(tmp_path, config, *more)

@@ -47,14 +47,14 @@ def test_more_processes_print_the_same_losses_and_accuracies(run, alone, several
     assert f"cpu: {several[1]} x" in stdout
 
 
-def test_one_device_is_enough_and_the_run_says_so(run):
+def test_a_run_on_one_device_works_and_prints_a_notice(run):
     for name in ("9_ddp", "10_fsdp", "11_fsdp_cpu_offload"):
         folder, stdout = run(name, 1)
         same(run("2_grad_accum", 1)[0], folder)
         assert "Running on one device. Use --devices N" in stdout
 
 
-def test_each_rank_drops_out_by_random_numbers_of_its_own(run):
+def test_each_rank_has_its_own_dropout_masks(run):
     (made,) = (run(*DDP)[0] / "checkpoints").glob("step-*")
     states = [torch.load(made / f"rank-{rank}.pt", weights_only=True)["random"]["torch"] for rank in (0, 1)]
     draws = [torch.Generator().set_state(state) for state in states]
@@ -68,7 +68,7 @@ def test_offload_and_activation_checkpointing_change_no_bit(run):
 
 
 @pytest.mark.parametrize("sharded", [FSDP, pytest.param(("10_fsdp", 4), marks=pytest.mark.slow)])
-def test_parameters_are_really_sharded(run, sharded):
+def test_parameters_are_sharded(run, sharded):
     results, devices = read(run(*DDP)[0])[2], sharded[1]
     whole, share = results["parameter_bytes_of_a_rank"], read(run(*sharded)[0])[2]["parameter_bytes_of_a_rank"]
     assert whole == 4 * results["parameters"]
@@ -76,14 +76,14 @@ def test_parameters_are_really_sharded(run, sharded):
 
 
 @pytest.mark.parametrize(("offload", "policy"), [(True, CPUOffloadPolicy), (False, OffloadPolicy)])
-def test_shards_are_parked_just_where_the_setting_says_so(tmp_path, offload, policy):
+def test_shards_are_offloaded_only_with_the_setting(tmp_path, offload, policy):
     settings = settings_for(tmp_path, offload=offload)
     assert type(sharding_policy(settings, {"data_parallel": None})["offload_policy"]) is policy
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize(("name", "device"), [("11_fsdp_cpu_offload", "cpu"), ("10_fsdp", "cuda")])
-def test_parked_shards_lie_in_the_hosts_memory(tmp_path, name, device):
+def test_offloaded_shards_are_in_cpu_memory(tmp_path, name, device):
     options = ["--config", "quickstart.yaml", "--train_samples", 64, "--accelerator", "cuda", "--devices", 1]
     process = run_script(ROOT / "tests" / "support" / "where_shards_lie.py", name, *options, cwd=tmp_path, fresh=True)
     assert finished(process).splitlines()[-1] == f"parameters on {device}, optimizer on {device}"
@@ -92,7 +92,7 @@ def test_parked_shards_lie_in_the_hosts_memory(tmp_path, name, device):
 @pytest.mark.parametrize(
     ("name", "devices"), [("2_grad_accum", 1), ("10_fsdp", 2), pytest.param("10_fsdp", 4, marks=pytest.mark.slow)]
 )
-def test_a_sharded_checkpoint_of_two_ranks_goes_on_with_one_two_and_four(run, name, devices):
+def test_a_sharded_checkpoint_of_two_ranks_resumes_on_one_two_and_four(run, name, devices):
     saved, stdout = run(*FSDP)
     assert f"Saved {os.path.join('runs', '10_fsdp', '1', 'checkpoint')}" in stdout
     checkpoint = ("--load", str(saved / "checkpoint"))
@@ -102,7 +102,7 @@ def test_a_sharded_checkpoint_of_two_ranks_goes_on_with_one_two_and_four(run, na
 
 
 @pytest.mark.parametrize("fault", ["another model", "no shard of rank 0", "no shard of rank 1"])
-def test_a_checkpoint_that_does_not_fit_is_one_line(run, tmp_path, fault):
+def test_a_checkpoint_that_does_not_fit_is_refused_in_one_line(run, tmp_path, fault):
     checkpoint = shutil.copytree(run(*FSDP)[0] / "checkpoint", tmp_path / "checkpoint")
     more = ["--model", MODELS / "llama-tiny.json"] if fault == "another model" else []
     if not more:
@@ -149,7 +149,7 @@ def test_an_optimizer_made_before_sharding_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_nan_on_several_processes_ends_them_all(tmp_path):
+def test_a_nan_ends_all_processes(tmp_path):
     arguments = [*SIZES, "--devices", 2, "--learning_rate", "1e35"]
     # use fresh processes: forked ranks write at the same moment, which mixes their lines
     process = run_script(SRC / "9_ddp.py", *arguments, cwd=tmp_path, timeout=120, **ONE_THREAD)
@@ -196,7 +196,7 @@ def test_the_watch_ends_a_rank_and_names_the_rank_that_is_killed_or_hangs(tmp_pa
     end_one(ranks, victim, signal_name, tmp_path)
 
 
-def test_a_run_whose_rank_is_killed_ends_on_all_ranks(tmp_path):
+def test_a_dead_rank_ends_the_others_within_a_minute(tmp_path):
     """The run ends within a minute, in the middle of training."""
     command = [SRC / "10_fsdp.py", *SIZES, "--devices", 2, "--epochs", "1000"]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "NODE_RANK": "0"}

@@ -60,7 +60,7 @@ def slurm(rank, **more):
 
 
 @pytest.mark.slow
-def test_srun_s_ranks_are_taken_from_slurm(run, tmp_path):
+def test_sruns_ranks_are_read_from_slurm(run, tmp_path):
     command = [sys.executable, str(SRC / "9_ddp.py"), *SIZES]
     stdout = wait([start(command, tmp_path / str(rank), **slurm(rank)) for rank in (0, 1)])
     assert "batch 16 = 2 x 4 x 2" in stdout[0]
@@ -91,7 +91,7 @@ def test_srun_s_ranks_are_taken_from_slurm(run, tmp_path):
         ("9_ddp", ("--offload", "true"), {}, "has no effect in this script: leave it out, or run src/11_fsdp"),
     ],
 )
-def test_counts_that_cannot_be_are_one_line(tmp_path, name, arguments, environment, says):
+def test_impossible_counts_are_refused_in_one_line(tmp_path, name, arguments, environment, says):
     process = run_script(SRC / f"{name}.py", *arguments, cwd=tmp_path, **environment)
     assert process.returncode == 2
     assert process.stderr.splitlines()[-1].startswith("error: ")
@@ -129,7 +129,7 @@ ELASTIC = {"TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4
         (ELASTIC, "torchrun --nnodes=2 --nproc-per-node=2 src/9_ddp.py"),
     ],
 )
-def test_a_command_to_go_on_with_names_the_launcher(monkeypatch, environment, start):
+def test_the_command_that_resumes_names_the_launcher(monkeypatch, environment, start):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", ["src/9_ddp.py", "--seed", "5"])
@@ -140,7 +140,7 @@ def test_a_command_to_go_on_with_names_the_launcher(monkeypatch, environment, st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", ["2", "1:2"])
-def test_a_machine_that_dies_and_comes_back_goes_on_where_it_was(run, tmp_path, nodes):
+def test_a_restarted_machine_rejoins_the_resumed_run(run, tmp_path, nodes):
     """The second of two torchruns is killed with its rank and then started again."""
     environment = os.environ | ONE_THREAD | {"PATH": f"{BIN}:{os.environ['PATH']}", "HOST": "127.0.0.1"}
     environment |= {"PORT": str(free_port()), "ADDRESS": "127.0.0.1", "GPUS": "1", "NODES": nodes}
@@ -199,7 +199,7 @@ def wait_until(found, processes, seconds=180):
         sleep(0.1)
 
 
-def test_the_trainjob_is_one_of_kubeflow_s():
+def test_kubeflow_can_read_the_trainjob():
     """Kubeflow's own classes read the file. They drop unknown keys."""
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs requirements-dev.txt")
     job = yaml.safe_load((CLOUD / "trainjob.yaml").read_text())

@@ -33,7 +33,7 @@ def test_every_picture_on_disk_has_a_function(program):
 
 
 @pytest.mark.parametrize("name", ["readme", "16_bf16_that_learns"])
-def test_the_program_draws(program, name, tmp_path):
+def test_the_program_draws_each_picture(program, name, tmp_path):
     program.draw(name, tmp_path)
     for theme, ground in THEMES.items():
         image = Image.open(tmp_path / f"{name}_{theme}.png").convert("RGB")

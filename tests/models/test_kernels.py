@@ -43,7 +43,7 @@ def cudnn_as_before():
         ("T4 A100 H100", "64-true", {}, ALL[3:]),
     ],
 )
-def test_kernels_of_each_gpu(gpus, precisions, options, kernels):
+def test_each_gpu_has_its_kernels(gpus, precisions, options, kernels):
     for gpu in gpus.split():
         for precision in precisions.split():
             found = attention_kernels(precision, GPUS[gpu], **{"cudnn": CUDNN, "fixed": True} | options)

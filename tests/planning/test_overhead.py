@@ -21,7 +21,7 @@ def test_overheads_are_kept_by_gpu_and_version(tmp_path):
     assert measured.needed(tensors) == 1_000_000_000 + 400_000_000 + 9_000_000 + round(0.02 * 1_009_000_000)
 
 
-def test_a_cache_that_cannot_be_written_is_one_line(tmp_path):
+def test_a_cache_that_cannot_be_written_prints_one_line(tmp_path):
     (tmp_path / "memory").write_text("not a folder")
     with pytest.raises(UserError, match="cannot write "):
         keep_overhead(str(tmp_path), "A", ASSUMED)

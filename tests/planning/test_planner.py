@@ -94,7 +94,7 @@ def test_settings_that_cannot_be_planned_have_a_reason(tmp_path):
     assert len(read_candidates([("2_grad_accum", ())], unknown_blocks, 1)[0]) == 1
 
 
-def test_packed_rows_leave_no_micro_batch_to_choose(tmp_path):
+def test_packed_rows_have_only_one_micro_batch(tmp_path):
     (tmp_path / "rows.yaml").write_text("pack_rows: 2\n")
     packed = [*bloom(tmp_path), "--packing", "true", "--max_length", "96"]
     for rows in (["--pack_rows", "2"], ["--config", str(tmp_path / "rows.yaml")]):
@@ -133,7 +133,7 @@ def test_the_recommended_plan_fits_costs_no_accuracy_if_possible_and_is_the_fast
     assert list(recommend([frozen, plan]).items()) == [("all weights", plan), ("some of the weights", frozen)]
 
 
-def test_a_process_that_sees_a_gpu_forks_none_that_would_die_of_it(tmp_path, monkeypatch):
+def test_a_process_that_has_seen_a_gpu_does_not_fork(tmp_path, monkeypatch):
     monkeypatch.setattr(planner, "get_context", lambda _: pytest.fail("forked"))
     monkeypatch.setattr(planner.os, "cpu_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -141,7 +141,7 @@ def test_a_process_that_sees_a_gpu_forks_none_that_would_die_of_it(tmp_path, mon
     assert [plan.fits for plan in plans] == [True, True]
 
 
-def test_the_order_of_speeds_is_that_of_deepspeed_s_guide():
+def test_speeds_have_the_order_of_deepspeeds_guide():
     settings = Settings(batch_size=16, precision="bf16-true", devices=1)
     stages = ("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload")
     runs = [
@@ -194,7 +194,7 @@ def test_emulated_bfloat16_is_planned_but_never_recommended(tmp_path):
     assert recommend([older[low]]) == {}
 
 
-def test_a_precision_given_to_the_planner_is_taken_or_refused_as_by_a_rung(tmp_path):
+def test_the_planner_uses_or_refuses_a_precision_as_a_rung_does(tmp_path):
     choices, t4 = [("10_fsdp", ()), ("4_mixed_precision", ())], find_gpu("T4")
     both = ["32-true", "16-mixed"]
     for given, expected in {None: both, "mixed": both, "32-true": ["32-true"] * 2, "16-mixed": ["16-mixed"]}.items():
@@ -205,7 +205,7 @@ def test_a_precision_given_to_the_planner_is_taken_or_refused_as_by_a_rung(tmp_p
     assert "capability 7.5, below 8.0, only emulates bfloat16; use --precision 32-true" in problems["10_fsdp"]
 
 
-def test_gpus_are_found_by_the_names_of_users_and_drivers():
+def test_gpus_are_found_by_the_names_that_users_and_drivers_give_them():
     for name, found in {
         "t4": "T4", "Tesla T4": "T4", "rtx-2080ti": "RTX 2080 Ti", "RTX 2060": "RTX 2060", "4060 Ti 16GB":
         "RTX 4060 Ti 16GB", "a100-80gb": "A100 80GB", "NVIDIA A100-SXM4-80GB": "A100 80GB", "A4000": "RTX A4000",
@@ -230,7 +230,7 @@ def test_sizes_are_read_in_their_units():
     assert [read_size(text, "--gpu_memory") for text in texts] == [80 * 10**9, 24 * 10**9, 16 * 10**9, 2**29, 8 * 10**8]
 
 
-def test_the_training_of_the_calibration_runs():
+def test_the_calibration_trains_briefly():
     options = ["--config", "quickstart.yaml", "--accelerator", "cpu"]
     assert train_briefly(options, (16, 24)) is None
 
@@ -326,7 +326,7 @@ def test_the_script_plans_for_the_gpus_that_it_finds_and_forks_before_it_sees_th
         ([], "name one to plan for"),
     ],
 )
-def test_bad_input_is_one_line(tmp_path, options, line):
+def test_bad_input_is_refused_in_one_line(tmp_path, options, line):
     if torch.cuda.is_available() and "--gpu_memory" not in options:
         pytest.skip("needs a machine without a GPU")
     (tmp_path / "vit.json").write_text('{"model_type": "vit", "image_size": null}')

@@ -188,7 +188,7 @@ def test_attention_by_sdpa_keeps_no_matrix_of_tokens_by_tokens(tmp_path):
         assert matrices(family, tokens, attention="eager")
 
 
-def test_dropout_in_attention_keeps_no_matrix_either(tmp_path):
+def test_attention_with_dropout_keeps_no_matrix_of_tokens_by_tokens(tmp_path):
     peaks = []
     for dropout in (0.0, 0.1):
         path = tmp_path / "bert.json"
@@ -220,7 +220,7 @@ def test_ranks_share_the_shards(tmp_path):
     assert parked.host >= 3 * count, "shards of weights and state"
 
 
-def test_nothing_is_allocated(tmp_path):
+def test_a_prediction_allocates_no_tensors(tmp_path):
     config = json.loads((MODELS / "bloom-560m.json").read_text()) | {"hidden_size": 65536, "n_layer": 2, "n_head": 512}
     path = tmp_path / "huge.json"
     path.write_text(json.dumps(config))

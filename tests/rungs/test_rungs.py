@@ -154,7 +154,7 @@ def code_lines(path):
 
 
 @pytest.mark.parametrize("path", RUNGS, ids=NAMES)
-def test_a_rung_is_short_and_near_the_one_it_builds_on(path):
+def test_a_rung_is_short_and_near_its_parent(path):
     source = path.read_text()
     assert len(source.splitlines()) <= 70
     parent = re.search(r"Builds on (\d\w*\.py)", source)
@@ -189,7 +189,7 @@ def test_other_architectures_train(tmp_path, config):
     assert "Test accuracy" in stdout
 
 
-def test_two_runs_get_two_folders_and_a_second_start_tokenises_nothing(tmp_path, cache):
+def test_two_runs_get_two_folders_and_a_second_start_tokenizes_nothing(tmp_path, cache):
     before = set(cache.rglob("*"))
     for _ in range(2):
         finished(run_script(SRC / "1_batch_size_1.py", *SMALL, "--train_samples", 24, cwd=tmp_path))

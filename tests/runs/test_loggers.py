@@ -134,7 +134,7 @@ def test_an_unknown_or_missing_logger_is_refused(tmp_path, monkeypatch):
             check_logger(settings_for(tmp_path, logger=f"csv,{package}"))
 
 
-def test_a_tracker_that_cannot_start_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, fabric):
+def test_a_tracker_that_cannot_start_prints_one_line_and_leaves_nothing(tmp_path, monkeypatch, fabric):
     """Weights & Biases without a login."""
     pytest.importorskip("wandb", reason="needs wandb")
     for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):

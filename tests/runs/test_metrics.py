@@ -29,7 +29,7 @@ def set_labels(datasets, labels):
 
 
 @pytest.mark.parametrize("absent", [None, 2])
-def test_the_figures_are_scikit_learns(absent):
+def test_the_figures_equal_scikit_learns(absent):
     rng = np.random.default_rng(0)
     classes = [number for number in range(4) if number != absent]
     true, predicted = rng.choice(classes, 200), rng.choice(classes[:3], 200)

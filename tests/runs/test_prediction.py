@@ -80,7 +80,7 @@ def cuts_of(settings, *sizes, length=64):
     return cuts
 
 
-def test_the_largest_cut_that_has_room_is_chosen(tmp_path):
+def test_the_largest_cut_that_fits_is_chosen(tmp_path):
     settings = settings_for(tmp_path, batch_size=16, eval_batch_tokens=64, model=str(MODELS / "bloom-quickstart.json"))
     cuts = cuts_of(settings, 16, 8, 4, 1)
     totals = [predict_peak(settings, training[0], evaluations).total for _, training, evaluations in cuts]
@@ -117,7 +117,7 @@ def test_auto_tries_cuts_from_the_largest_effective_batch_down_to_one_sample(tmp
         (prediction.PLANNER, "AttributeError: 'str' object has no attribute 'precision'"),
     ],
 )
-def test_a_planner_that_fails_is_a_problem_and_no_error(monkeypatch, tmp_path, planner, problem):
+def test_a_planner_that_fails_does_not_raise_an_error(monkeypatch, tmp_path, planner, problem):
     monkeypatch.setattr(prediction, "PLANNER", planner)
     found = prediction._ask_planner(("no settings", [(None, [], [])], 2, None, None, None))
     assert found["problem"].startswith(problem)

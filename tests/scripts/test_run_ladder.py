@@ -23,7 +23,7 @@ def runs_of(folder):
 
 
 @pytest.mark.slow
-def test_it_says_what_it_leaves_out_goes_on_after_a_failure_and_compares(tmp_path):
+def test_the_ladder_names_skipped_rungs_continues_after_a_failure_and_compares(tmp_path):
     (tmp_path / "ladder").mkdir()
     (tmp_path / "ladder" / "4_mixed_precision").write_text("in the way of a folder")
     arguments = ["--rungs", "2,4,5_low_precision,12", "--runs_dir", "ladder", "--html", "report.html", *FEW]
@@ -46,7 +46,7 @@ def test_it_says_what_it_leaves_out_goes_on_after_a_failure_and_compares(tmp_pat
 
 
 @pytest.mark.slow
-def test_killed_and_started_again_it_repeats_no_finished_run(tmp_path):
+def test_a_ladder_that_was_killed_repeats_no_finished_run(tmp_path):
     """Killed with its rung in the second of four runs; then once more when all is done."""
     arguments = ["--rungs", "1,2", "--seeds", "2", "--runs_dir", "ladder", *FEW]
     command = [sys.executable, str(SCRIPT), *arguments]
@@ -77,7 +77,7 @@ def test_killed_and_started_again_it_repeats_no_finished_run(tmp_path):
         (["--html", "there.html"], "there.html"),
     ],
 )
-def test_bad_input_is_one_line(tmp_path, arguments, line):
+def test_bad_input_is_refused_in_one_line(tmp_path, arguments, line):
     (tmp_path / "there.html").write_text("")
     process = run_script(SCRIPT, *arguments, cwd=tmp_path)
     assert process.returncode == 2

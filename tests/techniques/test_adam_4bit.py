@@ -35,7 +35,7 @@ def random_steps(*shape, steps=5):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_steps_as_torchao_does(tmp_path, dtype):
+def test_a_step_equals_torchaos(tmp_path, dtype):
     """torchao compiles its step; this test calls the function without compiling it."""
     adam = pytest.importorskip("torchao.optim.adam")
     from torchao.optim.subclass_4bit import OptimState4bit
@@ -108,7 +108,7 @@ def test_values_with_a_gradient_of_0_stay(tmp_path):
     assert (stepped != weight).float().mean() > 0.6
 
 
-def test_a_stopped_run_goes_on_bitwise(tmp_path, dropout_model):
+def test_a_stopped_run_resumes_bit_by_bit(tmp_path, dropout_model):
     more = ["--model", dropout_model, "--save_every", 100, *FOUR_BITS]
     (tmp_path / "whole").mkdir()
     assert run_here(RUNG, tmp_path / "whole", *more)[0] == 0

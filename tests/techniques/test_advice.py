@@ -177,11 +177,11 @@ def test_an_installed_package_names_its_own_command(tmp_path, monkeypatch):
         (CppCompileError(["g++"], "error"), f"torch {torch.__version__} compiled the model to invalid C++"),
     ],
 )
-def test_an_error_that_the_user_can_fix_is_one_line(error, line):
+def test_an_error_that_the_user_can_fix_prints_one_line(error, line):
     assert explain(error).startswith(line)
 
 
-def test_a_bug_is_not_explained_away():
+def test_a_bug_keeps_its_traceback():
     assert explain(ValueError("a bug")) is None
 
 
@@ -204,7 +204,7 @@ def hook(monkeypatch):
     return sys.excepthook
 
 
-def test_ctrl_c_before_there_is_a_run_is_one_line(hook, capfd):
+def test_ctrl_c_before_the_run_starts_prints_one_line(hook, capfd):
     hook(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert capfd.readouterr().err == "Stopped by Ctrl-C\n"
 

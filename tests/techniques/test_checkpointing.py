@@ -118,7 +118,7 @@ def step(settings, training):
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("family", ["vit", "bloom"])
-def test_products_and_attention_are_computed_once(tmp_path, family, precision):
+def test_matrix_multiplications_and_attention_are_computed_once(tmp_path, family, precision):
     def made(**values):
         return step(*case(tmp_path, family, precision=precision, micro_batch_size=4, **values)[:2])
 
@@ -166,7 +166,7 @@ def test_no_matrix_of_tokens_by_tokens_is_kept():
     assert _policy(None, product, query @ key, query) == CheckpointPolicy.MUST_SAVE
 
 
-def test_inputs_go_to_other_memory_and_come_back_as_they_were():
+def test_offloaded_inputs_come_back_unchanged():
     offload, tensors = _Offload(), [torch.randn(3, 4).T, torch.randn(2, 3, dtype=torch.float64), torch.randn(5)]
     expected = [tensor.clone() for tensor in tensors]
     kept = [offload.pack(tensor) for tensor in tensors]
@@ -184,7 +184,7 @@ def test_inputs_go_to_other_memory_and_come_back_as_they_were():
     assert torch.equal(offload.unpack(kept[1]), expected[1]), "again, as with retain_graph"
 
 
-def test_nothing_is_held_beyond_the_backward_pass():
+def test_no_tensor_outlives_the_backward_pass():
     model = tiny_model("bloom")
     enable_checkpointing(model, replace(CHECKPOINTED, **OFFLOAD))
     offload = model.transformer.h[0]._gradient_checkpointing_func.args[1]
@@ -203,7 +203,7 @@ def test_nothing_is_held_beyond_the_backward_pass():
         gc.enable()
 
 
-def test_nothing_is_held_of_a_pass_that_fails():
+def test_no_tensor_outlives_a_pass_that_fails():
     """A pass may run out of memory in any block, forward or backward."""
     model = tiny_model("bloom").train()
     enable_checkpointing(model, replace(CHECKPOINTED, **OFFLOAD))
@@ -233,7 +233,7 @@ def test_compiled_blocks_are_refused():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["vit", "bloom"])
-def test_compiled_too_no_product_is_computed_again(tmp_path, monkeypatch, family):
+def test_compiled_blocks_recompute_no_matrix_multiplication(tmp_path, monkeypatch, family):
     graphs = []
 
     def count(graph, _):

@@ -59,7 +59,7 @@ def gradients(loss, inputs):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("chunk", [1, 8, 37, 1000])
-def test_the_loss_and_its_gradients_are_those_of_the_whole(chunk, bias):
+def test_the_loss_and_its_gradients_equal_the_whole_loss(chunk, bias):
     inputs, targets = tensors(torch.float64, bias=bias)
     loss, correct = chunked_loss(*inputs, *([] if bias else [None]), targets, chunk)
     expected, right = whole(inputs, targets)
@@ -71,7 +71,7 @@ def test_the_loss_and_its_gradients_are_those_of_the_whole(chunk, bias):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_in_16_bit_it_is_as_near_to_32_bit_as_the_whole(dtype, autocast):
+def test_in_16_bit_the_loss_is_as_near_to_32_bit_as_the_whole_loss(dtype, autocast):
     """Errors are those of the number format; a second rounding of the gradient may cost half as much again."""
     exact, targets = tensors()
     reference = gradients(whole(exact, targets)[0], exact)
@@ -160,7 +160,7 @@ def test_a_model_learns_the_same_from_it(config):
 
 
 @pytest.mark.parametrize("config", PLAIN + WITH_MORE, ids=lambda config: config.model_type)
-def test_the_whole_logits_never_exist_where_the_head_is_all(config):
+def test_plain_heads_never_make_the_whole_logits(config):
     """No tensor of a forward or backward pass is as large as the logits of all trained tokens."""
     mine, _ = models(config)
     inputs, predicting = batch()

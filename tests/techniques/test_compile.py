@@ -64,7 +64,7 @@ def test_nothing_is_compiled_after_the_first_step(tmp_path, monkeypatch, name):
     assert losses == pytest.approx(plain, abs=1e-5)
 
 
-def test_a_first_length_that_equals_the_width_is_a_length_still(tmp_path, monkeypatch):
+def test_a_first_length_that_equals_the_width_stays_dynamic(tmp_path, monkeypatch):
     """The tiny models are 16 wide, and by default the compiler merges equal sizes."""
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
     torch._dynamo.reset()

@@ -40,7 +40,7 @@ BATCHES = [torch.tensor(ids) for ids in ([[1, 2, 2], [3, 0, 0]], [[2, 2, 2], [2,
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"padding_idx": 0}], ids=["", "padding"])
-def test_the_sum_is_pytorchs_to_the_bit(dtype, options, hooked):
+def test_the_sum_equals_pytorchs_bit_by_bit(dtype, options, hooked):
     expected = passes(table(dtype, **options), BATCHES, adding=False)
     model = table(dtype, **options)
     add_rows(model)
@@ -118,7 +118,7 @@ def test_a_models_gradient_is_the_same(tmp_path, kind, tolerance):
 @pytest.mark.parametrize(
     ("values", "kind"), [({}, RowEmbedding), ({"strategy": "deepspeed", "deepspeed": "zero2"}, nn.Embedding)]
 )
-def test_deepspeed_s_gradients_are_autograd_s(tmp_path, values, kind):
+def test_deepspeeds_gradients_equal_autograds(tmp_path, values, kind):
     settings, *_ = case(tmp_path, "bloom", precision="bf16-mixed", devices=1, **values)
     for each in (settings, to_rehearse(settings)):
         assert type(build(each).get_input_embeddings()) is kind

@@ -78,7 +78,7 @@ def test_gradients_are_near_those_of_16_bits(tmp_path, kind, ways):
     assert 0.001 < difference < 0.1
 
 
-def test_images_too(tmp_path):
+def test_gradients_of_images_are_near_those_of_16_bits(tmp_path):
     """The 65 patches of a sample are not a multiple of 16."""
     gradients = []
     for float8 in (True, False):
@@ -93,7 +93,7 @@ def test_images_too(tmp_path):
     assert 0.001 < (gradients[0] - gradients[1]).norm() / gradients[1].norm() < 0.1
 
 
-def test_it_learns(tmp_path):
+def test_a_float8_model_learns(tmp_path):
     settings = small(tmp_path, learning_rate=1e-2)
     fabric, model, micro_batches = set_up(settings)
     optimizer, losses = fabric.setup_optimizers(build_optimizer(settings, model)), []
@@ -105,7 +105,7 @@ def test_it_learns(tmp_path):
     assert losses[-1] < losses[0] / 4
 
 
-def test_the_converted_layers(tmp_path):
+def test_heads_and_trained_adapters_are_not_converted(tmp_path):
     """The heads stay as they are, and with adapters only the frozen layers are converted."""
 
     def names(**values):
@@ -192,7 +192,7 @@ def test_the_rung_prints_that_a_cpu_emulates_and_its_model_loads_without_float8(
 
 
 @pytest.mark.slow
-def test_sharded_over_two_ranks(tmp_path):
+def test_float8_trains_sharded_over_two_ranks(tmp_path):
     sizes = ("--train_samples", 32, "--validation_samples", 8, "--test_samples", 8, "--threads", 1, "--log_every", 16)
     script = SRC / "10_fsdp.py"
     outputs = [

@@ -78,7 +78,7 @@ def squares(made, tokens):
     ("kind", "length"),
     [("classifier", 1024), ("language model", 1024), pytest.param("classifier", 2048, marks=pytest.mark.slow)],
 )
-def test_fused_is_eager_in_32_bit(kind, length):
+def test_fused_equals_eager_in_32_bit(kind, length):
     """The weights are those of a new model."""
     eager, fused = pair(kind, spread=0.02)
     inputs = batch(length, padded=(0, length // 3))
@@ -89,7 +89,7 @@ def test_fused_is_eager_in_32_bit(kind, length):
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-true"])
 @pytest.mark.parametrize(("width", "length", "seeds"), [(16, 48, 4), (24, 48, 4), (16, 384, 2), (24, 384, 2)])
-def test_fused_is_as_near_to_the_truth_as_eager(width, length, seeds, precision):
+def test_fused_is_as_near_to_64_bit_as_eager(width, length, seeds, precision):
     """One width has a power of two as its scale, the other does not. Errors are means over some batches."""
     dtype = {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(precision, torch.float32)
     models = pair(width=width)
@@ -125,7 +125,7 @@ class Exact(BloomAttention):
 
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_matrix_of_tokens_by_tokens(kind, masked):
+def test_fused_makes_no_matrix_of_tokens_by_tokens(kind, masked):
     eager, fused = pair(kind)
     inputs = batch(199, padded=(0, 60) if masked else (0, 0))
     if not masked:
@@ -151,7 +151,7 @@ def test_padding_on_either_side_and_holes_are_hidden(kind, side):
 
 
 @pytest.mark.parametrize("cache", [None, "static"])
-def test_generation_is_that_of_eager(cache):
+def test_generation_equals_eager_generation(cache):
     """Prompts are padded on the left, with cached keys and without a cache."""
     eager, fused = pair()
     inputs = batch(12, padded=(5, 0, 11), side="left")
@@ -167,7 +167,7 @@ def test_generation_is_that_of_eager(cache):
     )
 
 
-def test_a_prompt_in_parts_is_the_prompt():
+def test_a_prompt_in_parts_gives_the_same_output():
     """The second part sees the cached keys of the first."""
     eager, fused = pair()
     ids = batch(20, padded=(0,))["input_ids"]
@@ -179,7 +179,7 @@ def test_a_prompt_in_parts_is_the_prompt():
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_weights_of_attention_are_returned(side):
+def test_attention_weights_are_returned(side):
     eager, fused = pair()
     inputs = batch(12, padded=(0, 4), side=side)
     expected, got = (model(**inputs, output_attentions=True) for model in (eager, fused))
@@ -188,7 +188,7 @@ def test_weights_of_attention_are_returned(side):
     assert fused(**inputs).attentions is None
 
 
-def test_a_config_with_weights_of_attention_stays_eager():
+def test_a_config_that_returns_attention_weights_stays_eager():
     model, _ = pair(output_attentions=True)
     fuse_attention(model)
     assert type(model.base_model.h[0].self_attention) is BloomAttention
@@ -201,7 +201,7 @@ def test_slow_but_exact_stays_eager():
     assert eager(**inputs).logits.equal(fused(**inputs).logits)
 
 
-def test_dropout_has_eager_s_distribution_and_only_in_training():
+def test_dropout_has_eagers_distribution_and_only_in_training():
     """The mean over many draws is the output without dropout, and each draw differs."""
     eager, fused = pair(attention_dropout=0.5)
     inputs = batch(6, padded=(0,))
@@ -263,7 +263,7 @@ def test_wrapped_models_compute_the_same(wrap):
 
 
 @pytest.mark.parametrize("name", ["bloom-quickstart", "llama-tiny"])
-def test_the_setting_chooses(tmp_path, name):
+def test_the_setting_chooses_the_attention(tmp_path, name):
     """transformers has `sdpa` for the second model."""
     counts = {}
     for attention in ("fused", "eager"):

@@ -132,7 +132,7 @@ def every_adapter_learns(tmp_path, way, kind):
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "compiled" and not way.startswith("4-bit")])
-def test_the_first_loss_is_the_model_s_own(tmp_path, way):
+def test_the_first_loss_equals_the_models_own(tmp_path, way):
     """Model and head get the same weights from the same seed, and a new adapter changes nothing."""
     losses = {}
     for lora in (False, True):
@@ -204,7 +204,7 @@ def test_half_precision_rounds_neither_trained_weights_nor_the_rotary_frequencie
     assert torch.equal(inner(model).get_base_model().model.rotary_emb.inv_freq, exact)
 
 
-def test_the_article_s_adapters_have_the_article_s_size(tmp_path):
+def test_the_articles_adapters_have_the_articles_size(tmp_path):
     """bloomz-7b1-mt, rank 8 on query_key_value: 30 layers x 8 x (4,096 + 12,288) numbers."""
     shape = {"model_type": "bloom", "hidden_size": 4096, "n_layer": 30, "n_head": 32, "vocab_size": 250880}
     (tmp_path / "7b1.json").write_text(json.dumps(shape))
@@ -262,7 +262,7 @@ BLOOM = ["--model", str(MODELS / "bloom-quickstart.json"), "--from_scratch", "tr
         ("--lora false --quantization nf4", "4-bit weights cannot be trained; add --lora true"),
     ],
 )
-def test_bad_settings_are_one_line(arguments, line):
+def test_bad_settings_are_refused_in_one_line(arguments, line):
     with pytest.raises(UserError, match=line):
         parse_settings([*BLOOM, "--accelerator", "cpu", *arguments.split()], lora=True)
 
@@ -277,7 +277,7 @@ def test_sharded_strategies_refuse_four_bits(rung):
         )
 
 
-def test_without_bitsandbytes_rung_14_is_one_line(monkeypatch):
+def test_without_bitsandbytes_rung_14_prints_one_line(monkeypatch):
     """bitsandbytes is an optional package."""
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(UserError) as error:
@@ -286,7 +286,7 @@ def test_without_bitsandbytes_rung_14_is_one_line(monkeypatch):
     assert str(error.value) == line
 
 
-def test_default_targets_of_an_architecture_that_peft_does_not_know(tmp_path):
+def test_an_architecture_unknown_to_peft_has_default_targets(tmp_path):
     """They are the attention's linear layers, fused ones too."""
     shape = {"model_type": "phi3", "intermediate_size": 64, "pad_token_id": 0, **TINY}
     (tmp_path / "phi3.json").write_text(json.dumps(shape))
@@ -296,7 +296,7 @@ def test_default_targets_of_an_architecture_that_peft_does_not_know(tmp_path):
     assert model.peft_config["default"].target_modules == {"o_proj", "qkv_proj"}
 
 
-def test_the_adapter_s_config_has_the_settings(tmp_path):
+def test_the_adapters_config_has_the_settings(tmp_path):
     settings = lora_settings(tmp_path, lora_rank=4, lora_alpha=12, dora=True, rslora=True, lora_dropout=0.25)
     config = build_model(settings, data(settings)).peft_config["default"]
     assert (config.r, config.lora_alpha, config.lora_dropout) == (4, 12, 0.25)
@@ -357,7 +357,7 @@ def test_four_bits_from_training_to_text(tmp_path, monkeypatch, capsys):
         assert said in ("positive", "negative") or script == "merge_lora"
 
 
-def test_the_article_s_config_is_the_article_s_run():
+def test_the_articles_config_gives_the_articles_run():
     shape = ["--model", str(MODELS / "bloom-7b1.json"), "--from_scratch", "true", "--accelerator", "cpu"]
     settings = parse_settings(["--config", "belle_bloomz_7b1_lora.yaml", *shape], precision="bf16-true")
     assert (settings.lora_rank, settings.lora_alpha, settings.lora_dropout) == (8, 32, 0.1)

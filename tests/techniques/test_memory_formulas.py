@@ -13,7 +13,7 @@ COUNTS = Counts(all=10_000, trained=10_000, largest_layer=700, linear=0, largest
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_zero_s_states_are_those_of_deepspeed_s_own_estimates(ranks):
+def test_zeros_states_agree_with_deepspeeds_own_estimates(ranks):
     stage_2 = pytest.importorskip("deepspeed.runtime.zero.stage_1_and_2").estimate_zero2_model_states_mem_needs
     stage_3 = pytest.importorskip("deepspeed.runtime.zero.stage3").estimate_zero3_model_states_mem_needs
     names = ("live_parameters", "reuse_distance")

@@ -197,7 +197,7 @@ def test_no_matrix_of_tokens_by_tokens_is_made(kind, task):
     assert not squares(model, task)
 
 
-def test_transformers_own_packing_makes_such_a_matrix():
+def test_transformers_own_packing_makes_a_matrix_of_tokens_by_tokens():
     with torch.device("meta"):
         model = make("llama", INSTRUCTIONS, packing=False)
     assert squares(model, INSTRUCTIONS)
@@ -305,7 +305,7 @@ def test_the_twin_of_a_tested_architecture_packs(kind):
     assert packing_error(AutoConfig.for_model(kind), task, 512) < TOLERANCE
 
 
-def test_the_twin_shows_what_leaks():
+def test_the_twin_detects_leaks():
     """Mamba's state runs through the whole row."""
     config = AutoConfig.for_model("mamba", hidden_size=16, num_hidden_layers=2, state_size=4)
     assert packing_error(config, INSTRUCTIONS, 512) > TOLERANCE
@@ -346,7 +346,7 @@ def served(kind, task):
 
 
 @pytest.mark.slow
-def test_the_table_of_architectures_is_what_their_twins_show():
+def test_the_table_of_architectures_agrees_with_their_twins():
     """The command above the table writes it."""
     written = dict(re.findall(r"^\| `([\w-]+)` \| (.*) \|$", TABLE.read_text(encoding="utf-8"), re.MULTILINE))
     found = {kind: f"{served(kind, CLASSIFICATION)} | {served(kind, INSTRUCTIONS)}" for kind in ARCHITECTURES}

@@ -37,7 +37,7 @@ def test_the_help_names_all_commands_without_waiting_for_torch(tmp_path):
         (["doctor", "--jason"], "unrecognized arguments: --jason (see --help)"),
     ],
 )
-def test_a_wrong_command_is_one_line(tmp_path, arguments, says):
+def test_a_wrong_command_is_refused_in_one_line(tmp_path, arguments, says):
     process = subprocess.run([*COMMAND, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (process.returncode, process.stdout) == (2, "")
     assert process.stderr.startswith(f"error: {says}")

@@ -59,7 +59,7 @@ def test_a_complete_installation_without_a_compiler(tmp_path):
     assert missing == ["3_torch_compile", "12_deepspeed_zero"]
 
 
-def test_a_bare_python_is_told_what_to_install(tmp_path):
+def test_a_bare_python_gets_the_commands_that_install_packages(tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True)
     command = [tmp_path / "bare" / "bin" / "python", SCRIPT]
     process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
@@ -67,14 +67,14 @@ def test_a_bare_python_is_told_what_to_install(tmp_path):
     assert re.fullmatch(rf"error: No module named '\w+'; pip install -r {ROOT}/requirements.txt\n", process.stderr)
 
 
-def test_without_torch_the_other_checks_go_on(tmp_path):
+def test_without_torch_the_other_checks_still_run(tmp_path):
     items = read_report(run_script(SCRIPT, cwd=tmp_path, **without_package(tmp_path, "torch")))
     lacking = ("missing", "No module named 'torch'", "pip install -r requirements.txt")
     assert items["GPU", "GPU"] == items["Rungs", "Rungs"] == lacking
     assert items["Memory, disk and data", "memory"][0] in ("ok", "warn")
 
 
-def test_versions_outside_the_ranges_of_a_copy(tmp_path, monkeypatch):
+def test_versions_outside_the_ranges_of_a_copy_are_reported(tmp_path, monkeypatch):
     lightning = version("lightning")
     (tmp_path / "pyproject.toml").write_text(
         f'[project]\ndependencies = ["not-there-yet[more]>=7", "lightning!={lightning}", "torch"]\n'
@@ -91,7 +91,7 @@ def test_versions_outside_the_ranges_of_a_copy(tmp_path, monkeypatch):
     ]
 
 
-def test_a_check_that_raises_is_a_line(monkeypatch):
+def test_a_check_that_raises_prints_one_line(monkeypatch):
     def broken():
         yield doctor.Item("first", "ok", "fine")
         raise OSError("libc.so.6:\nno version")
@@ -100,7 +100,7 @@ def test_a_check_that_raises_is_a_line(monkeypatch):
     assert [item[1:3] for _, item in doctor.report()] == [("ok", "fine"), ("missing", "OSError: libc.so.6: no version")]
 
 
-def test_folders_that_cannot_be_used(tmp_path):
+def test_folders_that_cannot_be_used_are_reported(tmp_path):
     (tmp_path / "file").write_text("")
     found = doctor.disk("cache", str(tmp_path / "file" / "cache"), "set it")
     assert found == ("cache", "missing", f"{tmp_path}/file/cache: cannot write to {tmp_path}/file", "set it")
@@ -126,7 +126,7 @@ def test_folders_that_cannot_be_used(tmp_path):
         ("CUDA 13.0", "GPU 0: A100", None, "missing", "cannot use GPU 0: A100: too old", "update the driver"),
     ],
 )
-def test_why_torch_finds_no_gpu(monkeypatch, build, listed, visible, status, text, fix):
+def test_the_reason_is_printed_if_torch_finds_no_gpu(monkeypatch, build, listed, visible, status, text, fix):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -136,7 +136,7 @@ def test_why_torch_finds_no_gpu(monkeypatch, build, listed, visible, status, tex
     assert fix in found.fix
 
 
-def test_gpus_and_the_driver(tmp_path, monkeypatch):
+def test_gpus_and_the_driver_are_checked(tmp_path, monkeypatch):
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho GPU 0: A100; echo GPU 1: A100\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))

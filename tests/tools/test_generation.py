@@ -228,7 +228,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_work_is_one_line(runs, tmp_path, monkeypatch, capsys, case):
+def test_bad_input_is_refused_in_one_line(runs, tmp_path, monkeypatch, capsys, case):
     for name, text in {"bad.json": "[1,", "odd.jsonl": '{"prompt": "a"}\n{"text": "b"}', "empty.txt": "\n",
                        "good.txt": "word7\n"}.items():  # fmt: skip
         (tmp_path / name).write_text(text)

@@ -68,7 +68,7 @@ def test_the_card_describes_the_run_and_is_uploaded_with_the_model(run, tmp_path
           "test_file": "/home/me/secret/test.csv"}, {}),
     ],
 )  # fmt: skip
-def test_the_card_names_what_is_on_the_hub_and_no_folder(run, tmp_path, settings, facts):
+def test_the_card_names_models_on_the_hub_but_no_local_folder(run, tmp_path, settings, facts):
     record = json.loads((run / "run.json").read_text())
     (tmp_path / "run.json").write_text(json.dumps(record | {"settings": record["settings"] | settings}))
     tiny("bloom").save_pretrained(tmp_path)
@@ -90,7 +90,7 @@ def test_without_a_run_the_card_explains_how_to_load_the_model(tmp_path, kind, t
     assert f'pipeline("{task}", "me/words")' in card.text
 
 
-def test_a_push_that_fails_is_one_line_and_the_folder_stays(run, tmp_path, monkeypatch, pushed):
+def test_a_push_that_fails_prints_one_line_and_keeps_the_folder(run, tmp_path, monkeypatch, pushed):
     def fail(*_, **__):
         raise OSError("401: the token is stale")
 

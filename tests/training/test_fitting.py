@@ -37,7 +37,7 @@ def test_auto_halves_until_it_fits_and_the_gradient_stays(tmp_path):
 
 
 @pytest.mark.slow
-def test_all_ranks_take_what_fits_the_one_with_the_least_room(tmp_path):
+def test_all_ranks_use_the_size_that_fits_the_rank_with_the_least_memory(tmp_path):
     options = ("--micro_batch_tokens", "auto", "--attention", "eager")  # its matrices need memory
     results = two(tmp_path / "two", (0, 30), "9_ddp", *options)
     assert [status for *_, status in results] == [0, 0], results[1][1]
@@ -48,7 +48,7 @@ def test_all_ranks_take_what_fits_the_one_with_the_least_room(tmp_path):
     assert halved["results"]["fitted_micro_batch_tokens"] <= share // 2, "less than a rank's whole share"
 
 
-def test_what_never_fits_is_said_in_the_first_minute_with_what_to_try(tmp_path):
+def test_a_batch_that_cannot_fit_fails_in_the_first_minute_with_advice(tmp_path):
     stdout, stderr, status = alone(tmp_path, 60, "2_grad_accum", "--micro_batch_size", 16)
     assert (status, "Loss:" in stdout) == (2, False)
     line = stderr.splitlines()[-1]
@@ -81,7 +81,7 @@ SLOWER = [pytest.param(name, marks=pytest.mark.slow) for name in ("4_mixed_preci
 
 
 @pytest.mark.parametrize("name", ["2_grad_accum", *SLOWER])
-def test_the_trial_changes_no_bit_of_a_run_nor_of_a_resumed_one(tmp_path, dropout_model, monkeypatch, name):
+def test_the_trial_changes_no_bit_of_a_run_or_of_a_resumed_run(tmp_path, dropout_model, monkeypatch, name):
     more = ["--model", dropout_model, "--save_every", 100, "--micro_batch_size", 4]
     (tmp_path / "whole").mkdir()
     run_here(name, tmp_path / "whole", *more)
@@ -94,7 +94,7 @@ def test_the_trial_changes_no_bit_of_a_run_nor_of_a_resumed_one(tmp_path, dropou
     assert_same(tmp_path / "runs" / name / "1", tmp_path / "whole" / "runs" / name / "1")
 
 
-def test_auto_goes_on_with_what_it_chose(tmp_path, dropout_model):
+def test_a_resumed_run_keeps_the_size_that_auto_chose(tmp_path, dropout_model):
     """The resumed run equals an uninterrupted run bit by bit, and a run with this number on its command line."""
     more = ["--model", dropout_model, "--save_every", 100, "--micro_batch_tokens"]
     (tmp_path / "whole").mkdir()
@@ -108,7 +108,7 @@ def test_auto_goes_on_with_what_it_chose(tmp_path, dropout_model):
 
 
 @pytest.mark.parametrize(("sharded", "predicted", "chosen"), [(False, 40, 40), (True, 40, 40), (True, None, 1)])
-def test_auto_begins_with_what_was_predicted_to_fit(tmp_path, monkeypatch, sharded, predicted, chosen):
+def test_auto_starts_from_the_predicted_size(tmp_path, monkeypatch, sharded, predicted, chosen):
     """The losses stay the same. Sharded ranks do not halve: without a prediction they take one sample at a time."""
     monkeypatch.setattr(fitting, "strategy_traits", lambda _: StrategyTraits(shards_weights=sharded))
     found = {"micro_batch_tokens": predicted} if predicted else {"problem": "none"}
@@ -132,7 +132,7 @@ def test_out_of_memory_under_auto_names_half_the_samples(tmp_path, monkeypatch, 
 
 
 @pytest.mark.slow
-def test_sharded_ranks_try_the_longest_too_and_lose_no_bit(tmp_path, monkeypatch):
+def test_sharded_ranks_also_try_the_longest_batch_and_change_no_bit(tmp_path, monkeypatch):
     """FSDP2 on two ranks, against the rung itself, which on CPUs tries nothing."""
     assert [status for *_, status in two(tmp_path / "tried", (0, 0), "10_fsdp")] == [0, 0]
     (tmp_path / "plain").mkdir()
@@ -144,7 +144,7 @@ def test_sharded_ranks_try_the_longest_too_and_lose_no_bit(tmp_path, monkeypatch
                                     {"micro_batch_tokens": 2**62}])  # fmt: skip
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("full_pass", [cutting.FULL_PASS, 50])
-def test_the_heaviest_batches_are_found_without_making_any(tmp_path, monkeypatch, values, ranks, full_pass):
+def test_the_heaviest_batches_are_found_without_making_batches(tmp_path, monkeypatch, values, ranks, full_pass):
     """Against all plans of the epoch; 101 samples leave a short tail."""
     monkeypatch.setattr(cutting, "FULL_PASS", full_pass)
     lengths = np.random.default_rng(5).integers(3, 90, 101)

@@ -56,7 +56,7 @@ KINDS += [(torch.float64, 1e-12, kind) for kind in ("bert", "gpt2-lm")]
 
 @pytest.mark.parametrize("samples", [16, 5], ids=["whole", "tail of 5"])
 @pytest.mark.parametrize(("dtype", "tolerance", "kind"), KINDS)
-def test_the_cut_changes_no_gradient(tmp_path, dtype, tolerance, kind, samples):
+def test_micro_batches_change_no_gradient(tmp_path, dtype, tolerance, kind, samples):
     expected, loss = gradients(tmp_path, dtype, kind, samples, CUTS[0])
     assert sum(gradient.abs().sum() for gradient in expected) > 0
     # a bias in front of a softmax has a gradient of zero, which no relative error can measure
@@ -149,7 +149,7 @@ def test_every_optimizer_learns(tmp_path, optimizer):
     assert model.training is False
 
 
-def test_an_optimizer_of_other_parameters_is_a_bug(tmp_path):
+def test_an_optimizer_of_other_parameters_raises_an_error(tmp_path):
     def prepare(model, optimizer):
         model.score.weight = torch.nn.Parameter(model.score.weight.detach().clone())
 
@@ -196,13 +196,13 @@ def test_printed_losses_are_undivided_means_per_item(tmp_path):
     assert losses(run)[0] == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_mean_since_the_last_line_weighs_every_sample_alike(tmp_path):
+def test_the_mean_since_the_last_line_weighs_every_sample_equally(tmp_path):
     each = losses(run_training(tmp_path)[0])
     run, _ = run_training(tmp_path, log_every=10_000)
     assert losses(run) == [pytest.approx((16 * each[0] + 16 * each[1] + 8 * each[2]) / 40, rel=1e-6)]
 
 
-def test_the_train_accuracy_is_that_of_the_whole_epoch_however_often_a_line_is_printed(tmp_path):
+def test_the_train_accuracy_covers_the_whole_epoch_however_often_a_line_is_printed(tmp_path):
     runs = [run_training(tmp_path, epochs=2, log_every=every)[0] for every in (1, 32, 10_000)]
     found = [[epoch["train_accuracy"] for epoch in run.record.values["results"]["epochs"]] for run in runs]
     assert len(found[0]) == 2
@@ -237,7 +237,7 @@ def test_validation_and_test_use_the_samples_of_their_splits(tmp_path):
     assert abs(expected["validation"] - expected["test"]) > 1e-3
 
 
-def test_the_inner_module_follows_every_switch(tmp_path):
+def test_the_inner_module_switches_between_training_and_evaluation(tmp_path):
     """`from_pretrained` leaves the inner module in eval mode, while `training` of the wrapper is True."""
     tiny_model("bert", dropout=0.1).save_pretrained(tmp_path / "saved")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
@@ -274,7 +274,7 @@ def test_evaluation_counts_each_sample_once_for_every_batch_size(tmp_path):
     assert [samples for samples, _ in seen] == [13], "an odd number, with one accuracy"
 
 
-def test_the_pace_of_the_evaluation_is_kept(tmp_path):
+def test_the_speed_of_the_evaluation_is_recorded(tmp_path):
     datasets = token_datasets()
     run, _ = run_training(tmp_path, datasets=datasets, epochs=2)
     results = json.loads((run.folder / "run.json").read_text())["results"]

@@ -144,7 +144,7 @@ def test_no_checkpoint_is_written_after_a_bad_number(tmp_path, dropout_model, mo
 
 
 @pytest.mark.slow
-def test_all_ranks_skip_what_is_bad_on_one(tmp_path):
+def test_all_ranks_skip_a_batch_that_is_bad_on_one_rank(tmp_path):
     """One rank has the bad sample and finds the loss; the other skips because the ranks agree."""
     results = two(tmp_path, (0, 0), "9_ddp", "--on_nan", "skip", condition="poison")
     assert [status for *_, status in results] == [0, 0], results[0][1][-2000:]

@@ -46,7 +46,7 @@ def valueless(precision):
     return Fabric(strategy=strategy, precision=precision)
 
 
-def test_no_batch_of_the_evaluation_asks_the_device_for_a_value(tmp_path):
+def test_no_batch_of_the_evaluation_reads_a_value_from_the_device(tmp_path):
     fabric, settings = valueless("32-true"), settings_for(tmp_path, eval_batch_tokens=64)
     test_loader = build_dataloaders(fabric, token_datasets(), settings)[2]
     confusion, batches = torch.zeros((2, 2), dtype=torch.int64, device="meta"), []
@@ -68,30 +68,30 @@ class NoFloat64(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["bloom", "llama-lm", "clipped", "half precision", "mixed precision"])
-def test_a_device_without_float64_is_asked_for_none(tmp_path, monkeypatch, name):
+def test_a_device_without_float64_gets_no_float64_tensor(tmp_path, monkeypatch, name):
     for module in ("fabric_ladder.environment", "fabric_ladder.runs.metrics"):
         monkeypatch.setattr(f"{module}.NO_FLOAT64", ("meta",))
     with NoFloat64():
-        test_no_step_asks_the_device_for_a_value(tmp_path, name)
+        test_no_step_reads_a_value_from_the_device(tmp_path, name)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_no_step_asks_the_device_for_a_value(tmp_path, name):
+def test_no_step_reads_a_value_from_the_device(tmp_path, name):
     """A real run on the device `meta`, whose tensors have no values: to read one is an error, at the first line's."""
     kind, values = CASES[name]
-    seen, samples, stopped = until_a_value_is_asked_for(tmp_path, kind, values)
+    seen, samples, stopped = until_a_value_is_read(tmp_path, kind, values)
     assert any(entry.name == Meter.collect.__name__ for entry in stopped.traceback), stopped.value
     assert seen == samples == 40
 
 
-def test_adafactor_asks_for_values_in_its_step_alone(tmp_path):
+def test_adafactor_reads_values_only_in_its_step(tmp_path):
     """PyTorch's fault, named in docs/techniques/6_lean_optimizer.md: once it is repaired, that can go."""
-    seen, _, stopped = until_a_value_is_asked_for(tmp_path, "llama", {"optimizer": "adafactor"})
+    seen, _, stopped = until_a_value_is_read(tmp_path, "llama", {"optimizer": "adafactor"})
     assert "_adafactor.py" in {entry.path.name for entry in stopped.traceback}
     assert seen == 0
 
 
-def until_a_value_is_asked_for(tmp_path, kind, values):
+def until_a_value_is_read(tmp_path, kind, values):
     """Return the samples of finished optimizer steps, the samples of the epoch, and the error."""
     settings = settings_for(tmp_path, **({"micro_batch_size": 2, "log_every": 10_000} | values))
     fabric = valueless(settings.precision)
