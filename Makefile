@@ -8,7 +8,7 @@ TORCH_BACKEND ?= cpu
 # without its requirements: it asks for an older pillow than is pinned, which it runs without
 TRACKIO := trackio==0.43.0 gradio_client==2.7.2 orjson==3.13.0 starlette==1.10.0 uvicorn==0.54.0
 
-.PHONY: run test test-slow test-lowest lint format bench combinations docs clean
+.PHONY: run test test-slow test-lowest lint format bench combinations notebooks docs clean
 
 run: .venv/installed
 	$(BIN)/python src/2_grad_accum.py --config configs/quickstart.yaml
@@ -16,7 +16,7 @@ run: .venv/installed
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
-# what is slow by nature: a third of the pairs of techniques, every notebook in a kernel, kills, compiling
+# what is slow by nature: a third of the pairs of techniques, three notebooks in a kernel, kills, compiling
 test-slow: .venv/installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
 
@@ -38,6 +38,10 @@ bench: .venv/installed-dev
 
 combinations: .venv/installed-dev
 	FABRIC_LADDER_WRITE_TABLE=1 $(BIN)/python -m pytest tests/rungs/test_combinations.py -m slow
+
+# writes the notebooks and runs them on small data, in ten minutes; FABRIC_LADDER_DATA names the folder with IMDb
+notebooks: .venv/installed-dev
+	$(BIN)/python notebooks/build.py --execute
 
 docs: .venv/installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

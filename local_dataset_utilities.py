@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 try:
     from fabric_ladder.errors import UserError
-except ModuleNotFoundError:  # this file is used alone, with a script of the blog.
+except ModuleNotFoundError:  # this file is used alone, with a script of the blog
 
     class UserError(ValueError):
         """An error that the user can fix, with the problem and the remedy in one line."""
@@ -62,7 +62,7 @@ def download_dataset(data_dir: "str | Path | None" = None) -> Path:
     folder = _data_folder(data_dir)
     archive = folder / IMDB_ARCHIVE
     timeout = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(30)  # seconds.
+    socket.setdefaulttimeout(30)  # seconds
     try:
         folder.mkdir(parents=True, exist_ok=True)
         download_url_to_file(IMDB_URL, str(archive), IMDB_SHA256, progress=sys.stderr.isatty())
@@ -76,7 +76,7 @@ def download_dataset(data_dir: "str | Path | None" = None) -> Path:
         ) from error
     except OSError as error:
         raise UserError(f"cannot write {folder} ({error}): choose another --data_dir") from error
-    except RuntimeError as error:  # torch.hub found a wrong checksum.
+    except RuntimeError as error:  # torch.hub found a wrong checksum
         raise UserError(
             f"the download of {IMDB_URL} has a wrong checksum: try again, or save it as {archive}"
         ) from error
@@ -173,7 +173,7 @@ def _read_imdb(source: Path, expected: int) -> pd.DataFrame:
                 for entry in archive:
                     if entry.isfile() and (found := member.fullmatch(entry.name)):
                         reviews[found.groups()] = archive.extractfile(entry).read()
-                    archive.members.clear()  # otherwise `tarfile` keeps 100 MB of headers.
+                    archive.members.clear()  # otherwise `tarfile` keeps 100 MB of headers
         order = sorted(reviews, key=lambda key: (key[0] != "test", key[1] != "pos", key[2]))
         rows = [(_decode(reviews.pop(key)), int(key[1] == "pos")) for key in order]  # `pop` frees each review's bytes
     except (tarfile.TarError, EOFError, zlib.error, OSError, UnicodeDecodeError) as error:

@@ -34,7 +34,7 @@ import common  # first import: it makes the project importable
 import torch
 from common import BASE, BLOOM, MEASURES, MINILM, draw_reviews, model_options, part_parser, peer_command, rung_command
 
-from fabric_ladder.advice import show_errors
+from fabric_ladder.techniques.advice import show_errors
 
 OUT = common.RESULTS / "against_peers.json"
 REVIEWS = 320  # for training: a run's speed repeats within 5 %

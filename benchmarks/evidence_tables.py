@@ -1,15 +1,13 @@
-"""Write the tables of accuracy and memory into the README and docs/, and draw the picture of the ladder.
+"""Write the tables of accuracy and memory into docs/, and draw the picture of the ladder.
 
     python benchmarks/evidence_tables.py            writes them
     python benchmarks/evidence_tables.py --check    lists stale pages and writes nothing; exit status 1 if there are any
 
-A table is between `<!-- runs:NAME -->` and `<!-- /runs -->`; the last two columns of the README's table of rungs are
-filled. Sources: the runs under results/runs/ (evidence.py), results/memory_ladder.json (predicted bytes) and
+A table is between `<!-- runs:NAME -->` and `<!-- /runs -->`. Sources: the runs under results/runs/ (evidence.py), results/memory_ladder.json (predicted bytes) and
 results/blog_accuracy.json. Missing figures are shown as a dash.
 """
 
 import argparse
-import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -27,9 +25,7 @@ from fabric_ladder.comparing.matching import Row
 from fabric_ladder.comparing.sources import FIGURES, read_sources
 from fabric_ladder.rungs import RUNGS, parent
 
-README = common.ROOT / "README.md"
 PICTURE = common.ROOT / "docs" / "pictures" / "ladder.png"
-LINE = re.compile(r"^\| \[(\d+_\w+)\]\((.*)$", re.MULTILINE)  # of a rung in the README's table
 NONE = "–"
 ONE_SAMPLE = "--batch_size 1 --activation_checkpointing true"
 PREDICTED = {  # options, GPUs and remark of the prediction for a rung; default: none, one GPU, none
@@ -86,15 +82,6 @@ def own(set: str) -> dict[str, Row]:
             if not all("--learning_rate" in record["command"] for record in runs.values()):
                 found[rung] = rates[rate]
     return found
-
-
-def of_rung(rung: str) -> list[str]:
-    """Return the line of the quickstart on a rung's own page."""
-    row = own("quickstart").get(rung)
-    if not row:
-        return []
-    figures = f"{mean(row, 'test_accuracy')} % test accuracy, {mean(row, 'memory', 2)} GB for the whole process"
-    return [f"Quickstart: {figures} ([conditions](../results.md#quickstart))."]
 
 
 def variants() -> list[tuple[str, str, str]]:
@@ -164,11 +151,6 @@ def predicted(rung: str) -> tuple[float, str]:
     return predictions()[AS_ANOTHER.get(rung, rung), options, gpus], said
 
 
-def cells_of(line: re.Match) -> list[str]:
-    """Return a rung's cells in the README: rung, technique, saves, costs, accuracy and memory."""
-    return line[0].strip("| ").split(" | ")
-
-
 def change(value: float, before: float) -> str:
     """Return by how much a figure differs from one before, in percent."""
     percent = round((value / before - 1) * 100)
@@ -195,28 +177,12 @@ def ladder() -> list[str]:
     return common.markdown_table(header, rows)
 
 
-def readme(text: str) -> str:
-    """Return the README with the quickstart's figures and the predicted memory of each rung."""
-    measured = own("quickstart")
-
-    def line(found: re.Match) -> str:
-        rung, cells = found[1], cells_of(found)
-        if rung in measured:
-            cells[-2] = f"{mean(measured[rung], 'test_accuracy')} %"
-        memory, said = predicted(rung)
-        cells[-1] = f"as {AS_ANOTHER[rung].split('_')[0]}" if rung in AS_ANOTHER else f"{memory:.2f}{said}"
-        return f"| {' | '.join(cells)} |"
-
-    return LINE.sub(line, text)
-
-
 BLOCKS = {"accuracies": accuracies, "whole": whole, "blog": blog, "ladder": ladder}
 
 
 def filled(page: Path, text: str) -> str:
     """Return a page's text with its tables as they should be."""
-    text = common.fill(text, "runs", lambda name: of_rung(page.stem) if name == "page" else BLOCKS[name]())
-    return readme(text) if page == README else text
+    return common.fill(text, "runs", lambda name: BLOCKS[name]())
 
 
 def draw() -> Figure:

@@ -24,10 +24,10 @@ from common import model_options, part_parser, rung_command
 from lightning import Fabric
 
 from fabric_ladder import build_dataloaders, parse_settings
-from fabric_ladder.advice import show_errors
 from fabric_ladder.data.sources import find_source
 from fabric_ladder.data.tables import complete_splits, read_splits
 from fabric_ladder.settings import DataSettings
+from fabric_ladder.techniques.advice import show_errors
 from local_dataset_utilities import load_datasets
 
 OUT = common.RESULTS / "padding.json"

@@ -11,13 +11,13 @@ import yaml
 from support.helpers import CONFIGS, MODELS, RUNGS
 
 from fabric_ladder import Settings, UserError, parse_settings
-from fabric_ladder.advice import explain
 from fabric_ladder.checks import check_precision
 from fabric_ladder.cli import resolve
 from fabric_ladder.errors import Checked
 from fabric_ladder.options import NAMES
 from fabric_ladder.rungs import script_defaults
 from fabric_ladder.settings import GROUPS
+from fabric_ladder.techniques.advice import explain
 
 BLOOM = ["--model", str(MODELS / "bloom-quickstart.json"), "--from_scratch", "true"]
 
@@ -352,7 +352,7 @@ def test_cuda_starts_with_expandable_segments_unless_the_user_sets_others(variab
      ("--precision 16-mixed", r"--precision 16-mixed needs a CUDA GPU; use .*bf16-mix"),
      ("--accelerator cuda", r"--accelerator cuda: PyTorch finds no CUDA GPU here; use --accelerator cpu"),
      ("--load nowhere", r"--load nowhere is no sharded checkpoint; a consolidated model is given as --model"),
-     ("--resume nowhere", r"--resume nowhere: there is no such folder"),
+     ("--resume nowhere", r"--resume nowhere: the folder does not exist"),
      ("--devices 2", r"runs on one; for more: src/9_ddp\.py"),
      ("--micro_batch_size 32", r"--micro_batch_size 32 is above --batch_size 1: .*"),
      ("--packing true --pack_rows 32", r"--pack_rows 32 is above --batch_size 1: .*"),

@@ -10,9 +10,10 @@ import torch
 
 from fabric_ladder.checks import check, check_start, check_values
 from fabric_ladder.distributed.launch import check_launcher, options_of_fabric_run, prepare_launch, resolve_devices
+from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import compute_capability, fit_precision, keep_freed_memory, notebook_shell, prepare_cuda
 from fabric_ladder.errors import Checked, UserError
-from fabric_ladder.options import as_yaml, combine, find_config, print_help, read_config, read_words
+from fabric_ladder.options import as_yaml, combine, find_config, own_rate, print_help, read_config, read_words
 from fabric_ladder.places import CONFIGS
 from fabric_ladder.runs.process import prepare_process
 from fabric_ladder.settings import Settings
@@ -111,7 +112,8 @@ def resolve(settings: Settings, given: Collection[str] = (), script: Mapping[str
     size, tokens = _micro_batch(settings, given, script, accelerator)
     capability = compute_capability() if on_gpu else None
     replaceable = trains_adapters(settings) and "precision" not in given
-    precision, meaning = fit_precision(settings.precision, capability, replaceable, settings.strategy == "fsdp")
+    sharded = strategy_traits(settings).shards_weights
+    precision, meaning = fit_precision(settings.precision, capability, replaceable, sharded)
     if meaning:
         emulates = f"{torch.cuda.get_device_name()} only emulates bfloat16 (compute capability below 8.0)"
         settings = _with_notice(settings, f"{emulates}: {meaning}")
@@ -161,7 +163,7 @@ def _with_learning_rate(settings: Settings, given: Collection[str], from_file: d
         given: Names of settings on the command line.
         from_file: Settings in the YAML file; a notice names its learning rate if that is replaced.
     """
-    name, before = _own_rate(settings), settings.learning_rate
+    name, before = own_rate(vars(settings)), settings.learning_rate
     if name is None or "learning_rate" in given:
         return settings
     rate = getattr(settings, name)
@@ -176,13 +178,8 @@ def _with_learning_rate(settings: Settings, given: Collection[str], from_file: d
 
 def _with_own_rate(settings: Settings) -> Settings:
     """Return settings in which the learning rate of a technique's steps is the rate of the run."""
-    name = _own_rate(settings)
+    name = own_rate(vars(settings))
     return dataclasses.replace(settings, **{name: settings.learning_rate}) if name else settings
-
-
-def _own_rate(settings: Settings) -> str | None:
-    """Return the setting with the learning rate that a technique's steps need; None: `learning_rate`."""
-    return next((technique.learning_rate for technique in used(settings) if technique.learning_rate), None)
 
 
 def _with_weights(settings: Settings, given: Collection[str], from_file: dict) -> Settings:

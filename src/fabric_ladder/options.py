@@ -186,7 +186,13 @@ def _check_number(option: str, value: float, fact: Fact) -> None:
 def is_met(need: str, values: Mapping[str, object]) -> bool:
     """Return whether settings meet a need: a switch is on, or a setting has a value, as in `optimizer=sgd`."""
     name, _, value = need.partition("=")
-    return not need or (values[name] == value if value else values[name] not in OFF)
+    return not need or (values.get(name) == value if value else values.get(name) not in OFF)
+
+
+def own_rate(values: Mapping[str, object]) -> str | None:
+    """Return the setting with the learning rate of these settings' technique; None: `learning_rate` applies."""
+    rates = (name for name in NAMES if name.endswith("_learning_rate"))
+    return next((name for name in rates if is_met(FACTS[name].needs, values)), None)
 
 
 def combine(script: Mapping[str, object], from_file: Mapping[str, object], given: Mapping[str, object]) -> dict:

@@ -110,7 +110,7 @@ class DataSettings:
         "`imdb`, `synthetic`, a file (CSV, TSV, JSON, JSON Lines, each also as .gz, or Parquet), a folder of such "
         "files, or a name on the Hugging Face Hub, with a configuration as `glue:sst2`. Images: a folder or an "
         "archive with one folder per class, or a name on the Hub. Instructions: tables with the columns "
-        "`instruction`, `output` and optionally `input`, or chat `messages`.",
+        "`instruction`, `output` and optionally `input`, with `input` and `target`, or with chat `messages`.",
         role=DATA,
         metavar="NAME_OR_PATH",
         for_beginners=True,

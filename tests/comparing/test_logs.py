@@ -68,7 +68,7 @@ def test_a_file_of_several_logs_under_headings_is_read():
 
 
 def quoted(pattern):
-    """Match a figure of the README's log that differs between machines or days."""
+    """Match a figure of the stored log that differs between machines or days."""
     return float(re.search(pattern, LOG)[1])
 
 

@@ -89,7 +89,7 @@ def test_settings_of_a_technique_that_the_first_run_does_not_use_are_named(tmp_p
 def settings_of(rung, config, *options):
     """Return the settings of a rung as stored in its run.json."""
     with pytest.raises(Checked) as checked:
-        parse_settings(["--check_only", "true", "--accelerator", "cpu", *options], config, **OWN[rung])
+        parse_settings(["--config", config, "--check_only", "true", "--accelerator", "cpu", *options], **OWN[rung])
     settings = dataclasses.asdict(checked.value.settings)
     return {name: value for name, value in settings.items() if name != "notices"} | {"name": rung}
 

@@ -94,8 +94,35 @@ def test_a_damaged_archive_is_refused(tmp_path, load, archive, broken):
     path = packed(tmp_path / "pets", tmp_path / archive)
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2] if broken == "half" else b"noise" * 999)
-    with pytest.raises(UserError, match=rf"{archive} cannot be unpacked, download it or pack it again \([^\n]+\)$"):
+    with pytest.raises(UserError, match=rf"{archive} cannot be unpacked: download it or pack it again \([^\n]+\)$"):
         load(path)
+
+
+def test_an_archive_that_ends_within_a_header_is_refused(tmp_path, load):
+    write_pets(tmp_path / "pets")
+    path = packed(tmp_path / "pets", tmp_path / "a.tar")
+    with tarfile.open(path) as archive:
+        offset = archive.getmembers()[-1].offset
+    path.write_bytes(path.read_bytes()[: offset + 100])
+    with pytest.raises(UserError, match=r"a\.tar cannot be unpacked: .* \(ReadError: its end is missing\)$"):
+        load(path)
+
+
+def test_a_split_without_any_good_image_is_refused(tmp_path, load):
+    write_images(tmp_path / "pets" / "train", dict.fromkeys(PETS, 4))
+    for name in PETS:
+        path = tmp_path / "pets" / "test" / name / "a.jpg"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"no image")
+    with pytest.raises(UserError, match="no image of the test split can be decoded"):
+        load("pets", bad_samples="skip")
+
+
+def test_an_image_that_cannot_be_read_is_named(tmp_path, load):
+    write_pets(tmp_path / "pets")
+    (tmp_path / "pets" / "cat" / "folder.png").mkdir()
+    with pytest.raises(UserError, match=r"^cannot read \S*cat/folder\.png \("):
+        load("pets")
 
 
 HUB = {"img": hf.Image(), "label": hf.ClassLabel(names=["frog", "cat", "ship"])}

@@ -92,6 +92,7 @@ def test_braces_in_the_data_stay_as_they_are():
     [
         ("Human:", r"--prompt_template 'Human:' lacks \{instruction\}: add it"),
         ("{input}", r"lacks \{instruction\}"),
+        ("{{instruction}}", r"lacks \{instruction\}"),
         (
             "{instruction} {context}",
             r"only \{instruction\} and \{input\} are filled in; .* \(KeyError: 'context'\)",

@@ -57,6 +57,8 @@ def test_several_text_columns_are_lines_of_one_text(tmp_path, load, name):
     write_rows([*rows, {"label": 1, "title": "", "text": " "}], path)
     with pytest.raises(UserError, match=r"1 of 31 rows of .* 31: no title and no text\)"):
         load(path, text_column="title,text")
+    with pytest.raises(UserError, match="name the same column, 'label'"):
+        load(path, text_column="title,label")
 
 
 def test_bad_rows_are_left_out_and_counted(tmp_path, load):
@@ -82,7 +84,8 @@ DEEP = "[" * 99_999
 REFUSED = {
     "two rows": ("a.csv", "text,label\na b,0\n", r"1 texts are too few to be split into train, validation and test"),
     "three rows": ("a.csv", "text,label\na b,0\nc d,1\ne f,0\n", r"have a single label: 3 are too few, give more"),
-    "header alone": ("a.csv", "text,label\n", r"a\.csv holds no rows .* \(it is empty below its header\)"),
+    "header alone": ("a.csv", "text,label\n", r"a\.csv holds no rows .* \(it is empty, or has only a header\)"),
+    "empty": ("a.jsonl", "", r"a\.jsonl holds no rows .* \(it is empty, or"),
     "blank lines": ("a.csv", "\n\n", r"a\.csv cannot be read as csv"),
     "one class": ("a.csv", "text,label\n" + "a,x\n" * 9, r"the same label, 'x'"),
     "no text": ("a.csv", CSV.replace("review 3", "  "), r"1 of 20 rows of .*a\.csv cannot be used \(row 4: no text\)"),
@@ -94,6 +97,7 @@ REFUSED = {
     "decimal JSON labels": ("a.jsonl", LINES.replace("1}", "1.5}"), r"'label' holds decimal numbers"),
     "UTF-16": ("a.csv", CSV.encode("utf-16"), r"not UTF-8 \(byte 0xff\): convert it"),
     "Latin-1 in gzip": ("a.csv.gz", gzip.compress("text,label\n\xe9,1\n".encode("latin-1")), r"not UTF-8 \(byte 0xe9"),
+    "open quote": ("a.tsv", 'text\tlabel\n"Oh dear\t0\nplain\t1\n"the end"\t0\nb\t1\n', r"1 of 2 .*row 1: an open"),
     "half a gzip": ("a.csv.gz", gzip.compress(LINES.encode() * 999)[:999], r"a\.csv\.gz cannot be read as csv \(.*end"),
     "bare comma": ("a.csv", "text,label\na,b\na,b,c\n", r"Expected 2 fields in line 3, saw 3"),
     "bare commas": ("a.csv", "text,label\n" + "a,b,1\n" * 9, r"its rows have more fields than column names: quote"),
@@ -118,6 +122,12 @@ def test_a_broken_table_is_refused_in_one_line(tmp_path, load, name):
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 700
     assert cached(tmp_path) == []
+
+
+def test_a_tab_separated_text_in_quotes_may_hold_tabs_and_line_ends(tmp_path, load):
+    lines = [f'"def f{number}():\n\treturn ""{number}"""\t{number % 2}' for number in range(20)]
+    got = load(write_rows("text\tlabel\n" + "\n".join(lines), tmp_path / "code.tsv"))
+    assert sum(len(rows) for rows in got.splits.values()) == 20
 
 
 def test_columns_without_a_name_are_ignored(tmp_path, load):

@@ -193,7 +193,9 @@ def test_settings_that_do_not_work_with_zero_are_refused(ask, values, message):
 @pytest.mark.parametrize(("name", "decay"), [("adam", 0), ("adamw", 0.01)])
 def test_the_optimizers_have_the_values_that_files_are_compared_with(tmp_path, name, decay):
     """Adam steps in one kernel even with a scaler or clipping, since DeepSpeed unscales and clips before the step."""
-    settings = settings_for(tmp_path, deepspeed="zero2", optimizer=name, precision="16-mixed", max_grad_norm=1.0)
+    settings = settings_for(
+        tmp_path, strategy="deepspeed", deepspeed="zero2", optimizer=name, precision="16-mixed", max_grad_norm=1.0
+    )
     values = build_optimizer(settings, nn.Linear(2, 2)).defaults
     assert (list(values["betas"]), values["eps"], values["weight_decay"]) == (*ADAM.values(), decay)
     assert values["fused"] is True

@@ -47,7 +47,7 @@ def test_rungs_that_are_not_planned_have_a_reason():
     assert {rung for rung, _ in together} | problems.keys() == {rung.stem for rung in RUNGS}
     assert problems.keys() == {"15_packing", "22_float8"}
     assert left_out.keys() - problems.keys() == {"9_ddp", "10_fsdp"}
-    assert left_out["10_fsdp"] == "10_fsdp is not planned: for --devices 2 or more"
+    assert left_out["10_fsdp"] == "planned only for --devices 2 or more"
     assert len(alone) < len(together)
 
 
@@ -63,6 +63,15 @@ def test_candidates_are_named_by_the_options_that_the_planner_adds(tmp_path):
     assert [each.name.removeprefix("18_low_bit_optimizer") for each in candidates] == [
         "", " checkpointing", " adam-4bit", " adam-4bit checkpointing",
     ]  # fmt: skip
+
+
+def test_a_command_has_only_the_options_with_an_effect_on_its_rung(tmp_path):
+    options = [*bloom(tmp_path), "--lora_rank", "16"]
+    candidates, _ = read_candidates([("2_grad_accum", CHECKPOINTING), ("13_lora", ())], options, 1)
+    assert [list(each.words) for each in candidates] == [
+        [*bloom(tmp_path), *CHECKPOINTING, "--from_scratch", "true"],
+        [*options, "--from_scratch", "true"],
+    ]
 
 
 def test_settings_that_cannot_be_planned_have_a_reason(tmp_path):
@@ -308,7 +317,7 @@ def test_the_script_plans_for_the_gpus_that_it_finds_and_forks_before_it_sees_th
         (["--gpu_memory", "16GB", "--devices", "0"], "--devices 0: must be at least 1"),
         (["--gpu_memory", "16GB", "--length", "5000"], "--length 5000: must be from 2 to --max_length 1024"),
         (["--gpu_memory", "16GB", "--rungs", "77"], "there is no rung 77"),
-        (["--gpu_memory", "16GB", "--rungs", "9"], "9_ddp is not planned: for --devices 2 or more"),
+        (["--gpu_memory", "16GB", "--rungs", "9"], "9_ddp: planned only for --devices 2 or more"),
         (["--gpu_memory", "16GB", "--model", "nobody/nothing"], "cannot load the model 'nobody/nothing'"),
         (["--gpu_memory", "16GB", "--model", "vit.json", "--task", "image-classification"], "is not a model config"),
         (["--gpu_memory", "16GB", "--no_such", "1"], "there is no setting 'no_such'"),

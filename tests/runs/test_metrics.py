@@ -5,12 +5,13 @@ import json
 import numpy as np
 import pytest
 import torch
+from lightning import Fabric
 from sklearn.metrics import confusion_matrix, f1_score, recall_score
 from support.helpers import settings_for, tiny_model, token_datasets
 from support.training import run_training
 
 from fabric_ladder import build_dataloaders
-from fabric_ladder.runs.metrics import describe_classes
+from fabric_ladder.runs.metrics import Meter, describe_classes
 
 
 def predictions(model, datasets):
@@ -37,6 +38,13 @@ def test_the_figures_equal_scikit_learns(absent):
     recall = recall_score(true, predicted, average=None, labels=classes)
     assert [got["accuracy"][number] for number in classes] == pytest.approx(recall.tolist())
     assert absent is None or got["accuracy"][absent] is None
+
+
+def test_the_sums_of_older_checkpoints_are_read():
+    meter = Meter(Fabric(accelerator="cpu", devices=1))
+    meter.add_state_dict({"loss": torch.tensor(6.0), "correct": torch.tensor(2.0), "items": torch.tensor(3.0)})
+    meter.add_state_dict({"sums": torch.tensor([2.0, 1.0, 1.0])})
+    assert meter.score()[:3] == (8.0, 3.0, 4.0)
 
 
 @pytest.mark.parametrize("tokens", [1, 100_000])

@@ -142,6 +142,12 @@ def test_a_smaller_effective_batch_comes_after_settings_that_change_no_loss(tmp_
     assert smaller == "python src/17_step_in_backward.py --batch_size 8"
 
 
+def test_options_without_effect_on_the_next_rung_are_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["src/6_lean_optimizer.py", "--sgd_learning_rate", "0.1", "--seed", "3"])
+    settings = settings_for(tmp_path, name="6_lean_optimizer", micro_batch_size=1, optimizer="sgd")
+    assert "python src/13_lora.py --seed 3, which" in less_memory(settings)
+
+
 def test_smaller_moments_are_named_where_they_fill_the_device(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["src/18_low_bit_optimizer.py", "--resume", "auto"])
     settings = settings_for(tmp_path, name="18_low_bit_optimizer", micro_batch_size=1, optimizer="adam-8bit")

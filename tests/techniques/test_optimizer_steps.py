@@ -206,7 +206,7 @@ def check(settings):
         ({"kahan_summation": True}, "under --precision 32-true the weights lose nothing"),
         ({"kahan_summation": True, "precision": "bf16-true", "lora": True}, "adapters are trained in 32-bit"),
         ({"kahan_summation": True, "precision": "bf16-true", "optimizer": "adafactor"}, "measures its steps by the"),
-        ({"kahan_summation": True, "precision": "bf16-true", **ENGINE}, "not on sharded weights; use"),
+        ({"kahan_summation": True, "precision": "bf16-true", **ENGINE}, "not on sharded weights; leave it out, and"),
         ({"step_in_backward": True, "max_grad_norm": 1.0}, "--max_grad_norm needs all gradients together"),
         ({"step_in_backward": True, "on_nan": "skip"}, "--on_nan skip needs all gradients"),
         ({"step_in_backward": True, "micro_batch_size": 1}, "must be one micro-batch"),

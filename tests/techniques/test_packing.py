@@ -323,7 +323,6 @@ def test_a_window_that_is_shorter_than_rows_is_refused(tmp_path):
     [
         ({"task": "image-classification"}, "--packing true: images have one size"),
         ({"attention": "eager"}, "--packing true: eager .* use --attention fused"),
-        ({"packing": False, "pack_rows": 2}, "--pack_rows 2 is for packed rows: add --packing true"),
     ],
 )
 def test_settings_that_contradict_packing_are_refused(tmp_path, values, message):

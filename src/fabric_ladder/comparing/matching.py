@@ -2,7 +2,6 @@
 
 import math
 import statistics
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ import pandas as pd
 
 from fabric_ladder import settings
 from fabric_ladder.comparing.logs import LoggedRun
-from fabric_ladder.options import is_met
+from fabric_ladder.options import is_met, own_rate
 from fabric_ladder.settings import FACTS, INTERNAL, names
 
 # The role of each setting in a comparison is written in settings.py. `ranks` counts devices times machines.
@@ -21,7 +20,6 @@ EQUAL = names(role=settings.EQUAL)
 TECHNIQUE = (*names(role=settings.TECHNIQUE), "ranks")  # in the order of the column "what changed"
 RUNG_DECIDES = names(rung_decides=True)  # may differ if the rungs set it; must be equal if a user sets it
 WITHOUT_EFFECT = ("notices", *names(changes_figures=False))
-RATES = [name for name in FACTS if name.endswith("_learning_rate")]  # each replaces `learning_rate` where it applies
 HARDWARE = {"cuda": ("gpu",), "mps": ("processor",), "cpu": ("processor", "cores", "threads")}
 PATHS = ("model", "dataset", "tokenizer", "validation_file", "test_file")
 Z95 = statistics.NormalDist().inv_cdf(0.975)
@@ -199,13 +197,7 @@ def _values(runs: list[LoggedRun], name: str) -> list:
 
 def _has_effect(name: str, values: Mapping) -> bool:
     """Return whether a setting has an effect on a run with these settings."""
-    need = FACTS[name].needs if name in FACTS else ""
-    return not need or is_met(need, defaultdict(lambda: None, values))
-
-
-def _own_rate(values: Mapping) -> float:
-    """Return the rate that replaces `learning_rate` with these settings, or `...` if `learning_rate` applies."""
-    return next((values[name] for name in RATES if name in values and _has_effect(name, values)), ...)
+    return name not in FACTS or is_met(FACTS[name].needs, values)
 
 
 def _given_by_user(runs: list[LoggedRun], name: str, rungs: Mapping[str, dict]) -> list:
@@ -217,7 +209,7 @@ def _given_by_user(runs: list[LoggedRun], name: str, rungs: Mapping[str, dict]) 
     if name not in RUNG_DECIDES:
         return values
     if name == "learning_rate":
-        own = [_own_rate(run.settings) for run in runs]
+        own = [run.settings.get(own_rate(run.settings), ...) for run in runs]
     else:
         own = [rungs.get(run.name, {}).get(name, ...) for run in runs]
     pairs = list(zip(values, own, strict=True))

@@ -59,7 +59,7 @@ class Comparison:
     Attributes:
         rows: The first row is the reference.
         differences: Differences that are not part of the technique.
-        notices: Warnings, unknown facts, skipped lines and left out runs.
+        notices: Warnings, unknown facts and left out runs.
         settings: Settings that differ, with each row's value.
         columns: Columns of the table.
     """

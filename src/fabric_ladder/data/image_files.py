@@ -77,13 +77,16 @@ def read_images(
 
 def _unpack(path: Path, folder: Path) -> Path:
     """Unpack an archive into a new folder and return it; the folder is deleted when the images are decoded."""
-    with refused(f"{path} cannot be unpacked, download it or pack it again"):
+    with refused(f"{path} cannot be unpacked: download it or pack it again"):
         if path.name.lower().endswith(".zip"):
             with zipfile.ZipFile(path) as archive:
                 archive.extractall(folder)
         else:
             with tarfile.open(path) as archive:
                 archive.extractall(folder, filter="data")
+                archive.fileobj.seek(archive.offset)  # `tarfile` ignores a fault in any header except the first
+                if archive.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                    raise tarfile.ReadError("its end is missing")
     return folder
 
 

@@ -118,11 +118,15 @@ def _decode_splits(
     splits = complete_splits(splits, settings)
     content = hashlib.sha256(json.dumps(class_names).encode())
     bad = []
+    kept = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns about odd images that it can read
         for split, rows in splits.items():
-            write_rows(target / f"{split}.arrow", PIXELS, _decode_rows(files, rows, image_format, content, bad))
+            decoded = _decode_rows(files, rows, image_format, content, bad)
+            kept[split] = len(write_rows(target / f"{split}.arrow", PIXELS, decoded))
     notices += note_bad_samples(bad, sum(map(len, splits.values())), "images cannot be decoded", settings)
+    if empty := [split for split, rows in kept.items() if not rows]:
+        raise UserError(f"no image of the {empty[0]} split can be decoded")
     return target, {"class_names": class_names, "content": content.hexdigest(), "notices": notices}
 
 
@@ -133,7 +137,7 @@ def _decode_rows(files: hf.Dataset, rows: hf.Dataset, image_format: ImageFormat,
     with ThreadPoolExecutor() as pool, hf.utils.tqdm(total=len(rows), desc="Decoding", unit="image") as progress:
         for batch in rows.iter(32):
             images = [image or {"bytes": b"", "path": None} for image in files[batch["row"]]["image"]]
-            data = [Path(image["path"]).read_bytes() if image["bytes"] is None else image["bytes"] for image in images]
+            data = [_encoded(image) for image in images]
             large = sum(map(len, data)) > 2**14 * len(data)  # for small images, threads cost more than they save
             decoded = (pool.map if large else map)(decode, data)
             for image, label, pixels in zip(images, batch["label"], decoded, strict=True):
@@ -144,6 +148,13 @@ def _decode_rows(files: hf.Dataset, rows: hf.Dataset, image_format: ImageFormat,
                 else:
                     bad.append((image["path"] or "an image without a name", first_line(pixels)))
             progress.update(len(images))
+
+
+def _encoded(image: dict) -> bytes:
+    if image["bytes"] is not None or image["path"] is None:
+        return image["bytes"] or b""
+    with refused(f"cannot read {image['path']}"):
+        return Path(image["path"]).read_bytes()
 
 
 def _try_decode(data: bytes, side: int, resample: Image.Resampling) -> np.ndarray | Exception:

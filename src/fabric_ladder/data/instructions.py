@@ -61,8 +61,8 @@ def prompt_templates(template: str | None) -> tuple[str, str]:
         return ALPACA
     template = template.replace("\\n", "\n")  # a command line has no line ends
     with refused("--prompt_template: only {instruction} and {input} are filled in; write each literal brace twice"):
-        template.format(instruction="", input="")
-    if "{instruction}" not in template:
+        filled = template.format(instruction="\0", input="")
+    if "\0" not in filled:
         raise UserError(f"--prompt_template {template!r} lacks {{instruction}}: add it")
     return template, "\n".join(line for line in template.split("\n") if line.strip() != "{input}")
 

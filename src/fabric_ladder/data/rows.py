@@ -19,6 +19,7 @@ from fabric_ladder.data.sources import FILE_FORMATS, SEPARATORS, Source, file_fo
 from fabric_ladder.errors import UserError, refused
 from fabric_ladder.settings import DataSettings
 
+SWALLOWED = ValueError('an open quote has taken in the rows below: write such a text as "a text with ""quotes"""')
 Rows = Iterator[tuple[str, dict | ValueError]]  # the location of a row in its file, and the row or its error
 
 
@@ -135,7 +136,15 @@ def _csv_rows(file: TextIO, separator: str, names: list[str] | None) -> Rows:
             raise ValueError("its rows have more fields than column names: quote texts that hold commas")
         frame = chunk.astype(object).where(chunk.notna(), None)
         for index, row in zip(frame.index, frame.to_dict("records"), strict=True):
-            yield f"row {index + 1}", row
+            yield f"row {index + 1}", SWALLOWED if separator == "\t" and _has_swallowed(row) else row
+
+
+def _has_swallowed(row: dict[str, str | None]) -> bool:
+    """Return whether a text of a tab-separated row begins with a lone quote, so that it contains other rows.
+
+    Such a text ends at the next lone quote. It contains the tabs and line ends between the two.
+    """
+    return any(value and "\t" in value and "\n" in value and value.count('"') % 2 for value in row.values())
 
 
 def _json_rows(file: TextIO) -> Rows:
@@ -178,7 +187,7 @@ def _find_columns(table: Table, name: str) -> tuple[list[str], Rows]:
     first = list(itertools.islice(table.rows, 1000))
     columns = list(dict.fromkeys(column for _, row in first if isinstance(row, dict) for column in row))
     if not columns:
-        reasons = "; ".join(f"{location}: {row}" for location, row in first[:3]) or "it is empty below its header"
+        reasons = "; ".join(f"{location}: {row}" for location, row in first[:3]) or "it is empty, or has only a header"
         raise UserError(f"{name} holds no rows that can be read ({reasons}): give a table, or JSON objects")
     return columns, itertools.chain(first, table.rows)
 

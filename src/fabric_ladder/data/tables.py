@@ -35,6 +35,8 @@ def read_splits(
     if source.key[0] in REVIEWS:
         return read_reviews(settings, source, scratch), ["negative", "positive"], []
     wanted = (*map(str.strip, settings.text_column.split(",")), settings.label_column)
+    if settings.label_column in wanted[:-1]:
+        raise UserError(f"--text_column and --label_column name the same column, {settings.label_column!r}")
     notices = []
 
     def check_for(name: str, columns: list[str], features: dict) -> tuple[Callable[[str, dict], dict], pa.Schema]:

@@ -129,7 +129,7 @@ def _fill(name: str, config: dict, settings: Settings) -> list[str]:
 
 
 def _expected(settings: Settings) -> dict[str, tuple[tuple, str]]:
-    """Return by path the values that agree with the settings, the one for "auto" first, and the setting."""
+    """Return for each path the values that agree with a setting, and this setting; "auto" becomes the first value."""
     share = _share(settings)
     micro = min(settings.micro_batch_size or share, share)
     cut = f"--micro_batch_size {micro}"

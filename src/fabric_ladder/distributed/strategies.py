@@ -19,14 +19,12 @@ class StrategyTraits:
         owns_optimizer: Its engine trains copies of the weights and wraps the optimizer. The engine also skips steps
             whose gradient is not finite.
         accumulates_itself: Its engine adds up the gradients, so nothing can undo a trial step.
-        same_ranks_on_resume: A run resumes only on the number of ranks that wrote its checkpoint.
         checkpoint_file: The file that every sharded checkpoint of this strategy has.
     """
 
     shards_weights: bool = False
     owns_optimizer: bool = False
     accumulates_itself: bool = False
-    same_ranks_on_resume: bool = False
     checkpoint_file: str = "optimizer.json"
 
 
@@ -37,7 +35,6 @@ TRAITS = {
     "deepspeed": StrategyTraits(
         owns_optimizer=True,
         accumulates_itself=True,
-        same_ranks_on_resume=True,
         checkpoint_file=EngineState.file,
     ),
 }

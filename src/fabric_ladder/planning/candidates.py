@@ -30,7 +30,7 @@ class Candidate(NamedTuple):
     Attributes:
         name: The rung and short names of the options that the planner adds.
         rung: The script's name.
-        words: The user's options and the added options, as on a command line.
+        words: The user's options that have an effect on the rung, and the added options, as on a command line.
         settings: Settings with the plan's devices. All other values were checked for a CPU.
         micro_batches: Sizes to try, in samples, ascending; (None,) if the user has chosen the size.
     """
@@ -50,10 +50,9 @@ def list_choices(rungs: list[Path], gpus: int) -> tuple[list[tuple[str, tuple[st
         planned = technique.planned(gpus)
         choices += [(rung.stem, options) for options in planned]
         if not planned:
-            reason = "see its page in docs/techniques"
+            problems[rung.stem] = "not planned, see its page in docs/techniques"
             if technique.needs_gpus > gpus:
-                reason = f"for --devices {technique.needs_gpus} or more"
-            problems[rung.stem] = f"{rung.stem} is not planned: {reason}"
+                problems[rung.stem] = f"planned only for --devices {technique.needs_gpus} or more"
     return choices, problems
 
 
@@ -78,19 +77,19 @@ def read_candidates(
         name = " ".join([rung, *(NAMED.get(pair, pair[1]) for pair in pairs)])
         if name in candidates or name in problems:
             continue
-        extra = sum(pairs, ())
+        words = drop_unneeded([*options, *sum(pairs, ())], script_defaults(rung))  # another rung has use for them
         try:
             on_one_gpu = script_defaults(rung).get("strategy", "single") == "single"
-            settings = read_settings(rung, [*options, *extra], 1 if on_one_gpu else gpus, gpu)
+            settings = read_settings(rung, words, 1 if on_one_gpu else gpus, gpu)
         except UserError as error:
             problems[name] = str(error)
             continue
         if Path(settings.model).is_file() and "--from_scratch" not in given:
-            extra = ("--from_scratch", "true", *extra)  # a config file alone holds no weights to start from
+            words += ["--from_scratch", "true"]  # a config file alone holds no weights to start from
         settled = given & {"--micro_batch_size", "--micro_batch_tokens"}
         settled = settled or any(technique.size_setting(settings) for technique in used(settings))
         sizes = (None,) if settled else _sizes(settings)
-        candidates[name] = Candidate(name, rung, (*options, *extra), settings, sizes)
+        candidates[name] = Candidate(name, rung, tuple(words), settings, sizes)
     return list(candidates.values()), problems
 
 
@@ -104,7 +103,6 @@ def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) 
         UserError: The rung cannot be run with these options.
     """
     defaults = script_defaults(rung)
-    options = drop_unneeded(options, defaults)  # another rung has use for them
     given = read_words(options)
     asked = given.get("precision")
     deepspeed = given.get("deepspeed", defaults.get("deepspeed"))

@@ -93,14 +93,16 @@ def find_answer(arguments: argparse.Namespace, options: list[str]) -> Answer:
     """Plan every rung, or the rungs that were asked for.
 
     Raises:
-        UserError: No rung can be planned. The message is the first reason.
+        UserError: No rung can be planned.
     """
     machine = find_machine(arguments)
     choices, unplanned = list_choices(arguments.rungs or RUNGS, machine.gpus)
+    if not choices:
+        raise UserError("; ".join(f"{rung}: {reason}" for rung, reason in unplanned.items()))
     candidates, problems = read_candidates(choices, options, machine.gpus, machine.gpu)
-    problems |= unplanned
     if not candidates:
         raise UserError(next(iter(problems.values())))
+    problems |= unplanned
     settings = candidates[0].settings
     machine = machine._replace(overhead=load_overhead(settings.cache_dir, machine.gpu.name))
     samples, notes = find_samples(settings, arguments.length)

@@ -109,7 +109,7 @@ def _reasons(answer: Answer, full: bool) -> list[str]:
     reasons.append(f"CUDA's own memory is {source}; speed: 1 is a busy GPU in 16 bits, not measured.")
     if not full:
         return [*reasons, "All plans, with their memory by kind: --full or --json FILE."]
-    return [*reasons, LEGEND, *answer.problems.values()]
+    return [*reasons, LEGEND, *(f"{name}: {reason}" for name, reason in answer.problems.items())]
 
 
 def _choice(plans: list[Plan]) -> list[str]:

@@ -26,7 +26,7 @@ def prepare_process(settings: Settings) -> None:
 
 
 def chosen_kernels(settings: Settings) -> tuple[str, ...]:
-    """Return the attention kernels of a run, the first that PyTorch tries first; empty without a CUDA GPU."""
+    """Return the attention kernels of a run in PyTorch's order; empty without a CUDA GPU."""
     if settings.accelerator != "cuda" or settings.attention != "fused":
         return ()
     fixed_length = settings.task == "image-classification" or settings.pack_rows is not None

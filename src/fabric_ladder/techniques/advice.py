@@ -12,7 +12,8 @@ from fabric_ladder.distributed.launch import command_line
 from fabric_ladder.distributed.watch import lost_contact, running_watch
 from fabric_ladder.environment import notebook_shell, peak_memory
 from fabric_ladder.errors import UserError, first_line, is_out_of_memory, print_error
-from fabric_ladder.options import without_options
+from fabric_ladder.options import drop_unneeded, script_defaults, without_options
+from fabric_ladder.places import SRC
 from fabric_ladder.settings import Settings, show
 from fabric_ladder.techniques import TECHNIQUES, technique_of, used
 from fabric_ladder.techniques.low_precision import IN_16_BITS
@@ -142,8 +143,10 @@ def _command(
         script = Path("src") / f"{settings.name}.py"
         given = []
     replaced = {*replaces, *(option.removeprefix("--") for option in options), *(["resume"] if rung else [])}
-    script = script.with_name(f"{rung}.py") if rung else script
-    return command_line(script, [*without_options(given, replaced), *options])
+    words = [*without_options(given, replaced), *options]
+    if rung:
+        return command_line(script.with_name(f"{rung}.py"), drop_unneeded(words, script_defaults(SRC / f"{rung}.py")))
+    return command_line(script, words)
 
 
 def show_errors(settings: Settings | None = None, **smaller: str) -> None:

@@ -59,7 +59,7 @@ class KahanSummation(Technique):
         if other.adapters:
             return "adapters are trained in 32-bit, which loses nothing; leave it out"
         if other.shards:
-            return "not on sharded weights; use --precision bf16-mixed, whose weights lose nothing"
+            return "not on sharded weights; leave it out, and use --precision bf16-mixed, whose weights lose nothing"
         return None
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:

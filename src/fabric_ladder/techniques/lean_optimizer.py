@@ -13,7 +13,6 @@ class LeanOptimizer(Technique):
 
     setting = "optimizer"
     rung = "6_lean_optimizer"
-    learning_rate = "sgd_learning_rate"
     plans = ALONE_OR_CHECKPOINTED
     next_rung = NextRung(
         "13_lora",

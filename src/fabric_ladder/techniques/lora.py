@@ -135,7 +135,6 @@ class LoRA(Technique):
     setting = "lora"
     rung = "13_lora"
     adapters = True
-    learning_rate = "lora_learning_rate"
     plans = ALONE_OR_CHECKPOINTED
     next_rung = NextRung("14_qlora", "keeps the model in 4 bits", replaces=("quantization", "float8"))
 

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_outputs import ModelOutput
 
-from fabric_ladder.errors import UserError
 from fabric_ladder.models.configs import load_config
 from fabric_ladder.models.masks import declare_rows
 from fabric_ladder.settings import Settings
@@ -160,12 +159,6 @@ class Packing(Technique):
                 f"leave it out, or use --max_length {window}"
             )
         return None
-
-    def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse rows of one shape without packing too, as a YAML file may have them."""
-        if settings.pack_rows and not settings.packing:
-            raise UserError(f"--pack_rows {settings.pack_rows} is for packed rows: add --packing true")
-        super().check(settings, capability)
 
     def describe_batch(self, settings: Settings, ranks: int) -> str | None:
         """Return the effective batch and its rows."""

@@ -44,7 +44,6 @@ class Technique:
         advises_first: Whether its next rung is the advice on every rung that uses it.
         refused_precisions: Values of `--precision` that it cannot work with.
         refused_on_mps: The part that Apple silicon's GPU cannot do, and what to use; empty: it can do all.
-        learning_rate: The setting with the learning rate that its steps need; empty: `learning_rate`.
         rounds_lengths: Whether lengths are rounded by default, so that there are fewer shapes.
         adapters: Whether it trains a few new weights in 32 bits and freezes the model's own.
         shards: Whether each rank has only a part of the weights or of the optimizer's state.
@@ -64,7 +63,6 @@ class Technique:
     advises_first: bool = False
     refused_precisions: tuple[str, ...] = ()
     refused_on_mps: str = ""
-    learning_rate: str = ""
     rounds_lengths: bool = False
     adapters: bool = False
     shards: bool = False

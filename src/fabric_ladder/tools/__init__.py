@@ -1,1 +1,1 @@
-"""Tools for before and after training: the doctor, generation, notebooks, model cards."""
+"""Tools for before and after training: the doctor, generation, model cards."""

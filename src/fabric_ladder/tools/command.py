@@ -19,7 +19,6 @@ COMMANDS = {
     "generate": "generate",
     "merge": "merge_lora",
     "export": "export_model",
-    "notebook": "export_notebook",
     "doctor": "doctor",
 }
 

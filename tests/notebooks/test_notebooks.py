@@ -1,0 +1,113 @@
+"""Each plain script has a notebook with the same code, which is up to date, small, and runs in a kernel."""
+
+import ast
+import re
+import runpy
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import nbformat
+import pytest
+from support.helpers import ROOT, SRC, real_file
+
+NOTEBOOKS = ROOT / "notebooks"
+PLAIN = sorted((SRC / "plain").glob("*.py"))
+IMPORT = "from local_dataset_utilities import"
+BUILD = runpy.run_path(str(NOTEBOOKS / "build.py"))
+LARGEST = 60_000  # bytes
+
+every_script = pytest.mark.parametrize("script", PLAIN, ids=lambda script: script.stem)
+
+
+def stored(script: Path):
+    return nbformat.read(NOTEBOOKS / f"{script.stem}.ipynb", as_version=4)
+
+
+def code_of(notebook) -> str:
+    return "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+
+
+def test_there_is_a_notebook_for_each_plain_script_and_no_other():
+    assert [path.stem for path in sorted(NOTEBOOKS.glob("*.ipynb"))] == [path.stem for path in PLAIN]
+
+
+@every_script
+def test_is_valid_small_and_names_no_place(script):
+    path = NOTEBOOKS / f"{script.stem}.ipynb"
+    text = path.read_text(encoding="utf-8")
+    nbformat.validate(stored(script))
+    assert len(text.encode()) < LARGEST
+    assert not re.search(r"OWNER|REPOSITORY|/(work|tmp|home|root|usr)/|local_dataset_utilities|FABRIC_LADDER", text)
+
+
+@every_script
+def test_holds_the_lines_of_its_script(script):
+    text = script.read_text(encoding="utf-8")
+    lines = text.splitlines()[ast.parse(text).body[0].end_lineno :]
+    main = lines.index('if __name__ == "__main__":')
+    lines = lines[:main] + [line.removeprefix("    ") for line in lines[main + 1 :]]
+    expected = [line for line in lines if line and not line.startswith(("###", IMPORT))]
+    assert len(expected) > 40
+    found = iter(code_of(stored(script)).splitlines())
+    assert [line for line in expected if line not in found] == []  # `in` reads on: the order is that of the script
+
+
+@every_script
+def test_is_up_to_date(script):
+    """`make notebooks` brings it up to date; building it again keeps the outputs."""
+    built = nbformat.writes(BUILD["notebook_of"](script.stem)) + "\n"
+    assert built == (NOTEBOOKS / f"{script.stem}.ipynb").read_text(encoding="utf-8")
+
+
+@every_script
+def test_each_code_cell_is_explained_and_only_its_packages_are_installed(script):
+    cells = stored(script).cells
+    for before, cell in pairwise(cells):
+        if cell.cell_type == "code":
+            assert before.cell_type == "markdown" or cell.source.startswith("import gc\n"), cell.source
+    [install] = [cell.source for cell in cells if cell.source.startswith("%pip")]
+    start, *extras = install.partition("matplotlib")[::2]
+    assert start == "%pip install -q lightning transformers datasets "
+    imports = {name for name in ("bitsandbytes", "torchao", "deepspeed") if name in script.read_text().lower()}
+    assert set(extras[0].split()) - {"accelerate"} == imports
+
+
+@every_script
+def test_stores_the_losses_a_picture_and_a_classified_text(script):
+    outputs = [output for cell in stored(script).cells for output in cell.get("outputs", [])]
+    assert outputs[0].text  # of the idea
+    if script.stem.startswith("12_"):
+        assert len(outputs) == 1
+        return
+    printed = "".join(output.get("text", "") for output in outputs)
+    assert len(re.findall(r"Samples \d+/00640 \| Loss: [\d.]+", printed)) == 10
+    assert re.search(r"Test accuracy [\d.]+%", printed)
+    assert re.search(r"negative \d+%, positive \d+%", printed)
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A folder with a small model and reviews from IMDb."""
+    real_file("aclImdb_v1.tar.gz", "reviews")
+    folder = tmp_path_factory.mktemp("small")
+    BUILD["prepare"](folder, reviews_of_the_model=100)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["4_mixed_precision", "9_ddp", "15_packing"])
+def test_runs_in_a_kernel(name, small, tmp_path, monkeypatch):
+    for variable in ("HF_HOME", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"):
+        monkeypatch.setenv(variable, "1")  # restored after the test
+    shutil.copytree(small, tmp_path, dirs_exist_ok=True)
+    notebook = BUILD["notebook_of"](name)
+    for cell in notebook.cells:
+        cell.outputs = []
+    BUILD["execute"](notebook, tmp_path)
+    outputs = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(output.output_type in ("stream", "display_data") for cell in outputs for output in cell)
+    printed = "".join(output.get("text", "") for cell in outputs for output in cell)
+    assert printed.count("Loss: ") == 10
+    assert re.search(r"negative \d+%, positive \d+%", printed)
