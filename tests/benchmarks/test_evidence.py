@@ -106,8 +106,8 @@ COSTS = {  # the pairs of rows whose differences must bracket the planner's numb
 
 @pytest.mark.parametrize(("settings", "pairs"), COSTS.values(), ids=COSTS)
 def test_the_planner_predicts_the_accuracy_of_the_runs(tmp_path, settings, pairs):
-    (said,) = accuracy_costs(settings_for(tmp_path, **settings))
-    numbers = re.findall(r"(?:^|; )([\d.]+)", said)
+    (cost,) = accuracy_costs(settings_for(tmp_path, **settings))
+    numbers = re.findall(r"(?:^|; )([\d.]+)", cost)
     assert numbers == [
         f"{points(*pair):.{len(number.partition('.')[2])}f}" for number, pair in zip(numbers, pairs, strict=True)
     ]

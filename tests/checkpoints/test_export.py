@@ -210,7 +210,7 @@ def test_training_continues_with_a_sharded_adapter(trained, fabric):
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes", "said"),
+    ("kind", "sizes", "message"),
     [
         ("bert", {}, r"adapter is an adapter for \S+base, and does not fit \S+other: a bloom and a bert"),
         ("bloom", {"hidden_size": 32}, r"does not fit \S+other \(.*size mismatch for"),
@@ -218,11 +218,11 @@ def test_training_continues_with_a_sharded_adapter(trained, fabric):
         ("bloom", {"n_layer": 3}, r"does not fit \S+other: only one of them has \S+h\.2\."),
     ],
 )
-def test_an_adapter_for_another_base_is_refused(trained, tmp_path, kind, sizes, said):
+def test_an_adapter_for_another_base_is_refused(trained, tmp_path, kind, sizes, message):
     folder, _, _ = trained(with_adapter(tiny("bloom"), "bloom"), "bloom")
     other = tiny(kind)
     type(other)(type(other.config)(**(other.config.to_dict() | sizes))).save_pretrained(tmp_path / "other")
-    with pytest.raises(UserError, match=said) as error:
+    with pytest.raises(UserError, match=message) as error:
         load_result(find_result(folder), str(tmp_path / "other"))
     assert "\n" not in str(error.value)
 
@@ -236,22 +236,22 @@ def test_the_scripts_refuse_bad_input_in_one_line_and_leave_nothing(trained, tmp
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("mine")
     before = sorted(tmp_path.rglob("*"))
-    for name, said in (
+    for name, message in (
         ("nowhere", "the folder nowhere does not exist: give the folder of a run"),
         (tmp_path / "empty", "empty holds no saved model"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             find_result(name)
     with pytest.raises(UserError, match=r"is an adapter for \S+base, which does not exist: give --base FOLDER"):
         load_result(find_result(adapter))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for script, arguments, said in (
+    for script, arguments, message in (
         (MERGE, ["whole"], "model is a whole model, not an adapter: there is nothing to merge"),
         (MERGE, ["run-consolidated", "--base", "no/such"], "cannot load the base model 'no/such'"),
         (EXPORT, ["whole", "--output", "full"], "full already exists; choose another --output"),
     ):
-        with pytest.raises(UserError, match=said) as error:
+        with pytest.raises(UserError, match=message) as error:
             run_here(monkeypatch, script, *arguments)
         assert "\n" not in str(error.value)
     process = run_script(EXPORT, "whole", "--output", "full", cwd=tmp_path)

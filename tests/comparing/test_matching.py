@@ -187,11 +187,11 @@ def test_seeds_of_the_same_settings_are_one_row(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rate", "said"),
+    ("rate", "ending"),
     [(20.0, " after 77 batches of 16 samples, against 2_grad_accum."),
      (11.4, ": a batch takes as long as with 2_grad_accum.")],
 )  # fmt: skip
-def test_compile_time_is_compared_with_the_time_that_it_saves(tmp_path, rate, said):
+def test_compile_time_is_compared_with_the_time_that_it_saves(tmp_path, rate, ending):
     """16 samples take 16 / 11.4 s without torch.compile and 16 / 20 s with it."""
     compiled = record("3_torch_compile", compile=True)
     compiled["results"] |= {"compile_seconds": 46.3, "compiled_graphs": 3, "samples_per_second": rate}
@@ -199,7 +199,7 @@ def test_compile_time_is_compared_with_the_time_that_it_saves(tmp_path, rate, sa
     for order in ([plain, other], [other, plain]):
         notices = compare(read_sources(order)).notices
         never = "never " if rate == 11.4 else ""
-        assert f"3_torch_compile: compiling took 46 s, {never}paid for{said}" in notices
+        assert f"3_torch_compile: compiling took 46 s, {never}paid for{ending}" in notices
     assert not any("compiling" in notice for notice in compare(read_sources([other])).notices)
 
 

@@ -136,16 +136,16 @@ def test_a_chat_gives_these_tokens_and_labels(load, tokenizers, name, train_on_i
     got = load(chats(), tokenizer=tokenizers[name], train_on_inputs=train_on_inputs)
     tokenizer, expected = got.tokenizer, {}
     for chat in chats():
-        ids, labels, asked = [], [], ""
+        ids, labels, turns = [], [], ""
         for message in chat["messages"]:
             if message["role"] == "assistant":
-                prompt = pieces(tokenizer, asked + "<|im_start|>assistant\n")
+                prompt = pieces(tokenizer, turns + "<|im_start|>assistant\n")
                 answer = pieces(tokenizer, f"{message['content']}<|im_end|>\n")
                 ids += prompt + answer
                 labels += (prompt if train_on_inputs else [-100] * len(prompt)) + answer
-                asked = ""
+                turns = ""
             else:
-                asked += f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
+                turns += f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
         expected[tuple(ids)] = labels
     found = samples_of(got)
     assert found == expected
@@ -156,8 +156,8 @@ def test_a_chat_gives_these_tokens_and_labels(load, tokenizers, name, train_on_i
 
 
 def test_text_after_the_last_answer_is_not_trained(load, tokenizers):
-    asked = [chat["messages"] + [{"role": "user", "content": "Thanks."}] for chat in chats()]
-    got = load([{"messages": messages} for messages in asked], tokenizer=tokenizers["unigram"])
+    conversations = [chat["messages"] + [{"role": "user", "content": "Thanks."}] for chat in chats()]
+    got = load([{"messages": messages} for messages in conversations], tokenizer=tokenizers["unigram"])
     thanks = pieces(got.tokenizer, "<|im_start|>user\nThanks.<|im_end|>\n")
     for ids, labels in samples_of(got).items():
         assert ids[-len(thanks) :] == tuple(thanks)
@@ -204,8 +204,8 @@ def test_real_chinese_answers_come_back(load, instructions):
         for sample in got.splits[split]:
             *answer, end = [label for label in sample["labels"] if label != -100]
             assert end == tokenizer.eos_token_id
-            asked = sample["input_ids"][: sample["labels"].count(-100)]
-            found.append(tuple(tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (asked, answer)))
+            prompt = sample["input_ids"][: sample["labels"].count(-100)]
+            found.append(tuple(tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (prompt, answer)))
     real = [row for row in json.loads(instructions.read_text(encoding="utf-8")) if row["output"].strip()]
     assert sorted(found) == sorted((prompt_text(row["instruction"], row["input"]), row["output"]) for row in real)
 

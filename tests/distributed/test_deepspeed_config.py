@@ -147,14 +147,14 @@ def test_deepspeed_does_not_accumulate_or_clip_by_default(ask, stage):
     assert config["gradient_clipping"] == 0.0, "DeepSpeed 0.19 clips to 1 by default"
 
 
-def test_deepspeeds_timer_waits_for_the_device_only_if_asked_for(ask):
+def test_deepspeeds_timer_waits_for_the_device_only_on_request(ask):
     config_class = pytest.importorskip("deepspeed.utils.config").get_timers_config
-    for asked in ({}, {"timers.throughput.enabled": True}):
-        assert config_class(ask(asked)[0]).enabled is bool(asked)
+    for values in ({}, {"timers.throughput.enabled": True}):
+        assert config_class(ask(values)[0]).enabled is bool(values)
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({"gradient_clippin": 1.0}, "DeepSpeed has no key gradient_clippin that works here; did you mean gradient_cl"),
         ({"amp": {"enabled": False}}, "DeepSpeed has no key amp that works here; leave it out"),
@@ -167,12 +167,12 @@ def test_deepspeeds_timer_waits_for_the_device_only_if_asked_for(ask):
         ("[1]", "is not a configuration of DeepSpeed"),
     ],
 )
-def test_a_bad_configuration_is_refused(ask, config, said):
-    assert said in refused(ask, config)
+def test_a_bad_configuration_is_refused(ask, config, message):
+    assert message in refused(ask, config)
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"deepspeed": "zero4"}, "--deepspeed zero4: the file does not exist; give a path, or one of zero1, zero2, "),
         ({"deepspeed": None}, "--deepspeed null: the file does not exist"),
@@ -186,8 +186,8 @@ def test_a_bad_configuration_is_refused(ask, config, said):
         ({"deepspeed": "zero3_nvme", "optimizer": "sgd"}, "--optimizer sgd: zero3_nvme.json offloads its state"),
     ],
 )
-def test_settings_that_do_not_work_with_zero_are_refused(ask, values, said):
-    assert refused(ask, "", **values).startswith(said)
+def test_settings_that_do_not_work_with_zero_are_refused(ask, values, message):
+    assert refused(ask, "", **values).startswith(message)
 
 
 @pytest.mark.parametrize(("name", "decay"), [("adam", 0), ("adamw", 0.01)])
@@ -204,17 +204,17 @@ def test_the_optimizers_have_the_values_that_files_are_compared_with(tmp_path, n
 def test_the_keys_are_those_that_this_deepspeed_reads(monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     runtime = pytest.importorskip("deepspeed.runtime.config", reason="needs deepspeed: requirements-dev.txt")
-    asked = set()
+    requested = set()
 
-    class Asked(dict):
+    class Requested(dict):
         """A dict that records every requested key."""
 
         def get(self, key, default=None):
-            asked.add(key)
+            requested.add(key)
             return super().get(key, default)
 
         def __contains__(self, key):
-            asked.add(key)
+            requested.add(key)
             return super().__contains__(key)
 
         def keys(self):
@@ -223,5 +223,5 @@ def test_the_keys_are_those_that_this_deepspeed_reads(monkeypatch):
         def __copy__(self):
             return self
 
-    runtime.DeepSpeedConfig(Asked(train_batch_size=8))
-    assert asked - runtime._REMOVED_TOP_LEVEL_CONFIG_KEYS.keys() >= KEYS
+    runtime.DeepSpeedConfig(Requested(train_batch_size=8))
+    assert requested - runtime._REMOVED_TOP_LEVEL_CONFIG_KEYS.keys() >= KEYS

@@ -154,8 +154,8 @@ def test_a_nan_ends_all_processes(tmp_path):
     # use fresh processes: forked ranks write at the same moment, which mixes their lines
     process = run_script(SRC / "9_ddp.py", *arguments, cwd=tmp_path, timeout=120, **ONE_THREAD)
     assert process.returncode == 2
-    said = re.findall(r"^error(?: on rank 1)?: the loss is", process.stderr, re.MULTILINE)
-    assert said, "the launcher may end the other rank before it prints"
+    lines = re.findall(r"^error(?: on rank 1)?: the loss is", process.stderr, re.MULTILINE)
+    assert lines, "the launcher may end the other rank before it prints"
     assert "Traceback" not in process.stderr
 
 

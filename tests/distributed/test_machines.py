@@ -68,7 +68,7 @@ def test_sruns_ranks_are_read_from_slurm(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "environment", "says"),
+    ("name", "arguments", "environment", "message"),
     [
         (
             "9_ddp",
@@ -91,11 +91,11 @@ def test_sruns_ranks_are_read_from_slurm(run, tmp_path):
         ("9_ddp", ("--offload", "true"), {}, "has no effect in this script: leave it out, or run src/11_fsdp"),
     ],
 )
-def test_impossible_counts_are_refused_in_one_line(tmp_path, name, arguments, environment, says):
+def test_impossible_counts_are_refused_in_one_line(tmp_path, name, arguments, environment, message):
     process = run_script(SRC / f"{name}.py", *arguments, cwd=tmp_path, **environment)
     assert process.returncode == 2
     assert process.stderr.splitlines()[-1].startswith("error: ")
-    assert says in process.stderr
+    assert message in process.stderr
     assert not list(tmp_path.iterdir())
 
 

@@ -57,7 +57,7 @@ def test_a_small_model_memorises_twenty_instructions(tmp_path, instructions):
     options += ["--micro_batch_size", "4", "--epochs", "80", "--learning_rate", "3e-3", "--save", "consolidated"]
     stdout = finished(run_script(SRC / "2_grad_accum.py", *TINY, *options, cwd=tmp_path))
     assert "Test accuracy 100.00%" in stdout
-    asked = ["--model", "runs/2_grad_accum/1", "--prompts", twenty, "--output", "answers.jsonl"]
-    finished(run_script(ROOT / "scripts" / "generate.py", *asked, cwd=tmp_path))
+    generation = ["--model", "runs/2_grad_accum/1", "--prompts", twenty, "--output", "answers.jsonl"]
+    finished(run_script(ROOT / "scripts" / "generate.py", *generation, cwd=tmp_path))
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["generated"] for row in answers] == [row["output"] for row in rows]

@@ -161,5 +161,5 @@ def test_a_tracker_that_fails_later_does_not_stop_the_run(tmp_path, capsys):
     log.write(2, 32, {"loss": 0.5})
     log.close()
     assert [row["loss"] for row in rows(tmp_path / "runs" / "test" / "1")] == ["1.0", "0.5"]
-    told = "--logger broken failed (the service is gone): it gets no more figures; metrics.csv has them all\n"
-    assert capsys.readouterr().err == told
+    notice = "--logger broken failed (the service is gone): it gets no more figures; metrics.csv has them all\n"
+    assert capsys.readouterr().err == notice

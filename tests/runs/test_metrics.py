@@ -90,12 +90,12 @@ def test_more_than_twenty_classes_and_instructions_have_no_matrix(tmp_path, caps
     assert "macro-F1" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("counts", "said"), [((60, 40), False), ((61, 39), True), ((40, 35, 25), False),
+@pytest.mark.parametrize(("counts", "imbalanced"), [((60, 40), False), ((61, 39), True), ((40, 35, 25), False),
                                               ((51, 17, 16, 16), True), ((50, 18, 16, 16), False)])  # fmt: skip
-def test_over_60_percent_or_twice_the_even_share_is_imbalanced(tmp_path, counts, said):
+def test_over_60_percent_or_twice_the_even_share_is_imbalanced(tmp_path, counts, imbalanced):
     datasets = token_datasets(train=100, classes=len(counts))
     labels = np.repeat(np.arange(len(counts)), counts)
     set_labels(datasets, labels)
     settings = settings_for(tmp_path)
     fabric = type("Alone", (), {"global_rank": 0, "world_size": 1})
-    assert bool(build_dataloaders(fabric, datasets, settings)[0].dataset.imbalance) == said
+    assert bool(build_dataloaders(fabric, datasets, settings)[0].dataset.imbalance) == imbalanced

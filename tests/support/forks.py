@@ -26,15 +26,15 @@ def in_fork(action: Callable[[], object], folder: Path) -> str:
         _run(action, folder, writer)
     os.close(writer)
     with os.fdopen(reader, encoding="utf-8", errors="backslashreplace") as end:
-        told = end.read()
+        printed = end.read()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, 2), f"ended by {signal.Signals(-code).name if code < 0 else code}\n{told}"
-    return told if code else RUNS
+    assert code in (0, 2), f"ended by {signal.Signals(-code).name if code < 0 else code}\n{printed}"
+    return printed if code else RUNS
 
 
 def _run(action: Callable[[], object], folder: Path, writer: int) -> None:
     """Run the action in the fork, write the printed error, and end without pytest's work at exit."""
-    code, told = 0, io.StringIO()
+    code, printed = 0, io.StringIO()
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(SECONDS)
@@ -47,11 +47,11 @@ def _run(action: Callable[[], object], folder: Path, writer: int) -> None:
     except SystemExit as end:
         code = end.code or 0
     except BaseException as error:
-        code, sys.stderr, sys.__stderr__ = 1, told, told
+        code, sys.stderr, sys.__stderr__ = 1, printed, printed
         show_errors()
         try:
             sys.excepthook(type(error), error, error.__traceback__)
         except SystemExit as end:
             code = end.code
-    os.write(writer, told.getvalue().encode(errors="backslashreplace")[-(2**15) :])  # less than a pipe holds
+    os.write(writer, printed.getvalue().encode(errors="backslashreplace")[-(2**15) :])  # less than a pipe holds
     os._exit(code)

@@ -61,13 +61,13 @@ def test_a_second_micro_batch_makes_no_tensor_of_the_tables_size(hooked):
 
 
 def test_hooks_of_a_gradient_fire():
-    model, told = table(), []
+    model, gradients = table(), []
     add_rows(model)
     passes(model, BATCHES[:1], True)
-    model[0].weight.register_post_accumulate_grad_hook(lambda weight: told.append(weight.grad.clone()))
+    model[0].weight.register_post_accumulate_grad_hook(lambda weight: gradients.append(weight.grad.clone()))
     gradient = passes(model, BATCHES[1:2], True, hooked=True)
-    assert len(told) == 1
-    assert torch.equal(told[0], gradient)
+    assert len(gradients) == 1
+    assert torch.equal(gradients[0], gradient)
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(ROWS // FEWEST, True), (ROWS // FEWEST + 1, False)])

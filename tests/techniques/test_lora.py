@@ -353,8 +353,8 @@ def test_four_bits_from_training_to_text(tmp_path, monkeypatch, capsys):
         ("generate", ["--model", "runs/14_qlora/1/merged", *review]),
     ):
         run_here(monkeypatch, ROOT / "scripts" / f"{script}.py", *more)
-        said = capsys.readouterr().out.strip()
-        assert said in ("positive", "negative") or script == "merge_lora"
+        answer = capsys.readouterr().out.strip()
+        assert answer in ("positive", "negative") or script == "merge_lora"
 
 
 def test_the_articles_config_gives_the_articles_run():

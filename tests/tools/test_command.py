@@ -29,7 +29,7 @@ def test_the_help_names_all_commands_without_waiting_for_torch(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["run", "99"], "there is no rung 99: give numbers from 1 to "),
         (["ran"], "give a command: run RUNG, plan, "),
@@ -37,10 +37,10 @@ def test_the_help_names_all_commands_without_waiting_for_torch(tmp_path):
         (["doctor", "--jason"], "unrecognized arguments: --jason (see --help)"),
     ],
 )
-def test_a_wrong_command_is_refused_in_one_line(tmp_path, arguments, says):
+def test_a_wrong_command_is_refused_in_one_line(tmp_path, arguments, message):
     process = subprocess.run([*COMMAND, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (process.returncode, process.stdout) == (2, "")
-    assert process.stderr.startswith(f"error: {says}")
+    assert process.stderr.startswith(f"error: {message}")
     assert process.stderr.count("\n") == 1
 
 

@@ -96,25 +96,25 @@ def test_a_push_that_fails_prints_one_line_and_keeps_the_folder(run, tmp_path, m
 
     monkeypatch.setattr(HfApi, "upload_folder", fail)
     output = tmp_path / "films"
-    said = rf"{output} is written, but --push me/films failed; to try again: hf upload me/films {output} \(401: the"
-    with pytest.raises(UserError, match=said):
+    message = rf"{output} is written, but --push me/films failed; to try again: hf upload me/films {output} \(401: the"
+    with pytest.raises(UserError, match=message):
         run_here(monkeypatch, EXPORT, run, "--output", output, "--push", "me/films")
     assert (output / "README.md").exists()
 
 
 @pytest.mark.parametrize(
-    ("name", "token", "said"),
+    ("name", "token", "message"),
     [
         ("me/films", None, "--push me/films: no token of the Hugging Face Hub: hf auth login, or set HF_TOKEN"),
         ("films", "good", "--push films: give USER/NAME"),
         ("me/fil ms", "good", "--push me/fil ms: give USER/NAME"),
     ],
 )
-def test_a_push_that_cannot_succeed_is_refused_before_any_work(run, tmp_path, monkeypatch, name, token, said):
+def test_a_push_that_cannot_succeed_is_refused_before_any_work(run, tmp_path, monkeypatch, name, token, message):
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     if token:
         monkeypatch.setenv("HF_TOKEN", token)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         run_here(monkeypatch, EXPORT, run, "--output", tmp_path / "out", "--push", name)
     assert not (tmp_path / "out").exists()

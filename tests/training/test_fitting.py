@@ -103,8 +103,8 @@ def test_a_resumed_run_keeps_the_size_that_auto_chose(tmp_path, dropout_model):
     for place in ("Batch 0003/", None):
         run_here("2_grad_accum", tmp_path, *more, "auto", "--resume", "auto", at=place)
     assert_same(tmp_path / "runs" / "2_grad_accum" / "1", whole / "1")
-    _, told = run_here("2_grad_accum", tmp_path / "whole", *more, re.search(r"of (\d+) tokens fit", text)[1])
-    assert re.findall("Loss: .*", told) == re.findall("Loss: .*", text)
+    _, repeated = run_here("2_grad_accum", tmp_path / "whole", *more, re.search(r"of (\d+) tokens fit", text)[1])
+    assert re.findall("Loss: .*", repeated) == re.findall("Loss: .*", text)
 
 
 @pytest.mark.parametrize(("sharded", "predicted", "chosen"), [(False, 40, 40), (True, 40, 40), (True, None, 1)])

@@ -59,11 +59,11 @@ def healthy_weights(model):
 @pytest.mark.parametrize(("log_every", "clip"), [(1, None), (1000, None), (1000, 1.0)])
 def test_the_first_step_with_a_bad_number_is_named_with_its_samples(tmp_path, kind, log_every, clip):
     """Even though the weights, and with them all later losses, are NaN when it is found."""
-    says = {"loss": "loss is nan", "gradient": "gradient is not finite"}[kind]
+    name = {"loss": "loss is nan", "gradient": "gradient is not finite"}[kind]
     with pytest.raises(UserError) as stop:
         run_training(tmp_path, broken(kind), data(), micro_batch_size=4, log_every=log_every, max_grad_norm=clip)
     found = re.match(
-        rf"the {says} at epoch 1, batch \d \(training samples (.*)\): the run stops; .*--on_nan skip", str(stop.value)
+        rf"the {name} at epoch 1, batch \d \(training samples (.*)\): the run stops; .*--on_nan skip", str(stop.value)
     )
     assert "20" in found[1].split(", ")
 
