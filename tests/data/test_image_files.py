@@ -235,6 +235,9 @@ def test_a_photograph_that_pillow_cannot_read_is_reported(tmp_path, load):
 
 REFUSED = {
     "no image": (["cat/a.txt", "dog/b.csv"], {}, r"pets holds no image \(\.png, "),
+    "only a test": (
+        ["test/cat/a.png", "test/dog/b.png"], {}, "pets holds no training image, only test: add a folder train"
+    ),
     "one class": (["cat/a.png", "cat/b.png"], {}, "all training images have the same label, 'cat'"),
     "too few": (["cat/a.png", "dog/b.png"], {}, "2 images are too few to be split"),
     "unknown class": (

@@ -104,7 +104,12 @@ def _sort(images: list[Path], source: Path) -> dict[str, hf.Dataset]:
     if not images:
         raise UserError(f"{source} holds no image ({', '.join(IMAGES)})")
     paths = [image.parts for image in images]
-    while len({parts[0] for parts in paths}) == 1 and max(map(len, paths)) > 2:
+    while max(map(len, paths)) > 2:
+        tops = {parts[0] for parts in paths}
+        if all(FOLDER_SPLITS.get(top.lower(), "train") != "train" for top in tops):
+            raise UserError(f"{source} holds no training image, only {', '.join(sorted(tops))}: add a folder train")
+        if len(tops) > 1:
+            break
         paths = [parts[1:] for parts in paths]
     split_of = {parts[0]: FOLDER_SPLITS.get(parts[0].lower()) for parts in paths}
     has_splits = any(split_of[parts[0]] == "train" and len(parts) > 2 for parts in paths)
