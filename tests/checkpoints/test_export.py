@@ -300,7 +300,7 @@ def test_sharded_and_consolidated_adapters_are_equal(tmp_path):
 
 
 def test_pipelines_load_an_exported_model(tmp_path, monkeypatch):
-    """The exported folder loads in `pipeline` without further arguments, with the names of the classes."""
+    """`pipeline` loads the exported folder without further arguments and has the names of the classes."""
     for number in range(40):
         for name, colour in (("red", (200, number, 0)), ("blue", (0, number, 200))):
             (tmp_path / "colours" / name).mkdir(parents=True, exist_ok=True)
