@@ -3,8 +3,8 @@
     python benchmarks/evidence_tables.py            writes them
     python benchmarks/evidence_tables.py --check    lists stale pages and writes nothing; exit status 1 if there are any
 
-A table is between `<!-- runs:NAME -->` and `<!-- /runs -->`. Sources: the runs under results/runs/ (evidence.py), results/memory_ladder.json (predicted bytes) and
-results/blog_accuracy.json. Missing figures are shown as a dash.
+A table is between `<!-- runs:NAME -->` and `<!-- /runs -->`. Sources: the runs under results/runs/ (evidence.py),
+results/memory_ladder.json (predicted bytes) and results/blog_accuracy.json. Missing figures are shown as a dash.
 """
 
 import argparse
