@@ -152,7 +152,7 @@ def test_an_adapter_on_4_bit_weights_is_loaded_and_merged(trained, tmp_path, mon
     close(logits(onto_whole, "llama"), logits(load_result(result, str(tmp_path / "whole"), quantization="no"), "llama"))
 
 
-def test_the_adapters_file_holds_only_what_was_trained(trained):
+def test_the_adapters_file_has_only_the_trained_weights(trained):
     for more in ({}, {"use_dora": True}):
         folder, model, _ = trained(with_adapter(tiny("bloom"), "bloom", **more), "bloom")
         weights = load_file(folder / "adapter" / "adapter_model.safetensors")

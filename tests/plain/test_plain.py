@@ -61,7 +61,7 @@ def code(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_is_short_and_marks_its_new_lines(name):
+def test_a_plain_script_is_short_and_marks_its_new_lines(name):
     text = (PLAIN / f"{name}.py").read_text(encoding="utf-8")
     lines = text.splitlines()
     assert len(lines) <= 100
@@ -73,7 +73,7 @@ def test_is_short_and_marks_its_new_lines(name):
 
 
 @pytest.mark.parametrize("rung", [rung for rung in RUNGS if parent(rung)], ids=lambda rung: rung.stem)
-def test_differs_from_its_parent_by_the_technique(rung):
+def test_a_plain_script_differs_from_its_parent_by_the_technique(rung):
     before = parent(rung).stem
     assert f"Builds on {before}.py" in (PLAIN / rung.name).read_text(encoding="utf-8")
     matcher = difflib.SequenceMatcher(None, code(before), code(rung.stem), autojunk=False)
@@ -142,7 +142,7 @@ SLOW = (3, 9, 10, 11)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if number(name) in SLOW else []) for name in NAMES]
 )
-def test_prints_the_losses_of_its_rung(name, folder):
+def test_a_plain_script_prints_the_losses_of_its_rung(name, folder):
     if number(name) not in CASES:
         pytest.skip("DeepSpeed needs a CUDA GPU")
     options, constants, bound = CASES[number(name)]

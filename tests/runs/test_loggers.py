@@ -85,7 +85,7 @@ def tracked(tmp_path_factory):
 
 
 @pytest.mark.parametrize("tracker", TRACKERS)
-def test_a_tracker_draws_what_the_csv_file_has(tracked, tracker):
+def test_a_tracker_draws_the_figures_of_the_csv_file(tracked, tracker):
     folder, stdout = tracked
     assert (folder / "log.txt").read_text(encoding="utf-8") == stdout
     drawn = {"tensorboard": read_tensorboard, "trackio": read_trackio, "mlflow": read_mlflow}[tracker](folder)

@@ -311,7 +311,7 @@ def test_fsdp_finds_the_blocks_under_the_adapters(tmp_path):
     assert len(transformer_blocks(build_model(settings, data(settings)))) == 2
 
 
-def test_a_run_prints_what_is_trained(tmp_path):
+def test_a_run_prints_the_number_of_trained_parameters(tmp_path):
     arguments = ["--train_samples", 32, "--validation_samples", 8, "--test_samples", 8, "--save", "no"]
     stdout = finished(run_script(SRC / "13_lora.py", *arguments, cwd=tmp_path))
     assert "Parameters: 0.2 M, 0.017 M trainable (9.05%), torch.bfloat16, torch.float32\n" in stdout

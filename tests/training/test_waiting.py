@@ -85,7 +85,7 @@ def test_no_step_reads_a_value_from_the_device(tmp_path, name):
 
 
 def test_adafactor_reads_values_only_in_its_step(tmp_path):
-    """This is a fault of PyTorch. Once it is fixed, remove the note in docs/techniques/6_lean_optimizer.md."""
+    """This is a fault of PyTorch. Its fix ends this test and the note in docs/techniques/6_lean_optimizer.md."""
     seen, _, stopped = until_a_value_is_read(tmp_path, "llama", {"optimizer": "adafactor"})
     assert "_adafactor.py" in {entry.path.name for entry in stopped.traceback}
     assert seen == 0
