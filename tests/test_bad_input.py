@@ -1,4 +1,4 @@
-"""Mistakes of a user, each in a real process: one line with the remedy, exit status 2, and no file left behind."""
+"""A user's mistake in a real process prints one line with the remedy, exits with status 2, and leaves no file."""
 
 import re
 import tarfile

@@ -24,7 +24,7 @@ BLOOM = ["--model", str(MODELS / "bloom-quickstart.json"), "--from_scratch", "tr
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch, tmp_path):
-    """An empty folder, no GPU, and afterwards Python's own excepthook, which `parse_settings` replaces."""
+    """Use an empty folder and no GPU. Afterwards restore Python's excepthook, which `parse_settings` replaces."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.chdir(tmp_path)
@@ -67,7 +67,7 @@ def config(tmp_path):
 
 
 def refusal(*args, **defaults):
-    """Return the one line that refuses these arguments."""
+    """Return the one-line error for these arguments."""
     with pytest.raises(UserError) as error:
         parse_settings([*BLOOM, *args], **defaults)
     assert "\n" not in str(error.value)
@@ -83,7 +83,7 @@ def test_the_defaults_are_the_blogs_run():
     assert (settings.learning_rate, settings.seed) == (5e-5, 123)
     assert (settings.max_length, settings.epochs) == (1024, 1)
     values = yaml.safe_load((CONFIGS / "imdb_bloom_560m.yaml").read_text())
-    assert values.pop("log_every") == 300 * 16  # the blog's; by default also a tenth of a shorter epoch
+    assert values.pop("log_every") == 300 * 16  # the blog's value; the default is also a tenth of a shorter epoch
     assert values == {name: getattr(settings, name) for name in values}
 
 
@@ -166,7 +166,7 @@ def test_the_printed_config_gives_the_same_settings(tmp_path, capsys, name):
     assert list(yaml.safe_load(path.read_text(encoding="utf-8"))) == NAMES
     got = parse_settings(["--config", str(path)], **script)
     same = {"config": None, "notices": ()}
-    if "a rate" in name:  # the printed file has the rate of the run in place of the one for Adam
+    if "a rate" in name:  # the printed file has the rate of the run instead of Adam's rate
         same |= {"sgd_learning_rate": 0, "lora_learning_rate": 0}
     assert dataclasses.replace(got, **same) == dataclasses.replace(expected, **same)
 
@@ -180,7 +180,7 @@ def test_the_printed_config_gives_the_same_settings(tmp_path, capsys, name):
 def test_a_model_on_the_command_line_is_pretrained_even_if_the_file_has_from_scratch(
     config, monkeypatch, words, from_scratch, file
 ):
-    monkeypatch.setattr("fabric_ladder.cli.check", lambda *_: None)  # which would load the model
+    monkeypatch.setattr("fabric_ladder.cli.check", lambda *_: None)  # the check would load the model
     own = config("model: some.json\nfrom_scratch: true\nlearning_rate: 1e-3") if file == "own.yaml" else []
     model, *options = words.split()
     settings = parse_settings([*own, "--model", model, *options])
@@ -313,12 +313,12 @@ def test_settings_that_apple_silicon_does_not_support_are_refused(mac, args, scr
 
 @pytest.fixture
 def variables(gpu, monkeypatch):
-    """Return the environment variables for CUDA at the first question to the GPU."""
+    """Return the environment variables for CUDA at the first use of the GPU."""
 
     def at_start(*args, release="6.8.0-generic", **environment):
         seen = {}
         for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG"):
-            monkeypatch.setenv(name, "")  # so that its value is restored after the test
+            monkeypatch.setenv(name, "")  # then its value is restored after the test
             monkeypatch.delenv(name)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""The example of CONTRIBUTING.md: a technique is added to a copy of the project, which trains and plans with it."""
+"""The technique of CONTRIBUTING.md's example is added to a copy of the project, which trains and plans with it."""
 
 import json
 import re
@@ -19,7 +19,7 @@ def insert(path, line, before):
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """A copy of the project with the example's technique."""
+    """Copy the project and add the example's technique."""
     folder = tmp_path_factory.mktemp("project")
     for name in ("src", "scripts", "configs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))

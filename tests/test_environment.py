@@ -1,4 +1,4 @@
-"""Other systems: Python on Windows, processes without /proc, other settings of the C library, and the container."""
+"""Python on Windows, processes without /proc, other settings of the C library, and the container."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from support.helpers import FREES_64_MIB, ROOT
 
 from fabric_ladder import environment
 
-# Libraries choose their imports by the system's name, so they are imported before anything is taken away.
+# Libraries choose their imports by the system's name, so they are imported before modules are removed.
 ON_WINDOWS = """
 import importlib, os, pkgutil, signal, sys
 import fabric_ladder

@@ -1,4 +1,4 @@
-"""The house: who may import whom, how long modules and functions are, and the names in the rungs' docstrings."""
+"""The structure of the package: allowed imports, lengths of functions, and the names in the rungs' docstrings."""
 
 import ast
 import re
@@ -25,7 +25,7 @@ def test_rooms_import_only_from_the_rooms_below_them_and_without_cycles():
 
 
 def test_planning_comparing_and_tools_are_imported_by_scripts_and_benchmarks_alone():
-    """The rungs and the dataset module, which are no part of the package, do not either."""
+    """The rungs and the dataset module are not part of the package. They do not import these rooms either."""
     for path in (*RUNGS, ROOT / "local_dataset_utilities.py"):
         names = [node.module or "" for node in ast.walk(parsed(path)) if isinstance(node, ast.ImportFrom)]
         assert not [name for name in names if re.match(r"fabric_ladder\.(planning|comparing|tools)", name)], path

@@ -34,7 +34,7 @@ def read(*words, script=types.MappingProxyType({}), text=""):
 
 
 def refusal(*words, **sources):
-    """Return the one line that refuses a command line or a YAML file."""
+    """Return the one-line error for a command line or a YAML file."""
     with pytest.raises(UserError) as error:
         read(*words, **sources)
     line = str(error.value)
@@ -212,7 +212,7 @@ VALUES = {int: 3, float: 0.25, bool: True, str: "x"}
 
 @pytest.mark.parametrize("name", NEEDING)
 def test_a_setting_without_effect_is_refused_wherever_it_is_set(name):
-    """Except in a YAML file for several rungs, if its name begins with its technique."""
+    """The exception is a YAML file for several rungs, if the setting's name begins with its technique."""
     need, _, wanted = FACTS[name].needs.partition("=")
     assert not is_met(FACTS[name].needs, vars(Settings()))
     value = next(VALUES[kind] for kind in kinds_of(name)[0] if kind in VALUES)
@@ -253,7 +253,7 @@ def test_options_for_several_rungs_reach_those_that_use_them():
     ],
 )
 def test_options_are_read_without_torch_and_lightning(tmp_path, rung, words):
-    """The libraries take seconds to import: here they cannot be found."""
+    """The libraries take seconds to import. In this test they cannot be found."""
     hidden = without_package(tmp_path, "torch")
     process = run_script(SRC / f"{rung}.py", *words.split(), cwd=tmp_path, fresh=True, **hidden)
     helps = words.startswith(("-h", "--help"))

@@ -48,7 +48,7 @@ words = st.sampled_from(
 
 @st.composite
 def spoilt(draw, good):
-    """A valid value with up to three places replaced by anything."""
+    """Draw a valid value and replace up to three places by anything."""
     good = json.loads(json.dumps(good))
     for _ in range(draw(st.sampled_from([0, 1, 1, 1, 2, 3]))):
         here = good
@@ -67,7 +67,7 @@ def spoilt(draw, good):
 
 @st.composite
 def texts_of(draw, good):
-    """The bytes of a valid file, sometimes cut off or with strange bytes, and sometimes only strange bytes."""
+    """Draw a valid file's bytes, sometimes cut off or with strange bytes, or only strange bytes."""
     data = draw(st.binary(max_size=200)) if draw(seldom) else draw(good)
     data = data if isinstance(data, bytes) else json.dumps(data).encode()
     for _ in range(draw(st.integers(1, 2)) if draw(seldom) else 0):
@@ -82,7 +82,7 @@ def texts_of(draw, good):
 
 @st.composite
 def setting_values(draw, name):
-    """Values of a setting: usually valid ones, sometimes anything."""
+    """Draw values of a setting, which are usually valid and sometimes anything."""
     if draw(seldom):
         return draw(scalars)
     kinds, words = kinds_of(name) if name in NAMES else ((), ())
@@ -93,7 +93,7 @@ def setting_values(draw, name):
 
 @st.composite
 def options(draw):
-    """Settings with values, sometimes with another library's name or a random name."""
+    """Draw settings with values, sometimes under another library's name or a random name."""
     names = draw(st.lists(st.sampled_from(NAMES), max_size=4))
     if draw(seldom):
         names.append(draw(st.sampled_from([*ALIASES]) | st.text(max_size=9)))
@@ -112,7 +112,7 @@ def command_lines(draw):
 
 
 def act_on_arguments(args):
-    """Parse them; the output of --print_config must give the same settings."""
+    """Parse arguments. The output of --print_config must give the same settings."""
     try:
         parse_settings([*args, "--check_only"])
     except Checked:
@@ -145,7 +145,7 @@ def act_on_yaml(data):
 
 
 class File(NamedTuple):
-    """A file of data, and settings."""
+    """Draw a data file and settings."""
 
     name: str
     data: bytes
@@ -154,14 +154,14 @@ class File(NamedTuple):
 
 @st.composite
 def some_of(draw, chosen):
-    """Values of up to two settings."""
+    """Draw values of up to two settings."""
     names = draw(st.lists(st.sampled_from([*chosen]), max_size=2)) if draw(st.booleans()) else []
     return {name: draw(chosen[name]) for name in names}
 
 
 @st.composite
 def table_rows(draw):
-    """A table with up to two odd cells."""
+    """Draw a table with up to two odd cells."""
     labels = draw(st.sampled_from([[0, 1], ["no", "yes"], ["0", "1", "unknown"], [1.0, 0.0], [2, 10, 1]]))
     frame = table(30)[: draw(st.sampled_from([30, 12, 30, 3, 1]))].astype(object)
     frame["label"] = pd.Series([labels[index % len(labels)] for index in range(len(frame))], dtype=object)
@@ -192,7 +192,7 @@ def tables(draw):
 
 
 def load(file, **options):
-    """Load a file or folder; no unfinished folder is left in the cache."""
+    """Load a file or folder, and assert that no unfinished folder is left in the cache."""
     try:
         return load_in(Path(), file.name, **options, **file.options)
     finally:
@@ -237,7 +237,7 @@ def act_on_deepspeed(data):
     assert config["train_micro_batch_size_per_gpu"] == 8
 
 
-KNOWN_BAD = {  # inputs that once ended in a traceback or never
+KNOWN_BAD = {  # inputs that once ended in a traceback or ran without end
     "command lines": [
         [*QUICK, option]
         for option in (
@@ -259,7 +259,7 @@ KNOWN_BAD = {  # inputs that once ended in a traceback or never
         )
     ] + [b"null"],
 }  # fmt: skip
-GROUPS = {  # the inputs, and the action on each
+GROUPS = {  # each group has its inputs and its action
     "command lines": (command_lines(), act_on_arguments),
     "YAML files": (yaml_files(), act_on_yaml),
     "tables": (tables(), act_on_table),

@@ -27,7 +27,7 @@ def figures():
     """Measure the ladder in its own process, and the peers in this process."""
     runs = {side: (side, []) for side in peers.SIDES} | {"trainer_best": ("trainer", SWITCHED)}
     environment, threads = dict(os.environ), torch.get_num_threads()
-    torch.set_float32_matmul_precision("medium")  # no side uses this value unless it forgets to set its own
+    torch.set_float32_matmul_precision("medium")  # every side must set its own value instead of this value
     sides = {name: peers.measure(parse_settings(TINY), side, switches) for name, (side, switches) in runs.items()}
     AcceleratorState._reset_state(reset_partial_state=True)
     os.environ.clear()

@@ -152,7 +152,7 @@ def test_an_adapter_on_4_bit_weights_is_loaded_and_merged(trained, tmp_path, mon
     close(logits(onto_whole, "llama"), logits(load_result(result, str(tmp_path / "whole"), quantization="no"), "llama"))
 
 
-def test_the_adapters_file_holds_only_what_was_trained(trained):
+def test_the_adapters_file_has_only_the_trained_weights(trained):
     for more in ({}, {"use_dora": True}):
         folder, model, _ = trained(with_adapter(tiny("bloom"), "bloom", **more), "bloom")
         weights = load_file(folder / "adapter" / "adapter_model.safetensors")
@@ -300,7 +300,7 @@ def test_sharded_and_consolidated_adapters_are_equal(tmp_path):
 
 
 def test_pipelines_load_an_exported_model(tmp_path, monkeypatch):
-    """The exported folder loads in `pipeline` without further arguments, with the names of the classes."""
+    """`pipeline` loads the exported folder without further arguments and has the names of the classes."""
     for number in range(40):
         for name, colour in (("red", (200, number, 0)), ("blue", (0, number, 200))):
             (tmp_path / "colours" / name).mkdir(parents=True, exist_ok=True)

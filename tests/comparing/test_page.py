@@ -1,4 +1,4 @@
-"""The page: its content, and that it loads nothing."""
+"""The content of the page, which loads nothing from outside."""
 
 import re
 from base64 import b64decode

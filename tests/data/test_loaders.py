@@ -133,7 +133,7 @@ def test_a_packed_classifier_gets_the_spans_of_its_samples(tmp_path):
 
 
 def test_on_a_gpu_validation_and_test_are_cut_like_the_training(tmp_path, fabric, monkeypatch):
-    monkeypatch.setattr("fabric_ladder.data.cutting.FULL_PASS", 10**6)  # else so few samples are cut to save padding
+    monkeypatch.setattr("fabric_ladder.data.cutting.FULL_PASS", 10**6)  # otherwise padding is saved
     values = {"batch_size": 400, "micro_batch_size": 400}
     settings = dataclasses.replace(settings_for(tmp_path, **values), eval_batch_tokens=None)
     training, *others = build_dataloaders(fabric, token_datasets(train=400, validation=300, test=300), settings)

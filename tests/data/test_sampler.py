@@ -23,7 +23,7 @@ ITEMS = RNG.integers(1, 9, 1000)
 
 LIMITS = [{"size": 1}, {"size": 4}, {"size": 16}, {"tokens": 1}, {"tokens": 256}, {"tokens": 9999}]
 
-UNPACKED = "c157380d8453d3cbf17275cd552ed849bdd977c5de31f5bae8e63d18ca9bce67"  # of `cut` before packing was added
+UNPACKED = "c157380d8453d3cbf17275cd552ed849bdd977c5de31f5bae8e63d18ca9bce67"  # of `cut` without packing
 
 
 def row_tokens(part):
@@ -68,7 +68,7 @@ def test_a_cut_holds_each_sample_once_in_equally_many_micro_batches(ranks, limit
 
 
 def test_without_packing_a_cut_never_changes(monkeypatch):
-    """Only the removal of padding is newer than the digest, so it is switched off."""
+    """The removal of padding is newer than the digest, so this test switches it off."""
     monkeypatch.setattr("fabric_ladder.data.cutting.FULL_PASS", 10**6)
     rng, seen = np.random.default_rng(0), hashlib.sha256()
     lengths, items = rng.integers(1, 200, 300), rng.integers(1, 9, 300)
@@ -120,7 +120,7 @@ def test_a_row_of_several_samples_is_halved_before_a_filler_is_added():
 
 
 def test_micro_batches_limited_by_tokens_are_cut_further_to_save_padding():
-    """No cut in two may save much. A pass of fewer tokens than `FULL_PASS` costs as much as `FULL_PASS` tokens."""
+    """Cutting a micro-batch in two saves little. A pass costs at least as much as `FULL_PASS` tokens."""
     lengths = np.array([900, 850, 800, 300, 280, 260, 250, 240, 20, 10])
     rows, ones = np.arange(len(lengths)), np.ones(len(lengths), int)
 
@@ -245,7 +245,7 @@ def test_an_evaluation_of_longer_samples_needs_no_more_attention_memory(tmp_path
 
 @pytest.mark.parametrize("limit", [{"micro_batch_size": 16}, {"micro_batch_tokens": 16_384}, {"micro_batch_size": 2}])
 def test_the_heaviest_packed_batch_is_found(tmp_path, limit):
-    """The heaviest batch may have fewer tokens than another: samples longer than half a row fill rows badly."""
+    """The heaviest batch may have fewer tokens than others: samples longer than half a row leave padding."""
     lengths = np.random.default_rng(0).integers(300, 900, 16 * 200)
     settings = settings_for(tmp_path, batch_size=16, packing=True, max_length=1024, **limit)
     plans = EffectiveBatchSampler(lengths, np.ones_like(lengths), settings, 0, 1)

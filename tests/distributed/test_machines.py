@@ -158,7 +158,7 @@ def test_a_restarted_machine_rejoins_the_resumed_run(run, tmp_path, nodes):
 
     processes = [begin(logs[0])]
     try:
-        wait_until(has_store, processes)  # else the second might keep the list of machines
+        wait_until(has_store, processes)  # otherwise the second torchrun might keep the list of machines
         processes.append(begin(logs[1]))
         home = tmp_path / "runs" / "9_ddp" / "1"
         wait_until(lambda: [*home.glob("checkpoints/step-*")], processes)
@@ -184,7 +184,7 @@ def test_a_restarted_machine_rejoins_the_resumed_run(run, tmp_path, nodes):
 
 
 def kill(process):
-    """Kill a process and its children, which have their own sessions."""
+    """Kill a process and its children. The children have their own sessions."""
     if process.poll() is None:
         for each in [*psutil.Process(process.pid).children(recursive=True), process]:
             each.kill()

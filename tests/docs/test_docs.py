@@ -30,7 +30,7 @@ RUNG_OPTIONS = ("run_ladder.py", "plan_memory.py")  # scripts that also take the
 KNOWN = {*FACTS, "config", "print_config", "help"}
 OTHERS = set(
     "nproc-per-node nnodes max-restarts rdzv-backend rdzv-endpoint signal logdir strict".split()
-)  # of launchers
+)  # options of launchers
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`]+)`")
 
@@ -109,7 +109,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if DOCS not in page.parents], ids=page_id)
-def test_links_lead_somewhere(page):  # mkdocs checks those of docs/
+def test_links_lead_somewhere(page):  # mkdocs checks the links of docs/
     text = INLINE.sub("", without_code(page))
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         path, _, anchor = target.partition("#")
@@ -122,7 +122,7 @@ def test_links_lead_somewhere(page):  # mkdocs checks those of docs/
 
 
 def find_file(path: str) -> Path | None:
-    """Return the file or folder of this name: of the project, or of the package."""
+    """Return the file or folder with this name in the project or in the package."""
     return next((home / path for home in (ROOT, ROOT / "src" / "fabric_ladder") if (home / path).exists()), None)
 
 
@@ -162,7 +162,7 @@ def options(path: Path) -> set[str]:
 
 
 def check_settings(words: list[str], whole: list[str]) -> None:
-    """Check that rungs accept these names and values; a reader replaces `…`."""
+    """Check that rungs accept these names and values. `…` stands for the reader's value."""
     words = [word for word in words if word not in ("…", "--help")]
     try:
         config = read_words(words).get("config")
@@ -182,7 +182,7 @@ def check_command(words: list[str]) -> None:
         path = choose_rungs([rest.pop(0)])[0] if name == "run" else SCRIPTS / f"{COMMANDS[name]}.py"
         words = ["python", str(path.relative_to(ROOT)), *rest]
     place = next((index for index, word in enumerate(words) if word.endswith(".py") and "/" in word), None)
-    if place is None or "<" in words[place]:  # a module of another project, or any rung
+    if place is None or "<" in words[place]:  # a module of another project, or a placeholder for a rung
         return
     script, rest = ROOT / words[place], words[place + 1 :]
     assert script.is_file(), words

@@ -20,14 +20,14 @@ VALUES = {"list": "[]", "null": "null", "number": "5", "empty": "", "cut": '{"a'
 
 @pytest.fixture(scope="module")
 def datasets(tmp_path_factory):
-    """Texts with a tokenizer trained on them."""
+    """Return texts and a tokenizer trained on them."""
     home = tmp_path_factory.mktemp("data")
     return load_in(home, write_table(table(), home / "texts.csv"), model=str(MODELS / "llama-tiny.json"))
 
 
 @pytest.fixture(scope="module")
 def whole(datasets, tmp_path_factory):
-    """A model's folder with its tokenizer."""
+    """Save a model with its tokenizer and return the folder."""
     folder = tmp_path_factory.mktemp("model") / "whole"
     config = AutoConfig.from_pretrained(MODELS / "llama-tiny.json")
     AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
@@ -42,7 +42,7 @@ def make(settings, datasets):
 
 
 def refusal(path, datasets):
-    """The one line that refuses to make a model of a config file."""
+    """Return the one-line error for a config file."""
     settings = Settings(model=str(path), from_scratch=True, max_length=8)
     with pytest.raises(UserError) as caught:
         make(settings, datasets)

@@ -16,7 +16,7 @@ from fabric_ladder.models.kernels import attention_kernels, use_kernels
 from fabric_ladder.runs.process import prepare_process
 
 GPUS = {"T4": (7, 5), "A100": (8, 0), "L4": (8, 9), "H100": (9, 0), "B200": (10, 0), "RTX_5090": (12, 0)}
-CUDNN = 92000  # of PyTorch 2.13's wheels
+CUDNN = 92000  # the version in PyTorch 2.13's wheels
 ALL = ("cuDNN", "flash", "memory-efficient", "math")
 IMAGES = {"task": "image-classification", "dataset": "images", "model": "vit"}
 
@@ -59,10 +59,10 @@ def test_cudnn_is_switched_on_and_off():
 
 
 class Pretended(CPUAccelerator):
-    """A GPU that has only a name."""
+    """A fake GPU that has only a name."""
 
     def setup_device(self, device):
-        """Nothing is to be set up."""
+        """Set up nothing."""
 
 
 def start_on_h100(tmp_path, monkeypatch, **values):

@@ -33,7 +33,7 @@ def test_there_is_a_notebook_for_each_plain_script_and_no_other():
 
 
 @every_script
-def test_is_valid_small_and_names_no_place(script):
+def test_a_notebook_is_valid_and_small_and_names_no_local_path(script):
     path = NOTEBOOKS / f"{script.stem}.ipynb"
     text = path.read_text(encoding="utf-8")
     nbformat.validate(stored(script))
@@ -42,7 +42,7 @@ def test_is_valid_small_and_names_no_place(script):
 
 
 @every_script
-def test_holds_the_lines_of_its_script(script):
+def test_a_notebook_has_the_lines_of_its_script(script):
     text = script.read_text(encoding="utf-8")
     lines = text.splitlines()[ast.parse(text).body[0].end_lineno :]
     main = lines.index('if __name__ == "__main__":')
@@ -54,7 +54,7 @@ def test_holds_the_lines_of_its_script(script):
 
 
 @every_script
-def test_is_up_to_date(script):
+def test_a_notebook_is_up_to_date(script):
     """`make notebooks` brings it up to date; building it again keeps the outputs."""
     built = nbformat.writes(BUILD["notebook_of"](script.stem)) + "\n"
     assert built == (NOTEBOOKS / f"{script.stem}.ipynb").read_text(encoding="utf-8")
@@ -74,7 +74,7 @@ def test_each_code_cell_is_explained_and_only_its_packages_are_installed(script)
 
 
 @every_script
-def test_stores_the_losses_a_picture_and_a_classified_text(script):
+def test_a_notebook_stores_losses_a_picture_and_a_classified_text(script):
     outputs = [output for cell in stored(script).cells for output in cell.get("outputs", [])]
     assert outputs[0].text  # of the idea
     if script.stem.startswith("12_"):
@@ -98,7 +98,7 @@ def small(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["4_mixed_precision", "9_ddp", "15_packing"])
-def test_runs_in_a_kernel(name, small, tmp_path, monkeypatch):
+def test_a_notebook_runs_in_a_kernel(name, small, tmp_path, monkeypatch):
     for variable in ("HF_HOME", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"):
         monkeypatch.setenv(variable, "1")  # restored after the test
     shutil.copytree(small, tmp_path, dirs_exist_ok=True)

@@ -18,11 +18,11 @@ from fabric_ladder.rungs import RUNGS, parent
 PLAIN = SRC / "plain"
 NAMES = [rung.stem for rung in RUNGS]
 WIDE = (10, 11, 12, 13, 14, 15, 17, 19)  # techniques that need up to 25 lines, the others 15
-TRAIN, TEST = 58, 21  # rows; the last effective batch has 10
+TRAIN, TEST = 58, 21  # the number of rows; the last effective batch has 10
 CONSTANTS = {"MAX_LENGTH": 64, "EPOCHS": 2, "LEARNING_RATE": 3e-3, "PRINT_EVERY": 16}
 LINE = re.compile(r"Samples (\d+)/.*Loss: ([\d.]+)")
 ONE_BY_ONE = ("--micro_batch_size", "1")
-EAGER = ("--attention", "eager")  # transformers' own attention, which the plain scripts use
+EAGER = ("--attention", "eager")  # the plain scripts use transformers' own attention
 # the rung's options, the plain script's constants, and the largest difference between two printed losses
 CASES = {
     1: ((*EAGER,), {}, 0),
@@ -39,7 +39,7 @@ CASES = {
     13: ((*EAGER, *ONE_BY_ONE, "--lora_dropout", "0", "--lora_targets", "query_key_value"), {"DROPOUT": 0.0}, 0),
     # the rung's 4-bit layers round differently on a CPU
     14: ((*EAGER, *ONE_BY_ONE, "--lora_dropout", "0", "--lora_targets", "query_key_value"), {"DROPOUT": 0.0}, 2e-3),
-    15: ((*ONE_BY_ONE,), {}, 5e-3),  # the rung packs rows with a kernel of its own, and rounds differently in 16 bits
+    15: ((*ONE_BY_ONE,), {}, 5e-3),  # the rung has its own kernel for packed rows, which rounds differently in 16 bits
     16: ((*EAGER, *ONE_BY_ONE), {}, 0),
     17: ((*EAGER,), {}, 0),
     18: ((*EAGER, *ONE_BY_ONE), {}, 0),
@@ -61,7 +61,7 @@ def code(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_is_short_and_marks_its_new_lines(name):
+def test_a_plain_script_is_short_and_marks_its_new_lines(name):
     text = (PLAIN / f"{name}.py").read_text(encoding="utf-8")
     lines = text.splitlines()
     assert len(lines) <= 100
@@ -73,7 +73,7 @@ def test_is_short_and_marks_its_new_lines(name):
 
 
 @pytest.mark.parametrize("rung", [rung for rung in RUNGS if parent(rung)], ids=lambda rung: rung.stem)
-def test_differs_from_its_parent_by_the_technique(rung):
+def test_a_plain_script_differs_from_its_parent_by_the_technique(rung):
     before = parent(rung).stem
     assert f"Builds on {before}.py" in (PLAIN / rung.name).read_text(encoding="utf-8")
     matcher = difflib.SequenceMatcher(None, code(before), code(rung.stem), autojunk=False)
@@ -90,7 +90,7 @@ def test_differs_from_its_parent_by_the_technique(rung):
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """A folder with train.csv and test.csv, and a small pretrained BLOOM without dropout in `model`."""
+    """Write train.csv and test.csv, and save a small pretrained BLOOM without dropout in `model`."""
     folder = tmp_path_factory.mktemp("plain")
     reviews = pd.DataFrame(dict(zip(("text", "label"), synthetic_reviews(TRAIN + TEST, seed=1), strict=True)))
     reviews[:TRAIN].to_csv(folder / "train.csv", index=False)
@@ -104,7 +104,7 @@ def folder(tmp_path_factory):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", pad_token="<pad>")
     tokenizer.save_pretrained(folder / "model")
     torch.manual_seed(0)
-    # as wide as a block of 4 bits: narrower weights cannot be packed where a CPU computes in bfloat16
+    # a CPU that computes in bfloat16 cannot pack weights narrower than a block of 4 bits
     sizes = {"hidden_size": 64, "n_layer": 2, "n_head": 2, "vocab_size": len(tokenizer)}
     config = BloomConfig(**sizes, pad_token_id=tokenizer.pad_token_id, initializer_range=0.1)
     BloomForSequenceClassification(config).save_pretrained(folder / "model")
@@ -142,7 +142,7 @@ SLOW = (3, 9, 10, 11)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if number(name) in SLOW else []) for name in NAMES]
 )
-def test_prints_the_losses_of_its_rung(name, folder):
+def test_a_plain_script_prints_the_losses_of_its_rung(name, folder):
     if number(name) not in CASES:
         pytest.skip("DeepSpeed needs a CUDA GPU")
     options, constants, bound = CASES[number(name)]

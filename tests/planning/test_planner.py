@@ -129,7 +129,7 @@ def test_the_recommended_plan_fits_costs_no_accuracy_if_possible_and_is_the_fast
     assert recommend([plan, costly, faster]) == {"all weights": faster}
     assert recommend([costly, plan._replace(fits=False), plan._replace(emulated=True)]) == {"all weights": costly}
     assert recommend([plan, plan._replace(command="a later rung")]) == {"all weights": plan}
-    frozen = plan._replace(counts=whole._replace(trained=4), speed=0.9)  # by adapters or another technique
+    frozen = plan._replace(counts=whole._replace(trained=4), speed=0.9)  # as with adapters
     assert list(recommend([frozen, plan]).items()) == [("all weights", plan), ("some of the weights", frozen)]
 
 
@@ -163,7 +163,7 @@ def test_4_bit_weights_take_the_bytes_of_the_formula(tmp_path):
     pytest.importorskip("bitsandbytes")
     (plan, _) = plans_of(["14_qlora"], [*bloom(tmp_path)[:2], "--model", str(MODELS / "llama-tiny.json")], length=64)
     held = {}
-    unquantised = 0  # bytes in 32 bits that Fabric halves
+    unquantised = 0  # bytes of 32-bit weights, which Fabric converts to 16 bits
     for parameter in build_model(plan.candidate.settings, blank_datasets(2)).parameters():
         state = getattr(parameter, "quant_state", None)
         constants = [] if state is None else [state.absmax, *([state.state2.absmax] if state.nested else [])]
@@ -251,7 +251,7 @@ def test_the_answer_comes_first_in_three_lines_and_every_figure_on_demand(tmp_pa
     text = " ".join(out.split())
     assert "effective batch 16 · samples of 200 tokens · 1 x 1 GB" in text
     assert "Faster: 5_low_precision, micro-batch 16, speed 0.76; it costs 13 points of accuracy" in text
-    assert "--devices" not in text, "no line about rungs that were not asked for"
+    assert "--devices" not in text, "no line about other rungs"
     record = json.loads((tmp_path / "p.json").read_text())
     rungs = ["2_grad_accum", "5_low_precision", "7_grad_checkpointing"]
     assert [row["rung"] for row in record["plans"]] == rungs
@@ -262,7 +262,7 @@ def test_the_answer_comes_first_in_three_lines_and_every_figure_on_demand(tmp_pa
     assert run == f"Run    {chosen['command']}"
     assert [line.split()[0] for line in rest if re.match(r"\d_", line)] == rungs
     words = [*chosen["command"].split()[2:], "--accelerator", "cpu", "--check_only", "true"]
-    assert run_script(SRC / "2_grad_accum.py", *words, cwd=tmp_path).returncode == 0, "the command is not one"
+    assert run_script(SRC / "2_grad_accum.py", *words, cwd=tmp_path).returncode == 0, "the printed command must run"
 
 
 def test_the_script_names_the_remedies_if_nothing_fits(tmp_path):
@@ -274,7 +274,7 @@ def test_the_script_names_the_remedies_if_nothing_fits(tmp_path):
 
 
 def test_a_micro_batch_that_differs_from_the_config_is_in_the_command(tmp_path):
-    """It equals the script's default, but the config would override that."""
+    """The size equals the script's default, but the config has another size and would override it."""
     config = (ROOT / "configs" / "imdb_bloom_560m.yaml").read_text()
     (tmp_path / "own.yaml").write_text(f"{config}\nmicro_batch_size: 4\n")
     options = ["--config", str(tmp_path / "own.yaml"), *bloom(tmp_path)[2:]]
@@ -283,7 +283,7 @@ def test_a_micro_batch_that_differs_from_the_config_is_in_the_command(tmp_path):
 
 
 def test_without_the_data_a_plan_is_for_the_longest_possible_sample(tmp_path):
-    """The planner downloads nothing: IMDb's archive would be written into `data`."""
+    """The planner downloads nothing. A download would write IMDb's archive into `data`."""
     options = [*bloom(tmp_path), "--max_length", "96", "--rungs", "4,5", "--gpu", "t4"]
     out = " ".join(finished(plan(tmp_path, *options, FABRIC_LADDER_DATA="data")).split())
     assert "IMDb is not in data, and a plan downloads no data: it is for --max_length 96" in out

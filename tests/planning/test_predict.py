@@ -1,4 +1,4 @@
-"""The predicted peak memory: against real tensors under PyTorch's own tracker, and against arithmetic."""
+"""The predicted peak memory, compared with real tensors under PyTorch's own tracker and with arithmetic."""
 
 import json
 from dataclasses import replace
@@ -18,7 +18,7 @@ from fabric_ladder.techniques.qlora import NF4_BYTES
 BERT = {"model_type": "bert", "vocab_size": 1024, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "intermediate_size": 128, "hidden_dropout_prob": 0.0}  # fmt: skip
 PACKED = {"packing": True, "max_length": 256, "micro_batch_size": 2}
-COMBINATIONS = [  # of settings that no rung has
+COMBINATIONS = [  # settings that no rung combines
     ("bloom", {"max_grad_norm": 1.0}),
     ("vit", {"precision": "bf16-true", "optimizer": "adafactor"}),
     ("bloom", {"attention": "eager", "precision": "bf16-mixed"}),
@@ -36,12 +36,12 @@ LEFT_OUT = {  # rungs whose prediction a process without a GPU cannot compare wi
     "3_torch_compile", "10_fsdp", "11_fsdp_cpu_offload", "12_deepspeed_zero", "14_qlora",
     "18_low_bit_optimizer",  # the formula leaves out small tensors, which are most of a small model
     "19_optimizer_offload", "20_activation_offload",  # on a CPU, the device's memory is CPU memory
-    "22_float8",  # emulated
+    "22_float8",  # a CPU emulates it
 }  # fmt: skip
 ON_A_CPU = [rung.stem for rung in RUNGS if rung.stem not in LEFT_OUT]
 
 
-@pytest.mark.filterwarnings("ignore:Module is None")  # of PyTorch's tracker
+@pytest.mark.filterwarnings("ignore:Module is None")  # a warning of PyTorch's tracker
 @pytest.mark.parametrize(("family", "values"), COMBINATIONS, ids=str)
 def test_the_prediction_agrees_with_real_tensors(tmp_path, family, values):
     settings, training, _ = case(tmp_path, family, **values)
@@ -137,7 +137,7 @@ def test_bytes_per_parameter(tmp_path, precision, optimizer, weights, gradients,
     count, peak = count_weights(settings), predict_peak(settings, training)
     assert peak.parameters == weights * count
     assert peak.gradients == gradients * count
-    assert peak.optimizer_state == pytest.approx(state * count, rel=0.01, abs=1)  # and a count of steps each
+    assert peak.optimizer_state == pytest.approx(state * count, rel=0.01, abs=1)  # and the step counts
     assert peak.total == peak.parameters + peak.gradients + peak.optimizer_state + peak.activations + peak.other
     assert peak.total == sum(count * storage.bytes for count, storage in peak.tensors)
 
@@ -159,7 +159,7 @@ def test_the_first_micro_batch_finds_no_gradients_yet(tmp_path):
     settings, training, _ = case(tmp_path, "bloom", micro_batch_size=4)
     assert len(training) == 2
     alone, both = predict_peak(settings, training[:1]), predict_peak(settings, training)
-    assert both.total > alone.total, "gradients beside all activations"
+    assert both.total > alone.total, "at the second peak gradients and all activations exist together"
     short = training[1]._replace(inputs={name: each[:1] for name, each in training[1].inputs.items()})
     assert predict_peak(settings, [training[0], short]).total == alone.total
 
@@ -175,7 +175,7 @@ def test_recomputing_and_smaller_micro_batches_save_activations(tmp_path):
     peaks = {name: predict_peak(*case(tmp_path, "vit", **values)[:2]) for name, values in options.items()}
     assert peaks["recomputed"].activations < 0.6 * peaks["whole"].activations
     assert peaks["cut"].activations == pytest.approx(peaks["whole"].activations / 4, rel=0.05)
-    assert peaks["whole"].gradients < 0.01 * peaks["whole"].parameters, "highest when the backward pass begins"
+    assert peaks["whole"].gradients < 0.01 * peaks["whole"].parameters, "the peak is at the start of the backward pass"
 
 
 def test_attention_by_sdpa_keeps_no_matrix_of_tokens_by_tokens(tmp_path):
@@ -212,7 +212,7 @@ def test_ranks_share_the_shards(tmp_path):
     on_four = replace(settings, devices=4)
     alone, shared = (predict_peak(each, training[:1]) for each in (settings, on_four))
     assert alone.optimizer_state == pytest.approx(8 * count, rel=0.01)
-    assert shared.optimizer_state == pytest.approx(2 * count, rel=0.15)  # tensors with one row are not shared
+    assert shared.optimizer_state == pytest.approx(2 * count, rel=0.15)  # tensors with one row are not sharded
     assert not dist.is_initialized()
     parked = predict_peak(replace(on_four, offload=True), training[:1])
     assert parked.optimizer_state == 0
@@ -234,7 +234,7 @@ def test_formulas_add_the_memory_that_cannot_be_rehearsed(tmp_path):
 
     count = count_weights(case(tmp_path, "bloom")[0])
     plain, lean = predicted(), predicted(optimizer="sgd")
-    assert predicted(compile=True) == plain, "compiled, it keeps at most as much"
+    assert predicted(compile=True) == plain, "a compiled model needs at most as much"
     assert predicted(optimizer="adam-8bit") == lean._replace(optimizer_state=round(2 * count * (1 + 4 / 256)))
     kahan = predicted(optimizer="adam-8bit", kahan_summation=True)
     assert kahan.optimizer_state == round(2 * count * (1 + 4 / 256)) + 2 * count
@@ -242,7 +242,7 @@ def test_formulas_add_the_memory_that_cannot_be_rehearsed(tmp_path):
     assert on_host == lean._replace(host=10 * count), "weights, two moments, compensations and gradients, of 2 bytes"
     offloaded = predicted(precision="bf16-mixed", strategy="deepspeed", deepspeed="zero2_offload")
     assert (offloaded.gradients, offloaded.optimizer_state, offloaded.host) == (0, 0, 1.5 * 16 * count)
-    assert 2 * count < offloaded.parameters < 6 * count, "and the gradient of the largest layer, twice"
+    assert 2 * count < offloaded.parameters < 6 * count, "the weights and two copies of the largest layer's gradient"
     assert offloaded.activations == lean.activations
     zero2 = {"strategy": "deepspeed", "deepspeed": "zero2"}
     shared = predicted(precision="bf16-mixed", devices=2, optimizer="adam-8bit", **zero2)
@@ -253,7 +253,7 @@ def test_formulas_add_the_memory_that_cannot_be_rehearsed(tmp_path):
         linear = (whole.parameters - in_4_bits.parameters) / ({"bf16-true": 2, "32-true": 4}[precision] - NF4_BYTES)
         held.add(round(linear))
         assert in_4_bits.activations == whole.activations
-    assert len(held) == 1, "the same layers, whatever they were before"
+    assert len(held) == 1, "the same layers are quantized in either precision"
 
 
 def test_largest_batches_are_cut_as_the_loader_cuts_them(tmp_path):
@@ -281,7 +281,7 @@ def test_largest_batches_are_cut_as_the_loader_cuts_them(tmp_path):
 @pytest.mark.filterwarnings("ignore:Module is None")
 @pytest.mark.parametrize("name", ["qwen3-8b", "llama-3.1-8b"])
 def test_the_prediction_agrees_with_real_tensors_for_two_narrow_layers_of_the_models_of_docs_memory(tmp_path, name):
-    """The layers have an eighth of the width: a CPU without bfloat16 takes ten minutes for whole layers."""
+    """The layers have an eighth of the width, because a CPU without bfloat16 takes ten minutes for whole layers."""
     config = json.loads((MODELS / f"{name}.json").read_text()) | {"num_hidden_layers": 2, "vocab_size": 8192}
     config |= {size: config[size] // 8 for size in ("hidden_size", "intermediate_size", "num_attention_heads")}
     config["num_key_value_heads"] //= 8

@@ -38,7 +38,7 @@ def test_the_prediction_agrees_with_real_tensors(tmp_path, family, precision):
 
 @pytest.mark.parametrize(("precision", "size"), [("32-true", 4), ("bf16-true", 2)])
 def test_the_inputs_of_all_blocks_but_two_leave_the_device(tmp_path, precision, size):
-    """One of the two is in use, the other in transfer. With two micro-batches all gradients exist at the peak."""
+    """One input is in use, the other in transfer. With two micro-batches all gradients exist at the peak."""
     values = {"precision": precision, "micro_batch_size": 4}
     peaks = {rung: predict_peak(*deep_case(tmp_path, "vit", rung, **values)) for rung in TECHNIQUES}
     each = 4 * PATCHES * VIT["hidden_size"] * size

@@ -1,4 +1,4 @@
-"""Every technique that is a setting, with every rung, on a tiny model: docs/combinations.md lists refusals and reasons.
+"""Every technique that is a setting runs with every rung, or docs/combinations.md lists the refusal and its reason.
 
 `make combinations` tries all pairs and writes the page. The slow test tries every third pair. The quick test tries all
 refused pairs and every 19th other pair, which covers all techniques and rungs, without compiling.
@@ -64,12 +64,12 @@ work; the reasons are below. `make combinations` tries every cell and writes thi
 third cell, and `make test` every refusal and every 19th other cell.
 
 """
-Pair = tuple[str, str]  # technique and rung
+Pair = tuple[str, str]  # pairs of technique and rung
 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """A folder of dark and light images."""
+    """Write a folder of dark and light images."""
     folder = tmp_path_factory.mktemp("images")
     for index in range(30):
         path = folder / ("dark", "light")[index % 2] / f"{index}.png"
@@ -130,9 +130,9 @@ def test_every_refusal_and_a_sample_of_the_others_agree_with_the_page(images):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_technique_runs_with_a_rung_or_is_refused_with_a_reason(images):
-    """One process runs all compiled pairs, since it compiles a model only once."""
+    """One process runs all compiled pairs, because it compiles a model only once."""
     writing = bool(os.environ.get("FABRIC_LADDER_WRITE_TABLE"))
-    tried = ALL_PAIRS if writing else ALL_PAIRS[::3]  # 22 rungs: another third of them for each technique
+    tried = ALL_PAIRS if writing else ALL_PAIRS[::3]  # there are 22 rungs, so each technique gets another third of them
     compiled = [pair for pair in tried if is_compiled(pair)]
     others = [pair for pair in tried if pair not in compiled]
     with ThreadPoolExecutor(2) as pool:

@@ -1,4 +1,4 @@
-"""Every rung as a user runs it: a real process on the quickstart, cut short."""
+"""Run every rung as a user does, in a real process on a short quickstart."""
 
 import csv
 import difflib
@@ -17,7 +17,7 @@ from fabric_ladder.data.sampler import EffectiveBatchSampler
 
 NAMES = [path.stem for path in RUNGS]
 ON_CPU = [name for name in NAMES if name != "12_deepspeed_zero"]  # Fabric starts DeepSpeed on CUDA GPUs only
-QUICK = [name for name in ON_CPU if name != "3_torch_compile"]  # compiling takes a minute
+QUICK = [name for name in ON_CPU if name != "3_torch_compile"]  # compilation takes a minute
 EACH = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in ON_CPU]
 NUMBER = r"\d+(\.\d+)?"
 LINES = [
@@ -64,7 +64,7 @@ def runs(tmp_path_factory):
 
 
 def test_the_list_of_rungs_is_whole():
-    """The tests below walk NAMES: it must be every file that the ladder's glob finds, and the README's table."""
+    """NAMES, which the tests below use, must equal the files that the ladder's glob finds and the README's table."""
     assert (
         sorted((path.stem for path in SRC.iterdir() if path.name[0].isdigit()), key=lambda n: int(n.split("_")[0]))
         == NAMES
@@ -106,7 +106,7 @@ def record_of(runs, name):
 
 
 def test_every_rung_trains_on_the_same_samples_in_the_same_effective_batches(runs, tmp_path):
-    """`samples_hash` is of the rows of every effective batch, in order, as the train loop got them."""
+    """`samples_hash` is the hash of all effective batches' rows, in the order of the train loop."""
     batches = list(EffectiveBatchSampler(np.ones(96, int), np.ones(96, int), settings_for(tmp_path), 0, 1))
     expected = ""
     for batch in batches:
@@ -120,7 +120,7 @@ def test_every_rung_trains_on_the_same_samples_in_the_same_effective_batches(run
 
 
 def test_the_first_losses_are_equal_or_near_in_every_rung(runs):
-    """The first effective batch of 16 has nearly the same loss in low precision too."""
+    """In low precision the first effective batch of 16 has nearly the same loss."""
     first = {name: float(re.search(r"Loss: ([\d.]+)", finished(runs(name)[0]))[1]) for name in QUICK}
     for name in QUICK[2:]:
         assert first[name] == pytest.approx(first["2_grad_accum"], rel=0.02), name
@@ -132,7 +132,7 @@ def losses(runs, name):
 
 
 def test_exact_techniques_change_no_bit(runs):
-    """Recomputed activations, and sharding on one device, with CPU offload or not."""
+    """The techniques are recomputation, and sharding on one device with and without CPU offload."""
     assert losses(runs, "7_grad_checkpointing") == losses(runs, "5_low_precision")
     assert losses(runs, "11_fsdp_cpu_offload") == losses(runs, "10_fsdp")
     assert losses(runs, "9_ddp") == losses(runs, "4_mixed_precision")
@@ -143,12 +143,12 @@ def test_compiled_and_eager_agree_and_lengths_share_their_graphs(runs):
     assert losses(runs, "3_torch_compile") == pytest.approx(losses(runs, "2_grad_accum"), abs=1e-4)
     results = record_of(runs, "3_torch_compile")["results"]
     assert results["samples_hash"] == record_of(runs, "2_grad_accum")["results"]["samples_hash"]
-    assert results["compiled_graphs"] <= 4, "one graph forward, one backward, one or two for evaluation"
+    assert results["compiled_graphs"] <= 4, "one forward graph, one backward graph, one or two evaluation graphs"
     assert 0 < results["compile_seconds"] < results["elapsed_seconds"]
 
 
 def code_lines(path):
-    """Lines without the docstring, blank lines and the comments that mark what is new."""
+    """Return the lines without the docstring, blank lines and `# NEW` comments."""
     lines = path.read_text().split('"""', 2)[2].splitlines()
     return [re.sub("  # NEW.*", "", line) for line in lines if line.strip()]
 
@@ -169,7 +169,7 @@ def test_a_rung_is_short_and_near_its_parent(path):
 
 
 def test_weights_made_on_the_device_are_those_of_the_checkpoint(tmp_path):
-    """Pretrained weights: the same losses as rung 5's, bit by bit. Checkpoint: half precision, of another rung."""
+    """The losses equal rung 5's bit by bit. The checkpoint is another rung's, in half precision."""
     small = [*SMALL, "--micro_batch_size", 4]
     finished(run_script(SRC / "2_grad_accum.py", *small, "--save", "consolidated", cwd=tmp_path))
     model = tmp_path / "runs" / "2_grad_accum" / "1" / "model"
@@ -201,7 +201,7 @@ def test_two_runs_get_two_folders_and_a_second_start_tokenizes_nothing(tmp_path,
 
 
 def test_the_quickstart_touches_no_network(tmp_path):
-    """In a network namespace without any interface."""
+    """The run is in a network namespace without interfaces."""
     unshare = shutil.which("unshare")
     if not unshare or subprocess.run([unshare, "-n", "true"], capture_output=True, check=False).returncode:
         pytest.skip("needs the right to make a network namespace (unshare -n)")

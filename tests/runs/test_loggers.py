@@ -1,4 +1,4 @@
-"""Live curves: the figures of metrics.csv, against the samples seen."""
+"""Trackers get the figures of metrics.csv, plotted against the samples seen."""
 
 import csv
 import importlib.util
@@ -47,7 +47,7 @@ def read_tensorboard(folder):
 
 
 def read_trackio(folder):
-    """The newest run in the database that `TRACKIO_DIR` names, from its documented tables."""
+    """Return the newest run of the database in `TRACKIO_DIR`, from its documented tables."""
     drawn = {}
     with closing(sqlite3.connect(folder.parents[2] / "trackio" / "fabric-ladder.db")) as database:
         name = f"{folder.parent.name}/{folder.name}"
@@ -74,7 +74,7 @@ def read_mlflow(folder):
 
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory):
-    """The folder and the printed lines of a run with all trackers that need no account."""
+    """Return the folder and the printed lines of a run with all trackers that need no account."""
     for package in TRACKERS:
         skip_without(package)
     cwd = tmp_path_factory.mktemp("tracked")
@@ -85,7 +85,7 @@ def tracked(tmp_path_factory):
 
 
 @pytest.mark.parametrize("tracker", TRACKERS)
-def test_a_tracker_draws_what_the_csv_file_has(tracked, tracker):
+def test_a_tracker_draws_the_figures_of_the_csv_file(tracked, tracker):
     folder, stdout = tracked
     assert (folder / "log.txt").read_text(encoding="utf-8") == stdout
     drawn = {"tensorboard": read_tensorboard, "trackio": read_trackio, "mlflow": read_mlflow}[tracker](folder)
@@ -99,9 +99,9 @@ def test_a_tracker_draws_what_the_csv_file_has(tracked, tracker):
 
 @pytest.mark.parametrize("tracker", ["tensorboard", "trackio"])
 def test_a_run_that_goes_on_is_drawn_from_its_checkpoint(tmp_path, monkeypatch, tracker):
-    """Points after the checkpoint are gone; trackers with a database have the whole curve in a new run."""
+    """Trackers drop the points after the checkpoint. Trackers with a database have the whole curve in a new run."""
     skip_without(tracker)
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # which is read as the package is imported
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # the package reads it when it is imported
     folder = tmp_path / "runs" / "rung" / "1"
     settings = settings_for(tmp_path, logger=tracker)
     before = RunLog(folder, settings)
@@ -135,7 +135,7 @@ def test_an_unknown_or_missing_logger_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_tracker_that_cannot_start_prints_one_line_and_leaves_nothing(tmp_path, monkeypatch, fabric):
-    """Weights & Biases without a login."""
+    """Weights & Biases has no login here."""
     pytest.importorskip("wandb", reason="needs wandb")
     for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
         monkeypatch.delenv(name, raising=False)
@@ -148,7 +148,7 @@ def test_a_tracker_that_cannot_start_prints_one_line_and_leaves_nothing(tmp_path
 
 
 class Broken:
-    """A tracker whose service is gone."""
+    """A tracker whose service has stopped."""
 
     def log_metrics(self, values, step):
         raise ConnectionResetError("the service is gone")

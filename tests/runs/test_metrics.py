@@ -1,4 +1,4 @@
-"""The confusion matrix: counted on the device, kept in run.json, with a printed macro-F1 where it matters."""
+"""The confusion matrix is counted on the device and kept in run.json. Macro-F1 is printed where it matters."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The predicted peak memory of a run: printed before it, compared after it, and cached."""
+"""The predicted peak memory is printed before a run, compared after it, and cached."""
 
 import json
 import shutil
@@ -51,7 +51,7 @@ def test_a_prediction_is_printed_recorded_and_kept(runs):
     assert any(line.startswith("Predicted peak: 0.0") and line.endswith("of tensors on a GPU") for line in lines)
     assert any(line.startswith("Memory predicted: 0.0") for line in lines)
     assert len(kept) == 1
-    assert still == kept, "predicted anew"
+    assert still == kept, "the second run predicts again"
     assert [line for line in later if line.startswith("Predicted")] == [
         line for line in lines if line.startswith("Predicted")
     ]
@@ -85,12 +85,12 @@ def test_the_largest_cut_that_fits_is_chosen(tmp_path):
     cuts = cuts_of(settings, 16, 8, 4, 1)
     totals = [predict_peak(settings, training[0], evaluations).total for _, training, evaluations in cuts]
     assert totals == sorted(totals, reverse=True)
-    exact = ASSUMED.needed(predict_peak(settings, cuts[1][1][0], cuts[1][2])) - ASSUMED.context  # which exists by then
+    exact = ASSUMED.needed(predict_peak(settings, cuts[1][1][0], cuts[1][2])) - ASSUMED.context  # it exists then
     for room, chosen in ((10**12, 0), (None, 0), (exact, 1), (exact - 1, 2), (0, 3)):
         found = _answer(settings, cuts, 2, "some GPU", (8, 0), room)
         assert (found["micro_batch_tokens"], found["total"]) == (cuts[chosen][0], totals[chosen])
     alone = _answer(settings, [(None, *cuts[0][1:])], 2, "some GPU", (8, 0), 0)
-    assert "micro_batch_tokens" not in alone, "nothing to choose from"
+    assert "micro_batch_tokens" not in alone, "there is no other cut"
     zero = replace(settings, strategy="deepspeed", deepspeed="zero2", precision="32-true")
     assert "16-bit weights only" in _answer(zero, cuts, 2, "some GPU", (8, 0), None)["problem"]
 

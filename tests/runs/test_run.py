@@ -20,7 +20,7 @@ from fabric_ladder.techniques.advice import explain
     [(40, None, 4800, 3), (400, None, 4800, 10), (400, None, 16, 25), (400, 100, 4800, 4), (400, 4800, 4800, 1)],
 )
 def test_the_number_of_printed_losses(tmp_path, monkeypatch, samples, given, most, lines):
-    """A loss for every tenth of an epoch or for every `LOG_EVERY` samples, and always after the last batch of 16."""
+    """A run prints a loss every tenth of an epoch or every `LOG_EVERY` samples, and after the last batch of 16."""
     monkeypatch.setattr("fabric_ladder.runs.run.LOG_EVERY", most)
     run, _ = run_training(tmp_path, datasets=token_datasets(train=samples), log_every=given)
     assert len(losses(run)) == lines

@@ -5,7 +5,7 @@ from support.helpers import ROOT, run_script
 
 HEAVY = ("torch", "lightning", "transformers", "datasets", "pandas", "matplotlib")
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
-FORWARDING = ("plan_memory", "run_ladder")  # they pass unknown options to the rungs
+FORWARDING = ("plan_memory", "run_ladder")  # these scripts pass unknown options to the rungs
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)

@@ -1,4 +1,4 @@
-"""The whole ladder by one command: rungs that are left out or fail, and finished runs that are not repeated."""
+"""One command runs the whole ladder. Some rungs are skipped or fail, and finished runs are not repeated."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def test_the_ladder_names_skipped_rungs_continues_after_a_failure_and_compares(t
 
 @pytest.mark.slow
 def test_a_ladder_that_was_killed_repeats_no_finished_run(tmp_path):
-    """Killed with its rung in the second of four runs; then once more when all is done."""
+    """Kill the ladder in the second of four runs, start it again, and once more when all runs are finished."""
     arguments = ["--rungs", "1,2", "--seeds", "2", "--runs_dir", "ladder", *FEW]
     command = [sys.executable, str(SCRIPT), *arguments]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, start_new_session=True)

@@ -1,4 +1,4 @@
-"""What tests of several rooms share."""
+"""Helpers for the tests of several rooms."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""What the blog's scripts do with `local_dataset_utilities`, line by line, and what comes of it.
+"""The lines of the blog's scripts that use `local_dataset_utilities`, and a summary of the resulting data.
 
-python blog_script.py TOKENIZER, with the module beside it and nothing else of this project.
+python blog_script.py TOKENIZER, with the module in the same folder and nothing else of this project.
 """
 
 import os

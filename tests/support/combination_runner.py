@@ -21,7 +21,7 @@ from fabric_ladder.techniques.advice import explain
 from support.helpers import MODELS
 
 SMALL = "--train_samples 8 --validation_samples 4 --test_samples 4 --batch_size 4 --micro_batch_size 2".split()
-MODEL = json.loads((MODELS / "llama-tiny.json").read_text()) | {"num_hidden_layers": 1}  # less to be compiled
+MODEL = json.loads((MODELS / "llama-tiny.json").read_text()) | {"num_hidden_layers": 1}  # there is less to compile
 
 
 def attempt(script: str, settings: list[str]) -> str | None:
@@ -30,7 +30,7 @@ def attempt(script: str, settings: list[str]) -> str | None:
         model = Path(runs) / "model.json"
         model.write_text(json.dumps(MODEL))
         cut = not {"--pack_rows", "--step_in_backward"} & {*settings} and not Path(script).stem.startswith("17_")
-        small = SMALL if cut else SMALL[:-2]  # the others set their own micro-batch
+        small = SMALL if cut else SMALL[:-2]  # the other rungs set their own micro-batch
         sys.argv = [script, *small, "--model", str(model), "--max_length", "32", *settings, "--runs_dir", runs]
         stdout = io.StringIO()
         try:

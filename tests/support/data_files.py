@@ -18,7 +18,7 @@ from support.helpers import MODELS
 SPLITS = ("train", "validation", "test")
 BLOOM, LLAMA, VIT = (str(MODELS / f"{name}.json") for name in ("bloom-quickstart", "llama-tiny", "vit-small"))
 PETS = ("cat", "dog", "eel")
-KINDS = ("trained", "wordpiece", "unigram")  # of tokenizers
+KINDS = ("trained", "wordpiece", "unigram")  # kinds of tokenizers
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -37,23 +37,23 @@ ODD = [  # texts that a reader of tables may take for something else
 
 
 def load_in(folder, dataset, **values):
-    """Load what lies in a folder, with a cache below it."""
+    """Load a data set from a folder, with the cache in the same folder."""
     folders = {"cache_dir": str(folder / "cache"), "data_dir": str(folder)}
     return load_datasets(DataSettings(dataset=str(dataset), **(folders | values)))
 
 
 def files_of(folder):
-    """Every file and folder with its inode and its time of change."""
+    """Return the inode and the time of change of every file and folder."""
     return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in sorted(folder.rglob("*"))}
 
 
 def cached(folder, name="tokenised"):
-    """The folders that a cache keeps."""
+    """Return the folders in a cache."""
     return [path for path in (folder / "cache" / name).glob("*") if path.suffix != ".lock"]
 
 
 def assert_mapped(datasets, folder):
-    """All splits are mapped from files of the cache."""
+    """Assert that all splits are mapped from files of the cache."""
     mapped = [file["filename"] for split in SPLITS for file in datasets.splits[split].cache_files]
     assert len(mapped) >= 3
     assert all(name.startswith(str(folder / "cache")) for name in mapped)
@@ -65,7 +65,7 @@ def assert_mapped(datasets, folder):
 
 
 def table(rows=60, start=0):
-    """Texts that are all different, and labels 0 and 1."""
+    """Return different texts with the labels 0 and 1."""
     texts = ODD[: max(0, len(ODD) - start)]
     texts += [f"review {start + index}: {'good' if index % 2 else 'bad'}" for index in range(rows - len(texts))]
     return pd.DataFrame({"text": texts, "label": [index % 2 for index in range(rows)]})
@@ -87,7 +87,7 @@ WRITERS = {
 
 
 def write_table(frame, path):
-    """Write a table in the form that the name says."""
+    """Write a table in the format of the file name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     name = path.name if path.name in WRITERS else f"texts{''.join(path.suffixes).lower()}"
     WRITERS[name](frame, path)
@@ -108,7 +108,7 @@ def texts_of(datasets, split):
 
 
 def noise(number, size=(32, 32)):
-    """Pixels (height, width, 3) that no other number gives."""
+    """Return random pixels (height, width, 3), different for each number."""
     return np.random.default_rng(number).integers(0, 256, (*size, 3), np.uint8)
 
 
@@ -119,7 +119,7 @@ def save_image(path, pixels, **options):
 
 
 def write_images(folder, counts, start=0, size=(32, 32)):
-    """Write so many PNGs into each class's folder; return the bytes of their pixels with their classes."""
+    """Write N PNGs into each class's folder; return the bytes of their pixels with their classes."""
     written = Counter()
     for label, count in counts.items():
         for _ in range(count):
@@ -134,13 +134,13 @@ def write_pets(folder, each=10):
 
 
 def stored(datasets, split):
-    """The bytes of a split's pixels with their classes."""
+    """Return the bytes of a split's pixels with their classes."""
     part = datasets.splits[split][:]
     return Counter(zip(part["image"], (datasets.class_names[label] for label in part["labels"]), strict=True))
 
 
 def packed(folder, target, prefix=""):
-    """Pack a folder's files in an order of their own, as other programs do."""
+    """Pack a folder's files in random order, because other programs do not sort them."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     np.random.default_rng(0).shuffle(files)
     names = {path: prefix + path.relative_to(folder.parent).as_posix() for path in files}
@@ -163,7 +163,7 @@ def packed(folder, target, prefix=""):
 
 
 def rows(count=40):
-    """Instructions that are all different; every other one has an input."""
+    """Return different instructions; every other instruction has an input."""
     return [
         {
             "instruction": f"Say in one word what number {index} {'really ' * (index % 7)}is.",
@@ -175,7 +175,7 @@ def rows(count=40):
 
 
 def chats(count=30):
-    """Chats of one or two answers; every third begins with the system's message."""
+    """Return chats with one or two answers; every third chat begins with a system message."""
     made = []
     for index in range(count):
         messages = [{"role": "system", "content": "Be brief."}] if index % 3 == 0 else []
@@ -187,7 +187,7 @@ def chats(count=30):
 
 
 def write_rows(content, path):
-    """Write rows in the form that the name says, or a text as it is."""
+    """Write rows in the format of the file name, or write a text unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -205,7 +205,7 @@ def write_rows(content, path):
 
 
 def load_instructions(folder, dataset, **values):
-    """Load rows, or a file of a folder, with a cache below it."""
+    """Load rows, or a file of a folder, with the cache in the same folder."""
     if isinstance(dataset, list):
         dataset = write_rows(dataset, folder / "rows.jsonl")
     return load_in(folder, dataset, **({"task": "instruction-tuning", "model": LLAMA} | values))
@@ -226,7 +226,7 @@ def unigram(texts):
 
 
 def samples_of(datasets):
-    """All samples by their tokens, once it is checked that their columns agree."""
+    """Return the labels of all samples by their tokens, and assert that the columns agree."""
     found = {}
     for split in SPLITS:
         for sample in datasets.splits[split]:

@@ -1,4 +1,4 @@
-"""DeepSpeed configurations of Hugging Face's guide to DeepSpeed with the Trainer, "auto" wherever it says so."""
+"""DeepSpeed configurations of Hugging Face's guide to DeepSpeed with the Trainer, with its "auto" values."""
 
 ADAMW = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
 WARMUP = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}

@@ -1,6 +1,6 @@
-"""Rung 12 itself on CPU processes, which `test_deepspeed.py` runs; takes the rung's arguments.
+"""Run rung 12 on CPU processes for `test_deepspeed.py`, with the rung's arguments.
 
-DeepSpeed can do without GPUs (its gloo backend); what is replaced here is Fabric's insistence on them.
+DeepSpeed works without GPUs (by its gloo backend), but Fabric requires GPUs. This script replaces Fabric's check.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ def check_deepspeed(settings):
 
 
 def save_both(fabric, layout, *rest):
-    """Save in both layouts: each run takes half a minute."""
+    """Save in both layouts, because a second run would take half a minute."""
     checkpoint.save(fabric, "consolidated", *rest)
     return checkpoint.save(fabric, layout, *rest)
 
@@ -48,6 +48,6 @@ if __name__ == "__main__":
     sharding.check_deepspeed = check_deepspeed
     deepspeed.LadderDeepSpeedStrategy = OnCPU
     fabric_deepspeed._validate_device_index_selection = lambda devices: None
-    # a faster reduction for CPUs, which would have to be compiled
+    # DeepSpeed would have to compile its faster reduction for CPUs
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     exec((SRC / "12_deepspeed_zero.py").read_text())

@@ -12,7 +12,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def read(folder):
-    """Losses and learning rates of all steps, and the results in run.json."""
+    """Return the losses and learning rates of all steps, and the results in run.json."""
     with open(folder / "metrics.csv", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["loss"]]
     losses, rates = ([float(row[name]) for row in rows] for name in ("loss", "learning_rate"))

@@ -36,7 +36,7 @@ def tiny(kind, **values):
 
 
 def with_adapter(model, kind, **more):
-    """Put an adapter on a model, as PEFT does by itself."""
+    """Add an adapter to a model, as PEFT does without this project."""
     kind, causal = kind.removesuffix("-lm"), kind.endswith("-lm")
     task = "CAUSAL_LM" if causal else None if kind == "vit" else "SEQ_CLS"
     heads = None if causal else HEADS[kind]
@@ -48,5 +48,5 @@ def with_adapter(model, kind, **more):
 def run_here(monkeypatch, script, *arguments):
     """Run a script in this process, which saves the time to import the libraries."""
     monkeypatch.setattr(sys, "argv", [str(script), *map(str, arguments)])
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which the script sets
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # the script changes this setting
     runpy.run_path(str(script), run_name="__main__")

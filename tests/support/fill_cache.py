@@ -1,4 +1,4 @@
-"""Wait until the file `go` is there, then load texts.csv, and print what came of it.
+"""Wait until the file `go` exists, then load texts.csv, and print the result.
 
 python fill_cache.py READY MODEL: writes the file READY before it waits.
 """

@@ -1,6 +1,6 @@
 """Start a script without importing torch, Lightning and transformers again: fork a process that has them already.
 
-The imports take 4 to 7 seconds of a core, most runs in these tests half a second. Python's fork server
+The imports take 4 to 7 seconds on one core. Most runs in these tests take half a second. Python's fork server
 (`multiprocessing`) forks. Each fork has its own pipes, arguments, folder and environment. It runs the script as
 `__main__` and ends as Python ends. `run` returns None if a fork could differ from a fresh process.
 """
@@ -35,10 +35,10 @@ HARMLESS += ("HF_HUB_OFFLINE", "http_proxy", "https_proxy", "no_proxy", "HTTP_PR
 HARMLESS += ("HF_HOME", "CUDA_VISIBLE_DEVICES")  # the first is empty for all scripts; only CPUs are used
 HARMLESS += ("TORCHINDUCTOR_CACHE_DIR",)  # scripts that compile are not forked
 HARMLESS += ("KMP_", "_MLFLOW_")  # set by imports of scikit-learn and DeepSpeed in the tests' process
-HARMLESS += ("SLURM_",)  # except the rank: Lightning's import compares it with 0
+HARMLESS += ("SLURM_",)  # except the rank: Lightning compares it with 0 when it is imported
 # torch.compile starts processes and threads when it is imported, and DeepSpeed compiles. The doctor sets its own path.
 FRESH = ("3_torch_compile.py", "doctor.py", "deepspeed_script.py")
-FOLDERS = (ROOT / "src", ROOT / "scripts", ROOT / "tests" / "support")  # others may bring modules of their own
+FOLDERS = (ROOT / "src", ROOT / "scripts", ROOT / "tests" / "support")  # other folders may have their own modules
 MODULES = [module.name for module in pkgutil.walk_packages(fabric_ladder.__path__, "fabric_ladder.")]
 MODULES += [
     f"transformers.models.{name}.modeling_{name}" for name in ("bert", "bloom", "gpt2", "llama", "qwen3", "vit")
@@ -54,7 +54,7 @@ def run(script, arguments, cwd, environment, timeout) -> subprocess.CompletedPro
     """Run a script to its end in a forked process, or return None if it must be started fresh.
 
     Args:
-        environment: All of it.
+        environment: All variables of the process.
 
     Raises:
         subprocess.TimeoutExpired: The process and its children have been killed.
@@ -84,7 +84,7 @@ def _read_by_imports(environment: dict[str, str]) -> dict[str, str]:
 
 @cache
 def _server_environment() -> dict[str, str]:
-    """Return the environment of the server: that of the tests when the first script is run."""
+    """Return the environment of the server, which is the tests' environment when the first script runs."""
     return dict(os.environ)
 
 
@@ -126,7 +126,7 @@ def _fresh_path() -> list[str]:
 
 def _become_main(command: list[str], cwd: str, environment: dict[str, str], path: list[str], pipes: tuple) -> None:
     """Make this fork like a fresh process after its imports, run the script, and end as Python ends."""
-    gc.freeze()  # the collector would write into all shared pages, and so copy them
+    gc.freeze()  # the collector would write into all shared pages and thereby copy them
     os.setpgid(0, 0)
     for number, pipe in enumerate(pipes, start=1):
         os.dup2(pipe.fileno(), number)

@@ -18,7 +18,7 @@ def in_fork(action: Callable[[], object], folder: Path) -> str:
     """Return the result of an action in a fork with this working folder: `RUNS`, or the printed error.
 
     Raises:
-        AssertionError: It ends by an error with a traceback, by a signal, or too late.
+        AssertionError: The fork ends with a traceback, by a signal, or too late.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -53,5 +53,5 @@ def _run(action: Callable[[], object], folder: Path, writer: int) -> None:
             sys.excepthook(type(error), error, error.__traceback__)
         except SystemExit as end:
             code = end.code
-    os.write(writer, printed.getvalue().encode(errors="backslashreplace")[-(2**15) :])  # less than a pipe holds
+    os.write(writer, printed.getvalue().encode(errors="backslashreplace")[-(2**15) :])  # a pipe holds more bytes
     os._exit(code)

@@ -65,7 +65,7 @@ class Tokenizer:
 
 
 def token_datasets(train=40, validation=11, test=13, classes=2, per_token=False, seed=0):
-    """Random tokens of very unequal lengths, in the form that `load_datasets` returns."""
+    """Return samples of random tokens with very different lengths, as `load_datasets` does."""
     rng = np.random.default_rng(seed)
 
     def split(size):
@@ -104,7 +104,7 @@ def tiny_model(kind="bloom", dropout=0.0, seed=0, classes=2):
 
 
 def settings_for(tmp_path, **values):
-    """Settings as `parse_settings` returns them, for a run in this process."""
+    """Return settings as `parse_settings` does, for a run in this process."""
     defaults = {"batch_size": 16, "accelerator": "cpu", "name": "test", "log_every": 1, "eval_batch_tokens": 1024}
     defaults |= {"matmul_precision": "highest", "runs_dir": str(tmp_path / "runs")}
     return resolve(Settings(**(defaults | values)), given=values)
@@ -114,7 +114,7 @@ def run_script(path, *args, cwd, timeout=400, fresh=False, **environment):
     """Run a Python file as a user does, and return the finished process with its stdout and stderr.
 
     Args:
-        fresh: Start a new Python, not a fork, since the start itself is tested.
+        fresh: Start a new Python instead of a fork, because the test checks the start.
     """
     arguments, environment = list(map(str, args)), os.environ | {k: str(v) for k, v in environment.items()}
     process = None if fresh else fork_server.run(path, arguments, cwd, environment, timeout)
@@ -153,7 +153,7 @@ def finished(process):
 
 
 def relative_error(first, second):
-    """Largest relative distance, by norm, between two lists of tensors."""
+    """Return the largest relative distance, by norm, between two lists of tensors."""
     return max(
         (torch.linalg.vector_norm(a - b) / torch.linalg.vector_norm(a).clamp_min(1e-30)).item()
         for a, b in zip(first, second, strict=True)
@@ -162,7 +162,7 @@ def relative_error(first, second):
 
 @contextlib.contextmanager
 def file_system(place, kilobytes):
-    """Make the folder `place` a file system of its own, of this size."""
+    """Mount a separate file system of this size on the folder `place`."""
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", place]
     if subprocess.run(mount, capture_output=True).returncode:

@@ -1,6 +1,6 @@
-"""Print by how many bytes a process grows as it loads many.parquet, and by how many as it loads it three times more.
+"""Print the growth of the process in bytes when it loads many.parquet, and when it loads it three more times.
 
-python loading_memory.py MODEL, where few.parquet lies beside it, which is loaded first of all.
+python loading_memory.py MODEL, where few.parquet, in the same folder, is loaded first.
 """
 
 import sys
@@ -14,7 +14,7 @@ from local_dataset_utilities import load_datasets
 
 
 def held():
-    """Return the bytes that are the process's own, mapped files left out."""
+    """Return the bytes of the process without mapped files."""
     return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) * 1024
 
 

@@ -23,7 +23,7 @@ def packing_error(config: PretrainedConfig, task: str, longest: int) -> float:
 
     Raises:
         UserError: Layers attend to fewer tokens than rows have.
-        Exception: Of any class: the twin cannot be made or run.
+        Exception: The twin cannot be made or run. The class of the error depends on the model.
     """
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
@@ -39,7 +39,7 @@ def _twin(config: PretrainedConfig, task: str, longest: int) -> nn.Module:
     """Return a model with random weights and few layers, heads and tokens."""
     config.return_dict = True
     if task != "instruction-tuning":
-        config.num_labels = 2  # a config may ask for a regression
+        config.num_labels = 2  # a config may be for a regression
     inner = config.get_text_config(decoder=True)
     inner.vocab_size, inner.pad_token_id, inner.use_cache = VOCABULARY, 0, False
     # these sizes make billions of weights in a mixture of experts and in Gemma's embedding for each layer

@@ -17,7 +17,7 @@ seen, forks = [], []
 
 
 def look_for_gpus(*_):
-    """What initialises CUDA's driver."""
+    """Stands for a call that initializes CUDA's driver."""
     found = [] if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else GPUS
     seen.extend(found)
     return found

@@ -46,7 +46,7 @@ def count_weights(settings):
 
 
 class Unmoved:
-    """An input that needs no memory before it is moved to the device."""
+    """Holds an input that needs no memory before it is moved to the device."""
 
     def __init__(self, tensor):
         self.tensor = tensor
@@ -80,7 +80,7 @@ def measured_peak(settings, micro_batches):
 
     def step():
         for micro_batch in micro_batches:
-            tracker.reset_mod_stats()  # or it refuses a second pass
+            tracker.reset_mod_stats()  # otherwise it refuses a second pass
             accumulate_gradients(fabric, model, [real(micro_batch)], Meter(fabric), optimizer=optimizer)
         if settings.max_grad_norm:
             fabric.clip_gradients(model, optimizer, max_norm=settings.max_grad_norm)

@@ -1,4 +1,4 @@
-"""Runs as they stand in their folders, and comparing them as the script does."""
+"""Write the folders of runs, and compare them as the script does."""
 
 import contextlib
 import dataclasses
@@ -22,7 +22,7 @@ HARDWARE = {"device": "cuda", "processor": "AMD EPYC", "cores": 16, "threads": 8
 
 
 def record(name="2_grad_accum", accuracy=0.9, minutes=2.0, memory=8e9, **settings):
-    """run.json as `Run` writes it."""
+    """Return the content of a run.json as `Run` writes it."""
     values = {**dataclasses.asdict(settings_for(Path("/x"))), "micro_batch_size": 1, "accelerator": "cuda"}
     values |= {"name": name, "model": "bigscience/bloom-560m", "seed": 123} | settings
     values.pop("notices")

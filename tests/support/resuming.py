@@ -1,4 +1,4 @@
-"""Runs in this process that are stopped and go on, and what must be the same at their end, bit by bit."""
+"""Stop and resume runs in this process, and compare their results bit by bit."""
 
 import contextlib
 import csv
@@ -21,7 +21,7 @@ SIZES += ["--threads", "1"]
 
 
 class Does(io.StringIO):
-    """Does something, once, as soon as a text is printed; nothing without a text."""
+    """Calls an action once, as soon as a text is printed, or never without a text."""
 
     def __init__(self, text, action):
         super().__init__()
@@ -60,7 +60,7 @@ def run_here(name, cwd, *arguments, at=None, action=terminate, names=None):
 
 
 def tensors_of(checkpoint):
-    """All tensors of the model and the optimizer."""
+    """Return all tensors of the model and the optimizer."""
     saved = read_index(checkpoint / "state").state_dict_metadata
     tensors = {name: torch.zeros(item.size, dtype=item.properties.dtype) for name, item in saved.items()}
     read_tensors(tensors, checkpoint / "state", alone=True)
@@ -72,7 +72,7 @@ def checkpoints(folder):
 
 
 def lines_of(folder):
-    """The log without the times and the memory, which differ from run to run."""
+    """Return the log without times and memory, which differ between runs."""
     lines = (folder / "log.txt").read_text(encoding="utf-8").splitlines()
     return [line for line in lines if not re.match("Time elapsed|Throughput|Memory|Host memory", line)]
 
@@ -87,7 +87,7 @@ def rows_of(folder):
 
 
 def assert_same(folder, undisturbed):
-    """Weights, optimizer, printed lines and figures are the same, bit by bit."""
+    """Assert that weights, optimizer, printed lines and figures are equal bit by bit."""
     mine, theirs = tensors_of(checkpoints(folder)[-1]), tensors_of(checkpoints(undisturbed)[-1])
     assert mine.keys() == theirs.keys()
     assert any(name.startswith("model.") for name in mine)
@@ -98,7 +98,7 @@ def assert_same(folder, undisturbed):
     records = [json.loads((each / "run.json").read_text()) for each in (folder, undisturbed)]
     assert records[0]["status"] == "finished"
     assert records[0]["results"]["samples_hash"] == records[1]["results"]["samples_hash"]
-    assert not [*folder.rglob(".*")], "nothing half-written, no lock"
+    assert not [*folder.rglob(".*")], "no half-written file and no lock is left"
 
 
 class Evil:

@@ -1,6 +1,6 @@
-"""A rung whose process is short of memory from the start of training on, or has a poisoned token.
+"""Run a rung with little memory from the start of training, or with a poisoned token.
 
-Arguments: the MB that are left (0: all), the word `poison` or `healthy`, the rung, and its own arguments.
+Arguments: the MB of free memory (0: no limit), the word `poison` or `healthy`, the rung, and the rung's arguments.
 """
 
 import resource
@@ -18,7 +18,7 @@ PAGE = resource.getpagesize()
 
 
 def little_room(room):
-    import_module("torch._dynamo")  # as the first optimizer step would
+    import_module("torch._dynamo")  # the first optimizer step would do the same
     held = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
     resource.setrlimit(resource.RLIMIT_AS, (held + room * 2**20, resource.RLIM_INFINITY))
 
@@ -29,7 +29,7 @@ def spoil(training, prediction):
     if condition == "poison":
         print("Poisoned", poison(training), flush=True)
     real(training, prediction)
-    if training.run.settings.ranks > 1:  # the stacks of gloo's threads, and DDP's new buckets, would count too
+    if training.run.settings.ranks > 1:  # otherwise the stacks of gloo's threads and DDP's new buckets would count
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 

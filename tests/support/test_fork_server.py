@@ -44,7 +44,7 @@ ENDS = {
 
 
 def both(script, *arguments, cwd, environment):
-    """Run a script by the server, and by Python."""
+    """Run a script in the server and in a new Python."""
     command = [str(script), *arguments]
     options = {"cwd": cwd, "env": environment, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
     fresh = subprocess.run([sys.executable, *command], **options, check=False)
@@ -71,7 +71,7 @@ def test_a_fork_ends_as_a_fresh_process_ends(tmp_path, end):
     (tmp_path / "end.py").write_text(ENDS[end])
     forked, fresh = both(tmp_path / "end.py", cwd=tmp_path, environment=ENVIRONMENT)
     assert (forked.returncode, forked.stdout) == (fresh.returncode, fresh.stdout)
-    assert forked.stderr.splitlines()[-1:] == fresh.stderr.splitlines()[-1:]  # a traceback begins further out
+    assert forked.stderr.splitlines()[-1:] == fresh.stderr.splitlines()[-1:]  # a fork's traceback has more frames
     assert ("Traceback" in forked.stderr) == ("Traceback" in fresh.stderr)
 
 

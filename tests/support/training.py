@@ -1,4 +1,4 @@
-"""Training in this process, and rungs whose process is short of memory or has a poisoned token."""
+"""Train in this process, and run rungs with little memory or with a poisoned token."""
 
 import csv
 import json
@@ -84,7 +84,7 @@ def losses(run):
 
 
 def poison(training):
-    """Make the embedding of a token infinite that only one sample has; return the sample's row."""
+    """Make the embedding of a token infinite. Only one sample has this token; return its row."""
     rows = training.train_loader.dataset.split["input_ids"][:]
     tokens = np.concatenate([np.unique(row) for row in rows])
     token = int(np.flatnonzero(np.bincount(tokens) == 1)[0])

@@ -1,6 +1,6 @@
-"""A watched rank that waits in a collective that never ends; the patience of its watch is five seconds.
+"""A rank that waits in a collective that never ends. Its watch waits five seconds.
 
-Arguments: its number, the number of ranks, the port of rank 0. The watch is imported alone, without the package.
+Arguments: the rank, the number of ranks, the port of rank 0. Only the watch is imported, not the package.
 """
 
 import sys
@@ -22,10 +22,10 @@ if __name__ == "__main__":
     watch.meet()
     print("met", flush=True)
     if rank == 1:
-        sleep(600)  # the collective of the others has to wait for it
+        sleep(600)  # the other ranks' collective waits for this rank
     try:
         dist.barrier()
     except RuntimeError as error:
         if not module.lost_contact(error):
             raise
-        watch.join()  # it ends this process
+        watch.join()  # the watch ends this process

@@ -13,7 +13,7 @@ lay = {}
 def note(optimizer, *_):
     weights = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     moments = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    moments = [value for value in moments if value.ndim]  # a count of steps may lie anywhere
+    moments = [value for value in moments if value.ndim]  # a count of steps may be on any device
     for name, tensors in (("parameters", weights), ("optimizer", moments)):
         lay[name] = "+".join(sorted({tensor.device.type for tensor in tensors}))
 

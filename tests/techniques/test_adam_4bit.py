@@ -98,7 +98,7 @@ def test_weights_in_64_bit_lose_nothing(tmp_path):
 
 
 def test_values_with_a_gradient_of_0_stay(tmp_path):
-    """Rows of an embedding whose tokens do not occur, alone in a block or not."""
+    """Rows of tokens that do not occur keep their values, alone in a block or not."""
     weight, gradients = random_steps(128, 64)
     for gradient in gradients:
         gradient[5] = gradient[20:60] = 0
@@ -145,7 +145,7 @@ def test_predicted_bytes_of_a_weight(tmp_path):
     in_4_bits = sum(size for size in sizes if size >= 4096 and size % 128 == 0)
     assert in_4_bits > 0.9 * sum(sizes)
     peak = predict_peak(settings, training)
-    assert peak.optimizer_state == 1.0625 * in_4_bits + 8 * (sum(sizes) - in_4_bits) + 4 * len(sizes)  # and steps
+    assert peak.optimizer_state == 1.0625 * in_4_bits + 8 * (sum(sizes) - in_4_bits) + 4 * len(sizes)  # step counts
     on_host, _, _ = case(tmp_path, "bloom", optimizer="adam-4bit", precision="bf16-true", optimizer_offload=True)
     peak = predict_peak(on_host, training)
     assert peak.optimizer_state == 0

@@ -15,7 +15,7 @@ from fabric_ladder.distributed import watch
 from fabric_ladder.places import PACKAGE
 from fabric_ladder.techniques.advice import explain, less_memory, show_errors
 
-NEXT = r"Next to try: --activation_checkpointing true, which [^;]*; python src/"  # and then this rung
+NEXT = r"Next to try: --activation_checkpointing true, which [^;]*; python src/"  # the rung follows
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ def datasets(names=("bad", "good"), size=64):
 
 @pytest.fixture
 def half_checkpoint(tmp_path):
-    """A folder with a BLOOM in float16, as the Hub's bloom-560m is."""
+    """Save a BLOOM in float16, the dtype of the Hub's bloom-560m."""
     tiny_model("bloom").half().save_pretrained(tmp_path / "half")
     return str(tmp_path / "half")
 
@@ -25,7 +25,7 @@ def half_checkpoint(tmp_path):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_half_precision_checkpoint_trains_in_32_bit(tmp_path, half_checkpoint, precision):
     assert AutoModelForSequenceClassification.from_pretrained(half_checkpoint).dtype == torch.float16, (
-        "the trap is gone"
+        "transformers no longer has this trap"
     )
     model = build_model(settings_for(tmp_path, model=half_checkpoint, precision=precision), datasets())
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
@@ -34,7 +34,7 @@ def test_a_half_precision_checkpoint_trains_in_32_bit(tmp_path, half_checkpoint,
 
 
 def test_every_precision_starts_from_the_same_weights(tmp_path, half_checkpoint):
-    """The new head too: drawn in 32-bit, then rounded."""
+    """The new head is also drawn in 32-bit and then rounded."""
     tiny_model("bloom", classes=5).save_pretrained(tmp_path / "five")
     heads = []
     for precision in ("32-true", "bf16-true"):
@@ -101,7 +101,7 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
 
 
 def test_half_precision_does_not_detune_rotary_positions(tmp_path):
-    """In bfloat16 a frequency is off by up to 0.4 %: a whole turn after a thousand tokens (`fabric.setup` converts)."""
+    """In bfloat16 a frequency has an error of up to 0.4 %, a whole turn after a thousand tokens."""
     settings = settings_for(tmp_path, model=str(MODELS / "llama-tiny.json"), from_scratch=True, precision="bf16-true")
     model = build_model(settings, datasets(size=1024))
     exact = model.model.rotary_emb.inv_freq.clone()

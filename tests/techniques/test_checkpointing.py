@@ -181,7 +181,7 @@ def test_offloaded_inputs_come_back_unchanged():
         if number:
             assert offload._move.kept() is kept[number - 1], "its copy has started"
     assert offload._move is None
-    assert torch.equal(offload.unpack(kept[1]), expected[1]), "again, as with retain_graph"
+    assert torch.equal(offload.unpack(kept[1]), expected[1]), "a second pass, as with retain_graph"
 
 
 def test_no_tensor_outlives_the_backward_pass():

@@ -54,7 +54,7 @@ def whole(inputs, targets):
 
 
 def gradients(loss, inputs):
-    return torch.autograd.grad(loss * 3.0, inputs)  # as a micro-batch's weight multiplies it
+    return torch.autograd.grad(loss * 3.0, inputs)  # a micro-batch's weight multiplies the loss
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -72,7 +72,7 @@ def test_the_loss_and_its_gradients_equal_the_whole_loss(chunk, bias):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_in_16_bit_the_loss_is_as_near_to_32_bit_as_the_whole_loss(dtype, autocast):
-    """Errors are those of the number format; a second rounding of the gradient may cost half as much again."""
+    """Errors are the rounding errors of the number format. A second rounding of the gradient may add half of that."""
     exact, targets = tensors()
     reference = gradients(whole(exact, targets)[0], exact)
     inputs = exact if autocast else [tensor.detach().to(dtype).requires_grad_() for tensor in exact]
@@ -87,13 +87,13 @@ def test_in_16_bit_the_loss_is_as_near_to_32_bit_as_the_whole_loss(dtype, autoca
 
 
 def test_gradients_of_a_long_batch_do_not_underflow_in_float16():
-    """A mean over 4,096 tokens has gradients below float16's smallest number; only a sum's survive unscaled."""
+    """The mean over 4,096 tokens has gradients below float16's smallest number. The sum's gradients are larger."""
     torch.manual_seed(0)
     hidden = torch.randn(4096, WIDTH, dtype=torch.float16, requires_grad=True)
     weight = torch.randn(WORDS, WIDTH).mul_(0.02).half()
     targets = torch.randint(WORDS, (4096,))
     loss, _ = chunked_loss(hidden, weight, None, targets, 256)
-    (loss * 2.0**14).backward()  # as a GradScaler does
+    (loss * 2.0**14).backward()  # a GradScaler does the same
     reference = hidden.detach().float().requires_grad_()
     (cross_entropy(linear(reference, weight.float()), targets) * 2.0**14).backward()
     error = torch.linalg.vector_norm(hidden.grad.float() - reference.grad) / torch.linalg.vector_norm(reference.grad)

@@ -16,7 +16,7 @@ from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.compile import compile_blocks
 from fabric_ladder.techniques.fused_attention import fuse_attention
 
-CUTS = {  # graphs of training, for one row and for several, and of evaluation; recomputing breaks training's in two
+CUTS = {  # graphs: training's for one row, for several rows, and evaluation's; recomputation splits training's
     "by tokens": ("bloom", {"micro_batch_tokens": 64}, 3),
     "one by one": ("llama", {"micro_batch_size": 1}, 2),
     "in fours": ("bert", {"micro_batch_size": 4}, 2),
@@ -24,7 +24,7 @@ CUTS = {  # graphs of training, for one row and for several, and of evaluation; 
     "recomputed": ("llama", {"micro_batch_size": 4, "activation_checkpointing": True}, 3),
     "instructions": ("llama-lm", {"micro_batch_tokens": 64, "task": "instruction-tuning"}, 3),
 }
-SLOW = ("by tokens", "one by one", "in fours")  # the other cases cover most of these
+SLOW = ("by tokens", "one by one", "in fours")  # the other cases cover most of their graphs
 
 
 def compiled_run(tmp_path, monkeypatch, kind, compiled=True, **values):
@@ -59,7 +59,7 @@ def test_nothing_is_compiled_after_the_first_step(tmp_path, monkeypatch, name):
     """Two epochs have different lengths, with padding and without, and a last batch of eight samples."""
     kind, values, expected = CUTS[name]
     graphs, losses = compiled_run(tmp_path, monkeypatch, kind, **values)
-    assert graphs == [expected] * 6, "one for each kind of micro-batch and any number of layers"
+    assert graphs == [expected] * 6, "there is one graph for each kind of micro-batch, for any number of layers"
     _, plain = compiled_run(tmp_path, monkeypatch, kind, compiled=False, **values)
     assert losses == pytest.approx(plain, abs=1e-5)
 
@@ -95,7 +95,7 @@ def test_lengths_are_rounded_up_for_the_compiler_unless_the_user_says_otherwise(
     assert multiple() == 1
     assert multiple(compile=True) == 16
     assert multiple(compile=True, pad_to_multiple_of=1) == 1
-    assert multiple(compile=True, max_length=77) == 1, "80 may be beyond a model's positions"
+    assert multiple(compile=True, max_length=77) == 1, "a model may have fewer than 80 positions"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Embedding gradients added row by row: the bits of PyTorch's own sum, without a tensor as large as the table."""
+"""Embedding gradients by rows equal PyTorch's sum bit by bit, and make no tensor as large as the table."""
 
 from contextlib import nullcontext
 
@@ -86,12 +86,12 @@ def test_compiled_tables_are_left_to_pytorch():
     model.compile(backend=compiled)
     assert torch.equal(passes(model, BATCHES, True), passes(table(), BATCHES, adding=False))
     passes(model, BATCHES, adding=False)
-    assert compiled.frame_count == 1, "one graph, whether there is a gradient already or not"
+    assert compiled.frame_count == 1, "one graph, with or without an earlier gradient"
 
 
 @pytest.mark.parametrize(
     ("kind", "tolerance"),
-    [("bloom", 0), ("bert", 0), ("gpt2-lm", 1e-6)],  # GPT-2's head has the same table: three sums in any order
+    [("bloom", 0), ("bert", 0), ("gpt2-lm", 1e-6)],  # GPT-2's head shares the table: three terms, in any order
 )
 def test_a_models_gradient_is_the_same(tmp_path, kind, tolerance):
     settings = settings_for(tmp_path, micro_batch_size=1)

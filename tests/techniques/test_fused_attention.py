@@ -102,12 +102,12 @@ def test_fused_is_as_near_to_64_bit_as_eager(width, length, seeds, precision):
             got = logits_and_gradients(model, inputs, autocast=precision == "bf16-mixed")
             errors[row] += torch.tensor([error(got[0], truth[0]), error(whole(got[1]), whole(truth[1]))])
     assert (errors[1] < 1.1 * errors[0]).all(), errors
-    if length > 256 and dtype != torch.float32:  # 8 or 11 bits are too few for a position
+    if length > 256 and dtype != torch.float32:  # a position needs more than 8 or 11 bits
         assert (errors[1] < 0.6 * errors[0]).all(), errors
 
 
 class Exact(BloomAttention):
-    """Eager attention in its plainest form, in the precision of its weights."""
+    """Eager attention in its simplest form, in the precision of its weights."""
 
     @classmethod
     def of(cls, model):
@@ -145,14 +145,14 @@ def test_padding_on_either_side_and_holes_are_hidden(kind, side):
     expected, got = (logits_and_gradients(model, inputs) for model in (eager, fused))
     assert error(got[0], expected[0]) < 1e-5
     assert error(whole(got[1]), whole(expected[1])) < 1e-5
-    inputs["input_ids"][0, 2 if side == "left" else -2] = 9  # the value of padding must not matter
+    inputs["input_ids"][0, 2 if side == "left" else -2] = 9  # the value of padding must not change the output
     if kind == "language model":
         assert error(logits_and_gradients(fused, inputs)[0], got[0]) < 1e-6
 
 
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_generation_equals_eager_generation(cache):
-    """Prompts are padded on the left, with cached keys and without a cache."""
+    """Prompts are padded on the left. Generation runs with and without cached keys."""
     eager, fused = pair()
     inputs = batch(12, padded=(5, 0, 11), side="left")
     how = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "cache_implementation": cache}
@@ -238,7 +238,7 @@ def with_adapters(model):
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["query_key_value"], task_type="CAUSAL_LM"))
     for name, weight in adapted.named_parameters():
         if "lora_B" in name:
-            torch.nn.init.normal_(weight)  # or the adapters change nothing
+            torch.nn.init.normal_(weight)  # otherwise the adapters change nothing
     return adapted
 
 
@@ -248,7 +248,7 @@ def test_wrapped_models_compute_the_same(wrap):
     expected, got = expected if wrap is compiled else wrap(expected), wrap(got)
     for length in (23, 37):  # the second length uses the same compiled graph
         inputs = batch(length)
-        with nullcontext(Made()) if wrap is compiled else Made() as made:  # it sees nothing in a compiled graph
+        with nullcontext(Made()) if wrap is compiled else Made() as made:  # the mode does not see compiled operations
             logits = got(**inputs).logits
             logits.square().mean().backward()
         assert not squares(made, length)

@@ -114,13 +114,13 @@ def test_every_adapter_learns_in_every_way(tmp_path, way, kind):
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_every_adapter_learns_compiled(tmp_path, monkeypatch, backend):
-    """With the compiler's front end alone, and with the whole compiler."""
+    """The cases use only the compiler's front end, or the whole compiler."""
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
     every_adapter_learns(tmp_path, "compiled", "bloom")
 
 
 def every_adapter_learns(tmp_path, way, kind):
-    """After one step every lora_B differs from zero and is finite; reentrant checkpointing would train nothing."""
+    """After one step every lora_B is finite and not zero. Reentrant checkpointing would train nothing."""
     settings = lora_settings(tmp_path, kind, task="instruction-tuning", **WAYS[way])
     run, model, optimizer, (train_loader, val_loader, _) = set_up(settings)
     train(run, model, optimizer, train_loader, val_loader)
@@ -154,7 +154,7 @@ def test_images_get_adapters_too(tmp_path, quantization):
     optimizer.step()
     changed = {name for name, value in snapshot(model).items() if not torch.equal(value, before[name])}
     assert changed
-    assert all("lora_B" in name or "modules_to_save" in name for name in changed), "A waits for B to leave zero"
+    assert all("lora_B" in name or "modules_to_save" in name for name in changed), "A has no gradient while B is zero"
 
 
 def test_mixed_precision_keeps_frozen_matrices_in_16_bit_and_changes_no_bit(tmp_path):
@@ -287,7 +287,7 @@ def test_without_bitsandbytes_rung_14_prints_one_line(monkeypatch):
 
 
 def test_an_architecture_unknown_to_peft_has_default_targets(tmp_path):
-    """They are the attention's linear layers, fused ones too."""
+    """The targets are the attention's linear layers, including fused layers."""
     shape = {"model_type": "phi3", "intermediate_size": 64, "pad_token_id": 0, **TINY}
     (tmp_path / "phi3.json").write_text(json.dumps(shape))
     settings = settings_for(tmp_path, model=str(tmp_path / "phi3.json"), from_scratch=True, lora=True)
@@ -311,7 +311,7 @@ def test_fsdp_finds_the_blocks_under_the_adapters(tmp_path):
     assert len(transformer_blocks(build_model(settings, data(settings)))) == 2
 
 
-def test_a_run_prints_what_is_trained(tmp_path):
+def test_a_run_prints_the_number_of_trained_parameters(tmp_path):
     arguments = ["--train_samples", 32, "--validation_samples", 8, "--test_samples", 8, "--save", "no"]
     stdout = finished(run_script(SRC / "13_lora.py", *arguments, cwd=tmp_path))
     assert "Parameters: 0.2 M, 0.017 M trainable (9.05%), torch.bfloat16, torch.float32\n" in stdout
@@ -331,14 +331,14 @@ def printed_losses(tmp_path, name, *more):
 
 @pytest.mark.parametrize("name", ["9_ddp", pytest.param("10_fsdp", marks=pytest.mark.slow)])
 def test_processes_share_adapters_and_packed_tokens_without_changing_a_loss(tmp_path, name):
-    """A micro-batch's weight counts trained tokens on all ranks."""
+    """The weight of a micro-batch depends on the trained tokens of all ranks."""
     expected = printed_losses(tmp_path, "2_grad_accum")
     assert len(expected) == 3 + 2
     assert printed_losses(tmp_path, name, "--devices", "2") == pytest.approx(expected, abs=1e-5)
 
 
 def test_four_bits_from_training_to_text(tmp_path, monkeypatch, capsys):
-    """Rung 14 saves an adapter and its 4-bit base; both are loaded, generate text, are merged, and generate again."""
+    """Rung 14 saves an adapter and its 4-bit base. They generate text, are merged, and generate text again."""
     sizes = ["--train_samples", 64, "--validation_samples", 8, "--test_samples", 8, "--lora_learning_rate", "2e-2"]
     instructions = ["--task", "instruction-tuning", "--epochs", 3]
     stdout = finished(run_script(SRC / "14_qlora.py", *instructions, *sizes, cwd=tmp_path))

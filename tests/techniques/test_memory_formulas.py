@@ -39,7 +39,7 @@ def test_zeros_states_agree_with_deepspeeds_own_estimates(ranks):
     for name in names:
         kept = {f"stage3_max_{name}": 1_000}
         assert mine(stage=3, offload_optimizer=cpu, offload_param=cpu, **kept)[1] == alone + 2_000
-    assert mine(stage=3, sub_group_size=1_000)[1] == mine(stage=3)[1] + 4_000, "its gradients once more, in 32 bits"
+    assert mine(stage=3, sub_group_size=1_000)[1] == mine(stage=3)[1] + 4_000, "its gradients again, in 32 bits"
 
 
 def test_state_on_a_disk_is_not_on_the_gpu():

@@ -80,7 +80,7 @@ PLACES = [
 
 @pytest.mark.parametrize(("place", "optimizer", "kahan"), [*PLACES, (BOTH, "adam", True)])
 def test_the_place_of_the_steps_changes_no_bit(tmp_path, monkeypatch, place, optimizer, kahan):
-    monkeypatch.setattr(adam_4bit, "LEAST", 128)  # so that most tensors of the small model are in 4 bits
+    monkeypatch.setattr(adam_4bit, "LEAST", 128)  # then most tensors of the small model are in 4 bits
     cut = {name: value for name, value in place.items() if name == "micro_batch_size"}
     values = BF16 | cut | {"kahan_summation": kahan, "optimizer": optimizer, "schedule": "cosine"}
     expected, model = run_training(tmp_path / "plain", tiny_model(dropout=0.1), **values)
@@ -143,7 +143,7 @@ def test_the_cpu_copies_weights_once_and_again_after_a_change(tmp_path):
     optimizer._host[model.weight].add_(8)
     assert step().equal(before - 1 + 8 - 1), "the CPU's copy is stepped"
     with torch.no_grad():
-        model.weight.zero_()  # as reading a checkpoint does
+        model.weight.zero_()  # reading a checkpoint does the same
     assert step().eq(-1).all()
 
 

@@ -41,7 +41,7 @@ CLASSIFICATION, INSTRUCTIONS = "text-classification", "instruction-tuning"
 CASES = [(kind, CLASSIFICATION) for kind in CONFIGS]
 CASES += [(kind, INSTRUCTIONS) for kind in ("bloom", "llama", "qwen3", "gpt2")]
 TABLE = ROOT / "docs" / "techniques" / "15_packing.md"
-ARCHITECTURES = (  # model types of transformers
+ARCHITECTURES = (  # names of model types in transformers
     "bloom gpt2 gpt_neox opt llama qwen2 qwen3 mistral gemma gemma2 gemma3_text phi phi3 olmo2 granite starcoder2 "
     "mamba falcon mpt bert roberta xlm-roberta distilbert electra camembert mpnet albert modernbert deberta-v2"
 ).split()
@@ -159,7 +159,7 @@ def test_no_document_sees_another(tmp_path, kind, task, dtype):
 
 
 def test_a_row_of_the_most_documents_keeps_them_apart():
-    """A row of 127 documents and padding; with one document more, the digits no longer suffice."""
+    """The row has 127 documents and padding. One more document needs more digits."""
     model = make("bert", CLASSIFICATION, torch.float64)
     model.config.max_position_embeddings = 512
 
@@ -242,7 +242,7 @@ def test_wrapped_models_keep_documents_apart(tmp_path, kind, task, wrap):
 
 
 def figures(tmp_path, name, *options):
-    """The losses and accuracies of a run, in order, and its results."""
+    """Return the losses and accuracies of a run, in order, and its results."""
     sizes = ["--train_samples", 64, "--validation_samples", 40, "--test_samples", 40, "--log_every", 16]
     finished(run_script(SRC / f"{name}.py", *sizes, "--precision", "32-true", *options, cwd=tmp_path))
     folder = max((tmp_path / "runs" / name).iterdir(), key=lambda path: int(path.name))
@@ -277,7 +277,7 @@ def test_packing_changes_no_printed_figure(tmp_path, unpacked, name, options):
     assert got == pytest.approx(expected, abs=1e-5)
     assert before["samples_hash"] == after["samples_hash"]
     if "compile_seconds" in after:
-        assert after["compiled_graphs"] <= 4, "one shape, forward and backward, and the evaluation's"
+        assert after["compiled_graphs"] <= 4, "two shapes: training, forward and backward, and evaluation"
 
 
 def check(tmp_path, model, **values):
@@ -347,7 +347,7 @@ def served(kind, task):
 
 @pytest.mark.slow
 def test_the_table_of_architectures_agrees_with_their_twins():
-    """The command above the table writes it."""
+    """The command above the table in the page writes the table."""
     written = dict(re.findall(r"^\| `([\w-]+)` \| (.*) \|$", TABLE.read_text(encoding="utf-8"), re.MULTILINE))
     found = {kind: f"{served(kind, CLASSIFICATION)} | {served(kind, INSTRUCTIONS)}" for kind in ARCHITECTURES}
     accepted = {kind for kind, answers in found.items() if re.search("yes|up to", answers)}

@@ -100,7 +100,7 @@ def test_a_wheel_runs_in_an_empty_folder(tmp_path, clone, environment):
     assert "Test accuracy" in stdout
     stdout = run(ladder, "run", "9_ddp", "--devices", "2", *SMALL, cwd=empty)
     assert "9_ddp · synthetic · bloom-quickstart.json" in stdout
-    assert "· cpu: 2 x " in stdout  # both processes took part
+    assert "· cpu: 2 x " in stdout  # both processes ran
     assert "2_grad_accum" in run(ladder, "compare", "runs", "--anyway", cwd=empty)
     lines = [line.split() for line in run(ladder, "doctor", cwd=empty).splitlines()]
     assert {"Python", "torch", "wandb", *(path.stem for path in RUNGS)} <= {line[1] for line in lines if len(line) > 1}

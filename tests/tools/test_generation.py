@@ -202,7 +202,7 @@ def test_a_chat_continues_from_all_earlier_lines(runs, monkeypatch, capsys, run)
     folder, lines = getattr(runs, run), ["word7 word8", "word9", "word7 word8"]
     expected = chat_of(generator(folder, CHAT if run == "chat" else TEMPLATE), lines)
     assert expected[0] != expected[2]
-    given = "\n".join(lines) + "\n\nword5\n"  # a line after the empty one gets no answer
+    given = "\n".join(lines) + "\n\nword5\n"  # lines after the empty line get no answer
     monkeypatch.setattr(sys, "stdin", io.StringIO(given))
     run_here(monkeypatch, SCRIPT, "--model", folder, "--chat", *LONG)
     assert capsys.readouterr().out.splitlines() == expected

@@ -1,4 +1,4 @@
-"""A model's card, which the Hub's own class reads, and pushes to the Hub."""
+"""The Hub's own class reads a model's card. Pushes go to a fake Hub."""
 
 import json
 
@@ -18,7 +18,7 @@ EXPORT = ROOT / "scripts" / "export_model.py"
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
-    """The folder of a run that has saved its model."""
+    """Return the folder of a run that has saved its model."""
     cwd = tmp_path_factory.mktemp("trained")
     finished(run_script(SRC / "2_grad_accum.py", *SIZES, "--save", "consolidated", cwd=cwd, **ONE_THREAD))
     return cwd / "runs" / "2_grad_accum" / "1"
@@ -26,7 +26,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture
 def pushed(monkeypatch):
-    """The calls of the Hub's functions, which succeed."""
+    """Record the calls of the Hub's functions, which succeed."""
     calls = {}
     monkeypatch.setenv("HF_TOKEN", "good")
     monkeypatch.setattr(HfApi, "create_repo", lambda _, name, **more: calls.setdefault(name, more) and "https://hub/me")

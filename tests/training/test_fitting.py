@@ -1,4 +1,4 @@
-"""Out of memory: the longest batch comes first, leaves no trace, and `auto` finds what fits."""
+"""The longest batch is tried first and leaves no trace. `auto` finds a size that fits into memory."""
 
 import re
 import sys
@@ -21,7 +21,7 @@ from fabric_ladder.training import fitting, loop
 
 def test_auto_halves_until_it_fits_and_the_gradient_stays(tmp_path):
     chosen, losses = [], []
-    for room in (0, 29):  # MB: half the tokens need 22, all of them 38
+    for room in (0, 29):  # MB; half of the tokens need 22 MB, all tokens 38 MB
         cwd = tmp_path / str(room)
         options = ("--micro_batch_tokens", "auto", "--batch_size", "48")
         stdout, stderr, status = alone(cwd, room, "2_grad_accum", *options)
@@ -38,7 +38,7 @@ def test_auto_halves_until_it_fits_and_the_gradient_stays(tmp_path):
 
 @pytest.mark.slow
 def test_all_ranks_use_the_size_that_fits_the_rank_with_the_least_memory(tmp_path):
-    options = ("--micro_batch_tokens", "auto", "--attention", "eager")  # its matrices need memory
+    options = ("--micro_batch_tokens", "auto", "--attention", "eager")  # eager attention's matrices need memory
     results = two(tmp_path / "two", (0, 30), "9_ddp", *options)
     assert [status for *_, status in results] == [0, 0], results[1][1]
     assert [status for *_, status in two(tmp_path / "roomy", (0, 0), "9_ddp", *options)] == [0, 0]
@@ -63,7 +63,7 @@ def test_a_batch_that_cannot_fit_fails_in_the_first_minute_with_advice(tmp_path)
     assert (smaller[1].endswith("2_grad_accum.py"), smaller[-2:]) == (True, ["--micro_batch_size", "8"])
     assert "16" not in smaller[smaller.index("--micro_batch_size") :]
     assert rung[1].endswith("5_low_precision.py")
-    assert "--precision" not in rung, "it is what the next rung decides"
+    assert "--precision" not in rung, "the next rung decides the size"
     assert rung[rung.index("--train_samples") + 1] == "96"
 
 
@@ -109,7 +109,7 @@ def test_a_resumed_run_keeps_the_size_that_auto_chose(tmp_path, dropout_model):
 
 @pytest.mark.parametrize(("sharded", "predicted", "chosen"), [(False, 40, 40), (True, 40, 40), (True, None, 1)])
 def test_auto_starts_from_the_predicted_size(tmp_path, monkeypatch, sharded, predicted, chosen):
-    """The losses stay the same. Sharded ranks do not halve: without a prediction they take one sample at a time."""
+    """The losses stay the same. Sharded ranks do not halve the size. Without a prediction they use one sample."""
     monkeypatch.setattr(fitting, "strategy_traits", lambda _: StrategyTraits(shards_weights=sharded))
     found = {"micro_batch_tokens": predicted} if predicted else {"problem": "none"}
     monkeypatch.setattr(Prediction, "line", lambda *_: "")
@@ -133,7 +133,7 @@ def test_out_of_memory_under_auto_names_half_the_samples(tmp_path, monkeypatch, 
 
 @pytest.mark.slow
 def test_sharded_ranks_also_try_the_longest_batch_and_change_no_bit(tmp_path, monkeypatch):
-    """FSDP2 on two ranks, against the rung itself, which on CPUs tries nothing."""
+    """FSDP2 on two ranks is compared with the rung itself, which tries no batch on CPUs."""
     assert [status for *_, status in two(tmp_path / "tried", (0, 0), "10_fsdp")] == [0, 0]
     (tmp_path / "plain").mkdir()
     finished(run_script(SRC / "10_fsdp.py", *SIZES, "--devices", "2", cwd=tmp_path / "plain"))
@@ -145,7 +145,7 @@ def test_sharded_ranks_also_try_the_longest_batch_and_change_no_bit(tmp_path, mo
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("full_pass", [cutting.FULL_PASS, 50])
 def test_the_heaviest_batches_are_found_without_making_batches(tmp_path, monkeypatch, values, ranks, full_pass):
-    """Against all plans of the epoch; 101 samples leave a short tail."""
+    """The result is compared with all plans of the epoch. 101 samples leave a short last batch."""
     monkeypatch.setattr(cutting, "FULL_PASS", full_pass)
     lengths = np.random.default_rng(5).integers(3, 90, 101)
     settings = settings_for(tmp_path, batch_size=8, **values)

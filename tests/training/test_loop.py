@@ -1,4 +1,4 @@
-"""The train loop: gradients, steps, modes, losses, and what must not change them."""
+"""The train loop: gradients, steps, modes and losses, and settings that must not change them."""
 
 import json
 import math
@@ -29,13 +29,13 @@ CUTS = [
 
 
 def loss_in_its_own_dtype(logits, labels, **_):
-    """The library's loss for causal language models rounds the logits to 32-bit first."""
+    """Use a 64-bit loss, because the library's loss for causal language models rounds the logits to 32-bit."""
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
 def gradients(tmp_path, dtype, kind, samples, values):
-    """Gradients of the first effective batch, and its mean loss."""
-    fabric = Fabric(accelerator="cpu", devices=1)  # with 64-true it would round the loss to 32-bit
+    """Return the gradients of the first effective batch, and its mean loss."""
+    fabric = Fabric(accelerator="cpu", devices=1)  # with 64-true Fabric would round the loss to 32-bit
     datasets = token_datasets(train=samples, per_token=kind.endswith("-lm"))
     loader, _, _ = build_dataloaders(fabric, datasets, settings_for(tmp_path, **values))
     model = tiny_model(kind).to(dtype)
@@ -108,7 +108,7 @@ def test_ddp_holds_each_gradient_once(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("schedule", "warmup"), [("cosine", 0), ("cosine", 3), ("linear", 2), ("constant", 4)])
 def test_schedules_count_optimizer_steps_and_reach_their_end(tmp_path, schedule, warmup):
-    """Against the library's schedules; SGD's cosine ends at 0."""
+    """The schedules equal the library's. SGD's cosine schedule ends at 0."""
     rates, steps = [], 3 * math.ceil(40 / 16)
 
     def prepare(_, optimizer):
@@ -174,7 +174,7 @@ def test_micro_batches_change_no_printed_loss(tmp_path, values):
 
 @pytest.mark.parametrize(("precision", "distance"), [("bf16-mixed", 0.01), ("bf16-true", 0.05)])
 def test_low_precision_stays_near_32_bit(tmp_path, precision, distance):
-    """Distance: of each printed loss of six steps from the 32-bit run's, relative."""
+    """The distance is the relative difference between the printed losses of six steps and the 32-bit run's."""
     expected = losses(run_training(tmp_path, epochs=2)[0])
     run, model = run_training(tmp_path, epochs=2, precision=precision)
     got = losses(run)
@@ -185,7 +185,7 @@ def test_low_precision_stays_near_32_bit(tmp_path, precision, distance):
 
 
 def test_printed_losses_are_undivided_means_per_item(tmp_path):
-    """The first step's printed loss is that of the untrained model on the same 16 samples, whatever the micro-batch."""
+    """The first printed loss is the untrained model's loss on the same 16 samples, for any micro-batch."""
     datasets = token_datasets()
     fabric = Fabric(accelerator="cpu", devices=1)
     loader, _, _ = build_dataloaders(fabric, datasets, settings_for(tmp_path))
@@ -210,7 +210,7 @@ def test_the_train_accuracy_covers_the_whole_epoch_however_often_a_line_is_print
 
 
 def test_restored_random_states_give_the_same_numbers():
-    """PyTorch's, NumPy's and Python's, which a model or tokenizer of the user's may draw from."""
+    """The states are PyTorch's, NumPy's and Python's. A user's model or tokenizer may use any of them."""
 
     def draw():
         return torch.rand(3).tolist(), np.random.random(3).tolist(), [random.random() for _ in range(3)]
@@ -223,7 +223,7 @@ def test_restored_random_states_give_the_same_numbers():
 
 
 def test_validation_and_test_use_the_samples_of_their_splits(tmp_path):
-    """Against the trained model on one sample at a time."""
+    """The result is compared with the trained model on one sample at a time."""
     datasets = token_datasets()
     run, model = run_training(tmp_path, datasets=datasets)
     expected = {}
@@ -271,7 +271,7 @@ def test_evaluation_counts_each_sample_once_for_every_batch_size(tmp_path):
         run, _ = run_training(tmp_path, eval_batch_tokens=tokens)
         results = json.loads((run.folder / "run.json").read_text())["results"]
         seen.add((results["test_samples"], results["test_accuracy"]))
-    assert [samples for samples, _ in seen] == [13], "an odd number, with one accuracy"
+    assert [samples for samples, _ in seen] == [13], "an odd number of lines, since the last line has one accuracy"
 
 
 def test_the_speed_of_the_evaluation_is_recorded(tmp_path):

@@ -1,4 +1,4 @@
-"""Losses and gradients that are NaN or infinite: named, or skipped with `--on_nan skip`."""
+"""NaN or infinite losses and gradients are named, or skipped with `--on_nan skip`."""
 
 import gc
 import json
@@ -15,11 +15,11 @@ from transformers import BloomForSequenceClassification
 from fabric_ladder import UserError, parse_settings
 from fabric_ladder.training import loop
 
-BAD = 63  # a token that only one sample has
+BAD = 63  # only one sample has this token
 
 
 class FiniteLoss(BloomForSequenceClassification):
-    """The root of zero, whose slope is infinite, joins the loss of a batch with the token."""
+    """The loss of a batch with the token includes the root of zero, whose gradient is infinite."""
 
     def forward(self, input_ids, **inputs):
         outputs = super().forward(input_ids, **inputs)
@@ -29,7 +29,7 @@ class FiniteLoss(BloomForSequenceClassification):
 
 
 def data():
-    """Two epochs of three batches; only row 20 has the token."""
+    """Return two epochs of three batches. Only row 20 has the token."""
     datasets = token_datasets()
 
     def change(row, number):
@@ -58,7 +58,7 @@ def healthy_weights(model):
 @pytest.mark.parametrize("kind", ["loss", "gradient"])
 @pytest.mark.parametrize(("log_every", "clip"), [(1, None), (1000, None), (1000, 1.0)])
 def test_the_first_step_with_a_bad_number_is_named_with_its_samples(tmp_path, kind, log_every, clip):
-    """Even though the weights, and with them all later losses, are NaN when it is found."""
+    """The step is found even though the weights and all later losses are already NaN."""
     name = {"loss": "loss is nan", "gradient": "gradient is not finite"}[kind]
     with pytest.raises(UserError) as stop:
         run_training(tmp_path, broken(kind), data(), micro_batch_size=4, log_every=log_every, max_grad_norm=clip)
@@ -104,7 +104,7 @@ def test_healthy_runs_are_the_same_bit_by_bit(tmp_path, precision):
 
 
 def test_a_gradient_whose_norm_overflows_is_not_called_infinite(tmp_path):
-    """Its squares do in 32 bits."""
+    """The squares of the gradient overflow in 32 bits."""
 
     def enlarge(model, _):
         for parameter in model.parameters():
@@ -128,13 +128,13 @@ def test_a_resumed_run_skips_and_counts_as_if_it_had_never_stopped(tmp_path, dro
 
 
 def test_no_checkpoint_is_written_after_a_bad_number(tmp_path, dropout_model, monkeypatch):
-    """The weights are NaN long before the next printed line, and the run can resume from the checkpoint before."""
+    """The weights are NaN long before the next printed line. The run can resume from the earlier checkpoint."""
     monkeypatch.setattr(loop, "try_longest", lambda training, _: poison(training))
     more = ["--model", dropout_model, "--log_every", 1000, "--save_every", 1]
     with pytest.raises(UserError) as stop:
         run_here("2_grad_accum", tmp_path, *more)
     first = str(stop.value)
-    del stop  # its traceback holds the run, whose folder is in use
+    del stop  # the error's traceback keeps the run, and the run locks its folder
     gc.collect()
     home = tmp_path / "runs" / "2_grad_accum" / "1"
     bad = int(re.match(r"the loss is nan at epoch 1, batch (\d) \(training samples", first)[1])
@@ -145,7 +145,7 @@ def test_no_checkpoint_is_written_after_a_bad_number(tmp_path, dropout_model, mo
 
 @pytest.mark.slow
 def test_all_ranks_skip_a_batch_that_is_bad_on_one_rank(tmp_path):
-    """One rank has the bad sample and finds the loss; the other skips because the ranks agree."""
+    """One rank has the bad sample and finds the loss. The other rank skips too, because the ranks agree."""
     results = two(tmp_path, (0, 0), "9_ddp", "--on_nan", "skip", condition="poison")
     assert [status for *_, status in results] == [0, 0], results[0][1][-2000:]
     stdout = results[0][0]
@@ -161,7 +161,7 @@ def test_all_ranks_skip_a_batch_that_is_bad_on_one_rank(tmp_path):
 
 @pytest.mark.slow
 def test_sharded_ranks_skip_and_stop_together(tmp_path):
-    """FSDP2: a learning rate that makes the weights, and with them all that follows, overflow."""
+    """With FSDP2, a learning rate makes the weights and all later values overflow."""
     explode = ["--optimizer", "sgd", "--learning_rate", "1e30", "--on_nan", "skip", "--batch_size", "4"]
     first, second = two(tmp_path, (0, 0), "10_fsdp", *explode)
     assert first[0].count("Skipped: the ") == 10

@@ -38,7 +38,7 @@ class Valueless(CPUAccelerator):
     """The device `meta`."""
 
     def setup_device(self, device):
-        """Nothing is to be set up."""
+        """Set up nothing."""
 
 
 def valueless(precision):
@@ -57,7 +57,7 @@ def test_no_batch_of_the_evaluation_reads_a_value_from_the_device(tmp_path):
 
 
 class NoFloat64(TorchDispatchMode):
-    """Behaves like the GPU of Apple silicon: tensors have at most 32 bits."""
+    """Behaves like the GPU of Apple silicon, whose tensors have at most 32 bits."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -77,7 +77,7 @@ def test_a_device_without_float64_gets_no_float64_tensor(tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_step_reads_a_value_from_the_device(tmp_path, name):
-    """A real run on the device `meta`, whose tensors have no values: to read one is an error, at the first line's."""
+    """A run on the device `meta`, whose tensors have no values, must fail only at the first printed line."""
     kind, values = CASES[name]
     seen, samples, stopped = until_a_value_is_read(tmp_path, kind, values)
     assert any(entry.name == Meter.collect.__name__ for entry in stopped.traceback), stopped.value
@@ -85,7 +85,7 @@ def test_no_step_reads_a_value_from_the_device(tmp_path, name):
 
 
 def test_adafactor_reads_values_only_in_its_step(tmp_path):
-    """PyTorch's fault, named in docs/techniques/6_lean_optimizer.md: once it is repaired, that can go."""
+    """This is a fault of PyTorch. Its fix ends this test and the note in docs/techniques/6_lean_optimizer.md."""
     seen, _, stopped = until_a_value_is_read(tmp_path, "llama", {"optimizer": "adafactor"})
     assert "_adafactor.py" in {entry.path.name for entry in stopped.traceback}
     assert seen == 0
@@ -107,8 +107,8 @@ def until_a_value_is_read(tmp_path, kind, values):
     model = fabric.setup(model)
     optimizer = build_optimizer(settings, model)
     if "fused" in optimizer.defaults:
-        optimizer.param_groups[0]["fused"] = None  # a kernel that reads nothing, but which this device does not have
-    optimizer = _FabricOptimizer(optimizer, fabric.strategy)  # `setup_optimizers` takes such tensors for a mistake
+        optimizer.param_groups[0]["fused"] = None  # this kernel reads no value, but the device does not have it
+    optimizer = _FabricOptimizer(optimizer, fabric.strategy)  # `setup_optimizers` refuses tensors on the device `meta`
     with pytest.raises((RuntimeError, NotImplementedError)) as stopped:
         train(run, model, optimizer, *loaders[:2])
     return run.throughput.samples, len(loaders[0].dataset), stopped
