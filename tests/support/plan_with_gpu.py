@@ -10,6 +10,7 @@ import sys
 from types import SimpleNamespace
 
 import torch
+import transformers.modeling_layers  # noqa: F401  # imports torchao, which looks for GPUs when it is imported
 
 GPUS = [SimpleNamespace(name=name, total_memory=size * 10**9, major=8, minor=0) for name, size in
         (("Large", 8), ("Small", 1))]  # fmt: skip
