@@ -13,7 +13,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from time import strftime
 
@@ -25,7 +24,7 @@ import pandas as pd  # noqa: E402
 import torch  # noqa: E402
 
 from fabric_ladder import parse_settings  # noqa: E402
-from fabric_ladder.environment import describe_hardware, describe_versions, write_whole  # noqa: E402
+from fabric_ladder.environment import code_commit, describe_hardware, describe_versions, write_whole  # noqa: E402
 from fabric_ladder.errors import UserError  # noqa: E402
 from fabric_ladder.settings import DataSettings  # noqa: E402
 from local_dataset_utilities import IMDB_ARCHIVE, load_datasets  # noqa: E402
@@ -230,28 +229,13 @@ def check_status(command: list[str], status: int, stderr: str) -> None:
 # Results
 
 
-@cache
-def commit() -> str | None:
-    """Return the commit of the code, or None without git. Changed files add `-dirty`; the results may change."""
-    git = ["git", "-C", str(ROOT)]
-    changed = ["status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"]
-    try:
-        name, changes = (
-            subprocess.run([*git, *words], capture_output=True, text=True, check=True).stdout.strip()
-            for words in (["rev-parse", "--short", "HEAD"], changed)
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return f"{name}-dirty" if changes else name
-
-
 def check_storable(path: Path) -> None:
     """Refuse to store results in the repository when no commit holds the code that made them.
 
     Raises:
         UserError: The path is in benchmarks/results/ and the git tree has uncommitted changes.
     """
-    if path.resolve().is_relative_to(RESULTS) and (commit() or "").endswith("-dirty"):
+    if path.resolve().is_relative_to(RESULTS) and (code_commit() or "").endswith("-dirty"):
         raise UserError(
             f"{path.resolve().relative_to(ROOT)} keeps results of committed code only: commit your changes first, or "
             "write to another file with --out"
@@ -263,7 +247,7 @@ def environment(device: torch.device) -> dict:
     return {
         "command": shown([str(Path(sys.argv[0]).resolve()), *sys.argv[1:]]),
         "date": strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "commit": commit(),
+        "commit": code_commit(),
         "versions": describe_versions("accelerate", "torchmetrics"),
         "hardware": describe_hardware(device),
     }

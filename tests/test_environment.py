@@ -97,3 +97,24 @@ def test_freed_memory_is_kept_unless_the_user_has_configured_the_c_library():
     assert kept() > 60
     assert kept(MALLOC_ARENA_TEST="8") < 4
     assert kept(GLIBC_TUNABLES="glibc.malloc.arena_test=8") < 4
+
+
+def test_the_commit_of_a_clone_shows_changed_files(tmp_path, monkeypatch):
+    def git(*words):
+        command = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    def code_commit():
+        environment.code_commit.cache_clear()
+        return environment.code_commit()
+
+    monkeypatch.setattr(environment, "CLONE", tmp_path)
+    assert code_commit() is None
+    git("init")
+    (tmp_path / "a.py").write_text("1\n")
+    git("add", ".")
+    git("commit", "-m", "a")
+    assert code_commit() == git("rev-parse", "--short", "HEAD")
+    (tmp_path / "a.py").write_text("2\n")
+    assert code_commit() == git("rev-parse", "--short", "HEAD") + "-dirty"
+    environment.code_commit.cache_clear()

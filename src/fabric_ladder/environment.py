@@ -3,13 +3,16 @@
 import ctypes
 import os
 import platform
+import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import psutil
 import torch
 from watermark import watermark
 
+CLONE = Path(__file__).resolve().parents[2]  # the root of the repository, unless the package is installed
 NO_FLOAT64 = ("mps",)  # these devices have no 64-bit numbers; sums are in 32 bits there
 PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "datasets", "numpy", "pandas")
 
@@ -20,6 +23,23 @@ def describe_versions(*more: str) -> dict[str, str]:
     found = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
     versions = {"Python": found["Python version"]} | {name: found[name] for name in (*PACKAGES, *more)}
     return versions | {"torch": torch.__version__}  # this version names the build, CPU or CUDA
+
+
+@cache
+def code_commit() -> str | None:
+    """Return the commit of this clone of the project, or None outside a clone. Changed files add `-dirty`."""
+    if not (CLONE / ".git").exists():  # an installed package may be in a repository of the user's
+        return None
+    git = ["git", "-C", str(CLONE)]
+    changed = ["status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"]
+    try:
+        name, changes = (
+            subprocess.run([*git, *words], capture_output=True, text=True, check=True).stdout.strip()
+            for words in (["rev-parse", "--short", "HEAD"], changed)
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return f"{name}-dirty" if changes else name
 
 
 def describe_hardware(device: torch.device) -> dict:

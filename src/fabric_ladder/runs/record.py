@@ -13,7 +13,7 @@ from typing import TypeVar
 from lightning import Fabric
 
 from fabric_ladder.distributed.launch import command_line
-from fabric_ladder.environment import describe_hardware, describe_versions, write_whole
+from fabric_ladder.environment import code_commit, describe_hardware, describe_versions, write_whole
 from fabric_ladder.errors import UserError
 from fabric_ladder.runs.folder import check_writable, lock, next_folder, unlock
 from fabric_ladder.runs.loggers import RunLog
@@ -51,6 +51,7 @@ class RunRecord:
             "begun": strftime("%Y-%m-%dT%H:%M:%S%z"),
             "command": command_line(Path(sys.argv[0]), sys.argv[1:]),
             "settings": {key: value for key, value in dataclasses.asdict(settings).items() if key != "notices"},
+            "commit": code_commit(),
             "versions": describe_versions(*packages),
             "hardware": describe_hardware(fabric.device),
             "ranks": fabric.world_size,
@@ -140,7 +141,7 @@ class RunRecord:
         if folder:
             self._lines = state["lines"]
             self._rows = [tuple(row) for row in state["rows"]]
-            part = {name: self.values[name] for name in ("begun", "command", "versions", "hardware", "ranks")}
+            part = {name: self.values[name] for name in ("begun", "command", "commit", "versions", "hardware", "ranks")}
             resumed = [*state["record"].get("resumed", []), part | {"samples": state["samples"]}]
             self.values = state["record"] | {"resumed": resumed}
         with self._writing():
