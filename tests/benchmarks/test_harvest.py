@@ -87,11 +87,11 @@ def test_a_failed_entry_does_not_end_the_others(entry, run):
 
 
 def test_results_of_changed_code_are_not_stored_in_the_repository(monkeypatch, tmp_path):
-    monkeypatch.setattr(common, "commit", lambda: "1a2b3c4-dirty")
+    monkeypatch.setattr(common, "code_commit", lambda: "1a2b3c4-dirty")
     with pytest.raises(UserError, match=r"benchmarks/results/some.json keeps results of committed code only"):
         common.write_result(common.RESULTS / "some.json", "part", {})
     common.write_result(tmp_path / "some.json", "part", {})
-    monkeypatch.setattr(common, "commit", lambda: "1a2b3c4")
+    monkeypatch.setattr(common, "code_commit", lambda: "1a2b3c4")
     common.check_storable(common.RESULTS / "some.json")
 
 
