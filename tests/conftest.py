@@ -35,18 +35,11 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
-RANKS = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
 @pytest.fixture(autouse=True)
-def own_environment():
-    """Remove variables that a run in this process leaves behind.
-
-    With another run's ranks, a script would wait for ranks that never start. With any of these variables, scripts could
-    not be forked and would start slowly.
-    """
+def no_launcher():
+    """Forget the ranks of a run in this process. Otherwise a later script would wait for ranks that never start."""
     yield
-    for name in (*RANKS, "TORCH_FORCE_WEIGHTS_ONLY_LOAD"):
+    for name in ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
 
 

@@ -7,7 +7,8 @@ import os
 import sys
 import tempfile
 import warnings
-from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from fabric_ladder.errors import UserError, first_line, refused
 from fabric_ladder.settings import Settings
 
 DEEPSPEED = "deepspeed==0.19.8"
+FORCE_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # environment variable that `torch.load` reads
 
 
 class _Boundary(_BackwardSyncControl):
@@ -156,9 +158,9 @@ class EngineState:
                 f"{option}: DeepSpeed cannot load a checkpoint of {saved_ranks} GPUs on {ranks}: use {saved_ranks}, or "
                 f"start from its weights: python scripts/export_model.py {folder}, then --model"
             )
-        _forbid_code()
         # stage 1 in bfloat16 prints a name of its source
-        with refused(f"{option}: made with another model, optimizer or stage"), redirect_stdout(io.StringIO()):
+        made_otherwise = refused(f"{option}: made with another model, optimizer or stage")
+        with made_otherwise, _only_values(), redirect_stdout(io.StringIO()):
             self.engine.load_checkpoint(
                 str(folder), load_module_strict=not trained_only, load_lr_scheduler_states=False
             )
@@ -186,13 +188,13 @@ class EngineState:
             from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
         except ImportError as error:
             raise UserError(f'{folder} is a DeepSpeed checkpoint: pip install "{DEEPSPEED}" to read it') from error
-        _forbid_code()
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        with _only_values(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             return get_fp32_state_dict_from_zero_checkpoint(str(folder))
 
 
-def _forbid_code() -> None:
-    """Make `torch.load` refuse code from now on. DeepSpeed's own calls allow any pickle.
+@contextmanager
+def _only_values() -> Iterator[None]:
+    """Make `torch.load` refuse code inside this block. DeepSpeed's own calls allow any pickle.
 
     DeepSpeed's files hold instances of a few of its own classes, which only keep values.
     """
@@ -200,8 +202,15 @@ def _forbid_code() -> None:
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
-    torch.serialization.add_safe_globals([ZeroStageEnum, fragment_address, LossScaler, DynamicLossScaler])
+    before = os.environ.get(FORCE_WEIGHTS_ONLY)
+    os.environ[FORCE_WEIGHTS_ONLY] = "1"
+    try:
+        with torch.serialization.safe_globals([ZeroStageEnum, fragment_address, LossScaler, DynamicLossScaler]):
+            yield
+    finally:
+        os.environ.pop(FORCE_WEIGHTS_ONLY)
+        if before is not None:
+            os.environ[FORCE_WEIGHTS_ONLY] = before
 
 
 def _check_nvme(settings: Settings, offloaded: dict[str, dict]) -> None:
