@@ -51,7 +51,7 @@ class RunRecord:
             "begun": strftime("%Y-%m-%dT%H:%M:%S%z"),
             "command": command_line(Path(sys.argv[0]), sys.argv[1:]),
             "settings": {key: value for key, value in dataclasses.asdict(settings).items() if key != "notices"},
-            "commit": code_commit(),
+            "commit": None if fabric.global_rank else code_commit(),  # rank 0 alone writes the record
             "versions": describe_versions(*packages),
             "hardware": describe_hardware(fabric.device),
             "ranks": fabric.world_size,
