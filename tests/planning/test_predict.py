@@ -139,7 +139,6 @@ def test_bytes_per_parameter(tmp_path, precision, optimizer, weights, gradients,
     assert peak.gradients == gradients * count
     assert peak.optimizer_state == pytest.approx(state * count, rel=0.01, abs=1)  # and the step counts
     assert peak.total == peak.parameters + peak.gradients + peak.optimizer_state + peak.activations + peak.other
-    assert peak.total == sum(count * storage.bytes for count, storage in peak.tensors)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -179,13 +178,12 @@ def test_recomputing_and_smaller_micro_batches_save_activations(tmp_path):
 
 
 def test_attention_by_sdpa_keeps_no_matrix_of_tokens_by_tokens(tmp_path):
-    def matrices(family, tokens, **values):
-        peak = predict_peak(*case(tmp_path, family, **values)[:2])
-        return [storage for _, storage in peak.tensors if storage.shape[-2:] == (tokens, tokens)]
-
-    for family, tokens in (("vit", 65), ("bloom", 96)):
-        assert not matrices(family, tokens)
-        assert matrices(family, tokens, attention="eager")
+    for family, tokens in (("vit", PATCHES), ("bloom", 96)):
+        fused, eager = (
+            predict_peak(*case(tmp_path, family, attention=kind)[:2]).activations for kind in ("fused", "eager")
+        )
+        heads = build(case(tmp_path, family)[0]).config.num_attention_heads
+        assert eager - fused > 8 * heads * tokens**2 * 4, "one 32-bit matrix of 8 samples at least"
 
 
 def test_attention_with_dropout_keeps_no_matrix_of_tokens_by_tokens(tmp_path):

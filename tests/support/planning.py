@@ -21,7 +21,7 @@ from support.helpers import MODELS, settings_for
 VIT = {"model_type": "vit", "image_size": 64, "patch_size": 8, "hidden_size": 64, "num_hidden_layers": 2,
        "num_attention_heads": 4, "intermediate_size": 256}  # fmt: skip
 PIXELS, PATCHES = 64, 65
-NO_PEAK = Peak(0, 0, 0, 0, 0, 0, 0, "training", [])
+NO_PEAK = Peak(0, 0, 0, 0, 0, 0, 0, "training")
 
 
 def case(tmp_path, family, **values):

@@ -9,6 +9,7 @@ from fabric_ladder.errors import refused
 from fabric_ladder.models.configs import MODELS, load_config
 from fabric_ladder.settings import Settings
 
+FEWEST_BLOCKS = 3  # the first, the last, and a block between two others
 _latest: tuple[tuple[str, dict], nn.Module] | None = None  # several checks use the same model
 
 
@@ -45,3 +46,25 @@ def linear_layers(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D) and module is not output and name.split(".")[0] not in heads
     ]
+
+
+def fewer_blocks(config: PretrainedConfig) -> tuple[int, int] | None:
+    """Return two numbers of blocks whose models do the same as the whole model in every pass, only less often.
+
+    Block types such as sliding and full attention may alternate. Then both numbers end at the same type as the model.
+
+    Returns:
+        None if the model has not many more blocks.
+    """
+    blocks = getattr(config, "num_hidden_layers", 0)
+    types = getattr(config, "layer_types", None) or [""]
+    cycle = next(cycle for cycle in range(1, len(types) + 1) if types[cycle:] == types[:-cycle])
+    short = FEWEST_BLOCKS + (blocks - FEWEST_BLOCKS) % cycle
+    return (short, short + cycle) if 2 * short + cycle < blocks else None
+
+
+def keep_blocks(config: PretrainedConfig, blocks: int) -> None:
+    """Give the model of this config only its first blocks."""
+    config.num_hidden_layers = blocks
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:blocks]

@@ -156,7 +156,7 @@ def _make_plan(candidate: Candidate, rehearsal: Rehearsal, samples: Samples, mac
         if size not in peaks:
             cut = settings if size is None else replace(settings, micro_batch_size=size, micro_batch_tokens=None)
             batches = largest_batches(cut, samples.length, samples.image_size)
-            peaks[size] = rehearsal.peak(cut, *batches)._replace(tensors=[])
+            peaks[size] = rehearsal.peak(cut, *batches)
             tokens[size] = batches[0][0].padded
         return machine.overhead.needed(peaks[size])
 

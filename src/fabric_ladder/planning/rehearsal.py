@@ -6,7 +6,7 @@ keep the same tensors for the backward pass. Autocast casts the same operations.
 a GPU: fused, without temporary tensors, or in their `foreach` form, with temporary tensors for all weights together.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -25,26 +25,32 @@ from torch.optim import SGD, Adam, AdamW
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
+from transformers import PretrainedConfig
 
 from fabric_ladder.data.loaders import MicroBatch
 from fabric_ladder.data.splits import ImageDatasets, TextDatasets
 from fabric_ladder.distributed.fsdp import fsdp_strategy, sharding_policy, transformer_blocks
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import emulates
-from fabric_ladder.planning.tracker import PeakTracker
+from fabric_ladder.models.configs import load_config
+from fabric_ladder.models.layers import fewer_blocks
+from fabric_ladder.planning.tracker import Moment, PeakTracker, extrapolate, highest
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques import used
 from fabric_ladder.techniques.adam_4bit import Adam4bit
 from fabric_ladder.techniques.build import build_model, build_optimizer
 from fabric_ladder.techniques.checkpointing import host_memory_within
-from fabric_ladder.techniques.memory import Peak, count_parameters
+from fabric_ladder.techniques.memory import Counts, Peak, count_parameters
 from fabric_ladder.training.gradients import accumulate_gradients, run_model
 
 
 @contextmanager
 def rehearse(
-    settings: Settings, datasets: TextDatasets | ImageDatasets, capability: tuple[int, int] | None = None
+    settings: Settings,
+    datasets: TextDatasets | ImageDatasets,
+    capability: tuple[int, int] | None = None,
+    all_blocks: bool = False,
 ) -> Iterator["Rehearsal"]:
     """Set up the run of some settings on fake tensors.
 
@@ -55,6 +61,7 @@ def rehearse(
         settings: Settings of the run. `16-mixed` is rehearsed as `bf16-mixed`, which needs the same memory.
         datasets: Data sets with the model's classes, image format or vocabulary. Samples are ignored.
         capability: Compute capability of the GPU; None: it computes in bfloat16.
+        all_blocks: Rehearse the whole model. Otherwise two models with a few of its blocks are rehearsed.
     """
     emulated = emulates(settings.precision, capability)
     settings = to_rehearse(settings)
@@ -63,11 +70,15 @@ def rehearse(
     settings = replace(settings, accelerator="cpu", devices=settings.ranks if sharded else 1, num_nodes=1)
     if sharded:  # a fake process group: this process is rank 0 and sends nothing
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=settings.ranks)
-    try:
+
+    def run(blocks: int | None) -> _Steps:
         with torch.device("meta"):  # drawing weights would branch on values
-            model = build_model(replace(settings, precision=_rehearsed(settings.precision)), datasets)
+            model = build_model(replace(settings, precision=_rehearsed(settings.precision)), datasets, blocks)
+        return _Steps(model, settings, sharded, buckets)
+
+    try:
         with sdpa_kernel(SDPBackend.MATH) if emulated else nullcontext():
-            yield Rehearsal(model, settings, sharded, buckets)
+            yield Rehearsal(run, load_config(settings.model, settings.model_revision), all_blocks)
     finally:
         if sharded:
             dist.destroy_process_group()
@@ -82,7 +93,73 @@ def to_rehearse(settings: Settings) -> Settings:
 
 
 class Rehearsal:
-    """A run on fake tensors: the steps of a rung's script and `loop.train`, without printing or reading values.
+    """A run on fake tensors, whose memory is that of all blocks of the model.
+
+    Two models with a few blocks take their steps, and their memory is extrapolated moment by moment (`extrapolate`). If
+    their passes do not permit that, or if the model has few blocks, the whole model takes the steps.
+
+    Args:
+        run: Sets up a model with N blocks, or with all blocks for None.
+        config: Config of the model.
+        all_blocks: Rehearse the whole model.
+
+    Attributes:
+        counts: Numbers of the model's parameters.
+        blocks: The rehearsed models: two with a few blocks, or the whole model.
+    """
+
+    def __init__(self, run: Callable[[int | None], "_Steps"], config: PretrainedConfig, all_blocks: bool):
+        self._run = run
+        self._known: dict[tuple, Peak] = {}
+        fewer = None if all_blocks else fewer_blocks(config)
+        self.blocks = [run(blocks) for blocks in fewer or (None,)]
+        self._times = (config.num_hidden_layers - fewer[1]) // (fewer[1] - fewer[0]) if fewer else 0
+        self.counts = self.blocks[-1].counts
+        if fewer:
+            self.counts = Counts(*map(self._all, self.blocks[0].counts, self.blocks[1].counts))
+
+    def peak(self, settings: Settings, micro_batches: list[MicroBatch], evaluations: Sequence[MicroBatch]) -> Peak:
+        """Return the highest of training, optimizer step and evaluation, once the optimizer has its state.
+
+        Args:
+            settings: Settings of the run, whose techniques add by formula the memory that is not rehearsed.
+            micro_batches: A rank's share of an effective batch, in its order. Only the largest shapes matter.
+            evaluations: Batches of the evaluation. Batches within the shapes of training are skipped, since training
+                also keeps activations for the backward pass.
+        """
+        peaks = [self._find(("optimizer",), lambda steps: steps.of_optimizer)]
+        # the first micro-batch starts without gradients
+        for part, first in ((micro_batches[:1], True), (micro_batches[1:], False)):
+            if largest := _largest(part):
+                parts = list(largest.values())
+                peaks.append(self._find((first, *largest), lambda steps, *own: steps.train(*own), parts, first))
+        trained = _largest(micro_batches)
+        for evaluation in evaluations:
+            key = _sizes(evaluation)
+            if not any(_within(key, sizes) for sizes in trained):
+                peaks.append(self._find(key, lambda steps, *own: steps.evaluate(*own), evaluation))
+        found = max(peaks, key=lambda peak: peak.total)._replace(host=max(peak.host for peak in peaks))
+        for technique in used(settings):
+            found = technique.add_memory(found, self.counts, settings)
+        return found
+
+    def _find(self, key: tuple, question: Callable[..., list[Moment]], *options) -> Peak:
+        """Return the peak of a part of the run, rehearsed at most once."""
+        if key not in self._known:
+            answers = [question(steps, *options) for steps in self.blocks]
+            moments = extrapolate(*answers, self._times) if self._times else answers[0]
+            if moments is None:
+                self.blocks, self._times = [self._run(None)], 0
+                return self._find(key, question, *options)
+            self._known[key] = highest(moments)
+        return self._known[key]
+
+    def _all(self, short: int, long: int) -> int:
+        return long + self._times * (long - short)
+
+
+class _Steps:
+    """A model's steps on fake tensors: those of a rung's script and `loop.train`, without printing or reading values.
 
     A run has gradients and optimizer state from its second step on. The rehearsal creates them without computing them.
     FSDP prepares itself in its first pass, so it gets a pass before the tracker counts.
@@ -95,6 +172,7 @@ class Rehearsal:
 
     Attributes:
         counts: Numbers of the model's parameters.
+        of_optimizer: The moments of an optimizer step.
     """
 
     def __init__(self, model: nn.Module, settings: Settings, sharded: bool, buckets: bool):
@@ -113,7 +191,6 @@ class Rehearsal:
         self.mode = _FakeTensors()
         self.tracker = PeakTracker(self.mode, model.config.vocab_size if is_language_model else None)
         self.counts = count_parameters(model)
-        self._known: dict[tuple, Peak] = {}
         with self._counted():
             self._set_up(model)
             self._give_gradients()
@@ -125,37 +202,36 @@ class Rehearsal:
                 self._give_gradients()
             self.tracker.forget_peak()
             self._step()
-            self._optimizer_peak = self.tracker.peak()
+            self.of_optimizer = self.tracker.highs()
             self.optimizer.zero_grad()
 
-    def peak(self, settings: Settings, micro_batches: list[MicroBatch], evaluations: Sequence[MicroBatch]) -> Peak:
-        """Return the highest of training, optimizer step and evaluation, once the optimizer has its state.
+    def train(self, micro_batches: list[MicroBatch], first: bool) -> list[Moment]:
+        """Return the moments of forward and backward passes; `first`: without gradients, unless buckets keep them."""
+        with self._counted():
+            if self.sharded and not self._warm:
+                self._pass(micro_batches[-1])
+                self._name_tensors()
+                self._warm = True
+            self.optimizer.zero_grad()
+            if self.buckets or not first:
+                self._give_gradients()
+            self.tracker.forget_peak()
+            for micro_batch in micro_batches:
+                self._pass(micro_batch)
+            self.optimizer.zero_grad()
+            return self.tracker.highs()
 
-        Args:
-            settings: Settings of the run, whose techniques add by formula the memory that is not rehearsed.
-            micro_batches: A rank's share of an effective batch, in its order. Only the largest shapes matter.
-            evaluations: Batches of the evaluation. Batches within the shapes of training are skipped, since training
-                also keeps activations for the backward pass.
-        """
-        peaks = [self._optimizer_peak]
-        # the first micro-batch starts without gradients
-        for part, adding in ((micro_batches[:1], self.buckets), (micro_batches[1:], True)):
-            if largest := _largest(part):
-                key = (adding, *largest)
-                if key not in self._known:
-                    self._known[key] = self._train(list(largest.values()), adding)
-                peaks.append(self._known[key])
-        trained = _largest(micro_batches)
-        for evaluation in evaluations:
-            key = _sizes(evaluation)
-            if not any(_within(key, sizes) for sizes in trained):
-                if key not in self._known:
-                    self._known[key] = self._evaluate(evaluation)
-                peaks.append(self._known[key])
-        found = max(peaks, key=lambda peak: peak.total)._replace(host=max(peak.host for peak in peaks))
-        for technique in used(settings):
-            found = technique.add_memory(found, self.counts, settings)
-        return found
+    def evaluate(self, evaluation: MicroBatch) -> list[Moment]:
+        """Return the moments of a forward pass without gradients."""
+        self.model.eval()
+        with self._counted(), torch.no_grad(), self.tracker.at("evaluation", gathering=self.sharded):
+            if self.buckets:
+                self._give_gradients()
+            self.tracker.forget_peak()
+            run_model(self.fabric, self.model, _without_values(evaluation))
+            moments = self.tracker.highs()
+        self.model.train()
+        return moments
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -177,22 +253,6 @@ class Rehearsal:
         self.optimizer = self.fabric.setup_optimizers(optimizer)
         self._name_tensors()
 
-    def _train(self, micro_batches: list[MicroBatch], adding: bool) -> Peak:
-        """Return the peak of forward and backward passes; `adding`: gradients exist before the passes."""
-        with self._counted():
-            if self.sharded and not self._warm:
-                self._pass(micro_batches[-1])
-                self._name_tensors()
-                self._warm = True
-            self.optimizer.zero_grad()
-            if adding:
-                self._give_gradients()
-            self.tracker.forget_peak()
-            for micro_batch in micro_batches:
-                self._pass(micro_batch)
-            self.optimizer.zero_grad()
-            return self.tracker.peak()
-
     def _pass(self, micro_batch: MicroBatch) -> None:
         with self.tracker.at("training", gathering=self.sharded):
             accumulate_gradients(
@@ -205,16 +265,6 @@ class Rehearsal:
             if norm := self.settings.max_grad_norm:
                 self.fabric.clip_gradients(self.model, self.optimizer, max_norm=norm, error_if_nonfinite=False)
             self.optimizer.step()
-
-    def _evaluate(self, evaluation: MicroBatch) -> Peak:
-        self.model.eval()
-        with self._counted(), torch.no_grad(), self.tracker.at("evaluation", gathering=self.sharded):
-            if self.buckets:
-                self._give_gradients()
-            self.tracker.forget_peak()
-            run_model(self.fabric, self.model, _without_values(evaluation))
-        self.model.train()
-        return self.tracker.peak()
 
     def _give_gradients(self) -> None:
         """Create all gradients, as after an effective batch's first micro-batch."""

@@ -162,7 +162,6 @@ def _table(plans: list[Plan]) -> Table:
 def _record(plan: Plan) -> dict:
     """Return the figures of a plan for JSON."""
     peak = plan.peak._asdict() | {"total": plan.peak.total}
-    del peak["tensors"]
     names = {"name": plan.candidate.name, "rung": plan.candidate.rung, "precision": plan.candidate.settings.precision}
     figures = plan._asdict() | {"counts": plan.counts._asdict(), "peak": peak, "costs": plan.costs}
     del figures["candidate"]

@@ -13,13 +13,14 @@ from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.errors import UserError, refused
 from fabric_ladder.models.configs import MODELS, load_config, silence_loading
 from fabric_ladder.models.dtypes import keep_dtype
+from fabric_ladder.models.layers import keep_blocks
 from fabric_ladder.models.optimizer import optimizer_class
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques import used
 from fabric_ladder.techniques.weight_steps import forget_hooks
 
 
-def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets) -> nn.Module:
+def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets, blocks: int | None = None) -> nn.Module:
     """Return the model for the task in train mode, a classifier with the class names as its labels.
 
     Weights are drawn and read in 32-bit, so that every precision starts from the same weights, and Fabric converts
@@ -29,11 +30,18 @@ def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets) -> n
 
     The techniques in use are applied here, before Fabric sets the model up.
 
+    Args:
+        settings: `model`, `task`, `precision`, and those of the techniques in use.
+        datasets: Class names, and the tokenizer or the format of the images.
+        blocks: Number of transformer blocks, for a rehearsal; None: all blocks of the model.
+
     Raises:
         UserError: The weights cannot be loaded, or the tokenizer has more entries than the embedding has rows.
     """
     config = load_config(settings.model, settings.model_revision)
     config.return_dict = True
+    if blocks:
+        keep_blocks(config, blocks)
     if settings.task != "instruction-tuning":
         config.id2label = dict(enumerate(datasets.class_names))  # and with it `num_labels`
         config.problem_type = "single_label_classification"  # a config may have regression

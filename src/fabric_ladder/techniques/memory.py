@@ -2,38 +2,9 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
 ON_DEVICE = ("parameters", "gradients", "optimizer_state", "activations", "logits", "other")
-
-
-class Storage(NamedTuple):
-    """The memory behind a tensor and its views.
-
-    Attributes:
-        bytes: Its size.
-        part: Its purpose: a field of `Peak`.
-        made_by: The operation that made it.
-        dtype: Type of its first tensor.
-        shape: Shape of its first tensor.
-    """
-
-    bytes: int
-    part: str
-    made_by: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def on_device(self) -> int:
-        """Its bytes on the device."""
-        return 0 if self.part == "host" else self.bytes
-
-    @property
-    def parked(self) -> int:
-        """Its bytes in CPU memory."""
-        return self.bytes - self.on_device
 
 
 class Peak(NamedTuple):
@@ -48,7 +19,6 @@ class Peak(NamedTuple):
         other: Inputs, gradients of activations, and temporary tensors of the optimizer.
         host: The largest amount of CPU memory that offloading holds at any moment; not part of the total.
         phase: The moment of the peak: `training` (forward or backward), `optimizer` or `evaluation`.
-        tensors: The tensors on the device at that moment with their counts, largest groups first.
     """
 
     parameters: int
@@ -59,7 +29,6 @@ class Peak(NamedTuple):
     other: int
     host: int
     phase: str
-    tensors: list[tuple[int, Storage]]
 
     @property
     def total(self) -> int:
