@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoTokenizer
 from fabric_ladder.data import hub
 from fabric_ladder.data.hub import load_config, reachable
 from fabric_ladder.errors import UserError
-from fabric_ladder.places import CONFIGS
 from fabric_ladder.settings import DataSettings
 from local_dataset_utilities import load_datasets
 
@@ -43,11 +42,6 @@ def test_a_config_is_read_once_and_callers_get_copies(tmp_path, monkeypatch):
     assert reads == [str(path)]
     path.write_text(json.dumps(config | {"vocab_size": 99}))
     assert load_config(str(path)).vocab_size == 99
-
-
-@pytest.mark.parametrize("file", sorted(set(hub.SHIPPED_CONFIGS.values())))
-def test_shipped_configs_can_be_read(file):
-    assert load_config(str(CONFIGS / "models" / file)).model_type in file
 
 
 def test_a_name_that_cannot_be_loaded_is_refused_in_one_line_with_the_cause(online):

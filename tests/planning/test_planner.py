@@ -3,6 +3,8 @@
 import json
 import re
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
 import pytest
 import torch
@@ -211,10 +213,13 @@ def test_gpus_are_found_by_the_names_that_users_and_drivers_give_them():
         "RTX 4060 Ti 16GB", "a100-80gb": "A100 80GB", "NVIDIA A100-SXM4-80GB": "A100 80GB", "A4000": "RTX A4000",
         "NVIDIA H100 80GB HBM3": "H100", "NVIDIA H100 PCIe": "H100 PCIe", "NVIDIA GeForce RTX 3090": "RTX 3090",
         "NVIDIA A10G": "A10G", "Tesla V100-SXM2-16GB": "V100", "NVIDIA L40S": "L40S", "B 200": "B200",
+        "NVIDIA GeForce RTX 4070 Ti SUPER": "RTX 4070 Ti SUPER", "NVIDIA RTX 6000 Ada Generation": "RTX 6000 Ada",
+        "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "RTX PRO 6000", "Titan RTX": "TITAN RTX",
+        "GTX 1080Ti": "GTX 1080 Ti", "NVIDIA GeForce RTX 3080 12GB": "RTX 3080 12GB", "RTX 3080": "RTX 3080",
     }.items():  # fmt: skip
         assert find_gpu(name).name == found, name
-    for name in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3080 Ti", "NVIDIA GeForce RTX 4070 SUPER"):
-        assert match_gpu(name) is None
+    for name in ("GeForce RTX 4090 Laptop GPU", "GeForce RTX 4090 D", "RTX 4000 SFF Ada Generation", "RTX 4060 Ti"):
+        assert match_gpu(f"NVIDIA {name}") is None
     with pytest.raises(UserError, match=r"^--gpu A100: not in the table, which has A100 40GB, A100 80GB; for another"):
         find_gpu("A100")
     with pytest.raises(UserError, match=r"--gpu RTX 4091: .*RTX 4090"):
@@ -222,7 +227,7 @@ def test_gpus_are_found_by_the_names_that_users_and_drivers_give_them():
     for gpu in GPUS:
         assert match_gpu(gpu.name) is gpu
         assert 5e9 < gpu.memory < 2e11
-        assert 1 < gpu.half / gpu.single < 9
+        assert 1 <= gpu.half / gpu.single < 9
 
 
 def test_sizes_are_read_in_their_units():
@@ -297,6 +302,40 @@ def test_a_model_whose_config_is_shipped_is_planned_without_a_network(tmp_path):
     process = plan(tmp_path, *options, HF_HOME=tmp_path / "empty")
     assert "Run    python src/4_mixed_precision.py --config imdb_bloom_560m.yaml" in finished(process)
     assert "the config of bigscience/bloom-560m is read from " in process.stderr
+
+
+def test_the_config_of_a_gated_model_is_shipped_and_its_tokenizer_is_not_needed(tmp_path):
+    """The Hub refuses a token-less request with this status and header; IMDb is on the machine."""
+
+    class Hub(BaseHTTPRequestHandler):
+        def handle_one_request(self):
+            self.raw_requestline = self.rfile.readline()
+            if self.raw_requestline and self.parse_request():
+                self.send_response(401)
+                self.send_header("X-Error-Code", "GatedRepo")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+        def log_message(self, *_):
+            """Print nothing."""
+
+    (tmp_path / "data" / "aclImdb").mkdir(parents=True)
+    options = ["--gpu", "T4", "--rungs", "14", "--max_length", "16", "--batch_size", "1"]
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        Thread(target=hub.serve_forever, daemon=True).start()
+        environment = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": tmp_path / "empty"}
+        environment |= {"HF_HUB_OFFLINE": 0, "FABRIC_LADDER_DATA": tmp_path / "data"}
+        process = run_script(SCRIPT, *options, "--model", "meta-llama/Llama-3.1-8B", cwd=tmp_path, **environment)
+        hub.shutdown()
+    out = " ".join(finished(process).split())
+    assert "The Hugging Face Hub asks for a token: the config of meta-llama/Llama-3.1-8B is read from" in process.stderr
+    assert "The tokenizer of meta-llama/Llama-3.1-8B is not on this machine" in out
+
+
+def test_gpus_that_differ_are_planned_as_the_smallest(tmp_path):
+    options = [*bloom(tmp_path), "--length", "16", "--rungs", "9", "--gpu", "RTX 3090, T4"]
+    out = " ".join(finished(plan(tmp_path, *options)).split())
+    assert "2 x T4, 15.6 GB The GPUs differ: the plan gives each the 15.6 GB of the T4." in out
 
 
 def test_the_script_plans_for_the_gpus_that_it_finds_and_forks_before_it_sees_them(tmp_path):

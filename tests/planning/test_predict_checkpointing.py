@@ -58,3 +58,16 @@ def test_under_fsdp_inputs_are_counted_next_to_the_shards(tmp_path):
     offloaded, kept = (predict_peak(*deep_case(tmp_path, "vit", rung, **values)) for rung in ("20", "7"))
     assert offloaded.total < kept.total
     assert offloaded.host == LAYERS * 8 * PATCHES * VIT["hidden_size"] * 4
+
+
+@pytest.mark.parametrize("rung", ["5", "7", "21"])
+def test_attention_dropout_costs_no_memory(tmp_path, rung):
+    """A GPU's kernels keep a seed instead of a mask, in recomputed passes too."""
+    bert = {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    path = tmp_path / "bert.json"
+    totals = []
+    for dropout in (0.0, 0.1):
+        path.write_text(json.dumps(bert | {"attention_probs_dropout_prob": dropout}))
+        settings, micro_batches, _ = case(tmp_path, "bert", model=str(path), **TECHNIQUES[rung])
+        totals.append(predict_peak(settings, micro_batches).total)
+    assert totals[0] == totals[1]

@@ -12,6 +12,7 @@ import datasets as hf
 import pyarrow.compute as pc
 import requests
 from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import GatedRepoError
 from transformers import AutoConfig, PretrainedConfig
 
 from fabric_ladder.data.splits import SPLITS
@@ -20,15 +21,8 @@ from fabric_ladder.errors import UserError, refused
 from fabric_ladder.places import CONFIGS
 from fabric_ladder.settings import DataSettings
 
-SHIPPED_CONFIGS = {  # names on the Hub, and their configs in configs/models, for plans without a network
-    "bigscience/bloom-560m": "bloom-560m.json",
-    "bigscience/bloom-7b1": "bloom-7b1.json",
-    "bigscience/bloomz-7b1-mt": "bloom-7b1.json",
-    "meta-llama/Llama-3.1-8B": "llama-3.1-8b.json",
-    "meta-llama/Llama-3.2-1B": "llama-3.2-1b.json",
-    "Qwen/Qwen3-8B": "qwen3-8b.json",
-    "google/vit-large-patch16-224": "vit-large-16.json",
-}
+# Words of a Hub name that do not change a model's shape, e.g. meta-llama/Meta-Llama-3.1-8B-Instruct: llama-3.1-8b.json
+SAME_SHAPE = re.compile(r"^meta-|(?<=^bloom)z|patch|-base$|-(224|chat|deduped|hf|in21k|instruct|it|mt|pt)(?=-|$)")
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # names with more parts are paths
 
 
@@ -66,7 +60,8 @@ def load_config(name: str, revision: str | None = None) -> PretrainedConfig:
 
     Each config is read once per process, unless its file changes. Callers get a copy, which they may change. The config
     of a model on the Hub has the commit in `_commit_hash`. If the Hub cannot be reached and its cache does not have the
-    model, a config of `SHIPPED_CONFIGS` is taken, and a line on stderr reports it.
+    model, or if the Hub asks for a token, the config that is shipped in `configs/models` is taken, and a line on stderr
+    reports it.
 
     Raises:
         UserError: The file is not a usable model config, or the name is neither a folder nor on the Hub.
@@ -91,13 +86,24 @@ def _read_config(name: str, revision: str | None, changed: int | None) -> Pretra
     try:
         with reachable(name, "model", revision) as options:
             return AutoConfig.from_pretrained(name, **options)
-    except UserError:
-        shipped = SHIPPED_CONFIGS.get(name)
-        if not shipped or revision or _hub_answers():
+    except UserError as error:
+        path = None if revision else find_shipped_config(name)
+        gated = error.__cause__ and isinstance(error.__cause__.__cause__, GatedRepoError)
+        if not path or (_hub_answers() and not gated):
             raise
-    path = CONFIGS / "models" / shipped
-    print(f"The Hugging Face Hub cannot be reached: the config of {name} is read from {path}", file=sys.stderr)
+    problem = "asks for a token" if gated else "cannot be reached"
+    print(f"The Hugging Face Hub {problem}: the config of {name} is read from {path}", file=sys.stderr)
     return AutoConfig.from_pretrained(path)
+
+
+def find_shipped_config(name: str) -> Path | None:
+    """Return the file in `configs/models` with the shape of a model on the Hub, or None if there is none.
+
+    The file has the model's name in lower case, without the owner, perhaps without the words of `SAME_SHAPE`.
+    """
+    own = name.rpartition("/")[2].lower()
+    paths = (CONFIGS / "models" / f"{stem}.json" for stem in (own, SAME_SHAPE.sub("", own)))
+    return next(filter(Path.is_file, paths), None)
 
 
 def find_commit(settings: DataSettings) -> str:

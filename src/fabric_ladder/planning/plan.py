@@ -6,8 +6,11 @@ from pathlib import Path
 import psutil
 from accelerate.utils import convert_file_size_to_int
 
+from fabric_ladder.data.hub import find_shipped_config
 from fabric_ladder.data.images import read_image_format
+from fabric_ladder.data.load import tokenizer_name
 from fabric_ladder.data.sources import find_source
+from fabric_ladder.data.tokens import load_tokenizer
 from fabric_ladder.errors import UserError
 from fabric_ladder.planning.candidates import list_choices, read_candidates
 from fabric_ladder.planning.gpus import ANY, find_gpu, own_gpus
@@ -37,27 +40,35 @@ def read_size(text: str, option: str) -> int:
     return found
 
 
-def find_machine(arguments: argparse.Namespace) -> Machine:
-    """Return the machine to plan for, from the options or from this machine.
+def find_machine(arguments: argparse.Namespace) -> tuple[Machine, list[str]]:
+    """Return the machine to plan for, from the options or from this machine, and a note if its GPUs differ.
+
+    All GPUs run the same micro-batches, so different GPUs are planned as copies of the one with the least memory, with
+    the lowest compute capability.
 
     Raises:
         UserError: An option is invalid, or no GPU is named and this machine has none.
     """
-    found, gpu, host_memory = own_gpus(), ANY, None
-    gpus = arguments.devices if arguments.devices is not None else len(found) or 1
+    found, host_memory, notes = own_gpus(), None, []
+    named = [find_gpu(name) for name in arguments.gpu.split(",")] if arguments.gpu else []
+    gpus = arguments.devices
+    if gpus is None:
+        gpus = len(named) if len(named) > 1 else len(found) or 1
     if gpus < 1:
         raise UserError(f"--devices {gpus}: must be at least 1")
-    if arguments.gpu:
-        gpu = find_gpu(arguments.gpu)
-    elif found and not arguments.gpu_memory:
-        gpu, host_memory = min(found, key=lambda each: each.memory), psutil.virtual_memory().total
+    if not named and found and not arguments.gpu_memory:
+        named, host_memory = found, psutil.virtual_memory().total
+    gpu = min(named, key=lambda each: each.memory, default=ANY)
+    if len({each.name for each in named}) > 1:
+        gpu = gpu._replace(capability=min(each.capability for each in named))
+        notes.append(f"The GPUs differ: the plan gives each the {gpu.memory / 1e9:g} GB of the {gpu.name}.")
     if arguments.host_memory:
         host_memory = read_size(arguments.host_memory, "--host_memory")
     if arguments.gpu_memory:
         gpu = gpu._replace(memory=read_size(arguments.gpu_memory, "--gpu_memory"))
     elif gpu is ANY:
         raise UserError("PyTorch finds no CUDA GPU here; name one to plan for, e.g. --gpu T4 or --gpu_memory 16GB")
-    return Machine(gpu, gpus, host_memory)
+    return Machine(gpu, gpus, host_memory), notes
 
 
 def find_samples(settings: Settings, length: int | None) -> tuple[Samples, list[str]]:
@@ -79,6 +90,8 @@ def find_samples(settings: Settings, length: int | None) -> tuple[Samples, list[
             missing = f"{settings.dataset} is on the Hub"
         elif settings.dataset == "imdb" and not find_dataset(settings.data_dir):
             missing = f"IMDb is not in {settings.data_dir}"
+        elif not _has_tokenizer(settings):
+            missing = f"The tokenizer of {settings.model} is not on this machine"
         datasets = None if missing else load_datasets(settings)
     except UserError as error:
         raise UserError(f"{error}; or plan without data, for samples of N tokens: --length N") from error
@@ -89,13 +102,25 @@ def find_samples(settings: Settings, length: int | None) -> tuple[Samples, list[
     return Samples(max(max(split["length"][:]) for split in datasets.splits.values()), classes), []
 
 
+def _has_tokenizer(settings: Settings) -> bool:
+    """Return False if only the config of the model is here: it is shipped, and its tokenizer cannot be loaded."""
+    name = tokenizer_name(settings)
+    if name != settings.model or not find_shipped_config(name):
+        return True
+    try:
+        load_tokenizer(name, settings.model_revision)
+    except UserError:
+        return False
+    return True
+
+
 def find_answer(arguments: argparse.Namespace, options: list[str]) -> Answer:
     """Plan every rung, or the rungs that were asked for.
 
     Raises:
         UserError: No rung can be planned.
     """
-    machine = find_machine(arguments)
+    machine, differing = find_machine(arguments)
     choices, unplanned = list_choices(arguments.rungs or RUNGS, machine.gpus)
     if not choices:
         raise UserError("; ".join(f"{rung}: {reason}" for rung, reason in unplanned.items()))
@@ -109,4 +134,4 @@ def find_answer(arguments: argparse.Namespace, options: list[str]) -> Answer:
     plans = make_plans(candidates, samples, machine)
     name = Path(settings.model).name if Path(settings.model).exists() else settings.model
     batch_size = max(candidate.settings.batch_size for candidate in candidates)
-    return Answer(name, batch_size, samples, machine, plans, problems, notes)
+    return Answer(name, batch_size, samples, machine, plans, problems, [*differing, *notes])

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 from torch.optim import SGD, Adam, AdamW
-from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
@@ -236,7 +235,7 @@ class _Steps:
     @contextmanager
     def _counted(self) -> Iterator[None]:
         on_host = partial(self.tracker.at, "training", on_host=True)
-        with self.mode, self.tracker, _AttentionWithoutDropout(), host_memory_within(on_host):
+        with self.mode, self.tracker, _attention_without_dropout(), host_memory_within(on_host):
             yield
 
     def _set_up(self, model: nn.Module) -> None:
@@ -307,13 +306,20 @@ class _FakeTensors(FakeTensorMode):
             return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
 
 
-class _AttentionWithoutDropout(TorchFunctionMode):
-    """Drops attention's dropout: on a CPU it needs a tokens x tokens matrix, on a GPU only a seed."""
+@contextmanager
+def _attention_without_dropout() -> Iterator[None]:
+    """Drop attention's dropout: on a CPU it needs a tokens x tokens matrix, on a GPU only a seed.
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is scaled_dot_product_attention:
-            args, kwargs = args[:4], {**(kwargs or {}), "dropout_p": 0.0}
-        return function(*args, **(kwargs or {}))
+    A `TorchFunctionMode` would not see the passes that checkpoints recompute within `Tensor.backward`.
+    """
+    attend = functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention = lambda *inputs, **options: attend(
+        *inputs[:4], **options | {"dropout_p": 0.0}
+    )
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = attend
 
 
 class _AllRanksStarted(LightningEnvironment):

@@ -21,7 +21,7 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn import functional
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, eager_mask
 from transformers.models.bloom.modeling_bloom import BloomAttention, BloomModel, build_alibi_tensor, dropout_add
@@ -81,7 +81,9 @@ class FusedBloomAttention(BloomAttention):
         new = attention_mask[-int(key.element_size() == 2)].expand(-1, len(key), -1, -1, -1)
         (query, key, value), scale = add_dimensions(query, key, value, *new, self.inv_norm_factor)
         dropout = self.attention_dropout.p if self.training else 0.0
-        attended = scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, scale=scale)
+        attended = functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True, scale=scale
+        )
         attended = attended[..., : self.head_dim].transpose(1, 2).flatten(2)
         return dropout_add(self.dense(attended), residual, self.hidden_dropout, self.training), None
 
