@@ -134,6 +134,7 @@ ENTRIES = {
         Entry("2_grad_accum", f"{TWELVE} --attention eager --precision 64-true", 10.42),
         Entry("2_grad_accum", f"{TWELVE} --attention eager", 5.37),
         Entry("4_mixed_precision", f"{TWELVE} --attention eager", 4.46),
+        Entry("12_deepspeed_zero", f"{TWELVE} --attention eager --batch_size 48 --deepspeed zero2", 3.99, 4),
         Entry("5_low_precision", f"{TWELVE} --attention eager", 2.87),
         *(Entry(rung, TWELVE) for rung in ("2_grad_accum", "4_mixed_precision", "5_low_precision")),
     ],
