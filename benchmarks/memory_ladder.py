@@ -70,6 +70,7 @@ DOWNWARDS = [  # one more technique in each row
     Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} {IN_8_BITS} {PARKED}"),
     Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} {IN_4_BITS}"),
 ]
+ADAPTED = Entry("14_qlora", f"--lora_targets all-linear {CHECKPOINTED}")
 ALL = f"--precision bf16-true --optimizer sgd {CHECKPOINTED}"
 TWELVE = "--batch_size 12 --micro_batch_size 12 --max_length 512"
 SHARDED_WHOLE = f"--batch_size 256 --micro_batch_size 64 --precision 32-true {CHECKPOINTED}"
@@ -101,8 +102,8 @@ ENTRIES = {
         for chunk in (256, 1_000_000)
         for size in (1, 4)
     ],
-    "qwen3-8b": DOWNWARDS,
-    "llama-3.1-8b": DOWNWARDS,
+    "qwen3-8b": [*DOWNWARDS, ADAPTED],
+    "llama-3.1-8b": [*DOWNWARDS, ADAPTED],
     "vit-large-16": [
         Entry("2_grad_accum", "--micro_batch_size 64", 26.84),
         Entry("3_torch_compile", "--micro_batch_size 64"),
