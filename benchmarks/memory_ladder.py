@@ -2,15 +2,15 @@
 
     python benchmarks/memory_ladder.py [--model bloom-560m …] [--only TEXT …]
 
-Models: BLOOM-560m, ViT-L/16, adapters on BLOOM-7b1, and Qwen3-8B and Llama 3.1 8B with one more technique in each row,
-until the model fits into 24 GB.
+Models: BLOOM-560m, ViT-L/16, adapters on BLOOM-7b1, Qwen3-8B and Llama 3.1 8B with one more technique in each row,
+until the model fits into 24 GB, and the models of the posts that have measured figures.
 
 The predictions are for a GPU (`fabric_ladder.planning.predict`); harvest.py measures some of them, with the data made
-here. All samples have full length: texts of 1,024 tokens (BLOOM-7b1: 512), images of 224 pixels. Figures are the peak
-of training and validation in GB (10^9 bytes). FSDP and DeepSpeed run on one GPU unless named. The memory of DeepSpeed
-and of 4-bit weights is predicted by formula. `torch.compile` is left out: it keeps at most as much.
+here. All samples have full length: texts of 1,024 tokens (BLOOM-7b1: 512) unless named, images of 224 pixels. Figures
+are the peak of training and validation in GB (10^9 bytes). FSDP and DeepSpeed run on one GPU unless named. The memory
+of DeepSpeed and of 4-bit weights is predicted by formula. `torch.compile` is left out: it keeps at most as much.
 
-`target` is the figure of the memory series' log for the same technique and micro-batch on ViT-L/16 and CIFAR-10.
+`target` is the figure that a post prints for the same technique, batch and length (docs/from_the_posts.md).
 """
 
 import argparse
@@ -70,7 +70,11 @@ DOWNWARDS = [  # one more technique in each row
     Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} {IN_8_BITS} {PARKED}"),
     Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} {IN_4_BITS}"),
 ]
+ADAPTED = Entry("14_qlora", f"--lora_targets all-linear {CHECKPOINTED}")
 ALL = f"--precision bf16-true --optimizer sgd {CHECKPOINTED}"
+TWELVE = "--batch_size 12 --micro_batch_size 12 --max_length 512"
+SHARDED_WHOLE = f"--batch_size 256 --micro_batch_size 64 --precision 32-true {CHECKPOINTED}"
+ALPACA = "--batch_size 128 --micro_batch_size 1 --max_length 1304 --lora_targets"  # its longest sample
 ZERO = [f"--deepspeed {stage}" for stage in ("zero2", "zero2_offload", "zero3", "zero3_offload")]
 ENTRIES = {
     "bloom-560m": [
@@ -98,8 +102,8 @@ ENTRIES = {
         for chunk in (256, 1_000_000)
         for size in (1, 4)
     ],
-    "qwen3-8b": DOWNWARDS,
-    "llama-3.1-8b": DOWNWARDS,
+    "qwen3-8b": [*DOWNWARDS, ADAPTED],
+    "llama-3.1-8b": [*DOWNWARDS, ADAPTED],
     "vit-large-16": [
         Entry("2_grad_accum", "--micro_batch_size 64", 26.84),
         Entry("3_torch_compile", "--micro_batch_size 64"),
@@ -116,9 +120,32 @@ ENTRIES = {
         Entry("6_lean_optimizer", f"--micro_batch_size 1 {CHECKPOINTED}"),
         Entry("11_fsdp_cpu_offload", f"--micro_batch_size 1 {ALL}"),
         *(Entry(rung, "--micro_batch_size 16", gpus=4) for rung in SHARDED),
+        *(Entry(rung, SHARDED_WHOLE, target, 4) for rung, target in zip(SHARDED, (6.59, 6.03), strict=True)),
         *(Entry(rung, "--micro_batch_size 16") for rung in RECOMPUTING),
         Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} --optimizer sgd"),
         Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} --optimizer sgd --kahan_summation false"),
+    ],
+    "vit-base-16": [
+        Entry("2_grad_accum", "--batch_size 16 --micro_batch_size 16", 3.71),
+        Entry("4_mixed_precision", "--batch_size 16 --micro_batch_size 16", 3.04),
+        Entry("9_ddp", "--batch_size 64 --micro_batch_size 16", 4.09, 4),
+        Entry("10_fsdp", "--batch_size 64 --micro_batch_size 16", 2.83, 4),
+    ],
+    "distilbert": [
+        Entry("2_grad_accum", f"{TWELVE} --attention eager --precision 64-true", 10.42),
+        Entry("2_grad_accum", f"{TWELVE} --attention eager", 5.37),
+        Entry("4_mixed_precision", f"{TWELVE} --attention eager", 4.46),
+        Entry("12_deepspeed_zero", f"{TWELVE} --attention eager --batch_size 48 --deepspeed zero2", 3.99, 4),
+        Entry("5_low_precision", f"{TWELVE} --attention eager", 2.87),
+        *(Entry(rung, TWELVE) for rung in ("2_grad_accum", "4_mixed_precision", "5_low_precision")),
+    ],
+    "llama-2-7b": [
+        Entry("13_lora", f"{ALPACA} q_proj,v_proj", 21.33),
+        Entry("14_qlora", f"{ALPACA} q_proj,v_proj", 14.18),
+        Entry("14_qlora", f"{ALPACA} q_proj,v_proj --optimizer sgd", 14.15),
+        Entry("14_qlora", f"{ALPACA} all-linear", 16.62),
+        Entry("14_qlora", f"{ALPACA} all-linear --lora_dropout 0"),
+        Entry("13_lora", "--batch_size 128 --micro_batch_size 4 --max_length 256 --lora_targets q_proj,v_proj", 21),
     ],
 }
 
@@ -131,7 +158,7 @@ def options_of(model: str) -> list[str]:
         return f"{config} --from_scratch true {more}".split()
     config = "cifar10_vit_large.yaml" if model.startswith("vit") else "imdb_bloom_560m.yaml"
     path = CONFIGS / "models" / f"{model}.json"
-    task = ["--task", "instruction-tuning"] if model.endswith("8b") else []
+    task = ["--task", "instruction-tuning"] if model.endswith(("7b", "8b")) else []
     return ["--config", str(CONFIGS / config), "--model", str(path), "--from_scratch", "true", *task]
 
 
@@ -142,7 +169,7 @@ def predict(model: str, entry: Entry, known: dict[str, Peak]) -> Peak:
     key = json.dumps(asdict(replace(settings, name="")))
     if key not in known:
         images = settings.task == "image-classification"
-        length, image_size, classes = (PATCHES, PIXELS, 10) if images else (min(TOKENS, settings.max_length), None, 2)
+        length, image_size, classes = (PATCHES, PIXELS, 10) if images else (settings.max_length, None, 2)
         batches = largest_batches(settings, length, image_size)
         known[key] = predict_peak(settings, *batches, classes)
     return known[key]
