@@ -1,7 +1,7 @@
 """A run's step on fake tensors, which have a shape, a dtype and a storage, but no memory behind it.
 
 The fake tensors are CPU tensors, since fake CUDA tensors need a CUDA build of PyTorch and, in attention, a GPU. Both
-keep the same tensors for the backward pass. Autocast casts the same operations. Without its dropout,
+keep the same tensors for the backward pass, except in the operations that `cuda_kernels.py` replaces.
 `scaled_dot_product_attention` runs a kernel without a tokens x tokens matrix, like FlashAttention. Optimizers run as on
 a GPU: fused, without temporary tensors, or in their `foreach` form, with temporary tensors for all weights together.
 """
@@ -20,9 +20,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 from torch.optim import SGD, Adam, AdamW
-from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
@@ -31,6 +29,7 @@ from fabric_ladder.data.splits import ImageDatasets, TextDatasets
 from fabric_ladder.distributed.fsdp import fsdp_strategy, sharding_policy, transformer_blocks
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import emulates
+from fabric_ladder.planning.cuda_kernels import CudaKernels
 from fabric_ladder.planning.tracker import PeakTracker
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.settings import Settings
@@ -160,7 +159,7 @@ class Rehearsal:
     @contextmanager
     def _counted(self) -> Iterator[None]:
         on_host = partial(self.tracker.at, "training", on_host=True)
-        with self.mode, self.tracker, _AttentionWithoutDropout(), host_memory_within(on_host):
+        with self.mode, self.tracker, CudaKernels(), host_memory_within(on_host):
             yield
 
     def _set_up(self, model: nn.Module) -> None:
@@ -255,15 +254,6 @@ class _FakeTensors(FakeTensorMode):
                 raise
             dtype = args[0].dtype  # the run reads a norm, or whether it is finite
             return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
-
-
-class _AttentionWithoutDropout(TorchFunctionMode):
-    """Drops attention's dropout: on a CPU it needs a tokens x tokens matrix, on a GPU only a seed."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is scaled_dot_product_attention:
-            args, kwargs = args[:4], {**(kwargs or {}), "dropout_p": 0.0}
-        return function(*args, **(kwargs or {}))
 
 
 class _AllRanksStarted(LightningEnvironment):

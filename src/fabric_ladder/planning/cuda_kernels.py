@@ -1,0 +1,31 @@
+"""The operations that keep other tensors on a CUDA GPU than on a CPU, where a rehearsal runs."""
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+
+class CudaKernels(TorchFunctionMode):
+    """Makes operations on a CPU keep the same tensors for the backward pass as on a CUDA GPU.
+
+    - Attention drops its dropout: on a CPU it needs a tokens x tokens matrix, on a GPU only a seed.
+    """
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is Tensor.backward:
+            return self._backward(args[0])
+        if function is scaled_dot_product_attention:
+            args, kwargs = args[:4], {**kwargs, "dropout_p": 0.0}
+        return function(*args, **kwargs)
+
+    def _backward(self, loss: Tensor) -> None:
+        """Compute the gradients with the mode on, since the backward pass recomputes checkpointed blocks.
+
+        PyTorch switches a mode off within the function that it handles. `torch.autograd.backward` is such a function
+        too, so autograd's engine is called.
+        """
+        with self:
+            _engine_run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, True)
