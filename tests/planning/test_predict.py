@@ -16,7 +16,7 @@ from fabric_ladder.rungs import script_defaults
 from fabric_ladder.techniques.qlora import NF4_BYTES
 
 BERT = {"model_type": "bert", "vocab_size": 1024, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "intermediate_size": 128, "hidden_dropout_prob": 0.0}  # fmt: skip
+        "intermediate_size": 128}  # fmt: skip
 PACKED = {"packing": True, "max_length": 256, "micro_batch_size": 2}
 COMBINATIONS = [  # settings that no rung combines
     ("bloom", {"max_grad_norm": 1.0}),
@@ -25,8 +25,8 @@ COMBINATIONS = [  # settings that no rung combines
     ("vit", {"attention": "eager", "micro_batch_size": 1, "optimizer": "sgd"}),
     ("bloom", {"precision": "bf16-mixed", "activation_checkpointing": True}),
     ("vit", {"step_in_backward": True, "activation_checkpointing": True}),
-    ("vit", {"lora": True, "lora_dropout": 0.0}),
-    ("bloom-lm", {"lora": True, "lora_dropout": 0.0, "precision": "bf16-mixed", "micro_batch_size": 2}),
+    ("vit", {"lora": True}),
+    ("bloom-lm", {"lora": True, "precision": "bf16-mixed", "micro_batch_size": 2}),
     ("bloom-lm", {"lora": True, "dora": True, "precision": "bf16-true", "activation_checkpointing": True}),
     ("bloom", PACKED),
     ("bloom-lm", PACKED),
@@ -57,8 +57,6 @@ def rung_case(tmp_path, rung, family, length):
     else:
         options += ["--model", str(MODELS / f"{family}.json")]
         options += ["--task", "instruction-tuning"] if family == "llama-tiny" else []
-    if rung == "13_lora":
-        options += ["--lora_dropout", "0"]
     settings = parse_settings(options, **script_defaults(rung))
     size = min(settings.batch_size, 4)
     cut = size if settings.step_in_backward else min(2, size)

@@ -3,13 +3,14 @@
 import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import dropout, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 
 class CudaKernels(TorchFunctionMode):
     """Makes operations on a CPU keep the same tensors for the backward pass as on a CUDA GPU.
 
+    - Dropout keeps a mask of one byte per element, a CPU's has the type of the input (PyTorch, `Dropout.cpp`).
     - Attention drops its dropout: on a CPU it needs a tokens x tokens matrix, on a GPU only a seed.
     """
 
@@ -17,6 +18,8 @@ class CudaKernels(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is Tensor.backward:
             return self._backward(args[0])
+        if function is dropout and kwargs["training"] and not kwargs["inplace"] and 0 < kwargs["p"] < 1:
+            return torch.native_dropout(args[0], kwargs["p"], True)[0]
         if function is scaled_dot_product_attention:
             args, kwargs = args[:4], {**kwargs, "dropout_p": 0.0}
         return function(*args, **kwargs)
