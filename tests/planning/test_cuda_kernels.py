@@ -8,6 +8,7 @@ from support.helpers import MODELS
 from support.planning import case
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from fabric_ladder.planning.cuda_kernels import CudaKernels
@@ -80,3 +81,25 @@ def test_the_dropout_of_adapters_adds_its_masks_to_the_prediction(tmp_path):
     )
     config = json.loads((MODELS / "bloom-quickstart.json").read_text())
     assert dropping.activations - plain.activations == 8 * 96 * config["hidden_size"] * (config["n_layer"] - 1)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: F.layer_norm(x, x.shape[1:]), lambda x: x.softmax(-1), lambda x: F.softmax(x, -1), torch.exp,
+     lambda x: x**2, lambda x: torch.pow(x, 2), lambda x: x.sum(-1), lambda x: F.rms_norm(x, x.shape[1:])],
+)  # fmt: skip
+def test_autocast_computes_in_32_bits_what_it_does_on_a_gpu(function):
+    """The list is PyTorch's documentation, "CUDA Ops that can autocast to float32"."""
+    inputs = torch.ones(ROWS, WIDTH, dtype=torch.bfloat16)
+    with CudaKernels():
+        assert function(inputs).dtype == torch.bfloat16
+        with torch.autocast("cpu", torch.bfloat16):
+            assert function(inputs).dtype == torch.float32
+            assert F.softmax(inputs, -1, dtype=torch.bfloat16).dtype == torch.bfloat16
+            assert F.gelu(inputs).dtype == torch.bfloat16
+
+
+def test_layer_norm_under_autocast_keeps_a_32_bit_copy_of_its_input():
+    model, inputs = nn.LayerNorm(WIDTH), torch.ones(ROWS, WIDTH, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert kept_bytes(lambda: model(inputs), model) == 4 * (COUNT + 2 * ROWS)  # with mean and deviation of each row
