@@ -109,6 +109,15 @@ def test_the_prediction_agrees_with_real_tensors_where_bfloat16_is_emulated(tmp_
     assert older.total > 1.2 * newer.total
 
 
+def test_a_gpu_without_flash_attention_repeats_grouped_heads(tmp_path):
+    """This model has twice as many heads of queries; keys and values are kept once for each of them."""
+    llama = {"model": str(MODELS / "llama-tiny.json"), "task": "instruction-tuning", "precision": "16-mixed"}
+    settings, training, _ = case(tmp_path, "llama", **llama)
+    older, newer = (predict_peak(settings, training, capability=each) for each in ((7, 5), (8, 0)))
+    more, layers, size = 8 * 96 * 32, 2, 2
+    assert older.activations - newer.activations == layers * 2 * more * size
+
+
 @pytest.mark.parametrize("values", [{}, {"lora": True}])  # adapters have frozen matrices in 16 bits
 def test_float16_holds_the_same_bytes_as_bfloat16(tmp_path, values):
     one, other = (case(tmp_path, "bloom-lm", precision=name, **values)[:2] for name in ("16-mixed", "bf16-mixed"))

@@ -29,6 +29,7 @@ from fabric_ladder.data.splits import ImageDatasets, TextDatasets
 from fabric_ladder.distributed.fsdp import fsdp_strategy, sharding_policy, transformer_blocks
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import emulates
+from fabric_ladder.models.kernels import declare_flash
 from fabric_ladder.planning.cuda_kernels import CudaKernels
 from fabric_ladder.planning.tracker import PeakTracker
 from fabric_ladder.runs.metrics import Meter
@@ -65,7 +66,8 @@ def rehearse(
     try:
         with torch.device("meta"):  # drawing weights would branch on values
             model = build_model(replace(settings, precision=_rehearsed(settings.precision)), datasets)
-        with sdpa_kernel(SDPBackend.MATH) if emulated else nullcontext():
+        flash = declare_flash(capability is None or capability >= (8, 0))
+        with flash, sdpa_kernel(SDPBackend.MATH) if emulated else nullcontext():
             yield Rehearsal(model, settings, sharded, buckets)
     finally:
         if sharded:
