@@ -204,6 +204,18 @@ def test_attention_with_dropout_keeps_no_matrix_of_tokens_by_tokens(tmp_path):
     assert peaks[0] == peaks[1]
 
 
+@pytest.mark.filterwarnings("ignore:Module is None")
+def test_the_logits_of_a_soft_cap_are_counted(tmp_path):
+    path = tmp_path / "gemma2.json"
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 16, "intermediate_size": 128, "vocab_size": 4096}
+    path.write_text(json.dumps({"model_type": "gemma2", "final_logit_softcapping": 30.0, **sizes}))
+    settings, training, _ = case(tmp_path, "gemma2", model=str(path), task="instruction-tuning", loss_chunk=64)
+    predicted = predict_peak(settings, training)
+    assert predicted.total == pytest.approx(measured_peak(settings, training), rel=0.01)
+    assert predicted.logits > 2 * 8 * 95 * 4096 * 4, "two copies of all logits in 32 bits"
+
+
 def test_an_evaluation_may_be_the_peak(tmp_path):
     settings, training, evaluations = case(
         tmp_path, "bloom", micro_batch_size=1, optimizer="sgd", eval_batch_tokens=96 * 64
