@@ -22,10 +22,10 @@ IMAGES = {"task": "image-classification", "dataset": "images", "model": "vit"}
 
 
 @pytest.fixture(autouse=True)
-def cudnn_as_before():
-    torch.backends.cuda.enable_cudnn_sdp(True)
+def all_kernels():
+    use_kernels(ALL)
     yield
-    torch.backends.cuda.enable_cudnn_sdp(True)
+    use_kernels(ALL)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from fabric_ladder.rungs import script_defaults
 from fabric_ladder.techniques.qlora import NF4_BYTES
 
 BERT = {"model_type": "bert", "vocab_size": 1024, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "intermediate_size": 128, "hidden_dropout_prob": 0.0}  # fmt: skip
+        "intermediate_size": 128}  # fmt: skip
 PACKED = {"packing": True, "max_length": 256, "micro_batch_size": 2}
 COMBINATIONS = [  # settings that no rung combines
     ("bloom", {"max_grad_norm": 1.0}),
@@ -25,8 +25,8 @@ COMBINATIONS = [  # settings that no rung combines
     ("vit", {"attention": "eager", "micro_batch_size": 1, "optimizer": "sgd"}),
     ("bloom", {"precision": "bf16-mixed", "activation_checkpointing": True}),
     ("vit", {"step_in_backward": True, "activation_checkpointing": True}),
-    ("vit", {"lora": True, "lora_dropout": 0.0}),
-    ("bloom-lm", {"lora": True, "lora_dropout": 0.0, "precision": "bf16-mixed", "micro_batch_size": 2}),
+    ("vit", {"lora": True}),
+    ("bloom-lm", {"lora": True, "precision": "bf16-mixed", "micro_batch_size": 2}),
     ("bloom-lm", {"lora": True, "dora": True, "precision": "bf16-true", "activation_checkpointing": True}),
     ("bloom", PACKED),
     ("bloom-lm", PACKED),
@@ -57,8 +57,6 @@ def rung_case(tmp_path, rung, family, length):
     else:
         options += ["--model", str(MODELS / f"{family}.json")]
         options += ["--task", "instruction-tuning"] if family == "llama-tiny" else []
-    if rung == "13_lora":
-        options += ["--lora_dropout", "0"]
     settings = parse_settings(options, **script_defaults(rung))
     size = min(settings.batch_size, 4)
     cut = size if settings.step_in_backward else min(2, size)
@@ -109,6 +107,15 @@ def test_the_prediction_agrees_with_real_tensors_where_bfloat16_is_emulated(tmp_
     newer, older = (predict_peak(settings, training, capability=each) for each in ((8, 0), (7, 5)))
     assert older.total == pytest.approx(measured, rel=0.01)
     assert older.total > 1.2 * newer.total
+
+
+def test_a_gpu_without_flash_attention_repeats_grouped_heads(tmp_path):
+    """This model has twice as many heads of queries; keys and values are kept once for each of them."""
+    llama = {"model": str(MODELS / "llama-tiny.json"), "task": "instruction-tuning", "precision": "16-mixed"}
+    settings, training, _ = case(tmp_path, "llama", **llama)
+    older, newer = (predict_peak(settings, training, capability=each) for each in ((7, 5), (8, 0)))
+    more, layers, size = 8 * 96 * 32, 2, 2
+    assert older.activations - newer.activations == layers * 2 * more * size
 
 
 @pytest.mark.parametrize("values", [{}, {"lora": True}])  # adapters have frozen matrices in 16 bits
@@ -193,6 +200,18 @@ def test_attention_with_dropout_keeps_no_matrix_of_tokens_by_tokens(tmp_path):
         path.write_text(json.dumps({**BERT, "attention_probs_dropout_prob": dropout}))
         peaks.append(predict_peak(*case(tmp_path, "bert", model=str(path))[:2]))
     assert peaks[0] == peaks[1]
+
+
+@pytest.mark.filterwarnings("ignore:Module is None")
+def test_the_logits_of_a_soft_cap_are_counted(tmp_path):
+    path = tmp_path / "gemma2.json"
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 16, "intermediate_size": 128, "vocab_size": 4096}
+    path.write_text(json.dumps({"model_type": "gemma2", "final_logit_softcapping": 30.0, **sizes}))
+    settings, training, _ = case(tmp_path, "gemma2", model=str(path), task="instruction-tuning", loss_chunk=64)
+    predicted = predict_peak(settings, training)
+    assert predicted.total == pytest.approx(measured_peak(settings, training), rel=0.01)
+    assert predicted.logits > 2 * 8 * 95 * 4096 * 4, "two copies of all logits in 32 bits"
 
 
 def test_an_evaluation_may_be_the_peak(tmp_path):

@@ -9,6 +9,10 @@ from support.planning import PATCHES, VIT, case, measured_peak, tracked_peak
 from fabric_ladder.planning.predict import predict_peak
 
 LAYERS = 6
+BERT = {"model_type": "bert", "vocab_size": 1024, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 128, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.1}  # fmt: skip
+GPT2 = {"model_type": "gpt2", "vocab_size": 1024, "n_embd": 64, "n_layer": 2, "n_head": 4, "bos_token_id": 1,
+        "eos_token_id": 1, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.1}  # fmt: skip
 TECHNIQUES = {"5": {}, "7": {"activation_checkpointing": True}}
 TECHNIQUES |= {"20": TECHNIQUES["7"] | {"activation_offload": True}}
 TECHNIQUES |= {"21": TECHNIQUES["7"] | {"selective_checkpointing": True}}
@@ -34,6 +38,15 @@ def test_the_prediction_agrees_with_real_tensors(tmp_path, family, precision):
     predicted, measured = predict_peak(*offloaded), tracked_peak(*offloaded)
     assert predicted.total == pytest.approx(measured.total, rel=0.01)
     assert predicted.host == measured.host > 0
+
+
+@pytest.mark.parametrize("config", [BERT, GPT2], ids=["bert", "gpt2"])
+@pytest.mark.parametrize("rung", ["7", "20", "21"])
+def test_recomputed_attention_drops_out_as_in_the_forward_pass(tmp_path, config, rung):
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(config))
+    settings, training, _ = case(tmp_path, config["model_type"], model=str(path), **TECHNIQUES[rung])
+    assert predict_peak(settings, training).total == pytest.approx(tracked_peak(settings, training).total, rel=0.01)
 
 
 @pytest.mark.parametrize(("precision", "size"), [("32-true", 4), ("bf16-true", 2)])

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fabric_ladder import build_model, build_optimizer
 from fabric_ladder.distributed.fsdp import fsdp_strategy, sharding_policy, transformer_blocks
+from fabric_ladder.planning.cuda_kernels import CudaKernels
 from fabric_ladder.planning.predict import blank_datasets, largest_batches
 from fabric_ladder.planning.tracker import PeakTracker
 from fabric_ladder.runs.metrics import Meter
@@ -71,6 +72,8 @@ def set_up(settings, **options):
 def measured_peak(settings, micro_batches):
     """Return the bytes of real tensors at the peak of the second step, from PyTorch's tracker.
 
+    Both sides have the operations of a GPU, which keep other tensors than a CPU's.
+
     PyTorch's tracker fails on frozen parameters, so the project's tracker counts those of adapters.
     """
     if settings.lora:
@@ -89,7 +92,7 @@ def measured_peak(settings, micro_batches):
 
     step()
     tracker.track_external(model, optimizer.optimizer)
-    with tracker:
+    with tracker, CudaKernels():
         step()
     return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
 
@@ -102,7 +105,7 @@ def tracked_peak(settings, micro_batches, **options):
     fabric, model, optimizer = set_up(settings, **options)
     tracker = PeakTracker()
     parked = settings.offload
-    with tracker, host_memory_within(lambda: tracker.at("training", on_host=True)):
+    with tracker, CudaKernels(), host_memory_within(lambda: tracker.at("training", on_host=True)):
         for _ in range(2):
             for parameter in model.parameters():
                 tracker.watch(parameter, parked=parked)

@@ -172,6 +172,18 @@ def test_plain_heads_never_make_the_whole_logits(config):
         assert made.largest <= parameters
 
 
+@pytest.mark.parametrize("config", PLAIN + WITH_MORE, ids=lambda config: config.model_type)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_without_values_gets_the_same_loss_as_one_with_values(config, dtype):
+    found = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            use_chunked_loss(model, 8)
+        found.append(model.forward.args[1])
+    assert found == [8 if config in PLAIN else None] * 2
+
+
 def test_it_survives_copies_and_checkpointing():
     mine, theirs = models(PLAIN[2])
     copied = copy.deepcopy(mine)

@@ -1,6 +1,7 @@
 """Memory by formula: ZeRO's states compared with DeepSpeed's estimates, and low-bit weights and moments."""
 
 import pytest
+from support.helpers import free_port, run_script
 from support.planning import NO_PEAK
 
 from fabric_ladder import Settings
@@ -17,7 +18,7 @@ def test_zeros_states_agree_with_deepspeeds_own_estimates(ranks):
     stage_2 = pytest.importorskip("deepspeed.runtime.zero.stage_1_and_2").estimate_zero2_model_states_mem_needs
     stage_3 = pytest.importorskip("deepspeed.runtime.zero.stage3").estimate_zero3_model_states_mem_needs
     names = ("live_parameters", "reuse_distance")
-    none = {"reduce_bucket_size": 0, "allgather_bucket_size": 0, "sub_group_size": 0}
+    none = {"reduce_bucket_size": 0, "sub_group_size": 0}
     none |= {f"stage3_max_{name}": 0 for name in names}
     cpu = {"device": "cpu"}
 
@@ -40,6 +41,63 @@ def test_zeros_states_agree_with_deepspeeds_own_estimates(ranks):
         kept = {f"stage3_max_{name}": 1_000}
         assert mine(stage=3, offload_optimizer=cpu, offload_param=cpu, **kept)[1] == alone + 2_000
     assert mine(stage=3, sub_group_size=1_000)[1] == mine(stage=3)[1] + 4_000, "its gradients again, in 32 bits"
+
+
+SIZE = 3_000
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"stage": 1}, 4 * SIZE + 2 * SIZE),
+        ({"stage": 2}, 2 * SIZE + 2 * SIZE),
+        ({"stage": 2, "overlap_comm": True}, 2 * 2 * SIZE + 2 * SIZE),
+        ({"stage": 2, "allgather_bucket_size": 5e8}, 2 * SIZE + 2 * SIZE),
+        ({"stage": 3, "overlap_comm": True}, 2 * SIZE + 2 * SIZE),
+        ({"stage": 3, "reduce_bucket_size": 50_000}, 2 * 50_000 + 2 * 10_000),  # larger than the model
+        ({"stage": 3, "reduce_bucket_size": None}, 2 * 5e8 + 2 * 10_000),  # DeepSpeed's default
+    ],
+    ids=str,
+)
+def test_zeros_buckets_hold_the_gradients_that_are_averaged_together(config, expected):
+    config = {"reduce_bucket_size": SIZE} | config
+    if config["reduce_bucket_size"] is None:
+        del config["reduce_bucket_size"]
+    assert with_zero(NO_PEAK, COUNTS, config, "sgd", 4).other == expected
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_allocates_a_bucket_in_full(stage, tmp_path):
+    """The model has 72 weights, the bucket 3,000 elements."""
+    pytest.importorskip("deepspeed")
+    script = tmp_path / "buckets.py"
+    script.write_text(f"""
+import importlib, os, torch
+os.environ.update(DS_ACCELERATOR="cpu", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
+os.environ["MASTER_PORT"] = "{free_port()}"
+importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # it would have to be compiled
+import deepspeed
+model = torch.nn.Linear(8, 8)
+zero = dict(stage={stage}, reduce_bucket_size={SIZE})
+config = dict(train_micro_batch_size_per_gpu=1, bf16=dict(enabled=True), zero_optimization=zero,
+              zero_allow_untested_optimizer=True)
+engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.Adam(model.parameters()), config=config)
+engine(torch.ones(1, 8, dtype=torch.bfloat16))
+if {stage} == 2:
+    engine.optimizer.setup_buckets()
+for bucket in engine.optimizer.ipg_buckets.values():
+    buffers = bucket.buffer if {stage} == 2 else [bucket.buffer]
+    print("elements", *(buffer.numel() for buffer in buffers))
+""")
+    process = run_script(script, cwd=tmp_path, fresh=True)
+    assert f"elements {SIZE}" in process.stdout, process.stderr[-2000:]
+
+
+def test_one_rank_gathers_no_weights_that_are_on_its_gpu():
+    config = {"stage": 3, "reduce_bucket_size": 0, "sub_group_size": 0}
+    alone, shared = (with_zero(NO_PEAK, COUNTS, config, "sgd", ranks) for ranks in (1, 4))
+    assert alone.parameters == 4 * 700 + 2 * 10_000
+    assert shared.parameters == 4 * 700 + 2 * 10_000 + 2 * 10_000 / 4
 
 
 def test_state_on_a_disk_is_not_on_the_gpu():

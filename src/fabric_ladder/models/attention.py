@@ -10,8 +10,9 @@ import math
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
+from fabric_ladder.models.kernels import takes_groups
 from fabric_ladder.models.masks import PACKED_DIM, make_mask
 
 ATTENTION = "fabric_ladder_sdpa"
@@ -72,13 +73,27 @@ def _attend(
     **options,
 ) -> tuple[Tensor, None]:
     """Like transformers' `sdpa_attention_forward`; packed rows bring new dimensions in place of a mask."""
-    if attention_mask is None or attention_mask.dim() != PACKED_DIM:
+    if attention_mask is None:
+        return _attend_without_mask(module, query, key, value, scaling=scaling, **options)
+    if attention_mask.dim() != PACKED_DIM:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query_part, key_part = attention_mask
     extended, kernel_scale = add_dimensions(query, key, value, query_part, key_part * power_of_two(scale), scale)
-    attended, _ = sdpa_attention_forward(module, *extended, None, scaling=kernel_scale, **options)
+    attended, _ = _attend_without_mask(module, *extended, scaling=kernel_scale, **options)
     return attended[..., : value.shape[-1]], None
+
+
+def _attend_without_mask(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options):
+    """Compute attention with as many heads of keys as the kernel needs.
+
+    Without a mask, transformers leaves groups of heads to PyTorch. If no kernel takes them, PyTorch computes a matrix
+    of tokens x tokens. Heads that differ or are wider than 256 are repeated by transformers.
+    """
+    if key.shape[-1] == value.shape[-1] <= 256 and not takes_groups(query):
+        groups = query.shape[1] // key.shape[1]
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    return sdpa_attention_forward(module, query, key, value, None, **options)
 
 
 AttentionInterface.register(ATTENTION, _attend)

@@ -11,14 +11,22 @@ cuDNN's kernel is 1.7 to 2.3 times as fast as flash attention (transformers#4816
 
 So it is used only for rows of one length without a mask: images, and packed rows of fixed shape. The order is
 PyTorch's own, because PyTorch excludes unreliable versions of cuDNN.
+
+The memory-efficient kernel needs as many heads of keys as of queries (`sdp_utils.cpp: can_use_mem_efficient_attention`;
+later versions than 2.13 change this, pytorch#191085).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+from torch import Tensor
 
 from fabric_ladder.environment import emulates
 
 TRUSTED = 91500  # PyTorch tries newer versions of cuDNN first
 GAINING = (9, 10)  # compute capabilities, without their minor number
+_flash = True  # whether this process has a flash kernel for 16 bits; a CPU has one for all types
 
 
 def attention_kernels(
@@ -50,4 +58,24 @@ def attention_kernels(
 
 def use_kernels(kernels: tuple[str, ...]) -> None:
     """Compute attention in this process with the kernels that `attention_kernels` returned."""
+    global _flash
     torch.backends.cuda.enable_cudnn_sdp("cuDNN" in kernels)
+    _flash = "flash" in kernels
+
+
+@contextmanager
+def declare_flash(available: bool) -> Iterator[None]:
+    """Declare whether the GPU of a rehearsal has flash kernels."""
+    global _flash
+    before, _flash = _flash, available
+    try:
+        yield
+    finally:
+        _flash = before
+
+
+def takes_groups(query: Tensor) -> bool:
+    """Return whether the kernel for a query also takes fewer heads of keys and values than of queries."""
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    return _flash and dtype.itemsize == 2

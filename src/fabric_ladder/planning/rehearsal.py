@@ -1,7 +1,7 @@
 """A run's step on fake tensors, which have a shape, a dtype and a storage, but no memory behind it.
 
 The fake tensors are CPU tensors, since fake CUDA tensors need a CUDA build of PyTorch and, in attention, a GPU. Both
-keep the same tensors for the backward pass. Autocast casts the same operations. Without its dropout,
+keep the same tensors for the backward pass, except in the operations that `cuda_kernels.py` replaces.
 `scaled_dot_product_attention` runs a kernel without a tokens x tokens matrix, like FlashAttention. Optimizers run as on
 a GPU: fused, without temporary tensors, or in their `foreach` form, with temporary tensors for all weights together.
 """
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD, Adam, AdamW
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -32,7 +31,9 @@ from fabric_ladder.distributed.fsdp import fsdp_strategy, sharding_policy, trans
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import emulates
 from fabric_ladder.models.configs import load_config
+from fabric_ladder.models.kernels import declare_flash
 from fabric_ladder.models.layers import fewer_blocks
+from fabric_ladder.planning.cuda_kernels import CudaKernels
 from fabric_ladder.planning.tracker import Moment, PeakTracker, extrapolate, highest
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.settings import Settings
@@ -76,7 +77,8 @@ def rehearse(
         return _Steps(model, settings, sharded, buckets)
 
     try:
-        with sdpa_kernel(SDPBackend.MATH) if emulated else nullcontext():
+        flash = declare_flash(capability is None or capability >= (8, 0))
+        with flash, sdpa_kernel(SDPBackend.MATH) if emulated else nullcontext():
             yield Rehearsal(run, load_config(settings.model, settings.model_revision), all_blocks)
     finally:
         if sharded:
@@ -235,7 +237,7 @@ class _Steps:
     @contextmanager
     def _counted(self) -> Iterator[None]:
         on_host = partial(self.tracker.at, "training", on_host=True)
-        with self.mode, self.tracker, _attention_without_dropout(), host_memory_within(on_host):
+        with self.mode, self.tracker, CudaKernels(), host_memory_within(on_host):
             yield
 
     def _set_up(self, model: nn.Module) -> None:
@@ -304,22 +306,6 @@ class _FakeTensors(FakeTensorMode):
                 raise
             dtype = args[0].dtype  # the run reads a norm, or whether it is finite
             return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
-
-
-@contextmanager
-def _attention_without_dropout() -> Iterator[None]:
-    """Drop attention's dropout: on a CPU it needs a tokens x tokens matrix, on a GPU only a seed.
-
-    A `TorchFunctionMode` would not see the passes that checkpoints recompute within `Tensor.backward`.
-    """
-    attend = functional.scaled_dot_product_attention
-    functional.scaled_dot_product_attention = lambda *inputs, **options: attend(
-        *inputs[:4], **options | {"dropout_p": 0.0}
-    )
-    try:
-        yield
-    finally:
-        functional.scaled_dot_product_attention = attend
 
 
 class _AllRanksStarted(LightningEnvironment):

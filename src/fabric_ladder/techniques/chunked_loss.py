@@ -126,23 +126,24 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _logits_are_product(model: nn.Module) -> bool:
-    """Return whether the head alone computes the logits, tried with two made-up last hidden states."""
+    """Return whether the head alone computes the logits: made-up hidden states pass an identity in place of the head.
+
+    The model's weights are not used, so a model on the meta device gives the same answer.
+    """
     head, decoder = model.get_output_embeddings(), model.base_model
     if not isinstance(head, nn.Linear) or decoder is model:
         return False
-    if head.weight.is_meta:
-        return True  # without values there is nothing to compare; a rehearsal needs only memory
-    hidden = torch.linspace(-1, 1, 2 * head.in_features, dtype=head.weight.dtype, device=head.weight.device)
-    hidden = hidden.view(1, 2, -1)
+    hidden = torch.linspace(-100, 100, 2 * head.in_features, dtype=head.weight.dtype, device="cpu").view(1, 2, -1)
     decoder.forward = lambda *_, **__: BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden)
+    head.forward = lambda hidden: hidden
     try:
         with torch.no_grad():
-            tokens = torch.zeros(1, 2, dtype=torch.long, device=hidden.device)
-            return torch.equal(model(input_ids=tokens, use_cache=False).logits, head(hidden))
-    except AttributeError:  # its outputs are of another kind
+            tokens = torch.zeros(1, 2, dtype=torch.long, device="cpu")
+            return torch.equal(model(input_ids=tokens, use_cache=False).logits, hidden)
+    except (AttributeError, RuntimeError):  # its outputs are of another kind, or it uses more of its weights
         return False
     finally:
-        del decoder.forward
+        del decoder.forward, head.forward
 
 
 class ChunkedLoss(Technique):

@@ -24,8 +24,8 @@ def with_zero(peak: Peak, counts: Counts, config: dict, optimizer: str, ranks: i
     L is the largest layer. V are the weights that stage 3 gathers early or keeps for the next use. Stage 1 is
     Rajbhandari et al., 2020, ZeRO, section 3, with a 32-bit sum of the gradients (`data_types.grad_accum_dtype`). The
     others are DeepSpeed 0.19's own `estimate_zero2_model_states_mem_needs` and `estimate_zero3_model_states_mem_needs`,
-    for T = P and o = 8. Its source adds V, and in stage 2 a second buffer for the gradient of the largest layer. The
-    two communication buckets come on top, in 16 bits.
+    for T = P and o = 8. Its source adds V, and in stage 2 a second buffer for the gradient of the largest layer.
+    `_buckets` comes on top.
     Two other moments may need more memory. The start of stage 2 with offload copies the offloaded share on the GPU. The
     step of stage 3 copies `sub_group_size` gradients into 32 bits. The buffers of NVMe offload are left out.
 
@@ -39,15 +39,27 @@ def with_zero(peak: Peak, counts: Counts, config: dict, optimizer: str, ranks: i
     state = 8 + STATE_BYTES[optimizer]  # with the 32-bit copy and the 32-bit gradient
     devices = [(config.get(f"offload_{name}") or {}).get("device", "none") for name in ("optimizer", "param")]
     weights, gradients, kept, elsewhen = _on_gpu(counts, state, devices, ranks, config)
-    buckets = 2 * (config.get("reduce_bucket_size", 5e8) + config.get("allgather_bucket_size", 0))
     peak = peak._replace(
         parameters=round(weights),
         gradients=round(gradients),
         optimizer_state=round(kept),
-        other=peak.other + round(buckets),
+        other=peak.other + round(_buckets(counts, config)),
         host=peak.host + round(_parked(counts, state, devices, ranks)),
     )
     return peak._replace(other=peak.other + max(0, round(elsewhen) - peak.total))
+
+
+def _buckets(counts: Counts, config: dict) -> float:
+    """Return the bytes of the gradients that are averaged together.
+
+    DeepSpeed allocates the bucket in full, even if the model is smaller, and copies the gradients in it into one tensor
+    (`setup_buckets` and `allreduce_bucket` in `zero/stage_1_and_2.py`, `zero/stage3.py`, `reduce_scatter_coalesced`).
+    Stage 1 has its bucket in 32 bits. `overlap_comm` doubles it, but not in stage 3. Weights are gathered in place, so
+    `allgather_bucket_size` needs no memory.
+    """
+    size = config.get("reduce_bucket_size", 5e8)
+    buffers = 2 if config["stage"] < 3 and config.get("overlap_comm") else 1
+    return buffers * size * (4 if config["stage"] == 1 else 2) + 2 * min(size, counts.trained)
 
 
 def _on_gpu(counts: Counts, state: float, devices: list[str], ranks: int, config: dict) -> tuple[float, ...]:
@@ -56,8 +68,9 @@ def _on_gpu(counts: Counts, state: float, devices: list[str], ranks: int, config
     stage, weights, trained, gradients, kept, elsewhen = config["stage"], 2 * counts.all, counts.trained, 0, 0, 0
     if stage == 3:
         live = max(config.get(f"stage3_max_{name}", 1e9) for name in ("live_parameters", "reuse_distance"))
-        gathered = 4 * counts.largest_layer + 2 * min(counts.all, live)
-        weights = gathered + (weights / ranks if keeps_weights else 0)
+        # one rank holds all its weights, and gathers none if they are on the GPU (`partition_parameters.py`)
+        early = 0 if keeps_weights and ranks == 1 else 2 * min(counts.all, live)
+        weights = 4 * counts.largest_layer + early + (weights / ranks if keeps_weights else 0)
     if steps_on_gpu:
         gradients = {1: 6 * trained, 2: 6 * trained / ranks, 3: 4 * trained / ranks}[stage]
         kept = (state - 4) * trained / ranks
