@@ -10,7 +10,9 @@ data. Without --length it plans for the longest sample of the data, if they are 
 """
 
 import argparse
+import gc
 import logging
+import sys
 
 from fabric_ladder.settings import Settings
 from fabric_ladder.tools.arguments import Arguments, new_path, rungs, write_new
@@ -30,29 +32,42 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
         "--rungs", metavar="1,2,…", type=rungs, help="numbers or names, separated by commas; default: all"
     )
     parser.add_argument("--full", action="store_true", help="also print a table of all candidates")
-    parser.add_argument("--json", metavar="FILE", type=new_path, help="write all figures, in bytes")
+    parser.add_argument(
+        "--json", metavar="FILE", type=new_path, help="write the figures of all candidates, in bytes; - prints them"
+    )
     parser.add_argument("--calibrate", action="store_true", help="measure this GPU's memory overhead")
     return parser.parse_with_settings()
 
 
 def main(arguments: argparse.Namespace, options: list[str]) -> None:
     """Plan, print and write."""
+    gc.disable()  # a collection during imports and at the process's end takes two seconds in all
     from rich.console import Console
 
     from fabric_ladder.planning.calibration import calibrate
-    from fabric_ladder.planning.plan import STANDARD, find_answer
+    from fabric_ladder.planning.plan import find_answer
     from fabric_ladder.planning.report import print_answer, to_json
     from fabric_ladder.techniques.advice import show_errors
 
+    gc.freeze()
+    gc.enable()
     show_errors()
     for name in ("lightning.fabric", "lightning.pytorch"):  # Lightning would print the precision of every rehearsal
         logging.getLogger(name).setLevel(logging.WARNING)
     if arguments.calibrate:
         calibrate(Settings().cache_dir)
         return
-    if not any(option.split("=")[0] == "--config" for option in options):
-        options = [*STANDARD, *options]
-    answer = find_answer(arguments, options)
+
+    def report(names: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\033[KRehearsing {names[:60]}", end="\r" if names else "", file=sys.stderr, flush=True)
+
+    answer = find_answer(arguments, options, report)
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr)
+    if arguments.json == "-":
+        print(to_json(answer), end="")
+        return
     print_answer(answer, Console(), arguments.full)
     if arguments.json:
         write_new(arguments.json, to_json(answer))

@@ -106,13 +106,14 @@ def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) 
     given = read_words(options)
     asked = given.get("precision")
     deepspeed = given.get("deepspeed", defaults.get("deepspeed"))
+    standard = [] if "config" in given else ["--config", "imdb_bloom_560m.yaml"]  # a GPU needs none
     here = ["--accelerator", "cpu", "--devices", "1", "--from_scratch", "true"]  # a plan needs no weights
     if asked:
         here += ["--precision", "mixed" if asked == "16-mixed" else asked]
     if "deepspeed" in defaults:
         options = without_options(options, ["deepspeed"])
         defaults = defaults | {"deepspeed": None}
-    settings = parse_settings([*options, *here], **defaults)
+    settings = parse_settings([*standard, *options, *here], **defaults)
     if gpus > settings.batch_size:
         raise UserError(f"--batch_size {settings.batch_size} is below the number of devices, {gpus}: raise it")
     precision = asked or settings.precision

@@ -51,19 +51,20 @@ class Overhead(NamedTuple):
 #     by their memory), RTX 6000 Ada 0.45 (DINGYANB/MTVCrafter#21), RTX 4090 0.50 and 0.55 (lrzjason/T2ITrainer#37,
 #     huggingface/lora-fast#1), L40S 0.54 (huggingface/sentence-transformers#3214), RTX 5090 0.62 and 0.65
 #     (Wan-Video/Wan2.1#465, TrajectoryCrafter/TrajectoryCrafter#20)
-# Without kernels it is 0.27 GB on an RTX 3090 with CUDA 12.8 (invoke-ai/InvokeAI#9413). With all kernels it is 1.41 GB
-# on a V100 with CUDA 11.2 (transformers' documentation, "Model training anatomy"). PyTorch loads them lazily since 1.13
-# (pytorch#86509). On several GPUs, with NCCL, it is 2.2 GB (minerva4ai-eu/minerva-benchmarks#42): above HIGH.
+# Without kernels it is 0.27 GB on an RTX 3090 with CUDA 12.8 (invoke-ai/InvokeAI#9413). PyTorch loads kernels lazily
+# since 1.13 (pytorch#86509). With all kernels a V100 with CUDA 11.2 took 1.41 GB (transformers' documentation, "Model
+# training anatomy"). On several GPUs, with NCCL, 2.2 GB are published (minerva4ai-eu/minerva-benchmarks#42). HIGH does
+# not cover these two.
 #
 # workspace: the forward and the backward pass run in separate threads, each with a workspace of cuBLAS: 8.1 MiB, or
 # 32 MiB on compute capability 9.0 (PyTorch, `CublasHandlePool.cpp: parseChosenWorkspaceSize`).
 #
 # fragmentation: in the errors above, reserved bytes exceed the allocated bytes by 0.1 to 2.3 % on one GPU, and by 6 to
-# 10 % on several. In eight large models it is 15 % on average and 33 % at most (GMLake, arXiv:2401.08156). A run has
-# expandable segments, which reduce it. The three figures are guesses between these.
+# 10 % on several. GMLake (arXiv:2401.08156) saw 15 % on average in eight large models. A run has expandable segments,
+# which reduce it. The three figures are guesses between these.
 LOW = Overhead(context=150_000_000, workspace=2 * 8_519_680, fragmentation=0.01, source="assumed, low")
 ASSUMED = Overhead(context=500_000_000, workspace=2 * 32 * 2**20, fragmentation=0.05, source="assumed, not measured")
-HIGH = Overhead(context=1_410_000_000, workspace=2 * 32 * 2**20, fragmentation=0.15, source="assumed, high")
+HIGH = Overhead(context=700_000_000, workspace=2 * 32 * 2**20, fragmentation=0.1, source="assumed, high")
 
 
 def load_overhead(cache_dir: str, gpu: str) -> Overhead:

@@ -1,10 +1,11 @@
 """Plan a run: find the machine and the samples, and plan every rung."""
 
 import argparse
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-from accelerate.utils import convert_file_size_to_int
 
 from fabric_ladder.data.hub import find_shipped_config
 from fabric_ladder.data.images import read_image_format
@@ -21,8 +22,6 @@ from fabric_ladder.rungs import RUNGS
 from fabric_ladder.settings import Settings
 from local_dataset_utilities import find_dataset, load_datasets
 
-STANDARD = ["--config", "imdb_bloom_560m.yaml"]  # the default of the rungs on a GPU
-
 
 def read_size(text: str, option: str) -> int:
     """Return a size such as 16GB or 15.9GiB in bytes; the default unit is GB.
@@ -30,14 +29,11 @@ def read_size(text: str, option: str) -> int:
     Raises:
         UserError: The size does not parse.
     """
-    size = text.strip().upper()  # a lowercase b would mean bits
-    try:
-        found = convert_file_size_to_int(size if size[-1:].isalpha() else f"{size}GB")
-    except (ValueError, OverflowError):
-        found = 0
-    if found < 1:
+    found = re.fullmatch(r"(\d+\.?\d*)\s*([KMGT]?)(I?)B?", text.strip().upper())  # a lowercase b would mean bits
+    size = float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2] or "G") if found else 0
+    if not 1 <= size < 1e18:
         raise UserError(f"{option} {text}: give a size such as 16GB or 15.9GiB")
-    return found
+    return round(size)
 
 
 def find_machine(arguments: argparse.Namespace) -> tuple[Machine, list[str]]:
@@ -114,8 +110,13 @@ def _has_tokenizer(settings: Settings) -> bool:
     return True
 
 
-def find_answer(arguments: argparse.Namespace, options: list[str]) -> Answer:
+def find_answer(arguments: argparse.Namespace, options: list[str], report: Callable[[str], None]) -> Answer:
     """Plan every rung, or the rungs that were asked for.
+
+    Args:
+        arguments: Options of the planner's script.
+        options: The user's options for all rungs.
+        report: Called with the names of the candidates whose rehearsal starts.
 
     Raises:
         UserError: No rung can be planned.
@@ -131,7 +132,8 @@ def find_answer(arguments: argparse.Namespace, options: list[str]) -> Answer:
     settings = candidates[0].settings
     machine = machine._replace(overhead=load_overhead(settings.cache_dir, machine.gpu.name))
     samples, notes = find_samples(settings, arguments.length)
-    plans = make_plans(candidates, samples, machine)
+    every = bool(arguments.full or arguments.json or arguments.rungs)
+    plans = make_plans(candidates, samples, machine, every, report)
     name = Path(settings.model).name if Path(settings.model).exists() else settings.model
     batch_size = max(candidate.settings.batch_size for candidate in candidates)
     return Answer(name, batch_size, samples, machine, plans, problems, [*differing, *notes])

@@ -5,7 +5,8 @@ import json
 import os
 import shlex
 from bisect import bisect
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from dataclasses import replace
 from multiprocessing import get_all_start_methods, get_context
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from fabric_ladder.environment import emulates
+from fabric_ladder.models.layers import meta_model
 from fabric_ladder.planning.candidates import Candidate, accuracy_costs, relative_speed
 from fabric_ladder.planning.gpus import ANY, Gpu
 from fabric_ladder.planning.overhead import ASSUMED, Overhead
@@ -20,7 +22,8 @@ from fabric_ladder.planning.predict import blank_datasets, largest_batches
 from fabric_ladder.planning.rehearsal import Rehearsal, rehearse, to_rehearse
 from fabric_ladder.rungs import makes_weights_on_device
 from fabric_ladder.runs.prediction import relevant
-from fabric_ladder.techniques import used
+from fabric_ladder.settings import Settings
+from fabric_ladder.techniques import state_dtypes, trains_adapters, used
 from fabric_ladder.techniques.memory import Counts, Peak
 
 LIBRARIES = 2_000_000_000  # bytes of CPU memory of a process with CUDA and without a model: a guess
@@ -64,8 +67,10 @@ class Plan(NamedTuple):
         micro_batch: Size in samples; None: the settings give it.
         counts: Numbers of the model's weights.
         peak: Memory of the tensors.
-        needed: Needed bytes of GPU memory, with the overhead.
-        free: Free bytes of GPU memory; negative if bytes are missing.
+        needed: Expected bytes of GPU memory, with the overhead.
+        low: The least bytes that the run may need.
+        high: The most bytes that the run may need.
+        free: Bytes of GPU memory above `high`; negative if bytes are missing.
         host: Needed bytes of CPU memory on the machine.
         fits: Whether GPU memory and CPU memory are large enough.
         speed: Result of `relative_speed`.
@@ -78,6 +83,8 @@ class Plan(NamedTuple):
     counts: Counts
     peak: Peak
     needed: int
+    low: int
+    high: int
     free: int
     host: int
     fits: bool
@@ -93,31 +100,135 @@ class Plan(NamedTuple):
     @property
     def trains(self) -> str:
         """The weights that the run trains, in words."""
-        return "all weights" if self.counts.trained == self.counts.all else "some of the weights"
+        return trained(self.candidate)
 
 
-def make_plans(candidates: list[Candidate], samples: Samples, machine: Machine) -> list[Plan]:
-    """Rehearse every candidate with the deciding micro-batch sizes, in one process per core.
+def trained(candidate: Candidate) -> str:
+    """Return the weights that a candidate trains, in words."""
+    return "some of the weights" if trains_adapters(candidate.settings) else "all weights"
 
-    Candidates share a rehearsal if they differ only in their formulas or in their micro-batches.
+
+def make_plans(
+    candidates: list[Candidate], samples: Samples, machine: Machine, every: bool, report: Callable[[str], None]
+) -> list[Plan]:
+    """Rehearse candidates with the deciding micro-batch sizes, in one process per core.
 
     The processes are forked, since a new interpreter would import the libraries for seconds. If this process sees a
     GPU, a forked process dies in its first backward pass (pytorch#33248). Then this process rehearses alone.
+
+    Args:
+        candidates: Rungs with options.
+        samples: The samples to plan for.
+        machine: The machine to plan for.
+        every: Rehearse every candidate. Otherwise only candidates that `recommend` may choose: the fastest by the
+            formulas come first, and the search ends when no other candidate can be better.
+        report: Called with the names of the candidates whose rehearsal starts.
+
+    Returns:
+        The plans, in the candidates' order.
     """
-    groups: dict[str, list[Candidate]] = {}
-    for candidate in sorted(candidates, key=lambda each: not relevant(each.settings)["sharded"]):  # FSDP takes longest
-        emulated = emulates(candidate.settings.precision, machine.gpu.capability)
-        key = json.dumps([emulated, relevant(to_rehearse(candidate.settings))])
-        groups.setdefault(key, []).append(candidate)
-    tasks = [(group, samples, machine) for group in groups.values()]
-    processes = min(os.cpu_count() or 1, len(tasks))
-    if processes > 1 and "fork" in get_all_start_methods() and not torch.cuda.is_available():
-        with ProcessPoolExecutor(processes, get_context("fork"), _enter_fork) as pool:
-            done = list(pool.map(_plan_together, tasks))
-    else:
-        done = map(_plan_together, tasks)
-    found = {plan.candidate.name: plan for plans in done for plan in plans}
-    return [found[candidate.name] for candidate in candidates]
+    processes = os.cpu_count() or 1
+    forks = processes > 1 and "fork" in get_all_start_methods() and not torch.cuda.is_available()
+    pool = ProcessPoolExecutor(processes, get_context("fork"), _enter_fork) if forks else ThreadPoolExecutor(1)
+    search = _Search(candidates, samples, machine, every)
+    running: set[Future] = set()
+    with pool:
+        while running or search.others:
+            while len(running) < processes and (group := search.start()):
+                report(", ".join(candidate.name for candidate in group))
+                running.add(pool.submit(_plan_together, group, samples, machine))
+            if not running:
+                break
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for task in done:
+                search.found += task.result()
+    order = [candidate.name for candidate in candidates]
+    return sorted(search.found, key=lambda plan: order.index(plan.candidate.name))
+
+
+class _Search:
+    """Chooses the candidates to rehearse.
+
+    A candidate is promising while no plan that fits is better than the candidate can be with its largest micro-batch.
+    Wanted are the best plan by `_rank` for each kind of training, which `recommend` chooses, and the fastest plan of
+    all weights, which the report names.
+
+    Args:
+        candidates: Rungs with options.
+        samples: The samples to plan for.
+        machine: The machine to plan for.
+        every: Choose all candidates, and those together that share a rehearsal.
+
+    Attributes:
+        others: The candidates that were not chosen yet.
+        found: The plans so far.
+    """
+
+    def __init__(self, candidates: list[Candidate], samples: Samples, machine: Machine, every: bool):
+        self.every = every
+        self.found: list[Plan] = []
+        self.others = candidates
+        if every:  # FSDP takes longest
+            self.others = sorted(candidates, key=lambda each: not relevant(each.settings)["sharded"])
+            return
+        capability, memory = machine.gpu.capability, machine.gpu.memory
+        self.others = [
+            each
+            for each in candidates
+            if not emulates(each.settings.precision, capability) and _least_bytes(each.settings) < memory
+        ]
+        self.speeds = {each.name: _highest_speed(each, samples, machine) for each in self.others}
+
+    def start(self) -> list[Candidate]:
+        """Return the candidates to rehearse next, which share a rehearsal; empty: nothing promising is left."""
+        if self.every:
+            chosen = [each for each in self.others if _rehearsal_key(each) == _rehearsal_key(self.others[0])]
+        else:
+            chosen = self._most_promising()
+        self.others = [each for each in self.others if each not in chosen]
+        return chosen
+
+    def _most_promising(self) -> list[Candidate]:
+        fitting = [plan for plan in self.found if plan.fits]
+        for rank, kind in ((_rank, "all weights"), (_rank, "some of the weights"), (_by_speed, "all weights")):
+            best = min((rank(plan.candidate, plan.speed) for plan in fitting if plan.trains == kind), default=None)
+            ranked = {each: rank(each, self.speeds[each.name]) for each in self.others if trained(each) == kind}
+            first = min(ranked, key=ranked.get, default=None)
+            if first and (best is None or ranked[first] < best):
+                return [first]
+        return []
+
+
+def _rehearsal_key(candidate: Candidate) -> str:
+    """Return the same key for candidates that differ only in their formulas or in their micro-batches."""
+    return json.dumps(relevant(to_rehearse(candidate.settings)) | {"precision": candidate.settings.precision})
+
+
+def _least_bytes(settings: Settings) -> int:
+    """Return bytes that stay on one GPU in any case: weights, gradients and optimizer state; 0: unknown."""
+    if trains_adapters(settings) or settings.strategy not in ("single", "ddp"):
+        return 0
+    width = 2 if settings.precision in ("bf16-true", "16-true") else 4
+    state = sum(width if dtype is None else dtype.itemsize for dtype in state_dtypes(settings))
+    kept = state * all(technique.state_on_device for technique in used(settings))
+    gradients = width * (not any(technique.frees_gradients for technique in used(settings)))
+    weights = sum(parameter.numel() for parameter in meta_model(settings).parameters())
+    return weights * (width + gradients + kept)
+
+
+def _rank(candidate: Candidate, speed: float) -> tuple[float, ...]:
+    """Return the rank of a candidate: fewest known costs in accuracy, then the highest speed."""
+    return len(accuracy_costs(candidate.settings)), -speed
+
+
+def _by_speed(_: Candidate, speed: float) -> tuple[float, ...]:
+    return (-speed,)
+
+
+def _highest_speed(candidate: Candidate, samples: Samples, machine: Machine) -> float:
+    settings = _cut(candidate.settings, candidate.micro_batches[-1])
+    micro_batches, _ = largest_batches(settings, samples.length, samples.image_size)
+    return relative_speed(settings, micro_batches[0].padded, machine.gpu)
 
 
 def recommend(plans: list[Plan]) -> dict[str, Plan]:
@@ -127,7 +238,7 @@ def recommend(plans: list[Plan]) -> dict[str, Plan]:
     changes less. Plans with emulated bfloat16 are never recommended.
     """
     best: dict[str, Plan] = {}
-    for plan in sorted(plans, key=lambda plan: (plan.trains, len(plan.costs), -plan.speed)):
+    for plan in sorted(plans, key=lambda plan: (plan.trains, _rank(plan.candidate, plan.speed))):
         if plan.fits and not plan.emulated:
             best.setdefault(plan.trains, plan)
     return best
@@ -138,9 +249,8 @@ def _enter_fork() -> None:
     gc.freeze()  # the garbage collector skips the parent's objects
 
 
-def _plan_together(task: tuple[list[Candidate], Samples, Machine]) -> list[Plan]:
+def _plan_together(candidates: list[Candidate], samples: Samples, machine: Machine) -> list[Plan]:
     """Return the plans of candidates that share a rehearsal."""
-    candidates, samples, machine = task
     datasets = blank_datasets(samples.classes, samples.image_size)
     with rehearse(candidates[0].settings, datasets, machine.gpu.capability) as rehearsal:
         return [_make_plan(candidate, rehearsal, samples, machine) for candidate in candidates]
@@ -152,37 +262,44 @@ def _make_plan(candidate: Candidate, rehearsal: Rehearsal, samples: Samples, mac
     peaks: dict[int | None, Peak] = {}
     tokens: dict[int | None, int] = {}
 
-    def needed(size: int | None) -> int:
+    def most(size: int | None) -> int:
         if size not in peaks:
-            cut = settings if size is None else replace(settings, micro_batch_size=size, micro_batch_tokens=None)
+            cut = _cut(settings, size)
             batches = largest_batches(cut, samples.length, samples.image_size)
             peaks[size] = rehearsal.peak(cut, *batches)
             tokens[size] = batches[0][0].padded
-        return machine.overhead.needed(peaks[size])
+        return machine.overhead.bounds(peaks[size])[1]
 
     sizes = candidate.micro_batches
-    if needed(sizes[-1]) <= machine.gpu.memory:
-        size = sizes[-1]
-    else:
-        size = sizes[max(0, bisect(sizes, machine.gpu.memory, hi=len(sizes) - 1, key=needed) - 1)]
+    size = sizes[0]
+    if most(size) <= machine.gpu.memory:  # most candidates fit with all samples, or with none
+        whole = most(sizes[-1]) <= machine.gpu.memory
+        size = sizes[-1 if whole else bisect(sizes, machine.gpu.memory, 1, len(sizes) - 1, key=most) - 1]
     loaded = 4 * rehearsal.counts.all  # each rank loads all weights in 32 bits into CPU memory first
     if makes_weights_on_device(candidate.rung) or any(technique.loads_on_device for technique in used(settings)):
         loaded = 0
     host = settings.devices * (LIBRARIES + max(loaded, peaks[size].host))
-    free = machine.gpu.memory - needed(size)
+    low, high = machine.overhead.bounds(peaks[size])
     return Plan(
         candidate,
         micro_batch=size,
         counts=rehearsal.counts,
         peak=peaks[size],
-        needed=needed(size),
-        free=free,
+        needed=machine.overhead.needed(peaks[size]),
+        low=low,
+        high=high,
+        free=machine.gpu.memory - high,
         host=host,
-        fits=free >= 0 and (machine.host_memory is None or host <= machine.host_memory),
+        fits=high <= machine.gpu.memory and (machine.host_memory is None or host <= machine.host_memory),
         speed=relative_speed(settings, tokens[size], machine.gpu),
         emulated=emulates(settings.precision, machine.gpu.capability),
         command=_command(candidate, size),
     )
+
+
+def _cut(settings: Settings, size: int | None) -> Settings:
+    """Return settings with micro-batches of this many samples; None: as the settings are."""
+    return settings if size is None else replace(settings, micro_batch_size=size, micro_batch_tokens=None)
 
 
 def _command(candidate: Candidate, size: int | None) -> str:

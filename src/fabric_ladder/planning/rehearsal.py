@@ -129,11 +129,13 @@ class Rehearsal:
                 also keeps activations for the backward pass.
         """
         peaks = [self._find(("optimizer",), lambda steps: steps.of_optimizer)]
-        # the first micro-batch starts without gradients
-        for part, first in ((micro_batches[:1], True), (micro_batches[1:], False)):
-            if largest := _largest(part):
+        first, others = _largest(micro_batches[:1]), _largest(micro_batches[1:])
+        if any(_within(sizes, other) for sizes in first for other in others):
+            first = {}  # it starts without gradients, and takes no more memory than the others
+        for largest, alone in ((first, True), (others, False)):
+            if largest:
                 parts = list(largest.values())
-                peaks.append(self._find((first, *largest), lambda steps, *own: steps.train(*own), parts, first))
+                peaks.append(self._find((alone, *largest), lambda steps, *own: steps.train(*own), parts, alone))
         trained = _largest(micro_batches)
         for evaluation in evaluations:
             key = _sizes(evaluation)

@@ -12,10 +12,12 @@ from fabric_ladder.planning.planner import Machine, Plan, Samples, recommend
 from fabric_ladder.techniques import used
 
 HEADER = ("rung", "batch", "weight", "grad", "optim", "activ", "other", "GPU", "room", "host", "speed")
+LARGE = 1_000_000_000  # parameters: the accuracies were measured with 23 M parameters
+MUCH = 32_000_000_000  # bytes of CPU memory of a common computer
 LEGEND = (
     "GB (10^9 bytes) at the peak of one GPU. batch: the micro-batch, in samples; activ: activations and logits; other: "
     "inputs, gradients of activations, temporary tensors, CUDA's own; host: CPU memory; speed: 1 is a busy GPU in 16 "
-    "bits, not measured."
+    "bits, an estimate."
 )
 PLAIN = {"soft_wrap": True, "highlight": False, "markup": False}
 
@@ -69,15 +71,27 @@ def _commands(answer: Answer) -> list[str]:
     for weights, plan in recommend(answer.plans).items():
         lines += ["", f"Or train {weights}:"] if lines else []
         each = " each" if plan.candidate.settings.ranks > 1 else ""
-        sizes = f"{plan.needed / 1e9:.2f} of {_gigabytes(answer.machine.gpu.memory)} GB"
-        measured = all(technique.accuracy_is_measured for technique in used(plan.candidate.settings))
-        none = "no measured loss of accuracy" if measured else "accuracy not measured"
+        sizes = f"{plan.needed / 1e9:.1f} of {_gigabytes(answer.machine.gpu.memory)} GB"
+        bounds = "" if plan.low == plan.high else f" ({plan.low / 1e9:.1f} to {plan.high / 1e9:.1f})"
         lines += [
             f"Run    {plan.command}",
-            f"Takes  {sizes} of the GPU{each}, {plan.host / 1e9:.1f} GB of CPU memory",
-            f"Costs  {'; '.join(plan.costs) or none}; speed {plan.speed:.2f}",
+            f"Takes  {sizes}{bounds} of the GPU{each}, {plan.host / 1e9:.0f} GB of CPU memory",
+            f"Costs  {_costs(plan)}; {_speed(plan)}",
         ]
     return lines or [_remedies(answer)]
+
+
+def _costs(plan: Plan) -> str:
+    """Return the cost in accuracy in words. Figures of a small model are not quoted for a large one."""
+    if plan.costs and plan.counts.all > LARGE:
+        return "effect on the accuracy unknown for a model of this size"
+    measured = all(technique.accuracy_is_measured for technique in used(plan.candidate.settings))
+    return "; ".join(plan.costs) or ("no measured loss of accuracy" if measured else "accuracy not measured")
+
+
+def _speed(plan: Plan) -> str:
+    """Return the estimated speed in words, with one digit."""
+    return "about full speed" if plan.speed >= 0.95 else f"about {plan.speed:.1g} of full speed"
 
 
 def _remedies(answer: Answer) -> str:
@@ -106,7 +120,7 @@ def _reasons(answer: Answer, full: bool) -> list[str]:
         major, minor = gpu.capability
         reasons.append(f"{gpu.name} (compute capability {major}.{minor}) only emulates bfloat16: never recommended.")
     source = answer.machine.overhead.source
-    reasons.append(f"CUDA's own memory is {source}; speed: 1 is a busy GPU in 16 bits, not measured.")
+    reasons.append(f"CUDA's own memory is {source}; full speed: a busy GPU in 16 bits; speeds are estimates.")
     if not full:
         return [*reasons, "All plans, with their memory by kind: --full or --json FILE."]
     return [*reasons, LEGEND, *(f"{name}: {reason}" for name, reason in answer.problems.items())]
@@ -118,11 +132,17 @@ def _choice(plans: list[Plan]) -> list[str]:
     if best is None:
         return []
     fitting = [plan for plan in plans if plan.fits and not plan.emulated and plan.trains == best.trains]
-    alike = sum(plan.costs == best.costs for plan in fitting)
     cost = "this cost" if best.costs else "no known cost in accuracy"
-    reasons = [f"{_in_short(best)}: the fastest of {alike} ways that fit and train {best.trains} at {cost}."]
+    reasons = [f"{_in_short(best)}: the fastest way that fits and trains {best.trains} at {cost}."]
     if (faster := max(fitting, key=lambda plan: plan.speed)).speed > best.speed:
-        reasons.append(f"Faster: {_in_short(faster)}, speed {faster.speed:.2f}; it costs {'; '.join(faster.costs)}.")
+        reasons.append(f"Faster: {_in_short(faster)}, {_speed(faster)}; it costs {_costs(faster)}.")
+    if best.host > MUCH:
+        smaller = [plan for plan in plans if plan.fits and not plan.emulated and plan.host <= MUCH]
+        remedy = "--host_memory 32GB plans with less"
+        if smaller:
+            lean = min(smaller, key=lambda plan: (plan.host, -plan.speed))
+            remedy += f", e.g. {_in_short(lean)} with {lean.host / 1e9:.0f} GB"
+        reasons.append(f"It takes {best.host / 1e9:.0f} GB of CPU memory: {remedy}.")
     return reasons + [f"Precision: {meaning}." for meaning in best.candidate.settings.notices]
 
 

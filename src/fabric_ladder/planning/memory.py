@@ -1,0 +1,84 @@
+"""The memory of one run as a function, for other programs and notebooks."""
+
+import logging
+from typing import NamedTuple
+
+from fabric_ladder.planning.candidates import read_settings
+from fabric_ladder.planning.gpus import ANY, find_gpu
+from fabric_ladder.planning.overhead import load_overhead
+from fabric_ladder.planning.plan import find_samples
+from fabric_ladder.planning.predict import largest_batches, predict_peak
+from fabric_ladder.settings import FACTS, show
+from fabric_ladder.techniques.memory import Peak
+
+RUNGS = {"single": "2_grad_accum", "ddp": "9_ddp", "fsdp": "10_fsdp", "deepspeed": "12_deepspeed_zero"}
+
+
+class MemoryPrediction(NamedTuple):
+    """The memory of a run in bytes, on each GPU.
+
+    Attributes:
+        tensors: The peak of the tensors by kind. Its `total` predicts `torch.cuda.max_memory_allocated()`, its `host`
+            is the CPU memory that offloading needs.
+        low: The least GPU memory that the process may need, with CUDA's own memory and fragmentation.
+        expected: The expected GPU memory of the process, as `nvidia-smi` shows it.
+        high: The most GPU memory that the process may need.
+    """
+
+    tensors: Peak
+    low: int
+    expected: int
+    high: int
+
+
+def predict_memory(
+    model: str,
+    rung: str | None = None,
+    *,
+    length: int = 1024,
+    micro_batch_size: int = 1,
+    gpus: int = 1,
+    gpu: str | None = None,
+    classes: int = 2,
+    **settings: object,
+) -> MemoryPrediction:
+    """Predict the memory of a training run, without weights, data, a GPU or a network.
+
+    Example: `predict_memory("Qwen/Qwen3-8B", precision="bf16-true", optimizer="adam-8bit", lora_rank=8).expected`
+
+    Args:
+        model: Name on the Hub, a folder, or a config file. Configs of common models are shipped.
+        rung: A script such as `13_lora`, whose defaults hold. Default: 32-bit weights and Adam, on one GPU or by DDP.
+        length: Tokens of every text. Images have the model's size.
+        micro_batch_size: Samples that are in memory together on one GPU.
+        gpus: Number of GPUs.
+        gpu: Name of the GPU, such as `T4`, for its precision and its measured overhead. Default: any that computes in
+            bfloat16.
+        classes: Number of classes of a classifier.
+        **settings: Any other setting of a run by name. A setting such as `lora_rank` also switches on its technique.
+            `batch_size` is the effective batch; its default has one micro-batch for each GPU. `eval_batch_tokens`
+            limits a batch of the evaluation; its default is the size of the micro-batch.
+
+    Raises:
+        UserError: A setting is unknown or cannot be combined with others, or the model or the GPU is not known.
+    """
+    for name in ("lightning.fabric", "lightning.pytorch"):  # Lightning would print the precision of every rehearsal
+        logging.getLogger(name).setLevel(logging.WARNING)
+    needs = (FACTS[name].needs.partition("=") for name, value in settings.items() if name in FACTS and value)
+    implied = {name: value or True for name, _, value in needs if name}
+    sizes = {"micro_batch_size": micro_batch_size, "batch_size": micro_batch_size * gpus, "max_length": length}
+    values = sizes | {"eval_batch_tokens": micro_batch_size * length} | implied | settings
+    strategy = values.get("strategy", "single" if gpus == 1 else "ddp")
+    words = ["--model", model]
+    for name, value in values.items():
+        if name != "strategy":
+            words += [f"--{name}", show(value)]
+    kind = find_gpu(gpu) if gpu else ANY
+    read = read_settings(rung or RUNGS[strategy], words, gpus, kind)
+    samples, _ = find_samples(read, length)
+    peak = predict_peak(
+        read, *largest_batches(read, samples.length, samples.image_size), classes=classes, capability=kind.capability
+    )
+    overhead = load_overhead(read.cache_dir, kind.name)
+    low, high = overhead.bounds(peak)
+    return MemoryPrediction(peak, low, overhead.needed(peak), high)

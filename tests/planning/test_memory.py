@@ -1,0 +1,47 @@
+"""The function that predicts the memory of one run."""
+
+import pytest
+from support.helpers import MODELS
+
+from fabric_ladder.errors import UserError
+from fabric_ladder.planning.memory import predict_memory
+
+TINY = str(MODELS / "llama-tiny.json")
+
+
+def test_a_program_asks_for_the_memory_of_a_run(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found = predict_memory("Qwen/Qwen3-8B", precision="bf16-true", lora_rank=8)
+    assert 15e9 < found.tensors.parameters < 15.4e9, "7.57 billion weights of 2 bytes, and adapters"
+    assert found.tensors.total < found.low < found.expected < found.high < 26e9
+    assert predict_memory("Qwen/Qwen3-8B", "14_qlora").tensors.parameters < 0.4 * found.tensors.parameters
+    assert predict_memory("Qwen/Qwen3-8B", precision="bf16-true", gpus=4, strategy="fsdp").tensors.optimizer_state < 8e9
+
+
+def test_a_setting_of_a_technique_switches_it_on():
+    small, large = (predict_memory(TINY, length=64, lora_rank=rank).tensors for rank in (4, 8))
+    assert 0 < small.gradients < large.gradients < 0.5 * small.parameters
+    sharded = predict_memory(TINY, length=64, gpus=2, offload=True).tensors
+    assert sharded.host > sharded.parameters
+    whole = predict_memory(TINY, length=64, task="instruction-tuning", loss_chunk=1_000_000, micro_batch_size=4)
+    assert whole.tensors.logits > 0
+
+
+def test_images_have_the_size_of_the_model():
+    found = predict_memory("google/vit-base-patch16-224", task="image-classification", micro_batch_size=2, classes=10)
+    assert found.tensors.parameters == pytest.approx(4 * 85.8e6, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"lora_rnak": 8}, "there is no setting 'lora_rnak'"),
+        ({"precision": "bf16-true", "kahan_summation": True, "lora": True}, "leave it out"),
+        ({"gpu": "T5"}, "--gpu T5: not in the table"),
+        ({"length": 1}, "length"),
+        ({"micro_batch_size": 0}, "must be at least 1"),
+    ],
+)
+def test_bad_questions_are_refused(options, line):
+    with pytest.raises(UserError, match=line):
+        predict_memory(TINY, **{"length": 64, **options})
