@@ -141,7 +141,7 @@ def test_the_search_finds_the_recommended_plans_and_leaves_out_the_others(tmp_pa
 def test_the_recommended_plan_fits_costs_no_accuracy_if_possible_and_is_the_fastest():
     settings = Settings(precision="32-true")
     candidate = planner.Candidate("2_grad_accum", "2_grad_accum", (), settings, (1,))
-    whole = Counts(all=10, trained=10, largest_layer=1, linear=1, largest_linear=1)
+    whole = Counts(all=10, trained=10, largest_layer=1, linear=1)
     plan = planner.Plan(candidate, 1, whole, NO_PEAK, 1, 1, 1, 1, 1, True, 0.5, False, "first")
     faster = plan._replace(speed=0.6)
     costly = candidate._replace(settings=replace(settings, precision="bf16-true"))

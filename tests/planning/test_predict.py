@@ -28,12 +28,14 @@ COMBINATIONS = [  # settings that no rung combines
     ("vit", {"lora": True}),
     ("bloom-lm", {"lora": True, "precision": "bf16-mixed", "micro_batch_size": 2}),
     ("bloom-lm", {"lora": True, "dora": True, "precision": "bf16-true", "activation_checkpointing": True}),
+    ("bloom-lm", {"lora": True, "lora_targets": "all-linear", "quantization": "nf4", "precision": "bf16-mixed"}),
+    ("bloom", {"lora": True, "quantization": "nf4", "precision": "bf16-mixed", "activation_checkpointing": True}),
     ("bloom", PACKED),
     ("bloom-lm", PACKED),
 ]
 FAMILIES = ("bloom-quickstart", "vit", "llama-tiny")
 LEFT_OUT = {  # rungs whose prediction a process without a GPU cannot compare with real tensors
-    "3_torch_compile", "10_fsdp", "11_fsdp_cpu_offload", "12_deepspeed_zero", "14_qlora",
+    "3_torch_compile", "10_fsdp", "11_fsdp_cpu_offload", "12_deepspeed_zero",
     "18_low_bit_optimizer",  # the formula leaves out small tensors, which are most of a small model
     "19_optimizer_offload", "20_activation_offload",  # on a CPU, the device's memory is CPU memory
     "22_float8",  # a CPU emulates it

@@ -64,6 +64,7 @@ def rehearse(
         all_blocks: Rehearse the whole model. Otherwise two models with a few of its blocks are rehearsed.
     """
     emulated = emulates(settings.precision, capability)
+    asked = settings
     settings = to_rehearse(settings)
     sharded = strategy_traits(settings).shards_weights
     buckets = settings.ranks > 1 and not sharded
@@ -74,6 +75,8 @@ def rehearse(
     def run(blocks: int | None) -> _Steps:
         with torch.device("meta"):  # drawing weights would branch on values
             model = build_model(replace(settings, precision=_rehearsed(settings.precision)), datasets, blocks)
+        for technique in used(asked):
+            technique.rehearse_model(model, asked)
         return _Steps(model, settings, sharded, buckets)
 
     try:

@@ -44,28 +44,26 @@ class Counts(NamedTuple):
         trained: The trained weights.
         largest_layer: Weights of the largest module, its submodules not counted.
         linear: Weights of frozen linear layers, which 4-bit quantization packs.
-        largest_linear: Weights of the largest frozen linear layer.
     """
 
     all: int
     trained: int
     largest_layer: int
     linear: int
-    largest_linear: int
 
 
 def count_parameters(model: nn.Module) -> Counts:
     """Count the parameters of a model, adapters included; shared ones count once."""
-    head = model.get_output_embeddings()
-    frozen = [
-        module.weight.numel()
-        for module in model.modules()
-        if isinstance(module, nn.Linear) and module is not head and not module.weight.requires_grad
-    ]
     return Counts(
         all=sum(parameter.numel() for parameter in model.parameters()),
         trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         largest_layer=max(sum(each.numel() for each in module.parameters(recurse=False)) for module in model.modules()),
-        linear=sum(frozen),
-        largest_linear=max(frozen, default=0),
+        linear=sum(layer.weight.numel() for layer in frozen_linear_layers(model)),
     )
+
+
+def frozen_linear_layers(model: nn.Module) -> list[nn.Linear]:
+    """Return the linear layers that are not trained, without the head of a language model."""
+    head = model.get_output_embeddings()
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
+    return [layer for layer in layers if not layer.weight.requires_grad]

@@ -5,13 +5,16 @@ import os
 from dataclasses import replace
 
 import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from transformers import BitsAndBytesConfig, PretrainedConfig
 
 from fabric_ladder.errors import UserError, first_line
 from fabric_ladder.models.dtypes import half_precision
 from fabric_ladder.models.layers import head_names, meta_model
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques.memory import Counts, Peak
+from fabric_ladder.techniques.lora import LoRA
+from fabric_ladder.techniques.memory import Counts, Peak, frozen_linear_layers
 from fabric_ladder.techniques.sharding import PARKED_WEIGHTS
 from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, Technique
 
@@ -77,19 +80,55 @@ class QLoRA(Technique):
         """Return settings whose frozen weights are not packed."""
         return replace(settings, quantization="no")
 
+    def rehearse_model(self, model: nn.Module, settings: Settings) -> None:
+        """Let the frozen layers make the tensors of 4-bit layers."""
+        for layer in frozen_linear_layers(model):
+            layer.__class__ = Rehearsed4bit
+            layer.unpacked_dtype = LoRA().loading_options(settings, model.config).get("dtype", torch.float32)
+
     def add_memory(self, peak: Peak, counts: Counts, settings: Settings) -> Peak:
         """Pack the frozen linear layers into 4 bits.
 
-        NF4 with double quantization takes 4.127 bits per weight (Dettmers et al., 2023, QLoRA, section 3). For its
-        matrix multiplication each layer is unpacked, one layer at a time.
+        NF4 with double quantization takes 4.127 bits per weight (Dettmers et al., 2023, QLoRA, section 3).
         """
         width = {"32-true": 4, "64-true": 8}.get(settings.precision, 2)
-        saved = round(counts.linear * (width - NF4_BYTES))
-        return peak._replace(parameters=peak.parameters - saved, other=peak.other + width * counts.largest_linear)
+        return peak._replace(parameters=peak.parameters - round(counts.linear * (width - NF4_BYTES)))
 
     def relative_speed(self, settings: Settings) -> float:
         """Return a guess: 4-bit weights are unpacked for each matrix multiplication."""
         return 0.7
+
+
+class Rehearsed4bit(nn.Linear):
+    """A frozen layer that makes tensors of the same sizes as bitsandbytes' `Linear4bit`, without values.
+
+    `Linear4bit` returns the type of its input. After a norm under autocast its results have 32 bits; those of
+    `nn.Linear` have 16. It keeps no input for the backward pass. The forward pass unpacks the weight into the type of
+    the product. The backward pass unpacks it into the type that it was loaded with, and converts it (bitsandbytes 0.50,
+    `MatMul4Bit`).
+
+    Attributes:
+        unpacked_dtype: The type that the weight was loaded with.
+    """
+
+    unpacked_dtype: torch.dtype
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return a tensor (..., out_features) in the type of the inputs (..., in_features)."""
+        return _Rehearsed4bit.apply(inputs.to(self.weight.dtype), self).to(inputs.dtype)
+
+
+class _Rehearsed4bit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, inputs: Tensor, layer: Rehearsed4bit) -> Tensor:
+        ctx.layer = layer
+        unpacked = torch.empty_like(layer.weight)
+        return unpacked.new_empty(*inputs.shape[:-1], layer.out_features)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        unpacked = torch.empty_like(ctx.layer.weight, dtype=ctx.layer.unpacked_dtype).to(grad.dtype)
+        return unpacked.new_empty(*grad.shape[:-1], ctx.layer.in_features), None
 
 
 def _try_bitsandbytes(accelerator: str) -> None:

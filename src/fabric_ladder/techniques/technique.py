@@ -160,6 +160,9 @@ class Technique:
         """Return settings whose step runs on fake tensors; `add_memory` adds what the rehearsal leaves out."""
         return settings
 
+    def rehearse_model(self, model: nn.Module, settings: Settings) -> None:
+        """Change a model of the settings that `rehearsed` returned, so that it makes the tensors of the technique."""
+
     def add_memory(self, peak: Peak, counts: Counts, settings: Settings) -> Peak:
         """Return the peak of a rehearsal with the memory that only formulas give.
 
