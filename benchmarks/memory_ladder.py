@@ -131,7 +131,7 @@ ENTRIES = {
         Entry("9_ddp", "--batch_size 64 --micro_batch_size 16", 4.09, 4),
         Entry("10_fsdp", "--batch_size 64 --micro_batch_size 16", 2.83, 4),
     ],
-    "distilbert": [
+    "distilbert-base-uncased": [
         Entry("2_grad_accum", f"{TWELVE} --attention eager --precision 64-true", 10.42),
         Entry("2_grad_accum", f"{TWELVE} --attention eager", 5.37),
         Entry("4_mixed_precision", f"{TWELVE} --attention eager", 4.46),
