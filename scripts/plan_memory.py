@@ -12,6 +12,7 @@ data. Without --length it plans for the longest sample of the data, if they are 
 import argparse
 import gc
 import logging
+import os
 import sys
 
 from fabric_ladder.settings import Settings
@@ -42,6 +43,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
 def main(arguments: argparse.Namespace, options: list[str]) -> None:
     """Plan, print and write."""
     gc.disable()  # a collection during imports and at the process's end takes two seconds in all
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled, and bitsandbytes would import the compiler
     from rich.console import Console
 
     from fabric_ladder.planning.calibration import calibrate

@@ -181,22 +181,20 @@ class _Search:
 
     def start(self) -> list[Candidate]:
         """Return the candidates to rehearse next, which share a rehearsal; empty: nothing promising is left."""
-        if self.every:
-            chosen = [each for each in self.others if _rehearsal_key(each) == _rehearsal_key(self.others[0])]
-        else:
-            chosen = self._most_promising()
+        first = next(iter(self.others), None) if self.every else self._most_promising()
+        chosen = [each for each in self.others if first and _rehearsal_key(each) == _rehearsal_key(first)]
         self.others = [each for each in self.others if each not in chosen]
         return chosen
 
-    def _most_promising(self) -> list[Candidate]:
+    def _most_promising(self) -> Candidate | None:
         fitting = [plan for plan in self.found if plan.fits]
         for rank, kind in ((_rank, "all weights"), (_rank, "some of the weights"), (_by_speed, "all weights")):
             best = min((rank(plan.candidate, plan.speed) for plan in fitting if plan.trains == kind), default=None)
             ranked = {each: rank(each, self.speeds[each.name]) for each in self.others if trained(each) == kind}
             first = min(ranked, key=ranked.get, default=None)
             if first and (best is None or ranked[first] < best):
-                return [first]
-        return []
+                return first
+        return None
 
 
 def _rehearsal_key(candidate: Candidate) -> str:

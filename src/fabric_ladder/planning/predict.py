@@ -101,16 +101,16 @@ def largest_batches(
         masked = rows > 1 or padded > samples * length  # several samples rarely have equal lengths
         return MicroBatch(inputs | {"labels": labels}, items, 1.0, samples * length, padded, masked)
 
-    def share(samples: int, size: int | None, tokens: int | None) -> list[MicroBatch]:
+    def share(samples: int, size: int | None, tokens: int | None) -> list[MicroBatchPlan]:
         ones = np.ones(samples, int)
-        shares = cut_by(settings, np.arange(samples), length * ones, ones, settings.ranks, size, tokens)
-        return [make(plan) for plan in shares[0]]
+        return cut_by(settings, np.arange(samples), length * ones, ones, settings.ranks, size, tokens)[0]
 
     size, tokens = settings.micro_batch_size, settings.micro_batch_tokens
     if tokens == "auto":  # a run may take all samples in one micro-batch
         size, tokens = settings.batch_size, None
     evaluated = settings.eval_batch_tokens or EVALUATED
-    return share(settings.batch_size, size, tokens), share(evaluated * settings.ranks, None, evaluated)[:1]
+    training = [make(plan) for plan in share(settings.batch_size, size, tokens)]
+    return training, [make(share(evaluated * settings.ranks, None, evaluated)[0])]
 
 
 def blank_datasets(classes: int, image_size: int | None = None) -> TextDatasets | ImageDatasets:
