@@ -14,8 +14,8 @@ import torch
 OUT = common.RESULTS / "printed.json"
 PARTS = {
     "adapters bloom-7b1": "scripts/plan_memory.py --config configs/imdb_bloom_560m.yaml --length 1024 "
-    "--gpu_memory 24GB --model configs/models/bloom-7b1.json --task instruction-tuning --rungs 13,14 --full",
-    "plan bloom-560m T4": "scripts/plan_memory.py --gpu T4 --model configs/models/bloom-560m.json",
+    "--gpu_memory 24GB --model bigscience/bloom-7b1 --task instruction-tuning --rungs 13,14 --full",
+    "plan bloom-560m T4": "scripts/plan_memory.py --gpu T4",
     "checkpointing": "benchmarks/operations.py checkpointing --threads 1",
 }
 
