@@ -119,10 +119,20 @@ def test_auto_tries_cuts_from_the_largest_effective_batch_down_to_one_sample(tmp
 )
 def test_a_planner_that_fails_does_not_raise_an_error(monkeypatch, tmp_path, planner, problem):
     monkeypatch.setattr(prediction, "PLANNER", planner)
-    found = prediction._ask_planner(("no settings", [(None, [], [])], 2, None, None, None))
+    started = prediction.start_planner(Fabric(accelerator="cpu"), settings_for(tmp_path, predict_memory=True))
+    found = prediction._ask(started, ("no settings", [(None, [], [])], 2, None, None, None))
     assert found["problem"].startswith(problem)
     assert Prediction(found).line(settings_for(tmp_path), {}) == f"Predicted peak: unknown ({found['problem']})"
     assert Prediction(found).figures() == {}
+
+
+def test_a_planner_without_a_question_ends_with_its_run(tmp_path):
+    started = prediction.start_planner(Fabric(accelerator="cpu"), settings_for(tmp_path, predict_memory=True))
+    started.stdin.close()  # as at the end of the run's process
+    assert json.loads(started.stdout.read()) == {"problem": "EOFError: Ran out of input"}
+    assert started.wait() == 0
+    started.stdout.close()
+    assert prediction.start_planner(Fabric(accelerator="cpu"), settings_for(tmp_path)) is None
 
 
 def key(tmp_path, **values):

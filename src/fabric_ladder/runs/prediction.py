@@ -84,20 +84,44 @@ class Prediction:
         return f"{text} of tensors, the process {gap / 1e9:+.2f} GB: libraries, data, working memory"
 
 
+def start_planner(fabric: Fabric, settings: Settings) -> subprocess.Popen | None:
+    """Start the planner's process on rank 0, if `predict_memory` is set.
+
+    The process sees no GPU. It imports its libraries while the run loads its data and its model, and then waits for the
+    question of `predict`. It ends with the run.
+    """
+    wanted = settings.predict_memory if settings.predict_memory is not None else fabric.device.type == "cuda"
+    if fabric.global_rank or not wanted:
+        return None
+    path = os.pathsep.join([str(PACKAGE.parent), *filter(None, sys.path)])
+    return subprocess.Popen(
+        [sys.executable, "-m", PLANNER],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+
+
 def predict(
-    fabric: Fabric, settings: Settings, model: nn.Module, train_loader: DataLoader, val_loader: DataLoader
+    planner: subprocess.Popen | None,
+    fabric: Fabric,
+    settings: Settings,
+    model: nn.Module,
+    train_loader: DataLoader,
+    val_loader: DataLoader,
 ) -> Prediction | None:
-    """Predict the peak memory of each device, if `predict_memory` is set. Only rank 0 gets a prediction.
+    """Predict the peak memory of each device.
 
     Args:
-        fabric: For the device and the ranks.
+        planner: Result of `start_planner`. Without it there is no prediction.
+        fabric: For the device.
         settings: The settings of the run.
         model: Set up by Fabric; only its config is used.
         train_loader: Gives the effective batches that need the most memory.
         val_loader: Gives the batches of the evaluation that need the most memory.
     """
-    wanted = settings.predict_memory if settings.predict_memory is not None else fabric.device.type == "cuda"
-    if fabric.global_rank or not wanted:
+    if not planner:
         return None
     cuts = _cuts(settings, train_loader, val_loader)
     gpu = torch.cuda.get_device_name(fabric.device) if fabric.device.type == "cuda" else None
@@ -105,8 +129,11 @@ def predict(
     key = _key(settings, model.config.to_dict(), cuts, gpu, free)
     path = Path(settings.cache_dir) / "memory" / f"{key}.json"
     with suppress(OSError, ValueError):
-        return Prediction(json.loads(path.read_text(encoding="utf-8")))
-    found = _ask_planner((settings, cuts, model.config.num_labels, gpu, gpu and compute_capability(), free))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        planner.kill()
+        planner.communicate()
+        return Prediction(found)
+    found = _ask(planner, (settings, cuts, model.config.num_labels, gpu, gpu and compute_capability(), free))
     if "problem" not in found:
         with suppress(OSError):  # without a cache the next run predicts again
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,21 +141,13 @@ def predict(
     return Prediction(found)
 
 
-def _ask_planner(question: tuple) -> dict:
-    """Return the answer of the planner's process, which imports this package and sees no GPU."""
-    path = os.pathsep.join([str(PACKAGE.parent), *filter(None, sys.path)])
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+def _ask(planner: subprocess.Popen, question: tuple) -> dict:
     try:
-        process = subprocess.run(
-            [sys.executable, "-m", PLANNER],
-            input=pickle.dumps(question),
-            env=environment,
-            timeout=TIMEOUT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        return json.loads(process.stdout)
+        answer, _ = planner.communicate(pickle.dumps(question), TIMEOUT)
+        return json.loads(answer)
     except subprocess.TimeoutExpired:
+        planner.kill()
+        planner.communicate()
         return {"problem": f"not found within {TIMEOUT} seconds"}
     except (OSError, ValueError):
         return {"problem": "the rehearsal ended without an answer"}

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from fabric_ladder.data.loaders import EffectiveBatch
 from fabric_ladder.environment import notebook_shell
 from fabric_ladder.runs.metrics import Score
-from fabric_ladder.runs.prediction import Prediction
+from fabric_ladder.runs.prediction import Prediction, start_planner
 from fabric_ladder.runs.process import chosen_kernels
 from fabric_ladder.runs.record import RunRecord
 from fabric_ladder.runs.report import describe_parameters, parameters_line, title
@@ -34,6 +34,7 @@ class Run:
     Attributes:
         begun: Start of the run, by `perf_counter`.
         record: The printed lines and run.json.
+        planner: The process that predicts the memory, on rank 0.
 
     Raises:
         UserError: `runs_dir` cannot be written.
@@ -44,6 +45,7 @@ class Run:
         self.fabric = fabric
         self.settings = settings
         self.record = RunRecord(fabric, settings)
+        self.planner = start_planner(fabric, settings)
         self._prediction: Prediction | None = None
         self._print_header()
 

@@ -98,7 +98,7 @@ def _start(training: Training) -> None:
     fabric.seed_everything(settings.seed + fabric.global_rank, verbose=False)  # dropout differs between the ranks
     resumed = training.checkpointer.find()
     run.record.on_rank_zero(lambda: check_disk_space(settings, model, existing=1 if resumed else 0))
-    prediction = predict(fabric, settings, model, training.train_loader, training.val_loader)
+    prediction = predict(run.planner, fabric, settings, model, training.train_loader, training.val_loader)
     run.start(model, training.train_loader, prediction, resumed)
     training.stop_request.begin()
     training.checkpointer.restore(state.load_state_dict)
