@@ -36,6 +36,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--json", metavar="FILE", type=new_path, help="write the figures of all candidates, in bytes; - prints them"
     )
+    parser.add_argument("--page", metavar="FILE.html", type=new_path, help="draw the memory of all plans by kind")
     parser.add_argument("--calibrate", action="store_true", help="measure this GPU's memory overhead")
     return parser.parse_with_settings()
 
@@ -47,6 +48,7 @@ def main(arguments: argparse.Namespace, options: list[str]) -> None:
     from rich.console import Console
 
     from fabric_ladder.planning.calibration import calibrate
+    from fabric_ladder.planning.page import to_page
     from fabric_ladder.planning.plan import find_answer
     from fabric_ladder.planning.report import print_answer, to_json
     from fabric_ladder.techniques.advice import show_errors
@@ -67,10 +69,13 @@ def main(arguments: argparse.Namespace, options: list[str]) -> None:
     answer = find_answer(arguments, options, report)
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
-    if arguments.json == "-":
+    if str(arguments.json) == "-":
         print(to_json(answer), end="")
         return
     print_answer(answer, Console(), arguments.full)
+    if arguments.page:
+        write_new(arguments.page, to_page(answer))
+        print(f"Saved {arguments.page}")
     if arguments.json:
         write_new(arguments.json, to_json(answer))
         print(f"Saved {arguments.json}")

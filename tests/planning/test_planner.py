@@ -288,6 +288,20 @@ def test_the_answer_comes_first_in_three_lines_and_every_figure_on_demand(tmp_pa
     assert run_script(SRC / "2_grad_accum.py", *words, cwd=tmp_path).returncode == 0, "the printed command must run"
 
 
+def test_a_page_draws_the_memory_of_every_plan_and_json_goes_to_stdout(tmp_path):
+    options = [*bloom(tmp_path, 2), "--length", "200", "--gpu_memory", "1GB", "--rungs", "2,7"]
+    assert "Saved plan.html" in finished(plan(tmp_path, *options, "--page", "plan.html"))
+    page = (tmp_path / "plan.html").read_text()
+    assert re.findall(r"<tr class=\"(yes|no)\"><td>(?:<strong>)?([\w ]+)", page) == [
+        ("yes", "2_grad_accum"), ("yes", "7_grad_checkpointing")]  # fmt: skip
+    record = json.loads(finished(plan(tmp_path, *options, "--json", "-")))
+    chosen = record["plans"][record["recommended"]["all weights"]]
+    assert f'<td class="number">{chosen["needed"] / 1e9:.2f}<td' in page
+    widths = [float(width) for width in re.findall(r'width:([\d.]+)%"', page.split("<tbody>")[1].split("</tr>")[0])]
+    assert sum(widths) == pytest.approx(100 * chosen["needed"] / 1e9, abs=0.1)
+    assert "http" not in page
+
+
 def test_the_script_names_the_remedies_if_nothing_fits(tmp_path):
     options = [*bloom(tmp_path, 2), "--length", "200", "--rungs", "2,5", "--gpu_memory", "560MB"]
     assert finished(plan(tmp_path, *options)).startswith(

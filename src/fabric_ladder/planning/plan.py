@@ -132,7 +132,7 @@ def find_answer(arguments: argparse.Namespace, options: list[str], report: Calla
     settings = candidates[0].settings
     machine = machine._replace(overhead=load_overhead(settings.cache_dir, machine.gpu.name))
     samples, notes = find_samples(settings, arguments.length)
-    every = bool(arguments.full or arguments.json or arguments.rungs)
+    every = bool(arguments.full or arguments.json or arguments.page or arguments.rungs)
     plans = make_plans(candidates, samples, machine, every, report)
     name = Path(settings.model).name if Path(settings.model).exists() else settings.model
     batch_size = max(candidate.settings.batch_size for candidate in candidates)

@@ -10,6 +10,7 @@ from rich.table import Table
 from fabric_ladder.planning.gpus import ANY
 from fabric_ladder.planning.planner import Machine, Plan, Samples, recommend
 from fabric_ladder.techniques import used
+from fabric_ladder.techniques.memory import Peak
 
 HEADER = ("rung", "batch", "weight", "grad", "optim", "activ", "other", "GPU", "room", "host", "speed")
 LARGE = 1_000_000_000  # parameters: the accuracies were measured with 23 M parameters
@@ -46,7 +47,7 @@ class Answer(NamedTuple):
 
 def print_answer(answer: Answer, console: Console, full: bool = False) -> None:
     """Print the recommended command, its memory and its costs, then the reasons; `full`: with a table of all plans."""
-    console.print("\n".join(_commands(answer)), **PLAIN)
+    console.print("\n".join(answer_lines(answer)), **PLAIN)
     console.print(*(["", _table(answer.plans)] if full else []), sep="\n")
     indents = {"initial_indent": "  ", "subsequent_indent": "    ", "break_on_hyphens": False}
     lines = [textwrap.fill(line, console.width, **indents) for line in _reasons(answer, full)]
@@ -65,7 +66,7 @@ def to_json(answer: Answer) -> str:
     return json.dumps(record, indent=1) + "\n"
 
 
-def _commands(answer: Answer) -> list[str]:
+def answer_lines(answer: Answer) -> list[str]:
     """Return three lines for each recommended plan: the command, its memory and its costs."""
     lines = []
     for weights, plan in recommend(answer.plans).items():
@@ -113,7 +114,7 @@ def _remedies(answer: Answer) -> str:
 def _reasons(answer: Answer, full: bool) -> list[str]:
     """Return the title, the reasons for the answer, and the assumptions."""
     gpu = answer.machine.gpu
-    reasons = [_title(answer), *answer.notes, *_choice(answer.plans)]
+    reasons = [title(answer), *answer.notes, *_choice(answer.plans)]
     if gpu.name == ANY.name:
         reasons.append("Assumed: a GPU that computes in bfloat16; --gpu T4 plans for one that does not.")
     elif any(plan.emulated for plan in answer.plans):
@@ -151,7 +152,8 @@ def _in_short(plan: Plan) -> str:
     return plan.candidate.name + (f", micro-batch {plan.micro_batch}" if plan.micro_batch else "")
 
 
-def _title(answer: Answer) -> str:
+def title(answer: Answer) -> str:
+    """Return the model, the samples and the machine in one line."""
     samples, machine = answer.samples, answer.machine
     parameters = answer.plans[0].counts.all / 1e6
     sample = f"images of {samples.image_size} pixels" if samples.image_size else f"samples of {samples.length:,} tokens"
@@ -167,9 +169,8 @@ def _table(plans: list[Plan]) -> Table:
     for number, title in enumerate(HEADER):
         table.add_column(title, justify="right" if number else "left", overflow="fold", no_wrap=number > 0)
     for plan in plans:
-        peak = plan.peak
-        parts = (peak.parameters, peak.gradients, peak.optimizer_state, peak.activations + peak.logits)
-        sizes = (*parts, peak.other + plan.needed - peak.total, plan.needed)
+        *sizes, other = parts(plan.peak)
+        sizes += [other + plan.needed - plan.peak.total, plan.needed]
         room = f"{'+' if plan.free >= 0 else '-'}{_three_digits(abs(plan.free))}"
         room = room if plan.fits or plan.free < 0 else "host!"
         table.add_row(
@@ -177,6 +178,11 @@ def _table(plans: list[Plan]) -> Table:
             _three_digits(plan.host), f"{plan.speed:.2f}",
         )  # fmt: skip
     return table
+
+
+def parts(peak: Peak) -> tuple[int, ...]:
+    """Return the bytes of weights, gradients, optimizer state, activations with logits, and other tensors."""
+    return peak.parameters, peak.gradients, peak.optimizer_state, peak.activations + peak.logits, peak.other
 
 
 def _record(plan: Plan) -> dict:
