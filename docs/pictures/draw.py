@@ -633,7 +633,7 @@ def published_peaks(figure: Figure, look: Look) -> None:
     rows = json.loads((RESULTS / "published.json").read_text(encoding="utf-8"))["published"]["rows"]
     colours = {"rasbt": "weights", "LitGPT": "exponent", "torchtune": "optimizer state", "torchao": "activations"}
     [axes] = panels(figure, look, "published by others · predicted here, without a fitted constant", left=0.75)
-    for source, colour in (colours | {"PEFT": "gradients"}).items():
+    for source, colour in (colours | {"PEFT": "temporary"}).items():
         points = [row for row in rows if row["counts"] and row["source"].startswith(source)]
         x, y = ([row[side] / GB for row in points] for side in ("published", "predicted"))
         axes.scatter(x, y, s=26, color=look[colour], edgecolors=look["back"], linewidths=0.5, label=source, zorder=2)
