@@ -627,6 +627,28 @@ def where_the_memory_goes(figure: Figure, look: Look) -> None:
             x += width
 
 
+@picture("published_peaks", 4.6)
+def published_peaks(figure: Figure, look: Look) -> None:
+    """Peaks that others published, and their predictions."""
+    rows = json.loads((RESULTS / "published.json").read_text(encoding="utf-8"))["published"]["rows"]
+    colours = {"rasbt": "weights", "LitGPT": "exponent", "torchtune": "optimizer state", "torchao": "activations"}
+    [axes] = panels(figure, look, "published by others · predicted here, without a fitted constant", left=0.75)
+    for source, colour in (colours | {"PEFT": "temporary"}).items():
+        points = [row for row in rows if row["counts"] and row["source"].startswith(source)]
+        x, y = ([row[side] / GB for row in points] for side in ("published", "predicted"))
+        axes.scatter(x, y, s=26, color=look[colour], edgecolors=look["back"], linewidths=0.5, label=source, zorder=2)
+    ends = np.array([1.7, 90])
+    axes.plot(ends, ends, color=look["ink"], linewidth=1)
+    axes.fill_between(ends, ends / 1.25, ends * 1.25, color=look["line"], alpha=0.5, linewidth=0, label="±25 %")
+    ticks = [2, 5, 10, 20, 50]
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="published, GB", ylabel="predicted, GB")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks(ticks, list(map(str, ticks)))
+        axis.set_ticks([], minor=True)
+    axes.grid()
+    axes.legend(frameon=False, fontsize=9.5, labelcolor=look["ink"])
+
+
 def main() -> None:
     """Draw the pictures that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -1,0 +1,59 @@
+"""The published peaks can be read, each has options or a reason, and the prediction meets three of them."""
+
+import csv
+import json
+import sys
+
+import pytest
+from support.helpers import ROOT
+
+from fabric_ladder.settings import FACTS
+
+sys.path.append(str(ROOT / "benchmarks"))
+import published
+
+ROWS = published.read_rows()
+ARGUMENTS = {*FACTS, "rung", *published.NUMBERS}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row["number"]))
+def test_a_row_has_options_that_exist_or_a_reason(row):
+    unit, measure = row["unit"].split(", ")
+    assert unit in published.UNITS
+    assert measure in ("allocated", "reserved", "process")
+    assert float(row["peak_gb"]) > 0
+    assert bool(row["options"]) == bool(row["chosen"])
+    assert row["options"] or row["reason"]
+    values = dict(word.split("=", 1) for word in row["options"].split())
+    assert set(values) <= ARGUMENTS
+    if values:
+        model = published.SHAPES.get(values["model"], {}).get("base", values["model"])
+        assert model in published.SHAPES or (published.common.MODELS / f"{model}.json").is_file()
+        assert (ROOT / "src" / f"{values['rung']}.py").is_file()
+
+
+def test_every_row_has_all_columns():
+    with open(published.ROWS, newline="", encoding="utf-8") as file:
+        header, *rows = csv.reader(file)
+    assert {len(row) for row in rows} == {len(header)}
+
+
+def test_a_series_compares_two_rows_of_one_model():
+    for first, second in published.SERIES.values():
+        before, after = ROWS[first - 1], ROWS[second - 1]
+        assert (before["source"], before["model"]) == (after["source"], after["model"])
+        assert before["options"] != after["options"]
+
+
+@pytest.mark.parametrize("number", [2, 24, 65])  # ViT-L in 32 bits, LoRA on a Llama of 1 B, 8-bit AdamW
+def test_a_prediction_is_within_the_error_of_its_technique(number):
+    record = published.compare(ROWS[number - 1])
+    errors = json.loads(published.OUT.read_text(encoding="utf-8"))["published"]["errors"]
+    assert abs(record["error"]) <= errors[record["group"]]["largest"] + 1e-9
+
+
+def test_the_tables_of_the_page_are_those_of_the_results():
+    made = published.tables(published.common.read_results(published.OUT)["published"])
+    text = published.PAGE.read_text(encoding="utf-8")
+    filled = published.common.fill(text, "published", lambda name: published.common.markdown_table(*made[name]))
+    assert filled == text
