@@ -25,9 +25,9 @@
     const model = FIT.models[question.model];
     const peaks = model.tasks[question.task][question.length];
     const column = FIT.sizes.indexOf(question.batch);
-    return FIT.rows.flatMap(([rung, options, title], number) => {
-      const peak = peaks[question.old ? `${number}old` : number];
-      if (!peak) return [];
+    return FIT.rows.flatMap(([rung, options, title, suits], number) => {
+      if (question.old && !suits) return [];
+      const peak = (question.old && peaks[`${number}old`]) || peaks[number]; // in 32 bits all GPUs take the same
       const [weights, gradients, optimizer, activations, logits, other] = peak[column].map((value) => value * 1e6);
       const tensors = weights + gradients + optimizer + activations + logits + other;
       const [low, expected, high] = FIT.overhead.map(
