@@ -71,7 +71,7 @@ ROWS = (  # rung, options, technique in words, whether it suits a GPU that only 
     ("5_low_precision", (), "Pure bfloat16", False),
     ("6_lean_optimizer", CHECKPOINTING, "bfloat16 with SGD, checkpointing", False),
     ("7_grad_checkpointing", (), "Pure bfloat16, checkpointing", False),
-    ("11_fsdp_cpu_offload", CHECKPOINTING, "Weights in CPU memory (FSDP), checkpointing", False),
+    ("11_fsdp_cpu_offload", CHECKPOINTING, "Weights in CPU memory (FSDP, slowest), checkpointing", False),
     ("13_lora", (), "LoRA adapters", True),
     ("13_lora", CHECKPOINTING, "LoRA adapters, checkpointing", True),
     ("14_qlora", (), "LoRA adapters on 4-bit weights", True),

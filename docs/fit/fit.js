@@ -43,7 +43,7 @@
     const words = ["python", `src/${rung}.py`, "--model", FIT.models[question.model].name];
     if (question.task !== "text-classification") words.push("--task", question.task);
     if (question.task === "instruction-tuning") words.push("--dataset", "answers.jsonl");
-    if (question.task === "image-classification") words.push("--dataset", "images");
+    if (question.task === "image-classification") words.push("--dataset", "photos/");
     else words.push("--max_length", question.length);
     const whole = rung.startsWith("17_"); // the effective batch is one micro-batch
     if (!whole) words.push("--micro_batch_size", question.batch);
@@ -111,7 +111,7 @@
     if (question.gpu === OWN) {
       const size = element("input", { name: "gigabytes", type: "number", min: "1", max: "1000", step: "any" });
       size.value = question.gigabytes;
-      const years = [[0, "8.0 or higher (since 2020)"], [1, "below 8.0"]];
+      const years = [[0, "8.0 or higher"], [1, "below 8.0"]];
       fields.push(field("Its memory in GB", size), field("Compute capability", select("old", years, question.old)));
     }
     return element("form", { className: "fit-form" }, ...fields);
@@ -119,7 +119,6 @@
 
   function bar(row, question, scale) {
     const made = element("span", { className: "fit-bar" });
-    made.setAttribute("aria-hidden", "true");
     row.parts.forEach((part, number) => {
       const piece = element("span", { className: `fit-part fit-part-${number}` });
       piece.style.width = `${(100 * part) / scale}%`;
@@ -128,7 +127,9 @@
     const line = element("span", { className: "fit-line" });
     line.style.left = `${(100 * question.memory) / scale}%`;
     const over = row.expected > scale ? [element("span", { className: "fit-over", textContent: "▸" })] : [];
-    return element("span", { className: "fit-track" }, made, line, ...over);
+    const track = element("span", { className: "fit-track" }, made, line, ...over);
+    track.setAttribute("aria-hidden", "true"); // the label and the table have the figures
+    return track;
   }
 
   function bars(rows, question) {
@@ -193,18 +194,21 @@
     const fitting = rows.filter((row) => row.verdict === "fits");
     const gpu = question.gpu === OWN ? `${question.gigabytes} GB` : `the ${question.gpu} (${question.gigabytes} GB)`;
     const count = `${fitting.length} of ${rows.length} techniques fit ${gpu}.`;
-    if (!fitting.length) return `${count} Try shorter texts, a smaller micro-batch, or several GPUs.`;
-    return `${count} The first of the ladder is ${fitting[0].rung}: ${fitting[0].title}.`;
+    return fitting.length ? count : `${count} Try shorter texts, a smaller micro-batch, or several GPUs.`;
   }
 
   const page = document.getElementById("fit");
   if (!page) return;
+  const status = element("p", { className: "fit-summary" }); // stays, so that screen readers read its changes
+  status.setAttribute("role", "status");
 
   function show(focus) {
     const question = readQuestion();
     const rows = answer(question);
     const known = rows.find((row) => `${row.rung} ${row.title}` === question.row);
-    question.chosen = known ?? rows.find((row) => row.verdict === "fits") ?? rows.at(-1);
+    const fitting = rows.filter((row) => row.verdict === "fits");
+    const onGpu = fitting.find((row) => !row.rung.startsWith("11_")); // rung 11 is the slowest
+    question.chosen = known ?? onGpu ?? fitting[0] ?? rows.at(-1);
     const made = FIT.models[question.model].made;
     const source = `Predicted at commit ${made.commit} with PyTorch ${made.torch} and transformers ${made.transformers}.`;
     const controls = form(question);
@@ -213,13 +217,12 @@
     const notes = question.old
       ? [element("p", { textContent: "This GPU does not compute in bfloat16: techniques in bfloat16 are left out, and mixed precision takes float16." })]
       : [];
-    const status = element("p", { className: "fit-summary", textContent: summary(rows, question) });
-    status.setAttribute("role", "status");
     page.replaceChildren(
       controls, status, ...notes, legend(question), answers, box,
       element("details", {}, element("summary", { textContent: "The figures as a table" }), table(rows)),
       element("p", { className: "fit-source", textContent: source }),
     );
+    status.textContent = summary(rows, question);
     controls.addEventListener("submit", (event) => event.preventDefault());
     controls.addEventListener("change", ({ target }) => {
       const changed = { ...question, [target.name]: target.value };
