@@ -1,0 +1,222 @@
+"""Predict the memory that docs/will_it_fit.md shows, and write it to docs/fit/data.js.
+
+    python docs/fit/build.py [MODEL ...]       # names as in MODELS; without a name: all models
+
+Each model takes two minutes on one core for each task. The figures of all other models stay as they are.
+
+The figures are those of `predict_memory` with an effective batch of 16 samples (32 for micro-batches of 16, so that
+gradients accumulate) and evaluation batches of 4,096 tokens. Two shortcuts save time:
+
+- Techniques that differ only in the optimizer share their passes, see `_Passes`.
+- The peak is the maximum over moments that grow linearly with the micro-batch. If the same moment is the peak for 2 and
+  for 16 samples, the peaks for 4 and 8 samples lie on the line between them.
+"""
+
+import json
+import logging
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import ExitStack
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+import transformers
+
+from fabric_ladder.data.hub import find_shipped_config
+from fabric_ladder.planning.candidates import read_settings
+from fabric_ladder.planning.gpus import ANY, GPUS, Gpu, find_gpu
+from fabric_ladder.planning.overhead import ASSUMED, HIGH, LOW
+from fabric_ladder.planning.plan import find_samples
+from fabric_ladder.planning.planner import Samples
+from fabric_ladder.planning.predict import blank_datasets, largest_batches
+from fabric_ladder.planning.rehearsal import Rehearsal, rehearse, to_rehearse
+from fabric_ladder.runs.prediction import relevant
+from fabric_ladder.settings import Settings
+from fabric_ladder.techniques import trains_adapters
+from fabric_ladder.techniques.memory import ON_DEVICE, Peak
+from fabric_ladder.techniques.technique import CHECKPOINTING
+from fabric_ladder.techniques.weight_steps import ON_HOST
+
+DATA = Path(__file__).parent / "data.js"
+START = "const FIT = "
+TEXTS, ANSWERS, IMAGES = "text-classification", "instruction-tuning", "image-classification"
+SHORT, LONG = (128, 256, 512), (512, 1024, 2048)  # tokens
+SIZES = (1, 2, 4, 8, 16)  # samples of a micro-batch
+OLD = find_gpu("T4")  # stands for all GPUs that only emulate bfloat16
+MODELS = {  # label: name on the Hub, tasks, lengths
+    "BERT base": ("google-bert/bert-base-cased", (TEXTS,), SHORT),
+    "BERT large": ("google-bert/bert-large-cased", (TEXTS,), SHORT),
+    "ModernBERT base": ("answerdotai/ModernBERT-base", (TEXTS,), LONG),
+    "ViT large": ("google/vit-large-patch16-224", (IMAGES,), (0,)),
+    "GPT-2": ("openai-community/gpt2", (TEXTS,), (256, 512, 1024)),
+    "BLOOM 560m": ("bigscience/bloom-560m", (TEXTS,), (256, 512, 1024)),
+    "Qwen3 0.6B": ("Qwen/Qwen3-0.6B", (ANSWERS,), LONG),
+    "Qwen3 4B": ("Qwen/Qwen3-4B", (ANSWERS,), LONG),
+    "Qwen3 8B": ("Qwen/Qwen3-8B", (ANSWERS,), (*LONG, 4096)),
+    "Qwen3 14B": ("Qwen/Qwen3-14B", (ANSWERS,), LONG),
+    "Qwen3 32B": ("Qwen/Qwen3-32B", (ANSWERS,), LONG),
+    "Llama 3.2 1B": ("meta-llama/Llama-3.2-1B", (ANSWERS,), LONG),
+    "Llama 3.1 8B": ("meta-llama/Llama-3.1-8B", (ANSWERS,), (*LONG, 4096)),
+    "Llama 3.1 70B": ("meta-llama/Llama-3.1-70B", (ANSWERS,), LONG),
+    "Mistral 7B": ("mistralai/Mistral-7B-v0.1", (TEXTS, ANSWERS), LONG),
+    "Gemma 2 2B": ("google/gemma-2-2b", (ANSWERS,), LONG),
+}
+ROWS = (  # rung, options, technique in words, whether it suits a GPU that only emulates bfloat16
+    ("2_grad_accum", (), "32-bit weights and Adam", True),
+    ("4_mixed_precision", (), "Mixed precision", True),
+    ("4_mixed_precision", CHECKPOINTING, "Mixed precision, checkpointing", True),
+    ("5_low_precision", (), "Pure bfloat16", False),
+    ("6_lean_optimizer", CHECKPOINTING, "bfloat16 with SGD, checkpointing", False),
+    ("7_grad_checkpointing", (), "Pure bfloat16, checkpointing", False),
+    ("11_fsdp_cpu_offload", CHECKPOINTING, "Weights in CPU memory (FSDP, slowest), checkpointing", False),
+    ("13_lora", (), "LoRA adapters", True),
+    ("13_lora", CHECKPOINTING, "LoRA adapters, checkpointing", True),
+    ("14_qlora", (), "LoRA adapters on 4-bit weights", True),
+    ("14_qlora", CHECKPOINTING, "LoRA adapters on 4-bit weights, checkpointing", True),
+    ("16_bf16_that_learns", (), "bfloat16 with Kahan summation", False),
+    ("16_bf16_that_learns", CHECKPOINTING, "bfloat16 with Kahan summation, checkpointing", False),
+    (
+        "17_step_in_backward",
+        (*ON_HOST, *CHECKPOINTING),
+        "Step in backward, optimizer in CPU memory, checkpointing",
+        False,
+    ),
+    ("18_low_bit_optimizer", (), "8-bit Adam", False),
+    ("18_low_bit_optimizer", CHECKPOINTING, "8-bit Adam, checkpointing", False),
+    ("19_optimizer_offload", CHECKPOINTING, "Optimizer in CPU memory, checkpointing", False),
+)
+
+
+class _Passes:
+    """Rehearsals of a model's techniques, which share their passes if only the optimizer differs.
+
+    With SGD the peak is that of the passes, since the optimizer step has weights and gradients alone. Another optimizer
+    adds its state to every moment, and the moment of its own step.
+    """
+
+    def __init__(self, samples: Samples, gpu: Gpu, stack: ExitStack):
+        self.datasets = blank_datasets(samples.classes, samples.image_size)
+        self.samples, self.gpu, self.stack = samples, gpu, stack
+        self.known: dict[str, Rehearsal] = {}
+
+    def peak(self, settings: Settings, length: int, size: int) -> Peak:
+        """Return the peak with micro-batches of `size` samples of `length` tokens."""
+        whole = settings.step_in_backward  # the effective batch is one micro-batch
+        sizes = {"batch_size": size if whole else effective_batch(size), "micro_batch_size": size}
+        shape = replace(settings, max_length=length, micro_batch_tokens=None, **sizes)
+        alone = whole or trains_adapters(settings) or settings.precision != "bf16-true" or settings.strategy != "single"
+        if alone:
+            return self._rehearse(settings, shape, length)
+        plain = {"optimizer": "sgd", "kahan_summation": False}
+        peak = self._rehearse(replace(to_rehearse(settings), **plain), replace(to_rehearse(shape), **plain), length)
+        smallest = replace(shape, batch_size=2, micro_batch_size=1, eval_batch_tokens=max(64, self.samples.length))
+        tiny = self._rehearse(settings, smallest, 2)
+        peak = peak._replace(optimizer_state=peak.optimizer_state + tiny.optimizer_state)
+        return tiny if tiny.phase == "optimizer" and tiny.total > peak.total else peak
+
+    def _rehearse(self, key: Settings, settings: Settings, length: int) -> Peak:
+        """Return the peak of settings, in the rehearsal that all settings with the same `key` share."""
+        name = json.dumps(relevant(to_rehearse(key)) | {"precision": key.precision})
+        if name not in self.known:
+            self.known[name] = self.stack.enter_context(rehearse(key, self.datasets, self.gpu.capability))
+        tokens = self.samples.length if self.samples.image_size else length
+        return self.known[name].peak(settings, *largest_batches(settings, tokens, self.samples.image_size))
+
+
+def effective_batch(size: int) -> int:
+    """Return the effective batch of the commands with micro-batches of this many samples."""
+    return max(16, 2 * size)
+
+
+def predict_model(name: str, task: str, lengths: tuple[int, ...]) -> dict[str, dict[str, list]]:
+    """Return the peaks of a model by length and by key of the row, as `_row` returns them."""
+    torch.set_num_threads(1)
+    for library in ("lightning.fabric", "lightning.pytorch"):  # they would print the precision of every rehearsal
+        logging.getLogger(library).setLevel(logging.WARNING)
+    found = {str(length): {} for length in lengths}
+    for gpu in (ANY, OLD):
+        with ExitStack() as stack:
+            passes = None
+            # FSDP comes last: the others must not see its process group
+            for number, (rung, options, _, suits) in sorted(enumerate(ROWS), key=lambda row: "fsdp" in row[1][0]):
+                if gpu is OLD and (not suits or rung == "2_grad_accum"):
+                    continue  # 32-bit weights take the same memory on all GPUs
+                words = ["--model", name, "--task", task, "--max_length", str(lengths[-1] or 1024), *options]
+                settings = read_settings(rung, words, 1, gpu)
+                samples, _ = find_samples(settings, 2)
+                passes = passes or _Passes(samples, gpu, stack)
+                for length in lengths:
+                    row = _row(passes, settings, length)
+                    found[str(length)][f"{number}{'old' if gpu is OLD else ''}"] = row
+    return found
+
+
+def _row(passes: _Passes, settings: Settings, length: int) -> list[list[int]]:
+    """Return for each of SIZES the peak in MB: weights, gradients, optimizer, activations, logits, other."""
+    peaks = {size: passes.peak(settings, length, size) for size in (1, 2, 16)}
+    for size in (4, 8):
+        peaks[size] = _between(peaks[2], peaks[16], size) or passes.peak(settings, length, size)
+    return [[round(getattr(peaks[size], part) / 1e6) for part in ON_DEVICE] for size in SIZES]
+
+
+def _between(two: Peak, sixteen: Peak, size: int) -> Peak | None:
+    """Return the peak for a size between 2 and 16 samples, or None if the two peaks are different moments."""
+    kept = ("parameters", "gradients", "optimizer_state", "phase")
+    if any(getattr(two, part) != getattr(sixteen, part) for part in kept):
+        return None
+    for part in ("activations", "logits", "other"):
+        small, large = getattr(two, part), getattr(sixteen, part)
+        grows = bool(small) and (part == "activations" or abs(large / small - 8) < 0.05)
+        if large != small and not grows:
+            return None
+    middle = {
+        part: round(getattr(two, part) + (getattr(sixteen, part) - getattr(two, part)) * (size - 2) / 14)
+        for part in ON_DEVICE
+    }
+    return two._replace(**middle)
+
+
+def read_data() -> dict:
+    """Return the stored figures."""
+    return json.loads(DATA.read_text(encoding="utf-8").removeprefix(START).rstrip(";\n"))
+
+
+def main() -> None:
+    """Predict the named models, or all, and write the data of the page."""
+    wanted = sys.argv[1:] or list(MODELS)
+    kept = read_data()["models"] if DATA.exists() else {}
+    kept = {label: model for label, model in kept.items() if label in MODELS and label not in wanted}
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    made = {"commit": commit.stdout.strip(), "torch": torch.__version__, "transformers": transformers.__version__}
+    with ProcessPoolExecutor(2, get_context("fork")) as pool:
+        tasks = {}
+        for label in wanted:
+            name, model_tasks, lengths = MODELS[label]
+            for task in model_tasks:
+                path = str(find_shipped_config(name))
+                tasks[pool.submit(predict_model, path, task, lengths)] = (label, task)
+        for done in as_completed(tasks):
+            label, task = tasks[done]
+            model = kept.setdefault(label, {"name": MODELS[label][0], "tasks": {}})
+            model["tasks"][task] = done.result()
+            model["made"] = made
+            _write(kept)
+            print(label, task, flush=True)
+
+
+def _write(models: dict) -> None:
+    data = {
+        "overhead": [[each.context, each.workspace, each.fragmentation] for each in (LOW, ASSUMED, HIGH)],
+        "gpus": [[gpu.name, gpu.memory / 1e9, int(gpu.capability < (8, 0))] for gpu in GPUS],
+        "sizes": SIZES,
+        "rows": [[rung, " ".join(options), words, int(suits)] for rung, options, words, suits in ROWS],
+        "models": {label: models[label] for label in MODELS if label in models},
+    }
+    DATA.write_text(f"{START}{json.dumps(data, separators=(',', ':'))};\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""The page "Will it fit?" shows what `predict_memory` predicts."""
+
+import html
+import json
+import random
+import re
+import shlex
+import shutil
+import subprocess
+from urllib.parse import urlencode
+
+import pytest
+from support.helpers import ROOT
+
+from fabric_ladder.data.hub import find_shipped_config
+from fabric_ladder.errors import UserError
+from fabric_ladder.options import read_words
+from fabric_ladder.planning.candidates import read_settings
+from fabric_ladder.planning.gpus import GPUS, find_gpu
+from fabric_ladder.planning.memory import predict_memory
+from fabric_ladder.planning.overhead import ASSUMED, HIGH, LOW
+from fabric_ladder.techniques.memory import Peak
+
+FIT = ROOT / "docs" / "fit"
+DATA = json.loads((FIT / "data.js").read_text(encoding="utf-8").removeprefix("const FIT = ").rstrip(";\n"))
+FLAGS = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --dump-dom".split()
+COLUMNS = ("weights", "gradients", "optimizer state", "activations", "other", "CUDA", "expected", "low", "high")
+QUESTIONS = [
+    {"model": label, "task": task, "length": length, "batch": str(size)}
+    for label, model in DATA["models"].items()
+    for task, peaks in model["tasks"].items()
+    for length in peaks
+    for size in DATA["sizes"]
+]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+in_a_browser = pytest.mark.skipif(not CHROMIUM, reason="chromium is not installed")
+
+
+def ask(question: dict[str, str], profile) -> tuple[str, list[dict[str, str]]]:
+    """Return the page's document in Chromium for a question, and the rows of its table."""
+    address = f"{(FIT / 'index.html').as_uri()}#{urlencode(question)}"
+    done = subprocess.run(
+        [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", address],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    rows = []
+    for command, line in re.findall(r'<tr data-command="([^"]*)">(.*?)</tr>', done.stdout):
+        name, verdict, *cells = (html.unescape(cell) for cell in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", line))
+        row = {"name": name, "verdict": verdict, "command": html.unescape(command)}
+        rows.append(row | dict(zip(COLUMNS, cells, strict=True)))
+    return done.stdout, rows
+
+
+def predict(command: str, question: dict[str, str], gpu: str) -> Peak:
+    """Return the predicted peak of a command of the page, without its data and with the shipped config of its model."""
+    _, script, *words = shlex.split(command)
+    given = read_words(words)
+    rung = re.fullmatch(r"src/(\w+)\.py", script)[1]
+    path = find_shipped_config(given.pop("model"))
+    for name in ("dataset", "max_length", "micro_batch_size"):
+        given.pop(name, None)
+    size = int(question["batch"])
+    given = {"batch_size": 16, "eval_batch_tokens": None, "task": question["task"]} | given
+    length = int(question["length"]) or 1024  # of images it is not used
+    return predict_memory(str(path), rung, length=length, micro_batch_size=size, gpu=gpu, **given).tensors
+
+
+@in_a_browser
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_the_page_shows_the_predicted_memory(tmp_path, seed):
+    chance = random.Random(seed)
+    question = chance.choice(QUESTIONS)
+    gpu = "T4" if seed % 3 == 0 else chance.choice(GPUS).name
+    _, rows = ask(question | {"gpu": gpu}, tmp_path)
+    assert len(rows) == sum(suits or find_gpu(gpu).capability >= (8, 0) for *_, suits in DATA["rows"])
+    row = chance.choice(rows)
+    tensors = predict(row["command"], question, gpu)
+    low, expected, high = (overhead.needed(tensors) for overhead in (LOW, ASSUMED, HIGH))
+    values = (tensors.parameters, tensors.gradients, tensors.optimizer_state, tensors.activations + tensors.logits)
+    values += (tensors.other, expected - tensors.total, expected, low, high)
+    for name, value in zip(COLUMNS, values, strict=True):
+        assert float(row[name]) == pytest.approx(value / 1e9, abs=0.015), (question, row["command"], name)
+    memory = find_gpu(gpu).memory
+    if abs(high - memory) > 1e7:
+        assert (row["verdict"] == "fits") == (high <= memory)
+
+
+@in_a_browser
+def test_the_page_replaces_unknown_values_of_the_address(tmp_path):
+    document, rows = ask({"model": "None", "length": "7", "batch": "3", "gpu": "-1"}, tmp_path)
+    assert len(rows) == len(DATA["rows"])
+    assert "Its memory in GB" in document
+    assert re.findall(r'<label for="([\w-]+)"', document) == re.findall(
+        r'<(?:select|input)[^>]* id="([\w-]+)"', document
+    )
+
+
+def test_the_data_hold_what_the_page_promises():
+    assert DATA["overhead"] == [[each.context, each.workspace, each.fragmentation] for each in (LOW, ASSUMED, HIGH)]
+    assert DATA["gpus"] == [[gpu.name, gpu.memory / 1e9, int(gpu.capability < (8, 0))] for gpu in GPUS]
+    assert (FIT / "data.js").stat().st_size < 350_000
+    for label, model in DATA["models"].items():
+        assert find_shipped_config(model["name"]), label
+        for peaks in model["tasks"].values():
+            for rows in peaks.values():
+                plain = [number for number in rows if number.isdigit()]
+                assert sorted(map(int, plain)) == list(range(len(DATA["rows"])))
+                assert len(rows) - len(plain) == sum(suits for *_, suits in DATA["rows"][1:])
+
+
+@pytest.mark.parametrize("row", DATA["rows"], ids=lambda row: f"{row[0]} {row[1]}".strip())
+def test_the_rungs_accept_the_options_of_the_page(row):
+    rung, options, *_ = row
+    try:
+        read_settings(rung, ["--model", str(find_shipped_config("Qwen/Qwen3-0.6B")), *options.split()])
+    except UserError as error:
+        pytest.fail(str(error))
