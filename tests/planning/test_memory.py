@@ -30,6 +30,7 @@ def test_a_setting_of_a_technique_switches_it_on():
 def test_images_have_the_size_of_the_model():
     found = predict_memory("google/vit-base-patch16-224", task="image-classification", micro_batch_size=2, classes=10)
     assert found.tensors.parameters == pytest.approx(4 * 85.8e6, rel=0.01)
+    assert found.tensors.phase == "training", "the evaluation has two images too"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The memory of one run as a function, for other programs and notebooks."""
 
 import logging
+from dataclasses import replace
 from typing import NamedTuple
 
 from fabric_ladder.planning.candidates import read_settings
@@ -67,7 +68,7 @@ def predict_memory(
     needs = (FACTS[name].needs.partition("=") for name, value in settings.items() if name in FACTS and value)
     implied = {name: value or True for name, _, value in needs if name}
     sizes = {"micro_batch_size": micro_batch_size, "batch_size": micro_batch_size * gpus, "max_length": length}
-    values = sizes | {"eval_batch_tokens": micro_batch_size * length} | implied | settings
+    values = sizes | implied | settings
     strategy = values.get("strategy", "single" if gpus == 1 else "ddp")
     words = ["--model", model]
     for name, value in values.items():
@@ -76,6 +77,8 @@ def predict_memory(
     kind = find_gpu(gpu) if gpu else ANY
     read = read_settings(rung or RUNGS[strategy], words, gpus, kind)
     samples, _ = find_samples(read, length)
+    if "eval_batch_tokens" not in settings:
+        read = replace(read, eval_batch_tokens=micro_batch_size * samples.length)
     peak = predict_peak(
         read, *largest_batches(read, samples.length, samples.image_size), classes=classes, capability=kind.capability
     )
