@@ -370,6 +370,13 @@ def test_gpus_that_differ_are_planned_as_the_smallest(tmp_path):
     assert "2 x T4, 15.6 GB The GPUs differ: the plan gives each the 15.6 GB of the T4." in out
 
 
+def test_longer_samples_than_the_default_are_planned_and_are_in_the_command(tmp_path):
+    question = ["--model", "mistralai/Mistral-7B-v0.1", "--length", "2048", "--gpu_memory", "24GB", "--rungs", "13"]
+    run, takes, *_ = finished(plan(tmp_path, *question, "--micro_batch_size", "2")).splitlines()
+    assert "13_lora.py --model mistralai/Mistral-7B-v0.1 --micro_batch_size 2 --max_length 2048" in run
+    assert re.match(r"Takes  1\d\.\d of 24 GB", takes)
+
+
 def test_the_script_plans_for_the_gpus_that_it_finds_and_forks_before_it_sees_them(tmp_path):
     script = ROOT / "tests" / "support" / "plan_with_gpu.py"
     process = run_script(script, SCRIPT, *bloom(tmp_path, 2), "--length", "200", "--rungs", "5,10", cwd=tmp_path)
