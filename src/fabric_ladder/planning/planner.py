@@ -157,7 +157,7 @@ class _Search:
         candidates: Rungs with options.
         samples: The samples to plan for.
         machine: The machine to plan for.
-        every: Choose all candidates, and those together that share a rehearsal.
+        every: Choose all candidates. So does a search in which no candidate can fit, to say what would be needed.
 
     Attributes:
         others: The candidates that were not chosen yet.
@@ -165,19 +165,13 @@ class _Search:
     """
 
     def __init__(self, candidates: list[Candidate], samples: Samples, machine: Machine, every: bool):
-        self.every = every
-        self.found: list[Plan] = []
-        self.others = candidates
-        if every:  # FSDP takes longest
-            self.others = sorted(candidates, key=lambda each: not relevant(each.settings)["sharded"])
-            return
         capability, memory = machine.gpu.capability, machine.gpu.memory
-        self.others = [
-            each
-            for each in candidates
-            if not emulates(each.settings.precision, capability) and _least_bytes(each.settings) < memory
-        ]
-        self.speeds = {each.name: _highest_speed(each, samples, machine) for each in self.others}
+        able = [each for each in candidates if not emulates(each.settings.precision, capability)]
+        able = [each for each in able if not every and _least_bytes(each.settings) < memory]
+        self.every = not able
+        self.found: list[Plan] = []
+        self.others = able or sorted(candidates, key=lambda each: not relevant(each.settings)["sharded"])  # FSDP: slow
+        self.speeds = {each.name: _highest_speed(each, samples, machine) for each in able}
 
     def start(self) -> list[Candidate]:
         """Return the candidates to rehearse next, which share a rehearsal; empty: nothing promising is left."""
