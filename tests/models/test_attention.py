@@ -64,4 +64,4 @@ def test_heads_of_keys_are_repeated_for_kernels_that_take_no_groups(tmp_path, dt
         use_kernels(("flash", "memory-efficient", "math"))
     assert seen == [(4, heads, heads)] * 2
     model.config._attn_implementation = "eager"
-    torch.testing.assert_close(fused, model(rows).logits, rtol=0, atol=1e-6 if dtype == torch.float32 else 2e-3)
+    torch.testing.assert_close(fused, model(rows).logits, rtol=0, atol=1e-6 if dtype == torch.float32 else 1e-2)

@@ -77,5 +77,7 @@ def declare_flash(available: bool) -> Iterator[None]:
 def takes_groups(query: Tensor) -> bool:
     """Return whether the kernel for a query also takes fewer heads of keys and values than of queries."""
     device = query.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    known = torch.amp.is_autocast_available(device)
+    autocast = known and torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocast else query.dtype
     return _flash and dtype.itemsize == 2
