@@ -11,7 +11,6 @@ data. Without --length it plans for the longest sample of the data, if they are 
 
 import argparse
 import gc
-import logging
 import os
 import sys
 
@@ -56,15 +55,13 @@ def main(arguments: argparse.Namespace, options: list[str]) -> None:
     gc.freeze()
     gc.enable()
     show_errors()
-    for name in ("lightning.fabric", "lightning.pytorch"):  # Lightning would print the precision of every rehearsal
-        logging.getLogger(name).setLevel(logging.WARNING)
     if arguments.calibrate:
         calibrate(Settings().cache_dir)
         return
 
     def report(names: str) -> None:
         if sys.stderr.isatty():
-            print(f"\r\033[KRehearsing {names[:60]}", end="\r" if names else "", file=sys.stderr, flush=True)
+            print(f"\r\033[KRehearsing {names[:60]}", end="\r", file=sys.stderr, flush=True)
 
     given = {option.split("=")[0] for option in options}
     if arguments.length and not given & {"--config", "--max_length"} and arguments.length > Settings().max_length:

@@ -13,7 +13,6 @@ gradients accumulate) and evaluation batches of 4,096 tokens. Two shortcuts save
 """
 
 import json
-import logging
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -32,8 +31,7 @@ from fabric_ladder.planning.overhead import ASSUMED, HIGH, LOW
 from fabric_ladder.planning.plan import find_samples
 from fabric_ladder.planning.planner import Samples
 from fabric_ladder.planning.predict import blank_datasets, largest_batches
-from fabric_ladder.planning.rehearsal import Rehearsal, rehearse, to_rehearse
-from fabric_ladder.runs.prediction import relevant
+from fabric_ladder.planning.rehearsal import Rehearsal, rehearsal_key, rehearse, to_rehearse
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques import trains_adapters
 from fabric_ladder.techniques.memory import ON_DEVICE, Peak
@@ -119,7 +117,7 @@ class _Passes:
 
     def _rehearse(self, key: Settings, settings: Settings, length: int) -> Peak:
         """Return the peak of settings, in the rehearsal that all settings with the same `key` share."""
-        name = json.dumps(relevant(to_rehearse(key)) | {"precision": key.precision})
+        name = rehearsal_key(key)
         if name not in self.known:
             self.known[name] = self.stack.enter_context(rehearse(key, self.datasets, self.gpu.capability))
         tokens = self.samples.length if self.samples.image_size else length
@@ -134,8 +132,6 @@ def effective_batch(size: int) -> int:
 def predict_model(name: str, task: str, lengths: tuple[int, ...]) -> dict[str, dict[str, list]]:
     """Return the peaks of a model by length and by key of the row, as `_row` returns them."""
     torch.set_num_threads(1)
-    for library in ("lightning.fabric", "lightning.pytorch"):  # they would print the precision of every rehearsal
-        logging.getLogger(library).setLevel(logging.WARNING)
     found = {str(length): {} for length in lengths}
     for gpu in (ANY, OLD):
         with ExitStack() as stack:

@@ -11,6 +11,7 @@ from fabric_ladder.errors import UserError
 from fabric_ladder.places import CONFIGS
 from fabric_ladder.planning.overhead import Overhead, keep_overhead
 from fabric_ladder.planning.predict import blank_datasets, largest_batches
+from fabric_ladder.planning.rehearsal import quiet_lightning
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.techniques.build import build_model, build_optimizer
 from fabric_ladder.training.gradients import accumulate_gradients
@@ -26,7 +27,8 @@ def calibrate(cache_dir: str) -> None:
     """
     if not torch.cuda.is_available():
         raise UserError("--calibrate measures a CUDA GPU, and PyTorch finds none here")
-    overhead = measure_overhead()
+    with quiet_lightning():
+        overhead = measure_overhead()
     path = keep_overhead(cache_dir, torch.cuda.get_device_name(0), overhead)
     print(
         f"CUDA context {overhead.context / 1e9:.3f} GB, cuBLAS workspace {overhead.workspace / 1e9:.3f} GB, "

@@ -1,6 +1,5 @@
 """The memory of one run as a function, for other programs and notebooks."""
 
-import logging
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -63,8 +62,6 @@ def predict_memory(
     Raises:
         UserError: A setting is unknown or cannot be combined with others, or the model or the GPU is not known.
     """
-    for name in ("lightning.fabric", "lightning.pytorch"):  # Lightning would print the precision of every rehearsal
-        logging.getLogger(name).setLevel(logging.WARNING)
     needs = (FACTS[name].needs.partition("=") for name, value in settings.items() if name in FACTS and value)
     implied = {name: value or True for name, _, value in needs if name}
     sizes = {"micro_batch_size": micro_batch_size, "batch_size": micro_batch_size * gpus, "max_length": length}

@@ -1,7 +1,6 @@
 """Find the rungs that fit a GPU, the largest micro-batch of each, and the fastest rung."""
 
 import gc
-import json
 import os
 import shlex
 from bisect import bisect
@@ -19,7 +18,7 @@ from fabric_ladder.planning.candidates import Candidate, accuracy_costs, relativ
 from fabric_ladder.planning.gpus import ANY, Gpu
 from fabric_ladder.planning.overhead import ASSUMED, Overhead
 from fabric_ladder.planning.predict import blank_datasets, largest_batches
-from fabric_ladder.planning.rehearsal import Rehearsal, rehearse, to_rehearse
+from fabric_ladder.planning.rehearsal import Rehearsal, rehearsal_key, rehearse
 from fabric_ladder.rungs import makes_weights_on_device
 from fabric_ladder.runs.prediction import relevant
 from fabric_ladder.settings import Settings
@@ -176,7 +175,8 @@ class _Search:
     def start(self) -> list[Candidate]:
         """Return the candidates to rehearse next, which share a rehearsal; empty: nothing promising is left."""
         first = next(iter(self.others), None) if self.every else self._most_promising()
-        chosen = [each for each in self.others if first and _rehearsal_key(each) == _rehearsal_key(first)]
+        key = first and rehearsal_key(first.settings)
+        chosen = [each for each in self.others if first and rehearsal_key(each.settings) == key]
         self.others = [each for each in self.others if each not in chosen]
         return chosen
 
@@ -189,11 +189,6 @@ class _Search:
             if first and (best is None or ranked[first] < best):
                 return first
         return None
-
-
-def _rehearsal_key(candidate: Candidate) -> str:
-    """Return the same key for candidates that differ only in their formulas or in their micro-batches."""
-    return json.dumps(relevant(to_rehearse(candidate.settings)) | {"precision": candidate.settings.precision})
 
 
 def _least_bytes(settings: Settings) -> int:

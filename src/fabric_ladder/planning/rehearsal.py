@@ -6,6 +6,8 @@ keep the same tensors for the backward pass, except in the operations that `cuda
 a GPU: fused, without temporary tensors, or in their `foreach` form, with temporary tensors for all weights together.
 """
 
+import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -36,6 +38,7 @@ from fabric_ladder.models.layers import fewer_blocks
 from fabric_ladder.planning.cuda_kernels import CudaKernels
 from fabric_ladder.planning.tracker import Moment, PeakTracker, extrapolate, highest
 from fabric_ladder.runs.metrics import Meter
+from fabric_ladder.runs.prediction import relevant
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques import used
 from fabric_ladder.techniques.adam_4bit import Adam4bit
@@ -81,11 +84,30 @@ def rehearse(
 
     try:
         flash = declare_flash(capability is None or capability >= (8, 0))
-        with flash, sdpa_kernel(SDPBackend.MATH) if emulated else nullcontext():
+        with quiet_lightning(), flash, sdpa_kernel(SDPBackend.MATH) if emulated else nullcontext():
             yield Rehearsal(run, load_config(settings.model, settings.model_revision), all_blocks)
     finally:
         if sharded:
             dist.destroy_process_group()
+
+
+@contextmanager
+def quiet_lightning() -> Iterator[None]:
+    """Hide Lightning's messages, which name the precision of every Fabric."""
+    loggers = [logging.getLogger(name) for name in ("lightning.fabric", "lightning.pytorch")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def rehearsal_key(settings: Settings) -> str:
+    """Return the same key for settings that differ only in their formulas or in their micro-batches."""
+    return json.dumps(relevant(to_rehearse(settings)) | {"precision": settings.precision})
 
 
 def to_rehearse(settings: Settings) -> Settings:
