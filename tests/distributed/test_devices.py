@@ -63,6 +63,16 @@ def test_each_rank_has_its_own_dropout_masks(run):
     assert 100 < (masks[0] != masks[1]).sum() < 300
 
 
+def test_ranks_exchange_the_used_rows_of_a_table_and_get_ddps_gradient_bit_by_bit(tmp_path):
+    script = ROOT / "tests" / "support" / "exchanged_rows.py"
+    lines = finished(run_script(script, cwd=tmp_path, fresh=True, **ONE_THREAD)).splitlines()
+    found = {tuple(line.split()[:3]): int(line.split()[3]) for line in lines if line[0].isdigit()}
+    assert list(found) == [("1000", "True", "False"), ("100", "True", "False"), ("1000", "True", "True")]
+    rows = 6 * 12 + 1  # the most different ids of a rank
+    assert found["1000", "True", "False"] <= 1 + rows * (1 + 8)
+    assert found["100", "True", "False"] == 1 + 100 * 8  # many rows are used, so all are averaged
+
+
 def test_offload_and_activation_checkpointing_change_no_bit(run):
     assert read(run(*OFFLOAD)[0])[0] == read(run(*FSDP)[0])[0]
 

@@ -69,3 +69,9 @@ def keeps_gradients(strategy: Strategy) -> bool:
 def has_gradient_hooks(strategy: Strategy) -> bool:
     """Return whether the strategy attaches hooks to gradients, which every change of a gradient must call."""
     return not isinstance(strategy, SingleDeviceStrategy)
+
+
+def finish_gradients(strategy: Strategy) -> None:
+    """Average the gradients that the backward pass has not averaged: those of DDP's embedding tables."""
+    if isinstance(strategy, DDPInBuckets):
+        strategy.average_tables()

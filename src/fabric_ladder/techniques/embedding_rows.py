@@ -53,7 +53,8 @@ class RowEmbedding(nn.Embedding):
             return super().forward(ids)
         if ids.numel() * FEWEST > self.num_embeddings:
             return super().forward(ids)
-        return _Lookup.apply(self.weight, ids, self.padding_idx, _hooked)
+        hooked = _hooked and not hasattr(self.weight, "_ddp_ignored")  # DDP's hooks; `DDPInBuckets` leaves tables out
+        return _Lookup.apply(self.weight, ids, self.padding_idx, hooked)
 
 
 class _Lookup(torch.autograd.Function):

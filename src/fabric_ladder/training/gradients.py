@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from fabric_ladder.data.loaders import MicroBatch
 from fabric_ladder.distributed.strategies import (
     averages_each_pass,
+    finish_gradients,
     has_gradient_hooks,
     keeps_gradients,
     skips_broken_steps,
@@ -75,6 +76,7 @@ def accumulate_gradients(
         del loss  # frees the graph before the next micro-batch's activations are allocated
         if not last and stop():
             return False
+    finish_gradients(fabric.strategy)
     return True
 
 
