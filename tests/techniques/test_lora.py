@@ -286,6 +286,18 @@ def test_without_bitsandbytes_rung_14_prints_one_line(monkeypatch):
     assert str(error.value) == line
 
 
+def test_an_old_torchao_is_refused_in_one_line(tmp_path):
+    """PEFT raises an ImportError with versions below 0.16, for instance Colab's."""
+    (tmp_path / "torchao").mkdir()
+    (tmp_path / "torchao" / "__init__.py").touch()
+    (tmp_path / "torchao-0.10.0.dist-info").mkdir()
+    (tmp_path / "torchao-0.10.0.dist-info" / "METADATA").write_text("Name: torchao\nVersion: 0.10.0\n")
+    process = run_script(SRC / "13_lora.py", cwd=tmp_path, fresh=True, PYTHONPATH=str(tmp_path))
+    assert process.returncode == 2
+    line = "error: --lora true: PEFT refuses torchao 0.10.0: pip install torchao==0.18.0, or pip uninstall torchao"
+    assert process.stderr.splitlines()[-1] == line
+
+
 def test_an_architecture_unknown_to_peft_has_default_targets(tmp_path):
     """The targets are the attention's linear layers, including fused layers."""
     shape = {"model_type": "phi3", "intermediate_size": 64, "pad_token_id": 0, **TINY}

@@ -7,6 +7,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterable
+from importlib.metadata import version
 
 import torch
 from torch import Tensor, nn
@@ -138,8 +139,19 @@ class LoRA(Technique):
     plans = ALONE_OR_CHECKPOINTED
     next_rung = NextRung("14_qlora", "keeps the model in 4 bits", replaces=("quantization", "float8"))
 
+    def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
+        """Return what to do about an old torchao: PEFT raises an error for each adapter."""
+        from peft.import_utils import is_torchao_available
+
+        try:
+            is_torchao_available()
+        except ImportError:
+            return f"PEFT refuses torchao {version('torchao')}: pip install torchao==0.18.0, or pip uninstall torchao"
+        return None
+
     def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse layers that the model does not have."""
+        """Refuse an old torchao, and layers that the model does not have."""
+        super().check(settings, capability)
         if self.is_used(settings):
             _check_targets(settings)
 
