@@ -60,6 +60,8 @@ def add_adapters(model: nn.Module, settings: Settings) -> nn.Module:
     """
     from peft import LoraConfig, get_peft_model
 
+    from fabric_ladder.techniques.adapter_inputs import keep_16_bit_inputs
+
     heads = head_names(model) if settings.task != "instruction-tuning" else []
     config = LoraConfig(
         task_type=TASK_TYPES.get(settings.task),
@@ -86,6 +88,7 @@ def add_adapters(model: nn.Module, settings: Settings) -> nn.Module:
                 module.to(half_precision(settings))
     if not strategy_traits(settings).owns_optimizer:  # an engine keeps 32-bit copies by itself
         _keep_trained_in_32_bit(model)
+        keep_16_bit_inputs(model)
     return model
 
 
