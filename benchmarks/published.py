@@ -13,6 +13,10 @@ does not count. `unit` names the unit and the measure.
 | reserved | the tensors, cuBLAS's workspaces and fragmentation: `expected` without the CUDA context |
 | process | all memory of the process (`expected`) |
 
+Two words of `options` replace a part of our code by the peer's, where the peer's code shows it. With `adapters=16-bit`
+adapters are in 16 bits, and each keeps its own input after dropout. With `four_bits=keep` 4-bit layers keep their
+inputs, as bitsandbytes 0.42 did.
+
 No constant is fitted. Errors are (predicted - published) / published. Differences within a series cancel what the
 peer's model code adds. `--fill` writes the tables of docs/published_peaks.md from the results.
 """
@@ -23,14 +27,20 @@ import json
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import common  # first import: it makes the project importable
 import numpy as np
 import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 from fabric_ladder.planning.memory import MemoryPrediction, predict_memory
 from fabric_ladder.planning.overhead import ASSUMED
+from fabric_ladder.techniques import adapter_inputs, lora, qlora
 from fabric_ladder.techniques.memory import ON_DEVICE
 
 ROWS = common.ROOT / "benchmarks" / "published_memory.csv"
@@ -111,6 +121,29 @@ def read_rows(path: Path = ROWS) -> list[dict[str, str]]:
         return [row | {"number": number} for number, row in enumerate(csv.DictReader(file), 1)]
 
 
+@contextmanager
+def adapters_in_16_bits() -> Iterator[None]:
+    """Give models adapters in 16 bits in this block. As in PEFT, each keeps its input after dropout."""
+    with (
+        patch.object(lora, "_keep_trained_in_32_bit", lambda model: model.to(torch.bfloat16)),
+        patch.object(adapter_inputs, "keep_16_bit_inputs", lambda _: None),
+    ):
+        yield
+
+
+@contextmanager
+def four_bits_that_keep() -> Iterator[None]:
+    """Let 4-bit layers keep their inputs for the backward pass in this block."""
+    forward = qlora._Rehearsed4bit.forward
+
+    def keep(ctx: FunctionCtx, inputs: Tensor, layer: nn.Module) -> Tensor:
+        ctx.inputs = inputs
+        return forward(ctx, inputs, layer)
+
+    with patch.object(qlora._Rehearsed4bit, "forward", staticmethod(keep)):
+        yield
+
+
 def predict(options: str) -> MemoryPrediction:
     """Return the prediction for the options of a row.
 
@@ -118,6 +151,10 @@ def predict(options: str) -> MemoryPrediction:
         UserError: predict_memory refuses them.
     """
     values = dict(word.split("=", 1) for word in options.split())
+    for word, way in PEERS.items():
+        if word in options:
+            with way():
+                return predict(options.replace(word, ""))
     arguments = {name: int(value) if name in NUMBERS else value for name, value in values.items() if name != "model"}
     path = common.MODELS / f"{values['model']}.json"
     if values["model"] not in SHAPES:
@@ -129,6 +166,9 @@ def predict(options: str) -> MemoryPrediction:
         path = Path(folder) / path.name
         path.write_text(json.dumps(config | shape), encoding="utf-8")
         return predict_memory(str(path), **arguments)
+
+
+PEERS = {"adapters=16-bit": adapters_in_16_bits, "four_bits=keep": four_bits_that_keep}  # word -> the peer's way
 
 
 def compare(row: dict[str, str]) -> dict:

@@ -11,9 +11,10 @@ from fabric_ladder.settings import FACTS
 
 sys.path.append(str(ROOT / "benchmarks"))
 import published
+from published import PEERS
 
 ROWS = published.read_rows()
-ARGUMENTS = {*FACTS, "rung", *published.NUMBERS}
+ARGUMENTS = {*FACTS, "rung", *published.NUMBERS, *(word.split("=")[0] for word in published.PEERS)}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row["number"]))
@@ -50,6 +51,16 @@ def test_a_prediction_is_within_the_error_of_its_technique(number):
     record = published.compare(ROWS[number - 1])
     errors = json.loads(published.OUT.read_text(encoding="utf-8"))["published"]["errors"]
     assert abs(record["error"]) <= errors[record["group"]]["largest"] + 1e-9
+
+
+def test_a_peers_adapters_have_16_bits_and_its_4_bit_layers_keep_their_inputs():
+    options = "model=bloom-quickstart rung=14_qlora length=64 precision=bf16-true"
+    words = ("", "adapters=16-bit", " ".join(PEERS))
+    ours, adapters, both = (published.predict(f"{options} {word}").tensors for word in words)
+    assert adapters.optimizer_state == pytest.approx(ours.optimizer_state / 2, rel=0.01)
+    config = json.loads((published.common.MODELS / "bloom-quickstart.json").read_text(encoding="utf-8"))
+    widest = 64 * 4 * config["hidden_size"] * config["n_layer"]  # inputs of the last matrix of each block
+    assert both.activations - adapters.activations > 2 * widest
 
 
 def test_the_tables_of_the_page_are_those_of_the_results():
