@@ -376,13 +376,15 @@ def test_a_name_too_long_for_a_file_is_refused_in_one_line(name):
 
 def test_check_only_refuses_unusable_folders_and_data(tmp_path):
     (tmp_path / "file").write_text("in the way")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(Checked):
         parse_settings([*BLOOM, "--dataset", "synthetic", "--check_only"])
     for option, value, line in (
         ("--runs_dir", "file/runs", "cannot write --runs_dir file/runs"),
         ("--cache_dir", "file/cache", "cannot write --cache_dir file/cache"),
+        ("--runs_dir", "loop/runs", "cannot write --runs_dir loop/runs (Too many levels of symbolic links)"),
         ("--dataset", "nowhere.csv", "there is no file or folder nowhere.csv"),
         ("--tokenizer", "./none", "there is no folder ./none"),
     ):
         assert line in refusal("--dataset", "synthetic", "--check_only", option, value)
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "loop"}

@@ -37,6 +37,8 @@ OWN_OPTIONS = ("config", "print_config", "help")  # options that are not setting
 TRUE = ("true", "yes", "on")
 FALSE = ("false", "no", "off")
 OFF = (False, None, "no")  # values that switch a setting off
+RANKS = """RANK LOCAL_RANK NODE_RANK WORLD_SIZE LOCAL_WORLD_SIZE SLURM_PROCID SLURM_LOCALID SLURM_NODEID SLURM_NTASKS
+SLURM_NNODES""".split()  # environment variables of torchrun, Lightning and Slurm
 EXAMPLES = """\
 examples:
   python src/{name}.py --config configs/imdb_minilm.yaml --batch_size 32
@@ -356,9 +358,10 @@ def script_defaults(path: Path) -> dict[str, object]:
 
 
 def answer_early() -> None:
-    """Answer `--help` and refuse mistyped options of a rung before torch and lightning are imported.
+    """Answer `--help`, and refuse mistyped options and ranks of a rung before torch and lightning are imported.
 
-    `parse_settings` does the same again, with everything that needs those libraries.
+    `parse_settings` reads the options again, with everything that needs those libraries. The libraries read the ranks
+    when they are imported.
     """
     main = getattr(sys.modules["__main__"], "__file__", None)
     if not main or Path(main).resolve().parent != SRC or not re.match(r"\d+_", Path(main).name):
@@ -371,6 +374,18 @@ def answer_early() -> None:
             print_help(script, textwrap.dedent(doc), Path(main).stem, given["help"] == "all")
             raise SystemExit(0)
         combine(script, read_config(find_config(given["config"])) if "config" in given else {}, given)
+        check_ranks()
     except UserError as error:
         print_error(error, f"error: {error}")
         raise SystemExit(2) from None
+
+
+def check_ranks() -> None:
+    """Refuse a variable of a launcher that must be a number and is none.
+
+    Raises:
+        UserError: The variable and its value.
+    """
+    for name in RANKS:
+        if not re.fullmatch(r"\d+", text := os.environ.get(name, "0"), re.ASCII):
+            raise UserError(f"the environment variable {name} is {text!r} and must be a number: unset {name}")

@@ -57,7 +57,8 @@ def test_a_stopped_run_resumes_bit_by_bit(tmp_path, dropout_model, undisturbed, 
     for place in PLACES.values():
         status, text = run_here(name, tmp_path, *options, at=place)
         assert status == 143
-        assert re.search(r"^Stopped by SIGTERM in epoch \d after batch \d; go on with: .* --resume auto$", text, re.M)
+        stopped = r"^Stopped by SIGTERM (in epoch \d after batch \d|after epoch \d); go on with: .* --resume auto$"
+        assert re.search(stopped, text, re.M)
     status, text = run_here(name, tmp_path, *options)
     assert status == 0
     assert "Resumed from runs/" in text
@@ -89,10 +90,10 @@ def test_every_checkpoint_of_a_run_leads_to_the_same_end(tmp_path, dropout_model
 @pytest.mark.parametrize(
     ("module", "call", "place"),
     [
-        (gradients, 4, "in epoch 1 after batch 0;"),
+        (gradients, 4, "before the first batch;"),
         (gradients, 36, "in epoch 1 after batch 4;"),
         (loop, 2, "in epoch 1 after batch 8;"),
-        (loop, -2, "in epoch 3 after batch 0;"),
+        (loop, -2, "after epoch 2;"),
     ],
     ids=["first step", "fifth step", "validation", "test"],
 )
@@ -155,7 +156,7 @@ def test_keep_keeps_the_newest_and_the_best(tmp_path):
 def test_max_time_stops_a_run_and_resume_continues_it(tmp_path):
     status, text = run_here("2_grad_accum", tmp_path, "--max_time", 0.0001)
     assert status == 124
-    assert "Stopped by max_time in epoch 1 after batch 0; go on with: " in text
+    assert "Stopped by max_time before the first batch; go on with: " in text
     status, _ = run_here("2_grad_accum", tmp_path, "--resume", "auto")
     assert status == 0
 
@@ -188,6 +189,14 @@ def test_auto_resumes_the_run_of_the_same_settings(tmp_path, stopped):
     assert (status, "runs/2_grad_accum/2 has finished" in text) == (0, True)
     status, text = run_here("2_grad_accum", tmp_path, "--resume", "auto")
     assert (status, "Resumed from runs/2_grad_accum/1/checkpoints/" in text) == (0, True)
+
+
+def test_other_folders_beside_those_of_the_runs_do_not_matter(tmp_path):
+    for name in ("²", "1a", "notes"):  # a digit, and not a number
+        (tmp_path / "runs" / "2_grad_accum" / name).mkdir(parents=True)
+    status, text = run_here("2_grad_accum", tmp_path, "--resume", "auto")
+    assert (status, "no run to resume" in text) == (0, True)
+    assert (tmp_path / "runs" / "2_grad_accum" / "1" / "run.json").exists()
 
 
 TENSORS = "shard-00001-model-00001-of-00001.safetensors"

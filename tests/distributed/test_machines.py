@@ -84,6 +84,8 @@ def test_sruns_ranks_are_read_from_slurm(run, tmp_path):
         ),
         ("2_grad_accum", (), slurm(0), "srun started 2 processes on each of 1 machines, but 2_grad_accum runs on one"),
         ("9_ddp", (), {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "use --nodes and --ntasks-per-node instead"),
+        ("9_ddp", (), {"SLURM_NTASKS": "x"}, "SLURM_NTASKS is 'x' and must be a number: unset SLURM_NTASKS"),
+        ("2_grad_accum", (), {"LOCAL_RANK": "x"}, "LOCAL_RANK is 'x' and must be a number: unset LOCAL_RANK"),
         ("9_ddp", ("--num_nodes", 2), {}, "--num_nodes 2: start the script on every machine with torchrun or srun"),
         ("9_ddp", ("--devices", 32), {}, "--batch_size 16 is below the number of devices, 32"),
         ("2_grad_accum", ("--devices", 2), {}, "2_grad_accum runs on one"),

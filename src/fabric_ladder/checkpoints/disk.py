@@ -47,9 +47,14 @@ def check_disk_space(settings: Settings, model: nn.Module, existing: int = 0) ->
     free = shutil.disk_usage(next(path for path in (runs_dir, *runs_dir.parents) if path.exists())).free
     if free < needed:
         raise UserError(
-            f"--save {settings.save} --save_every {settings.save_every} needs {needed / 1e9:.2f} GB in --runs_dir "
-            f"{settings.runs_dir}, and {free / 1e9:.2f} GB are free: delete files there, or choose another --runs_dir"
+            f"--save {settings.save} --save_every {settings.save_every} needs {_size(needed)} in --runs_dir "
+            f"{settings.runs_dir}, and {_size(free)} are free: delete files there, or choose another --runs_dir"
         )
+
+
+def _size(count: int) -> str:
+    """Return bytes in GB, or in MB below 0.1 GB."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
 
 
 def try_on_all(fabric: Fabric, *steps: Callable[[], object]) -> str | None:

@@ -91,7 +91,7 @@ def _check_progress(settings: Settings, folder: Path, progress: dict, fingerprin
 def _newest_run(home: Path, settings: Settings) -> tuple[Path | None, dict]:
     """Return the newest run that is finished or has a checkpoint, and its record; equal settings are preferred."""
     newest: tuple[Path | None, dict] = None, {}
-    folders = sorted((path for path in home.glob("*") if path.name.isdigit()), key=lambda path: -int(path.name))
+    folders = sorted((path for path in home.glob("*") if path.name.isdecimal()), key=lambda path: -int(path.name))
     for folder in folders:
         try:
             record = read_outside(folder / "run.json")

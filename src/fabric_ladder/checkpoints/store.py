@@ -110,7 +110,7 @@ def remove_all(checkpoints: Path) -> None:
 
 
 def _folders(checkpoints: Path) -> list[Path]:
-    return sorted(path for path in checkpoints.glob("step-*") if _step(path).isdigit())
+    return sorted(path for path in checkpoints.glob("step-*") if _step(path).isdecimal())
 
 
 def _step(folder: Path) -> str:

@@ -16,6 +16,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from fabric_ladder.distributed.watch import RankWatch, running_watch
 from fabric_ladder.environment import notebook_shell
 from fabric_ladder.errors import UserError
+from fabric_ladder.options import check_ranks
 from fabric_ladder.places import PACKAGE
 from fabric_ladder.settings import Settings
 
@@ -93,8 +94,9 @@ def check_launcher(settings: Settings) -> None:
         settings: As they were given: `devices` may be `auto`.
 
     Raises:
-        UserError: The numbers differ.
+        UserError: The numbers differ, or one is not a number.
     """
+    check_ranks()
     launcher = find_launcher()
     if launcher is None:
         return

@@ -19,6 +19,8 @@ def check_writable(folder: Path) -> None:
     """
     folder = folder.absolute()
     while not folder.exists():
+        if folder.is_symlink():
+            folder.stat()  # raises the error: it points to itself, or to nothing
         folder = folder.parent
     with tempfile.TemporaryFile(dir=folder):
         pass
@@ -27,7 +29,7 @@ def check_writable(folder: Path) -> None:
 def next_folder(parent: Path) -> Path:
     """Make the folder with the next number; a run that starts at the same time gets the number after it."""
     parent.mkdir(parents=True, exist_ok=True)
-    number = 1 + max((int(path.name) for path in parent.iterdir() if path.name.isdigit()), default=0)
+    number = 1 + max((int(path.name) for path in parent.iterdir() if path.name.isdecimal()), default=0)
     while True:
         try:
             (parent / str(number)).mkdir()

@@ -82,7 +82,9 @@ class TrainingState:
 
     def describe(self) -> str:
         """Return the position in words."""
-        return f"in epoch {self.epoch + 1} after batch {self.batch}"
+        if self.batch:
+            return f"in epoch {self.epoch + 1} after batch {self.batch}"
+        return f"after epoch {self.epoch}" if self.epoch else "before the first batch"
 
     def next_epoch(self) -> None:
         """Go to the start of the next epoch."""
