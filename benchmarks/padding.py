@@ -3,9 +3,9 @@
     python benchmarks/padding.py [--part tokens minilm bloom] [--repeats 3] [--threads 2]
 
 Parts:
-    tokens  Cuts of effective batches of 16 and 64: IMDb's reviews, their first sentences, which are about as long as
-            the texts of AG News (60 tokens), and Chinese instructions; up to 1,024 tokens. The micro-batches of
-            the training loader are counted; nothing is computed.
+    tokens  Cuts of effective batches of 16 and 64 on one GPU: IMDb's reviews, their first sentences, which are about
+            as long as the texts of AG News (60 tokens), and Chinese instructions; up to 1,024 tokens. The micro-batches
+            of the training loader are counted; nothing is computed.
     minilm  MiniLM on the first sentences, an effective batch of 16: samples/s of each cut.
     bloom   A BLOOM of 6 layers on them.
 
@@ -14,6 +14,7 @@ Speeds come from an unchanged src/2_grad_accum.py in its own process, in 32-bit.
 
 import json
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,11 +25,11 @@ from common import model_options, part_parser, rung_command
 from lightning import Fabric
 
 from fabric_ladder import build_dataloaders, parse_settings
-from fabric_ladder.data.sources import find_source
 from fabric_ladder.data.tables import complete_splits, read_splits
 from fabric_ladder.settings import DataSettings
+from fabric_ladder.techniques import full_pass
 from fabric_ladder.techniques.advice import show_errors
-from local_dataset_utilities import load_datasets
+from local_dataset_utilities import imdb_source, load_datasets
 
 OUT = common.RESULTS / "padding.json"
 INSTRUCTIONS = "instructions_zh_2000.json"
@@ -38,11 +39,20 @@ WORDS = 36  # least words of the sentences; their mean is 60 tokens of MiniLM
 CUTS = {  # counted
     "unpacked, 1 sample": ["--micro_batch_size", "1"],
     "unpacked, 4,096 tokens": ["--micro_batch_tokens", "4096"],
+    "unpacked, 16,384 tokens": ["--micro_batch_tokens", "16384"],
     "unpacked, all at once": [],
     f"{ROW}one at a time": ["--packing", "true", "--micro_batch_size", "1"],
     f"{ROW}4,096 tokens": ["--packing", "true", "--micro_batch_tokens", "4096"],
     f"{ROW}16,384 tokens": ["--packing", "true", "--micro_batch_tokens", "16384"],
 } | {f"--pack_rows {rows}": ["--packing", "true", "--pack_rows", str(rows)] for rows in (1, 2, 4)}
+MOVING = {  # rungs whose passes move weights; they cut 16,384 unpacked tokens less often
+    "10_fsdp": {"strategy": "fsdp"},
+    "11_fsdp_cpu_offload": {"strategy": "fsdp", "offload": True},
+    "12_deepspeed_zero": {"strategy": "deepspeed", "deepspeed": "zero2"},
+    "12_deepspeed_zero zero2_offload": {"strategy": "deepspeed", "deepspeed": "zero2_offload"},
+    "12_deepspeed_zero zero3": {"strategy": "deepspeed", "deepspeed": "zero3"},
+    "12_deepspeed_zero zero3_offload": {"strategy": "deepspeed", "deepspeed": "zero3_offload"},
+}
 SIDES = {  # timed
     "unpacked, 1 sample": ["--micro_batch_size", "1"],
     "unpacked, 4 samples": ["--micro_batch_size", "4"],
@@ -65,7 +75,7 @@ def options_of(model: str, folder: Path, train: int, held_out: int) -> list[str]
 def save_first_sentences(folder: Path, options: list[str]) -> list[str]:
     """Write the first sentences of the reviews that the settings draw; return the setting that chooses them."""
     settings = parse_settings(options)
-    splits, *_ = read_splits(settings, find_source(settings), folder)
+    splits, *_ = read_splits(settings, imdb_source(settings.data_dir), folder)
     (folder / "short").mkdir()
     for split, reviews in complete_splits(splits, settings).items():
         lines = [json.dumps({"text": first_sentences(row["text"]), "label": row["label"]}) + "\n" for row in reviews]
@@ -102,6 +112,10 @@ def count_tokens(folder: Path) -> dict:
             for cut, how in CUTS.items():
                 settings = parse_settings([*options, *more, "--batch_size", str(batch), *how])
                 figures[f"{name}, batch {batch}, {cut}"] = count(settings, datasets)
+            settings = parse_settings([*options, *more, "--batch_size", str(batch), *CUTS["unpacked, 16,384 tokens"]])
+            for rung, how in MOVING.items():
+                tokens = full_pass(replace(settings, **how))
+                figures[f"{name}, batch {batch}, {rung}"] = count(replace(settings, full_pass=tokens), datasets)
     return {"conditions": {"max_length": 1024, "texts": texts}, "figures": figures, "medians": figures}
 
 

@@ -1,7 +1,7 @@
 """17_step_in_backward · Step in backward: each weight is updated as soon as it has its gradient, which is then freed.
 
 Builds on 16_bf16_that_learns.py. Memory holds only the largest gradient. The effective batch is one pass, and its
-gradient cannot be clipped. --packing true fills that pass, --activation_checkpointing true makes it smaller.
+gradient cannot be clipped. On a GPU packing fills that pass; --activation_checkpointing true makes it smaller.
 Unchanged: losses and weights, bit by bit.
 
 src/plain/17_step_in_backward.py shows the whole training in one file.
@@ -18,7 +18,7 @@ if __name__ == "__main__":
         batch_size=16,
         precision="bf16-true",
         kahan_summation=True,
-        step_in_backward=True,  # NEW: the whole effective batch in one pass
+        step_in_backward=True,  # NEW: the whole effective batch in one pass; on a GPU it turns on --packing
     )
 
     fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)

@@ -1,6 +1,7 @@
 """21_selective_checkpointing · Selective checkpointing: keep attention and matrix multiplications, recompute the rest.
 
 Builds on 7_grad_checkpointing.py. The recomputed rest is a third of the activations, and takes little time.
+On a GPU the blocks are compiled. Otherwise Python would choose for each operation in each pass.
 Unchanged: losses and gradients.
 
 src/plain/21_selective_checkpointing.py shows the whole training in one file.
@@ -18,7 +19,7 @@ if __name__ == "__main__":
         micro_batch_tokens="auto",  # as many as a GPU has room for; on a CPU 1024
         precision="bf16-true",
         activation_checkpointing=True,
-        selective_checkpointing=True,  # NEW
+        selective_checkpointing=True,  # NEW; on a GPU it turns on --compile
     )
 
     fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)

@@ -1,7 +1,7 @@
 """22_float8 · Float8: the matrix multiplications of linear layers in 8-bit floating point.
 
-Builds on 4_mixed_precision.py. GPUs from Ada and Hopper on multiply 8 bits twice as fast as 16. --compile true makes
-the rounding cheaper than that gain.
+Builds on 4_mixed_precision.py. GPUs from Ada and Hopper on multiply 8 bits twice as fast as 16. On a GPU the blocks are
+compiled, so that the rounding costs less than that gain.
 Unchanged: weights, gradients and optimizer state in 32-bit, all else in 16.
 
 src/plain/22_float8.py shows the whole training in one file.
@@ -18,7 +18,7 @@ if __name__ == "__main__":
         batch_size=16,
         micro_batch_tokens="auto",  # as many as a GPU has room for; on a CPU 1024
         precision="mixed",
-        float8=True,  # NEW; --compile true belongs with it on a GPU
+        float8=True,  # NEW; on a GPU it turns on --compile
     )
 
     fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)

@@ -18,15 +18,20 @@ from fabric_ladder.options import NAMES
 from fabric_ladder.rungs import script_defaults
 from fabric_ladder.settings import GROUPS
 from fabric_ladder.techniques.advice import explain
+from fabric_ladder.techniques.compile import Compile
 
 BLOOM = ["--model", str(MODELS / "bloom-quickstart.json"), "--from_scratch", "true"]
 
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch, tmp_path):
-    """Use an empty folder and no GPU. Afterwards restore Python's excepthook, which `parse_settings` replaces."""
+    """Use an empty folder, no GPU and a CPU with bfloat16.
+
+    Afterwards restore Python's excepthook, which `parse_settings` replaces.
+    """
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_bf16": True})
     monkeypatch.chdir(tmp_path)
 
 
@@ -40,6 +45,16 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla T4")
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: True)
+
+    return pretend
+
+
+@pytest.fixture
+def triton(monkeypatch):
+    """Pretend that Triton is installed, or not; a build of PyTorch for CPUs comes without."""
+
+    def pretend(found=True):
+        monkeypatch.setattr(Compile, "is_installed", lambda _: found)
 
     return pretend
 
@@ -85,6 +100,15 @@ def test_the_defaults_are_the_blogs_run():
     values = yaml.safe_load((CONFIGS / "imdb_bloom_560m.yaml").read_text())
     assert values.pop("log_every") == 300 * 16  # the blog's value; the default is also a tenth of a shorter epoch
     assert values == {name: getattr(settings, name) for name in values}
+
+
+def test_the_fast_config_is_the_blogs_run_with_packing_compile_and_16_bits():
+    usual, fast = (yaml.safe_load((CONFIGS / f"imdb_bloom_560m{end}.yaml").read_text()) for end in ("", "_fast"))
+    more = {"precision": "bf16-true", "kahan_summation": True, "packing": True, "compile": True}
+    assert fast == usual | more
+    for rung in ("15_packing", "16_bf16_that_learns"):
+        settings = parse_settings(["--config", "imdb_bloom_560m_fast.yaml", *BLOOM], **script_defaults(rung))
+        assert {name: getattr(settings, name) for name in more} == more
 
 
 def test_without_a_gpu_the_quickstart_runs_and_a_notice_names_it():
@@ -243,16 +267,18 @@ def test_every_rung_runs_on_a_gpu_without_bfloat16_and_names_its_precision(gpu, 
     for capability in ((8, 0), (8, 9), (9, 0), (12, 0)):
         gpu(*capability)
         newer = resolve(Settings(**script), script=script)
-        assert (newer.precision, newer.notices) == ({"mixed": "bf16-mixed"}.get(own, own), ())
+        assert newer.precision == {"mixed": "bf16-mixed"}.get(own, own)
+        assert not [notice for notice in newer.notices if "bfloat16" in notice]
         check_precision(newer, capability)
     for capability in ((7, 0), (7, 5)):
         gpu(*capability)
         settings = resolve(Settings(**script), script=script)
         check_precision(settings, capability)
+        notices = [notice for notice in settings.notices if "bfloat16" in notice]
         other, meaning = ON_A_T4.get(rung.stem.split("_")[0], ({"mixed": "16-mixed"}.get(own, own), None))
         assert settings.precision == other
-        assert len(settings.notices) == bool(meaning)
-        for notice in settings.notices:
+        assert len(notices) == bool(meaning)
+        for notice in notices:
             assert notice.startswith("Tesla T4 only emulates bfloat16 (compute capability below 8.0): ")
             assert meaning in notice
 
@@ -272,6 +298,82 @@ def test_the_users_precision_is_used_or_refused_with_the_reason(gpu):
     for precision in ("bf16-mixed", "bf16-true"):
         settings = parse_settings([*BLOOM, "--precision", precision, "--accelerator", "cpu"])
         assert (settings.precision, settings.notices) == (precision, ())
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "slow"),
+    [({"avx2": True, "avx512_bf16": False, "amx_bf16": False}, True), ({"avx2": True, "amx_bf16": True}, False),
+     ({"avx2": True, "avx512_f": True, "avx512_bf16": True}, False), ({"neon": True, "bf16": False}, True),
+     ({"neon": True, "bf16": True}, False), ({"architecture": "ppc64le"}, False), ({}, False)],
+)  # fmt: skip
+def test_a_cpu_without_bfloat16_gets_a_faster_precision_by_name(monkeypatch, capabilities, slow):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    start = "This CPU has no bfloat16 instructions: --precision 32-true"
+    for rung, more in (("4_mixed_precision", ""), ("5_low_precision", ""), ("16_bf16_that_learns", " --kahan_summat")):
+        script = script_defaults(rung)
+        notices = [each for each in parse_settings(BLOOM, **script).notices if "bfloat16" in each]
+        assert len(notices) == slow
+        for notice in notices:
+            assert notice.startswith(start + more)
+            remedy = notice.split(": ")[1].removesuffix(" is several times faster").split()
+            assert not [each for each in parse_settings([*BLOOM, *remedy], **script).notices if "bfloat16" in each]
+    for rung in ("2_grad_accum", "22_float8"):  # the second has its own line
+        assert not [each for each in parse_settings(BLOOM, **script_defaults(rung)).notices if start in each]
+
+
+# Switches that a CUDA GPU turns on
+
+TURNED_ON = {"17_step_in_backward": "packing", "21_selective_checkpointing": "compile", "22_float8": "compile"}
+
+
+@pytest.mark.parametrize("rung", RUNGS, ids=lambda path: path.stem)
+def test_a_rung_is_fast_on_a_cuda_gpu_as_it_stands(gpu, triton, rung):
+    script = script_defaults(rung.stem)
+    on_cpu = resolve(Settings(**script | {"accelerator": "cpu"}), script=script)
+    gpu(9, 0)
+    triton()
+    on_gpu = resolve(Settings(**script), script=script)
+    name = TURNED_ON.get(rung.stem)
+    changed = {each for each in ("compile", "packing") if getattr(on_cpu, each) != getattr(on_gpu, each)}
+    assert changed == ({name} if name else set())
+    assert [notice.split(",")[0] for notice in on_gpu.notices] == ([f"--{name} true"] if name else [])
+    assert on_gpu.pad_to_multiple_of == (16 if on_gpu.compile or on_gpu.packing else 1)
+
+
+@pytest.mark.parametrize("rung", TURNED_ON)
+def test_the_user_can_turn_such_a_switch_off(gpu, triton, config, capsys, rung):
+    gpu(9, 0)
+    triton()
+    script, name = script_defaults(rung), TURNED_ON[rung]
+    for args in ([f"--{name}", "false"], config(f"{name}: false")):
+        settings = parse_settings([*args, *BLOOM], **script)
+        assert getattr(settings, name) is False
+        assert not [notice for notice in settings.notices if notice.startswith(f"--{name} true")]
+    with pytest.raises(SystemExit):
+        parse_settings([*BLOOM, "--print_config"], **script)
+    printed = capsys.readouterr().out
+    assert yaml.safe_load(printed)[name] is True
+    settings = parse_settings([*config(printed), "--accelerator", "cpu"], **script)
+    assert getattr(settings, name), "a file holds the user's own choice"
+
+
+def test_a_switch_that_would_stop_the_run_or_help_nothing_stays_off(gpu, triton, tmp_path):
+    gpu(9, 0)
+    triton()
+    for rung, args in (
+        ("21_selective_checkpointing", ["--activation_offload", "true"]),
+        ("17_step_in_backward", ["--attention", "eager"]),
+        ("17_step_in_backward", ["--batch_size", "1"]),
+    ):
+        settings = parse_settings([*BLOOM, *args], **script_defaults(rung))
+        assert not getattr(settings, TURNED_ON[rung])
+    triton(found=False)
+    settings = parse_settings(BLOOM, **script_defaults("22_float8"))
+    assert (settings.compile, *settings.notices) == (False, "--float8 without --compile true is slower than bfloat16")
+    gpu(6, 1)
+    assert not parse_settings(BLOOM, **script_defaults("21_selective_checkpointing")).compile
+    message = refusal("--compile", "true")
+    assert message.startswith("--compile true: Triton needs a GPU of compute capability 7.0 (Volta) or above")
 
 
 # Hardware

@@ -1,9 +1,9 @@
 """Settings from the defaults in code, the script, a YAML file and the command line, in that order."""
 
-import dataclasses
 import re
 import sys
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from fabric_ladder.options import as_yaml, combine, find_config, own_rate, print
 from fabric_ladder.places import CONFIGS
 from fabric_ladder.runs.process import prepare_process
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques import trains_adapters, used
+from fabric_ladder.techniques import TECHNIQUES, cuda_defaults, full_pass, trains_adapters, used
 from fabric_ladder.techniques.advice import show_errors
 
 CPU_TOKENS = 1024  # per micro-batch: no other number was faster, see docs/journal.md
@@ -47,14 +47,14 @@ def parse_settings(args: list[str] | None = None, **defaults) -> Settings:
     if "help" in given:
         print_help(defaults, _script_doc(), _script_name(), given["help"] == "all")
         raise SystemExit(0)
-    settings = _read_settings(given, defaults)
+    settings, from_file = _read_settings(given, defaults)
     check_values(settings)
     if "print_config" in given:
-        print(as_yaml(_with_own_rate(settings)), end="")
+        print(as_yaml(_with_cuda_defaults(_with_own_rate(settings), {*given, *from_file, *defaults})), end="")
         raise SystemExit(0)
     check_launcher(settings)
     prepare_cuda(settings.accelerator, settings.deterministic)
-    settings = resolve(settings, given, defaults)
+    settings = resolve(settings, given, defaults, from_file)
     if settings.accelerator == "cpu":
         keep_freed_memory()
     check(settings)
@@ -71,8 +71,8 @@ def parse_settings(args: list[str] | None = None, **defaults) -> Settings:
     return settings
 
 
-def _read_settings(given: Mapping[str, object], script: Mapping[str, object]) -> Settings:
-    """Return the settings from all four sources.
+def _read_settings(given: Mapping[str, object], script: Mapping[str, object]) -> tuple[Settings, dict[str, object]]:
+    """Return the settings from all four sources, and those of the YAML file.
 
     Args:
         given: Values on the command line, `config` included.
@@ -91,10 +91,15 @@ def _read_settings(given: Mapping[str, object], script: Mapping[str, object]) ->
             "reviews, unless you set others. For real work: --config configs/imdb_bloom_560m.yaml; settings: --help"
         )
         settings = _with_notice(settings, notice)
-    return _with_weights(_with_learning_rate(settings, given, from_file), given, from_file)
+    return _with_weights(_with_learning_rate(settings, given, from_file), given, from_file), from_file
 
 
-def resolve(settings: Settings, given: Collection[str] = (), script: Mapping[str, object] = {}) -> Settings:
+def resolve(
+    settings: Settings,
+    given: Collection[str] = (),
+    script: Mapping[str, object] = {},
+    from_file: Collection[str] = (),
+) -> Settings:
     """Replace every `auto`, and every default that depends on other settings, by a value.
 
     Only `micro_batch_tokens` may stay `auto`. Its value needs the model, and the training state keeps it.
@@ -103,10 +108,10 @@ def resolve(settings: Settings, given: Collection[str] = (), script: Mapping[str
         settings: As they were read.
         given: Names of settings on the command line. A precision among them is not replaced.
         script: The script's own defaults.
+        from_file: Names of settings in the YAML file.
     """
-    accelerator = settings.accelerator
-    if accelerator == "auto":
-        accelerator = "cuda" if torch.cuda.is_available() else "cpu"
+    accelerator = _accelerator(settings)
+    settings = _with_cuda_defaults(settings, {*given, *script, *from_file})
     on_gpu = accelerator == "cuda"
     multiple = settings.pad_to_multiple_of
     size, tokens = _micro_batch(settings, given, script, accelerator)
@@ -121,7 +126,7 @@ def resolve(settings: Settings, given: Collection[str] = (), script: Mapping[str
         # MPS keeps memory for every length that it has seen
         rounded = accelerator == "mps" or any(technique.rounds_lengths for technique in used(settings))
         multiple = BUCKET if rounded and settings.max_length % BUCKET == 0 else 1
-    settings = dataclasses.replace(
+    settings = replace(
         settings,
         accelerator=accelerator,
         precision=precision,
@@ -130,9 +135,26 @@ def resolve(settings: Settings, given: Collection[str] = (), script: Mapping[str
         micro_batch_tokens=tokens,
         eval_batch_tokens=settings.eval_batch_tokens or (None if on_gpu else CPU_TOKENS),
         pad_to_multiple_of=min(multiple, settings.max_length),
+        full_pass=full_pass(settings),
     )
     devices, num_nodes = resolve_devices(settings)
-    return dataclasses.replace(settings, devices=devices, num_nodes=num_nodes)
+    return replace(settings, devices=devices, num_nodes=num_nodes)
+
+
+def _accelerator(settings: Settings) -> str:
+    if settings.accelerator != "auto":
+        return settings.accelerator
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _with_cuda_defaults(settings: Settings, chosen: Collection[str]) -> Settings:
+    """Turn on what makes the techniques in use fast on a CUDA GPU, except for names in `chosen`."""
+    if _accelerator(settings) != "cuda":
+        return settings
+    missing = {technique.setting for technique in TECHNIQUES if not technique.is_installed()}
+    for name, reason in cuda_defaults(settings, {*chosen, *missing}, compute_capability()).items():
+        settings = _with_notice(replace(settings, **{name: True}), f"--{name} true, since {reason}")
+    return settings
 
 
 def _micro_batch(
@@ -173,13 +195,13 @@ def _with_learning_rate(settings: Settings, given: Collection[str], from_file: d
             f"Learning rate {rate:g} (--{name}) in place of {before:g}, which {Path(settings.config).name} has for "
             "Adam on all weights; --learning_rate changes it",
         )
-    return dataclasses.replace(settings, learning_rate=rate)
+    return replace(settings, learning_rate=rate)
 
 
 def _with_own_rate(settings: Settings) -> Settings:
     """Return settings in which the learning rate of a technique's steps is the rate of the run."""
     name = own_rate(vars(settings))
-    return dataclasses.replace(settings, **{name: settings.learning_rate}) if name else settings
+    return replace(settings, **{name: settings.learning_rate}) if name else settings
 
 
 def _with_weights(settings: Settings, given: Collection[str], from_file: dict) -> Settings:
@@ -191,11 +213,11 @@ def _with_weights(settings: Settings, given: Collection[str], from_file: dict) -
         f"--model {settings.model}: its pretrained weights, not the random ones of {Path(settings.config).name} "
         "(--from_scratch true)"
     )
-    return _with_notice(dataclasses.replace(settings, from_scratch=False), notice)
+    return _with_notice(replace(settings, from_scratch=False), notice)
 
 
 def _with_notice(settings: Settings, notice: str | None) -> Settings:
-    return dataclasses.replace(settings, notices=(*settings.notices, notice)) if notice else settings
+    return replace(settings, notices=(*settings.notices, notice)) if notice else settings
 
 
 def _script_name() -> str:

@@ -63,6 +63,13 @@ def compute_capability() -> tuple[int, int] | None:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
+def cpu_has_bfloat16() -> bool:
+    """Return whether the CPU multiplies bfloat16 matrices; True where PyTorch cannot tell."""
+    found = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch have no such function
+    known = found.keys() & {"avx2", "neon"}  # x86-64 and ARM64
+    return not known or any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
+
+
 def emulates(precision: str, capability: tuple[int, int] | None) -> bool:
     """Return whether a GPU only emulates the bfloat16 of a precision; `torch.cuda.is_bf16_supported` hides this."""
     return precision.startswith("bf16") and capability is not None and capability < (8, 0)

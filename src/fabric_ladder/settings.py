@@ -24,6 +24,7 @@ SURROUNDINGS = "surroundings"  # where the run happens and what it leaves behind
 LARGEST = 2**31 - 1  # the largest whole number that all libraries take
 LARGEST_SIDE = 2**13  # pixels, or ranks of adapters: far above any use
 LARGEST_SEED = 2**32 - 2**16  # NumPy's bound, less the numbers of the ranks
+FULL_PASS = 1024  # padded tokens; a GPU needs as long for fewer, because it waits for kernel launches (an estimate)
 ENOUGH_PROCESSES = max(256, os.cpu_count() or 1)
 
 
@@ -476,7 +477,7 @@ class Settings(DataSettings):
     packing: bool = micro_batch_setting(
         False,
         "Put several short texts, which do not see each other, into one row of up to `max_length` tokens. "
-        "`micro_batch_size` then counts rows.",
+        "`micro_batch_size` then counts rows. On a CUDA GPU `step_in_backward` turns it on.",
         role=TECHNIQUE,
         changes_memory=True,
     )
@@ -605,15 +606,15 @@ class Settings(DataSettings):
     float8: bool = device_setting(
         False,
         "Multiply the matrices of linear layers in 8-bit floating point (torchao). Needs a GPU of compute "
-        "capability 8.9 (Ada, Hopper) or above; a CPU emulates it. Use it with `compile`: alone it is slower than "
-        "16 bits.",
+        "capability 8.9 (Ada, Hopper) or above; a CPU emulates it.",
         role=TECHNIQUE,
         changes_memory=True,
         aliases={"true": "enable_fp8_training fp8 use_fp8"},
     )
     compile: bool = device_setting(
         False,
-        "Apply `torch.compile` to the layers of the model before the first step: one graph for all layers and lengths.",
+        "Apply `torch.compile` to the layers of the model before the first step: one graph for all layers and lengths. "
+        "On a CUDA GPU `float8` and `selective_checkpointing` turn it on.",
         role=TECHNIQUE,
         aliases={"true": "torch_compile"},
     )
@@ -700,6 +701,8 @@ class Settings(DataSettings):
     strategy: Literal["single", "ddp", "fsdp", "deepspeed"] = "single"
     config: str | None = None
     notices: tuple[str, ...] = ()
+    # `techniques.full_pass` gives it: padded tokens that take as long as a pass does in any case
+    full_pass: int = FULL_PASS
 
     @property
     def ranks(self) -> int:

@@ -132,10 +132,9 @@ def test_a_packed_classifier_gets_the_spans_of_its_samples(tmp_path):
         assert (batch.tokens, batch.padded) == (sum(sample["length"] for sample in samples), ids.numel())
 
 
-def test_on_a_gpu_validation_and_test_are_cut_like_the_training(tmp_path, fabric, monkeypatch):
-    monkeypatch.setattr("fabric_ladder.data.cutting.FULL_PASS", 10**6)  # otherwise padding is saved
+def test_on_a_gpu_validation_and_test_are_cut_like_the_training(tmp_path, fabric):
     values = {"batch_size": 400, "micro_batch_size": 400}
-    settings = dataclasses.replace(settings_for(tmp_path, **values), eval_batch_tokens=None)
+    settings = dataclasses.replace(settings_for(tmp_path, **values), eval_batch_tokens=None, full_pass=10**6)
     training, *others = build_dataloaders(fabric, token_datasets(train=400, validation=300, test=300), settings)
     [largest] = [part.padded for batch in training for part in batch.micro_batches]
     assert largest > 4096

@@ -12,8 +12,9 @@ import pytest
 from support.helpers import settings_for, token_datasets
 
 from fabric_ladder import build_dataloaders
-from fabric_ladder.data.cutting import FULL_PASS, MicroBatchPlan, cut
+from fabric_ladder.data.cutting import MicroBatchPlan, cut
 from fabric_ladder.data.sampler import TOKENS_BEFORE_FITTING, EffectiveBatchSampler, EvaluationSampler
+from fabric_ladder.settings import FULL_PASS
 
 RNG = np.random.default_rng(0)
 
@@ -67,9 +68,8 @@ def test_a_cut_holds_each_sample_once_in_equally_many_micro_batches(ranks, limit
         assert not fillers
 
 
-def test_without_packing_a_cut_never_changes(monkeypatch):
+def test_without_packing_a_cut_never_changes():
     """The removal of padding is newer than the digest, so this test switches it off."""
-    monkeypatch.setattr("fabric_ladder.data.cutting.FULL_PASS", 10**6)
     rng, seen = np.random.default_rng(0), hashlib.sha256()
     lengths, items = rng.integers(1, 200, 300), rng.integers(1, 9, 300)
     for count in (1, 2, 5, 16, 33):
@@ -77,7 +77,7 @@ def test_without_packing_a_cut_never_changes(monkeypatch):
         for ranks in (1, 2, 3, 5):
             for limit in LIMITS:
                 for multiple in (1, 8):
-                    plan = cut(rows, lengths, items, ranks, **limit, multiple=multiple)
+                    plan = cut(rows, lengths, items, ranks, **limit, multiple=multiple, full_pass=10**6)
                     plain = [
                         [[part.rows.tolist(), part.items, round(part.weight, 9)] for part in share] for share in plan
                     ]
@@ -137,6 +137,30 @@ def test_micro_batches_limited_by_tokens_are_cut_further_to_save_padding():
             assert cost([MicroBatchPlan(some, 1, 1.0) for some in np.split(part.rows, [at])]) > 7 / 8 * cost([part])
     (short,) = cut(rows[5:], lengths, ones, tokens=2**62)
     assert [len(part.rows) for part in short] == [5], "1,300 tokens are less than two full passes"
+
+
+def test_passes_that_move_all_weights_are_fewer(tmp_path):
+    """Effective batches of 16 reviews per rank, about as long as IMDb's."""
+    draws = np.random.default_rng(0).lognormal(np.log(230), 0.65, 6400)
+    lengths = np.clip(draws.astype(int), 8, 1024)
+
+    def passes(ranks=4, **values):
+        settings = settings_for(tmp_path, batch_size=16 * ranks, micro_batch_tokens=16_384, **values)
+        samplers = [
+            EffectiveBatchSampler(lengths, np.ones_like(lengths), settings, rank, ranks) for rank in range(ranks)
+        ]
+        for plans in zip(*samplers, strict=True):
+            assert len({len(plan.parts) for plan in plans}) == 1, "sharded ranks communicate in every pass"
+            seen = [row for plan in plans for part in plan.parts if part.items for row in part.rows]
+            assert sorted(seen) == sorted(plans[0].rows)
+        return sum(len(plan.parts) for plan in samplers[0]) / len(samplers[0])
+
+    for values in ({}, {"activation_checkpointing": True}, {"strategy": "ddp"}):
+        assert settings_for(tmp_path, **values).full_pass == FULL_PASS
+    offload, fsdp, ddp = (passes(**values) for values in (
+        {"strategy": "fsdp", "offload": True}, {"strategy": "fsdp"}, {"strategy": "ddp"}))  # fmt: skip
+    assert 1 <= offload < fsdp < ddp - 1
+    assert passes(strategy="fsdp", packing=True) == 1
 
 
 def sampler(tmp_path, rank=0, ranks=1, count=1000, **values):

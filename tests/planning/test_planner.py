@@ -15,7 +15,13 @@ from fabric_ladder import Settings, build_model
 from fabric_ladder.errors import UserError
 from fabric_ladder.planning import planner
 from fabric_ladder.planning.calibration import train_briefly
-from fabric_ladder.planning.candidates import accuracy_costs, list_choices, read_candidates, relative_speed
+from fabric_ladder.planning.candidates import (
+    accuracy_costs,
+    list_choices,
+    read_candidates,
+    read_settings,
+    relative_speed,
+)
 from fabric_ladder.planning.gpus import ANY, GPUS, find_gpu, match_gpu
 from fabric_ladder.planning.overhead import ASSUMED
 from fabric_ladder.planning.plan import read_size
@@ -66,6 +72,27 @@ def test_candidates_are_named_by_the_options_that_the_planner_adds(tmp_path):
     assert [each.name.removeprefix("18_low_bit_optimizer") for each in candidates] == [
         "", " checkpointing", " adam-4bit", " adam-4bit checkpointing",
     ]  # fmt: skip
+
+
+def test_packing_compile_and_16_bits_together_are_the_fastest_plan(tmp_path):
+    plans = plans_of(["4_mixed_precision", "16_bf16_that_learns"], bloom(tmp_path), length=64)
+    assert {plan.candidate.name.removeprefix("16_bf16_that_learns") for plan in plans[2:]} == {
+        "", " checkpointing", " packing compile", " packing compile checkpointing"}  # fmt: skip
+    assert "16_bf16_that_learns.py" in (command := recommend(plans)["all weights"].command)
+    assert "--packing true --compile true" in command
+
+
+@pytest.mark.parametrize(
+    ("rung", "name"), [("17_step_in_backward", "packing"), ("21_selective_checkpointing", "compile")]
+)
+def test_a_plan_has_the_switches_that_the_gpu_turns_on(tmp_path, rung, name):
+    settings = read_settings(rung, bloom(tmp_path))
+    assert getattr(settings, name)
+    assert settings.pad_to_multiple_of == 16, "the default of runs with few shapes"
+    assert not getattr(read_settings(rung, [*bloom(tmp_path), f"--{name}", "false"]), name)
+    (candidate, *_), _ = read_candidates([(rung, ())], bloom(tmp_path), 1)
+    assert getattr(candidate.settings, name)
+    assert f"--{name}" not in candidate.words, "the run turns it on itself"
 
 
 def test_a_command_has_only_the_options_with_an_effect_on_its_rung(tmp_path):
@@ -126,7 +153,7 @@ def test_the_search_finds_the_recommended_plans_and_leaves_out_the_others(tmp_pa
     config = json.loads((MODELS / "bloom-quickstart.json").read_text()) | {"hidden_size": 1024, "n_layer": 4}
     (tmp_path / "bloom.json").write_text(json.dumps(config))
     options = ["--config", "imdb_bloom_560m.yaml", "--model", str(tmp_path / "bloom.json"), "--max_length", "256"]
-    rungs = ["2_grad_accum", "4_mixed_precision", "5_low_precision", "13_lora", "16_bf16_that_learns"]
+    rungs = ["2_grad_accum", "4_mixed_precision", "5_low_precision", "13_lora", "18_low_bit_optimizer"]
     whole = recommend(plans_of(rungs, options))
     less = whole["all weights"].high - 1
     smaller = recommend(plans_of(rungs, options, less))

@@ -11,7 +11,7 @@ import sys
 
 import numpy as np
 import pytest
-from support.helpers import MODELS, ROOT, RUNGS, SMALL, SRC, finished, run_script, settings_for
+from support.helpers import CONFIGS, MODELS, ROOT, RUNGS, SMALL, SRC, finished, run_script, settings_for
 
 from fabric_ladder.data.sampler import EffectiveBatchSampler
 
@@ -24,7 +24,7 @@ LINES = [
     r"No --config and no CUDA GPU: this is the quickstart .*--help",
     r"(Learning rate [\d.]+ \(--sgd_learning_rate\) in place of 0\.001, which quickstart\.yaml has .*\n)?",
     r"(SGD barely learns from random weights: .*\n)?",
-    r"(--float8 on a CPU: .*\n)?(Running on one device\. .*\n)?",
+    r"(This CPU has no bfloat16 instructions: .*\n)?(--float8 on a CPU: .*\n)?(Running on one device\. .*\n)?",
     rf"Python {NUMBER}\.\d+ · torch .* · lightning .* · transformers .*",
     r"{name} · synthetic · bloom-quickstart\.json · seed 123 · batch \d+{cut} · {precision} · cpu: .*",
     r"Torch CUDA available\? False",
@@ -186,6 +186,17 @@ def test_other_architectures_train(tmp_path, config):
     arguments = [*SMALL, "--model", MODELS / f"{config}.json", "--micro_batch_size", 4]
     stdout = finished(run_script(SRC / "2_grad_accum.py", *arguments, cwd=tmp_path))
     assert f"{config}.json · seed 123 · batch 16 = 4 x 4" in stdout
+    assert "Test accuracy" in stdout
+
+
+@pytest.mark.parametrize("compiled", ["false", pytest.param("true", marks=pytest.mark.slow)])
+def test_the_fast_config_trains(tmp_path, compiled):
+    arguments = [*SMALL, "--config", CONFIGS / "imdb_bloom_560m_fast.yaml", "--dataset", "synthetic"]
+    arguments += ["--model", MODELS / "bloom-quickstart.json", "--from_scratch", "true", "--compile", compiled]
+    stdout = finished(run_script(SRC / "15_packing.py", *arguments, "--max_length", 128, cwd=tmp_path))
+    assert " packed " in stdout
+    assert " · bf16-true · " in stdout
+    assert ("Compile time" in stdout) == (compiled == "true")
     assert "Test accuracy" in stdout
 
 

@@ -23,8 +23,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fabric_ladder import Settings, build_optimizer
 from fabric_ladder.errors import UserError
 from fabric_ladder.runs.metrics import Meter
+from fabric_ladder.techniques import check_together
 from fabric_ladder.techniques.checkpointing import (
-    ActivationOffload,
     _Offload,
     _policy,
     enable_checkpointing,
@@ -227,8 +227,8 @@ def test_no_tensor_outlives_a_pass_that_fails():
 
 def test_compiled_blocks_are_refused():
     with pytest.raises(UserError, match="use --compile false"):
-        ActivationOffload().check(replace(CHECKPOINTED, **OFFLOAD, compile=True), None)
-    ActivationOffload().check(replace(CHECKPOINTED, **OFFLOAD), None)
+        check_together(replace(CHECKPOINTED, **OFFLOAD, compile=True))
+    check_together(replace(CHECKPOINTED, **OFFLOAD))
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from torch import nn
 from fabric_ladder import Run, build_dataloaders, build_optimizer, evaluate, train
 from fabric_ladder.cli import resolve
 from fabric_ladder.settings import Settings
+from fabric_ladder.techniques.advice import explain
 from fabric_ladder.techniques.compile import compile_blocks
 from fabric_ladder.techniques.fused_attention import fuse_attention
 
@@ -116,3 +117,11 @@ def test_on_a_cpu_compiled_dropout_drops_the_same_values(tmp_path):
     (plain, wanted), (loss, found) = gradients(False), gradients(True)
     torch.testing.assert_close(loss, plain)
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("missing", ["working triton installation", "C compiler"])
+def test_a_missing_part_of_triton_is_named_with_the_remedy(missing):
+    """The texts are those of torch/_inductor/exc.py and triton/runtime/build.py."""
+    start = {"C compiler": "Failed to find", "working triton installation": "Cannot find a"}[missing]
+    line = explain(RuntimeError(f"{start} {missing}. Either …"))
+    assert line.endswith("or use --compile false")

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,10 +12,10 @@ from support.training import SIZES, alone, read, run_training, two
 from support.training import losses as trained
 
 from fabric_ladder import UserError, parse_settings
-from fabric_ladder.data import cutting
 from fabric_ladder.data.sampler import EffectiveBatchSampler
 from fabric_ladder.distributed.strategies import StrategyTraits
 from fabric_ladder.runs.prediction import Prediction
+from fabric_ladder.settings import FULL_PASS
 from fabric_ladder.techniques.advice import less_memory
 from fabric_ladder.training import fitting, loop
 
@@ -143,12 +144,11 @@ def test_sharded_ranks_also_try_the_longest_batch_and_change_no_bit(tmp_path, mo
 @pytest.mark.parametrize("values", [{"micro_batch_size": 3}, {"micro_batch_tokens": 60, "pad_to_multiple_of": 8},
                                     {"micro_batch_tokens": 2**62}])  # fmt: skip
 @pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("full_pass", [cutting.FULL_PASS, 50])
-def test_the_heaviest_batches_are_found_without_making_batches(tmp_path, monkeypatch, values, ranks, full_pass):
+@pytest.mark.parametrize("full_pass", [FULL_PASS, 50])
+def test_the_heaviest_batches_are_found_without_making_batches(tmp_path, values, ranks, full_pass):
     """The result is compared with all plans of the epoch. 101 samples leave a short last batch."""
-    monkeypatch.setattr(cutting, "FULL_PASS", full_pass)
     lengths = np.random.default_rng(5).integers(3, 90, 101)
-    settings = settings_for(tmp_path, batch_size=8, **values)
+    settings = replace(settings_for(tmp_path, batch_size=8, **values), full_pass=full_pass)
     loader = EffectiveBatchSampler(lengths, np.ones_like(lengths), settings, 0, ranks)
     multiple = settings.pad_to_multiple_of
 

@@ -5,11 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fabric_ladder.settings import Settings
+from fabric_ladder.settings import FULL_PASS, Settings
 
 MOST_IN_ROW = 127  # samples; seven bits number them and the padding after them
 PACKED_TOGETHER = 2048  # samples; packing is quadratic in their number
-FULL_PASS = 1024  # padded tokens; a GPU needs as long for fewer, because it waits for kernel launches (an estimate)
 
 
 class MicroBatchPlan(NamedTuple):
@@ -44,6 +43,7 @@ def cut(
     tokens: int | None = None,
     multiple: int = 1,
     capacity: int | None = None,
+    full_pass: int = FULL_PASS,
 ) -> list[list[MicroBatchPlan]]:
     """Share an effective batch out to the ranks and cut each share into micro-batches.
 
@@ -63,6 +63,7 @@ def cut(
         tokens: Maximum padded tokens of a micro-batch of several rows; see also `_cut_off_padding`.
         multiple: Lengths are padded to a multiple of this.
         capacity: Maximum padded tokens of a row of several samples, at most `tokens`; None: no packing.
+        full_pass: Padded tokens that take as long as a pass does in any case.
 
     Returns:
         The micro-batch plans of each rank.
@@ -70,7 +71,8 @@ def cut(
     rows = rows[np.argsort(-lengths[rows], kind="stable")]
     if capacity and tokens:
         capacity = min(capacity, tokens)
-    shares = [_cut_share(rows[rank::ranks], lengths, size, tokens, multiple, capacity) for rank in range(ranks)]
+    how = size, tokens, multiple, capacity, full_pass
+    shares = [_cut_share(rows[rank::ranks], lengths, *how) for rank in range(ranks)]
     most = max(map(len, shares))
     total = int(items[rows].sum())
     planned = []
@@ -101,11 +103,18 @@ def cut_by(
         size = settings.pack_rows
         tokens = None
     capacity = settings.max_length if settings.packing else None
-    return cut(rows, lengths, items, ranks, size, tokens, settings.pad_to_multiple_of, capacity)
+    how = size, tokens, settings.pad_to_multiple_of, capacity, settings.full_pass
+    return cut(rows, lengths, items, ranks, *how)
 
 
 def _cut_share(
-    rows: np.ndarray, lengths: np.ndarray, size: int | None, tokens: int | None, multiple: int, capacity: int | None
+    rows: np.ndarray,
+    lengths: np.ndarray,
+    size: int | None,
+    tokens: int | None,
+    multiple: int,
+    capacity: int | None,
+    full_pass: int,
 ) -> list[np.ndarray | list[list[int]]]:
     """Return the micro-batches of a share: lists of rows, which are lists of samples. Unpacked, these are views."""
     if capacity is None:
@@ -118,29 +127,31 @@ def _cut_share(
     start = 0
     while start < len(packs):
         end = start + (max(1, tokens // int(width[start])) if tokens else size)
-        ends = _cut_off_padding(width[start:end]) if tokens and capacity is None else []
+        ends = _cut_off_padding(width[start:end], full_pass) if tokens and capacity is None else []
         share += np.split(packs[start:end], ends) if ends else [packs[start:end]]
         start = end
     return share
 
 
-def _cut_off_padding(width: np.ndarray) -> list[int]:
+def _cut_off_padding(width: np.ndarray, full_pass: int) -> list[int]:
     """Return the rows at which to cut a micro-batch, to compute on less padding.
 
-    Each cut saves at least an eighth of the tokens. A pass with fewer tokens than `FULL_PASS` counts as `FULL_PASS`.
+    Each cut saves at least an eighth of the tokens. A pass with fewer tokens than `full_pass` counts as `full_pass`.
 
     Args:
         width: Padded tokens of each row, sorted from the widest.
+        full_pass: Padded tokens that take as long as a pass does in any case.
     """
     rows = len(width)
-    if width[0] * rows <= FULL_PASS:
+    if width[0] * rows <= full_pass:
         return []
     cuts = np.arange(1, rows)
-    tokens = np.maximum(width[0] * cuts, FULL_PASS) + np.maximum(width[1:] * (rows - cuts), FULL_PASS)
+    tokens = np.maximum(width[0] * cuts, full_pass) + np.maximum(width[1:] * (rows - cuts), full_pass)
     if not len(cuts) or tokens.min() > 7 / 8 * width[0] * rows:
         return []
     best = int(cuts[tokens.argmin()])
-    return [*_cut_off_padding(width[:best]), best, *(best + cut for cut in _cut_off_padding(width[best:]))]
+    later = _cut_off_padding(width[best:], full_pass)
+    return [*_cut_off_padding(width[:best], full_pass), best, *(best + cut for cut in later)]
 
 
 def _pack_all(rows: np.ndarray, lengths: np.ndarray, capacity: int) -> tuple[list[list[int]], np.ndarray]:

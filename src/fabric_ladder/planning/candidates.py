@@ -10,16 +10,17 @@ from fabric_ladder.distributed.deepspeed_config import read_deepspeed_config
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import emulates, fit_precision
 from fabric_ladder.errors import UserError
-from fabric_ladder.options import drop_unneeded, read_words, without_options
+from fabric_ladder.options import drop_unneeded, find_config, read_config, read_words, without_options
 from fabric_ladder.planning.gpus import ANY, Gpu
 from fabric_ladder.planning.predict import unpredictable
 from fabric_ladder.rungs import script_defaults
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques import TECHNIQUES, technique_of, trains_adapters, used
+from fabric_ladder.techniques import TECHNIQUES, cuda_defaults, technique_of, trains_adapters, used
 from fabric_ladder.techniques.technique import Technique
 
 NAMED = {(f"--{technique.setting}", "true"): technique.short_name for technique in TECHNIQUES if technique.short_name}
 
+STANDARD = "imdb_bloom_560m.yaml"
 HALF_SPEED_TOKENS = 1024  # tokens of a micro-batch with half of a GPU's full speed: a guess
 SINGLE_SAMPLE_SPEED = 0.8  # an optimizer step for each sample: a guess
 
@@ -106,7 +107,7 @@ def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) 
     given = read_words(options)
     asked = given.get("precision")
     deepspeed = given.get("deepspeed", defaults.get("deepspeed"))
-    standard = [] if "config" in given else ["--config", "imdb_bloom_560m.yaml"]  # a GPU needs none
+    standard = [] if "config" in given else ["--config", STANDARD]  # a GPU needs none
     here = ["--accelerator", "cpu", "--devices", "1", "--from_scratch", "true"]  # a plan needs no weights
     if asked:
         here += ["--precision", "mixed" if asked == "16-mixed" else asked]
@@ -114,6 +115,10 @@ def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) 
         options = without_options(options, ["deepspeed"])
         defaults = defaults | {"deepspeed": None}
     settings = parse_settings([*standard, *options, *here], **defaults)
+    chosen = {*given, *read_config(find_config(given.get("config", STANDARD))), *defaults}
+    if switches := cuda_defaults(settings, chosen, gpu.capability):
+        here += [f"--{name}=true" for name in switches]
+        settings = parse_settings([*standard, *options, *here], **defaults)
     if gpus > settings.batch_size:
         raise UserError(f"--batch_size {settings.batch_size} is below the number of devices, {gpus}: raise it")
     precision = asked or settings.precision

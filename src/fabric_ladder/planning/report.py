@@ -155,7 +155,7 @@ def _in_short(plan: Plan) -> str:
 def title(answer: Answer) -> str:
     """Return the model, the samples and the machine in one line."""
     samples, machine = answer.samples, answer.machine
-    parameters = answer.plans[0].counts.all / 1e6
+    parameters = min(plan.counts.all for plan in answer.plans) / 1e6  # adapters add to them
     sample = f"images of {samples.image_size} pixels" if samples.image_size else f"samples of {samples.length:,} tokens"
     gpu = "" if machine.gpu.name == ANY.name else f"{machine.gpu.name}, "
     return (

@@ -1,9 +1,11 @@
 """All techniques, each in a module of its own, in the order of their use."""
 
+from collections.abc import Collection
+
 import torch
 
 from fabric_ladder.errors import UserError
-from fabric_ladder.settings import Settings, show
+from fabric_ladder.settings import FULL_PASS, Settings, show
 from fabric_ladder.techniques.checkpointing import ActivationCheckpointing, ActivationOffload, SelectiveCheckpointing
 from fabric_ladder.techniques.chunked_loss import ChunkedLoss
 from fabric_ladder.techniques.compile import Compile
@@ -21,6 +23,9 @@ from fabric_ladder.techniques.qlora import QLoRA
 from fabric_ladder.techniques.sharding import DDP, FSDP, CpuOffload, DeepSpeed
 from fabric_ladder.techniques.technique import Technique
 from fabric_ladder.techniques.weight_steps import OptimizerOffload, StepInBackward
+
+LINK = 25e9  # bytes per second: PCIe 4.0 with 16 lanes, in each direction; NVLink is faster
+SPEED = 100e12  # FLOP per second of 16-bit matrix multiplications in training: an RTX 4090 or an A100, roughly
 
 # The order matters:
 # - A low-bit optimizer replaces the optimizer's class, and Kahan and the steps by weight derive their class from it.
@@ -63,6 +68,41 @@ def used(settings: Settings) -> tuple[Technique, ...]:
 def technique_of(rung: str) -> Technique | None:
     """Return the technique that a rung shows, None for a rung without a module of its own."""
     return next((technique for technique in TECHNIQUES if technique.rung == rung), None)
+
+
+def cuda_defaults(settings: Settings, chosen: Collection[str], capability: tuple[int, int] | None) -> dict[str, str]:
+    """Return the switches that the techniques in use turn on on a CUDA GPU, each with its reason.
+
+    A default must not stop a run, so a switch stays off where another technique or the model refuses it.
+
+    Args:
+        settings: `devices` need not be resolved.
+        chosen: Names of settings that the user or the script has chosen.
+        capability: Compute capability of the GPU.
+    """
+    techniques = used(settings)
+    wanted = {name: reason for technique in techniques for name, reason in technique.on_cuda(settings).items()}
+    return {
+        each.setting: wanted[each.setting]
+        for each in TECHNIQUES
+        if each.setting in wanted.keys() - chosen
+        and not each.is_used(settings)
+        and not any(technique.conflict(each) for technique in techniques)
+        and not each.reason_against(settings, capability)
+    }
+
+
+def full_pass(settings: Settings) -> int:
+    """Return the padded tokens that take as long as a pass does in any case, however short it is.
+
+    Every pass launches its kernels (`FULL_PASS`). Sharded and offloaded weights also cross a link in every pass, while
+    the GPU computes. For N weights the transfer takes N * bytes / LINK, and the computation N * FLOPs * tokens / SPEED.
+    So the tokens that hide the transfer do not depend on N. Checkpointing repeats launches and FLOPs alike.
+    """
+    techniques = used(settings)
+    moved = sum(technique.bytes_per_pass(settings) for technique in techniques)
+    flops = 8 if any(technique.recomputes for technique in techniques) else 6  # per weight and token
+    return max(FULL_PASS, round(moved / LINK * SPEED / flops))
 
 
 def trains_adapters(settings: Settings) -> bool:

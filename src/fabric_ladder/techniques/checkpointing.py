@@ -42,8 +42,7 @@ def enable_checkpointing(model: nn.Module, settings: Settings) -> None:
     if settings.selective_checkpointing:
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)  # warns of in-place operations
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    newer = getattr(model, "activation_checkpointing_enable", None)  # transformers 5.23's name of it
-    (newer or model.gradient_checkpointing_enable)(options)
+    model.activation_checkpointing_enable(options)
     if settings.activation_offload:
         offload = _Offload()
         for module in model.modules():
@@ -162,6 +161,7 @@ class ActivationCheckpointing(Technique):
     setting = "activation_checkpointing"
     rung = "7_grad_checkpointing"
     short_name = "checkpointing"
+    recomputes = True
     next_rung = WITHOUT_STATE._replace(options=("--activation_checkpointing", "true"))
 
     def as_option(self, phase: str | None) -> str | None:
@@ -199,9 +199,9 @@ class ActivationOffload(Technique):
     refused_on_mps = "--activation_offload true, since Apple's GPUs share the CPU's memory: leave it out"
     next_rung = ActivationCheckpointing.next_rung
 
-    def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
-        """Return why the technique cannot be used, and what to do."""
-        return "torch.compile skips such blocks; use --compile false" if settings.compile else None
+    def conflict(self, other: Technique) -> str | None:
+        """Refuse torch.compile."""
+        return "torch.compile skips such blocks; use --compile false" if other.setting == "compile" else None
 
 
 class SelectiveCheckpointing(Technique):
@@ -212,6 +212,10 @@ class SelectiveCheckpointing(Technique):
     next_rung = NextRung(
         "7_grad_checkpointing", "recomputes matrix multiplications too", replaces=("selective_checkpointing",)
     )
+
+    def on_cuda(self, settings: Settings) -> dict[str, str]:
+        """Return the compiler, which calls `_policy` once; otherwise Python calls it for each operation."""
+        return {"compile": "selective checkpointing is slow without it"}
 
     def relative_speed(self, settings: Settings) -> float:
         """Return the speed relative to checkpointing: together 0.93, measured on a CPU (page of rung 21)."""

@@ -1,6 +1,8 @@
 """torch.compile by blocks: one graph serves all layers and all lengths; the time that compiling takes is counted."""
 
+import importlib.util
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -14,6 +16,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.low_precision import IN_16_BITS
 from fabric_ladder.techniques.technique import Technique
+
+LEAST = (7, 0)  # lowest compute capability that Inductor compiles for, or it raises GPUTooOldForTriton
 
 
 def compile_blocks(model: nn.Module, cache_dir: str, accelerator: str) -> None:
@@ -82,6 +86,7 @@ class Compile(Technique):
     setting = "compile"
     rung = "3_torch_compile"
     rounds_lengths = True
+    short_name = "compile"
     next_rung = IN_16_BITS
     refused_on_mps = "--compile true: leave it out, or use src/2_grad_accum.py"
     explained_errors = (
@@ -94,7 +99,29 @@ class Compile(Technique):
             f"torch {torch.__version__} compiled the model to invalid C++, a fault of its own: install another torch, "
             "or run src/2_grad_accum.py",
         ),
+        (
+            "Cannot find a working triton installation",
+            "torch.compile needs Triton on a GPU, and none was found: pip install triton, or use --compile false",
+        ),
+        (
+            "Failed to find C compiler",
+            "Triton needs a C compiler, and none was found: install gcc, or use --compile false",
+        ),
     )
+
+    def is_installed(self) -> bool:
+        """Return whether there are Triton and a C compiler, which it starts as Triton's `runtime/build.py` does."""
+        compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+        return bool(compiler) and importlib.util.find_spec("triton") is not None
+
+    def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
+        """Return why the technique cannot be used, and what to do."""
+        if capability and capability < LEAST:
+            return (
+                "Triton needs a GPU of compute capability 7.0 (Volta) or above, and this GPU has "
+                f"{capability[0]}.{capability[1]}; leave it out"
+            )
+        return None
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
         """Compile the layers at their first call."""

@@ -6,7 +6,9 @@ import torch
 from torch.optim import Optimizer
 
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, NextRung, Technique
+from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, CHECKPOINTING, NextRung, Technique
+
+FAST = ("--packing", "true", "--compile", "true")
 
 
 class Kahan(Optimizer):
@@ -51,7 +53,7 @@ class KahanSummation(Technique):
 
     setting = "kahan_summation"
     rung = "16_bf16_that_learns"
-    plans = ALONE_OR_CHECKPOINTED
+    plans = (*ALONE_OR_CHECKPOINTED, FAST, (*FAST, *CHECKPOINTING))
     next_rung = NextRung("18_low_bit_optimizer", "keeps Adam's moments in 8 bits", replaces=("optimizer",))
 
     def conflict(self, other: Technique) -> str | None:

@@ -1,11 +1,20 @@
 """Low precision: weights, gradients and optimizer state in 16 bits (`bf16-true`, `16-true`), by Fabric."""
 
+from fabric_ladder.environment import cpu_has_bfloat16
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.lean_optimizer import WITHOUT_STATE
 from fabric_ladder.techniques.technique import NextRung, Technique
 
 IN_16_BITS = NextRung("5_low_precision", "halves weights, gradients and optimizer state", replaces=("precision",))
+
+
+def slow_on_cpu(settings: Settings) -> str | None:
+    """Return a line for a CPU without instructions for bfloat16, unless a technique needs this precision."""
+    if settings.accelerator != "cpu" or not settings.precision.startswith("bf16") or settings.float8:
+        return None
+    remedy = "--precision 32-true" + " --kahan_summation false" * settings.kahan_summation
+    return None if cpu_has_bfloat16() else f"This CPU has no bfloat16 instructions: {remedy} is several times faster"
 
 
 class LowPrecision(Technique):
@@ -26,6 +35,10 @@ class LowPrecision(Technique):
                 f"--precision 16-true: the epsilon of --optimizer {settings.optimizer} is 0 in float16, and every step "
                 "would divide by it; use --precision bf16-true, or --optimizer sgd"
             )
+
+    def notice(self, settings: Settings) -> str | None:
+        """Return what is faster on a CPU without bfloat16."""
+        return slow_on_cpu(settings)
 
     def accuracy_cost(self, settings: Settings) -> str | None:
         """Return the cost of small updates that rounding takes away; adapters have 32 bits."""

@@ -16,6 +16,9 @@ LEAN = ("--precision", "bf16-true", "--optimizer", "sgd")
 # The DeepSpeed guide orders the stages by speed: 0 > 1 > 2 > 2 with offload > 3 > 3 with offload. The distances are
 # guesses. FSDP2 shards like stage 3. (huggingface.co/docs/transformers/deepspeed, "Select a ZeRO stage")
 ZERO_SPEEDS = {"zero1": 0.95, "zero2": 0.9, "zero2_offload": 0.7, "zero3": 0.6, "zero3_offload": 0.25}
+# Bytes per weight in each pass. ZeRO-2 adds gradients over the ranks; ZeRO-3 also gathers 16-bit weights twice. Offload
+# moves gradients out, and with ZeRO-3 weights in, twice.
+ZERO_BYTES = {"zero1": 0, "zero2": 2, "zero2_offload": 4, "zero3": 6, "zero3_offload": 12, "zero3_nvme": 12}
 PARKED_WEIGHTS = NextRung("11_fsdp_cpu_offload", "keeps weights in CPU memory", replaces=("offload", "optimizer"))
 
 
@@ -70,6 +73,10 @@ class FSDP(_Strategy):
             )
         transformer_blocks(meta_model(settings))
 
+    def bytes_per_pass(self, settings: Settings) -> int:
+        """Return the bytes of weights in 16 bits, gathered twice, and of gradients in 32 bits."""
+        return 2 * 2 + 4
+
     def relative_speed(self, settings: Settings) -> float:
         """Return the speed of ZeRO's stage 3, which shards the same."""
         return ZERO_SPEEDS["zero3"]
@@ -84,6 +91,10 @@ class CpuOffload(Technique):
     refused_precisions = FSDP.refused_precisions
     plans = (CHECKPOINTING, (*LEAN, *CHECKPOINTING))  # checkpointing costs less speed than offloading
     next_rung = NextRung(None, "trains thin adapters alone", options=("--precision", "bf16-true", "--lora", "true"))
+
+    def bytes_per_pass(self, settings: Settings) -> int:
+        """Return the bytes beyond FSDP2's: a single GPU gets 32-bit weights twice, and sends 32-bit gradients."""
+        return 3 * 4 - FSDP().bytes_per_pass(settings)
 
     def relative_speed(self, settings: Settings) -> float:
         """Return the speed relative to FSDP2 on the device."""
@@ -140,6 +151,10 @@ class DeepSpeed(_Strategy):
     def unpredictable(self, settings: Settings) -> str | None:
         """Return why 32 bits are not predicted."""
         return "ZeRO's memory is known for 16-bit weights only" if settings.precision == "32-true" else None
+
+    def bytes_per_pass(self, settings: Settings) -> int:
+        """Return the bytes of the stage; those of ZeRO-3 for a configuration of the user's own."""
+        return ZERO_BYTES.get(settings.deepspeed, ZERO_BYTES["zero3"])
 
     def relative_speed(self, settings: Settings) -> float:
         """Return the speed of the stage; 1 for a configuration of the user's own."""

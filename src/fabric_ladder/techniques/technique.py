@@ -53,6 +53,7 @@ class Technique:
         short_name: Its name in the names of plans, where the planner adds it to a rung.
         plans: The planner tries the rung with each of these options; empty: it leaves the rung out.
         needs_gpus: The least number of GPUs for the rung.
+        recomputes: Whether the backward pass repeats the forward pass.
         loads_on_device: Whether the weights are read to the device, without a copy in CPU memory.
         explained_errors: Texts in libraries' errors, each with one line about the cause and the remedy.
     """
@@ -72,6 +73,7 @@ class Technique:
     short_name: str = ""
     plans: tuple[tuple[str, ...], ...] = ((),)
     needs_gpus: int = 1
+    recomputes: bool = False
     loads_on_device: bool = False
     explained_errors: tuple[tuple[str, str], ...] = ()
 
@@ -116,6 +118,14 @@ class Technique:
     def conflict(self, other: "Technique") -> str | None:
         """Return why the technique cannot be used together with another one, and what to do."""
         return None
+
+    def on_cuda(self, settings: Settings) -> dict[str, str]:
+        """Return the switches that the technique needs to be fast on a CUDA GPU, each with its reason."""
+        return {}
+
+    def is_installed(self) -> bool:
+        """Return whether this machine has what the technique needs; a default must not turn it on otherwise."""
+        return True
 
     def describe_batch(self, settings: Settings, ranks: int) -> str | None:
         """Return the words of the header line about the effective batch, if they are the technique's own."""
@@ -176,6 +186,10 @@ class Technique:
     def unpredictable(self, settings: Settings) -> str | None:
         """Return why the memory of the settings is not known."""
         return None
+
+    def bytes_per_pass(self, settings: Settings) -> int:
+        """Return the bytes per weight that cross a link to other GPUs or to CPU memory in each pass."""
+        return 0
 
     def relative_speed(self, settings: Settings) -> float:
         """Return the samples/s with the technique, relative to the same run without it."""

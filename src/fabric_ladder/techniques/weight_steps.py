@@ -197,6 +197,10 @@ class StepInBackward(_StepsByWeight):
         """Return what to try when memory runs out; SGD has no state that could move."""
         return OptimizerOffload.next_rung if settings.optimizer == "sgd" else self.next_rung
 
+    def on_cuda(self, settings: Settings) -> dict[str, str]:
+        """Return packing: samples of all lengths are in one pass, padded to the longest."""
+        return {"packing": "a pass of the whole effective batch is mostly padding"} if settings.batch_size > 1 else {}
+
     def size_setting(self, settings: Settings, evaluates: bool = False) -> str | None:
         """Return the effective batch, which is one micro-batch."""
         return None if evaluates else "batch_size"
