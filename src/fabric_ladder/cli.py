@@ -21,6 +21,7 @@ from fabric_ladder.techniques import TECHNIQUES, cuda_defaults, full_pass, train
 from fabric_ladder.techniques.advice import show_errors
 
 CPU_TOKENS = 1024  # per micro-batch: no other number was faster, see docs/journal.md
+CPU_FULL_PASS = 256  # tokens. A pass costs 20 to 60 tokens more than its tokens: see docs/techniques/micro_batches.md
 BUCKET = 16  # tokens. Other lengths may use slower kernels; multiples of 64 would be mostly padding.
 SCRIPT_NAME = re.compile(r'^"""(\w+) ·', re.MULTILINE)  # at the start of each rung's docstring
 
@@ -135,7 +136,7 @@ def resolve(
         micro_batch_tokens=tokens,
         eval_batch_tokens=settings.eval_batch_tokens or (None if on_gpu else CPU_TOKENS),
         pad_to_multiple_of=min(multiple, settings.max_length),
-        full_pass=full_pass(settings),
+        full_pass=CPU_FULL_PASS if accelerator == "cpu" else full_pass(settings),
     )
     devices, num_nodes = resolve_devices(settings)
     return replace(settings, devices=devices, num_nodes=num_nodes)

@@ -1,6 +1,7 @@
 """Share an effective batch out to the ranks, cut each share into micro-batches, and pack samples into rows."""
 
 import heapq
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -60,7 +61,7 @@ def cut(
         items: Items of every row of the split.
         ranks: Number of ranks.
         size: Maximum rows of a micro-batch; without packing, a row is a sample.
-        tokens: Maximum padded tokens of a micro-batch of several rows; see also `_cut_off_padding`.
+        tokens: Maximum padded tokens of a micro-batch of several rows; see also `_ends_of_least_cost`.
         multiple: Lengths are padded to a multiple of this.
         capacity: Maximum padded tokens of a row of several samples, at most `tokens`; None: no packing.
         full_pass: Padded tokens that take as long as a pass does in any case.
@@ -122,36 +123,47 @@ def _cut_share(
         used = lengths[rows]
     else:
         packs, used = _pack_all(rows, lengths, max(1, capacity // multiple * multiple))
-    share = []
     width = -(-used // multiple) * multiple
+    if tokens and capacity is None:
+        ends = _ends_of_least_cost(width, tokens, full_pass)
+        return [packs[start:end] for start, end in pairwise([0, *ends])]
+    share = []
     start = 0
     while start < len(packs):
         end = start + (max(1, tokens // int(width[start])) if tokens else size)
-        ends = _cut_off_padding(width[start:end], full_pass) if tokens and capacity is None else []
-        share += np.split(packs[start:end], ends) if ends else [packs[start:end]]
+        share.append(packs[start:end])
         start = end
     return share
 
 
-def _cut_off_padding(width: np.ndarray, full_pass: int) -> list[int]:
-    """Return the rows at which to cut a micro-batch, to compute on less padding.
+def _ends_of_least_cost(width: np.ndarray, tokens: int, full_pass: int) -> list[int]:
+    """Return the ends of consecutive micro-batches that together cost least, by dynamic programming.
 
-    Each cut saves at least an eighth of the tokens. A pass with fewer tokens than `full_pass` counts as `full_pass`.
+    A micro-batch costs its padded tokens, at least `full_pass`, and an eighth of `full_pass` in addition. So many
+    small passes are not worth the last bit of padding.
 
     Args:
         width: Padded tokens of each row, sorted from the widest.
+        tokens: Maximum padded tokens of a micro-batch of several rows.
         full_pass: Padded tokens that take as long as a pass does in any case.
     """
-    rows = len(width)
-    if width[0] * rows <= full_pass:
-        return []
-    cuts = np.arange(1, rows)
-    tokens = np.maximum(width[0] * cuts, full_pass) + np.maximum(width[1:] * (rows - cuts), full_pass)
-    if not len(cuts) or tokens.min() > 7 / 8 * width[0] * rows:
-        return []
-    best = int(cuts[tokens.argmin()])
-    later = _cut_off_padding(width[best:], full_pass)
-    return [*_cut_off_padding(width[:best], full_pass), best, *(best + cut for cut in later)]
+    cost = np.zeros(len(width) + 1)
+    previous = np.zeros(len(width) + 1, int)
+    first = 0
+    for end in range(1, len(width) + 1):
+        while first < end - 1 and width[first] * (end - first) > tokens:
+            first += 1
+        starts = np.arange(first, end)
+        costs = cost[first:end] + np.maximum(width[first:end] * (end - starts), full_pass)
+        best = int(costs.argmin())
+        cost[end] = costs[best] + full_pass / 8
+        previous[end] = first + best
+    ends = []
+    end = len(width)
+    while end:
+        ends.append(end)
+        end = int(previous[end])
+    return ends[::-1]
 
 
 def _pack_all(rows: np.ndarray, lengths: np.ndarray, capacity: int) -> tuple[list[list[int]], np.ndarray]:

@@ -15,7 +15,7 @@ from fabric_ladder.planning.gpus import ANY, Gpu
 from fabric_ladder.planning.predict import unpredictable
 from fabric_ladder.rungs import script_defaults
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques import TECHNIQUES, cuda_defaults, technique_of, trains_adapters, used
+from fabric_ladder.techniques import TECHNIQUES, cuda_defaults, full_pass, technique_of, trains_adapters, used
 from fabric_ladder.techniques.technique import Technique
 
 NAMED = {(f"--{technique.setting}", "true"): technique.short_name for technique in TECHNIQUES if technique.short_name}
@@ -127,7 +127,7 @@ def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) 
     sharded = strategy_traits(settings).shards_weights
     precision, meaning = fit_precision(precision, gpu.capability, trains_adapters(settings) and not asked, sharded)
     changes = {"name": rung, "devices": gpus, "precision": precision, "notices": (meaning,) if meaning else ()}
-    changes["eval_batch_tokens"] = given.get("eval_batch_tokens")  # not a CPU's default
+    changes |= {"eval_batch_tokens": given.get("eval_batch_tokens"), "full_pass": full_pass(settings)}  # not a CPU's
     settings = replace(settings, **changes)
     check_precision(settings, gpu.capability)
     if "deepspeed" in defaults:
