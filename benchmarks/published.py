@@ -30,7 +30,6 @@ import numpy as np
 import torch
 
 from fabric_ladder.planning.memory import MemoryPrediction, predict_memory
-from fabric_ladder.planning.overhead import ASSUMED
 from fabric_ladder.techniques.memory import ON_DEVICE
 
 ROWS = common.ROOT / "benchmarks" / "published_memory.csv"
@@ -138,7 +137,7 @@ def compare(row: dict[str, str]) -> dict:
     found = predict(row["options"])
     predicted = {
         "allocated": found.tensors.total,
-        "reserved": found.expected - ASSUMED.context,
+        "reserved": found.reserved,
         "process": found.expected,
     }[measure]
     names = ("number", "source", "model", "technique", "batch", "optimizer", "options")
