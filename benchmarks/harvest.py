@@ -221,7 +221,7 @@ def kernels(job: Job) -> list[Entry]:
 def calibrate(limit: float) -> dict:
     """Return the planner's overhead of this GPU, measured and assumed."""
     common.run_child([str(ROOT / "scripts" / "plan_memory.py"), "--calibrate"], limit=limit)
-    measured = load_overhead(Settings().cache_dir, machine_of_child("cuda")["hardware"]["gpu"])
+    measured = load_overhead(Settings().cache_dir, machine_of_child("cuda")["hardware"]["gpu"]).expected
     return {"measured": measured._asdict(), "assumed": ASSUMED._asdict()}
 
 

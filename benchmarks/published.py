@@ -39,7 +39,6 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from fabric_ladder.planning.memory import MemoryPrediction, predict_memory
-from fabric_ladder.planning.overhead import ASSUMED
 from fabric_ladder.techniques import adapter_inputs, lora, qlora
 from fabric_ladder.techniques.memory import ON_DEVICE
 
@@ -178,7 +177,7 @@ def compare(row: dict[str, str]) -> dict:
     found = predict(row["options"])
     predicted = {
         "allocated": found.tensors.total,
-        "reserved": found.expected - ASSUMED.context,
+        "reserved": found.reserved,
         "process": found.expected,
     }[measure]
     names = ("number", "source", "model", "technique", "batch", "optimizer", "options")

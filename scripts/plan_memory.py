@@ -22,8 +22,8 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     """Return this script's options, and the settings for the rungs."""
     parser = Arguments(__doc__, epilog="All other options are passed to every rung, e.g. --config, --model, "
                        "--max_length and --batch_size.")  # fmt: skip
-    parser.add_argument("--gpu", metavar="T4", help="GPU to plan for: T4, RTX 4090, A100 80GB, …, or GPUs that differ, "
-                        "separated by commas; default: this machine's")  # fmt: skip
+    parser.add_argument("--gpu", metavar="T4", help="GPU to plan for: T4, RTX 4090, A100 80GB, Mac 16 GB, …, or "
+                        "GPUs that differ, separated by commas; default: this machine's")  # fmt: skip
     parser.add_argument("--gpu_memory", metavar="16GB", help="memory of a GPU; default: the GPU's")
     parser.add_argument("--host_memory", metavar="64GB", help="CPU memory; default: this machine's, with its GPUs")
     parser.add_argument("--devices", metavar="N", type=int, help="GPUs of the machine; default: all of them, else 1")

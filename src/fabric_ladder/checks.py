@@ -89,7 +89,8 @@ def _check_mps(settings: Settings) -> None:
     refused += [technique.refused_on_mps for technique in used(settings) if technique.refused_on_mps]
     if settings.precision == "64-true":
         refused.append("--precision 64-true: use 32-true")
-    if settings.precision.startswith("bf16") and not torch.backends.mps.is_macos_or_newer(14, 0):
+    old = torch.backends.mps.is_available() and not torch.backends.mps.is_macos_or_newer(14, 0)  # a plan needs no Mac
+    if settings.precision.startswith("bf16") and old:
         refused.append(f"--precision {settings.precision} before macOS 14: use 16-mixed or 32-true")
     if refused:
         raise UserError(f"--accelerator mps does not go with {refused[0]}, or --accelerator cpu")

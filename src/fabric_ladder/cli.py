@@ -95,6 +95,26 @@ def _read_settings(given: Mapping[str, object], script: Mapping[str, object]) ->
     return _with_weights(_with_learning_rate(settings, given, from_file), given, from_file), from_file
 
 
+def settings_for(accelerator: str, name: str, args: list[str], **defaults) -> Settings:
+    """Return the settings of a script as on an accelerator that this machine need not have.
+
+    Args:
+        accelerator: As in the settings.
+        name: The script's name.
+        args: Words of its command line.
+        **defaults: As for `parse_settings`.
+
+    Raises:
+        UserError: As for `parse_settings`.
+    """
+    given = read_words(args)
+    settings, from_file = _read_settings(given, defaults)
+    check_values(settings)
+    settings = resolve(replace(settings, accelerator=accelerator, name=name), given, defaults, from_file)
+    check(settings)
+    return settings
+
+
 def resolve(
     settings: Settings,
     given: Collection[str] = (),

@@ -574,6 +574,7 @@ class Settings(DataSettings):
         "auto",
         "`auto` takes the CUDA GPU if there is one, else the CPU. `mps` is the GPU of Apple silicon.",
         role=SURROUNDINGS,
+        changes_memory=True,
         free_on_resume=False,
         for_beginners=True,
         aliases={"{}": "device", "cpu": "cpu no_cuda use_cpu"},

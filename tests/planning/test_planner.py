@@ -23,7 +23,7 @@ from fabric_ladder.planning.candidates import (
     relative_speed,
 )
 from fabric_ladder.planning.gpus import ANY, GPUS, find_gpu, match_gpu
-from fabric_ladder.planning.overhead import ASSUMED
+from fabric_ladder.planning.overhead import ANY_GPU, NCCL
 from fabric_ladder.planning.plan import read_size
 from fabric_ladder.planning.planner import Machine, Samples, make_plans, recommend
 from fabric_ladder.planning.predict import blank_datasets, largest_batches, predict_peak
@@ -138,7 +138,7 @@ def test_the_largest_micro_batch_that_fits_is_found(tmp_path):
     (plan,) = plans_of(["5_low_precision"], options)
     for size in plan.candidate.micro_batches:
         cut = replace(plan.candidate.settings, micro_batch_size=size, micro_batch_tokens=None)
-        needed[size] = ASSUMED.bounds(predict_peak(cut, *largest_batches(cut, 256)))[1]
+        needed[size] = ANY_GPU.bounds(predict_peak(cut, *largest_batches(cut, 256)))[1]
     assert list(needed) == [1, 2, 4, 8, 16]
     for memory in (needed[1] - 1, needed[1], needed[4] + 1, needed[8] - 1):
         (plan,) = plans_of(["5_low_precision"], options, memory)
@@ -169,7 +169,7 @@ def test_the_recommended_plan_fits_costs_no_accuracy_if_possible_and_is_the_fast
     settings = Settings(precision="32-true")
     candidate = planner.Candidate("2_grad_accum", "2_grad_accum", (), settings, (1,))
     whole = Counts(all=10, trained=10, largest_layer=1, linear=1)
-    plan = planner.Plan(candidate, 1, whole, NO_PEAK, 1, 1, 1, 1, 1, True, 0.5, False, "first")
+    plan = planner.Plan(candidate, 1, whole, NO_PEAK, 1, 1, 1, 1, 1, None, True, 0.5, False, "first")
     faster = plan._replace(speed=0.6)
     costly = candidate._replace(settings=replace(settings, precision="bf16-true"))
     costly = plan._replace(candidate=costly, speed=0.9)
@@ -178,6 +178,14 @@ def test_the_recommended_plan_fits_costs_no_accuracy_if_possible_and_is_the_fast
     assert recommend([plan, plan._replace(command="a later rung")]) == {"all weights": plan}
     frozen = plan._replace(candidate=candidate._replace(settings=replace(settings, lora=True)), speed=0.9)
     assert list(recommend([frozen, plan]).items()) == [("all weights", plan), ("some of the weights", frozen)]
+
+
+def test_only_plans_on_several_gpus_have_nccl(tmp_path):
+    candidates, _ = read_candidates([("2_grad_accum", ()), ("9_ddp", ())], [*bloom(tmp_path), "--batch_size", "2"], 2)
+    machine = Machine(ANY._replace(memory=ENOUGH), gpus=2)
+    alone, both = make_plans(candidates, Samples(32), machine, True, lambda _: None)
+    assert alone.needed == ANY_GPU.needed(alone.peak)
+    assert both.needed == ANY_GPU.needed(both.peak) + NCCL[1]
 
 
 def test_a_process_that_has_seen_a_gpu_does_not_fork(tmp_path, monkeypatch):
@@ -415,7 +423,7 @@ def test_the_script_plans_for_the_gpus_that_it_finds_and_forks_before_it_sees_th
     script = ROOT / "tests" / "support" / "plan_with_gpu.py"
     process = run_script(script, SCRIPT, *bloom(tmp_path, 2), "--length", "200", "--rungs", "5,10", cwd=tmp_path)
     out = finished(process)
-    assert " · 2 x Small, 1 GB" in out.replace("\n    ", " ")
+    assert " · 2 x Small, 3 GB" in out.replace("\n    ", " ")
     assert int(out.splitlines()[-1]) == 1 + 2, "one process to look for GPUs, two to rehearse"
     assert out.startswith("Run    python src/10_fsdp.py ")
 

@@ -12,10 +12,11 @@ from support.helpers import MODELS, SMALL, SRC, finished, run_script, settings_f
 from support.resuming import run_here
 
 from fabric_ladder import build_dataloaders
-from fabric_ladder.planning.overhead import ASSUMED
+from fabric_ladder.planning.overhead import assume
 from fabric_ladder.planning.predict import _answer, largest_batches, predict_peak
 from fabric_ladder.runs import prediction
-from fabric_ladder.runs.prediction import PARTS, Prediction, most_tokens
+from fabric_ladder.runs.prediction import Prediction, most_tokens
+from fabric_ladder.techniques.memory import ON_DEVICE
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,8 @@ def test_the_largest_cut_that_fits_is_chosen(tmp_path):
     cuts = cuts_of(settings, 16, 8, 4, 1)
     totals = [predict_peak(settings, training[0], evaluations).total for _, training, evaluations in cuts]
     assert totals == sorted(totals, reverse=True)
-    exact = ASSUMED.needed(predict_peak(settings, cuts[1][1][0], cuts[1][2])) - ASSUMED.context  # it exists then
+    assumed = assume((8, 0)).expected
+    exact = assumed.needed(predict_peak(settings, cuts[1][1][0], cuts[1][2])) - assumed.context  # it exists then
     for room, chosen in ((10**12, 0), (None, 0), (exact, 1), (exact - 1, 2), (0, 3)):
         found = _answer(settings, cuts, 2, "some GPU", (8, 0), room)
         assert (found["micro_batch_tokens"], found["total"]) == (cuts[chosen][0], totals[chosen])
@@ -165,7 +167,7 @@ def test_the_key_covers_strategy_and_versions(tmp_path, monkeypatch):
 
 def test_a_gpu_that_is_too_small_is_named_with_the_next_script(tmp_path):
     settings = settings_for(tmp_path, name="5_low_precision", batch_size=16, micro_batch_size=2)
-    found = dict.fromkeys(PARTS, 0) | {"parameters": 3_000_000_000, "activations": 5_000_000_000}
+    found = dict.fromkeys(ON_DEVICE, 0) | {"parameters": 3_000_000_000, "activations": 5_000_000_000}
     large = Prediction(found | {"total": 8_000_000_000, "needed": 8_970_000_000, "host": 0, "phase": "training"})
     line = large.line(settings, {"gpu": "a GPU", "gpu_memory": 8_000_000_000})
     assert "8.00 GB (weights 3.00, activations 5.00); 8.97 of 8.00 GB with CUDA's own, so it may not fit" in line

@@ -1,4 +1,4 @@
-"""Run scripts/plan_memory.py as if this machine had two GPUs; the smaller GPU has 1 GB.
+"""Run scripts/plan_memory.py as if this machine had two GPUs; the smaller GPU has 3 GB.
 
 A process forked by a parent that has looked for GPUs could not train. Such a fork ends this script with status 77.
 The last line is the number of other forks.
@@ -13,7 +13,7 @@ import torch
 import transformers.modeling_layers  # noqa: F401  # imports torchao, which looks for GPUs when it is imported
 
 GPUS = [SimpleNamespace(name=name, total_memory=size * 10**9, major=8, minor=0) for name, size in
-        (("Large", 8), ("Small", 1))]  # fmt: skip
+        (("Large", 8), ("Small", 3))]  # fmt: skip
 seen, forks = [], []
 
 

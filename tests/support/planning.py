@@ -69,10 +69,10 @@ def set_up(settings, **options):
     return fabric, model, fabric.setup_optimizers(build_optimizer(settings, model))
 
 
-def measured_peak(settings, micro_batches):
+def measured_peak(settings, micro_batches, on_mac=False):
     """Return the bytes of real tensors at the peak of the second step, from PyTorch's tracker.
 
-    Both sides have the operations of a GPU, which keep other tensors than a CPU's.
+    Both sides have the operations of a GPU, or of a Mac's, which keep other tensors than a CPU's.
 
     PyTorch's tracker fails on frozen parameters, so the project's tracker counts those of adapters.
     """
@@ -92,7 +92,7 @@ def measured_peak(settings, micro_batches):
 
     step()
     tracker.track_external(model, optimizer.optimizer)
-    with tracker, CudaKernels():
+    with tracker, CudaKernels(on_mac):
         step()
     return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fabric_ladder.checks import check_precision
-from fabric_ladder.cli import parse_settings
+from fabric_ladder.cli import parse_settings, settings_for
 from fabric_ladder.distributed.deepspeed_config import read_deepspeed_config
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import emulates, fit_precision
@@ -20,7 +20,7 @@ from fabric_ladder.techniques.technique import Technique
 
 NAMED = {(f"--{technique.setting}", "true"): technique.short_name for technique in TECHNIQUES if technique.short_name}
 
-STANDARD = "imdb_bloom_560m.yaml"
+STANDARD = "imdb_bloom_560m.yaml"  # settings of a run on a CUDA GPU without a config
 HALF_SPEED_TOKENS = 1024  # tokens of a micro-batch with half of a GPU's full speed: a guess
 SINGLE_SAMPLE_SPEED = 0.8  # an optimizer step for each sample: a guess
 
@@ -32,7 +32,7 @@ class Candidate(NamedTuple):
         name: The rung and short names of the options that the planner adds.
         rung: The script's name.
         words: The user's options that have an effect on the rung, and the added options, as on a command line.
-        settings: Settings with the plan's devices. All other values were checked for a CPU.
+        settings: Settings with the plan's devices. All other values were checked for a CPU, or for a Mac's GPU.
         micro_batches: Sizes to try, in samples, ascending; (None,) if the user has chosen the size.
     """
 
@@ -94,8 +94,15 @@ def read_candidates(
     return list(candidates.values()), problems
 
 
+def as_on_mac(options: list[str]) -> list[str]:
+    """Return the user's options with those that a run on a Mac's GPU needs: without them it is the CPU's quickstart."""
+    given = {word.split("=")[0] for word in options}
+    standard = () if "--config" in given else STANDARD
+    return [*standard, *without_options(options, ["accelerator"]), "--accelerator", "mps"]
+
+
 def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) -> Settings:
-    """Return a rung's settings for N GPUs, checked on this machine's CPU.
+    """Return a rung's settings for N GPUs, checked on this machine's CPU, or for a Mac as a Mac would.
 
     DeepSpeed and `16-mixed`, which a CPU refuses, are added after the check. The notices hold only the line about the
     precision that the run would print.
@@ -107,8 +114,13 @@ def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) 
     given = read_words(options)
     asked = given.get("precision")
     deepspeed = given.get("deepspeed", defaults.get("deepspeed"))
-    standard = [] if "config" in given else ["--config", STANDARD]  # a GPU needs none
-    here = ["--accelerator", "cpu", "--devices", "1", "--from_scratch", "true"]  # a plan needs no weights
+    standard = [] if "config" in given else ["--config", STANDARD]
+    here = ["--devices", "1", "--from_scratch", "true"]  # a plan needs no weights
+    if gpu.usable:
+        options = without_options(options, ["accelerator"])
+        settings = settings_for("mps", rung, [*standard, *options, *here], **defaults)
+        return replace(settings, notices=())
+    here += ["--accelerator", "cpu"]
     if asked:
         here += ["--precision", "mixed" if asked == "16-mixed" else asked]
     if "deepspeed" in defaults:

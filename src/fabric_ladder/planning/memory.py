@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from fabric_ladder.planning.candidates import read_settings
 from fabric_ladder.planning.gpus import ANY, find_gpu
-from fabric_ladder.planning.overhead import load_overhead
+from fabric_ladder.planning.overhead import overhead_of
 from fabric_ladder.planning.plan import find_samples
 from fabric_ladder.planning.predict import largest_batches, predict_peak
 from fabric_ladder.settings import FACTS, show
@@ -23,12 +23,14 @@ class MemoryPrediction(NamedTuple):
         low: The least GPU memory that the process may need, with CUDA's own memory and fragmentation.
         expected: The expected GPU memory of the process, as `nvidia-smi` shows it.
         high: The most GPU memory that the process may need.
+        reserved: The part of `expected` in PyTorch's allocator, which predicts `torch.cuda.max_memory_reserved()`.
     """
 
     tensors: Peak
     low: int
     expected: int
     high: int
+    reserved: int
 
 
 def predict_memory(
@@ -52,8 +54,8 @@ def predict_memory(
         length: Tokens of every text. Images have the model's size.
         micro_batch_size: Samples that are in memory together on one GPU.
         gpus: Number of GPUs.
-        gpu: Name of the GPU, such as `T4`, for its precision and its measured overhead. Default: any that computes in
-            bfloat16.
+        gpu: Name of the GPU, such as `T4` or `Mac 16 GB`, for its precision and its overhead. Default: any GPU that
+            computes in bfloat16.
         classes: Number of classes of a classifier.
         **settings: Any other setting of a run by name. A setting such as `lora_rank` also switches on its technique.
             `batch_size` is the effective batch; its default has one micro-batch for each GPU. `eval_batch_tokens`
@@ -79,6 +81,7 @@ def predict_memory(
     peak = predict_peak(
         read, *largest_batches(read, samples.length, samples.image_size), classes=classes, capability=kind.capability
     )
-    overhead = load_overhead(read.cache_dir, kind.name)
+    overhead = overhead_of(kind, read.cache_dir).on(read.ranks)
     low, high = overhead.bounds(peak)
-    return MemoryPrediction(peak, low, overhead.needed(peak), high)
+    needed = overhead.needed(peak)
+    return MemoryPrediction(peak, low, needed, high, needed - overhead.expected.outside)

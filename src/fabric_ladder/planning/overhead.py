@@ -8,6 +8,7 @@ import torch
 
 from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError
+from fabric_ladder.planning.gpus import ANY, Gpu
 from fabric_ladder.techniques.memory import Peak
 
 KEPT = "memory/overhead.json"  # path in the cache folder
@@ -21,61 +22,129 @@ class Overhead(NamedTuple):
         workspace: Bytes of cuBLAS in PyTorch's allocator.
         fragmentation: Memory that the allocator reserves beyond the peak of its tensors, as a fraction of that peak.
         source: Source of the figures, in words.
+        nccl: Bytes of NCCL, which several GPUs communicate by.
     """
 
     context: int
     workspace: int
     fragmentation: float
     source: str
+    nccl: int = 0
+
+    @property
+    def outside(self) -> int:
+        """Bytes outside PyTorch's allocator."""
+        return self.context + self.nccl
 
     def needed(self, peak: Peak) -> int:
         """Return the bytes of GPU memory that a run with this peak needs."""
         tensors = peak.total
-        return tensors + round(self.context + self.workspace + self.fragmentation * (tensors + self.workspace))
+        return tensors + round(self.outside + self.workspace + self.fragmentation * (tensors + self.workspace))
+
+
+class Bounds(NamedTuple):
+    """The least, the expected and the largest overhead of a run; equal if it is measured, apart from NCCL.
+
+    The measured fragmentation is of one short training. Its spread over models is not known.
+    """
+
+    low: Overhead
+    expected: Overhead
+    high: Overhead
+
+    def needed(self, peak: Peak) -> int:
+        """Return the expected bytes of GPU memory that a run with this peak needs."""
+        return self.expected.needed(peak)
 
     def bounds(self, peak: Peak) -> tuple[int, int]:
-        """Return the least and the most bytes of GPU memory that a run with this peak may need.
+        """Return the least and the most bytes of GPU memory that a run with this peak may need."""
+        return self.low.needed(peak), self.high.needed(peak)
 
-        Both are `needed` if the overhead is measured: context and workspace of a GPU hardly change. The measured
-        fragmentation is of one short training. Its spread over models is not known.
-        """
-        low, high = (LOW, HIGH) if self == ASSUMED else (self, self)
-        return low.needed(peak), high.needed(peak)
+    def on(self, gpus: int) -> "Bounds":
+        """Return the overhead of a run on N GPUs, which NCCL adds to."""
+        added = NCCL if gpus > 1 else (0, 0, 0)
+        return Bounds(*(each._replace(nccl=size) for each, size in zip(self, added, strict=True)))
 
 
-# Assumptions about a run on one GPU; ASSUMED is the expected case.
+# Assumptions about a run; ASSUMED is the expected case.
 #
 # context: PyTorch's out-of-memory errors print the memory of the process, the allocated bytes and the reserved bytes.
-# The rest is the context with its kernels. PyTorch 2.1 or later, transformers of texts, images and videos:
-#     T4 0.15 GB (FoundationVision/GenerateU#10), P100 0.32 (andimarafioti/florence2-finetuning#17; both GPUs are known
-#     by their memory), RTX 6000 Ada 0.45 (DINGYANB/MTVCrafter#21), RTX 4090 0.50 and 0.55 (lrzjason/T2ITrainer#37,
-#     huggingface/lora-fast#1), L40S 0.54 (huggingface/sentence-transformers#3214), RTX 5090 0.62 and 0.65
-#     (Wan-Video/Wan2.1#465, TrajectoryCrafter/TrajectoryCrafter#20)
-# Without kernels it is 0.27 GB on an RTX 3090 with CUDA 12.8 (invoke-ai/InvokeAI#9413). PyTorch loads kernels lazily
+# The rest is the context with its kernels, in GB (10^9 bytes). PyTorch 2.1 or later, one GPU:
+#     below 8.0: T4 0.14 and 0.15 (Zheng-Chong/CatVTON#133, FoundationVision/GenerateU#10), P100 0.32
+#         (andimarafioti/florence2-finetuning#17; this GPU and the second T4 are known by their memory)
+#     8.0 to 8.7: A100 0.52 (TianheWu/CoSeR#10); without kernels A100 0.43 (awslabs/keys_values#92), RTX 3090 0.27
+#         (invoke-ai/InvokeAI#9413)
+#     8.9: RTX 6000 Ada 0.45 (DINGYANB/MTVCrafter#21), RTX 4090 0.50, 0.53 and 0.55 (lrzjason/T2ITrainer#37,
+#         3DTopia/Phidias-Diffusion#8, huggingface/lora-fast#1), L40S 0.54 (huggingface/sentence-transformers#3214)
+#     10.0 and above: RTX 5090 0.62 and 0.65 (Wan-Video/Wan2.1#465, TrajectoryCrafter/TrajectoryCrafter#20)
+# None were found for V100, H100 and H200. In these figures the context grows with the multiprocessors of a GPU, and
+# most of these GPUs are large. So the low figure, of a small GPU, is the same for all. PyTorch loads kernels lazily
 # since 1.13 (pytorch#86509). With all kernels a V100 with CUDA 11.2 took 1.41 GB (transformers' documentation, "Model
-# training anatomy"). On several GPUs, with NCCL, 2.2 GB are published (minerva4ai-eu/minerva-benchmarks#42). HIGH does
-# not cover these two.
+# training anatomy"). HIGH does not cover this.
 #
 # workspace: the forward and the backward pass run in separate threads, each with a workspace of cuBLAS: 8.1 MiB, or
-# 32 MiB on compute capability 9.0 (PyTorch, `CublasHandlePool.cpp: parseChosenWorkspaceSize`).
+# 32 MiB on compute capability 9.0, in newer versions also on 10.0 and above (PyTorch, `CublasHandlePool.cpp:
+# parseChosenWorkspaceSize`).
 #
 # fragmentation: in the errors above, reserved bytes exceed the allocated bytes by 0.1 to 2.3 % on one GPU, and by 6 to
 # 10 % on several. GMLake (arXiv:2401.08156) saw 15 % on average in eight large models. A run has expandable segments,
 # which reduce it. The three figures are guesses between these.
-LOW = Overhead(context=150_000_000, workspace=2 * 8_519_680, fragmentation=0.01, source="assumed, low")
-ASSUMED = Overhead(context=500_000_000, workspace=2 * 32 * 2**20, fragmentation=0.05, source="assumed, not measured")
-HIGH = Overhead(context=700_000_000, workspace=2 * 32 * 2**20, fragmentation=0.1, source="assumed, high")
+SMALL, LARGE = 2 * 8_519_680, 2 * 32 * 2**20  # workspaces
+LOW = Overhead(context=150_000_000, workspace=SMALL, fragmentation=0.01, source="assumed, low")
+ASSUMED = Overhead(context=500_000_000, workspace=LARGE, fragmentation=0.05, source="assumed, not measured")
+HIGH = Overhead(context=700_000_000, workspace=LARGE, fragmentation=0.1, source="assumed, high")
+ANY_GPU = Bounds(LOW, ASSUMED, HIGH)
+
+# NCCL on several GPUs, in bytes: low, expected and high. It grows with the channels, which are few over PCIe and many
+# over NVLink (NVIDIA/nccl#986). Two A100 took 0.54 GB each, four took 0.69 GB (NVIDIA/nccl#964). Other figures include
+# the context: 1.06 GB (8 x H100, NVIDIA/nccl#1685), 1.19 GB (4 x A100, awslabs/keys_values#92), 1.6 GB
+# (NVIDIA/nccl#864), 2.2 GB (minerva4ai-eu/minerva-benchmarks#42). From these 0.5 GB are subtracted. The low figure is a
+# guess.
+NCCL = (100_000_000, 700_000_000, 1_700_000_000)
+
+# A Mac has no context and no cuBLAS. PyTorch's out-of-memory errors print "MPS allocated" and "other allocations":
+# Metal's graphs and what the allocator keeps. In 15 published errors these are 0 to 21 % of the allocated bytes in
+# eleven, 60 % in one of training (pytorch#152351), and 180 to 360 % in three (pytorch#130112, Comfy-Org/ComfyUI#7440,
+# Comfy-Org/ComfyUI#11584). The high figure does not cover these four. The median is 7 %.
+ON_MAC = Bounds(*(Overhead(0, 0, part, ASSUMED.source) for part in (0.0, 0.1, 0.25)))
 
 
-def load_overhead(cache_dir: str, gpu: str) -> Overhead:
-    """Return the overhead measured on this GPU with this PyTorch, or `ASSUMED`.
+def assume(capability: tuple[int, int] | None = None) -> Bounds:
+    """Return the overhead of a run on a GPU on which it was not measured.
+
+    Args:
+        capability: Compute capability of the GPU; None: not known.
+    """
+    contexts = [each.context for each in ANY_GPU]
+    workspaces = [each.workspace for each in ANY_GPU]
+    if capability:
+        if capability >= (10, 0):
+            contexts = [150_000_000, 650_000_000, 900_000_000]
+        elif capability < (8, 0) and capability != (7, 0):
+            contexts = [130_000_000, 250_000_000, 450_000_000]
+        if capability < (10, 0):
+            workspaces = [LARGE if capability == (9, 0) else SMALL] * 3
+    known = zip(ANY_GPU, contexts, workspaces, strict=True)
+    return Bounds(*(each._replace(context=size, workspace=space) for each, size, space in known))
+
+
+def overhead_of(gpu: Gpu, cache_dir: str) -> Bounds:
+    """Return the overhead of a run on a GPU of this type, measured or assumed."""
+    if gpu.usable:
+        return ON_MAC
+    return load_overhead(cache_dir, gpu.name, None if gpu.name == ANY.name else gpu.capability)
+
+
+def load_overhead(cache_dir: str, gpu: str, capability: tuple[int, int] | None = None) -> Bounds:
+    """Return the overhead measured on this GPU with this PyTorch, or the assumed one.
 
     Args:
         cache_dir: Folder of the cache, as in the settings.
         gpu: The driver's name of the GPU.
+        capability: Compute capability of the GPU; None: not known.
     """
     kept = _read_kept(cache_dir).get(_key(gpu))
-    return Overhead(**kept) if kept else ASSUMED
+    return Bounds(*[Overhead(**kept)] * 3) if kept else assume(capability)
 
 
 def keep_overhead(cache_dir: str, gpu: str, overhead: Overhead) -> Path:

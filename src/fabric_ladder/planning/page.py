@@ -4,7 +4,8 @@ from html import escape
 from string import Template
 
 from fabric_ladder.planning.planner import Plan, recommend
-from fabric_ladder.planning.report import Answer, answer_lines, parts, title
+from fabric_ladder.planning.report import TOGETHER, Answer, answer_lines, driver, parts, title
+from fabric_ladder.techniques.memory import KINDS
 
 TEMPLATE = Template("""<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -23,46 +24,40 @@ tr.no { opacity: .55; }
 .key { display: inline-block; width: .9rem; height: .9rem; margin: 0 .3rem 0 1rem; }
 .bar b { position: absolute; top: -.25rem; bottom: -.25rem; border-left: 2px solid currentColor; }
 .weights { background: #3b6fb6; } .gradients { background: #d98a29; } .optimizer { background: #4f9d69; }
-.activations { background: #b5485d; } .other { background: #8568b0; } .cuda { background: #8a8a8a; }
+.activations { background: #b5485d; } .other { background: #8568b0; } .own { background: #8a8a8a; }
 </style>
 <h1>$title</h1>
 <pre>$answer</pre>
-<p>$legend The line is the memory of the GPU. GB are 10<sup>9</sup> bytes at the peak of one GPU, predicted.</p>
+<p>$legend The line is the memory that the GPU may use. GB are 10<sup>9</sup> bytes at one GPU's peak, predicted.</p>
 <table><thead><tr><th>way<th>micro-batch<th>memory<th>GB<th>low to high<th>CPU memory<th>fits</tr></thead>
 <tbody>
 $rows
 </tbody></table>
 </html>
 """)
-KINDS = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer state",
-    "activations": "activations and logits",
-    "other": "other tensors",
-    "cuda": "CUDA's own",
-}
 
 
 def to_page(answer: Answer) -> str:
     """Return the page."""
-    memory = answer.machine.gpu.memory
+    memory = answer.machine.room
     scale = max(memory, *(min(plan.high, 2 * memory) for plan in answer.plans))
     best = recommend(answer.plans).values()
-    legend = "".join(f'<span class="key {kind}"></span>{name}' for kind, name in KINDS.items())
+    kinds = {KINDS[kind].name: KINDS[kind].name for kind in TOGETHER} | {"own": f"{driver(answer)}'s own"}
+    kinds["activations"] += f" and {KINDS['logits'].name}"
+    legend = "".join(f'<span class="key {kind}"></span>{name}' for kind, name in kinds.items())
     return TEMPLATE.substitute(
         title=escape(title(answer)),
         answer=escape("\n".join(answer_lines(answer))),
         legend=f"{legend}.",
-        rows="\n".join(_row(plan, memory, scale, plan in best) for plan in answer.plans),
+        rows="\n".join(_row(plan, kinds, memory, scale, plan in best) for plan in answer.plans),
     )
 
 
-def _row(plan: Plan, memory: int, scale: int, recommended: bool) -> str:
+def _row(plan: Plan, kinds: dict[str, str], memory: int, scale: int, recommended: bool) -> str:
     sizes = (*parts(plan.peak), plan.needed - plan.peak.total)
     bar = "".join(
         f'<i class="{kind}" style="width:{100 * size / scale:.2f}%" title="{name} {size / 1e9:.2f} GB"></i>'
-        for (kind, name), size in zip(KINDS.items(), sizes, strict=True)
+        for (kind, name), size in zip(kinds.items(), sizes, strict=True)
     )
     name = escape(plan.candidate.name)
     line = f'<b style="left:{100 * memory / scale:.2f}%"></b>'

@@ -13,14 +13,21 @@ from fabric_ladder.data.load import tokenizer_name
 from fabric_ladder.data.sources import find_source
 from fabric_ladder.data.tokens import load_tokenizer
 from fabric_ladder.errors import UserError
-from fabric_ladder.planning.candidates import list_choices, read_candidates
+from fabric_ladder.planning.candidates import as_on_mac, list_choices, read_candidates
 from fabric_ladder.planning.gpus import ANY, find_gpu, own_gpus
-from fabric_ladder.planning.overhead import load_overhead
+from fabric_ladder.planning.overhead import overhead_of
 from fabric_ladder.planning.planner import Machine, Samples, make_plans
 from fabric_ladder.planning.report import Answer
 from fabric_ladder.rungs import RUNGS
 from fabric_ladder.settings import Settings
 from local_dataset_utilities import find_dataset, load_datasets
+
+# The two ratios are relative to the memory that the GPU may use. PyTorch's defaults are 1.4 and 1.7 (its documentation,
+# "MPS Environment Variables"). A variable alone fails if the low ratio is above the high one.
+MAC_CACHE = (
+    "PyTorch keeps freed memory on a Mac, up to 1.4 times what the GPU may use. If macOS swaps, write this before the "
+    "command: PYTORCH_MPS_LOW_WATERMARK_RATIO=0.9 PYTORCH_MPS_HIGH_WATERMARK_RATIO=1.0"
+)
 
 
 def read_size(text: str, option: str) -> int:
@@ -37,7 +44,7 @@ def read_size(text: str, option: str) -> int:
 
 
 def find_machine(arguments: argparse.Namespace) -> tuple[Machine, list[str]]:
-    """Return the machine to plan for, from the options or from this machine, and a note if its GPUs differ.
+    """Return the machine to plan for, from the options or from this machine, and notes about it.
 
     All GPUs run the same micro-batches, so different GPUs are planned as copies of the one with the least memory, with
     the lowest compute capability.
@@ -55,6 +62,9 @@ def find_machine(arguments: argparse.Namespace) -> tuple[Machine, list[str]]:
     if not named and found and not arguments.gpu_memory:
         named, host_memory = found, psutil.virtual_memory().total
     gpu = min(named, key=lambda each: each.memory, default=ANY)
+    if any(each.usable for each in named):
+        _check_mac(arguments, max(gpus, len(named)))
+        return Machine(gpu), [MAC_CACHE]
     if len({each.name for each in named}) > 1:
         gpu = gpu._replace(capability=min(each.capability for each in named))
         notes.append(f"The GPUs differ: the plan gives each the {gpu.memory / 1e9:g} GB of the {gpu.name}.")
@@ -65,6 +75,15 @@ def find_machine(arguments: argparse.Namespace) -> tuple[Machine, list[str]]:
     elif gpu is ANY:
         raise UserError("PyTorch finds no CUDA GPU here; name one to plan for, e.g. --gpu T4 or --gpu_memory 16GB")
     return Machine(gpu, gpus, host_memory), notes
+
+
+def _check_mac(arguments: argparse.Namespace, gpus: int) -> None:
+    """Refuse options that a Mac cannot have."""
+    if gpus > 1:
+        raise UserError(f"{gpus} GPUs: a Mac has one; name it alone, without --devices")
+    for name in ("host_memory", "gpu_memory"):
+        if value := getattr(arguments, name):
+            raise UserError(f'--{name} {value}: CPU and GPU of a Mac share one memory, e.g. --gpu "Mac 16 GB"')
 
 
 def find_samples(settings: Settings, length: int | None) -> tuple[Samples, list[str]]:
@@ -121,7 +140,9 @@ def find_answer(arguments: argparse.Namespace, options: list[str], report: Calla
     Raises:
         UserError: No rung can be planned.
     """
-    machine, differing = find_machine(arguments)
+    machine, about_machine = find_machine(arguments)
+    if machine.gpu.usable:
+        options = as_on_mac(options)
     choices, unplanned = list_choices(arguments.rungs or RUNGS, machine.gpus)
     if not choices:
         raise UserError("; ".join(f"{rung}: {reason}" for rung, reason in unplanned.items()))
@@ -130,10 +151,10 @@ def find_answer(arguments: argparse.Namespace, options: list[str], report: Calla
         raise UserError(next(iter(problems.values())))
     problems |= unplanned
     settings = candidates[0].settings
-    machine = machine._replace(overhead=load_overhead(settings.cache_dir, machine.gpu.name))
+    machine = machine._replace(overhead=overhead_of(machine.gpu, settings.cache_dir))
     samples, notes = find_samples(settings, arguments.length)
     every = bool(arguments.full or arguments.json or arguments.page or arguments.rungs)
     plans = make_plans(candidates, samples, machine, every, report)
     name = Path(settings.model).name if Path(settings.model).exists() else settings.model
     batch_size = max(candidate.settings.batch_size for candidate in candidates)
-    return Answer(name, batch_size, samples, machine, plans, problems, [*differing, *notes])
+    return Answer(name, batch_size, samples, machine, plans, problems, [*about_machine, *notes])

@@ -16,7 +16,7 @@ from fabric_ladder.environment import emulates
 from fabric_ladder.models.layers import meta_model
 from fabric_ladder.planning.candidates import Candidate, accuracy_costs, relative_speed
 from fabric_ladder.planning.gpus import ANY, Gpu
-from fabric_ladder.planning.overhead import ASSUMED, Overhead
+from fabric_ladder.planning.overhead import ANY_GPU, Bounds
 from fabric_ladder.planning.predict import blank_datasets, largest_batches
 from fabric_ladder.planning.rehearsal import Rehearsal, rehearsal_key, rehearse
 from fabric_ladder.rungs import makes_weights_on_device
@@ -26,6 +26,11 @@ from fabric_ladder.techniques import state_dtypes, trains_adapters, used
 from fabric_ladder.techniques.memory import Counts, Peak
 
 LIBRARIES = 2_000_000_000  # bytes of CPU memory of a process with CUDA and without a model: a guess
+WITHOUT_CUDA = 1_000_000_000  # the same without CUDA: imports alone took 0.62 GB on Linux
+# Bytes of macOS and its programs: 3 to 4 GB on a Mac of 16 GB (ggml-org/llama.cpp, discussion 25065), 3.6 GB wired on
+# one of 24 GB (john-rocky/apple-silicon-llm-bench#7), 4 GB on one of 64 GB (jundot/omlx#1533). Others can be paged out.
+MACOS = 3_500_000_000
+LARGEST_ON_MAC = 2**32  # bytes of a tensor: with more, some of PyTorch's operations fail on a Mac (pytorch#149325)
 
 
 class Samples(NamedTuple):
@@ -48,14 +53,20 @@ class Machine(NamedTuple):
     Attributes:
         gpu: Type of the GPUs, with their memory.
         gpus: Number of GPUs.
-        host_memory: CPU memory in bytes; None: unlimited.
-        overhead: GPU memory that a run needs in addition to its tensors.
+        host_memory: CPU memory in bytes; None: unlimited, or a Mac's memory.
+        overhead: GPU memory that a run on one GPU needs in addition to its tensors.
     """
 
     gpu: Gpu = ANY
     gpus: int = 1
     host_memory: int | None = None
-    overhead: Overhead = ASSUMED
+    overhead: Bounds = ANY_GPU
+
+    @property
+    def room(self) -> int:
+        """Bytes that a run may use on each GPU."""
+        memory, usable = self.gpu.memory, self.gpu.usable
+        return min(usable[0], memory - MACOS - WITHOUT_CUDA) if usable else memory
 
 
 class Plan(NamedTuple):
@@ -71,6 +82,7 @@ class Plan(NamedTuple):
         high: The most bytes that the run may need.
         free: Bytes of GPU memory above `high`; negative if bytes are missing.
         host: Needed bytes of CPU memory on the machine.
+        shared: On a Mac, the least, the expected and the most bytes that CPU and GPU need together; else None.
         fits: Whether GPU memory and CPU memory are large enough.
         speed: Result of `relative_speed`.
         emulated: Whether the GPU would emulate bfloat16.
@@ -86,6 +98,7 @@ class Plan(NamedTuple):
     high: int
     free: int
     host: int
+    shared: tuple[int, int, int] | None
     fits: bool
     speed: float
     emulated: bool
@@ -164,7 +177,7 @@ class _Search:
     """
 
     def __init__(self, candidates: list[Candidate], samples: Samples, machine: Machine, every: bool):
-        capability, memory = machine.gpu.capability, machine.gpu.memory
+        capability, memory = machine.gpu.capability, machine.room
         able = [each for each in candidates if not emulates(each.settings.precision, capability)]
         able = [each for each in able if not every and _least_bytes(each.settings) < memory]
         self.every = not able
@@ -246,6 +259,7 @@ def _plan_together(candidates: list[Candidate], samples: Samples, machine: Machi
 def _make_plan(candidate: Candidate, rehearsal: Rehearsal, samples: Samples, machine: Machine) -> Plan:
     """Rehearse micro-batches until the largest that fits is found."""
     settings = candidate.settings
+    overhead = machine.overhead.on(settings.ranks)
     peaks: dict[int | None, Peak] = {}
     tokens: dict[int | None, int] = {}
 
@@ -255,29 +269,40 @@ def _make_plan(candidate: Candidate, rehearsal: Rehearsal, samples: Samples, mac
             batches = largest_batches(cut, samples.length, samples.image_size)
             peaks[size] = rehearsal.peak(cut, *batches)
             tokens[size] = batches[0][0].padded
-        return machine.overhead.bounds(peaks[size])[1]
+        too_large = on_mac and peaks[size].largest > LARGEST_ON_MAC
+        return max(overhead.bounds(peaks[size])[1], room + 1 if too_large else 0)
 
+    on_mac = machine.gpu.usable is not None
+    room = machine.room
     sizes = candidate.micro_batches
     size = sizes[0]
-    if most(size) <= machine.gpu.memory:  # most candidates fit with all samples, or with none
-        whole = most(sizes[-1]) <= machine.gpu.memory
-        size = sizes[-1 if whole else bisect(sizes, machine.gpu.memory, 1, len(sizes) - 1, key=most) - 1]
+    if most(size) <= room:  # most candidates fit with all samples, or with none
+        whole = most(sizes[-1]) <= room
+        size = sizes[-1 if whole else bisect(sizes, room, 1, len(sizes) - 1, key=most) - 1]
     loaded = 4 * rehearsal.counts.all  # each rank loads all weights in 32 bits into CPU memory first
     if makes_weights_on_device(candidate.rung) or any(technique.loads_on_device for technique in used(settings)):
         loaded = 0
-    host = settings.devices * (LIBRARIES + max(loaded, peaks[size].host))
-    low, high = machine.overhead.bounds(peaks[size])
+    libraries = WITHOUT_CUDA if on_mac else LIBRARIES
+    host = settings.devices * (libraries + max(loaded, peaks[size].host))
+    needed = overhead.needed(peaks[size])
+    low, high = overhead.bounds(peaks[size])
+    free = room - most(size)
+    shared = None
+    if on_mac:
+        shared = tuple(max(host, libraries + each) for each in (low, needed, high))
+        free = min(free, machine.gpu.memory - MACOS - host)
     return Plan(
         candidate,
         micro_batch=size,
         counts=rehearsal.counts,
         peak=peaks[size],
-        needed=machine.overhead.needed(peaks[size]),
+        needed=needed,
         low=low,
         high=high,
-        free=machine.gpu.memory - high,
+        free=free,
         host=host,
-        fits=high <= machine.gpu.memory and (machine.host_memory is None or host <= machine.host_memory),
+        shared=shared,
+        fits=free >= 0 and (machine.host_memory is None or host <= machine.host_memory),
         speed=relative_speed(settings, tokens[size], machine.gpu),
         emulated=emulates(settings.precision, machine.gpu.capability),
         command=_command(candidate, size),

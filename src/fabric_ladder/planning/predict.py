@@ -167,13 +167,13 @@ def _answer(
     """
     if reason := unpredictable(settings):
         return {"problem": reason}
-    overhead = load_overhead(settings.cache_dir, gpu) if gpu else None
+    overhead = load_overhead(settings.cache_dir, gpu, capability).on(settings.ranks) if gpu else None
     with _rehearse_run(settings, cuts[0][1][0], classes, capability) as rehearsal:
         for cut in cuts:
             tokens, batches, evaluations = cut
             peaks = [rehearsal.peak(settings, batch, evaluations) for batch in batches]
             peak = max(peaks, key=lambda peak: peak.total)
-            if not overhead or room is None or overhead.needed(peak) - overhead.context <= room:
+            if not overhead or room is None or overhead.needed(peak) - overhead.expected.context <= room:
                 break
     found = {name: getattr(peak, name) for name in (*ON_DEVICE, "host", "phase", "total")}
     found |= {"micro_batch_tokens": tokens} if len(cuts) > 1 else {}

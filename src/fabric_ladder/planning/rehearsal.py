@@ -4,6 +4,9 @@ The fake tensors are CPU tensors, since fake CUDA tensors need a CUDA build of P
 keep the same tensors for the backward pass, except in the operations that `cuda_kernels.py` replaces.
 `scaled_dot_product_attention` runs a kernel without a tokens x tokens matrix, like FlashAttention. Optimizers run as on
 a GPU: fused, without temporary tensors, or in their `foreach` form, with temporary tensors for all weights together.
+
+On the GPU of a Mac, PyTorch computes attention with gradients by separate operations, which keep a matrix of
+tokens x tokens in 32 bits (pytorch#182746). Its optimizers have no `foreach` form there.
 """
 
 import json
@@ -61,12 +64,14 @@ def rehearse(
     tokens x tokens matrix (PyTorch, `sdp_utils.cpp: can_use_mem_efficient_attention`).
 
     Args:
-        settings: Settings of the run. `16-mixed` is rehearsed as `bf16-mixed`, which needs the same memory.
+        settings: Settings of the run. `16-mixed` is rehearsed as `bf16-mixed`, which needs the same memory. With the
+            accelerator `mps` the run is rehearsed as on a Mac, else as on a CUDA GPU.
         datasets: Data sets with the model's classes, image format or vocabulary. Samples are ignored.
         capability: Compute capability of the GPU; None: it computes in bfloat16.
         all_blocks: Rehearse the whole model. Otherwise two models with a few of its blocks are rehearsed.
     """
-    emulated = emulates(settings.precision, capability)
+    on_mac = settings.accelerator == "mps"
+    matrix = on_mac or emulates(settings.precision, capability)
     asked = settings
     settings = to_rehearse(settings)
     sharded = strategy_traits(settings).shards_weights
@@ -80,11 +85,11 @@ def rehearse(
             model = build_model(replace(settings, precision=_rehearsed(settings.precision)), datasets, blocks)
         for technique in used(asked):
             technique.rehearse_model(model, asked)
-        return _Steps(model, settings, sharded, buckets)
+        return _Steps(model, settings, sharded, buckets, on_mac)
 
     try:
         flash = declare_flash(capability is None or capability >= (8, 0))
-        with quiet_lightning(), flash, sdpa_kernel(SDPBackend.MATH) if emulated else nullcontext():
+        with quiet_lightning(), flash, sdpa_kernel(SDPBackend.MATH) if matrix else nullcontext():
             yield Rehearsal(run, load_config(settings.model, settings.model_revision), all_blocks)
     finally:
         if sharded:
@@ -166,7 +171,8 @@ class Rehearsal:
             key = _sizes(evaluation)
             if not any(_within(key, sizes) for sizes in trained):
                 peaks.append(self._find(key, lambda steps, *own: steps.evaluate(*own), evaluation))
-        found = max(peaks, key=lambda peak: peak.total)._replace(host=max(peak.host for peak in peaks))
+        most = {name: max(getattr(peak, name) for peak in peaks) for name in ("host", "largest")}
+        found = max(peaks, key=lambda peak: peak.total)._replace(**most)
         for technique in used(settings):
             found = technique.add_memory(found, self.counts, settings)
         return found
@@ -179,7 +185,8 @@ class Rehearsal:
             if moments is None:
                 self.blocks, self._times = [self._run(None)], 0
                 return self._find(key, question, *options)
-            self._known[key] = highest(moments)
+            largest = max(steps.tracker.largest for steps in self.blocks)
+            self._known[key] = highest(moments)._replace(largest=largest)
         return self._known[key]
 
     def _all(self, short: int, long: int) -> int:
@@ -197,14 +204,16 @@ class _Steps:
         settings: Settings with one device per rank.
         sharded: Whether FSDP shards over the ranks.
         buckets: Whether gradients stay from step to step, as in DDP's buckets (`DDPInBuckets`).
+        on_mac: Whether the run is on the GPU of a Mac.
 
     Attributes:
         counts: Numbers of the model's parameters.
         of_optimizer: The moments of an optimizer step.
     """
 
-    def __init__(self, model: nn.Module, settings: Settings, sharded: bool, buckets: bool):
+    def __init__(self, model: nn.Module, settings: Settings, sharded: bool, buckets: bool, on_mac: bool):
         self.settings = settings
+        self.on_mac = on_mac
         self.sharded = sharded
         self.buckets = buckets
         self.parked = sharded and settings.offload
@@ -264,7 +273,7 @@ class _Steps:
     @contextmanager
     def _counted(self) -> Iterator[None]:
         on_host = partial(self.tracker.at, "training", on_host=True)
-        with self.mode, self.tracker, CudaKernels(), host_memory_within(on_host):
+        with self.mode, self.tracker, CudaKernels(self.on_mac), host_memory_within(on_host):
             yield
 
     def _set_up(self, model: nn.Module) -> None:
@@ -272,10 +281,10 @@ class _Steps:
         model.tie_weights()  # to_empty has separated tied weights
         self.model = self.fabric.setup(model)
         optimizer = build_optimizer(self.settings, self.model)
-        if isinstance(optimizer, Adam | AdamW | SGD) and not self.parked:
+        if isinstance(optimizer, Adam | AdamW | SGD) and not self.parked and not self.on_mac:
             for group in optimizer.param_groups:
                 if group["foreach"] is None and not group["fused"]:
-                    group["foreach"] = True  # PyTorch's choice for parameters on a GPU
+                    group["foreach"] = True  # PyTorch's choice for parameters on a CUDA GPU
         if isinstance(optimizer, Adam4bit):
             optimizer.parts = 1
         self.optimizer = self.fabric.setup_optimizers(optimizer)

@@ -7,18 +7,19 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from fabric_ladder.planning.gpus import ANY
-from fabric_ladder.planning.planner import Machine, Plan, Samples, recommend
+from fabric_ladder.planning.gpus import ANY, MAC_SIZES, Gpu, mac
+from fabric_ladder.planning.planner import MACOS, Machine, Plan, Samples, recommend
 from fabric_ladder.techniques import used
-from fabric_ladder.techniques.memory import Peak
+from fabric_ladder.techniques.memory import KINDS, Peak
 
-HEADER = ("rung", "batch", "weight", "grad", "optim", "activ", "other", "GPU", "room", "host", "speed")
+TOGETHER = [kind for kind in KINDS if kind != "logits"]  # logits are shown with the activations
+HEADER = ("rung", "batch", *(KINDS[kind].short for kind in TOGETHER), "GPU", "room", "host", "speed")
 LARGE = 1_000_000_000  # parameters: the accuracies were measured with 23 M parameters
 MUCH = 32_000_000_000  # bytes of CPU memory of a common computer
 LEGEND = (
     "GB (10^9 bytes) at the peak of one GPU. batch: the micro-batch, in samples; activ: activations and logits; other: "
-    "inputs, gradients of activations, temporary tensors, CUDA's own; host: CPU memory; speed: 1 is a busy GPU in 16 "
-    "bits, an estimate."
+    "inputs, gradients of activations, temporary tensors, {driver}'s own; host: CPU memory; speed: 1 is a busy GPU in "
+    "16 bits, an estimate."
 )
 PLAIN = {"soft_wrap": True, "highlight": False, "markup": False}
 
@@ -57,9 +58,10 @@ def print_answer(answer: Answer, console: Console, full: bool = False) -> None:
 def to_json(answer: Answer) -> str:
     """Return all figures in bytes, and for each kind of training the number of the recommended plan."""
     machine = answer.machine
+    overhead = {name: each._asdict() for name, each in machine.overhead._asdict().items()}
     record = answer._asdict() | {
         "samples": answer.samples._asdict(),
-        "machine": machine._asdict() | {"gpu": machine.gpu._asdict(), "overhead": machine.overhead._asdict()},
+        "machine": machine._asdict() | {"gpu": machine.gpu._asdict(), "overhead": overhead},
         "plans": [_record(plan) for plan in answer.plans],
         "recommended": {weights: answer.plans.index(plan) for weights, plan in recommend(answer.plans).items()},
     }
@@ -71,15 +73,24 @@ def answer_lines(answer: Answer) -> list[str]:
     lines = []
     for weights, plan in recommend(answer.plans).items():
         lines += ["", f"Or train {weights}:"] if lines else []
-        each = " each" if plan.candidate.settings.ranks > 1 else ""
-        sizes = f"{plan.needed / 1e9:.1f} of {_gigabytes(answer.machine.gpu.memory)} GB"
-        bounds = "" if plan.low == plan.high else f" ({plan.low / 1e9:.1f} to {plan.high / 1e9:.1f})"
         lines += [
             f"Run    {plan.command}",
-            f"Takes  {sizes}{bounds} of the GPU{each}, {plan.host / 1e9:.0f} GB of CPU memory",
+            f"Takes  {_takes(plan, answer.machine.gpu)}",
             f"Costs  {_costs(plan)}; {_speed(plan)}",
         ]
     return lines or [_remedies(answer)]
+
+
+def _takes(plan: Plan, gpu: Gpu) -> str:
+    """Return the memory of a plan in words."""
+    low, needed, high = plan.shared or (plan.low, plan.needed, plan.high)
+    sizes = f"{needed / 1e9:.1f} of {_gigabytes(gpu.memory)} GB"
+    bounds = "" if low == high else f" ({low / 1e9:.1f} to {high / 1e9:.1f})"
+    if gpu.usable:
+        usable = " to ".join(dict.fromkeys(f"{size / 1e9:.1f}" for size in gpu.usable))
+        return f"{sizes}{bounds}; the GPU takes {plan.needed / 1e9:.1f} of the {usable} GB that macOS lets it use"
+    each = " each" if plan.candidate.settings.ranks > 1 else ""
+    return f"{sizes}{bounds} of the GPU{each}, {plan.host / 1e9:.0f} GB of CPU memory"
 
 
 def _costs(plan: Plan) -> str:
@@ -102,13 +113,25 @@ def _remedies(answer: Answer) -> str:
     if not able:
         return f"Nothing to recommend: {machine.gpu.name} only emulates bfloat16; plan without --precision bf16-true"
     least = min(able, key=lambda plan: plan.peak.total)
+    shorter = "" if samples.image_size else f"; or shorter samples, e.g. --max_length {samples.length // 2}"
+    if machine.gpu.usable:
+        return _larger_mac(min(able, key=lambda plan: plan.shared[2]), machine, shorter)
     if least.free >= 0:
         return f"Nothing fits: {least.candidate.name} needs {least.host / 1e9:.1f} GB of CPU memory."
-    shorter = "" if samples.image_size else f"; or shorter samples, e.g. --max_length {samples.length // 2}"
     return (
         f"Nothing fits. It would take a GPU of {least.needed / 1e9:.1f} GB, for {least.candidate.name}; or more GPUs, "
         f"e.g. --devices {2 * machine.gpus}{shorter}."
     )
+
+
+def _larger_mac(least: Plan, machine: Machine, shorter: str) -> str:
+    """Return a line about the Mac that a plan would fit."""
+    macs = [machine._replace(gpu=mac("", size * 10**9)) for size in MAC_SIZES]
+    larger = [each for each in macs if each.room >= least.high and each.gpu.memory - MACOS >= least.shared[2]]
+    memory = f"a Mac of {larger[0].gpu.memory / 1e9:.0f} GB" if larger else f"{least.shared[2] / 1e9:.0f} GB"
+    if least.host >= least.shared[2]:
+        shorter = f"; weights are loaded in 32 bits, {least.host / 1e9:.0f} GB"
+    return f"Nothing fits. It would take {memory}, for {least.candidate.name}{shorter}."
 
 
 def _reasons(answer: Answer, full: bool) -> list[str]:
@@ -120,11 +143,18 @@ def _reasons(answer: Answer, full: bool) -> list[str]:
     elif any(plan.emulated for plan in answer.plans):
         major, minor = gpu.capability
         reasons.append(f"{gpu.name} (compute capability {major}.{minor}) only emulates bfloat16: never recommended.")
-    source = answer.machine.overhead.source
-    reasons.append(f"CUDA's own memory is {source}; full speed: a busy GPU in 16 bits; speeds are estimates.")
+    own = f"{driver(answer)}'s own memory is {answer.machine.overhead.expected.source}"
+    full_speed = "this Mac's busy GPU, whose own speed is not known" if gpu.usable else "a busy GPU in 16 bits"
+    reasons.append(f"{own}; full speed: {full_speed}; speeds are estimates.")
     if not full:
         return [*reasons, "All plans, with their memory by kind: --full or --json FILE."]
-    return [*reasons, LEGEND, *(f"{name}: {reason}" for name, reason in answer.problems.items())]
+    problems = (f"{name}: {reason}" for name, reason in answer.problems.items())
+    return [*reasons, LEGEND.format(driver=driver(answer)), *problems]
+
+
+def driver(answer: Answer) -> str:
+    """Return the name of the library between PyTorch and the GPU."""
+    return "Metal" if answer.machine.gpu.usable else "CUDA"
 
 
 def _choice(plans: list[Plan]) -> list[str]:
@@ -137,7 +167,7 @@ def _choice(plans: list[Plan]) -> list[str]:
     reasons = [f"{_in_short(best)}: the fastest way that fits and trains {best.trains} at {cost}."]
     if (faster := max(fitting, key=lambda plan: plan.speed)).speed > best.speed:
         reasons.append(f"Faster: {_in_short(faster)}, {_speed(faster)}; it costs {_costs(faster)}.")
-    if best.host > MUCH:
+    if best.host > MUCH and not best.shared:
         smaller = [plan for plan in plans if plan.fits and not plan.emulated and plan.host <= MUCH]
         remedy = "--host_memory 32GB plans with less"
         if smaller:
@@ -158,10 +188,8 @@ def title(answer: Answer) -> str:
     parameters = min(plan.counts.all for plan in answer.plans) / 1e6  # adapters add to them
     sample = f"images of {samples.image_size} pixels" if samples.image_size else f"samples of {samples.length:,} tokens"
     gpu = "" if machine.gpu.name == ANY.name else f"{machine.gpu.name}, "
-    return (
-        f"{answer.model} ({parameters:,.1f} M parameters) · effective batch {answer.batch_size} · {sample} · "
-        f"{machine.gpus} x {gpu}{_gigabytes(machine.gpu.memory)} GB"
-    )
+    gpus = machine.gpu.name if machine.gpu.usable else f"{machine.gpus} x {gpu}{_gigabytes(machine.gpu.memory)} GB"
+    return f"{answer.model} ({parameters:,.1f} M parameters) · effective batch {answer.batch_size} · {sample} · {gpus}"
 
 
 def _table(plans: list[Plan]) -> Table:
@@ -181,8 +209,8 @@ def _table(plans: list[Plan]) -> Table:
 
 
 def parts(peak: Peak) -> tuple[int, ...]:
-    """Return the bytes of weights, gradients, optimizer state, activations with logits, and other tensors."""
-    return peak.parameters, peak.gradients, peak.optimizer_state, peak.activations + peak.logits, peak.other
+    """Return the bytes of the kinds in `TOGETHER`."""
+    return tuple(getattr(peak, kind) + peak.logits * (kind == "activations") for kind in TOGETHER)
 
 
 def _record(plan: Plan) -> dict:

@@ -24,26 +24,19 @@ from fabric_ladder.environment import compute_capability, describe_versions, wri
 from fabric_ladder.places import CONFIGS
 from fabric_ladder.settings import Settings, names
 from fabric_ladder.techniques.advice import less_memory
+from fabric_ladder.techniques.memory import KINDS, ON_DEVICE
 
 PACKAGE = Path(__file__).parents[1]
 PLANNER = "fabric_ladder.planning.predict"  # started as a module, never imported: the planner imports runs
 TIMEOUT = 120  # seconds
 BUDGET = 16_384  # tokens: the most that `micro_batch_tokens` `auto` takes, more than enough to keep a GPU busy
-PARTS = {
-    "parameters": "weights",
-    "gradients": "gradients",
-    "optimizer_state": "optimizer",
-    "activations": "activations",
-    "logits": "logits",
-    "other": "other",
-}
 
 
 class Prediction:
     """The predicted peak of a run.
 
     Args:
-        found: Bytes on each GPU: `total`, its parts (see `PARTS`) and `needed`, which adds CUDA's own memory; bytes of
+        found: Bytes on each GPU: `total`, its parts (see `KINDS`) and `needed`, which adds CUDA's own memory; bytes of
             the CPU memory in `host`. With `micro_batch_tokens` `auto` also the number that fits. If the prediction
             failed, only `problem`.
     """
@@ -55,7 +48,7 @@ class Prediction:
         """Return the figures for run.json, in bytes."""
         if "problem" in self.found:
             return {}
-        parts = {name: self.found[name] for name in (*PARTS, "host", "phase")}
+        parts = {name: self.found[name] for name in (*ON_DEVICE, "host", "phase")}
         return {"predicted_peak_bytes": self.found["total"], "predicted": parts}
 
     def line(self, settings: Settings, hardware: dict) -> str:
@@ -63,7 +56,8 @@ class Prediction:
         if "problem" in self.found:
             return f"Predicted peak: unknown ({self.found['problem']})"
         total = self.found["total"]
-        text = ", ".join(f"{name} {self.found[key] / 1e9:.2f}" for key, name in PARTS.items() if self.found[key] >= 5e6)
+        parts = {kind.name: self.found[key] for key, kind in KINDS.items()}
+        text = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items() if size >= 5e6)
         text = f"Predicted peak: {total / 1e9:.2f} GB" + f" ({text})" * bool(text)
         if "gpu" not in hardware:
             return f"{text} of tensors on a GPU"

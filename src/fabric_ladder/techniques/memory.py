@@ -4,7 +4,23 @@ from typing import NamedTuple
 
 from torch import nn
 
-ON_DEVICE = ("parameters", "gradients", "optimizer_state", "activations", "logits", "other")
+
+class Kind(NamedTuple):
+    """The name of a kind of memory, and its short form for tables."""
+
+    name: str
+    short: str
+
+
+KINDS = {  # of memory on a device, in the order of lines, tables and pictures; the keys are attributes of `Peak`
+    "parameters": Kind("weights", "weight"),
+    "gradients": Kind("gradients", "grad"),
+    "optimizer_state": Kind("optimizer", "optim"),
+    "activations": Kind("activations", "activ"),
+    "logits": Kind("logits", "logits"),
+    "other": Kind("other", "other"),
+}
+ON_DEVICE = tuple(KINDS)
 
 
 class Peak(NamedTuple):
@@ -19,6 +35,7 @@ class Peak(NamedTuple):
         other: Inputs, gradients of activations, and temporary tensors of the optimizer.
         host: The largest amount of CPU memory that offloading holds at any moment; not part of the total.
         phase: The moment of the peak: `training` (forward or backward), `optimizer` or `evaluation`.
+        largest: Bytes of the largest tensor at any moment, apart from weights; 0: not known.
     """
 
     parameters: int
@@ -29,6 +46,7 @@ class Peak(NamedTuple):
     other: int
     host: int
     phase: str
+    largest: int = 0
 
     @property
     def total(self) -> int:
