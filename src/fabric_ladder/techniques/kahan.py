@@ -24,8 +24,8 @@ class Kahan(Optimizer):
     Operations on many weights are batched. Their temporary tensors take as much memory as the largest weight.
 
     Attributes:
-        single: Compute weight by weight. A rehearsal of a few blocks cannot tell how many weights of a deeper model
-            fit into one batch; the peak is the same.
+        single: Compute weight by weight, with the same peak of memory. A rehearsal sets it, since batches of a few
+            blocks are not those of all blocks.
     """
 
     single = False
