@@ -278,7 +278,8 @@ class Settings(DataSettings):
     attention: Literal["fused", "eager"] = model_setting(
         "fused",
         "`fused` uses a kernel that stores no tokens x tokens matrix, for BLOOM and wherever transformers has one "
-        "(`sdpa`). `eager` stores this matrix. They differ by rounding.",
+        "(`sdpa`), and one kernel for GELU's tanh approximation. `eager` stores this matrix, and computes GELU as "
+        "transformers does. They differ by rounding.",
         role=TECHNIQUE,
         free_on_resume=True,
         changes_memory=True,

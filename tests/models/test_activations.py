@@ -4,21 +4,31 @@ import json
 
 import pytest
 import torch
-from support.helpers import settings_for, token_datasets
+from support.helpers import relative_error, settings_for, tiny_model, token_datasets
+from support.made import Kernels
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.activations import ACT2FN
+from transformers.models.bloom.modeling_bloom import BloomGelu
 
 from fabric_ladder import build_model
 from fabric_ladder.models.activations import STEP_BY_STEP, fuse_gelu
+from fabric_ladder.models.layers import linear_layers
 
-NAMES = ("gelu_new", "gelu_fast")
+NAMES = ("gelu_new", "gelu_fast", "bloom")
 
 
 def both(name):
-    theirs, ours = (nn.Sequential(ACT2FN[name]) for _ in range(2))
+    theirs, ours = (nn.Sequential(BloomGelu() if name == "bloom" else ACT2FN[name]) for _ in range(2))
     fuse_gelu(ours)
     return theirs, ours
+
+
+def values_and_gradients(activation, dtype):
+    inputs = (torch.arange(-128, 129) / 16).to(dtype).requires_grad_()  # exact in every format
+    outputs = activation(inputs)
+    outputs.sum().backward()
+    return outputs.detach(), inputs.grad
 
 
 def kept(activation, inputs):
@@ -32,14 +42,18 @@ def kept(activation, inputs):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-9), (torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
 def test_values_and_gradients_are_the_same(name, dtype, error):
-    results = []
-    for activation in both(name):
-        inputs = torch.linspace(-8, 8, 4001, dtype=dtype, requires_grad=True)
-        outputs = activation(inputs)
-        outputs.sum().backward()
-        results.append((outputs, inputs.grad))
-    for theirs, ours in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=error, atol=error)
+    theirs, ours = (values_and_gradients(activation, dtype) for activation in both(name))
+    torch.testing.assert_close(ours, theirs, rtol=error, atol=error)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_it_rounds_less_in_16_bits(name, dtype):
+    exact = values_and_gradients(both(name)[1], torch.float64)
+    theirs, ours = (values_and_gradients(activation, dtype) for activation in both(name))
+    for kind in range(2):
+        errors = [relative_error([exact[kind]], [found[kind]]) for found in (ours, theirs)]
+        assert errors[0] < errors[1]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -47,7 +61,19 @@ def test_only_the_input_is_kept(name):
     theirs, ours = both(name)
     inputs = torch.ones(100, requires_grad=True)
     assert kept(ours, inputs) == inputs.nbytes
-    assert kept(theirs, inputs) >= 4 * inputs.nbytes
+    assert kept(theirs, inputs) >= (1 if name == "bloom" else 4) * inputs.nbytes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_pass_takes_one_kernel(name):
+    counts = []
+    for activation in both(name):
+        inputs, gradient = torch.ones(100, requires_grad=True), torch.ones(100)
+        with Kernels() as kernels:
+            torch.autograd.grad(activation(inputs), inputs, gradient)
+        counts.append(kernels.counts.total())
+    assert counts[1] == 2
+    assert counts[0] == 27 if name == "bloom" else counts[0] > 10
 
 
 @pytest.mark.parametrize(("kind", "key"), [("gpt2", "activation_function"), ("phi", "hidden_act")])
@@ -55,6 +81,42 @@ def test_a_built_model_has_no_gelu_of_single_steps(tmp_path, kind, key):
     path = tmp_path / "model.json"
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     path.write_text(json.dumps({"model_type": kind, "vocab_size": 64, key: "gelu_new", **sizes}))
-    model = build_model(settings_for(tmp_path, model=str(path), from_scratch=True), token_datasets())
-    assert not [module for module in model.modules() if isinstance(module, STEP_BY_STEP)]
-    assert sum(isinstance(module, nn.GELU) for module in model.modules()) == model.config.num_hidden_layers
+    check_built(tmp_path, path)
+
+
+def test_blooms_modules_and_weights_keep_their_names(tmp_path):
+    path = tmp_path / "model.json"
+    tiny_model().config.to_json_file(path)
+    eager, fused = check_built(tmp_path, path)
+    assert list(fused.state_dict()) == list(eager.state_dict())
+    assert [name for name, _ in fused.named_modules()] == [name for name, _ in eager.named_modules()]
+    assert linear_layers(fused) == linear_layers(eager)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-9), (torch.float32, 1e-6)])
+def test_blooms_losses_and_gradients_are_the_same(dtype, error):
+    ids, labels = torch.arange(1, 33).view(2, 16), torch.tensor([0, 1])
+    models = [tiny_model().to(dtype) for _ in range(2)]
+    fuse_gelu(models[1])
+    losses = [model(ids, labels=labels).loss for model in models]
+    assert relative_error(losses[:1], losses[1:]) < error
+    for loss in losses:
+        loss.backward()
+    gradients = [[weight.grad for weight in model.parameters()] for model in models]
+    assert relative_error(*gradients) < error
+
+
+def check_built(tmp_path, path):
+    """Return the model with eager and with fused attention, whose GELU is transformers' own and PyTorch's kernel."""
+    models = []
+    for attention in ("eager", "fused"):
+        settings = settings_for(tmp_path, model=str(path), from_scratch=True, attention=attention)
+        models.append(build_model(settings, token_datasets()))
+    counts = [
+        sum(isinstance(module, kind) for module in model.modules())
+        for model in models
+        for kind in (STEP_BY_STEP, nn.GELU)
+    ]
+    layers = models[0].config.num_hidden_layers
+    assert counts == [layers, 0, 0, layers]
+    return models

@@ -19,12 +19,15 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
 
 from fabric_ladder import Settings, build_optimizer
 from fabric_ladder.errors import UserError
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.techniques import check_together
 from fabric_ladder.techniques.checkpointing import (
+    RANDOM_ONLY_IN_DROPOUT,
+    _may_draw,
     _Offload,
     _policy,
     enable_checkpointing,
@@ -258,3 +261,53 @@ def test_compiled_blocks_recompute_no_matrix_multiplication(tmp_path, monkeypatc
     assert "aten.mm" in chosen
     assert "aten.addmm" not in chosen
     assert "aten.addmm" in recomputed
+
+
+def gradients(model, settings, checkpointed):
+    """Return the gradients of a model that draws its random numbers from a seed."""
+    if checkpointed:
+        enable_checkpointing(model, settings)
+    if settings.lora:
+        torch.manual_seed(0)
+        model = add_adapters(model, settings)
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(weight)  # otherwise the adapters change nothing
+    model.train()
+    torch.manual_seed(0)
+    model(torch.arange(1, 41).view(2, 20), labels=torch.tensor([0, 1])).loss.backward()
+    return [weight.grad for weight in model.parameters() if weight.requires_grad]
+
+
+@pytest.mark.parametrize(
+    ("dropout", "adapters", "saved"),
+    [(0.1, {}, True), (0.0, {}, False), (0.0, {"lora": True, "lora_dropout": 0.1}, True)],
+)
+def test_random_states_are_saved_only_for_dropout(tmp_path, monkeypatch, dropout, adapters, saved):
+    calls, get_state = [], torch.get_rng_state
+    monkeypatch.setattr(torch, "get_rng_state", lambda: calls.append(1) or get_state())
+    settings = settings_for(tmp_path, activation_checkpointing=True, **adapters)
+    expected, found = (gradients(tiny_model(dropout=dropout), settings, checkpointed) for checkpointed in (False, True))
+    assert all(map(torch.equal, found, expected))
+    assert bool(calls) == saved
+
+
+@pytest.mark.parametrize("kind", sorted(RANDOM_ONLY_IN_DROPOUT))
+def test_these_architectures_draw_no_other_random_numbers(kind):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes |= {"intermediate_size": 32, "vocab_size": 64, "head_dim": 16, "pad_token_id": 0}
+    config = AutoConfig.for_model(kind, **sizes)
+    for name, value in config.to_dict().items():
+        if "drop" in name and value:
+            setattr(config, name, 0.0)
+    assert not _may_draw(config, CHECKPOINTED)
+    auto = AutoModelForImageClassification if kind == "vit" else AutoModelForCausalLM
+    model = auto.from_config(config).train()
+    inputs = torch.zeros(2, 3, 224, 224) if kind == "vit" else torch.arange(1, 41).view(2, 20)
+    before = torch.get_rng_state()
+    model(inputs)
+    assert torch.get_rng_state().equal(before)
+
+
+def test_other_architectures_may_draw_random_numbers():
+    assert _may_draw(AutoConfig.for_model("phimoe"), CHECKPOINTED)

@@ -10,11 +10,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 from support.helpers import MODELS, relative_error, settings_for
-from support.made import Made
+from support.made import Kernels, Made
 from transformers import BloomConfig, BloomForCausalLM, BloomForSequenceClassification
 from transformers.models.bloom.modeling_bloom import BloomAttention, BloomModel
 
 from fabric_ladder import build_model
+from fabric_ladder.models.activations import fuse_gelu
 from fabric_ladder.planning.predict import blank_datasets
 from fabric_ladder.techniques.fused_attention import fuse_attention
 
@@ -26,8 +27,8 @@ REPEATED = "d470ce6cd2ce897c"
 def pair(kind="language model", width=16, heads=4, spread=0.2, dtype=torch.float32, **values):
     """Return an eager and a fused model with the same weights, which are larger than usual."""
     torch.manual_seed(0)
-    config = {"hidden_dropout": 0.0, "attention_dropout": 0.0} | values
-    sizes = {"hidden_size": width * heads, "n_head": heads, "n_layer": 2, "vocab_size": 64, "pad_token_id": 0}
+    config = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "n_layer": 2} | values
+    sizes = {"hidden_size": width * heads, "n_head": heads, "vocab_size": 64, "pad_token_id": 0}
     eager = KINDS[kind](BloomConfig(use_cache=False, **sizes, **config))
     with torch.no_grad():
         for weight in eager.parameters():
@@ -134,6 +135,26 @@ def test_fused_makes_no_matrix_of_tokens_by_tokens(kind, masked):
         with Made() as made:
             logits_and_gradients(model, inputs)
         assert bool(squares(made, 199)) == wanted
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_block_takes_few_kernels(autocast):
+    """A block has 4 linear layers and 12 weights."""
+    counts = []
+    for layers in (2, 3):
+        _, model = pair(n_layer=layers, dtype=torch.float32 if autocast else torch.bfloat16)
+        fuse_gelu(model)
+        with Kernels() as kernels:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = model(**batch(16)).logits.float().square().mean()
+            loss.backward()
+        counts.append(kernels.counts)
+    block = counts[1] - counts[0]
+    copies = 22 * autocast  # of 8 weights and their gradients, and of the norms' inputs, results and gradients
+    assert block.total() <= 34 + copies
+    assert block["cat"] == 3
+    assert not block["zeros"] + block["new_zeros"] + block["fill_.Scalar"]
+    assert block["_to_copy"] <= copies
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -352,7 +352,7 @@ def test_processes_share_adapters_and_packed_tokens_without_changing_a_loss(tmp_
 def test_four_bits_from_training_to_text(tmp_path, monkeypatch, capsys):
     """Rung 14 saves an adapter and its 4-bit base. They generate text, are merged, and generate text again."""
     sizes = ["--train_samples", 64, "--validation_samples", 8, "--test_samples", 8, "--lora_learning_rate", "2e-2"]
-    instructions = ["--task", "instruction-tuning", "--epochs", 3]
+    instructions = ["--task", "instruction-tuning", "--epochs", 4]
     stdout = finished(run_script(SRC / "14_qlora.py", *instructions, *sizes, cwd=tmp_path))
     assert "Saved runs/14_qlora/1/adapter" in stdout
     files = list((tmp_path / "runs/14_qlora/1/adapter").iterdir())

@@ -4,12 +4,14 @@ import pytest
 import torch
 from lightning import Fabric
 from support.helpers import settings_for, tiny_model, token_datasets
+from support.made import Kernels
 from support.training import losses, run_training
 from torch import nn
 
 from fabric_ladder import UserError, build_dataloaders, build_optimizer
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.techniques import TECHNIQUES, adam_4bit, check_together
+from fabric_ladder.techniques.kahan import Kahan
 from fabric_ladder.techniques.weight_steps import WeightSteps
 from fabric_ladder.training.gradients import accumulate_gradients
 
@@ -65,6 +67,97 @@ def test_kahan_summation_loses_no_step(tmp_path):
     taken = weight.detach().double() + optimizer.state[weight]["compensation"].double() - 1
     assert weight.detach().eq(1).all()  # the steps' sum, 0.001, is below the weight's last bit
     torch.testing.assert_close(taken, exact.detach() - 1, rtol=0.05, atol=0)
+
+
+SIZES = ((40, 16), (7,), (16, 16), (3, 5), (33,), (20, 16))
+
+
+def steps_with_kahan(tmp_path, dtype, optimizer, steps=6, **values):
+    """Return weights and compensations after steps on random gradients; two weights lack gradients now and then."""
+    torch.manual_seed(0)
+    model = nn.ParameterList([nn.Parameter(torch.randn(size).to(dtype)) for size in SIZES])
+    settings = settings_for(tmp_path, learning_rate=1e-3, optimizer=optimizer, kahan_summation=True, **values)
+    stepper = build_optimizer(settings, model)
+    for step in range(steps):
+        if step == steps // 2:  # resume
+            stepper, before = build_optimizer(settings, model), stepper
+            stepper.load_state_dict(before.state_dict())
+        for place, weight in enumerate(model):
+            weight.grad = None if (place + step) % 4 == 1 and place < 2 else torch.randn(weight.shape).to(dtype)
+        stepper.step()
+    return [*model, *(state["compensation"] for state in stepper.state.values() if state)]
+
+
+def step_one_by_one(optimizer, closure=None):
+    """Step as `Kahan.step` does, with an operation for each weight."""
+    (group,) = optimizer.param_groups
+    decay, stepped = group["weight_decay"], []
+    for parameter in group["params"]:
+        if parameter.grad is not None:
+            weight, remainder = parameter.data, optimizer.state[parameter].pop("compensation", None)
+            stepped.append((parameter, weight))
+            parameter.data = torch.zeros_like(weight) if remainder is None else remainder
+            if decay:
+                parameter.data.add_(weight, alpha=-group["lr"] * decay)
+    group["weight_decay"] = 0
+    super(Kahan, optimizer).step(closure)
+    group["weight_decay"] = decay
+    for parameter, weight in stepped:
+        remainder, parameter.data = parameter.data, weight
+        before = weight.clone()
+        weight.add_(remainder)
+        optimizer.state[parameter]["compensation"] = remainder.add_(before.sub_(weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd", "adam-8bit"])
+def test_kahan_summation_of_many_weights_changes_no_bit(tmp_path, monkeypatch, dtype, optimizer):
+    """AdamW has weight decay."""
+    batched = steps_with_kahan(tmp_path, dtype, optimizer)
+    monkeypatch.setattr(Kahan, "single", True)
+    single = steps_with_kahan(tmp_path, dtype, optimizer)
+    monkeypatch.setattr(Kahan, "step", torch.no_grad()(step_one_by_one))
+    expected = steps_with_kahan(tmp_path, dtype, optimizer)
+    assert any(tensor.any() for tensor in expected[len(SIZES) :])
+    assert all(map(torch.equal, batched, expected))
+    assert all(map(torch.equal, single, expected))
+
+
+def test_kahan_summation_batches_weights_up_to_the_size_of_the_largest(tmp_path):
+    """The sizes are 640; 256, 15, 33 and 320. The second weight has no gradient."""
+    with Kernels() as kernels:
+        steps_with_kahan(tmp_path, torch.bfloat16, "sgd", steps=1)
+    assert {name: count for name, count in kernels.counts.items() if "foreach" in name} == {
+        "_foreach_add.List": 2,
+        "_foreach_sub_.List": 2,
+        "_foreach_add_.List": 2,
+        "_foreach_copy_": 2,
+    }
+
+
+def test_8_bit_adam_steps_like_bitsandbytes_without_waiting(tmp_path, monkeypatch):
+    from bitsandbytes.optim import Adam8bit, optimizer
+
+    waits = []
+    monkeypatch.setattr(optimizer, "sync_gpu", waits.append)
+    found = []
+    for kind in (Adam8bit, None):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))  # matrices in 8 bits, the rest in 32
+        settings = settings_for(tmp_path, optimizer="adam-8bit", learning_rate=1e-3)
+        stepper = build_optimizer(settings, model) if kind is None else kind(model.parameters(), lr=1e-3)
+        for step in range(4):
+            if step == 2:  # resume
+                again = type(stepper)(model.parameters(), lr=1e-3)
+                again.load_state_dict(stepper.state_dict())
+                stepper = again
+            stepper.zero_grad()
+            model(torch.randn(8, 64)).square().sum().backward()
+            model[2].bias.grad = None
+            stepper.step()
+        found.append([weight.detach() for weight in model.parameters()])
+        assert len(waits) == 4 * 3  # bitsandbytes' own steps
+    assert all(map(torch.equal, *found))
 
 
 IN_BACKWARD, OFFLOADED = {"step_in_backward": True}, {"optimizer_offload": True, "micro_batch_size": 3}

@@ -9,6 +9,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
@@ -36,31 +37,28 @@ def power_of_two(scale: float) -> float:
 def add_dimensions(
     query: Tensor, key: Tensor, value: Tensor, query_part: Tensor, key_part: Tensor, scale: float
 ) -> tuple[tuple[Tensor, Tensor, Tensor], float]:
-    """Return query, key and value with new dimensions in front, a multiple of 8 wide, and the scale for the kernel.
+    """Return query, key and value with new dimensions, and the scale for the kernel.
 
-    In 32-bit and above the returned scale is a power of two, which is exact, and the query is multiplied by the rest.
-    16-bit kernels apply any scale in 32-bit.
+    The width becomes a multiple of 8. In 32-bit and above the returned scale is a power of two, which is exact, and the
+    query is multiplied by the rest. 16-bit kernels apply any scale in 32-bit.
 
     Args:
         query: (rows, heads, length, width).
         key: Like `query`, perhaps with fewer heads.
-        value: Like `key`, perhaps narrower.
+        value: Like `key`. Its new dimensions are at the end and hold no results.
         query_part: (rows, heads or 1, length, new), placed before the query.
         key_part: The same for the key.
         scale: Factor of the scores.
     """
-    new, width = query_part.shape[-1], query.shape[-1]
-    left = -(new + width) % MULTIPLE
+    if left := -(query_part.shape[-1] + query.shape[-1]) % MULTIPLE:
+        query_part, key_part = functional.pad(query_part, (0, left)), functional.pad(key_part, (0, left))
     if query.element_size() > 2 and scale != 1 / power_of_two(scale):
         query, scale = query * (scale * power_of_two(scale)), 1 / power_of_two(scale)
-
-    def join(part: Tensor, before: Tensor | None = None) -> Tensor:
-        zeros = part.new_zeros(()).expand(*part.shape[:-1], new + width + left)
-        if before is None:
-            return torch.cat([part, zeros[..., part.shape[-1] :]], -1)
-        return torch.cat([before.to(part.dtype).expand(*part.shape[:-1], new), part, zeros[..., :left]], -1)
-
-    return (join(query, query_part), join(key, key_part), join(value)), scale
+    query_part = query_part.to(query.dtype).expand(*query.shape[:-1], -1)
+    key_part = key_part.to(key.dtype).expand(*key.shape[:-1], -1)
+    query, key = torch.cat([query_part, query], -1), torch.cat([key_part, key], -1)
+    value = torch.cat([value, key_part], -1)  # any finite numbers: zeros would have to be made
+    return (query, key, value), scale
 
 
 def _attend(

@@ -76,8 +76,10 @@ def declare_flash(available: bool) -> Iterator[None]:
 
 def takes_groups(query: Tensor) -> bool:
     """Return whether the kernel for a query also takes fewer heads of keys and values than of queries."""
-    device = query.device.type
-    known = torch.amp.is_autocast_available(device)
-    autocast = known and torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if autocast else query.dtype
-    return _flash and dtype.itemsize == 2
+    return _flash and computing_dtype(query.device.type, query.dtype).itemsize == 2
+
+
+def computing_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
+    """Return autocast's type for a type of device where it is on, else `dtype`."""
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if autocast else dtype

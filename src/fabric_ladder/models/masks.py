@@ -15,6 +15,7 @@ from transformers import masking_utils
 from transformers.masking_utils import sdpa_mask
 
 from fabric_ladder.errors import UserError
+from fabric_ladder.models.kernels import computing_dtype
 
 DIGITS = 7  # binary digits of a document's number in its row
 QUERY_UNIT = 64.0  # factor of the query's dimensions
@@ -85,7 +86,7 @@ def make_mask(**options) -> Tensor | None:
                 f"--packing true: layers of this model attend to {window} tokens, and rows have up to {_rows[1]}; "
                 f"leave it out, or use --max_length {window}"
             )
-        return document_digits()
+        return document_digits().to(computing_dtype(options["device"].type, options["dtype"]))
     if _padded is None:
         return sdpa_mask(**options)
     if window is None or length < window:

@@ -47,6 +47,7 @@ from fabric_ladder.techniques import used
 from fabric_ladder.techniques.adam_4bit import Adam4bit
 from fabric_ladder.techniques.build import build_model, build_optimizer
 from fabric_ladder.techniques.checkpointing import host_memory_within
+from fabric_ladder.techniques.kahan import Kahan
 from fabric_ladder.techniques.memory import Counts, Peak, count_parameters
 from fabric_ladder.training.gradients import accumulate_gradients, run_model
 
@@ -287,6 +288,8 @@ class _Steps:
                     group["foreach"] = True  # PyTorch's choice for parameters on a CUDA GPU
         if isinstance(optimizer, Adam4bit):
             optimizer.parts = 1
+        if isinstance(optimizer, Kahan):
+            optimizer.single = True
         self.optimizer = self.fabric.setup_optimizers(optimizer)
         self._name_tensors()
 

@@ -115,7 +115,7 @@ class Adam4bit(Optimizer):
             blocks = moment.view(-1, BLOCK)
             scale = blocks.abs().amax(1).clamp_(torch.finfo(torch.float32).tiny)  # all values may be 0
             codes = torch.bucketize(blocks / scale[:, None], bounds, out_int32=True, right=True).view(-1, 2)
-            state[name][start // 2 : end // 2] = codes[:, 0] * 16 + codes[:, 1]
+            state[name][start // 2 : end // 2] = torch.add(codes[:, 1], codes[:, 0], alpha=16)
             state[f"{name}_scale"][start // BLOCK : end // BLOCK] = scale
 
     def _tables_on(self, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:

@@ -11,7 +11,6 @@ from fabric_ladder.data.hub import reachable
 from fabric_ladder.data.splits import ImageDatasets, TextDatasets
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.errors import UserError, refused
-from fabric_ladder.models.activations import fuse_gelu
 from fabric_ladder.models.configs import MODELS, load_config, silence_loading
 from fabric_ladder.models.dtypes import keep_dtype
 from fabric_ladder.models.layers import keep_blocks
@@ -55,7 +54,6 @@ def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets, bloc
     for module in model.modules():
         if module._non_persistent_buffers_set:  # such as rotary frequencies, which 16 bits would detune
             keep_dtype(module, only_buffers=True)
-    fuse_gelu(model)
     for technique in used(settings):
         model = technique.change_model(model, settings)
     return model.train()

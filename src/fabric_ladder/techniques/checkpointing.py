@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import PretrainedConfig
 
 from fabric_ladder.models.configs import MODELS, load_config
 from fabric_ladder.settings import Settings
@@ -28,6 +29,10 @@ from fabric_ladder.techniques.technique import NextRung, Technique
 
 ATTENTION = "aten::_scaled_dot_product_"  # the names of all attention kernels begin like this
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_grouped_mm")
+# Phi-MoE, for example, draws numbers in its router. A test runs each of these architectures.
+RANDOM_ONLY_IN_DROPOUT = frozenset(
+    "bloom gemma3_text gpt2 gpt_neox granite llama mistral olmo2 phi phi3 qwen2 qwen3 starcoder2 vit".split()
+)
 _host_memory: Callable[[], AbstractContextManager] = nullcontext
 
 
@@ -38,7 +43,7 @@ def enable_checkpointing(model: nn.Module, settings: Settings) -> None:
         model: Before Fabric sets it up.
         settings: `activation_offload` and `selective_checkpointing`.
     """
-    options = {"use_reentrant": False}
+    options = {"use_reentrant": False, "preserve_rng_state": _may_draw(model.config, settings)}
     if settings.selective_checkpointing:
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)  # warns of in-place operations
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
@@ -48,6 +53,13 @@ def enable_checkpointing(model: nn.Module, settings: Settings) -> None:
         for module in model.modules():
             if checkpoint := getattr(module, "_gradient_checkpointing_func", None):
                 module._gradient_checkpointing_func = partial(_checkpoint_on_host, checkpoint, offload)
+
+
+def _may_draw(config: PretrainedConfig, settings: Settings) -> bool:
+    """Return whether a block may draw random numbers in training, which its recomputation must draw again."""
+    adapters = settings.lora and settings.lora_dropout
+    dropouts = [value for name, value in config.to_dict().items() if "drop" in name]
+    return bool(config.model_type not in RANDOM_ONLY_IN_DROPOUT or any(dropouts) or adapters)
 
 
 def _policy(_, operation: torch._ops.OpOverload, *args, **kwargs) -> CheckpointPolicy:

@@ -26,7 +26,9 @@ from transformers import AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, eager_mask
 from transformers.models.bloom.modeling_bloom import BloomAttention, BloomModel, build_alibi_tensor, dropout_add
 
-from fabric_ladder.models.attention import add_dimensions, power_of_two, use_own_attention
+from fabric_ladder.models.activations import fuse_gelu
+from fabric_ladder.models.attention import MULTIPLE, add_dimensions, power_of_two, use_own_attention
+from fabric_ladder.models.kernels import computing_dtype
 from fabric_ladder.models.masks import document_digits
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.technique import Technique
@@ -111,13 +113,14 @@ def _new_dimensions(**options) -> Tensor:
     bias = bias[None] if ratio == 1 else torch.stack([bias, bias / ratio])
     high, middle, low = _parts(bias)
     units = torch.full_like(high, unit)
-    key_part = torch.stack([high.masked_fill(~visible[:, None], HIDDEN), units, middle, low], -1)
-    query_part = torch.stack([units, -high, units, units], -1)
+    zeros = [torch.zeros_like(high)] * (-(4 + width) % MULTIPLE)  # otherwise each layer would have to add them
+    key_part = torch.stack([high.masked_fill(~visible[:, None], HIDDEN), units, middle, low, *zeros], -1)
+    query_part = torch.stack([units, -high, units, units, *zeros], -1)
     new = torch.stack([query_part, key_part], 1)
     if (digits := document_digits()) is not None:
         digits = torch.stack([digits[0], digits[1] * unit]).expand(len(new), -1, -1, heads, -1, -1)
         new = torch.cat([digits, new.expand(*digits.shape[:-1], -1)], -1)
-    return new.to(options["dtype"])
+    return new.to(computing_dtype(new.device.type, options["dtype"]))
 
 
 def _parts(values: Tensor) -> list[Tensor]:
@@ -140,7 +143,7 @@ AttentionMaskInterface.register(NAME, _new_dimensions)
 
 
 class FusedAttention(Technique):
-    """Compute attention by kernels that keep no matrix of tokens x tokens; a part of every rung."""
+    """Compute attention by kernels that keep no matrix of tokens x tokens, and GELU by one; a part of every rung."""
 
     setting = "attention"
     explained_errors = (
@@ -159,6 +162,7 @@ class FusedAttention(Technique):
         return "--attention fused, which keeps no matrix of tokens x tokens"
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
-        """Change the attention of the model."""
+        """Change the attention of the model, and its GELU."""
         fuse_attention(model)
+        fuse_gelu(model)
         return model

@@ -1,8 +1,9 @@
 """Kahan summation: keep the rounding error of 16-bit weights and add it to later steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fabric_ladder.settings import Settings
@@ -21,31 +22,60 @@ class Kahan(Optimizer):
 
     The optimizer must not read the weights, as Adafactor does. AdamW's weight decay is therefore computed here. During
     a step the compensation replaces the weight's data, which a DTensor does not allow, so shards are refused.
+
+    Operations on many weights are batched. Their temporary tensors take as much memory as the largest weight.
+
+    Attributes:
+        single: Compute weight by weight, with the same peak of memory. A rehearsal sets it, since batches of a few
+            blocks are not those of all blocks.
     """
+
+    single = False
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
         """Step the weights that have a gradient."""
         (group,) = self.param_groups
         decay = group["weight_decay"]
-        stepped = []
+        stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
+        weights = [parameter.data for parameter in stepped]
+        before = [self.state[parameter].get("compensation") for parameter in stepped]
+        remainders = [torch.zeros_like(w) if r is None else r for w, r in zip(weights, before, strict=True)]
         try:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    weight, remainder = parameter.data, self.state[parameter].pop("compensation", None)
-                    stepped.append((parameter, weight))
-                    parameter.data = torch.zeros_like(weight) if remainder is None else remainder
-                    if decay:
-                        parameter.data.add_(weight, alpha=-group["lr"] * decay)
+            for parameter, remainder in zip(stepped, remainders, strict=True):
+                self.state[parameter].pop("compensation", None)  # an optimizer makes its state where it finds none
+                parameter.data = remainder
+            if decay and stepped:
+                torch._foreach_add_(remainders, weights, alpha=-group["lr"] * decay)
             group["weight_decay"] = 0
             super().step(closure)
         finally:
             group["weight_decay"] = decay
-            for parameter, weight in stepped:
-                remainder, parameter.data = parameter.data, weight
-                before = weight.clone()
-                weight.add_(remainder)
-                self.state[parameter]["compensation"] = remainder.add_(before.sub_(weight))
+            remainders = [parameter.data for parameter in stepped]
+            for parameter, weight, remainder in zip(stepped, weights, remainders, strict=True):
+                self.state[parameter]["compensation"], parameter.data = remainder, weight
+            for start, end in self._parts(weights):
+                _move(remainders[start:end], weights[start:end])
+
+    def _parts(self, weights: list[Tensor]) -> Iterator[tuple[int, int]]:
+        """Yield the bounds of parts that take no more memory than the largest weight."""
+        most = max((weight.nbytes for weight in weights), default=0) * (not self.single)
+        start = size = 0
+        for place, weight in enumerate(weights):
+            if place > start and size + weight.nbytes > most:
+                yield start, place
+                start, size = place, 0
+            size += weight.nbytes
+        if weights:
+            yield start, len(weights)
+
+
+def _move(remainders: list[Tensor], weights: list[Tensor]) -> None:
+    """Add remainders to weights of the same dtype, and keep the rounding errors in the remainders."""
+    sums = torch._foreach_add(weights, remainders)
+    torch._foreach_sub_(weights, sums)
+    torch._foreach_add_(remainders, weights)
+    torch._foreach_copy_(weights, sums)
 
 
 class KahanSummation(Technique):

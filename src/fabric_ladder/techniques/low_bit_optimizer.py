@@ -1,4 +1,4 @@
-"""Adam's moments in 8 bits (bitsandbytes) or 4 bits (`adam_4bit.py`)."""
+"""Adam's moments in 8 bits (`adam_8bit.py`, bitsandbytes) or 4 bits (`adam_4bit.py`)."""
 
 import importlib.util
 from dataclasses import replace
@@ -64,9 +64,9 @@ class LowBitOptimizer(Technique):
         """Return the class of the same optimizer with small moments."""
         if settings.optimizer == "adam-4bit":
             return Adam4bit
-        import bitsandbytes
+        from fabric_ladder.techniques.adam_8bit import Adam8bit  # imports bitsandbytes, which takes long
 
-        return bitsandbytes.optim.Adam8bit
+        return Adam8bit
 
     def state_dtypes(self, settings: Settings) -> list[torch.dtype | None]:
         """Return the moments; two of 4 bits count as one tensor of bytes. Scales of blocks are left out."""

@@ -15,6 +15,7 @@ from fabric_ladder.data.rows import read_file, reading
 from fabric_ladder.data.sources import file_format
 from fabric_ladder.data.tokens import load_tokenizer
 from fabric_ladder.errors import UserError
+from fabric_ladder.models.activations import fuse_gelu
 from fabric_ladder.models.configs import load_config, silence_loading
 from fabric_ladder.techniques.fused_attention import fuse_attention
 
@@ -159,6 +160,7 @@ def load_language_model(
     tokenizer = load_tokenizer(result.folder.as_posix() if own else base_name(result))
     model = load_result(result, dtype=dtype, quantization=quantization)
     fuse_attention(model)
+    fuse_gelu(model)
     return model, tokenizer
 
 

@@ -1,0 +1,33 @@
+"""bitsandbytes' Adam with 8-bit moments, without its waits for the device."""
+
+from collections.abc import Callable
+
+import bitsandbytes
+import torch
+from torch import Tensor
+
+
+class Adam8bit(bitsandbytes.optim.Adam8bit):
+    """Adam with 8-bit moments in the device's memory.
+
+    bitsandbytes waits for the device after each weight (0.50, `optim/optimizer.py: Optimizer8bit.step`). Only paged
+    moments need that, because CPU and GPU share their memory.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """Step the weights that have a gradient; return the loss of the closure."""
+        loss = None
+        if closure:
+            with torch.enable_grad():
+                loss = closure()
+        if not self.initialized:
+            self.to_gpu()  # moves state that was read before
+            self.initialized = True
+        for group_index, group in enumerate(self.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                if parameter.grad is not None:
+                    if not self.state[parameter]:
+                        self.init_state(group, parameter, group_index, index)
+                    self.update_step(group, parameter, group_index, index)
+        return loss
