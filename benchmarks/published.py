@@ -13,9 +13,11 @@ does not count. `unit` names the unit and the measure.
 | reserved | the tensors, cuBLAS's workspaces and fragmentation: `expected` without the CUDA context |
 | process | all memory of the process (`expected`) |
 
-Two words of `options` replace a part of our code by the peer's, where the peer's code shows it. With `adapters=16-bit`
-adapters are in 16 bits, and each keeps its own input after dropout. With `four_bits=keep` 4-bit layers keep their
-inputs, as bitsandbytes 0.42 did.
+Three words of `options` replace a part of our code by the peer's, where the peer's code shows it:
+
+- `adapters=16-bit`: adapters are in 16 bits, and each keeps its own input after dropout.
+- `four_bits=keep`: 4-bit layers keep their inputs, as bitsandbytes 0.42 did.
+- `loss=whole`: the loss is transformers' own, which converts all logits to 32 bits.
 
 No constant is fitted. Errors are (predicted - published) / published. Differences within a series cancel what the
 peer's model code adds. `--fill` writes the tables of docs/published_peaks.md from the results.
@@ -28,7 +30,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -40,6 +42,7 @@ from torch.autograd.function import FunctionCtx
 
 from fabric_ladder.planning.memory import MemoryPrediction, predict_memory
 from fabric_ladder.techniques import adapter_inputs, lora, qlora
+from fabric_ladder.techniques.chunked_loss import ChunkedLoss
 from fabric_ladder.techniques.memory import ON_DEVICE
 
 ROWS = common.ROOT / "benchmarks" / "published_memory.csv"
@@ -167,7 +170,16 @@ def predict(options: str) -> MemoryPrediction:
         return predict_memory(str(path), **arguments)
 
 
-PEERS = {"adapters=16-bit": adapters_in_16_bits, "four_bits=keep": four_bits_that_keep}  # word -> the peer's way
+def whole_loss() -> AbstractContextManager:
+    """Compute the loss of language models as transformers does in this block."""
+    return patch.object(ChunkedLoss, "is_used", lambda *_: False)
+
+
+PEERS = {  # word of `options` -> the peer's way
+    "adapters=16-bit": adapters_in_16_bits,
+    "four_bits=keep": four_bits_that_keep,
+    "loss=whole": whole_loss,
+}
 
 
 def compare(row: dict[str, str]) -> dict:

@@ -11,7 +11,6 @@ from fabric_ladder.settings import FACTS
 
 sys.path.append(str(ROOT / "benchmarks"))
 import published
-from published import PEERS
 
 ROWS = published.read_rows()
 ARGUMENTS = {*FACTS, "rung", *published.NUMBERS, *(word.split("=")[0] for word in published.PEERS)}
@@ -55,12 +54,19 @@ def test_a_prediction_is_within_the_error_of_its_technique(number):
 
 def test_a_peers_adapters_have_16_bits_and_its_4_bit_layers_keep_their_inputs():
     options = "model=bloom-quickstart rung=14_qlora length=64 precision=bf16-true"
-    words = ("", "adapters=16-bit", " ".join(PEERS))
+    words = ("", "adapters=16-bit", "adapters=16-bit four_bits=keep")
     ours, adapters, both = (published.predict(f"{options} {word}").tensors for word in words)
     assert adapters.optimizer_state == pytest.approx(ours.optimizer_state / 2, rel=0.01)
     config = json.loads((published.common.MODELS / "bloom-quickstart.json").read_text(encoding="utf-8"))
     widest = 64 * 4 * config["hidden_size"] * config["n_layer"]  # inputs of the last matrix of each block
     assert both.activations - adapters.activations > 2 * widest
+
+
+def test_a_peers_loss_keeps_all_logits_in_32_bits():
+    options = "model=bloom-quickstart rung=5_low_precision length=64 precision=bf16-true task=instruction-tuning"
+    ours, whole = (published.predict(f"{options} {word}").tensors for word in ("", "loss=whole"))
+    logits = 64 * json.loads((published.common.MODELS / "bloom-quickstart.json").read_text())["vocab_size"]
+    assert whole.logits >= ours.logits + 4 * logits
 
 
 def test_the_tables_of_the_page_are_those_of_the_results():
