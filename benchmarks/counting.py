@@ -107,7 +107,7 @@ class Counter(TorchDispatchMode):
     def work(self) -> Work:
         """Return the work of all operations; those in compiled regions are fused."""
         eager = [operation.work for operation in self.operations if not operation.compiled]
-        return total([*eager, *_fused(self.operations), Work(python_calls=self._python_calls)])
+        return total([*eager, *fused(self.operations), Work(python_calls=self._python_calls)])
 
     @contextmanager
     def compile(self, modules: list[nn.Module]) -> Iterator[None]:
@@ -281,7 +281,7 @@ def _over_rows(given: dict) -> bool:
     return not dims or any(dim % (last + 1) != last for dim in dims)
 
 
-def _fused(operations: list[Operation]) -> list[Work]:
+def fused(operations: list[Operation]) -> list[Work]:
     """Return the work of the compiled regions, after the fusion that `Counter` describes."""
     operations = _absorbed(operations)
     groups: list[list[Operation]] = []

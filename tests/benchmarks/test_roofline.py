@@ -14,8 +14,9 @@ from fabric_ladder.planning.rehearsal import FakeTensors
 from fabric_ladder.planning.speed import Work, host_seconds, seconds
 
 sys.path.append(str(ROOT / "benchmarks"))
+import counting
 import roofline
-from counting import Counter, launches, total
+from counting import Counter, fused, launches, total
 
 TOKENS, WIDTH = 6, 4
 BLOCKS = 9
@@ -174,3 +175,35 @@ def test_a_pass_takes_the_longer_of_host_and_device():
     assert seconds(large._replace(waits=1), gpu) > seconds(large, gpu)
     assert seconds(large, gpu) < seconds(large, find_gpu("T4"))
     assert total([small, large]).kernels == 2000
+
+
+@pytest.mark.slow
+def test_the_rules_of_fusion_move_about_the_bytes_of_inductor(tmp_path, monkeypatch):
+    """Inductor's scheduler for the CPU gives the bytes of all kernels of a block, except of its matrix products."""
+    from torch._inductor.scheduler import ExternKernelSchedulerNode, Scheduler  # imports much
+
+    moved = []
+    codegen = Scheduler.codegen
+
+    def record(self):
+        kernels = [node for node in self.nodes if not isinstance(node, ExternKernelSchedulerNode)]
+        moved.append(sum(node.get_read_write_buffers_sizes() for node in kernels))
+        return codegen(self)
+
+    monkeypatch.setattr(Scheduler, "codegen", record)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+    model = tmp_path / "model.json"
+    config = json.loads((MODELS / "bloom-quickstart.json").read_text())
+    model.write_text(json.dumps(config | {"n_layer": 1, "hidden_size": 256, "n_head": 4}))
+    side = roofline.Side("5_low_precision", "--compile true")
+    settings = roofline.settings_of(side, model)
+    network = roofline.build_model(settings, roofline.blank_datasets(2)).to(torch.bfloat16)
+    inputs = {name: torch.ones(4, 256, dtype=torch.long) for name in ("input_ids", "attention_mask")}
+    network(**inputs, labels=torch.zeros(4, dtype=torch.long)).loss.backward()
+    assert len(moved) == 2  # the block's forward and backward pass
+    compiled = []
+    monkeypatch.setattr(counting, "fused", lambda operations: compiled.extend(fused(operations)) or compiled)
+    with roofline.models(settings, side, all_blocks=True) as (steps,):
+        assert steps.run_pass(4, 256, True).graphs == 2
+    assert sum(moved) == pytest.approx(total(compiled).moved, rel=0.1)
