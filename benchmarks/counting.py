@@ -81,7 +81,7 @@ class Counter(TorchDispatchMode):
 
     Args:
         model: Its gradients are accumulated outside of compiled code.
-        on_host: Tensors that a run on a GPU keeps in CPU memory; to read them is no wait.
+        on_host: Tensors that a run on a GPU keeps in CPU memory; the CPU reads them without a wait.
     """
 
     def __init__(self, model: nn.Module, on_host: list[Tensor] = ()):
@@ -169,7 +169,7 @@ class Counter(TorchDispatchMode):
         keys = {self._key(tensor) for tensor in inputs}
         on_host = any(tensor.is_meta for tensor in inputs) or (keys and keys <= self._host)
         if on_host or name in NOTHING:
-            return  # a copy to the device, a computation on the host, or an allocation
+            return  # a copy to the device, a computation on the CPU, or an allocation
         changed = _tensors([given.get(each.name) for each in operation._schema.arguments if _is_written(each)])
         made = [tensor for tensor in _tensors(result) if self._key(tensor) not in keys]
         if not changed and not made and name not in WAITS:

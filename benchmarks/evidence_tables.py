@@ -221,7 +221,7 @@ def step_times() -> list[str]:
     for name, found in counted_sides().items():
         times = [found["host seconds"], *found["H100 seconds"].values(), found["seconds"]["H100"]]
         rows.append([name, *(f"{1000 * time:.1f}" for time in times)])
-    header = ["predicted, ms", "host", "matrix multiplications", "attention", "other kernels", "kernel starts", "step"]
+    header = ["predicted, ms", "CPU", "matrix multiplications", "attention", "other kernels", "kernel starts", "step"]
     return common.markdown_table(header, rows)
 
 

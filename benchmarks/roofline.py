@@ -2,8 +2,8 @@
 
     python benchmarks/roofline.py [--only TEXT …] [--batches 400]
 
-Nobody has run this project on a GPU. So each side's own step runs on fake tensors, and its kernels, bytes, FLOPs and
-waits are counted (`counting.py`). `fabric_ladder.planning.speed` predicts seconds from the counts.
+Nobody has run this project on a GPU. So each side's own step runs on fake tensors. Its kernels, bytes, FLOPs and waits
+are counted (`counting.py`). `fabric_ladder.planning.speed` predicts seconds from the counts.
 
 The work is effective batches of 16 reviews of IMDb with their real lengths, up to 1,024 tokens, and BLOOM-560m. Its
 tokenizer is on the Hub, so MiniLM's counts the tokens, as in padding.py. The rungs cut micro-batches with their own
@@ -200,7 +200,8 @@ def models(settings: Settings, side: Side, all_blocks: bool = False) -> Iterator
 def _rung_steps(settings: Settings, steps) -> Steps:
     """Return a rung's passes and optimizer step: those of `training/loop.py`."""
     model, optimizer = steps.model, steps.optimizer.optimizer
-    optimizer.parts = None  # a rehearsal steps only a part of each weight
+    optimizer.parts = None  # a rehearsal steps 4-bit Adam's first part of each weight
+    optimizer.single = False  # and Kahan's weights one by one
     on_host = [state["step"] for state in optimizer.state.values() if "step" in state]
     if optimizer.param_groups[0].get("fused"):
         on_host = []

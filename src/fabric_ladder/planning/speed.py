@@ -1,6 +1,6 @@
-"""Seconds of a training step, predicted from the work that it gives to a GPU and to the host.
+"""Seconds of a training step, predicted from the work that it gives to a GPU and to the CPU.
 
-A pass takes the longer of two times. The host needs time to launch each kernel. The GPU needs time for matrix
+A pass takes the longer of two times. The CPU needs time to launch each kernel. The GPU needs time for matrix
 multiplications, attention, the bytes of all other kernels, and the start of each kernel.
 
 No constant here was measured with this project. Each has its source; "a guess" marks the others.
@@ -22,13 +22,13 @@ REACHED_PRODUCTS = 0.7
 REACHED_PRODUCTS_8 = 0.6
 REACHED_ATTENTION = 0.35  # FlashAttention-2 on an H100 (Shah et al., 2024, FlashAttention-3, abstract)
 KERNEL_START = 2e-6  # seconds of the GPU between two kernels: a guess
-EAGER_CALL = 8e-6  # host seconds of an eager kernel: add of 512 x 512 on an A100 (flagos-ai/Torch-FL#27)
-COMPILED_CALL = 7e-6  # host seconds of a kernel in compiled code (meta-pytorch/tritonbench#1017: 6.8 to 9.1)
-GRAPH_CALL = 40e-6  # host seconds of a call of compiled code: guards and autograd (pytorch#122029, tritonbench#1017)
-# More host seconds of an operation that a Python dispatch mode passes on, as selective checkpointing does. Measured on
+EAGER_CALL = 8e-6  # CPU seconds of an eager kernel: add of 512 x 512 on an A100 (flagos-ai/Torch-FL#27)
+COMPILED_CALL = 7e-6  # CPU seconds of a kernel in compiled code (meta-pytorch/tritonbench#1017: 6.8 to 9.1)
+GRAPH_CALL = 40e-6  # CPU seconds of a call of compiled code: guards and autograd (pytorch#122029, tritonbench#1017)
+# More CPU seconds of an operation that a Python dispatch mode passes on, as selective checkpointing does. Measured on
 # a CPU with torch 2.13: 24.7 against 8.4 microseconds for a product of 4 x 4 numbers.
 PYTHON_CALL = 16e-6
-WAIT = 20e-6  # seconds until the GPU is busy again after the host waited for it: a guess
+WAIT = 20e-6  # seconds until the GPU is busy again after the CPU waited for it: a guess
 
 
 class Work(NamedTuple):
@@ -39,7 +39,7 @@ class Work(NamedTuple):
         compiled: The kernels among them that compiled code launches.
         graphs: Calls of compiled code.
         python_calls: Operations that a Python dispatch mode or a tensor subclass passes on.
-        waits: Times that the host waits for the GPU.
+        waits: Times that the CPU waits for the GPU.
         moved: Bytes that elementwise kernels, reductions and copies read and write.
         product_bytes: Bytes that matrix multiplications read and write.
         flops_8: FLOPs of matrix multiplications of 8-bit numbers.
@@ -67,7 +67,7 @@ class Work(NamedTuple):
 
 
 def host_seconds(work: Work) -> float:
-    """Return the time that the host needs to launch the kernels."""
+    """Return the time that the CPU needs to launch the kernels."""
     eager = work.kernels - work.compiled
     launches = eager * EAGER_CALL + work.compiled * COMPILED_CALL
     return launches + work.graphs * GRAPH_CALL + work.python_calls * PYTHON_CALL
