@@ -90,6 +90,7 @@ class Side(NamedTuple):
 SIDES = {
     "Trainer": Side("", "32-true"),
     "Trainer, bf16": Side("", "bf16-mixed"),
+    "Trainer, bf16, micro-batch 16, compile": Side("", "bf16-mixed micro_batch_16 compile"),
     "Trainer, bf16, micro-batch 16, by length": Side("", "bf16-mixed group_by_length micro_batch_16"),
     BEST: Side("", "bf16-mixed group_by_length micro_batch_16 compile"),
     "accelerate": Side("", "32-true accelerate"),
@@ -110,6 +111,7 @@ SIDES = {
             ("16_bf16_that_learns", ""),
             ("16_bf16_that_learns", "--compile true"),
             ("17_step_in_backward", ""),
+            ("17_step_in_backward", "--packing true"),
             ("18_low_bit_optimizer", "--optimizer adam-4bit"),
             ("21_selective_checkpointing", ""),
             ("21_selective_checkpointing", "--compile true"),
