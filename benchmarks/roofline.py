@@ -67,7 +67,6 @@ TOKENS = "16384"  # of a micro-batch: the most that `micro_batch_tokens` `auto` 
 SHAPES = [(2, 128), (2, 256), (4, 256), (3, 512), (5, 384)]  # rows and width
 CLASSES = 2
 BEST = "Trainer, best switches"
-FAST = "--precision bf16-true --kahan_summation true --packing true --compile true"
 
 
 class Side(NamedTuple):
@@ -107,7 +106,7 @@ SIDES = {
             ("7_grad_checkpointing", "--compile true"),
             ("15_packing", ""),
             ("15_packing", "--compile true"),
-            ("15_packing", FAST.replace("--packing true ", "")),
+            ("15_packing", "--precision bf16-true --kahan_summation true --compile true"),
             ("16_bf16_that_learns", ""),
             ("16_bf16_that_learns", "--compile true"),
             ("17_step_in_backward", ""),
