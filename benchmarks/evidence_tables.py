@@ -1,10 +1,11 @@
-"""Write the tables of accuracy and memory into docs/, and draw the picture of the ladder.
+"""Write the tables of accuracy, memory and counted speed into docs/, and draw the picture of the ladder.
 
     python benchmarks/evidence_tables.py            writes them
     python benchmarks/evidence_tables.py --check    lists stale pages and writes nothing; exit status 1 if there are any
 
 A table is between `<!-- runs:NAME -->` and `<!-- /runs -->`. Sources: the runs under results/runs/ (evidence.py),
-results/memory_ladder.json (predicted bytes) and results/blog_accuracy.json. Missing figures are shown as a dash.
+results/memory_ladder.json (predicted bytes), results/roofline.json (counts) and results/blog_accuracy.json. Missing
+figures are shown as a dash.
 """
 
 import argparse
@@ -177,7 +178,57 @@ def ladder() -> list[str]:
     return common.markdown_table(header, rows)
 
 
-BLOCKS = {"accuracies": accuracies, "whole": whole, "blog": blog, "ladder": ladder}
+@cache
+def counted_sides() -> dict[str, dict]:
+    """Return the counted sides of BLOOM-560m, see roofline.py."""
+    return common.read_results(common.RESULTS / "roofline.json")["bloom-560m"]["sides"]
+
+
+def counts() -> list[str]:
+    """Return the table of what a step makes a GPU do."""
+    rows = []
+    for name, found in counted_sides().items():
+        step, optimizer = found["step"], found["optimizer"]
+        cells = [f"{found['passes']:.2f}", f"{found['computed per token']:.2f}", f"{found['kernels a pass']:,.0f}",
+                 f"{step['kernels']:,.0f}", f"{step['moved'] / 1e9:.0f}", f"{step['flops'] / 1e12:.1f}",
+                 f"{step['waits']:.0f}", f"{optimizer['bytes'] / 1e9:.1f}", f"{optimizer['kernels']:,.0f}"]  # fmt: skip
+        rows.append([name, *cells])
+    header = ["a step", "passes", "tokens computed per token", "kernels a pass", "kernels", "GB of other kernels",
+              "TFLOPs", "waits", "GB of the optimizer", "its launches"]  # fmt: skip
+    return common.markdown_table(header, rows)
+
+
+def predicted_speeds() -> list[str]:
+    """Return the table of predicted milliseconds and samples/s, with the ratio to Trainer's best switches."""
+    sides = counted_sides()
+    best, gpus = sides["Trainer, best switches"]["seconds"], list(sides["Trainer"]["seconds"])
+    rows = []
+    for name, found in sides.items():
+        times = found["seconds"]
+        cells = [
+            f"{1000 * times[gpu]:,.0f} ms, {16 / times[gpu]:.0f}/s, {best[gpu] / times[gpu]:.2f} x"
+            if gpu in times
+            else NONE
+            for gpu in gpus
+        ]
+        rows.append([name, *cells])
+    return common.markdown_table(["predicted", *gpus], rows)
+
+
+def step_times() -> list[str]:
+    """Return the table of where the predicted time of a step goes on an H100, in milliseconds."""
+    rows = []
+    for name, found in counted_sides().items():
+        times = [found["host seconds"], *found["H100 seconds"].values(), found["seconds"]["H100"]]
+        rows.append([name, *(f"{1000 * time:.1f}" for time in times)])
+    header = ["predicted, ms", "CPU", "matrix multiplications", "attention", "other kernels", "kernel starts", "step"]
+    return common.markdown_table(header, rows)
+
+
+BLOCKS = {
+    "accuracies": accuracies, "whole": whole, "blog": blog, "ladder": ladder,
+    "counts": counts, "predicted_speeds": predicted_speeds, "step_times": step_times,
+}  # fmt: skip
 
 
 def filled(page: Path, text: str) -> str:

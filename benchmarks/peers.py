@@ -111,25 +111,31 @@ class Clock(TrainerCallback):
         }
 
 
-def measure_trainer(settings: Settings, datasets: TextDatasets, model: nn.Module, switches: list[str]) -> dict:
-    """Train, validate and test by Trainer."""
-    splits, counting = datasets.splits, Counting(datasets)
+def trainer_arguments(settings: Settings, switches: list[str], folder: str, **more) -> TrainingArguments:
+    """Return the arguments of Trainer with some of `SWITCHES`."""
     options = {"per_device_train_batch_size": MICRO_BATCH}
     for switch in switches:
         options |= SWITCHES[switch]
     accumulation = settings.batch_size // options["per_device_train_batch_size"]
+    arguments = TrainingArguments(
+        output_dir=folder, num_train_epochs=1, seed=settings.seed, learning_rate=settings.learning_rate,
+        lr_scheduler_type="constant", max_grad_norm=0.0,
+        save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=settings.accelerator == "cpu",
+        bf16=settings.precision == "bf16-mixed", fp16=settings.precision == "16-mixed",
+        **options | {"gradient_accumulation_steps": accumulation} | more,
+    )  # fmt: skip
+    if settings.accelerator == "cuda":
+        arguments._n_gpu = 1  # else it shares a larger batch out to all that are there
+    return arguments
+
+
+def measure_trainer(settings: Settings, datasets: TextDatasets, model: nn.Module, switches: list[str]) -> dict:
+    """Train, validate and test by Trainer."""
+    splits, counting = datasets.splits, Counting(datasets)
     clock = Clock(torch.device(settings.accelerator), len(splits["train"]) // settings.batch_size)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder, num_train_epochs=1, seed=settings.seed, learning_rate=settings.learning_rate,
-            lr_scheduler_type="constant", max_grad_norm=0.0, gradient_accumulation_steps=accumulation,
-            save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=settings.accelerator == "cpu",
-            bf16=settings.precision == "bf16-mixed", fp16=settings.precision == "16-mixed", **options,
-        )  # fmt: skip
-        if settings.accelerator == "cuda":
-            arguments._n_gpu = 1  # else it shares a larger batch out to all that are there
         trainer = Trainer(
-            model, arguments, counting, splits["train"], splits["validation"],
+            model, trainer_arguments(settings, switches, folder), counting, splits["train"], splits["validation"],
             processing_class=datasets.tokenizer, callbacks=[clock],
         )  # fmt: skip
 

@@ -21,8 +21,9 @@ from fabric_ladder.techniques.technique import Technique
 NAMED = {(f"--{technique.setting}", "true"): technique.short_name for technique in TECHNIQUES if technique.short_name}
 
 STANDARD = "imdb_bloom_560m.yaml"  # settings of a run on a CUDA GPU without a config
-HALF_SPEED_TOKENS = 1024  # tokens of a micro-batch with half of a GPU's full speed: a guess
-SINGLE_SAMPLE_SPEED = 0.8  # an optimizer step for each sample: a guess
+# Counted by benchmarks/roofline.py for BLOOM-560m on an H100: the predicted speeds of rungs 4 and 5.
+HALF_SPEED_TOKENS = 1024  # tokens of a micro-batch with half of a GPU's full speed
+SINGLE_SAMPLE_SPEED = 0.7  # an optimizer step for each sample, on short texts
 
 
 class Candidate(NamedTuple):

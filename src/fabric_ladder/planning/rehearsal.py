@@ -226,7 +226,7 @@ class _Steps:
         self.fabric.launch()
         self.meter = Meter(self.fabric)
         is_language_model = settings.task == "instruction-tuning"
-        self.mode = _FakeTensors()
+        self.mode = FakeTensors()
         self.tracker = PeakTracker(self.mode, model.config.vocab_size if is_language_model else None)
         self.counts = count_parameters(model)
         with self._counted():
@@ -331,7 +331,9 @@ class _Steps:
         return fully_shard(model, **options)
 
 
-class _FakeTensors(FakeTensorMode):
+class FakeTensors(FakeTensorMode):
+    """Fake tensors on a CPU; a value that is read is 1, or False."""
+
     def __init__(self):
         super().__init__(allow_non_fake_inputs=True)
         # the memo keeps a weak reference to each tensor, and Module.to cannot convert referenced tensors
