@@ -77,9 +77,10 @@ def rung_case(tmp_path, rung, family, length):
     ],
 )
 def test_the_prediction_of_every_rung_agrees_with_real_tensors(tmp_path, rung, family):
+    rel = 0.02 if rung == "14_qlora" else 0.01  # 4-bit layers are rehearsed as on CUDA; a CPU unpacks them otherwise
     for length in (PATCHES,) if family == "vit" else (48, 160):
         settings, training = rung_case(tmp_path, rung, family, length)
-        assert predict_peak(settings, training).total == pytest.approx(measured_peak(settings, training), rel=0.01)
+        assert predict_peak(settings, training).total == pytest.approx(measured_peak(settings, training), rel=rel)
 
 
 @pytest.mark.parametrize(

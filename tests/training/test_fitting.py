@@ -50,7 +50,7 @@ def test_all_ranks_use_the_size_that_fits_the_rank_with_the_least_memory(tmp_pat
 
 
 def test_a_batch_that_cannot_fit_fails_in_the_first_minute_with_advice(tmp_path):
-    stdout, stderr, status = alone(tmp_path, 60, "2_grad_accum", "--micro_batch_size", 16)
+    stdout, stderr, status = alone(tmp_path, 45, "2_grad_accum", "--micro_batch_size", 16)
     assert (status, "Loss:" in stdout) == (2, False)
     line = stderr.splitlines()[-1]
     assert re.match(

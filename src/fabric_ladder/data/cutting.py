@@ -155,9 +155,9 @@ def _ends_of_least_cost(width: np.ndarray, tokens: int, full_pass: int) -> list[
             first += 1
         starts = np.arange(first, end)
         costs = cost[first:end] + np.maximum(width[first:end] * (end - starts), full_pass)
-        best = int(costs.argmin())
-        cost[end] = costs[best] + full_pass / 8
-        previous[end] = first + best
+        start = end - 1 - int(costs[::-1].argmin())  # of equal costs the last start, so that the largest come first
+        cost[end] = costs[start - first] + full_pass / 8
+        previous[end] = start
     ends = []
     end = len(width)
     while end:

@@ -98,7 +98,7 @@ def read_candidates(
 def as_on_mac(options: list[str]) -> list[str]:
     """Return the user's options with those that a run on a Mac's GPU needs: without them it is the CPU's quickstart."""
     given = {word.split("=")[0] for word in options}
-    standard = () if "--config" in given else STANDARD
+    standard = [] if "--config" in given else ["--config", STANDARD]
     return [*standard, *without_options(options, ["accelerator"]), "--accelerator", "mps"]
 
 
