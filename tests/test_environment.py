@@ -37,6 +37,7 @@ print(len(names))
 """
 
 
+@pytest.mark.slow
 def test_every_module_can_be_imported_on_windows(tmp_path):
     command = [sys.executable, "-c", ON_WINDOWS]
     process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)

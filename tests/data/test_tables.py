@@ -98,6 +98,7 @@ def test_the_tokenizer_learns_from_texts_without_spaces(tmp_path, load):
     assert {text for split in SPLITS for text in texts_of(got, split)} == set(texts)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux counts mapped files separately")
 def test_a_large_file_is_never_in_memory(tmp_path):
     """The file has 100,000 texts of 200 bytes in one row group, as pandas writes it. 2,000 texts are loaded first."""

@@ -206,6 +206,7 @@ def test_the_watch_ends_a_rank_and_names_the_rank_that_is_killed_or_hangs(tmp_pa
     end_one(ranks, victim, signal_name, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_dead_rank_ends_the_others_within_a_minute(tmp_path):
     """The run ends within a minute, in the middle of training."""
     command = [SRC / "10_fsdp.py", *SIZES, "--devices", 2, "--epochs", "1000"]

@@ -149,6 +149,7 @@ def test_the_largest_micro_batch_that_fits_is_found(tmp_path):
         assert plan.low < plan.needed < plan.high == memory - plan.free
 
 
+@pytest.mark.slow
 def test_the_search_finds_the_recommended_plans_and_leaves_out_the_others(tmp_path):
     config = json.loads((MODELS / "bloom-quickstart.json").read_text()) | {"hidden_size": 1024, "n_layer": 4}
     (tmp_path / "bloom.json").write_text(json.dumps(config))

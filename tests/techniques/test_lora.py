@@ -349,6 +349,7 @@ def test_processes_share_adapters_and_packed_tokens_without_changing_a_loss(tmp_
     assert printed_losses(tmp_path, name, "--devices", "2") == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_four_bits_from_training_to_text(tmp_path, monkeypatch, capsys):
     """Rung 14 saves an adapter and its 4-bit base. They generate text, are merged, and generate text again."""
     sizes = ["--train_samples", 64, "--validation_samples", 8, "--test_samples", 8, "--lora_learning_rate", "2e-2"]

@@ -33,6 +33,7 @@ def read_report(process):
     return items
 
 
+@pytest.mark.slow
 def test_a_complete_installation_without_a_compiler(tmp_path):
     home = tmp_path / "home"
     home.mkdir()

@@ -20,6 +20,7 @@ from fabric_ladder.techniques.advice import less_memory
 from fabric_ladder.training import fitting, loop
 
 
+@pytest.mark.slow
 def test_auto_halves_until_it_fits_and_the_gradient_stays(tmp_path):
     chosen, losses = [], []
     for room in (0, 14):  # MB; half of the tokens fit into 12 MB, all tokens into 20 MB
