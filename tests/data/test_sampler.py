@@ -123,14 +123,14 @@ def test_a_row_of_several_samples_is_halved_before_a_filler_is_added():
 @pytest.mark.parametrize("limit", [700, 2048, 2**62])
 @pytest.mark.parametrize("full_pass", [0, 64, FULL_PASS])
 def test_micro_batches_limited_by_tokens_cost_least(limit, full_pass):
-    """A pass costs its padded tokens, at least `full_pass`, and an eighth of it; all cuts are compared."""
+    """A pass costs its padded tokens, at least `full_pass`, and a quarter of it; all cuts are compared."""
     lengths = np.array([900, 850, 800, 300, 280, 260, 250, 240, 20, 10])
     rows, ones = np.arange(len(lengths)), np.ones(len(lengths), int)
 
     def cost(parts):
         sizes = [int(lengths[part].max()) * len(part) for part in parts]
         allowed = all(size <= limit or len(part) == 1 for size, part in zip(sizes, parts, strict=True))
-        return sum(max(full_pass, size) + full_pass / 8 for size in sizes) if allowed else np.inf
+        return sum(max(full_pass, size) + full_pass / 4 for size in sizes) if allowed else np.inf
 
     (parts,) = cut(rows, lengths, ones, tokens=limit, full_pass=full_pass)
     assert [row for part in parts for row in part.rows] == list(rows)

@@ -139,8 +139,8 @@ def _cut_share(
 def _ends_of_least_cost(width: np.ndarray, tokens: int, full_pass: int) -> list[int]:
     """Return the ends of consecutive micro-batches that together cost least, by dynamic programming.
 
-    A micro-batch costs its padded tokens, at least `full_pass`, and an eighth of `full_pass` in addition. So many
-    small passes are not worth the last bit of padding.
+    A micro-batch costs its padded tokens, at least `full_pass`, and a quarter of `full_pass` in addition. So many small
+    passes are not worth the last bit of padding.
 
     Args:
         width: Padded tokens of each row, sorted from the widest.
@@ -156,7 +156,7 @@ def _ends_of_least_cost(width: np.ndarray, tokens: int, full_pass: int) -> list[
         starts = np.arange(first, end)
         costs = cost[first:end] + np.maximum(width[first:end] * (end - starts), full_pass)
         start = end - 1 - int(costs[::-1].argmin())  # of equal costs the last start, so that the largest come first
-        cost[end] = costs[start - first] + full_pass / 8
+        cost[end] = costs[start - first] + full_pass / 4
         previous[end] = start
     ends = []
     end = len(width)
