@@ -9,11 +9,10 @@ from itertools import count
 from typing import NamedTuple
 
 import torch
+from speed import Work
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from fabric_ladder.planning.speed import Work
 
 FUSIBLE, REDUCTION, ALONE = "fusible", "reduction", "alone"
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")

@@ -45,7 +45,7 @@ from fabric_ladder import parse_settings
 from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError
 from fabric_ladder.planning.gpus import Gpu, match_gpu
-from fabric_ladder.planning.overhead import ASSUMED, load_overhead
+from fabric_ladder.planning.overhead import assume, load_overhead
 from fabric_ladder.rungs import RUNGS
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.advice import show_errors
@@ -221,8 +221,10 @@ def kernels(job: Job) -> list[Entry]:
 def calibrate(limit: float) -> dict:
     """Return the planner's overhead of this GPU, measured and assumed."""
     common.run_child([str(ROOT / "scripts" / "plan_memory.py"), "--calibrate"], limit=limit)
-    measured = load_overhead(Settings().cache_dir, machine_of_child("cuda")["hardware"]["gpu"]).expected
-    return {"measured": measured._asdict(), "assumed": ASSUMED._asdict()}
+    name = machine_of_child("cuda")["hardware"]["gpu"]
+    known = match_gpu(name)
+    measured = load_overhead(Settings().cache_dir, name).expected
+    return {"measured": measured._asdict(), "assumed": assume(known and known.capability).expected._asdict()}
 
 
 def losses(job: Job, rung: str, limit: float) -> dict:

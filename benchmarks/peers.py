@@ -125,7 +125,7 @@ def trainer_arguments(settings: Settings, switches: list[str], folder: str, **mo
         **options | {"gradient_accumulation_steps": accumulation} | more,
     )  # fmt: skip
     if settings.accelerator == "cuda":
-        arguments._n_gpu = 1  # else it shares a larger batch out to all that are there
+        arguments._n_gpu = 1  # else it shares a larger batch out to all GPUs
     return arguments
 
 

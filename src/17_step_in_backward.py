@@ -1,8 +1,9 @@
 """17_step_in_backward · Step in backward: each weight is updated as soon as it has its gradient, which is then freed.
 
 Builds on 16_bf16_that_learns.py. Memory holds only the largest gradient. The effective batch is one pass, and its
-gradient cannot be clipped. On a GPU packing fills that pass; --activation_checkpointing true makes it smaller.
-Unchanged: losses and weights, bit by bit.
+gradient cannot be clipped. On a GPU packing removes the padding of that pass; --activation_checkpointing true makes it
+smaller.
+Unchanged: losses and weights of the same pass, bit by bit.
 
 src/plain/17_step_in_backward.py shows the whole training in one file.
 In the package: techniques/weight_steps.py: WeightSteps

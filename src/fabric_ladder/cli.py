@@ -96,7 +96,7 @@ def _read_settings(given: Mapping[str, object], script: Mapping[str, object]) ->
 
 
 def settings_for(accelerator: str, name: str, args: list[str], **defaults) -> Settings:
-    """Return the settings of a script as on an accelerator that this machine need not have.
+    """Return a script's settings for an accelerator, even if this machine lacks it.
 
     Args:
         accelerator: As in the settings.

@@ -381,7 +381,7 @@ def answer_early() -> None:
 
 
 def check_ranks() -> None:
-    """Refuse a variable of a launcher that must be a number and is none.
+    """Refuse a launcher's variable that is not a number.
 
     Raises:
         UserError: The variable and its value.

@@ -703,7 +703,7 @@ class Settings(DataSettings):
     strategy: Literal["single", "ddp", "fsdp", "deepspeed"] = "single"
     config: str | None = None
     notices: tuple[str, ...] = ()
-    # `techniques.full_pass` gives it: padded tokens that take as long as a pass does in any case
+    # `cli.resolve` sets it: a pass with fewer padded tokens takes as long as one with these
     full_pass: int = FULL_PASS
 
     @property

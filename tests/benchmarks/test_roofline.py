@@ -11,12 +11,12 @@ from torch import nn
 
 from fabric_ladder.planning.gpus import find_gpu
 from fabric_ladder.planning.rehearsal import FakeTensors
-from fabric_ladder.planning.speed import Work, host_seconds, seconds
 
 sys.path.append(str(ROOT / "benchmarks"))
 import counting
 import roofline
 from counting import Counter, fused, launches, total
+from speed import Work, host_seconds, seconds
 
 TOKENS, WIDTH = 6, 4
 BLOCKS = 9
@@ -124,14 +124,15 @@ def test_the_work_of_a_pass_is_linear_in_the_terms_of_its_shape(bloom):
 
 def test_compiled_rungs_have_fewer_kernels_and_bytes(bloom):
     eager, compiled = (counted(bloom, "4_mixed_precision", options) for options in ("", "--compile true"))
-    assert compiled.kernels < 0.8 * eager.kernels
-    assert compiled.moved < 0.8 * eager.moved
+    assert compiled.kernels < 0.95 * eager.kernels
+    assert compiled.moved < 0.9 * eager.moved
     assert compiled.flops == eager.flops
     assert compiled.graphs == 2 * BLOCKS
 
 
 def test_selective_checkpointing_recomputes_no_products_but_passes_operations_through_python(bloom):
-    selective, plain = (counted(bloom, name) for name in ("21_selective_checkpointing", "7_grad_checkpointing"))
+    selective = counted(bloom, "21_selective_checkpointing", "--compile false")
+    plain = counted(bloom, "7_grad_checkpointing")
     assert selective.flops < plain.flops
     assert selective.python_calls > 0 == plain.python_calls
 

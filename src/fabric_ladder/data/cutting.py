@@ -64,7 +64,7 @@ def cut(
         tokens: Maximum padded tokens of a micro-batch of several rows; see also `_ends_of_least_cost`.
         multiple: Lengths are padded to a multiple of this.
         capacity: Maximum padded tokens of a row of several samples, at most `tokens`; None: no packing.
-        full_pass: Padded tokens that take as long as a pass does in any case.
+        full_pass: A pass with fewer padded tokens takes as long as one with these.
 
     Returns:
         The micro-batch plans of each rank.
@@ -145,7 +145,7 @@ def _ends_of_least_cost(width: np.ndarray, tokens: int, full_pass: int) -> list[
     Args:
         width: Padded tokens of each row, sorted from the widest.
         tokens: Maximum padded tokens of a micro-batch of several rows.
-        full_pass: Padded tokens that take as long as a pass does in any case.
+        full_pass: A pass with fewer padded tokens takes as long as one with these.
     """
     cost = np.zeros(len(width) + 1)
     previous = np.zeros(len(width) + 1, int)

@@ -5,6 +5,8 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+FEWEST = 4  # rows of a table per exchanged row; with fewer, exchanging rows takes too much memory
+
 
 class DDPInBuckets(DDPStrategy):
     """DDP whose gradients are views of its buckets from the first backward pass on.
@@ -40,19 +42,20 @@ class DDPInBuckets(DDPStrategy):
     def average_tables(self) -> None:
         """Average the gradients of embedding tables over the ranks, by rows that are not 0.
 
-        All ranks must call it. Inside `no_backward_sync` it does nothing, as DDP.
+        All ranks must call it. Inside `no_backward_sync` it does nothing, like DDP. The CPU waits for the number
+        of rows.
 
-        Every rank adds the rows in the order of the ranks, so all ranks have the same sum to the last bit. A table of
-        which a rank uses many rows is averaged as a whole.
+        Every rank adds the rows in the order of the ranks, so all ranks have the same sum to the last bit. If a
+        rank uses many rows of a table, the whole table is averaged.
         """
         if not self._tables or not self._wrapped.require_backward_grad_sync:
             return
         gradients = [table.grad.div_(self.world_size) for table in self._tables]
         used = [gradient.any(dim=1).nonzero().flatten() for gradient in gradients]
         counts = torch.tensor([len(rows) for rows in used], device=gradients[0].device)
-        most = torch.stack(self._gather(counts)).amax(0).tolist()
-        for gradient, rows, count in zip(gradients, used, most, strict=True):
-            if count * self.world_size > len(gradient):
+        largest = torch.stack(self._gather(counts)).amax(0).tolist()
+        for gradient, rows, count in zip(gradients, used, largest, strict=True):
+            if FEWEST * count * self.world_size > len(gradient):
                 distributed.all_reduce(gradient)
             else:
                 self._exchange(gradient, rows, count)
@@ -64,8 +67,8 @@ class DDPInBuckets(DDPStrategy):
         values = gradient.new_zeros(count, gradient.shape[1])  # ranks with fewer rows add 0 to row 0
         values[: len(rows)] = gradient[rows]
         gradient.index_fill_(0, rows, 0)
-        for where, what in zip(self._gather(numbers), self._gather(values), strict=True):
-            gradient.index_add_(0, where, what)
+        for numbers_of_rank, values_of_rank in zip(self._gather(numbers), self._gather(values), strict=True):
+            gradient.index_add_(0, numbers_of_rank, values_of_rank)
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all ranks, which have the same shape."""

@@ -143,6 +143,9 @@ def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) 
     changes |= {"eval_batch_tokens": given.get("eval_batch_tokens"), "full_pass": full_pass(settings)}  # not a CPU's
     settings = replace(settings, **changes)
     check_precision(settings, gpu.capability)
+    for technique in used(settings):
+        if reason := technique.reason_against(settings, gpu.capability):
+            raise UserError(f"--{technique.setting}: {reason}")
     if "deepspeed" in defaults:
         settings = replace(settings, deepspeed=deepspeed)
         read_deepspeed_config(settings)  # for its checks

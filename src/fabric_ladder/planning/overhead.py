@@ -78,9 +78,9 @@ class Bounds(NamedTuple):
 #         3DTopia/Phidias-Diffusion#8, huggingface/lora-fast#1), L40S 0.54 (huggingface/sentence-transformers#3214)
 #     10.0 and above: RTX 5090 0.62 and 0.65 (Wan-Video/Wan2.1#465, TrajectoryCrafter/TrajectoryCrafter#20)
 # None were found for V100, H100 and H200. In these figures the context grows with the multiprocessors of a GPU, and
-# most of these GPUs are large. So the low figure, of a small GPU, is the same for all. PyTorch loads kernels lazily
-# since 1.13 (pytorch#86509). With all kernels a V100 with CUDA 11.2 took 1.41 GB (transformers' documentation, "Model
-# training anatomy"). HIGH does not cover this.
+# most of these GPUs are large. So the low figure is that of a small GPU, from 8.0 on the same for all. PyTorch loads
+# kernels lazily since 1.13 (pytorch#86509). With all kernels a V100 with CUDA 11.2 took 1.41 GB (transformers'
+# documentation, "Model training anatomy"). HIGH does not cover this.
 #
 # workspace: the forward and the backward pass run in separate threads, each with a workspace of cuBLAS: 8.1 MiB, or
 # 32 MiB on compute capability 9.0, in newer versions also on 10.0 and above (PyTorch, `CublasHandlePool.cpp:

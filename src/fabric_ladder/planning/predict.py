@@ -173,7 +173,7 @@ def _answer(
             tokens, batches, evaluations = cut
             peaks = [rehearsal.peak(settings, batch, evaluations) for batch in batches]
             peak = max(peaks, key=lambda peak: peak.total)
-            if not overhead or room is None or overhead.needed(peak) - overhead.expected.context <= room:
+            if not overhead or room is None or overhead.needed(peak) - overhead.expected.outside <= room:
                 break
     found = {name: getattr(peak, name) for name in (*ON_DEVICE, "host", "phase", "total")}
     found |= {"micro_batch_tokens": tokens} if len(cuts) > 1 else {}

@@ -93,7 +93,7 @@ def cuda_defaults(settings: Settings, chosen: Collection[str], capability: tuple
 
 
 def full_pass(settings: Settings) -> int:
-    """Return the padded tokens that take as long as a pass does in any case, however short it is.
+    """Return the padded tokens of the shortest pass that is worth its time: with fewer a pass takes as long.
 
     Every pass launches its kernels (`FULL_PASS`). Sharded and offloaded weights also cross a link in every pass, while
     the GPU computes. For N weights the transfer takes N * bytes / LINK, and the computation N * FLOPs * tokens / SPEED.

@@ -101,7 +101,7 @@ class Technique:
         """Return why the technique in use cannot work with these settings, and what to do.
 
         Args:
-            settings: Resolved.
+            settings: Resolved; for a switch that a GPU turns on by itself, as they were read.
             capability: Compute capability of the GPU; None: a CPU, or Apple silicon.
         """
         return None

@@ -133,7 +133,7 @@ def _train_epoch(training: Training) -> None:
         run.throughput.count(batch)
 
         if lines_before < state.samples // run.log_every or state.batch == state.steps_per_epoch:
-            score = state.collect()  # only here the loop waits for the device
+            score = state.collect()  # on one device only this line waits for it
             if score.items:  # otherwise all batches were skipped
                 run.log_loss(state.epoch, state.batch, state.samples, score.loss, optimizer.param_groups[0]["lr"])
         if stop_request.requested():

@@ -3,7 +3,7 @@
 A pass takes the longer of two times. The CPU needs time to launch each kernel. The GPU needs time for matrix
 multiplications, attention, the bytes of all other kernels, and the start of each kernel.
 
-No constant here was measured with this project. Each has its source; "a guess" marks the others.
+Except `PYTHON_CALL`, no constant here was measured with this project. Each has its source; "a guess" marks the others.
 """
 
 from typing import NamedTuple
