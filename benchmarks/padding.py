@@ -26,7 +26,7 @@ from lightning import Fabric
 
 from fabric_ladder import build_dataloaders, parse_settings
 from fabric_ladder.data.tables import complete_splits, read_splits
-from fabric_ladder.settings import DataSettings
+from fabric_ladder.settings import DataSettings, Settings
 from fabric_ladder.techniques import full_pass
 from fabric_ladder.techniques.advice import show_errors
 from local_dataset_utilities import imdb_source, load_datasets
@@ -111,16 +111,16 @@ def count_tokens(folder: Path) -> dict:
         for batch in (16, 64):
             for cut, how in CUTS.items():
                 settings = parse_settings([*options, *more, "--batch_size", str(batch), *how])
-                figures[f"{name}, batch {batch}, {cut}"] = count(settings, datasets)
+                figures[f"{name}, batch {batch}, {cut}"] = count(settings, {}, datasets)
             settings = parse_settings([*options, *more, "--batch_size", str(batch), *CUTS["unpacked, 16,384 tokens"]])
             for rung, how in MOVING.items():
-                tokens = full_pass(replace(settings, **how))
-                figures[f"{name}, batch {batch}, {rung}"] = count(replace(settings, full_pass=tokens), datasets)
+                figures[f"{name}, batch {batch}, {rung}"] = count(settings, how, datasets)
     return {"conditions": {"max_length": 1024, "texts": texts}, "figures": figures, "medians": figures}
 
 
-def count(settings, datasets) -> dict[str, float]:
-    """Return padding, passes and shapes of an epoch's micro-batches."""
+def count(settings: Settings, strategy: dict, datasets: TextDatasets) -> dict[str, float]:
+    """Return padding, passes and shapes of an epoch's micro-batches, as a GPU would get them with a strategy."""
+    settings = replace(settings, full_pass=full_pass(replace(settings, **strategy)))
     fabric = Fabric(accelerator="cpu", devices=1)
     batches = list(build_dataloaders(fabric, datasets, settings)[0])
     parts = [part for batch in batches for part in batch.micro_batches]
