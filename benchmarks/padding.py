@@ -25,6 +25,7 @@ from common import model_options, part_parser, rung_command
 from lightning import Fabric
 
 from fabric_ladder import build_dataloaders, parse_settings
+from fabric_ladder.data.splits import TextDatasets
 from fabric_ladder.data.tables import complete_splits, read_splits
 from fabric_ladder.settings import DataSettings, Settings
 from fabric_ladder.techniques import full_pass
