@@ -143,7 +143,7 @@ def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) 
     changes |= {"eval_batch_tokens": given.get("eval_batch_tokens"), "full_pass": full_pass(settings)}  # not a CPU's
     settings = replace(settings, **changes)
     check_precision(settings, gpu.capability)
-    for technique in used(settings):
+    for technique in used(settings) if gpu.name != ANY.name else ():
         if reason := technique.reason_against(settings, gpu.capability):
             raise UserError(f"--{technique.setting}: {reason}")
     if "deepspeed" in defaults:
