@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import BloomConfig, BloomForSequenceClassification
 
+from fabric_ladder.models.activations import fuse_gelu
 from fabric_ladder.techniques.fused_attention import fuse_attention
 
 
@@ -134,6 +135,7 @@ def bloom(dtype: torch.dtype, fused: bool, checkpointing: str) -> torch.nn.Modul
     model = BloomForSequenceClassification._from_config(config, dtype=dtype)
     if fused:
         fuse_attention(model)
+        fuse_gelu(model)
 
     def policy(context, operation, *args, **options):
         keep = operation.__name__.startswith(("mm.", "addmm.", "_scaled_dot_product_"))
