@@ -71,7 +71,7 @@ def test_a_batch_that_cannot_fit_fails_in_the_first_minute_with_advice(tmp_path)
 
 @pytest.mark.slow
 def test_auto_ends_where_a_single_sample_does_not_fit(tmp_path):
-    stdout, stderr, status = alone(tmp_path, 6, "2_grad_accum", "--micro_batch_tokens", "auto")
+    stdout, stderr, status = alone(tmp_path, 3, "2_grad_accum", "--micro_batch_tokens", "auto")
     assert (status, "fit\n" in stdout) == (2, False)
     line = stderr.splitlines()[-1]
     assert re.search(
