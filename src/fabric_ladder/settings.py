@@ -88,6 +88,7 @@ optimization_setting = partial(setting, "optimization")
 micro_batch_setting = partial(setting, "micro-batches")
 memory_setting = partial(setting, "memory")
 device_setting = partial(setting, "devices")
+validation_setting = partial(setting, "validation")
 logging_setting = partial(setting, "logging")
 checkpoint_setting = partial(setting, "checkpoints")
 
@@ -632,6 +633,34 @@ class Settings(DataSettings):
         role=SURROUNDINGS,
         changes_figures=False,
     )
+    evaluate_every: int = validation_setting(
+        0,
+        "Optimizer steps between two validations within an epoch. Another one follows each epoch. 0: no others.",
+        role=SURROUNDINGS,
+        at_least=0,
+        aliases={"{}, in optimizer steps": "eval_every eval_interval eval_steps val_check_interval"},
+    )
+    patience: int | None = validation_setting(
+        None,
+        "Stop the training after N validations in a row that are not better than the best one.",
+        role=EQUAL,
+        free_on_resume=True,
+        at_least=1,
+        aliases={"{}": "early_stopping early_stopping_patience"},
+    )
+    best_metric: Literal["loss", "accuracy"] = validation_setting(
+        "loss",
+        "Figure of a validation that decides whether it is the best so far.",
+        role=EQUAL,
+        aliases={"{}": "metric_for_best_model"},
+    )
+    best_weights: bool = validation_setting(
+        False,
+        "After the training, go back to the weights of the best validation: the test and `save` use them. They wait in "
+        "a checkpoint.",
+        role=EQUAL,
+        aliases={"true": "load_best_model_at_end save_best"},
+    )
     log_every: int | None = logging_setting(
         None,
         "Samples between two printed losses. Default: a tenth of an epoch, at most 4800.",
@@ -676,7 +705,7 @@ class Settings(DataSettings):
     )
     keep: int = checkpoint_setting(
         1,
-        "Number of newest checkpoints to keep, in addition to the one with the lowest validation loss.",
+        "Number of newest checkpoints to keep, in addition to the one with the best validation (`best_metric`).",
         role=SURROUNDINGS,
         changes_figures=False,
         at_least=1,
