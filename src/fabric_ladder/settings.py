@@ -45,6 +45,7 @@ class Fact:
         above: Largest value that is too small.
         below: Smallest value that is too large.
         needs: The setting without which it has no effect: `lora`, or with a value `optimizer=sgd`.
+        replaced_by: Settings that take its place, separated by spaces.
         rung_decides: Whether runs may differ in it where their rungs set it.
         metavar: Placeholder of its value in `--help`; FILE, FOLDER or PATH in it means that the value can be a path.
         for_beginners: Whether the short `--help` shows it.
@@ -62,6 +63,7 @@ class Fact:
     above: float | None = None
     below: float | None = None
     needs: str = ""
+    replaced_by: str = ""
     rung_decides: bool = False
     metavar: str = ""
     for_beginners: bool = False
@@ -159,6 +161,7 @@ class DataSettings:
         "Column of the images of a data set on the Hub. Not needed if only one column holds images.",
         role=DATA,
         metavar="COLUMN",
+        needs="task=image-classification",
     )
     validation_file: str | None = data_setting(
         None,
@@ -392,6 +395,7 @@ class Settings(DataSettings):
         free_on_resume=True,  # `learning_rate` is taken from it
         above=0,
         needs="optimizer=sgd",
+        replaced_by="learning_rate",
     )
     lora_learning_rate: float = optimization_setting(
         2e-4,
@@ -400,6 +404,7 @@ class Settings(DataSettings):
         free_on_resume=True,  # `learning_rate` is taken from it
         above=0,
         needs="lora",
+        replaced_by="learning_rate",
     )
     schedule: Literal["constant", "linear", "cosine"] = optimization_setting(
         "constant",
@@ -448,6 +453,7 @@ class Settings(DataSettings):
         role=TECHNIQUE,
         free_on_resume=True,
         at_least=1,
+        replaced_by="micro_batch_tokens pack_rows",
         for_beginners=True,
         aliases={"{}": "micro_batch per_device_batch_size per_device_train_batch_size"},
     )
@@ -459,6 +465,7 @@ class Settings(DataSettings):
         role=TECHNIQUE,
         free_on_resume=True,
         at_least=1,
+        replaced_by="pack_rows",
     )
     eval_batch_tokens: int | None = micro_batch_setting(
         None,
@@ -467,6 +474,7 @@ class Settings(DataSettings):
         role=TECHNIQUE,
         free_on_resume=True,
         at_least=1,
+        replaced_by="pack_rows",
     )
     pad_to_multiple_of: int | None = micro_batch_setting(
         None,
@@ -709,6 +717,7 @@ class Settings(DataSettings):
         role=SURROUNDINGS,
         changes_figures=False,
         at_least=1,
+        needs="save_every",
     )
     resume: str = checkpoint_setting(
         "no",
