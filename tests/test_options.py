@@ -21,6 +21,7 @@ from fabric_ladder.options import (
     read_words,
     without_options,
 )
+from fabric_ladder.places import SCRIPTS
 from fabric_ladder.rungs import script_defaults
 from fabric_ladder.settings import FACTS, DataSettings, Settings
 
@@ -289,3 +290,14 @@ def test_an_error_of_a_library_prints_one_line_with_a_hint_and_a_traceback_on_re
     assert line.startswith("error: cannot read bad.yaml as YAML")
     assert ("yaml.parser.ParserError" in process.stderr) == (debug == "1")
     assert line.endswith("(FABRIC_LADDER_DEBUG=1 prints the traceback)") == (debug == "")
+
+
+@pytest.mark.parametrize(("script", "package"), [(SRC / "2_grad_accum.py", "yaml"), (SRC / "13_lora.py", "lightning"),
+                                                 (SCRIPTS / "plan_memory.py", "platformdirs")])  # fmt: skip
+def test_a_missing_package_is_named_in_one_line(tmp_path, script, package):
+    process = run_script(script, cwd=tmp_path, fresh=True, **without_package(tmp_path, package))
+    assert (process.returncode, process.stdout) == (2, "")
+    assert re.fullmatch(
+        rf"error: \S*python\S* lacks the package {package}: pip install -r requirements\.txt, or .*/python\n",
+        process.stderr,
+    )
