@@ -26,6 +26,7 @@ import torch  # noqa: E402
 from fabric_ladder import parse_settings  # noqa: E402
 from fabric_ladder.environment import code_commit, describe_hardware, describe_versions, write_whole  # noqa: E402
 from fabric_ladder.errors import UserError  # noqa: E402
+from fabric_ladder.options import without_options  # noqa: E402
 from fabric_ladder.settings import DataSettings  # noqa: E402
 from local_dataset_utilities import IMDB_ARCHIVE, load_datasets  # noqa: E402
 
@@ -157,7 +158,9 @@ def peer_command(side: str, options: list[str], *switches: str) -> list[str]:
 
 
 def rung_command(options: list[str], script: str, *more: str) -> list[str]:
-    """Return the command line of a rung for `run_command`."""
+    """Return the command line of a rung for `run_command`; tokens in `more` take the place of a number of samples."""
+    if {"--micro_batch_tokens", "--pack_rows"} & {*more}:
+        options = without_options(options, ["micro_batch_size"])
     return [str(ROOT / "src" / f"{script}.py"), *options, *more]
 
 

@@ -21,6 +21,7 @@ from fabric_ladder.options import (
     read_words,
     without_options,
 )
+from fabric_ladder.places import SCRIPTS
 from fabric_ladder.rungs import script_defaults
 from fabric_ladder.settings import FACTS, DataSettings, Settings
 
@@ -222,14 +223,32 @@ def test_a_setting_without_effect_is_refused_wherever_it_is_set(name):
         assert re.fullmatch(rf"--{name} has no effect in this script: leave it out, or run src/1\d_\w+\.py", line)
         assert read(f"--{name}={value}", script={"strategy": wanted})[name] == value
     else:
-        option = f"--{need} {wanted or 'true'}"
-        assert line == f"--{name} has no effect without {option}: add that, or leave --{name} out"
+        example = "true" if bool in kinds_of(need)[0] else "N"
+        assert line == f"--{name} has no effect without --{need} {wanted or example}: add that, or leave --{name} out"
+        option = f"--{need} {wanted or example.replace('N', '5')}"
         assert read(f"--{name}={value}", *option.split())[name] == value
     if name.startswith(("lora_", "sgd_")):
         assert read(text=f"{name}: {value}")[name] == value
         assert read(script={name: value})[name] == value
     else:
         assert line[:40] == refusal(text=f"{name}: {value}")[:40] == refusal(script={name: value})[:40]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if FACTS[name].replaced_by])
+def test_a_setting_whose_place_another_takes_is_refused(name):
+    for other in FACTS[name].replaced_by.split():
+        needs = [f"--{need.replace('=', ' ')}" for need in (FACTS[name].needs, FACTS[other].needs) if need]
+        words = " ".join(["--batch_size 8", *needs, f"--{name} 0.5" if "rate" in name else f"--{name} 5"]).split()
+        value = "0.1" if "rate" in other else "6"
+        line = refusal(*words, f"--{other}", value)
+        assert line.endswith(f" has no effect next to --{other} {value}: leave one of them out"), line
+        assert read(*words)[name] == (0.5 if "rate" in name else 5)
+        if "rate" in other:  # the rate for Adam on all weights, in a file for several rungs
+            assert read(*words, text=f"{other}: {value}")[other] == 0.1
+            continue
+        line = refusal(*words, text=f"{other}: {value}")
+        assert line.endswith(f" has no effect next to --{other} {value}: leave it out, or add --{other} null"), line
+        assert read(*words, f"--{other}", "null", text=f"{other}: {value}")[name] == 5
 
 
 def test_a_technique_whose_need_the_user_switches_off_is_refused():
@@ -271,3 +290,14 @@ def test_an_error_of_a_library_prints_one_line_with_a_hint_and_a_traceback_on_re
     assert line.startswith("error: cannot read bad.yaml as YAML")
     assert ("yaml.parser.ParserError" in process.stderr) == (debug == "1")
     assert line.endswith("(FABRIC_LADDER_DEBUG=1 prints the traceback)") == (debug == "")
+
+
+@pytest.mark.parametrize(("script", "package"), [(SRC / "2_grad_accum.py", "yaml"), (SRC / "13_lora.py", "lightning"),
+                                                 (SCRIPTS / "plan_memory.py", "platformdirs")])  # fmt: skip
+def test_a_missing_package_is_named_in_one_line(tmp_path, script, package):
+    process = run_script(script, cwd=tmp_path, fresh=True, **without_package(tmp_path, package))
+    assert (process.returncode, process.stdout) == (2, "")
+    assert re.fullmatch(
+        rf"error: \S*python\S* lacks the package {package}: pip install -r requirements\.txt, or .*/python\n",
+        process.stderr,
+    )

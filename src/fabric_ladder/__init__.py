@@ -4,7 +4,11 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from fabric_ladder.options import answer_early
+from fabric_ladder.errors import name_missing_package
+
+name_missing_package()
+
+from fabric_ladder.options import answer_early  # noqa: E402 - it imports packages that may be missing
 
 if TYPE_CHECKING:
     from fabric_ladder.cli import parse_settings

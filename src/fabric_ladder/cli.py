@@ -12,7 +12,7 @@ from fabric_ladder.checks import check, check_start, check_values
 from fabric_ladder.distributed.launch import check_launcher, options_of_fabric_run, prepare_launch, resolve_devices
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import compute_capability, fit_precision, keep_freed_memory, notebook_shell, prepare_cuda
-from fabric_ladder.errors import Checked, UserError
+from fabric_ladder.errors import Checked
 from fabric_ladder.options import as_yaml, combine, find_config, own_rate, print_help, read_config, read_words
 from fabric_ladder.places import CONFIGS
 from fabric_ladder.runs.process import prepare_process
@@ -184,9 +184,6 @@ def _micro_batch(
     """Return `micro_batch_size` and `micro_batch_tokens`; one of them is None."""
     size, tokens = settings.micro_batch_size, settings.micro_batch_tokens
     if settings.pack_rows:
-        for name in ("micro_batch_size", "micro_batch_tokens"):
-            if name in given:
-                raise UserError(f"--pack_rows {settings.pack_rows} takes the place of --{name}: leave one of them out")
         return settings.pack_rows, None
     if tokens == "auto" and "micro_batch_tokens" not in given:
         if size and size != script.get("micro_batch_size"):  # the user's own

@@ -7,7 +7,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import TextIO
+
+from fabric_ladder.places import SCRIPTS, SRC
 
 OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
@@ -31,6 +34,22 @@ class Checked(SystemExit):
         super().__init__(0)
         self.settings = settings
         print(f"{settings.name} can run here")
+
+
+def name_missing_package() -> None:
+    """From now on, end a rung or a script that lacks a package with one line; `show_errors` takes over later."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, ModuleNotFoundError):
+            sys.__excepthook__(kind, error, trace)
+            return
+        line = f"error: {sys.executable} lacks the package {error.name}: pip install -r requirements.txt"
+        print_error(error, f"{line}, or install with `make run` and start the script with .venv/bin/python")
+        raise SystemExit(2)  # raised inside the hook, it sets the exit status
+
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    if main and Path(main).resolve().parent in (SRC, SCRIPTS):
+        sys.excepthook = hook
 
 
 def first_line(error: BaseException, length: int = 200) -> str:

@@ -209,6 +209,7 @@ def combine(script: Mapping[str, object], from_file: Mapping[str, object], given
         values[name] = values[name] and _find_path(values[name])
     _check_bounds(values)
     _check_needs(values, given)
+    _check_replaced(values, given)
     return values
 
 
@@ -237,9 +238,29 @@ def _check_needs(values: Mapping[str, object], given: Collection[str]) -> None:
         if fact.needs.startswith("strategy="):
             rung = next(path for path in sorted(SRC.glob("[0-9]*.py")) if name in script_defaults(path))
             raise UserError(f"--{name} has no effect in this script: leave it out, or run src/{rung.name}")
-        needed = fact.needs.replace("=", " ") if "=" in fact.needs else f"{fact.needs} true"
+        needed = fact.needs.replace("=", " ") if "=" in fact.needs else f"{fact.needs} {_example(fact.needs)}"
         remedy = f"leave --{name} out" if name in given or value is not True else f"use --{name} false"
         raise UserError(f"--{name} has no effect without --{needed}: add that, or {remedy}")
+
+
+def _example(name: str) -> str:
+    """Return the value that switches a setting on."""
+    return "true" if _is_switch(name) else "N"
+
+
+def _check_replaced(values: Mapping[str, object], given: Collection[str]) -> None:
+    """Refuse settings on the command line whose place another one takes, there or in the YAML file.
+
+    Every run has a learning rate, so only the one on the command line takes the place of a technique's own.
+    """
+    for name in given:
+        for other in FACTS[name].replaced_by.split():
+            by_default = DEFAULTS[other].default is not None or values[other] in (None, "auto")
+            if values[name] is not None and values[other] is not None and (other in given or not by_default):
+                remedy = "leave one of them out" if other in given else f"leave it out, or add --{other} null"
+                raise UserError(
+                    f"--{name} {show(values[name])} has no effect next to --{other} {show(values[other])}: {remedy}"
+                )
 
 
 def drop_unneeded(words: list[str], script: Mapping[str, object]) -> list[str]:

@@ -45,6 +45,7 @@ class Fact:
         above: Largest value that is too small.
         below: Smallest value that is too large.
         needs: The setting without which it has no effect: `lora`, or with a value `optimizer=sgd`.
+        replaced_by: Settings that take its place, separated by spaces.
         rung_decides: Whether runs may differ in it where their rungs set it.
         metavar: Placeholder of its value in `--help`; FILE, FOLDER or PATH in it means that the value can be a path.
         for_beginners: Whether the short `--help` shows it.
@@ -62,6 +63,7 @@ class Fact:
     above: float | None = None
     below: float | None = None
     needs: str = ""
+    replaced_by: str = ""
     rung_decides: bool = False
     metavar: str = ""
     for_beginners: bool = False
@@ -88,6 +90,7 @@ optimization_setting = partial(setting, "optimization")
 micro_batch_setting = partial(setting, "micro-batches")
 memory_setting = partial(setting, "memory")
 device_setting = partial(setting, "devices")
+validation_setting = partial(setting, "validation")
 logging_setting = partial(setting, "logging")
 checkpoint_setting = partial(setting, "checkpoints")
 
@@ -158,6 +161,7 @@ class DataSettings:
         "Column of the images of a data set on the Hub. Not needed if only one column holds images.",
         role=DATA,
         metavar="COLUMN",
+        needs="task=image-classification",
     )
     validation_file: str | None = data_setting(
         None,
@@ -391,6 +395,7 @@ class Settings(DataSettings):
         free_on_resume=True,  # `learning_rate` is taken from it
         above=0,
         needs="optimizer=sgd",
+        replaced_by="learning_rate",
     )
     lora_learning_rate: float = optimization_setting(
         2e-4,
@@ -399,6 +404,7 @@ class Settings(DataSettings):
         free_on_resume=True,  # `learning_rate` is taken from it
         above=0,
         needs="lora",
+        replaced_by="learning_rate",
     )
     schedule: Literal["constant", "linear", "cosine"] = optimization_setting(
         "constant",
@@ -447,6 +453,7 @@ class Settings(DataSettings):
         role=TECHNIQUE,
         free_on_resume=True,
         at_least=1,
+        replaced_by="micro_batch_tokens pack_rows",
         for_beginners=True,
         aliases={"{}": "micro_batch per_device_batch_size per_device_train_batch_size"},
     )
@@ -458,6 +465,7 @@ class Settings(DataSettings):
         role=TECHNIQUE,
         free_on_resume=True,
         at_least=1,
+        replaced_by="pack_rows",
     )
     eval_batch_tokens: int | None = micro_batch_setting(
         None,
@@ -466,6 +474,7 @@ class Settings(DataSettings):
         role=TECHNIQUE,
         free_on_resume=True,
         at_least=1,
+        replaced_by="pack_rows",
     )
     pad_to_multiple_of: int | None = micro_batch_setting(
         None,
@@ -632,6 +641,34 @@ class Settings(DataSettings):
         role=SURROUNDINGS,
         changes_figures=False,
     )
+    evaluate_every: int = validation_setting(
+        0,
+        "Optimizer steps between two validations within an epoch. Another one follows each epoch. 0: no others.",
+        role=SURROUNDINGS,
+        at_least=0,
+        aliases={"{}, in optimizer steps": "eval_every eval_interval eval_steps val_check_interval"},
+    )
+    patience: int | None = validation_setting(
+        None,
+        "Stop the training after N validations in a row that are not better than the best one.",
+        role=EQUAL,
+        free_on_resume=True,
+        at_least=1,
+        aliases={"{}": "early_stopping early_stopping_patience"},
+    )
+    best_metric: Literal["loss", "accuracy"] = validation_setting(
+        "loss",
+        "Figure of a validation that decides whether it is the best so far.",
+        role=EQUAL,
+        aliases={"{}": "metric_for_best_model"},
+    )
+    best_weights: bool = validation_setting(
+        False,
+        "After the training, go back to the weights of the best validation: the test and `save` use them. They wait in "
+        "a checkpoint.",
+        role=EQUAL,
+        aliases={"true": "load_best_model_at_end save_best"},
+    )
     log_every: int | None = logging_setting(
         None,
         "Samples between two printed losses. Default: a tenth of an epoch, at most 4800.",
@@ -676,10 +713,11 @@ class Settings(DataSettings):
     )
     keep: int = checkpoint_setting(
         1,
-        "Number of newest checkpoints to keep, in addition to the one with the lowest validation loss.",
+        "Number of newest checkpoints to keep, in addition to the one with the best validation (`best_metric`).",
         role=SURROUNDINGS,
         changes_figures=False,
         at_least=1,
+        needs="save_every",
     )
     resume: str = checkpoint_setting(
         "no",

@@ -1,12 +1,15 @@
 """The printed lines of a run, its record, the result that `evaluate` returns, and the settings of the process."""
 
+import json
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
 import torch
 from lightning import Fabric
-from support.helpers import settings_for, token_datasets
+from support.helpers import SMALL, SRC, settings_for, token_datasets
 from support.training import losses, run_training
 
 from fabric_ladder import Run, UserError
@@ -24,6 +27,27 @@ def test_the_number_of_printed_losses(tmp_path, monkeypatch, samples, given, mos
     monkeypatch.setattr("fabric_ladder.runs.run.LOG_EVERY", most)
     run, _ = run_training(tmp_path, datasets=token_datasets(train=samples), log_every=given)
     assert len(losses(run)) == lines
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+@pytest.mark.parametrize("output", ["a full disk", "a closed pipe"])
+def test_a_run_goes_on_without_standard_output(tmp_path, output):
+    command = [sys.executable, SRC / "2_grad_accum.py", *SMALL, "--threads", "1"]
+    options = {"cwd": tmp_path, "stderr": subprocess.PIPE, "text": True}
+    if output == "a full disk":
+        with open("/dev/full", "w") as full:
+            process = subprocess.Popen(command, stdout=full, **options)
+    else:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, **options)
+        process.stdout.readline()
+        process.stdout.close()
+    errors = process.stderr.read()
+    assert (process.wait(), "Traceback" in errors, errors.count("\n")) == (0, False, 1), errors
+    reason = "No space left on device" if output == "a full disk" else "Broken pipe"
+    assert errors.startswith(f"Cannot print any more ({reason}); the run goes on, and ")
+    home = tmp_path / "runs" / "2_grad_accum" / "1"
+    assert "\nTest accuracy " in (home / "log.txt").read_text()
+    assert json.loads((home / "run.json").read_text())["status"] == "finished"
 
 
 def process_settings():

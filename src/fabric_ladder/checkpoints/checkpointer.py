@@ -80,14 +80,14 @@ class Checkpointer:
             own = _read_rank(folder, rank) if rank < saved_ranks else None
             load_state(progress["position"], [_read_rank(folder, number) for number in numbers], own)
 
-    def save(self, step: int, position: dict, rank_state: dict, validation_loss: float | None = None) -> bool:
+    def save(self, step: int, position: dict, rank_state: dict, minimized: float | None = None) -> bool:
         """Write a checkpoint. After a failure, print the reason, keep the previous checkpoint and return False.
 
         Args:
             step: Optimizer steps so far.
             position: The position of the training as plain values, the same on all ranks.
             rank_state: This rank's sums and random numbers.
-            validation_loss: The loss of the validation, at the end of an epoch.
+            minimized: The figure of the validation at this step, which the best checkpoint has lowest.
         """
         with self.run.throughput.excluded():
             progress = {
@@ -98,7 +98,7 @@ class Checkpointer:
                 "precision": self.fabric.strategy.precision.state_dict(),
                 "run": self.run.state_dict(),
             }
-            name = f"{step:09d}{'' if validation_loss is None else '-validated'}"
+            name = f"{step:09d}{'' if minimized is None else '-validated'}"
             part = store.unfinished_folder(Path(self.fabric.broadcast(self.run.folder)) / CHECKPOINTS, name)
             rank = self.fabric.global_rank
 
@@ -109,8 +109,9 @@ class Checkpointer:
 
             def finish():
                 (part / PROGRESS).write_text(json.dumps(progress), encoding="utf-8")
-                best = store.prune(store.finish(part, validation_loss), self.settings.keep)
-                self.run.record.add(best_checkpoint=best and best.relative_to(part.parent.parent).as_posix())
+                best = store.prune(store.finish(part, minimized), self.settings.keep)
+                if self.settings.save_every:  # otherwise no checkpoint is left after the run
+                    self.run.record.add(best_checkpoint=best and best.relative_to(part.parent.parent).as_posix())
 
             problem = try_on_all(
                 self.fabric,
@@ -125,8 +126,20 @@ class Checkpointer:
             self.run.print(f"No checkpoint after step {step}: {problem}; the previous one is kept", log=False)
         return not problem
 
+    def read_best(self, step: int) -> bool:
+        """Read model and optimizer of the checkpoint with the best validation; return False if it was not written.
+
+        Args:
+            step: Optimizer steps before the best validation.
+        """
+        folder = self.run.record.on_rank_zero(lambda: store.find_best(self.run.folder / CHECKPOINTS))
+        if folder is None or store.step_of(folder) != step:
+            return False
+        read_state(f"--best_weights true: {folder}", folder / "state", self.model, self.optimizer)
+        return True
+
     def finish(self) -> None:
-        """Remove the checkpoints of stops; `save_every` keeps its checkpoints."""
+        """Remove the checkpoints of stops and of the best validation; `save_every` keeps its checkpoints."""
         if self.run.folder and (folder := self.run.folder / CHECKPOINTS).exists():
             store.remove_unfinished(folder)
             if not self.settings.save_every:

@@ -24,7 +24,7 @@ def check_disk_space(settings: Settings, model: nn.Module, existing: int = 0) ->
         existing: Checkpoints of this run that are on the disk already.
 
     Raises:
-        UserError: The space is too small for the files of `save` and for the two checkpoints of `save_every`.
+        UserError: The space is too small for the files of `save` and for two checkpoints.
     """
     trained = 0
     frozen = 0
@@ -41,13 +41,14 @@ def check_disk_space(settings: Settings, model: nn.Module, existing: int = 0) ->
     needed = {"no": 0, "consolidated": weights, "sharded": state}[settings.save]
     if settings.save != "no" and adapters and settings.from_scratch:
         needed += trained + frozen  # the base exists nowhere else
-    if settings.save_every:
+    if settings.save_every or settings.best_weights:
         needed += (CHECKPOINTS - existing) * state
     runs_dir = Path(settings.runs_dir).absolute()
     free = shutil.disk_usage(next(path for path in (runs_dir, *runs_dir.parents) if path.exists())).free
     if free < needed:
+        best = " --best_weights true" if settings.best_weights else ""
         raise UserError(
-            f"--save {settings.save} --save_every {settings.save_every} needs {_size(needed)} in --runs_dir "
+            f"--save {settings.save} --save_every {settings.save_every}{best} needs {_size(needed)} in --runs_dir "
             f"{settings.runs_dir}, and {_size(free)} are free: delete files there, or choose another --runs_dir"
         )
 

@@ -29,13 +29,17 @@ def make_empty(folder: Path) -> None:
     (folder / "state").mkdir(parents=True)
 
 
-def finish(folder: Path, validation_loss: float | None) -> Path:
+def finish(folder: Path, minimized: float | None) -> Path:
     """Turn an unfinished folder into a checkpoint, and return its path.
+
+    Args:
+        folder: From `unfinished_folder`.
+        minimized: The figure of a validation that the best checkpoint has lowest; None without a validation.
 
     Raises:
         OSError: The disk cannot store it. The folder stays unfinished.
     """
-    manifest = {"format": FORMAT, "validation_loss": validation_loss, "files": _files(folder)}
+    manifest = {"format": FORMAT, "minimized": minimized, "files": _files(folder)}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     for path in (*folder.rglob("*"), folder):
         _sync(path)
@@ -81,18 +85,28 @@ def newest_whole(checkpoints: Path) -> tuple[Path | None, list[str]]:
 def prune(newest: Path, keep: int) -> Path | None:
     """Remove all checkpoints except the last `keep` and the best, and return the best.
 
-    The best checkpoint has the lowest validation loss. Checkpoints of later steps than `newest` are damaged, or the run
-    has resumed from an earlier one. They are removed, or the next resumed run would take them for the newest.
+    Checkpoints of later steps than `newest` are damaged, or the run has resumed from an earlier one. They are removed,
+    or the next resumed run would take them for the newest.
     """
     folders = _folders(newest.parent)
     while _step(folders[-1]) > _step(newest):
         _remove(folders.pop())
-    losses = {folder: loss for folder in folders if (loss := _loss(folder)) is not None}
-    best = min(losses, key=losses.get, default=None)
+    best = find_best(newest.parent)
     for folder in folders[:-keep]:
         if folder not in (best, newest):
             _remove(folder)
     return best
+
+
+def find_best(checkpoints: Path) -> Path | None:
+    """Return the checkpoint with the best validation, or None if none has a validation."""
+    figures = {folder: figure for folder in _folders(checkpoints) if (figure := _minimized(folder)) is not None}
+    return min(figures, key=figures.get, default=None)
+
+
+def step_of(folder: Path) -> int:
+    """Return the optimizer steps before a checkpoint."""
+    return int(_step(folder))
 
 
 def remove_unfinished(checkpoints: Path) -> None:
@@ -117,9 +131,9 @@ def _step(folder: Path) -> str:
     return folder.name.split("-")[1]
 
 
-def _loss(folder: Path) -> float | None:
+def _minimized(folder: Path) -> float | None:
     try:
-        return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["validation_loss"]
+        return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["minimized"]
     except (OSError, ValueError, LookupError, TypeError):
         return None  # damaged
 

@@ -49,7 +49,7 @@ def draw_charts(comparison: Comparison, kind: str) -> list[Chart]:
     with rc_context(STYLE | {"figure.facecolor": "white"}):
         figures = {
             "loss": _curves(rows, "losses", "Training loss", "training loss"),
-            "validation": _curves(rows, "accuracies", "Accuracy after each epoch (thin: training)", "accuracy in %"),
+            "validation": _curves(rows, "accuracies", "Accuracy of each validation (thin: training)", "accuracy in %"),
             "time": _dots(rows, columns["minutes"], "Time of training and validation"),
             "memory": _dots(rows, columns["memory"], "Peak memory of training and validation"),
             "accuracy": _dots(rows, columns["test_accuracy"], "Test accuracy with Wilson's 95 % interval"),

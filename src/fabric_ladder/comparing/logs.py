@@ -17,6 +17,10 @@ EPOCH = re.compile(
     rf"Epoch: (\d{{4,}})/(\d{{4,}}) ?\| ?Train acc\.: {PERCENT} ?\| ?Val acc\.: {PERCENT}"
     r"(?: ?\| ?Val perplexity: (\d+\.\d\d|inf))?"
 )
+VALIDATION = re.compile(
+    r"Epoch: (\d{4,})/\d{4,} ?\| ?Batch \d{4,}/\d{4,} ?\| ?Samples (\d{5,})/(\d{5,}) ?\| ?Val loss: \d+\.\d{4} ?\| ?"
+    rf"Val acc\.: {PERCENT}"
+)
 RESULTS = {  # pattern of a line -> names of its figures, in the order of the groups
     rf"Time elapsed:? {NUMBER} min": ("minutes",),
     rf"Compile time {NUMBER} min of it, (\d+) graphs": ("compile_minutes", "compiled_graphs"),
@@ -52,13 +56,13 @@ TITLE = re.compile(  # the second line of this project's logs
 
 
 class Point(NamedTuple):
-    """A printed loss, or accuracies after an epoch.
+    """A printed loss, or the accuracies of a validation.
 
     Attributes:
         epochs: Passes over the training data so far, as a fraction.
         samples: Training samples so far, over all epochs, or None if unknown.
         value: The loss as printed, or the validation accuracy in percent.
-        train_accuracy: Training accuracy of the epoch in percent, or None for a loss.
+        train_accuracy: Training accuracy of the epoch in percent; None for a loss, or within an epoch.
     """
 
     epochs: float
@@ -84,7 +88,7 @@ class LoggedRun:
             `parameters` and `trainable_parameters` (millions).
         test_samples: Size of the test set, if the task counts samples.
         losses: In the order of training.
-        accuracies: After each epoch, in the order of training.
+        accuracies: Of all validations, in the order of training.
         classes: As in run.json: names, confusion (rows true, columns predicted) and more; may be empty.
         unfinished: Reason why the result is missing, or None for a finished run.
         ours: Whether a script of this project printed it.
@@ -154,6 +158,8 @@ class LogParser:
             self._read_title(found)
         elif found := LOSS.fullmatch(line):
             self._read_loss(*found.groups())
+        elif found := VALIDATION.fullmatch(line):
+            self._read_validation(*found.groups())
         elif found := EPOCH.fullmatch(line):
             self._read_epoch(*found.groups())
         else:
@@ -177,10 +183,15 @@ class LogParser:
         self.run.losses.append(Point(int(epoch) - 1 + share, total, float(loss)))
         self.run.settings["epochs"] = int(epochs)
 
+    def _read_validation(self, epoch, seen, samples, accuracy) -> None:
+        total = (int(epoch) - 1) * int(samples) + int(seen)
+        self.run.accuracies.append(Point(total / int(samples), total, float(accuracy)))
+
     def _read_epoch(self, epoch, epochs, train, validation, perplexity) -> None:
         self._move_to(int(epoch), math.inf)
-        samples = self.run.losses[-1].samples if self.run.losses else None  # the last line of an epoch is at its end
-        self.run.accuracies.append(Point(float(epoch), samples, float(validation), float(train)))
+        last = self.run.losses[-1] if self.run.losses else None  # the last line of an epoch is at its end
+        passes = last.epochs if last and self.run.ours else float(epoch)  # `patience` may end an epoch early
+        self.run.accuracies.append(Point(passes, last and last.samples, float(validation), float(train)))
         self.run.figures |= {"train_accuracy": float(train), "validation_accuracy": float(validation)}
         if perplexity:
             self.run.figures["validation_perplexity"] = float(perplexity)

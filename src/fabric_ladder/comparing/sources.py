@@ -143,5 +143,5 @@ def _read_points(run: LoggedRun, path: Path, epoch_samples: int) -> None:
             if row["loss"]:
                 run.losses.append(Point(epochs, samples, float(row["loss"])))
             if accuracy := row.get("validation_accuracy"):
-                of_training = float(row["train_accuracy"]) * 100
+                of_training = float(train) * 100 if (train := row["train_accuracy"]) else None
                 run.accuracies.append(Point(epochs, samples, float(accuracy) * 100, of_training))

@@ -55,6 +55,9 @@ def find_source(settings: DataSettings, imdb: Source | None = None) -> Source:
         raise UserError(f"--column_names is for CSV and TSV files without a header, not for {name}")
     if settings.dataset_revision and (path or name in REVIEWS):
         raise UserError(f"--dataset_revision is for a --dataset on the Hub, not for {name}")
+    columns = settings.text_column, settings.label_column
+    if name in REVIEWS and columns != (DataSettings.text_column, DataSettings.label_column):
+        raise UserError(f"--text_column and --label_column are for tables, not for {name}; set --dataset")
     if name in REVIEWS:
         return imdb if name == "imdb" and imdb else Source([name])
     if path is None:

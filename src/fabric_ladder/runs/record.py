@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -72,7 +73,10 @@ class RunRecord:
         """Print a line on rank 0. `log` also adds it to log.txt; leave it out for lines about this start only."""
         if self.fabric.global_rank:
             return
-        print(line, flush=True)
+        try:
+            print(line, flush=True)
+        except OSError as error:
+            self._stop_printing(error)
         if log:
             self._lines.append(line)
             self._write(lambda: self._append(line))
@@ -157,6 +161,13 @@ class RunRecord:
                 if folder is None:
                     shutil.rmtree(path, ignore_errors=True)
                 raise
+
+    def _stop_printing(self, error: OSError) -> None:
+        """Go on without standard output, which is on a full disk or a closed pipe."""
+        lines = f"{self.folder / 'log.txt'} has all lines" if self.folder else "log.txt will have all lines"
+        print(f"Cannot print any more ({error.strerror}); the run goes on, and {lines}", file=sys.stderr, flush=True)
+        # lines that are left in the buffer go there too; otherwise Python would fail again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def _append(self, line: str) -> None:
         if not self._log_lost:

@@ -118,11 +118,7 @@ class Run:
             loss: Mean over the items, not divided by the number of micro-batches.
             learning_rate: The learning rate after this step.
         """
-        width = max(5, len(str(self.epoch_samples)))
-        self.print(
-            f"{self._epoch(epoch)} | Batch {batch:04d}/{self.steps:04d} "
-            f"| Samples {seen:0{width}d}/{self.epoch_samples:0{width}d} | Loss: {loss:.4f}"
-        )
+        self.print(f"{self._place(epoch, batch, seen)} | Loss: {loss:.4f}")
         figures = {"loss": loss, "learning_rate": learning_rate, **self.throughput.since_last_line()}
         self._log_row(epoch * self.steps + batch, epoch=epoch + 1, **figures)
 
@@ -137,8 +133,15 @@ class Run:
         self.record.write()
         self.print(f"Micro-batches of {tokens} tokens fit", log=new)
 
-    def log_epoch(self, epoch: int, train_accuracy: float, validation: Score) -> None:
-        """Print the accuracies of an epoch."""
+    def log_validation(self, epoch: int, batch: int, seen: int, score: Score) -> None:
+        """Print the figures of a validation within an epoch; the arguments are those of `log_loss`."""
+        line = f"Val loss: {score.loss:.4f} | Val acc.: {score.accuracy * 100:.2f}%"
+        self.print(f"{self._place(epoch, batch, seen)} | {line}")
+        figures = {"validation_accuracy": score.accuracy, "validation_loss": score.loss}
+        self._log_row(epoch * self.steps + batch, epoch=epoch + 1, **figures)
+
+    def log_epoch(self, epoch: int, train_accuracy: float, validation: Score, step: int) -> None:
+        """Print the accuracies of an epoch, which ends after optimizer step `step`."""
         line = f"Train acc.: {train_accuracy * 100:.2f}% | Val acc.: {validation.accuracy * 100:.2f}%"
         if self._items_are_tokens:
             line += f" | Val perplexity: {validation.perplexity:.2f}"
@@ -149,7 +152,21 @@ class Run:
             "validation_loss": validation.loss,
         }
         self.record.values["results"]["epochs"].append(figures)
-        self._log_row((epoch + 1) * self.steps, epoch=epoch + 1, **figures)
+        self._log_row(step, epoch=epoch + 1, **figures)
+
+    def log_early_stop(self, validations: int, metric: str) -> None:
+        """Print that `patience` ended the training after N validations that were not better."""
+        self.print(f"Stopped early: the validation {metric} was not better {validations} times in a row")
+        self.record.add_results(stopped_early=True)
+
+    def log_best(self, metric: str, value: float, place: str, known: bool) -> None:
+        """Print and record which validation was the best; `known`: unless its weights could not be kept."""
+        figure = f"{value:.4f}" if metric == "loss" else f"{value * 100:.2f}%"
+        used = "its weights are tested and saved"
+        if not known:
+            used = "its checkpoint could not be written, so the last weights are tested and saved"
+        self.print(f"Best validation {metric} {figure} at {place}: {used}")
+        self.record.add_results(best_validation={"metric": metric, "value": value, "place": place, "used": known})
 
     def log_training(self, samples_hash: str) -> None:
         """Print time, throughput and peak memory of the training, and record the hash of its effective batches."""
@@ -226,6 +243,11 @@ class Run:
 
     def _epoch(self, epoch: int) -> str:
         return f"Epoch: {epoch + 1:04d}/{self.settings.epochs:04d}"
+
+    def _place(self, epoch: int, batch: int, seen: int) -> str:
+        width = max(5, len(str(self.epoch_samples)))
+        samples = f"Samples {seen:0{width}d}/{self.epoch_samples:0{width}d}"
+        return f"{self._epoch(epoch)} | Batch {batch:04d}/{self.steps:04d} | {samples}"
 
     def _log_row(self, step: int, **figures: float) -> None:
         self.record.add_row(step, self.throughput.samples, seconds=self.throughput.elapsed, **figures)

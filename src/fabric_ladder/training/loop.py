@@ -20,6 +20,7 @@ from fabric_ladder.models.optimizer import set_learning_rate
 from fabric_ladder.runs.metrics import MOST_CLASSES, Meter, Score, describe_classes, describe_step
 from fabric_ladder.runs.prediction import predict
 from fabric_ladder.runs.run import Run
+from fabric_ladder.settings import Settings
 from fabric_ladder.training.compiling import compile_ahead
 from fabric_ladder.training.fitting import try_longest
 from fabric_ladder.training.gradients import (
@@ -56,9 +57,8 @@ def train(
     training = Training(run, model, optimizer, train_loader, val_loader)
     with training.closed_on_error():
         _start(training)
-        while training.state.epoch < run.settings.epochs:
+        while not training.is_over:
             _train_epoch(training)
-            _validate(training)
         if not training.state.trained:  # a run that stopped in the test is trained already
             _finish(training)
     return training
@@ -91,6 +91,7 @@ def _start(training: Training) -> None:
     steps = state.steps_per_epoch * settings.epochs
     if settings.warmup_steps >= steps:
         raise UserError(f"--warmup_steps {settings.warmup_steps}: the run has only {steps} optimizer steps")
+    _check_validations(settings, state.steps_per_epoch)
     if not strategy_traits(settings).owns_optimizer:  # an engine trains copies of the parameters
         _check_ownership(model, optimizer)
     if settings.load:
@@ -107,7 +108,23 @@ def _start(training: Training) -> None:
     set_learning_rate(settings, optimizer, state.optimizer_steps, steps)
 
 
+def _check_validations(settings: Settings, steps_per_epoch: int) -> None:
+    """Refuse `evaluate_every` and `patience` that could have no effect in this run."""
+    every, patience = settings.evaluate_every, settings.patience
+    steps = range(every, steps_per_epoch * settings.epochs, every) if every else ()
+    within_epochs = sum(step % steps_per_epoch > 0 for step in steps)
+    if every and not within_epochs:
+        raise UserError(f"--evaluate_every {every}: an epoch has only {steps_per_epoch} optimizer steps; use fewer")
+    validations = within_epochs + settings.epochs
+    if patience and patience >= validations:
+        raise UserError(
+            f"--patience {patience}: the run has only {validations} validation{'s' * (validations > 1)}; add "
+            "--evaluate_every N (optimizer steps), or raise --epochs"
+        )
+
+
 def _train_epoch(training: Training) -> None:
+    """Train an epoch, or the rest of one, with its validations."""
     run, fabric, settings = training.run, training.fabric, training.settings
     model, optimizer, state = training.model, training.optimizer, training.state
     stop_request = training.stop_request
@@ -117,6 +134,10 @@ def _train_epoch(training: Training) -> None:
     for batch in run.progress_bar(state.iterate(training.train_loader), state.batch):
         if state.batch:  # `iterate` has begun the first step of an epoch
             state.begin_step()
+        if training.validation_is_due:  # here and not after the step, so that a resumed run does not miss it
+            _validate_within_epoch(training)
+            if training.is_over:
+                return
 
         stop = stop_request.requested_within_step
         if not accumulate_gradients(fabric, model, batch.micro_batches, state.meter, stop, optimizer):
@@ -133,14 +154,19 @@ def _train_epoch(training: Training) -> None:
         run.throughput.count(batch)
 
         if lines_before < state.samples // run.log_every or state.batch == state.steps_per_epoch:
-            score = state.collect()  # on one device only this line waits for it
-            if score.items:  # otherwise all batches were skipped
-                run.log_loss(state.epoch, state.batch, state.samples, score.loss, optimizer.param_groups[0]["lr"])
+            _log_rest(training)
         if stop_request.requested():
             _stop(training)
         within_epoch = state.batch < state.steps_per_epoch
-        if settings.save_every and state.optimizer_steps % settings.save_every == 0 and within_epoch:
+        if _saves_here(training) and within_epoch and not training.validation_is_due:
             _save_checkpoint(training)
+    _validate_epoch(training)
+
+
+def _saves_here(training: Training) -> bool:
+    """Return whether `save_every` asks for a checkpoint after this optimizer step; the last step has one too."""
+    every = training.settings.save_every
+    return every > 0 and (training.state.optimizer_steps % every == 0 or training.is_over)
 
 
 def _is_usable(training: Training, batch: EffectiveBatch) -> bool:
@@ -173,21 +199,59 @@ def _is_usable(training: Training, batch: EffectiveBatch) -> bool:
     return True
 
 
-def _validate(training: Training) -> None:
+def _validate_within_epoch(training: Training) -> None:
+    """Validate, and leave no trace in the training; without patience left, end the epoch here."""
+    run, state = training.run, training.state
+    place = f"epoch {state.epoch + 1}, batch {state.batch}"
+    score = _validate(training, f"the validation after {place}")
+    state.undo_step()  # the evaluation has drawn a random number
+    training.model.train()
+    if training.is_over:
+        _log_rest(training)
+        run.log_epoch(state.epoch, state.score.accuracy, score, state.optimizer_steps)
+    else:
+        run.log_validation(state.epoch, state.batch, state.samples, score)
+    if _saves_here(training) or _keeps(training):
+        _save_checkpoint(training, score)
+
+
+def _validate_epoch(training: Training) -> None:
+    run, state = training.run, training.state
+    score = _validate(training, f"the validation after epoch {state.epoch + 1}")
+    run.log_epoch(state.epoch, state.score.accuracy, score, state.optimizer_steps)
+    keeps = _keeps(training)
+    state.next_epoch()
+    if training.settings.save_every or keeps:
+        _save_checkpoint(training, score)
+
+
+def _keeps(training: Training) -> bool:
+    """Return whether the weights of the validation just made must be kept."""
+    return training.settings.best_weights and training.state.not_better == 0
+
+
+def _log_rest(training: Training) -> None:
+    """Print the loss since the last such line."""
+    run, state = training.run, training.state
+    score = state.collect()  # on one device only this line waits for it
+    if score.items:  # otherwise all batches were skipped, or the line was just printed
+        learning_rate = training.optimizer.param_groups[0]["lr"]
+        run.log_loss(state.epoch, state.batch, state.samples, score.loss, learning_rate)
+
+
+def _validate(training: Training, name: str) -> Score:
+    """Return the score of the validation set; `name` is for messages."""
     run, state, val_loader = training.run, training.state, training.val_loader
     state.begin_step()
     with run.throughput.excluded():
-        name = f"the validation after epoch {state.epoch + 1}"
         start = perf_counter()
         score = _evaluate(training.fabric, training.model, val_loader, name, training.stop_request.requested)
         if score:
             run.throughput.count_evaluation(val_loader.sampler.tokens, perf_counter() - start)
     if score is None:
         _undo_and_stop(training)
-    run.log_epoch(state.epoch, state.score.accuracy, score)
-    state.next_epoch()
-    if training.settings.save_every:
-        _save_checkpoint(training, score.loss)
+    state.judge(score, training.settings.best_metric)
+    return score
 
 
 @torch.no_grad()
@@ -216,9 +280,14 @@ def _evaluate(
 
 
 def _finish(training: Training) -> None:
-    """Print the figures of the training, and save the model."""
-    run, settings = training.run, training.settings
-    run.log_training(training.state.samples_hash)
+    """Print the figures of the training, go back to the best weights, and save the model."""
+    run, settings, state = training.run, training.settings, training.state
+    if state.epoch < settings.epochs:
+        run.log_early_stop(state.not_better, settings.best_metric)
+    run.log_training(state.samples_hash)
+    if settings.best_weights:
+        known = state.best_step == state.optimizer_steps or training.checkpointer.read_best(state.best_step)
+        run.log_best(settings.best_metric, state.best, state.best_place, known)
     if settings.save != "no":
         data, random = training.train_loader.dataset, settings.from_scratch
         folder = save(training.fabric, settings.save, run.folder, training.model, training.optimizer, data, random)
@@ -226,8 +295,8 @@ def _finish(training: Training) -> None:
     training.state.trained = True
 
 
-def _save_checkpoint(training: Training, validation_loss: float | None = None) -> bool:
-    """Write a checkpoint, and return whether that worked.
+def _save_checkpoint(training: Training, validation: Score | None = None) -> bool:
+    """Write a checkpoint, with the score of the validation at this step, and return whether that worked.
 
     Raises:
         UserError: A loss or a gradient was not finite. The weights may be damaged, so the last checkpoint stays.
@@ -236,7 +305,10 @@ def _save_checkpoint(training: Training, validation_loss: float | None = None) -
     state.meter.score()
     with training.run.throughput.excluded():
         position, rank_state = state.state_dict(), state.rank_state_dict()
-    return training.checkpointer.save(state.optimizer_steps, position, rank_state, validation_loss)
+    minimized = None
+    if validation:
+        minimized = validation.loss if training.settings.best_metric == "loss" else -validation.accuracy
+    return training.checkpointer.save(state.optimizer_steps, position, rank_state, minimized)
 
 
 def _undo_and_stop(training: Training) -> None:

@@ -20,7 +20,9 @@ from fabric_ladder.distributed.preemption import StopRequest
 from fabric_ladder.runs.metrics import Meter, Score, Step
 from fabric_ladder.runs.run import Run
 
-SAVED = ("epoch", "batch", "samples", "trained", "skipped", "micro_batch_tokens", "samples_hash")
+SAVED = (
+    "epoch batch samples trained skipped micro_batch_tokens samples_hash validated best best_step best_place not_better"
+).split()
 
 
 @dataclass
@@ -38,6 +40,11 @@ class TrainingState:
         skipped: Effective batches skipped in all epochs, because a loss or gradient was not finite.
         micro_batch_tokens: The number that `micro_batch_tokens` `auto` has found to fit.
         samples_hash: Hash of the samples of all effective batches so far: equal for an equal sample order.
+        validated: Optimizer steps before the last validation.
+        best: The best validation's `best_metric`; None before the first validation.
+        best_step: Optimizer steps before the best validation.
+        best_place: The same position in words.
+        not_better: Validations since the best one.
         meter: Losses since the last printed line.
     """
 
@@ -51,6 +58,11 @@ class TrainingState:
     skipped: int = 0
     micro_batch_tokens: int | None = None
     samples_hash: str = ""
+    validated: int = 0
+    best: float | None = None
+    best_step: int = 0
+    best_place: str = ""
+    not_better: int = 0
     meter: Meter = field(init=False)
 
     def __post_init__(self):
@@ -79,6 +91,17 @@ class TrainingState:
         score = self.meter.collect()
         self.score += score
         return score
+
+    def judge(self, score: Score, metric: str) -> None:
+        """Count a validation, and remember it if it is the best so far; of equal ones the first is the best."""
+        value = getattr(score, metric)
+        self.validated = self.optimizer_steps
+        self.not_better += 1
+        if self.best is None or (value < self.best if metric == "loss" else value > self.best):
+            self.best = value
+            self.best_step = self.optimizer_steps
+            self.best_place = f"epoch {self.epoch + 1}, batch {self.batch}"
+            self.not_better = 0
 
     def describe(self) -> str:
         """Return the position in words."""
@@ -173,6 +196,21 @@ class Training:
         self.state = TrainingState(run.fabric, len(train_loader))
         self.checkpointer = Checkpointer(run, model, optimizer, train_loader.dataset.fingerprint)
         self.stop_request = StopRequest(run.settings.max_time, run.begun, run.fabric.world_size)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no optimizer step follows."""
+        state, patience = self.state, self.settings.patience
+        impatient = patience is not None and state.not_better >= patience
+        return state.trained or impatient or state.epoch == self.settings.epochs
+
+    @property
+    def validation_is_due(self) -> bool:
+        """Whether a validation within the epoch comes before the next optimizer step."""
+        state, every = self.state, self.settings.evaluate_every
+        if not every or not 0 < state.batch < state.steps_per_epoch:
+            return False
+        return state.optimizer_steps % every == 0 and state.validated < state.optimizer_steps
 
     def __repr__(self) -> str:
         return f"Training({self.settings.name}, {self.state.optimizer_steps} optimizer steps)"
