@@ -12,6 +12,7 @@ from fabric_ladder.errors import UserError
 from fabric_ladder.models.configs import check_model
 from fabric_ladder.runs.folder import check_writable
 from fabric_ladder.runs.loggers import check_logger
+from fabric_ladder.runs.memory_history import check_snapshot
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques import TECHNIQUES, check_together, used
 
@@ -63,6 +64,7 @@ def check(settings: Settings) -> None:
     capability = compute_capability() if settings.accelerator == "cuda" else None
     check_precision(settings, capability)
     check_logger(settings)
+    check_snapshot(settings)
     check_model(settings)
     check_together(settings)
     for technique in TECHNIQUES:

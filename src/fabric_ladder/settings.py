@@ -565,6 +565,14 @@ class Settings(DataSettings):
         "only on a GPU.",
         role=SURROUNDINGS,
     )
+    memory_snapshot: str | None = memory_setting(
+        None,
+        "Write a snapshot of GPU memory here after the third optimizer step, for pytorch.org/memory_viz: which line "
+        "allocated what, over time. CUDA only.",
+        role=SURROUNDINGS,
+        changes_figures=False,
+        metavar="FILE",
+    )
     devices: int | Literal["auto"] = device_setting(
         1,
         "Devices of each machine: a number, or `auto` for all GPUs, or for as many as the launcher started.",

@@ -9,13 +9,14 @@ import torch
 from lightning import Fabric
 from torch import nn
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
 from fabric_ladder.data.loaders import EffectiveBatch
 from fabric_ladder.environment import notebook_shell
+from fabric_ladder.runs.memory_history import MemoryHistory
 from fabric_ladder.runs.metrics import Score
 from fabric_ladder.runs.prediction import Prediction, start_planner
 from fabric_ladder.runs.process import chosen_kernels
+from fabric_ladder.runs.progress import ProgressBar
 from fabric_ladder.runs.record import RunRecord
 from fabric_ladder.runs.report import describe_parameters, parameters_line, title
 from fabric_ladder.runs.throughput import Throughput
@@ -35,9 +36,10 @@ class Run:
         begun: Start of the run, by `perf_counter`.
         record: The printed lines and run.json.
         planner: The process that predicts the memory, on rank 0.
+        memory_history: Records the GPU's memory in the first steps, the making of the model included.
 
     Raises:
-        UserError: `runs_dir` cannot be written.
+        UserError: `runs_dir` cannot be written, or `memory_snapshot` cannot be recorded.
     """
 
     def __init__(self, fabric: Fabric, settings: Settings):
@@ -48,6 +50,7 @@ class Run:
         self.planner = start_planner(fabric, settings)
         self._prediction: Prediction | None = None
         self._print_header()
+        self.memory_history = MemoryHistory(fabric, settings.memory_snapshot)
 
     @property
     def folder(self) -> Path | None:
@@ -85,6 +88,7 @@ class Run:
         self.record.add(commits={name: commit for name, commit in commits.items() if commit})
         folder, state = resumed or (None, None)
         self.record.open(folder, state)
+        self.memory_history.folder = self.record.on_rank_zero(lambda: self.folder)
         self._imbalance = data.imbalance
         self._prediction = prediction
         lines = [*data.notices, *data.imbalance, parameters_line(described)]
@@ -99,14 +103,15 @@ class Run:
         return self.throughput.state_dict() | self.record.state_dict()
 
     def progress_bar(self, batches: Iterator[EffectiveBatch], done: int) -> Iterable[EffectiveBatch]:
-        """Show a progress bar with the time left, on a terminal only.
+        """Show a progress bar with the time left and the memory in use, on a terminal only.
 
         Args:
             batches: The remaining effective batches of the epoch.
             done: The number of effective batches before them.
         """
         hidden = self.fabric.global_rank > 0 or not sys.stderr.isatty()
-        return tqdm(batches, total=self.steps, initial=done, unit="batch", disable=hidden, leave=False)
+        options = {"total": self.steps, "initial": done, "unit": "batch", "disable": hidden, "leave": False}
+        return ProgressBar(batches, device=self.fabric.device, **options)
 
     def log_loss(self, epoch: int, batch: int, seen: int, loss: float, learning_rate: float) -> None:
         """Print the mean loss per item since the last such line.
@@ -221,8 +226,15 @@ class Run:
         resume = f" {position}; go on with: {command}" if position else ""
         self.print(f"Stopped by {reason}{resume}", log=False)
 
+    def end_step(self) -> None:
+        """Count an optimizer step for the history of memory, and print where its snapshot is written."""
+        with self.throughput.excluded():
+            if line := self.memory_history.end_step():
+                self.print(line, log=False)
+
     def close(self) -> None:
-        """Close the run's folder."""
+        """Close the run's folder, and stop the history of memory."""
+        self.memory_history.stop()
         self.record.close()
 
     @property

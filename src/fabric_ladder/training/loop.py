@@ -152,6 +152,7 @@ def _train_epoch(training: Training) -> None:
         state.advance(batch.samples)
         set_learning_rate(settings, optimizer, state.optimizer_steps, steps)
         run.throughput.count(batch)
+        run.end_step()
 
         if lines_before < state.samples // run.log_every or state.batch == state.steps_per_epoch:
             _log_rest(training)

@@ -1,0 +1,173 @@
+"""Snapshots of GPU memory. No GPU has run this: PyTorch's profiler records a CPU's memory in the same format."""
+
+import io
+import pickle
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from support.helpers import SRC, run_script, settings_for
+from support.training import losses, run_training
+from torch.cuda import _memory_viz
+from torch.profiler import ProfilerActivity, profile
+
+from fabric_ladder import UserError
+from fabric_ladder.environment import write_whole
+from fabric_ladder.runs import memory_history
+from fabric_ladder.runs.memory_history import MemoryHistory, check_snapshot
+from fabric_ladder.runs.progress import ProgressBar
+from fabric_ladder.techniques.advice import explain
+
+
+class Allocator:
+    """Stands in for the two functions of the CUDA allocator; the snapshot is of real tensors on the CPU."""
+
+    def __init__(self, monkeypatch):
+        self.calls = []
+        monkeypatch.setattr(memory_history, "RECORDED", ("cpu",))
+        monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", self.record)
+        monkeypatch.setattr(torch.cuda.memory, "_snapshot", self.snapshot)
+
+    def record(self, enabled="all", **options):
+        self.calls.append(enabled and options)
+
+    def snapshot(self):
+        self.calls.append("snapshot")
+        activities = [ProfilerActivity.CPU]
+        with profile(activities=activities, profile_memory=True, with_stack=True, record_shapes=True) as profiler:
+            self.kept = torch.ones(1000)
+            torch.ones(1000) + self.kept
+        return _memory_viz._profile_to_snapshot(profiler)
+
+
+@pytest.fixture
+def allocator(monkeypatch):
+    return Allocator(monkeypatch)
+
+
+BEGUN = {"context": "alloc", "stacks": "python", "max_entries": memory_history.MOST}
+
+
+def test_a_snapshot_is_written_after_the_third_step_and_the_viewer_reads_it(tmp_path, allocator, capsys):
+    file = tmp_path / "memory.pickle"
+    plain, _ = run_training(tmp_path)
+    assert allocator.calls == [BEGUN, None]
+    allocator.calls.clear()
+    run, _ = run_training(tmp_path, memory_snapshot=str(file))
+    assert allocator.calls == [BEGUN, "snapshot", None], "recording stops with the snapshot"
+    assert losses(run) == losses(plain)
+    assert f"Wrote {file}; open it at pytorch.org/memory_viz" in capsys.readouterr().out
+    snapshot = pickle.loads(file.read_bytes())
+    assert any(event["action"] == "alloc" for trace in snapshot["device_traces"] for event in trace)
+    assert "# free completed" in _memory_viz.trace(snapshot | {"segments": []})  # the profiler's lack some sums
+    assert "add_local_files" in _memory_viz.trace_plot(snapshot)
+
+
+def test_a_run_of_fewer_steps_stops_recording_too(tmp_path, allocator):
+    run_training(tmp_path, batch_size=40, memory_snapshot=str(tmp_path / "memory.pickle"))
+    assert allocator.calls == [BEGUN, None]
+    assert not (tmp_path / "memory.pickle").exists()
+
+
+def out_of_memory(model, _):
+    def fail(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    model.register_forward_pre_hook(fail)
+
+
+def test_out_of_memory_leaves_a_snapshot_in_the_folder_of_the_run(tmp_path, allocator):
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        run_training(tmp_path, prepare=out_of_memory)
+    file = tmp_path / "runs" / "test" / "1" / "memory_snapshot.pickle"
+    assert pickle.loads(file.read_bytes()).keys() == {"segments", "device_traces"}
+    assert allocator.calls == [BEGUN, "snapshot", None]
+    line = explain(caught.value, settings_for(tmp_path))
+    assert f"; {file} shows which lines allocated it, at pytorch.org/memory_viz. Next to try: " in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("problem", [OSError(28, "No space left on device"), RuntimeError("no history"), MemoryError()])
+def test_a_snapshot_that_fails_hides_no_error(tmp_path, allocator, monkeypatch, problem):
+    def fail():
+        raise problem
+
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", fail)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        run_training(tmp_path, prepare=out_of_memory)
+    assert "pytorch.org" not in explain(caught.value, settings_for(tmp_path))
+
+
+def test_other_errors_leave_no_snapshot(tmp_path, allocator):
+    def broken(model, _):
+        model.register_forward_pre_hook(lambda *_: 1 / 0)
+
+    with pytest.raises(ZeroDivisionError):
+        run_training(tmp_path, prepare=broken)
+    assert allocator.calls == [BEGUN, None]
+
+
+def test_a_disk_that_is_full_ends_no_run(tmp_path, allocator, monkeypatch, capsys):
+    def full(path, content):
+        if path.suffix == ".pickle":
+            raise OSError(28, "No space left on device")
+        write_whole(path, content)
+
+    monkeypatch.setattr(memory_history, "write_whole", full)
+    run, _ = run_training(tmp_path, memory_snapshot=str(tmp_path / "memory.pickle"))
+    assert run.record.values["status"] == "finished"
+    assert "(No space left on device); the run goes on without" in capsys.readouterr().out
+
+
+def test_ranks_write_files_of_their_own(tmp_path, allocator, fabric, monkeypatch):
+    monkeypatch.setattr(type(fabric), "global_rank", 3)
+    history = MemoryHistory(fabric, str(tmp_path / "memory.pickle"))
+    for _ in range(3):
+        history.end_step()
+    assert [path.name for path in tmp_path.iterdir()] == ["memory_rank3.pickle"]
+
+
+def test_an_allocator_without_a_history_is_an_error_only_if_a_snapshot_is_asked_for(tmp_path, allocator, monkeypatch):
+    def refuse(**_):
+        raise RuntimeError("cudaMallocAsync does not yet support recordHistory\nmore")
+
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", refuse)
+    run_training(tmp_path)
+    with pytest.raises(UserError, match=r"^--memory_snapshot a\.pickle: cudaMallocAsync [^\n]*; leave it out$"):
+        run_training(tmp_path, memory_snapshot="a.pickle")
+
+
+def test_without_cuda_it_is_refused_in_one_line(tmp_path):
+    process = run_script(SRC / "2_grad_accum.py", "--memory_snapshot", "a.pickle", cwd=tmp_path)
+    line = "error: --memory_snapshot a.pickle: PyTorch records memory on CUDA GPUs, not on cpu; leave it out"
+    assert (process.returncode, process.stderr.splitlines()[-1]) == (2, line)
+    with pytest.raises(UserError, match="not on mps; leave it out"):
+        check_snapshot(replace(settings_for(tmp_path), memory_snapshot="a.pickle", accelerator="mps"))
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_run(tmp_path):
+    def problem(path):
+        with pytest.raises(UserError) as caught:
+            check_snapshot(replace(settings_for(tmp_path), memory_snapshot=str(path), accelerator="cuda"))
+        return str(caught.value)
+
+    assert problem(tmp_path).endswith(f"is a folder; name a file in it, for example {tmp_path}/memory_snapshot.pickle")
+    (tmp_path / "file").touch()
+    assert problem(tmp_path / "file" / "a.pickle").endswith("(Not a directory): choose another")
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_the_progress_bar_ends_with_the_memory_in_use(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    run_training(tmp_path)
+    lines = sys.stderr.getvalue().split("\r")
+    assert any(" 0/3 " in line and " GB in use]" in line for line in lines), lines
+    drawn = Terminal()
+    list(ProgressBar(range(3), device=torch.device("mps"), file=drawn))
+    assert "GB" not in drawn.getvalue()
+    list(ProgressBar(range(3), device=torch.device("cpu"), file=drawn, disable=True))
