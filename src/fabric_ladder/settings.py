@@ -114,7 +114,8 @@ class DataSettings:
         "`imdb`, `synthetic`, a file (CSV, TSV, JSON, JSON Lines, each also as .gz, or Parquet), a folder of such "
         "files, or a name on the Hugging Face Hub, with a configuration as `glue:sst2`. Images: a folder or an "
         "archive with one folder per class, or a name on the Hub. Instructions: tables with the columns "
-        "`instruction`, `output` and optionally `input`, with `input` and `target`, or with chat `messages`.",
+        "`instruction`, `output` and optionally `input`, or with chats in `messages` or `conversations`; "
+        "`docs/data.md` lists more.",
         role=DATA,
         metavar="NAME_OR_PATH",
         for_beginners=True,
@@ -229,8 +230,8 @@ class DataSettings:
     )
     prompt_template: str | None = data_setting(
         None,
-        "Text of a prompt, for example `Human: {instruction}\\n{input}\\nAssistant: `. Default: Alpaca's prompt. Chat "
-        "`messages` use the tokenizer's chat template.",
+        "Text of a prompt, for example `Human: {instruction}\\n{input}\\nAssistant: `. Default: Alpaca's prompt. Chats "
+        "use the tokenizer's chat template.",
         role=DATA,
         needs="task=instruction-tuning",
     )

@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from itertools import pairwise
 
 import pandas as pd
 import pytest
@@ -45,6 +46,60 @@ def test_every_format_gives_the_same_tokens(tmp_path, load, tokenizers):
     for one, other in (same, (pairs, plain)):
         first, second = (load(content, tokenizer=tokenizers["trained"]).fingerprint for content in (one, other))
         assert first == second
+
+
+FORMS = {  # columns of the instruction, the input and the answer
+    "dolly": ("instruction", "context", "response"),
+    "target": ("input", None, "target"),
+    "response": ("prompt", None, "response"),
+    "completion": ("prompt", None, "completion"),
+    "answer": ("question", None, "answer"),
+    "query": ("query", None, "response"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_other_names_of_the_columns_give_the_same_tokens(load, tokenizers, name):
+    question, given, answer = FORMS[name]
+    plain = [row if given else row | {"input": ""} for row in rows()]
+    named = [
+        {question: row["instruction"], answer: row["output"]} | ({given: row["input"]} if given else {})
+        for row in plain
+    ]
+    first, second = (load(content, tokenizer=tokenizers["trained"]) for content in (plain, named))
+    assert first.fingerprint == second.fingerprint
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
+def test_sharegpt_conversations_give_the_tokens_of_messages(tmp_path, load, tokenizers, kind):
+    speakers = {"user": "human", "assistant": "gpt", "system": "system"}
+    conversations = [
+        {
+            "id": str(number),
+            "conversations": [{"from": speakers[turn["role"]], "value": turn["content"]} for turn in chat["messages"]],
+        }
+        for number, chat in enumerate(chats())
+    ]
+    path = write_rows(conversations, tmp_path / f"conversations.{kind}")
+    first, second = (load(content, tokenizer=tokenizers["trained"]) for content in (chats(), path))
+    assert first.fingerprint == second.fingerprint
+    named = [{"conversations": chat["messages"]} for chat in chats()]
+    assert load(named, tokenizer=tokenizers["trained"]).fingerprint == first.fingerprint
+
+
+def test_a_table_of_several_forms_has_the_first_of_them():
+    order = [
+        {"messages": CHAT[1]["messages"]},
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        {"instruction": "c", "output": "d"}, {"instruction": "e", "context": "f", "response": "g"},
+        {"input": "h", "target": "i"}, {"prompt": "j", "response": "k"}, {"prompt": "l", "completion": "m"},
+        {"question": "n", "answer": "o"}, {"query": "p", "response": "q"},
+    ]  # fmt: skip
+    for form, later in pairwise(order):
+        row = later | form
+        both, _ = check_for("rows.jsonl", [*row], {})
+        alone, _ = check_for("rows.jsonl", [*form], {})
+        assert both("line 1", row) == alone("line 1", row), form
 
 
 def test_splits_are_files_of_a_folder_or_split_off_and_cut(tmp_path, load, tokenizers):
@@ -109,6 +164,12 @@ BAD_ROWS = {  # name: (row, reason why it is bad)
     "empty answer": ({"messages": [USER, ASSISTANT | {"content": ""}]}, r"no content in message 2"),
     "parts": ({"messages": [USER | {"content": [1]}, ASSISTANT]}, r"content in message 1 is \[1\], not text"),
     "no answer": ({"messages": [USER]}, r"no answer from the assistant"),
+    "no conversations": ({"conversations": None}, r"conversations is null, not a list of messages"),
+    "unknown speaker": ({"conversations": [{"from": "bing", "value": "a"}]}, r'message 1 has the role "bing", not s'),
+    "speaker of messages": ({"conversations": [{"role": "gpt", "content": "a"}]}, r'message 1 has the role "gpt"'),
+    "list for a speaker": ({"conversations": [{"from": ["gpt"], "value": "a"}]}, r'message 1 has the role \["gpt"\], '),
+    "no value": ({"conversations": [{"from": "human", "content": "a"}]}, r"no value in message 1"),
+    "gpt first": ({"conversations": [{"from": "gpt", "value": "a"}] * 2}, r"the first message is from the assistant"),
     "answer first": ({"messages": [ASSISTANT, USER, ASSISTANT]}, r"the first message is from the assistant"),
 }  # fmt: skip
 
@@ -116,7 +177,8 @@ BAD_ROWS = {  # name: (row, reason why it is bad)
 @pytest.mark.parametrize("name", BAD_ROWS)
 def test_a_bad_row_is_refused_with_the_reason(name):
     row, reason = BAD_ROWS[name]
-    check, _ = check_for("rows.jsonl", ["messages"] if "messages" in row else ["instruction", "output"], {})
+    chat = [column for column in row if column in ("messages", "conversations")]
+    check, _ = check_for("rows.jsonl", chat or ["instruction", "output"], {})
     with pytest.raises(ValueError, match=f"^{reason}"):
         check("line 4", row)
 
@@ -136,7 +198,11 @@ def test_a_bad_row_is_named_or_left_out(tmp_path, load, tokenizers):
 
 
 REFUSED = {
-    "other columns": ("a.csv", "question,answer\na,b\n", r"a\.csv has the columns question, answer: instructions need"),
+    "other columns": (
+        "a.csv",
+        "ask,tell\na,b\n",
+        r"a\.csv has the columns ask, tell: chats need the column messages or",
+    ),
     "short rows": ("a.csv", "instruction,output\na,b\nc\nd\n", r"2 of 3 rows of .*a\.csv .* \(row 2: no output; row "),
     "two rows": ("a.jsonl", GOOD[:2], r"2 samples are too few to be split"),
     "text in a CSV": ("a.csv", "messages\nHi\n", r'row 1: messages is "Hi", not a list of messages'),

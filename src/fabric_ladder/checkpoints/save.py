@@ -158,12 +158,14 @@ def has_adapter(model: nn.Module) -> bool:
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, configured: int | list[int] | None) -> list[int] | None:
-    """Return the tokens that end a text: the tokenizer's end token and the special tokens among `configured`.
+    """Return the tokens that end a text: the tokenizer's, and the special tokens among `configured`.
 
-    A config file names them by number. A tokenizer trained here may have given these numbers to ordinary tokens.
+    The tokenizer has an end-of-text token and, after training on chats, the tokens after their answers. A config file
+    names tokens by number. A tokenizer trained here may have given these numbers to ordinary tokens.
     """
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     ends = {*(configured if isinstance(configured, list) else [configured])} & special
+    ends |= {*tokenizer.convert_tokens_to_ids(tokenizer.init_kwargs.get("answer_ends", []))}
     return sorted(ends | {tokenizer.eos_token_id} - {None}) or None
 
 

@@ -14,8 +14,18 @@ from fabric_ladder.data.tables import read_reviews
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
 
-COLUMNS = (("instruction", "output"), ("input", "target"), ("messages",))  # the required columns of the three forms
+CHAT_COLUMNS = ("messages", "conversations")  # a table with one of them holds chats, whatever else it has
+PAIRS = (  # columns of the instruction, of its input, which may be missing, and of the answer; the first that fit count
+    ("instruction", "input", "output"),
+    ("instruction", "context", "response"),
+    ("input", None, "target"),
+    ("prompt", None, "response"),
+    ("prompt", None, "completion"),
+    ("question", None, "answer"),
+    ("query", None, "response"),
+)
 ROLES = ("system", "user", "assistant")
+SHAREGPT = {"human": "user", "gpt": "assistant"}  # in `from`, next to the names in ROLES
 REVIEW_QUESTION = "Is this film review positive or negative?"
 INSTRUCTIONS = pa.schema(dict.fromkeys(("instruction", "input", "output"), pa.string()))
 MESSAGES = pa.list_(pa.struct(dict.fromkeys(("role", "content"), pa.string())))
@@ -45,35 +55,41 @@ def _ask(reviews: dict[str, list]) -> dict[str, list]:
 
 def check_for(name: str, columns: list[str], _: dict) -> tuple[Callable[[str, dict], dict], pa.Schema]:
     """Return the check for rows of the table `name` with these columns, and the schema of its result."""
-    form = next((form for form in COLUMNS if {*columns} >= {*form}), None)
-    if form is None:
+    chat = next((column for column in CHAT_COLUMNS if column in columns), None)
+    if chat:
+        return lambda location, row: {"messages": _check_chat(row, chat), "location": f"{name}, {location}"}, CHATS
+    pair = next((pair for pair in PAIRS if {pair[0], pair[2]} <= {*columns}), None)
+    if pair is None:
+        known = "; ".join(f"{question} and {answer}" for question, _, answer in PAIRS)
         raise UserError(
-            f"{name} has the columns {list_columns(columns)}: instructions need the columns instruction, output and "
-            "optionally input; or input and target; or messages (--column_names names those of a CSV file without a "
-            "header)"
+            f"{name} has the columns {list_columns(columns)}: chats need the column {' or '.join(CHAT_COLUMNS)}, and "
+            f"instructions need one of the pairs {known} (--column_names names those of a CSV file without a header)"
         )
-    if form == ("messages",):
-        return lambda location, row: {"messages": _check_chat(row), "location": f"{name}, {location}"}, CHATS
-    return partial(_check_pair, question=form[0], answer=form[1]), INSTRUCTIONS
+    return partial(_check_pair, pair=pair), INSTRUCTIONS
 
 
-def _check_pair(_: str, row: dict, question: str, answer: str) -> dict[str, str]:
+def _check_pair(_: str, row: dict, pair: tuple[str, str | None, str]) -> dict[str, str]:
+    question, given, answer = pair
     texts = {"instruction": read_text(row, question), "input": "", "output": read_text(row, answer)}
-    if question != "input":
-        texts["input"] = read_text(row, "input", may_be_empty=True)
+    if given:
+        texts["input"] = read_text(row, given, may_be_empty=True)
     return texts
 
 
-def _check_chat(row: dict) -> list[dict[str, str]]:
-    messages = row.get("messages")
+def _check_chat(row: dict, column: str) -> list[dict[str, str]]:
+    messages = row.get(column)
     if not isinstance(messages, list):
-        raise ValueError(f"messages is {shown(messages)}, not a list of messages")
+        raise ValueError(f"{column} is {shown(messages)}, not a list of messages")
     chat = []
     for number, message in enumerate(messages, 1):
-        role = message.get("role") if isinstance(message, dict) else None
+        given = message if isinstance(message, dict) else {}
+        named, text = ("from", "value") if "from" in given else ("role", "content")
+        role = given.get(named)
+        if named == "from" and isinstance(role, str):
+            role = SHAREGPT.get(role, role)
         if role not in ROLES:
             raise ValueError(f"message {number} has the role {shown(role)}, not {', '.join(ROLES)}")
-        content = read_text(message, "content", f" in message {number}", may_be_empty=role == "system")
+        content = read_text(message, text, f" in message {number}", may_be_empty=role == "system")
         chat.append({"role": role, "content": content})
     roles = [message["role"] for message in chat]
     if "assistant" not in roles[1:]:

@@ -1,6 +1,5 @@
 """Turn instructions and chats into prompts and answers, and these into tokens and labels."""
 
-import itertools
 from collections import Counter
 from functools import lru_cache
 from pathlib import Path
@@ -10,16 +9,17 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from fabric_ladder.data.cache import map_batches, save_tokens
+from fabric_ladder.data.chats import end_pattern, explain, write_chat
 from fabric_ladder.data.instruction_rows import read_instructions
 from fabric_ladder.data.rows import note_bad_samples
 from fabric_ladder.data.sources import Source
 from fabric_ladder.data.splits import IGNORED
 from fabric_ladder.data.tables import complete_splits
 from fabric_ladder.data.tokens import END_OF_TEXT, tokenize, train_tokenizer
-from fabric_ladder.errors import UserError, first_line, refused
+from fabric_ladder.errors import UserError, refused
 from fabric_ladder.settings import DataSettings
 
-INSTRUCTION_CACHE_FORMAT = 1  # raise it whenever the same instructions would give other tokens
+INSTRUCTION_CACHE_FORMAT = 2  # raise it whenever the same instructions would give other tokens
 ALPACA = (  # with and without an input; the exact prompts of Stanford's Alpaca
     "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
     "response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n"
@@ -31,6 +31,7 @@ COUNTED = {  # notices about the samples that the encoder counts
     "left out": "have a prompt of --max_length {length} tokens or more and are left out",
     "cut": "have their answer cut at --max_length {length} tokens",
     "hidden": "have an input that --prompt_template does not show",
+    "shortened": "have words of the assistant, such as <think>…</think>, that the chat template leaves out",
 }
 TOKENS, NUMBER = hf.List(hf.Value("int32")), hf.Value("int64")
 FEATURES = hf.Features({"input_ids": TOKENS, "labels": TOKENS, "length": NUMBER, "items": NUMBER})
@@ -112,7 +113,8 @@ def tokenize_instructions(
     if empty := [split for split, rows in tokens.items() if len(rows) == 0]:
         advice = f": raise --max_length {settings.max_length}" if encoder.counts["left out"] else ""
         raise UserError(f"no {empty[0]} sample is left ({'; '.join(notices)}){advice}")
-    return save_tokens(target, tokens, {"class_names": [], "chat": chat, "notices": notices})
+    facts = {"class_names": [], "chat": chat, "answer_ends": sorted(encoder.ends), "notices": notices}
+    return save_tokens(target, tokens, facts)
 
 
 class _Encoder:
@@ -123,6 +125,8 @@ class _Encoder:
         self.tokenizer = tokenizer
         self.bad = []
         self.counts = Counter()
+        self.ends: set[str] = set()  # tokens that end the last answers of chats
+        self._end = end_pattern(tokenizer)
 
     def encode_instructions(self, batch: dict[str, list]) -> dict[str, list]:
         """Tokenize prompts and answers."""
@@ -131,19 +135,25 @@ class _Encoder:
         answers = tokenize(self.tokenizer, batch["output"], add_special_tokens=False)["input_ids"]
         prompts = prompt_tokens(self.tokenizer, _prompts(batch, self.settings))
         end = self.tokenizer.eos_token_id
-        return self._columns([[ids, [*answer, end]] for ids, answer in zip(prompts, answers, strict=True)])
+        samples = [([*ids, *answer, end], len(ids)) for ids, answer in zip(prompts, answers, strict=True)]
+        return self._columns([(ids, np.arange(len(ids)) >= start) for ids, start in samples])
 
     def encode_chats(self, batch: dict[str, list]) -> dict[str, list]:
         """Tokenize chats; a chat that the chat template cannot write is added to `bad`, with the reason."""
         chats = []
         for messages, location in zip(batch["messages"], batch["location"], strict=True):
             try:
-                chats.append(_chat_parts(messages, self.tokenizer))
+                chats.append(write_chat(messages, self.tokenizer, self._end))
             except Exception as error:  # a template is a program and can raise anything
-                self.bad.append((location, first_line(error)))
-        texts = [part for parts in chats for part in parts]
-        tokens = iter(tokenize(self.tokenizer, texts, add_special_tokens=False)["input_ids"] if texts else ())
-        return self._columns([list(itertools.islice(tokens, len(parts))) for parts in chats])
+                self.bad.append((location, explain(error, messages, self.tokenizer, self._end)))
+        if not chats:
+            return self._columns([])
+        self.counts["shortened"] += sum(not chat.complete for chat in chats)
+        self.ends |= {chat.end for chat in chats if chat.end}
+        texts = [chat.text for chat in chats]
+        found = tokenize(self.tokenizer, texts, add_special_tokens=False, return_offsets_mapping=True)
+        places = [_within(offsets, chat.answers) for offsets, chat in zip(found["offset_mapping"], chats, strict=True)]
+        return self._columns(list(zip(found["input_ids"], places, strict=True)))
 
     def notices(self, total: int) -> list[str]:
         """Return notices about samples that were cut or left out, or refuse chats that the template cannot write."""
@@ -155,13 +165,12 @@ class _Encoder:
         ]
         return note_bad_samples(self.bad, total, problem, self.settings) + counted
 
-    def _columns(self, samples: list[list[list[int]]]) -> dict[str, list]:
-        """Join, label and cut each sample's lists of tokens; every second list is an answer."""
+    def _columns(self, samples: list[tuple[list[int], np.ndarray]]) -> dict[str, list]:
+        """Label and cut the tokens of each sample, which come with a mask of the answers."""
         columns = {name: [] for name in FEATURES}
         longest = self.settings.max_length
-        for parts in samples:
-            ids = np.array([token for part in parts for token in part], np.int32)
-            answered = np.repeat(np.arange(len(parts)) % 2 == 1, [len(part) for part in parts])
+        for tokens, answered in samples:
+            ids = np.array(tokens, np.int32)
             labels = ids if self.settings.train_on_inputs else np.where(answered, ids, np.int32(IGNORED))
             labels = labels[:longest]
             items = np.count_nonzero(labels[1:] != IGNORED)
@@ -180,21 +189,8 @@ def _prompts(batch: dict[str, list], settings: DataSettings) -> list[str]:
     return [prompt_text(*pair, settings.prompt_template) for pair in pairs]
 
 
-def _chat_parts(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Write a chat with the tokenizer's template; return its parts; every second one is an assistant's turn.
-
-    Raises:
-        ValueError: The template changes earlier messages when a message is added.
-        Exception: Any error of the template.
-    """
-    ends = [end for end, message in enumerate(messages, 1) if message["role"] == "assistant"]
-    steps = [step for end in ends for step in ((end - 1, True), (end, False))]
-    parts = []
-    written = ""
-    for end, ask in [*steps, (len(messages), False)]:
-        text = tokenizer.apply_chat_template(messages[:end], tokenize=False, add_generation_prompt=ask)
-        if not text.startswith(written):
-            raise ValueError(f"the template changes the messages before message {end}")
-        parts.append(text[len(written) :])
-        written = text
-    return parts if parts[-1] else parts[:-1]
+def _within(offsets: list[tuple[int, int]], answers: list[tuple[int, int]]) -> np.ndarray:
+    """Return which tokens have a character in an answer, given the first and last + 1 character of each."""
+    first, end = np.array(offsets).T
+    inside = [(first < stop) & (end > start) for start, stop in answers]
+    return np.logical_or.reduce(inside)

@@ -68,7 +68,7 @@ def prepare(settings: DataSettings, imdb: Source) -> TextDatasets | ImageDataset
     splits = hf.DatasetDict({split: hf.load_from_disk(folder / split) for split in SPLITS})
     if instructed:
         template = "chat" if facts["chat"] else settings.prompt_template or "alpaca"
-        tokenizer.init_kwargs["prompt_template"] = template  # `save_pretrained` writes it
+        tokenizer.init_kwargs |= {"prompt_template": template, "answer_ends": facts["answer_ends"]}  # saved with it
     return TextDatasets(splits, facts["class_names"], tokenizer, facts["fingerprint"], facts["notices"], commit)
 
 

@@ -19,8 +19,9 @@ class TextDatasets:
             instructions, `labels` has a label per token, -100 for tokens that are not trained. The column `items`
             counts the trained tokens, without the first token, which has no prediction.
         class_names: Names of the labels 0, 1, …; empty for instructions.
-        tokenizer: The tokenizer that made `input_ids`. For instructions, `init_kwargs["prompt_template"]` is saved with
-            it: a template for `prompt_text`, `alpaca`, or `chat` (the tokenizer's chat template).
+        tokenizer: The tokenizer that made `input_ids`. For instructions, two values of `init_kwargs` are saved with it:
+            `prompt_template`, a template for `prompt_text`, `alpaca`, or `chat` (the tokenizer's chat template); and
+            `answer_ends`, the tokens after the last answers of chats.
         fingerprint: A hash of all tokens and labels, equal on every machine.
         notices: Lines that the user should read.
         commit: The commit of a data set on the Hub.

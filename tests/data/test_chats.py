@@ -1,0 +1,271 @@
+"""Chats in the templates of published models: only the assistant's words and the token after them are trained."""
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+
+import pytest
+from support.data_files import CHATML, chats, load_instructions, samples_of
+from support.helpers import ROOT
+from transformers import AutoTokenizer
+
+from fabric_ladder.checkpoints.save import end_tokens
+from fabric_ladder.data.chats import end_pattern, write_chat
+from fabric_ladder.errors import UserError
+
+TEMPLATES = ROOT / "tests" / "support" / "fixtures" / "chat_templates"
+EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
+
+
+@dataclass
+class Family:
+    """A template with the tokens that its models have.
+
+    Attributes:
+        end: The token after an answer.
+        more: Other special tokens.
+        lead: What the model writes before the words of an answer.
+        last: `lead` and `end` of the last answer, if they differ.
+        system: Whether the template has system messages.
+        prompted: Whether an answer begins as the generation prompt does.
+    """
+
+    end: str
+    more: tuple[str, ...] = ()
+    lead: str = ""
+    last: tuple[str, str] | None = None
+    system: bool = True
+    prompted: bool = True
+
+    def trained(self, answers):
+        """Return the text that is trained for each answer."""
+        lead, end = self.last or (self.lead, self.end)
+        return [*(self.lead + words + self.end for words in answers[:-1]), lead + answers[-1] + end]
+
+
+IM = ("<|im_start|>", "<|endoftext|>")
+FAMILIES = {
+    "chatml": Family("<|im_end|>", IM),
+    "deepseek-r1-distill": Family("<｜end▁of▁sentence｜>", ("<｜User｜>", "<｜Assistant｜>"), prompted=False),
+    "gemma-2": Family("<end_of_turn>", ("<start_of_turn>",), system=False),
+    "gemma-3": Family("<end_of_turn>", ("<start_of_turn>",)),
+    "glm-4.5": Family("<|user|>", ("[gMASK]", "<sop>", "<|assistant|>", "<|system|>"), "\n<think></think>\n"),
+    "gpt-oss": Family(
+        "<|end|>",
+        ("<|start|>", "<|channel|>", "<|message|>", "<|return|>"),
+        "<|channel|>final<|message|>",
+        ("<|channel|>final<|message|>", "<|return|>"),
+    ),
+    "llama-3.1": Family("<|eot_id|>", ("<|start_header_id|>", "<|end_header_id|>")),
+    "mistral-v0.3": Family("</s>", ("[INST]", "[/INST]"), " ", system=False),
+    "phi-3": Family("<|end|>", ("<|user|>", "<|assistant|>", "<|system|>", "<|endoftext|>")),
+    "phi-4": Family("<|im_end|>", (*IM, "<|im_sep|>")),
+    "qwen-2.5": Family("<|im_end|>", IM),
+    "qwen-3": Family("<|im_end|>", (*IM, "<think>", "</think>"), "", (EMPTY_THOUGHT, "<|im_end|>")),
+    "smollm-3": Family("<|im_end|>", IM),
+}  # fmt: skip
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Load rows with a cache of the test's own."""
+    return partial(load_instructions, tmp_path, max_length=8192)
+
+
+@pytest.fixture
+def save(tokenizers, tmp_path):
+    """Save a tokenizer with a family's template and tokens."""
+
+    def save(name, kind="trained"):
+        family = FAMILIES[name]
+        tokenizer = AutoTokenizer.from_pretrained(tokenizers[kind])
+        tokenizer.add_special_tokens({"additional_special_tokens": [family.end, *family.more]})
+        tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
+        tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+        tokenizer.save_pretrained(tmp_path / "tokenizer")
+        return str(tmp_path / "tokenizer")
+
+    return save
+
+
+def conversations(system, count=12):
+    """Return chats of one to three answers, all different."""
+    made = []
+    for index in range(count):
+        chat = [{"role": "system", "content": f"Be brief {index}."}] if system else []
+        for turn in range(1 + index % 3):
+            chat.append({"role": "user", "content": f"Name {index}, {turn}."})
+            chat.append({"role": "assistant", "content": f"It is <b>{index}</b>,\nthen {turn}."})
+        made.append(chat)
+    return made
+
+
+def answers_of(chat):
+    return [message["content"] for message in chat if message["role"] == "assistant"]
+
+
+def trained_texts(tokenizer, ids, labels):
+    """Return the text of each run of trained tokens."""
+    pairs = zip(ids, labels, strict=True)
+    runs = [[label for _, label in run] for trained, run in groupby(pairs, lambda pair: pair[1] != -100) if trained]
+    return [tokenizer.decode(run, clean_up_tokenization_spaces=False) for run in runs]
+
+
+def decoded(got):
+    """Return the trained texts of all samples by their whole text."""
+    return {
+        got.tokenizer.decode(ids, clean_up_tokenization_spaces=False): trained_texts(got.tokenizer, ids, labels)
+        for ids, labels in samples_of(got).items()
+    }
+
+
+def test_table_of_families_is_complete():
+    assert {path.stem for path in TEMPLATES.glob("*.jinja")} == {*FAMILIES}
+
+
+CASES = [(name, system) for name, family in FAMILIES.items() for system in (False, True) if family.system or not system]
+
+
+@pytest.mark.parametrize(("name", "system"), CASES)
+def test_the_words_and_the_end_token_of_each_answer_are_trained(load, save, tmp_path, name, system):
+    family = FAMILIES[name]
+    chosen = conversations(system)
+    got = load([{"messages": chat} for chat in chosen], tokenizer=save(name))
+    write = partial(got.tokenizer.apply_chat_template, tokenize=False)
+    tokens = partial(got.tokenizer, add_special_tokens=False)
+    appended = "<|user|>" if name == "glm-4.5" else ""
+    assert decoded(got) == {write(chat) + appended: family.trained(answers_of(chat)) for chat in chosen}
+    assert {*samples_of(got)} == {tuple(tokens(write(chat) + appended)["input_ids"]) for chat in chosen}
+    assert got.notices == []
+    last = family.last[1] if family.last else family.end
+    stops = got.tokenizer.convert_tokens_to_ids([last, "</s>"])
+    assert {*end_tokens(got.tokenizer, None)} == {*stops}, "generation stops at the end of an answer"
+    got.tokenizer.save_pretrained(tmp_path / "saved")
+    assert end_tokens(AutoTokenizer.from_pretrained(tmp_path / "saved"), None) == end_tokens(got.tokenizer, None)
+    for chat in chosen if family.prompted else ():
+        prompt = tuple(tokens(write(chat[: 1 + system], add_generation_prompt=True))["input_ids"])
+        assert any(ids[: len(prompt)] == prompt for ids in samples_of(got)), "generation uses the prompts of training"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_answers_that_the_user_replies_to_are_trained(load, save, name):
+    family = FAMILIES[name]
+    chosen = [[*chat, {"role": "user", "content": "Thanks."}] for chat in conversations(system=False)]
+    got = load([{"messages": chat} for chat in chosen], tokenizer=save(name))
+    expected = [[family.lead + words + family.end for words in answers_of(chat)] for chat in chosen]
+    assert sorted(decoded(got).values()) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("gemma-2", "System role not supported"),
+        ("mistral-v0.3", "the template leaves out message 1, from the system"),
+    ],
+)
+def test_a_template_without_system_messages_is_refused_with_the_remedy(load, save, name, reason):
+    rows = [{"messages": chat} for chat in conversations(system=True)]
+    line = rf"{reason}; put the system message into the first message of the user"
+    with pytest.raises(UserError, match=rf"nothing is left: 12 of 12 samples cannot be written .*line \d+: {line};"):
+        load(rows, tokenizer=save(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("qwen-3", lambda thought, words, last: (f"<think>\n{thought}\n</think>\n\n" if last else "") + words),
+        ("glm-4.5", lambda thought, words, last: f"\n<think>{thought if last else ''}</think>\n{words}"),
+        ("deepseek-r1-distill", lambda thought, words, last: words),
+        ("smollm-3", lambda thought, words, last: f"<think>{thought}</think>{words}"),
+    ],
+)
+def test_thoughts_are_trained_where_the_template_writes_them(load, save, name, kept):
+    thought = "Even numbers are round."
+    chosen = conversations(system=False)
+    rows = [
+        [
+            turn | {"content": f"<think>{thought}</think>{turn['content']}"} if turn["role"] == "assistant" else turn
+            for turn in chat
+        ]
+        for chat in chosen
+    ]
+    got = load([{"messages": chat} for chat in rows], tokenizer=save(name))
+    expected = []
+    for answers in map(answers_of, chosen):
+        texts = [kept(thought, words, number == len(answers)) for number, words in enumerate(answers, 1)]
+        expected.append([text + FAMILIES[name].end for text in texts])
+    assert sorted(decoded(got).values()) == sorted(expected)
+    lost = sum(any(thought not in text for text in texts) for texts in expected)
+    notice = (
+        f"{lost} of 12 samples have words of the assistant, such as <think>…</think>, that the chat template leaves out"
+    )
+    assert got.notices == ([notice] if lost else [])
+
+
+TURNS = {"u": {"role": "user", "content": "Name it."}, "a": {"role": "assistant", "content": "It is."}}
+
+
+@pytest.mark.parametrize("order", ["uaa", "uauuaa"])
+@pytest.mark.parametrize("name", ["chatml", "llama-3.1", "phi-3", "qwen-3"])
+def test_messages_of_one_role_in_a_row_are_separate_turns(load, save, name, order):
+    rows = [{"messages": [*(TURNS[role] for role in order)]} for _ in range(10)]
+    got = load(rows, tokenizer=save(name))
+    assert [*decoded(got).values()] == [[f"It is.{FAMILIES[name].end}"] * order.count("a")]
+
+
+def test_a_template_that_wants_alternating_roles_is_refused_with_its_reason(load, save):
+    rows = [{"messages": [TURNS["u"], TURNS["u"], TURNS["a"]]}, *({"messages": chat} for chat in conversations(False))]
+    with pytest.raises(
+        UserError, match=r"^1 of 13 samples .*line 1: Conversation roles must alternate .*--bad_samples"
+    ):
+        load(rows, tokenizer=save("gemma-3"))
+
+
+@pytest.mark.parametrize("name", ["llama-3.1", "gemma-3", "chatml"])
+def test_the_first_token_is_written_once(load, save, name):
+    """The Unigram tokenizer adds <s> and </s>; the templates of Llama and Gemma write <s> too."""
+    got = load([{"messages": chat} for chat in conversations(system=False)], tokenizer=save(name, "unigram"))
+    first, last = got.tokenizer.convert_tokens_to_ids(["<s>", "</s>"])
+    for ids in samples_of(got):
+        assert ids.count(first) == (name != "chatml")
+        assert ids.count(last) == 0
+
+
+PLAIN = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+
+
+def test_a_template_without_end_tokens_ends_the_last_answer_with_the_end_of_text(load, save, tokenizers, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(tokenizers["trained"])
+    tokenizer.chat_template = PLAIN + "{% if add_generation_prompt %}assistant:{% endif %}"
+    tokenizer.save_pretrained(tmp_path / "plain")
+    chosen = conversations(system=True)
+    got = load([{"messages": chat} for chat in chosen], tokenizer=str(tmp_path / "plain"))
+    expected = [[f" {words}" for words in answers_of(chat)] for chat in chosen]
+    assert sorted(decoded(got).values()) == sorted([*words[:-1], f"{words[-1]}\n<|endoftext|>"] for words in expected)
+
+
+TWICE = "{{ message.content }}{% if message.role == 'assistant' %}{{ message.content }}{% endif %}"
+
+BAD_TEMPLATES = {
+    "leaves out message 1, from the user": CHATML.replace("message.content", "message.content if loop.last"),
+    "does not write message 2 exactly once": CHATML.replace("{{ message.content }}", TWICE),
+    "changes other messages with message 2": "{{ messages[-1].content[:1] }}" + CHATML,
+}
+
+
+@pytest.mark.parametrize("reason", BAD_TEMPLATES)
+def test_a_chat_that_cannot_be_written_exactly_is_refused(tokenizers, reason):
+    tokenizer = AutoTokenizer.from_pretrained(tokenizers["trained"])
+    tokenizer.chat_template = BAD_TEMPLATES[reason]
+    with pytest.raises(ValueError, match=f"^the template {reason}$"):
+        write_chat([TURNS["u"], TURNS["a"]], tokenizer, end_pattern(tokenizer))
+
+
+def test_a_cut_answer_is_counted(load, tokenizers):
+    whole = samples_of(load(chats(), tokenizer=tokenizers["trained"]))
+    longest = sorted(map(len, whole))[len(whole) // 2]
+    got = load(chats(), tokenizer=tokenizers["trained"], max_length=longest)
+    kept = {ids[:longest]: labels[:longest] for ids, labels in whole.items() if {*labels[1:longest]} != {-100}}
+    assert samples_of(got) == kept
+    cut = sum({*labels[longest:]} > {-100} for ids, labels in whole.items() if ids[:longest] in kept)
+    assert got.notices[-1] == f"{cut} of 30 samples have their answer cut at --max_length {longest} tokens"
