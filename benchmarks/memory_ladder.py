@@ -43,6 +43,7 @@ HEADER = ["GB", "parameters", "gradients", "optimizer", "activations", "logits",
           "target", "highest in"]  # fmt: skip
 CHECKPOINTED, PARKED = " ".join(CHECKPOINTING), " ".join(ON_HOST)
 IN_8_BITS, IN_4_BITS = "--optimizer adam-8bit", "--optimizer adam-4bit"
+WHOLE = ("2_grad_accum", "5_low_precision")
 RECOMPUTING = ("7_grad_checkpointing", "20_activation_offload", "21_selective_checkpointing")
 
 
@@ -93,6 +94,7 @@ ENTRIES = {
         Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED}"),
         Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} {PARKED}"),
         Entry("22_float8"),
+        *(Entry(rung, f"--train_blocks last:{count}") for rung in WHOLE for count in (12, 4)),
         *(Entry(rung, "--micro_batch_size 16") for rung in ("5_low_precision", *RECOMPUTING)),
         *(Entry(rung, "--attention eager") for rung in ("2_grad_accum", "4_mixed_precision", "5_low_precision")),
     ],

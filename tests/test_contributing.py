@@ -27,14 +27,15 @@ def project(tmp_path_factory):
         r"```(?:python|text)\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL
     )
     package = folder / "src" / "fabric_ladder"
-    (package / "techniques" / "freezing.py").write_text(technique, encoding="utf-8")
+    (package / "techniques" / "bitfit.py").write_text(technique, encoding="utf-8")
     registry = package / "techniques" / "__init__.py"
-    insert(registry, "from fabric_ladder.techniques.freezing import Freezing\n", "from fabric_ladder.techniques.kahan")
+    line = "from fabric_ladder.techniques.bitfit import BitFit\n"
+    insert(registry, line, "from fabric_ladder.techniques.checkpointing")
     insert(registry, entry, "    LoRA(),\n")
     insert(package / "settings.py", field, "    kahan_summation: bool")
     parent = (SRC / "2_grad_accum.py").read_text(encoding="utf-8")
-    rung = folder / "src" / "23_freezing.py"
-    rung.write_text(parent.replace("  # NEW", "").replace("2_grad_accum", "23_freezing"), encoding="utf-8")
+    rung = folder / "src" / "30_bitfit.py"
+    rung.write_text(parent.replace("  # NEW", "").replace("2_grad_accum", "30_bitfit"), encoding="utf-8")
     insert(rung, keyword, "    )\n\n    fabric = Fabric(")
     return folder
 
@@ -45,20 +46,20 @@ def run(project, script, *words):
 
 @pytest.mark.slow
 def test_a_technique_of_three_steps_is_trained_checked_planned_compared_and_listed(project):
-    finished(run(project, "src/23_freezing.py", *SMALL, "--save", "no"))
+    finished(run(project, "src/30_bitfit.py", *SMALL, "--save", "no"))
     finished(run(project, "src/2_grad_accum.py", *SMALL, "--save", "no"))
     trained, whole = (
         json.loads(next((project / "runs").glob(f"{rung}*/**/run.json")).read_text(encoding="utf-8"))
-        for rung in ("23_freezing", "2_grad_accum")
+        for rung in ("30_bitfit", "2_grad_accum")
     )
     assert 0 < trained["results"]["trainable_parameters"] < whole["results"]["trainable_parameters"]
-    refused = run(project, "src/23_freezing.py", *SMALL, "--lora", "true")
+    refused = run(project, "src/30_bitfit.py", *SMALL, "--lora", "true")
     assert refused.returncode == 2
-    assert "adapters freeze all weights" in refused.stderr
-    assert "--freeze_lower_half" in finished(run(project, "src/2_grad_accum.py", "--help", "all"))
-    planned = ["--gpu", "T4", "--rungs", "23", "--length", "32", "--json", "plan.json", *SMALL[2:8]]
+    assert "adapters freeze the biases" in refused.stderr
+    assert "--bitfit" in finished(run(project, "src/2_grad_accum.py", "--help", "all"))
+    planned = ["--gpu", "T4", "--rungs", "30", "--length", "32", "--json", "plan.json", *SMALL[2:8]]
     finished(run(project, "scripts/plan_memory.py", *planned))
-    assert "23_freezing checkpointing" in (project / "plan.json").read_text(encoding="utf-8")
+    assert "30_bitfit checkpointing" in (project / "plan.json").read_text(encoding="utf-8")
     compared = finished(run(project, "scripts/compare_runs.py", "runs"))
-    assert "freeze_lower_half true" in compared
+    assert "bitfit true" in compared
     assert "garbage" not in compared

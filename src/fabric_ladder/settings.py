@@ -360,6 +360,19 @@ class Settings(DataSettings):
         for_beginners=True,
         aliases={"adamw, which has weight decay 0.01": "weight_decay wd", "{}": "opt optim"},
     )
+    train_blocks: str = optimization_setting(
+        "all",
+        "Transformer blocks to train: `all`, `last:N` for the last N and the head, or `none` for the head alone. The "
+        "blocks below and the embeddings are frozen and keep no gradients, optimizer state or activations.",
+        role=TECHNIQUE,
+        changes_memory=True,
+        metavar="all|last:N|none",
+        aliases={
+            "last:{}": "freeze_trainable_layers num_layers_unfrozen num_unfrozen_layers unfreeze_layers",
+            "last:N, with the number of trained blocks": "unfrozen_parameters freeze_layers num_frozen_layers",
+            "none": "freeze_backbone freeze_base_model freeze_encoder",
+        },
+    )
     kahan_summation: bool = optimization_setting(
         False,
         "Keep the rounding error of 16-bit weights in 2 bytes per weight and add it to later steps. Without it a "

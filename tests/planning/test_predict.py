@@ -32,6 +32,10 @@ COMBINATIONS = [  # settings that no rung combines
     ("bloom", {"lora": True, "quantization": "nf4", "precision": "bf16-mixed", "activation_checkpointing": True}),
     ("bloom", PACKED),
     ("bloom-lm", PACKED),
+    ("bloom", {"train_blocks": "last:1", "micro_batch_size": 2}),
+    ("bloom", {"train_blocks": "none", "precision": "bf16-mixed"}),
+    ("bloom-lm", {"train_blocks": "last:1", "precision": "bf16-true", "activation_checkpointing": True}),
+    ("vit", {"train_blocks": "last:1", "step_in_backward": True, "optimizer": "sgd"}),
 ]
 FAMILIES = ("bloom-quickstart", "vit", "llama-tiny")
 LEFT_OUT = {  # rungs whose prediction a process without a GPU cannot compare with real tensors

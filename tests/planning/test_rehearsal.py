@@ -14,8 +14,10 @@ from fabric_ladder.planning.predict import blank_datasets, largest_batches
 from fabric_ladder.planning.rehearsal import rehearse
 from fabric_ladder.planning.tracker import Moment, extrapolate
 from fabric_ladder.rungs import RUNGS
+from fabric_ladder.techniques.technique import CHECKPOINTING
 
 BLOCKS = 11
+IN_16_BITS = ("--precision", "bf16-true")
 WIDE = {"hidden_size": 64, "num_hidden_layers": BLOCKS, "num_attention_heads": 4, "intermediate_size": 160,
         "vocab_size": 512}  # fmt: skip
 GROUPED = WIDE | {"num_key_value_heads": 2, "head_dim": 16}
@@ -63,6 +65,41 @@ def test_the_memory_of_all_blocks_is_found_from_a_few(tmp_path, rung, options, f
         assert found.phase == whole.phase
         assert found.total == pytest.approx(whole.total, rel=1e-3)
         assert found.host == pytest.approx(whole.host, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "trained", "rehearsed", "options"),
+    [
+        ("bloom", "last:1", 2, ()),
+        ("qwen3", "none", 2, ("--precision", "bf16-mixed")),
+        ("gpt2", "last:2", 2, (*IN_16_BITS, *CHECKPOINTING)),
+        ("llama", "last:10", 1, ()),  # more blocks are trained than the smaller models could leave out
+        pytest.param("modernbert", "last:2", 2, (), marks=pytest.mark.slow),
+        pytest.param("vit", "last:1", 2, ("--max_grad_norm", "1"), marks=pytest.mark.slow),
+        pytest.param("bert", "last:2", 2, ("--optimizer", "adafactor"), marks=pytest.mark.slow),
+        pytest.param("bloom", "last:2", 2, ("--kahan_summation", "true", *IN_16_BITS), marks=pytest.mark.slow),
+    ],
+)
+def test_a_rehearsal_with_fewer_blocks_leaves_out_frozen_ones(tmp_path, family, trained, rehearsed, options):
+    path = tmp_path / "model.json"
+    depth = "n_layer" if "n_layer" in CONFIGS[family] else "num_hidden_layers"
+    path.write_text(json.dumps(CONFIGS[family] | {depth: 20}))
+    image_size = PIXELS if family == "vit" else None
+    task = ["--task", "image-classification"] if image_size else []
+    words = ["--model", str(path), *task, "--batch_size", "4", "--max_length", "96", "--train_blocks", trained]
+    settings = read_settings("2_grad_accum", [*words, *options])
+    batches = largest_batches(replace(settings, micro_batch_size=4), 96, image_size)
+    peaks = []
+    for all_blocks in (True, False):
+        with rehearse(settings, blank_datasets(3, image_size), all_blocks=all_blocks) as rehearsal:
+            peaks.append(rehearsal.peak(settings, *batches))
+            blocks = len(rehearsal.blocks)
+            counts = rehearsal.counts
+    assert blocks == rehearsed
+    assert 0 < counts.trained < counts.all / 2 or trained == "last:10"
+    assert peaks[1].phase == peaks[0].phase
+    for part in ("parameters", "gradients", "optimizer_state", "activations", "total"):
+        assert getattr(peaks[1], part) == pytest.approx(getattr(peaks[0], part), rel=1e-3), part
 
 
 def test_blocks_that_alternate_end_at_the_same_type(tmp_path):

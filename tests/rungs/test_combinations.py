@@ -40,6 +40,7 @@ TECHNIQUES = {
     "selective checkpointing": "--activation_checkpointing true --selective_checkpointing true",
     "8-bit products": "--float8 true",
     "offload": "--offload true",
+    "last block": "--train_blocks last:1",
     "LoRA": "--lora true",
     "LoRA, save, sharded": "--lora true --save sharded",
     "LoRA, save, consolidated": "--lora true --save consolidated",

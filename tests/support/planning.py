@@ -74,9 +74,9 @@ def measured_peak(settings, micro_batches, on_mac=False):
 
     Both sides have the operations of a GPU, or of a Mac's, which keep other tensors than a CPU's.
 
-    PyTorch's tracker fails on frozen parameters, so the project's tracker counts those of adapters.
+    PyTorch's tracker fails on frozen parameters, so the project's tracker counts these models.
     """
-    if settings.lora:
+    if settings.lora or settings.train_blocks != "all":
         return tracked_peak(settings, micro_batches).total
     fabric, model, optimizer = set_up(settings)
     tracker = MemTracker()

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from transformers import PretrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from fabric_ladder.errors import refused
@@ -48,10 +49,21 @@ def linear_layers(model: nn.Module) -> list[str]:
     ]
 
 
-def fewer_blocks(config: PretrainedConfig) -> tuple[int, int] | None:
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks that transformers marks for activation checkpointing, without blocks inside other blocks."""
+    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    inner = {part for block in blocks for part in block.modules() if part is not block}
+    return [block for block in blocks if block not in inner]
+
+
+def fewer_blocks(config: PretrainedConfig, least: int = FEWEST_BLOCKS) -> tuple[int, int] | None:
     """Return two numbers of blocks whose models do the same as the whole model in every pass, only less often.
 
     Block types such as sliding and full attention may alternate. Then both numbers end at the same type as the model.
+
+    Args:
+        config: Config of the model.
+        least: The smaller number is at least this.
 
     Returns:
         None if the model has not many more blocks.
@@ -59,7 +71,7 @@ def fewer_blocks(config: PretrainedConfig) -> tuple[int, int] | None:
     blocks = getattr(config, "num_hidden_layers", 0)
     types = getattr(config, "layer_types", None) or [""]
     cycle = next(cycle for cycle in range(1, len(types) + 1) if types[cycle:] == types[:-cycle])
-    short = FEWEST_BLOCKS + (blocks - FEWEST_BLOCKS) % cycle
+    short = least + (blocks - least) % cycle
     return (short, short + cycle) if 2 * short + cycle < blocks else None
 
 

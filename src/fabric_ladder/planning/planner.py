@@ -22,7 +22,7 @@ from fabric_ladder.planning.rehearsal import Rehearsal, rehearsal_key, rehearse
 from fabric_ladder.rungs import makes_weights_on_device
 from fabric_ladder.runs.prediction import relevant
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques import state_dtypes, trains_adapters, used
+from fabric_ladder.techniques import state_dtypes, trains_all, used
 from fabric_ladder.techniques.memory import Counts, Peak
 
 LIBRARIES = 2_000_000_000  # bytes of CPU memory of a process with CUDA and without a model: a guess
@@ -117,7 +117,7 @@ class Plan(NamedTuple):
 
 def trained(candidate: Candidate) -> str:
     """Return the weights that a candidate trains, in words."""
-    return "some of the weights" if trains_adapters(candidate.settings) else "all weights"
+    return "all weights" if trains_all(candidate.settings) else "some of the weights"
 
 
 def make_plans(
@@ -206,7 +206,7 @@ class _Search:
 
 def _least_bytes(settings: Settings) -> int:
     """Return bytes that stay on one GPU in any case: weights, gradients and optimizer state; 0: unknown."""
-    if trains_adapters(settings) or settings.strategy not in ("single", "ddp"):
+    if not trains_all(settings) or settings.strategy not in ("single", "ddp"):
         return 0
     width = 2 if settings.precision in ("bf16-true", "16-true") else 4
     state = sum(width if dtype is None else dtype.itemsize for dtype in state_dtypes(settings))

@@ -37,7 +37,7 @@ from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import emulates
 from fabric_ladder.models.configs import load_config
 from fabric_ladder.models.kernels import declare_flash
-from fabric_ladder.models.layers import fewer_blocks
+from fabric_ladder.models.layers import FEWEST_BLOCKS, fewer_blocks
 from fabric_ladder.planning.cuda_kernels import CudaKernels
 from fabric_ladder.planning.tracker import Moment, PeakTracker, extrapolate, highest
 from fabric_ladder.runs.metrics import Meter
@@ -91,7 +91,10 @@ def rehearse(
     try:
         flash = declare_flash(capability is None or capability >= (8, 0))
         with quiet_lightning(), flash, sdpa_kernel(SDPBackend.MATH) if matrix else nullcontext():
-            yield Rehearsal(run, load_config(settings.model, settings.model_revision), all_blocks)
+            config = load_config(settings.model, settings.model_revision)
+            further = sum(technique.further_blocks(settings) for technique in used(settings))
+            fewer = None if all_blocks else fewer_blocks(config, FEWEST_BLOCKS + further)
+            yield Rehearsal(run, config, fewer)
     finally:
         if sharded:
             dist.destroy_process_group()
@@ -133,17 +136,16 @@ class Rehearsal:
     Args:
         run: Sets up a model with N blocks, or with all blocks for None.
         config: Config of the model.
-        all_blocks: Rehearse the whole model.
+        fewer: Numbers of blocks of two smaller models; None: rehearse the whole model.
 
     Attributes:
         counts: Numbers of the model's parameters.
         blocks: The rehearsed models: two with a few blocks, or the whole model.
     """
 
-    def __init__(self, run: Callable[[int | None], "_Steps"], config: PretrainedConfig, all_blocks: bool):
+    def __init__(self, run: Callable[[int | None], "_Steps"], config: PretrainedConfig, fewer: tuple[int, int] | None):
         self._run = run
         self._known: dict[tuple, Peak] = {}
-        fewer = None if all_blocks else fewer_blocks(config)
         self.blocks = [run(blocks) for blocks in fewer or (None,)]
         self._times = (config.num_hidden_layers - fewer[1]) // (fewer[1] - fewer[0]) if fewer else 0
         self.counts = self.blocks[-1].counts

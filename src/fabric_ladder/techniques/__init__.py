@@ -11,6 +11,7 @@ from fabric_ladder.techniques.chunked_loss import ChunkedLoss
 from fabric_ladder.techniques.compile import Compile
 from fabric_ladder.techniques.embedding_rows import EmbeddingRows
 from fabric_ladder.techniques.float8 import Float8
+from fabric_ladder.techniques.freezing import Freezing
 from fabric_ladder.techniques.fused_attention import FusedAttention
 from fabric_ladder.techniques.kahan import KahanSummation
 from fabric_ladder.techniques.lean_optimizer import LeanOptimizer
@@ -30,6 +31,7 @@ SPEED = 100e12  # FLOP per second of 16-bit matrix multiplications in training: 
 # The order matters:
 # - A low-bit optimizer replaces the optimizer's class, and Kahan and the steps by weight derive their class from it.
 # - Packing wraps the forward pass, the chunked loss included.
+# - Frozen blocks are not checkpointed.
 # - Adapters wrap the whole model, with its forward pass and checkpointing.
 # - Float8 converts only layers that the adapters left frozen.
 # - The compiler needs the final layers.
@@ -50,6 +52,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     ActivationCheckpointing(),
     ActivationOffload(),
     SelectiveCheckpointing(),
+    Freezing(),
     LoRA(),
     QLoRA(),
     Float8(),
@@ -103,6 +106,11 @@ def full_pass(settings: Settings) -> int:
     moved = sum(technique.bytes_per_pass(settings) for technique in techniques)
     flops = 8 if any(technique.recomputes for technique in techniques) else 6  # per weight and token
     return max(FULL_PASS, round(moved / LINK * SPEED / flops))
+
+
+def trains_all(settings: Settings) -> bool:
+    """Return whether all weights of the model are trained."""
+    return all(technique.trains_all for technique in used(settings))
 
 
 def trains_adapters(settings: Settings) -> bool:

@@ -139,6 +139,7 @@ class LoRA(Technique):
     setting = "lora"
     rung = "13_lora"
     adapters = True
+    trains_all = False
     plans = ALONE_OR_CHECKPOINTED
     next_rung = NextRung("14_qlora", "keeps the model in 4 bits", replaces=("quantization", "float8"))
 

@@ -46,6 +46,7 @@ class Technique:
         refused_on_mps: The part that Apple silicon's GPU cannot do, and what to use; empty: it can do all.
         rounds_lengths: Whether lengths are rounded by default, so that there are fewer shapes.
         adapters: Whether it trains a few new weights in 32 bits and freezes the model's own.
+        trains_all: Whether it leaves all of the model's weights trained.
         shards: Whether each rank has only a part of the weights or of the optimizer's state.
         frees_gradients: Whether no gradient is left after the backward pass.
         state_on_device: Whether the optimizer's state is on the device.
@@ -66,6 +67,7 @@ class Technique:
     refused_on_mps: str = ""
     rounds_lengths: bool = False
     adapters: bool = False
+    trains_all: bool = True
     shards: bool = False
     frees_gradients: bool = False
     state_on_device: bool = True
@@ -169,6 +171,10 @@ class Technique:
     def rehearsed(self, settings: Settings) -> Settings:
         """Return settings whose step runs on fake tensors; `add_memory` adds what the rehearsal leaves out."""
         return settings
+
+    def further_blocks(self, settings: Settings) -> int:
+        """Return the number of blocks that a rehearsal with a few blocks of the model needs in addition."""
+        return 0
 
     def rehearse_model(self, model: nn.Module, settings: Settings) -> None:
         """Change a model of the settings that `rehearsed` returned, so that it makes the tensors of the technique."""
