@@ -414,6 +414,22 @@ class Settings(DataSettings):
         at_least=0,
         aliases={"{}": "num_warmup_steps warmup"},
     )
+    label_smoothing: float = optimization_setting(
+        0.0,
+        "Share of each label that is spread evenly over all classes, in the training loss of a classification.",
+        role=EQUAL,
+        at_least=0,
+        below=1,
+        aliases={"{}": "label_smoothing_factor smoothing"},
+    )
+    class_weights: str | None = optimization_setting(
+        None,
+        "Weights of the classes in the training loss: `balanced` (samples / (classes * samples of the class)), or a "
+        "number for each class in their order. Validation and test losses have neither weights nor label smoothing.",
+        role=EQUAL,
+        metavar="balanced|X,…",
+        aliases={"{}": "class_weight"},
+    )
     max_grad_norm: float | None = optimization_setting(
         None,
         "Clip the gradient to this 2-norm.",

@@ -88,8 +88,12 @@ def run_model(
     `confusion` gets its samples, see `add_to_confusion`.
     """
     inputs = _to_device(fabric, micro_batch.inputs)
+    objective = micro_batch.objective
+    labels = {name: inputs.pop(name) for name in objective.inputs if name in inputs} if objective else {}
     with declare_padding(micro_batch.masked):
         outputs = model(**inputs)
+    if objective:
+        return objective.loss(outputs.logits, **labels), objective.correct(outputs.logits.detach(), **labels)
     if confusion is not None and micro_batch.items:
         add_to_confusion(confusion, outputs, inputs["labels"])
     return outputs.loss, count_correct(outputs, inputs["labels"])
