@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from fabric_ladder.data.class_weights import check_class_weights
+from fabric_ladder.data.kinds import check_kind
 from fabric_ladder.data.load import check_data
 from fabric_ladder.distributed.launch import check_devices
 from fabric_ladder.distributed.strategies import strategy_traits
@@ -45,6 +46,7 @@ def check_values(settings: Settings) -> None:
         raise UserError(
             f"--resume {settings.resume}: the folder does not exist; --resume auto finds the newest checkpoint"
         )
+    check_kind(settings)
     check_class_weights(settings)
     if settings.image_size and settings.resize_to and settings.resize_to < settings.image_size:
         raise UserError(f"--resize_to {settings.resize_to} is below --image_size {settings.image_size}: nothing to cut")

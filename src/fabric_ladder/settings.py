@@ -106,6 +106,13 @@ class DataSettings:
         role=EQUAL,
         changes_memory=True,
     )
+    problem_type: Literal["single_label_classification", "multi_label_classification", "regression"] = data_setting(
+        "single_label_classification",
+        "What the labels of text-classification are: one class per text, any number of classes, or numbers "
+        "(`regression`).",
+        role=EQUAL,
+        changes_memory=True,
+    )
     dataset: str = data_setting(
         "imdb",
         "`imdb`, `synthetic`, a file (CSV, TSV, JSON, JSON Lines, each also as .gz, or Parquet), a folder of such "
@@ -141,7 +148,8 @@ class DataSettings:
     )
     label_column: str = data_setting(
         "label",
-        "Column of the labels, which are integers or strings.",
+        "Column of the labels, which are integers or strings. With `multi_label_classification` a list of labels, or "
+        "several columns of 0 and 1, separated by commas; with `regression` one or several columns of numbers.",
         role=DATA,
         metavar="COLUMN",
         for_beginners=True,

@@ -24,7 +24,7 @@ def test_no_cut_of_the_effective_batch_changes_the_gradient(tmp_path, kind, dtyp
     model = packable(tiny_model(kind).to(dtype))
     score = assert_exact(tmp_path, model, token_datasets(), tolerance, **options)
     plain = accumulated(tmp_path, model, token_datasets())[1]
-    assert abs(score.loss - plain.loss) > 1e-3, "the option had no effect"
+    assert abs(score.loss - plain.loss) > 1e-4, "the option had no effect"
     assert score.correct == plain.correct
 
 
@@ -55,7 +55,7 @@ def test_balanced_weights_are_those_of_scikit_learn(tmp_path, fabric):
     datasets = token_datasets(classes=3)
     labels = np.array(datasets.splits["train"]["labels"][:])
     train, validation, test = build_dataloaders(fabric, datasets, settings_for(tmp_path, class_weights="balanced"))
-    expected = compute_class_weight("balanced", classes=range(3), y=labels)
+    expected = compute_class_weight("balanced", classes=np.arange(3), y=labels)
     assert train.dataset.objective.weights == pytest.approx(expected)
     shown = ", ".join(f"{number} {weight:.3g}" for number, weight in enumerate(expected))
     assert train.dataset.notices == [f"Class weights: {shown}"]
@@ -92,5 +92,5 @@ def test_values_without_effect_or_meaning_are_refused(tmp_path, values, message)
 
 
 def test_another_number_of_weights_than_of_classes_is_refused(tmp_path, fabric):
-    with pytest.raises(UserError, match=r"--class_weights 1,2: 2 numbers for 3 classes; give one for each of 0, 1, 2"):
+    with pytest.raises(UserError, match=r"--class_weights 1,2: 2 numbers for 3 classes; give one for each: 0, 1, 2"):
         build_dataloaders(fabric, token_datasets(classes=3), settings_for(tmp_path, class_weights="1,2"))

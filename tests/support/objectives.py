@@ -30,7 +30,7 @@ def packable(model):
     return model
 
 
-def accumulated(tmp_path, model, datasets, **values):
+def accumulated(tmp_path, model, datasets, /, **values):
     """Return the gradient of the first effective batch as one vector, and its score."""
     fabric = Fabric(accelerator="cpu", devices=1)
     loader, _, _ = build_dataloaders(fabric, datasets, settings_for(tmp_path, **({"max_length": 80} | values)))
@@ -43,7 +43,7 @@ def accumulated(tmp_path, model, datasets, **values):
     return torch.cat(gradients), meter.collect()
 
 
-def assert_exact(tmp_path, model, datasets, tolerance, cuts=CUTS, **values):
+def assert_exact(tmp_path, model, datasets, tolerance, /, cuts=CUTS, **values):
     """Assert that no cut changes gradient, loss and right predictions; return the score."""
     expected, score = accumulated(tmp_path, model, datasets, **WHOLE, **values)
     assert expected.norm() > 0

@@ -12,6 +12,7 @@ from fabric_ladder.errors import UserError
 from fabric_ladder.settings import Settings, show
 
 TASKS = ("text-classification", "image-classification")
+SINGLE = "single_label_classification"
 MOST_SHOWN = 20  # classes
 
 
@@ -24,8 +25,10 @@ def check_class_weights(settings: Settings) -> None:
     """Refuse label smoothing and class weights without classes, and weights that are not numbers above 0."""
     for name in ("label_smoothing", "class_weights"):
         value = getattr(settings, name)
-        if value and settings.task not in TASKS:
-            raise UserError(f"--{name} {show(value)}: only for --task {' and '.join(TASKS)}; leave it out")
+        if value and (settings.task not in TASKS or settings.problem_type != SINGLE):
+            raise UserError(
+                f"--{name} {show(value)}: only for --task {' and '.join(TASKS)} with one label per sample; leave it out"
+            )
     if settings.class_weights not in (None, "balanced"):
         _read_numbers(settings.class_weights)
 
@@ -47,7 +50,7 @@ def class_weights(given: str, counts: np.ndarray, names: list[str]) -> np.ndarra
     if len(weights) != len(names):
         shown = ", ".join(names[:MOST_SHOWN]) + (", …" if len(names) > MOST_SHOWN else "")
         raise UserError(
-            f"--class_weights {given:.60}: {len(weights)} numbers for {len(names)} classes; give one for each of {shown}"
+            f"--class_weights {given:.60}: {len(weights)} numbers for {len(names)} classes; give one for each: {shown}"
         )
     return np.array(weights)
 
@@ -89,7 +92,7 @@ class ClassWeights(Objective):
             shown = (f"{name} {weight:.3g}" for name, weight in zip(names, self.weights, strict=True))
             self.notices = (f"Class weights: {', '.join(shown)}",)
 
-    def collate(self, labels: list[int]) -> dict[str, Tensor]:
+    def collate(self, labels: list[int], starts: np.ndarray | None = None) -> dict[str, Tensor]:
         """Return the labels, and the weight of each sample's class."""
         inputs = {"labels": torch.tensor(labels)}
         if self.weights is not None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fabric_ladder.data import class_weights
 from fabric_ladder.data.cutting import MicroBatchPlan
+from fabric_ladder.data.kinds import kind_of
 from fabric_ladder.data.objective import Objective
 from fabric_ladder.data.sampler import BatchPlan, EffectiveBatchSampler, EvaluationSampler
 from fabric_ladder.data.splits import IGNORED, SPLITS, ImageDatasets, TextDatasets
@@ -69,8 +70,13 @@ class Collator(Dataset):
         self.fingerprint = datasets.fingerprint
         self.commit = datasets.commit
         self.class_names = datasets.class_names
-        self.imbalance = describe_imbalance(self.split, self.class_names) if name == "train" else []
-        self.objective = None
+        self.kind = kind_of(settings, self.class_names)
+        self.imbalance = []
+        if name == "train":
+            self.imbalance = (
+                self.kind.notes(self.split) if self.kind else describe_imbalance(self.split, self.class_names)
+            )
+        self.objective: Objective | None = self.kind
         if name == "train" and class_weights.is_used(settings):
             counts = np.bincount(_numbers(self.split, "labels"), minlength=len(self.class_names))
             self.objective = class_weights.ClassWeights(settings, counts, self.class_names)
@@ -107,13 +113,17 @@ class TextCollator(Collator):
         lengths = [len(row) for row in ids]
         shape = self.fixed or (len(lengths), -(-max(lengths) // self.multiple) * self.multiple)
         inputs = {"input_ids": _padded(ids, shape, self.tokenizer.pad_token_id)}
+        spans = _spans(samples, plan.packs or [1] * len(samples), shape[1])
         if plan.packs:
-            spans = _spans(samples, plan.packs, shape[1])
             inputs["position_ids"] = torch.from_numpy(_positions(spans, shape))
-            inputs |= {} if isinstance(labels[0], list) else {"spans": torch.from_numpy(spans)}
+            per_token = self.kind.per_token if self.kind else isinstance(labels[0], list)
+            inputs |= {} if per_token else {"spans": torch.from_numpy(spans)}
         else:
             inputs["attention_mask"] = _padded([[1] * length for length in lengths], shape, 0)
-        inputs |= self._label_inputs(labels, plan.packs, shape)
+        if self.objective:
+            inputs |= self.objective.collate(labels, spans[:, 0])
+        else:
+            inputs |= self._label_inputs(labels, plan.packs, shape)
         tokens = sum(lengths)
         padded = math.prod(shape)
         masked = self.compiled or tokens < padded
@@ -122,8 +132,6 @@ class TextCollator(Collator):
 
     def _label_inputs(self, labels: list, packs: list[int] | None, shape: tuple[int, int]) -> dict[str, Tensor]:
         """Return the labels of samples or tokens, with all other inputs that are made from them."""
-        if self.objective:
-            return self.objective.collate(labels)
         if not isinstance(labels[0], list):
             return {"labels": torch.tensor(labels)}
         if packs:  # the first token of a sample is not predicted from the sample before

@@ -4,6 +4,7 @@ The loss is computed outside the model. Fabric would round labels that are decim
 the models of transformers have no place for class weights.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,8 +23,8 @@ class Objective:
     inputs: tuple[str, ...] = ("labels",)
     notices: tuple[str, ...] = ()
 
-    def collate(self, labels: list) -> dict[str, Tensor]:
-        """Return `inputs` for the labels of a micro-batch's samples."""
+    def collate(self, labels: list, starts: np.ndarray | None = None) -> dict[str, Tensor]:
+        """Return `inputs` for the labels of samples, which start at these positions of the flattened rows."""
         return {"labels": torch.tensor(labels)}
 
     def loss(self, logits: Tensor, **labels: Tensor) -> Tensor:
