@@ -4,6 +4,8 @@ from pathlib import Path
 
 import torch
 
+from fabric_ladder.data.class_weights import check_class_weights
+from fabric_ladder.data.kinds import check_kind
 from fabric_ladder.data.load import check_data
 from fabric_ladder.distributed.launch import check_devices
 from fabric_ladder.distributed.strategies import strategy_traits
@@ -45,6 +47,10 @@ def check_values(settings: Settings) -> None:
         raise UserError(
             f"--resume {settings.resume}: the folder does not exist; --resume auto finds the newest checkpoint"
         )
+    check_kind(settings)
+    check_class_weights(settings)
+    if settings.best_metric == "accuracy" and settings.problem_type == "regression":
+        raise UserError("--best_metric accuracy: a regression has no accuracy; use --best_metric loss")
     if settings.image_size and settings.resize_to and settings.resize_to < settings.image_size:
         raise UserError(f"--resize_to {settings.resize_to} is below --image_size {settings.image_size}: nothing to cut")
 

@@ -109,6 +109,13 @@ class DataSettings:
         role=EQUAL,
         changes_memory=True,
     )
+    problem_type: Literal["single_label_classification", "multi_label_classification", "regression"] = data_setting(
+        "single_label_classification",
+        "What the labels of text-classification are: one class per text, any number of classes, or numbers "
+        "(`regression`).",
+        role=EQUAL,
+        changes_memory=True,
+    )
     dataset: str = data_setting(
         "imdb",
         "`imdb`, `synthetic`, a file (CSV, TSV, JSON, JSON Lines, each also as .gz, or Parquet), a folder of such "
@@ -145,7 +152,8 @@ class DataSettings:
     )
     label_column: str = data_setting(
         "label",
-        "Column of the labels, which are integers or strings.",
+        "Column of the labels, which are integers or strings. With `multi_label_classification` a list of labels, or "
+        "several columns of 0 and 1, separated by commas; with `regression` one or several columns of numbers.",
         role=DATA,
         metavar="COLUMN",
         for_beginners=True,
@@ -433,6 +441,22 @@ class Settings(DataSettings):
         role=EQUAL,
         at_least=0,
         aliases={"{}": "num_warmup_steps warmup"},
+    )
+    label_smoothing: float = optimization_setting(
+        0.0,
+        "Share of each label that is spread evenly over all classes, in the training loss of a classification.",
+        role=EQUAL,
+        at_least=0,
+        below=1,
+        aliases={"{}": "label_smoothing_factor smoothing"},
+    )
+    class_weights: str | None = optimization_setting(
+        None,
+        "Weights of the classes in the training loss: `balanced` (samples / (classes * samples of the class)), or a "
+        "number for each class in their order. Validation and test losses have neither weights nor label smoothing.",
+        role=EQUAL,
+        metavar="balanced|X,…",
+        aliases={"{}": "class_weight"},
     )
     max_grad_norm: float | None = optimization_setting(
         None,

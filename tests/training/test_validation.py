@@ -165,12 +165,13 @@ def test_best_weights_survive_a_stop(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--problem_type", "regression", "--best_metric", "accuracy"], "--best_metric accuracy: a regression has no"),
         (["--evaluate_every", 9], "--evaluate_every 9: an epoch has only 8 optimizer steps"),
         (["--patience", 2], "--patience 2: the run has only 2 validations; add --evaluate_every N"),
         (["--epochs", 1, "--patience", 1], "--patience 1: the run has only 1 validation; add"),
     ],
 )
-def test_options_that_could_have_no_effect_are_refused(tmp_path, options, message):
+def test_options_that_cannot_work_are_refused(tmp_path, options, message):
     more = ["--epochs", 1] if "--patience" not in options else []
     with pytest.raises(UserError, match=re.escape(message)):
         run_here(RUNG, tmp_path, *more, *options)

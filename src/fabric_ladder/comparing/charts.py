@@ -52,8 +52,12 @@ def draw_charts(comparison: Comparison, kind: str) -> list[Chart]:
             "validation": _curves(rows, "accuracies", "Accuracy of each validation (thin: training)", "accuracy in %"),
             "time": _dots(rows, columns["minutes"], "Time of training and validation"),
             "memory": _dots(rows, columns["memory"], "Peak memory of training and validation"),
-            "accuracy": _dots(rows, columns["test_accuracy"], "Test accuracy with Wilson's 95 % interval"),
         }
+        if "test_accuracy" in columns:
+            title = "Test accuracy with Wilson's 95 % interval"
+            figures["accuracy"] = _dots(rows, columns["test_accuracy"], title)
+        if "test_mse" in columns:
+            figures["error"] = _dots(rows, columns["test_mse"], "Mean squared error of the test")
         return [_save(name, figure, comparison.warning, kind) for name, figure in figures.items() if figure]
 
 

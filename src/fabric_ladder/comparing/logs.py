@@ -21,6 +21,7 @@ VALIDATION = re.compile(
     r"Epoch: (\d{4,})/\d{4,} ?\| ?Batch \d{4,}/\d{4,} ?\| ?Samples (\d{5,})/(\d{5,}) ?\| ?Val loss: \d+\.\d{4} ?\| ?"
     rf"Val acc\.: {PERCENT}"
 )
+MSE_EPOCH = re.compile(r"Epoch: (\d{4,})/(\d{4,}) ?\| ?Train MSE: (\d+\.\d{4}) ?\| ?Val MSE: (\d+\.\d{4})")
 RESULTS = {  # pattern of a line -> names of its figures, in the order of the groups
     rf"Time elapsed:? {NUMBER} min": ("minutes",),
     rf"Compile time {NUMBER} min of it, (\d+) graphs": ("compile_minutes", "compiled_graphs"),
@@ -34,6 +35,9 @@ RESULTS = {  # pattern of a line -> names of its figures, in the order of the gr
     rf"Host memory used: {NUMBER} GB, loading included": ("host_memory",),
     rf"Test accuracy:? {PERCENT}": ("test_accuracy",),
     rf"Test macro-F1 {PERCENT}": ("macro_f1",),
+    rf"Test micro-F1 {PERCENT}": ("micro_f1",),
+    r"Test MSE (\d+\.\d{4})": ("test_mse",),
+    r"Test Pearson (-?\d\.\d{4}|nan)": ("test_pearson",),
     r"Test loss (\d+\.\d{4}) per trained token, perplexity (\d+\.\d\d|inf)": ("test_loss", "test_perplexity"),
     r"Parameters: (\d+\.\d) M, (\d+\.\d(?:\d\d)?) M trainable(?: \(\d+\.\d\d%\))?(?:, torch\.\w+)+": (
         "parameters",
@@ -41,6 +45,7 @@ RESULTS = {  # pattern of a line -> names of its figures, in the order of the gr
     ),
 }
 RESULTS = {re.compile(pattern): names for pattern, names in RESULTS.items()}
+TESTED = ("test_accuracy", "test_mse")  # a finished run has one of them
 HEADING = re.compile(r"#{1,6} +(.*?)[ #]*")
 VERSION = r"\d+(?:\.\d+)+[\w.+-]*"
 VERSIONS = re.compile(rf"Python {VERSION}(?: · [\w-]+ {VERSION})+")
@@ -85,7 +90,8 @@ class LoggedRun:
         figures: `minutes` and `compile_minutes`; `samples_per_second`, `tokens_per_second`; `memory` and `host_memory`
             (10^9 bytes); `padding`, `train_accuracy`, `validation_accuracy`, `test_accuracy` and `macro_f1` (percent);
             `validation_perplexity`, `test_loss` (per trained token) and `test_perplexity` of language models;
-            `parameters` and `trainable_parameters` (millions).
+            `micro_f1` (percent) with several labels per text; `train_mse`, `validation_mse`, `test_mse` and
+            `test_pearson` of a regression; `parameters` and `trainable_parameters` (millions).
         test_samples: Size of the test set, if the task counts samples.
         losses: In the order of training.
         accuracies: Of all validations, in the order of training.
@@ -131,7 +137,8 @@ class LogParser:
             self._read(" ".join(line.split()))
         runs = [run for run in self.runs if run.losses or run.figures]
         for run in runs:
-            run.unfinished = None if "test_accuracy" in run.figures else "its log has no test accuracy"
+            tested = run.figures.keys() & {*TESTED}
+            run.unfinished = None if tested else "its log has no test accuracy"
         return runs
 
     def _start_run(self, name: str) -> None:
@@ -162,6 +169,8 @@ class LogParser:
             self._read_validation(*found.groups())
         elif found := EPOCH.fullmatch(line):
             self._read_epoch(*found.groups())
+        elif found := MSE_EPOCH.fullmatch(line):
+            self._read_mse(*found.groups())
         else:
             for pattern, names in RESULTS.items():
                 if found := pattern.fullmatch(line):
@@ -172,7 +181,7 @@ class LogParser:
 
     def _move_to(self, epoch: int, batch: float) -> None:
         """Go to a later batch. An earlier batch, or one after the end of the training, belongs to the next run."""
-        if (epoch, batch) <= self._position or self.run.figures.keys() & {"minutes", "test_accuracy"}:
+        if (epoch, batch) <= self._position or self.run.figures.keys() & {"minutes", *TESTED}:
             self._end_run()
         self._position = (epoch, batch)
 
@@ -195,6 +204,11 @@ class LogParser:
         self.run.figures |= {"train_accuracy": float(train), "validation_accuracy": float(validation)}
         if perplexity:
             self.run.figures["validation_perplexity"] = float(perplexity)
+        self.run.settings["epochs"] = int(epochs)
+
+    def _read_mse(self, epoch, epochs, train, validation) -> None:
+        self._move_to(int(epoch), math.inf)
+        self.run.figures |= {"train_mse": float(train), "validation_mse": float(validation)}
         self.run.settings["epochs"] = int(epochs)
 
     def _read_title(self, found: re.Match) -> None:

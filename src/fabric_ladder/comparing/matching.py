@@ -47,7 +47,7 @@ class Row:
     @property
     def confusion(self) -> pd.DataFrame | None:
         """Test samples by true (index) and predicted class, summed over the seeds, or None unless all runs have it."""
-        if not all(run.classes for run in self.runs):
+        if not all("confusion" in run.classes for run in self.runs):
             return None
         names = self.first.classes["names"]
         return sum(pd.DataFrame(run.classes["confusion"], names, names) for run in self.runs)

@@ -21,6 +21,8 @@ FIGURES = {  # key in run.json -> name of the figure, and the factor to its unit
     "predicted_peak_bytes": ("predicted_memory", 1e-9),
     "peak_host_memory_bytes": ("host_memory", 1e-9),
     "test_accuracy": ("test_accuracy", 100),
+    "test_mse": ("test_mse", 1),
+    "test_pearson": ("test_pearson", 1),
     "parameters": ("parameters", 1e-6),
     "trainable_parameters": ("trainable_parameters", 1e-6),
 }
@@ -109,13 +111,20 @@ def _fill(run: LoggedRun, record: dict) -> None:
     run.versions = _join(parts, "versions")
     run.hardware = _join(parts, "hardware")
     run.data = record["data"]["fingerprint"]
-    run.figures = {name: results[key] * factor for key, (name, factor) in FIGURES.items() if key in results}
+    run.figures = {
+        name: results[key] * factor for key, (name, factor) in FIGURES.items() if results.get(key) is not None
+    }
     last = results["epochs"][-1]
-    run.figures |= {name: last[name] * 100 for name in ("train_accuracy", "validation_accuracy")}
+    for name in ("train", "validation"):
+        if f"{name}_mse" in last:
+            run.figures[f"{name}_mse"] = last[f"{name}_mse"]
+        else:
+            run.figures[f"{name}_accuracy"] = last[f"{name}_accuracy"] * 100
     run.test_samples = results.get("test_samples")
     if "classes" in results:
         run.classes = results["classes"]
-        run.figures["macro_f1"] = run.classes["macro_f1"] * 100
+        averages = {name: run.classes.get(name) for name in ("micro_f1", "macro_f1")}
+        run.figures |= {name: share * 100 for name, share in averages.items() if share is not None}
     if "test_tokens" in results:
         run.figures["test_loss"] = results["test_loss"]
         run.figures["test_perplexity"] = _perplexity(results["test_loss"])

@@ -45,11 +45,17 @@ GAINS = (
     Column("train_accuracy", "train acc.", "%", 2, points=True),
     Column("validation_accuracy", "val acc.", "%", 2, points=True),
     Column("test_accuracy", "test acc.", "%", 2, points=True),
+    Column("micro_f1", "micro-F1", "%", 2, points=True),
     Column("macro_f1", "macro-F1", "%", 2, points=True),
+    Column("train_mse", "train MSE", "", 4),
+    Column("validation_mse", "val MSE", "", 4),
+    Column("test_mse", "test MSE", "", 4),
+    Column("test_pearson", "Pearson", "", 4),
     Column("test_loss", "test loss", "", 4),
     Column("test_perplexity", "perplexity", "", 2),
 )
-OPTIONAL = ("predicted_memory", "macro_f1", "test_loss", "test_perplexity")  # shown only if a run has the figure
+ACCURACIES = ("train_accuracy", "validation_accuracy", "test_accuracy")
+OPTIONAL = {column.key for column in GAINS} - {*ACCURACIES} | {"predicted_memory"}  # shown only if a run has the figure
 
 
 @dataclass
@@ -103,7 +109,8 @@ def compare(runs: list[LoggedRun], rungs: Mapping[str, dict]) -> Comparison:
     known = {key for row in rows for run in row.runs for key in run.figures}
     if not any(_needs_f1(row) for row in rows):
         known.discard("macro_f1")
-    columns = [column for column in COSTS + GAINS if column.key not in OPTIONAL or column.key in known]
+    optional = OPTIONAL | {*ACCURACIES} if "test_mse" in known else OPTIONAL
+    columns = [column for column in COSTS + GAINS if column.key not in optional or column.key in known]
     return Comparison(rows, find_differences(rows, rungs), notices, differing_settings(rows), columns)
 
 

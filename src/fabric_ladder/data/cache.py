@@ -66,9 +66,9 @@ def save_tokens(target: Path, splits: dict[str, hf.Dataset], facts: dict) -> tup
     content = hashlib.sha256(json.dumps(facts["class_names"]).encode())
     for split, tokens in splits.items():
         for batch in tokens.with_format("numpy").iter(1000):
-            labels = batch["labels"] if facts["class_names"] else np.concatenate(batch["labels"])
+            labels = np.concatenate(list(map(np.atleast_1d, batch["labels"])))
             for column in (np.concatenate(batch["input_ids"]), batch["length"], labels):
-                content.update(column.astype("<i8").tobytes())
+                content.update(column.astype("<f8" if column.dtype.kind == "f" else "<i8").tobytes())
         tokens.save_to_disk(target / split)
     return target, facts | {"fingerprint": content.hexdigest()[:20]}
 

@@ -18,12 +18,14 @@ from fabric_ladder.data.instructions import (
     set_end_token,
     tokenize_instructions,
 )
+from fabric_ladder.data.kinds import kind_of
 from fabric_ladder.data.sources import Source, find_source
 from fabric_ladder.data.splits import SPLITS, ImageDatasets, TextDatasets
 from fabric_ladder.data.tables import complete_splits, read_splits
 from fabric_ladder.data.tokens import CACHE_FORMAT, load_tokenizer, tokenize_start, train_tokenizer, trained_vocabulary
 from fabric_ladder.settings import DataSettings
 
+KIND_CACHE_FORMAT = 1  # raise it whenever the same inputs would give other labels than classes
 CHOICES = (  # settings that change the tokens
     "text_column label_column column_names bad_samples train_samples validation_samples test_samples split_seed "
     "max_length".split()
@@ -56,6 +58,8 @@ def prepare(settings: DataSettings, imdb: Source) -> TextDatasets | ImageDataset
     inputs = [CACHE_FORMAT, pd.__version__, source.key, vocabulary, *(getattr(settings, choice) for choice in CHOICES)]
     if tokenizer is not None:
         inputs.append(tokenizer.truncation_side)
+    if kind_of(settings):
+        inputs += [settings.task, settings.problem_type, KIND_CACHE_FORMAT]
     if instructed:
         inputs += [settings.task, INSTRUCTION_CACHE_FORMAT, templates, settings.train_on_inputs]
         if tokenizer is not None:
@@ -104,7 +108,7 @@ def _tokenize_texts(
 ) -> tuple[Path, dict]:
     """Read all splits, tokenize them and save them below `scratch`; return the folder and the facts about it."""
     target = scratch / "tokens"
-    splits, class_names, notices = read_splits(settings, source, scratch)
+    splits, class_names, notices = read_splits(settings, source, scratch, kind_of(settings))
     splits = complete_splits(splits, settings)
     if tokenizer is None:
         tokenizer = train_tokenizer(splits["train"], vocabulary)
@@ -113,7 +117,8 @@ def _tokenize_texts(
     def encode(batch):
         ids = tokenize_start(tokenizer, batch["text"], settings.max_length)
         lengths = [len(row) for row in ids]
-        return {"input_ids": [np.asarray(row, np.int32) for row in ids], "length": lengths, "labels": batch["label"]}
+        labels = batch.get("labels") or batch["label"]
+        return {"input_ids": [np.asarray(row, np.int32) for row in ids], "length": lengths, "labels": labels}
 
     tokens = {split: map_batches(rows, encode, split, scratch) for split, rows in splits.items()}
     return save_tokens(target, tokens, {"class_names": class_names, "notices": notices})

@@ -13,7 +13,10 @@ from torch import Tensor
 from torch.nn.functional import interpolate, pad
 from torch.utils.data import DataLoader, Dataset
 
+from fabric_ladder.data import class_weights
 from fabric_ladder.data.cutting import MicroBatchPlan
+from fabric_ladder.data.kinds import kind_of
+from fabric_ladder.data.objective import Objective
 from fabric_ladder.data.sampler import BatchPlan, EffectiveBatchSampler, EvaluationSampler
 from fabric_ladder.data.splits import IGNORED, SPLITS, ImageDatasets, TextDatasets
 from fabric_ladder.settings import Settings
@@ -35,6 +38,7 @@ class MicroBatch(NamedTuple):
         tokens: Tokens without padding; 0 in a filler. An image has a token per patch and a class token.
         padded: Tokens with padding.
         masked: Whether `attention_mask` may hide a token.
+        objective: The loss that takes the place of the model's own; None: the model computes its loss from `labels`.
     """
 
     inputs: dict[str, Tensor]
@@ -43,6 +47,7 @@ class MicroBatch(NamedTuple):
     tokens: int
     padded: int
     masked: bool = True
+    objective: Objective | None = None
 
 
 class EffectiveBatch(NamedTuple):
@@ -60,13 +65,22 @@ class EffectiveBatch(NamedTuple):
 class Collator(Dataset):
     """A split that turns a sampler's plans into (micro-)batches of tensors."""
 
-    def __init__(self, datasets: TextDatasets | ImageDatasets, name: str):
+    def __init__(self, datasets: TextDatasets | ImageDatasets, name: str, settings: Settings):
         self.split = datasets.splits[name]
         self.fingerprint = datasets.fingerprint
         self.commit = datasets.commit
-        self.notices = datasets.notices
         self.class_names = datasets.class_names
-        self.imbalance = describe_imbalance(self.split, self.class_names) if name == "train" else []
+        self.kind = kind_of(settings, self.class_names)
+        self.imbalance = []
+        if name == "train":
+            self.imbalance = (
+                self.kind.notes(self.split) if self.kind else describe_imbalance(self.split, self.class_names)
+            )
+        self.objective: Objective | None = self.kind
+        if name == "train" and class_weights.is_used(settings):
+            counts = np.bincount(_numbers(self.split, "labels"), minlength=len(self.class_names))
+            self.objective = class_weights.ClassWeights(settings, counts, self.class_names)
+        self.notices = [*datasets.notices, *(self.objective.notices if self.objective else ())]
 
     def __len__(self) -> int:
         return len(self.split)
@@ -81,7 +95,7 @@ class TextCollator(Collator):
     """Packs texts into rows if the plan has `packs`, and pads the rows."""
 
     def __init__(self, datasets: TextDatasets, name: str, settings: Settings):
-        super().__init__(datasets, name)
+        super().__init__(datasets, name, settings)
         self.multiple = settings.pad_to_multiple_of
         self.tokenizer = datasets.tokenizer
         self.fixed = (settings.pack_rows, settings.max_length) if settings.pack_rows else None
@@ -94,35 +108,46 @@ class TextCollator(Collator):
         ids = columns["input_ids"]
         labels = columns["labels"]
         samples = list(map(len, ids))
-        label_per_token = isinstance(labels[0], list)
         if plan.packs:
             ids = _joined(ids, plan.packs)
-            if label_per_token:  # the first token of a sample is not predicted from the sample before
-                labels = _joined([[IGNORED, *row[1:]] for row in labels], plan.packs)
         lengths = [len(row) for row in ids]
         shape = self.fixed or (len(lengths), -(-max(lengths) // self.multiple) * self.multiple)
         inputs = {"input_ids": _padded(ids, shape, self.tokenizer.pad_token_id)}
+        spans = _spans(samples, plan.packs or [1] * len(samples), shape[1])
         if plan.packs:
-            spans = _spans(samples, plan.packs, shape[1])
             inputs["position_ids"] = torch.from_numpy(_positions(spans, shape))
-            inputs |= {} if label_per_token else {"spans": torch.from_numpy(spans)}
+            per_token = self.kind.per_token if self.kind else isinstance(labels[0], list)
+            inputs |= {} if per_token else {"spans": torch.from_numpy(spans)}
         else:
             inputs["attention_mask"] = _padded([[1] * length for length in lengths], shape, 0)
-        inputs["labels"] = _padded(labels, shape, IGNORED) if label_per_token else torch.tensor(labels)
-        if self.with_predicting:
-            following = pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)
-            inputs["predicting"] = (following != IGNORED).flatten().nonzero().squeeze(1)
+        if self.objective:
+            inputs |= self.objective.collate(labels, spans[:, 0])
+        else:
+            inputs |= self._label_inputs(labels, plan.packs, shape)
         tokens = sum(lengths)
         padded = math.prod(shape)
         masked = self.compiled or tokens < padded
-        return MicroBatch(inputs, plan.items, plan.weight, tokens if plan.items else 0, padded, masked)
+        counted = tokens if plan.items else 0
+        return MicroBatch(inputs, plan.items, plan.weight, counted, padded, masked, self.objective)
+
+    def _label_inputs(self, labels: list, packs: list[int] | None, shape: tuple[int, int]) -> dict[str, Tensor]:
+        """Return the labels of samples or tokens, with all other inputs that are made from them."""
+        if not isinstance(labels[0], list):
+            return {"labels": torch.tensor(labels)}
+        if packs:  # the first token of a sample is not predicted from the sample before
+            labels = _joined([[IGNORED, *row[1:]] for row in labels], packs)
+        inputs = {"labels": _padded(labels, shape, IGNORED)}
+        if self.with_predicting:
+            following = pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)
+            inputs["predicting"] = (following != IGNORED).flatten().nonzero().squeeze(1)
+        return inputs
 
 
 class ImageCollator(Collator):
     """Enlarges, crops, mirrors and normalises images."""
 
     def __init__(self, datasets: ImageDatasets, name: str, settings: Settings):
-        super().__init__(datasets, name)
+        super().__init__(datasets, name, settings)
         self.format = datasets.format
         self.seed = settings.seed
         self.drawn = (None, None)  # an epoch and its random numbers
@@ -154,9 +179,12 @@ class ImageCollator(Collator):
         for index in mirrored:
             images[index] = images[index].flip(2)
         pixels = torch.empty(images.shape).copy_(images).mul_(self.scale).sub_(self.shift)
-        inputs = {"pixel_values": pixels, "labels": torch.tensor(columns["labels"])}
+        labels = columns["labels"]
+        inputs = {"pixel_values": pixels}
+        inputs |= self.objective.collate(labels) if self.objective else {"labels": torch.tensor(labels)}
         tokens = count * self.format.tokens
-        return MicroBatch(inputs, plan.items, plan.weight, tokens if plan.items else 0, tokens)
+        counted = tokens if plan.items else 0
+        return MicroBatch(inputs, plan.items, plan.weight, counted, tokens, objective=self.objective)
 
     def _draws(self, epoch: int) -> np.ndarray:
         """Return three random numbers in [0, 1) for every row of the split, and keep them until the next epoch."""

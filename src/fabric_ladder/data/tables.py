@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fabric_ladder.data.cache import write_batches
+from fabric_ladder.data.label_kind import LabelKind
 from fabric_ladder.data.rows import list_columns, read_parts, read_text
 from fabric_ladder.data.sources import REVIEWS, Source
 from fabric_ladder.data.splits import SPLITS
@@ -26,31 +27,41 @@ NUMBER = re.compile(r"\s*[-+]?(\d{1,18}\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
 
 
 def read_splits(
-    settings: DataSettings, source: Source, scratch: Path
+    settings: DataSettings, source: Source, scratch: Path, kind: LabelKind | None = None
 ) -> tuple[dict[str, hf.Dataset], list[str], list[str]]:
-    """Return the splits of the source (columns `text` and `label`), the names of the classes, and notices.
+    """Return the splits of the source, the names of the classes, and notices.
 
-    The texts of several columns are joined, one line per column.
+    The texts of several columns are joined, one line per column. The splits have the columns `text` and `label`, a
+    class; of another kind of labels they have the columns `text` and `labels`, a list of numbers.
     """
     if source.key[0] in REVIEWS:
+        if kind:
+            raise UserError(
+                f"--problem_type {settings.problem_type}: {source.key[0]} has one of two classes per text; give a "
+                "--dataset with such labels"
+            )
         return read_reviews(settings, source, scratch), ["negative", "positive"], []
-    wanted = (*map(str.strip, settings.text_column.split(",")), settings.label_column)
-    if settings.label_column in wanted[:-1]:
-        raise UserError(f"--text_column and --label_column name the same column, {settings.label_column!r}")
+    texts = tuple(map(str.strip, settings.text_column.split(",")))
+    labels = kind.columns(settings) if kind else (settings.label_column,)
+    if both := [column for column in labels if column in texts]:
+        raise UserError(f"--text_column and --label_column name the same column, {both[0]!r}")
     notices = []
 
     def check_for(name: str, columns: list[str], features: dict) -> tuple[Callable[[str, dict], dict], pa.Schema]:
-        for column in wanted:
+        for column in (*texts, *labels):
             check_column(columns, column, name)
-        feature, label_of = label_reader(settings.label_column, features)
-        check = partial(_join_texts, columns=wanted[:-1], label_of=label_of)
+        reader = kind.reader(settings, features) if kind else label_reader(settings.label_column, features)
+        feature, label_of = reader
+        check = partial(_join_texts, columns=texts, label_of=label_of)
         return check, hf.Features({"text": hf.Value("string"), "label": feature}).arrow_schema
 
-    parts = read_parts(settings, source, scratch, notices, check_for, wanted)
+    parts = read_parts(settings, source, scratch, notices, check_for, (*texts, *labels))
+    if kind:
+        return kind.number(parts, settings), kind.names, notices
     return *number_labels(join_parts(parts, settings.label_column), "texts"), notices
 
 
-def _join_texts(_: str, row: dict, columns: tuple[str, ...], label_of: Callable[[dict], int | str]) -> dict:
+def _join_texts(_: str, row: dict, columns: tuple[str, ...], label_of: Callable[[dict], int | str | list]) -> dict:
     parts = [read_text(row, column, may_be_empty=True) for column in columns]
     text = "\n".join(part for part in parts if part.strip())
     if not text:

@@ -78,9 +78,8 @@ def predict_memory(
     samples, _ = find_samples(read, length)
     if "eval_batch_tokens" not in settings:
         read = replace(read, eval_batch_tokens=micro_batch_size * samples.length)
-    peak = predict_peak(
-        read, *largest_batches(read, samples.length, samples.image_size), classes=classes, capability=kind.capability
-    )
+    batches = largest_batches(read, samples.length, samples.image_size, classes)
+    peak = predict_peak(read, *batches, classes=classes, capability=kind.capability)
     overhead = overhead_of(kind, read.cache_dir).on(read.ranks)
     low, high = overhead.bounds(peak)
     needed = overhead.needed(peak)

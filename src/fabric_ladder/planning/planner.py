@@ -46,6 +46,11 @@ class Samples(NamedTuple):
     classes: int = 2
     image_size: int | None = None
 
+    @property
+    def sizes(self) -> tuple[int, int | None, int]:
+        """Length, side of an image and classes, for `largest_batches`."""
+        return self.length, self.image_size, self.classes
+
 
 class Machine(NamedTuple):
     """The machine of a plan.
@@ -227,7 +232,7 @@ def _by_speed(_: Candidate, speed: float) -> tuple[float, ...]:
 
 def _highest_speed(candidate: Candidate, samples: Samples, machine: Machine) -> float:
     settings = _cut(candidate.settings, candidate.micro_batches[-1])
-    micro_batches, _ = largest_batches(settings, samples.length, samples.image_size)
+    micro_batches, _ = largest_batches(settings, *samples.sizes)
     return relative_speed(settings, micro_batches[0].padded, machine.gpu)
 
 
@@ -266,7 +271,7 @@ def _make_plan(candidate: Candidate, rehearsal: Rehearsal, samples: Samples, mac
     def most(size: int | None) -> int:
         if size not in peaks:
             cut = _cut(settings, size)
-            batches = largest_batches(cut, samples.length, samples.image_size)
+            batches = largest_batches(cut, *samples.sizes)
             peaks[size] = rehearsal.peak(cut, *batches)
             tokens[size] = batches[0][0].padded
         too_large = on_mac and peaks[size].largest > LARGEST_ON_MAC

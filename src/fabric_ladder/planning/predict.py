@@ -21,6 +21,7 @@ import torch
 from datasets import DatasetDict
 
 from fabric_ladder.data.cutting import MicroBatchPlan, cut_by
+from fabric_ladder.data.kinds import kind_of
 from fabric_ladder.data.loaders import MicroBatch
 from fabric_ladder.data.sampler import EVALUATED
 from fabric_ladder.data.splits import ImageDatasets, ImageFormat, TextDatasets
@@ -65,7 +66,7 @@ def _rehearse_run(
 
 
 def largest_batches(
-    settings: Settings, length: int, image_size: int | None = None
+    settings: Settings, length: int, image_size: int | None = None, classes: int = 2
 ) -> tuple[list[MicroBatch], list[MicroBatch]]:
     """Return one rank's largest share of an effective batch and of the evaluation: all samples have full length.
 
@@ -74,12 +75,14 @@ def largest_batches(
             `pad_to_multiple_of`, `packing`, `pack_rows`, `max_length`.
         length: Tokens of a sample. An image has a token for each patch and one for the class.
         image_size: Side of an image in pixels; None: the samples are texts.
+        classes: Number of outputs of a classifier or of a regression.
 
     Returns:
         Micro-batches of meta tensors, which have only a shape and a dtype, and one batch of the evaluation.
     """
     if image_size:
         settings = replace(settings, pad_to_multiple_of=1)
+    kind = kind_of(settings, list(map(str, range(classes))))
 
     def make(plan: MicroBatchPlan) -> MicroBatch:
         items = samples = len(plan.rows)
@@ -87,19 +90,21 @@ def largest_batches(
         padded = plan.padded(lengths, settings.pad_to_multiple_of)
         if settings.pack_rows:
             rows, padded = settings.pack_rows, settings.pack_rows * settings.max_length
-        labels = torch.empty(samples, dtype=torch.long, device="meta")
+        labels = {"labels": torch.empty(samples, dtype=torch.long, device="meta")}
+        if kind:
+            labels = kind.blank(samples, length)
         if image_size:
             inputs = {"pixel_values": torch.empty(samples, 3, image_size, image_size, device="meta")}
         else:
             ids = torch.empty(rows, padded // rows, dtype=torch.long, device="meta")
             inputs = {"input_ids": ids, "position_ids" if settings.packing else "attention_mask": ids}
         if settings.task == "instruction-tuning":  # at worst, every token but the first is trained
-            labels, items = ids, samples * (length - 1)
-            inputs["predicting"] = torch.empty(items, dtype=torch.long, device="meta")
-        elif settings.packing:
+            items = samples * (length - 1)
+            labels = {"labels": ids, "predicting": torch.empty(items, dtype=torch.long, device="meta")}
+        elif settings.packing and not (kind and kind.per_token):
             inputs["spans"] = torch.empty(samples, 2, dtype=torch.long, device="meta")
         masked = rows > 1 or padded > samples * length  # several samples rarely have equal lengths
-        return MicroBatch(inputs | {"labels": labels}, items, 1.0, samples * length, padded, masked)
+        return MicroBatch(inputs | labels, items, 1.0, samples * length, padded, masked, kind)
 
     def share(samples: int, size: int | None, tokens: int | None) -> list[MicroBatchPlan]:
         ones = np.ones(samples, int)

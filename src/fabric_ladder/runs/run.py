@@ -10,6 +10,7 @@ from lightning import Fabric
 from torch import nn
 from torch.utils.data import DataLoader
 
+from fabric_ladder.data.label_kind import Described
 from fabric_ladder.data.loaders import EffectiveBatch
 from fabric_ladder.environment import notebook_shell
 from fabric_ladder.runs.memory_history import MemoryHistory
@@ -140,22 +141,28 @@ class Run:
 
     def log_validation(self, epoch: int, batch: int, seen: int, score: Score) -> None:
         """Print the figures of a validation within an epoch; the arguments are those of `log_loss`."""
-        line = f"Val loss: {score.loss:.4f} | Val acc.: {score.accuracy * 100:.2f}%"
+        figures = {"validation_loss": score.loss}
+        if self._is_regression:
+            line = f"Val MSE: {score.loss:.4f}"
+            figures["validation_mse"] = score.loss
+        else:
+            line = f"Val loss: {score.loss:.4f} | Val acc.: {score.accuracy * 100:.2f}%"
+            figures["validation_accuracy"] = score.accuracy
         self.print(f"{self._place(epoch, batch, seen)} | {line}")
-        figures = {"validation_accuracy": score.accuracy, "validation_loss": score.loss}
         self._log_row(epoch * self.steps + batch, epoch=epoch + 1, **figures)
 
-    def log_epoch(self, epoch: int, train_accuracy: float, validation: Score, step: int) -> None:
-        """Print the accuracies of an epoch, which ends after optimizer step `step`."""
-        line = f"Train acc.: {train_accuracy * 100:.2f}% | Val acc.: {validation.accuracy * 100:.2f}%"
+    def log_epoch(self, epoch: int, training: Score, validation: Score, step: int) -> None:
+        """Print the accuracies of an epoch, or mean squared errors; it ends after optimizer step `step`."""
+        if self._is_regression:
+            line = f"Train MSE: {training.loss:.4f} | Val MSE: {validation.loss:.4f}"
+            figures = {"train_mse": training.loss, "validation_mse": validation.loss}
+        else:
+            line = f"Train acc.: {training.accuracy * 100:.2f}% | Val acc.: {validation.accuracy * 100:.2f}%"
+            figures = {"train_accuracy": training.accuracy, "validation_accuracy": validation.accuracy}
         if self._items_are_tokens:
             line += f" | Val perplexity: {validation.perplexity:.2f}"
         self.print(f"{self._epoch(epoch)} | {line}")
-        figures = {
-            "train_accuracy": train_accuracy,
-            "validation_accuracy": validation.accuracy,
-            "validation_loss": validation.loss,
-        }
+        figures["validation_loss"] = validation.loss
         self.record.values["results"]["epochs"].append(figures)
         self._log_row(step, epoch=epoch + 1, **figures)
 
@@ -190,21 +197,31 @@ class Run:
         self.record.add_results(**figures, samples_hash=samples_hash)
         self.record.write()
 
-    def log_test(self, score: Score, classes: dict | None = None) -> None:
+    def log_test(self, score: Score, classes: dict | None = None, described: Described | None = None) -> None:
         """Print the figures of the test, and record the run as finished.
 
         Args:
             score: The result of the test.
             classes: From `describe_classes`.
+            described: The results of another kind of labels than one class per sample.
         """
-        self.print(f"Test accuracy {score.accuracy * 100:.2f}%")
+        if self._is_regression:
+            figures = {"test_mse": score.loss}
+            self.print(f"Test MSE {score.loss:.4f}")
+        else:
+            figures = {"test_accuracy": score.accuracy}
+            self.print(f"Test accuracy {score.accuracy * 100:.2f}%")
         if classes and (len(classes["names"]) > 2 or self._imbalance):
             self.print(f"Test macro-F1 {classes['macro_f1'] * 100:.2f}%")
         if classes:
             self.record.add_results(classes=classes)
+        if described:
+            self.record.add_results(**described.results)
+            for line in described.lines:
+                self.print(line)
         if self._items_are_tokens:
             self.print(f"Test loss {score.loss:.4f} per trained token, perplexity {score.perplexity:.2f}")
-        figures = {"test_accuracy": score.accuracy, "test_loss": score.loss}
+        figures["test_loss"] = score.loss
         counted = "test_tokens" if self._items_are_tokens else "test_samples"
         self.record.add_results(**figures, **{counted: score.items})
         self._log_row(self.settings.epochs * self.steps, epoch=self.settings.epochs, **figures)
@@ -241,6 +258,10 @@ class Run:
     def _items_are_tokens(self) -> bool:
         """Whether losses and accuracies are means over trained tokens instead of samples."""
         return self.settings.task == "instruction-tuning"
+
+    @property
+    def _is_regression(self) -> bool:
+        return self.settings.problem_type == "regression"
 
     def _print_header(self) -> None:
         record = self.record.values

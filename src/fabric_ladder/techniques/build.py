@@ -44,7 +44,7 @@ def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets, bloc
         keep_blocks(config, blocks)
     if settings.task != "instruction-tuning":
         config.id2label = dict(enumerate(datasets.class_names))  # and with it `num_labels`
-        config.problem_type = "single_label_classification"  # a config may have regression
+        config.problem_type = settings.problem_type  # a config may have another one
         config.label2id = {name: index for index, name in config.id2label.items()}
     if isinstance(datasets, ImageDatasets):
         config.image_size = datasets.format.size

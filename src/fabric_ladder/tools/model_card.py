@@ -70,12 +70,6 @@ def _describe_run(record: dict, facts: ModelCardData) -> str:
         facts.base_model = model
     if _is_hub_name(dataset):
         facts.datasets = [dataset]
-    figures = ""
-    if accuracy := record["results"].get("test_accuracy"):
-        figures = f"Test accuracy {accuracy:.2%}. "
-    if samples := record["results"].get("test_samples"):  # tokens of a text are dependent, so they have no interval
-        low, high = wilson_interval(accuracy, samples)
-        figures = f"Test accuracy {accuracy:.2%} ({low:.2%} to {high:.2%}, 95 % interval of {samples:,} test samples). "
     changed = {
         name: settings[name]
         for name, fact in FACTS.items()
@@ -91,9 +85,24 @@ def _describe_run(record: dict, facts: ModelCardData) -> str:
         train_samples=record["data"]["train_samples"],
         epochs=settings["epochs"],
         seed=settings["seed"],
-        figures=figures,
+        figures=_describe_test(record["results"]),
         details=yaml.safe_dump(changed | {"versions": record["versions"]}),
     )
+
+
+def _describe_test(results: dict) -> str:
+    """Return a sentence with the test accuracy, or with the mean squared error of a regression."""
+    if "test_mse" in results:
+        pearson = results["test_pearson"]
+        correlation = "" if pearson is None else f", Pearson's correlation {pearson:.4f}"
+        return f"Test MSE {results['test_mse']:.4f}{correlation}. "
+    accuracy, samples = results.get("test_accuracy"), results.get("test_samples")
+    if accuracy is None:
+        return ""
+    if samples is None:  # tokens of a text are dependent, so they have no interval
+        return f"Test accuracy {accuracy:.2%}. "
+    low, high = wilson_interval(accuracy, samples)
+    return f"Test accuracy {accuracy:.2%} ({low:.2%} to {high:.2%}, 95 % interval of {samples:,} test samples). "
 
 
 def _is_hub_name(name: str) -> bool:

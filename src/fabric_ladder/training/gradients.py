@@ -81,17 +81,24 @@ def accumulate_gradients(
 
 
 def run_model(
-    fabric: Fabric, model: nn.Module, micro_batch: MicroBatch, confusion: Tensor | None = None
+    fabric: Fabric, model: nn.Module, micro_batch: MicroBatch, counts: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return a micro-batch's mean loss per item and its number of right predictions, both on the device.
 
-    `confusion` gets its samples, see `add_to_confusion`.
+    `counts` gets its samples, see `add_to_confusion` and `LabelKind.count`.
     """
     inputs = _to_device(fabric, micro_batch.inputs)
+    objective = micro_batch.objective
+    labels = {name: inputs.pop(name) for name in objective.inputs if name in inputs} if objective else {}
     with declare_padding(micro_batch.masked):
         outputs = model(**inputs)
-    if confusion is not None and micro_batch.items:
-        add_to_confusion(confusion, outputs, inputs["labels"])
+    if objective:
+        logits = outputs.logits.detach()
+        if counts is not None and micro_batch.items:
+            objective.count(counts, logits, **labels)
+        return objective.loss(outputs.logits, **labels), objective.correct(logits, **labels)
+    if counts is not None and micro_batch.items:
+        add_to_confusion(counts, outputs, inputs["labels"])
     return outputs.loss, count_correct(outputs, inputs["labels"])
 
 

@@ -68,17 +68,23 @@ def evaluate(training: Training, test_loader: DataLoader) -> Score:
     """Print and return the score on the test split, and close the run."""
     run, fabric = training.run, training.fabric
     with training.closed_on_error():
-        names = test_loader.dataset.class_names
-        confusion = classes = None
-        if 0 < len(names) <= MOST_CLASSES:
-            confusion = torch.zeros((len(names), len(names)), dtype=torch.int64, device=fabric.device)
+        names, kind = test_loader.dataset.class_names, test_loader.dataset.kind
+        counts = classes = described = None
+        if kind:
+            counts = kind.start_counts(fabric.device)
+        elif 0 < len(names) <= MOST_CLASSES:
+            counts = torch.zeros((len(names), len(names)), dtype=torch.int64, device=fabric.device)
         stop = training.stop_request.requested
-        score = _evaluate(fabric, training.model, test_loader, "the test", stop, confusion)
+        score = _evaluate(fabric, training.model, test_loader, "the test", stop, counts)
         if score is None:
             _stop(training)
-        if confusion is not None:
-            classes = describe_classes(names, fabric.all_reduce(confusion, reduce_op="sum").tolist())
-        run.log_test(score, classes)
+        if counts is not None:
+            totals = fabric.all_reduce(counts, reduce_op="sum").tolist()
+            if kind:
+                described = kind.describe(totals)
+            else:
+                classes = describe_classes(names, totals)
+        run.log_test(score, classes, described)
         training.close()
         training.checkpointer.finish()
     return score
@@ -209,7 +215,7 @@ def _validate_within_epoch(training: Training) -> None:
     training.model.train()
     if training.is_over:
         _log_rest(training)
-        run.log_epoch(state.epoch, state.score.accuracy, score, state.optimizer_steps)
+        run.log_epoch(state.epoch, state.score, score, state.optimizer_steps)
     else:
         run.log_validation(state.epoch, state.batch, state.samples, score)
     if _saves_here(training) or _keeps(training):
@@ -219,7 +225,7 @@ def _validate_within_epoch(training: Training) -> None:
 def _validate_epoch(training: Training) -> None:
     run, state = training.run, training.state
     score = _validate(training, f"the validation after epoch {state.epoch + 1}")
-    run.log_epoch(state.epoch, state.score.accuracy, score, state.optimizer_steps)
+    run.log_epoch(state.epoch, state.score, score, state.optimizer_steps)
     keeps = _keeps(training)
     state.next_epoch()
     if training.settings.save_every or keeps:
@@ -262,17 +268,17 @@ def _evaluate(
     loader: Iterable[MicroBatch],
     name: str,
     stop: Callable[[], bool],
-    confusion: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> Score | None:
     """Return the score on the loader's split, each sample counted once, or None after `stop` returned True.
 
-    `name` is for the message if a loss is not finite. `confusion` gets this rank's samples, see `add_to_confusion`.
+    `name` is for the message if a loss is not finite. `counts` gets this rank's samples, see `run_model`.
     """
     model.eval()
     meter = Meter(fabric)
     for micro_batch in loader:
         with name_shape(micro_batch.inputs, phase="the evaluation"):
-            loss, correct = run_model(fabric, model, micro_batch, confusion)
+            loss, correct = run_model(fabric, model, micro_batch, counts)
         meter.add(loss, correct, micro_batch.items)
         meter.commit((name, []))
         if stop():

@@ -1,0 +1,122 @@
+"""The base class of the kinds of labels: how they are read, trained, and described after the test."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import datasets as hf
+import numpy as np
+import pyarrow.compute as pc
+import torch
+from torch import Tensor
+
+from fabric_ladder.data.objective import Objective
+from fabric_ladder.errors import UserError
+from fabric_ladder.settings import DataSettings
+
+
+class Described(NamedTuple):
+    """The results of a test, in addition to its loss and its accuracy.
+
+    Attributes:
+        results: Figures for run.json.
+        lines: Lines to print.
+    """
+
+    results: dict
+    lines: list[str]
+
+
+class LabelKind(Objective):
+    """A kind of labels other than one class per sample.
+
+    Args:
+        names: Names of the model's outputs: classes, or columns of numbers. Not known while labels are read.
+
+    Attributes:
+        per_token: Whether a label belongs to a token, not to a sample.
+    """
+
+    per_token = False
+
+    def __init__(self, names: list[str] = ()):
+        self.names = list(names)
+
+    def columns(self, settings: DataSettings) -> tuple[str, ...]:
+        """Return the columns of the labels."""
+        return tuple(name.strip() for name in settings.label_column.split(","))
+
+    def reader(self, settings: DataSettings, features: dict) -> tuple[object, Callable[[dict], list]]:
+        """Return the type of the labels, and a function that returns a row's labels or raises ValueError."""
+        raise NotImplementedError
+
+    def number(self, tables: dict[str, list[hf.Dataset]], settings: DataSettings) -> dict[str, hf.Dataset]:
+        """Join the tables of each split, turn `label` into the numbers in `labels`, and set `names`."""
+        raise NotImplementedError
+
+    def blank(self, samples: int, length: int) -> dict[str, Tensor]:
+        """Return `inputs` without values: the largest ones for N samples of this length."""
+        return {"labels": torch.empty(samples, len(self.names), device="meta")}
+
+    def notes(self, split: hf.Dataset) -> list[str]:
+        """Return lines about the labels of the training split."""
+        raise NotImplementedError
+
+    def start_counts(self, device: torch.device) -> Tensor | None:
+        """Return the zeros that `count` adds to; None: the kind counts nothing."""
+        raise NotImplementedError
+
+    def count(self, counts: Tensor, logits: Tensor, **labels: Tensor) -> None:
+        """Add a micro-batch of the test to the counts, without waiting for the device."""
+        raise NotImplementedError
+
+    def describe(self, counts: list) -> Described:
+        """Return the results of the counts of all ranks."""
+        raise NotImplementedError
+
+
+def join(tables: dict[str, list[hf.Dataset]], settings: DataSettings) -> dict[str, hf.Dataset]:
+    """Return the joined tables of each split."""
+    if len({str(table.features["label"]) for parts in tables.values() for table in parts}) > 1:
+        raise UserError(
+            f"the class names in column {settings.label_column!r} differ between the files: make them equal"
+        )
+    return {split: hf.concatenate_datasets(parts) for split, parts in tables.items()}
+
+
+def matrix(split: hf.Dataset) -> np.ndarray:
+    """Return the labels of all samples, (samples, outputs)."""
+    return pc.list_flatten(split.with_format("arrow")["labels"][:]).to_numpy().reshape(len(split), -1)
+
+
+def describe_f1(names: list[str], counts: list[list[int]]) -> dict:
+    """Return precision, recall and F1 of each class, and their micro and macro average.
+
+    Args:
+        names: Names of the classes.
+        counts: For each class, the numbers of right predictions, of predictions, and of true ones.
+
+    Returns:
+        `names`, `true` (numbers), `precision`, `recall`, `f1`, `micro_f1` and `macro_f1`. A figure without a
+        denominator is None. Classes that are neither predicted nor true are left out of the macro average.
+    """
+    scores = [_ratio(2 * right, predicted + true) for right, predicted, true in counts]
+    known = [score for score in scores if score is not None]
+    right, predicted, true = (sum(column) for column in zip(*counts, strict=True))
+    return {
+        "names": names,
+        "true": [row[2] for row in counts],
+        "precision": [_ratio(row[0], row[1]) for row in counts],
+        "recall": [_ratio(row[0], row[2]) for row in counts],
+        "f1": scores,
+        "micro_f1": _ratio(2 * right, predicted + true),
+        "macro_f1": sum(known) / len(known) if known else None,
+    }
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def percent(share: float | None) -> str:
+    """Return a share in percent for a printed line, or nan."""
+    return "nan%" if share is None else f"{share * 100:.2f}%"

@@ -1,0 +1,166 @@
+"""Classification with any number of labels per text: `--problem_type multi_label_classification`.
+
+The labels of a text are 0 or 1 for each class. The loss is the binary cross-entropy, as a mean over the classes and
+then over the samples. A class is predicted if its logit is above 0, that is, its probability above 0.5.
+"""
+
+from collections.abc import Callable
+
+import datasets as hf
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from fabric_ladder.data.label_kind import Described, LabelKind, describe_f1, join, matrix, percent
+from fabric_ladder.data.objective import in_32_bit
+from fabric_ladder.data.rows import shown
+from fabric_ladder.data.tables import WHOLE
+from fabric_ladder.errors import UserError
+from fabric_ladder.settings import DataSettings
+
+FLAGS = {"0": 0, "1": 1, "false": 0, "true": 1, "0.0": 0, "1.0": 1}
+
+
+class MultiLabel(LabelKind):
+    """Any number of labels per text, from one column with lists of labels or from several columns of 0 and 1."""
+
+    def reader(self, settings: DataSettings, features: dict) -> tuple[object, Callable[[dict], list]]:
+        """Return the type of the labels, and a function that returns a row's labels or raises ValueError.
+
+        A text holds labels separated by `|`, or by commas if it has no `|`.
+        """
+        columns = self.columns(settings)
+        if len(columns) > 1:
+            return hf.Sequence(hf.Value("int8")), lambda row: [_flag(row.get(column), column) for column in columns]
+        column = columns[0]
+        feature = getattr(features.get(column), "feature", None)
+        if isinstance(feature, hf.ClassLabel):
+            return hf.Sequence(feature), lambda row: _numbers(row.get(column), column, feature.num_classes)
+        return hf.Sequence(hf.Value("string")), lambda row: _words(row.get(column), column)
+
+    def number(self, tables: dict[str, list[hf.Dataset]], settings: DataSettings) -> dict[str, hf.Dataset]:
+        """Join the tables of each split, turn lists of labels into 0 and 1 for each class, and set `names`.
+
+        Raises:
+            UserError: All training texts have the same labels, or other texts have labels that the training texts lack.
+        """
+        splits = join(tables, settings)
+        columns = self.columns(settings)
+        if len(columns) > 1:
+            self.names = list(columns)
+            splits = {split: table.rename_column("label", "labels") for split, table in splits.items()}
+        else:
+            values, self.names = _classes(splits["train"])
+            splits = {split: _with_flags(table, values, split) for split, table in splits.items()}
+        if len(splits["train"]) > 1 and not np.ptp(matrix(splits["train"]), axis=0).any():
+            raise UserError("all training texts have the same labels: there is nothing to learn")
+        return splits
+
+    def collate(self, labels: list[list[int]], starts: np.ndarray | None = None) -> dict[str, Tensor]:
+        """Return the labels as decimal numbers, (samples, classes)."""
+        return {"labels": torch.tensor(labels, dtype=torch.float32)}
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean over samples and classes."""
+        logits = in_32_bit(logits)
+        return binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
+
+    def correct(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the number of samples whose labels are all predicted, and no other."""
+        return ((logits > 0) == (labels > 0)).all(-1).sum()
+
+    def notes(self, split: hf.Dataset) -> list[str]:
+        """Return a line about the most frequent set of labels, if over 60 % of the samples have it."""
+        sets, counts = np.unique(matrix(split), axis=0, return_counts=True)
+        share = counts.max() / len(split)
+        if share <= 0.6:
+            return []
+        found = [name for name, flag in zip(self.names, sets[counts.argmax()], strict=True) if flag]
+        labels = f"only the labels {', '.join(found)}" if found else "no label"
+        return [
+            f"Imbalanced labels: {share:.1%} of the training samples have {labels}; an accuracy below that is worse "
+            "than always guessing this"
+        ]
+
+    def start_counts(self, device: torch.device) -> Tensor:
+        """Return zeros, (classes, 3)."""
+        return torch.zeros(len(self.names), 3, dtype=torch.int64, device=device)
+
+    def count(self, counts: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Add the right predictions, the predictions and the true labels of each class."""
+        predicted, true = logits > 0, labels > 0
+        counts += torch.stack([(predicted & true).sum(0), predicted.sum(0), true.sum(0)], 1)
+
+    def describe(self, counts: list) -> Described:
+        """Return the F1 scores."""
+        classes = describe_f1(self.names, counts)
+        lines = [f"Test {kind}-F1 {percent(classes[f'{kind}_f1'])}" for kind in ("micro", "macro")]
+        return Described({"classes": classes}, lines)
+
+
+def _flag(value: object, column: str) -> int:
+    if value is None or value == "":
+        raise ValueError(f"no {column}")
+    flag = FLAGS.get(str(value).strip().lower())
+    if flag is None:
+        raise ValueError(f"{column} is {shown(value)}, not 0 or 1")
+    return flag
+
+
+def _numbers(value: object, column: str, classes: int) -> list[int]:
+    """Return the numbers of a row's classes, where the table has names for them."""
+    if value is None:
+        raise ValueError(f"no {column}")
+    if wrong := [number for number in value if number is None or not 0 <= number < classes]:
+        raise ValueError(f"{column} has {shown(wrong[0])}, which is not a class")
+    return value
+
+
+def _words(value: object, column: str) -> list[str]:
+    """Return a row's labels as texts."""
+    if value is None:
+        raise ValueError(f"no {column}")
+    labels = value if isinstance(value, list) else [value]
+    if isinstance(value, str):
+        labels = value.split("|" if "|" in value else ",") if value.strip() else []
+    texts = [str(label).strip() for label in labels if isinstance(label, str | int)]
+    if len(texts) < len(labels) or "" in texts:
+        raise ValueError(f"{column} is {shown(value)}, not a list of labels")
+    return texts
+
+
+def _classes(train: hf.Dataset) -> tuple[dict[object, int], list[str]]:
+    """Return the numbers of the classes by their values in the table, and their names.
+
+    Whole numbers are sorted by size, other labels by alphabet.
+    """
+    feature = train.features["label"].feature
+    if isinstance(feature, hf.ClassLabel):
+        return {number: number for number in range(feature.num_classes)}, feature.names
+    values = pc.unique(pc.list_flatten(train.data.column("label"))).to_pylist()
+    if not values:
+        raise UserError("no training text has a label: there is nothing to learn")
+    whole = all(map(WHOLE.fullmatch, values))
+    keys = {value: int(value.split(".")[0]) if whole else value for value in values}
+    order = {key: number for number, key in enumerate(sorted({*keys.values()}))}
+    return {value: order[key] for value, key in keys.items()}, list(map(str, order))
+
+
+def _with_flags(table: hf.Dataset, values: dict[object, int], split: str) -> hf.Dataset:
+    """Replace the lists in `label` by the column `labels`: 0 or 1 for each class."""
+    lists = pa.concat_arrays(table.data.column("label").chunks)
+    found = pc.list_flatten(lists)
+    known = pa.array(values, found.type)
+    numbers = pc.index_in(found, known)
+    if numbers.null_count:
+        unknown = [value for value in pc.unique(found).to_pylist() if value not in values]
+        raise UserError(f"the {split} texts have labels that the training texts lack: {unknown[:5]}")
+    classes = max(values.values()) + 1
+    flags = np.zeros((len(table), classes), np.int8)
+    flags[pc.list_parent_indices(lists).to_numpy(), np.array(list(values.values()))[numbers.to_numpy()]] = 1
+    offsets = pa.array(np.arange(len(table) + 1) * classes, pa.int32())
+    column = pa.ListArray.from_arrays(offsets, pa.array(flags.ravel()))
+    return table.remove_columns("label").add_column("labels", column)

@@ -1,0 +1,108 @@
+"""Prediction of numbers: `--problem_type regression`.
+
+The model has an output for each column of numbers. The loss is the mean squared error (MSE), as a mean over the columns
+and then over the samples. The test also prints Pearson's correlation, as a mean over the columns.
+"""
+
+import math
+from collections.abc import Callable
+
+import datasets as hf
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import mse_loss
+
+from fabric_ladder.data.label_kind import Described, LabelKind, join, matrix
+from fabric_ladder.data.objective import in_32_bit
+from fabric_ladder.data.rows import shown
+from fabric_ladder.environment import NO_FLOAT64
+from fabric_ladder.errors import UserError
+from fabric_ladder.settings import DataSettings
+
+
+class Regression(LabelKind):
+    """Numbers from one or several columns."""
+
+    def reader(self, settings: DataSettings, features: dict) -> tuple[object, Callable[[dict], list]]:
+        """Return the type of the numbers, and a function that returns a row's numbers or raises ValueError."""
+        columns = self.columns(settings)
+        return hf.Sequence(hf.Value("float64")), lambda row: [_number(row.get(column), column) for column in columns]
+
+    def number(self, tables: dict[str, list[hf.Dataset]], settings: DataSettings) -> dict[str, hf.Dataset]:
+        """Join the tables of each split, and set `names` to the columns.
+
+        Raises:
+            UserError: All training texts have the same number.
+        """
+        self.names = list(self.columns(settings))
+        splits = {split: table.rename_column("label", "labels") for split, table in join(tables, settings).items()}
+        numbers = matrix(splits["train"])
+        for name, spread in zip(self.names, np.ptp(numbers, axis=0), strict=True):
+            if spread == 0 and len(numbers) > 1:
+                raise UserError(
+                    f"all training texts have the same {name}, {numbers[0, 0]:g}: there is nothing to learn"
+                )
+        return splits
+
+    def collate(self, labels: list[list[float]], starts: np.ndarray | None = None) -> dict[str, Tensor]:
+        """Return the numbers, (samples, columns)."""
+        return {"labels": torch.tensor(labels, dtype=torch.float32)}
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean squared error over samples and columns."""
+        logits = in_32_bit(logits)
+        return mse_loss(logits, labels.to(logits.dtype))
+
+    def correct(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return 0: a number is not right or wrong."""
+        return torch.zeros((), dtype=torch.int64, device=logits.device)
+
+    def notes(self, split: hf.Dataset) -> list[str]:
+        """Return a line about the mean and the variance of each column."""
+        numbers = matrix(split)
+        columns = zip(self.names, numbers.mean(0), numbers.var(0), strict=True)
+        described = "; ".join(
+            f"{name} has mean {mean:.4g} and variance {variance:.4g}" for name, mean, variance in columns
+        )
+        return [f"Numbers to predict: {described}. An MSE above the variance is worse than always guessing the mean"]
+
+    def start_counts(self, device: torch.device) -> Tensor:
+        """Return zeros, (columns, 6)."""
+        dtype = torch.float32 if device.type in NO_FLOAT64 else torch.float64
+        return torch.zeros(len(self.names), 6, dtype=dtype, device=device)
+
+    def count(self, counts: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Add the sums that the correlation needs."""
+        x, y = logits.to(counts.dtype), labels.to(counts.dtype)
+        counts += torch.stack([torch.ones_like(x), x, y, x * x, y * y, x * y]).sum(1).T
+
+    def describe(self, counts: list) -> Described:
+        """Return MSE and Pearson's correlation; the correlation with equal numbers is None."""
+        rows = [_correlation(*row) for row in counts]
+        known = [row for row in rows if row is not None]
+        mean = sum(known) / len(known) if known else None
+        errors = [(xx + yy - 2 * xy) / count for count, _, _, xx, yy, xy in counts]
+        columns = {"names": self.names, "mse": errors, "pearson": rows}
+        printed = "nan" if mean is None else f"{mean:.4f}"
+        return Described({"test_pearson": mean, "columns": columns}, [f"Test Pearson {printed}"])
+
+
+def _correlation(count: float, x: float, y: float, xx: float, yy: float, xy: float) -> float | None:
+    """Return Pearson's correlation of N pairs from the sums of x, y, their squares and their products."""
+    in_x, in_y = xx - x * x / count, yy - y * y / count
+    if min(in_x / max(xx, 1e-300), in_y / max(yy, 1e-300)) < 1e-12:  # rounding errors of equal numbers
+        return None
+    return max(-1.0, min(1.0, (xy - x * y / count) / math.sqrt(in_x * in_y)))
+
+
+def _number(value: object, column: str) -> float:
+    if value is None or value == "":
+        raise ValueError(f"no {column}")
+    try:
+        number = math.nan if isinstance(value, list | dict) else float(value)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{column} is {shown(value)}, not a number")
+    return number

@@ -1,0 +1,96 @@
+"""Label smoothing and class weights: the formula, every cut of the effective batch, and the values that are refused."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.utils.class_weight import compute_class_weight
+from support.data_files import VIT, load_in, write_images
+from support.helpers import settings_for, tiny_model, token_datasets
+from support.objectives import CUTS, accumulated, assert_exact, packable
+from support.training import losses, run_training
+
+from fabric_ladder import UserError, build_dataloaders, build_model
+from fabric_ladder.checks import check_values
+
+BOTH = {"label_smoothing": 0.2, "class_weights": "0.5,2.5"}
+OPTIONS = [{"label_smoothing": 0.2}, {"class_weights": "0.5,2.5"}, BOTH]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("kind", "dtype", "tolerance"), [
+    ("bert", torch.float64, 1e-12), ("bloom", torch.float32, 1e-5), ("llama", torch.float32, 1e-5),
+])  # fmt: skip
+def test_no_cut_of_the_effective_batch_changes_the_gradient(tmp_path, kind, dtype, tolerance, options):
+    model = packable(tiny_model(kind).to(dtype))
+    score = assert_exact(tmp_path, model, token_datasets(), tolerance, **options)
+    plain = accumulated(tmp_path, model, token_datasets())[1]
+    assert abs(score.loss - plain.loss) > 1e-4, "the option had no effect"
+    assert score.correct == plain.correct
+
+
+def test_the_loss_is_the_sum_of_weighted_losses_over_the_number_of_samples(tmp_path, fabric):
+    model = tiny_model("bert").double()
+    loader, _, _ = build_dataloaders(fabric, token_datasets(), settings_for(tmp_path))
+    (micro_batch,) = next(iter(loader)).micro_batches
+    with torch.no_grad():
+        logits = model(**micro_batch.inputs).logits
+    expected = 0
+    for row, label in zip(logits.log_softmax(-1).tolist(), micro_batch.inputs["labels"].tolist(), strict=True):
+        expected += (0.5, 2.5)[label] * -(0.8 * row[label] + 0.2 * sum(row) / 2) / len(logits)
+    assert accumulated(tmp_path, model, token_datasets(), **BOTH)[1].loss == pytest.approx(expected, rel=1e-12)
+
+
+def test_images_have_them_too(tmp_path, fabric):
+    write_images(tmp_path / "pets", {"cat": 30, "dog": 10})
+    values = {"task": "image-classification", "model": VIT, "from_scratch": True, "packing": False}
+    datasets = load_in(tmp_path, tmp_path / "pets", task="image-classification", model=VIT)
+    torch.manual_seed(0)
+    model = build_model(settings_for(tmp_path, **values), datasets)
+    weighted = values | {"class_weights": "balanced", "label_smoothing": 0.1}
+    score = assert_exact(tmp_path, model, datasets, 1e-5, cuts=[CUTS[0]], **weighted)
+    assert score.loss != accumulated(tmp_path, model, datasets, **values)[1].loss
+
+
+def test_balanced_weights_are_those_of_scikit_learn(tmp_path, fabric):
+    datasets = token_datasets(classes=3)
+    labels = np.array(datasets.splits["train"]["labels"][:])
+    train, validation, test = build_dataloaders(fabric, datasets, settings_for(tmp_path, class_weights="balanced"))
+    expected = compute_class_weight("balanced", classes=np.arange(3), y=labels)
+    assert train.dataset.objective.weights == pytest.approx(expected)
+    shown = ", ".join(f"{number} {weight:.3g}" for number, weight in enumerate(expected))
+    assert train.dataset.notices == [f"Class weights: {shown}"]
+    seen = torch.cat([part.inputs["weights"] for batch in train for part in batch.micro_batches])
+    assert sorted(seen.tolist()) == pytest.approx(sorted(expected[labels].tolist()), rel=1e-6)
+    for loader in (validation, test):
+        assert not loader.dataset.notices
+        assert all("weights" not in part.inputs and part.objective is None for part in loader)
+
+
+def test_evaluations_are_without_them(tmp_path):
+    """With a learning rate near 0 both runs evaluate the same weights."""
+    runs = [run_training(tmp_path, learning_rate=1e-30, **options)[0] for options in ({}, BOTH)]
+    plain, weighted = (run.record.values["results"] for run in runs)
+    assert plain["epochs"] == weighted["epochs"]
+    assert plain["test_loss"] == weighted["test_loss"]
+    assert losses(runs[0]) != losses(runs[1])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"class_weights": "balance"}, r"--class_weights balance: expected balanced, or one number above 0 for each"),
+        ({"class_weights": "1,-2"}, r"--class_weights 1,-2: expected balanced"),
+        ({"class_weights": "1,inf"}, r"--class_weights 1,inf: expected balanced"),
+        ({"class_weights": "1,2", "task": "instruction-tuning"}, r"--class_weights 1,2: only for --task text-class"),
+        ({"label_smoothing": 0.1, "task": "instruction-tuning"}, r"--label_smoothing 0\.1: only for --task text-class"),
+    ],
+)
+def test_values_without_effect_or_meaning_are_refused(tmp_path, values, message):
+    with pytest.raises(UserError, match=message) as error:
+        check_values(settings_for(tmp_path, **values))
+    assert "\n" not in str(error.value)
+
+
+def test_another_number_of_weights_than_of_classes_is_refused(tmp_path, fabric):
+    with pytest.raises(UserError, match=r"--class_weights 1,2: 2 numbers for 3 classes; give one for each: 0, 1, 2"):
+        build_dataloaders(fabric, token_datasets(classes=3), settings_for(tmp_path, class_weights="1,2"))

@@ -1,0 +1,204 @@
+"""Several labels per text: how they are written, the loss, the F1 scores, and rows that are refused."""
+
+import json
+
+import datasets as hf
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import accuracy_score, f1_score
+from support.data_files import BLOOM, SPLITS, load_in, write_rows
+from support.helpers import MODELS, SRC, finished, run_script, settings_for, tiny_model, token_datasets
+from support.objectives import accumulated, assert_exact, packable
+from support.training import run_training
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from fabric_ladder import UserError, build_dataloaders
+from fabric_ladder.checks import check_values
+
+MULTI = {"problem_type": "multi_label_classification"}
+SETS = [[], ["art"], ["art", "law"], ["law", "war"], ["war"]]
+
+
+def texts(count=40):
+    return [{"text": f"text number {index}", "label": SETS[index % 5]} for index in range(count)]
+
+
+def load(folder, rows, name="rows.jsonl", **values):
+    return load_in(folder, write_rows(rows, folder / name), model=BLOOM, **(MULTI | values))
+
+
+def labels_by_text(datasets):
+    """Return the names of each text's labels."""
+    found = {}
+    for split in SPLITS:
+        for row in datasets.splits[split]:
+            text = datasets.tokenizer.decode(row["input_ids"], clean_up_tokenization_spaces=False)
+            found[text] = [name for name, flag in zip(datasets.class_names, row["labels"], strict=True) if flag]
+    return found
+
+
+def tokens_with_labels(classes=3, **sizes):
+    """Return random tokens whose labels depend on them."""
+    datasets = token_datasets(**sizes)
+    for split, part in datasets.splits.items():
+        flags = [[int(sum(row) >> bit & 1) for bit in range(classes)] for row in part["input_ids"][:]]
+        datasets.splits[split] = part.remove_columns("labels").add_column("labels", flags)
+    datasets.class_names = list("abcdefgh"[:classes])
+    return datasets
+
+
+FORMS = {
+    "a list": ("rows.jsonl", lambda labels: {"label": labels}),
+    "a list in Parquet": ("rows.parquet", lambda labels: {"label": labels}),
+    "commas": ("rows.jsonl", lambda labels: {"label": ", ".join(labels)}),
+    "bars": ("rows.csv", lambda labels: {"label": "|".join(labels)}),
+    "columns": ("rows.csv", lambda labels: {name: int(name in labels) for name in ("art", "law", "war")}),
+    "columns of truth values": (
+        "rows.parquet",
+        lambda labels: {name: name in labels for name in ("art", "law", "war")},
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_labels_may_be_written_in_these_forms(tmp_path, form):
+    name, write = FORMS[form]
+    rows = [{"text": row["text"]} | write(row["label"]) for row in texts()]
+    column = {"label_column": "art,law,war"} if "columns" in form else {}
+    datasets = load(tmp_path, rows, name, **column)
+    assert datasets.class_names == ["art", "law", "war"]
+    assert labels_by_text(datasets) == {row["text"]: row["label"] for row in texts()}
+
+
+def test_every_form_has_the_same_fingerprint_and_another_cache_than_single_labels(tmp_path):
+    found = []
+    for number, (name, write) in enumerate(FORMS.values()):
+        rows = [{"text": row["text"]} | write(row["label"]) for row in texts()]
+        column = {} if "label" in rows[0] else {"label_column": "art,law,war"}
+        found.append(load(tmp_path, rows, f"{number}/{name}", **column).fingerprint)
+    assert len({*found}) == 1
+    rows = [{"text": row["text"], "label": "a" if row["label"] else "b"} for row in texts()]
+    assert (
+        load(tmp_path, rows).fingerprint != load(tmp_path, rows, problem_type="single_label_classification").fingerprint
+    )
+
+
+def test_numbers_are_sorted_by_size_and_class_names_are_kept(tmp_path):
+    rows = [{"text": str(index), "label": [index % 3 * 5, 100]} for index in range(40)]
+    assert load(tmp_path, rows).class_names == ["0", "5", "10", "100"]
+    features = hf.Features(
+        {"text": hf.Value("string"), "label": hf.Sequence(hf.ClassLabel(names=["war", "art", "law"]))}
+    )
+    rows = [{"text": row["text"], "label": row["label"]} for row in texts()]
+    hf.Dataset.from_list(rows, features).to_parquet(tmp_path / "named.parquet")
+    datasets = load_in(tmp_path, tmp_path / "named.parquet", model=BLOOM, **MULTI)
+    assert datasets.class_names == ["war", "art", "law"]
+    assert {text: sorted(found) for text, found in labels_by_text(datasets).items()} == {
+        row["text"]: row["label"] for row in texts()
+    }
+
+
+@pytest.mark.parametrize(
+    ("rows", "values", "message"),
+    [
+        ([*texts(), {"text": "a", "label": None}], {}, r"1 of 41 rows of .*rows\.jsonl .*line 41: no label"),
+        ([*texts(), {"text": "a", "label": [{}]}], {}, r"line 41: label is \[{}\], not a list of labels"),
+        ([*texts(), {"text": "a", "label": ["b", ""]}], {}, r"line 41: label is .*not a list of labels"),
+        ([{"text": "a", "b": 1, "c": 0}, {"text": "a", "b": 0, "c": 2}], {"label_column": "b,c"},
+         r"line 2: c is 2, not 0 or 1"),
+        ([{"text": "a", "b": 1}], {"label_column": "b,c"}, r"has no column 'c'"),
+        ([{"text": str(index), "label": ["a"]} for index in range(20)], {}, r"all training texts have the same labels"),
+        ([{"text": str(index), "label": []} for index in range(20)], {}, r"no training text has a label"),
+    ],
+)  # fmt: skip
+def test_bad_rows_are_named(tmp_path, rows, values, message):
+    with pytest.raises(UserError, match=message) as error:
+        load(tmp_path, rows, **values)
+    assert "\n" not in str(error.value)
+
+
+def test_labels_that_the_training_texts_lack_are_refused(tmp_path):
+    write_rows([{"text": "x", "label": ["war", "new"]}], tmp_path / "test.jsonl")
+    with pytest.raises(UserError, match=r"the test texts have labels that the training texts lack: \['new'\]"):
+        load(tmp_path, texts(), test_file=str(tmp_path / "test.jsonl"))
+
+
+@pytest.mark.parametrize(("kind", "dtype", "tolerance"), [
+    ("bert", torch.float64, 1e-12), ("bloom", torch.float32, 1e-5), ("llama", torch.float32, 1e-5),
+])  # fmt: skip
+def test_no_cut_of_the_effective_batch_changes_the_gradient(tmp_path, kind, dtype, tolerance):
+    model = packable(tiny_model(kind, classes=3).to(dtype))
+    assert_exact(tmp_path, model, tokens_with_labels(), tolerance, **MULTI)
+
+
+def test_the_loss_is_the_mean_over_classes_and_samples_in_32_bit(tmp_path, fabric):
+    datasets = tokens_with_labels()
+    model = tiny_model("bert", classes=3)
+    loader, _, _ = build_dataloaders(fabric, datasets, settings_for(tmp_path, **MULTI))
+    inputs = next(iter(loader)).micro_batches[0].inputs
+    labels = inputs.pop("labels")
+    expected = binary_cross_entropy_with_logits(model(**inputs).logits, labels).item()
+    assert accumulated(tmp_path, model, datasets, **MULTI)[1].loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_test_reports_f1_scores(tmp_path, capsys):
+    datasets = tokens_with_labels(test=40)
+    run, model = run_training(tmp_path, tiny_model(classes=3), datasets, epochs=3, **MULTI)
+    results = json.loads((run.folder / "run.json").read_text())["results"]
+    model.eval()
+    predicted = []
+    with torch.no_grad():
+        for row in datasets.splits["test"]:
+            ids = torch.tensor([row["input_ids"]])
+            predicted.append((model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0] > 0).int().tolist())
+    true = np.array(datasets.splits["test"]["labels"][:])
+    classes = results["classes"]
+    assert classes["names"] == ["a", "b", "c"]
+    assert classes["f1"] == pytest.approx(f1_score(true, predicted, average=None, zero_division=0))
+    for average in ("micro", "macro"):
+        assert classes[f"{average}_f1"] == pytest.approx(f1_score(true, predicted, average=average, zero_division=0))
+    assert results["test_accuracy"] == pytest.approx(accuracy_score(true, predicted))
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        f"Test accuracy {results['test_accuracy'] * 100:.2f}%",
+        f"Test micro-F1 {classes['micro_f1'] * 100:.2f}%",
+        f"Test macro-F1 {classes['macro_f1'] * 100:.2f}%",
+    ]
+
+
+def test_a_frequent_set_of_labels_is_named(tmp_path, fabric):
+    datasets = tokens_with_labels()
+    flags = [[1, 0, int(index % 4 == 0)] for index in range(40)]
+    train = datasets.splits["train"].remove_columns("labels").add_column("labels", flags)
+    datasets.splits["train"] = train
+    loader, _, _ = build_dataloaders(fabric, datasets, settings_for(tmp_path, **MULTI))
+    assert loader.dataset.imbalance == [
+        "Imbalanced labels: 75.0% of the training samples have only the labels a; an accuracy below that is worse than "
+        "always guessing this"
+    ]
+
+
+@pytest.mark.parametrize("task", ["image-classification", "instruction-tuning"])
+def test_other_tasks_refuse_it(tmp_path, task):
+    with pytest.raises(UserError, match=r"--problem_type multi_.*: only for --task text-classification; leave it out"):
+        check_values(settings_for(tmp_path, task=task, **MULTI))
+
+
+def test_reviews_with_one_class_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"--problem_type multi_label_classification: synthetic has one of two classes"):
+        load_in(tmp_path, "synthetic", model=BLOOM, **MULTI)
+
+
+@pytest.mark.parametrize("rung", ["2_grad_accum", "13_lora"])
+def test_a_rung_trains_and_its_model_knows_the_labels(tmp_path, rung):
+    write_rows(texts(120), tmp_path / "texts.jsonl")
+    options = ["--model", str(MODELS / "bloom-quickstart.json"), "--dataset", "texts.jsonl", "--save", "consolidated"]
+    options += ["--problem_type", MULTI["problem_type"], "--predict_memory", "true", "--epochs", "1"]
+    lines = finished(run_script(SRC / f"{rung}.py", *options, cwd=tmp_path)).splitlines()
+    assert any(line.startswith("Predicted peak: 0.") for line in lines), lines
+    assert any(line.startswith("Test micro-F1 ") for line in lines)
+    folder = tmp_path / "runs" / rung / "1"
+    saved = next(path for path in folder.rglob("config.json"))
+    config = json.loads(saved.read_text())
+    assert config["problem_type"] == MULTI["problem_type"]
+    assert [*config["id2label"].values()] == ["art", "law", "war"]

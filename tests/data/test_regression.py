@@ -1,0 +1,179 @@
+"""Regression: numbers from columns, the loss, the printed lines, Pearson's correlation, and what tools show of them."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import pearsonr
+from support.data_files import BLOOM, SPLITS, load_in, write_rows
+from support.helpers import MODELS, ROOT, SRC, finished, run_script, settings_for, tiny_model, token_datasets
+from support.objectives import accumulated, assert_exact, packable
+from support.training import run_training
+
+from fabric_ladder import UserError, build_dataloaders
+from fabric_ladder.data.regression import Regression
+from fabric_ladder.planning.predict import blank_datasets, largest_batches, predict_peak
+from fabric_ladder.planning.rehearsal import rehearse
+
+NUMBERS = {"problem_type": "regression"}
+
+
+def texts(count=40):
+    return [{"text": f"text number {index}", "label": index / 7 - 2, "b": 10**6 + index % 9} for index in range(count)]
+
+
+def load(folder, rows, name="rows.jsonl", **values):
+    return load_in(folder, write_rows(rows, folder / name), model=BLOOM, **(NUMBERS | values))
+
+
+def tokens_with_numbers(columns=1, **sizes):
+    """Return random tokens whose numbers depend on them."""
+    datasets = token_datasets(**sizes)
+    for split, part in datasets.splits.items():
+        numbers = [[(sum(row) % (11 + column)) / 4 - 1 for column in range(columns)] for row in part["input_ids"][:]]
+        datasets.splits[split] = part.remove_columns("labels").add_column("labels", numbers)
+    datasets.class_names = ["a", "b", "c"][:columns]
+    return datasets
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.parquet"])
+def test_numbers_come_from_one_or_several_columns(tmp_path, name):
+    for column in ("label", "label,b"):
+        datasets = load(tmp_path, texts(), name, label_column=column)
+        assert datasets.class_names == column.split(",")
+        found = sorted(tuple(row) for split in SPLITS for row in datasets.splits[split]["labels"][:])
+        assert found == sorted(tuple(row[name] for name in column.split(",")) for row in texts())
+
+
+@pytest.mark.parametrize(
+    ("rows", "name", "message"),
+    [
+        ([*texts(), {"text": "a", "label": "3,5"}], "rows.jsonl", r'line 41: label is "3,5", not a number'),
+        ([*texts(), {"text": "a", "label": float("inf")}], "rows.jsonl", r"line 41: label is Infinity, not a number"),
+        ([*texts(), {"text": "a", "label": [1.0]}], "rows.jsonl", r"line 41: label is \[1\.0\], not a number"),
+        ([*texts(), {"text": "a", "label": None}], "rows.csv", r"row 41: no label"),
+        (
+            [{"text": str(index), "label": 2} for index in range(20)],
+            "rows.csv",
+            r"all training texts have the same lab",
+        ),
+    ],
+)
+def test_bad_rows_are_named(tmp_path, rows, name, message):
+    with pytest.raises(UserError, match=message) as error:
+        load(tmp_path, rows, name)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+@pytest.mark.parametrize(("kind", "dtype", "tolerance"), [
+    ("bert", torch.float64, 1e-12), ("bloom", torch.float32, 1e-5), ("llama", torch.float32, 1e-5),
+])  # fmt: skip
+def test_no_cut_of_the_effective_batch_changes_the_gradient(tmp_path, kind, dtype, tolerance, columns):
+    model = packable(tiny_model(kind, classes=columns).to(dtype))
+    assert_exact(tmp_path, model, tokens_with_numbers(columns), tolerance, **NUMBERS)
+
+
+def test_the_loss_is_the_mean_squared_error(tmp_path, fabric):
+    model, datasets = tiny_model("bert", classes=2), tokens_with_numbers(2)
+    loader, _, _ = build_dataloaders(fabric, datasets, settings_for(tmp_path, **NUMBERS))
+    inputs = next(iter(loader)).micro_batches[0].inputs
+    labels = inputs.pop("labels")
+    expected = ((model(**inputs).logits - labels) ** 2).mean().item()
+    assert accumulated(tmp_path, model, datasets, **NUMBERS)[1].loss == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_the_run_prints_errors_and_the_correlation(tmp_path, capsys, precision):
+    """The numbers are never rounded to 16 bits: their mean is the same in both precisions."""
+    datasets = tokens_with_numbers(2, test=40)
+    model = tiny_model(classes=2).to(torch.bfloat16 if precision == "bf16-true" else torch.float32)
+    run, model = run_training(tmp_path, model, datasets, precision=precision, epochs=2, **NUMBERS)
+    results = json.loads((run.folder / "run.json").read_text())["results"]
+    predicted = []
+    model.eval()
+    with torch.no_grad():
+        for row in datasets.splits["test"]:
+            ids = torch.tensor([row["input_ids"]])
+            predicted.append(model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0].tolist())
+    predicted, true = np.array(predicted), np.array(datasets.splits["test"]["labels"][:])
+    tolerance = 1e-5 if precision == "32-true" else 0.05
+    expected = [pearsonr(predicted[:, column], true[:, column])[0] for column in (0, 1)]
+    assert results["columns"]["names"] == ["a", "b"]
+    assert results["columns"]["pearson"] == pytest.approx(expected, abs=tolerance)
+    assert results["columns"]["mse"] == pytest.approx(((predicted - true) ** 2).mean(0), rel=tolerance)
+    assert results["test_pearson"] == pytest.approx(np.mean(expected), abs=tolerance)
+    assert results["test_mse"] == results["test_loss"] == pytest.approx(np.mean(results["columns"]["mse"]), rel=1e-6)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == [f"Test MSE {results['test_mse']:.4f}", f"Test Pearson {results['test_pearson']:.4f}"]
+    assert any(re.fullmatch(r"Epoch: 0002/0002 \| Train MSE: \d\.\d{4} \| Val MSE: \d\.\d{4}", line) for line in lines)
+    numbers = np.array(datasets.splits["train"]["labels"][:])
+    figures = zip("ab", numbers.mean(0), numbers.var(0), strict=True)
+    described = (f"{name} has mean {mean:.4g} and variance {spread:.4g}" for name, mean, spread in figures)
+    notice = (
+        f"Numbers to predict: {'; '.join(described)}. An MSE above the variance is worse than always guessing the mean"
+    )
+    assert notice in lines
+    assert "accuracy" not in {*results, *results["epochs"][0]}
+
+
+def test_equal_predictions_have_no_correlation():
+    kind = Regression(["a"])
+    counts = kind.start_counts(torch.device("cpu"))
+    kind.count(counts, torch.full((9, 1), 0.3), torch.arange(9.0)[:, None] + 1e6)
+    assert kind.describe(counts.tolist()).lines == ["Test Pearson nan"]
+    kind.count(counts, torch.tensor([[5.0]]), torch.tensor([[1e6 + 20]]))
+    expected = pearsonr([0.3] * 9 + [5.0], [*(np.arange(9.0) + 1e6), 1e6 + 20])[0]
+    assert kind.describe(counts.tolist()).results["test_pearson"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_the_largest_batches_can_be_rehearsed(tmp_path, packing):
+    settings = settings_for(tmp_path, model=BLOOM, from_scratch=True, packing=packing, max_length=64, **NUMBERS)
+    for classes in (1, 3):
+        with rehearse(settings, blank_datasets(classes)) as rehearsal:
+            assert rehearsal.peak(settings, *largest_batches(settings, 32, classes=classes)).total > 0
+    assert predict_peak(settings, largest_batches(settings, 32, classes=3)[0], classes=3).total > 0
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Return the folder of two finished runs of different seeds, one of them resumed."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_rows(texts(120), folder / "texts.jsonl")
+    options = ["--model", str(MODELS / "bloom-quickstart.json"), "--dataset", "texts.jsonl", *NUMBERS_OPTION]
+    finished(run_script(SRC / "2_grad_accum.py", *options, "--save", "consolidated", cwd=folder))
+    stopped = run_script(SRC / "2_grad_accum.py", *options, "--seed", 7, "--max_time", 1e-9, cwd=folder)
+    assert "Stopped by max_time" in stopped.stdout, stopped.stderr
+    finished(run_script(SRC / "2_grad_accum.py", *options, "--seed", 7, "--resume", "auto", cwd=folder))
+    finished(run_script(SRC / "2_grad_accum.py", *options, "--seed", 7, cwd=folder))
+    return folder / "runs" / "2_grad_accum"
+
+
+NUMBERS_OPTION = ["--problem_type", "regression", "--label_column", "label"]
+
+
+def test_a_resumed_run_ends_with_the_same_figures(runs):
+    resumed, whole = (json.loads((runs / name / "run.json").read_text())["results"] for name in "23")
+    assert resumed["epochs"] == whole["epochs"]
+    for name in ("test_mse", "test_pearson", "columns"):
+        assert resumed[name] == whole[name]
+
+
+def test_runs_are_compared_by_record_and_by_log(runs, tmp_path):
+    logs = [runs / "1" / "log.txt", runs / "3" / "log.txt"]
+    for page, sources in (("records.html", [runs / "1", runs / "3"]), ("logs.html", logs)):
+        out = finished(run_script(ROOT / "scripts" / "compare_runs.py", *sources, "--html", page, cwd=tmp_path))
+        assert "MSE" in out, out
+        assert "Pearson" in out
+        assert "acc." not in out
+        assert "test MSE" in (tmp_path / page).read_text()
+
+
+def test_the_model_card_has_the_error(runs, tmp_path):
+    finished(run_script(ROOT / "scripts" / "export_model.py", runs / "1", "--output", "out", cwd=tmp_path))
+    results = json.loads((runs / "1" / "run.json").read_text())["results"]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"Test MSE {results['test_mse']:.4f}, Pearson's correlation {results['test_pearson']:.4f}." in card

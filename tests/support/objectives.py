@@ -1,0 +1,55 @@
+"""The gradient of an effective batch under every cut of it, packed and unpacked."""
+
+import copy
+
+import torch
+from lightning import Fabric
+
+from fabric_ladder import build_dataloaders
+from fabric_ladder.runs.metrics import Meter
+from fabric_ladder.techniques.fused_attention import fuse_attention
+from fabric_ladder.techniques.packing import support_packing
+from fabric_ladder.training.gradients import accumulate_gradients
+from support.helpers import settings_for
+
+WHOLE = {"micro_batch_size": 16}
+CUTS = [
+    {"micro_batch_size": 1},
+    {"micro_batch_size": 3, "pad_to_multiple_of": 8},
+    {"micro_batch_tokens": 64},
+    {"packing": True, "micro_batch_size": 2},
+    {"packing": True, "micro_batch_tokens": 200, "pad_to_multiple_of": 8},
+    {"packing": True, "pack_rows": 2},
+]
+
+
+def packable(model):
+    """Let a tiny model take packed batches."""
+    fuse_attention(model)
+    support_packing(model, 80)
+    return model
+
+
+def accumulated(tmp_path, model, datasets, /, **values):
+    """Return the gradient of the first effective batch as one vector, and its score."""
+    fabric = Fabric(accelerator="cpu", devices=1)
+    loader, _, _ = build_dataloaders(fabric, datasets, settings_for(tmp_path, **({"max_length": 80} | values)))
+    model = fabric.setup(copy.deepcopy(model))
+    model.train()
+    meter = Meter(fabric)
+    accumulate_gradients(fabric, model, next(iter(loader)).micro_batches, meter)
+    meter.commit(("first", []))
+    gradients = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+    return torch.cat(gradients), meter.collect()
+
+
+def assert_exact(tmp_path, model, datasets, tolerance, /, cuts=CUTS, **values):
+    """Assert that no cut changes gradient, loss and right predictions; return the score."""
+    expected, score = accumulated(tmp_path, model, datasets, **WHOLE, **values)
+    assert expected.norm() > 0
+    for cut in cuts:
+        got, its_score = accumulated(tmp_path, model, datasets, **cut, **values)
+        assert (got - expected).norm() < tolerance * expected.norm(), cut
+        assert abs(its_score.loss - score.loss) < tolerance * score.loss, cut
+        assert (its_score.correct, its_score.items) == (score.correct, score.items), cut
+    return score
