@@ -2,22 +2,26 @@
 
 python scripts/run_ladder.py --config configs/imdb_minilm.yaml
 python scripts/run_ladder.py --rungs 1,2,4,13 --seeds 3 --html report.html --train_samples 1000
+python scripts/run_ladder.py --rungs 13 --search learning_rate=1e-4,4e-4,1.6e-3 --seeds 3
 
 All other options are passed to every rung. If a rung fails, the others still run. The same command again continues an
-interrupted ladder: it skips runs that are finished in --runs_dir.
+interrupted ladder: it skips runs that are finished in --runs_dir. --search runs each rung with each value, and ends
+with the best one by the validation; several --search try all combinations.
 """
 
 import argparse
+import itertools
 import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 from fabric_ladder.errors import UserError, read_outside
 from fabric_ladder.options import drop_unneeded
 from fabric_ladder.rungs import RUNGS, check_rung, script_defaults
 from fabric_ladder.settings import Settings
-from fabric_ladder.tools.arguments import Arguments, at_least_1, new_path, rungs, write_new
+from fabric_ladder.tools.arguments import Arguments, at_least_1, new_path, rungs, searched, write_new
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:
@@ -29,9 +33,35 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--seeds", metavar="N", type=at_least_1, default=1, help="runs of each rung; default: 1")
     parser.add_argument("--seed", metavar="N", type=int, default=123, help="the first seed; default: 123")
     parser.add_argument("--runs_dir", default="runs/ladder", help="folder of the runs; default: runs/ladder")
+    parser.add_argument(
+        "--search", metavar="NAME=V,V,…", type=searched, action="append", default=[], help="values of a setting to try"
+    )
     parser.add_argument("--html", metavar="FILE", type=new_path, help="also write the comparison as a page")
     arguments, settings = parser.parse_with_settings()
+    if arguments.search and arguments.html:
+        parser.error("--html is the page of a comparison, which --search does not make: leave it out")
     return arguments, [*settings, "--runs_dir", arguments.runs_dir]
+
+
+class Planned(NamedTuple):
+    """A run of the plan: its rung, the values that are searched, its seed, its command line and its settings."""
+
+    rung: Path
+    values: dict[str, str]
+    seed: int
+    words: list[str]
+    settings: Settings
+
+
+def combinations(search: list[tuple[str, list[str]]]) -> list[dict[str, str]]:
+    """Return all combinations of the searched values, by the names of the settings."""
+    names = [name for name, _ in search]
+    return [dict(zip(names, values, strict=True)) for values in itertools.product(*(values for _, values in search))]
+
+
+def in_words(values: dict[str, str]) -> list[str]:
+    """Return values as words of a command line."""
+    return [word for name, value in values.items() for word in (f"--{name}", value)]
 
 
 def deciding(settings: dict) -> dict:
@@ -66,65 +96,99 @@ def run(rung: Path, options: list[str]) -> str | None:
     return None
 
 
-def main(arguments: argparse.Namespace, options: list[str]) -> None:
-    """Check the rungs, run them and compare the runs."""
-    from rich.console import Console
+def make_plan(arguments: argparse.Namespace, options: list[str]) -> list[Planned]:
+    """Return the runs that this machine can run, and print the reasons for the others.
 
-    from fabric_ladder.comparing.page import to_html
-    from fabric_ladder.comparing.sources import read_sources
-    from fabric_ladder.comparing.table import compare, print_table
-    from fabric_ladder.techniques.advice import show_errors
-
-    show_errors()
-    runs_dir = Path(arguments.runs_dir)
-    chosen = arguments.rungs or RUNGS
-
-    ### 1 Rungs that can run here
+    Raises:
+        UserError: No run is possible.
+    """
     plan, reasons = [], {}
-    for rung in chosen:
+    for rung, values in itertools.product(arguments.rungs or RUNGS, combinations(arguments.search)):
         for seed in range(arguments.seed, arguments.seed + arguments.seeds):
-            with_seed = [*drop_unneeded(options, script_defaults(rung.stem)), "--seed", str(seed)]
-            checked = check_rung(rung, with_seed)
+            words = [*drop_unneeded(options, script_defaults(rung.stem)), *in_words(values), "--seed", str(seed)]
+            checked = check_rung(rung, words)
             if isinstance(checked, str):
-                reasons[f"Left out: {rung.stem}: {checked}"] = checked
+                reasons[f"Left out: {' '.join([rung.stem, *in_words(values)])}: {checked}"] = checked
                 break
-            plan.append((rung, seed, with_seed, checked))
+            plan.append(Planned(rung, values, seed, words, checked))
     if not plan and len(set(reasons.values())) == 1:
         raise UserError(f"no rung can run here: {checked}")
     for line in reasons:
         print(line, flush=True)
     if not plan:
         raise UserError("no rung can run here with these options, for the reasons above")
+    return plan
 
-    ### 2 Runs
+
+def run_all(plan: list[Planned], runs_dir: Path) -> tuple[list[Path | None], list[str]]:
+    """Run everything that is not finished yet; return the folder of each run (None: it failed), and the failures."""
     folders, failed = [], []
-    for number, (rung, seed, with_seed, settings) in enumerate(plan, start=1):
-        start = f"[{number}/{len(plan)}] {rung.stem}, seed {seed}"
-        folder = finished_run(runs_dir / rung.stem, settings)
+    for number, planned in enumerate(plan, start=1):
+        home = runs_dir / planned.rung.stem
+        name = " ".join([planned.rung.stem, *in_words(planned.values)]) + f", seed {planned.seed}"
+        start = f"[{number}/{len(plan)}] {name}"
+        folder = finished_run(home, planned.settings)
         if folder:
             print(f"{start}: finished before, in {folder}", flush=True)
         else:
             print(start, flush=True)
             try:
-                problem = run(rung, with_seed)
+                problem = run(planned.rung, planned.words)
             except KeyboardInterrupt:
                 raise SystemExit("Stopped; the same command continues") from None
-            folder = finished_run(runs_dir / rung.stem, settings)
+            folder = finished_run(home, planned.settings)
             if problem or folder is None:
-                failed.append(f"{rung.stem}, seed {seed}: {problem or 'it left no finished run'}")
+                failed.append(f"{name}: {problem or 'it left no finished run'}")
                 print(f"{start}: failed; the others continue", flush=True)
-        if folder:
-            folders.append(str(folder))
+        folders.append(folder)
+    return folders, failed
 
-    ### 3 Comparison
+
+def print_best(arguments: argparse.Namespace, plan: list[Planned], folders: list[Path | None]) -> None:
+    """Print the table of a search for each rung."""
+    from rich.console import Console
+
+    from fabric_ladder.comparing.search import Tried, print_search
+
+    for rung in dict.fromkeys(planned.rung for planned in plan):
+        tried = []
+        for values in combinations(arguments.search):
+            pairs = zip(plan, folders, strict=True)
+            runs = [folder for each, folder in pairs if folder and (each.rung, each.values) == (rung, values)]
+            tried.append(Tried(values, runs, failed=len(runs) < arguments.seeds))
+        print_search(rung.stem, tried, Console())
+
+
+def print_comparison(arguments: argparse.Namespace, rungs: list[Path], folders: list[Path]) -> None:
+    """Print the comparison of the runs, and write its page."""
+    from rich.console import Console
+
+    from fabric_ladder.comparing.page import to_html
+    from fabric_ladder.comparing.sources import read_sources
+    from fabric_ladder.comparing.table import compare, print_table
+
+    comparison = compare(
+        read_sources(list(map(str, folders))), {rung.stem: script_defaults(rung.stem) for rung in rungs}
+    )
+    print_table(comparison, Console())
+    if arguments.html:
+        write_new(arguments.html, to_html(comparison))
+        print(f"Saved {arguments.html}")
+
+
+def main(arguments: argparse.Namespace, options: list[str]) -> None:
+    """Check the rungs, run them and compare the runs."""
+    from fabric_ladder.techniques.advice import show_errors
+
+    show_errors()
+    plan = make_plan(arguments, options)
+    folders, failed = run_all(plan, Path(arguments.runs_dir))
     for line in failed:
         print(f"Failed: {line}")
-    if folders:
-        comparison = compare(read_sources(folders), {rung.stem: script_defaults(rung.stem) for rung in chosen})
-        print_table(comparison, Console())
-        if arguments.html:
-            write_new(arguments.html, to_html(comparison))
-            print(f"Saved {arguments.html}")
+    if arguments.search:
+        print_best(arguments, plan, folders)
+    elif any(folders):
+        print_comparison(arguments, arguments.rungs or RUNGS, [folder for folder in folders if folder])
     sys.exit(1 if failed else 0)
 
 

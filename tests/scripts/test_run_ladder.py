@@ -67,9 +67,27 @@ def test_a_ladder_that_was_killed_repeats_no_finished_run(tmp_path):
     assert runs_of(tmp_path / "ladder") == everything
 
 
+@pytest.mark.slow
+def test_a_search_tries_all_values_and_repeats_none(tmp_path):
+    arguments = ["--rungs", "2", "--runs_dir", "search", *FEW]
+    first = finished(run_script(SCRIPT, *arguments, "--search", "learning_rate=1e-4,1e-3", cwd=tmp_path))
+    assert "[2/2] 2_grad_accum --learning_rate 1e-3, seed 123\n" in first
+    last = first.splitlines()[-1]
+    assert re.fullmatch(r"Best of 2_grad_accum: --learning_rate 1e-\d, by the validation loss 0\.\d+", last)
+    more = ["--search", "learning_rate=1e-4,1e-3", "--search", "warmup_steps=0,2"]
+    again = finished(run_script(SCRIPT, *arguments, *more, cwd=tmp_path))
+    assert again.count("finished before") == 2
+    assert len(runs_of(tmp_path / "search")) == 4
+    assert re.search(r"--learning_rate 1e-3 --warmup_steps 2 +0\.\d+ +\d+", again)
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
+        (["--search", "learning_rate=fast,slow"], "--search: --learning_rate fast: expected a number"),
+        (["--search", "learning_rate=1e-5"], "--search: learning_rate=1e-5: write a setting and its values"),
+        (["--search", "lr=1e-5,1e-4"], "--search: there is no setting 'lr'; use --learning_rate"),
+        (["--search", "seed=1,2", "--html", "new.html"], "--html is the page of a comparison, which --search"),
         (["--rungs", "2,99"], "there is no rung 99: give numbers from 1 to "),
         (["--seeds", "0"], "--seeds: 0: must be at least 1"),
         (["--rungs", "1,2", "--batch_sise", "2"], "there is no setting 'batch_sise'; did you mean"),

@@ -76,6 +76,20 @@ def rungs(text: str) -> list[Path]:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def searched(text: str) -> tuple[str, list[str]]:
+    """Return the setting and the values of a search, as in `learning_rate=1e-5,5e-5`, for argparse."""
+    name, _, listed = text.partition("=")
+    values = [value.strip() for value in listed.split(",") if value.strip()]
+    try:
+        for value in values:
+            read_words([f"--{name}", value])
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if len(set(values)) < 2:
+        raise argparse.ArgumentTypeError(f"{text}: write a setting and its values, as in learning_rate=1e-5,5e-5")
+    return name, values
+
+
 def new_path(text: str) -> Path:
     """Return the path of a file or folder that does not exist yet and can be written, for argparse."""
     path = Path(text)
