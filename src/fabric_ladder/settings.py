@@ -330,6 +330,22 @@ class Settings(DataSettings):
         metavar="LAYER,…",
         aliases={"{}": "lora_target_modules target_modules"},
     )
+    lora_init: Literal["default", "gaussian", "orthogonal", "olora", "pissa", "pissa_niter_16"] = model_setting(
+        "default",
+        "How adapters start, as in PEFT. `pissa`, `pissa_niter_16` (faster) and `olora` start from the weights and "
+        "change them; `save` then writes the changed weights too.",
+        role=TECHNIQUE,
+        needs="lora",
+        aliases={"{}": "init_lora_weights peft_init_lora_weights", "pissa": "pissa_init use_pissa"},
+    )
+    lora_plus_ratio: float = model_setting(
+        1.0,
+        "LoRA+: the learning rate of the adapters' B matrices, relative to `learning_rate`.",
+        role=TECHNIQUE,
+        above=0,
+        needs="lora",
+        aliases={"{}": "loraplus_lr_ratio loraplus_ratio lora_plus_lr_ratio"},
+    )
     dora: bool = model_setting(
         False, "DoRA: also train the length of each weight vector.", role=TECHNIQUE, changes_memory=True, needs="lora"
     )

@@ -11,6 +11,7 @@ from torch import nn
 from fabric_ladder.errors import UserError, first_line, is_out_of_memory
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques import state_dtypes, trains_adapters
+from fabric_ladder.techniques.lora_init import CHANGES_BASE
 
 CHECKPOINTS = 2  # the newest one stays until the next one is complete
 
@@ -39,7 +40,7 @@ def check_disk_space(settings: Settings, model: nn.Module, existing: int = 0) ->
     weights = trained if adapters else trained + frozen
     state = weights + trained * state_dtypes(settings).count(None)  # low-bit optimizer states are smaller
     needed = {"no": 0, "consolidated": weights, "sharded": state}[settings.save]
-    if settings.save != "no" and adapters and settings.from_scratch:
+    if settings.save != "no" and adapters and (settings.from_scratch or settings.lora_init in CHANGES_BASE):
         needed += trained + frozen  # the base exists nowhere else
     if settings.save_every or settings.best_weights:
         needed += (CHECKPOINTS - existing) * state

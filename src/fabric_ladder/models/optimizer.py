@@ -33,7 +33,7 @@ def set_learning_rate(settings: Settings, optimizer: Optimizer, done: int, steps
 
     Args:
         settings: `learning_rate`, `schedule` and `warmup_steps`.
-        optimizer: All its parameter groups get the same rate.
+        optimizer: Each of its parameter groups gets this rate times its `rate_factor`.
         done: Optimizer steps done so far.
         steps: Optimizer steps of the whole run.
     """
@@ -42,4 +42,4 @@ def set_learning_rate(settings: Settings, optimizer: Optimizer, done: int, steps
     factors = {"constant": 1.0, "linear": 1 - falling, "cosine": (1 + math.cos(math.pi * falling)) / 2}
     factor = (done + 1) / (warmup + 1) if done < warmup else factors[settings.schedule]
     for group in optimizer.param_groups:
-        group["lr"] = settings.learning_rate * factor
+        group["lr"] = settings.learning_rate * factor * group.get("rate_factor", 1.0)

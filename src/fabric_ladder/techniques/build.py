@@ -1,5 +1,6 @@
 """The model and the optimizer of a run, with the techniques in use applied."""
 
+import math
 import tempfile
 
 import torch
@@ -76,9 +77,15 @@ def build_optimizer(settings: Settings, model: nn.Module) -> Optimizer:
     kind, options = optimizer_class(settings.optimizer, may_fuse)
     for technique in used(settings):
         kind = technique.change_optimizer(kind, settings)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    forget_hooks(parameters)
-    return kind(parameters, lr=settings.learning_rate, **options)
+    groups: dict[float, list[nn.Parameter]] = {1.0: []}  # first the group whose learning rate is that of the run
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            factor = math.prod(technique.rate_factor(name, settings) for technique in used(settings))
+            groups.setdefault(factor, []).append(parameter)
+    forget_hooks([*model.parameters()])
+    rate = settings.learning_rate
+    chosen = [{"params": own, "lr": rate * factor, "rate_factor": factor} for factor, own in groups.items() if own]
+    return kind(chosen, lr=rate, **options)
 
 
 def _draw_or_load(settings: Settings, config: PretrainedConfig) -> nn.Module:

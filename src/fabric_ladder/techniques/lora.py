@@ -7,6 +7,8 @@ import logging
 import re
 import warnings
 from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import replace
 from importlib.metadata import version
 
 import torch
@@ -19,6 +21,7 @@ from fabric_ladder.errors import UserError
 from fabric_ladder.models.dtypes import half_precision, keep_dtype
 from fabric_ladder.models.layers import head_names, linear_layers, meta_model
 from fabric_ladder.settings import Settings
+from fabric_ladder.techniques.lora_init import CHANGES_BASE, check_init, same_draws
 from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, NextRung, Technique
 
 TASK_TYPES = {"text-classification": "SEQ_CLS", "instruction-tuning": "CAUSAL_LM"}  # PEFT has none for images
@@ -29,7 +32,9 @@ warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", F
 
 
 def _check_targets(settings: Settings) -> None:
-    """Refuse names of layers that the model does not have; PEFT ignores them if it finds one of the others.
+    """Refuse names of layers that the model does not have, and a start that does not fit these layers.
+
+    PEFT ignores such names if it finds one of the others.
 
     Raises:
         UserError: A name matches no linear layer of the body, or there are no attention projections to take by
@@ -49,6 +54,8 @@ def _check_targets(settings: Settings) -> None:
             f"{settings.model}: no attention projections are found that could get adapters; name layers by "
             f"--lora_targets: {found or 'but it has no linear ones'}"
         )
+    adapted = [name for name in layers if any(_matches(target, [name]) for target in targets)]
+    check_init(settings, [model.get_submodule(name) for name in adapted])
 
 
 def add_adapters(model: nn.Module, settings: Settings) -> nn.Module:
@@ -73,6 +80,7 @@ def add_adapters(model: nn.Module, settings: Settings) -> nn.Module:
         modules_to_save=heads or None,
         use_dora=settings.dora,
         use_rslora=settings.rslora,
+        init_lora_weights=True if settings.lora_init == "default" else settings.lora_init,
         revision=getattr(model.config, "_commit_hash", None),
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
@@ -81,7 +89,12 @@ def add_adapters(model: nn.Module, settings: Settings) -> nn.Module:
             # otherwise an evaluation on a CPU repacks 4-bit weights for a kernel without a gradient, and rounds them
             module.support_avx512bf16_for_cpu = False
     embedding = getattr(model.get_input_embeddings(), "weight", None)
-    model = get_peft_model(model, config)
+    changes = settings.lora_init in CHANGES_BASE
+    with same_draws() if changes else nullcontext():
+        model = get_peft_model(model, config)
+    if changes:
+        model.changed_base = settings.lora_init
+        config.init_lora_weights = True  # whoever loads the changed weights must not change them again
     if settings.precision.endswith("mixed"):
         for module in model.modules():
             if type(module) is nn.Linear and not module.weight.requires_grad and module.weight is not embedding:
@@ -158,6 +171,11 @@ class LoRA(Technique):
         super().check(settings, capability)
         if self.is_used(settings):
             _check_targets(settings)
+            if settings.lora_plus_ratio != 1 and strategy_traits(settings).owns_optimizer:
+                raise UserError(
+                    f"--lora_plus_ratio {settings.lora_plus_ratio:g}: not with {settings.name}, whose engine has one "
+                    "learning rate; use src/10_fsdp.py, or leave it out"
+                )
 
     def packages(self, settings: Settings) -> tuple[str, ...]:
         """Return PEFT."""
@@ -173,6 +191,14 @@ class LoRA(Technique):
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
         """Return the frozen model with adapters."""
         return add_adapters(model, settings)
+
+    def rate_factor(self, name: str, settings: Settings) -> float:
+        """Return LoRA+'s factor for the B matrices (Hayou et al., 2024, arXiv:2402.12354)."""
+        return settings.lora_plus_ratio if ".lora_B." in name else 1.0
+
+    def rehearsed(self, settings: Settings) -> Settings:
+        """Return settings whose adapters start without a decomposition, which fake tensors do not have."""
+        return replace(settings, lora_init="default")
 
     def accuracy_cost(self, settings: Settings) -> str | None:
         """Return the cost of adapters on attention alone."""

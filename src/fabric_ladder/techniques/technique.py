@@ -160,6 +160,10 @@ class Technique:
         """Return the class of the optimizer with the technique applied."""
         return kind
 
+    def rate_factor(self, name: str, settings: Settings) -> float:
+        """Return the learning rate of the parameter with this name, relative to the learning rate of the run."""
+        return 1.0
+
     def state_dtypes(self, settings: Settings) -> list[torch.dtype | None]:
         """Return the dtypes of its state tensors of a parameter's size; None: the parameter's own dtype."""
         return []

@@ -19,7 +19,7 @@ ON_HOST = ("--optimizer_offload", "true")
 
 
 class WeightSteps(Optimizer):
-    """Mixin for an optimizer with one parameter group, which then updates each weight by itself.
+    """Mixin for an optimizer, which then updates each weight by itself.
 
     Inside `stepping`, a weight is updated as soon as the backward pass has its gradient. Otherwise `step` updates it.
 
@@ -38,8 +38,9 @@ class WeightSteps(Optimizer):
     frees: bool
     in_backward: bool
 
-    def __init__(self, parameters: list[nn.Parameter], **options) -> None:
-        super().__init__(parameters, **options)
+    def __init__(self, groups: list[dict], **options) -> None:
+        super().__init__(groups, **options)
+        self._groups = {parameter: group for group in self.param_groups for parameter in group["params"]}
         self._active = False
         self._finite: list[Tensor] = []
         self._host: dict[nn.Parameter, Tensor] = {}
@@ -49,7 +50,7 @@ class WeightSteps(Optimizer):
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None  # to CPU memory, and back
         self._sending: tuple[Tensor, torch.cuda.Event] | None = None
         if self.in_backward:
-            for parameter in parameters:
+            for parameter in self._groups:
                 parameter.gradient_hook = parameter.register_post_accumulate_grad_hook(self._take_gradient)
 
     @contextmanager
@@ -67,7 +68,7 @@ class WeightSteps(Optimizer):
         """Step the weights that have a gradient."""
         if not self.offloads:
             return super().step(closure)
-        for parameter in self.param_groups[0]["params"]:
+        for parameter in self._groups:
             if parameter.grad is not None:
                 self._send(parameter)
         return self._finish()
@@ -90,12 +91,12 @@ class WeightSteps(Optimizer):
             parameter.grad = None
 
     def _step_one(self, parameter: nn.Parameter) -> None:
-        (group,) = self.param_groups
-        self.param_groups = [group | {"params": [parameter]}]  # an optimizer steps all of its parameters
+        groups = self.param_groups
+        self.param_groups = [self._groups[parameter] | {"params": [parameter]}]  # an optimizer steps all of them
         try:
             super().step()
         finally:
-            self.param_groups = [group]
+            self.param_groups = groups
 
     def _send(self, parameter: nn.Parameter) -> None:
         """Copy a gradient to CPU memory and free it; the worker then updates the weight."""
