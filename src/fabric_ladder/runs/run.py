@@ -97,7 +97,7 @@ class Run:
             lines.append(prediction.line(self.settings, self.record.values["hardware"]))
         for line in lines:
             self.print(line, log=not resumed)
-        self.throughput = Throughput(self.fabric, model, state)
+        self.throughput = Throughput(self.fabric, state)
 
     def state_dict(self) -> dict:
         """Return lines and figures as plain values, to resume from. All ranks must call it."""
@@ -127,6 +127,7 @@ class Run:
         self.print(f"{self._place(epoch, batch, seen)} | Loss: {loss:.4f}")
         figures = {"loss": loss, "learning_rate": learning_rate, **self.throughput.since_last_line()}
         self._log_row(epoch * self.steps + batch, epoch=epoch + 1, **figures)
+        self._print_compiling_problem()
 
     def log_skipped(self, count: int, reason: str) -> None:
         """Print why an effective batch is skipped, and record how many were skipped so far."""
@@ -182,6 +183,7 @@ class Run:
 
     def log_training(self, samples_hash: str) -> None:
         """Print time, throughput and peak memory of the training, and record the hash of its effective batches."""
+        self._print_compiling_problem()
         figures = self.throughput.figures()
         self.print(f"Time elapsed {figures['elapsed_seconds'] / 60:.2f} min")
         if seconds := figures.get("compile_seconds"):
@@ -284,3 +286,7 @@ class Run:
 
     def _log_row(self, step: int, **figures: float) -> None:
         self.record.add_row(step, self.throughput.samples, seconds=self.throughput.elapsed, **figures)
+
+    def _print_compiling_problem(self) -> None:
+        if problem := self.throughput.compiling_problem(self.settings):
+            self.print(f"Warning: {problem}")

@@ -6,10 +6,10 @@ from time import perf_counter
 
 import torch
 from lightning import Fabric
-from torch import nn
 
 from fabric_ladder.data.loaders import EffectiveBatch
 from fabric_ladder.environment import count_device, peak_memory, reset_peak_memory
+from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.compile import CompileClock
 
 
@@ -18,11 +18,10 @@ class Throughput:
 
     Args:
         fabric: For the device and the ranks.
-        model: Set up by Fabric.
         state: The saved `state_dict` of a resumed run.
     """
 
-    def __init__(self, fabric: Fabric, model: nn.Module, state: dict | None = None):
+    def __init__(self, fabric: Fabric, state: dict | None = None):
         self.fabric = fabric
         state = state or {}
         first = fabric.global_rank == 0  # it continues the sums of all ranks
@@ -34,7 +33,7 @@ class Throughput:
         self._evaluated = state.get("evaluated", (0, 0.0))  # tokens and seconds
         device_peak, cpu_peak = state.get("peaks", (0, 0))
         self._peaks = device_peak, max(cpu_peak, peak_memory(torch.device("cpu")))  # includes making the model
-        self._compiling = CompileClock(model, *state.get("compiled", ()))
+        self._compiling = CompileClock(*state.get("compiled", ()))
         reset_peak_memory(fabric.device)
         self._start = perf_counter() - state.get("elapsed", 0.0)
 
@@ -71,6 +70,10 @@ class Throughput:
             "peak_memory_bytes": peak_memory(self.fabric.device),
         }
 
+    def compiling_problem(self, settings: Settings) -> str | None:
+        """Return a line about too many compilations; call it at each printed line. See `CompileClock.problem`."""
+        return self._compiling.problem(settings)
+
     def state_dict(self) -> dict:
         """Return counts and seconds as plain values, to resume from. All ranks must call it."""
         tokens, padded = self._sum(self._tokens, self._padded)
@@ -82,7 +85,7 @@ class Throughput:
             "elapsed": self.elapsed,
             "last_line": self._last_line,
             "peaks": self._find_peaks(),
-            "compiled": (self._compiling.seconds, self._compiling.graphs),
+            "compiled": (self._compiling.seconds, self._compiling.graphs, self._compiling.recompiled),
             "evaluated": self._evaluated,
         }
 
@@ -108,6 +111,7 @@ class Throughput:
             figures["evaluation_tokens_per_second"] = self._evaluated[0] / self._evaluated[1]
         if self._compiling.graphs:
             figures |= {"compile_seconds": self._compiling.seconds, "compiled_graphs": self._compiling.graphs}
+            figures |= {"recompiled_graphs": self._compiling.recompiled, "compiler_gave_up": self._compiling.gave_up}
         return figures
 
     def _sum(self, *counts: int) -> list[int]:

@@ -1,9 +1,11 @@
 """torch.compile by blocks: one graph serves all layers and all lengths; the time that compiling takes is counted."""
 
 import importlib.util
+import logging
 import os
 import shutil
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from time import perf_counter
 
@@ -18,6 +20,14 @@ from fabric_ladder.techniques.low_precision import IN_16_BITS
 from fabric_ladder.techniques.technique import Technique
 
 LEAST = (7, 0)  # lowest compute capability that Inductor compiles for, or it raises GPUTooOldForTriton
+MOST_GRAPHS = 64  # of a function; torch.compile takes 8 by default
+MOST_RECOMPILED = 8  # graphs: forward and backward, one row and several, training and evaluation
+LIMIT_LOGGER = "torch._dynamo.convert_frame"
+
+
+def keep_kernels(cache_dir: str) -> None:
+    """Keep compiled code in the folder `kernels` of the cache, unless TORCHINDUCTOR_CACHE_DIR names another."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(cache_dir) / "kernels"))
 
 
 def compile_blocks(model: nn.Module, cache_dir: str, accelerator: str) -> None:
@@ -29,18 +39,24 @@ def compile_blocks(model: nn.Module, cache_dir: str, accelerator: str) -> None:
 
     Args:
         model: A model of transformers, perhaps with adapters, before Fabric sets it up.
-        cache_dir: Its folder `kernels` keeps the compiled code, unless TORCHINDUCTOR_CACHE_DIR names another.
+        cache_dir: For `keep_kernels`.
         accelerator: As resolved. On `cpu` dropout draws PyTorch's own random numbers, as without compiling: a compiled
             loop would draw them one at a time. GPU kernels draw other numbers themselves.
     """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(cache_dir) / "kernels"))
+    keep_kernels(cache_dir)
     inductor.fallback_random = accelerator == "cpu"
     shapes.use_duck_shape = False  # otherwise a first length equal to the width becomes the width
-    torch._dynamo.config.recompile_limit = 64  # all layers of all models of a process share one code object
+    torch._dynamo.config.recompile_limit = MOST_GRAPHS  # all layers of all models of a process share one code object
     torch._dynamo.config.optimize_ddp = False  # it would cut graphs where DDP's buckets end
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for module in layers or [model]:
         module.compile(dynamic=True)
+
+
+@cache
+def compiles(device: torch.device) -> bool:
+    """Return whether torch.compile can make kernels for this CUDA GPU; False for a CPU."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= LEAST and Compile().is_installed()
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -54,17 +70,26 @@ class CompileClock:
     It uses `torch._dynamo`'s callbacks, which run around every compilation.
 
     Args:
-        model: Nothing is counted where it is not compiled.
         seconds: To count from.
         graphs: To count from.
+        recompiled: To count from.
+
+    Attributes:
+        seconds: Spent on compiling.
+        graphs: All graphs.
+        recompiled: Graphs since the first call of `problem`: by then a run has compiled all that it needs.
+        gave_up: Whether a function has `MOST_GRAPHS` graphs. torch.compile then runs all other shapes without them.
     """
 
-    def __init__(self, model: nn.Module, seconds: float = 0.0, graphs: int = 0):
-        self.seconds, self.graphs = seconds, graphs
-        self.active = is_compiled(model)
-        if self.active:
-            torch._dynamo.on_compile_start(self._begin)
-            torch._dynamo.on_compile_end(self._end)
+    def __init__(self, seconds: float = 0.0, graphs: int = 0, recompiled: int = 0):
+        self.seconds, self.graphs, self.recompiled = seconds, graphs, recompiled
+        self.gave_up = False
+        self._settled = False
+        self._told: set[str] = set()
+        self._listener = _LimitListener(self)
+        torch._dynamo.on_compile_start(self._begin)
+        torch._dynamo.on_compile_end(self._end)
+        logging.getLogger(LIMIT_LOGGER).addHandler(self._listener)
 
     def _begin(self, _) -> None:
         self._start = perf_counter()
@@ -72,12 +97,46 @@ class CompileClock:
     def _end(self, _) -> None:
         self.seconds += perf_counter() - self._start
         self.graphs += 1
+        self.recompiled += self._settled
+
+    def problem(self, settings: Settings) -> str | None:
+        """Return a line about a run that compiles again and again, or that torch.compile gave up on; each only once."""
+        self._settled = True
+        problem = None
+        if self.gave_up:
+            problem = f"torch.compile gave up: {MOST_GRAPHS} graphs of a function do not serve all shapes"
+        elif self.recompiled > MOST_RECOMPILED:
+            problem = "torch.compile compiles again and again: its graphs do not serve all shapes"
+        if problem is None or problem in self._told:
+            return None
+        self._told.add(problem)
+        return f"{problem}; try {_fewer_shapes(settings)}"
 
     def stop(self) -> None:
         """Stop counting."""
-        if self.active:
-            torch._dynamo.callback_handler.remove_start_callback(self._begin)
-            torch._dynamo.callback_handler.remove_end_callback(self._end)
+        torch._dynamo.callback_handler.remove_start_callback(self._begin)
+        torch._dynamo.callback_handler.remove_end_callback(self._end)
+        logging.getLogger(LIMIT_LOGGER).removeHandler(self._listener)
+
+
+class _LimitListener(logging.Handler):
+    """Sets a clock's `gave_up` at the warning of `torch._dynamo`, which is the only sign of it."""
+
+    def __init__(self, clock: CompileClock):
+        super().__init__(logging.WARNING)
+        self.clock = clock
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Look for the warning."""
+        self.clock.gave_up |= "recompile_limit" in record.getMessage()
+
+
+def _fewer_shapes(settings: Settings) -> str:
+    """Return the options that lead to fewer shapes, or to none that are compiled."""
+    if settings.task == "image-classification" or settings.pack_rows:  # one shape already
+        return "--compile false"
+    multiple = min(max(64, 4 * settings.pad_to_multiple_of), settings.max_length)
+    return f"--pad_to_multiple_of {multiple}, --packing true --pack_rows N for a single shape, or --compile false"
 
 
 class Compile(Technique):
