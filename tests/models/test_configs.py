@@ -59,6 +59,9 @@ def refusal(path, datasets):
         (LLAMA, {"rope_scaling": {"type": "x"}}, "(KeyError"),
         (LLAMA, {"attn_implementation": "nope"}, "no model can be made of"),
         (BLOOM, {"n_head": 3}, "no model can be made of"),
+        (LLAMA, {"num_key_value_heads": 3}, ": num_key_value_heads 3 does not divide num_attention_heads 4; correct"),
+        (LLAMA, {"num_key_value_heads": 8}, ": num_key_value_heads 8 does not divide num_attention_heads 4; correct"),
+        (LLAMA, {"num_key_value_heads": 0}, ": num_key_value_heads 0 does not divide num_attention_heads 4; correct"),
     ],
 )
 def test_an_impossible_config_is_refused(tmp_path, datasets, base, change, line):

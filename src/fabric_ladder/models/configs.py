@@ -42,6 +42,12 @@ def check_model(settings: Settings) -> None:
                 "start --from_scratch true"
             )
         return
+    heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(shared, int) and (shared < 1 or heads % shared):
+        raise UserError(
+            f"{settings.model}: num_key_value_heads {shared} does not divide num_attention_heads {heads}; correct one "
+            "of them"
+        )
     positions = getattr(config, "max_position_embeddings", None)
     if positions and config.model_type in ("roberta", "xlm-roberta", "camembert"):
         positions -= (config.pad_token_id or 0) + 1  # RoBERTa's position numbers start after the padding token's
