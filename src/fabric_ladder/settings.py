@@ -100,11 +100,13 @@ def _folder(variable: str) -> str:
 class DataSettings:
     """Which texts or images to load, and how to turn them into the inputs of a model."""
 
-    task: Literal["text-classification", "image-classification", "instruction-tuning"] = data_setting(
-        "text-classification",
-        "Task of the model: predict a class for each text or image, or answer instructions.",
-        role=EQUAL,
-        changes_memory=True,
+    task: Literal["text-classification", "image-classification", "token-classification", "instruction-tuning"] = (
+        data_setting(
+            "text-classification",
+            "Task of the model: predict a class for each text, image or word, or answer instructions.",
+            role=EQUAL,
+            changes_memory=True,
+        )
     )
     problem_type: Literal["single_label_classification", "multi_label_classification", "regression"] = data_setting(
         "single_label_classification",
@@ -118,7 +120,8 @@ class DataSettings:
         "`imdb`, `synthetic`, a file (CSV, TSV, JSON, JSON Lines, each also as .gz, or Parquet), a folder of such "
         "files, or a name on the Hugging Face Hub, with a configuration as `glue:sst2`. Images: a folder or an "
         "archive with one folder per class, or a name on the Hub. Instructions: tables with the columns "
-        "`instruction`, `output` and optionally `input`, with `input` and `target`, or with chat `messages`.",
+        "`instruction`, `output` and optionally `input`, with `input` and `target`, or with chat `messages`. "
+        "Words: tables with the lists `tokens` and `ner_tags`.",
         role=DATA,
         metavar="NAME_OR_PATH",
         for_beginners=True,
@@ -141,7 +144,8 @@ class DataSettings:
     )
     text_column: str = data_setting(
         "text",
-        "Column of the texts. Several columns, separated by commas, become the lines of one text.",
+        "Column of the texts. Several columns, separated by commas, become the lines of one text. The default of "
+        "token-classification is `tokens`, a list of words.",
         role=DATA,
         metavar="COLUMN",
         for_beginners=True,
@@ -149,7 +153,8 @@ class DataSettings:
     label_column: str = data_setting(
         "label",
         "Column of the labels, which are integers or strings. With `multi_label_classification` a list of labels, or "
-        "several columns of 0 and 1, separated by commas; with `regression` one or several columns of numbers.",
+        "several columns of 0 and 1, separated by commas; with `regression` one or several columns of numbers. The "
+        "default of token-classification is `ner_tags`, a list of labels.",
         role=DATA,
         metavar="COLUMN",
         for_beginners=True,
