@@ -543,6 +543,18 @@ def micro_batches(figure: Figure, look: Look) -> None:
         each.spines[:].set_visible(False)
 
 
+@picture("train_blocks", 2.7)
+def train_blocks(figure: Figure, look: Look) -> None:
+    """Frozen blocks keep their weights, and nothing else."""
+    options = {"all 24 blocks": "", "the last 12": "--train_blocks last:12", "the last 4": "--train_blocks last:4"}
+    source = "predicted · BLOOM-560m, 32-bit, 1 × 1,024 tokens"
+    [axes] = panels(figure, look, source, left=1.2, legend=PARTS)
+    bars(
+        axes, look, {name: predicted("bloom-560m", "2_grad_accum", words) for name, words in options.items()}, "{:.1f}"
+    )
+    axes.set(xlim=(0, 12.5), xlabel="GB")
+
+
 @picture("fused_attention", 3.1)
 def fused_attention(figure: Figure, look: Look) -> None:
     """Scores grow with the square of the length."""

@@ -103,11 +103,13 @@ def _folder(variable: str) -> str:
 class DataSettings:
     """Which texts or images to load, and how to turn them into the inputs of a model."""
 
-    task: Literal["text-classification", "image-classification", "instruction-tuning"] = data_setting(
-        "text-classification",
-        "Task of the model: predict a class for each text or image, or answer instructions.",
-        role=EQUAL,
-        changes_memory=True,
+    task: Literal["text-classification", "image-classification", "token-classification", "instruction-tuning"] = (
+        data_setting(
+            "text-classification",
+            "Task of the model: predict a class for each text, image or word, or answer instructions.",
+            role=EQUAL,
+            changes_memory=True,
+        )
     )
     problem_type: Literal["single_label_classification", "multi_label_classification", "regression"] = data_setting(
         "single_label_classification",
@@ -122,7 +124,7 @@ class DataSettings:
         "files, or a name on the Hugging Face Hub, with a configuration as `glue:sst2`. Images: a folder or an "
         "archive with one folder per class, or a name on the Hub. Instructions: tables with the columns "
         "`instruction`, `output` and optionally `input`, or with chats in `messages` or `conversations`; "
-        "`docs/data.md` lists more.",
+        "`docs/data.md` lists more. Words: tables with the lists `tokens` and `ner_tags`.",
         role=DATA,
         metavar="NAME_OR_PATH",
         for_beginners=True,
@@ -145,7 +147,8 @@ class DataSettings:
     )
     text_column: str = data_setting(
         "text",
-        "Column of the texts. Several columns, separated by commas, become the lines of one text.",
+        "Column of the texts. Several columns, separated by commas, become the lines of one text. The default of "
+        "token-classification is `tokens`, a list of words.",
         role=DATA,
         metavar="COLUMN",
         for_beginners=True,
@@ -153,7 +156,8 @@ class DataSettings:
     label_column: str = data_setting(
         "label",
         "Column of the labels, which are integers or strings. With `multi_label_classification` a list of labels, or "
-        "several columns of 0 and 1, separated by commas; with `regression` one or several columns of numbers.",
+        "several columns of 0 and 1, separated by commas; with `regression` one or several columns of numbers. The "
+        "default of token-classification is `ner_tags`, a list of labels.",
         role=DATA,
         metavar="COLUMN",
         for_beginners=True,

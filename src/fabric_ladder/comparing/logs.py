@@ -36,6 +36,7 @@ RESULTS = {  # pattern of a line -> names of its figures, in the order of the gr
     rf"Test accuracy:? {PERCENT}": ("test_accuracy",),
     rf"Test macro-F1 {PERCENT}": ("macro_f1",),
     rf"Test micro-F1 {PERCENT}": ("micro_f1",),
+    rf"Test entity F1 {PERCENT}": ("entity_f1",),
     r"Test MSE (\d+\.\d{4})": ("test_mse",),
     r"Test Pearson (-?\d\.\d{4}|nan)": ("test_pearson",),
     r"Test loss (\d+\.\d{4}) per trained token, perplexity (\d+\.\d\d|inf)": ("test_loss", "test_perplexity"),
@@ -90,8 +91,9 @@ class LoggedRun:
         figures: `minutes` and `compile_minutes`; `samples_per_second`, `tokens_per_second`; `memory` and `host_memory`
             (10^9 bytes); `padding`, `train_accuracy`, `validation_accuracy`, `test_accuracy` and `macro_f1` (percent);
             `validation_perplexity`, `test_loss` (per trained token) and `test_perplexity` of language models;
-            `micro_f1` (percent) with several labels per text; `train_mse`, `validation_mse`, `test_mse` and
-            `test_pearson` of a regression; `parameters` and `trainable_parameters` (millions).
+            `micro_f1` (percent) with several labels per text; `entity_f1` (percent) of words; `train_mse`,
+            `validation_mse`, `test_mse` and `test_pearson` of a regression; `parameters` and `trainable_parameters`
+            (millions).
         test_samples: Size of the test set, if the task counts samples.
         losses: In the order of training.
         accuracies: Of all validations, in the order of training.

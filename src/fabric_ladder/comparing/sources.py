@@ -125,6 +125,8 @@ def _fill(run: LoggedRun, record: dict) -> None:
         run.classes = results["classes"]
         averages = {name: run.classes.get(name) for name in ("micro_f1", "macro_f1")}
         run.figures |= {name: share * 100 for name, share in averages.items() if share is not None}
+    if (score := results.get("entities", {}).get("micro_f1")) is not None:
+        run.figures["entity_f1"] = score * 100
     if "test_tokens" in results:
         run.figures["test_loss"] = results["test_loss"]
         run.figures["test_perplexity"] = _perplexity(results["test_loss"])

@@ -47,6 +47,7 @@ GAINS = (
     Column("test_accuracy", "test acc.", "%", 2, points=True),
     Column("micro_f1", "micro-F1", "%", 2, points=True),
     Column("macro_f1", "macro-F1", "%", 2, points=True),
+    Column("entity_f1", "entity F1", "%", 2, points=True),
     Column("train_mse", "train MSE", "", 4),
     Column("validation_mse", "val MSE", "", 4),
     Column("test_mse", "test MSE", "", 4),

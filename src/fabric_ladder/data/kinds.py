@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from fabric_ladder.data.label_kind import LabelKind
 from fabric_ladder.data.multi_label import MultiLabel
 from fabric_ladder.data.regression import Regression
+from fabric_ladder.data.word_labels import WordLabels
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
 
@@ -18,7 +19,7 @@ def kind_of(settings: DataSettings, names: Sequence[str] = ()) -> LabelKind | No
         settings: `task` and `problem_type`.
         names: Names of the model's outputs, where they are known.
     """
-    kind = KINDS.get(settings.problem_type)
+    kind = WordLabels if settings.task == "token-classification" else KINDS.get(settings.problem_type)
     return kind(names) if kind else None
 
 

@@ -23,6 +23,7 @@ from fabric_ladder.data.sources import Source, find_source
 from fabric_ladder.data.splits import SPLITS, ImageDatasets, TextDatasets
 from fabric_ladder.data.tables import complete_splits, read_splits
 from fabric_ladder.data.tokens import CACHE_FORMAT, load_tokenizer, tokenize_start, train_tokenizer, trained_vocabulary
+from fabric_ladder.data.words import tokenize_words
 from fabric_ladder.settings import DataSettings
 
 KIND_CACHE_FORMAT = 1  # raise it whenever the same inputs would give other labels than classes
@@ -65,7 +66,9 @@ def prepare(settings: DataSettings, imdb: Source) -> TextDatasets | ImageDataset
         if tokenizer is not None:
             set_end_token(tokenizer, name)
             inputs += [tokenizer.chat_template, tokenizer.special_tokens_map]
-    make = tokenize_instructions if instructed else _tokenize_texts
+    make = {"instruction-tuning": tokenize_instructions, "token-classification": tokenize_words}.get(
+        settings.task, _tokenize_texts
+    )
     folder, facts = make_once(settings, "tokenised", inputs, partial(make, settings, source, tokenizer, vocabulary))
     if tokenizer is None:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")

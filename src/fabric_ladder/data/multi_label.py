@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from fabric_ladder.data.label_kind import Described, LabelKind, describe_f1, join, matrix, percent
+from fabric_ladder.data.label_lists import class_numbers, find_classes, label_texts, number_lists
 from fabric_ladder.data.objective import in_32_bit
 from fabric_ladder.data.rows import shown
-from fabric_ladder.data.tables import WHOLE
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
 
@@ -38,8 +38,8 @@ class MultiLabel(LabelKind):
         column = columns[0]
         feature = getattr(features.get(column), "feature", None)
         if isinstance(feature, hf.ClassLabel):
-            return hf.Sequence(feature), lambda row: _numbers(row.get(column), column, feature.num_classes)
-        return hf.Sequence(hf.Value("string")), lambda row: _words(row.get(column), column)
+            return hf.Sequence(feature), lambda row: class_numbers(row.get(column), column, feature.num_classes)
+        return hf.Sequence(hf.Value("string")), lambda row: _labels(row.get(column), column)
 
     def number(self, tables: dict[str, list[hf.Dataset]], settings: DataSettings) -> dict[str, hf.Dataset]:
         """Join the tables of each split, turn lists of labels into 0 and 1 for each class, and set `names`.
@@ -53,7 +53,7 @@ class MultiLabel(LabelKind):
             self.names = list(columns)
             splits = {split: table.rename_column("label", "labels") for split, table in splits.items()}
         else:
-            values, self.names = _classes(splits["train"])
+            values, self.names = find_classes(splits["train"])
             splits = {split: _with_flags(table, values, split) for split, table in splits.items()}
         if len(splits["train"]) > 1 and not np.ptp(matrix(splits["train"]), axis=0).any():
             raise UserError("all training texts have the same labels: there is nothing to learn")
@@ -110,57 +110,21 @@ def _flag(value: object, column: str) -> int:
     return flag
 
 
-def _numbers(value: object, column: str, classes: int) -> list[int]:
-    """Return the numbers of a row's classes, where the table has names for them."""
+def _labels(value: object, column: str) -> list[str]:
+    """Return a row's labels as texts, from a list or a text."""
     if value is None:
         raise ValueError(f"no {column}")
-    if wrong := [number for number in value if number is None or not 0 <= number < classes]:
-        raise ValueError(f"{column} has {shown(wrong[0])}, which is not a class")
-    return value
-
-
-def _words(value: object, column: str) -> list[str]:
-    """Return a row's labels as texts."""
-    if value is None:
-        raise ValueError(f"no {column}")
-    labels = value if isinstance(value, list) else [value]
     if isinstance(value, str):
-        labels = value.split("|" if "|" in value else ",") if value.strip() else []
-    texts = [str(label).strip() for label in labels if isinstance(label, str | int)]
-    if len(texts) < len(labels) or "" in texts:
-        raise ValueError(f"{column} is {shown(value)}, not a list of labels")
-    return texts
-
-
-def _classes(train: hf.Dataset) -> tuple[dict[object, int], list[str]]:
-    """Return the numbers of the classes by their values in the table, and their names.
-
-    Whole numbers are sorted by size, other labels by alphabet.
-    """
-    feature = train.features["label"].feature
-    if isinstance(feature, hf.ClassLabel):
-        return {number: number for number in range(feature.num_classes)}, feature.names
-    values = pc.unique(pc.list_flatten(train.data.column("label"))).to_pylist()
-    if not values:
-        raise UserError("no training text has a label: there is nothing to learn")
-    whole = all(map(WHOLE.fullmatch, values))
-    keys = {value: int(value.split(".")[0]) if whole else value for value in values}
-    order = {key: number for number, key in enumerate(sorted({*keys.values()}))}
-    return {value: order[key] for value, key in keys.items()}, list(map(str, order))
+        value = value.split("|" if "|" in value else ",") if value.strip() else []
+    return label_texts(value if isinstance(value, list) else [value], column)
 
 
 def _with_flags(table: hf.Dataset, values: dict[object, int], split: str) -> hf.Dataset:
     """Replace the lists in `label` by the column `labels`: 0 or 1 for each class."""
-    lists = pa.concat_arrays(table.data.column("label").chunks)
-    found = pc.list_flatten(lists)
-    known = pa.array(values, found.type)
-    numbers = pc.index_in(found, known)
-    if numbers.null_count:
-        unknown = [value for value in pc.unique(found).to_pylist() if value not in values]
-        raise UserError(f"the {split} texts have labels that the training texts lack: {unknown[:5]}")
+    lists, numbers = number_lists(table, values, split)
     classes = max(values.values()) + 1
     flags = np.zeros((len(table), classes), np.int8)
-    flags[pc.list_parent_indices(lists).to_numpy(), np.array(list(values.values()))[numbers.to_numpy()]] = 1
+    flags[pc.list_parent_indices(lists).to_numpy(), numbers] = 1
     offsets = pa.array(np.arange(len(table) + 1) * classes, pa.int32())
     column = pa.ListArray.from_arrays(offsets, pa.array(flags.ravel()))
     return table.remove_columns("label").add_column("labels", column)

@@ -8,6 +8,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
 )
 
 from fabric_ladder.data.hub import load_config
@@ -17,6 +18,7 @@ from fabric_ladder.settings import Settings
 MODELS = {
     "text-classification": AutoModelForSequenceClassification,
     "image-classification": AutoModelForImageClassification,
+    "token-classification": AutoModelForTokenClassification,
     "instruction-tuning": AutoModelForCausalLM,
 }
 

@@ -224,7 +224,8 @@ class Run:
         if self._items_are_tokens:
             self.print(f"Test loss {score.loss:.4f} per trained token, perplexity {score.perplexity:.2f}")
         figures["test_loss"] = score.loss
-        counted = "test_tokens" if self._items_are_tokens else "test_samples"
+        items = {"instruction-tuning": "test_tokens", "token-classification": "test_words"}
+        counted = items.get(self.settings.task, "test_samples")
         self.record.add_results(**figures, **{counted: score.items})
         self._log_row(self.settings.epochs * self.steps, epoch=self.settings.epochs, **figures)
         self.record.add(status="finished")

@@ -24,7 +24,11 @@ from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.lora_init import CHANGES_BASE, check_init, same_draws
 from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, NextRung, Technique
 
-TASK_TYPES = {"text-classification": "SEQ_CLS", "instruction-tuning": "CAUSAL_LM"}  # PEFT has none for images
+TASK_TYPES = {  # PEFT has none for images
+    "text-classification": "SEQ_CLS",
+    "token-classification": "TOKEN_CLS",
+    "instruction-tuning": "CAUSAL_LM",
+}
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it; on a CPU it warns of an optional package
 # PEFT uses a name that transformers 5.23 has changed

@@ -29,8 +29,9 @@ def write_card(folder: Path, run: Path, title: str) -> None:
         title: Title of the card: the name on the Hub, if there is one.
     """
     architecture = read_outside(folder / "config.json")["architectures"][0]
-    classes = "image-classification" if "ForImage" in architecture else "text-classification"
-    task = classes if architecture.endswith("Classification") else "text-generation"
+    kinds = {"ForImageClassification": "image", "ForTokenClassification": "token", "Classification": "text"}
+    found = next((kind for end, kind in kinds.items() if architecture.endswith(end)), None)
+    task = f"{found}-classification" if found else "text-generation"
     facts = ModelCardData(library_name="transformers", pipeline_tag=task)
     text = ""
     if (run / "run.json").is_file():

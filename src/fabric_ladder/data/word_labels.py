@@ -1,0 +1,168 @@
+"""A label for each word, such as names of persons and places: `--task token-classification`.
+
+A word's label belongs to its first token. Loss and accuracy are means over the labelled words.
+
+If the labels are IOB2 (`B-PER` begins a person, `I-PER` continues one, `O` is outside), the test also prints the F1
+score of whole entities. An entity is right if its first word, its last word and its type are right. `I-PER` after
+another label begins an entity, as in CoNLL's script and in seqeval. The entities are counted on the device: seqeval
+would need all predictions of all ranks as texts.
+"""
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import datasets as hf
+import numpy as np
+import pyarrow.compute as pc
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from fabric_ladder.data.label_kind import Described, LabelKind, describe_f1, join, percent
+from fabric_ladder.data.label_lists import class_numbers, find_classes, label_texts, number_lists
+from fabric_ladder.data.objective import in_32_bit
+from fabric_ladder.data.splits import IGNORED
+from fabric_ladder.errors import UserError
+from fabric_ladder.settings import DataSettings
+
+IOB2 = re.compile(r"([BI])-(.+)")
+OUTSIDE = -1
+
+
+class WordLabels(LabelKind):
+    """A label for each word."""
+
+    per_token = True
+    inputs = ("labels", "words", "begins")
+
+    def __init__(self, names: list[str] = ()):
+        super().__init__(names)
+        parts = [IOB2.fullmatch(name) for name in names]
+        self.types = sorted({part[2] for part in parts if part})
+        numbers = [self.types.index(part[2]) if part else OUTSIDE for part in parts]
+        firsts = [int(part is not None and part[1] == "B") for part in parts]
+        self.table = list(zip(firsts, numbers, strict=True))  # whether a label begins an entity, and its type
+
+    def columns(self, settings: DataSettings) -> tuple[str, ...]:
+        """Return the column of the labels."""
+        return ("ner_tags" if settings.label_column == "label" else settings.label_column,)
+
+    def reader(self, settings: DataSettings, features: dict) -> tuple[object, Callable[[dict], list]]:
+        """Return the type of the labels, and a function that returns a row's labels or raises ValueError."""
+        (column,) = self.columns(settings)
+        feature = getattr(features.get(column), "feature", None)
+        if isinstance(feature, hf.ClassLabel):
+            return hf.List(feature), lambda row: class_numbers(row.get(column), column, feature.num_classes)
+        return hf.List(hf.Value("string")), lambda row: label_texts(word_list(row, column), column)
+
+    def number(self, tables: dict[str, list[hf.Dataset]], settings: DataSettings) -> dict[str, hf.Dataset]:
+        """Join the tables of each split, turn `label` into the numbers in `labels`, and set `names`.
+
+        Raises:
+            UserError: All training words have the same label, or other words have labels that the training words lack.
+        """
+        splits = join(tables, settings)
+        values, self.names = find_classes(splits["train"])
+        for split, table in splits.items():
+            lists, numbers = number_lists(table, values, split)
+            if split == "train" and len(np.unique(numbers)) < 2:
+                raise UserError("all training words have the same label: there is nothing to learn")
+            ends = pc.list_value_length(lists).to_numpy().cumsum()
+            rows = [part.tolist() for part in np.split(numbers, ends[:-1])]
+            splits[split] = table.remove_columns("label").add_column("labels", rows)
+        return splits
+
+    def collate(self, labels: list[list[int]], starts: np.ndarray) -> dict[str, Tensor]:
+        """Return the labels of all words, the flat positions of their tokens, and which words begin a text."""
+        found = [np.flatnonzero(np.asarray(row) != IGNORED) for row in labels]
+        values = [np.asarray(row)[places] for row, places in zip(labels, found, strict=True)]
+        words = [start + places for start, places in zip(starts, found, strict=True)]
+        begins = [np.arange(len(places)) == 0 for places in found]
+        parts = (values, words, begins)
+        return {name: torch.from_numpy(np.concatenate(part)) for name, part in zip(self.inputs, parts, strict=True)}
+
+    def blank(self, samples: int, length: int) -> dict[str, Tensor]:
+        """Return `inputs` without values, as if each token were a word."""
+        dtypes = (torch.int64, torch.int64, torch.bool)
+        size = samples * length
+        return {
+            name: torch.empty(size, dtype=dtype, device="meta") for name, dtype in zip(self.inputs, dtypes, strict=True)
+        }
+
+    def loss(self, logits: Tensor, labels: Tensor, words: Tensor, begins: Tensor) -> Tensor:
+        """Return the mean cross-entropy of the words."""
+        return cross_entropy(in_32_bit(logits.flatten(0, 1)[words]), labels)
+
+    def correct(self, logits: Tensor, labels: Tensor, words: Tensor, begins: Tensor) -> Tensor:
+        """Return the number of words whose label is predicted."""
+        return (logits.flatten(0, 1)[words].argmax(-1) == labels).sum()
+
+    def notes(self, split: hf.Dataset) -> list[str]:
+        """Return a line about the most frequent label, by the rule for classes."""
+        labels = pc.list_flatten(split.with_format("arrow")["labels"][:]).to_numpy()
+        counts = np.bincount(labels[labels != IGNORED], minlength=len(self.names))
+        share = counts.max() / counts.sum()
+        if share <= min(0.6, 2 / len(self.names)):
+            return []
+        return [
+            f"Imbalanced labels: {share:.1%} of the training words are {self.names[counts.argmax()]!r}; an accuracy "
+            "below that is worse than always guessing this label"
+        ]
+
+    def start_counts(self, device: torch.device) -> Tensor | None:
+        """Return zeros, (types of entities, 3), or None if the labels are not IOB2."""
+        return torch.zeros(len(self.types), 3, dtype=torch.int64, device=device) if self.types else None
+
+    def count(self, counts: Tensor, logits: Tensor, labels: Tensor, words: Tensor, begins: Tensor) -> None:
+        """Add the right entities, the predicted and the true entities of each type."""
+        table = torch.tensor(self.table).to(logits.device, non_blocking=True)
+        predicted = logits.flatten(0, 1)[words].argmax(-1)
+        found, true = (_find_entities(*table[each].unbind(1), begins) for each in (predicted, labels))
+        both = found.first & true.first & (found.type == true.type) & (found.end == true.end)
+        for column, (chosen, types) in enumerate(
+            ((both, true.type), (found.first, found.type), (true.first, true.type))
+        ):
+            counts[:, column].scatter_add_(0, types.clamp(min=0), chosen.long())
+
+    def describe(self, counts: list) -> Described:
+        """Return the F1 scores of the entities."""
+        entities = describe_f1(self.types, counts)
+        return Described({"entities": entities}, [f"Test entity F1 {percent(entities['micro_f1'])}"])
+
+
+class _Entities(NamedTuple):
+    """The entities of all words of a micro-batch.
+
+    Attributes:
+        first: Whether a word is the first of an entity.
+        type: The type of the entity that a word belongs to, or `OUTSIDE`.
+        end: The last word of the entity that a word belongs to, or of the next one.
+    """
+
+    first: Tensor
+    type: Tensor
+    end: Tensor
+
+
+def _find_entities(firsts: Tensor, types: Tensor, begins: Tensor) -> _Entities:
+    """Return the entities, given which labels begin an entity, their types, and which words begin a text."""
+    before = torch.where(begins, OUTSIDE, types.roll(1))
+    inside = types != OUTSIDE
+    first = inside & ((firsts == 1) | (before != types))
+    goes_on = (inside & ~first).roll(-1)  # the first word of all never continues an entity
+    index = torch.arange(len(types), device=types.device)
+    end = torch.where(inside & ~goes_on, index, len(types)).flip(0).cummin(0).values.flip(0)
+    return _Entities(first, types, end)
+
+
+def word_list(row: dict, column: str) -> list:
+    """Return a list of words or labels, also from a text with spaces between them, or raise ValueError."""
+    value = row.get(column)
+    if value is None:
+        raise ValueError(f"no {column}")
+    if isinstance(value, str):
+        value = value.split()
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{column} is {value!r:.40}, not a list of words")
+    return value

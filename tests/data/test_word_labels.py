@@ -1,0 +1,299 @@
+"""Labels of words: their tokens, every cut of the effective batch, packing, entities, and rows that are refused."""
+
+import json
+import random
+
+import datasets as hf
+import numpy as np
+import pytest
+import torch
+from support.data_files import BLOOM, KINDS, SPLITS, load_in, write_rows
+from support.helpers import MODELS, SRC, finished, run_script, settings_for, tiny_model, token_datasets
+from support.objectives import CUTS, assert_exact, packable
+from support.training import run_training
+from torch.nn.functional import cross_entropy
+from transformers import AutoTokenizer, ViTConfig
+
+from fabric_ladder import UserError, build_dataloaders
+from fabric_ladder.data.splits import IGNORED
+from fabric_ladder.data.word_labels import WordLabels
+from fabric_ladder.data.words import label_tokens
+from fabric_ladder.models.configs import MODELS as CLASSES
+from fabric_ladder.models.configs import check_model
+from fabric_ladder.planning.predict import blank_datasets, largest_batches
+from fabric_ladder.planning.rehearsal import rehearse
+
+WORDS = {"task": "token-classification"}
+NAMES = ["B-LOC", "B-PER", "I-LOC", "I-PER", "O"]
+
+
+def texts(count=40):
+    return [
+        {"tokens": ["Ann", "Lee", "went", f"{index}", "to", "Ulm", "."], "ner_tags": [1, 3, 4, 4, 4, 0, 4]}
+        for index in range(count)
+    ]
+
+
+def named(rows):
+    return [row | {"ner_tags": [NAMES[tag] for tag in row["ner_tags"]]} for row in rows]
+
+
+def load(folder, rows, name="rows.jsonl", **values):
+    return load_in(folder, write_rows(rows, folder / name), **({"model": BLOOM} | WORDS | values))
+
+
+def word_datasets(classes=5, **sizes):
+    """Return random tokens; about two thirds of them are the first tokens of words."""
+    datasets = token_datasets(**sizes)
+    for split, part in datasets.splits.items():
+        labels = [[IGNORED if token % 3 == 0 else token % classes for token in row] for row in part["input_ids"][:]]
+        labels = [row if max(row) >= 0 else [0, *row[1:]] for row in labels]
+        part = part.remove_columns("labels").add_column("labels", labels)
+        datasets.splits[split] = part.add_column("items", [sum(label >= 0 for label in row) for row in labels])
+    datasets.class_names = NAMES[:classes]
+    return datasets
+
+
+def word_model(kind="bloom", classes=5):
+    config = tiny_model(kind).config
+    config.num_labels = classes
+    config.classifier_dropout = 0.0  # the head of Llama has dropout by default
+    torch.manual_seed(0)
+    return CLASSES[WORDS["task"]].from_config(config)
+
+
+# Reading and tokenizing
+
+
+def words_of(datasets):
+    """Return the first token of each labelled word and its label, for every text."""
+    return [
+        [
+            (datasets.tokenizer.decode([token]).strip(), datasets.class_names[label])
+            for token, label in zip(row["input_ids"], row["labels"], strict=True)
+            if label != IGNORED
+        ]
+        for split in SPLITS
+        for row in datasets.splits[split]
+    ]
+
+
+@pytest.mark.parametrize("form", ["names", "numbers", "classes", "texts"])
+def test_labels_may_be_names_numbers_or_classes_and_lists_may_be_texts(tmp_path, form, minilm):
+    rows = texts()
+    if form == "classes":
+        features = {"tokens": hf.List(hf.Value("string")), "ner_tags": hf.List(hf.ClassLabel(names=NAMES))}
+        hf.Dataset.from_list(rows, hf.Features(features)).to_parquet(tmp_path / "rows.parquet")
+        datasets = load_in(tmp_path, tmp_path / "rows.parquet", model=str(minilm), **WORDS)
+    elif form == "texts":
+        rows = [{name: " ".join(row[name]) for name in row} for row in named(rows)]
+        datasets = load(tmp_path, rows, "rows.csv", model=str(minilm))
+    else:
+        datasets = load(tmp_path, named(rows) if form == "names" else rows, model=str(minilm))
+    if form == "numbers":
+        assert datasets.class_names == ["0", "1", "3", "4"]
+        return
+    assert datasets.class_names == (NAMES if form == "classes" else sorted({*NAMES} - {"I-LOC"}))
+    for found in words_of(datasets):
+        assert [label for _, label in found] == ["B-PER", "I-PER", "O", "O", "O", "B-LOC", "O"]
+        assert [word for word, _ in found[:3]] == ["ann", "lee", "went"]
+
+
+def test_columns_of_other_names_are_read_and_the_cache_differs(tmp_path):
+    rows = [{"words": row["tokens"], "tags": row["ner_tags"]} for row in named(texts())]
+    datasets = load(tmp_path, rows, text_column="words", label_column="tags")
+    for split in SPLITS:
+        for row in datasets.splits[split]:
+            assert row["items"] == sum(label != IGNORED for label in row["labels"]) == 7
+            assert row["length"] == len(row["labels"]) == len(row["input_ids"])
+    again = load(tmp_path, named(texts()), "second.jsonl")
+    assert again.fingerprint == datasets.fingerprint
+    assert load(tmp_path, rows, text_column="words", label_column="tags", max_length=4).fingerprint != again.fingerprint
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_token_of_each_word_gets_its_label(tokenizers, kind):
+    """The tokens are those of the running text. Each labelled token is the first that overlaps with its word."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizers[kind])
+    draw = random.Random(0)
+    words = [
+        ["".join(draw.choices("aé.好 B9", k=draw.randint(1, 9))).strip() or "x" for _ in range(12)] for _ in range(20)
+    ]
+    labels = [list(range(len(row))) for row in words]
+    columns = label_tokens(tokenizer, words, labels, 64)
+    for text, ids, found in zip(words, columns["input_ids"], columns["labels"], strict=True):
+        encoded = tokenizer(" ".join(text), truncation=True, max_length=64)
+        assert encoded["input_ids"] == ids.tolist()
+        start = 0
+        expected = {}
+        for number, word in enumerate(text):
+            tokens = {encoded.char_to_token(place) for place in range(start, start + len(word))} - {None}
+            if tokens:
+                expected.setdefault(min(tokens), number)
+            start += len(word) + 1
+        assert {place: label for place, label in enumerate(found.tolist()) if label != IGNORED} == expected
+
+
+def test_words_beyond_the_length_do_not_count(tmp_path):
+    datasets = load(tmp_path, named(texts()), max_length=4)
+    assert max(max(datasets.splits[split]["length"][:]) for split in SPLITS) == 4
+    (notice,) = datasets.notices
+    assert notice.endswith("of 280 words have no token within --max_length 4: their labels do not count")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"tokens": ["a", "b"], "ner_tags": ["O"]}, r"1 of 41 rows of .*rows\.jsonl .*line 41: 2 words and 1 labels"),
+        ({"tokens": [], "ner_tags": []}, r"line 41: tokens is \[\], not a list of words"),
+        ({"tokens": ["a"], "ner_tags": None}, r"line 41: no ner_tags"),
+        ({"tokens": [1], "ner_tags": ["O"]}, r"line 41: tokens has 1, which is not a word"),
+        ({"tokens": ["a"], "ner_tags": [None]}, r"line 41: ner_tags is \[null\], not a list of labels"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path, row, message):
+    with pytest.raises(UserError, match=message) as error:
+        load(tmp_path, [*named(texts()), row])
+    assert "\n" not in str(error.value)
+    assert load(tmp_path, [*named(texts()), row], bad_samples="skip").class_names
+
+
+def test_other_sources_and_models_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"--task token-classification: synthetic has no labels of words"):
+        load_in(tmp_path, "synthetic", model=BLOOM, **WORDS)
+    with pytest.raises(UserError, match=r"has no column 'tokens', only text, label: set --text_column"):
+        load(tmp_path, [{"text": "a", "label": 1}])
+    ViTConfig().to_json_file(tmp_path / "vit.json", use_diff=False)
+    with pytest.raises(UserError, match=r"\(vit\) has no form for --task token-classification"):
+        check_model(settings_for(tmp_path, model=str(tmp_path / "vit.json"), from_scratch=True, **WORDS))
+
+
+# Training
+
+
+@pytest.mark.parametrize(("kind", "dtype", "tolerance"), [
+    ("bert", torch.float64, 1e-12), ("bloom", torch.float32, 1e-5), ("llama", torch.float32, 1e-5),
+])  # fmt: skip
+def test_no_cut_of_the_effective_batch_changes_the_gradient(tmp_path, kind, dtype, tolerance):
+    model = packable(word_model(kind).to(dtype))
+    score = assert_exact(tmp_path, model, word_datasets(), tolerance, CUTS, **WORDS)
+    assert score.items > 100, "items are words"
+
+
+def test_the_loss_is_that_of_transformers(tmp_path, fabric):
+    datasets, model = word_datasets(), word_model("bert").eval()
+    loader, _, _ = build_dataloaders(fabric, datasets, settings_for(tmp_path, **WORDS))
+    batch = next(iter(loader))
+    (micro_batch,) = batch.micro_batches
+    inputs = dict(micro_batch.inputs)
+    labels = {name: inputs.pop(name) for name in WordLabels.inputs}
+    logits = model(**inputs).logits
+    rows = sorted((datasets.splits["train"][row] for row in batch.samples), key=lambda row: -row["length"])
+    padded = torch.full(logits.shape[:2], IGNORED)
+    for number, row in enumerate(rows):
+        padded[number, : row["length"]] = torch.tensor(row["labels"])
+    expected = cross_entropy(logits.flatten(0, 1), padded.flatten(), ignore_index=IGNORED)
+    assert micro_batch.objective.loss(logits, **labels).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert micro_batch.items == (padded != IGNORED).sum()
+
+
+def entities(names):
+    """Return the entities of a text as (type, first word, last word), read word by word."""
+    found = []
+    for place, name in enumerate([*names, "O"]):
+        prefix, _, kind = name.partition("-")
+        if found and found[-1][2] is None and (prefix != "I" or kind != found[-1][0]):
+            found[-1][2] = place - 1
+        if prefix == "B" or (prefix == "I" and not (found and found[-1][2] is None)):
+            found.append([kind, place, None])
+    return {tuple(each) for each in found}
+
+
+def test_entities_are_counted_as_they_are_read_word_by_word():
+    draw = random.Random(1)
+    names = [*NAMES, "misc"]  # a label that is not IOB2 is outside
+    kind = WordLabels(names)
+    counts = kind.start_counts(torch.device("cpu"))
+    expected = np.zeros((2, 3), int)
+    for _ in range(50):
+        lengths = [draw.randint(1, 9) for _ in range(6)]
+        true = [draw.choices(range(6), k=length) for length in lengths]
+        predicted = [[label if draw.random() < 0.8 else draw.randrange(6) for label in row] for row in true]
+        inputs = kind.collate([[IGNORED, *row] for row in true], np.cumsum([0, *(size + 1 for size in lengths[:-1])]))
+        logits = torch.zeros(1, sum(lengths) + 6, 6)
+        flat = [label for row in predicted for label in (0, *row)]
+        logits[0, torch.arange(len(flat)), torch.tensor(flat)] = 1
+        kind.count(counts, logits, **inputs)
+        for row, other in zip(true, predicted, strict=True):
+            mine, theirs = (entities([names[label] for label in labels]) for labels in (row, other))
+            for column, chosen in enumerate((mine & theirs, theirs, mine)):
+                for number, type in enumerate(("LOC", "PER")):
+                    expected[number, column] += sum(entity[0] == type for entity in chosen)
+    assert counts.tolist() == expected.tolist()
+    right, found, true = expected.sum(0)
+    described = kind.describe(counts.tolist())
+    assert described.results["entities"]["micro_f1"] == pytest.approx(2 * right / (found + true))
+    assert described.lines == [f"Test entity F1 {2 * right / (found + true) * 100:.2f}%"]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_run_prints_accuracy_and_entity_f1(tmp_path, capsys, packing):
+    datasets = word_datasets(test=40)
+    model = packable(word_model())
+    run, model = run_training(tmp_path, model, datasets, epochs=2, packing=packing, max_length=80, **WORDS)
+    results = json.loads((run.folder / "run.json").read_text())["results"]
+    model.eval()
+    right = 0
+    found = [0, 0, 0]
+    for row in datasets.splits["test"]:
+        ids, labels = torch.tensor([row["input_ids"]]), np.array(row["labels"])
+        with torch.no_grad():
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0]
+        predicted = logits.argmax(-1).numpy()[labels != IGNORED]
+        right += (predicted == labels[labels != IGNORED]).sum()
+        true, other = (entities([NAMES[label] for label in part]) for part in (labels[labels != IGNORED], predicted))
+        found = [found[0] + len(true & other), found[1] + len(other), found[2] + len(true)]
+    assert results["test_words"] == sum(datasets.splits["test"]["items"][:])
+    assert results["test_accuracy"] == pytest.approx(right / results["test_words"])
+    assert results["entities"]["micro_f1"] == pytest.approx(2 * found[0] / (found[1] + found[2]))
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        f"Test accuracy {results['test_accuracy'] * 100:.2f}%",
+        f"Test entity F1 {results['entities']['micro_f1'] * 100:.2f}%",
+    ]
+
+
+def test_labels_without_entities_have_only_an_accuracy(tmp_path, capsys):
+    datasets = word_datasets(classes=3)
+    datasets.class_names = ["ADJ", "NOUN", "VERB"]
+    run, _ = run_training(tmp_path, word_model(classes=3), datasets, **WORDS)
+    assert "entities" not in json.loads((run.folder / "run.json").read_text())["results"]
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Test accuracy ")
+
+
+def test_a_frequent_label_is_named():
+    kind = WordLabels(NAMES)
+    split = hf.Dataset.from_dict({"labels": [[IGNORED, 4, 4, 0], [4, IGNORED]]})
+    assert kind.notes(split) == [
+        "Imbalanced labels: 75.0% of the training words are 'O'; an accuracy below that is worse than always guessing "
+        "this label"
+    ]
+    assert kind.notes(hf.Dataset.from_dict({"labels": [[0, 1, 2, 3, 4]]})) == []
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_the_largest_batches_can_be_rehearsed(tmp_path, packing):
+    settings = settings_for(tmp_path, model=BLOOM, from_scratch=True, packing=packing, max_length=64, **WORDS)
+    with rehearse(settings, blank_datasets(5)) as rehearsal:
+        assert rehearsal.peak(settings, *largest_batches(settings, 32, classes=5)).total > 0
+
+
+@pytest.mark.parametrize("rung", ["2_grad_accum", "13_lora", "15_packing", "9_ddp"])
+def test_a_rung_trains_and_its_model_knows_the_labels(tmp_path, rung):
+    write_rows(named(texts(120)), tmp_path / "rows.jsonl")
+    options = ["--model", str(MODELS / "bloom-quickstart.json"), "--dataset", "rows.jsonl", "--save", "consolidated"]
+    options += ["--task", WORDS["task"], "--predict_memory", "true", *(["--devices", "2"] if rung == "9_ddp" else [])]
+    lines = finished(run_script(SRC / f"{rung}.py", *options, cwd=tmp_path)).splitlines()
+    assert any(line.startswith("Predicted peak: 0.") for line in lines), lines
+    assert any(line.startswith("Test entity F1 ") for line in lines)
+    config = json.loads(next((tmp_path / "runs" / rung / "1").rglob("config.json")).read_text())
+    assert [*config["id2label"].values()] == sorted({*NAMES} - {"I-LOC"})
