@@ -7,6 +7,7 @@ the line that refused it, or `BUG` and the error.
 import contextlib
 import io
 import json
+import re
 import runpy
 import sys
 import tempfile
@@ -41,7 +42,7 @@ def attempt(script: str, settings: list[str]) -> str | None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-    return None if "Test accuracy" in stdout.getvalue() else "BUG no accuracy was printed"
+    return None if re.search("^Test (accuracy|MSE)", stdout.getvalue(), re.MULTILINE) else "BUG no result was printed"
 
 
 if __name__ == "__main__":
