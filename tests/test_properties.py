@@ -1,14 +1,15 @@
 """Any input either runs with consistent results, or is refused in one line and leaves nothing behind.
 
 Each group draws inputs of one kind and tries each in a fork, see `support/forks.py`. Inputs that once failed are always
-tried. The drawn inputs are the same each time. With FABRIC_LADDER_CASES=1000 in the environment, each group
-draws 1,000 new inputs instead. A failing input is kept in `.hypothesis/` and drawn again until it passes.
+tried. The quick test draws the same inputs each time. The slow one draws 10,000 new ones, and prints the number with
+which FABRIC_LADDER_DRAW repeats them.
 """
 
 import gzip
 import json
 import os
 import re
+import secrets
 import shutil
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from typing import NamedTuple
 import pandas as pd
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from support.data_files import BLOOM, LLAMA, SPLITS, chats, load_in, rows, samples_of, table
@@ -308,20 +309,33 @@ def runs_or_is_refused(act, case):
     return outcome == RUNS
 
 
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", GROUPS)
-def test_any_input_runs_or_is_refused_in_one_line(name):
+def try_drawn(name, cases, draw=None):
+    """Try drawn inputs of a group. `draw` is a number that gives the same inputs again; None: the usual ones."""
     drawn, act = GROUPS[name]
-    for case in KNOWN_BAD.get(name, ()):
-        runs_or_is_refused(act, case)
-    wanted = os.environ.get("FABRIC_LADDER_CASES")
-    cases = {"max_examples": int(wanted)} if wanted else {"max_examples": 25, "derandomize": True, "database": None}
     outcomes = set()
 
-    @settings(deadline=None, suppress_health_check=[*HealthCheck], print_blob=True, **cases)
+    @settings(deadline=None, suppress_health_check=[*HealthCheck], max_examples=cases, database=None,
+              derandomize=draw is None, print_blob=True)  # fmt: skip
     @given(drawn)
     def try_each(case):
         outcomes.add(runs_or_is_refused(act, case))
 
-    try_each()
+    (try_each if draw is None else seed(draw)(try_each))()
     assert outcomes == {True, False}, "some run and some are refused"
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", GROUPS)
+def test_any_input_runs_or_is_refused_in_one_line(name):
+    for case in KNOWN_BAD.get(name, ()):
+        runs_or_is_refused(GROUPS[name][1], case)
+    try_drawn(name, 25)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", GROUPS)
+def test_ten_thousand_new_inputs_run_or_are_refused_in_one_line(name):
+    draw = int(os.environ.get("FABRIC_LADDER_DRAW") or secrets.randbelow(2**32))
+    print(f"to draw the same inputs again: FABRIC_LADDER_DRAW={draw}")
+    try_drawn(name, 10_000 // len(GROUPS), draw)
