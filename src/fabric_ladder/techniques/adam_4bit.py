@@ -6,7 +6,7 @@ States, arXiv:2309.01507). torchao compiles its step for each shape of a weight.
 """
 
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -84,9 +84,8 @@ class Adam4bit(Optimizer):
         first, second = (1 - beta**step for beta in group["betas"])
         beta, squared_beta = group["betas"]
         numbers = Numbers(group["lr"] / first, second**0.5, 1 - beta, 1 - squared_beta, group["eps"])
-        run_part = step_part
-        if compiles(weight.device) if self.compiled is None else self.compiled:
-            run_part, numbers = compiled_step(), Numbers(*torch.tensor(numbers).unbind())
+        compiled = compiles(weight.device) if self.compiled is None else self.compiled
+        run_part = compiled_step() if compiled else step_part
         size, tables = len(weight), self._tables_on(weight.device)
         for start in range(0, size, PART_SIZE)[: self.parts]:
             end = min(start + PART_SIZE, size)
@@ -134,12 +133,18 @@ def compiled_step() -> Callable:
     torch._dynamo.config.recompile_limit = MOST_GRAPHS  # precisions, and sizes of 1, have graphs of their own
     compiled = torch.compile(step_part)
 
-    def step(weight: Tensor, gradient: Tensor, moments: dict[str, Tensor], *others) -> None:
+    def step(weight: Tensor, gradient: Tensor, moments: dict[str, Tensor], tables: dict, numbers: Numbers) -> None:
         for tensor in (weight, gradient, *moments.values()):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)  # with dynamic=True the size of a block would vary too
-        compiled(weight, gradient, moments, *others)
+        compiled(weight, gradient, moments, tables, _as_tensors(numbers))
 
     return step
+
+
+@lru_cache(maxsize=1)
+def _as_tensors(numbers: Numbers) -> Numbers:
+    """Return the numbers as tensors in CPU memory; most weights of a step have the same numbers."""
+    return Numbers(*torch.tensor(numbers).unbind())
 
 
 def step_part(
