@@ -25,7 +25,7 @@ from pathlib import Path
 import common  # first import: it makes the project importable
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from common import MODELS, RESULTS
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -176,7 +176,8 @@ def run_accelerate(
 ) -> list[Weights]:
     """Train by accelerate's loop; the arguments are those of `run_trainer`."""
     set_seed(123)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=BATCH // micro_batch)
+    order = DataLoaderConfiguration(use_seedable_sampler=True)  # otherwise a resumed run draws another order
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=BATCH // micro_batch, dataloader_config=order)
     model = work.model()
     loader = DataLoader(work.split, shuffle=True, batch_size=micro_batch, collate_fn=work.collate)
     optimizer = SGD(model.parameters(), RATE) if plain else torch.optim.AdamW(model.parameters(), 1e-3)
