@@ -3,7 +3,7 @@
 import math
 import sys
 from collections import Counter as Counts
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import NamedTuple
@@ -120,6 +120,18 @@ class Counter(TorchDispatchMode):
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def compiled(self, function: Callable) -> Callable:
+        """Return the function with each of its calls counted as a compiled region."""
+
+        def call(*args):
+            self._forward.append(next(self._numbers))
+            try:
+                return function(*args)
+            finally:
+                self._forward.pop()
+
+        return call
 
     def _enter(self, _: nn.Module, args: tuple) -> None:
         self._forward.append(next(self._numbers))

@@ -15,8 +15,8 @@ width they are a constant and terms in N, the width, N x width and N x width². 
 - `Trainer` and its switches are transformers' own Trainer, with the options of peers.py.
 - `accelerate` is the loop of accelerate's examples, as in peers.py.
 
-Rows with `compile` are counted by rules of fusion, since no GPU has compiled them. Adam in 8 bits is left out:
-bitsandbytes has no fake kernels.
+Rows with `compile` and the step of 4-bit Adam are counted by rules of fusion, since no GPU has compiled them. Adam in
+8 bits is left out: bitsandbytes has no fake kernels.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import common  # first import: it makes the project importable
 import numpy as np
@@ -55,6 +56,7 @@ from fabric_ladder.planning.gpus import Gpu, find_gpu
 from fabric_ladder.planning.predict import blank_datasets
 from fabric_ladder.planning.rehearsal import FakeTensors, quiet_lightning, rehearse
 from fabric_ladder.rungs import script_defaults
+from fabric_ladder.techniques import adam_4bit
 from fabric_ladder.techniques.advice import show_errors
 from fabric_ladder.techniques.float8 import LEAST
 from fabric_ladder.training.gradients import accumulate_gradients, find_broken_gradient
@@ -203,6 +205,7 @@ def _rung_steps(settings: Settings, steps) -> Steps:
     model, optimizer = steps.model, steps.optimizer.optimizer
     optimizer.parts = None  # a rehearsal steps 4-bit Adam's first part of each weight
     optimizer.single = False  # and Kahan's weights one by one
+    optimizer.compiled = True  # 4-bit Adam, as on a CUDA GPU
     on_host = [state["step"] for state in optimizer.state.values() if "step" in state]
     if optimizer.param_groups[0].get("fused"):
         on_host = []
@@ -219,7 +222,8 @@ def _rung_steps(settings: Settings, steps) -> Steps:
 
     def run_step() -> Work:
         counter = Counter(model, on_host)
-        with steps.mode, counter, CudaKernels():
+        step = counter.compiled(adam_4bit.step_part)
+        with steps.mode, counter, CudaKernels(), patch.object(adam_4bit, "compiled_step", lambda: step):
             broken = find_broken_gradient(steps.fabric, steps.optimizer)
             steps.meter.commit(("", []), broken)
             if norm := settings.max_grad_norm:

@@ -216,7 +216,8 @@ def test_a_setting_without_effect_is_refused_wherever_it_is_set(name):
     """The exception is a YAML file for several rungs, if the setting's name begins with its technique."""
     need, _, wanted = FACTS[name].needs.partition("=")
     assert not is_met(FACTS[name].needs, vars(Settings()))
-    value = next(VALUES[kind] for kind in kinds_of(name)[0] if kind in VALUES)
+    kinds, words = kinds_of(name)
+    value = next((VALUES[kind] for kind in kinds if kind in VALUES), words[-1] if words else None)
     assert value != DEFAULTS[name].default
     line = refusal(f"--{name}={value}")
     if need == "strategy":

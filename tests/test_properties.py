@@ -1,14 +1,16 @@
 """Any input either runs with consistent results, or is refused in one line and leaves nothing behind.
 
 Each group draws inputs of one kind and tries each in a fork, see `support/forks.py`. Inputs that once failed are always
-tried. The drawn inputs are the same each time. With FABRIC_LADDER_CASES=1000 in the environment, each group
-draws 1,000 new inputs instead. A failing input is kept in `.hypothesis/` and drawn again until it passes.
+tried. The quick test draws the same inputs each time. The slow one draws 10,000 new ones, and prints the number with
+which FABRIC_LADDER_DRAW repeats them.
 """
 
 import gzip
 import json
 import os
 import re
+import secrets
+import shutil
 import sys
 import tempfile
 from contextlib import redirect_stdout
@@ -19,14 +21,19 @@ from typing import NamedTuple
 import pandas as pd
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from support.data_files import BLOOM, LLAMA, SPLITS, chats, load_in, rows, samples_of, table
 from support.deepspeed_configs import ZERO_2, ZERO_3
 from support.forks import RUNS, in_fork
 from support.helpers import settings_for
+from support.recorded_runs import STORED, compare
 
 from fabric_ladder import Settings, parse_settings
+from fabric_ladder.comparing.page import to_html
+from fabric_ladder.comparing.sources import read_sources
+from fabric_ladder.comparing.table import print_table, to_markdown
 from fabric_ladder.distributed.deepspeed_config import read_deepspeed_config
 from fabric_ladder.errors import Checked
 from fabric_ladder.options import ALIASES, NAMES, kinds_of
@@ -229,6 +236,22 @@ def act_on_instructions(file):
     samples_of(load(file, task="instruction-tuning", model=LLAMA))
 
 
+def records():
+    """Draw the record of a real run, sometimes damaged."""
+    return texts_of(spoilt(json.loads((STORED.parent / "run.json").read_text(encoding="utf-8"))))
+
+
+def act_on_record(data):
+    """Compare a run with a second one, which can be read, and then alone."""
+    runs = [shutil.copytree(STORED.parent, Path("first")), shutil.copytree(STORED.parent, Path("second"))]
+    (runs[0] / "run.json").write_bytes(data)
+    for sources in (runs, reversed(runs), runs[:1]):
+        comparison = compare(read_sources([*map(str, sources)]))
+        print_table(comparison, Console(file=open(os.devnull, "w", encoding="utf-8")))  # noqa: SIM115
+        to_markdown(comparison).encode()
+    to_html(comparison).encode()  # drawing takes most of the time
+
+
 def act_on_deepspeed(data):
     Path("own.json").write_bytes(data)
     got = settings_for(Path(), deepspeed="own.json", model=BLOOM, optimizer="adamw", devices=2)
@@ -259,11 +282,21 @@ KNOWN_BAD = {  # inputs that once ended in a traceback or ran without end
         )
     ] + [b"null"],
 }  # fmt: skip
+KNOWN_BAD["records of runs"] = [
+    (STORED.parent / "run.json").read_bytes().replace(before.encode(), after.encode(), 1)
+    for before, after in (
+        ('"samples_per_second": ', '"samples_per_second": "fast", "x": '), ('"test_accuracy": 0', '"test_accuracy": 7'),
+        ('"negative"', '["negative"]'), ('"positive"', '"\\ud800"'), ('"seed": ', '"seed": true, "x": '),
+        ('"model": "', '"model": 1.5, "x": "'), ('"validation_file": null', '"validation_file": 1.5'),
+        ('"peak_memory_bytes": ', '"peak_memory_bytes": 1' + "0" * 400), ('"cores": 2', '"cores": [2]'),
+    )
+]  # fmt: skip
 GROUPS = {  # each group has its inputs and its action
     "command lines": (command_lines(), act_on_arguments),
     "YAML files": (yaml_files(), act_on_yaml),
     "tables": (tables(), act_on_table),
     "instructions": (instructions(), act_on_instructions),
+    "records of runs": (records(), act_on_record),
     "DeepSpeed configs": (texts_of(st.sampled_from([ZERO_2, ZERO_3]).flatmap(spoilt)), act_on_deepspeed),
 }
 
@@ -276,20 +309,33 @@ def runs_or_is_refused(act, case):
     return outcome == RUNS
 
 
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", GROUPS)
-def test_any_input_runs_or_is_refused_in_one_line(name):
+def try_drawn(name, cases, draw=None):
+    """Try drawn inputs of a group. `draw` is a number that gives the same inputs again; None: the usual ones."""
     drawn, act = GROUPS[name]
-    for case in KNOWN_BAD.get(name, ()):
-        runs_or_is_refused(act, case)
-    wanted = os.environ.get("FABRIC_LADDER_CASES")
-    cases = {"max_examples": int(wanted)} if wanted else {"max_examples": 25, "derandomize": True, "database": None}
     outcomes = set()
 
-    @settings(deadline=None, suppress_health_check=[*HealthCheck], print_blob=True, **cases)
+    @settings(deadline=None, suppress_health_check=[*HealthCheck], max_examples=cases, database=None,
+              derandomize=draw is None, print_blob=True)  # fmt: skip
     @given(drawn)
     def try_each(case):
         outcomes.add(runs_or_is_refused(act, case))
 
-    try_each()
+    (try_each if draw is None else seed(draw)(try_each))()
     assert outcomes == {True, False}, "some run and some are refused"
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", GROUPS)
+def test_any_input_runs_or_is_refused_in_one_line(name):
+    for case in KNOWN_BAD.get(name, ()):
+        runs_or_is_refused(GROUPS[name][1], case)
+    try_drawn(name, 25)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", GROUPS)
+def test_ten_thousand_new_inputs_run_or_are_refused_in_one_line(name):
+    draw = int(os.environ.get("FABRIC_LADDER_DRAW") or secrets.randbelow(2**32))
+    print(f"to draw the same inputs again: FABRIC_LADDER_DRAW={draw}")
+    try_drawn(name, 10_000 // len(GROUPS), draw)

@@ -159,8 +159,12 @@ def read_value(name: str, text: str) -> object:
     )
 
 
-def _check_bounds(values: Mapping[str, object]) -> None:
-    """Refuse numbers that no machine or library can use, and empty names."""
+def check_bounds(values: Mapping[str, object]) -> None:
+    """Refuse numbers that no machine or library can use, and empty names.
+
+    Raises:
+        UserError: The setting and its value.
+    """
     for name, value in values.items():
         fact = FACTS.get(name)
         if fact is None or isinstance(value, bool):
@@ -207,7 +211,7 @@ def combine(script: Mapping[str, object], from_file: Mapping[str, object], given
     values = vars(Settings()) | dict(script) | dict(from_file) | given
     for name in names(is_path=True):
         values[name] = values[name] and _find_path(values[name])
-    _check_bounds(values)
+    check_bounds(values)
     _check_needs(values, given)
     _check_replaced(values, given)
     return values

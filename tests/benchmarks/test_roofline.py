@@ -144,6 +144,15 @@ def test_steps_in_the_backward_pass_leave_nothing_to_the_optimizer(bloom):
         assert steps.run_step().moved < 1e4
 
 
+def test_a_part_of_a_weight_is_a_few_kernels_of_4_bit_adam(bloom):
+    side = roofline.Side("18_low_bit_optimizer", "--optimizer adam-4bit")
+    with roofline.models(roofline.settings_of(side, bloom), side) as (steps, _):
+        steps.run_pass(1, 16, True)
+        work = steps.run_step()
+    assert 0 < work.graphs <= work.compiled <= 6 * work.graphs
+    assert work.kernels - work.compiled < work.graphs, "the rest is Kahan's, for many weights together"
+
+
 def test_trainer_waits_twice_in_each_of_its_two_passes_and_accelerate_does_not(bloom):
     works = {}
     for words in ("32-true", "32-true accelerate"):

@@ -8,8 +8,20 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pandas as pd
 import pytest
-from support.data_files import BLOOM, SPLITS, assert_mapped, cached, files_of, table, write_table
-from support.helpers import ROOT, finished, run_script
+from support.data_files import (
+    BLOOM,
+    LLAMA,
+    SPLITS,
+    assert_mapped,
+    cached,
+    files_of,
+    load_in,
+    rows,
+    table,
+    write_rows,
+    write_table,
+)
+from support.helpers import ROOT, file_system, finished, run_script
 
 from fabric_ladder.errors import UserError
 
@@ -62,6 +74,28 @@ def test_a_failed_or_killed_call_leaves_nothing_for_the_next(tmp_path, load):
     assert list(home.iterdir()) == [lock]
     write_table(table(), path)
     assert len(load(path).splits["train"]) == 42
+
+
+@pytest.mark.parametrize("kind", ["texts", "instructions"])
+def test_a_full_disk_is_named_and_nothing_is_left(tmp_path, kind):
+    """Each size stops the work at another file: tables, the tokenizer, tokens, or the file that closes them."""
+    if kind == "texts":
+        values = {"dataset": write_table(table(), tmp_path / "texts.csv"), "model": BLOOM}
+    else:
+        values = {
+            "dataset": write_rows(rows(60), tmp_path / "rows.jsonl"),
+            "model": LLAMA,
+            "task": "instruction-tuning",
+        }
+    for size in (4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 64):
+        with file_system(tmp_path / f"disk of {size}", size) as disk:
+            home = disk / "cache" / "tokenised"
+            line = rf"^cannot write {home} \(.*No space left .*\): choose another --cache_dir$"
+            with pytest.raises(UserError, match=line):
+                load_in(tmp_path, **values, cache_dir=str(home.parent))
+            assert not [path for path in home.iterdir() if path.suffix != ".lock"]
+    with file_system(tmp_path / "disk", 2000) as disk:
+        assert load_in(tmp_path, **values, cache_dir=str(disk / "cache")).fingerprint
 
 
 def test_two_processes_can_fill_an_empty_cache_together(tmp_path):

@@ -20,6 +20,7 @@ from fabric_ladder.distributed.fsdp import sharding_policy
 
 # several tests share each run below
 CLIP = ("--max_grad_norm", "0.05")
+FROZEN = ("--train_blocks", "last:1")
 DDP = ("9_ddp", 2, "--eval_batch_tokens", "1", "--save_every", "100")
 FSDP = ("10_fsdp", 2, *CLIP, "--save", "sharded")
 OFFLOAD = ("11_fsdp_cpu_offload", 2, *CLIP, "--activation_checkpointing", "true", "--save", "consolidated")
@@ -34,6 +35,8 @@ OFFLOAD = ("11_fsdp_cpu_offload", 2, *CLIP, "--activation_checkpointing", "true"
         pytest.param(CLIP, ("9_ddp", 2, *CLIP), id="ddp-clipped", marks=pytest.mark.slow),
         pytest.param((), ("9_ddp", 3, "--micro_batch_tokens", "300"), id="ddp-3", marks=pytest.mark.slow),
         pytest.param((), ("10_fsdp", 4), id="fsdp-4", marks=pytest.mark.slow),
+        pytest.param(FROZEN, ("9_ddp", 2, *FROZEN), id="ddp-frozen", marks=pytest.mark.slow),
+        pytest.param(FROZEN, ("10_fsdp", 2, *FROZEN), id="fsdp-frozen", marks=pytest.mark.slow),
     ],
 )
 def test_more_processes_print_the_same_losses_and_accuracies(run, alone, several):

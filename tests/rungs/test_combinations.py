@@ -12,10 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from PIL import Image
+from support.data_files import write_rows
 from support.helpers import MODELS, ROOT, RUNGS, finished, run_script
 
 TABLE = ROOT / "docs" / "combinations.md"
 INSTRUCTIONS = "--task instruction-tuning --max_length 512"
+TABLE_OF = "--dataset TABLE --problem_type "
 TECHNIQUES = {
     "32-true": "--precision 32-true",
     "64-true": "--precision 64-true",
@@ -55,7 +57,12 @@ TECHNIQUES = {
     "instruction tuning, LoRA": f"{INSTRUCTIONS} --lora true",
     "save, sharded": "--save sharded",
     "save, consolidated": "--save consolidated",
-    "images (ViT)": f"--task image-classification --model {MODELS / 'vit-small.json'} --dataset",
+    "images (ViT)": f"--task image-classification --model {MODELS / 'vit-small.json'} --dataset IMAGES",
+    "class weights": "--class_weights balanced --label_smoothing 0.1",
+    "several labels": f"{TABLE_OF}multi_label_classification --label_column labels",
+    "regression": f"{TABLE_OF}regression --label_column number",
+    "words": "--dataset TABLE --task token-classification",
+    "words, packing, LoRA": "--dataset TABLE --task token-classification --packing true --lora true",
 }
 ALL_PAIRS = [(technique, rung.stem) for technique in TECHNIQUES for rung in RUNGS]
 HEAD = """# Techniques and rungs that go together
@@ -69,22 +76,27 @@ Pair = tuple[str, str]  # pairs of technique and rung
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory):
-    """Write a folder of dark and light images."""
-    folder = tmp_path_factory.mktemp("images")
+def data(tmp_path_factory):
+    """Write a folder of dark and light images, and a table of texts with all kinds of labels; return their paths."""
+    folder = tmp_path_factory.mktemp("data")
     for index in range(30):
-        path = folder / ("dark", "light")[index % 2] / f"{index}.png"
-        path.parent.mkdir(exist_ok=True)
+        path = folder / "images" / ("dark", "light")[index % 2] / f"{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (32, 32), (index + 120 * (index % 2),) * 3).save(path)
-    return str(folder)
+    rows = [
+        {"text": f"text {index}", "labels": [["a"], ["a", "b"], []][index % 3], "number": index / 7,
+         "tokens": ["Ann", f"{index}"], "ner_tags": ["B-PER", "O"]}
+        for index in range(60)
+    ]  # fmt: skip
+    return {"IMAGES": str(folder / "images"), "TABLE": str(write_rows(rows, folder / "texts.jsonl"))}
 
 
-def attempt(pairs: list[Pair], images: str, compiled: bool = False) -> dict[Pair, str | None]:
+def attempt(pairs: list[Pair], data: dict[str, str], compiled: bool = False) -> dict[Pair, str | None]:
     """Run each pair in one process, and return its refusal."""
     runs = []
     for technique, rung in pairs:
-        settings = TECHNIQUES[technique].split()
-        runs.append([str(ROOT / "src" / f"{rung}.py"), [*settings, *([images] if settings[-1] == "--dataset" else [])]])
+        settings = [data.get(word, word) for word in TECHNIQUES[technique].split()]
+        runs.append([str(ROOT / "src" / f"{rung}.py"), settings])
     runner = ROOT / "tests" / "support" / "combination_runner.py"
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if torch.cuda.is_available() else {}
     done = run_script(runner, json.dumps(runs), cwd=os.getcwd(), timeout=3000, fresh=compiled, **hidden)
@@ -119,25 +131,25 @@ def is_compiled(pair: Pair) -> bool:
     return "compile" in pair[0] or pair[1] == "3_torch_compile"
 
 
-def test_every_refusal_and_a_sample_of_the_others_agree_with_the_page(images):
+def test_every_refusal_and_a_sample_of_the_others_agree_with_the_page(data):
     written = written_table()
     assert list(written) == ALL_PAIRS
     refused = [pair for pair in ALL_PAIRS if written[pair]]
     assert len(refused) > 50
     tried = refused + [pair for pair in ALL_PAIRS[::19] if not written[pair] and not is_compiled(pair)]
-    assert attempt(tried, images) == {pair: written[pair] for pair in tried}
+    assert attempt(tried, data) == {pair: written[pair] for pair in tried}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_technique_runs_with_a_rung_or_is_refused_with_a_reason(images):
+def test_a_technique_runs_with_a_rung_or_is_refused_with_a_reason(data):
     """One process runs all compiled pairs, because it compiles a model only once."""
     writing = bool(os.environ.get("FABRIC_LADDER_WRITE_TABLE"))
     tried = ALL_PAIRS if writing else ALL_PAIRS[::3]  # there are 22 rungs, so each technique gets another third of them
     compiled = [pair for pair in tried if is_compiled(pair)]
     others = [pair for pair in tried if pair not in compiled]
     with ThreadPoolExecutor(2) as pool:
-        answers = pool.map(attempt, [compiled, others], [images, images], [True, False])
+        answers = pool.map(attempt, [compiled, others], [data, data], [True, False])
     found = {pair: answer for answered in answers for pair, answer in answered.items()}
     if writing:
         TABLE.write_text(table(found), encoding="utf-8")

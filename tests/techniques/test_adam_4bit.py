@@ -5,6 +5,7 @@ import torch
 from support.helpers import SRC, run_script, settings_for
 from support.planning import build, case, measured_peak
 from support.resuming import assert_same, checkpoints, run_here, tensors_of
+from support.training import losses, run_training
 from torch import nn
 
 from fabric_ladder import UserError, build_optimizer
@@ -15,11 +16,12 @@ from fabric_ladder.techniques import adam_4bit
 RUNG, FOUR_BITS = "18_low_bit_optimizer", ["--optimizer", "adam-4bit"]
 
 
-def steps_of(tmp_path, weight, gradients, **values):
+def steps_of(tmp_path, weight, gradients, compiled=None, **values):
     """Return a weight after steps with given gradients, and its optimizer."""
     model = nn.ParameterList([nn.Parameter(weight.clone())])
     settings = settings_for(tmp_path, **({"optimizer": "adam-4bit", "learning_rate": 1e-3} | values))
     optimizer = build_optimizer(settings, model)
+    optimizer.compiled = compiled
     for gradient in gradients:
         model[0].grad = gradient.to(weight.dtype)
         optimizer.step()
@@ -176,3 +178,88 @@ def test_shards_are_refused_before_any_work(tmp_path):
 def test_a_weight_that_is_not_contiguous_is_refused_in_one_line():
     with pytest.raises(UserError, match="--optimizer adam-4bit: a weight of 3 x 2 is not contiguous; use adam-8bit"):
         adam_4bit.Adam4bit([nn.Parameter(torch.ones(2, 3).T)], lr=0.1)
+
+
+@pytest.fixture
+def compiling(monkeypatch):
+    """Compile the steps on this CPU, as on a CUDA GPU."""
+    torch._dynamo.reset()
+    adam_4bit.compiled_step.cache_clear()
+    monkeypatch.setattr(adam_4bit, "compiles", lambda _: True)
+    graphs = []
+    torch._dynamo.on_compile_end(graphs.append)
+    yield graphs
+    torch._dynamo.callback_handler.remove_end_callback(graphs.append)
+
+
+def test_on_a_cpu_steps_are_not_compiled(tmp_path, monkeypatch):
+    monkeypatch.setattr(adam_4bit, "compiled_step", None)
+    weight, gradients = random_steps(64, 128)
+    steps_of(tmp_path, weight, gradients)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(64, 128), (31, 128), (1,)], ids=["blocks", "in 32 bits", "single"])
+def test_compiled_steps_are_those_of_the_eager_code_up_to_rounding(tmp_path, compiling, monkeypatch, dtype, shape):
+    """In ten steps at most one code in a thousand is another one: it then lies on the border between two levels."""
+    weight, gradients = random_steps(*shape, steps=10)
+    compiled, optimizer = steps_of(tmp_path, weight.to(dtype), gradients)
+    assert len(compiling) == 1, "there is one graph for all steps"
+    monkeypatch.setattr(adam_4bit, "compiles", lambda _: False)
+    eager, reference = steps_of(tmp_path, weight.to(dtype), gradients)
+    rounding = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2**-8, "atol": 1e-6}
+    close = torch.isclose(compiled.float(), eager.float(), **rounding)
+    (state,), (wanted,) = optimizer.state.values(), reference.state.values()
+    assert close.float().mean() > 0.999
+    for name in ("exp_avg", "exp_avg_sq"):
+        if state[name].dtype == torch.uint8:
+            assert (state[name] == wanted[name]).float().mean() > 0.999
+            torch.testing.assert_close(state[f"{name}_scale"], wanted[f"{name}_scale"], rtol=1e-4, atol=0)
+        else:
+            torch.testing.assert_close(state[name], wanted[name], rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.slow
+def test_one_graph_serves_weights_of_all_sizes(tmp_path, compiling, monkeypatch):
+    monkeypatch.setattr(adam_4bit, "PART_SIZE", 8192)
+    shapes = [(64, 128), (65, 128), (129, 256), (31, 128), (16,), (4097,)]
+    model = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
+    optimizer = build_optimizer(settings_for(tmp_path, optimizer="adam-4bit"), model)
+    for _ in range(3):
+        for weight in model:
+            weight.grad = torch.randn_like(weight)
+        optimizer.step()
+    assert len(compiling) <= 3, "moments in 4 bits, one last block of its own, and moments in 32 bits"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [True, False], ids=["compiled first", "eager first"])
+def test_a_state_of_either_kind_goes_on_in_the_other(tmp_path, compiling, first):
+    weight, gradients = random_steps(65, 128, steps=6)
+    model = nn.ParameterList([nn.Parameter(weight.clone())])
+    saved = {}
+    for half, compiled in ((gradients[:3], first), (gradients[3:], not first)):
+        optimizer = build_optimizer(settings_for(tmp_path, optimizer="adam-4bit", learning_rate=1e-3), model)
+        optimizer.state |= saved
+        optimizer.compiled = compiled
+        for gradient in half:
+            model[0].grad = gradient
+            optimizer.step()
+        saved = {model[0]: {name: tensor.clone() for name, tensor in optimizer.state[model[0]].items()}}
+    eager, _ = steps_of(tmp_path, weight, gradients, compiled=False)
+    assert torch.isclose(model[0], eager, rtol=1e-5, atol=1e-6).float().mean() > 0.999
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "values", [{}, {"kahan_summation": True, "precision": "bf16-true"}, {"step_in_backward": True}]
+)
+def test_a_run_with_compiled_steps_has_the_losses_of_one_without(tmp_path, compiling, monkeypatch, values):
+    monkeypatch.setattr(adam_4bit, "LEAST", 256)  # the model is tiny
+    run, _ = run_training(tmp_path, optimizer="adam-4bit", epochs=2, **values)
+    assert compiling
+    assert run.record.values["results"]["compiled_graphs"] == len(compiling)
+    monkeypatch.setattr(adam_4bit, "compiles", lambda _: False)
+    plain, _ = run_training(tmp_path, optimizer="adam-4bit", epochs=2, **values)
+    assert losses(run) == pytest.approx(losses(plain), abs=2e-3 if "precision" in values else 1e-4)

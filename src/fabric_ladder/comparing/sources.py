@@ -6,25 +6,39 @@ import re
 import sys
 from pathlib import Path
 
+from fabric_ladder.comparing.checking import (
+    CORRELATION,
+    COUNT,
+    LOSS,
+    NUMBER,
+    SHARE,
+    SIZE,
+    check_classes,
+    check_facts,
+    check_settings,
+    check_texts,
+    number,
+    refusal,
+)
 from fabric_ladder.comparing.logs import LoggedRun, LogParser, Point
 from fabric_ladder.errors import UserError, read_outside
 
 FORMAT = 1
-FIGURES = {  # key in run.json -> name of the figure, and the factor to its unit
-    "elapsed_seconds": ("minutes", 1 / 60),
-    "compile_seconds": ("compile_minutes", 1 / 60),
-    "compiled_graphs": ("compiled_graphs", 1),
-    "samples_per_second": ("samples_per_second", 1),
-    "tokens_per_second": ("tokens_per_second", 1),
-    "padding": ("padding", 100),
-    "peak_memory_bytes": ("memory", 1e-9),
-    "predicted_peak_bytes": ("predicted_memory", 1e-9),
-    "peak_host_memory_bytes": ("host_memory", 1e-9),
-    "test_accuracy": ("test_accuracy", 100),
-    "test_mse": ("test_mse", 1),
-    "test_pearson": ("test_pearson", 1),
-    "parameters": ("parameters", 1e-6),
-    "trainable_parameters": ("trainable_parameters", 1e-6),
+FIGURES = {  # key in run.json -> name of the figure, the factor to its unit, and the kind of number in run.json
+    "elapsed_seconds": ("minutes", 1 / 60, NUMBER),
+    "compile_seconds": ("compile_minutes", 1 / 60, NUMBER),
+    "compiled_graphs": ("compiled_graphs", 1, COUNT),
+    "samples_per_second": ("samples_per_second", 1, NUMBER),
+    "tokens_per_second": ("tokens_per_second", 1, NUMBER),
+    "padding": ("padding", 100, SHARE),
+    "peak_memory_bytes": ("memory", 1e-9, NUMBER),
+    "predicted_peak_bytes": ("predicted_memory", 1e-9, NUMBER),
+    "peak_host_memory_bytes": ("host_memory", 1e-9, NUMBER),
+    "test_accuracy": ("test_accuracy", 100, SHARE),
+    "test_mse": ("test_mse", 1, LOSS),
+    "test_pearson": ("test_pearson", 1, CORRELATION),
+    "parameters": ("parameters", 1e-6, COUNT),
+    "trainable_parameters": ("trainable_parameters", 1e-6, COUNT),
 }
 
 
@@ -84,21 +98,28 @@ def _read_run(folder: Path) -> LoggedRun:
     run = LoggedRun(str(folder), folder.parent.name or str(folder))
     try:
         record = read_outside(folder / "run.json")
-        run.name = record["settings"]["name"]
+        check_texts(record)
+        if not isinstance(name := record["settings"]["name"], str):
+            raise refusal("settings.name", name, "a text")
+        run.name = name
         run.unfinished = _why_unfinished(record)
         if run.unfinished is None:
             _fill(run, record)
-            _read_points(run, folder / "metrics.csv", record["data"]["train_samples"])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            _read_points(
+                run, folder / "metrics.csv", number("data.train_samples", record["data"]["train_samples"], SIZE)
+            )
+    except UserError as error:
+        run.unfinished = str(error)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, csv.Error) as error:
         run.unfinished = f"its files cannot be read ({type(error).__name__}: {error})"
     return run
 
 
 def _why_unfinished(record: dict) -> str | None:
     if record["format"] != FORMAT:
-        return f"its run.json has format {record['format']}; this version reads {FORMAT}"
+        return f"its run.json has format {record['format']!r:.60}; this version reads {FORMAT}"
     if record["status"] != "finished":
-        return f"its status is {record['status']!r}: it is running or was interrupted"
+        return f"its status is {record['status']!r:.60}: it is running or was interrupted"
     if record.get("log_lost"):
         return "its log is incomplete, because it could not be written"
     return None
@@ -106,31 +127,39 @@ def _why_unfinished(record: dict) -> str | None:
 
 def _fill(run: LoggedRun, record: dict) -> None:
     results = record["results"]
-    run.settings = record["settings"] | {"ranks": record["ranks"]}
+    check_settings(record["settings"])
+    run.settings = record["settings"] | {"ranks": number("ranks", record["ranks"], SIZE)}
     parts = [record, *record.get("resumed", [])]
     run.versions = _join(parts, "versions")
     run.hardware = _join(parts, "hardware")
     run.data = record["data"]["fingerprint"]
+    if not isinstance(run.data, str):
+        raise refusal("data.fingerprint", run.data, "a text")
     run.figures = {
-        name: results[key] * factor for key, (name, factor) in FIGURES.items() if results.get(key) is not None
+        name: number(f"results.{key}", results[key], kind) * factor
+        for key, (name, factor, kind) in FIGURES.items()
+        if results.get(key) is not None
     }
     last = results["epochs"][-1]
     for name in ("train", "validation"):
         if f"{name}_mse" in last:
-            run.figures[f"{name}_mse"] = last[f"{name}_mse"]
+            run.figures[f"{name}_mse"] = number(f"results.epochs.{name}_mse", last[f"{name}_mse"], LOSS)
         else:
-            run.figures[f"{name}_accuracy"] = last[f"{name}_accuracy"] * 100
-    run.test_samples = results.get("test_samples")
+            share = number(f"results.epochs.{name}_accuracy", last[f"{name}_accuracy"], SHARE)
+            run.figures[f"{name}_accuracy"] = share * 100
+    if results.get("test_samples") is not None:
+        run.test_samples = number("results.test_samples", results["test_samples"], COUNT)
     if "classes" in results:
-        run.classes = results["classes"]
-        averages = {name: run.classes.get(name) for name in ("micro_f1", "macro_f1")}
-        run.figures |= {name: share * 100 for name, share in averages.items() if share is not None}
-    if (score := results.get("entities", {}).get("micro_f1")) is not None:
-        run.figures["entity_f1"] = score * 100
+        run.classes = check_classes(results["classes"])
+    scores = {name: ("classes", name) for name in ("micro_f1", "macro_f1")} | {"entity_f1": ("entities", "micro_f1")}
+    for name, (part, key) in scores.items():
+        if (score := results.get(part, {}).get(key)) is not None:
+            run.figures[name] = number(f"results.{part}.{key}", score, SHARE) * 100
     if "test_tokens" in results:
-        run.figures["test_loss"] = results["test_loss"]
+        run.figures["test_loss"] = number("results.test_loss", results["test_loss"], LOSS)
         run.figures["test_perplexity"] = _perplexity(results["test_loss"])
-        run.figures["validation_perplexity"] = _perplexity(last["validation_loss"])
+        validation = number("results.epochs.validation_loss", last["validation_loss"], LOSS)
+        run.figures["validation_perplexity"] = _perplexity(validation)
 
 
 def _perplexity(loss: float) -> float:
@@ -139,7 +168,8 @@ def _perplexity(loss: float) -> float:
 
 def _join(parts: list[dict], name: str) -> dict:
     """Return versions or hardware of a resumed run; facts that differ between its parts are listed in order."""
-    values = {key: [part[name].get(key) for part in parts] for key in parts[0][name]}
+    facts = [check_facts(name, part[name]) for part in parts]
+    values = {key: [each.get(key) for each in facts] for key in facts[0]}
     return {key: found[0] if len(set(found)) == 1 else ", then ".join(map(str, found)) for key, found in values.items()}
 
 

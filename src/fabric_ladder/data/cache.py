@@ -1,5 +1,6 @@
 """Keep data derived from files in a cache folder, under a key made of the inputs."""
 
+import errno
 import hashlib
 import json
 import shutil
@@ -16,6 +17,8 @@ from filelock import FileLock
 from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError, first_line
 from fabric_ladder.settings import DataSettings
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def make_once(
@@ -42,9 +45,24 @@ def make_once(
             with FileLock(f"{folder}.lock"):
                 if not folder.exists():
                     _make_whole(folder, make)
-    except OSError as error:
-        raise UserError(f"cannot write {folder.parent} ({first_line(error)}): choose another --cache_dir") from error
+    except UserError:
+        raise
+    except Exception as error:
+        problem = error if isinstance(error, OSError) else _disk_error(error)
+        if problem is None:
+            raise
+        raise UserError(f"cannot write {folder.parent} ({first_line(problem)}): choose another --cache_dir") from error
     return folder, json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+
+
+def _disk_error(error: BaseException | None) -> BaseException | None:
+    """Return the error of a full disk behind a library's error, or None.
+
+    `tokenizers` raises a bare Exception with "(os error 28)". `datasets` raises ValueError when it closes the file.
+    """
+    while error is not None and getattr(error, "errno", None) not in FULL and "(os error " not in str(error):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _make_whole(folder: Path, make: Callable[[Path], tuple[Path, dict]]) -> None:

@@ -6,13 +6,16 @@ States, arXiv:2309.01507). torchao compiles its step for each shape of a weight.
 """
 
 from collections.abc import Callable, Iterable
+from functools import cache, lru_cache
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric_ladder.errors import UserError
+from fabric_ladder.techniques.compile import MOST_GRAPHS, compiles
 
 BLOCK = 128  # values that share a scale
 LEAST = 4096  # a tensor with fewer values has its moments in 32 bits
@@ -43,6 +46,8 @@ class Adam4bit(Optimizer):
     Attributes:
         parts: Number of parts that are stepped of each weight; None: all. A rehearsal steps only the first, which
             needs as much memory as any other.
+        compiled: Whether compiled code steps the parts, in a few kernels instead of about 27. None: on CUDA GPUs that
+            have Triton. On a CPU compiling takes longer than it saves. TORCHDYNAMO_DISABLE=1 turns it off.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class Adam4bit(Optimizer):
                 shape = " x ".join(map(str, parameter.shape))
                 raise UserError(f"--optimizer adam-4bit: a weight of {shape} is not contiguous; use adam-8bit")
         self.parts: int | None = None
+        self.compiled: bool | None = None
         self._tables: dict[torch.device, dict[str, tuple[Tensor, Tensor]]] = {}
 
     @torch.no_grad()
@@ -76,47 +82,19 @@ class Adam4bit(Optimizer):
         state["step"] += 1
         weight, gradient, step = parameter.view(-1), parameter.grad.reshape(-1), float(state["step"])
         first, second = (1 - beta**step for beta in group["betas"])
-        for start in range(0, len(weight), PART_SIZE)[: self.parts]:
-            end = min(start + PART_SIZE, len(weight))
-            part = gradient[start:end].float()
-            weight[start:end].add_(self._update(state, start, end, part, group, second), alpha=-group["lr"] / first)
-
-    def _update(self, state: dict, start: int, end: int, gradient: Tensor, group: dict, correction: float) -> Tensor:
-        """Update a part of both moments, and return the first over the root of the second.
-
-        Args:
-            state: The parameter's state.
-            start, end: Bounds of the part.
-            gradient: The part's gradient, in 32 bits.
-            group: The parameter's group.
-            correction: Divisor of the second moment, which started at 0.
-        """
-        moment = self._read(state, "exp_avg_sq", start, end)
-        moment.lerp_(gradient.square(), 1 - group["betas"][1])
-        self._write(state, "exp_avg_sq", start, end, moment)
-        root = moment.sqrt().div_(correction**0.5).add_(group["eps"])
-        moment = self._read(state, "exp_avg", start, end)
-        moment.lerp_(gradient, 1 - group["betas"][0])
-        self._write(state, "exp_avg", start, end, moment)
-        return torch.div(moment, root, out=root)
-
-    def _read(self, state: dict, name: str, start: int, end: int) -> Tensor:
-        """Return a part of a moment in 32 bits; it is the state itself if that has 32 bits."""
-        if f"{name}_scale" not in state:
-            return state[name][start:end]
-        pairs, _ = self._tables_on(state[name].device)[name]
-        values = pairs[state[name][start // 2 : end // 2].int()].view(-1, BLOCK)
-        return values.mul_(state[f"{name}_scale"][start // BLOCK : end // BLOCK, None]).view(-1)
-
-    def _write(self, state: dict, name: str, start: int, end: int, moment: Tensor) -> None:
-        """Round a part of a moment into its state, unless the state has 32 bits."""
-        if f"{name}_scale" in state:
-            _, bounds = self._tables_on(moment.device)[name]
-            blocks = moment.view(-1, BLOCK)
-            scale = blocks.abs().amax(1).clamp_(torch.finfo(torch.float32).tiny)  # all values may be 0
-            codes = torch.bucketize(blocks / scale[:, None], bounds, out_int32=True, right=True).view(-1, 2)
-            state[name][start // 2 : end // 2] = torch.add(codes[:, 1], codes[:, 0], alpha=16)
-            state[f"{name}_scale"][start // BLOCK : end // BLOCK] = scale
+        beta, squared_beta = group["betas"]
+        numbers = Numbers(group["lr"] / first, second**0.5, 1 - beta, 1 - squared_beta, group["eps"])
+        compiled = compiles(weight.device) if self.compiled is None else self.compiled
+        run_part = compiled_step() if compiled else step_part
+        size, tables = len(weight), self._tables_on(weight.device)
+        for start in range(0, size, PART_SIZE)[: self.parts]:
+            end = min(start + PART_SIZE, size)
+            moments = {name: _slice(state[name], start, end, size) for name in state if name.startswith("exp_avg")}
+            parts = weight[start:end], gradient[start:end]
+            if "exp_avg_scale" in moments:
+                parts = [part.view(-1, BLOCK) for part in parts]
+                moments |= {name: moments[name].view(-1, BLOCK // 2) for name in TABLES}
+            run_part(*parts, moments, tables, numbers)
 
     def _tables_on(self, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
         """Return for each moment the two shares of each byte value, and the bounds between shares."""
@@ -127,6 +105,100 @@ class Adam4bit(Optimizer):
                 pairs = torch.stack([shares.repeat_interleave(16), shares.repeat(16)], 1)
                 self._tables[device][name] = pairs, (shares[1:] + shares[:-1]) / 2
         return self._tables[device]
+
+
+class Numbers(NamedTuple):
+    """The numbers of a step: floats for the eager step; 0-dimensional tensors for the compiled one.
+
+    Compiled code would have floats as constants, and would be compiled again for each step.
+
+    Attributes:
+        rate: Learning rate over the correction of the first moment, which started at 0.
+        root: Root of the correction of the second moment.
+        new: Share of the gradient in the first moment.
+        new_square: Share of the gradient's square in the second moment.
+        eps: Added to the root of the second moment.
+    """
+
+    rate: float | Tensor
+    root: float | Tensor
+    new: float | Tensor
+    new_square: float | Tensor
+    eps: float | Tensor
+
+
+@cache
+def compiled_step() -> Callable:
+    """Return `step_part` as compiled code for parts of all sizes."""
+    torch._dynamo.config.recompile_limit = MOST_GRAPHS  # precisions, and sizes of 1, have graphs of their own
+    compiled = torch.compile(step_part)
+
+    def step(weight: Tensor, gradient: Tensor, moments: dict[str, Tensor], tables: dict, numbers: Numbers) -> None:
+        for tensor in (weight, gradient, *moments.values()):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)  # with dynamic=True the size of a block would vary too
+        compiled(weight, gradient, moments, tables, _as_tensors(numbers))
+
+    return step
+
+
+@lru_cache(maxsize=1)
+def _as_tensors(numbers: Numbers) -> Numbers:
+    """Return the numbers as tensors in CPU memory; most weights of a step have the same numbers."""
+    return Numbers(*torch.tensor(numbers).unbind())
+
+
+def step_part(
+    weight: Tensor,
+    gradient: Tensor,
+    moments: dict[str, Tensor],
+    tables: dict[str, tuple[Tensor, Tensor]],
+    numbers: Numbers,
+) -> None:
+    """Step a part of a weight.
+
+    Args:
+        weight: A row for each block; one dimension if the moments have 32 bits.
+        gradient: In the same form.
+        moments: The part's moments and scales, with a row for each block.
+        tables: From `_tables_on`.
+        numbers: Of this step.
+    """
+    gradient = gradient.float()
+    moment = _read(moments, "exp_avg_sq", tables)
+    moment.lerp_(gradient.square(), numbers.new_square)
+    _write(moments, "exp_avg_sq", tables, moment)
+    root = moment.sqrt().div_(numbers.root).add_(numbers.eps)
+    moment = _read(moments, "exp_avg", tables)
+    moment.lerp_(gradient, numbers.new)
+    _write(moments, "exp_avg", tables, moment)
+    step = torch.div(moment, root, out=root)
+    if isinstance(numbers.rate, Tensor):
+        weight.sub_(step * numbers.rate)
+    else:
+        weight.add_(step, alpha=-numbers.rate)
+
+
+def _read(moments: dict[str, Tensor], name: str, tables: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
+    """Return a moment in 32 bits; it is the state itself if that has 32 bits."""
+    if f"{name}_scale" not in moments:
+        return moments[name]
+    pairs, _ = tables[name]
+    return pairs[moments[name].int()].view(-1, BLOCK).mul_(moments[f"{name}_scale"][:, None])
+
+
+def _write(moments: dict[str, Tensor], name: str, tables: dict[str, tuple[Tensor, Tensor]], moment: Tensor) -> None:
+    """Round a moment into its state, unless the state has 32 bits."""
+    if f"{name}_scale" in moments:
+        _, bounds = tables[name]
+        scale = moment.abs().amax(1).clamp_(torch.finfo(torch.float32).tiny)  # all values may be 0
+        codes = torch.bucketize(moment / scale[:, None], bounds, out_int32=True, right=True)
+        moments[name].copy_(torch.add(codes[:, 1::2], codes[:, ::2], alpha=16))
+        moments[f"{name}_scale"].copy_(scale)
+
+
+def _slice(tensor: Tensor, start: int, end: int, size: int) -> Tensor:
+    """Return the part of a state that belongs to a part of a weight of this size."""
+    return tensor[start * len(tensor) // size : end * len(tensor) // size]
 
 
 def _new_state(parameter: nn.Parameter) -> dict[str, Tensor]:
