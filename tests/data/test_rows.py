@@ -30,7 +30,7 @@ def test_column_names_replace_a_missing_header(tmp_path, load, name):
 def test_column_names_for_instructions(tmp_path):
     pairs = [(f"Say {index}.", f"It is {index}.") for index in range(20)]
     pd.DataFrame(pairs).to_csv(tmp_path / "a.csv", index=False, header=False)
-    with pytest.raises(UserError, match=r"has the columns Say 0\., It is 0\.: instructions need .*--column_names"):
+    with pytest.raises(UserError, match=r"has the columns Say 0\., It is 0\.: chats need .*--column_names"):
         load_instructions(tmp_path, tmp_path / "a.csv")
     got = load_instructions(tmp_path, tmp_path / "a.csv", column_names="instruction,output")
     assert sum(map(len, got.splits.values())) == 20

@@ -23,8 +23,8 @@ NUMBER = r"\d+(\.\d+)?"
 LINES = [
     r"No --config and no CUDA GPU: this is the quickstart .*--help",
     r"(Learning rate [\d.]+ \(--sgd_learning_rate\) in place of 0\.001, which quickstart\.yaml has .*\n)?",
-    r"(SGD barely learns from random weights: .*\n)?",
-    r"(This CPU has no bfloat16 instructions: .*\n)?(--float8 on a CPU: .*\n)?(Running on one device\. .*\n)?",
+    r"(This CPU has no bfloat16 instructions: .*\n)?(SGD barely learns from random weights: .*\n)?",
+    r"(--float8 on a CPU: .*\n)?(Running on one device\. .*\n)?",
     rf"Python {NUMBER}\.\d+ · torch .* · lightning .* · transformers .*",
     r"{name} · synthetic · bloom-quickstart\.json · seed 123 · batch \d+{cut} · {precision} · cpu: .*",
     r"Torch CUDA available\? False",
