@@ -189,7 +189,10 @@ def test_reviews_with_one_class_are_refused(tmp_path):
         load_in(tmp_path, "synthetic", model=BLOOM, **MULTI)
 
 
-@pytest.mark.parametrize("rung", ["2_grad_accum", "13_lora"])
+OTHERS = [pytest.param(rung, marks=pytest.mark.slow) for rung in ("13_lora",)]
+
+
+@pytest.mark.parametrize("rung", ["2_grad_accum", *OTHERS])
 def test_a_rung_trains_and_its_model_knows_the_labels(tmp_path, rung):
     write_rows(texts(120), tmp_path / "texts.jsonl")
     options = ["--model", str(MODELS / "bloom-quickstart.json"), "--dataset", "texts.jsonl", "--save", "consolidated"]

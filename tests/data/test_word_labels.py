@@ -287,7 +287,10 @@ def test_the_largest_batches_can_be_rehearsed(tmp_path, packing):
         assert rehearsal.peak(settings, *largest_batches(settings, 32, classes=5)).total > 0
 
 
-@pytest.mark.parametrize("rung", ["2_grad_accum", "13_lora", "15_packing", "9_ddp"])
+OTHERS = [pytest.param(rung, marks=pytest.mark.slow) for rung in ("13_lora", "15_packing", "9_ddp")]
+
+
+@pytest.mark.parametrize("rung", ["2_grad_accum", *OTHERS])
 def test_a_rung_trains_and_its_model_knows_the_labels(tmp_path, rung):
     write_rows(named(texts(120)), tmp_path / "rows.jsonl")
     options = ["--model", str(MODELS / "bloom-quickstart.json"), "--dataset", "rows.jsonl", "--save", "consolidated"]
