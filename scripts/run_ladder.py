@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fabric_ladder.errors import UserError, read_outside
-from fabric_ladder.options import drop_unneeded
+from fabric_ladder.options import drop_unneeded, without_options
 from fabric_ladder.rungs import RUNGS, check_rung, script_defaults
 from fabric_ladder.settings import Settings
 from fabric_ladder.tools.arguments import Arguments, at_least_1, new_path, rungs, searched, write_new
@@ -105,7 +105,9 @@ def make_plan(arguments: argparse.Namespace, options: list[str]) -> list[Planned
     plan, reasons = [], {}
     for rung, values in itertools.product(arguments.rungs or RUNGS, combinations(arguments.search)):
         for seed in range(arguments.seed, arguments.seed + arguments.seeds):
-            words = [*drop_unneeded(options, script_defaults(rung.stem)), *in_words(values), "--seed", str(seed)]
+            kept = drop_unneeded([*options, *in_words(values)], script_defaults(rung.stem))
+            # a searched value without effect stays, and is refused
+            words = [*without_options(kept, values), *in_words(values), "--seed", str(seed)]
             checked = check_rung(rung, words)
             if isinstance(checked, str):
                 reasons[f"Left out: {' '.join([rung.stem, *in_words(values)])}: {checked}"] = checked

@@ -8,6 +8,7 @@ from rich.console import Console
 from support.recorded_runs import record, write_run
 
 from fabric_ladder.comparing.search import Tried, print_search
+from fabric_ladder.comparing.sources import read_sources
 
 
 def tried(root, values, losses, **settings):
@@ -64,3 +65,15 @@ def test_kept_weights_are_judged_by_their_own_validation(tmp_path):
 def test_a_search_without_any_result_says_so(tmp_path):
     text = printed(tried(tmp_path, {"learning_rate": "1e-5"}, [None]), tried(tmp_path, {"learning_rate": "1"}, [None]))
     assert text == "2_grad_accum: no value has a result for every seed\n"
+
+
+@pytest.mark.parametrize(("metric", "value", "shown"), [("accuracy", 0.9, 90), ("loss", 0.1, None)])
+def test_a_comparison_shows_the_validation_of_the_tested_weights_or_none(tmp_path, metric, value, shown):
+    content = record()
+    best = {"metric": metric, "value": value, "place": "epoch 1, batch 3", "used": True}
+    content["results"]["best_validation"] = best
+    (run,) = read_sources([write_run(tmp_path, content)])
+    assert (run.unfinished, run.figures.get("validation_accuracy")) == (None, shown)
+    best["used"] = False
+    (run,) = read_sources([write_run(tmp_path, content, number=2)])
+    assert run.figures["validation_accuracy"] == 80

@@ -1,11 +1,13 @@
 """Label smoothing and class weights: the formula, every cut of the effective batch, and the values that are refused."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
 from sklearn.utils.class_weight import compute_class_weight
 from support.data_files import VIT, load_in, write_images
-from support.helpers import settings_for, tiny_model, token_datasets
+from support.helpers import SMALL, SRC, finished, run_script, settings_for, tiny_model, token_datasets
 from support.objectives import CUTS, accumulated, assert_exact, packable
 from support.training import losses, run_training
 
@@ -94,3 +96,11 @@ def test_values_without_effect_or_meaning_are_refused(tmp_path, values, message)
 def test_another_number_of_weights_than_of_classes_is_refused(tmp_path, fabric):
     with pytest.raises(UserError, match=r"--class_weights 1,2: 2 numbers for 3 classes; give one for each: 0, 1, 2"):
         build_dataloaders(fabric, token_datasets(classes=3), settings_for(tmp_path, class_weights="1,2"))
+
+
+@pytest.mark.slow
+def test_memory_is_predicted_with_weights_too(tmp_path):
+    """Only the micro-batches of the training hold the weights."""
+    more = ["--class_weights", "balanced", "--predict_memory", "true", "--micro_batch_size", "8"]
+    printed = finished(run_script(SRC / "2_grad_accum.py", *SMALL, *more, cwd=tmp_path))
+    assert re.search(r"^Predicted peak: \d+\.\d\d", printed, re.MULTILINE), printed

@@ -105,6 +105,8 @@ def test_numbers_are_sorted_by_size_and_class_names_are_kept(tmp_path):
         ([*texts(), {"text": "a", "label": None}], {}, r"1 of 41 rows of .*rows\.jsonl .*line 41: no label"),
         ([*texts(), {"text": "a", "label": [{}]}], {}, r"line 41: label is \[{}\], not a list of labels"),
         ([*texts(), {"text": "a", "label": ["b", ""]}], {}, r"line 41: label is .*not a list of labels"),
+        ([*texts(), {"text": "a", "label": ["0", "1", "0"]}], {}, r"line 41: label .*names a label twice: give"),
+        ([{"text": "a", "label": "b"}, {"text": "a", "label": "['b', 'c']"}], {}, r"line 2: label .*, a printed list"),
         ([{"text": "a", "b": 1, "c": 0}, {"text": "a", "b": 0, "c": 2}], {"label_column": "b,c"},
          r"line 2: c is 2, not 0 or 1"),
         ([{"text": "a", "b": 1}], {"label_column": "b,c"}, r"has no column 'c'"),

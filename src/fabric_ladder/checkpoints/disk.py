@@ -43,7 +43,8 @@ def check_disk_space(settings: Settings, model: nn.Module, existing: int = 0) ->
     if settings.save != "no" and adapters and (settings.from_scratch or settings.lora_init in CHANGES_BASE):
         needed += trained + frozen  # the base exists nowhere else
     if settings.save_every or settings.best_weights:
-        needed += (CHECKPOINTS - existing) * state
+        best = bool(settings.save_every and settings.best_weights)  # it stays next to the newest one
+        needed += (CHECKPOINTS + best - existing) * state
     runs_dir = Path(settings.runs_dir).absolute()
     free = shutil.disk_usage(next(path for path in (runs_dir, *runs_dir.parents) if path.exists())).free
     if free < needed:

@@ -195,7 +195,7 @@ def _load_adapter(result: Result, base: str | None, dtype: torch.dtype | None, q
         if adapter.task_type != "CAUSAL_LM":
             if own is None:
                 raise UserError(f"{result.folder} lacks the model's config.json, which describes its head")
-            for key in ("num_labels", "id2label", "label2id", "pad_token_id"):
+            for key in ("num_labels", "id2label", "label2id", "pad_token_id", "problem_type"):
                 if hasattr(own, key):
                     setattr(config, key, getattr(own, key))
         model = _load_base(result, name, {"config": config} | local, dtype or torch.float32, quantization)

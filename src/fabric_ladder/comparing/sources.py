@@ -147,6 +147,13 @@ def _fill(run: LoggedRun, record: dict) -> None:
         else:
             share = number(f"results.epochs.{name}_accuracy", last[f"{name}_accuracy"], SHARE)
             run.figures[f"{name}_accuracy"] = share * 100
+    best = results.get("best_validation")
+    if best and best["used"]:  # the test is of these weights, and the last validation is of others
+        figures = {"accuracy": ("validation_accuracy", 100), "loss": ("validation_mse", 1)}
+        run.figures = {name: value for name, value in run.figures.items() if name not in dict(figures.values())}
+        name, factor = figures[best["metric"]]
+        if name == "validation_accuracy" or "test_mse" in run.figures:
+            run.figures[name] = number("results.best_validation.value", best["value"], LOSS) * factor
     if results.get("test_samples") is not None:
         run.test_samples = number("results.test_samples", results["test_samples"], COUNT)
     if "classes" in results:
@@ -158,7 +165,8 @@ def _fill(run: LoggedRun, record: dict) -> None:
     if "test_tokens" in results:
         run.figures["test_loss"] = number("results.test_loss", results["test_loss"], LOSS)
         run.figures["test_perplexity"] = _perplexity(results["test_loss"])
-        validation = number("results.epochs.validation_loss", last["validation_loss"], LOSS)
+        by_loss = best and best["used"] and best["metric"] == "loss"
+        validation = number("validation_loss", best["value"] if by_loss else last["validation_loss"], LOSS)
         run.figures["validation_perplexity"] = _perplexity(validation)
 
 

@@ -163,8 +163,9 @@ def load_hub(settings: DataSettings, commit: str, scratch: Path, notices: list[s
         if split not in loaded:
             continue
         table = loaded[split]
-        is_class = isinstance(table.features.get(settings.label_column), hf.ClassLabel)
-        if split != "train" and is_class and pc.max(table.data.column(settings.label_column)).as_py() == -1:
+        feature = table.features.get(settings.label_column)
+        numbers = isinstance(feature, hf.ClassLabel) or getattr(feature, "dtype", "").startswith(("int", "float"))
+        if split != "train" and numbers and pc.unique(table.data.column(settings.label_column)).to_pylist() == [-1]:
             notices.append(f"{name} ({split}) has no labels and is left out")
         else:
             splits[split] = table

@@ -19,6 +19,12 @@ def class_numbers(value: object, column: str, classes: int) -> list[int]:
     return value
 
 
+def refuse_printed_list(text: str, column: str) -> None:
+    """Raise ValueError for a text such as `['a', 'b']`, which pandas writes for a list in a CSV file."""
+    if text.strip().startswith("[") and text.strip().endswith("]"):
+        raise ValueError(f"{column} is {shown(text)}, a printed list: write JSON Lines or Parquet, or the items alone")
+
+
 def label_texts(labels: list, column: str) -> list[str]:
     """Return a row's labels as texts, or raise ValueError."""
     texts = [str(label).strip() for label in labels if isinstance(label, str | int)]

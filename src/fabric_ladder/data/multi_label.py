@@ -15,7 +15,13 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from fabric_ladder.data.label_kind import Described, LabelKind, describe_f1, join, matrix, percent
-from fabric_ladder.data.label_lists import class_numbers, find_classes, label_texts, number_lists
+from fabric_ladder.data.label_lists import (
+    class_numbers,
+    find_classes,
+    label_texts,
+    number_lists,
+    refuse_printed_list,
+)
 from fabric_ladder.data.objective import in_32_bit
 from fabric_ladder.data.rows import shown
 from fabric_ladder.errors import UserError
@@ -115,8 +121,12 @@ def _labels(value: object, column: str) -> list[str]:
     if value is None:
         raise ValueError(f"no {column}")
     if isinstance(value, str):
+        refuse_printed_list(value, column)
         value = value.split("|" if "|" in value else ",") if value.strip() else []
-    return label_texts(value if isinstance(value, list) else [value], column)
+    texts = label_texts(value if isinstance(value, list) else [value], column)
+    if len(set(texts)) < len(texts):
+        raise ValueError(f"{column} is {shown(value)} and names a label twice: give flags of 0 and 1 as columns")
+    return texts
 
 
 def _with_flags(table: hf.Dataset, values: dict[object, int], split: str) -> hf.Dataset:

@@ -20,7 +20,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fabric_ladder.data.label_kind import Described, LabelKind, describe_f1, join, percent
-from fabric_ladder.data.label_lists import class_numbers, find_classes, label_texts, number_lists
+from fabric_ladder.data.label_lists import (
+    class_numbers,
+    find_classes,
+    label_texts,
+    number_lists,
+    refuse_printed_list,
+)
 from fabric_ladder.data.objective import in_32_bit
 from fabric_ladder.data.splits import IGNORED
 from fabric_ladder.errors import UserError
@@ -162,6 +168,7 @@ def word_list(row: dict, column: str) -> list:
     if value is None:
         raise ValueError(f"no {column}")
     if isinstance(value, str):
+        refuse_printed_list(value, column)
         value = value.split()
     if not isinstance(value, list) or not value:
         raise ValueError(f"{column} is {value!r:.40}, not a list of words")

@@ -224,12 +224,13 @@ def _check_nvme(settings: Settings, offloaded: dict[str, dict]) -> None:
             f"{start}: with zero_optimization.offload_param.device nvme the evaluation runs out of DeepSpeed's "
             "buffers: write cpu in a copy of the file, and give --deepspeed COPY.json"
         )
-    if settings.save_every or settings.save == "sharded" or settings.load or settings.resume != "no":
+    reads = settings.save_every or settings.save == "sharded" or settings.load or settings.resume != "no"
+    if reads or settings.best_weights:
         # `DeepSpeedEngine.load_checkpoint` would start Adam again from zero, and the file lacks the 32-bit weights
         raise UserError(
             f"{start} cannot be continued, since DeepSpeed does not load optimizer state from a disk: leave out "
-            "--save_every, --save sharded, --load and --resume (--save consolidated keeps the weights), or use "
-            "--deepspeed zero3_offload"
+            "--save_every, --save sharded, --load, --resume and --best_weights (--save consolidated keeps the last "
+            "weights), or use --deepspeed zero3_offload"
         )
     folder = offloaded["optimizer"].get("nvme_path") or "."
     with refused(

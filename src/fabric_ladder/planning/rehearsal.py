@@ -380,7 +380,8 @@ def _largest(micro_batches: list[MicroBatch]) -> dict[tuple[int, ...], MicroBatc
 
 
 def _within(sizes: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    return all(one <= limit for one, limit in zip(sizes, other, strict=True))
+    # micro-batches of the training may have one more input, at the end: the weights of the classes
+    return all(one <= limit for one, limit in zip(sizes, other, strict=False))
 
 
 def _without_values(micro_batch: MicroBatch) -> MicroBatch:

@@ -71,6 +71,12 @@ class MemoryHistory:
             with suppress(Exception):
                 error.memory_snapshot = self._write(self.folder / NAME)
 
+    def missing(self) -> str | None:
+        """Return a line about a `file` that was not written."""
+        if self.recording and self._file:
+            return f"no --memory_snapshot {self._file}: the run has ended before its optimizer step {STEPS}"
+        return None
+
     def stop(self) -> None:
         """Stop recording, and forget the history."""
         if self.recording:

@@ -254,6 +254,8 @@ class Run:
 
     def close(self) -> None:
         """Close the run's folder, and stop the history of memory."""
+        if line := self.memory_history.missing():
+            self.print(line, log=False)
         self.memory_history.stop()
         self.record.close()
 

@@ -104,5 +104,5 @@ class Freezing(Technique):
         return model
 
     def further_blocks(self, settings: Settings) -> int:
-        """Return the trained blocks: a rehearsal with fewer blocks leaves out frozen ones."""
+        """Return the number of trained blocks: a rehearsal of a shorter model leaves out only frozen ones."""
         return trained_blocks(settings)

@@ -10,7 +10,7 @@ from typing import NoReturn
 from fabric_ladder.errors import UserError, print_error
 from fabric_ladder.options import read_words
 from fabric_ladder.rungs import choose_rungs
-from fabric_ladder.settings import FACTS
+from fabric_ladder.settings import FACTS, SURROUNDINGS
 
 PRECISIONS = ("32-true", "bf16-true", "16-true")  # weights of a loaded model
 
@@ -85,6 +85,10 @@ def searched(text: str) -> tuple[str, list[str]]:
             read_words([f"--{name}", value])
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+    if name == "seed":
+        raise argparse.ArgumentTypeError("seed is not searched: --seeds N runs each value with N seeds")
+    if name not in FACTS or FACTS[name].role == SURROUNDINGS:
+        raise argparse.ArgumentTypeError(f"--{name} changes no result: search a setting that does")
     if len(set(values)) < 2:
         raise argparse.ArgumentTypeError(f"{text}: write a setting and its values, as in learning_rate=1e-5,5e-5")
     return name, values
