@@ -78,7 +78,7 @@ def test_a_run_stopped_at_a_validation_resumes_bit_by_bit(tmp_path, dropout_mode
     assert_same(run(tmp_path, *options)[0], whole)
 
 
-@pytest.mark.parametrize("call", [1, 2])
+@pytest.mark.parametrize("call", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_run_stopped_within_a_validation_repeats_it(tmp_path, dropout_model, whole, monkeypatch, call):
     options = ["--model", dropout_model, *EVERY_3, "--eval_batch_tokens", 64, "--resume", "auto"]
     calls, run_model = [], loop.run_model
@@ -121,6 +121,7 @@ def test_patience_stops_the_training_and_the_run_is_complete(tmp_path):
     assert (status, "has finished already" in text) == (0, True)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_in_the_test_after_an_early_stop_trains_no_further(tmp_path):
     more = ["--epochs", 3, "--evaluate_every", 3, "--patience", 1, *UNSTEADY]
     status, text = run_here(RUNG, tmp_path, *more, "--resume", "auto", at="Memory used")
@@ -130,7 +131,7 @@ def test_a_run_stopped_in_the_test_after_an_early_stop_trains_no_further(tmp_pat
     assert lines_of(home) == lines_of(run(tmp_path / "whole", *more)[0])
 
 
-@pytest.mark.parametrize("metric", ["loss", "accuracy"])
+@pytest.mark.parametrize("metric", ["loss", pytest.param("accuracy", marks=pytest.mark.slow)])
 def test_the_best_weights_are_tested_and_saved(tmp_path, metric):
     more = ["--evaluate_every", 3, "--best_metric", metric, *UNSTEADY]
     kept, _ = run(tmp_path / "kept", *more, "--save_every", 3, "--keep", 99)
