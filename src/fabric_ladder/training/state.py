@@ -21,7 +21,7 @@ from fabric_ladder.runs.metrics import Meter, Score, Step
 from fabric_ladder.runs.run import Run
 
 SAVED = (
-    "epoch batch samples trained skipped micro_batch_tokens samples_hash validated best best_step best_place not_better"
+    "epoch batch samples trained skipped micro_batch_tokens samples_hash validated best best_step not_better"
 ).split()
 
 
@@ -43,7 +43,6 @@ class TrainingState:
         validated: Optimizer steps before the last validation.
         best: The best validation's `best_metric`; None before the first validation.
         best_step: Optimizer steps before the best validation.
-        best_place: The same position in words.
         not_better: Validations since the best one.
         meter: Losses since the last printed line.
     """
@@ -61,7 +60,6 @@ class TrainingState:
     validated: int = 0
     best: float | None = None
     best_step: int = 0
-    best_place: str = ""
     not_better: int = 0
     meter: Meter = field(init=False)
 
@@ -100,8 +98,13 @@ class TrainingState:
         if self.best is None or (value < self.best if metric == "loss" else value > self.best):
             self.best = value
             self.best_step = self.optimizer_steps
-            self.best_place = f"epoch {self.epoch + 1}, batch {self.batch}"
             self.not_better = 0
+
+    @property
+    def best_place(self) -> str:
+        """The position of the best validation in words."""
+        epochs, batches = divmod(self.best_step - 1, self.steps_per_epoch)
+        return f"epoch {epochs + 1}, batch {batches + 1}"
 
     def describe(self) -> str:
         """Return the position in words."""
