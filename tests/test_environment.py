@@ -87,6 +87,7 @@ torch.ones(2**10)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries are left alone")
 def test_freed_memory_is_kept_unless_the_user_has_configured_the_c_library():
     def kept(**configured):

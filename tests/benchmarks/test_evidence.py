@@ -29,6 +29,7 @@ def small_set(monkeypatch, tmp_path):
     return tmp_path / "kept" / "small" / "2_grad_accum"
 
 
+@pytest.mark.slow
 def test_missing_runs_are_made_and_stored_without_folders_of_this_machine(small_set, capfd):
     evidence.make(FIRST)
     assert "small: 2_grad_accum, learning rate 0.001, seed 123" in capfd.readouterr().out

@@ -54,7 +54,7 @@ def run_deepspeed(cwd, config, *more, **environment):
 
 
 @needs_deepspeed
-@pytest.mark.parametrize("config", [pytest.param("zero2", marks=SLOW), "zero3"])
+@pytest.mark.parametrize("config", [pytest.param("zero2", marks=SLOW), pytest.param("zero3", marks=SLOW)])
 def test_zero_prints_the_losses_of_one_process(alone, saved, config):
     folder, stdout = saved(config)
     same(alone(), folder, abs=1e-4)

@@ -33,7 +33,12 @@ OFFLOAD = ("11_fsdp_cpu_offload", 2, *CLIP, "--activation_checkpointing", "true"
         pytest.param(CLIP, FSDP, id="fsdp"),
         pytest.param(CLIP, OFFLOAD, id="fsdp-offload"),
         pytest.param(CLIP, ("9_ddp", 2, *CLIP), id="ddp-clipped", marks=pytest.mark.slow),
-        pytest.param((), ("9_ddp", 3, "--micro_batch_tokens", "300"), id="ddp-3", marks=pytest.mark.slow),
+        pytest.param(
+            (),
+            ("9_ddp", 3, "--micro_batch_size", "null", "--micro_batch_tokens", "300"),
+            id="ddp-3",
+            marks=pytest.mark.slow,
+        ),
         pytest.param((), ("10_fsdp", 4), id="fsdp-4", marks=pytest.mark.slow),
         pytest.param(FROZEN, ("9_ddp", 2, *FROZEN), id="ddp-frozen", marks=pytest.mark.slow),
         pytest.param(FROZEN, ("10_fsdp", 2, *FROZEN), id="fsdp-frozen", marks=pytest.mark.slow),
@@ -66,6 +71,7 @@ def test_each_rank_has_its_own_dropout_masks(run):
     assert 100 < (masks[0] != masks[1]).sum() < 300
 
 
+@pytest.mark.slow
 def test_ranks_exchange_the_used_rows_of_a_table_and_get_ddps_gradient_bit_by_bit(tmp_path):
     script = ROOT / "tests" / "support" / "exchanged_rows.py"
     lines = finished(run_script(script, cwd=tmp_path, fresh=True, **ONE_THREAD)).splitlines()

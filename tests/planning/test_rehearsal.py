@@ -71,9 +71,10 @@ def test_the_memory_of_all_blocks_is_found_from_a_few(tmp_path, rung, options, f
     ("family", "trained", "rehearsed", "options"),
     [
         ("bloom", "last:1", 2, ()),
-        ("qwen3", "none", 2, ("--precision", "bf16-mixed")),
+        pytest.param("qwen3", "none", 2, ("--precision", "bf16-mixed"), marks=pytest.mark.slow),
         ("gpt2", "last:2", 2, (*IN_16_BITS, *CHECKPOINTING)),
-        ("llama", "last:10", 1, ()),  # more blocks are trained than the smaller models could leave out
+        # more blocks are trained than the smaller models could leave out
+        pytest.param("llama", "last:10", 1, (), marks=pytest.mark.slow),
         pytest.param("modernbert", "last:2", 2, (), marks=pytest.mark.slow),
         pytest.param("vit", "last:1", 2, ("--max_grad_norm", "1"), marks=pytest.mark.slow),
         pytest.param("bert", "last:2", 2, ("--optimizer", "adafactor"), marks=pytest.mark.slow),

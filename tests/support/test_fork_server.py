@@ -51,6 +51,7 @@ def both(script, *arguments, cwd, environment):
     return fork_server.fork(command, str(cwd), environment, 60), fresh
 
 
+@pytest.mark.slow
 def test_a_fork_has_the_state_of_a_fresh_process(tmp_path):
     """The forked process has more imports, and other random numbers if they are not seeded."""
     (tmp_path / "scripts").mkdir()

@@ -124,15 +124,18 @@ def test_a_stopped_run_resumes_bit_by_bit(tmp_path, dropout_model):
     assert_same(tmp_path / "runs" / RUNG / "1", tmp_path / "whole" / "runs" / RUNG / "1")
 
 
+CHECKPOINTED = {"precision": "bf16-mixed", "micro_batch_size": 1, "activation_checkpointing": True}
+
+
 @pytest.mark.filterwarnings("ignore:Module is None")  # a warning of the other tracker
 @pytest.mark.parametrize(
     ("family", "ways"),
     [
         ("bloom", {}),
         ("vit", {"precision": "bf16-true", "kahan_summation": True}),
-        ("bloom-lm", {"step_in_backward": True}),
+        pytest.param("bloom-lm", {"step_in_backward": True}, marks=pytest.mark.slow),
         ("vit", {"lora": True, "lora_dropout": 0.0}),
-        ("bloom", {"precision": "bf16-mixed", "micro_batch_size": 1, "activation_checkpointing": True}),
+        pytest.param("bloom", CHECKPOINTED, marks=pytest.mark.slow),
     ],
 )
 def test_the_prediction_agrees_with_real_tensors(tmp_path, monkeypatch, family, ways):

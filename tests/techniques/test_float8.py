@@ -135,9 +135,13 @@ def test_weights_and_their_names_stay(tmp_path):
 @pytest.mark.filterwarnings("ignore:Module is None")  # a warning of the other tracker
 @pytest.mark.parametrize(
     ("family", "ways"),
-    [("bloom", {}), ("vit", {"activation_checkpointing": True}), ("bloom-lm", {"precision": "bf16-true"}),
-     ("vit", {"lora": True, "lora_dropout": 0.0})],
-)  # fmt: skip
+    [
+        ("bloom", {}),
+        ("vit", {"activation_checkpointing": True}),
+        pytest.param("bloom-lm", {"precision": "bf16-true"}, marks=pytest.mark.slow),
+        ("vit", {"lora": True, "lora_dropout": 0.0}),
+    ],
+)
 def test_the_prediction_agrees_with_real_tensors(tmp_path, family, ways):
     settings, training, _ = case(tmp_path, family, **({"precision": "bf16-mixed", "float8": True} | ways))
     assert predict_peak(settings, training).total == pytest.approx(measured_peak(settings, training), rel=0.01)
@@ -176,6 +180,7 @@ def test_a_model_without_such_layers_is_refused(tmp_path, kind):
         Float8().check(small(tmp_path, kind), None)
 
 
+@pytest.mark.slow
 def test_without_torchao_it_is_refused(tmp_path):
     process = run_script(RUNG, cwd=tmp_path, **without_package(tmp_path, "torchao"))
     assert process.returncode == 2

@@ -132,7 +132,8 @@ def test_the_losses_are_those_of_a_model_frozen_by_hand(tmp_path, way, kind, tas
         assert torch.equal(weight.float(), before[name].to(weight.dtype).float()) != (name in trained(model)), name
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_compiled_blocks_are_frozen_too(tmp_path, monkeypatch, backend):
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
     plain, compiled = (

@@ -89,7 +89,10 @@ def test_fused_equals_eager_in_32_bit(kind, length):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-true"])
-@pytest.mark.parametrize(("width", "length", "seeds"), [(16, 48, 4), (24, 48, 4), (16, 384, 2), (24, 384, 2)])
+@pytest.mark.parametrize(
+    ("width", "length", "seeds"),
+    [(16, 48, 4), (24, 48, 4), pytest.param(16, 384, 2, marks=pytest.mark.slow), (24, 384, 2)],
+)
 def test_fused_is_as_near_to_64_bit_as_eager(width, length, seeds, precision):
     """One width has a power of two as its scale, the other does not. Errors are means over some batches."""
     dtype = {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(precision, torch.float32)
@@ -263,7 +266,9 @@ def with_adapters(model):
     return adapted
 
 
-@pytest.mark.parametrize("wrap", [checkpointed, compiled, with_adapters, copy.deepcopy])
+@pytest.mark.parametrize(
+    "wrap", [checkpointed, pytest.param(compiled, marks=pytest.mark.slow), with_adapters, copy.deepcopy]
+)
 def test_wrapped_models_compute_the_same(wrap):
     expected, got = pair()
     expected, got = expected if wrap is compiled else wrap(expected), wrap(got)

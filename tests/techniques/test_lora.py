@@ -286,6 +286,7 @@ def test_without_bitsandbytes_rung_14_prints_one_line(monkeypatch):
     assert str(error.value) == line
 
 
+@pytest.mark.slow
 def test_an_old_torchao_is_refused_in_one_line(tmp_path):
     """PEFT raises an ImportError with versions below 0.16, for instance Colab's."""
     (tmp_path / "torchao").mkdir()
@@ -341,7 +342,8 @@ def printed_losses(tmp_path, name, *more):
     return [float(row["loss"] or row["validation_loss"] or row["test_loss"]) for row in rows]
 
 
-@pytest.mark.parametrize("name", ["9_ddp", pytest.param("10_fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["9_ddp", "10_fsdp"])
 def test_processes_share_adapters_and_packed_tokens_without_changing_a_loss(tmp_path, name):
     """The weight of a micro-batch depends on the trained tokens of all ranks."""
     expected = printed_losses(tmp_path, "2_grad_accum")

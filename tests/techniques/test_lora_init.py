@@ -111,7 +111,7 @@ def test_a_checkpoint_with_other_base_weights_is_refused(tmp_path, fabric):
         read("gaussian")
 
 
-@pytest.mark.parametrize("start", ["olora", "pissa_niter_16"])
+@pytest.mark.parametrize("start", ["olora", pytest.param("pissa_niter_16", marks=pytest.mark.slow)])
 def test_a_run_resumes_bit_by_bit(tmp_path, dropout_model, start):
     options = ["--model", dropout_model, "--lora_init", start, "--lora_plus_ratio", 4, "--save_every", 100]
     for name in ("whole", "cut"):

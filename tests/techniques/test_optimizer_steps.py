@@ -23,7 +23,7 @@ def fit(tmp_path, dtype, optimizer="adam", steps=300, rate=5e-5, **values):
     """Return a perceptron's mean squared error after some small steps, divided by its first error."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, 1))
-    inputs = torch.randn(512, 64)
+    inputs = torch.randn(128, 64)
     targets = torch.sin(inputs[:, :8]).sum(1, keepdim=True) / 2
     model, inputs, targets = model.to(dtype), inputs.to(dtype), targets.to(dtype)
     settings = settings_for(tmp_path, learning_rate=rate, optimizer=optimizer, **values)
@@ -171,7 +171,13 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize(("place", "optimizer", "kahan"), [*PLACES, (BOTH, "adam", True)])
+@pytest.mark.parametrize(
+    ("place", "optimizer", "kahan"),
+    [
+        *(pytest.param(*case, marks=[pytest.mark.slow] if case[2] else []) for case in PLACES),
+        (BOTH, "adam", True),
+    ],
+)
 def test_the_place_of_the_steps_changes_no_bit(tmp_path, monkeypatch, place, optimizer, kahan):
     monkeypatch.setattr(adam_4bit, "LEAST", 128)  # then most tensors of the small model are in 4 bits
     cut = {name: value for name, value in place.items() if name == "micro_batch_size"}

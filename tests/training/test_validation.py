@@ -70,7 +70,12 @@ def test_logs_and_figures_hold_every_validation(whole):
 
 
 @pytest.mark.parametrize(
-    "place", ["Batch 0003/0008 | Samples 00024/00060 | Loss", "00024/00060 | Val loss", "Batch 0006"]
+    "place",
+    [
+        pytest.param("Batch 0003/0008 | Samples 00024/00060 | Loss", marks=pytest.mark.slow),
+        "00024/00060 | Val loss",
+        pytest.param("Batch 0006", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_stopped_at_a_validation_resumes_bit_by_bit(tmp_path, dropout_model, whole, place):
     options = ["--model", dropout_model, *EVERY_3, "--resume", "auto"]
@@ -131,7 +136,7 @@ def test_a_run_stopped_in_the_test_after_an_early_stop_trains_no_further(tmp_pat
     assert lines_of(home) == lines_of(run(tmp_path / "whole", *more)[0])
 
 
-@pytest.mark.parametrize("metric", ["loss", pytest.param("accuracy", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("metric", [pytest.param("loss", marks=pytest.mark.slow), "accuracy"])
 def test_the_best_weights_are_tested_and_saved(tmp_path, metric):
     more = ["--evaluate_every", 3, "--best_metric", metric, *UNSTEADY]
     kept, _ = run(tmp_path / "kept", *more, "--save_every", 3, "--keep", 99)
@@ -152,6 +157,7 @@ def test_the_best_weights_are_tested_and_saved(tmp_path, metric):
     assert record_of(home)["results"]["test_loss"] != record_of(kept)["results"]["test_loss"]
 
 
+@pytest.mark.slow
 def test_best_weights_survive_a_stop(tmp_path):
     more = ["--evaluate_every", 3, "--best_weights", "true", "--resume", "auto", *UNSTEADY]
     for place in ("Batch 0006/0008 | Samples 00048/00060 | Val", "Memory used"):
