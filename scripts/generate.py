@@ -3,6 +3,7 @@
 python scripts/generate.py --model runs/13_lora/1 --prompt "Name three films." [--input TEXT]
 python scripts/generate.py --model runs/13_lora/1 --prompts questions.jsonl --output answers.jsonl
 python scripts/generate.py --model runs/13_lora/1 --chat
+python scripts/generate.py --model runs/13_lora/1 runs/13_lora/2 --prompt "Name three films."  # both answer
 """
 
 import argparse
@@ -20,7 +21,12 @@ from fabric_ladder.tools.arguments import PRECISIONS, Arguments, at_least_1, new
 def parse() -> argparse.Namespace:
     """Read the command line, and refuse options that contradict each other."""
     parser = Arguments(__doc__)
-    parser.add_argument("--model", required=True, help="folder of a run, a model or an adapter, or a name on the Hub")
+    parser.add_argument(
+        "--model",
+        required=True,
+        nargs="+",
+        help="folder of a run, a model or an adapter, or a name on the Hub; several adapters of one base all answer",
+    )
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("--prompt", help="one instruction; the answer is printed")
     task.add_argument("--prompts", type=Path, help="text file, or JSON (Lines) with instruction and input, or prompt")
@@ -49,6 +55,8 @@ def parse() -> argparse.Namespace:
             parser.error(f"--{name} needs sampling; add a --temperature above 0, e.g. 0.7")
     if found.output and not found.prompts:
         parser.error("--output stores the answers to --prompts; other answers are printed")
+    if found.chat and len(found.model) > 1:
+        parser.error("--chat: one model answers; give --model one folder")
     if found.input and not found.prompt:
         parser.error("--input needs --prompt")
     return found
@@ -77,28 +85,44 @@ def main(arguments: argparse.Namespace) -> None:
     dtype = DTYPES[arguments.precision or ("bf16-true" if on_gpu else "32-true")]
 
     ### 1 The model
-    model, tokenizer = generation.load_language_model(arguments.model, dtype, arguments.quantization)
+    first, *others = arguments.model
+    model, tokenizer = generation.load_language_model(first, dtype, arguments.quantization)
+    adapters = [("default" if others else None, tokenizer), *generation.load_further_adapters(model, others)]
     model.to("cuda" if on_gpu else "cpu")
     torch.backends.cuda.enable_cudnn_sdp(False)  # it would build a plan for the length of every new token
     wanted = generation.RAW if arguments.raw else arguments.prompt_template
-    template = generation.choose_template(tokenizer, wanted, arguments.chat)
     sampling = {}
     if arguments.temperature:
         options = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")}
         sampling = {name: value for name, value in options.items() if value is not None}
-    generator = generation.Generator(model, tokenizer, template, arguments.max_new_tokens, sampling)
-    torch.manual_seed(123 if arguments.seed is None else arguments.seed)
+    generators = {}
+    for name, (adapter, tokenizer) in zip(arguments.model, adapters, strict=True):
+        template = generation.choose_template(tokenizer, wanted, arguments.chat)
+        options = (model, tokenizer, template, arguments.max_new_tokens, sampling, adapter)
+        generators[name] = generation.Generator(*options)
 
     ### 2 The answers
+    seed = 123 if arguments.seed is None else arguments.seed
     if arguments.chat:
-        generator.chat(typed_lines())
+        torch.manual_seed(seed)
+        generators[first].chat(typed_lines())
         return
     if arguments.prompt is not None:
         question = generation.Question(arguments.prompt, arguments.input)
-        generator.answer([generator.tokens(question)], stream=True)
+        for name, generator in generators.items():
+            if others:
+                print(f"{name}:")
+            torch.manual_seed(seed)
+            generator.answer([generator.tokens(question)], stream=True)
         return
-    answers = generation.answer_all(generator, [question for _, question in rows], arguments.batch_size)
-    lines = [row | {"generated": answer} for (row, _), answer in zip(rows, answers, strict=True)]
+    answers = {}
+    for name, generator in generators.items():
+        torch.manual_seed(seed)
+        answers[name] = generation.answer_all(generator, [question for _, question in rows], arguments.batch_size)
+    lines = []
+    for number, (row, _) in enumerate(rows):
+        found = {name: texts[number] for name, texts in answers.items()}
+        lines.append(row | {"generated": found if others else found[first]})
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     if not arguments.output:
         print(text, end="")
@@ -108,7 +132,7 @@ def main(arguments: argparse.Namespace) -> None:
     except UserError:
         print(text, end="")  # rather than lose the answers
         raise
-    print(f"Saved {len(answers)} answers in {arguments.output}")
+    print(f"Saved {len(rows) * len(answers)} answers in {arguments.output}")
 
 
 if __name__ == "__main__":

@@ -181,8 +181,8 @@ def four_bits(config: PretrainedConfig, dtype: torch.dtype) -> dict:
 
 
 def _load_adapter(result: Result, base: str | None, dtype: torch.dtype | None, quantization: str | None) -> nn.Module:
-    """Return the base model with the adapter, after checking that every weight was saved."""
-    from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+    """Return the base model with the adapter."""
+    from peft import PeftConfig, get_peft_model
 
     name, adapter = base_name(result, base), PeftConfig.from_pretrained(result.folder)
     mismatch = f"{result.folder} is an adapter for {adapter.base_model_name_or_path}, and does not fit {name}"
@@ -201,14 +201,47 @@ def _load_adapter(result: Result, base: str | None, dtype: torch.dtype | None, q
         model = _load_base(result, name, {"config": config} | local, dtype or torch.float32, quantization)
     with refused(mismatch):
         model = get_peft_model(model, adapter)
-        expected = get_peft_model_state_dict(model, save_embedding_layers=False)
-        weights = _read(result)
-        if result.format != "adapter":  # named as in the model, not as in PEFT's file
-            weights = get_peft_model_state_dict(model, weights, save_embedding_layers=False)
-        if names := expected.keys() ^ weights.keys():  # PEFT would ignore them
-            raise UserError(f"{mismatch}: only one of them has {min(names)}")
-        set_peft_model_state_dict(model, weights)
+        _fill_adapter(model, result, mismatch)
     return model
+
+
+def add_adapter(model: nn.Module, result: Result, name: str) -> None:
+    """Add an adapter of the same base to a `PeftModel`; `model.set_adapter(name)` chooses it.
+
+    Args:
+        model: From `load_result`; its first adapter is named `default`.
+        result: From `find_result`.
+        name: A name without a dot.
+
+    Raises:
+        UserError: The result or the model is not an adapter, or the adapter has another base or does not fit it.
+    """
+    from peft import PeftConfig
+
+    if not (result.adapter and hasattr(model, "peft_config")):
+        raise UserError(f"{result.folder}: several models can only be adapters of one base; give --model one folder")
+    adapter, base = PeftConfig.from_pretrained(result.folder), model.peft_config["default"].base_model_name_or_path
+    mismatch = f"{result.folder} is an adapter for {adapter.base_model_name_or_path}, and the first one for {base}"
+    if adapter.base_model_name_or_path != base:
+        raise UserError(f"{mismatch}: give adapters of one base")
+    with refused(mismatch):
+        model.add_adapter(name, adapter)
+        _fill_adapter(model, result, mismatch, name)
+
+
+def _fill_adapter(model: nn.Module, result: Result, mismatch: str, name: str = "default") -> None:
+    """Read an adapter's weights, after checking that every weight was saved."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    options = {"save_embedding_layers": False, "adapter_name": name}
+    expected = get_peft_model_state_dict(model, **options)
+    weights = _read(result)
+    if result.format != "adapter":  # named as in a model with one adapter, not as in PEFT's file
+        named = {key.replace(".default.", f".{name}."): weight for key, weight in weights.items()}
+        weights = get_peft_model_state_dict(model, named, **options)
+    if names := expected.keys() ^ weights.keys():  # PEFT would ignore them
+        raise UserError(f"{mismatch}: only one of them has {min(names)}")
+    set_peft_model_state_dict(model, weights, adapter_name=name)
 
 
 def _load_base(result: Result, name: str, options: dict, dtype: torch.dtype, quantization: str | None) -> nn.Module:

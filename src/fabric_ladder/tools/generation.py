@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, TextStreamer
 
-from fabric_ladder.checkpoints.export import Result, base_name, find_result, load_result
+from fabric_ladder.checkpoints.export import Result, add_adapter, base_name, find_result, load_result
 from fabric_ladder.checkpoints.save import end_tokens
 from fabric_ladder.data.instructions import prompt_text, prompt_tokens
 from fabric_ladder.data.rows import read_file, reading
@@ -39,12 +39,20 @@ class Generator:
         template: Template for `prompt_text`, `alpaca`, `chat` or `raw`.
         max_new_tokens: Longest answer.
         sampling: `temperature`, `top_k` and `top_p`; empty for greedy decoding.
+        adapter: Name of the adapter that answers, if the model has several.
     """
 
     def __init__(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, template: str, max_new_tokens: int, sampling: dict
+        self,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str,
+        max_new_tokens: int,
+        sampling: dict,
+        adapter: str | None = None,
     ):
         self.model = model
+        self.adapter = adapter
         self.tokenizer = tokenizer
         self.template = template
         self._ends = end_tokens(tokenizer, model.generation_config.eos_token_id) or []
@@ -77,6 +85,8 @@ class Generator:
 
         Shorter prompts are padded on the left. The padding is masked.
         """
+        if self.adapter:
+            self.model.set_adapter(self.adapter)
         device = next(self.model.parameters()).device
         inputs = self.tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(device)
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
@@ -153,15 +163,35 @@ def load_language_model(
     """
     silence_loading()
     result = find_result(name) if Path(name).is_dir() else Result(Path(name), "model", adapter=False)
-    _check_language(
-        result.config or load_config(base_name(result)), name
-    )  # an adapter of another project has no config
-    own = not result.adapter or result.has("tokenizer.json", "tokenizer_config.json")
-    tokenizer = load_tokenizer(result.folder.as_posix() if own else base_name(result))
+    # an adapter of another project has no config
+    _check_language(result.config or load_config(base_name(result)), name)
     model = load_result(result, dtype=dtype, quantization=quantization)
     fuse_attention(model)
     fuse_gelu(model)
-    return model, tokenizer
+    return model, _tokenizer_of(result)
+
+
+def load_further_adapters(model: nn.Module, names: list[str]) -> list[tuple[str, PreTrainedTokenizerBase]]:
+    """Add adapters to a model that has one, without a second copy of their base.
+
+    Args:
+        model: From `load_language_model`.
+        names: Folders of runs or adapters.
+
+    Returns:
+        The name of each adapter in the model, and its tokenizer, which stores the template of its training.
+    """
+    added = []
+    for number, name in enumerate(names, start=2):
+        result = find_result(name)
+        add_adapter(model, result, str(number))
+        added.append((str(number), _tokenizer_of(result)))
+    return added
+
+
+def _tokenizer_of(result: Result) -> PreTrainedTokenizerBase:
+    own = not result.adapter or result.has("tokenizer.json", "tokenizer_config.json")
+    return load_tokenizer(result.folder.as_posix() if own else base_name(result))
 
 
 def choose_template(tokenizer: PreTrainedTokenizerBase, wanted: str | None, chat: bool) -> str:
