@@ -32,7 +32,6 @@ OFFLOAD = ("11_fsdp_cpu_offload", 2, *CLIP, "--activation_checkpointing", "true"
         pytest.param((), DDP, id="ddp"),
         pytest.param(CLIP, FSDP, id="fsdp"),
         pytest.param(CLIP, OFFLOAD, id="fsdp-offload"),
-        pytest.param(CLIP, ("9_ddp", 2, *CLIP), id="ddp-clipped", marks=pytest.mark.slow),
         pytest.param(
             (),
             ("9_ddp", 3, "--micro_batch_size", "null", "--micro_batch_tokens", "300"),
@@ -40,7 +39,6 @@ OFFLOAD = ("11_fsdp_cpu_offload", 2, *CLIP, "--activation_checkpointing", "true"
             marks=pytest.mark.slow,
         ),
         pytest.param((), ("10_fsdp", 4), id="fsdp-4", marks=pytest.mark.slow),
-        pytest.param(FROZEN, ("9_ddp", 2, *FROZEN), id="ddp-frozen", marks=pytest.mark.slow),
         pytest.param(FROZEN, ("10_fsdp", 2, *FROZEN), id="fsdp-frozen", marks=pytest.mark.slow),
     ],
 )

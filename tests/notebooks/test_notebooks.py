@@ -97,7 +97,7 @@ def small(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["4_mixed_precision", "9_ddp", "15_packing"])
+@pytest.mark.parametrize("name", ["9_ddp", "15_packing"])
 def test_a_notebook_runs_in_a_kernel(name, small, tmp_path, monkeypatch):
     for variable in ("HF_HOME", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"):
         monkeypatch.setenv(variable, "1")  # restored after the test
