@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 from filelock import FileLock
 
+from fabric_ladder.data.progress import Progress
 from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError, first_line
 from fabric_ladder.settings import DataSettings
@@ -93,10 +94,18 @@ def save_tokens(target: Path, splits: dict[str, hf.Dataset], facts: dict) -> tup
 
 def map_batches(table: hf.Dataset, function: Callable[[dict], dict], name: str, scratch: Path, **options) -> hf.Dataset:
     """Apply `function` to the batches of a table, write the new columns to a file in `scratch`, and map it."""
-    return table.map(
-        function, batched=True, load_from_cache_file=False, new_fingerprint=name, desc="Tokenizing",
-        cache_file_name=str(scratch / f"mapped-{name}.arrow"), remove_columns=table.column_names, **options,
-    )  # fmt: skip
+    hf.disable_progress_bars()  # `quiet` enables them again
+
+    def count(batch: dict) -> dict:
+        columns = function(batch)
+        progress.add(len(next(iter(batch.values()))))
+        return columns
+
+    with Progress("Tokenizing", len(table)) as progress:
+        return table.map(
+            count, batched=True, load_from_cache_file=False, new_fingerprint=name,
+            cache_file_name=str(scratch / f"mapped-{name}.arrow"), remove_columns=table.column_names, **options,
+        )  # fmt: skip
 
 
 def write_rows(path: Path, schema: pa.Schema, rows: Iterable[dict]) -> hf.Dataset:
