@@ -106,7 +106,7 @@ def tokenize_instructions(
         )
         tokenizer = train_tokenizer(texts, vocabulary, eos_token=END_OF_TEXT)
         tokenizer.save_pretrained(target / "tokenizer")
-    encoder, total = _Encoder(settings, tokenizer), sum(map(len, splits.values()))
+    encoder, total = Encoder(settings, tokenizer), sum(map(len, splits.values()))
     encode = encoder.encode_chats if chat else encoder.encode_instructions
     tokens = {split: map_batches(rows, encode, split, scratch, features=FEATURES) for split, rows in splits.items()}
     notices += encoder.notices(total)
@@ -117,7 +117,7 @@ def tokenize_instructions(
     return save_tokens(target, tokens, facts)
 
 
-class _Encoder:
+class Encoder:
     """Turns batches of rows into tokens and labels, and counts the samples that are cut or left out."""
 
     def __init__(self, settings: DataSettings, tokenizer: PreTrainedTokenizerBase):
@@ -154,6 +154,22 @@ class _Encoder:
         found = tokenize(self.tokenizer, texts, add_special_tokens=False, return_offsets_mapping=True)
         places = [_within(offsets, chat.answers) for offsets, chat in zip(found["offset_mapping"], chats, strict=True)]
         return self._columns(list(zip(found["input_ids"], places, strict=True)))
+
+    def encode_streamed(self, batch: dict[str, list]) -> dict[str, list]:
+        """Tokenize instructions or chats during the training.
+
+        Raises:
+            UserError: The template cannot write a chat, and `bad_samples` is `refuse`.
+        """
+        columns = self.encode_chats(batch) if "messages" in batch else self.encode_instructions(batch)
+        if self.bad and self.settings.bad_samples == "refuse":
+            location, reason = self.bad[0]
+            raise UserError(
+                f"{location} cannot be written by the tokenizer's chat template ({reason}): fix or remove it, or leave "
+                "such rows out with --bad_samples skip"
+            )
+        self.bad.clear()
+        return columns
 
     def notices(self, total: int) -> list[str]:
         """Return notices about samples that were cut or left out, or refuse chats that the template cannot write."""

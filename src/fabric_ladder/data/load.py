@@ -1,5 +1,9 @@
 """Load the data set in the settings: read, split, tokenize or decode, and keep the result in the cache."""
 
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,16 +16,20 @@ from fabric_ladder.data.cache import make_once, map_batches, save_tokens
 from fabric_ladder.data.hub import find_commit
 from fabric_ladder.data.image_files import find_images
 from fabric_ladder.data.images import load_images
+from fabric_ladder.data.instruction_rows import check_for
 from fabric_ladder.data.instructions import (
     INSTRUCTION_CACHE_FORMAT,
+    Encoder,
     prompt_templates,
     set_end_token,
     tokenize_instructions,
 )
 from fabric_ladder.data.kinds import kind_of
+from fabric_ladder.data.rows import read_good_rows
 from fabric_ladder.data.sources import Source, find_source
 from fabric_ladder.data.splits import SPLITS, ImageDatasets, TextDatasets
-from fabric_ladder.data.tables import complete_splits, read_splits
+from fabric_ladder.data.stream import STREAM_CACHE_FORMAT, Stream, Survey
+from fabric_ladder.data.tables import check_texts, complete_splits, label_number, read_splits, text_columns
 from fabric_ladder.data.tokens import CACHE_FORMAT, load_tokenizer, tokenize_start, train_tokenizer, trained_vocabulary
 from fabric_ladder.data.words import tokenize_words
 from fabric_ladder.settings import DataSettings
@@ -69,6 +77,9 @@ def prepare(settings: DataSettings, imdb: Source) -> TextDatasets | ImageDataset
     make = {"instruction-tuning": tokenize_instructions, "token-classification": tokenize_words}.get(
         settings.task, _tokenize_texts
     )
+    if settings.stream_buffer:
+        inputs.append(["stream", STREAM_CACHE_FORMAT])
+        make = partial(_survey, make)
     folder, facts = make_once(settings, "tokenised", inputs, partial(make, settings, source, tokenizer, vocabulary))
     if tokenizer is None:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
@@ -76,7 +87,8 @@ def prepare(settings: DataSettings, imdb: Source) -> TextDatasets | ImageDataset
     if instructed:
         template = "chat" if facts["chat"] else settings.prompt_template or "alpaca"
         tokenizer.init_kwargs |= {"prompt_template": template, "answer_ends": facts["answer_ends"]}  # saved with it
-    return TextDatasets(splits, facts["class_names"], tokenizer, facts["fingerprint"], facts["notices"], commit)
+    found = TextDatasets(splits, facts["class_names"], tokenizer, facts["fingerprint"], facts["notices"], commit)
+    return _with_stream(found, settings, source, facts) if settings.stream_buffer else found
 
 
 def check_data(settings: DataSettings) -> None:
@@ -117,11 +129,50 @@ def _tokenize_texts(
         tokenizer = train_tokenizer(splits["train"], vocabulary)
         tokenizer.save_pretrained(target / "tokenizer")
 
-    def encode(batch):
-        ids = tokenize_start(tokenizer, batch["text"], settings.max_length)
-        lengths = [len(row) for row in ids]
-        labels = batch.get("labels") or batch["label"]
-        return {"input_ids": [np.asarray(row, np.int32) for row in ids], "length": lengths, "labels": labels}
-
+    encode = partial(_encode_texts, tokenizer, settings.max_length)
     tokens = {split: map_batches(rows, encode, split, scratch) for split, rows in splits.items()}
     return save_tokens(target, tokens, {"class_names": class_names, "notices": notices})
+
+
+def _encode_texts(tokenizer: PreTrainedTokenizerBase, max_length: int, batch: dict[str, list]) -> dict[str, list]:
+    ids = tokenize_start(tokenizer, batch["text"], max_length)
+    lengths = [len(row) for row in ids]
+    labels = batch.get("labels") or batch["label"]
+    return {"input_ids": [np.asarray(row, np.int32) for row in ids], "length": lengths, "labels": labels}
+
+
+def _survey(
+    make: Callable,
+    settings: DataSettings,
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocabulary,
+    scratch: Path,
+) -> tuple[Path, dict]:
+    """Call `make` with the first training samples, and add the facts about all of them."""
+    survey = Survey(settings.train_samples)
+    folder, facts = make(settings, source._replace(keep=survey.keep), tokenizer, vocabulary, scratch)
+    return folder, facts | {"stream": survey.facts(facts["class_names"])}
+
+
+def _with_stream(datasets: TextDatasets, settings: DataSettings, source: Source, facts: dict) -> TextDatasets:
+    """Return the data sets with the stream of their training samples."""
+    files = source.files["train"]
+    names = datasets.class_names
+    if names:
+        texts, labels = text_columns(settings)
+        check, wanted = partial(check_texts, settings, None), (*texts, *labels)
+        encode = partial(_encode_texts, datasets.tokenizer, settings.max_length)
+    else:
+        check, wanted = check_for, ()
+        encode = Encoder(settings, datasets.tokenizer).encode_streamed
+
+    def read(number: int) -> Iterator[dict]:
+        for row in read_good_rows(settings, files[number], check, wanted):
+            yield row | {"label": label_number(row["label"], names)} if names else row
+
+    stream = Stream(read, encode, facts["stream"], settings.stream_buffer)
+    content = [facts["fingerprint"], facts["stream"], settings.stream_buffer]
+    notice = f"Streaming {len(stream):,} training samples, shuffled in a buffer of {settings.stream_buffer:,}"
+    fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:20]
+    return replace(datasets, stream=stream, fingerprint=fingerprint, notices=[notice, *datasets.notices])

@@ -14,11 +14,12 @@ from torch.nn.functional import interpolate, pad
 from torch.utils.data import DataLoader, Dataset
 
 from fabric_ladder.data import class_weights
-from fabric_ladder.data.cutting import MicroBatchPlan
+from fabric_ladder.data.cutting import MicroBatchPlan, cut_by
 from fabric_ladder.data.kinds import kind_of
 from fabric_ladder.data.objective import Objective
 from fabric_ladder.data.sampler import BatchPlan, EffectiveBatchSampler, EvaluationSampler
 from fabric_ladder.data.splits import IGNORED, SPLITS, ImageDatasets, TextDatasets
+from fabric_ladder.data.stream import Stream, StreamedBatch, StreamSampler
 from fabric_ladder.settings import Settings
 
 
@@ -72,14 +73,14 @@ class Collator(Dataset):
         self.class_names = datasets.class_names
         self.kind = kind_of(settings, self.class_names)
         self.imbalance = []
-        if name == "train":
-            self.imbalance = (
-                self.kind.notes(self.split) if self.kind else describe_imbalance(self.split, self.class_names)
-            )
         self.objective: Objective | None = self.kind
-        if name == "train" and class_weights.is_used(settings):
-            counts = np.bincount(_numbers(self.split, "labels"), minlength=len(self.class_names))
-            self.objective = class_weights.ClassWeights(settings, counts, self.class_names)
+        if name == "train" and self.kind:
+            self.imbalance = self.kind.notes(self.split)
+        elif name == "train" and self.class_names:
+            counts = count_classes(datasets)
+            self.imbalance = describe_imbalance(counts, self.class_names)
+            if class_weights.is_used(settings):
+                self.objective = class_weights.ClassWeights(settings, counts, self.class_names)
         self.notices = [*datasets.notices, *(self.objective.notices if self.objective else ())]
 
     def __len__(self) -> int:
@@ -104,7 +105,10 @@ class TextCollator(Collator):
 
     def micro_batch(self, plan: MicroBatchPlan, epoch: int | None = None) -> MicroBatch:
         """Pad a plan's rows on the right to the longest one, rounded up to the multiple; epochs do not differ."""
-        columns = self.split[plan.rows]
+        return self.collate(self.split[plan.rows], plan)
+
+    def collate(self, columns: dict[str, list], plan: MicroBatchPlan) -> MicroBatch:
+        """Like `micro_batch`, for the columns of the plan's rows."""
         ids = columns["input_ids"]
         labels = columns["labels"]
         samples = list(map(len, ids))
@@ -141,6 +145,47 @@ class TextCollator(Collator):
             following = pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)
             inputs["predicting"] = (following != IGNORED).flatten().nonzero().squeeze(1)
         return inputs
+
+
+class StreamCollator(TextCollator):
+    """Tokenizes the samples of an effective batch, and cuts them into micro-batches.
+
+    A plan of row numbers, for trials and predictions, gives samples of `max_length` equal tokens.
+    """
+
+    def __init__(self, datasets: TextDatasets, settings: Settings, rank: int, ranks: int):
+        super().__init__(datasets, "train", settings)
+        self.split = None
+        self.samples = len(datasets.stream)
+        self.encode = datasets.stream.encode
+        self.settings = settings
+        self.rank = rank
+        self.ranks = ranks
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, plan: StreamedBatch | BatchPlan) -> EffectiveBatch:
+        """Return the effective batch. If the encoder leaves out all of its samples, it is a filler."""
+        if isinstance(plan, BatchPlan):
+            return super().__getitem__(plan)
+        columns = self.encode({name: [row[name] for row in plan.rows] for name in plan.rows[0]})
+        lengths = np.array(columns["length"], int)
+        if not len(lengths):
+            filler = MicroBatchPlan([0], 0, 0.0, [1] if self.settings.packing else None)
+            return EffectiveBatch(plan.numbers, [self.micro_batch(filler)])
+        items = np.array(columns["items"], int) if "items" in columns else np.ones_like(lengths)
+        rows = np.arange(len(lengths))
+        size = self.settings.micro_batch_size
+        parts = cut_by(self.settings, rows, lengths, items, self.ranks, size, plan.tokens)[self.rank]
+        return EffectiveBatch(plan.numbers, [self.collate(_chosen(columns, part.rows), part) for part in parts])
+
+    def micro_batch(self, plan: MicroBatchPlan, epoch: int | None = None) -> MicroBatch:
+        """Return samples of `max_length` tokens; see the class."""
+        token = int(self.tokenizer.pad_token_id == 0)  # not the padding
+        longest = [token] * self.settings.max_length
+        labels = longest if self.with_predicting else 0
+        return self.collate({"input_ids": [longest] * len(plan.rows), "labels": [labels] * len(plan.rows)}, plan)
 
 
 class ImageCollator(Collator):
@@ -225,27 +270,41 @@ def build_dataloaders(
         collator, settings = ImageCollator, replace(settings, pad_to_multiple_of=1)  # images need no padding
     loaders = []
     training = None
+    where = settings, fabric.global_rank, fabric.world_size
     for name in SPLITS:
         split = datasets.splits[name]
-        lengths = _numbers(split, "length")
-        items = _numbers(split, "items") if "items" in split.column_names else np.ones_like(lengths)
-        values = lengths, items, settings, fabric.global_rank, fabric.world_size
-        sampler = EvaluationSampler(*values, training) if training else EffectiveBatchSampler(*values)
+        if name == "train" and _stream_of(datasets):
+            sampler = StreamSampler(datasets.stream, *where)
+            data = StreamCollator(datasets, *where)
+        else:
+            lengths = _numbers(split, "length")
+            items = _numbers(split, "items") if "items" in split.column_names else np.ones_like(lengths)
+            values = lengths, items, *where
+            sampler = EvaluationSampler(*values, training) if training else EffectiveBatchSampler(*values)
+            data = collator(datasets, name, settings)
         training = training or sampler
         loader = DataLoader(
-            collator(datasets, name, settings), sampler=sampler, batch_size=None, collate_fn=_unchanged,
+            data, sampler=sampler, batch_size=None, collate_fn=_unchanged,
             num_workers=settings.num_workers, pin_memory=settings.accelerator == "cuda",
         )  # fmt: skip
         loaders.append(loader)
     return tuple(loaders)
 
 
-def describe_imbalance(split: hf.Dataset, class_names: list[str]) -> list[str]:
+def _stream_of(datasets: TextDatasets | ImageDatasets) -> Stream | None:
+    return datasets.stream if isinstance(datasets, TextDatasets) else None
+
+
+def count_classes(datasets: TextDatasets | ImageDatasets) -> np.ndarray:
+    """Return the training samples of each class."""
+    if stream := _stream_of(datasets):
+        return stream.class_counts
+    return np.bincount(_numbers(datasets.splits["train"], "labels"), minlength=len(datasets.class_names))
+
+
+def describe_imbalance(counts: np.ndarray, class_names: list[str]) -> list[str]:
     """Return a line about the largest class, if it has over 60 % of the samples or over twice its even share."""
-    if not class_names:
-        return []
-    counts = np.bincount(_numbers(split, "labels"))
-    share, name = counts.max() / len(split), class_names[counts.argmax()]
+    share, name = counts.max() / counts.sum(), class_names[counts.argmax()]
     if share <= min(0.6, 2 / len(class_names)):
         return []
     return [
@@ -261,6 +320,14 @@ def _numbers(split: hf.Dataset, column: str) -> np.ndarray:
 
 def _empty_images(count: int, side: int) -> Tensor:
     return torch.empty((count, 3, side, side), dtype=torch.uint8, memory_format=torch.channels_last)
+
+
+def _chosen(columns: dict[str, list], rows: np.ndarray) -> dict[str, list]:
+    """Return some rows of columns, with lists in place of arrays."""
+    return {
+        name: [values[row].tolist() if isinstance(values[row], np.ndarray) else values[row] for row in rows]
+        for name, values in columns.items()
+    }
 
 
 def _joined(rows: list, packs: list[int]) -> list[list[int]]:

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from fabric_ladder.data.cache import write_rows
 from fabric_ladder.data.hub import load_hub
+from fabric_ladder.data.progress import Progress
 from fabric_ladder.data.sources import FILE_FORMATS, SEPARATORS, Source, file_format
 from fabric_ladder.errors import UserError, refused
 from fabric_ladder.settings import DataSettings
@@ -60,7 +61,8 @@ def read_parts(
         check, schema = check_for(name, columns, table.features)
         checked = parts.setdefault(split, [])
         target = scratch / f"{split}-{len(checked)}.arrow"
-        checked.append(write_checked(rows, name, check, schema, target, settings, notices))
+        keep = source.keep if split == "train" else iter
+        checked.append(write_checked(rows, name, check, schema, target, settings, notices, keep))
     return parts
 
 
@@ -69,24 +71,24 @@ def _tables(
 ) -> Iterator[tuple[str, str, Table]]:
     """Yield the split, the name and the content of each table."""
     if source.files is not None:
-        names = settings.column_names and [name.strip() for name in settings.column_names.split(",")]
         for split, paths in source.files.items():
             for path in paths:
-                yield split, str(path), read_file(path, names, wanted)
+                yield split, str(path), read_file(path, settings.column_names, wanted)
         return
     for split, table in load_hub(settings, source.key[-1], scratch, notices).items():
         chosen = table.select_columns(list(wanted)) if {*wanted} <= {*table.column_names} and wanted else table
         yield split, f"{settings.dataset} ({split})", Table(table_rows(chosen), table.features)
 
 
-def read_file(path: Path, names: list[str] | None = None, wanted: tuple[str, ...] = ()) -> Table:
+def read_file(path: Path, column_names: str | None = None, wanted: tuple[str, ...] = ()) -> Table:
     """Return a file as a table.
 
     Args:
         path: The file.
-        names: Column names for a CSV or TSV file without a header.
+        column_names: As in the settings.
         wanted: See `read_parts`.
     """
+    names = column_names and [name.strip() for name in column_names.split(",")]
     kind = file_format(path)
     if kind is None:
         raise UserError(f"{path}: files of this kind cannot be read, only {', '.join(FILE_FORMATS)}")
@@ -99,6 +101,16 @@ def read_file(path: Path, names: list[str] | None = None, wanted: tuple[str, ...
         if wanted:  # `datasets` does not support the types of all other columns
             schema = pa.schema([schema.field(name) for name in wanted if name in schema.names], schema.metadata)
         return Table(_parquet_rows(path, wanted), hf.Features.from_arrow_schema(schema))
+
+
+def read_good_rows(
+    settings: DataSettings, path: Path, check_for: Callable, wanted: tuple[str, ...] = ()
+) -> Iterator[dict]:
+    """Yield the checked rows of a file, and leave out the bad ones. The arguments are those of `read_parts`."""
+    table = read_file(path, settings.column_names, wanted)
+    columns, rows = _find_columns(table, str(path))
+    check, _ = check_for(str(path), columns, table.features)
+    yield from _good_rows(rows, check, [])
 
 
 def table_rows(table: hf.Dataset) -> Rows:
@@ -200,6 +212,7 @@ def write_checked(
     target: Path,
     settings: DataSettings,
     notices: list[str],
+    keep: Callable[[Iterator[dict]], Iterator[dict]] = iter,
 ) -> hf.Dataset:
     """Write the good rows of a table to an Arrow file, and map it.
 
@@ -211,27 +224,27 @@ def write_checked(
         target: The Arrow file.
         settings: `bad_samples` is used.
         notices: Gets a line about rows that are left out.
+        keep: Returns the good rows to write.
 
     Raises:
         UserError: There are bad rows, and `bad_samples` is `refuse`; or all rows are bad.
     """
     bad = []
-    total = 0
-
-    def good() -> Iterator[dict]:
-        nonlocal total
-        for location, row in rows:
-            total += 1
-            try:
-                if isinstance(row, ValueError):
-                    raise row
-                yield check(location, row)
-            except ValueError as error:
-                bad.append((location, str(error)))
-
-    table = write_rows(target, schema, good())
-    notices += note_bad_samples(bad, total, f"rows of {name} cannot be used", settings)
+    with Progress(f"Reading {name}") as progress:
+        table = write_rows(target, schema, keep(_good_rows(progress.count(rows), check, bad)))
+    notices += note_bad_samples(bad, progress.done, f"rows of {name} cannot be used", settings)
     return table
+
+
+def _good_rows(rows: Rows, check: Callable[[str, dict], dict], bad: list[tuple[str, str]]) -> Iterator[dict]:
+    """Yield the checked rows; `bad` gets the locations of all others, with the reasons."""
+    for location, row in rows:
+        try:
+            if isinstance(row, ValueError):
+                raise row
+            yield check(location, row)
+        except ValueError as error:
+            bad.append((location, str(error)))
 
 
 def read_text(row: dict, column: str, location: str = "", may_be_empty: bool = False) -> str:

@@ -96,6 +96,12 @@ class EffectiveBatchSampler(Sampler):
         numbers = [self._with_largest_part(order, by_tokens[:compared], bounds), by_width[0]]
         return [self._plan(order, number) for number in dict.fromkeys(map(int, numbers))]
 
+    def first_and_last(self) -> list[MicroBatchPlan]:
+        """Return this rank's micro-batch plans of the first and the last effective batch of the epoch."""
+        order = self._order()
+        last = (len(order) - 1) // self.settings.batch_size
+        return [part for number in (0, last) for part in self._plan(order, number).parts]
+
     def _with_largest_part(self, order: np.ndarray, numbers: np.ndarray, bounds: np.ndarray) -> int:
         """Return the number of the effective batch with the largest micro-batch.
 

@@ -1,7 +1,7 @@
 """Find the source of the texts: IMDb, synthetic reviews, the Hub, or files. Nothing is read here."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,11 +30,13 @@ class Source(NamedTuple):
             adds the commit of a name on the Hub, which needs the network.
         files: The files of each split, if the source is files.
         read: Returns the reviews of IMDb (columns `text` and `label`) and the row numbers of each split.
+        keep: Returns those of a table's training rows that are kept; by default all.
     """
 
     key: list
     files: dict[str, list[Path]] | None = None
     read: Callable[[], tuple[pd.DataFrame, list[np.ndarray]]] | None = None
+    keep: Callable[[Iterator[dict]], Iterator[dict]] = iter
 
 
 def find_source(settings: DataSettings, imdb: Source | None = None) -> Source:
@@ -58,6 +60,10 @@ def find_source(settings: DataSettings, imdb: Source | None = None) -> Source:
     columns = settings.text_column, settings.label_column
     if name in REVIEWS and columns != (DataSettings.text_column, DataSettings.label_column):
         raise UserError(f"--text_column and --label_column are for tables, not for {name}; set --dataset")
+    if settings.stream_buffer and path is None:
+        raise UserError(
+            f"--stream_buffer {settings.stream_buffer} reads files, not {name}: set --dataset to a file or a folder"
+        )
     if name in REVIEWS:
         return imdb if name == "imdb" and imdb else Source([name])
     if path is None:
@@ -69,8 +75,20 @@ def find_source(settings: DataSettings, imdb: Source | None = None) -> Source:
             if found is None:
                 raise UserError(f"there is no {split} file {file} here or in {settings.data_dir}")
             files[split] = [found]
+    if settings.stream_buffer:
+        _check_streamed(settings, files)
     files = {split: [path.resolve() for path in paths] for split, paths in files.items()}
     return Source(["files", {split: list(map(file_stamp, paths)) for split, paths in files.items()}], files)
+
+
+def _check_streamed(settings: DataSettings, files: dict[str, list[Path]]) -> None:
+    """Refuse files that cannot be streamed, because they are read as a whole or must be split."""
+    option = f"--stream_buffer {settings.stream_buffer}"
+    if missing := [split for split in SPLIT_NAMES if split not in files]:
+        raise UserError(f"{option} splits no file, and there is no {missing[0]} file: add --{missing[0]}_file")
+    whole = [path for path in files["train"] if re.search(r"\.json(\.gz)?$", path.name.lower())]
+    if whole:
+        raise UserError(f"{option}: a JSON list such as {whole[0]} is read as a whole; write JSON Lines (.jsonl)")
 
 
 def find_path(settings: DataSettings, suffixes: tuple[str, ...]) -> Path | None:

@@ -1,10 +1,13 @@
 """The results of the data modules: splits of texts or images, and their facts."""
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import datasets as hf
 from transformers import PreTrainedTokenizerBase
+
+if TYPE_CHECKING:
+    from fabric_ladder.data.stream import Stream
 
 SPLITS = ("train", "validation", "test")
 IGNORED = -100  # label of a token that is not trained, as in PyTorch's cross entropy
@@ -25,6 +28,7 @@ class TextDatasets:
         fingerprint: A hash of all tokens and labels, equal on every machine.
         notices: Lines that the user should read.
         commit: The commit of a data set on the Hub.
+        stream: The training samples, if they are streamed. `train` then has only the first ones.
     """
 
     splits: hf.DatasetDict
@@ -33,6 +37,7 @@ class TextDatasets:
     fingerprint: str
     notices: list[str] = field(default_factory=list)
     commit: str | None = None
+    stream: "Stream | None" = None
 
 
 class ImageFormat(NamedTuple):

@@ -41,24 +41,32 @@ def read_splits(
                 "--dataset with such labels"
             )
         return read_reviews(settings, source, scratch), ["negative", "positive"], []
-    texts = tuple(map(str.strip, settings.text_column.split(",")))
-    labels = kind.columns(settings) if kind else (settings.label_column,)
+    texts, labels = text_columns(settings, kind)
     if both := [column for column in labels if column in texts]:
         raise UserError(f"--text_column and --label_column name the same column, {both[0]!r}")
     notices = []
-
-    def check_for(name: str, columns: list[str], features: dict) -> tuple[Callable[[str, dict], dict], pa.Schema]:
-        for column in (*texts, *labels):
-            check_column(columns, column, name)
-        reader = kind.reader(settings, features) if kind else label_reader(settings.label_column, features)
-        feature, label_of = reader
-        check = partial(_join_texts, columns=texts, label_of=label_of)
-        return check, hf.Features({"text": hf.Value("string"), "label": feature}).arrow_schema
-
-    parts = read_parts(settings, source, scratch, notices, check_for, (*texts, *labels))
+    parts = read_parts(settings, source, scratch, notices, partial(check_texts, settings, kind), (*texts, *labels))
     if kind:
         return kind.number(parts, settings), kind.names, notices
     return *number_labels(join_parts(parts, settings.label_column), "texts"), notices
+
+
+def text_columns(settings: DataSettings, kind: LabelKind | None = None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the columns of the texts and of the labels."""
+    texts = tuple(map(str.strip, settings.text_column.split(",")))
+    return texts, kind.columns(settings) if kind else (settings.label_column,)
+
+
+def check_texts(
+    settings: DataSettings, kind: LabelKind | None, name: str, columns: list[str], features: dict
+) -> tuple[Callable[[str, dict], dict], pa.Schema]:
+    """Return the check for rows of the table `name` with these columns, and the schema of its result."""
+    texts, labels = text_columns(settings, kind)
+    for column in (*texts, *labels):
+        check_column(columns, column, name)
+    feature, label_of = kind.reader(settings, features) if kind else label_reader(settings.label_column, features)
+    check = partial(_join_texts, columns=texts, label_of=label_of)
+    return check, hf.Features({"text": hf.Value("string"), "label": feature}).arrow_schema
 
 
 def _join_texts(_: str, row: dict, columns: tuple[str, ...], label_of: Callable[[dict], int | str | list]) -> dict:
@@ -163,6 +171,13 @@ def number_labels(splits: dict[str, hf.Dataset], samples: str) -> tuple[dict[str
         numbers = pc.index_in(labels, pa.array(values, labels.type)).cast(pa.int64()).to_numpy()
         splits[split] = table.remove_columns("label").add_column("label", numbers)
     return splits, [str(value) for value in values]
+
+
+def label_number(label: int | str, names: list[str]) -> int:
+    """Return the number that `join_parts` and `number_labels` give a label of `label_reader`."""
+    if isinstance(label, int):
+        return label
+    return names.index(label if label in names else str(int(label.split(".")[0])))
 
 
 def complete_splits(splits: dict[str, hf.Dataset], settings: DataSettings) -> dict[str, hf.Dataset]:

@@ -103,6 +103,8 @@ def find_samples(settings: Settings, length: int | None) -> tuple[Samples, list[
     try:
         if find_source(settings).key[0] == "hub":
             missing = f"{settings.dataset} is on the Hub"
+        elif settings.stream_buffer:
+            missing = "The training samples are streamed"
         elif settings.dataset == "imdb" and not find_dataset(settings.data_dir):
             missing = f"IMDb is not in {settings.data_dir}"
         elif not _has_tokenizer(settings):

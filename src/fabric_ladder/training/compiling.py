@@ -49,10 +49,8 @@ def _training_parts(training: Training) -> list[MicroBatchPlan]:
             for some in (rows[:1], rows)
         ]
     else:
-        parts = []
-        for number in (0, len(sampler) - 1):
-            sampler.set_epoch(training.state.epoch, start=number)
-            parts += next(iter(sampler)).parts
+        sampler.set_epoch(training.state.epoch)
+        parts = sampler.first_and_last()
     return _one_and_several(training, parts)
 
 
