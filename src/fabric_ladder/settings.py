@@ -210,8 +210,8 @@ class DataSettings:
     )
     stream_buffer: int | None = data_setting(
         None,
-        "Stream the training samples from a `dataset` of files: shuffle them in a buffer of N samples and tokenize "
-        "them during the training, without a copy in the cache. Default: all are tokenized first.",
+        "Stream the training samples: shuffle them in a buffer of N samples and tokenize them during the training, "
+        "without a copy in the cache. Default: all are tokenized first.",
         role=DATA,
         at_least=1,
         aliases={

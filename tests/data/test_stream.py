@@ -232,9 +232,9 @@ def test_a_file_that_becomes_shorter_during_the_training_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("dataset", "values", "line"),
     [
-        ("synthetic", {}, r"--stream_buffer 7 reads files, not synthetic: set --dataset to a file or a folder"),
-        ("texts/train.jsonl", {}, r"7 splits no file, and there is no validation file: add --validation_file"),
-        ("texts/train.jsonl", {"validation_file": "texts/test.jsonl"}, r"there is no test file: add --test_file"),
+        ("synthetic", {}, r"--stream_buffer 7 is for files and the Hub, not for synthetic"),
+        ("texts/train.jsonl", {}, r"7 splits no data, and \S+ has no validation split: add --validation_file"),
+        ("texts/train.jsonl", {"validation_file": "texts/test.jsonl"}, r"has no test split: add --test_file"),
         ("list", {}, r"7: a JSON list such as .*train\.json is read as a whole; write JSON Lines"),
     ],
 )

@@ -25,7 +25,7 @@ from fabric_ladder.data.instructions import (
     tokenize_instructions,
 )
 from fabric_ladder.data.kinds import kind_of
-from fabric_ladder.data.rows import read_good_rows
+from fabric_ladder.data.rows import read_training_rows
 from fabric_ladder.data.sources import Source, find_source
 from fabric_ladder.data.splits import SPLITS, ImageDatasets, TextDatasets
 from fabric_ladder.data.stream import STREAM_CACHE_FORMAT, Stream, Survey
@@ -157,7 +157,6 @@ def _survey(
 
 def _with_stream(datasets: TextDatasets, settings: DataSettings, source: Source, facts: dict) -> TextDatasets:
     """Return the data sets with the stream of their training samples."""
-    files = source.files["train"]
     names = datasets.class_names
     if names:
         texts, labels = text_columns(settings)
@@ -168,7 +167,7 @@ def _with_stream(datasets: TextDatasets, settings: DataSettings, source: Source,
         encode = Encoder(settings, datasets.tokenizer).encode_streamed
 
     def read(number: int) -> Iterator[dict]:
-        for row in read_good_rows(settings, files[number], check, wanted):
+        for row in read_training_rows(settings, source, number, check, wanted):
             yield row | {"label": label_number(row["label"], names)} if names else row
 
     stream = Stream(read, encode, facts["stream"], settings.stream_buffer)

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fabric_ladder.data.cache import write_rows
-from fabric_ladder.data.hub import load_hub
+from fabric_ladder.data.hub import load_hub, stream_hub
 from fabric_ladder.data.progress import Progress
-from fabric_ladder.data.sources import FILE_FORMATS, SEPARATORS, Source, file_format
+from fabric_ladder.data.sources import FILE_FORMATS, SEPARATORS, Source, check_complete, file_format
 from fabric_ladder.errors import UserError, refused
 from fabric_ladder.settings import DataSettings
 
@@ -70,10 +70,15 @@ def _tables(
     settings: DataSettings, source: Source, scratch: Path, notices: list[str], wanted: tuple[str, ...]
 ) -> Iterator[tuple[str, str, Table]]:
     """Yield the split, the name and the content of each table."""
-    if source.files is not None:
-        for split, paths in source.files.items():
-            for path in paths:
-                yield split, str(path), read_file(path, settings.column_names, wanted)
+    for split, paths in (source.files or {}).items():
+        for path in paths:
+            yield split, str(path), read_file(path, settings.column_names, wanted)
+    if source.key[0] == "files":
+        return
+    if settings.stream_buffer:
+        loaded = stream_hub(settings, source.key[-1])
+        check_complete(settings, {*loaded, *source.files})
+        yield from ((split, *_hub_table(settings, loaded, split)) for split in loaded if split not in source.files)
         return
     for split, table in load_hub(settings, source.key[-1], scratch, notices).items():
         chosen = table.select_columns(list(wanted)) if {*wanted} <= {*table.column_names} and wanted else table
@@ -103,14 +108,38 @@ def read_file(path: Path, column_names: str | None = None, wanted: tuple[str, ..
         return Table(_parquet_rows(path, wanted), hf.Features.from_arrow_schema(schema))
 
 
-def read_good_rows(
-    settings: DataSettings, path: Path, check_for: Callable, wanted: tuple[str, ...] = ()
+def read_training_rows(
+    settings: DataSettings, source: Source, number: int, check_for: Callable, wanted: tuple[str, ...] = ()
 ) -> Iterator[dict]:
-    """Yield the checked rows of a file, and leave out the bad ones. The arguments are those of `read_parts`."""
-    table = read_file(path, settings.column_names, wanted)
-    columns, rows = _find_columns(table, str(path))
-    check, _ = check_for(str(path), columns, table.features)
+    """Yield the checked rows of a training table, and leave out the bad ones.
+
+    Args:
+        settings: See `read_parts`.
+        source: See `read_parts`.
+        number: The table's number among the training tables.
+        check_for: See `read_parts`.
+        wanted: See `read_parts`.
+    """
+    if "train" in source.files:
+        path = source.files["train"][number]
+        name, table = str(path), read_file(path, settings.column_names, wanted)
+    else:
+        name, table = _hub_table(settings, stream_hub(settings, source.key[-1]), "train")
+    columns, rows = _find_columns(table, name)
+    check, _ = check_for(name, columns, table.features)
     yield from _good_rows(rows, check, [])
+
+
+def _hub_table(settings: DataSettings, loaded: dict[str, hf.IterableDataset], split: str) -> tuple[str, Table]:
+    """Return the name and the content of a split that is downloaded while it is read."""
+    name = f"{settings.dataset} ({split})"
+
+    def rows() -> Rows:
+        with refused(f"cannot read {name} from the Hub"):
+            for number, row in enumerate(loaded[split], 1):
+                yield f"row {number}", row
+
+    return name, Table(rows(), loaded[split].features or {})
 
 
 def table_rows(table: hf.Dataset) -> Rows:

@@ -1,7 +1,7 @@
 """Find the source of the texts: IMDb, synthetic reviews, the Hub, or files. Nothing is read here."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ class Source(NamedTuple):
     Attributes:
         key: Identifies the source in the cache: `imdb`, `synthetic`, `hub` or `files`, followed by details. `prepare`
             adds the commit of a name on the Hub, which needs the network.
-        files: The files of each split, if the source is files.
+        files: The files of each split, if the source is files, or a stream of the Hub with other files.
         read: Returns the reviews of IMDb (columns `text` and `label`) and the row numbers of each split.
         keep: Returns those of a table's training rows that are kept; by default all.
     """
@@ -51,7 +51,8 @@ def find_source(settings: DataSettings, imdb: Source | None = None) -> Source:
     """
     name = settings.dataset
     path = None if name in REVIEWS else find_path(settings, tuple(FILE_FORMATS))
-    if (settings.validation_file or settings.test_file) and (path is None or path.is_dir()):
+    splits_data = not settings.stream_buffer and (path is None or path.is_dir())
+    if (settings.validation_file or settings.test_file) and splits_data:
         raise UserError(f"--validation_file and --test_file need a --dataset that is a file, not {name}")
     if settings.column_names and path is None:
         raise UserError(f"--column_names is for CSV and TSV files without a header, not for {name}")
@@ -60,35 +61,46 @@ def find_source(settings: DataSettings, imdb: Source | None = None) -> Source:
     columns = settings.text_column, settings.label_column
     if name in REVIEWS and columns != (DataSettings.text_column, DataSettings.label_column):
         raise UserError(f"--text_column and --label_column are for tables, not for {name}; set --dataset")
-    if settings.stream_buffer and path is None:
-        raise UserError(
-            f"--stream_buffer {settings.stream_buffer} reads files, not {name}: set --dataset to a file or a folder"
-        )
+    if name in REVIEWS and settings.stream_buffer:
+        raise UserError(f"--stream_buffer {settings.stream_buffer} is for files and the Hub, not for {name}")
     if name in REVIEWS:
         return imdb if name == "imdb" and imdb else Source([name])
-    if path is None:
+    if path is None and not settings.stream_buffer:
         return Source(["hub", name])
-    files = _folder_files(path) if path.is_dir() else {"train": [path]}
+    files = {}
+    if path:
+        files = _folder_files(path) if path.is_dir() else {"train": [path]}
     for split, file in (("validation", settings.validation_file), ("test", settings.test_file)):
         if file:
             found = _find_file(file, settings)
             if found is None:
                 raise UserError(f"there is no {split} file {file} here or in {settings.data_dir}")
             files[split] = [found]
-    if settings.stream_buffer:
+    if settings.stream_buffer and path:
         _check_streamed(settings, files)
     files = {split: [path.resolve() for path in paths] for split, paths in files.items()}
-    return Source(["files", {split: list(map(file_stamp, paths)) for split, paths in files.items()}], files)
+    stamps = {split: list(map(file_stamp, paths)) for split, paths in files.items()}
+    return Source(["files", stamps] if path else ["hub", name, stamps], files)
 
 
 def _check_streamed(settings: DataSettings, files: dict[str, list[Path]]) -> None:
     """Refuse files that cannot be streamed, because they are read as a whole or must be split."""
-    option = f"--stream_buffer {settings.stream_buffer}"
-    if missing := [split for split in SPLIT_NAMES if split not in files]:
-        raise UserError(f"{option} splits no file, and there is no {missing[0]} file: add --{missing[0]}_file")
+    check_complete(settings, files)
     whole = [path for path in files["train"] if re.search(r"\.json(\.gz)?$", path.name.lower())]
     if whole:
-        raise UserError(f"{option}: a JSON list such as {whole[0]} is read as a whole; write JSON Lines (.jsonl)")
+        raise UserError(
+            f"--stream_buffer {settings.stream_buffer}: a JSON list such as {whole[0]} is read as a whole; write JSON "
+            "Lines (.jsonl)"
+        )
+
+
+def check_complete(settings: DataSettings, splits: Collection[str]) -> None:
+    """Refuse to stream if validation or test would have to be split off."""
+    if missing := [split for split in SPLIT_NAMES if split not in splits]:
+        raise UserError(
+            f"--stream_buffer {settings.stream_buffer} splits no data, and {settings.dataset} has no {missing[0]} "
+            f"split: add --{missing[0]}_file"
+        )
 
 
 def find_path(settings: DataSettings, suffixes: tuple[str, ...]) -> Path | None:
