@@ -46,6 +46,15 @@ def test_a_second_call_only_maps_the_first_ones_files(tmp_path, load):
     assert second.tokenizer(probe)["input_ids"] == first.tokenizer(probe)["input_ids"]
 
 
+def test_the_tokens_do_not_depend_on_the_number_of_threads(tmp_path, load, monkeypatch):
+    path = write_table(table(), tmp_path / "texts.csv")
+    found = []
+    for parallel in ("true", "false"):
+        monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallel)  # read again in each call
+        found.append(load(path, cache_dir=str(tmp_path / parallel)).fingerprint)
+    assert found[0] == found[1]
+
+
 def test_files_and_settings_that_change_the_tokens_make_a_new_cache(tmp_path, load):
     path = write_table(table(), tmp_path / "texts.csv")
     first = load(path)
