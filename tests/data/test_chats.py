@@ -5,12 +5,14 @@ from functools import partial
 from itertools import groupby
 
 import pytest
-from support.data_files import CHATML, chats, load_instructions, samples_of
+from support.data_files import CHATML, chats, load_instructions, samples_of, write_rows
+from support.data_files import rows as instruction_rows
 from support.helpers import ROOT
 from transformers import AutoTokenizer
 
 from fabric_ladder.checkpoints.save import end_tokens
 from fabric_ladder.data.chats import end_pattern, write_chat
+from fabric_ladder.data.instructions import prompt_text
 from fabric_ladder.errors import UserError
 
 TEMPLATES = ROOT / "tests" / "support" / "fixtures" / "chat_templates"
@@ -229,6 +231,43 @@ def test_the_first_token_is_written_once(load, save, name):
     for ids in samples_of(got):
         assert ids.count(first) == (name != "chatml")
         assert ids.count(last) == 0
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_prompt_and_a_completion_of_messages_are_a_chat_whose_completion_is_trained(load, save, tmp_path, kind):
+    chosen = conversations(system=True)
+    rows = [{"prompt": chat[:-1], "completion": chat[-1:]} for chat in chosen]
+    got = load(write_rows(rows, tmp_path / f"rows.{kind}"), tokenizer=save("llama-3.1"))
+    write = partial(got.tokenizer.apply_chat_template, tokenize=False)
+    assert decoded(got) == {write(chat): [f"{chat[-1]['content']}<|eot_id|>"] for chat in chosen}
+    rows[0]["completion"] = [{"role": "user", "content": "Name it."}]
+    rows[1]["prompt"] = "Name it."
+    found = r"line 1: no answer from the assistant; line 2: prompt is \"Name it\.\", not a list of messages"
+    with pytest.raises(UserError, match=found):
+        load(rows, tokenizer=save("llama-3.1"))
+
+
+@pytest.mark.parametrize("column", ["system", "system_prompt"])
+def test_a_system_column_is_the_first_message_of_a_chat_without_one(load, save, column):
+    chosen = conversations(system=True)
+    rows = [{"messages": chat[1:], column: chat[0]["content"]} for chat in chosen[:6]]
+    rows += [{"messages": chat, column: "Be long."} for chat in chosen[6:9]]
+    rows += [{"messages": chat[1:], column: ""} for chat in chosen[9:]]
+    whole = [{"messages": chat[position > 8 :]} for position, chat in enumerate(chosen)]
+    assert load(rows, tokenizer=save("phi-4")).fingerprint == load(whole, tokenizer=save("phi-4")).fingerprint
+    split = [{"prompt": chat[1:-1], "completion": chat[-1:], column: chat[0]["content"]} for chat in chosen]
+    same = [{"prompt": chat[:-1], "completion": chat[-1:]} for chat in chosen]
+    assert load(split, tokenizer=save("phi-4")).fingerprint == load(same, tokenizer=save("phi-4")).fingerprint
+
+
+def test_a_system_column_next_to_an_instruction_is_the_start_of_its_prompt(load, tokenizers):
+    content = [row | {"system": "Be brief." if number % 2 else ""} for number, row in enumerate(instruction_rows(), 1)]
+    got = load(content, tokenizer=tokenizers["trained"])
+    prompts = {prompt_text(row["instruction"], row["input"]): row["system"] for row in content}
+    for ids, labels in samples_of(got).items():
+        text = got.tokenizer.decode([token for token, label in zip(ids, labels, strict=True) if label == -100])
+        system = prompts[text.removeprefix("Be brief.\n\n")]
+        assert text.startswith("Be brief.\n\n") == bool(system)
 
 
 PLAIN = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"

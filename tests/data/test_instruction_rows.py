@@ -97,8 +97,8 @@ def test_a_table_of_several_forms_has_the_first_of_them():
     ]  # fmt: skip
     for form, later in pairwise(order):
         row = later | form
-        both, _ = check_for("rows.jsonl", [*row], {})
-        alone, _ = check_for("rows.jsonl", [*form], {})
+        both, _ = check_for("rows.jsonl", row, {})
+        alone, _ = check_for("rows.jsonl", form, {})
         assert both("line 1", row) == alone("line 1", row), form
 
 
@@ -178,7 +178,7 @@ BAD_ROWS = {  # name: (row, reason why it is bad)
 def test_a_bad_row_is_refused_with_the_reason(name):
     row, reason = BAD_ROWS[name]
     chat = [column for column in row if column in ("messages", "conversations")]
-    check, _ = check_for("rows.jsonl", chat or ["instruction", "output"], {})
+    check, _ = check_for("rows.jsonl", dict.fromkeys(chat or ["instruction", "output"]), {})
     with pytest.raises(ValueError, match=f"^{reason}"):
         check("line 4", row)
 

@@ -37,7 +37,9 @@ def end_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     return re.compile(rf"\s*({'|'.join(map(re.escape, longest_first))})")
 
 
-def write_chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, end: re.Pattern[str]) -> WrittenChat:
+def write_chat(
+    messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, end: re.Pattern[str], given: int = 0
+) -> WrittenChat:
     """Write a chat with the tokenizer's template, and find its answers.
 
     A template may write an answer in another way when messages follow it. So the answers are found in the whole chat,
@@ -49,6 +51,7 @@ def write_chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBas
         messages: With `role` and `content`.
         tokenizer: With a chat template and an end-of-text token.
         end: See `end_pattern`.
+        given: The number of the first messages whose answers are not trained.
 
     Raises:
         ValueError: The template leaves out a message, or other messages change with an answer.
@@ -59,7 +62,7 @@ def write_chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBas
     _check_written(messages, write)
     answers, last_end, complete = [], None, True
     for number, message in enumerate(messages, 1):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or number <= given:
             continue
         marked = [*messages[: number - 1], message | {"content": MARK}, *messages[number:]]
         before, after = _around_mark(write(marked), number)

@@ -22,20 +22,23 @@ PAIRS = (  # columns of the instruction, of its input, which may be missing, and
     ("prompt", None, "response"),
     ("prompt", None, "completion"),
     ("question", None, "answer"),
+    ("question", None, "response"),
     ("query", None, "response"),
 )
+SYSTEM_COLUMNS = ("system", "system_prompt")  # a system message next to a chat, or the start of an instruction's prompt
 ROLES = ("system", "user", "assistant")
 SHAREGPT = {"human": "user", "gpt": "assistant"}  # in `from`, next to the names in ROLES
 REVIEW_QUESTION = "Is this film review positive or negative?"
-INSTRUCTIONS = pa.schema(dict.fromkeys(("instruction", "input", "output"), pa.string()))
+INSTRUCTIONS = pa.schema(dict.fromkeys(("system", "instruction", "input", "output"), pa.string()))
 MESSAGES = pa.list_(pa.struct(dict.fromkeys(("role", "content"), pa.string())))
-CHATS = pa.schema({"messages": MESSAGES, "location": pa.string()})
+CHATS = pa.schema({"messages": MESSAGES, "given": pa.int64(), "location": pa.string()})
 
 
 def read_instructions(settings: DataSettings, source: Source, scratch: Path) -> tuple[dict[str, hf.Dataset], list[str]]:
     """Return the splits of the source, and notices about rows that are left out.
 
-    The columns are `instruction`, `input` and `output`, or `messages` and `location` (file and row, for the notices).
+    The columns are `system`, `instruction`, `input` and `output`; or `messages`, `given` (the first messages, which are
+    not trained) and `location` (file and row, for the notices).
     """
     if source.key[0] in REVIEWS:
         reviews = read_reviews(settings, source, scratch)
@@ -50,36 +53,61 @@ def read_instructions(settings: DataSettings, source: Source, scratch: Path) -> 
 def _ask(reviews: dict[str, list]) -> dict[str, list]:
     """Turn labelled reviews into instructions."""
     answers = ["positive" if label else "negative" for label in reviews["label"]]
-    return {"instruction": [REVIEW_QUESTION] * len(answers), "input": reviews["text"], "output": answers}
+    columns = {"system": [""] * len(answers), "instruction": [REVIEW_QUESTION] * len(answers)}
+    return columns | {"input": reviews["text"], "output": answers}
 
 
-def check_for(name: str, columns: list[str], _: dict) -> tuple[Callable[[str, dict], dict], pa.Schema]:
+def check_for(name: str, columns: dict, _: dict) -> tuple[Callable[[str, dict], dict], pa.Schema]:
     """Return the check for rows of the table `name` with these columns, and the schema of its result."""
-    chat = next((column for column in CHAT_COLUMNS if column in columns), None)
-    if chat:
-        return lambda location, row: {"messages": _check_chat(row, chat), "location": f"{name}, {location}"}, CHATS
+    system = next((column for column in SYSTEM_COLUMNS if column in columns), None)
+    chat = next(((column,) for column in CHAT_COLUMNS if column in columns), None)
     pair = next((pair for pair in PAIRS if {pair[0], pair[2]} <= {*columns}), None)
+    parts = (pair[0], pair[2]) if pair else ()
+    if chat is None and parts and all(isinstance(columns[part], list) for part in parts):  # as TRL writes chats
+        chat = parts
+    if chat:
+        return lambda location, row: {**_check_chat(row, chat, system), "location": f"{name}, {location}"}, CHATS
     if pair is None:
         known = "; ".join(f"{question} and {answer}" for question, _, answer in PAIRS)
         raise UserError(
             f"{name} has the columns {list_columns(columns)}: chats need the column {' or '.join(CHAT_COLUMNS)}, and "
             f"instructions need one of the pairs {known} (--column_names names those of a CSV file without a header)"
         )
-    return partial(_check_pair, pair=pair), INSTRUCTIONS
+    return partial(_check_pair, pair=pair, system=system), INSTRUCTIONS
 
 
-def _check_pair(_: str, row: dict, pair: tuple[str, str | None, str]) -> dict[str, str]:
+def _check_pair(_: str, row: dict, pair: tuple[str, str | None, str], system: str | None) -> dict[str, str]:
     question, given, answer = pair
-    texts = {"instruction": read_text(row, question), "input": "", "output": read_text(row, answer)}
-    if given:
-        texts["input"] = read_text(row, given, may_be_empty=True)
+    texts = {"instruction": read_text(row, question), "output": read_text(row, answer)}
+    for name, column in (("system", system), ("input", given)):
+        texts[name] = read_text(row, column, may_be_empty=True) if column else ""
     return texts
 
 
-def _check_chat(row: dict, column: str) -> list[dict[str, str]]:
-    messages = row.get(column)
-    if not isinstance(messages, list):
-        raise ValueError(f"{column} is {shown(messages)}, not a list of messages")
+def _check_chat(row: dict, columns: tuple[str, ...], system: str | None) -> dict[str, list | int]:
+    """Return the messages of all columns, and the number of the messages before the last column.
+
+    Args:
+        row: A row.
+        columns: A chat; or its messages that are not trained, and those that are.
+        system: The column of a system message, for chats that do not begin with one.
+    """
+    parts = [row.get(column) for column in columns]
+    for column, messages in zip(columns, parts, strict=True):
+        if not isinstance(messages, list):
+            raise ValueError(f"{column} is {shown(messages)}, not a list of messages")
+    chat = _check_messages([message for part in parts for message in part])
+    given = sum(map(len, parts[:-1]))
+    first = read_text(row, system, may_be_empty=True) if system else ""
+    if first.strip() and chat[0]["role"] != "system":
+        chat.insert(0, {"role": "system", "content": first})
+        given += len(parts) > 1
+    if "assistant" not in [message["role"] for message in chat[max(1, given) :]]:
+        raise ValueError("no answer from the assistant")
+    return {"messages": chat, "given": given}
+
+
+def _check_messages(messages: list) -> list[dict[str, str]]:
     chat = []
     for number, message in enumerate(messages, 1):
         given = message if isinstance(message, dict) else {}
@@ -91,9 +119,8 @@ def _check_chat(row: dict, column: str) -> list[dict[str, str]]:
             raise ValueError(f"message {number} has the role {shown(role)}, not {', '.join(ROLES)}")
         content = read_text(message, text, f" in message {number}", may_be_empty=role == "system")
         chat.append({"role": role, "content": content})
-    roles = [message["role"] for message in chat]
-    if "assistant" not in roles[1:]:
+    if not chat:
         raise ValueError("no answer from the assistant")
-    if roles[0] == "assistant":
+    if chat[0]["role"] == "assistant":
         raise ValueError("the first message is from the assistant")
     return chat

@@ -19,7 +19,7 @@ from fabric_ladder.data.tokens import END_OF_TEXT, tokenize, train_tokenizer
 from fabric_ladder.errors import UserError, refused
 from fabric_ladder.settings import DataSettings
 
-INSTRUCTION_CACHE_FORMAT = 2  # raise it whenever the same instructions would give other tokens
+INSTRUCTION_CACHE_FORMAT = 3  # raise it whenever the same instructions would give other tokens
 ALPACA = (  # with and without an input; the exact prompts of Stanford's Alpaca
     "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
     "response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n"
@@ -141,9 +141,9 @@ class Encoder:
     def encode_chats(self, batch: dict[str, list]) -> dict[str, list]:
         """Tokenize chats; a chat that the chat template cannot write is added to `bad`, with the reason."""
         chats = []
-        for messages, location in zip(batch["messages"], batch["location"], strict=True):
+        for messages, given, location in zip(batch["messages"], batch["given"], batch["location"], strict=True):
             try:
-                chats.append(write_chat(messages, self.tokenizer, self._end))
+                chats.append(write_chat(messages, self.tokenizer, self._end, given))
             except Exception as error:  # a template is a program and can raise anything
                 self.bad.append((location, explain(error, messages, self.tokenizer, self._end)))
         if not chats:
@@ -201,8 +201,11 @@ class Encoder:
 
 
 def _prompts(batch: dict[str, list], settings: DataSettings) -> list[str]:
-    pairs = zip(batch["instruction"], batch["input"], strict=True)
-    return [prompt_text(*pair, settings.prompt_template) for pair in pairs]
+    rows = zip(batch["system"], batch["instruction"], batch["input"], strict=True)
+    return [
+        (f"{system}\n\n" if system.strip() else "") + prompt_text(*pair, settings.prompt_template)
+        for system, *pair in rows
+    ]
 
 
 def _within(offsets: list[tuple[int, int]], answers: list[tuple[int, int]]) -> np.ndarray:

@@ -3,7 +3,7 @@
 import gzip
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TextIO
@@ -41,7 +41,7 @@ def read_parts(
     source: Source,
     scratch: Path,
     notices: list[str],
-    check_for: Callable[[str, list[str], dict], tuple[Callable[[str, dict], dict], pa.Schema]],
+    check_for: Callable[[str, dict, dict], tuple[Callable[[str, dict], dict], pa.Schema]],
     wanted: tuple[str, ...] = (),
 ) -> dict[str, list[hf.Dataset]]:
     """Return the checked tables of each split: one per file, or one of a data set on the Hub.
@@ -51,8 +51,8 @@ def read_parts(
         source: The files, or a name on the Hub.
         scratch: Folder for downloads and the checked tables.
         notices: Gets lines about splits and rows that are left out.
-        check_for: Returns the check for rows and the schema of its result, given the name, columns and features of a
-            table; see `write_checked`.
+        check_for: Returns the check for rows and the schema of its result, given the name, the columns (with the
+            first value of each) and the features of a table; see `write_checked`.
         wanted: The columns to read; all if empty.
     """
     parts = {}
@@ -207,9 +207,9 @@ def _parse(line: str) -> object:
         return ValueError(f"not JSON ({error.msg}, column {error.colno})")
 
 
-def list_columns(columns: list[str]) -> str:
+def list_columns(columns: Collection[str]) -> str:
     """Return the names of at most 12 columns."""
-    return ", ".join(f"{column:.40}" for column in columns[:12]) + (", …" if len(columns) > 12 else "")
+    return ", ".join(f"{column:.40}" for column in [*columns][:12]) + (", …" if len(columns) > 12 else "")
 
 
 @contextmanager
@@ -223,10 +223,16 @@ def reading(path: Path, kind: str) -> Iterator[None]:
             raise UserError(f"{path} is not UTF-8 (byte {byte:#x}): convert it, e.g. with iconv") from error
 
 
-def _find_columns(table: Table, name: str) -> tuple[list[str], Rows]:
-    """Return the columns of a table, called `name`, by its first 1,000 rows; and all its rows."""
+def _find_columns(table: Table, name: str) -> tuple[dict[str, object], Rows]:
+    """Return the columns of a table, called `name`, by its first 1,000 rows; and all its rows.
+
+    Each column comes with its first value other than None.
+    """
     first = list(itertools.islice(table.rows, 1000))
-    columns = list(dict.fromkeys(column for _, row in first if isinstance(row, dict) for column in row))
+    columns = {}
+    for _, row in first:
+        if isinstance(row, dict):
+            columns |= {column: value for column, value in row.items() if columns.get(column) is None}
     if not columns:
         reasons = "; ".join(f"{location}: {row}" for location, row in first[:3]) or "it is empty, or has only a header"
         raise UserError(f"{name} holds no rows that can be read ({reasons}): give a table, or JSON objects")

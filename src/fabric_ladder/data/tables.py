@@ -1,7 +1,7 @@
 """Read texts and labels from tables, IMDb or synthetic reviews, number the labels, and split the rows."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
@@ -58,7 +58,7 @@ def text_columns(settings: DataSettings, kind: LabelKind | None = None) -> tuple
 
 
 def check_texts(
-    settings: DataSettings, kind: LabelKind | None, name: str, columns: list[str], features: dict
+    settings: DataSettings, kind: LabelKind | None, name: str, columns: dict, features: dict
 ) -> tuple[Callable[[str, dict], dict], pa.Schema]:
     """Return the check for rows of the table `name` with these columns, and the schema of its result."""
     texts, labels = text_columns(settings, kind)
@@ -94,7 +94,7 @@ def read_reviews(settings: DataSettings, source: Source, scratch: Path) -> dict[
     return splits
 
 
-def check_column(columns: list[str], column: str, name: str) -> None:
+def check_column(columns: Collection[str], column: str, name: str) -> None:
     """Refuse a table, called `name`, without this column."""
     if column not in columns:
         raise UserError(
