@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from fabric_ladder.data import class_weights
 from fabric_ladder.data.cutting import MicroBatchPlan
 from fabric_ladder.data.kinds import kind_of
+from fabric_ladder.data.label_kind import describe_imbalance
 from fabric_ladder.data.objective import Objective
 from fabric_ladder.data.sampler import BatchPlan, EffectiveBatchSampler, EvaluationSampler
 from fabric_ladder.data.splits import IGNORED, SPLITS, ImageDatasets, TextDatasets
@@ -72,10 +73,10 @@ class Collator(Dataset):
         self.class_names = datasets.class_names
         self.kind = kind_of(settings, self.class_names)
         self.imbalance = []
-        if name == "train":
-            self.imbalance = (
-                self.kind.notes(self.split) if self.kind else describe_imbalance(self.split, self.class_names)
-            )
+        if name == "train" and self.kind:
+            self.imbalance = self.kind.notes(self.split)
+        elif name == "train" and self.class_names:
+            self.imbalance = describe_imbalance(np.bincount(_numbers(self.split, "labels")), self.class_names)
         self.objective: Objective | None = self.kind
         if name == "train" and class_weights.is_used(settings):
             counts = np.bincount(_numbers(self.split, "labels"), minlength=len(self.class_names))
@@ -238,20 +239,6 @@ def build_dataloaders(
         )  # fmt: skip
         loaders.append(loader)
     return tuple(loaders)
-
-
-def describe_imbalance(split: hf.Dataset, class_names: list[str]) -> list[str]:
-    """Return a line about the largest class, if it has over 60 % of the samples or over twice its even share."""
-    if not class_names:
-        return []
-    counts = np.bincount(_numbers(split, "labels"))
-    share, name = counts.max() / len(split), class_names[counts.argmax()]
-    if share <= min(0.6, 2 / len(class_names)):
-        return []
-    return [
-        f"Imbalanced classes: {share:.1%} of the training samples are {name!r}, one of {len(class_names)} classes; an "
-        "accuracy below that is worse than always guessing this class"
-    ]
 
 
 def _numbers(split: hf.Dataset, column: str) -> np.ndarray:
