@@ -213,6 +213,19 @@ def nvme(**sections):
 
 
 @needs_deepspeed
+def test_two_runs_on_one_disk_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr(module, "_compile", lambda builder: "RuntimeError: no compiler")
+    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": nvme(optimizer=str(tmp_path))}))
+    values = {"accelerator": "cuda", "strategy": "deepspeed", "deepspeed": str(tmp_path / "zero.json")}
+    settings = settings_for(tmp_path, model=str(MODELS / "bloom-quickstart.json"), **values)
+    strategies = [module.deepspeed_strategy(settings) for _ in range(2)]
+    folders = {Path(each.config["zero_optimization"]["offload_optimizer"]["nvme_path"]) for each in strategies}
+    assert len(folders) == 2
+    assert all(folder.parent == tmp_path and folder.is_dir() for folder in folders)
+
+
+@needs_deepspeed
 @pytest.mark.parametrize(
     ("zero", "values", "line"),
     [

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fabric_ladder.distributed.deepspeed_config import offloads, read_deepspeed_config
+from fabric_ladder.distributed.nvme import own_folder
 from fabric_ladder.errors import UserError, first_line, refused
 from fabric_ladder.settings import Settings
 
@@ -112,6 +113,9 @@ def deepspeed_strategy(settings: Settings) -> LadderDeepSpeedStrategy:
         settings: Checked, see `check_deepspeed`.
     """
     config, notices = read_deepspeed_config(settings)
+    for section in offloads(config).values():
+        if section["device"] == "nvme":
+            section["nvme_path"] = str(own_folder(Path(section.get("nvme_path") or ".").absolute()))
     cpu_adam = "optimizer" in offloads(config) and settings.optimizer in ("adam", "adamw")
     if cpu_adam:
         from deepspeed.ops.op_builder import CPUAdamBuilder
