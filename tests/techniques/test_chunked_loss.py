@@ -101,8 +101,8 @@ def test_gradients_of_a_long_batch_do_not_underflow_in_float16():
     assert error < 2e-3
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_small_probabilities_keep_their_gradient_where_a_scaled_loss_is_in_float16(frozen):
+@pytest.mark.parametrize(("frozen", "autocast"), [(False, True), (True, True), (False, False)])
+def test_small_probabilities_keep_their_gradient_where_a_scaled_loss_is_in_float16(frozen, autocast):
     """A class of probability 1e-8 gets its share: float16 would round the probability to 0."""
     (hidden, weight, bias), targets = tensors()
     with torch.no_grad():
@@ -110,8 +110,10 @@ def test_small_probabilities_keep_their_gradient_where_a_scaled_loss_is_in_float
         weight[5], bias[5] = 0, -11.5
     weight.requires_grad_(not frozen)
     inputs = [hidden, weight, bias]
+    if not autocast:  # as DeepSpeed keeps its weights
+        inputs = [tensor.detach().half().requires_grad_() for tensor in inputs]
     with Made() as made:
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast("cpu", torch.float16, enabled=autocast):
             loss, correct = chunked_loss(*inputs, targets.clamp(min=6), 4)
         learning = [tensor for tensor in inputs if tensor.requires_grad]
         found = torch.autograd.grad(loss * 2.0**16, learning)

@@ -82,8 +82,8 @@ def chunked_loss(
 class _ChunkedLoss(torch.autograd.Function):
     """The sum of the losses. The forward pass computes its gradient; a mean's would not fit into float16.
 
-    With autocast to float16, the loss is scaled, because float16 rounds a gradient below 3e-8 to 0. The scale reaches
-    the backward pass alone. So this pass computes the logits again, and scales their gradient before it is rounded.
+    In float16 the loss is scaled, because a gradient below 3e-8 is rounded to 0. The scale reaches the backward pass
+    alone. So this pass computes the logits again, and scales their gradient before it is rounded.
     """
 
     @staticmethod
@@ -92,9 +92,8 @@ class _ChunkedLoss(torch.autograd.Function):
         learning: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         device, wanted = hidden.device.type, [learning and needed for needed in ctx.needs_input_grad[:3]]
-        autocast = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if autocast else weight.dtype
-        scaled = autocast and dtype is torch.float16
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        scaled = dtype is torch.float16
         inputs = hidden, weight, bias, targets
         total, correct, grads = _sum_chunks(*inputs, chunk, dtype, [False] * 3 if scaled else wanted)
         ctx.again = (chunk, dtype, wanted) if scaled else None
