@@ -132,13 +132,7 @@ class Recorder(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
-def trainer(work: Work, micro_batch: int) -> list[Weights]:
-    """Return the weights of Trainer."""
-    with tempfile.TemporaryDirectory() as folder:
-        return run_trainer(work, folder, micro_batch)
-
-
-def run_trainer(
+def trainer(
     work: Work, folder: str, micro_batch: int, stop: int | None = None, resume: bool = False, plain: bool = True
 ) -> list[Weights]:
     """Train by Trainer in a folder.
@@ -165,16 +159,10 @@ def run_trainer(
     return recorder.found
 
 
-def accelerate_loop(work: Work, micro_batch: int) -> list[Weights]:
-    """Return the weights of the loop of accelerate's examples."""
-    with tempfile.TemporaryDirectory() as folder:
-        return run_accelerate(work, folder, micro_batch)
-
-
-def run_accelerate(
+def accelerate_loop(
     work: Work, folder: str, micro_batch: int, stop: int | None = None, resume: bool = False, plain: bool = True
 ) -> list[Weights]:
-    """Train by accelerate's loop; the arguments are those of `run_trainer`."""
+    """Train by the loop of accelerate's examples; the arguments are those of `trainer`."""
     set_seed(123)
     order = DataLoaderConfiguration(use_seedable_sampler=True)  # otherwise a resumed run draws another order
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=BATCH // micro_batch, dataloader_config=order)
@@ -200,6 +188,16 @@ def run_accelerate(
                 accelerator.save_state(folder)
                 break
     return found
+
+
+def in_new_folder(side: Callable[..., list[Weights]]) -> Callable[[Work, int], list[Weights]]:
+    """Return a side that trains in a new folder."""
+
+    def train(work: Work, micro_batch: int) -> list[Weights]:
+        with tempfile.TemporaryDirectory() as folder:
+            return side(work, folder, micro_batch)
+
+    return train
 
 
 # Answers
@@ -242,11 +240,11 @@ def equal(first: Weights, second: Weights) -> bool:
     return all(torch.equal(weight, second[name]) for name, weight in first.items())
 
 
-SIDES = {"rung 2": ladder, "Trainer": trainer, "accelerate": accelerate_loop}
+SIDES = {"rung 2": ladder, "Trainer": in_new_folder(trainer), "accelerate": in_new_folder(accelerate_loop)}
 RESUME = {
     "rung 2": resume_ladder,
-    "Trainer": lambda work: resume_other(work, run_trainer),
-    "accelerate": lambda work: resume_other(work, run_accelerate),
+    "Trainer": lambda work: resume_other(work, trainer),
+    "accelerate": lambda work: resume_other(work, accelerate_loop),
 }
 
 

@@ -10,8 +10,8 @@ standard input. The first run is the reference. The script refuses runs that dif
 
 import argparse
 
-from fabric_ladder.errors import UserError
-from fabric_ladder.tools.arguments import Arguments, new_path, show_user_errors, write_new
+from fabric_ladder.errors import UserError, show_user_errors
+from fabric_ladder.tools.arguments import Arguments, new_path, write_new
 
 
 def parse() -> argparse.Namespace:

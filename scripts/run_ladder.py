@@ -64,6 +64,11 @@ def in_words(values: dict[str, str]) -> list[str]:
     return [word for name, value in values.items() for word in (f"--{name}", value)]
 
 
+def named(rung: Path, values: dict[str, str]) -> str:
+    """Return a rung with the values of a search, for a line."""
+    return " ".join([rung.stem, *in_words(values)])
+
+
 def deciding(settings: dict) -> dict:
     """Return the settings that decide a run's figures."""
     from fabric_ladder.comparing.matching import WITHOUT_EFFECT
@@ -110,7 +115,7 @@ def make_plan(arguments: argparse.Namespace, options: list[str]) -> list[Planned
             words = [*without_options(kept, values), *in_words(values), "--seed", str(seed)]
             checked = check_rung(rung, words)
             if isinstance(checked, str):
-                reasons[f"Left out: {' '.join([rung.stem, *in_words(values)])}: {checked}"] = checked
+                reasons[f"Left out: {named(rung, values)}: {checked}"] = checked
                 break
             plan.append(Planned(rung, values, seed, words, checked))
     if not plan and len(set(reasons.values())) == 1:
@@ -127,7 +132,7 @@ def run_all(plan: list[Planned], runs_dir: Path) -> tuple[list[Path | None], lis
     folders, failed = [], []
     for number, planned in enumerate(plan, start=1):
         home = runs_dir / planned.rung.stem
-        name = " ".join([planned.rung.stem, *in_words(planned.values)]) + f", seed {planned.seed}"
+        name = f"{named(planned.rung, planned.values)}, seed {planned.seed}"
         start = f"[{number}/{len(plan)}] {name}"
         folder = finished_run(home, planned.settings)
         if folder:

@@ -1,5 +1,6 @@
 """The command line and YAML files: values, suggestions, refusals, and no import of torch."""
 
+import ast
 import os
 import re
 import types
@@ -8,6 +9,8 @@ import pytest
 from support.helpers import CONFIGS, SRC, run_script, without_package
 
 from fabric_ladder import UserError
+from fabric_ladder.cli import settings_for as settings_of
+from fabric_ladder.data.splits import SPLITS
 from fabric_ladder.options import (
     ALIASES,
     DEFAULTS,
@@ -208,6 +211,7 @@ def test_the_environment_names_the_folders(monkeypatch):
 
 
 NEEDING = [name for name in NAMES if FACTS[name].needs]
+PACKAGE = SRC / "fabric_ladder"
 VALUES = {int: 3, float: 0.25, bool: True, str: "x"}
 
 
@@ -233,6 +237,29 @@ def test_a_setting_without_effect_is_refused_wherever_it_is_set(name):
         assert read(script={name: value})[name] == value
     else:
         assert line[:40] == refusal(text=f"{name}: {value}")[:40] == refusal(script={name: value})[:40]
+
+
+def settings_read():
+    """Return the names of settings that the package reads, apart from the modules that parse them.
+
+    These are `settings.NAME`, the switches of techniques, and names that are made from a split.
+    """
+    found = set()
+    for path in {*PACKAGE.rglob("*.py")} - {PACKAGE / "settings.py", PACKAGE / "options.py"}:
+        text = path.read_text(encoding="utf-8")
+        attributes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)]
+        found |= {node.attr for node in attributes if ast.unparse(node.value).endswith("settings")}
+        found |= {*re.findall(r"^    setting = \"(\w+)\"", text, re.MULTILINE)}
+        if "{split}_samples" in text:
+            found |= {f"{split}_samples" for split in SPLITS}
+    return found
+
+
+def test_every_setting_is_read_by_the_code_that_it_is_for():
+    """The two learning rates of a part of the rungs take the place of `learning_rate` when the settings are read."""
+    assert {*NAMES} - settings_read() == {"lora_learning_rate", "sgd_learning_rate"}
+    for words in ("--lora true --lora_learning_rate 0.5", "--optimizer sgd --sgd_learning_rate 0.5"):
+        assert settings_of("cpu", "2_grad_accum", words.split()).learning_rate == 0.5
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if FACTS[name].replaced_by])

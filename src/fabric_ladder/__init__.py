@@ -4,11 +4,12 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from fabric_ladder.errors import name_missing_package
+from fabric_ladder.errors import runs_script, show_user_errors
 
-name_missing_package()
+if runs_script():  # before the imports of packages that may be missing
+    show_user_errors()
 
-from fabric_ladder.options import answer_early  # noqa: E402 - it imports packages that may be missing
+from fabric_ladder.options import answer_early
 
 if TYPE_CHECKING:
     from fabric_ladder.cli import parse_settings

@@ -36,20 +36,30 @@ class Checked(SystemExit):
         print(f"{settings.name} can run here")
 
 
-def name_missing_package() -> None:
-    """From now on, end a rung or a script that lacks a package with one line; `show_errors` takes over later."""
+def show_user_errors() -> None:
+    """From now on, print a `UserError` or a missing package as one line, and end with exit status 2.
+
+    `techniques.advice.show_errors` explains more errors, but imports torch.
+    """
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, ModuleNotFoundError):
+        line = str(error)
+        if isinstance(error, ModuleNotFoundError):
+            line = f"{sys.executable} lacks the package {error.name}: pip install -r requirements.txt"
+            line += ", or install with `make run` and start the script with .venv/bin/python"
+        elif not isinstance(error, UserError):
             sys.__excepthook__(kind, error, trace)
             return
-        line = f"error: {sys.executable} lacks the package {error.name}: pip install -r requirements.txt"
-        print_error(error, f"{line}, or install with `make run` and start the script with .venv/bin/python")
+        print_error(error, f"error: {line}")
         raise SystemExit(2)  # raised inside the hook, it sets the exit status
 
+    sys.excepthook = hook
+
+
+def runs_script() -> bool:
+    """Return whether a rung or a script of the project imports the package."""
     main = getattr(sys.modules["__main__"], "__file__", None)
-    if main and Path(main).resolve().parent in (SRC, SCRIPTS):
-        sys.excepthook = hook
+    return bool(main) and Path(main).resolve().parent in (SRC, SCRIPTS)
 
 
 def first_line(error: BaseException, length: int = 200) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import shutil
 import subprocess
 
 import pytest
@@ -74,24 +75,62 @@ def test_results_that_do_not_fit_are_refused_before_training(tmp_path):
     large = {"save": "consolidated"}, {"save": "sharded"}, {"save_every": 1}
     for values, size in zip(large, ("40000.00", "120000.00", "240000.00"), strict=True):
         with pytest.raises(UserError, match=f"needs {size} GB in --runs_dir .*, and .* [GM]B are free: delete files"):
-            check_disk_space(settings_for(tmp_path, **values), model)
-        check_disk_space(settings_for(tmp_path, **values), nn.Linear(2, 2))
-    check_disk_space(settings_for(tmp_path), model)
+            check_disk_space(settings_for(tmp_path, **values), model, steps=9)
+        check_disk_space(settings_for(tmp_path, **values), nn.Linear(2, 2), steps=9)
+    check_disk_space(settings_for(tmp_path), model, steps=9)
 
 
-def test_a_full_disk_costs_no_checkpoint_and_no_run(tmp_path, small_disk, dropout_model):
-    """The first checkpoints fit. Then the run continues without new ones, and the old ones stay complete."""
-    more = ["--model", dropout_model, "--runs_dir", small_disk / "runs", "--save_every", 1, "--keep", 99]
-    status, text = run_here("2_grad_accum", tmp_path, *more)
-    assert status == 0
-    problems = re.findall(r"No checkpoint after step (\d+): (.*); the previous one is kept", text)
-    assert problems
-    assert all("No space left" in why or "is the disk full?" in why for _, why in problems), problems
-    assert "Test accuracy" in text
-    folder = small_disk / "runs" / "2_grad_accum" / "1"
-    assert not list((folder / "checkpoints").glob(".*"))
-    for checkpoint in checkpoints(folder):
-        store.check(checkpoint)
+KEEP = {"save_every": 3, "keep": 4}
+
+
+@pytest.mark.parametrize(
+    ("values", "existing", "count"),
+    [
+        ({"save_every": 1}, 0, 2),  # the newest stays until the next one is complete
+        (KEEP, 0, 5),
+        (KEEP | {"epochs": 2}, 0, 6),  # and the best one
+        (KEEP | {"evaluate_every": 5, "best_weights": True}, 0, 6),
+        (KEEP | {"epochs": 2}, 4, 2),  # the resumed run's own are on the disk
+        (KEEP | {"keep": 99}, 0, 7),  # the run writes no more
+        ({"best_weights": True}, 0, 2),
+    ],
+)
+def test_the_disk_needs_room_for_all_checkpoints_that_are_kept(tmp_path, values, existing, count):
+    with torch.device("meta"):
+        model = nn.Linear(10**7, 10**6, bias=False)  # 120 TB with Adam's state
+    with pytest.raises(UserError, match=f"needs {count * 120_000}.00 GB in --runs_dir"):
+        check_disk_space(settings_for(tmp_path, **values), model, 15, existing)
+
+
+def test_a_resumed_run_needs_no_room_for_the_checkpoints_that_it_has(tmp_path, dropout_model):
+    """The run keeps up to 11 checkpoints. It has 3, and there is space for 8.5 more."""
+    with file_system(tmp_path / "disk", 50_000) as disk:
+        options = ["--model", dropout_model, "--runs_dir", disk / "runs", "--save_every", 2, "--keep", 9]
+        run_here("2_grad_accum", tmp_path, *options, at="Batch 0006/")
+        made = checkpoints(disk / "runs" / "2_grad_accum" / "1")
+        assert len(made) == 3
+        size = max(path.stat().st_size for path in made[-1].rglob("*"))
+        (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - 17 * size // 2))
+        assert run_here("2_grad_accum", tmp_path, *options, "--resume", "auto", at="Batch 0008/")[0] == 143
+        with pytest.raises(UserError, match=r"--save_every 2 --keep 9 needs .* MB in --runs_dir .* MB are free"):
+            run_here("2_grad_accum", tmp_path, *options)
+
+
+def test_a_full_disk_costs_no_checkpoint_and_no_run(tmp_path, dropout_model):
+    """Other files fill the disk. Then the run continues without new checkpoints, and the old ones stay complete."""
+    with file_system(tmp_path / "disk", 20_000) as disk:
+        more = ["--model", dropout_model, "--runs_dir", disk / "runs", "--save_every", 1, "--keep", 99]
+        status, text = run_here("2_grad_accum", tmp_path, *more, at="Batch 0003/", action=lambda: fill(disk))
+        assert status == 0
+        problems = re.findall(r"No checkpoint after step (\d+): (.*); the previous one is kept", text)
+        assert problems
+        assert all("No space left" in why or "is the disk full?" in why for _, why in problems), problems
+        assert "Test accuracy" in text
+        folder = disk / "runs" / "2_grad_accum" / "1"
+        assert not list((folder / "checkpoints").glob(".*"))
+        assert len(checkpoints(folder)) == 2
+        for checkpoint in checkpoints(folder):
+            store.check(checkpoint)
 
 
 def test_a_model_that_did_not_fit_is_saved_by_resuming_once_there_is_space(tmp_path):

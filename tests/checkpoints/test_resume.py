@@ -17,8 +17,11 @@ from functools import cache
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.precision import MixedPrecision
 from support.helpers import ROOT, SRC, run_script
-from support.resuming import SIZES, Does, Evil, assert_same, checkpoints, lines_of, run_here, terminate
+from support.resuming import SIZES, Does, Evil, assert_same, checkpoints, lines_of, run_here, tensors_of, terminate
+from support.training import run_training
 
 from fabric_ladder import UserError
 from fabric_ladder.checkpoints import store
@@ -75,16 +78,77 @@ def test_every_checkpoint_of_a_run_leads_to_the_same_end(tmp_path, dropout_model
         f"step-{n:09d}" for n in (9, 12, 15)
     ] + ["step-000000016-validated"]
     for name in names[:-1] if workers == 0 else names[1:2]:
-        home = tmp_path / name / "runs" / "2_grad_accum" / "1"
-        shutil.copytree(whole, home)
-        for later in checkpoints(home):
-            if later.name > name:
-                shutil.rmtree(later)
-        record = json.loads((home / "run.json").read_text())
-        (home / "run.json").write_text(json.dumps(record | {"status": "running"}))
-        status, text = run_here("2_grad_accum", tmp_path / name, *more, "--resume", "auto")
-        assert (status, f"Resumed from runs/2_grad_accum/1/checkpoints/{name}\n" in text) == (0, True)
-        assert_same(home, whole)
+        resume_copy(whole, tmp_path / name, name, more)
+
+
+def copy_until(checkpoint, whole, cwd):
+    """Return the folder of a copy of a finished run, which looks as if the run had stopped after this checkpoint."""
+    home = cwd / "runs" / whole.parent.name / "1"
+    shutil.copytree(whole, home)
+    for later in checkpoints(home):
+        if later.name > checkpoint:
+            shutil.rmtree(later)
+    record = json.loads((home / "run.json").read_text())
+    (home / "run.json").write_text(json.dumps(record | {"status": "running"}))
+    return home
+
+
+def resume_copy(whole, cwd, checkpoint, options):
+    """Resume a copy of a finished run from one of its checkpoints; it must end like the run."""
+    home = copy_until(checkpoint, whole, cwd)
+    status, text = run_here(whole.parent.name, cwd, *options, "--resume", "auto")
+    assert (status, f"Resumed from runs/{whole.parent.name}/1/checkpoints/{checkpoint}\n" in text) == (0, True)
+    assert_same(home, whole)
+
+
+def test_the_scale_of_a_loss_in_float16_is_resumed(tmp_path):
+    """The first gradients overflow, so the scaler skips steps and lowers its scale; a CPU has a scaler too."""
+
+    def enlarge(model, _):
+        with torch.no_grad():
+            model.score.weight.mul_(1e3)
+
+    options = {"precision": "16-mixed", "save_every": 4, "keep": 9, "epochs": 3, "prepare": enlarge}
+    run, _ = run_training(tmp_path, plugin=MixedPrecision("16-mixed", "cpu"), **options)
+    first, last = checkpoints(run.folder)[1::3]
+    scales = [json.loads((each / PROGRESS).read_text())["precision"]["scale"] for each in (first, last)]
+    assert 2**16 > scales[0] >= scales[1]
+    weights = [tensors_of(each)["model.score.weight"] for each in (first, last)]
+    assert not torch.equal(*weights), "later steps are taken"
+    home = copy_until(first.name, run.folder, tmp_path / "again")
+    run_training(tmp_path / "again", plugin=MixedPrecision("16-mixed", "cpu"), resume="auto", **options)
+    assert_same(home, run.folder)
+
+
+INSTRUCTIONS = ("--task", "instruction-tuning", "--max_length", 256)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param("2_grad_accum", ("--optimizer", "adafactor"), id="Adafactor"),
+        pytest.param("11_fsdp_cpu_offload", ("--devices", 1), id="shards in CPU memory"),
+        pytest.param("14_qlora", (), id="4-bit weights"),
+        pytest.param("15_packing", INSTRUCTIONS, id="packed instructions, chunked loss"),
+        pytest.param("16_bf16_that_learns", (), id="Kahan summation"),
+        pytest.param("17_step_in_backward", (), id="steps in the backward pass"),
+        pytest.param("18_low_bit_optimizer", (), id="8-bit Adam"),
+        pytest.param("19_optimizer_offload", (), id="optimizer in CPU memory"),
+        pytest.param("20_activation_offload", (), id="recomputed dropout, activations in CPU memory"),
+        pytest.param("21_selective_checkpointing", (), id="dropout that is recomputed in part"),
+        pytest.param("22_float8", (), id="8-bit products"),
+    ],
+)
+def test_a_run_with_a_state_of_its_own_resumes_bit_by_bit(tmp_path, dropout_model, name, options):
+    more = ["--model", dropout_model, "--epochs", 1, "--save_every", 3, "--keep", 9, *options]
+    try:
+        assert run_here(name, tmp_path, *more)[0] == 0
+        whole = tmp_path / "runs" / name / "1"
+        resume_copy(whole, tmp_path / "again", checkpoints(whole)[0].name, more)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

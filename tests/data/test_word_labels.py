@@ -274,8 +274,8 @@ def test_a_frequent_label_is_named():
     kind = WordLabels(NAMES)
     split = hf.Dataset.from_dict({"labels": [[IGNORED, 4, 4, 0], [4, IGNORED]]})
     assert kind.notes(split) == [
-        "Imbalanced labels: 75.0% of the training words are 'O'; an accuracy below that is worse than always guessing "
-        "this label"
+        "Imbalanced classes: 75.0% of the training words are 'O', one of 5 classes; an accuracy below that is worse "
+        "than always guessing this class"
     ]
     assert kind.notes(hf.Dataset.from_dict({"labels": [[0, 1, 2, 3, 4]]})) == []
 

@@ -19,7 +19,7 @@ from torch.utils import cpp_extension
 from fabric_ladder import UserError
 from fabric_ladder.checkpoints.export import find_result, load_result
 from fabric_ladder.distributed import deepspeed as module
-from fabric_ladder.distributed.deepspeed import check_deepspeed
+from fabric_ladder.distributed.deepspeed import check_deepspeed, errors_last
 
 needs_deepspeed = pytest.mark.skipif(not find_spec("deepspeed"), reason="needs deepspeed: requirements-dev.txt")
 SCRIPT = ROOT / "tests" / "support" / "deepspeed_script.py"
@@ -173,6 +173,34 @@ def test_deepspeeds_adam_for_the_cpu_takes_the_same_steps(monkeypatch, optimizer
     torch.testing.assert_close(second, first, atol=1e-6, rtol=1e-5)
 
 
+class Disk:
+    """Writes names, and refuses the name `full`."""
+
+    def __init__(self):
+        self.written = []
+
+    def write(self, name):
+        if name == "full":
+            raise OSError(28, "No space left on device")
+        self.written.append(name)
+
+
+def test_an_error_of_a_rank_is_raised_after_the_collectives():
+    """DeepSpeed waits for all ranks between and after its writes."""
+    disk = Disk()
+
+    def save():
+        with errors_last((disk, "write")):
+            for name in ("first", "full", "third"):
+                disk.write(name)
+                disk.written.append("collective")
+
+    with pytest.raises(OSError, match="No space left"):
+        save()
+    disk.write("later")
+    assert disk.written == ["first", *["collective"] * 3, "later"]
+
+
 @pytest.fixture
 def refused(tmp_path, monkeypatch):
     """Return the error line for settings on a machine with GPUs."""
@@ -204,6 +232,19 @@ def nvme(**sections):
 
 
 @needs_deepspeed
+def test_two_runs_on_one_disk_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr(module, "_compile", lambda builder: "RuntimeError: no compiler")
+    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": nvme(optimizer=str(tmp_path))}))
+    values = {"accelerator": "cuda", "strategy": "deepspeed", "deepspeed": str(tmp_path / "zero.json")}
+    settings = settings_for(tmp_path, model=str(MODELS / "bloom-quickstart.json"), **values)
+    strategies = [module.deepspeed_strategy(settings) for _ in range(2)]
+    folders = {Path(each.config["zero_optimization"]["offload_optimizer"]["nvme_path"]) for each in strategies}
+    assert len(folders) == 2
+    assert all(folder.parent == tmp_path and folder.is_dir() for folder in folders)
+
+
+@needs_deepspeed
 @pytest.mark.parametrize(
     ("zero", "values", "line"),
     [
@@ -227,7 +268,10 @@ def test_a_run_that_would_fail_later_is_refused_in_one_line_before_any_work(refu
 @SLOW
 @needs_deepspeed
 def test_a_run_resumes_from_its_checkpoint(tmp_path):
-    """Printed lines and metrics equal the uninterrupted run. Code in a checkpoint is not executed."""
+    """Printed lines and metrics equal the uninterrupted run. Code in a checkpoint is not executed.
+
+    A rank that cannot write the next checkpoint ends neither the run nor lets the other rank wait.
+    """
     config, more = {"zero_optimization": {"stage": 2}}, ["--save_every", "4", "--keep", "9"]
     whole, _ = run_deepspeed(tmp_path, config, *more)
     shutil.copytree(whole, kept := tmp_path / "whole")
@@ -235,8 +279,10 @@ def test_a_run_resumes_from_its_checkpoint(tmp_path):
         shutil.rmtree(later)
     record = json.loads((whole / "run.json").read_text())
     (whole / "run.json").write_text(json.dumps(record | {"status": "running"}))
-    folder, stdout = run_deepspeed(tmp_path, config, *more, "--resume", "auto")
+    folder, stdout = run_deepspeed(tmp_path, config, *more, "--resume", "auto", RANK_1_CANNOT_WRITE="1")
     assert folder == whole
+    assert "No checkpoint after step 7: another rank could not write; the previous one is kept\n" in stdout
+    assert [path.name for path in (whole / "checkpoints").iterdir()] == ["step-000000004"]
     assert "Resumed from runs/deepspeed_script/1/checkpoints/step-000000004\n" in stdout
     assert "_load_legacy" not in stdout
     assert lines_of(whole) == lines_of(kept)

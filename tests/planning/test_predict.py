@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 from support.helpers import MODELS, ROOT, RUNGS, finished, run_script, settings_for
-from support.planning import PATCHES, PIXELS, VIT, build, case, count_weights, measured_peak, sharded_peak
+from support.planning import PATCHES, PIXELS, VIT, build, case, count_weights, measured_peak, peak_of_ranks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fabric_ladder import Settings, parse_settings
@@ -96,7 +96,7 @@ def test_sharded_predictions_agree_with_the_tensors_of_real_ranks(tmp_path, rank
               "precision": precision, "batch_size": 8, "micro_batch_size": 1, "strategy": "fsdp", "devices": ranks,
               "offload": offload, "accelerator": "cpu", "eval_batch_tokens": 64, "optimizer": "adam",
               "pad_to_multiple_of": 1}  # fmt: skip
-    script, question = ROOT / "tests" / "support" / "sharded_peaks.py", json.dumps(values | {"length": 96})
+    script, question = ROOT / "tests" / "support" / "peaks_of_ranks.py", json.dumps(values | {"length": 96})
     process = run_script(script, question, cwd=tmp_path, fresh=True, PYTHONPATH=ROOT / "tests")
     held = json.loads(finished(process).strip().splitlines()[-1])
     settings = Settings(**values)
@@ -136,9 +136,22 @@ def test_float16_holds_the_same_bytes_as_bfloat16(tmp_path, values):
 def test_the_prediction_agrees_with_real_tensors_under_fsdp(tmp_path, precision, offload):
     values = {"strategy": "fsdp", "devices": 1, "precision": precision, "offload": offload}
     settings, training, _ = case(tmp_path, "bloom", optimizer="sgd", micro_batch_size=4, **values)
-    predicted, measured = predict_peak(settings, training), sharded_peak(settings, training)
+    predicted, measured = predict_peak(settings, training), peak_of_ranks(settings, training)
     assert predicted.total == pytest.approx(measured.total, rel=0.01)
     assert predicted.host == pytest.approx(measured.host, rel=0.01)
+
+
+@pytest.mark.parametrize(("precision", "chunk"), [("32-true", 64), ("bf16-true", 4)])
+def test_the_prediction_agrees_with_real_tensors_under_ddp_where_the_head_shares_the_table(tmp_path, precision, chunk):
+    path = tmp_path / "tied.json"
+    path.write_text(
+        json.dumps({"model_type": "bloom", "vocab_size": 8192, "hidden_size": 64, "n_layer": 2, "n_head": 4})
+    )
+    values = {"model": str(path), "strategy": "ddp", "devices": 1, "precision": precision, "loss_chunk": chunk}
+    settings, _, _ = case(tmp_path, "bloom-lm", optimizer="sgd", micro_batch_size=2, **values)
+    training, _ = largest_batches(settings, 16)
+    measured = peak_of_ranks(settings, training)
+    assert predict_peak(settings, training).total == pytest.approx(measured.total, rel=0.01)
 
 
 PER_PARAMETER = [("32-true", "adam", 4, 4, 8), ("bf16-mixed", "adam", 4, 4, 8), ("bf16-true", "adamw", 2, 2, 4),

@@ -6,6 +6,7 @@ DeepSpeed works without GPUs (by its gloo backend), but Fabric requires GPUs. Th
 import dataclasses
 import importlib
 import os
+import resource
 import sys
 from pathlib import Path
 
@@ -43,6 +44,8 @@ def save_both(fabric, layout, *rest):
 
 
 if __name__ == "__main__":
+    if os.environ.get("RANK_1_CANNOT_WRITE") and os.environ.get("LOCAL_RANK") == "1":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))  # the size of a file
     if os.environ.get("SAVE_BOTH"):
         loop.save = save_both
     sharding.check_deepspeed = check_deepspeed

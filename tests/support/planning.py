@@ -9,6 +9,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.fsdp import fully_shard
 
 from fabric_ladder import build_model, build_optimizer
+from fabric_ladder.distributed.ddp import DDPInBuckets
 from fabric_ladder.distributed.fsdp import fsdp_strategy, sharding_policy, transformer_blocks
 from fabric_ladder.planning.cuda_kernels import CudaKernels
 from fabric_ladder.planning.predict import blank_datasets, largest_batches
@@ -16,7 +17,7 @@ from fabric_ladder.planning.tracker import PeakTracker
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.techniques.checkpointing import host_memory_within
 from fabric_ladder.techniques.memory import Peak
-from fabric_ladder.training.gradients import accumulate_gradients
+from fabric_ladder.training.gradients import accumulate_gradients, forget_gradients
 from support.helpers import MODELS, settings_for
 
 VIT = {"model_type": "vit", "image_size": 64, "patch_size": 8, "hidden_size": 64, "num_hidden_layers": 2,
@@ -33,7 +34,7 @@ def case(tmp_path, family, **values):
         path.write_text(json.dumps(VIT))
         values["task"] = "image-classification"
     if family == "bloom-lm":
-        values |= {"task": "instruction-tuning", "loss_chunk": 64}
+        values = {"task": "instruction-tuning", "loss_chunk": 64} | values
     settings = settings_for(tmp_path, **({"batch_size": 8, "model": str(path), "from_scratch": True} | values))
     return settings, *(largest_batches(settings, PATCHES, PIXELS) if family == "vit" else largest_batches(settings, 96))
 
@@ -109,6 +110,8 @@ def tracked_peak(settings, micro_batches, **options):
         for _ in range(2):
             for parameter in model.parameters():
                 tracker.watch(parameter, parked=parked)
+                if parameter.grad is not None:  # a part of DDP's buckets
+                    tracker.hold(parameter.grad, "gradients")
             for state in optimizer.state.values():
                 for tensor in state.values():
                     tracker.hold(tensor, "host" if parked else "optimizer_state")
@@ -117,12 +120,12 @@ def tracked_peak(settings, micro_batches, **options):
                 accumulate_gradients(fabric, model, list(map(real, micro_batches)), Meter(fabric))
             with tracker.at("optimizer", on_host=parked):
                 optimizer.step()
-                optimizer.zero_grad()
+                forget_gradients(fabric, optimizer)
     return tracker.peak()
 
 
-def sharded_peak(settings, micro_batches):
-    """Return the peak of each FSDP rank over gloo, on as many processes as the settings have devices."""
+def peak_of_ranks(settings, micro_batches):
+    """Return the peak of each rank of DDP or FSDP over gloo, on as many processes as the settings have devices."""
 
     def shard(model, mesh):
         options = sharding_policy(settings, mesh)
@@ -130,7 +133,8 @@ def sharded_peak(settings, micro_batches):
             fully_shard(block, **options)
         return fully_shard(model, **options)
 
+    strategy = DDPInBuckets() if settings.strategy == "ddp" else fsdp_strategy(settings, shard)
     try:
-        return tracked_peak(settings, micro_batches, strategy=fsdp_strategy(settings, shard))
+        return tracked_peak(settings, micro_batches, strategy=strategy)
     finally:
         dist.destroy_process_group()

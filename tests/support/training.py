@@ -54,9 +54,9 @@ def read(cwd, rung):
     return losses, json.loads((cwd / "runs" / rung / "1" / "run.json").read_text())
 
 
-def run_training(tmp_path, model=None, datasets=None, precision="32-true", prepare=None, **values):
-    """Train in this process; return the run and the trained model."""
-    fabric = Fabric(accelerator="cpu", devices=1, precision=precision)
+def run_training(tmp_path, model=None, datasets=None, precision="32-true", prepare=None, plugin=None, **values):
+    """Train in this process; return the run and the trained model. The plugin takes the place of the precision."""
+    fabric = Fabric(accelerator="cpu", devices=1, **({"plugins": [plugin]} if plugin else {"precision": precision}))
     fabric.launch()
     settings = settings_for(tmp_path, precision=precision, **({"learning_rate": 1e-2} | values))
     prepare_process(settings)

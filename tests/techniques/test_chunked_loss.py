@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from support.helpers import relative_error
 from support.made import Made
 from torch import nn
 from torch.nn.functional import cross_entropy, linear
@@ -98,6 +99,35 @@ def test_gradients_of_a_long_batch_do_not_underflow_in_float16():
     (cross_entropy(linear(reference, weight.float()), targets) * 2.0**14).backward()
     error = torch.linalg.vector_norm(hidden.grad.float() - reference.grad) / torch.linalg.vector_norm(reference.grad)
     assert error < 2e-3
+
+
+@pytest.mark.parametrize(("frozen", "autocast"), [(False, True), (True, True), (False, False)])
+def test_small_probabilities_keep_their_gradient_where_a_scaled_loss_is_in_float16(frozen, autocast):
+    """A class of probability 1e-8 gets its share: float16 would round the probability to 0."""
+    (hidden, weight, bias), targets = tensors()
+    with torch.no_grad():
+        hidden.mul_(0.1)  # all tokens then have about the same probabilities
+        weight[5], bias[5] = 0, -11.5
+    weight.requires_grad_(not frozen)
+    inputs = [hidden, weight, bias]
+    if not autocast:  # as DeepSpeed keeps its weights
+        inputs = [tensor.detach().half().requires_grad_() for tensor in inputs]
+    with Made() as made:
+        with torch.autocast("cpu", torch.float16, enabled=autocast):
+            loss, correct = chunked_loss(*inputs, targets.clamp(min=6), 4)
+        learning = [tensor for tensor in inputs if tensor.requires_grad]
+        found = torch.autograd.grad(loss * 2.0**16, learning)
+    assert made.largest == WORDS * WIDTH, "the head in float16, and no tensor of all logits"
+    exact = [tensor.detach().double().requires_grad_(tensor.requires_grad) for tensor in inputs]
+    expected, right = whole(exact, targets.clamp(min=6))
+    reference = torch.autograd.grad(expected * 2.0**16, [tensor for tensor in exact if tensor.requires_grad])
+    assert correct == right
+    assert relative_error([each.float() for each in reference], found) < 2e-3
+    rare = reference[-1][5]
+    assert 0 < rare / 2.0**16 < 3e-8, "below float16's smallest number"
+    assert found[-1][5] == pytest.approx(rare.item(), rel=0.02)
+    if not frozen:
+        assert relative_error([reference[1][5]], [found[1][5]]) < 0.02
 
 
 def test_frozen_weights_get_no_gradient():

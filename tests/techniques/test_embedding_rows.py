@@ -70,6 +70,22 @@ def test_hooks_of_a_gradient_fire():
     assert torch.equal(gradients[0], gradient)
 
 
+def test_hooks_of_a_table_that_the_head_shares_fire_without_another_tensor_of_its_size():
+    model = tiny_model("gpt2-lm")
+    add_rows(model)
+    table, fired, found = model.get_input_embeddings().weight, [], []
+    table.register_post_accumulate_grad_hook(lambda weight: fired.append(weight.grad.clone()))
+    ids = torch.tensor([[1, 2, 3, 2, 9]])
+    for hooked in (False, True):
+        table.grad = torch.ones_like(table)
+        with adding_rows(hooked), Made() as made:
+            model(input_ids=ids, labels=ids).loss.backward()
+        found.append((table.grad, made.shapes.count(table.shape)))
+    assert len(fired) == 2
+    assert torch.equal(fired[1], found[0][0])
+    assert found[0][1] == found[1][1], "tensors of the table's size"
+
+
 @pytest.mark.parametrize(("tokens", "rows"), [(ROWS // FEWEST, True), (ROWS // FEWEST + 1, False)])
 def test_long_batches_are_left_to_pytorch(tokens, rows):
     model, ids = table(), torch.arange(tokens)[None]

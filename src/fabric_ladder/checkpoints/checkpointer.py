@@ -56,6 +56,10 @@ class Checkpointer:
             raise SystemExit(0)
         return (found.folder.parent.parent, found.progress["run"]) if found.folder else None
 
+    def count(self) -> int:
+        """Return how many checkpoints the run that `find` has found has on the disk."""
+        return len(store.list_steps(self._found.folder.parent)) if self._found.folder else 0
+
     def restore(self, load_state: Callable[[dict, list[dict], dict | None], None]) -> None:
         """Load model, optimizer and training state from the checkpoint that `find` has found, if any.
 

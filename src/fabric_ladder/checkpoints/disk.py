@@ -13,19 +13,18 @@ from fabric_ladder.settings import Settings
 from fabric_ladder.techniques import state_dtypes, trains_adapters
 from fabric_ladder.techniques.lora_init import CHANGES_BASE
 
-CHECKPOINTS = 2  # the newest one stays until the next one is complete
 
-
-def check_disk_space(settings: Settings, model: nn.Module, existing: int = 0) -> None:
+def check_disk_space(settings: Settings, model: nn.Module, steps: int, existing: int = 0) -> None:
     """Refuse to train if the disk of `runs_dir` cannot hold the results.
 
     Args:
         settings: All settings of the run.
         model: Set up by Fabric; its sizes are the sizes before sharding.
+        steps: Optimizer steps of the run.
         existing: Checkpoints of this run that are on the disk already.
 
     Raises:
-        UserError: The space is too small for the files of `save` and for two checkpoints.
+        UserError: The space is too small for the files of `save` and for the checkpoints.
     """
     trained = 0
     frozen = 0
@@ -42,17 +41,26 @@ def check_disk_space(settings: Settings, model: nn.Module, existing: int = 0) ->
     needed = {"no": 0, "consolidated": weights, "sharded": state}[settings.save]
     if settings.save != "no" and adapters and (settings.from_scratch or settings.lora_init in CHANGES_BASE):
         needed += trained + frozen  # the base exists nowhere else
-    if settings.save_every or settings.best_weights:
-        best = bool(settings.save_every and settings.best_weights)  # it stays next to the newest one
-        needed += (CHECKPOINTS + best - existing) * state
+    needed += max(0, most_checkpoints(settings, steps) - existing) * state
     runs_dir = Path(settings.runs_dir).absolute()
     free = shutil.disk_usage(next(path for path in (runs_dir, *runs_dir.parents) if path.exists())).free
     if free < needed:
+        keep = f" --keep {settings.keep}" if settings.save_every else ""
         best = " --best_weights true" if settings.best_weights else ""
         raise UserError(
-            f"--save {settings.save} --save_every {settings.save_every}{best} needs {_size(needed)} in --runs_dir "
-            f"{settings.runs_dir}, and {_size(free)} are free: delete files there, or choose another --runs_dir"
+            f"--save {settings.save} --save_every {settings.save_every}{keep}{best} needs {_size(needed)} in "
+            f"--runs_dir {settings.runs_dir}, and {_size(free)} are free: delete files there, or choose another "
+            "--runs_dir"
         )
+
+
+def most_checkpoints(settings: Settings, steps: int) -> int:
+    """Return the most checkpoints that are on the disk together: an old one is removed after the next is complete."""
+    if not settings.save_every:
+        return 2 if settings.best_weights else 0
+    several_validations = settings.epochs > 1 or settings.evaluate_every  # then the best may be older than the others
+    written = steps // settings.save_every + settings.epochs + 1  # a stop writes one too
+    return min(settings.keep + bool(several_validations) + 1, written)
 
 
 def _size(count: int) -> str:

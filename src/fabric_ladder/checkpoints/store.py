@@ -72,7 +72,7 @@ def check(folder: Path) -> None:
 def newest_whole(checkpoints: Path) -> tuple[Path | None, list[str]]:
     """Return the newest undamaged checkpoint, and a line about each newer one that is damaged."""
     skipped = []
-    for folder in reversed(_folders(checkpoints)):
+    for folder in reversed(list_steps(checkpoints)):
         try:
             with refused(f"{folder} is skipped"):
                 check(folder)
@@ -88,7 +88,7 @@ def prune(newest: Path, keep: int) -> Path | None:
     Checkpoints of later steps than `newest` are damaged, or the run has resumed from an earlier one. They are removed,
     or the next resumed run would take them for the newest.
     """
-    folders = _folders(newest.parent)
+    folders = list_steps(newest.parent)
     while _step(folders[-1]) > _step(newest):
         _remove(folders.pop())
     best = find_best(newest.parent)
@@ -100,8 +100,13 @@ def prune(newest: Path, keep: int) -> Path | None:
 
 def find_best(checkpoints: Path) -> Path | None:
     """Return the checkpoint with the best validation, or None if none has a validation."""
-    figures = {folder: figure for folder in _folders(checkpoints) if (figure := _minimized(folder)) is not None}
+    figures = {folder: figure for folder in list_steps(checkpoints) if (figure := _minimized(folder)) is not None}
     return min(figures, key=figures.get, default=None)
+
+
+def list_steps(checkpoints: Path) -> list[Path]:
+    """Return the complete checkpoints of a run, oldest first."""
+    return sorted(path for path in checkpoints.glob("step-*") if _step(path).isdecimal())
 
 
 def step_of(folder: Path) -> int:
@@ -117,14 +122,10 @@ def remove_unfinished(checkpoints: Path) -> None:
 
 def remove_all(checkpoints: Path) -> None:
     """Remove all checkpoints of a run."""
-    for folder in _folders(checkpoints):
+    for folder in list_steps(checkpoints):
         _remove(folder)
     with suppress(OSError):  # the user has put other files there
         checkpoints.rmdir()
-
-
-def _folders(checkpoints: Path) -> list[Path]:
-    return sorted(path for path in checkpoints.glob("step-*") if _step(path).isdecimal())
 
 
 def _step(folder: Path) -> str:

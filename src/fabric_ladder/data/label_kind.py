@@ -88,6 +88,17 @@ def matrix(split: hf.Dataset) -> np.ndarray:
     return pc.list_flatten(split.with_format("arrow")["labels"][:]).to_numpy().reshape(len(split), -1)
 
 
+def describe_imbalance(counts: np.ndarray, names: list[str], items: str = "samples") -> list[str]:
+    """Return a line about the largest class, if it has over 60 % of the items or over twice its even share."""
+    share = counts.max() / counts.sum()
+    if share <= min(0.6, 2 / len(names)):
+        return []
+    return [
+        f"Imbalanced classes: {share:.1%} of the training {items} are {names[counts.argmax()]!r}, one of {len(names)} "
+        "classes; an accuracy below that is worse than always guessing this class"
+    ]
+
+
 def describe_f1(names: list[str], counts: list[list[int]]) -> dict:
     """Return precision, recall and F1 of each class, and their micro and macro average.
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from fabric_ladder.data import class_weights
 from fabric_ladder.data.cutting import MicroBatchPlan, cut_by
 from fabric_ladder.data.kinds import kind_of
+from fabric_ladder.data.label_kind import describe_imbalance
 from fabric_ladder.data.objective import Objective
 from fabric_ladder.data.sampler import BatchPlan, EffectiveBatchSampler, EvaluationSampler
 from fabric_ladder.data.splits import IGNORED, SPLITS, ImageDatasets, TextDatasets
@@ -300,17 +301,6 @@ def count_classes(datasets: TextDatasets | ImageDatasets) -> np.ndarray:
     if stream := _stream_of(datasets):
         return stream.class_counts
     return np.bincount(_numbers(datasets.splits["train"], "labels"), minlength=len(datasets.class_names))
-
-
-def describe_imbalance(counts: np.ndarray, class_names: list[str]) -> list[str]:
-    """Return a line about the largest class, if it has over 60 % of the samples or over twice its even share."""
-    share, name = counts.max() / counts.sum(), class_names[counts.argmax()]
-    if share <= min(0.6, 2 / len(class_names)):
-        return []
-    return [
-        f"Imbalanced classes: {share:.1%} of the training samples are {name!r}, one of {len(class_names)} classes; an "
-        "accuracy below that is worse than always guessing this class"
-    ]
 
 
 def _numbers(split: hf.Dataset, column: str) -> np.ndarray:

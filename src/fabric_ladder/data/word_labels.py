@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fabric_ladder.data.label_kind import Described, LabelKind, describe_f1, join, percent
+from fabric_ladder.data.label_kind import Described, LabelKind, describe_f1, describe_imbalance, join, percent
 from fabric_ladder.data.label_lists import (
     class_numbers,
     find_classes,
@@ -105,16 +105,9 @@ class WordLabels(LabelKind):
         return (logits.flatten(0, 1)[words].argmax(-1) == labels).sum()
 
     def notes(self, split: hf.Dataset) -> list[str]:
-        """Return a line about the most frequent label, by the rule for classes."""
+        """Return a line about the most frequent label."""
         labels = pc.list_flatten(split.with_format("arrow")["labels"][:]).to_numpy()
-        counts = np.bincount(labels[labels != IGNORED], minlength=len(self.names))
-        share = counts.max() / counts.sum()
-        if share <= min(0.6, 2 / len(self.names)):
-            return []
-        return [
-            f"Imbalanced labels: {share:.1%} of the training words are {self.names[counts.argmax()]!r}; an accuracy "
-            "below that is worse than always guessing this label"
-        ]
+        return describe_imbalance(np.bincount(labels[labels != IGNORED]), self.names, "words")
 
     def start_counts(self, device: torch.device) -> Tensor | None:
         """Return zeros, (types of entities, 3), or None if the labels are not IOB2."""

@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fabric_ladder.distributed.deepspeed_config import offloads, read_deepspeed_config
+from fabric_ladder.distributed.nvme import own_folder
 from fabric_ladder.errors import UserError, first_line, refused
 from fabric_ladder.settings import Settings
 
@@ -112,6 +113,9 @@ def deepspeed_strategy(settings: Settings) -> LadderDeepSpeedStrategy:
         settings: Checked, see `check_deepspeed`.
     """
     config, notices = read_deepspeed_config(settings)
+    for section in offloads(config).values():
+        if section["device"] == "nvme":
+            section["nvme_path"] = str(own_folder(Path(section.get("nvme_path") or ".").absolute()))
     cpu_adam = "optimizer" in offloads(config) and settings.optimizer in ("adam", "adamw")
     if cpu_adam:
         from deepspeed.ops.op_builder import CPUAdamBuilder
@@ -142,8 +146,17 @@ class EngineState:
         self.engine.empty_partition_cache()
 
     def write(self, folder: Path, trained_only: bool) -> None:
-        """Write a checkpoint. All ranks must call it."""
-        self.engine.save_checkpoint(str(folder), exclude_frozen_parameters=trained_only)
+        """Write a checkpoint. All ranks must call it.
+
+        Raises:
+            OSError, RuntimeError: This rank could not write. It has taken part in all collectives, so no rank waits.
+        """
+        engine, tag = self.engine, f"global_step{self.engine.global_steps}"
+        writer = engine.checkpoint_engine
+        with errors_last((writer, "makedirs"), (writer, "save"), (engine, "_copy_recovery_script")):
+            engine.save_checkpoint(str(folder), tag, save_latest=False, exclude_frozen_parameters=trained_only)
+        if engine.global_rank == 0:
+            (folder / self.file).write_text(tag)
 
     def read(self, option: str, folder: Path, trained_only: bool) -> None:
         """Load a checkpoint that `write` has written. All ranks must call it.
@@ -190,6 +203,32 @@ class EngineState:
             raise UserError(f'{folder} is a DeepSpeed checkpoint: pip install "{DEEPSPEED}" to read it') from error
         with _only_values(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             return get_fp32_state_dict_from_zero_checkpoint(str(folder))
+
+
+@contextmanager
+def errors_last(*methods: tuple[object, str]) -> Iterator[None]:
+    """Raise the first error of these methods of objects at the end of this block, and skip their calls after it."""
+    errors = []
+
+    def deferred(call: Callable) -> Callable:
+        def method(*args, **kwargs) -> None:
+            if not errors:
+                try:
+                    call(*args, **kwargs)
+                except Exception as error:  # of the disk, of torch.save, or of a writer in the configuration
+                    errors.append(error)
+
+        return method
+
+    for owner, name in methods:
+        setattr(owner, name, deferred(getattr(owner, name)))
+    try:
+        yield
+    finally:
+        for owner, name in methods:
+            delattr(owner, name)
+    if errors:
+        raise errors[0]
 
 
 @contextmanager

@@ -80,7 +80,11 @@ def chunked_loss(
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The sum of the losses. The forward pass computes its gradient; a mean's would not fit into float16."""
+    """The sum of the losses. The forward pass computes its gradient; a mean's would not fit into float16.
+
+    In float16 the loss is scaled, because a gradient below 3e-8 is rounded to 0. The scale reaches the backward pass
+    alone. So this pass computes the logits again, and scales their gradient before it is rounded.
+    """
 
     @staticmethod
     def forward(
@@ -89,40 +93,68 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         device, wanted = hidden.device.type, [learning and needed for needed in ctx.needs_input_grad[:3]]
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-        grads = [
-            torch.zeros_like(tensor) if want else None
-            for tensor, want in zip((hidden, weight, bias), wanted, strict=True)
-        ]
-        total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
-        correct = torch.zeros((), dtype=torch.long, device=hidden.device)
-        with torch.autocast(device, enabled=False):
-            head, shift = weight.to(dtype), None if bias is None else bias.to(dtype)
-            for start in range(0, len(targets), chunk):
-                rows, expected = hidden[start : start + chunk].to(dtype), targets[start : start + chunk, None]
-                scores = linear(rows, head, shift).to(total.dtype)
-                highest, predicted = scores.max(-1, keepdim=True)
-                correct += (predicted == expected).sum()
-                scores -= highest
-                right = scores.gather(-1, expected)
-                norm = scores.exp_().sum(-1, keepdim=True)
-                total += (norm.log() - right).sum()
-                if any(wanted):
-                    error = scores.div_(norm).scatter_add_(-1, expected, torch.full_like(right, -1)).to(dtype)
-                    if wanted[0]:
-                        grads[0][start : start + chunk] = error @ head
-                    if wanted[1] and weight.dtype == dtype:
-                        grads[1].addmm_(error.T, rows)
-                    elif wanted[1]:
-                        grads[1] += error.T @ rows
-                    if wanted[2]:
-                        grads[2] += error.sum(0)
-        ctx.save_for_backward(*grads)
+        scaled = dtype is torch.float16
+        inputs = hidden, weight, bias, targets
+        total, correct, grads = _sum_chunks(*inputs, chunk, dtype, [False] * 3 if scaled else wanted)
+        ctx.again = (chunk, dtype, wanted) if scaled else None
+        ctx.save_for_backward(*(inputs if scaled else grads))
         ctx.mark_non_differentiable(correct)
         return total, correct
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor, _: Tensor) -> tuple:
-        return *(None if each is None else each.mul_(grad) for each in ctx.saved_tensors), None, None, None
+        grads = ctx.saved_tensors
+        if ctx.again:
+            scale = grad.abs().clamp(min=1)  # a smaller factor would round more to 0
+            grads = _sum_chunks(*grads, *ctx.again, scale)[2]
+            grad = grad / scale
+        return *(None if each is None else each.mul_(grad) for each in grads), None, None, None
+
+
+def _sum_chunks(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, dtype: torch.dtype,
+    wanted: list[bool], scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:  # fmt: skip
+    """Return the sum of the losses, the right predictions, and the wanted gradients, multiplied by `scale`.
+
+    Args:
+        hidden: As for `chunked_loss`, like the next four.
+        weight: The head's.
+        bias: The head's.
+        targets: The next tokens.
+        chunk: Tokens whose logits are in memory together.
+        dtype: Precision of the matrix multiplications.
+        wanted: Whether the gradients of `hidden`, `weight` and `bias` are wanted.
+        scale: Multiplies the gradient of the logits before it is rounded to `dtype`.
+    """
+    grads = [
+        torch.zeros_like(tensor) if want else None for tensor, want in zip((hidden, weight, bias), wanted, strict=True)
+    ]
+    total = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
+    correct = torch.zeros((), dtype=torch.long, device=hidden.device)
+    with torch.autocast(hidden.device.type, enabled=False):
+        head, shift = weight.to(dtype), None if bias is None else bias.to(dtype)
+        for start in range(0, len(targets), chunk):
+            rows, expected = hidden[start : start + chunk].to(dtype), targets[start : start + chunk, None]
+            scores = linear(rows, head, shift).to(total.dtype)
+            highest, predicted = scores.max(-1, keepdim=True)
+            correct += (predicted == expected).sum()
+            scores -= highest
+            right = scores.gather(-1, expected)
+            norm = scores.exp_().sum(-1, keepdim=True)
+            total += (norm.log() - right).sum()
+            if any(wanted):
+                error = scores.div_(norm).scatter_add_(-1, expected, torch.full_like(right, -1))
+                error = (error if scale is None else error.mul_(scale)).to(dtype)
+                if wanted[0]:
+                    grads[0][start : start + chunk] = error @ head
+                if wanted[1] and weight.dtype == dtype:
+                    grads[1].addmm_(error.T, rows)
+                elif wanted[1]:
+                    grads[1] += error.T @ rows
+                if wanted[2]:
+                    grads[2] += error.sum(0)
+    return total, correct, grads
 
 
 def _logits_are_product(model: nn.Module) -> bool:

@@ -23,9 +23,12 @@ _hooked: bool | None = None  # see `adding_rows`; None: outside of it
 
 def add_rows(model: nn.Module) -> None:
     """Let the model's embedding tables add rows within `adding_rows`, in place, if they are plain tables."""
+    others = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
+    used = {id(parameter) for module in others for parameter in module.parameters(recurse=False)}
     for module in model.modules():
         if type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq or module.sparse):
             module.__class__ = RowEmbedding
+            module.shared = id(module.weight) in used
 
 
 @contextmanager
@@ -33,8 +36,9 @@ def adding_rows(hooked: bool) -> Iterator[None]:
     """Add rows to the gradients that are there, in forward and backward pass of this block.
 
     Args:
-        hooked: Whether hooks (DDP, `WeightSteps`) must fire when a gradient is complete. Then autograd adds a gradient
-            of zeros, which takes the memory of a single number.
+        hooked: Whether hooks (DDP, `WeightSteps`) must fire when a gradient is complete. Then autograd gets a gradient
+            of zeros, which takes the memory of a single number. The gradient of a head with the same table already
+            makes the hooks fire; zeros would be added to it in a new tensor of the table's size.
     """
     global _hooked
     before, _hooked = _hooked, hooked
@@ -45,7 +49,13 @@ def adding_rows(hooked: bool) -> Iterator[None]:
 
 
 class RowEmbedding(nn.Embedding):
-    """An embedding whose gradient is added to the one before by rows, if the batch has tokens for few of them."""
+    """An embedding whose gradient is added to the one before by rows, if the batch has tokens for few of them.
+
+    Attributes:
+        shared: Whether a language model's head has the same table.
+    """
+
+    shared = False
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the rows of the table, (…, width), for ids of any shape."""
@@ -53,8 +63,8 @@ class RowEmbedding(nn.Embedding):
             return super().forward(ids)
         if ids.numel() * FEWEST > self.num_embeddings:
             return super().forward(ids)
-        hooked = _hooked and not hasattr(self.weight, "_ddp_ignored")  # DDP's hooks; `DDPInBuckets` leaves tables out
-        return _Lookup.apply(self.weight, ids, self.padding_idx, hooked)
+        ignored = hasattr(self.weight, "_ddp_ignored")  # by DDP's hooks: `DDPInBuckets` leaves tables out
+        return _Lookup.apply(self.weight, ids, self.padding_idx, _hooked and not ignored and not self.shared)
 
 
 class _Lookup(torch.autograd.Function):

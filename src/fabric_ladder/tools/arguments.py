@@ -3,11 +3,10 @@
 import argparse
 import difflib
 import os
-import sys
 from pathlib import Path
 from typing import NoReturn
 
-from fabric_ladder.errors import UserError, print_error
+from fabric_ladder.errors import UserError
 from fabric_ladder.options import read_words
 from fabric_ladder.rungs import choose_rungs
 from fabric_ladder.settings import FACTS, SURROUNDINGS
@@ -43,22 +42,6 @@ class Arguments(argparse.ArgumentParser):
         except UserError as error:
             self.error(str(error))
         return arguments, settings
-
-
-def show_user_errors() -> None:
-    """Install an exception hook that prints a `UserError` as one line and ends the script with exit status 2.
-
-    `techniques.advice.show_errors` explains more errors, but imports torch.
-    """
-
-    def hook(kind, error, trace):
-        if not isinstance(error, UserError):
-            sys.__excepthook__(kind, error, trace)
-            return
-        print_error(error, f"error: {error}")
-        raise SystemExit(2)  # a hook that raises it sets the exit status
-
-    sys.excepthook = hook
 
 
 def at_least_1(text: str) -> int:

@@ -104,7 +104,7 @@ def _start(training: Training) -> None:
         read_state(f"--load {settings.load}", Path(settings.load), model, optimizer)
     fabric.seed_everything(settings.seed + fabric.global_rank, verbose=False)  # dropout differs between the ranks
     resumed = training.checkpointer.find()
-    run.record.on_rank_zero(lambda: check_disk_space(settings, model, existing=1 if resumed else 0))
+    run.record.on_rank_zero(lambda: check_disk_space(settings, model, steps, training.checkpointer.count()))
     prediction = predict(run.planner, fabric, settings, model, training.train_loader, training.val_loader)
     run.start(model, training.train_loader, prediction, resumed)
     training.stop_request.begin()
