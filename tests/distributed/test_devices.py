@@ -16,14 +16,17 @@ from support.helpers import MODELS, ROOT, SRC, finished, free_port, run_script, 
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from transformers import AutoModelForSequenceClassification
 
+from fabric_ladder.checkpoints.export import find_result, load_result
 from fabric_ladder.distributed.fsdp import sharding_policy
 
 # several tests share each run below
 CLIP = ("--max_grad_norm", "0.05")
 FROZEN = ("--train_blocks", "last:1")
+IN_4_BITS = ("--lora", "true", "--lora_dropout", "0", "--quantization", "nf4")
 DDP = ("9_ddp", 2, "--eval_batch_tokens", "1", "--save_every", "100")
 FSDP = ("10_fsdp", 2, *CLIP, "--save", "sharded")
 OFFLOAD = ("11_fsdp_cpu_offload", 2, *CLIP, "--activation_checkpointing", "true", "--save", "consolidated")
+QLORA = ("10_fsdp", 2, *IN_4_BITS, "--save", "sharded")
 
 
 @pytest.mark.parametrize(
@@ -42,6 +45,8 @@ OFFLOAD = ("11_fsdp_cpu_offload", 2, *CLIP, "--activation_checkpointing", "true"
         pytest.param((), ("10_fsdp", 4), id="fsdp-4", marks=pytest.mark.slow),
         pytest.param(FROZEN, ("9_ddp", 2, *FROZEN), id="ddp-frozen", marks=pytest.mark.slow),
         pytest.param(FROZEN, ("10_fsdp", 2, *FROZEN), id="fsdp-frozen", marks=pytest.mark.slow),
+        pytest.param(IN_4_BITS, ("9_ddp", 2, *IN_4_BITS), id="ddp-4-bit", marks=pytest.mark.slow),
+        pytest.param(IN_4_BITS, QLORA, id="fsdp-4-bit", marks=pytest.mark.slow),
     ],
 )
 def test_more_processes_print_the_same_losses_and_accuracies(run, alone, several):
@@ -92,6 +97,25 @@ def test_parameters_are_sharded(run, sharded):
     whole, share = results["parameter_bytes_of_a_rank"], read(run(*sharded)[0])[2]["parameter_bytes_of_a_rank"]
     assert whole == 4 * results["parameters"]
     assert whole / devices <= share <= whole / devices * 1.02, "the first ranks get the remainder of the division"
+
+
+@pytest.mark.slow
+def test_adapters_on_sharded_4_bit_weights_are_saved_and_loaded(run):
+    """A rank keeps half of all weights. The saved base has the constants that unpack its 4-bit weights."""
+    whole, halves = read(run("2_grad_accum", 1, *IN_4_BITS)[0])[2], read(run(*QLORA)[0])[2]
+    assert halves["dtypes"] == whole["dtypes"] == ["torch.float32", "torch.uint8"]
+    assert halves["parameters"] == whole["parameters"]
+    assert halves["parameter_bytes_of_a_rank"] == pytest.approx(whole["parameter_bytes_of_a_rank"] / 2, rel=0.02)
+    more = ("--load", str(run(*QLORA)[0] / "checkpoint"), "--save", "consolidated")
+    one = run("2_grad_accum", 1, *IN_4_BITS, *more)[0]
+    two = run("11_fsdp_cpu_offload", 2, *IN_4_BITS, *more, "--activation_checkpointing", "true")[0]
+    same(one, two)
+    assert abs(read(one)[0][0] - read(run(*QLORA)[0])[0][0]) > 1e-3, "the run starts from the trained adapters"
+    bases = [(folder / "base" / "model.safetensors").read_bytes() for folder in (one, two)]
+    assert bases[0] == bases[1]
+    first, second = (load_result(find_result(folder)) for folder in (one, two))
+    ids = torch.arange(24).view(2, 12)
+    torch.testing.assert_close(second(ids).logits, first(ids).logits, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("offload", "policy"), [(True, CPUOffloadPolicy), (False, OffloadPolicy)])
