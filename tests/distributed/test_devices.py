@@ -16,14 +16,17 @@ from support.helpers import MODELS, ROOT, SRC, finished, free_port, run_script, 
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from transformers import AutoModelForSequenceClassification
 
+from fabric_ladder.checkpoints.export import find_result, load_result
 from fabric_ladder.distributed.fsdp import sharding_policy
 
 # several tests share each run below
 CLIP = ("--max_grad_norm", "0.05")
 FROZEN = ("--train_blocks", "last:1")
+IN_4_BITS = ("--lora", "true", "--lora_dropout", "0", "--quantization", "nf4")
 DDP = ("9_ddp", 2, "--eval_batch_tokens", "1", "--save_every", "100")
 FSDP = ("10_fsdp", 2, *CLIP, "--save", "sharded")
 OFFLOAD = ("11_fsdp_cpu_offload", 2, *CLIP, "--activation_checkpointing", "true", "--save", "consolidated")
+QLORA = ("10_fsdp", 2, *IN_4_BITS, "--save", "sharded")
 
 
 @pytest.mark.parametrize(
@@ -90,6 +93,28 @@ def test_parameters_are_sharded(run, sharded):
     whole, share = results["parameter_bytes_of_a_rank"], read(run(*sharded)[0])[2]["parameter_bytes_of_a_rank"]
     assert whole == 4 * results["parameters"]
     assert whole / devices <= share <= whole / devices * 1.02, "the first ranks get the remainder of the division"
+
+
+@pytest.mark.slow
+def test_4_bit_weights_are_sharded_or_whole_on_each_rank(run):
+    """The saved base has the constants that unpack its weights, and DDP continues from FSDP's checkpoint."""
+    sharded, alone = run(*QLORA)[0], run("2_grad_accum", 1, *IN_4_BITS)[0]
+    same(alone, sharded)
+    halves, whole = read(sharded)[2], read(alone)[2]
+    assert halves["dtypes"] == whole["dtypes"] == ["torch.float32", "torch.uint8"]
+    assert halves["parameters"] == whole["parameters"]
+    assert halves["parameter_bytes_of_a_rank"] == pytest.approx(whole["parameter_bytes_of_a_rank"] / 2, rel=0.02)
+    more = (*IN_4_BITS, "--load", str(sharded / "checkpoint"), "--save", "consolidated")
+    one, two = (run(*rung, *more)[0] for rung in (("2_grad_accum", 1), ("9_ddp", 2)))
+    same(one, two)
+    assert abs(read(one)[0][0] - read(sharded)[0][0]) > 1e-3, "the run starts from the trained adapters"
+    bases = [(folder / "base" / "model.safetensors").read_bytes() for folder in (one, two, sharded)]
+    assert bases[0] == bases[1] == bases[2]
+    model = load_result(find_result(sharded))
+    ids = torch.arange(24).view(2, 12)
+    trained = model(ids).logits
+    with model.disable_adapter():
+        assert not torch.allclose(model(ids).logits, trained, atol=1e-3)
 
 
 @pytest.mark.parametrize(("offload", "policy"), [(True, CPUOffloadPolicy), (False, OffloadPolicy)])

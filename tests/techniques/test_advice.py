@@ -60,8 +60,13 @@ NEXT = r"Next to try: --activation_checkpointing true, which [^;]*; python src/"
         ("9_ddp", {"micro_batch_size": 1, "precision": "16-mixed"}, r"src/10_fsdp\.py --precision 32-true, which"),
         (
             "9_ddp",
-            {"micro_batch_size": 1, "lora": True, "quantization": "nf4"},
-            r"src/11_fsdp_cpu_offload\.py --lora true, which",
+            {"micro_batch_size": 1, "lora": True, "quantization": "nf4", "strategy": "ddp"},
+            r"src/10_fsdp\.py --lora true --quantization nf4, which",
+        ),
+        (
+            "10_fsdp",
+            {"micro_batch_size": 1, "lora": True, "quantization": "nf4", "strategy": "fsdp"},
+            r"src/11_fsdp_cpu_offload\.py --lora true --quantization nf4, which",
         ),
         (
             "9_ddp",

@@ -84,9 +84,10 @@ def rehearse(
     def run(blocks: int | None) -> _Steps:
         with torch.device("meta"):  # drawing weights would branch on values
             model = build_model(replace(settings, precision=_rehearsed(settings.precision)), datasets, blocks)
+        counts = count_parameters(model)
         for technique in used(asked):
             technique.rehearse_model(model, asked)
-        return _Steps(model, settings, sharded, buckets, on_mac)
+        return _Steps(model, counts, settings, sharded, buckets, on_mac)
 
     try:
         flash = declare_flash(capability is None or capability >= (8, 0))
@@ -204,6 +205,7 @@ class _Steps:
 
     Args:
         model: The model on the meta device.
+        counts: Numbers of its parameters.
         settings: Settings with one device per rank.
         sharded: Whether FSDP shards over the ranks.
         buckets: Whether gradients stay from step to step, as in DDP's buckets (`DDPInBuckets`).
@@ -214,7 +216,10 @@ class _Steps:
         of_optimizer: The moments of an optimizer step.
     """
 
-    def __init__(self, model: nn.Module, settings: Settings, sharded: bool, buckets: bool, on_mac: bool):
+    def __init__(
+        self, model: nn.Module, counts: Counts, settings: Settings, sharded: bool, buckets: bool, on_mac: bool
+    ):
+        self.counts = counts
         self.settings = settings
         self.on_mac = on_mac
         self.sharded = sharded
@@ -230,7 +235,6 @@ class _Steps:
         is_language_model = settings.task == "instruction-tuning"
         self.mode = FakeTensors()
         self.tracker = PeakTracker(self.mode, model.config.vocab_size if is_language_model else None)
-        self.counts = count_parameters(model)
         with self._counted():
             self._set_up(model)
             self._give_gradients()

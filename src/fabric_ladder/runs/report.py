@@ -36,9 +36,11 @@ def _describe_batch(settings: Settings, ranks: int) -> str:
 def describe_parameters(model: nn.Module) -> dict:
     """Return for run.json the number of parameters of the whole model, their precisions, and this rank's bytes."""
     parameters = list(model.parameters())
+    states = {id(module.weight): module.quant_state for module in model.modules() if hasattr(module, "quant_state")}
+    counts = {each: _elements(each, states.get(id(each))) for each in parameters}
     return {
-        "parameters": sum(map(_elements, parameters)),
-        "trainable_parameters": sum(_elements(parameter) for parameter in parameters if parameter.requires_grad),
+        "parameters": sum(counts.values()),
+        "trainable_parameters": sum(count for each, count in counts.items() if each.requires_grad),
         "parameter_bytes_of_a_rank": sum(_bytes_here(parameter) for parameter in parameters),
         "dtypes": sorted({str(parameter.dtype) for parameter in parameters}),
     }
@@ -54,9 +56,8 @@ def parameters_line(described: dict) -> str:
     return f"Parameters: {count / 1e6:.1f} M, {trained}, {', '.join(described['dtypes'])}"
 
 
-def _elements(parameter: nn.Parameter) -> int:
+def _elements(parameter: nn.Parameter, state: object | None) -> int:
     """Return the elements of the whole parameter. ZeRO-3 keeps an empty tensor; 4-bit weights share bytes."""
-    state = getattr(parameter, "quant_state", None)
     return state.shape.numel() if state else getattr(parameter, "ds_numel", parameter.numel())
 
 

@@ -1,7 +1,6 @@
 """The model and the optimizer of a run, with the techniques in use applied."""
 
 import math
-import tempfile
 
 import torch
 from torch import nn
@@ -102,9 +101,8 @@ def _draw_or_load(settings: Settings, config: PretrainedConfig) -> nn.Module:
         if loading == {"dtype": dtype} | attention:
             return model
         silence_loading()
-        with tempfile.TemporaryDirectory() as folder:  # only weights that are read can be quantized
-            model.save_pretrained(folder)
-            return model_class.from_pretrained(folder, **loading)
+        # only weights that are read can be quantized
+        return type(model).from_pretrained(None, config=config, state_dict=model.state_dict(), **loading)
     silence_loading()
     with reachable(settings.model, "weights", settings.model_revision) as local:
         loading |= local | {"config": config, "ignore_mismatched_sizes": True}

@@ -9,17 +9,19 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from transformers import BitsAndBytesConfig, PretrainedConfig
 
+from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.errors import UserError, first_line
 from fabric_ladder.models.dtypes import half_precision
 from fabric_ladder.models.layers import head_names, meta_model
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.lora import LoRA
 from fabric_ladder.techniques.memory import Counts, Peak, frozen_linear_layers
-from fabric_ladder.techniques.sharding import PARKED_WEIGHTS
-from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, Technique
+from fabric_ladder.techniques.sharding import DDP, PARKED_WEIGHTS
+from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, NextRung, Technique
 
 NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8  # bytes per weight, with its constants: QLoRA, section 3
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+IN_4_BITS = ("--lora", "true", "--quantization", "nf4")
 
 
 def quantization(settings: Settings, config: PretrainedConfig) -> dict:
@@ -27,6 +29,9 @@ def quantization(settings: Settings, config: PretrainedConfig) -> dict:
 
     NF4 with double quantization takes 4.127 bits per weight (Dettmers et al., 2023, QLoRA, section 3). Matrix
     multiplications run in 16 bits, or in 32 under `32-true`. Embeddings, norms and heads keep their own precision.
+
+    Weights that FSDP will shard are packed in CPU memory: a GPU might not hold all of them. FSDP moves them to the GPU
+    block by block, and the constants with them.
     """
     heads = None  # the one before the logits
     if settings.task != "instruction-tuning":
@@ -34,7 +39,8 @@ def quantization(settings: Settings, config: PretrainedConfig) -> dict:
     options = BitsAndBytesConfig(
         **NF4, llm_int8_skip_modules=heads, bnb_4bit_compute_dtype=half_precision(settings) or torch.float32
     )
-    device = torch.cuda.current_device() if settings.accelerator == "cuda" else "cpu"
+    on_gpu = settings.accelerator == "cuda" and not strategy_traits(settings).shards_weights
+    device = torch.cuda.current_device() if on_gpu else "cpu"
     return {"quantization_config": options, "device_map": {"": device}}
 
 
@@ -46,24 +52,27 @@ class QLoRA(Technique):
     advises_first = True
     plans = ALONE_OR_CHECKPOINTED
     refused_on_mps = "4-bit weights of bitsandbytes: use src/13_lora.py"
-    loads_on_device = True
-    next_rung = PARKED_WEIGHTS._replace(options=("--lora", "true"))
+    next_rung = PARKED_WEIGHTS._replace(options=IN_4_BITS)
+    explained_errors = (
+        (
+            "only Tensors of floating point dtype can require gradients",  # pytorch#177844
+            "this PyTorch cannot shard weights of 4 bits: pip install torch==2.13.0, or use src/9_ddp.py",
+        ),
+    )
 
-    def conflict(self, other: Technique) -> str | None:
-        """Refuse shards."""
-        if not other.shards:
-            return None
-        return (
-            "4-bit weights cannot be sharded; use src/14_qlora.py, or src/9_ddp.py with --lora true, which keeps all "
-            "of them on each GPU"
-        )
+    def next_to_try(self, settings: Settings) -> NextRung:
+        """Return FSDP if there are several GPUs already, and CPU memory otherwise."""
+        return DDP.next_rung._replace(options=IN_4_BITS) if settings.strategy == "ddp" else self.next_rung
 
     def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse 4-bit weights without adapters, or without a bitsandbytes that works here."""
+        """Refuse 4-bit weights without adapters, with DeepSpeed, or without a bitsandbytes that works here."""
         if not self.is_used(settings):
             return
+        given = f"--quantization {settings.quantization}"
         if not settings.lora:
-            raise UserError(f"--quantization {settings.quantization}: 4-bit weights cannot be trained; add --lora true")
+            raise UserError(f"{given}: 4-bit weights cannot be trained; add --lora true")
+        if strategy_traits(settings).owns_optimizer:
+            raise UserError(f"{given}: not tried with DeepSpeed; use src/10_fsdp.py, which shards 4-bit weights")
         if importlib.util.find_spec("bitsandbytes") is None:
             raise UserError("4-bit weights need bitsandbytes: pip install bitsandbytes==0.50.2, or run src/13_lora.py")
         _try_bitsandbytes(settings.accelerator)
@@ -76,27 +85,50 @@ class QLoRA(Technique):
         """Read the weights in 4 bits."""
         return quantization(settings, config)
 
+    def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
+        """Let layers whose weights FSDP shards save their weights with the constants to unpack them."""
+        if strategy_traits(settings).shards_weights:
+            for module in model.modules():
+                if getattr(module, "quant_state", None) is not None:
+                    module.register_state_dict_pre_hook(_give_constants)
+        return model
+
+    def loaded_bytes(self, loaded: int, counts: Counts, settings: Settings) -> int:
+        """Return the bytes of the weights that FSDP shards; otherwise they are read to the device."""
+        packed = loaded - round(counts.linear * (4 - NF4_BYTES))
+        return packed if strategy_traits(settings).shards_weights else 0
+
     def rehearsed(self, settings: Settings) -> Settings:
         """Return settings whose frozen weights are not packed."""
         return replace(settings, quantization="no")
 
     def rehearse_model(self, model: nn.Module, settings: Settings) -> None:
-        """Let the frozen layers make the tensors of 4-bit layers."""
+        """Let the frozen layers make the tensors of 4-bit layers; weights that FSDP shards are packed here too."""
         for layer in frozen_linear_layers(model):
             layer.__class__ = Rehearsed4bit
+            layer.product_dtype = half_precision(settings) or torch.float32
             layer.unpacked_dtype = LoRA().loading_options(settings, model.config).get("dtype", torch.float32)
+            if strategy_traits(settings).shards_weights:
+                layer.pack()
 
     def add_memory(self, peak: Peak, counts: Counts, settings: Settings) -> Peak:
-        """Pack the frozen linear layers into 4 bits.
+        """Pack the frozen linear layers into 4 bits, unless the rehearsal has done so.
 
         NF4 with double quantization takes 4.127 bits per weight (Dettmers et al., 2023, QLoRA, section 3).
         """
+        if strategy_traits(settings).shards_weights:
+            return peak
         width = {"32-true": 4, "64-true": 8}.get(settings.precision, 2)
         return peak._replace(parameters=peak.parameters - round(counts.linear * (width - NF4_BYTES)))
 
     def relative_speed(self, settings: Settings) -> float:
         """Return a guess: 4-bit weights are unpacked for each matrix multiplication."""
         return 0.7
+
+
+def _give_constants(layer: nn.Module, *_) -> None:
+    """Give a shard the constants of its whole weight, which bitsandbytes looks for on the weight."""
+    layer.weight.quant_state = layer.quant_state
 
 
 class Rehearsed4bit(nn.Linear):
@@ -108,27 +140,38 @@ class Rehearsed4bit(nn.Linear):
     `MatMul4Bit`).
 
     Attributes:
+        product_dtype: The type of the product.
         unpacked_dtype: The type that the weight was loaded with.
     """
 
+    product_dtype: torch.dtype
     unpacked_dtype: torch.dtype
+
+    def pack(self) -> None:
+        """Pack two weights into each byte, as FSDP shards them. Every rank keeps the constants of all weights."""
+        weights = self.weight.numel()
+        constants = round(weights * (NF4_BYTES - 1 / 2))
+        self.register_buffer("constants", self.weight.new_empty(constants, dtype=torch.uint8), persistent=False)
+        packed = self.weight.new_empty(-(-weights // 2), 1, dtype=torch.uint8)
+        self.weight = nn.Parameter(packed, requires_grad=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return a tensor (..., out_features) in the type of the inputs (..., in_features)."""
-        return _Rehearsed4bit.apply(inputs.to(self.weight.dtype), self).to(inputs.dtype)
+        return _Rehearsed4bit.apply(inputs.to(self.product_dtype), self).to(inputs.dtype)
 
 
 class _Rehearsed4bit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, inputs: Tensor, layer: Rehearsed4bit) -> Tensor:
         ctx.layer = layer
-        unpacked = torch.empty_like(layer.weight)
+        unpacked = inputs.new_empty(layer.out_features, layer.in_features)
         return unpacked.new_empty(*inputs.shape[:-1], layer.out_features)
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        unpacked = torch.empty_like(ctx.layer.weight, dtype=ctx.layer.unpacked_dtype).to(grad.dtype)
-        return unpacked.new_empty(*grad.shape[:-1], ctx.layer.in_features), None
+        layer = ctx.layer
+        unpacked = grad.new_empty(layer.out_features, layer.in_features, dtype=layer.unpacked_dtype).to(grad.dtype)
+        return unpacked.new_empty(*grad.shape[:-1], layer.in_features), None
 
 
 def _try_bitsandbytes(accelerator: str) -> None:

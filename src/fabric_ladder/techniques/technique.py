@@ -55,7 +55,6 @@ class Technique:
         plans: The planner tries the rung with each of these options; empty: it leaves the rung out.
         needs_gpus: The least number of GPUs for the rung.
         recomputes: Whether the backward pass repeats the forward pass.
-        loads_on_device: Whether the weights are read to the device, without a copy in CPU memory.
         explained_errors: Texts in libraries' errors, each with one line about the cause and the remedy.
     """
 
@@ -76,7 +75,6 @@ class Technique:
     plans: tuple[tuple[str, ...], ...] = ((),)
     needs_gpus: int = 1
     recomputes: bool = False
-    loads_on_device: bool = False
     explained_errors: tuple[tuple[str, str], ...] = ()
 
     def is_used(self, settings: Settings) -> bool:
@@ -196,6 +194,10 @@ class Technique:
     def unpredictable(self, settings: Settings) -> str | None:
         """Return why the memory of the settings is not known."""
         return None
+
+    def loaded_bytes(self, loaded: int, counts: Counts, settings: Settings) -> int:
+        """Return the bytes of weights that a rank has in CPU memory first; `loaded` bytes without the technique."""
+        return loaded
 
     def bytes_per_pass(self, settings: Settings) -> int:
         """Return the bytes per weight that cross a link to other GPUs or to CPU memory in each pass."""
