@@ -270,7 +270,7 @@ def test_a_run_that_would_fail_later_is_refused_in_one_line_before_any_work(refu
 def test_a_run_resumes_from_its_checkpoint(tmp_path):
     """Printed lines and metrics equal the uninterrupted run. Code in a checkpoint is not executed.
 
-    A rank that cannot write the next checkpoint ends neither the run nor lets the other rank wait.
+    A rank that cannot write the next checkpoint does not end the run, and no rank waits for it.
     """
     config, more = {"zero_optimization": {"stage": 2}}, ["--save_every", "4", "--keep", "9"]
     whole, _ = run_deepspeed(tmp_path, config, *more)
