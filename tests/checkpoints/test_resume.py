@@ -339,9 +339,9 @@ def several(name, cwd, *arguments, ranks=2, wait=True):
 
 
 @pytest.mark.slow
-def test_two_processes_end_with_a_checkpoint_and_resume_bit_by_bit(tmp_path, dropout_model):
+@pytest.mark.parametrize("name", ["9_ddp", "10_fsdp"])
+def test_two_processes_end_with_a_checkpoint_and_resume_bit_by_bit(tmp_path, dropout_model, name):
     """Only the launcher gets SIGTERM. The checkpoint also resumes on one process, with other dropout masks."""
-    name = "10_fsdp"
     more = ["--model", dropout_model, "--save_every", 100, "--precision", "32-true"]
     for folder in ("whole", "stopped"):
         (tmp_path / folder).mkdir()
