@@ -32,6 +32,7 @@ def parse() -> argparse.Namespace:
     task.add_argument("--prompts", type=Path, help="text file, or JSON (Lines) with instruction and input, or prompt")
     task.add_argument("--chat", action="store_true", help="chat in the terminal; an empty line ends it")
     parser.add_argument("--input", default="", help="input of the instruction, for --prompt")
+    parser.add_argument("--system", default="", help="system text, for --prompt and --chat")
     template = parser.add_mutually_exclusive_group()
     template.add_argument("--prompt_template", help="turns an instruction into a prompt; default: as in training")
     template.add_argument("--raw", action="store_true", help="give the prompt to the model without a template")
@@ -59,6 +60,8 @@ def parse() -> argparse.Namespace:
         parser.error("--chat: one model answers; give --model one folder")
     if found.input and not found.prompt:
         parser.error("--input needs --prompt")
+    if found.system and found.prompts:
+        parser.error("--system: a file of --prompts has a column `system`; leave it out")
     return found
 
 
@@ -87,7 +90,10 @@ def main(arguments: argparse.Namespace) -> None:
     ### 1 The model
     first, *others = arguments.model
     model, tokenizer = generation.load_language_model(first, dtype, arguments.quantization)
-    adapters = [("default" if others else None, tokenizer), *generation.load_further_adapters(model, others)]
+    adapters = [
+        ("default" if others else None, tokenizer),
+        *generation.load_further_adapters(model, others, arguments.quantization),
+    ]
     model.to("cuda" if on_gpu else "cpu")
     torch.backends.cuda.enable_cudnn_sdp(False)  # it would build a plan for the length of every new token
     wanted = generation.RAW if arguments.raw else arguments.prompt_template
@@ -105,10 +111,10 @@ def main(arguments: argparse.Namespace) -> None:
     seed = 123 if arguments.seed is None else arguments.seed
     if arguments.chat:
         torch.manual_seed(seed)
-        generators[first].chat(typed_lines())
+        generators[first].chat(typed_lines(), arguments.system)
         return
     if arguments.prompt is not None:
-        question = generation.Question(arguments.prompt, arguments.input)
+        question = generation.Question(arguments.prompt, arguments.input, arguments.system)
         for name, generator in generators.items():
             if others:
                 print(f"{name}:")

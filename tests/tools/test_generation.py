@@ -127,13 +127,18 @@ def test_prompts_are_tokenised_as_in_training(runs):
     assert choose_template(tokenizer, None, chat=False) == TEMPLATE, "it came along with the tokenizer"
     ours = generator(runs.adapter, TEMPLATE)
     question = Question("word7", "word8 word9")
-    assert ours.tokens(question) == prompt_tokens(tokenizer, [prompt_text(*question, TEMPLATE)])[0] == [10, 7, 8, 9, 11]
+    trained = prompt_tokens(tokenizer, [prompt_text("word7", "word8 word9", TEMPLATE)])[0]
+    assert ours.tokens(question) == trained == [10, 7, 8, 9, 11]
     assert ours.tokens(Question("word7")) == [10, 7, 11]
     assert generator(runs.adapter, RAW).tokens(Question("word7")) == [7]
     chats = load_tokenizer(str(runs.chat / "model"))
     assert choose_template(chats, None, chat=False) == CHAT
     assert generator(runs.chat, CHAT).tokens(Question("word7")) == [12, 7, 13]
+    assert generator(runs.chat, CHAT).tokens(Question("word7", "word8", "word6")) == [13, 6, 12, 7, 8, 13]
     assert choose_template(words_tokenizer(), None, chat=False) == RAW
+    assert ours.tokens(Question("word7", system="word6")) == [6, 10, 7, 11], "as a row with a system text in training"
+    with pytest.raises(UserError, match="a system text needs a template"):
+        generator(runs.adapter, RAW).tokens(Question("word7", system="word6"))
     with pytest.raises(UserError, match="an input needs a template"):
         generator(runs.adapter, RAW).tokens(Question("word7", "word8"))
 

@@ -205,25 +205,35 @@ def _load_adapter(result: Result, base: str | None, dtype: torch.dtype | None, q
     return model
 
 
-def add_adapter(model: nn.Module, result: Result, name: str) -> None:
+def add_adapter(model: nn.Module, result: Result, name: str, quantization: str | None) -> None:
     """Add an adapter of the same base to a `PeftModel`; `model.set_adapter(name)` chooses it.
 
     Args:
         model: From `load_result`; its first adapter is named `default`.
         result: From `find_result`.
         name: A name without a dot.
+        quantization: As for `load_result`.
 
     Raises:
-        UserError: The result or the model is not an adapter, or the adapter has another base or does not fit it.
+        UserError: The result or the model is not an adapter, or the adapter has another base or does not fit it, or
+            only one of them was trained on 4-bit weights and `quantization` does not choose.
     """
     from peft import PeftConfig
 
     if not (result.adapter and hasattr(model, "peft_config")):
         raise UserError(f"{result.folder}: several models can only be adapters of one base; give --model one folder")
-    adapter, base = PeftConfig.from_pretrained(result.folder), model.peft_config["default"].base_model_name_or_path
-    mismatch = f"{result.folder} is an adapter for {adapter.base_model_name_or_path}, and the first one for {base}"
-    if adapter.base_model_name_or_path != base:
+    adapter, first = PeftConfig.from_pretrained(result.folder), model.peft_config["default"]
+    own, base = (
+        f"{each.base_model_name_or_path}{f' at {each.revision}' if each.revision else ''}" for each in (adapter, first)
+    )
+    mismatch = f"{result.folder} is an adapter for {own}, and the first one for {base}"
+    if own != base:
         raise UserError(f"{mismatch}: give adapters of one base")
+    in_4_bits = {hasattr(config, "quantization_config") for config in (model.config, result.config or model.config)}
+    if not quantization and len(in_4_bits) > 1:
+        raise UserError(
+            f"{result.folder}: only one of the adapters was trained on 4-bit weights; add --quantization nf4 or no"
+        )
     with refused(mismatch):
         model.add_adapter(name, adapter)
         _fill_adapter(model, result, mismatch, name)

@@ -37,7 +37,7 @@ TOKENS, NUMBER = hf.List(hf.Value("int32")), hf.Value("int64")
 FEATURES = hf.Features({"input_ids": TOKENS, "labels": TOKENS, "length": NUMBER, "items": NUMBER})
 
 
-def prompt_text(instruction: str, input: str = "", template: str | None = None) -> str:
+def prompt_text(instruction: str, input: str = "", template: str | None = None, system: str = "") -> str:
     """Return the prompt, up to the beginning of the answer.
 
     Args:
@@ -45,14 +45,16 @@ def prompt_text(instruction: str, input: str = "", template: str | None = None) 
         input: The text for the task; may be empty.
         template: A text with `{instruction}` and optionally `{input}`. A line with only `{input}` is left out if the
             input is empty. None or `alpaca`: Alpaca's two prompts.
+        system: A text in front of it; may be empty.
 
     Raises:
         UserError: The template lacks `{instruction}` or has another field.
     """
     with_input, without = prompt_templates(template)
+    start = f"{system}\n\n" if system.strip() else ""
     if not input.strip():
-        return without.format(instruction=instruction, input="")
-    return with_input.format(instruction=instruction, input=input)
+        return start + without.format(instruction=instruction, input="")
+    return start + with_input.format(instruction=instruction, input=input)
 
 
 @lru_cache
@@ -202,10 +204,7 @@ class Encoder:
 
 def _prompts(batch: dict[str, list], settings: DataSettings) -> list[str]:
     rows = zip(batch["system"], batch["instruction"], batch["input"], strict=True)
-    return [
-        (f"{system}\n\n" if system.strip() else "") + prompt_text(*pair, settings.prompt_template)
-        for system, *pair in rows
-    ]
+    return [prompt_text(*pair, settings.prompt_template, system) for system, *pair in rows]
 
 
 def _within(offsets: list[tuple[int, int]], answers: list[tuple[int, int]]) -> np.ndarray:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 
 from fabric_ladder.checkpoints.export import Result, add_adapter, base_name, find_result, load_result
 from fabric_ladder.checkpoints.save import end_tokens
+from fabric_ladder.data.instruction_rows import SYSTEM_COLUMNS
 from fabric_ladder.data.instructions import prompt_text, prompt_tokens
 from fabric_ladder.data.rows import read_file, reading
 from fabric_ladder.data.sources import file_format
@@ -24,10 +25,11 @@ CHAT = "chat"  # the tokenizer's chat template
 
 
 class Question(NamedTuple):
-    """An instruction and its input."""
+    """An instruction, its input, and a system text in front of both."""
 
     instruction: str
     input: str = ""
+    system: str = ""
 
 
 class Generator:
@@ -72,7 +74,8 @@ class Generator:
             UserError: The prompt is empty, too long for the model, or its template has no field for the input.
         """
         if self.template == CHAT:
-            return self.chat_tokens([{"role": "user", "content": "\n\n".join(filter(None, question))}])
+            content = "\n\n".join(filter(None, (question.instruction, question.input)))
+            return self.chat_tokens([*_system_message(question.system), {"role": "user", "content": content}])
         return self._checked(prompt_tokens(self.tokenizer, [self._prompt(question)])[0])
 
     def chat_tokens(self, messages: list[dict[str, str]]) -> list[int]:
@@ -102,12 +105,12 @@ class Generator:
         """Return an answer's text."""
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
-    def chat(self, lines: Iterator[str]) -> None:
+    def chat(self, lines: Iterator[str], system: str = "") -> None:
         """Answer each line with all earlier lines and answers as context; an empty line ends the chat.
 
         Without a chat template, the context is a sequence of prompts and answers as in training.
         """
-        messages, history = [], []
+        messages, history = _system_message(system), []
         for line in lines:
             if not (line := line.strip()):
                 return
@@ -117,7 +120,7 @@ class Generator:
             elif history:  # without the tokens that start a sequence
                 prompt = self._checked([*history, *self._plain_tokens(self._prompt(Question(line)))])
             else:
-                prompt = self.tokens(Question(line))
+                prompt = self.tokens(Question(line, system=system))
             (reply,) = self.answer([prompt], stream=True)
             messages.append({"role": "assistant", "content": self.text(reply)})
             history = [*prompt, *reply]
@@ -127,9 +130,10 @@ class Generator:
     def _prompt(self, question: Question) -> str:
         """Return the text of a prompt."""
         if self.template != RAW:
-            return prompt_text(*question, self.template)
-        if question.input:
-            raise UserError("an input needs a template; give --prompt_template, e.g. alpaca")
+            return prompt_text(question.instruction, question.input, self.template, question.system)
+        if question.input or question.system:
+            kind = "an input" if question.input else "a system text"
+            raise UserError(f"{kind} needs a template; give --prompt_template, e.g. alpaca")
         return question.instruction
 
     def _plain_tokens(self, text: str) -> list[int]:
@@ -146,6 +150,10 @@ class Generator:
                 "reduce it, or shorten the prompt"
             )
         return ids
+
+
+def _system_message(text: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": text}] if text.strip() else []
 
 
 def load_language_model(
@@ -171,12 +179,15 @@ def load_language_model(
     return model, _tokenizer_of(result)
 
 
-def load_further_adapters(model: nn.Module, names: list[str]) -> list[tuple[str, PreTrainedTokenizerBase]]:
+def load_further_adapters(
+    model: nn.Module, names: list[str], quantization: str | None
+) -> list[tuple[str, PreTrainedTokenizerBase]]:
     """Add adapters to a model that has one, without a second copy of their base.
 
     Args:
         model: From `load_language_model`.
         names: Folders of runs or adapters.
+        quantization: As for `load_language_model`.
 
     Returns:
         The name of each adapter in the model, and its tokenizer, which stores the template of its training.
@@ -184,7 +195,7 @@ def load_further_adapters(model: nn.Module, names: list[str]) -> list[tuple[str,
     added = []
     for number, name in enumerate(names, start=2):
         result = find_result(name)
-        add_adapter(model, result, str(number))
+        add_adapter(model, result, str(number), quantization)
         added.append((str(number), _tokenizer_of(result)))
     return added
 
@@ -214,7 +225,7 @@ def read_questions(path: Path) -> list[tuple[dict, Question]]:
     """Return the rows of a file, each with its question.
 
     A text file has one prompt per non-empty line. JSON (a list) and JSON Lines have objects with `instruction` and
-    optionally `input`, or with `prompt`, a synonym of `instruction`.
+    optionally `input` and `system`, or with `prompt`, a synonym of `instruction`.
 
     Raises:
         UserError: The file cannot be read, or has no prompt.
@@ -229,9 +240,12 @@ def read_questions(path: Path) -> list[tuple[dict, Question]]:
     for location, row in rows:
         if isinstance(row, ValueError):
             raise UserError(f"--prompts {path}, {location}: {row}")
-        question = Question(row.get("instruction") or row.get("prompt"), row.get("input") or "")
+        system = next(filter(None, map(row.get, SYSTEM_COLUMNS)), "")
+        question = Question(row.get("instruction") or row.get("prompt"), row.get("input") or "", system)
         if not all(isinstance(text, str) for text in question) or not question.instruction.strip():
-            raise UserError(f"--prompts {path}, {location}: expected texts named instruction (and input) or prompt")
+            raise UserError(
+                f"--prompts {path}, {location}: expected texts named instruction (and input, system) or prompt"
+            )
         questions.append((row, question))
     if not questions:
         raise UserError(f"--prompts {path} holds no prompt")
