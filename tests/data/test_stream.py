@@ -224,6 +224,18 @@ def test_a_file_that_becomes_shorter_during_the_training_is_named(tmp_path):
         list(found.stream.samples(0, 0))
 
 
+@pytest.mark.parametrize("label", ["new", 7])
+def test_a_label_that_appears_during_the_training_is_named(tmp_path, label):
+    folder = write_texts(tmp_path / "texts")
+    found = load_stream(tmp_path, folder)
+    frame = table(COUNT).astype({"label": object})
+    frame.loc[20, "label"] = label
+    write_table(frame, folder / "train.jsonl")
+    line = rf"^a training file has changed since the start: .*train\.jsonl, line 21 has the new label '{label}'$"
+    with pytest.raises(UserError, match=line):
+        list(found.stream.samples(0, 0))
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Refusals
 # ----------------------------------------------------------------------------------------------------------------------

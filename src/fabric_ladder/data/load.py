@@ -10,6 +10,7 @@ from pathlib import Path
 import datasets as hf
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from fabric_ladder.data.cache import make_once, map_batches, save_tokens
@@ -32,6 +33,7 @@ from fabric_ladder.data.stream import STREAM_CACHE_FORMAT, Stream, Survey
 from fabric_ladder.data.tables import check_texts, complete_splits, label_number, read_splits, text_columns
 from fabric_ladder.data.tokens import CACHE_FORMAT, load_tokenizer, tokenize_start, train_tokenizer, trained_vocabulary
 from fabric_ladder.data.words import tokenize_words
+from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
 
 KIND_CACHE_FORMAT = 1  # raise it whenever the same inputs would give other labels than classes
@@ -160,7 +162,7 @@ def _with_stream(datasets: TextDatasets, settings: DataSettings, source: Source,
     names = datasets.class_names
     if names:
         texts, labels = text_columns(settings)
-        check, wanted = partial(check_texts, settings, None), (*texts, *labels)
+        check, wanted = partial(_check_located, settings), (*texts, *labels)
         encode = partial(_encode_texts, datasets.tokenizer, settings.max_length)
     else:
         check, wanted = check_for, ()
@@ -168,10 +170,29 @@ def _with_stream(datasets: TextDatasets, settings: DataSettings, source: Source,
 
     def read(number: int) -> Iterator[dict]:
         for row in read_training_rows(settings, source, number, check, wanted):
-            yield row | {"label": label_number(row["label"], names)} if names else row
+            yield _numbered(row, names) if names else row
 
     stream = Stream(read, encode, facts["stream"], settings.stream_buffer)
     content = [facts["fingerprint"], facts["stream"], settings.stream_buffer]
     notice = f"Streaming {len(stream):,} training samples, shuffled in a buffer of {settings.stream_buffer:,}"
     fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:20]
     return replace(datasets, stream=stream, fingerprint=fingerprint, notices=[notice, *datasets.notices])
+
+
+def _check_located(settings: DataSettings, name: str, *columns: dict) -> tuple[Callable[[str, dict], dict], pa.Schema]:
+    """Like `check_texts`, but the rows get their `location`, for messages."""
+    check, schema = check_texts(settings, None, name, *columns)
+    return lambda location, row: {**check(location, row), "location": f"{name}, {location}"}, schema
+
+
+def _numbered(row: dict, names: list[str]) -> dict:
+    """Return the row's text and the number of its label.
+
+    Raises:
+        UserError: The label is new.
+    """
+    try:
+        return {"text": row["text"], "label": label_number(row["label"], names)}
+    except ValueError:
+        found = f"{row['location']} has the new label {row['label']!r}"
+        raise UserError(f"a training file has changed since the start: {found}") from None
