@@ -7,9 +7,10 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from support.data_files import BLOOM, LLAMA, chats, load_in, rows, table, write_rows, write_table
+from support.data_files import BLOOM, CHATML, LLAMA, chats, load_in, rows, table, write_rows, write_table
 from support.helpers import settings_for
-from support.resuming import assert_same, run_here
+from support.resuming import assert_same, checkpoints, run_here, tensors_of
+from transformers import AutoTokenizer
 
 from fabric_ladder import build_dataloaders
 from fabric_ladder.data import progress, stream
@@ -201,7 +202,7 @@ def test_bad_rows_are_refused_before_the_training_or_left_out(tmp_path):
     assert len(found.stream) == len(list(found.stream.samples(0, 0))) == COUNT
 
 
-def test_a_batch_whose_prompts_are_all_too_long_trains_nothing(tmp_path, fabric, tokenizers):
+def test_a_batch_whose_prompts_are_all_too_long_has_no_micro_batches(tmp_path, fabric, tokenizers):
     content = rows(40)
     for row in content[:20]:
         row["instruction"] = "very " * 500
@@ -211,9 +212,32 @@ def test_a_batch_whose_prompts_are_all_too_long_trains_nothing(tmp_path, fabric,
     datasets = load_in(tmp_path, tmp_path / "texts", stream_buffer=1, **options)
     found = batches(fabric, datasets, settings_for(tmp_path, batch_size=10, micro_batch_size=5, **options))
     trained = [[part.items > 0 for part in batch.micro_batches] for batch in found]
-    assert trained == [[False], [False], [True, True], [True, True]]
+    assert trained == [[], [], [True, True], [True, True]]
     assert [len(batch.samples) for batch in found] == [10] * 4
-    assert found[0].micro_batches[0].weight == 0
+    assert [batch.left_out for batch in found] == [{"prompt too long": 10}] * 2 + [{}] * 2
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_chat_that_the_template_cannot_write_is_left_out_and_counted(
+    tmp_path, fabric, tokenizers, monkeypatch, workers
+):
+    """Among the first samples it is refused, and after them it must not end the training."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizers["trained"])
+    tokenizer.chat_template = "{% if messages|length > 9 %}{{ raise_exception('too many') }}{% endif %}" + CHATML
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    content = chats(20)
+    content[15] = {"messages": content[0]["messages"][-2:] * 5}
+    for name, part in (("train", content), ("validation", content[:4]), ("test", content[:4])):
+        write_rows(part, tmp_path / "texts" / f"{name}.jsonl")
+    options = {"task": "instruction-tuning", "tokenizer": str(tmp_path / "tokenizer"), "model": LLAMA}
+    with pytest.raises(UserError, match="1 of 28 samples cannot be written by the tokenizer's chat template"):
+        load_stream(tmp_path, tmp_path / "texts", **options)
+    monkeypatch.setattr(stream, "HEAD", 10)
+    datasets = load_stream(tmp_path, tmp_path / "texts", buffer=1, **options)
+    settings = settings_for(tmp_path, batch_size=5, micro_batch_size=5, num_workers=workers, **options)
+    found = batches(fabric, datasets, settings)
+    assert [batch.left_out for batch in found] == [{}, {}, {}, {"refused by the chat template": 1}]
+    assert [len(batch.micro_batches[0].inputs["labels"]) for batch in found] == [5, 5, 5, 4]
 
 
 def test_a_file_that_becomes_shorter_during_the_training_is_named(tmp_path):
@@ -279,6 +303,26 @@ def test_a_killed_run_goes_on_with_the_same_samples_bit_by_bit(tmp_path, dropout
     status, text = run_here("2_grad_accum", tmp_path / "stopped", *options, "--resume", "auto")
     assert status == 0, text
     assert_same(*(tmp_path / place / "runs" / "2_grad_accum" / "1" for place in ("stopped", "undisturbed")))
+
+
+@pytest.mark.slow
+def test_a_batch_of_which_nothing_is_left_takes_no_step_and_the_epoch_counts_its_samples(tmp_path, tokenizers):
+    good = rows(16)
+    for kind, content in (("good", good), ("more", [*good, *[{**row, "instruction": "very " * 500} for row in good]])):
+        for name in ("train", "validation", "test"):
+            write_rows(content if name == "train" else good, tmp_path / kind / f"{name}.jsonl")
+    options = ["--task", "instruction-tuning", "--model", LLAMA, "--from_scratch", "true", "--save_every", 1]
+    options += ["--tokenizer", tokenizers["trained"], "--max_length", 100, "--epochs", 1, "--stream_buffer", 1]
+    weights = []
+    for kind in ("good", "more"):
+        run = ["--dataset", tmp_path / kind, "--runs_dir", tmp_path / f"runs-{kind}"]
+        status, text = run_here("2_grad_accum", tmp_path, *options, *run)
+        assert status == 0, text
+        line = "Epoch: 0001/0001 | 16 training samples left out: prompt too long"
+        assert (line in text) == (kind == "more"), text
+        tensors = tensors_of(checkpoints(tmp_path / f"runs-{kind}" / "2_grad_accum" / "1")[-1])
+        weights.append({name: tensor for name, tensor in tensors.items() if name.startswith("model.")})
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -157,21 +157,13 @@ class Encoder:
         places = [_within(offsets, chat.answers) for offsets, chat in zip(found["offset_mapping"], chats, strict=True)]
         return self._columns(list(zip(found["input_ids"], places, strict=True)))
 
-    def encode_streamed(self, batch: dict[str, list]) -> dict[str, list]:
-        """Tokenize instructions or chats during the training.
-
-        Raises:
-            UserError: The template cannot write a chat, and `bad_samples` is `refuse`.
-        """
-        columns = self.encode_chats(batch) if "messages" in batch else self.encode_instructions(batch)
-        if self.bad and self.settings.bad_samples == "refuse":
-            location, reason = self.bad[0]
-            raise UserError(
-                f"{location} cannot be written by the tokenizer's chat template ({reason}): fix or remove it, or leave "
-                "such rows out with --bad_samples skip"
-            )
+    def encode_streamed(self, batch: dict[str, list]) -> tuple[dict[str, list], dict[str, int]]:
+        """Tokenize instructions or chats during the training, and count those left out by the reason."""
         self.bad.clear()
-        return columns
+        self.counts.clear()
+        columns = self.encode_chats(batch) if "messages" in batch else self.encode_instructions(batch)
+        left_out = {"prompt too long": self.counts["left out"], "refused by the chat template": len(self.bad)}
+        return columns, {reason: count for reason, count in left_out.items() if count}
 
     def notices(self, total: int) -> list[str]:
         """Return notices about samples that were cut or left out, or refuse chats that the template cannot write."""

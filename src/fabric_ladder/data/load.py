@@ -163,7 +163,10 @@ def _with_stream(datasets: TextDatasets, settings: DataSettings, source: Source,
     if names:
         texts, labels = text_columns(settings)
         check, wanted = partial(_check_located, settings), (*texts, *labels)
-        encode = partial(_encode_texts, datasets.tokenizer, settings.max_length)
+
+        def encode(batch: dict[str, list]) -> tuple[dict[str, list], dict[str, int]]:
+            return _encode_texts(datasets.tokenizer, settings.max_length, batch), {}
+
     else:
         check, wanted = check_for, ()
         encode = Encoder(settings, datasets.tokenizer).encode_streamed

@@ -57,11 +57,13 @@ class EffectiveBatch(NamedTuple):
 
     Attributes:
         samples: Row numbers of the whole effective batch, of all ranks.
-        micro_batches: This rank's micro-batches; every rank has the same number.
+        micro_batches: This rank's micro-batches; every rank has the same number. None if all samples are left out.
+        left_out: The number of samples left out for each reason, of all ranks.
     """
 
     samples: list[int]
     micro_batches: list[MicroBatch]
+    left_out: dict[str, int] = {}  # noqa: RUF012
 
 
 class Collator(Dataset):
@@ -167,19 +169,19 @@ class StreamCollator(TextCollator):
         return self.samples
 
     def __getitem__(self, plan: StreamedBatch | BatchPlan) -> EffectiveBatch:
-        """Return the effective batch. If the encoder leaves out all of its samples, it is a filler."""
+        """Return the effective batch, without the samples that the encoder leaves out."""
         if isinstance(plan, BatchPlan):
             return super().__getitem__(plan)
-        columns = self.encode({name: [row[name] for row in plan.rows] for name in plan.rows[0]})
+        columns, left_out = self.encode({name: [row[name] for row in plan.rows] for name in plan.rows[0]})
         lengths = np.array(columns["length"], int)
         if not len(lengths):
-            filler = MicroBatchPlan([0], 0, 0.0, [1] if self.settings.packing else None)
-            return EffectiveBatch(plan.numbers, [self.micro_batch(filler)])
+            return EffectiveBatch(plan.numbers, [], left_out)
         items = np.array(columns["items"], int) if "items" in columns else np.ones_like(lengths)
         rows = np.arange(len(lengths))
         size = self.settings.micro_batch_size
         parts = cut_by(self.settings, rows, lengths, items, self.ranks, size, plan.tokens)[self.rank]
-        return EffectiveBatch(plan.numbers, [self.collate(_chosen(columns, part.rows), part) for part in parts])
+        micro_batches = [self.collate(_chosen(columns, part.rows), part) for part in parts]
+        return EffectiveBatch(plan.numbers, micro_batches, left_out)
 
     def micro_batch(self, plan: MicroBatchPlan, epoch: int | None = None) -> MicroBatch:
         """Return samples of `max_length` tokens; see the class."""

@@ -75,7 +75,8 @@ class Stream:
 
     Args:
         read: Yields the rows of a table, given its number.
-        encode: Turns columns of rows into the columns of a split of `TextDatasets`. It may leave out samples.
+        encode: Turns columns of rows into the columns of a split of `TextDatasets`. It may leave out samples, and
+            returns also how many for each reason.
         facts: From `Survey.facts`.
         buffer: Samples in the shuffle buffer.
 
@@ -86,7 +87,7 @@ class Stream:
     def __init__(
         self,
         read: Callable[[int], Iterator[dict]],
-        encode: Callable[[dict[str, list]], dict[str, list]],
+        encode: Callable[[dict[str, list]], tuple[dict[str, list], dict[str, int]]],
         facts: dict,
         buffer: int,
     ):

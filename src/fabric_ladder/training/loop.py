@@ -146,16 +146,17 @@ def _train_epoch(training: Training) -> None:
                 return
 
         stop = stop_request.requested_within_step
-        if not accumulate_gradients(fabric, model, batch.micro_batches, state.meter, stop, optimizer):
+        trains = bool(batch.micro_batches)  # otherwise all of its samples are left out
+        if trains and not accumulate_gradients(fabric, model, batch.micro_batches, state.meter, stop, optimizer):
             _undo_and_stop(training)
-        if _is_usable(training, batch):
+        if trains and _is_usable(training, batch):
             if settings.max_grad_norm:  # with error_if_nonfinite it would wait for the device
                 fabric.clip_gradients(model, optimizer, max_norm=settings.max_grad_norm, error_if_nonfinite=False)
             optimizer.step()
         forget_gradients(fabric, optimizer)
 
         lines_before = state.samples // run.log_every
-        state.advance(batch.samples)
+        state.advance(batch)
         set_learning_rate(settings, optimizer, state.optimizer_steps, steps)
         run.throughput.count(batch)
         run.end_step()
@@ -215,7 +216,7 @@ def _validate_within_epoch(training: Training) -> None:
     training.model.train()
     if training.is_over:
         _log_rest(training)
-        run.log_epoch(state.epoch, state.score, score, state.optimizer_steps)
+        _log_epoch(training, score)
     else:
         run.log_validation(state.epoch, state.batch, state.samples, score)
     if _saves_here(training) or _keeps(training):
@@ -223,13 +224,20 @@ def _validate_within_epoch(training: Training) -> None:
 
 
 def _validate_epoch(training: Training) -> None:
-    run, state = training.run, training.state
+    state = training.state
     score = _validate(training, f"the validation after epoch {state.epoch + 1}")
-    run.log_epoch(state.epoch, state.score, score, state.optimizer_steps)
+    _log_epoch(training, score)
     keeps = _keeps(training)
     state.next_epoch()
     if training.settings.save_every or keeps:
         _save_checkpoint(training, score)
+
+
+def _log_epoch(training: Training, validation: Score) -> None:
+    run, state = training.run, training.state
+    if state.left_out:
+        run.log_left_out(state.epoch, state.left_out)
+    run.log_epoch(state.epoch, state.score, validation, state.optimizer_steps)
 
 
 def _keeps(training: Training) -> bool:
