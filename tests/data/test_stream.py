@@ -192,6 +192,14 @@ def test_the_first_pass_counts_classes_and_tokenizes_only_the_first_samples(tmp_
     assert max(number for number, _ in fewer.stream.samples(0, 0)) == 39
 
 
+def test_validation_and_test_are_read_before_the_training_samples(tmp_path):
+    folder = write_texts(tmp_path / "texts")
+    for name in ("train.jsonl", "validation.jsonl"):
+        (folder / name).write_text('{"text": "no label", "label": null}\n' * 3)
+    with pytest.raises(UserError, match=r"3 of 3 rows of \S+validation\.jsonl cannot be used"):
+        load_stream(tmp_path, folder)
+
+
 def test_bad_rows_are_refused_before_the_training_or_left_out(tmp_path):
     folder = write_texts(tmp_path / "texts")
     with open(folder / "train.jsonl", "a", encoding="utf-8") as file:

@@ -56,7 +56,10 @@ def read_parts(
         wanted: The columns to read; all if empty.
     """
     parts = {}
-    for split, name, table in _tables(settings, source, scratch, notices, wanted):
+    tables = _tables(settings, source, scratch, notices, wanted)
+    if settings.stream_buffer:  # the training tables last: a refusal of a small table then costs no long pass
+        tables = sorted(tables, key=lambda table: table[0] == "train")
+    for split, name, table in tables:
         columns, rows = _find_columns(table, name)
         check, schema = check_for(name, columns, table.features)
         checked = parts.setdefault(split, [])
