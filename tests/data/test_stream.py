@@ -127,6 +127,20 @@ def test_every_cut_and_every_number_of_ranks_sees_the_same_order_and_a_resumed_r
         assert [sum(part.items for part in batch.micro_batches) for batch in shares] == [8, 8, 8, 1]
 
 
+def test_a_resumed_run_shows_the_skipping_and_reads_nothing_after_the_last_step(tmp_path, fabric, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "QUIET", 0)
+    monkeypatch.setattr(progress, "PAUSE", 0)
+    datasets = load_stream(tmp_path)
+    settings = settings_for(tmp_path)
+    capsys.readouterr()
+    assert len(batches(fabric, datasets, settings, start=2)) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 32
+    assert lines[-1].startswith("Skipping the samples of finished steps: 32 of 32 (100%) samples, ")
+    datasets.stream.read = None
+    assert batches(fabric, datasets, settings, start=4) == []
+
+
 def test_several_files_come_in_another_order_in_each_epoch(tmp_path):
     folder = write_texts(tmp_path / "texts")
     write_table(table(30, 100), folder / "more.jsonl")

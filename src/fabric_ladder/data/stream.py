@@ -7,13 +7,14 @@ keeps its share of each effective batch. To resume, the samples of the finished 
 import hashlib
 import json
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
+from fabric_ladder.data.progress import Progress
 from fabric_ladder.data.sampler import EffectiveBatchSampler
 from fabric_ladder.data.tables import label_number
 from fabric_ladder.errors import UserError
@@ -162,7 +163,15 @@ class StreamSampler(EffectiveBatchSampler):
         return math.ceil(len(self.stream) / self.settings.batch_size)
 
     def __iter__(self) -> Iterator[StreamedBatch]:
+        if self.start >= len(self):
+            return
         size = self.settings.batch_size
-        samples = islice(self.stream.samples(self.settings.seed, self.epoch), self.start * size, None)
+        samples = self.stream.samples(self.settings.seed, self.epoch)
+        skipped = self.start * size
+        if skipped and self.rank == 0:
+            with Progress("Skipping the samples of finished steps", skipped) as progress:
+                deque(progress.count(islice(samples, skipped)), maxlen=0)
+        elif skipped:
+            deque(islice(samples, skipped), maxlen=0)
         while batch := list(islice(samples, size)):
             yield StreamedBatch(*map(list, zip(*batch, strict=True)), self._tokens())
