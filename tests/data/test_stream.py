@@ -303,6 +303,23 @@ def test_data_that_cannot_be_streamed_are_refused(tmp_path, dataset, values, lin
         load_stream(tmp_path, dataset, **values)
 
 
+@pytest.mark.parametrize(
+    ("first", "line"),
+    [
+        (20, r"same label, '?a'?: there is nothing to learn"),
+        (35, r"texts have labels that the training texts lack: \['c'\]"),
+    ],
+)
+def test_a_file_sorted_by_class_of_which_only_the_first_samples_are_used_is_explained(tmp_path, first, line):
+    folder = write_texts(tmp_path / "texts")
+    for name, size in (("train", (30, 10, 10)), ("validation", (4, 4, 4)), ("test", (4, 4, 4))):
+        frame = table(sum(size)).assign(label=list("a" * size[0] + "b" * size[1] + "c" * size[2]))
+        write_table(frame, folder / f"{name}.jsonl")
+    hint = f"; with --stream_buffer only the first {first} are used: raise --train_samples, or mix the file$"
+    with pytest.raises(UserError, match=line + hint):
+        load_stream(tmp_path, folder, train_samples=first)
+
+
 @pytest.mark.parametrize("words", ["--task token-classification", "--problem_type regression"])
 def test_tasks_without_streaming_are_refused(tmp_path, words):
     with pytest.raises(UserError, match=r"--stream_buffer 9: only for --task text-classification and instruction-tun"):

@@ -48,7 +48,15 @@ def read_splits(
     parts = read_parts(settings, source, scratch, notices, partial(check_texts, settings, kind), (*texts, *labels))
     if kind:
         return kind.number(parts, settings), kind.names, notices
-    return *number_labels(join_parts(parts, settings.label_column), "texts"), notices
+    return *number_labels(join_parts(parts, settings.label_column), "texts", _first_samples(settings)), notices
+
+
+def _first_samples(settings: DataSettings) -> str:
+    """Return a hint for messages if only the first training samples are used."""
+    if not (settings.stream_buffer and settings.train_samples):
+        return ""
+    first = f"{settings.train_samples:,}"
+    return f"; with --stream_buffer only the first {first} are used: raise --train_samples, or mix the file"
 
 
 def text_columns(settings: DataSettings, kind: LabelKind | None = None) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -152,22 +160,26 @@ def _to_integers(table: hf.Dataset) -> hf.Dataset:
     return table.remove_columns("label").add_column("label", numbers[pc.index_in(labels, values).to_numpy()])
 
 
-def number_labels(splits: dict[str, hf.Dataset], samples: str) -> tuple[dict[str, hf.Dataset], list[str]]:
+def number_labels(
+    splits: dict[str, hf.Dataset], samples: str, hint: str = ""
+) -> tuple[dict[str, hf.Dataset], list[str]]:
     """Replace the labels by 0, 1, … in the order of their values, and return the splits and the labels' names.
 
-    Numbers are sorted by size, strings alphabetically. `samples` (texts or images) is for messages.
+    Numbers are sorted by size, strings alphabetically. `samples` (texts or images) is for messages, and `hint` is their
+    end.
     """
     feature = splits["train"].features["label"]
     if isinstance(feature, hf.ClassLabel):
         return {split: table.cast_column("label", hf.Value("int64")) for split, table in splits.items()}, feature.names
     values = sorted(pc.unique(splits["train"].data.column("label")).to_pylist())
     if len(values) < 2 <= len(splits["train"]):
-        raise UserError(f"all training {samples} have the same label, {values[0]!r}: there is nothing to learn")
+        raise UserError(f"all training {samples} have the same label, {values[0]!r}: there is nothing to learn{hint}")
     known = set(values)
     for split, table in splits.items():
         labels = table.data.column("label")
         if unknown := [value for value in pc.unique(labels).to_pylist() if value not in known]:
-            raise UserError(f"the {split} {samples} have labels that the training {samples} lack: {unknown[:5]}")
+            found = f"the {split} {samples} have labels that the training {samples} lack: {unknown[:5]}"
+            raise UserError(f"{found}{hint}")
         numbers = pc.index_in(labels, pa.array(values, labels.type)).cast(pa.int64()).to_numpy()
         splits[split] = table.remove_columns("label").add_column("label", numbers)
     return splits, [str(value) for value in values]
@@ -201,7 +213,7 @@ def complete_splits(splits: dict[str, hf.Dataset], settings: DataSettings) -> di
             splits[split] = table.shuffle(settings.split_seed).select(range(wanted))
     train = splits["train"]
     if "label" in train.column_names and len(set(_labels(train))) < 2:
-        fewer = settings.train_samples and settings.train_samples < total
+        fewer = settings.train_samples and (settings.train_samples < total or settings.stream_buffer)
         hint = "raise --train_samples" if fewer else f"{total} are too few, give more"
         raise UserError(f"the training {samples} that are left have a single label: {hint}")
     return splits
