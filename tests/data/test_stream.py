@@ -18,6 +18,7 @@ from fabric_ladder.data.loaders import StreamCollator
 from fabric_ladder.data.progress import Progress
 from fabric_ladder.data.stream import Stream, StreamSampler, shuffle
 from fabric_ladder.errors import UserError
+from fabric_ladder.planning.plan import find_samples
 
 COUNT = 50
 FILES = {"train.jsonl": 0, "validation.jsonl": 1000, "test.jsonl": 2000}
@@ -280,6 +281,13 @@ def test_a_label_that_appears_during_the_training_is_named(tmp_path, label):
     line = rf"^a training file has changed since the start: .*train\.jsonl, line 21 has the new label '{label}'$"
     with pytest.raises(UserError, match=line):
         list(found.stream.samples(0, 0))
+
+
+def test_a_plan_for_streamed_files_says_that_the_lengths_are_not_known(tmp_path):
+    settings = settings_for(tmp_path, dataset=str(write_texts(tmp_path / "texts")), stream_buffer=7, max_length=32)
+    samples, (reason,) = find_samples(settings, None)
+    assert samples.length == 32
+    assert reason.startswith("The lengths of streamed samples are not known: the plan is for --max_length 32; --length")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
