@@ -149,6 +149,28 @@ def test_a_data_set_is_streamed_with_splits_of_its_own_or_of_files(tmp_path, mon
     assert len(list(fewer.stream.samples(3, 1))) == 20
 
 
+def test_a_stream_with_class_names_and_a_test_without_labels_takes_the_labels_of_a_file(tmp_path, glue, monkeypatch):
+    read = hf.load_dataset
+
+    def stream(*name, streaming, **options):
+        return {split: table.to_iterable_dataset() for split, table in read(*name, **options).items()}
+
+    monkeypatch.setattr(hf, "load_dataset", stream)
+    options = {"stream_buffer": 7, "test_file": str(tmp_path / "test.jsonl")}
+    with pytest.raises(UserError, match="org/glue:sst2 has no test split with labels: add --test_file"):
+        glue("org/glue:sst2", stream_buffer=7)
+    frame = table(12).rename(columns={"text": "sentence"})
+    for labels in (frame["label"], frame["label"].map({0: "good", 1: "bad"})):
+        write_table(frame.assign(label=labels), tmp_path / "test.jsonl")
+        got = glue("org/glue:sst2", **options)
+        assert got.class_names == ["good", "bad"]
+        assert got.splits["test"]["labels"][:] == [0, 1] * 6
+        assert sorted(row["label"] for _, row in got.stream.samples(0, 0)) == [0] * 10 + [1] * 10
+    write_table(frame.assign(label="ugly"), tmp_path / "test.jsonl")
+    with pytest.raises(UserError, match=r"the test texts have labels that the training classes lack: \['ugly'\]"):
+        glue("org/glue:sst2", **options)
+
+
 def test_a_revision_of_the_model_reaches_config_and_tokenizer(monkeypatch, online):
     seen = {}
 

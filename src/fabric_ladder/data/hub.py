@@ -175,10 +175,23 @@ def load_hub(settings: DataSettings, commit: str, scratch: Path, notices: list[s
         if split not in loaded:
             continue
         table = loaded[split]
-        feature = table.features.get(settings.label_column)
-        numbers = isinstance(feature, hf.ClassLabel) or getattr(feature, "dtype", "").startswith(("int", "float"))
-        if split != "train" and numbers and pc.unique(table.data.column(settings.label_column)).to_pylist() == [-1]:
+        numbers = split != "train" and _has_numbers(table, settings.label_column)
+        if numbers and pc.unique(table.data.column(settings.label_column)).to_pylist() == [-1]:
             notices.append(f"{name} ({split}) has no labels and is left out")
         else:
             splits[split] = table
     return splits
+
+
+def has_labels(table: hf.IterableDataset, column: str) -> bool:
+    """Return False for a streamed split without labels; only of such a split more than the first rows are read."""
+    if not _has_numbers(table, column):
+        return True
+    labels = (row[column] for row in table.select_columns([column]))
+    return next(labels, None) != -1 or any(label != -1 for label in labels)
+
+
+def _has_numbers(table: hf.Dataset | hf.IterableDataset, column: str) -> bool:
+    """Return whether the column holds numbers, of which -1 means no label."""
+    feature = (table.features or {}).get(column)
+    return isinstance(feature, hf.ClassLabel) or getattr(feature, "dtype", "").startswith(("int", "float"))

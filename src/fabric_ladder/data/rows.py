@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fabric_ladder.data.cache import write_rows
-from fabric_ladder.data.hub import load_hub, stream_hub
+from fabric_ladder.data.hub import has_labels, load_hub, stream_hub
 from fabric_ladder.data.progress import Progress
 from fabric_ladder.data.sources import FILE_FORMATS, SEPARATORS, Source, check_complete, file_format
 from fabric_ladder.errors import UserError, refused
@@ -80,8 +80,11 @@ def _tables(
         return
     if settings.stream_buffer:
         loaded = stream_hub(settings, source.key[-1])
-        check_complete(settings, {*loaded, *source.files})
-        yield from ((split, *_hub_table(settings, loaded, split)) for split in loaded if split not in source.files)
+        own = [split for split in loaded if split not in source.files]
+        with refused(f"cannot read {settings.dataset} from the Hub"):
+            own = [split for split in own if split == "train" or has_labels(loaded[split], settings.label_column)]
+        check_complete(settings, {*own, *source.files}, loaded)
+        yield from ((split, *_hub_table(settings, loaded, split)) for split in own)
         return
     for split, table in load_hub(settings, source.key[-1], scratch, notices).items():
         chosen = table.select_columns(list(wanted)) if {*wanted} <= {*table.column_names} and wanted else table

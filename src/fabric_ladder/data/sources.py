@@ -94,12 +94,13 @@ def _check_streamed(settings: DataSettings, files: dict[str, list[Path]]) -> Non
         )
 
 
-def check_complete(settings: DataSettings, splits: Collection[str]) -> None:
-    """Refuse to stream if validation or test would have to be split off."""
+def check_complete(settings: DataSettings, splits: Collection[str], unlabelled: Collection[str] = ()) -> None:
+    """Refuse to stream if validation or test would have to be split off; `unlabelled` ones do not count."""
     if missing := [split for split in SPLIT_NAMES if split not in splits]:
+        split = f"{missing[0]} split{' with labels' if missing[0] in unlabelled else ''}"
         raise UserError(
-            f"--stream_buffer {settings.stream_buffer} splits no data, and {settings.dataset} has no {missing[0]} "
-            f"split: add --{missing[0]}_file"
+            f"--stream_buffer {settings.stream_buffer} splits no data, and {settings.dataset} has no {split}: add "
+            f"--{missing[0]}_file"
         )
 
 

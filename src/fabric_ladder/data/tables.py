@@ -48,6 +48,7 @@ def read_splits(
     parts = read_parts(settings, source, scratch, notices, partial(check_texts, settings, kind), (*texts, *labels))
     if kind:
         return kind.number(parts, settings), kind.names, notices
+    parts = _use_class_names(parts) if settings.stream_buffer else parts
     return *number_labels(join_parts(parts, settings.label_column), "texts", _first_samples(settings)), notices
 
 
@@ -153,10 +154,47 @@ def join_parts(parts: dict[str, list[hf.Dataset]], column: str) -> dict[str, hf.
     return splits
 
 
+def _use_class_names(parts: dict[str, list[hf.Dataset]]) -> dict[str, list[hf.Dataset]]:
+    """Give validation and test tables without class names those of the training tables, if these have any.
+
+    A stream of the Hub may need such a table, because no split is split off.
+
+    Raises:
+        UserError: A label is neither the name nor the number of a class.
+    """
+    feature = parts["train"][0].features["label"]
+    if not isinstance(feature, hf.ClassLabel):
+        return parts
+    return {
+        split: tables if split == "train" else [_to_classes(table, feature, split) for table in tables]
+        for split, tables in parts.items()
+    }
+
+
+def _to_classes(table: hf.Dataset, feature: hf.ClassLabel, split: str) -> hf.Dataset:
+    if isinstance(table.features["label"], hf.ClassLabel):
+        return table
+    known = {str(number): number for number in range(len(feature.names))}
+    known |= {name: number for number, name in enumerate(feature.names)}
+    numbers = {value: known.get(_plain(value, known)) for value in pc.unique(table.data.column("label")).to_pylist()}
+    if unknown := [value for value, number in numbers.items() if number is None]:
+        raise UserError(f"the {split} texts have labels that the training classes lack: {unknown[:5]}")
+    return _with_numbers(table, numbers.get).cast_column("label", feature)
+
+
+def _plain(label: str, known: Collection[str]) -> str:
+    """Return a whole number, such as 1.0, as an integer, and another label unchanged."""
+    return str(int(label.split(".")[0])) if label not in known and WHOLE.fullmatch(label) else label
+
+
 def _to_integers(table: hf.Dataset) -> hf.Dataset:
+    return _with_numbers(table, lambda value: int(value.split(".")[0]))
+
+
+def _with_numbers(table: hf.Dataset, number_of: Callable[[str], int]) -> hf.Dataset:
     labels = table.data.column("label")
     values = pc.unique(labels)
-    numbers = np.array([int(value.split(".")[0]) for value in values.to_pylist()])
+    numbers = np.array(list(map(number_of, values.to_pylist())))
     return table.remove_columns("label").add_column("label", numbers[pc.index_in(labels, values).to_numpy()])
 
 
