@@ -1,5 +1,6 @@
 """Streamed training samples: the same ones as without streaming, in an order that nothing but the seed changes."""
 
+import pickle
 import weakref
 from dataclasses import replace
 from itertools import chain
@@ -122,7 +123,7 @@ def test_every_cut_and_every_number_of_ranks_sees_the_same_order_and_a_resumed_r
     assert_equal(batches(fabric, datasets, settings, start=2), whole[2:])
     for rank in range(2):
         sampler = StreamSampler(datasets.stream, settings, rank, 2)
-        collator = StreamCollator(datasets, settings, rank, 2)
+        collator = pickle.loads(pickle.dumps(StreamCollator(datasets, settings, rank, 2)))  # as for a worker on a Mac
         shares = [collator[plan] for plan in sampler]
         assert [batch.samples for batch in shares] == order
         assert [sum(part.items for part in batch.micro_batches) for batch in shares] == [8, 8, 8, 1]

@@ -143,6 +143,13 @@ def _encode_texts(tokenizer: PreTrainedTokenizerBase, max_length: int, batch: di
     return {"input_ids": [np.asarray(row, np.int32) for row in ids], "length": lengths, "labels": labels}
 
 
+def _encode_streamed(
+    tokenizer: PreTrainedTokenizerBase, max_length: int, batch: dict[str, list]
+) -> tuple[dict[str, list], dict[str, int]]:
+    """Tokenize texts during the training; none is left out."""
+    return _encode_texts(tokenizer, max_length, batch), {}
+
+
 def _survey(
     make: Callable,
     settings: DataSettings,
@@ -163,10 +170,7 @@ def _with_stream(datasets: TextDatasets, settings: DataSettings, source: Source,
     if names:
         texts, labels = text_columns(settings)
         check, wanted = partial(_check_located, settings), (*texts, *labels)
-
-        def encode(batch: dict[str, list]) -> tuple[dict[str, list], dict[str, int]]:
-            return _encode_texts(datasets.tokenizer, settings.max_length, batch), {}
-
+        encode = partial(_encode_streamed, datasets.tokenizer, settings.max_length)
     else:
         check, wanted = check_for, ()
         encode = Encoder(settings, datasets.tokenizer).encode_streamed
