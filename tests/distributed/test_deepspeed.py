@@ -107,8 +107,8 @@ LORA, HALF = ("--lora", "true", "--lora_dropout", "0"), ("--precision", "bf16-mi
 @needs_deepspeed
 @pytest.mark.parametrize(
     ("config", "more"),
-    [("zero3", ()), ("zero1", HALF), ("zero2", LORA)],
-    ids=["zero3", "zero1-bf16", "zero2-lora"],
+    [("zero3", ()), ("zero3", HALF), ("zero2", LORA)],
+    ids=["zero3", "zero3-bf16", "zero2-lora"],
 )
 def test_deepspeeds_checkpoint_holds_the_consolidated_weights(alone, saved, config, more):
     folder, _ = saved(config, *more)
