@@ -161,7 +161,11 @@ def _survey(
     """Call `make` with the first training samples, and add the facts about all of them."""
     survey = Survey(settings.train_samples)
     folder, facts = make(settings, source._replace(keep=survey.keep), tokenizer, vocabulary, scratch)
-    return folder, facts | {"stream": survey.facts(facts["class_names"])}
+    names = facts["class_names"]
+    class_counts = [0] * len(names)
+    for label, count in survey.labels.items() if names else ():
+        class_counts[label_number(label, names)] += count
+    return folder, facts | {"stream": survey.facts(class_counts)}
 
 
 def _with_stream(datasets: TextDatasets, settings: DataSettings, source: Source, facts: dict) -> TextDatasets:

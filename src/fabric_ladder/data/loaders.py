@@ -57,7 +57,7 @@ class EffectiveBatch(NamedTuple):
 
     Attributes:
         samples: Row numbers of the whole effective batch, of all ranks.
-        micro_batches: This rank's micro-batches; every rank has the same number. None if all samples are left out.
+        micro_batches: This rank's micro-batches; every rank has the same number. Empty if all samples are left out.
         left_out: The number of samples left out for each reason, of all ranks.
     """
 

@@ -1,13 +1,12 @@
 """The results of the data modules: splits of texts or images, and their facts."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import datasets as hf
 from transformers import PreTrainedTokenizerBase
 
-if TYPE_CHECKING:
-    from fabric_ladder.data.stream import Stream
+from fabric_ladder.data.stream import Stream
 
 SPLITS = ("train", "validation", "test")
 IGNORED = -100  # label of a token that is not trained, as in PyTorch's cross entropy
@@ -37,7 +36,7 @@ class TextDatasets:
     fingerprint: str
     notices: list[str] = field(default_factory=list)
     commit: str | None = None
-    stream: "Stream | None" = None
+    stream: Stream | None = None
 
 
 class ImageFormat(NamedTuple):

@@ -16,7 +16,6 @@ import numpy as np
 
 from fabric_ladder.data.progress import Progress
 from fabric_ladder.data.sampler import EffectiveBatchSampler
-from fabric_ladder.data.tables import label_number
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings, Settings
 
@@ -62,13 +61,9 @@ class Survey:
             if before + number <= HEAD or self.labels[label] == 1:
                 yield row
 
-    def facts(self, class_names: list[str]) -> dict:
-        """Return the facts about the stream, as JSON."""
-        classes = [0] * len(class_names)
-        for label, count in self.labels.items():
-            if class_names:
-                classes[label_number(label, class_names)] += count
-        return {"counts": self.counts, "class_counts": classes, "content": self.content.hexdigest()}
+    def facts(self, class_counts: list[int]) -> dict:
+        """Return the facts about the stream, as JSON, with the number of samples of each class."""
+        return {"counts": self.counts, "class_counts": class_counts, "content": self.content.hexdigest()}
 
 
 class Stream:

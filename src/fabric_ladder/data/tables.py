@@ -227,7 +227,7 @@ def label_number(label: int | str, names: list[str]) -> int:
     """Return the number that `join_parts` and `number_labels` give a label of `label_reader`."""
     if isinstance(label, int):
         return label
-    return names.index(label if label in names else str(int(label.split(".")[0])))
+    return names.index(_plain(label, names))
 
 
 def complete_splits(splits: dict[str, hf.Dataset], settings: DataSettings) -> dict[str, hf.Dataset]:
