@@ -1,6 +1,6 @@
 """25_block_by_block · Block by block (BAdam): the blocks of the model are trained in turn, one at a time.
 
-Builds on 16_bf16_that_learns.py. Gradients, 32-bit copies and optimizer state exist for one block alone.
+Builds on 5_low_precision.py. Gradients, 32-bit copies and optimizer state exist for one block alone.
 Unchanged: the gradients of the trained weights in the first step.
 
 src/plain/25_block_by_block.py shows the whole training in one file.

@@ -1,6 +1,6 @@
 """25 · Block by block: the blocks of the model are trained in turn, one at a time (BAdam).
 
-Builds on 16_bf16_that_learns.py. The trained block has gradients, a copy in 32 bits and Adam's state. The backward pass
+Builds on 5_low_precision.py. The trained block has gradients, a copy in 32 bits and Adam's state. The backward pass
 ends at it. The embeddings stay as they are.
 The same with checkpoints, prediction, resume and your own data: src/25_block_by_block.py
 """
@@ -31,14 +31,12 @@ class Adam32:  # NEW in 25: Adam on 32-bit copies of the 16-bit weights of some 
         for weight, copy in zip(self.weights, self.copies):
             copy.grad, weight.grad = weight.grad.float(), None
         self.adam.step()
-        for weight, copy in zip(self.weights, self.copies):
-            weight.copy_(copy)
+        torch._foreach_copy_(self.weights, self.copies)
 
 
 def train(fabric, model, reviews):
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    after = [model.transformer.ln_f, model.score]  # NEW in 25: the last norm and the classifier are always trained
-    head, done = Adam32(after), 0
+    done, head = 0, Adam32([model.transformer.ln_f, model.score])  # the last norm and the classifier: always trained
     turn = max(1, min(100, EPOCHS * -(-len(reviews) // BATCH_SIZE) // len(blocks)))  # optimizer steps for each block
     for epoch in range(EPOCHS):
         model.train()
@@ -48,10 +46,9 @@ def train(fabric, model, reviews):
             batch = [reviews[row] for row in order[start : start + BATCH_SIZE]]
             batch.sort(key=lambda review: review["input_ids"].shape[1], reverse=True)  # the longest first
             if done % turn == 0:  # NEW in 25: the next block, with a new Adam
-                block = blocks[done // turn % len(blocks)]
                 model.requires_grad_(False)
-                for module in (*after, block):
-                    module.requires_grad_(True)
+                block = blocks[done // turn % len(blocks)]
+                torch.nn.ModuleList([block, model.transformer.ln_f, model.score]).requires_grad_(True)
                 optimizer = Adam32([block])
             for review in batch:  # NEW in 2: one review at a time ...
                 loss = model(**fabric.to_device(review)).loss
