@@ -26,19 +26,16 @@ MOST_STEPS = 100  # of a turn that is chosen: BAdam's README advises 50 to 100
 class BlockSteps(Optimizer):
     """Mixin for an optimizer: it trains one block at a time, in 32 bits.
 
-    `change_model` has numbered the weights of the blocks by an attribute `block`.
-
     Attributes:
+        blocks: The weights of each block, in the order of the turns.
         block_steps: Optimizer steps of a turn, or `auto`.
     """
 
+    blocks: list[list[nn.Parameter]]
     block_steps: int | str
 
     def __init__(self, groups: list[dict], **options) -> None:
         super().__init__(groups, **options)
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        self._blocks = [parameter for parameter in parameters if hasattr(parameter, "block")]
-        self._count = 1 + max(parameter.block for parameter in self._blocks)
         self._train(0)
 
     def take_turn(self, done: int, steps: int) -> None:
@@ -50,8 +47,8 @@ class BlockSteps(Optimizer):
         """
         length = self.block_steps
         if length == "auto":
-            length = max(1, min(MOST_STEPS, steps // self._count))
-        self._train(done // length % self._count)
+            length = max(1, min(MOST_STEPS, steps // len(self.blocks)))
+        self._train(done // length % len(self.blocks))
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
@@ -70,14 +67,16 @@ class BlockSteps(Optimizer):
         finally:
             for parameter, weight in rounded.items():
                 parameter.grad = None
-                self.state[parameter]["copy"], parameter.data = parameter.data, weight.copy_(parameter.data)
+                self.state[parameter]["copy"] = parameter.data
+                parameter.data = weight.copy_(parameter.data)
 
-    def _train(self, block: int) -> None:
-        for parameter in self._blocks:
-            parameter.requires_grad_(parameter.block == block)
-            if not parameter.requires_grad:
-                parameter.grad = None
-                self.state.pop(parameter, None)
+    def _train(self, turn: int) -> None:
+        for number, block in enumerate(self.blocks):
+            for parameter in block:
+                parameter.requires_grad_(number == turn)
+                if number != turn:
+                    parameter.grad = None
+                    self.state.pop(parameter, None)
 
 
 class BlockByBlock(Technique):
@@ -121,21 +120,22 @@ class BlockByBlock(Technique):
         return None
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
-        """Freeze what is never trained, and number the weights of the blocks."""
+        """Freeze what is never trained."""
         blocks = find_blocks(model)
         head = model.get_output_embeddings()
         trained = {*trained_weights(model, len(blocks))} - {*(head.parameters() if head else ())}
         for parameter in model.parameters():
             parameter.requires_grad_(parameter in trained)
-        for number, block in enumerate(blocks):
-            for parameter in block.parameters():
-                parameter.block = number
         model.disable_input_require_grads()  # checkpointing has enabled gradients of the embeddings' output
         return model
 
-    def change_optimizer(self, kind: type[Optimizer], settings: Settings) -> type[Optimizer]:
+    def change_optimizer(self, kind: type[Optimizer], settings: Settings, model: nn.Module) -> type[Optimizer]:
         """Mix `BlockSteps` into the optimizer's class."""
-        return type(f"Block{kind.__name__}", (BlockSteps, kind), {"block_steps": settings.block_steps})
+        blocks = [[*block.parameters()] for block in find_blocks(model)]
+        for parameter in (parameter for block in blocks for parameter in block):
+            parameter.requires_grad_(True)  # an earlier optimizer, of a notebook's cell, has frozen all but one
+        chosen = {"blocks": blocks, "block_steps": settings.block_steps}
+        return type(f"Block{kind.__name__}", (BlockSteps, kind), chosen)
 
     def state_dtypes(self, settings: Settings) -> list[torch.dtype | None]:
         """Return what 16-bit weights have in addition: a copy in 32 bits, and moments of 32 bits instead of 16."""
