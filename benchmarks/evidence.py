@@ -57,6 +57,7 @@ SETS = {
     "imdb_2000_halved": Set([*IMDB_2000, "--train_samples", "1000"], "5,16", seeds=5),
     "imdb_2000_all_linear": Set([*IMDB_2000, "--lora_targets", "all-linear"], "13", seeds=5),
     "imdb_2000_adam_4bit": Set([*IMDB_2000, "--optimizer", "adam-4bit"], "18", seeds=5),
+    "imdb_2000_32_bit": Set([*IMDB_2000, "--precision", "32-true"], "25", seeds=5),
     "imdb": Set(
         [*MINILM, *"--train_samples 35000 --validation_samples 5000 --test_samples 10000 --log_every 1600".split()],
         "1,2,4,15",

@@ -94,6 +94,7 @@ ENTRIES = {
         Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED}"),
         Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} {PARKED}"),
         Entry("22_float8"),
+        *(Entry("25_block_by_block", more) for more in ("", CHECKPOINTED)),
         *(Entry(rung, f"--train_blocks last:{count}") for rung in WHOLE for count in (12, 4)),
         *(Entry(rung, "--micro_batch_size 16") for rung in ("5_low_precision", *RECOMPUTING)),
         *(Entry(rung, "--attention eager") for rung in ("2_grad_accum", "4_mixed_precision", "5_low_precision")),
@@ -104,7 +105,7 @@ ENTRIES = {
         for chunk in (256, 1_000_000)
         for size in (1, 4)
     ],
-    "qwen3-8b": [*DOWNWARDS, ADAPTED],
+    "qwen3-8b": [*DOWNWARDS, ADAPTED, Entry("25_block_by_block", f"--batch_size 1 {CHECKPOINTED}")],
     "llama-3.1-8b": [*DOWNWARDS, ADAPTED],
     "vit-large-16": [
         Entry("2_grad_accum", "--micro_batch_size 64", 26.84),

@@ -514,6 +514,25 @@ def float8(figure: Figure, look: Look) -> None:
     right.tick_params(axis="y", length=0)
 
 
+@picture("25_block_by_block", 3.4)
+def block_by_block(figure: Figure, look: Look) -> None:
+    """One block is trained at a time; the backward pass ends at it."""
+    source = "sketch · trained: also gradients, 32-bit copies, optimizer state and activations"
+    axes = canvas(figure, look, source, 14, 8.2)
+    names = ["embeddings", *(f"block {number}" for number in range(1, 7)), "head"]
+    for row, name in enumerate(names):
+        y = 7.3 - 0.95 * row
+        axes.text(2, y + 0.42, name, ha="right", va="center")
+        for turn in range(1, 7):
+            trained = row == turn or name == "head"
+            part, text = ("activations", "activations") if row > turn else ("line", "weights only")
+            if trained:
+                part, text = "optimizer state", "trained"
+            box(axes, 0.2 + 1.98 * turn, y, 1.88, 0.85, look[part], text)
+    for turn in range(1, 7):
+        axes.text(1.14 + 1.98 * turn, 0.2, f"turn {turn}", ha="center", va="center", fontweight="bold")
+
+
 @picture("micro_batches", 3.2)
 def micro_batches(figure: Figure, look: Look) -> None:
     """One effective batch, three cuts."""

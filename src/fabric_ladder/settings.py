@@ -412,6 +412,16 @@ class Settings(DataSettings):
             "none": "freeze_backbone freeze_base_model freeze_encoder",
         },
     )
+    block_steps: int | Literal["auto"] | None = optimization_setting(
+        None,
+        "Train the transformer blocks in turn, each for N optimizer steps, with gradients and optimizer state for one "
+        "block at a time. `auto` shares the steps of the run among the blocks, at most 100 in a turn. Embeddings stay "
+        "frozen. Default: train all blocks together.",
+        role=TECHNIQUE,
+        changes_memory=True,
+        at_least=1,
+        aliases={"{}": "switch_block_every badam_switch_interval", "auto": "badam use_badam"},
+    )
     kahan_summation: bool = optimization_setting(
         False,
         "Keep the rounding error of 16-bit weights in 2 bytes per weight and add it to later steps. Without it a "

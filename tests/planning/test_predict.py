@@ -35,6 +35,8 @@ COMBINATIONS = [  # settings that no rung combines
     ("bloom", {"train_blocks": "last:1", "micro_batch_size": 2}),
     ("bloom", {"train_blocks": "none", "precision": "bf16-mixed"}),
     ("bloom-lm", {"train_blocks": "last:1", "precision": "bf16-true", "activation_checkpointing": True}),
+    ("bloom", {"block_steps": 1, "precision": "bf16-true"}),
+    ("vit", {"block_steps": "auto", "precision": "bf16-mixed", "activation_checkpointing": True}),
     ("vit", {"train_blocks": "last:1", "step_in_backward": True, "optimizer": "sgd"}),
 ]
 FAMILIES = ("bloom-quickstart", "vit", "llama-tiny")

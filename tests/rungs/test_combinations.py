@@ -44,6 +44,7 @@ TECHNIQUES = {
     "8-bit products": "--float8 true",
     "offload": "--offload true",
     "last block": "--train_blocks last:1",
+    "blocks in turn": "--block_steps 1",
     "LoRA": "--lora true",
     "LoRA, save, sharded": "--lora true --save sharded",
     "LoRA, save, consolidated": "--lora true --save consolidated",

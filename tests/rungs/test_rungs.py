@@ -41,11 +41,13 @@ PRECISION = dict.fromkeys(NAMES[:3], "32-true")
 PRECISION |= dict.fromkeys(["4_mixed_precision", "9_ddp", "10_fsdp", "11_fsdp_cpu_offload", "15_packing"], "bf16-mixed")
 PRECISION |= dict.fromkeys([*NAMES[4:8], "13_lora", "14_qlora", *NAMES[15:21]], "bf16-true")
 PRECISION |= {"22_float8": "bf16-mixed"}
+PRECISION |= {"25_block_by_block": "bf16-true"}
 ALL = r"0\.2 M trainable, torch\.(float32|bfloat16)"
 FEW = r"0\.017 M trainable \(9\.05%\), torch\.bfloat16, torch\.float32"
 CUT = dict.fromkeys(NAMES, " in micro-batches of 1024 tokens") | dict.fromkeys(NAMES[:3], r" = \d+ x 1")
 CUT |= {"15_packing": " in packed micro-batches of 1024 tokens", "17_step_in_backward": r" = 1 x \d+"}
 PARAMETERS = dict.fromkeys(NAMES, ALL) | {"13_lora": FEW, "14_qlora": rf"{FEW}, torch\.uint8"}
+PARAMETERS |= {"25_block_by_block": r"0\.\d+ M trainable \(\d+\.\d\d%\), torch\.bfloat16"}
 
 
 @pytest.fixture(scope="module")

@@ -77,7 +77,7 @@ def measured_peak(settings, micro_batches, on_mac=False):
 
     PyTorch's tracker fails on frozen parameters, so the project's tracker counts these models.
     """
-    if settings.lora or settings.train_blocks != "all":
+    if settings.lora or settings.train_blocks != "all" or settings.block_steps:
         return tracked_peak(settings, micro_batches).total
     fabric, model, optimizer = set_up(settings)
     tracker = MemTracker()

@@ -6,6 +6,7 @@ import torch
 
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import FULL_PASS, Settings, show
+from fabric_ladder.techniques.block_by_block import BlockByBlock
 from fabric_ladder.techniques.checkpointing import ActivationCheckpointing, ActivationOffload, SelectiveCheckpointing
 from fabric_ladder.techniques.chunked_loss import ChunkedLoss
 from fabric_ladder.techniques.compile import Compile
@@ -53,6 +54,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     ActivationOffload(),
     SelectiveCheckpointing(),
     Freezing(),
+    BlockByBlock(),
     LoRA(),
     QLoRA(),
     Float8(),

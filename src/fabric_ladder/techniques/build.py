@@ -75,7 +75,7 @@ def build_optimizer(settings: Settings, model: nn.Module) -> Optimizer:
     may_fuse = strategy_traits(settings).owns_optimizer or not clips_scaled
     kind, options = optimizer_class(settings.optimizer, may_fuse)
     for technique in used(settings):
-        kind = technique.change_optimizer(kind, settings)
+        kind = technique.change_optimizer(kind, settings, model)
     groups: dict[float, list[nn.Parameter]] = {1.0: []}  # first the group whose learning rate is that of the run
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric_ladder.settings import Settings
@@ -110,6 +110,6 @@ class KahanSummation(Technique):
         """Return the counted speed relative to plain 16-bit weights (benchmarks/roofline.py: BLOOM-560m on an H100)."""
         return 0.89
 
-    def change_optimizer(self, kind: type[Optimizer], settings: Settings) -> type[Optimizer]:
+    def change_optimizer(self, kind: type[Optimizer], settings: Settings, model: nn.Module) -> type[Optimizer]:
         """Mix `Kahan` into the optimizer's class."""
         return type(f"Kahan{kind.__name__}", (Kahan, kind), {})

@@ -4,6 +4,7 @@ import importlib.util
 from dataclasses import replace
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from fabric_ladder.distributed.strategies import strategy_traits
@@ -61,7 +62,7 @@ class LowBitOptimizer(Technique):
             return "it needs bitsandbytes: pip install bitsandbytes==0.50.2"
         return None
 
-    def change_optimizer(self, kind: type[Optimizer], settings: Settings) -> type[Optimizer]:
+    def change_optimizer(self, kind: type[Optimizer], settings: Settings, model: nn.Module) -> type[Optimizer]:
         """Return the class of the same optimizer with small moments."""
         if settings.optimizer == "adam-4bit":
             keep_kernels(settings.cache_dir)

@@ -154,7 +154,7 @@ class Technique:
         """Return the model with the technique applied, before Fabric sets it up."""
         return model
 
-    def change_optimizer(self, kind: type[Optimizer], settings: Settings) -> type[Optimizer]:
+    def change_optimizer(self, kind: type[Optimizer], settings: Settings, model: nn.Module) -> type[Optimizer]:
         """Return the class of the optimizer with the technique applied."""
         return kind
 

@@ -164,7 +164,7 @@ class _StepsByWeight(Technique):
             return "not on sharded weights; leave it out (rung 11 steps in CPU memory)"
         return None
 
-    def change_optimizer(self, kind: type[Optimizer], settings: Settings) -> type[Optimizer]:
+    def change_optimizer(self, kind: type[Optimizer], settings: Settings, model: nn.Module) -> type[Optimizer]:
         """Mix `WeightSteps` into the optimizer's class, once."""
         if issubclass(kind, WeightSteps):
             return kind

@@ -155,4 +155,9 @@ def _future_state(training: Training) -> list[Tensor]:
     if training.optimizer.state or not on_device:
         return []
     parameters = [parameter for group in training.optimizer.param_groups for parameter in group["params"]]
-    return [torch.empty_like(parameter, dtype=dtype) for parameter in parameters for dtype in state_dtypes(settings)]
+    return [
+        torch.empty_like(parameter, dtype=dtype)
+        for parameter in parameters
+        for dtype in state_dtypes(settings)
+        if parameter.requires_grad
+    ]

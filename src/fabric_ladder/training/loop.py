@@ -111,7 +111,16 @@ def _start(training: Training) -> None:
     training.checkpointer.restore(state.load_state_dict)
     try_longest(training, prediction)
     compile_ahead(training)
+    _prepare_step(training)
+
+
+def _prepare_step(training: Training) -> None:
+    """Set the learning rate of the next optimizer step, and the block whose turn it is (`BlockSteps`)."""
+    settings, optimizer, state = training.settings, training.optimizer, training.state
+    steps = state.steps_per_epoch * settings.epochs
     set_learning_rate(settings, optimizer, state.optimizer_steps, steps)
+    if take_turn := getattr(getattr(optimizer, "optimizer", None), "take_turn", None):
+        take_turn(state.optimizer_steps, steps)
 
 
 def _check_validations(settings: Settings, steps_per_epoch: int) -> None:
@@ -134,7 +143,6 @@ def _train_epoch(training: Training) -> None:
     run, fabric, settings = training.run, training.fabric, training.settings
     model, optimizer, state = training.model, training.optimizer, training.state
     stop_request = training.stop_request
-    steps = state.steps_per_epoch * settings.epochs
     training.train_loader.sampler.set_epoch(state.epoch, start=state.batch)
     model.train()  # after from_pretrained and after each evaluation the inner module is in eval mode
     for batch in run.progress_bar(state.iterate(training.train_loader), state.batch):
@@ -157,7 +165,7 @@ def _train_epoch(training: Training) -> None:
 
         lines_before = state.samples // run.log_every
         state.advance(batch)
-        set_learning_rate(settings, optimizer, state.optimizer_steps, steps)
+        _prepare_step(training)
         run.throughput.count(batch)
         run.end_step()
 

@@ -1,0 +1,41 @@
+"""25_block_by_block · Block by block (BAdam): the blocks of the model are trained in turn, one at a time.
+
+Builds on 5_low_precision.py. Gradients, 32-bit copies and optimizer state exist for one block alone.
+Unchanged: the gradients of the trained weights in the first step.
+
+src/plain/25_block_by_block.py shows the whole training in one file.
+In the package: techniques/block_by_block.py: BlockSteps
+"""
+
+from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
+from local_dataset_utilities import load_datasets
+
+from lightning import Fabric
+
+if __name__ == "__main__":
+    settings = parse_settings(
+        batch_size=16,
+        micro_batch_tokens="auto",  # as many as a GPU has room for; on a CPU 1024
+        precision="bf16-true",
+        block_steps="auto",  # NEW: each block is trained for an equal share of the steps
+    )
+
+    fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
+    fabric.launch()
+    fabric.seed_everything(settings.seed)
+    run = Run(fabric, settings)
+
+    ### 1 Loading the dataset
+    datasets = load_datasets(settings)
+    train_loader, val_loader, test_loader = build_dataloaders(fabric, datasets, settings)
+
+    ### 2 Initializing the model
+    model = build_model(settings, datasets)
+    model = fabric.setup(model)
+    optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
+
+    ### 3 Finetuning
+    training = train(run, model, optimizer, train_loader, val_loader)
+
+    ### 4 Evaluation
+    evaluate(training, test_loader)

@@ -1,0 +1,97 @@
+"""25 · Block by block: the blocks of the model are trained in turn, one at a time (BAdam).
+
+Builds on 5_low_precision.py. The trained block has gradients, a copy in 32 bits and Adam's state. The backward pass
+ends at it. The embeddings stay as they are.
+The same with checkpoints, prediction, resume and your own data: src/25_block_by_block.py
+"""
+
+import os
+
+import numpy as np
+import pandas as pd
+import torch
+from lightning import Fabric
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from local_dataset_utilities import load_dataset_into_to_dataframe, partition_dataset
+
+MODEL, MAX_LENGTH = "bigscience/bloom-560m", 1024  # tokens of a review
+EPOCHS, BATCH_SIZE, LEARNING_RATE, SEED, PRINT_EVERY = 1, 16, 5e-5, 123, 4800  # a loss is printed every 4800 reviews
+
+
+class Adam32:  # NEW in 25: Adam on 32-bit copies of the 16-bit weights of some modules
+    def __init__(self, modules):
+        self.weights = [weight for module in modules for weight in module.parameters()]
+        self.copies = [weight.detach().float().requires_grad_() for weight in self.weights]
+        self.adam = torch.optim.Adam(self.copies, lr=LEARNING_RATE, fused=True)
+
+    @torch.no_grad()
+    def step(self):
+        for weight, copy in zip(self.weights, self.copies):
+            copy.grad, weight.grad = weight.grad.float(), None
+        self.adam.step()
+        torch._foreach_copy_(self.weights, self.copies)
+
+
+def train(fabric, model, reviews):
+    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    done, head = 0, Adam32([model.transformer.ln_f, model.score])  # the last norm and the classifier: always trained
+    turn = max(1, min(100, EPOCHS * -(-len(reviews) // BATCH_SIZE) // len(blocks)))  # optimizer steps for each block
+    for epoch in range(EPOCHS):
+        model.train()
+        order = np.random.default_rng([SEED, epoch]).permutation(len(reviews))
+        total, seen, printed = 0.0, 0, 0
+        for start in range(0, len(order), BATCH_SIZE):
+            batch = [reviews[row] for row in order[start : start + BATCH_SIZE]]
+            batch.sort(key=lambda review: review["input_ids"].shape[1], reverse=True)  # the longest first
+            if done % turn == 0:  # NEW in 25: the next block, with a new Adam
+                model.requires_grad_(False)
+                block = blocks[done // turn % len(blocks)]
+                torch.nn.ModuleList([block, model.transformer.ln_f, model.score]).requires_grad_(True)
+                optimizer = Adam32([block])
+            for review in batch:  # NEW in 2: one review at a time ...
+                loss = model(**fabric.to_device(review)).loss
+                fabric.backward(loss.float() / len(batch))  # NEW in 2: ... adds its share to the gradients
+                total += loss.detach().float()
+            optimizer.step()
+            head.step()
+            done += 1
+            seen += len(batch)
+            if seen // PRINT_EVERY > printed // PRINT_EVERY or seen == len(order):
+                place = f"Epoch: {epoch + 1:04d}/{EPOCHS:04d} | Samples {seen:05d}/{len(order):05d}"
+                fabric.print(f"{place} | Loss: {total / (seen - printed):.4f}")
+                total, printed = 0.0, seen
+
+
+if __name__ == "__main__":
+    fabric = Fabric(accelerator="auto", devices=1)
+    fabric.launch()
+    fabric.seed_everything(SEED)
+
+    ### 1 Loading the dataset
+    with fabric.rank_zero_first():
+        if not os.path.exists("train.csv"):  # your own train.csv and test.csv need the columns text and label
+            partition_dataset(load_dataset_into_to_dataframe())
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    splits = {"train": [], "test": []}
+    for name, reviews in splits.items():
+        for text, label in pd.read_csv(f"{name}.csv")[["text", "label"]].values:
+            ids = tokenizer(text, truncation=True, max_length=MAX_LENGTH, return_tensors="pt")["input_ids"]
+            reviews.append({"input_ids": ids, "labels": torch.tensor([label])})
+
+    ### 2 Initializing the model
+    model = AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=2, dtype=torch.float32)
+    model = fabric.setup(model.to(torch.bfloat16))  # NEW in 5: the gradients and Adam's state follow the weights
+
+    ### 3 Finetuning
+    train(fabric, model, splits["train"])
+
+    ### 4 Evaluation
+    model.eval()
+    right = 0
+    for review in splits["test"]:
+        with torch.no_grad():
+            logits = model(**fabric.to_device(review)).logits
+        right += logits.argmax().item() == review["labels"].item()
+    fabric.print(f"Test accuracy {100 * right / len(splits['test']):.2f}%")
