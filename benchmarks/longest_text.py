@@ -33,10 +33,10 @@ STEP = 1024  # tokens
 FIRST = 16  # steps of the first guess
 OPTIONS = ["--model", MODEL, "--task", "instruction-tuning", "--batch_size", "1", "--micro_batch_size", "1"]
 OPTIONS += CHECKPOINTING
-WAYS = {  # a rung, and its options
-    "adapters on 4-bit weights": ("14_qlora", ["--lora_targets", "all-linear"]),
-    "adapters": ("13_lora", ["--lora_targets", "all-linear"]),
-    "all weights, 8-bit Adam": ("18_low_bit_optimizer", []),
+WAYS = {
+    "adapters on 4-bit weights": "14_qlora",
+    "adapters": "13_lora",
+    "all weights, 8-bit Adam": "18_low_bit_optimizer",
 }
 
 
@@ -88,10 +88,10 @@ def main() -> None:
     common.check_storable(args.out)
     most = load_config(MODEL).max_position_embeddings // STEP
     rows = []
-    for way, (rung, options) in WAYS.items():
+    for way, rung in WAYS.items():
         for offload, tile in product((False, True), (None, args.tile)):
             more = ["--activation_offload", show(offload), "--mlp_tile", show(tile)]
-            with memory_of(rung, options + more, most) as memory:
+            with memory_of(rung, more, most) as memory:
                 found = {f"{size} GB": STEP * longest(memory, round(size * 1e9), most) for size in args.sizes}
             rows.append({"way": way, "rung": rung, "activation_offload": offload, "mlp_tile": tile} | found)
     common.print_table([*rows[0]], [[*row.values()] for row in rows])
