@@ -157,6 +157,7 @@ def test_each_weight_gets_one_gradient():
     assert len(calls) == len({*calls}) == len(gradients)
 
 
+@pytest.mark.filterwarnings("error:FSDP2-wrapped module")  # of a view that it would return
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_rank_gets_the_gradients_of_a_run_without_tiles(tmp_path, strategy):
     def gradients(**values):

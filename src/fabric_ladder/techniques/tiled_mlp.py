@@ -39,7 +39,7 @@ def find_mlp(block: nn.Module) -> list[nn.Module] | None:
 
 
 def _computes_tokens_alone(part: nn.Module | None) -> bool:
-    if part is None:
+    if part is None or isinstance(part, nn.ModuleList):
         return False
     inputs = [*inspect.signature(part.forward).parameters]
     return inputs[1:] in ([], ["residual"], ["input_tensor"]) and all(
