@@ -227,8 +227,8 @@ def step_times() -> list[str]:
 
 def longest_texts() -> list[str]:
     """Return the table of the longest texts, in tokens: each cell without and with tiles."""
-    found = common.read_results(common.RESULTS / "longest_text.json")["llama-3.1-8b"]["rows"]
-    sizes = [name for name in found[0] if name.endswith(" GB")]
+    found = common.read_results(common.RESULTS / "longest_text.json").get("llama-3.1-8b", {"rows": []})["rows"]
+    sizes = [name for name in (found or [{}])[0] if name.endswith(" GB")]
     rows = []
     for whole, tiled in zip(found[::2], found[1::2], strict=True):
         numbers = [[f"{each[size]:,}" if each[size] else NONE for each in (whole, tiled)] for size in sizes]
