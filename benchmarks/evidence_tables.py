@@ -4,8 +4,8 @@
     python benchmarks/evidence_tables.py --check    lists stale pages and writes nothing; exit status 1 if there are any
 
 A table is between `<!-- runs:NAME -->` and `<!-- /runs -->`. Sources: the runs under results/runs/ (evidence.py),
-results/memory_ladder.json (predicted bytes), results/roofline.json (counts) and results/blog_accuracy.json. Missing
-figures are shown as a dash.
+results/memory_ladder.json (predicted bytes), results/longest_text.json, results/roofline.json (counts) and
+results/blog_accuracy.json. Missing figures are shown as a dash.
 """
 
 import argparse
@@ -225,9 +225,21 @@ def step_times() -> list[str]:
     return common.markdown_table(header, rows)
 
 
+def longest_texts() -> list[str]:
+    """Return the table of the longest texts, in tokens: each cell without and with tiles."""
+    found = common.read_results(common.RESULTS / "longest_text.json").get("llama-3.1-8b", {"rows": []})["rows"]
+    sizes = [name for name in (found or [{}])[0] if name.endswith(" GB")]
+    rows = []
+    for whole, tiled in zip(found[::2], found[1::2], strict=True):
+        numbers = [[f"{each[size]:,}" if each[size] else NONE for each in (whole, tiled)] for size in sizes]
+        rung = f"{whole['way']} ({whole['rung'].split('_')[0]})" + whole["activation_offload"] * ", activation offload"
+        rows.append([rung, *(NONE if cell == [NONE, NONE] else " → ".join(cell) for cell in numbers)])
+    return common.markdown_table(["trained (rung)", *sizes], rows)
+
+
 BLOCKS = {
     "accuracies": accuracies, "whole": whole, "blog": blog, "ladder": ladder,
-    "counts": counts, "predicted_speeds": predicted_speeds, "step_times": step_times,
+    "longest_texts": longest_texts, "counts": counts, "predicted_speeds": predicted_speeds, "step_times": step_times,
 }  # fmt: skip
 
 

@@ -94,6 +94,7 @@ ENTRIES = {
         Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED}"),
         Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} {PARKED}"),
         Entry("22_float8"),
+        Entry("23_tiled_mlp"),
         *(Entry("25_block_by_block", more) for more in ("", CHECKPOINTED)),
         *(Entry(rung, f"--train_blocks last:{count}") for rung in WHOLE for count in (12, 4)),
         *(Entry(rung, "--micro_batch_size 16") for rung in ("5_low_precision", *RECOMPUTING)),

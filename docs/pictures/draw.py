@@ -514,6 +514,31 @@ def float8(figure: Figure, look: Look) -> None:
     right.tick_params(axis="y", length=0)
 
 
+@picture("23_tiled_mlp", 2.9)
+def tiled_mlp(figure: Figure, look: Look) -> None:
+    """The wide tensors of an MLP exist for one tile of tokens."""
+    source = "drawn to scale · MLP of Llama 3.1 8B: width of the tensors x tokens, 8 tiles"
+    axes = canvas(figure, look, source, 32.5, 7.2)
+    wide = 14336 / 4096
+    tensors = {"input": 1, "gate": wide, "up": wide, "product": wide, "output": 1}
+    for left, name, tiles in ((0, "whole", 1), (17, "tiled", 8)):
+        axes.text(left, 0.2, name, fontweight="bold")
+        x = left
+        for tensor, width in tensors.items():
+            axes.text(
+                x + width / 2, 1.6, tensor, rotation=35 if width == 1 else 0, ha="center", va="bottom", fontsize=9
+            )
+            narrow = width == 1
+            for tile in range(1 if narrow else tiles):
+                height = 5 / (1 if narrow else tiles)
+                kept = narrow or tile == tiles // 2
+                style = {} if kept else {"linestyle": ":", "edgecolor": look["soft"]}
+                colour = look["activations" if kept else "back"]
+                box(axes, x, 1.9 + tile * height, width, height, colour, **style)
+            x += width + 0.4
+    axes.text(-0.35, 4.4, "tokens", rotation=90, ha="center", va="center", fontsize=9, color=look["soft"])
+
+
 @picture("25_block_by_block", 3.4)
 def block_by_block(figure: Figure, look: Look) -> None:
     """One block is trained at a time; the backward pass ends at it."""

@@ -614,6 +614,16 @@ class Settings(DataSettings):
         changes_memory=True,
         needs="activation_checkpointing",
     )
+    mlp_tile: int | None = memory_setting(
+        None,
+        "Tokens that go through a block's MLP at a time, forward and backward. The backward pass recomputes each such "
+        "tile. Default: all tokens of the micro-batch.",
+        role=TECHNIQUE,
+        free_on_resume=True,
+        changes_memory=True,
+        at_least=1,
+        aliases={"2048": "tiled_mlp"},
+    )
     loss_chunk: int = memory_setting(
         256,
         "Tokens whose logits over the vocabulary are in memory at the same time, in a language model's loss.",

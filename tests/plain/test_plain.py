@@ -48,6 +48,7 @@ CASES = {
     21: ((*EAGER, *ONE_BY_ONE), {}, 0),
     25: ((*EAGER, *ONE_BY_ONE), {}, 0),
     22: ((*EAGER, *ONE_BY_ONE), {}, 1e-2),  # rounding to 8 bits magnifies the last bit of a factor
+    23: ((*EAGER, *ONE_BY_ONE, "--mlp_tile", "16"), {"TILE": 16}, 0),
 }
 
 

@@ -124,8 +124,8 @@ def tracked_peak(settings, micro_batches, **options):
     return tracker.peak()
 
 
-def peak_of_ranks(settings, micro_batches):
-    """Return the peak of each rank of DDP or FSDP over gloo, on as many processes as the settings have devices."""
+def strategy_of(settings):
+    """Return Fabric's strategy for DDP or FSDP over gloo, as the rungs choose it."""
 
     def shard(model, mesh):
         options = sharding_policy(settings, mesh)
@@ -133,8 +133,12 @@ def peak_of_ranks(settings, micro_batches):
             fully_shard(block, **options)
         return fully_shard(model, **options)
 
-    strategy = DDPInBuckets() if settings.strategy == "ddp" else fsdp_strategy(settings, shard)
+    return DDPInBuckets() if settings.strategy == "ddp" else fsdp_strategy(settings, shard)
+
+
+def peak_of_ranks(settings, micro_batches):
+    """Return the peak of each rank of DDP or FSDP over gloo, on as many processes as the settings have devices."""
     try:
-        return tracked_peak(settings, micro_batches, strategy=strategy)
+        return tracked_peak(settings, micro_batches, strategy=strategy_of(settings))
     finally:
         dist.destroy_process_group()

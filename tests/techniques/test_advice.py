@@ -96,6 +96,17 @@ NEXT = r"Next to try: --activation_checkpointing true, which [^;]*; python src/"
             r"python src/19_optimizer_offload\.py, which",
         ),
         ("18_low_bit_optimizer", {"micro_batch_size": 1}, NEXT + r"19_optimizer_offload\.py, which"),
+        (
+            "20_activation_offload",
+            {"activation_checkpointing": True, "activation_offload": True, "max_length": 4096, "micro_batch_size": 1},
+            r"try: python src/20_activation_offload\.py --mlp_tile 2048, which [^;]* as 23_tiled_mlp does; "
+            r"python src/6_lean_optimizer\.py --activation_checkpointing true, which",
+        ),
+        (
+            "23_tiled_mlp",
+            {"activation_checkpointing": True, "mlp_tile": 512, "max_length": 4096, "micro_batch_size": 1},
+            r"try: python src/6_lean_optimizer\.py --activation_checkpointing true --mlp_tile 512, which",
+        ),
         ("21_selective_checkpointing", {"micro_batch_size": 1}, NEXT + r"7_grad_checkpointing\.py"),
         ("13_lora", {"task": "instruction-tuning"}, r"--activ[^;]*; [^;]*src/14_qlora\.py[^;]*; --max_length 512$"),
     ],

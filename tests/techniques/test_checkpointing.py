@@ -27,10 +27,10 @@ from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.techniques import check_together
 from fabric_ladder.techniques.checkpointing import (
     RANDOM_ONLY_IN_DROPOUT,
-    _may_draw,
     _Offload,
     _policy,
     enable_checkpointing,
+    may_draw,
 )
 from fabric_ladder.techniques.chunked_loss import use_chunked_loss
 from fabric_ladder.techniques.fused_attention import fuse_attention
@@ -300,7 +300,7 @@ def test_these_architectures_draw_no_other_random_numbers(kind):
     for name, value in config.to_dict().items():
         if "drop" in name and value:
             setattr(config, name, 0.0)
-    assert not _may_draw(config, CHECKPOINTED)
+    assert not may_draw(config, CHECKPOINTED)
     auto = AutoModelForImageClassification if kind == "vit" else AutoModelForCausalLM
     model = auto.from_config(config).train()
     inputs = torch.zeros(2, 3, 224, 224) if kind == "vit" else torch.arange(1, 41).view(2, 20)
@@ -309,5 +309,5 @@ def test_these_architectures_draw_no_other_random_numbers(kind):
     assert torch.get_rng_state().equal(before)
 
 
-def test_other_architectures_may_draw_random_numbers():
-    assert _may_draw(AutoConfig.for_model("phimoe"), CHECKPOINTED)
+def test_other_architecturesmay_draw_random_numbers():
+    assert may_draw(AutoConfig.for_model("phimoe"), CHECKPOINTED)

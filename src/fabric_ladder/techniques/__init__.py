@@ -24,6 +24,7 @@ from fabric_ladder.techniques.packing import Packing
 from fabric_ladder.techniques.qlora import QLoRA
 from fabric_ladder.techniques.sharding import DDP, FSDP, CpuOffload, DeepSpeed
 from fabric_ladder.techniques.technique import Technique
+from fabric_ladder.techniques.tiled_mlp import TiledMLP
 from fabric_ladder.techniques.weight_steps import OptimizerOffload, StepInBackward
 
 LINK = 25e9  # bytes per second: PCIe 4.0 with 16 lanes, in each direction; NVLink is faster
@@ -53,6 +54,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     ActivationCheckpointing(),
     ActivationOffload(),
     SelectiveCheckpointing(),
+    TiledMLP(),
     Freezing(),
     BlockByBlock(),
     LoRA(),

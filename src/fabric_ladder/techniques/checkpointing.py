@@ -33,6 +33,7 @@ PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_grouped_mm")
 RANDOM_ONLY_IN_DROPOUT = frozenset(
     "bloom gemma3_text gpt2 gpt_neox granite llama mistral olmo2 phi phi3 qwen2 qwen3 starcoder2 vit".split()
 )
+LONG = 4096  # tokens: two tiles that are large enough for a GPU
 _host_memory: Callable[[], AbstractContextManager] = nullcontext
 
 
@@ -43,7 +44,7 @@ def enable_checkpointing(model: nn.Module, settings: Settings) -> None:
         model: Before Fabric sets it up.
         settings: `activation_offload` and `selective_checkpointing`.
     """
-    options = {"use_reentrant": False, "preserve_rng_state": _may_draw(model.config, settings)}
+    options = {"use_reentrant": False, "preserve_rng_state": may_draw(model.config, settings)}
     if settings.selective_checkpointing:
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)  # warns of in-place operations
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
@@ -55,7 +56,7 @@ def enable_checkpointing(model: nn.Module, settings: Settings) -> None:
                 module._gradient_checkpointing_func = partial(_checkpoint_on_host, checkpoint, offload)
 
 
-def _may_draw(config: PretrainedConfig, settings: Settings) -> bool:
+def may_draw(config: PretrainedConfig, settings: Settings) -> bool:
     """Return whether a block may draw random numbers in training, which its recomputation must draw again."""
     adapters = settings.lora and settings.lora_dropout
     dropouts = [value for name, value in config.to_dict().items() if "drop" in name]
@@ -185,6 +186,14 @@ class ActivationCheckpointing(Technique):
     def saves_no_more(self, settings: Settings) -> bool:
         """Return whether all activations except the blocks' inputs are recomputed already."""
         return self.is_used(settings) and not settings.selective_checkpointing
+
+    def save_more(self, settings: Settings) -> NextRung | None:
+        """Return tiles for long texts: the largest tensors left are then those of a block's MLP."""
+        refused = settings.mlp_tile or settings.compile or settings.selective_checkpointing
+        if refused or settings.task == "image-classification" or settings.max_length < LONG:
+            return None
+        reason = "computes the MLP over tiles of a long text, as 23_tiled_mlp does"
+        return NextRung(None, reason, options=("--mlp_tile", str(LONG // 2)))
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
         """Return why the technique cannot be used, and what to do."""

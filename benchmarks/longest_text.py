@@ -1,0 +1,103 @@
+"""Predict the longest text that Llama 3.1 8B trains on, on GPUs of several sizes, with and without a tiled MLP.
+
+    python benchmarks/longest_text.py [--tile 2048] [--sizes 8 16 24 80]
+
+One text is in memory at a time, with activation checkpointing and chunked cross-entropy. A text fits if the expected
+memory of the process, with assumptions about CUDA's own memory, is at most the size of the GPU. Lengths are multiples
+of 1,024 tokens, up to the 131,072 positions of the model.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import common  # first import: it makes the project importable
+import torch
+
+from fabric_ladder.models.configs import load_config
+from fabric_ladder.planning.candidates import read_settings
+from fabric_ladder.planning.overhead import ANY_GPU
+from fabric_ladder.planning.predict import blank_datasets, largest_batches
+from fabric_ladder.planning.rehearsal import rehearse
+from fabric_ladder.settings import show
+from fabric_ladder.techniques.technique import CHECKPOINTING
+
+OUT = common.RESULTS / "longest_text.json"
+MODEL = str(common.MODELS / "llama-3.1-8b.json")
+STEP = 1024  # tokens
+FIRST = 16  # steps of the first guess
+OPTIONS = ["--model", MODEL, "--task", "instruction-tuning", "--batch_size", "1", "--micro_batch_size", "1"]
+OPTIONS += CHECKPOINTING
+WAYS = {
+    "adapters on 4-bit weights": "14_qlora",
+    "adapters": "13_lora",
+    "all weights, 8-bit Adam": "18_low_bit_optimizer",
+}
+
+
+@contextmanager
+def memory_of(rung: str, options: list[str], most: int) -> Iterator[Callable[[int], int]]:
+    """Set up a run on fake tensors once; yield a function of a text's steps, up to `most`, that returns its bytes."""
+    settings = read_settings(rung, [*OPTIONS, "--max_length", str(most * STEP), *options])
+
+    @cache
+    def memory(steps: int) -> int:
+        length = steps * STEP
+        training, evaluations = largest_batches(replace(settings, eval_batch_tokens=length), length)
+        needed = ANY_GPU.needed(rehearsal.peak(settings, training, evaluations))
+        print(f"  {rung} {' '.join(options)}: {length:,} tokens, {needed / 1e9:.2f} GB", file=sys.stderr, flush=True)
+        return needed
+
+    with rehearse(settings, blank_datasets(0)) as rehearsal:
+        yield memory
+
+
+def longest(memory: Callable[[int], int], room: int, most: int) -> int:
+    """Return the largest number of steps, up to `most`, whose memory is at most `room`; 0 if one step is too long.
+
+    The line through the last two lengths leads to the next one, between those that are known to fit and to fail.
+    """
+    if memory(1) > room:
+        return 0
+    fits, fails = 1, most + 1
+    one, other = 1, FIRST
+    while fails - fits > 1:
+        growth = (memory(other) - memory(one)) / (other - one) or 1  # 0 where the optimizer step is the peak
+        steps = min(max(one + int((room - memory(one)) / growth), fits + 1), fails - 1)
+        if memory(steps) <= room:
+            fits = steps
+        else:
+            fails = steps
+        if steps != other:
+            one, other = other, steps
+    return fits
+
+
+def main() -> None:
+    """Search, print, write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tile", type=int, default=2048, help="tokens (default: %(default)s)")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[8, 16, 24, 80], help="GB (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=OUT, help="results file")
+    args = parser.parse_args()
+    common.check_storable(args.out)
+    most = load_config(MODEL).max_position_embeddings // STEP
+    rows = []
+    for way, rung in WAYS.items():
+        for offload, tile in product((False, True), (None, args.tile)):
+            more = ["--activation_offload", show(offload), "--mlp_tile", show(tile)]
+            with memory_of(rung, more, most) as memory:
+                found = {f"{size} GB": STEP * longest(memory, round(size * 1e9), most) for size in args.sizes}
+            rows.append({"way": way, "rung": rung, "activation_offload": offload, "mlp_tile": tile} | found)
+    common.print_table([*rows[0]], [[*row.values()] for row in rows])
+    record = common.environment(torch.device("cpu")) | {"step": STEP, "most": most * STEP, "rows": rows}
+    common.write_result(args.out, "llama-3.1-8b", record)
+
+
+if __name__ == "__main__":
+    main()

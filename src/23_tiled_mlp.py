@@ -1,0 +1,43 @@
+"""23_tiled_mlp · Tiled MLP: the MLP of a block is computed over tiles of tokens, for long texts.
+
+Builds on 7_grad_checkpointing.py. The wide tensors of the MLP exist for one tile at a time. The backward pass computes
+the MLP once more.
+Unchanged: losses and gradients, except for rounding and for the random numbers of dropout.
+
+src/plain/23_tiled_mlp.py shows the whole training in one file.
+In the package: techniques/tiled_mlp.py: use_tiles
+"""
+
+from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
+from local_dataset_utilities import load_datasets
+
+from lightning import Fabric
+
+if __name__ == "__main__":
+    settings = parse_settings(
+        batch_size=16,
+        micro_batch_tokens="auto",  # as many as a GPU has room for; on a CPU 1024
+        precision="bf16-true",
+        activation_checkpointing=True,
+        mlp_tile=512,  # NEW; tokens
+    )
+
+    fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
+    fabric.launch()
+    fabric.seed_everything(settings.seed)
+    run = Run(fabric, settings)
+
+    ### 1 Loading the dataset
+    datasets = load_datasets(settings)
+    train_loader, val_loader, test_loader = build_dataloaders(fabric, datasets, settings)
+
+    ### 2 Initializing the model
+    model = build_model(settings, datasets)
+    model = fabric.setup(model)
+    optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
+
+    ### 3 Finetuning
+    training = train(run, model, optimizer, train_loader, val_loader)
+
+    ### 4 Evaluation
+    evaluate(training, test_loader)

@@ -1,0 +1,130 @@
+"""Tiled MLP: compute a block's MLP over tiles of tokens, and recompute each tile for the backward pass.
+
+The MLP computes each token alone. So its wide tensors need to exist for one tile at a time (Bekman et al., 2025, Arctic
+Long Sequence Training, arXiv:2506.13996). Only the input and the output have all tokens.
+
+Autograd adds up the weight gradients of the tiles before it hands them on. So DDP, FSDP, and an optimizer that steps in
+the backward pass see one gradient for each weight, as without tiles.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
+
+from fabric_ladder.models.layers import find_blocks, meta_model
+from fabric_ladder.settings import Settings
+from fabric_ladder.techniques.checkpointing import ActivationCheckpointing, may_draw
+from fabric_ladder.techniques.technique import NextRung, Technique
+
+# The MLP of a block in transformers; the last two are BERT's, which computes it in two modules.
+NAMES = (("mlp",), ("feed_forward",), ("ffn",), ("intermediate", "output"))
+
+
+def find_mlp(block: nn.Module) -> list[nn.Module] | None:
+    """Return the modules that compute the block's MLP one after the other, or None if no such MLP is known.
+
+    Their weights belong to linear layers and norms, so that they compute each token alone. Experts have other weights.
+    They take hidden states, and the last one may also take those that it adds to its result.
+    """
+    for names in NAMES:
+        parts = [getattr(block, name, None) for name in names]
+        if all(map(_computes_tokens_alone, parts)):
+            return parts
+    return None
+
+
+def _computes_tokens_alone(part: nn.Module | None) -> bool:
+    if part is None or isinstance(part, nn.ModuleList):
+        return False
+    inputs = [*inspect.signature(part.forward).parameters]
+    return inputs[1:] in ([], ["residual"], ["input_tensor"]) and all(
+        isinstance(module, nn.Linear | Conv1D) or "Norm" in type(module).__name__
+        for module in part.modules()
+        if module._parameters
+    )
+
+
+def use_tiles(model: nn.Module, tile: int, draws: bool) -> None:
+    """Compute the MLPs of a model of transformers over tiles, in place; the names of the weights do not change.
+
+    Args:
+        model: Before or after adapters are added.
+        tile: Tokens of a tile.
+        draws: Whether an MLP may draw random numbers, which its recomputation must draw again.
+    """
+    for block in find_blocks(model):
+        parts = find_mlp(block)
+        forwards = [part.forward for part in parts]
+        for part in parts[:-1]:
+            part.forward = _pass_on
+        parts[-1].forward = partial(_in_tiles, partial(_chain, forwards), tile, draws)
+
+
+def _pass_on(hidden: Tensor) -> Tensor:
+    """Return the input of an MLP's first module, which the last module then computes too."""
+    return hidden
+
+
+def _chain(forwards: list[Callable], hidden: Tensor, *others: Tensor) -> Tensor:
+    for forward in forwards[:-1]:
+        hidden = forward(hidden)
+    return forwards[-1](hidden, *others)
+
+
+def _in_tiles(mlp: Callable, tile: int, draws: bool, *inputs: Tensor) -> Tensor:
+    """Return the MLP of hidden states (rows, tokens, width), computed over tiles of all rows' tokens."""
+    shape = inputs[0].shape
+    if shape[:-1].numel() <= tile:
+        return mlp(*inputs)
+    if torch.is_grad_enabled():
+        mlp = partial(checkpoint, mlp, use_reentrant=False, preserve_rng_state=draws)
+    tiles = zip(*(each.flatten(0, -2).split(tile) for each in inputs), strict=True)
+    # FSDP2 warns of a block that returns a view; nobody else has the tensor that is viewed here
+    return torch.ops.aten._unsafe_view(torch.cat([mlp(*each) for each in tiles]), shape)
+
+
+class TiledMLP(Technique):
+    """Compute the MLP of each block over tiles of tokens."""
+
+    setting = "mlp_tile"
+    rung = "23_tiled_mlp"
+    next_rung = ActivationCheckpointing.next_rung
+
+    def next_to_try(self, settings: Settings) -> NextRung:
+        """Return the next rung, with the tiles."""
+        options = (*self.next_rung.options, "--mlp_tile", str(settings.mlp_tile))
+        return self.next_rung._replace(options=options)
+
+    def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
+        """Return why the technique cannot be used, and what to do."""
+        model = meta_model(settings)
+        blocks = find_blocks(model)
+        if blocks and all(map(find_mlp, blocks)):
+            return None
+        return f"the blocks of {model.config.model_type} have no MLP that computes each token alone; leave it out"
+
+    def conflict(self, other: Technique) -> str | None:
+        """Refuse torch.compile and selective checkpointing."""
+        return {
+            "compile": "torch.compile would compile a graph for each number of tiles; use --compile false",
+            "selective_checkpointing": "selective checkpointing keeps what tiles recompute; leave one of them out",
+        }.get(other.setting)
+
+    def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
+        """Compute the MLPs over tiles."""
+        use_tiles(model, settings.mlp_tile, may_draw(model.config, settings))
+        return model
+
+    def relative_speed(self, settings: Settings) -> float:
+        """Return the share of the multiplications that a run without tiles needs too.
+
+        Forward and backward pass multiply three times with each weight of a block, and four times with checkpointing.
+        Tiles multiply once more with those of the MLP, two thirds of a block's weights in BLOOM.
+        """
+        without = 4 if settings.activation_checkpointing else 3
+        return without / (without + 2 / 3)

@@ -1,0 +1,88 @@
+"""23 · Tiled MLP: the MLP of a block is computed over tiles of tokens, for long texts.
+
+Builds on 7_grad_checkpointing.py. The MLP computes each token alone. Its tensors are four times as wide as its input,
+and exist for one tile at a time. The backward pass computes the MLP of each tile again.
+The same with checkpoints, prediction, resume and your own data: src/23_tiled_mlp.py
+"""
+
+import os
+from functools import partial
+
+import numpy as np
+import pandas as pd
+import torch
+from lightning import Fabric
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from local_dataset_utilities import load_dataset_into_to_dataframe, partition_dataset
+
+MODEL, MAX_LENGTH = "bigscience/bloom-560m", 1024  # tokens of a review
+TILE = 512  # NEW in 23: tokens that go through an MLP at a time
+EPOCHS, BATCH_SIZE, LEARNING_RATE, SEED, PRINT_EVERY = 1, 16, 5e-5, 123, 4800  # a loss is printed every 4800 reviews
+
+
+def in_tiles(mlp, hidden, residual):  # NEW in 23: BLOOM's MLP adds the residual to its result
+    tiles = zip(hidden.split(TILE, dim=1), residual.split(TILE, dim=1), strict=True)
+    return torch.cat([checkpoint(mlp, *tile, use_reentrant=False) for tile in tiles], dim=1)
+
+
+def train(fabric, model, optimizer, reviews):
+    for epoch in range(EPOCHS):
+        model.train()
+        order = np.random.default_rng([SEED, epoch]).permutation(len(reviews))
+        total, seen, printed = 0.0, 0, 0
+        for start in range(0, len(order), BATCH_SIZE):
+            batch = [reviews[row] for row in order[start : start + BATCH_SIZE]]
+            batch.sort(key=lambda review: review["input_ids"].shape[1], reverse=True)  # the longest first
+            for review in batch:  # NEW in 2: one review at a time ...
+                loss = model(**fabric.to_device(review)).loss
+                fabric.backward(loss.float() / len(batch))  # NEW in 2: ... adds its share to the gradients
+                total += loss.detach().float()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += len(batch)
+            if seen // PRINT_EVERY > printed // PRINT_EVERY or seen == len(order):
+                place = f"Epoch: {epoch + 1:04d}/{EPOCHS:04d} | Samples {seen:05d}/{len(order):05d}"
+                fabric.print(f"{place} | Loss: {total / (seen - printed):.4f}")
+                total, printed = 0.0, seen
+
+
+if __name__ == "__main__":
+    fabric = Fabric(accelerator="auto", devices=1)
+    fabric.launch()
+    fabric.seed_everything(SEED)
+
+    ### 1 Loading the dataset
+    with fabric.rank_zero_first():
+        if not os.path.exists("train.csv"):  # your own train.csv and test.csv need the columns text and label
+            partition_dataset(load_dataset_into_to_dataframe())
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    splits = {"train": [], "test": []}
+    for name, reviews in splits.items():
+        for text, label in pd.read_csv(f"{name}.csv")[["text", "label"]].values:
+            ids = tokenizer(text, truncation=True, max_length=MAX_LENGTH, return_tensors="pt")["input_ids"]
+            reviews.append({"input_ids": ids, "labels": torch.tensor([label])})
+
+    ### 2 Initializing the model
+    model = AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=2, dtype=torch.float32)
+    model.config.use_cache = False  # a cache would get each key twice
+    for block in model.modules():
+        if isinstance(block, GradientCheckpointingLayer):  # NEW in 7: keeps the input, recomputes the block
+            block.mlp.forward = partial(in_tiles, block.mlp.forward)  # NEW in 23
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    model = fabric.setup(model.to(torch.bfloat16))  # NEW in 5: the gradients and Adam's state follow the weights
+    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+    ### 3 Finetuning
+    train(fabric, model, optimizer, splits["train"])
+
+    ### 4 Evaluation
+    model.eval()
+    right = 0
+    for review in splits["test"]:
+        with torch.no_grad():
+            logits = model(**fabric.to_device(review)).logits
+        right += logits.argmax().item() == review["labels"].item()
+    fabric.print(f"Test accuracy {100 * right / len(splits['test']):.2f}%")
