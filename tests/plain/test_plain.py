@@ -47,6 +47,7 @@ CASES = {
     20: ((*EAGER, *ONE_BY_ONE), {}, 0),
     21: ((*EAGER, *ONE_BY_ONE), {}, 0),
     22: ((*EAGER, *ONE_BY_ONE), {}, 1e-2),  # rounding to 8 bits magnifies the last bit of a factor
+    24: ((*EAGER, *ONE_BY_ONE, "--lora_dropout", "0", "--lora_targets", "all-linear"), {"DROPOUT": 0.0}, 0),
 }
 
 
