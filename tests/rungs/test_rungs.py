@@ -137,6 +137,9 @@ def test_exact_techniques_change_no_bit(runs):
     """The techniques are recomputation, streaming, and sharding on one device with and without CPU offload."""
     assert losses(runs, "7_grad_checkpointing") == losses(runs, "5_low_precision")
     assert losses(runs, "24_streamed_layers") == losses(runs, "13_lora")
+    saved = [runs(name)[1] / "runs" / name / "1" / "base" for name in ("13_lora", "24_streamed_layers")]
+    first, second = ((folder / "model.safetensors").read_bytes() for folder in saved)
+    assert first == second
     assert losses(runs, "11_fsdp_cpu_offload") == losses(runs, "10_fsdp")
     assert losses(runs, "9_ddp") == losses(runs, "4_mixed_precision")
 
