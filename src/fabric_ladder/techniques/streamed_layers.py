@@ -125,6 +125,8 @@ class BlockStream:
                 view.copy_(weight)
             _give_views(block, device[number % 2])
         copying = torch.cuda.Stream(self.device) if on_cuda else None
+        for buffer in device if on_cuda else ():
+            buffer.record_stream(copying)  # a last copy may still be in transfer when the model is deleted
         return _Buffers(host, device, copying, [None, None], [None, None])
 
 
@@ -133,11 +135,18 @@ def _host_bytes(size: int, pinned: bool) -> Tensor:
     with host_memory():
         found = torch.empty(size, dtype=torch.uint8, device="cpu")
     if pinned and size:
-        from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
+        from torch.cuda._pin_memory_utils import pin_memory
 
         pin_memory(found.data_ptr(), size)
-        weakref.finalize(found, unpin_memory, found.data_ptr()).atexit = False
+        weakref.finalize(found, _unpin, found.data_ptr()).atexit = False
     return found
+
+
+def _unpin(address: int) -> None:
+    from torch.cuda._pin_memory_utils import unpin_memory
+
+    torch.cuda.synchronize()
+    unpin_memory(address)
 
 
 def _aligned(weight: Tensor) -> int:
