@@ -1,8 +1,8 @@
 """Streamed layers: the frozen weights of the blocks are in CPU memory, and on the device while a block computes.
 
-The device has two buffers. Block N is always copied into buffer N % 2, and its weights are fixed views of that buffer,
-so that whatever autograd has saved of them is right whenever the block is there again. (ZeRO-Infinity, Rajbhandari et
-al., 2021, arXiv:2104.07857, section 6.2, overlaps such copies with the computation.)
+The device has two buffers. Block N is always copied into buffer N % 2, and its weights are fixed views of that buffer.
+So tensors that autograd has saved are right again whenever the block is back. ZeRO-Infinity overlaps such copies with
+the computation (Rajbhandari et al., 2021, arXiv:2104.07857).
 
 On CUDA a separate stream copies the next block while a block computes: the block after it in the forward pass, the
 block before it in the backward pass. A copy waits for the computations that were started before it, since they may read
