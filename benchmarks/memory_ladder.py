@@ -86,7 +86,7 @@ ENTRIES = {
         *(Entry(rung) for rung in SHARDED),
         *(Entry("12_deepspeed_zero", stage) for stage in ZERO),
         Entry("11_fsdp_cpu_offload", ALL),
-        *(Entry(rung, more) for rung in ("13_lora", "14_qlora") for more in ("", CHECKPOINTED)),
+        *(Entry(rung, more) for rung in ("13_lora", "14_qlora", "24_streamed_layers") for more in ("", CHECKPOINTED)),
         *(Entry(rung, gpus=4) for rung in SHARDED),
         *(Entry(rung) for rung in (*FURTHER, *RECOMPUTING[1:])),
         Entry("18_low_bit_optimizer", IN_4_BITS),

@@ -558,6 +558,25 @@ def block_by_block(figure: Figure, look: Look) -> None:
         axes.text(1.14 + 1.98 * turn, 0.2, f"turn {turn}", ha="center", va="center", fontweight="bold")
 
 
+@picture("24_streamed_layers", 2.6)
+def streamed_layers(figure: Figure, look: Look) -> None:
+    """Two buffers hold all blocks in turn."""
+    axes = canvas(figure, look, "sketch · 4 blocks, not to scale", 10.8, 3.4, legend=["weights", "temporary"])
+    axes.set_xlim(-1.4, 10.9)
+    figure.legends[0].get_texts()[1].set_text("copy from CPU memory")
+    figure.legends[0].get_texts()[0].set_text("weights on the GPU")
+    tasks = [("GPU", 0.7 + block, 0.95, "line", f"fwd {block}") for block in range(4)]
+    tasks += [("GPU", 4.7 + 1.5 * (3 - block), 1.45, "line", f"bwd {block}") for block in range(3, -1, -1)]
+    visits = [(0, 0, 1.7), (1, 0.7, 2.7), (2, 1.7, 7.65), (3, 2.7, 6.15), (1, 6.2, 10.65), (0, 7.7, 10.65)]
+    for block, start, end in visits:
+        lane = f"buffer {block % 2}"
+        tasks += [
+            (lane, start, 0.6, "temporary", f"{block}"),
+            (lane, start + 0.6, end - start - 0.6, "weights", f"{block}"),
+        ]
+    lanes(axes, look, ["GPU", "buffer 0", "buffer 1"], tasks)
+
+
 @picture("micro_batches", 3.2)
 def micro_batches(figure: Figure, look: Look) -> None:
     """One effective batch, three cuts."""

@@ -624,6 +624,16 @@ class Settings(DataSettings):
         at_least=1,
         aliases={"2048": "tiled_mlp"},
     )
+    stream_layers: bool = memory_setting(
+        False,
+        "Keep the frozen weights of the transformer blocks in CPU memory, and copy each block to the device one block "
+        "ahead of the computation.",
+        role=TECHNIQUE,
+        free_on_resume=True,
+        changes_memory=True,
+        needs="lora",
+        aliases={"true": "layer_offloading block_swap blocks_to_swap"},
+    )
     loss_chunk: int = memory_setting(
         256,
         "Tokens whose logits over the vocabulary are in memory at the same time, in a language model's loss.",

@@ -139,6 +139,7 @@ INSTRUCTIONS = ("--task", "instruction-tuning", "--max_length", 256)
         pytest.param("21_selective_checkpointing", (), id="dropout that is recomputed in part"),
         pytest.param("22_float8", (), id="8-bit products"),
         pytest.param("23_tiled_mlp", ("--mlp_tile", 64), id="dropout that is recomputed twice"),
+        pytest.param("24_streamed_layers", (), id="frozen blocks in CPU memory"),
         pytest.param("25_block_by_block", ("--block_steps", 2), id="blocks in turn"),
     ],
 )

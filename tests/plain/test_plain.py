@@ -46,9 +46,10 @@ CASES = {
     19: ((*EAGER, *ONE_BY_ONE), {}, 0),
     20: ((*EAGER, *ONE_BY_ONE), {}, 0),
     21: ((*EAGER, *ONE_BY_ONE), {}, 0),
-    25: ((*EAGER, *ONE_BY_ONE), {}, 0),
     22: ((*EAGER, *ONE_BY_ONE), {}, 1e-2),  # rounding to 8 bits magnifies the last bit of a factor
     23: ((*EAGER, *ONE_BY_ONE, "--mlp_tile", "16"), {"TILE": 16}, 0),
+    24: ((*EAGER, *ONE_BY_ONE, "--lora_dropout", "0", "--lora_targets", "all-linear"), {"DROPOUT": 0.0}, 0),
+    25: ((*EAGER, *ONE_BY_ONE), {}, 0),
 }
 
 

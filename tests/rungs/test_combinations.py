@@ -53,6 +53,7 @@ TECHNIQUES = {
     "LoRA, DoRA on all linear": "--lora true --dora true --lora_targets all-linear",
     "LoRA in 16 bits": "--lora true --precision bf16-true",
     "4-bit LoRA": "--lora true --quantization nf4",
+    "LoRA, streamed layers": "--lora true --stream_layers true",
     "instruction tuning": INSTRUCTIONS,
     "packing": "--packing true --max_length 512",
     "packing, rows of one shape": "--packing true --max_length 512 --pack_rows 1",

@@ -47,6 +47,7 @@ CUT = dict.fromkeys(NAMES, " in micro-batches of 1024 tokens") | dict.fromkeys(N
 CUT |= {"15_packing": " in packed micro-batches of 1024 tokens", "17_step_in_backward": r" = 1 x \d+"}
 PARAMETERS = dict.fromkeys(NAMES, ALL) | {"13_lora": FEW, "14_qlora": rf"{FEW}, torch\.uint8"}
 PARAMETERS |= {"25_block_by_block": r"0\.\d+ M trainable \(\d+\.\d\d%\), torch\.bfloat16"}
+PARAMETERS |= {"24_streamed_layers": FEW}
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +99,7 @@ def test_a_run_leaves_its_log_its_figures_and_its_settings(runs, name):
     assert f"Memory used: {results['peak_memory_bytes'] / 1e9:.2f} GB" in process.stdout
     assert results["test_samples"] == 33
     assert ("compile_seconds" in results) == (name == "3_torch_compile")
-    saved = ["adapter", "base"] if name in ("13_lora", "14_qlora") else []
+    saved = ["adapter", "base"] if name in ("13_lora", "14_qlora", "24_streamed_layers") else []
     assert sorted(path.name for path in folder.iterdir()) == [*saved, "log.txt", "metrics.csv", "run.json"]
 
 
@@ -133,8 +134,12 @@ def losses(runs, name):
 
 
 def test_exact_techniques_change_no_bit(runs):
-    """The techniques are recomputation, and sharding on one device with and without CPU offload."""
+    """The techniques are recomputation, streaming, and sharding on one device with and without CPU offload."""
     assert losses(runs, "7_grad_checkpointing") == losses(runs, "5_low_precision")
+    assert losses(runs, "24_streamed_layers") == losses(runs, "13_lora")
+    saved = [runs(name)[1] / "runs" / name / "1" / "base" for name in ("13_lora", "24_streamed_layers")]
+    first, second = ((folder / "model.safetensors").read_bytes() for folder in saved)
+    assert first == second
     assert losses(runs, "11_fsdp_cpu_offload") == losses(runs, "10_fsdp")
     assert losses(runs, "9_ddp") == losses(runs, "4_mixed_precision")
 

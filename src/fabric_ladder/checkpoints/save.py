@@ -204,9 +204,15 @@ def _gather(fabric: Fabric, model: nn.Module, wanted: Callable[[str, Tensor], bo
                 whole = engine.gather(tensor) if engine else tensor.detach()
                 if isinstance(whole, DTensor):  # shards in CPU memory cannot be gathered there
                     whole = whole.to(whole.device_mesh.device_type).full_tensor()
-                gathered[id(tensor)] = whole.cpu() if fabric.global_rank == 0 else None
+                gathered[id(tensor)] = _on_host(whole) if fabric.global_rank == 0 else None
             weights[name] = gathered[id(tensor)]
     return weights if fabric.global_rank == 0 else {}
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Return the tensor in CPU memory; a part of larger memory, as of a streamed block, cannot be saved by itself."""
+    host = tensor.cpu()
+    return host.clone() if host.untyped_storage().nbytes() > host.nbytes else host
 
 
 def _save_base(fabric: Fabric, folder: Path, model: nn.Module, data: Collator) -> None:

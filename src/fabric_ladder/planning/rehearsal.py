@@ -49,6 +49,7 @@ from fabric_ladder.techniques.build import build_model, build_optimizer
 from fabric_ladder.techniques.checkpointing import host_memory_within
 from fabric_ladder.techniques.kahan import Kahan
 from fabric_ladder.techniques.memory import Counts, Peak, count_parameters
+from fabric_ladder.techniques.technique import Technique
 from fabric_ladder.training.gradients import accumulate_gradients, run_model
 
 
@@ -117,7 +118,8 @@ def quiet_lightning() -> Iterator[None]:
 
 def rehearsal_key(settings: Settings) -> str:
     """Return the same key for settings that differ only in their formulas or in their micro-batches."""
-    return json.dumps(relevant(to_rehearse(settings)) | {"precision": settings.precision})
+    changed = [each.setting for each in used(settings) if type(each).rehearse_model is not Technique.rehearse_model]
+    return json.dumps(relevant(to_rehearse(settings)) | {"precision": settings.precision, "changed": changed})
 
 
 def to_rehearse(settings: Settings) -> Settings:

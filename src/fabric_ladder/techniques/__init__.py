@@ -23,6 +23,7 @@ from fabric_ladder.techniques.mixed_precision import MixedPrecision
 from fabric_ladder.techniques.packing import Packing
 from fabric_ladder.techniques.qlora import QLoRA
 from fabric_ladder.techniques.sharding import DDP, FSDP, CpuOffload, DeepSpeed
+from fabric_ladder.techniques.streamed_layers import StreamedLayers
 from fabric_ladder.techniques.technique import Technique
 from fabric_ladder.techniques.tiled_mlp import TiledMLP
 from fabric_ladder.techniques.weight_steps import OptimizerOffload, StepInBackward
@@ -35,6 +36,7 @@ SPEED = 100e12  # FLOP per second of 16-bit matrix multiplications in training: 
 # - Packing wraps the forward pass, the chunked loss included.
 # - Frozen blocks are not checkpointed.
 # - Adapters wrap the whole model, with its forward pass and checkpointing.
+# - Weights that adapters left frozen are streamed, in their final layers.
 # - Float8 converts only layers that the adapters left frozen.
 # - The compiler needs the final layers.
 # - The formulas of ZeRO replace what those of other techniques add.
@@ -59,6 +61,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     BlockByBlock(),
     LoRA(),
     QLoRA(),
+    StreamedLayers(),
     Float8(),
     Compile(),
     DDP(),
@@ -104,11 +107,13 @@ def full_pass(settings: Settings) -> int:
 
     Every pass launches its kernels (`FULL_PASS`). Sharded and offloaded weights also cross a link in every pass, while
     the GPU computes. For N weights the transfer takes N * bytes / LINK, and the computation N * FLOPs * tokens / SPEED.
-    So the tokens that hide the transfer do not depend on N. Checkpointing repeats launches and FLOPs alike.
+    So the tokens that hide the transfer do not depend on N. Checkpointing repeats launches and FLOPs alike. Streamed
+    weights have no gradient of their own.
     """
     techniques = used(settings)
     moved = sum(technique.bytes_per_pass(settings) for technique in techniques)
     flops = 8 if any(technique.recomputes for technique in techniques) else 6  # per weight and token
+    flops -= 2 * settings.stream_layers
     return max(FULL_PASS, round(moved / LINK * SPEED / flops))
 
 

@@ -96,6 +96,11 @@ def host_memory_within(context: Callable[[], AbstractContextManager]) -> Iterato
         _host_memory = before
 
 
+def host_memory() -> AbstractContextManager:
+    """Return the context for allocating tensors in CPU memory."""
+    return _host_memory()
+
+
 class _Kept:
     """A block's input in CPU memory.
 
@@ -105,7 +110,7 @@ class _Kept:
     """
 
     def __init__(self, tensor: Tensor, before: weakref.ref):
-        with _host_memory():
+        with host_memory():
             self.host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         self.device, self.before = tensor.device, before
 

@@ -1,8 +1,11 @@
 """The memory of a run in bytes: its peak by kinds of tensors, and the numbers of weights that formulas need."""
 
+from collections import Counter
 from typing import NamedTuple
 
 from torch import nn
+
+from fabric_ladder.models.layers import find_blocks
 
 
 class Kind(NamedTuple):
@@ -62,21 +65,33 @@ class Counts(NamedTuple):
         trained: The trained weights.
         largest_layer: Weights of the largest module, its submodules not counted.
         linear: Weights of frozen linear layers, which 4-bit quantization packs.
+        in_blocks: Frozen weights of the blocks, which can be streamed.
+        linear_in_blocks: The weights of linear layers among them.
+        largest_block: The weights of the largest block among them.
     """
 
     all: int
     trained: int
     largest_layer: int
     linear: int
+    in_blocks: int = 0
+    linear_in_blocks: int = 0
+    largest_block: int = 0
 
 
 def count_parameters(model: nn.Module) -> Counts:
     """Count the parameters of a model, adapters included; shared ones count once."""
+    layers = frozen_linear_layers(model)
+    linear = {id(layer.weight) for layer in layers}
+    blocks = [list(weights.values()) for weights in streamed_weights(model).values()]
     return Counts(
         all=sum(parameter.numel() for parameter in model.parameters()),
         trained=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         largest_layer=max(sum(each.numel() for each in module.parameters(recurse=False)) for module in model.modules()),
-        linear=sum(layer.weight.numel() for layer in frozen_linear_layers(model)),
+        linear=sum(layer.weight.numel() for layer in layers),
+        in_blocks=sum(weight.numel() for block in blocks for weight in block),
+        linear_in_blocks=sum(weight.numel() for block in blocks for weight in block if id(weight) in linear),
+        largest_block=max((sum(weight.numel() for weight in block) for block in blocks), default=0),
     )
 
 
@@ -85,3 +100,17 @@ def frozen_linear_layers(model: nn.Module) -> list[nn.Linear]:
     head = model.get_output_embeddings()
     layers = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
     return [layer for layer in layers if not layer.weight.requires_grad]
+
+
+def streamed_weights(model: nn.Module) -> dict[nn.Module, dict[str, nn.Parameter]]:
+    """Return the frozen weights of each block by name, without weights that another module has too."""
+    modules = [module for _, module in model.named_modules(remove_duplicate=False)]
+    uses = Counter(id(weight) for module in modules for weight in module.parameters(recurse=False))
+    return {
+        block: {
+            name: weight
+            for name, weight in block.named_parameters()
+            if not weight.requires_grad and uses[id(weight)] == 1
+        }
+        for block in find_blocks(model)
+    }

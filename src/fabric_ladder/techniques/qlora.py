@@ -30,8 +30,8 @@ def quantization(settings: Settings, config: PretrainedConfig) -> dict:
     NF4 with double quantization takes 4.127 bits per weight (Dettmers et al., 2023, QLoRA, section 3). Matrix
     multiplications run in 16 bits, or in 32 under `32-true`. Embeddings, norms and heads keep their own precision.
 
-    Weights that FSDP will shard are packed in CPU memory: a GPU might not hold all of them. FSDP moves them to the GPU
-    block by block, and the constants with them.
+    Weights that FSDP will shard or that will be streamed are packed in CPU memory: a GPU might not hold all of them.
+    They come to the GPU block by block.
     """
     heads = None  # the one before the logits
     if settings.task != "instruction-tuning":
@@ -39,9 +39,13 @@ def quantization(settings: Settings, config: PretrainedConfig) -> dict:
     options = BitsAndBytesConfig(
         **NF4, llm_int8_skip_modules=heads, bnb_4bit_compute_dtype=half_precision(settings) or torch.float32
     )
-    on_gpu = settings.accelerator == "cuda" and not strategy_traits(settings).shards_weights
+    on_gpu = settings.accelerator == "cuda" and not _packs_on_host(settings)
     device = torch.cuda.current_device() if on_gpu else "cpu"
     return {"quantization_config": options, "device_map": {"": device}}
+
+
+def _packs_on_host(settings: Settings) -> bool:
+    return strategy_traits(settings).shards_weights or settings.stream_layers
 
 
 class QLoRA(Technique):
@@ -62,6 +66,8 @@ class QLoRA(Technique):
 
     def next_to_try(self, settings: Settings) -> NextRung:
         """Return FSDP if there are several GPUs already, and CPU memory otherwise."""
+        if settings.ranks == 1 and settings.strategy == "single":
+            return NextRung("24_streamed_layers", "keeps the 4-bit blocks in CPU memory", options=IN_4_BITS[2:])
         return DDP.next_rung._replace(options=IN_4_BITS) if settings.strategy == "ddp" else self.next_rung
 
     def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
@@ -94,9 +100,9 @@ class QLoRA(Technique):
         return model
 
     def loaded_bytes(self, loaded: int, counts: Counts, settings: Settings) -> int:
-        """Return the bytes of the weights that FSDP shards; otherwise they are read to the device."""
+        """Return the bytes of weights that are packed in CPU memory; otherwise they are read to the device."""
         packed = loaded - round(counts.linear * (4 - NF4_BYTES))
-        return packed if strategy_traits(settings).shards_weights else 0
+        return packed if _packs_on_host(settings) else 0
 
     def rehearsed(self, settings: Settings) -> Settings:
         """Return settings whose frozen weights are not packed."""

@@ -1,0 +1,47 @@
+"""24_streamed_layers · Streamed layers: frozen blocks are in CPU memory, and come to the GPU one ahead of their use.
+
+Builds on 13_lora.py. The GPU holds the weights of two blocks, adapters, embeddings and head. `--quantization nf4`
+streams blocks of 4 bits.
+Unchanged: losses and gradients.
+
+src/plain/24_streamed_layers.py shows the whole training in one file.
+In the package: techniques/streamed_layers.py: stream_blocks
+"""
+
+from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
+from local_dataset_utilities import load_datasets
+
+from lightning import Fabric
+
+if __name__ == "__main__":
+    settings = parse_settings(
+        batch_size=16,
+        micro_batch_tokens="auto",  # as many as a GPU has room for; on a CPU 1024
+        precision="bf16-true",
+        lora=True,
+        lora_rank=8,
+        lora_alpha=32,
+        lora_dropout=0.1,
+        stream_layers=True,  # NEW
+        save="consolidated",
+    )
+
+    fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
+    fabric.launch()
+    fabric.seed_everything(settings.seed)
+    run = Run(fabric, settings)
+
+    ### 1 Loading the dataset
+    datasets = load_datasets(settings)
+    train_loader, val_loader, test_loader = build_dataloaders(fabric, datasets, settings)
+
+    ### 2 Initializing the model
+    model = build_model(settings, datasets)
+    model = fabric.setup(model)
+    optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
+
+    ### 3 Finetuning
+    training = train(run, model, optimizer, train_loader, val_loader)
+
+    ### 4 Evaluation
+    evaluate(training, test_loader)

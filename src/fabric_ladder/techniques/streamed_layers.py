@@ -1,0 +1,282 @@
+"""Streamed layers: the frozen weights of the blocks are in CPU memory, and on the device while a block computes.
+
+The device has two buffers. Block N is always copied into buffer N % 2, and its weights are fixed views of that buffer.
+So tensors that autograd has saved are right again whenever the block is back. ZeRO-Infinity overlaps such copies with
+the computation (Rajbhandari et al., 2021, arXiv:2104.07857).
+
+On CUDA a separate stream copies the next block while a block computes: the block after it in the forward pass, the
+block before it in the backward pass. A copy waits for the computations that were started before it, since they may read
+its buffer, and a block waits for its copy. So the passes of one step, and of two steps, need no other order. A backward
+pass ends with the blocks that the next forward pass begins with.
+
+The gradient of a block's output brings the block back, before any recomputation. A block's gradients of its inputs
+need all of its weights, and the block before it waits for these gradients. So no computation of a block is left when
+its buffer gets another block.
+"""
+
+import weakref
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from fabric_ladder.models.layers import find_blocks, meta_model
+from fabric_ladder.settings import Settings
+from fabric_ladder.techniques.checkpointing import host_memory
+from fabric_ladder.techniques.memory import Counts, Peak, streamed_weights
+from fabric_ladder.techniques.qlora import IN_4_BITS
+from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, CHECKPOINTING, NextRung, Technique
+
+ALIGNMENT = 256  # bytes between the starts of two weights: enough for every kernel
+FORWARD, BACKWARD = 1, -1
+
+
+class _Buffers(NamedTuple):
+    """The memory of the blocks, and what the buffers hold.
+
+    Attributes:
+        host: The weights of each block in CPU memory, as bytes.
+        device: The two buffers.
+        copying: The stream of the copies; None: they are made immediately.
+        held: The block in each buffer.
+        done: The end of the copy into each buffer.
+    """
+
+    host: list[Tensor]
+    device: list[Tensor]
+    copying: torch.cuda.Stream | None
+    held: list[int | None]
+    done: list[torch.cuda.Event | None]
+
+
+class BlockStream:
+    """Brings the frozen weights of blocks to the device, one block ahead of the computation.
+
+    The buffers are made at the first use, when Fabric has converted the weights and chosen the device.
+
+    Args:
+        blocks: The weights of each block, in the order of the forward pass.
+
+    Attributes:
+        device: The device of the buffers.
+    """
+
+    def __init__(self, blocks: list[list[nn.Parameter]]):
+        self.device = torch.device("cpu")
+        self._blocks = blocks
+        self._buffers: _Buffers | None = None
+
+    def use(self, number: int, direction: int) -> None:
+        """Let later computations wait for a block, and start to copy its neighbour in this direction."""
+        buffers = self._buffers = self._buffers or self._make()
+        self._load(number)
+        if done := buffers.done[number % 2]:
+            torch.cuda.current_stream(self.device).wait_event(done)
+        following = number + direction
+        if following == len(self._blocks) and not torch.is_grad_enabled():  # the next batch of an evaluation
+            following = 0
+        if following in range(len(self._blocks)) and following % 2 != number % 2:
+            self._load(following)
+
+    def move(self, device: torch.device) -> None:
+        """Let the next use make its buffers on this device; until then the weights are in CPU memory."""
+        if buffers := self._buffers:
+            for host, block in zip(buffers.host, self._blocks, strict=True):
+                _give_views(block, host)
+        self.device, self._buffers = device, None
+
+    def on_host(self, number: int) -> list[Tensor]:
+        """Return the weights of a block in CPU memory."""
+        if self._buffers is None:
+            return [weight.data for weight in self._blocks[number]]
+        return _views(self._blocks[number], self._buffers.host[number])
+
+    @torch.no_grad()
+    def _load(self, number: int) -> None:
+        """Start to copy a block into its buffer, unless it is there."""
+        buffers, place = self._buffers, number % 2
+        if buffers.held[place] == number:
+            return
+        buffers.held[place] = number
+        source = buffers.host[number]
+        target = buffers.device[place][: len(source)]
+        if buffers.copying is None:
+            target.copy_(source)
+            return
+        buffers.copying.wait_stream(torch.cuda.current_stream(self.device))  # it may still read the block before
+        with torch.cuda.stream(buffers.copying):
+            target.copy_(source, non_blocking=True)
+        buffers.done[place] = buffers.copying.record_event()
+
+    @torch.no_grad()
+    def _make(self) -> _Buffers:
+        """Copy all weights to pinned memory, block by block, and turn them into views of the buffers."""
+        on_cuda = self.device.type == "cuda"
+        sizes = [sum(map(_aligned, block)) for block in self._blocks]
+        largest = [max(sizes[place::2], default=0) for place in range(2)]
+        device = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in largest]
+        host = []
+        for number, (block, size) in enumerate(zip(self._blocks, sizes, strict=True)):
+            host.append(_host_bytes(size, on_cuda))
+            for view, weight in zip(_views(block, host[-1]), block, strict=True):
+                view.copy_(weight)
+            _give_views(block, device[number % 2])
+        copying = torch.cuda.Stream(self.device) if on_cuda else None
+        for buffer in device if on_cuda else ():
+            buffer.record_stream(copying)  # a last copy may still be in transfer when the model is deleted
+        return _Buffers(host, device, copying, [None, None], [None, None])
+
+
+def _host_bytes(size: int, pinned: bool) -> Tensor:
+    """Return bytes of CPU memory; PyTorch's own pinned tensors would be rounded up to a power of two."""
+    with host_memory():
+        found = torch.empty(size, dtype=torch.uint8, device="cpu")
+    if pinned and size:
+        from torch.cuda._pin_memory_utils import pin_memory
+
+        pin_memory(found.data_ptr(), size)
+        weakref.finalize(found, _unpin, found.data_ptr()).atexit = False
+    return found
+
+
+def _unpin(address: int) -> None:
+    from torch.cuda._pin_memory_utils import unpin_memory
+
+    torch.cuda.synchronize()
+    unpin_memory(address)
+
+
+def _aligned(weight: Tensor) -> int:
+    return -(-weight.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _views(block: list[nn.Parameter], memory: Tensor) -> list[Tensor]:
+    """Return tensors like the weights of a block, one after the other in this memory."""
+    views, start = [], 0
+    for weight in block:
+        views.append(memory[start : start + weight.nbytes].view(weight.dtype).view(weight.shape))
+        start += _aligned(weight)
+    return views
+
+
+def _give_views(block: list[nn.Parameter], memory: Tensor) -> None:
+    for view, weight in zip(_views(block, memory), block, strict=True):
+        weight.data = view
+
+
+def stream_blocks(model: nn.Module) -> BlockStream:
+    """Keep the frozen weights of the model's blocks in CPU memory, in place; return their stream.
+
+    Weights that a block shares with another module stay on the device. So do buffers, and the constants that unpack
+    4-bit weights.
+
+    Args:
+        model: A model in CPU memory with adapters, before Fabric sets it up.
+    """
+    blocks = streamed_weights(model)
+    stream = BlockStream([list(weights.values()) for weights in blocks.values()])
+    for number, (block, weights) in enumerate(blocks.items()):
+        block._apply = partial(_apply, block, stream, set(map(id, weights.values())))
+        block.register_forward_pre_hook(lambda *_, number=number: stream.use(number, FORWARD))
+        block.register_forward_hook(partial(_await_gradient, stream, number))
+        block.register_state_dict_post_hook(partial(_give_host, stream, number, list(weights)))
+    return stream
+
+
+def _await_gradient(stream: BlockStream, number: int, _: nn.Module, args: tuple, output: object) -> None:
+    """Bring a block back when the gradient of its output is there, before its backward pass."""
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(lambda _: stream.use(number, BACKWARD))
+
+
+def _give_host(stream: BlockStream, number: int, names: list[str], _: nn.Module, state: dict, prefix: str, __) -> None:
+    """Put the weights in CPU memory into a state dict, since the buffer may hold another block."""
+    state.update(zip((prefix + name for name in names), stream.on_host(number), strict=True))
+
+
+def _apply(block: nn.Module, stream: BlockStream, streamed: set[int], function, recurse: bool = True) -> nn.Module:
+    """Convert and move a block, except that its streamed weights are converted in CPU memory and stay there."""
+
+    def move(tensor: Tensor) -> Tensor:
+        if id(tensor) not in streamed:
+            return function(tensor)
+        like = function(torch.empty(0, dtype=tensor.dtype, device=stream.device))
+        stream.move(like.device)
+        if constants := getattr(tensor, "quant_state", None):  # 4-bit weights are packed in CPU memory
+            constants.to(like.device)
+            return tensor
+        return tensor.data.to("cpu", like.dtype)
+
+    return type(block)._apply(block, move, recurse)
+
+
+class StreamedLayers(Technique):
+    """Keep the frozen weights of the blocks in CPU memory."""
+
+    setting = "stream_layers"
+    rung = "24_streamed_layers"
+    refused_on_mps = "--stream_layers true, since Apple's GPUs share the CPU's memory: leave it out"
+    short_name = "streamed"
+    plans = tuple((*bits, *more) for bits in ((), IN_4_BITS[2:]) for more in ALONE_OR_CHECKPOINTED)
+    next_rung = NextRung(
+        None, "keeps the inputs of blocks in CPU memory", options=(*CHECKPOINTING, "--activation_offload", "true")
+    )
+
+    def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
+        """Return why the technique cannot be used, and what to do."""
+        if settings.ranks > 1:
+            return "only on one device; use --devices 1, or src/10_fsdp.py --lora true, which shards the weights"
+        model = meta_model(settings)
+        if not find_blocks(model):
+            return f"transformers marks no blocks in {model.config.model_type}; leave it out"
+        return None
+
+    def conflict(self, other: Technique) -> str | None:
+        """Refuse shards, and techniques that replace the layers of the blocks."""
+        if other.shards:
+            return "not on sharded weights; leave it out (rung 11 keeps them in CPU memory)"
+        if other.setting == "compile":
+            return "torch.compile would compile each block apart from its copies; use --compile false"
+        if other.setting == "float8":
+            return "not with --float8 true, which has layers of its own; leave one of them out"
+        return None
+
+    def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
+        """Stream the blocks."""
+        stream_blocks(model)
+        return model
+
+    def rehearsed(self, settings: Settings) -> Settings:
+        """Return settings whose frozen weights are on the device."""
+        return replace(settings, stream_layers=False)
+
+    def add_memory(self, peak: Peak, counts: Counts, settings: Settings) -> Peak:
+        """Move the frozen weights of the blocks to CPU memory, except two buffers of a block's size."""
+        streamed = _streamed_bytes(counts, settings)
+        buffers = 2 * streamed * counts.largest_block / max(1, counts.in_blocks)
+        return peak._replace(parameters=peak.parameters - round(streamed - buffers), host=peak.host + round(streamed))
+
+    def bytes_per_pass(self, settings: Settings) -> int:
+        """Return the bytes of weights that come to the device in the forward and in the backward pass."""
+        return round(2 * _linear_bytes(settings))
+
+    def relative_speed(self, settings: Settings) -> float:
+        """Return a guess: passes of half the tokens that hide the copies."""
+        return 0.5
+
+
+def _linear_bytes(settings: Settings) -> float:
+    """Return the bytes of a frozen linear layer per weight, without the constants of 4-bit weights."""
+    if settings.quantization != "no":
+        return 1 / 2
+    return {"32-true": 4, "64-true": 8}.get(settings.precision, 2)
+
+
+def _streamed_bytes(counts: Counts, settings: Settings) -> float:
+    """Return the bytes of the frozen weights in blocks."""
+    others = {"64-true": 8, "bf16-true": 2, "16-true": 2}.get(settings.precision, 4)
+    return counts.linear_in_blocks * _linear_bytes(settings) + (counts.in_blocks - counts.linear_in_blocks) * others

@@ -1,0 +1,218 @@
+"""Streamed layers: the bits of rung 13, the order of the copies, what is saved, and the predicted memory."""
+
+import json
+import re
+
+import pytest
+import torch
+from lightning import Fabric
+from support.helpers import MODELS, settings_for, token_datasets
+from support.planning import NO_PEAK, case, tracked_peak
+from support.training import losses, run_training
+
+from fabric_ladder import Settings, build_model
+from fabric_ladder.errors import UserError
+from fabric_ladder.models.layers import find_blocks
+from fabric_ladder.planning.predict import predict_peak
+from fabric_ladder.settings import FULL_PASS
+from fabric_ladder.techniques import LINK, SPEED, check_together, full_pass, streamed_layers
+from fabric_ladder.techniques.advice import less_memory
+from fabric_ladder.techniques.memory import Counts, streamed_weights
+from fabric_ladder.techniques.streamed_layers import BlockStream, StreamedLayers, stream_blocks
+
+BLOCKS = 4
+TINY = {"vocab_size": 64, "pad_token_id": 0, "hidden_size": 64, "num_hidden_layers": BLOCKS, "num_attention_heads": 2}
+CONFIGS = {
+    "bloom": {"model_type": "bloom", **TINY},
+    "llama": {"model_type": "llama", "intermediate_size": 64, "max_position_embeddings": 64, **TINY},
+    "bert": {"model_type": "bert", "intermediate_size": 64, **TINY},
+}
+QUICK = ("plain", "packed, checkpointed", "4-bit, checkpointed")
+CHECKPOINTED = {"activation_checkpointing": True}
+PACKED = {"packing": True, "max_length": 64, "micro_batch_size": 2}
+WAYS = {
+    "plain": ("bloom", {"precision": "32-true"}),
+    "bf16-true, checkpointed": ("llama", {"precision": "bf16-true", **CHECKPOINTED}),
+    "bf16-mixed": ("bert", {"precision": "bf16-mixed"}),
+    "packed": ("llama", {"precision": "bf16-true", **PACKED}),
+    "packed, checkpointed": ("bloom", {"precision": "32-true", **PACKED, **CHECKPOINTED}),
+    "offloaded": ("bloom", {"precision": "bf16-true", **CHECKPOINTED, "activation_offload": True}),
+    "selective": ("llama", {"precision": "32-true", **CHECKPOINTED, "selective_checkpointing": True}),
+    "4-bit": ("llama", {"precision": "bf16-true", "quantization": "nf4"}),
+    "4-bit, checkpointed": ("bloom", {"precision": "32-true", "quantization": "nf4", **CHECKPOINTED}),
+    "dora": ("llama", {"precision": "bf16-true", "dora": True}),
+    "pissa": ("bloom", {"precision": "32-true", "lora_init": "pissa"}),
+}
+
+
+def prepared(tmp_path, kind, **values):
+    """Return options of a run, its data and its model with adapters on all linear layers."""
+    path = tmp_path / f"{kind}.json"
+    path.write_text(json.dumps(CONFIGS[kind]))
+    values = {"lora": True, "lora_targets": "all-linear", "micro_batch_size": 8} | values
+    data = token_datasets(train=32)
+    torch.manual_seed(0)
+    return values, data, build_model(settings_for(tmp_path, model=str(path), from_scratch=True, **values), data)
+
+
+def trained(tmp_path, kind, **values):
+    """Return losses, trained weights and state dict of two steps, their evaluation and the test."""
+    values, data, model = prepared(tmp_path, kind, **values)
+    run, model = run_training(tmp_path, model, data, **values)
+    results = run.record.values["results"]
+    weights = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    return [*losses(run), results["test_loss"]], weights, model.module.state_dict()
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[] if way in QUICK else [pytest.mark.slow]) for way in WAYS])
+def test_losses_and_weights_are_those_of_rung_13_to_the_last_bit(tmp_path, way):
+    kind, values = WAYS[way]
+    expected, weights, state = trained(tmp_path, kind, **values)
+    found, others, streamed = trained(tmp_path, kind, **values, stream_layers=True)
+    assert found == expected
+    assert len(set(found)) == 3
+    assert weights.keys() == others.keys()
+    assert all(torch.equal(others[name], weight) for name, weight in weights.items())
+    assert state.keys() == streamed.keys()
+    for name, tensor in state.items():  # with the frozen weights, which are in CPU memory
+        assert torch.equal(streamed[name], tensor), name
+
+
+class Watched(BlockStream):
+    """Records the copies, the blocks in use, and what their weights are then."""
+
+    def __init__(self, blocks):
+        super().__init__(blocks)
+        self.weights = [[weight.detach().clone() for weight in block] for block in blocks]
+        self.events = []
+
+    def _load(self, number):
+        if self._buffers.held[number % 2] != number:
+            self.events.append(("copy", number))
+        super()._load(number)
+
+    def use(self, number, direction):
+        super().use(number, direction)
+        self.events.append(("use", number))
+        assert all(map(torch.equal, self._blocks[number], self.weights[number]))
+
+    def take(self):
+        found, self.events = self.events, []
+        return [f"{kind} {number}" for kind, number in found]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("blocks", [5, 4])
+def test_each_block_is_copied_one_ahead_of_its_use(tmp_path, monkeypatch, blocks, checkpointed):
+    """A step copies all blocks but two in each pass, and an evaluation after it all but two of the first pass."""
+    monkeypatch.setattr(streamed_layers, "BlockStream", Watched)
+    monkeypatch.setitem(CONFIGS, "deep", CONFIGS["llama"] | {"num_hidden_layers": blocks})
+    _, _, model = prepared(tmp_path, "deep", activation_checkpointing=checkpointed)
+    stream = stream_blocks(model)
+    model = Fabric(accelerator="cpu", devices=1, precision="32-true").setup(model)
+    inputs = {"input_ids": torch.ones(2, 8, dtype=torch.long), "labels": torch.tensor([0, 1])}
+
+    def pass_of(numbers, copies):
+        """Return the events of a pass over these blocks; copies: those started during each block."""
+        made = []
+        for number in numbers:
+            made += [*(f"copy {each}" for each in copies.get(number, ())), f"use {number}"]
+        return made
+
+    first, last = {0: (0, 1)}, blocks - 1
+    onward = {number: (number + 1,) for number in range(1, last)}
+    backward = {number: (number - 1,) for number in range(last - 1, 0, -1)}
+    for _ in range(2):
+        model(**inputs).loss.backward()
+        assert stream.take() == pass_of(range(blocks), first | onward) + pass_of(range(last, -1, -1), backward)
+        first = {}
+    model.eval()
+    with torch.no_grad():
+        for _ in range(2):
+            model(**inputs)
+            ends = {last: (0,)} if last % 2 else {}  # otherwise both would be in one buffer
+            assert stream.take() == pass_of(range(blocks), first | onward | ends)
+            first = {0: (1,) if ends else (0, 1)}
+
+
+def test_a_pass_that_fails_does_no_harm(tmp_path):
+    _, _, model = prepared(tmp_path, "llama")
+    expected = {name: weight.clone() for name, weight in model.named_parameters()}
+    stream_blocks(model)
+    inputs = {"input_ids": torch.ones(2, 8, dtype=torch.long), "labels": torch.tensor([0, 1])}
+    loss = model.eval()(**inputs).loss
+    hook = find_blocks(model)[2].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(**inputs)
+    hook.remove()
+    again = model(**inputs).loss
+    again.backward()
+    assert torch.equal(again, loss)
+    assert torch.equal(model(**inputs).loss, loss)
+    model.to(torch.float64)  # the buffers are made again
+    assert torch.allclose(model(**inputs).loss.float(), loss)
+    model.to(torch.float32)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+
+
+def test_the_prediction_agrees_with_real_tensors_on_the_device_and_in_cpu_memory(tmp_path):
+    path = tmp_path / "deep.json"
+    path.write_text(json.dumps(json.loads((MODELS / "bloom-quickstart.json").read_text()) | {"n_layer": 6}))
+    values = {"lora": True, "precision": "bf16-mixed", "model": str(path), "micro_batch_size": 2}
+    settings, training, _ = case(tmp_path, "bloom", **values, stream_layers=True)
+    predicted, measured = predict_peak(settings, training), tracked_peak(settings, training)
+    assert predicted.total == pytest.approx(measured.total, rel=0.01)
+    assert predicted.host == pytest.approx(measured.host, rel=0.01)
+
+
+def test_4_bit_blocks_leave_their_constants_on_the_device(tmp_path):
+    counts = Counts(
+        all=0, trained=0, largest_layer=0, linear=900, in_blocks=1000, linear_in_blocks=800, largest_block=100
+    )
+    settings = Settings(precision="bf16-true", lora=True, quantization="nf4", stream_layers=True)
+    peak = StreamedLayers().add_memory(NO_PEAK._replace(parameters=5000), counts, settings)
+    assert peak.host == 800 / 2 + 200 * 2
+    assert peak.parameters == 5000 - 800 + 2 * 80
+
+
+def test_shared_weights_are_not_streamed(tmp_path):
+    _, _, model = prepared(tmp_path, "llama")
+    first, second = find_blocks(model)[:2]
+    second.input_layernorm.weight = first.input_layernorm.weight
+    found = list(streamed_weights(model).values())
+    assert not any("input_layernorm.weight" in names for names in found[:2])
+    assert "input_layernorm.weight" in found[2]
+    assert not any("lora" in name for names in found for name in names)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"compile": True}, "use --compile false"),
+        ({"float8": True, "precision": "bf16-mixed"}, "leave one of them out"),
+        ({"strategy": "fsdp"}, "leave it out (rung 11 keeps them in CPU memory)"),
+        ({"strategy": "ddp", "devices": 2}, "src/10_fsdp.py --lora true, which shards the weights"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(tmp_path, values, message):
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(CONFIGS["llama"]))
+    settings = settings_for(tmp_path, model=str(path), lora=True, stream_layers=True, **values)
+    with pytest.raises(UserError, match=f"^--stream_layers true: .*{re.escape(message)}$"):
+        (StreamedLayers().check(settings, None) or check_together(settings))
+
+
+def test_passes_are_long_enough_to_hide_the_copies(tmp_path):
+    """16-bit weights cross the bus twice, for four operations per weight and token, or six with recomputation."""
+    values = {"lora": True, "stream_layers": True, "precision": "bf16-true"}
+    seconds = 2 * 2 / LINK
+    assert full_pass(settings_for(tmp_path, **values)) == round(seconds * SPEED / 4)
+    assert full_pass(settings_for(tmp_path, **values, activation_checkpointing=True)) == round(seconds * SPEED / 6)
+    assert full_pass(settings_for(tmp_path, **values, quantization="nf4")) == FULL_PASS
+
+
+def test_the_planner_and_the_advice_name_it_where_4_bits_do_not_fit_one_gpu(tmp_path):
+    four = settings_for(tmp_path, name="14_qlora", lora=True, quantization="nf4")
+    assert "src/24_streamed_layers.py --quantization nf4, which keeps the 4-bit blocks" in less_memory(four)
+    streamed = settings_for(tmp_path, name="24_streamed_layers", lora=True, stream_layers=True, quantization="nf4")
+    assert "--activation_offload true, which keeps the inputs" in less_memory(streamed)
