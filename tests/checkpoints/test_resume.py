@@ -138,6 +138,7 @@ INSTRUCTIONS = ("--task", "instruction-tuning", "--max_length", 256)
         pytest.param("20_activation_offload", (), id="recomputed dropout, activations in CPU memory"),
         pytest.param("21_selective_checkpointing", (), id="dropout that is recomputed in part"),
         pytest.param("22_float8", (), id="8-bit products"),
+        pytest.param("26_stateless", (), id="SinkGD"),
     ],
 )
 def test_a_run_with_a_state_of_its_own_resumes_bit_by_bit(tmp_path, dropout_model, name, options):
