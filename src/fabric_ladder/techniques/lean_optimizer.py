@@ -29,8 +29,8 @@ class LeanOptimizer(Technique):
         if not settings.from_scratch:
             return None
         return (
-            "SGD barely learns from random weights: expect near-chance accuracy, or start from pretrained weights with "
-            "--model."
+            "SGD barely learns from random weights: expect near-chance accuracy, start from pretrained weights with "
+            "--model, or use --optimizer sinkgd."
         )
 
     def accuracy_cost(self, settings: Settings) -> str | None:
