@@ -1,5 +1,6 @@
 """A lean optimizer: SGD keeps no state."""
 
+from fabric_ladder.models.optimizer import STATELESS
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, NextRung, Technique
 
@@ -23,6 +24,10 @@ class LeanOptimizer(Technique):
     def is_used(self, settings: Settings) -> bool:
         """Return whether the optimizer is SGD."""
         return settings.optimizer == "sgd"
+
+    def saves_no_more(self, settings: Settings) -> bool:
+        """Return whether the optimizer keeps no state already."""
+        return settings.optimizer in STATELESS
 
     def notice(self, settings: Settings) -> str | None:
         """Return a warning about random weights."""

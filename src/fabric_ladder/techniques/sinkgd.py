@@ -26,8 +26,8 @@ class SinkGD(Optimizer):
     the batch, stays 0 and does not count in the means.
 
     The paper balances the matrices of linear layers, and uses Adam for embeddings, heads and vectors. Here they are
-    balanced too, because an embedding's moments would be the largest tensors of the optimizer. A vector is a matrix of
-    one column, so its step is the sign of the gradient.
+    balanced too, because an embedding's moments would be the largest tensors of the optimizer. All that balancing
+    leaves of a vector is the sign of its numbers.
 
     A step is computed in 32 bits, for a part of a weight at a time. It does not read the weight.
     """
@@ -49,9 +49,11 @@ class SinkGD(Optimizer):
         return loss
 
 
-def _step_weight(parameter: nn.Parameter, rate: float) -> None:
-    weight = parameter if parameter.ndim else parameter.view(1)
-    gradient = parameter.grad.reshape(len(weight), -1)
+def _step_weight(weight: nn.Parameter, rate: float) -> None:
+    if weight.ndim < 2:
+        weight.add_(weight.grad.sign(), alpha=-rate)
+        return
+    gradient = weight.grad.flatten(1)
     size = max(1, PART_SIZE // gradient.shape[1])
     parts = gradient.split(size)
     rows, columns = _balance(parts)
