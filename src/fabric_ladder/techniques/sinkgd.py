@@ -98,6 +98,7 @@ class Stateless(Technique):
 
     setting = "optimizer"
     rung = "26_stateless"
+    accuracy_is_measured = False
     plans = ALONE_OR_CHECKPOINTED
     next_rung = NextRung(
         None,
