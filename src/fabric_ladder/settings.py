@@ -390,10 +390,11 @@ class Settings(DataSettings):
         for_beginners=True,
         aliases={"{}": "max_epochs n_epochs num_epochs num_train_epochs"},
     )
-    optimizer: Literal["adam", "adamw", "sgd", "adafactor", "adam-8bit", "adam-4bit"] = optimization_setting(
+    optimizer: Literal["adam", "adamw", "sgd", "sinkgd", "adafactor", "adam-8bit", "adam-4bit"] = optimization_setting(
         "adam",
         "`adam-8bit` (bitsandbytes) and `adam-4bit` keep their state in 8 and 4 bits, `adafactor` keeps one row and "
-        "one column per matrix, `sgd` keeps no state. `adamw` has weight decay 0.01.",
+        "one column per matrix, `sgd` and `sinkgd` (SGD on balanced gradients) keep no state. `adamw` has weight "
+        "decay 0.01.",
         role=TECHNIQUE,
         changes_memory=True,
         for_beginners=True,

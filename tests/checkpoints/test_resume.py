@@ -141,6 +141,7 @@ INSTRUCTIONS = ("--task", "instruction-tuning", "--max_length", 256)
         pytest.param("23_tiled_mlp", ("--mlp_tile", 64), id="dropout that is recomputed twice"),
         pytest.param("24_streamed_layers", (), id="frozen blocks in CPU memory"),
         pytest.param("25_block_by_block", ("--block_steps", 2), id="blocks in turn"),
+        pytest.param("26_stateless", (), id="SinkGD"),
     ],
 )
 def test_a_run_with_a_state_of_its_own_resumes_bit_by_bit(tmp_path, dropout_model, name, options):

@@ -178,6 +178,7 @@ def test_a_bad_configuration_is_refused(ask, config, message):
         ({"deepspeed": None}, "--deepspeed null: the file does not exist"),
         ({"deepspeed": "zero2", "precision": "bf16-true"}, "--precision bf16-true: ZeRO computes on 16-bit weights"),
         ({"deepspeed": "zero2", "optimizer": "adafactor"}, "--optimizer adafactor: it needs whole weights"),
+        ({"deepspeed": "zero2", "optimizer": "sinkgd"}, "--optimizer sinkgd: it needs whole weights"),
         ({"deepspeed": "zero2", "optimizer": "adam-4bit"}, "--optimizer adam-4bit: it needs whole weights"),
         (
             {"deepspeed": "zero2_offload", "optimizer": "adam-8bit"},

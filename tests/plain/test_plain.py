@@ -50,6 +50,11 @@ CASES = {
     23: ((*EAGER, *ONE_BY_ONE, "--mlp_tile", "16"), {"TILE": 16}, 0),
     24: ((*EAGER, *ONE_BY_ONE, "--lora_dropout", "0", "--lora_targets", "all-linear"), {"DROPOUT": 0.0}, 0),
     25: ((*EAGER, *ONE_BY_ONE), {}, 0),
+    26: (
+        (*EAGER, *ONE_BY_ONE),
+        {},
+        5e-3,
+    ),  # the rung multiplies by factors of rows and columns, which rounds differently
 }
 
 

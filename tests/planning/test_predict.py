@@ -38,6 +38,7 @@ COMBINATIONS = [  # settings that no rung combines
     ("bloom", {"block_steps": 1, "precision": "bf16-true"}),
     ("vit", {"block_steps": "auto", "precision": "bf16-mixed", "activation_checkpointing": True}),
     ("vit", {"train_blocks": "last:1", "step_in_backward": True, "optimizer": "sgd"}),
+    ("vit", {"optimizer": "sinkgd", "precision": "bf16-true", "step_in_backward": True}),
 ]
 FAMILIES = ("bloom-quickstart", "vit", "llama-tiny")
 LEFT_OUT = {  # rungs whose prediction a process without a GPU cannot compare with real tensors

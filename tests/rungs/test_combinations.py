@@ -34,6 +34,7 @@ TECHNIQUES = {
     "AdamW": "--optimizer adamw",
     "SGD, cosine": "--optimizer sgd --schedule cosine --warmup_steps 1",
     "Adafactor": "--optimizer adafactor",
+    "SinkGD": "--optimizer sinkgd",
     "8-bit Adam": "--optimizer adam-8bit",
     "4-bit Adam": "--optimizer adam-4bit",
     "Kahan summation": "--precision bf16-true --kahan_summation true",

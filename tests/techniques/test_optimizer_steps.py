@@ -15,7 +15,7 @@ from fabric_ladder.techniques.kahan import Kahan
 from fabric_ladder.techniques.weight_steps import WeightSteps
 from fabric_ladder.training.gradients import accumulate_gradients
 
-OPTIMIZERS = ["adam", "adamw", "sgd", "adafactor", "adam-8bit", "adam-4bit"]
+OPTIMIZERS = ["adam", "adamw", "sgd", "sinkgd", "adafactor", "adam-8bit", "adam-4bit"]
 BF16 = {"precision": "bf16-true", "learning_rate": 1e-3, "epochs": 2}
 
 

@@ -26,6 +26,7 @@ CASES = {
     "packed bert": ("bert", {"packing": True, "max_length": 64}),
     "clipped": ("bloom", {"max_grad_norm": 1.0}),
     "sgd": ("llama", {"optimizer": "sgd", "schedule": "cosine"}),
+    "sinkgd": ("llama", {"optimizer": "sinkgd"}),
     "whole batches": ("bert", {"micro_batch_size": 16}),
     "by tokens": ("llama", {"micro_batch_tokens": 64, "micro_batch_size": None}),
     "half precision": ("llama", {"precision": "bf16-true"}),

@@ -87,7 +87,7 @@ def _check_support(name: str, config: dict, settings: Settings) -> None:
             f"--precision {settings.precision}: ZeRO computes on 16-bit weights and updates 32-bit copies of them; use "
             "--precision bf16-mixed or 16-mixed, or 32-true"
         )
-    if settings.optimizer in ("adafactor", "adam-4bit"):
+    if settings.optimizer in ("adafactor", "sinkgd", "adam-4bit"):
         raise UserError(
             f"--optimizer {settings.optimizer}: it needs whole weights, and ZeRO steps on shares of all weights in one "
             "flat tensor; use --optimizer adam"

@@ -7,6 +7,8 @@ from torch.optim import Optimizer
 
 from fabric_ladder.settings import Settings
 
+STATELESS = ("sgd", "sinkgd")  # optimizers that keep no state
+
 
 def optimizer_class(name: str, may_fuse: bool) -> tuple[type[Optimizer], dict]:
     """Return PyTorch's class for an optimizer, and its options; low-bit optimizers start from Adam's.

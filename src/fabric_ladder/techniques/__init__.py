@@ -23,6 +23,7 @@ from fabric_ladder.techniques.mixed_precision import MixedPrecision
 from fabric_ladder.techniques.packing import Packing
 from fabric_ladder.techniques.qlora import QLoRA
 from fabric_ladder.techniques.sharding import DDP, FSDP, CpuOffload, DeepSpeed
+from fabric_ladder.techniques.sinkgd import Stateless
 from fabric_ladder.techniques.streamed_layers import StreamedLayers
 from fabric_ladder.techniques.technique import Technique
 from fabric_ladder.techniques.tiled_mlp import TiledMLP
@@ -32,7 +33,8 @@ LINK = 25e9  # bytes per second: PCIe 4.0 with 16 lanes, in each direction; NVLi
 SPEED = 100e12  # FLOP per second of 16-bit matrix multiplications in training: an RTX 4090 or an A100, roughly
 
 # The order matters:
-# - A low-bit optimizer replaces the optimizer's class, and Kahan and the steps by weight derive their class from it.
+# - A low-bit optimizer or SinkGD replaces the optimizer's class, and Kahan and the steps by weight derive their class
+#   from it.
 # - Packing wraps the forward pass, the chunked loss included.
 # - Frozen blocks are not checkpointed.
 # - Adapters wrap the whole model, with its forward pass and checkpointing.
@@ -46,6 +48,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     FSDP(),
     LowBitOptimizer(),
     LeanOptimizer(),
+    Stateless(),
     KahanSummation(),
     StepInBackward(),
     OptimizerOffload(),

@@ -1,5 +1,6 @@
 """A lean optimizer: SGD keeps no state."""
 
+from fabric_ladder.models.optimizer import STATELESS
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, NextRung, Technique
 
@@ -24,13 +25,17 @@ class LeanOptimizer(Technique):
         """Return whether the optimizer is SGD."""
         return settings.optimizer == "sgd"
 
+    def saves_no_more(self, settings: Settings) -> bool:
+        """Return whether the optimizer keeps no state already."""
+        return settings.optimizer in STATELESS
+
     def notice(self, settings: Settings) -> str | None:
         """Return a warning about random weights."""
         if not settings.from_scratch:
             return None
         return (
-            "SGD barely learns from random weights: expect near-chance accuracy, or start from pretrained weights with "
-            "--model."
+            "SGD barely learns from random weights: expect near-chance accuracy, start from pretrained weights with "
+            "--model, or use --optimizer sinkgd."
         )
 
     def accuracy_cost(self, settings: Settings) -> str | None:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fabric_ladder.distributed.strategies import strategy_traits
+from fabric_ladder.models.optimizer import STATELESS
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.adam_4bit import BLOCK, PART_SIZE, Adam4bit
 from fabric_ladder.techniques.compile import keep_kernels
@@ -50,7 +51,7 @@ class LowBitOptimizer(Technique):
 
     def saves_no_more(self, settings: Settings) -> bool:
         """Return whether the optimizer has small moments already, or none."""
-        return self.is_used(settings) or settings.optimizer == "sgd"
+        return self.is_used(settings) or settings.optimizer in STATELESS
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
         """Return why the technique cannot be used, and what to do."""

@@ -67,7 +67,7 @@ class FSDP(_Strategy):
         if not self.is_used(settings):
             return
         check_no_trial(settings)
-        if settings.optimizer in ("adafactor", "adam-8bit", "adam-4bit"):
+        if settings.optimizer in ("adafactor", "sinkgd", "adam-8bit", "adam-4bit"):
             raise UserError(
                 f"--optimizer {settings.optimizer} cannot step on FSDP2's shards; use sgd, the leanest, adam or adamw"
             )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fabric_ladder.models.optimizer import STATELESS
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.low_bit_optimizer import MOMENT_BYTES, bytes_of_cpu_step
 from fabric_ladder.techniques.memory import Counts, Peak
@@ -195,8 +196,8 @@ class StepInBackward(_StepsByWeight):
     next_rung = NextRung(None, "keeps the optimizer's state in CPU memory", options=ON_HOST)
 
     def next_to_try(self, settings: Settings) -> NextRung | None:
-        """Return what to try when memory runs out; SGD has no state that could move."""
-        return OptimizerOffload.next_rung if settings.optimizer == "sgd" else self.next_rung
+        """Return what to try when memory runs out; SGD and SinkGD have no state to move."""
+        return OptimizerOffload.next_rung if settings.optimizer in STATELESS else self.next_rung
 
     def on_cuda(self, settings: Settings) -> dict[str, str]:
         """Return packing: samples of all lengths are in one pass, padded to the longest."""
@@ -237,7 +238,7 @@ class OptimizerOffload(_StepsByWeight):
 
     def saves_no_more(self, settings: Settings) -> bool:
         """Return whether the device has no optimizer state already."""
-        return self.is_used(settings) or settings.optimizer == "sgd"
+        return self.is_used(settings) or settings.optimizer in STATELESS
 
     def rehearsed(self, settings: Settings) -> Settings:
         """Return settings of a step without state on the device."""

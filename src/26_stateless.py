@@ -1,0 +1,43 @@
+"""26_stateless · Stateless: SinkGD, SGD on balanced gradients, keeps no state and learns like Adam.
+
+Builds on 6_lean_optimizer.py. SinkGD divides each gradient by one number for each row and one for each column. With
+--step_in_backward true --micro_batch_tokens null the memory holds only the largest gradient too.
+Unchanged: the gradients of the first step.
+
+src/plain/26_stateless.py shows the whole training in one file.
+In the package: techniques/sinkgd.py: SinkGD
+"""
+
+from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
+from local_dataset_utilities import load_datasets
+
+from lightning import Fabric
+
+if __name__ == "__main__":
+    settings = parse_settings(
+        batch_size=16,
+        micro_batch_tokens="auto",  # as many as a GPU has room for; on a CPU 1024
+        precision="bf16-true",
+        optimizer="sinkgd",  # NEW
+        schedule="cosine",
+    )
+
+    fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
+    fabric.launch()
+    fabric.seed_everything(settings.seed)
+    run = Run(fabric, settings)
+
+    ### 1 Loading the dataset
+    datasets = load_datasets(settings)
+    train_loader, val_loader, test_loader = build_dataloaders(fabric, datasets, settings)
+
+    ### 2 Initializing the model
+    model = build_model(settings, datasets)
+    model = fabric.setup(model)
+    optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
+
+    ### 3 Finetuning
+    training = train(run, model, optimizer, train_loader, val_loader)
+
+    ### 4 Evaluation
+    evaluate(training, test_loader)

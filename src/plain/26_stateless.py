@@ -1,0 +1,90 @@
+"""26 · Stateless: SinkGD, SGD on balanced gradients, keeps no state and learns like Adam.
+
+Builds on 6_lean_optimizer.py. Rows and columns of each gradient are divided by their sizes, five times by turns. Then
+all weights of a matrix move about as far, as with Adam (Scetbon et al., 2025, arXiv:2502.06742).
+The same with checkpoints, prediction, resume and your own data: src/26_stateless.py
+"""
+
+import os
+
+import numpy as np
+import pandas as pd
+import torch
+from lightning import Fabric
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from local_dataset_utilities import load_dataset_into_to_dataframe, partition_dataset
+
+MODEL, MAX_LENGTH = "bigscience/bloom-560m", 1024  # tokens of a review
+EPOCHS, BATCH_SIZE, LEARNING_RATE, SEED, PRINT_EVERY = 1, 16, 5e-5, 123, 4800  # a loss is printed every 4800 reviews
+
+
+class SinkGD(torch.optim.Optimizer):  # NEW in 26
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                step = weight.grad.reshape(len(weight), -1).float()  # a vector is a matrix of one column
+                for _ in range(5):
+                    sizes = step.norm(dim=1, keepdim=True)
+                    step /= sizes.clamp(min=1e-19)  # rows of tokens that are not in the batch stay 0 ...
+                    step *= sizes.count_nonzero().sqrt() / step.norm(dim=0).clamp(min=1e-19)  # ... and do not count
+                weight.add_(step.view_as(weight), alpha=-group["lr"])
+
+
+def train(fabric, model, optimizer, schedule, reviews):
+    for epoch in range(EPOCHS):
+        model.train()
+        order = np.random.default_rng([SEED, epoch]).permutation(len(reviews))
+        total, seen, printed = 0.0, 0, 0
+        for start in range(0, len(order), BATCH_SIZE):
+            batch = [reviews[row] for row in order[start : start + BATCH_SIZE]]
+            batch.sort(key=lambda review: review["input_ids"].shape[1], reverse=True)  # the longest first
+            for review in batch:  # NEW in 2: one review at a time ...
+                loss = model(**fabric.to_device(review)).loss
+                fabric.backward(loss.float() / len(batch))  # NEW in 2: ... adds its share to the gradients
+                total += loss.detach().float()
+            optimizer.step()
+            schedule.step()  # NEW in 6: once for each optimizer step, not for each review
+            optimizer.zero_grad()
+            seen += len(batch)
+            if seen // PRINT_EVERY > printed // PRINT_EVERY or seen == len(order):
+                place = f"Epoch: {epoch + 1:04d}/{EPOCHS:04d} | Samples {seen:05d}/{len(order):05d}"
+                fabric.print(f"{place} | Loss: {total / (seen - printed):.4f}")
+                total, printed = 0.0, seen
+
+
+if __name__ == "__main__":
+    fabric = Fabric(accelerator="auto", devices=1)
+    fabric.launch()
+    fabric.seed_everything(SEED)
+
+    ### 1 Loading the dataset
+    with fabric.rank_zero_first():
+        if not os.path.exists("train.csv"):  # your own train.csv and test.csv need the columns text and label
+            partition_dataset(load_dataset_into_to_dataframe())
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    splits = {"train": [], "test": []}
+    for name, reviews in splits.items():
+        for text, label in pd.read_csv(f"{name}.csv")[["text", "label"]].values:
+            ids = tokenizer(text, truncation=True, max_length=MAX_LENGTH, return_tensors="pt")["input_ids"]
+            reviews.append({"input_ids": ids, "labels": torch.tensor([label])})
+
+    ### 2 Initializing the model
+    model = AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=2, dtype=torch.float32)
+    model = fabric.setup(model.to(torch.bfloat16))  # NEW in 5: the gradients and Adam's state follow the weights
+    optimizer = SinkGD(model.parameters(), {"lr": LEARNING_RATE})  # NEW in 26: no state
+    steps = EPOCHS * -(-len(splits["train"]) // BATCH_SIZE)  # rounded up: the last batch may be smaller
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)  # NEW in 6: falls to 0
+
+    ### 3 Finetuning
+    train(fabric, model, optimizer, schedule, splits["train"])
+
+    ### 4 Evaluation
+    model.eval()
+    right = 0
+    for review in splits["test"]:
+        with torch.no_grad():
+            logits = model(**fabric.to_device(review)).logits
+        right += logits.argmax().item() == review["labels"].item()
+    fabric.print(f"Test accuracy {100 * right / len(splits['test']):.2f}%")
