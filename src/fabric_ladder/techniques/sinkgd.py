@@ -121,6 +121,6 @@ class Stateless(Technique):
             return "its steps do not depend on the gradient's norm, so --max_grad_norm has no effect; leave it out"
         return None
 
-    def change_optimizer(self, kind: type[Optimizer], settings: Settings) -> type[Optimizer]:
+    def change_optimizer(self, kind: type[Optimizer], settings: Settings, model: nn.Module) -> type[Optimizer]:
         """Return SinkGD."""
         return SinkGD
