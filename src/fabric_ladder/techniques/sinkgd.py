@@ -1,6 +1,6 @@
 """SinkGD: SGD on balanced gradients, without optimizer state.
 
-Scetbon et al., 2025, Gradient Multi-Normalization for Stateless and Memory-Efficient LLM Training, arXiv:2502.06742,
+Scetbon et al., 2025, Gradient Multi-Normalization for Stateless and Scalable LLM Training, arXiv:2502.06742,
 algorithms 3 and 4.
 """
 
