@@ -72,7 +72,7 @@ def flatten(tree: object, path: str = "") -> Iterator[tuple[str, float]]:
             yield from flatten(branch, f"{path}.{key}".lstrip("."))
     elif isinstance(tree, list):
         for number, branch in enumerate(tree):
-            is_entry = isinstance(branch, dict) and "rung" in branch
+            is_entry = isinstance(branch, dict) and branch.keys() >= {"rung", "options"}
             name = f"{branch['rung']} {branch['options']}".strip() if is_entry else number
             yield from flatten(branch, f"{path}.{name}")
     elif isinstance(tree, str):
