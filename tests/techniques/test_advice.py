@@ -1,6 +1,7 @@
 """What to try next when memory runs out, and errors of libraries in one line."""
 
 import dataclasses
+import json
 import re
 import sys
 
@@ -107,11 +108,24 @@ NEXT = r"Next to try: --activation_checkpointing true, which [^;]*; python src/"
             {"activation_checkpointing": True, "mlp_tile": 512, "max_length": 4096, "micro_batch_size": 1},
             r"try: python src/6_lean_optimizer\.py --activation_checkpointing true --mlp_tile 512, which",
         ),
+        (
+            "7_grad_checkpointing",  # OPT's blocks have no MLP that tiles could compute
+            {"activation_checkpointing": True, "max_length": 4096, "micro_batch_size": 1, "model": "OPT"},
+            r"try: python src/6_lean_optimizer\.py",
+        ),
+        (
+            "14_qlora",
+            {"lora": True, "quantization": "nf4", "accelerator": "cuda", "compile": True, "micro_batch_size": 1},
+            r"src/24_streamed_layers\.py --quantization nf4, which",
+        ),
         ("21_selective_checkpointing", {"micro_batch_size": 1}, NEXT + r"7_grad_checkpointing\.py"),
         ("13_lora", {"task": "instruction-tuning"}, r"--activ[^;]*; [^;]*src/14_qlora\.py[^;]*; --max_length 512$"),
     ],
 )
 def test_out_of_memory_names_the_next_things_to_try(tmp_path, name, values, expected):
+    if values.get("model") == "OPT":
+        (tmp_path / "opt.json").write_text(json.dumps({"model_type": "opt", "num_hidden_layers": 1}))
+        values |= {"model": str(tmp_path / "opt.json")}
     settings = settings_for(tmp_path, name=name, **values)
     with pytest.raises(RuntimeError, match="allocate") as caught:
         torch.empty(2**60, dtype=torch.uint8)

@@ -5,11 +5,13 @@ import json
 
 import pytest
 import torch
+from lightning import Fabric
 from support.helpers import VOCABULARY, settings_for, token_datasets
 from support.training import losses, run_training
 from torch.autograd.graph import saved_tensors_hooks
 
 from fabric_ladder import UserError, build_model, build_optimizer
+from fabric_ladder.checkpoints.save import read_state, write_state
 from fabric_ladder.checks import check
 
 SIZES = {"vocab_size": VOCABULARY, "pad_token_id": 0, "hidden_size": 16}
@@ -19,6 +21,7 @@ CONFIGS = {
     "bloom": SIZES | {"model_type": "bloom", "n_layer": 3, "n_head": 2, "hidden_dropout": 0, "attention_dropout": 0},
     "llama": SIZES | LLAMA | {"model_type": "llama"},
     "gpt2": {"model_type": "gpt2", "vocab_size": VOCABULARY, "pad_token_id": 0} | GPT2,
+    "swin": {"model_type": "swin", "image_size": 32, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 1]},
     "resnet": {"model_type": "resnet", "depths": [1], "hidden_sizes": [8], "embedding_size": 8},
 }
 BF16 = {"precision": "bf16-true"}
@@ -142,6 +145,21 @@ def test_auto_shares_the_steps_among_the_blocks(tmp_path, length, steps, turns):
     assert "".join(found) == turns
 
 
+def test_the_best_weights_come_without_the_state_of_later_steps(tmp_path):
+    """Otherwise a 32-bit copy of later steps would replace them."""
+    settings = settings_of(tmp_path, block_steps=2, **BF16)
+    fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-true")
+    model = fabric.setup(made(settings))
+    optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
+    (tmp_path / "state").mkdir()
+    write_state(tmp_path / "state", model, optimizer, 0)
+    fabric.backward(loss_of(model, 0))
+    optimizer.step()
+    assert optimizer.state
+    read_state("--best_weights", tmp_path / "state", model, optimizer)
+    assert not optimizer.state
+
+
 @pytest.mark.parametrize("more", [{}, {"activation_checkpointing": True}, {"packing": True, "micro_batch_size": 2}])
 def test_the_loop_takes_the_turns(tmp_path, more):
     """A run's losses are those of the same run with one micro-batch, and all blocks change."""
@@ -168,6 +186,7 @@ def test_the_loop_takes_the_turns(tmp_path, more):
         ("bloom", {"optimizer_offload": True}, "use --optimizer_offload false"),
         ("bloom", {"step_in_backward": True}, "use --step_in_backward false"),
         ("resnet", {"task": "image-classification", "image_size": 32}, "marks no blocks in resnet"),
+        ("swin", {"task": "image-classification", "image_size": 32}, "a later block has more weights than the first"),
     ],
 )
 def test_what_cannot_take_turns_is_refused_in_one_line(tmp_path, kind, values, reason):

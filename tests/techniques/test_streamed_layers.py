@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -155,6 +156,26 @@ def test_a_pass_that_fails_does_no_harm(tmp_path):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
 
 
+def test_cpu_memory_that_runs_out_loses_no_weight(tmp_path, monkeypatch):
+    """`--micro_batch_tokens auto` takes such an error for one of the batch, and tries again."""
+    _, _, model = prepared(tmp_path, "llama")
+    inputs = {"input_ids": torch.ones(2, 8, dtype=torch.long), "labels": torch.tensor([0, 1])}
+    expected = model.eval()(**inputs).loss
+    stream_blocks(model)
+    allocate, calls = streamed_layers._host_bytes, []
+
+    def fail_at_the_third(*given):
+        calls.append(given)
+        if len(calls) == 3:
+            raise MemoryError
+        return allocate(*given)
+
+    monkeypatch.setattr(streamed_layers, "_host_bytes", fail_at_the_third)
+    with pytest.raises(MemoryError):
+        model(**inputs)
+    assert torch.equal(model(**inputs).loss, expected)
+
+
 def test_the_prediction_agrees_with_real_tensors_on_the_device_and_in_cpu_memory(tmp_path):
     path = tmp_path / "deep.json"
     path.write_text(json.dumps(json.loads((MODELS / "bloom-quickstart.json").read_text()) | {"n_layer": 6}))
@@ -212,7 +233,8 @@ def test_passes_are_long_enough_to_hide_the_copies(tmp_path):
 
 
 def test_the_planner_and_the_advice_name_it_where_4_bits_do_not_fit_one_gpu(tmp_path):
-    four = settings_for(tmp_path, name="14_qlora", lora=True, quantization="nf4")
+    four = settings_for(tmp_path, name="14_qlora", lora=True, quantization="nf4", accelerator="cuda")
     assert "src/24_streamed_layers.py --quantization nf4, which keeps the 4-bit blocks" in less_memory(four)
-    streamed = settings_for(tmp_path, name="24_streamed_layers", lora=True, stream_layers=True, quantization="nf4")
+    assert "24_streamed" not in less_memory(replace(four, accelerator="cpu")), "there it saves nothing"
+    streamed = replace(four, name="24_streamed_layers", stream_layers=True)
     assert "--activation_offload true, which keeps the inputs" in less_memory(streamed)

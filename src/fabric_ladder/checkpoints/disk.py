@@ -28,16 +28,19 @@ def check_disk_space(settings: Settings, model: nn.Module, steps: int, existing:
     """
     trained = 0
     frozen = 0
+    state = 0
     for parameter in model.parameters():
         # ZeRO-3 leaves an empty tensor in place of a weight and keeps the count here
-        size = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
+        numbers = getattr(parameter, "ds_numel", parameter.numel())
+        size = numbers * parameter.element_size()
         if parameter.requires_grad:
             trained += size
+            state += sum(size if dtype is None else numbers * dtype.itemsize for dtype in state_dtypes(settings))
         else:
             frozen += size
     adapters = trains_adapters(settings)
     weights = trained if adapters else trained + frozen
-    state = weights + trained * state_dtypes(settings).count(None)  # low-bit optimizer states are smaller
+    state += weights
     needed = {"no": 0, "consolidated": weights, "sharded": state}[settings.save]
     if settings.save != "no" and adapters and (settings.from_scratch or settings.lora_init in CHANGES_BASE):
         needed += trained + frozen  # the base exists nowhere else

@@ -152,6 +152,7 @@ def read_state(option: str, folder: Path, model: nn.Module, optimizer: Optimizer
         before, now = (each or "default" for each in (record.get("changed_base"), changed_base(inner)))
         if before != now:
             raise UserError(f"{option}: made with --lora_init {before}, not {now}")
+        optimizer.optimizer.state.clear()  # the best weights are read after other steps
         state = empty_optimizer_state(inner, optimizer.optimizer, folder, record["tensors"], record["values"])
         read_tensors(_weights(inner, adapter) | state, folder)
 

@@ -120,7 +120,7 @@ def _next_rung(settings: Settings) -> NextRung | None:
         rung = above and above._replace(options=rung.options + above.options)
     technique = rung and rung.name and technique_of(rung.name)
     if technique:
-        refused = (each.setting for each in used(settings) if each.conflict(technique))
+        refused = (each.setting for each in used(settings) if each.conflict(technique) or technique.conflict(each))
         rung = rung._replace(replaces=(*rung.replaces, *refused))
         if settings.precision in technique.refused_precisions:
             rung = rung._replace(options=(*rung.options, "--precision", "32-true"))

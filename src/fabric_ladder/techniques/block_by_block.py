@@ -101,8 +101,11 @@ class BlockByBlock(Technique):
         if settings.optimizer in ("adam-8bit", "adam-4bit"):
             return "the state of one block is small, and kept in 32 bits; use --optimizer adam"
         model = meta_model(settings)
-        if not find_blocks(model):
+        sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in find_blocks(model)]
+        if not sizes:
             return f"transformers marks no blocks in {model.config.model_type}; leave it out"
+        if sizes[0] < max(sizes):
+            return "a later block has more weights than the first, and memory could run out in its turn; leave it out"
         return None
 
     def conflict(self, other: Technique) -> str | None:

@@ -194,8 +194,11 @@ class ActivationCheckpointing(Technique):
 
     def save_more(self, settings: Settings) -> NextRung | None:
         """Return tiles for long texts: the largest tensors left are then those of a block's MLP."""
+        from fabric_ladder.techniques.tiled_mlp import TiledMLP  # which imports this module
+
         refused = settings.mlp_tile or settings.compile or settings.selective_checkpointing
-        if refused or settings.task == "image-classification" or settings.max_length < LONG:
+        short = settings.task == "image-classification" or settings.max_length < LONG
+        if refused or short or TiledMLP().reason_against(settings, None):
             return None
         reason = "computes the MLP over tiles of a long text, as 23_tiled_mlp does"
         return NextRung(None, reason, options=("--mlp_tile", str(LONG // 2)))

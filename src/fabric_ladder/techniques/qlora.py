@@ -66,7 +66,7 @@ class QLoRA(Technique):
 
     def next_to_try(self, settings: Settings) -> NextRung:
         """Return FSDP if there are several GPUs already, and CPU memory otherwise."""
-        if settings.ranks == 1 and settings.strategy == "single":
+        if settings.ranks == 1 and settings.strategy == "single" and settings.accelerator == "cuda":
             return NextRung("24_streamed_layers", "keeps the 4-bit blocks in CPU memory", options=IN_4_BITS[2:])
         return DDP.next_rung._replace(options=IN_4_BITS) if settings.strategy == "ddp" else self.next_rung
 

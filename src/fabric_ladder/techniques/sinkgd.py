@@ -112,8 +112,14 @@ class Stateless(Technique):
         return settings.optimizer == "sinkgd"
 
     def next_to_try(self, settings: Settings) -> NextRung | None:
-        """Return steps inside the backward pass; with them, adapters."""
-        return LeanOptimizer.next_rung if settings.step_in_backward else self.next_rung
+        """Return steps inside the backward pass, if one sample is a whole batch; otherwise adapters.
+
+        Several samples would have to be in memory together, with all their activations.
+        """
+        refused = settings.step_in_backward or settings.block_steps or settings.on_nan == "skip"
+        if refused or settings.batch_size > 1 or settings.precision == "16-mixed":
+            return LeanOptimizer.next_rung
+        return self.next_rung
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
         """Return why the technique cannot be used, and what to do."""

@@ -9,9 +9,10 @@ block before it in the backward pass. A copy waits for the computations that wer
 its buffer, and a block waits for its copy. So the passes of one step, and of two steps, need no other order. A backward
 pass ends with the blocks that the next forward pass begins with.
 
-The gradient of a block's output brings the block back, before any recomputation. A block's gradients of its inputs
-need all of its weights, and the block before it waits for these gradients. So no computation of a block is left when
-its buffer gets another block.
+The gradient of a block's output brings the block back, before any recomputation: transformers checkpoints inside a
+block's forward pass, so the recomputation calls no hook of the block. A block's gradients of its inputs need all of its
+weights, and the block before it waits for these gradients. So all computation of a block is in the GPU's queue when the
+copy into its buffer is started.
 """
 
 import weakref
@@ -113,16 +114,21 @@ class BlockStream:
 
     @torch.no_grad()
     def _make(self) -> _Buffers:
-        """Copy all weights to pinned memory, block by block, and turn them into views of the buffers."""
+        """Copy all weights to pinned memory, block by block, and turn them into views of the buffers.
+
+        If memory runs out in between, no weight is lost: a weight is a view of its copy until all have one.
+        """
         on_cuda = self.device.type == "cuda"
         sizes = [sum(map(_aligned, block)) for block in self._blocks]
         largest = [max(sizes[place::2], default=0) for place in range(2)]
         device = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in largest]
         host = []
-        for number, (block, size) in enumerate(zip(self._blocks, sizes, strict=True)):
+        for block, size in zip(self._blocks, sizes, strict=True):
             host.append(_host_bytes(size, on_cuda))
             for view, weight in zip(_views(block, host[-1]), block, strict=True):
                 view.copy_(weight)
+            _give_views(block, host[-1])
+        for number, block in enumerate(self._blocks):
             _give_views(block, device[number % 2])
         copying = torch.cuda.Stream(self.device) if on_cuda else None
         for buffer in device if on_cuda else ():
