@@ -580,7 +580,7 @@ def streamed_layers(figure: Figure, look: Look) -> None:
 @picture("26_stateless", 3.1)
 def stateless(figure: Figure, look: Look) -> None:
     """SinkGD balances the rows and columns of a gradient."""
-    axes = canvas(figure, look, "computed · a random gradient; darker: a longer step", 30, 7.9)
+    axes = canvas(figure, look, "computed · a random gradient; stronger colour: a longer step", 30, 7.9)
     rng = np.random.default_rng(1)
     step = rng.normal(size=(6, 8)) * np.exp(rng.normal(size=(6, 1))) * np.exp(0.7 * rng.normal(size=8))
     step[4] = 0
@@ -590,7 +590,9 @@ def stateless(figure: Figure, look: Look) -> None:
             x, name = {0: (0, "SGD: the gradient"), 2: (11, "one round"), 10: (22, "SinkGD: five rounds")}[turn]
             axes.text(x, 0.4, name, va="center", fontweight="bold")
             for (row, column), value in np.ndenumerate(np.abs(step) / np.sqrt((step**2).mean())):
-                box(axes, x + column, row + 1, 1, 1, look["gradients"], alpha=min(1, 0.05 + value / 2.5))
+                box(
+                    axes, x + column, row + 1, 1, 1, look["gradients"], alpha=min(1, round(0.5 + 4 * value) / 10)
+                )  # few colours
     for x in (8.4, 19.4):
         arrow(axes, look, (x, 4), (x + 2.2, 4))
     axes.text(0, 7.6, "A row without a gradient stays empty: its token is not in the batch.", va="center", fontsize=9.5)
