@@ -590,9 +590,8 @@ def stateless(figure: Figure, look: Look) -> None:
             x, name = {0: (0, "SGD: the gradient"), 2: (11, "one round"), 10: (22, "SinkGD: five rounds")}[turn]
             axes.text(x, 0.4, name, va="center", fontweight="bold")
             for (row, column), value in np.ndenumerate(np.abs(step) / np.sqrt((step**2).mean())):
-                box(
-                    axes, x + column, row + 1, 1, 1, look["gradients"], alpha=min(1, round(0.5 + 4 * value) / 10)
-                )  # few colours
+                strength = min(1, round(0.5 + 4 * value) / 10)  # ten steps, since a picture has 64 colours
+                box(axes, x + column, row + 1, 1, 1, look["gradients"], alpha=strength)
     for x in (8.4, 19.4):
         arrow(axes, look, (x, 4), (x + 2.2, 4))
     axes.text(0, 7.6, "A row without a gradient stays empty: its token is not in the batch.", va="center", fontsize=9.5)
