@@ -14,14 +14,14 @@ from transformers import AutoConfig, AutoModelForImageClassification, AutoModelF
 
 from fabric_ladder import Settings
 from fabric_ladder.errors import UserError
-from fabric_ladder.models.layers import find_blocks
+from fabric_ladder.models.layers import find_blocks, find_mlp
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.techniques import check_together, cuda_defaults
 from fabric_ladder.techniques.checkpointing import enable_checkpointing, may_draw
 from fabric_ladder.techniques.compile import Compile
 from fabric_ladder.techniques.lora import add_adapters
 from fabric_ladder.techniques.packing import support_packing
-from fabric_ladder.techniques.tiled_mlp import TiledMLP, find_mlp, use_tiles
+from fabric_ladder.techniques.tiled_mlp import TiledMLP, use_tiles
 from fabric_ladder.training.gradients import accumulate_gradients
 
 CHECKPOINTED = Settings(activation_checkpointing=True, accelerator="cpu")

@@ -1,5 +1,7 @@
 """The names of a model's layers, read from a model without values."""
 
+import inspect
+
 import torch
 from torch import nn
 from transformers import PretrainedConfig
@@ -11,6 +13,8 @@ from fabric_ladder.models.configs import MODELS, load_config
 from fabric_ladder.settings import Settings
 
 FEWEST_BLOCKS = 3  # the first, the last, and a block between two others
+# The MLP of a block in transformers; the last two are BERT's, which computes it in two modules.
+MLP_NAMES = (("mlp",), ("feed_forward",), ("ffn",), ("intermediate", "output"))
 _latest: tuple[tuple[str, dict], nn.Module] | None = None  # several checks use the same model
 
 
@@ -54,6 +58,30 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     inner = {part for block in blocks for part in block.modules() if part is not block}
     return [block for block in blocks if block not in inner]
+
+
+def find_mlp(block: nn.Module) -> list[nn.Module] | None:
+    """Return the modules that compute the block's MLP one after the other, or None if no such MLP is known.
+
+    Their weights belong to linear layers and norms, so that they compute each token alone. Experts have other weights.
+    They take hidden states, and the last one may also take those that it adds to its result.
+    """
+    for names in MLP_NAMES:
+        parts = [getattr(block, name, None) for name in names]
+        if all(map(_computes_tokens_alone, parts)):
+            return parts
+    return None
+
+
+def _computes_tokens_alone(part: nn.Module | None) -> bool:
+    if part is None or isinstance(part, nn.ModuleList):
+        return False
+    inputs = [*inspect.signature(part.forward).parameters]
+    return inputs[1:] in ([], ["residual"], ["input_tensor"]) and all(
+        isinstance(module, nn.Linear | Conv1D) or "Norm" in type(module).__name__
+        for module in part.modules()
+        if module._parameters
+    )
 
 
 def fewer_blocks(config: PretrainedConfig, least: int = FEWEST_BLOCKS) -> tuple[int, int] | None:

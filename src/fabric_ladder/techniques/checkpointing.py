@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import PretrainedConfig
 
 from fabric_ladder.models.configs import MODELS, load_config
+from fabric_ladder.models.layers import find_blocks, find_mlp, meta_model
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.lean_optimizer import WITHOUT_STATE
 from fabric_ladder.techniques.technique import NextRung, Technique
@@ -194,11 +195,9 @@ class ActivationCheckpointing(Technique):
 
     def save_more(self, settings: Settings) -> NextRung | None:
         """Return tiles for long texts: the largest tensors left are then those of a block's MLP."""
-        from fabric_ladder.techniques.tiled_mlp import TiledMLP  # which imports this module
-
         refused = settings.mlp_tile or settings.compile or settings.selective_checkpointing
         short = settings.task == "image-classification" or settings.max_length < LONG
-        if refused or short or TiledMLP().reason_against(settings, None):
+        if refused or short or not all(map(find_mlp, find_blocks(meta_model(settings)))):
             return None
         reason = "computes the MLP over tiles of a long text, as 23_tiled_mlp does"
         return NextRung(None, reason, options=("--mlp_tile", str(LONG // 2)))

@@ -7,46 +7,17 @@ Autograd adds up the weight gradients of the tiles before it hands them on. So D
 the backward pass see one gradient for each weight, as without tiles.
 """
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers.pytorch_utils import Conv1D
 
-from fabric_ladder.models.layers import find_blocks, meta_model
+from fabric_ladder.models.layers import find_blocks, find_mlp, meta_model
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.checkpointing import ActivationCheckpointing, may_draw
 from fabric_ladder.techniques.technique import NextRung, Technique
-
-# The MLP of a block in transformers; the last two are BERT's, which computes it in two modules.
-NAMES = (("mlp",), ("feed_forward",), ("ffn",), ("intermediate", "output"))
-
-
-def find_mlp(block: nn.Module) -> list[nn.Module] | None:
-    """Return the modules that compute the block's MLP one after the other, or None if no such MLP is known.
-
-    Their weights belong to linear layers and norms, so that they compute each token alone. Experts have other weights.
-    They take hidden states, and the last one may also take those that it adds to its result.
-    """
-    for names in NAMES:
-        parts = [getattr(block, name, None) for name in names]
-        if all(map(_computes_tokens_alone, parts)):
-            return parts
-    return None
-
-
-def _computes_tokens_alone(part: nn.Module | None) -> bool:
-    if part is None or isinstance(part, nn.ModuleList):
-        return False
-    inputs = [*inspect.signature(part.forward).parameters]
-    return inputs[1:] in ([], ["residual"], ["input_tensor"]) and all(
-        isinstance(module, nn.Linear | Conv1D) or "Norm" in type(module).__name__
-        for module in part.modules()
-        if module._parameters
-    )
 
 
 def use_tiles(model: nn.Module, tile: int, draws: bool) -> None:
