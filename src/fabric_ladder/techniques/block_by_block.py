@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from fabric_ladder.models.layers import find_blocks, meta_model
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques.freezing import trained_weights
+from fabric_ladder.techniques.freezing import train_only, trained_weights
 from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, CHECKPOINTING, NextRung, Technique
 
 MOST_STEPS = 100  # of a turn that is chosen: BAdam's README advises 50 to 100
@@ -126,18 +126,15 @@ class BlockByBlock(Technique):
         """Freeze what is never trained."""
         blocks = find_blocks(model)
         head = model.get_output_embeddings()
-        trained = {*trained_weights(model, len(blocks))} - {*(head.parameters() if head else ())}
-        for parameter in model.parameters():
-            parameter.requires_grad_(parameter in trained)
-        model.disable_input_require_grads()  # checkpointing has enabled gradients of the embeddings' output
+        train_only(model, {*trained_weights(model, len(blocks))} - {*(head.parameters() if head else ())})
         return model
 
     def change_optimizer(self, kind: type[Optimizer], settings: Settings, model: nn.Module) -> type[Optimizer]:
         """Mix `BlockSteps` into the optimizer's class."""
-        blocks = [[*block.parameters()] for block in find_blocks(model)]
-        for parameter in (parameter for block in blocks for parameter in block):
-            parameter.requires_grad_(True)  # an earlier optimizer, of a notebook's cell, has frozen all but one
-        chosen = {"blocks": blocks, "block_steps": settings.block_steps}
+        blocks = find_blocks(model)
+        for block in blocks:
+            block.requires_grad_(True)  # an earlier optimizer, of a notebook's cell, has frozen all but one
+        chosen = {"blocks": [[*block.parameters()] for block in blocks], "block_steps": settings.block_steps}
         return type(f"Block{kind.__name__}", (BlockSteps, kind), chosen)
 
     def state_dtypes(self, settings: Settings) -> list[torch.dtype | None]:

@@ -47,6 +47,13 @@ def trained_weights(model: nn.Module, count: int) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter not in frozen]
 
 
+def train_only(model: nn.Module, trained: set[nn.Parameter]) -> None:
+    """Freeze all other weights of a model."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter in trained)
+    model.disable_input_require_grads()  # checkpointing has enabled gradients of the embeddings' output
+
+
 def _after(parent: nn.Module, block: nn.Module) -> Iterator[nn.Module]:
     """Yield the children that the parent defines after the one with this block."""
     found = False
@@ -94,13 +101,10 @@ class Freezing(Technique):
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
         """Freeze weights; frozen blocks keep no activations, so they are not checkpointed."""
         count = trained_blocks(settings)
-        trained = set(trained_weights(model, count))
-        for parameter in model.parameters():
-            parameter.requires_grad_(parameter in trained)
+        train_only(model, set(trained_weights(model, count)))
         blocks = find_blocks(model)
         for block in blocks[: len(blocks) - count]:
             block.gradient_checkpointing = False
-        model.disable_input_require_grads()  # checkpointing has enabled gradients of the embeddings' output
         return model
 
     def further_blocks(self, settings: Settings) -> int:
