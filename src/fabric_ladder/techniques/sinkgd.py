@@ -5,6 +5,7 @@ algorithms 3 and 4.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.lean_optimizer import LeanOptimizer
 from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, NextRung, Technique
+from fabric_ladder.techniques.weight_steps import StepInBackward
 
 ROUNDS = 5  # passes over rows and columns, as in the paper
 PART_SIZE = 2**22  # numbers of a gradient that are in 32 bits at the same time; it bounds temporary tensors
@@ -116,8 +118,9 @@ class Stateless(Technique):
 
         Several samples would have to be in memory together, with all their activations.
         """
-        refused = settings.step_in_backward or settings.block_steps or settings.on_nan == "skip"
-        if refused or settings.batch_size > 1 or settings.precision == "16-mixed":
+        whole = replace(settings, micro_batch_size=None, micro_batch_tokens=None, pack_rows=None)
+        refused = settings.block_steps or StepInBackward().reason_against(whole, None)
+        if refused or settings.step_in_backward or settings.batch_size > 1:
             return LeanOptimizer.next_rung
         return self.next_rung
 
