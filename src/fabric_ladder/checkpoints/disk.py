@@ -29,13 +29,14 @@ def check_disk_space(settings: Settings, model: nn.Module, steps: int, existing:
     trained = 0
     frozen = 0
     state = 0
+    dtypes = state_dtypes(settings)
     for parameter in model.parameters():
         # ZeRO-3 leaves an empty tensor in place of a weight and keeps the count here
         numbers = getattr(parameter, "ds_numel", parameter.numel())
         size = numbers * parameter.element_size()
         if parameter.requires_grad:
             trained += size
-            state += sum(size if dtype is None else numbers * dtype.itemsize for dtype in state_dtypes(settings))
+            state += sum(size if dtype is None else numbers * dtype.itemsize for dtype in dtypes)
         else:
             frozen += size
     adapters = trains_adapters(settings)

@@ -154,10 +154,7 @@ def _future_state(training: Training) -> list[Tensor]:
     on_device = all(technique.state_on_device for technique in used(settings))
     if training.optimizer.state or not on_device:
         return []
-    parameters = [parameter for group in training.optimizer.param_groups for parameter in group["params"]]
-    return [
-        torch.empty_like(parameter, dtype=dtype)
-        for parameter in parameters
-        for dtype in state_dtypes(settings)
-        if parameter.requires_grad
-    ]
+    groups = training.optimizer.param_groups
+    trained = [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
+    dtypes = state_dtypes(settings)
+    return [torch.empty_like(parameter, dtype=dtype) for parameter in trained for dtype in dtypes]
