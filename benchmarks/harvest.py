@@ -5,10 +5,11 @@
     python benchmarks/harvest.py --fill [FILE]                fills the tables of docs/gpu.md and the README
 
 No network is needed. The reviews come from IMDb's archive in FABRIC_LADDER_DATA; weights are random. The entries of
-`FIRST` take about eight minutes and answer the most important questions; the others follow. Each entry runs in its own
-process, forked from one that has imported the libraries, and is written to the file immediately. An entry is not
-started if its estimated time exceeds the time left. Failed entries are repeated last. The exit status is 1 if an entry
-failed or a check did not pass.
+`FIRST` take about eight minutes and answer the most important questions; then come checks and peaks of memory, then
+speeds. Each entry runs in its own process, forked from one that has imported the libraries, and is written to the file
+immediately. On a large machine, entries that measure no time run together. An entry is not started if its estimated
+time exceeds the time left. Failed entries are repeated last. The exit status is 1 if an entry failed or a check did
+not pass.
 
 Model FLOPs utilisation (MFU) follows appendix B of the PaLM paper (Chowdhery et al., 2022, arXiv:2204.02311). Training
 on a token costs 6 N + 12 L H T floating-point operations, where N is the number of parameters without the embedding, L
@@ -26,10 +27,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
+from threading import Lock
 from time import monotonic, perf_counter, strftime
 from typing import NamedTuple
 
@@ -68,7 +72,8 @@ FAST = "16_bf16_that_learns, packed, compiled"
 PEAKS = ("2_grad_accum", "7_grad_checkpointing", "13_lora", "16_bf16_that_learns", "18_low_bit_optimizer")
 FIRST = (
     "5_low_precision", "ceilings", "attention", "gradients", "calibration", "5_low_precision, compiled", "15_packing",
-    FAST, "4_mixed_precision", "Trainer, bf16-mixed", *(f"memory: bloom-560m, {rung}" for rung in PEAKS), REPEATED,
+    FAST, "4_mixed_precision", "Trainer, bf16-mixed", "blog, bf16-mixed", REPEATED,
+    *(f"memory: bloom-560m, {rung}" for rung in PEAKS),
 )  # fmt: skip
 TRAINER = ("micro_batch_16", "group_by_length", "no_nan_filter", "worker")  # Trainer's best switches on a GPU
 
@@ -96,11 +101,19 @@ class Job(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A name, a function that takes a limit in seconds and returns figures, and the expected seconds."""
+    """Something to measure.
+
+    Attributes:
+        name: The key in the file.
+        measure: Takes a limit in seconds and returns figures.
+        seconds: Expected.
+        alone: Nothing runs at the same time, because seconds or the GPU's free memory are measured.
+    """
 
     name: str
     measure: Callable[[float], dict]
     seconds: float = 20.0
+    alone: bool = True
 
 
 # Model FLOPs utilisation
@@ -165,7 +178,8 @@ def prepare(machine: dict, folder: Path) -> Job:
 def entries_of(job: Job) -> list[Entry]:
     """Return all entries, those of `FIRST` first. A rehearsal has one of each kind."""
     rungs = ["2_grad_accum"] if job.rehearse else ON_ONE_GPU
-    found = [*kernels(job), *(Entry(f"losses: {rung}", partial(losses, job, rung), 40) for rung in rungs)]
+    checks = [Entry(f"losses: {rung}", partial(losses, job, rung), 40, alone=False) for rung in rungs]
+    found = [*kernels(job), *checks]
     found += [training(job, rung, rung_command(job.options, rung, "--predict_memory", "true")) for rung in rungs]
     if not job.rehearse:
         for name, more in (
@@ -186,13 +200,14 @@ def entries_of(job: Job) -> list[Entry]:
         if rung == "9_ddp" or not job.rehearse:
             command = rung_command(job.options, rung, "--devices", str(job.gpus))
             found.append(training(job, f"{rung}, {job.gpus} GPUs", command))
-    return sorted(found, key=lambda entry: FIRST.index(entry.name) if entry.name in FIRST else len(FIRST))
+    place = {name: number for number, name in enumerate(FIRST)}
+    return sorted(found, key=lambda entry: (place.get(entry.name, len(FIRST)), entry.alone))
 
 
-def command_entry(name: str, command: list[str], seconds: float = 20.0) -> Entry:
+def command_entry(name: str, command: list[str], seconds: float = 20.0, alone: bool = True) -> Entry:
     """Return an entry that runs a command and keeps its figures."""
     return Entry(name, lambda limit: {"command": common.shown(command)} | common.run_command(command, limit=limit),
-                 seconds)  # fmt: skip
+                 seconds, alone)  # fmt: skip
 
 
 def training(job: Job, name: str, command: list[str]) -> Entry:
@@ -210,7 +225,7 @@ def kernels(job: Job) -> list[Entry]:
     found = [
         command_entry("ceilings", [OPERATIONS, "ceilings"]),
         command_entry("attention", [OPERATIONS, "attention", *small]),
-        command_entry("gradients", [OPERATIONS, "gradients"]),
+        command_entry("gradients", [OPERATIONS, "gradients"], alone=False),
         command_entry("attention of wide heads", [OPERATIONS, "attention", *small, *wide]),
         command_entry("loss", [OPERATIONS, "loss", *tiny]),
         command_entry("embeddings", [OPERATIONS, "embeddings", *tiny]),
@@ -231,7 +246,7 @@ def losses(job: Job, rung: str, limit: float) -> dict:
     """Compare a rung's first losses on the quickstart's model with the CPU's."""
     steps, batch = 4 if job.rehearse else STEPS, 1 if rung == "1_batch_size_1" else 16
     options = [*QUICKSTART, "--train_samples", str(batch * steps), "--save", "no", "--log_every", str(batch)]
-    options += ["--predict_memory", "false", "--matmul_precision", "highest"]
+    options += ["--predict_memory", "false", "--matmul_precision", "highest", "--threads", "4"]
     if "lora" in rung:
         options += ["--lora_dropout", "0"]  # each device draws other random numbers
     found = []
@@ -246,7 +261,10 @@ def losses(job: Job, rung: str, limit: float) -> dict:
 
 
 def memory(job: Job) -> list[Entry]:
-    """Return rungs on samples of full length, to compare the measured peak with the predicted one."""
+    """Return rungs on samples of full length, to compare the measured peak with the predicted one.
+
+    The models of 7 billion parameters run alone: their speed is measured too, and several would not fit.
+    """
     found = []
     for model, tiny in {
         "bloom-560m": "bloom-quickstart",
@@ -272,7 +290,8 @@ def memory(job: Job) -> list[Entry]:
                 options += ["--validation_samples", "8", "--micro_batch_size", "1"]
                 size = ["--image_size", "32", "--resize_to", "32"]
                 options += size if model.startswith("vit") else ["--max_length", "64"]
-            found.append(command_entry(f"memory: {model}, {row.name}", rung_command(options, row.rung)))
+            command = rung_command(options, row.rung)
+            found.append(command_entry(f"memory: {model}, {row.name}", command, alone=model == "bloom-7b1"))
     return found
 
 
@@ -379,7 +398,7 @@ def identity(machine: dict) -> list:
     return [name, machine["gpus"], machine["versions"], machine["commit"], machine["rehearsal"]]
 
 
-def run_all(entries: list[Entry], content: dict, out: Path, end: float = float("inf")) -> int:
+def run_all(entries: list[Entry], content: dict, out: Path, end: float = float("inf"), together: int = 1) -> int:
     """Measure what a file's content lacks until the time `end`, and return the exit status.
 
     Args:
@@ -387,34 +406,27 @@ def run_all(entries: list[Entry], content: dict, out: Path, end: float = float("
         content: `machine`, `entries` by name, and `left_out` with reasons. It is written after each entry.
         out: The file.
         end: On the clock of `monotonic`.
+        together: Number of neighbouring entries that run at the same time, if none of them has to be alone.
     """
     records, left_out = content["entries"], content["left_out"]
     failed_before = {name for name, record in records.items() if "failed" in record}
     missing = [entry for entry in entries if entry.name not in records or entry.name in failed_before]
-    for entry in sorted(missing, key=lambda entry: entry.name in failed_before):
-        left, start = end - monotonic(), monotonic()
-        if entry.seconds > left:
-            left_out[entry.name] = f"needs about {entry.seconds:.0f} s, and {max(0.0, left):.0f} s were left"
-            continue
-        left_out.pop(entry.name, None)
-        print(f"{entry.name} …", file=sys.stderr, flush=True)
-        record = {"date": strftime("%Y-%m-%dT%H:%M:%S%z")}
-        try:
-            record["figures"] = entry.measure(min(left, 900.0))
-        except common.ChildError as error:
-            if error.status == 2 and "error: " in str(error) and "out of memory" not in str(error):
-                left_out[entry.name] = str(error).split("error: ", 1)[1]  # the rung refuses these settings here
-                continue
-            record["failed"] = str(error)
-        except subprocess.TimeoutExpired:
-            if left < 900:
-                left_out[entry.name] = "stopped at the end of the minutes"
-                continue
-            record["failed"] = "took more than 900 s"
-        except (RuntimeError, LookupError, ValueError, TypeError) as error:
-            record["failed"] = f"{type(error).__name__}: {error}"
-        records[entry.name] = record | {"seconds": round(monotonic() - start, 1)}
-        write_whole(out, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    missing.sort(key=lambda entry: entry.name in failed_before)
+    lock = Lock()
+
+    def store(entry: Entry) -> None:
+        record, reason = measure(entry, end)
+        with lock:
+            left_out.pop(entry.name, None)
+            if reason:
+                left_out[entry.name] = reason
+            else:
+                records[entry.name] = record
+            write_whole(out, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+    for alone, group in groupby(missing, key=lambda entry: entry.alone):
+        with ThreadPoolExecutor(1 if alone else together) as pool:
+            list(pool.map(store, group))
     write_whole(out, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     problems = [name for name, record in records.items()
                 if "failed" in record or not record["figures"].get("passed", True)]  # fmt: skip
@@ -422,6 +434,33 @@ def run_all(entries: list[Entry], content: dict, out: Path, end: float = float("
     for name in problems:
         print(f"failed: {name}: {records[name].get('failed', 'the check did not pass')}")
     return int(bool(problems))
+
+
+def measure(entry: Entry, end: float) -> tuple[dict, str]:
+    """Return an entry's record and "", or {} and the reason why it was left out."""
+    left, start = end - monotonic(), monotonic()
+    if entry.seconds > left:
+        return {}, f"needs about {entry.seconds:.0f} s, and {max(0.0, left):.0f} s were left"
+    print(f"{entry.name} …", file=sys.stderr, flush=True)
+    record = {"date": strftime("%Y-%m-%dT%H:%M:%S%z")}
+    try:
+        record["figures"] = entry.measure(min(left, 900.0))
+    except common.ChildError as error:
+        if error.status == 2 and "error: " in str(error) and "out of memory" not in str(error):
+            return {}, str(error).split("error: ", 1)[1]  # the rung refuses these settings here
+        record["failed"] = str(error)
+    except subprocess.TimeoutExpired:
+        if left < 900:
+            return {}, "stopped at the end of the minutes"
+        record["failed"] = "took more than 900 s"
+    except (RuntimeError, LookupError, ValueError, TypeError) as error:
+        record["failed"] = f"{type(error).__name__}: {error}"
+    return record | {"seconds": round(monotonic() - start, 1)}, ""
+
+
+def count_together(gpu_bytes: int) -> int:
+    """Return how many small entries share a machine: 4 CPU cores and 20 GB of GPU memory for each."""
+    return max(1, min((os.cpu_count() or 1) // 4, int(gpu_bytes // 20e9)))
 
 
 def read_harvest(path: Path) -> dict:
@@ -467,9 +506,11 @@ def tables(content: dict) -> dict[str, list[str]]:
                 ("epoch_seconds", "{:,.0f}"))]  # fmt: skip
             speeds.append([name, run["precision"], *rates, *gigabytes, difference])
         elif name.startswith("memory: "):
-            rows = adapters if "bloom-7b1" in name else memory
-            tokens = shown(run.get("tokens_per_second"), "{:,.0f}")
-            rows.append([name.removeprefix("memory: "), tokens, *gigabytes, difference])
+            row = [name.removeprefix("memory: "), *gigabytes, difference]
+            if "bloom-7b1" in name:
+                adapters.append([row[0], shown(run.get("tokens_per_second"), "{:,.0f}"), *row[1:]])
+            else:
+                memory.append(row)
         elif "passed" in run:
             gap = shown(run.get("largest_difference"), "{:.1e}")
             checks.append([name, "passed" if run["passed"] else "**failed**", gap])
@@ -505,7 +546,7 @@ def tables(content: dict) -> dict[str, list[str]]:
         "checks": markdown_table(["check", "result", "largest difference of losses"], checks),
         "speeds": markdown_table(["BLOOM-560m", "precision", *rates, *gigabytes], speeds),
         "profile": markdown_table(["kernel", "share", "ms", "calls"], top),
-        "memory": markdown_table(["full samples", "tokens/s", *gigabytes], memory),
+        "memory": markdown_table(["full samples", *gigabytes], memory),
         "machine": overhead,
         "adapters": markdown_table(["512 tokens", "tokens/s", *gigabytes], adapters),
         "vocabulary": markdown_table(["", "ms", "peak, GB"], vocabulary),
@@ -566,7 +607,7 @@ def main() -> int:
         job = prepare(machine, Path(scratch))
         chosen = [entry for entry in entries_of(job) if any(text in entry.name for text in args.only)]
         content = {"machine": machine} | content | {"machine": machine}
-        status = run_all(chosen, content, args.out, end)
+        status = run_all(chosen, content, args.out, end, count_together(machine["hardware"].get("gpu_memory", 0)))
     if not args.rehearse:
         for name in ("machine", "checks", "memory", "speeds"):
             print("", *tables(content)[name], sep="\n")

@@ -28,10 +28,10 @@ def entry(tmp_path, monkeypatch):
     """Make an entry that forks a script of a few lines; its last argument is the file for the figures."""
     monkeypatch.setattr(common, "run_child", harvest.run_forked)
 
-    def make(name, code="import json, sys; json.dump({'value': 1}, open(sys.argv[-1], 'w'))", seconds=1):
+    def make(name, code="import json, sys; json.dump({'value': 1}, open(sys.argv[-1], 'w'))", seconds=1, alone=True):
         path = tmp_path / f"{name}.py"
         path.write_text(code)
-        return command_entry(name, [str(path)], seconds)
+        return command_entry(name, [str(path)], seconds, alone)
 
     return make
 
@@ -59,6 +59,30 @@ def test_earlier_figures_stay_and_each_entry_is_stored_before_the_next(entry, ru
     values = {name: record["figures"].get("value") for name, record in content["entries"].items()}
     assert values == {"first": 7, "second": ["first", "second", "fourth", "third"], "third": 1, "fourth": None}
     assert {"date", "seconds", "figures"} <= content["entries"]["third"].keys()
+
+
+def test_entries_that_measure_no_time_run_together(entry, run, tmp_path):
+    meet = (
+        "import json, sys, time; from pathlib import Path; folder = Path({folder!r}); (folder / {name!r}).touch()\n"
+        "while not (folder / {other!r}).exists(): time.sleep(0.05)\n"
+        "json.dump({{'value': sorted(path.name for path in folder.iterdir())}}, open(sys.argv[-1], 'w'))"
+    )
+    folder = tmp_path / "met"
+    folder.mkdir()
+    names = {"one": "two", "two": "one"}
+    entries = [entry(name, meet.format(folder=str(folder), name=name, other=other), alone=False)
+               for name, other in names.items()]  # fmt: skip
+    look = f"import json, os, sys; json.dump({{'value': os.listdir({str(folder)!r})}}, open(sys.argv[-1], 'w'))"
+    status, content = run([entry("before", look), *entries], end=monotonic() + 60, together=2)
+    assert status == 0
+    values = {name: record["figures"]["value"] for name, record in content["entries"].items()}
+    assert values == {"before": [], "one": ["one", "two"], "two": ["one", "two"]}
+
+
+@pytest.mark.parametrize(("gigabytes", "cores", "together"), [(85, 16, 4), (16, 16, 1), (85, 2, 1), (0, 16, 1)])
+def test_a_small_machine_measures_one_entry_at_a_time(gigabytes, cores, together, monkeypatch):
+    monkeypatch.setattr(harvest.os, "cpu_count", lambda: cores)
+    assert harvest.count_together(gigabytes * 10**9) == together
 
 
 def test_a_harvest_ends_after_the_given_minutes(entry, run):
@@ -137,6 +161,8 @@ def test_a_gpu_measures_every_rung_after_the_most_important_entries(tmp_path):
     first = entries[: len(harvest.FIRST)]
     assert [entry.name for entry in first] == list(harvest.FIRST)
     assert sum(entry.seconds for entry in first) <= 480
+    timed = [entry for entry in entries if entry.name in rungs or "calibration" in entry.name or "7b1" in entry.name]
+    assert all(entry.alone for entry in timed)
 
 
 # The pages
@@ -158,7 +184,7 @@ def test_figures_fill_the_pages():
     assert blocks["speeds"][2:] == [
         "| 5_low_precision | bf16-true | 50.0 | 15,000 | 31.0% | 700 | 10.00 | 10.10 | +1.0% |"
     ]
-    assert blocks["memory"][2:] == ["| bloom-560m, 2_grad_accum |  | 10.00 | 10.10 | +1.0% |"]
+    assert blocks["memory"][2:] == ["| bloom-560m, 2_grad_accum | 10.00 | 10.10 | +1.0% |"]
     assert blocks["checks"][2:] == ["| gradients | passed |  |"]
     pages = "".join(page.read_text(encoding="utf-8") for page in common.pages())
     assert all(f"<!-- gpu:{name} -->" in pages for name in blocks)
