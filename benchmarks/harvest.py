@@ -66,7 +66,8 @@ TOLERANCES = {"32-true": 0.01, "16 bits": 0.1}  # of the losses, which begin at 
 ON_ONE_GPU = [rung.stem for rung in RUNGS if rung.stem.split("_")[0] not in ("9", "10", "11", "12")]
 ON_SEVERAL_GPUS = ["9_ddp", "10_fsdp", "11_fsdp_cpu_offload", "12_deepspeed_zero"]
 PACKAGES = ("accelerate", "bitsandbytes", "peft", "torchao", "torchmetrics")  # of the entries
-PRELOADED = ["__main__", "accelerate", "datasets", "lightning", "peft", "torchmetrics", "transformers"]
+# not peft: it imports bitsandbytes, which starts CUDA, and then no fork can use the GPU
+PRELOADED = ["__main__", "accelerate", "datasets", "lightning", "torchmetrics", "transformers"]
 REPEATED = "5_low_precision, again"  # the first entry once more, for the spread
 FAST = "16_bf16_that_learns, packed, compiled"
 PEAKS = ("2_grad_accum", "7_grad_checkpointing", "13_lora", "16_bf16_that_learns", "18_low_bit_optimizer")

@@ -61,6 +61,12 @@ def test_earlier_figures_stay_and_each_entry_is_stored_before_the_next(entry, ru
     assert {"date", "seconds", "figures"} <= content["entries"]["third"].keys()
 
 
+def test_no_preloaded_package_starts_cuda():
+    modules = ["harvest" if name == "__main__" else name for name in harvest.PRELOADED]
+    code = f"import sys, {', '.join(modules)}; sys.exit('bitsandbytes' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks").returncode == 0
+
+
 def test_entries_that_measure_no_time_run_together(entry, run, tmp_path):
     meet = (
         "import json, sys, time; from pathlib import Path; folder = Path({folder!r}); (folder / {name!r}).touch()\n"
