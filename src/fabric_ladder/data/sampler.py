@@ -74,27 +74,38 @@ class EffectiveBatchSampler(Sampler):
     def heaviest(self) -> list[BatchPlan]:
         """Return the epoch's effective batches that need the most memory, without making all of them.
 
-        One has the most padded tokens in a micro-batch. The other has the longest sample, whose attention needs the
-        most memory; among equally long ones it has the most tokens. Often they are the same effective batch.
+        One has the largest micro-batch, in padded tokens. One has the largest micro-batch that is not the first, and so
+        needs memory besides the gradients of the first. One has the longest sample, whose attention needs the most
+        memory; among equally long ones it has the largest micro-batch. Often they are the same effective batch.
+        """
+        order = self._order()
+        starts = np.arange(0, len(order), self.settings.batch_size)
+        longest = np.maximum.reduceat(self.lengths[order], starts)
+        total = np.add.reduceat(self.lengths[order], starts)
+        bounds = 2 * total + self.settings.max_length  # of packed rows: all except one are more than half full
+        compared = MAX_COMPARED_PACKED
+        if not self.settings.packing:
+            bounds = self._bounds(order)
+            compared = MAX_COMPARED
+        by_tokens = np.lexsort((total, longest, bounds))[::-1]
+        by_length = np.lexsort((total, bounds, longest))[::-1]
+        numbers = [*self._with_largest_parts(order, by_tokens[:compared], bounds), by_length[0]]
+        return [self._plan(order, number) for number in dict.fromkeys(map(int, numbers))]
+
+    def _bounds(self, order: np.ndarray) -> np.ndarray:
+        """Return for each effective batch the most padded tokens that a micro-batch of it may have.
+
+        A micro-batch has neighbours of the samples sorted by length. So if its longest is sample number i, it has no
+        more than the samples from i on, of which each rank has its share.
         """
         settings = self.settings
-        order = self._order()
-        starts = np.arange(0, len(order), settings.batch_size)
-        longest = np.maximum.reduceat(self.lengths[order], starts)
-        width = -(-longest // settings.pad_to_multiple_of) * settings.pad_to_multiple_of
-        total = np.add.reduceat(self.lengths[order], starts)
-        if settings.packing:  # all rows except one are more than half full
-            bounds = 2 * total + settings.max_length
-            compared = MAX_COMPARED_PACKED
-        else:
-            share = -(-np.diff(starts, append=len(order)) // self.ranks)
-            most = settings.micro_batch_size or np.maximum(1, self._tokens() // width)
-            bounds = np.minimum(share, most) * width
-            compared = MAX_COMPARED
-        by_tokens = np.lexsort((total, width, bounds))[::-1]
-        by_width = np.lexsort((total, bounds, width))[::-1]
-        numbers = [self._with_largest_part(order, by_tokens[:compared], bounds), by_width[0]]
-        return [self._plan(order, number) for number in dict.fromkeys(map(int, numbers))]
+        multiple = settings.pad_to_multiple_of
+        width = np.zeros((len(self), settings.batch_size), int)
+        width.flat[: len(order)] = -(-self.lengths[order] // multiple) * multiple
+        width = np.sort(width)[:, ::-1]
+        rows = -(-np.arange(settings.batch_size, 0, -1) // self.ranks)
+        most = settings.micro_batch_size or np.maximum(1, self._tokens() // np.maximum(1, width))
+        return (width * np.minimum(rows, most)).max(axis=1)
 
     def first_and_last(self) -> list[MicroBatchPlan]:
         """Return this rank's micro-batch plans of the first and the last effective batch of the epoch."""
@@ -102,25 +113,26 @@ class EffectiveBatchSampler(Sampler):
         last = (len(order) - 1) // self.settings.batch_size
         return [part for number in (0, last) for part in self._plan(order, number).parts]
 
-    def _with_largest_part(self, order: np.ndarray, numbers: np.ndarray, bounds: np.ndarray) -> int:
-        """Return the number of the effective batch with the largest micro-batch.
+    def _with_largest_parts(self, order: np.ndarray, numbers: np.ndarray, bounds: np.ndarray) -> list[int]:
+        """Return the effective batches with the largest micro-batch and with the largest that is not the first.
 
         Args:
             order: The epoch's permutation.
             numbers: Numbers of the effective batches to compare, sorted by descending bound.
             bounds: Upper bound of the padded tokens of a micro-batch, for each effective batch.
         """
-        found = numbers[0]
-        most = 0
+        found = [numbers[0], numbers[0]]
+        most = [0, 0]
+        multiple = self.settings.pad_to_multiple_of
         for number in numbers:
-            if bounds[number] <= most:
+            if bounds[number] <= min(most):
                 break
             shares = self._shares(order, number)
-            multiple = self.settings.pad_to_multiple_of
-            tokens = max(part.padded(self.lengths, multiple) for parts in shares for part in parts)
-            if tokens > most:
-                found = number
-                most = tokens
+            padded = np.array([[part.padded(self.lengths, multiple) for part in parts] for parts in shares])
+            for place, tokens in enumerate((padded.max(), padded[:, 1:].max(initial=0))):
+                if tokens > most[place]:
+                    found[place] = number
+                    most[place] = tokens
         return found
 
     def largest(self) -> int:
