@@ -22,7 +22,7 @@ test-slow: .venv/installed-dev
 
 # the rungs with the lowest versions that pyproject.toml allows; the random weights that rung 8 draws are others there
 test-lowest: .venv-lowest/installed
-	$(LOWEST)/python -m pytest -m "not slow" -k "not first_losses" tests/rungs/test_rungs.py
+	$(LOWEST)/python -m pytest -m "not slow" -k "not first_losses" tests/rungs/test_rungs.py tests/techniques/test_tiled_mlp.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -146,6 +146,20 @@ def test_adapters_inside_the_mlp_get_their_gradients(tmp_path, after):
     assert_near(adapted(5), adapted(None), 1e-5)  # adapters stay in 32 bits
 
 
+def test_tiles_within_checkpoints_follow_the_default_dtype_of_the_forward_pass():
+    """Fabric changes it in the forward pass alone. PyTorch 2.11 refused the recomputation without our care."""
+    model = model_of("bloom").to(torch.bfloat16)
+    enable_checkpointing(model, CHECKPOINTED)
+    use_tiles(model, 3, draws=False)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        loss = model(torch.randint(3, 64, (2, 7)), labels=torch.arange(2)).loss
+    finally:
+        torch.set_default_dtype(torch.float32)
+    loss.backward()
+    assert all(weight.grad is not None for weight in model.parameters() if weight.requires_grad)
+
+
 def test_each_weight_gets_one_gradient():
     """DDP, FSDP2 and an optimizer that steps in the backward pass wait for it."""
     model, calls = model_of("llama"), []

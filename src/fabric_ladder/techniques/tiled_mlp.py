@@ -7,7 +7,8 @@ Autograd adds up the weight gradients of the tiles before it hands them on. So D
 the backward pass see one gradient for each weight, as without tiles.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -55,8 +56,25 @@ def _in_tiles(mlp: Callable, tile: int, draws: bool, *inputs: Tensor) -> Tensor:
     if torch.is_grad_enabled():
         mlp = partial(checkpoint, mlp, use_reentrant=False, preserve_rng_state=draws)
     tiles = zip(*(each.flatten(0, -2).split(tile) for each in inputs), strict=True)
+    with _default_dtype(inputs[0].dtype):
+        outputs = [mlp(*each) for each in tiles]
     # FSDP2 warns of a block that returns a view; nobody else has the tensor that is viewed here
-    return torch.ops.aten._unsafe_view(torch.cat([mlp(*each) for each in tiles]), shape)
+    return torch.ops.aten._unsafe_view(torch.cat(outputs), shape)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Set PyTorch's default dtype.
+
+    A checkpoint of PyTorch 2.11 saves an empty tensor of the default dtype, which Fabric changes for the forward
+    pass alone. Then a checkpoint around this one found another dtype when it recomputed.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 class TiledMLP(Technique):
