@@ -122,15 +122,18 @@ def run_rung(script: str, options: list[str], threads: int | None = None, limit:
     """Run an unchanged rung in its own process and return its figures.
 
     The evaluation figures are those of the validation, between the last printed loss and the line of the epoch.
-    `late_samples_per_second` is the rate of the last printed loss. `seconds_to_last_step` includes compilation.
+    `late_samples_per_second` is the rate of the second half of the printed losses, when everything is warm.
     """
     record, rows = run_recorded(script, options, threads, limit)
     results, settings = record["results"], record["settings"]
-    last, epoch = ([row for row in rows if row[name]][-1] for name in ("loss", "validation_loss"))
+    printed, epochs = ([row for row in rows if row[name]] for name in ("loss", "validation_loss"))
+    middle, last, epoch = printed[(len(printed) - 1) // 2], printed[-1], epochs[-1]
+    late = {name: float(last[name]) - float(middle[name]) for name in ("samples", "seconds")}
     validating = float(epoch["seconds"]) - float(last["seconds"])
     figures = {name: results[name] for name in FIGURES} | {
-        "late_samples_per_second": float(last["samples_per_second"]),
-        "seconds_to_last_step": float(last["seconds"]),
+        "late_samples_per_second": late["samples"] / late["seconds"]
+        if late["samples"]
+        else results["samples_per_second"],
         "evaluation_samples_per_second": settings["validation_samples"] / validating,
         "evaluation_seconds": validating,
         "compile_seconds": 0.0,

@@ -60,7 +60,6 @@ OUT = common.RESULTS / "gpu.json"
 OPERATIONS = str(ROOT / "benchmarks" / "operations.py")
 QUICKSTART = ["--config", str(ROOT / "configs" / "quickstart.yaml"), "--validation_samples", "40",
               "--test_samples", "40"]  # fmt: skip
-EPOCH = 35_000  # reviews
 STEPS = 50  # whose losses are compared with the CPU's
 TOLERANCES = {"32-true": 0.01, "16 bits": 0.1}  # of the losses, which begin at 0.69
 ON_ONE_GPU = [rung.stem for rung in RUNGS if rung.stem.split("_")[0] not in ("9", "10", "11", "12")]
@@ -68,6 +67,7 @@ ON_SEVERAL_GPUS = ["9_ddp", "10_fsdp", "11_fsdp_cpu_offload", "12_deepspeed_zero
 PACKAGES = ("accelerate", "bitsandbytes", "peft", "torchao", "torchmetrics")  # of the entries
 # not peft: it imports bitsandbytes, which starts CUDA, and then no fork can use the GPU
 PRELOADED = ["__main__", "accelerate", "datasets", "lightning", "torchmetrics", "transformers"]
+STOPPED = "stopped at the end of the minutes"
 REPEATED = "5_low_precision, again"  # the first entry once more, for the spread
 FAST = "16_bf16_that_learns, packed, compiled"
 PEAKS = ("2_grad_accum", "7_grad_checkpointing", "13_lora", "16_bf16_that_learns", "18_low_bit_optimizer")
@@ -129,7 +129,7 @@ def peak_flops(gpu: Gpu, precision: str, matmul_precision: str) -> float:
 
 
 def training_flops(parameters: int, config: dict, lengths: np.ndarray) -> float:
-    """Return the FLOPs of one epoch over sequences of given lengths; see the formula above."""
+    """Return the FLOPs of training once on sequences of given lengths; see the formula above."""
     lengths = lengths.astype(float)
     without_embedding = parameters - config["vocab_size"] * config["hidden_size"]
     attention = 12 * config["n_layer"] * config["hidden_size"] * (lengths**2).sum()
@@ -137,21 +137,18 @@ def training_flops(parameters: int, config: dict, lengths: np.ndarray) -> float:
 
 
 def add_rates(figures: dict, config: dict, lengths: np.ndarray, gpu: Gpu | None) -> dict:
-    """Return a training's figures with the MFU and the seconds of a whole epoch, at the rate of the last printed loss.
+    """Return a training's figures with its MFU, if the GPU is known.
 
     Raises:
         RuntimeError: The training had other texts.
     """
     if figures["tokens"] != lengths.sum():
         raise RuntimeError(f"{figures['tokens']} tokens were trained instead of {lengths.sum()}")
-    late = figures.get("late_samples_per_second", figures["samples_per_second"])
-    begun = figures.get("seconds_to_last_step", figures["training_seconds"])
-    found = figures | {"epoch_seconds": begun + max(0, EPOCH - len(lengths)) / late}
-    if gpu:
-        flops = training_flops(figures["parameters"], config, lengths) / len(lengths)
-        peak = peak_flops(gpu, figures["precision"], figures["matmul_precision"])
-        found |= {"mfu": flops * figures["samples_per_second"] / peak, "late_mfu": flops * late / peak}
-    return found
+    if not gpu:
+        return figures
+    flops = training_flops(figures["parameters"], config, lengths) / len(lengths)
+    peak = peak_flops(gpu, figures["precision"], figures["matmul_precision"])
+    return figures | {"mfu": flops * figures["samples_per_second"] / peak}
 
 
 # Entries
@@ -165,7 +162,7 @@ def prepare(machine: dict, folder: Path) -> Job:
     reviews = 32 if rehearse else 1024
     dataset = "imdb" if common.has_imdb() and not rehearse else "synthetic"
     options = [*BASE, "--dataset", dataset, "--from_scratch", "true", "--model", str(model)]
-    options += ["--max_length", "128" if rehearse else "1024", "--log_every", "16" if rehearse else "1000"]
+    options += ["--max_length", "128" if rehearse else "1024", "--log_every", "16" if rehearse else "128"]
     options += ["--train_samples", str(reviews), "--validation_samples", str(reviews // 8), "--test_samples", "32"]
     settings = parse_settings([*options, "--accelerator", "cpu"])
     datasets = load_datasets(settings)
@@ -452,7 +449,7 @@ def measure(entry: Entry, end: float) -> tuple[dict, str]:
         record["failed"] = str(error)
     except subprocess.TimeoutExpired:
         if left < 900:
-            return {}, "stopped at the end of the minutes"
+            return {}, STOPPED
         record["failed"] = "took more than 900 s"
     except (RuntimeError, LookupError, ValueError, TypeError) as error:
         record["failed"] = f"{type(error).__name__}: {error}"
@@ -481,6 +478,14 @@ def read_harvest(path: Path) -> dict:
 # The tables of docs/gpu.md
 
 
+def _place(name: str) -> tuple:
+    """Return the place of an entry in a table of checks or of memory: the rungs by number, the others as measured."""
+    kind, colon, rung = name.rpartition(": ")
+    rung = rung.rpartition(", ")[2]
+    number = rung.partition("_")[0]
+    return (colon, kind, int(number)) if colon and number.isdigit() else ("", "", 0)
+
+
 def shown(value: float | None, form: str) -> str:
     """Format a figure, or return "" for None."""
     return "" if value is None else form.format(value)
@@ -492,19 +497,22 @@ def tables(content: dict) -> dict[str, list[str]]:
     records = content["entries"]
     left_out |= {name: "failed" for name, record in records.items() if "failed" in record}
     figures = {name: record["figures"] for name, record in records.items() if "figures" in record}
+    figures = dict(sorted(figures.items(), key=lambda item: _place(item[0])))
     versions = ", ".join(f"{name} {machine['versions'][name]}" for name in ("torch", "transformers"))
-    rest = "; ".join(f"{name} ({reason})" for name, reason in left_out.items())
+    late = [name for name, reason in left_out.items() if reason == STOPPED or reason.startswith("needs about ")]
+    rest = [f"{name} ({reason})" for name, reason in left_out.items() if name not in late]
+    rest += [f"{len(late)} of {len(records) + len(late)} entries, for lack of time"] if late else []
     status = (f"{machine['gpus']} x **{machine['hardware']['gpu']}**, {machine['date'][:10]}, {versions}, "
-              f"commit {machine['commit']}. " + (f"Not measured: {rest}." if rest else ""))  # fmt: skip
+              f"commit {machine['commit']}. " + (f"Not measured: {'; '.join(rest)}." if rest else ""))  # fmt: skip
     speeds, memory, checks, kernel_rows, adapters = [], [], [], [], []
     for name, run in figures.items():
         predicted, measured = run.get("predicted_peak_bytes"), run.get("peak_memory_bytes")
         gigabytes = [shown(size and size / 1e9, "{:.2f}") for size in (predicted, measured)]
         difference = f"{measured / predicted - 1:+.1%}" if predicted and measured else ""
-        if "epoch_seconds" in run:
+        if "late_samples_per_second" in run and not name.startswith("memory: "):
             rates = [shown(run.get(key), form) for key, form in (
-                ("samples_per_second", "{:,.1f}"), ("tokens_per_second", "{:,.0f}"), ("late_mfu", "{:.1%}"),
-                ("epoch_seconds", "{:,.0f}"))]  # fmt: skip
+                ("samples_per_second", "{:,.1f}"), ("late_samples_per_second", "{:,.1f}"),
+                ("tokens_per_second", "{:,.0f}"), ("mfu", "{:.1%}"))]  # fmt: skip
             speeds.append([name, run["precision"], *rates, *gigabytes, difference])
         elif name.startswith("memory: "):
             row = [name.removeprefix("memory: "), *gigabytes, difference]
@@ -526,10 +534,13 @@ def tables(content: dict) -> dict[str, list[str]]:
                   for way, side in run["figures"].items()]  # fmt: skip
     top = [[f"`{row['name'][:60]}`", f"{row['share']:.1%}", f"{row['ms']:.0f}", str(row["calls"])]
            for row in figures.get("profile", {}).get("top", [])]  # fmt: skip
-    fastest = min(
-        ((run["epoch_seconds"], name) for name, run in figures.items() if "epoch_seconds" in run), default=None
-    )
-    summary = [f"Fastest on the GPU: {fastest[1]}, {fastest[0]:,.0f} s for an epoch of IMDb."] if fastest else []
+    mixed = {name: run for name, run in figures.items()
+             if "late_samples_per_second" in run and ": " not in name and run["precision"] == "bf16-mixed"}  # fmt: skip
+    rates = [f"{run['late_samples_per_second']:,.0f} with {run['peak_memory_bytes'] / 1e9:.1f} GB ({name})"
+             for name, run in sorted(mixed.items(), key=lambda item: -item[1]["late_samples_per_second"])]  # fmt: skip
+    gpu = machine["hardware"]["gpu"]
+    summary = [f"Reviews/s of BLOOM-560m in bf16-mixed on one {gpu}: {', '.join(rates)}; "
+               "[conditions](docs/gpu.md#speed)."] if rates else []  # fmt: skip
     overhead = []
     if ceilings := figures.get("ceilings"):
         copied, computed = ceilings["copy_bytes_per_second"] / 1e9, ceilings["product_flops"] / 1e12
@@ -539,7 +550,7 @@ def tables(content: dict) -> dict[str, list[str]]:
         sizes = f"CUDA context {context:.2f} GB, cuBLAS workspace {workspace:.2f} GB"
         overhead.append(f"- {which}: {sizes}, fragmentation {each['fragmentation']:.1%}")
     gigabytes = ["predicted, GB", "measured, GB", "difference"]
-    rates = ["samples/s", "tokens/s", "MFU at the end", "an epoch, s"]
+    rates = ["samples/s", "at the end", "tokens/s", "MFU"]
     kernels = ["heads x width; ms", "chosen", "flash", "memory-efficient", "cuDNN", "math"]
     return {
         "status": [status],

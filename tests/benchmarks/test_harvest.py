@@ -96,7 +96,7 @@ def test_a_harvest_ends_after_the_given_minutes(entry, run):
     status, content = run([entry("long", seconds=100), entry("slow", sleeps)], end=monotonic() + 5)
     assert (status, content["entries"]) == (0, {})
     assert content["left_out"]["long"].startswith("needs about 100 s, and ")
-    assert content["left_out"]["slow"] == "stopped at the end of the minutes"
+    assert content["left_out"]["slow"] == harvest.STOPPED
 
 
 def test_a_failed_entry_does_not_end_the_others(entry, run):
@@ -141,14 +141,12 @@ def test_the_peak_belongs_to_the_precision(gpu, settings, teraflops):
     assert peak_flops(find_gpu(gpu), *settings) == pytest.approx(teraflops * 1e12)
 
 
-def test_an_epoch_is_extrapolated_from_the_last_rate():
+def test_the_mfu_counts_tokens_without_padding():
     lengths = np.full(2000, 100)
-    figures = {"tokens": 200_000, "parameters": 559_000_000, "samples_per_second": 100.0, "training_seconds": 20.0}
-    figures |= {"late_samples_per_second": 1000.0, "precision": "32-true", "matmul_precision": "high"}
+    figures = {"tokens": 200_000, "parameters": 559_000_000, "samples_per_second": 100.0}
+    figures |= {"precision": "32-true", "matmul_precision": "high"}
     config = {"vocab_size": 250_880, "hidden_size": 1024, "n_layer": 24}
     found = add_rates(figures, config, lengths, find_gpu("H100"))
-    assert found["epoch_seconds"] == 20 + 33_000 / 1000
-    assert found["late_mfu"] == pytest.approx(10 * found["mfu"])
     flops = 6 * (559_000_000 - 250_880 * 1024) * 100 + 12 * 24 * 1024 * 100**2  # FLOPs for one review
     assert found["mfu"] == pytest.approx(100 * flops / 494.7e12)
     assert "mfu" not in add_rates(figures, config, lengths, None)
@@ -175,22 +173,31 @@ def test_a_gpu_measures_every_rung_after_the_most_important_entries(tmp_path):
 
 
 def test_figures_fill_the_pages():
-    run = {"precision": "bf16-true", "samples_per_second": 50.0, "tokens_per_second": 15_000.0, "epoch_seconds": 700.0,
-           "peak_memory_bytes": 10_100_000_000, "predicted_peak_bytes": 10_000_000_000, "late_mfu": 0.31}  # fmt: skip
+    run = {"precision": "bf16-true", "samples_per_second": 50.0, "late_samples_per_second": 60.0,
+           "tokens_per_second": 15_000.0, "mfu": 0.31, "peak_memory_bytes": 10_100_000_000,
+           "predicted_peak_bytes": 10_000_000_000}  # fmt: skip
     figures = {
+        "memory: bloom-560m, 13_lora": {"predicted_peak_bytes": 2e9, "peak_memory_bytes": 2e9},
         "5_low_precision": run,
+        "15_packing": run | {"precision": "bf16-mixed"},
         "gradients": {"passed": True},
         "memory: bloom-560m, 2_grad_accum": {key: run[key] for key in ("predicted_peak_bytes", "peak_memory_bytes")},
         "calibration": {"measured": {"context": 5e8, "workspace": 6e7, "fragmentation": 0.05}},
     }
     records = {name: {"figures": each} for name, each in figures.items()} | {"loss": {"failed": "no memory"}}
-    blocks = harvest.tables({"machine": MACHINE, "entries": records, "left_out": {"9_ddp": "one GPU"}})
-    assert blocks["status"] == ["1 x **NVIDIA H100**, 2026-11-22, torch 2.13.0, transformers 5.23.0, commit abcdef0. "
-                                "Not measured: 9_ddp (one GPU); loss (failed)."]  # fmt: skip
-    assert blocks["speeds"][2:] == [
-        "| 5_low_precision | bf16-true | 50.0 | 15,000 | 31.0% | 700 | 10.00 | 10.10 | +1.0% |"
+    left_out = {"9_ddp": "one GPU", "profile": harvest.STOPPED, "embeddings": "needs about 20 s, and 3 s were left"}
+    blocks = harvest.tables({"machine": MACHINE, "entries": records, "left_out": left_out})
+    assert blocks["status"] == [
+        "1 x **NVIDIA H100**, 2026-11-22, torch 2.13.0, transformers 5.23.0, commit abcdef0. "
+        "Not measured: 9_ddp (one GPU); loss (failed); 2 of 9 entries, for lack of time."
     ]
-    assert blocks["memory"][2:] == ["| bloom-560m, 2_grad_accum | 10.00 | 10.10 | +1.0% |"]
+    speed = "| 5_low_precision | bf16-true | 50.0 | 60.0 | 15,000 | 31.0% | 10.00 | 10.10 | +1.0% |"
+    assert blocks["speeds"][2] == speed
+    (summary,) = blocks["summary"]
+    assert summary.endswith(" on one NVIDIA H100: 60 with 10.1 GB (15_packing); [conditions](docs/gpu.md#speed).")
+    assert blocks["memory"][2:] == [
+        "| bloom-560m, 2_grad_accum | 10.00 | 10.10 | +1.0% |", "| bloom-560m, 13_lora | 2.00 | 2.00 | +0.0% |"
+    ]  # fmt: skip
     assert blocks["checks"][2:] == ["| gradients | passed |  |"]
     pages = "".join(page.read_text(encoding="utf-8") for page in common.pages())
     assert all(f"<!-- gpu:{name} -->" in pages for name in blocks)
