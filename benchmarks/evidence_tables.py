@@ -4,8 +4,8 @@
     python benchmarks/evidence_tables.py --check    lists stale pages and writes nothing; exit status 1 if there are any
 
 A table is between `<!-- runs:NAME -->` and `<!-- /runs -->`. Sources: the runs under results/runs/ (evidence.py),
-results/memory_ladder.json (predicted bytes), results/longest_text.json, results/roofline.json (counts) and
-results/blog_accuracy.json. Missing figures are shown as a dash.
+results/memory_ladder.json (predicted bytes), results/longest_text.json, results/roofline.json (counts),
+results/bag_of_words.json and results/blog_accuracy.json. Missing figures are shown as a dash.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 
 from fabric_ladder.comparing.charts import STYLE
 from fabric_ladder.comparing.logs import LoggedRun
-from fabric_ladder.comparing.matching import Row
+from fabric_ladder.comparing.matching import Row, wilson_interval
 from fabric_ladder.comparing.sources import FIGURES, read_sources
 from fabric_ladder.rungs import RUNGS, parent
 
@@ -109,11 +109,16 @@ def accuracies() -> list[str]:
 
 
 def whole() -> list[str]:
-    """Return the table of all of IMDb."""
+    """Return the table of all of IMDb, with the classical baseline."""
     rows = [
         [rung, mean(row, "validation_accuracy", 2), mean(row, "test_accuracy", 2), interval(row)]
         for rung, row in own("imdb").items()
     ]
+    if words := common.read_results(common.RESULTS / "bag_of_words.json").get("imdb"):
+        for name in ("counts", "tf-idf"):
+            low, high = (100 * share for share in wilson_interval(words[name], words["tested"]))
+            regression = f"logistic regression on {name.replace('counts', 'word counts')}, whole reviews"
+            rows.append([regression, NONE, f"{100 * words[name]:.2f}", f"{low:.1f} to {high:.1f}"])
     return common.markdown_table(["rung", "validation, %", "test, %", "95 % of the test's draw"], rows)
 
 
