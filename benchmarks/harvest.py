@@ -72,8 +72,8 @@ REPEATED = "5_low_precision, again"  # the first entry once more, for the spread
 FAST = "16_bf16_that_learns, packed, compiled"
 PEAKS = ("2_grad_accum", "7_grad_checkpointing", "13_lora", "16_bf16_that_learns", "18_low_bit_optimizer")
 FIRST = (
-    "5_low_precision", "ceilings", "attention", "gradients", "calibration", "5_low_precision, compiled", "15_packing",
-    FAST, "4_mixed_precision", "Trainer, bf16-mixed", "blog, bf16-mixed", REPEATED,
+    "profile", "5_low_precision", "ceilings", "attention", "gradients", "calibration", "5_low_precision, compiled",
+    "15_packing", FAST, "4_mixed_precision", "Trainer, bf16-mixed", "blog, bf16-mixed", REPEATED,
     *(f"memory: bloom-560m, {rung}" for rung in PEAKS),
 )  # fmt: skip
 TRAINER = ("micro_batch_16", "group_by_length", "no_nan_filter", "worker")  # Trainer's best switches on a GPU
