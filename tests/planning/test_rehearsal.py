@@ -38,7 +38,7 @@ UNPACKED = ("gemma2", "vit")  # rows of these models are not packed
 BY_FORMULA = ("3_torch_compile", "8_init_on_device", "12_deepspeed_zero")  # other rungs take the same rehearsal
 CASES = [(*choice, [*CONFIGS][number % len(CONFIGS)]) for number, choice in enumerate(CHOICES)
          if choice[0] not in BY_FORMULA]  # fmt: skip
-CASES = [case for case in CASES if "--packing" not in case[1] or case[2] not in UNPACKED]
+CASES = [case for case in CASES if "--packing" not in case[1] or case[2] not in UNPACKED][::2]  # 9 families: all occur
 CASES += [("4_mixed_precision", (), family) for family in CONFIGS]
 
 
