@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from time import strftime
 
@@ -127,13 +128,12 @@ def run_rung(script: str, options: list[str], threads: int | None = None, limit:
     record, rows = run_recorded(script, options, threads, limit)
     results, settings = record["results"], record["settings"]
     printed, epochs = ([row for row in rows if row[name]] for name in ("loss", "validation_loss"))
-    middle, last, epoch = printed[(len(printed) - 1) // 2], printed[-1], epochs[-1]
-    late = {name: float(last[name]) - float(middle[name]) for name in ("samples", "seconds")}
+    last, epoch = printed[-1], epochs[-1]
+    late = [(int(row["samples"]) - int(before["samples"]), float(row["samples_per_second"]))
+            for before, row in pairwise([{"samples": 0}, *printed])][len(printed) // 2 :]  # fmt: skip
     validating = float(epoch["seconds"]) - float(last["seconds"])
     figures = {name: results[name] for name in FIGURES} | {
-        "late_samples_per_second": late["samples"] / late["seconds"]
-        if late["samples"]
-        else results["samples_per_second"],
+        "late_samples_per_second": sum(count for count, _ in late) / sum(count / rate for count, rate in late),
         "evaluation_samples_per_second": settings["validation_samples"] / validating,
         "evaluation_seconds": validating,
         "compile_seconds": 0.0,

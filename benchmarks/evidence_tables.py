@@ -115,8 +115,9 @@ def whole() -> list[str]:
         for rung, row in own("imdb").items()
     ]
     if words := common.read_results(common.RESULTS / "bag_of_words.json").get("imdb"):
+        (tested,) = {row.first.test_samples for row in own("imdb").values()}
         for name in ("counts", "tf-idf"):
-            low, high = (100 * share for share in wilson_interval(words[name], words["tested"]))
+            low, high = (100 * share for share in wilson_interval(words[name], tested))
             regression = f"logistic regression on {name.replace('counts', 'word counts')}, whole reviews"
             rows.append([regression, NONE, f"{100 * words[name]:.2f}", f"{low:.1f} to {high:.1f}"])
     return common.markdown_table(["rung", "validation, %", "test, %", "95 % of the test's draw"], rows)

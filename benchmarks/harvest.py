@@ -32,6 +32,7 @@ from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from itertools import groupby
+from multiprocessing.connection import wait
 from pathlib import Path
 from threading import Lock
 from time import monotonic, perf_counter, strftime
@@ -339,13 +340,15 @@ def run_forked(command: list[str], threads: int | None = None, limit: float | No
     with tempfile.TemporaryDirectory() as folder:
         outputs = [f"{folder}/{name}" for name in ("stdout", "stderr")]
         process = FORKS.Process(target=_run_script, args=(command, outputs))
-        process.start()
-        process.join(limit)
-        late = process.is_alive()
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # with its children
-        process.kill()
-        process.join()
+        with POLLING:
+            process.start()
+        wait([process.sentinel], limit)
+        with POLLING:
+            late = process.is_alive()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with its children
+            process.kill()
+            process.join()
         stdout, stderr = (Path(path).read_text(errors="replace") if Path(path).exists() else "" for path in outputs)
     if late:
         raise subprocess.TimeoutExpired(command, limit)
@@ -375,6 +378,7 @@ def start_forks() -> None:
 
 
 FORKS = multiprocessing.get_context("forkserver")
+POLLING = Lock()  # a start asks for the status of all children, which only one thread can read
 
 
 def machine_of_child(device: str) -> dict:
@@ -457,8 +461,8 @@ def measure(entry: Entry, end: float) -> tuple[dict, str]:
 
 
 def count_together(gpu_bytes: int) -> int:
-    """Return how many small entries share a machine: 4 CPU cores and 20 GB of GPU memory for each."""
-    return max(1, min((os.cpu_count() or 1) // 4, int(gpu_bytes // 20e9)))
+    """Return how many small entries share a machine: 4 CPU cores and 25 GB of GPU memory for each."""
+    return max(1, min((os.cpu_count() or 1) // 4, int(gpu_bytes // 25e9)))
 
 
 def read_harvest(path: Path) -> dict:

@@ -85,7 +85,7 @@ def test_entries_that_measure_no_time_run_together(entry, run, tmp_path):
     assert values == {"before": [], "one": ["one", "two"], "two": ["one", "two"]}
 
 
-@pytest.mark.parametrize(("gigabytes", "cores", "together"), [(85, 16, 4), (16, 16, 1), (85, 2, 1), (0, 16, 1)])
+@pytest.mark.parametrize(("gigabytes", "cores", "together"), [(85, 16, 3), (16, 16, 1), (85, 2, 1), (0, 16, 1)])
 def test_a_small_machine_measures_one_entry_at_a_time(gigabytes, cores, together, monkeypatch):
     monkeypatch.setattr(harvest.os, "cpu_count", lambda: cores)
     assert harvest.count_together(gigabytes * 10**9) == together

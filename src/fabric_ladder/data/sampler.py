@@ -15,6 +15,7 @@ from fabric_ladder.data.cutting import MicroBatchPlan, cut_by
 from fabric_ladder.settings import Settings
 
 MAX_COMPARED = 3000  # effective batches that `heaviest` compares, those with the highest bounds first
+MAX_COMPARED_LATER = 300  # for the micro-batches after the first; there may be none
 MAX_COMPARED_PACKED = 300  # packing takes ten times as long
 TOKENS_BEFORE_FITTING = 1024  # padded tokens of a micro-batch while `micro_batch_tokens` is still `auto`
 EVALUATED = 4096  # padded tokens of an evaluation's batch on a GPU whose training micro-batches are smaller
@@ -74,38 +75,44 @@ class EffectiveBatchSampler(Sampler):
     def heaviest(self) -> list[BatchPlan]:
         """Return the epoch's effective batches that need the most memory, without making all of them.
 
-        One has the largest micro-batch, in padded tokens. One has the largest micro-batch that is not the first, and so
-        needs memory besides the gradients of the first. One has the longest sample, whose attention needs the most
-        memory; among equally long ones it has the largest micro-batch. Often they are the same effective batch.
-        """
-        order = self._order()
-        starts = np.arange(0, len(order), self.settings.batch_size)
-        longest = np.maximum.reduceat(self.lengths[order], starts)
-        total = np.add.reduceat(self.lengths[order], starts)
-        bounds = 2 * total + self.settings.max_length  # of packed rows: all except one are more than half full
-        compared = MAX_COMPARED_PACKED
-        if not self.settings.packing:
-            bounds = self._bounds(order)
-            compared = MAX_COMPARED
-        by_tokens = np.lexsort((total, longest, bounds))[::-1]
-        by_length = np.lexsort((total, bounds, longest))[::-1]
-        numbers = [*self._with_largest_parts(order, by_tokens[:compared], bounds), by_length[0]]
-        return [self._plan(order, number) for number in dict.fromkeys(map(int, numbers))]
-
-    def _bounds(self, order: np.ndarray) -> np.ndarray:
-        """Return for each effective batch the most padded tokens that a micro-batch of it may have.
-
-        A micro-batch has neighbours of the samples sorted by length. So if its longest is sample number i, it has no
-        more than the samples from i on, of which each rank has its share.
+        One has the largest micro-batch, in padded tokens. One has the largest that is not the first, so that there are
+        gradients already. One has the longest sample, whose attention needs the most memory; among equally long ones it
+        has the largest micro-batch. Often they are the same effective batch.
         """
         settings = self.settings
-        multiple = settings.pad_to_multiple_of
+        order = self._order()
+        starts = np.arange(0, len(order), settings.batch_size)
+        longest = np.maximum.reduceat(self._padded(order), starts)
+        total = np.add.reduceat(self.lengths[order], starts)
+        if settings.packing:  # nearly always: all rows except one are more than half full
+            bounds = later = 2 * total + settings.max_length
+        else:
+            bounds, later = self._bounds(order)
+        found = []
+        for first, limits, most in ((0, bounds, MAX_COMPARED), (1, later, MAX_COMPARED_LATER)):
+            compared = np.lexsort((total, longest, limits))[::-1][: MAX_COMPARED_PACKED if settings.packing else most]
+            found.append(self._with_largest_part(order, compared, limits, first))
+        found.append(np.lexsort((total, bounds, longest))[-1])
+        return [self._plan(order, number) for number in dict.fromkeys(map(int, found))]
+
+    def _padded(self, rows: np.ndarray) -> np.ndarray:
+        multiple = self.settings.pad_to_multiple_of
+        return -(-self.lengths[rows] // multiple) * multiple
+
+    def _bounds(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return for each effective batch the most padded tokens of a micro-batch, and of one that is not the first.
+
+        A micro-batch has neighbours of the samples sorted by length. So if its longest is sample number i, it has no
+        more than the samples from i on, of which each rank has its share. The first one has the rank's longest sample.
+        """
+        settings = self.settings
         width = np.zeros((len(self), settings.batch_size), int)
-        width.flat[: len(order)] = -(-self.lengths[order] // multiple) * multiple
+        width.flat[: len(order)] = self._padded(order)
         width = np.sort(width)[:, ::-1]
         rows = -(-np.arange(settings.batch_size, 0, -1) // self.ranks)
         most = settings.micro_batch_size or np.maximum(1, self._tokens() // np.maximum(1, width))
-        return (width * np.minimum(rows, most)).max(axis=1)
+        tokens = width * np.minimum(rows, most)
+        return tokens.max(axis=1), tokens[:, self.ranks :].max(axis=1, initial=0)
 
     def first_and_last(self) -> list[MicroBatchPlan]:
         """Return this rank's micro-batch plans of the first and the last effective batch of the epoch."""
@@ -113,26 +120,26 @@ class EffectiveBatchSampler(Sampler):
         last = (len(order) - 1) // self.settings.batch_size
         return [part for number in (0, last) for part in self._plan(order, number).parts]
 
-    def _with_largest_parts(self, order: np.ndarray, numbers: np.ndarray, bounds: np.ndarray) -> list[int]:
-        """Return the effective batches with the largest micro-batch and with the largest that is not the first.
+    def _with_largest_part(self, order: np.ndarray, numbers: np.ndarray, bounds: np.ndarray, first: int) -> int:
+        """Return the number of the effective batch with the largest micro-batch.
 
         Args:
             order: The epoch's permutation.
             numbers: Numbers of the effective batches to compare, sorted by descending bound.
             bounds: Upper bound of the padded tokens of a micro-batch, for each effective batch.
+            first: Number of a rank's first micro-batch that counts.
         """
-        found = [numbers[0], numbers[0]]
-        most = [0, 0]
-        multiple = self.settings.pad_to_multiple_of
+        found = numbers[0]
+        most = 0
         for number in numbers:
-            if bounds[number] <= min(most):
+            if bounds[number] <= most:
                 break
-            shares = self._shares(order, number)
-            padded = np.array([[part.padded(self.lengths, multiple) for part in parts] for parts in shares])
-            for place, tokens in enumerate((padded.max(), padded[:, 1:].max(initial=0))):
-                if tokens > most[place]:
-                    found[place] = number
-                    most[place] = tokens
+            multiple = self.settings.pad_to_multiple_of
+            parts = [part for share in self._shares(order, number) for part in share[first:]]
+            tokens = max((part.padded(self.lengths, multiple) for part in parts), default=0)
+            if tokens > most:
+                found = number
+                most = tokens
         return found
 
     def largest(self) -> int:

@@ -64,7 +64,7 @@ def _in_tiles(mlp: Callable, tile: int, draws: bool, *inputs: Tensor) -> Tensor:
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Set PyTorch's default dtype.
+    """Set PyTorch's default dtype, in the forward pass and in its recomputation alike.
 
     A checkpoint of PyTorch 2.11 saves an empty tensor of the default dtype, which Fabric changes for the forward
     pass alone. Then a checkpoint around this one found another dtype when it recomputed.
