@@ -104,12 +104,14 @@ def qwen(figure: Figure, look: Look) -> None:
 @picture("readme_losses", 2.9)
 def losses(figure: Figure, look: Look) -> None:
     """Sixteen samples per step learn with less noise."""
-    [axes] = panels(figure, look, "measured · the quickstart on a CPU, mean loss since the last line", left=0.7)
+    source = "measured · the quickstart on a CPU, mean loss since the last line, five seeds"
+    [axes] = panels(figure, look, source, left=0.7)
     runs = {"1_batch_size_1": ("1 sample per step", "weights"), "2_grad_accum": ("16 samples per step", "exponent")}
     for rung, (label, colour) in runs.items():
-        [path] = (RESULTS / "runs" / "quickstart" / rung).rglob("metrics.csv")
-        points = pd.read_csv(path).dropna(subset="loss")
-        axes.plot(points["samples"], points["loss"], "o-", color=look[colour], label=label)
+        for number, path in enumerate(sorted((RESULTS / "runs" / "quickstart" / rung).rglob("metrics.csv"))):
+            points = pd.read_csv(path).dropna(subset="loss")
+            axes.plot(points["samples"], points["loss"], "o-", color=look[colour], label="" if number else label,
+                      linewidth=1, markersize=3)  # fmt: skip
     axes.legend(frameon=False)
     axes.grid(axis="y")
     axes.set(xlabel="samples seen", ylabel="training loss", ylim=(0, None))
