@@ -48,7 +48,7 @@ def test_only_an_assumed_overhead_has_bounds(tmp_path):
 @pytest.mark.parametrize(
     ("gpu", "contexts"),
     [("T4", (0.14, 0.15)), ("P100", (0.32,)), ("A100 40GB", (0.52,)), ("RTX 6000 Ada", (0.45,)),
-     ("RTX 4090", (0.50, 0.53, 0.55)), ("L40S", (0.54,)), ("RTX 5090", (0.62, 0.65))],
+     ("RTX 4090", (0.50, 0.53, 0.55)), ("L40S", (0.54,)), ("H100", (0.79,)), ("RTX 5090", (0.62, 0.65))],
 )  # fmt: skip
 def test_the_bounds_of_an_architecture_cover_what_was_published(gpu, contexts):
     low, _, high = (each.context / 1e9 for each in assume(find_gpu(gpu).capability))

@@ -76,8 +76,9 @@ class Bounds(NamedTuple):
 #         (invoke-ai/InvokeAI#9413)
 #     8.9: RTX 6000 Ada 0.45 (DINGYANB/MTVCrafter#21), RTX 4090 0.50, 0.53 and 0.55 (lrzjason/T2ITrainer#37,
 #         3DTopia/Phidias-Diffusion#8, huggingface/lora-fast#1), L40S 0.54 (huggingface/sentence-transformers#3214)
+#     9.0: H100 0.79 (measured by `calibration` with PyTorch 2.11 and CUDA 13.0, docs/gpu.md)
 #     10.0 and above: RTX 5090 0.62 and 0.65 (Wan-Video/Wan2.1#465, TrajectoryCrafter/TrajectoryCrafter#20)
-# None were found for V100, H100 and H200. In these figures the context grows with the multiprocessors of a GPU, and
+# None were found for the V100. In these figures the context grows with the multiprocessors of a GPU, and
 # most of these GPUs are large. So the low figure is that of a small GPU, from 8.0 on the same for all. PyTorch loads
 # kernels lazily since 1.13 (pytorch#86509). With all kernels a V100 with CUDA 11.2 took 1.41 GB (transformers'
 # documentation, "Model training anatomy"). HIGH does not cover this.
@@ -120,6 +121,8 @@ def assume(capability: tuple[int, int] | None = None) -> Bounds:
     if capability:
         if capability >= (10, 0):
             contexts = [150_000_000, 650_000_000, 900_000_000]
+        elif capability >= (9, 0):
+            contexts = [500_000_000, 790_000_000, 900_000_000]
         elif capability < (8, 0) and capability != (7, 0):
             contexts = [130_000_000, 250_000_000, 450_000_000]
         if capability < (10, 0):
