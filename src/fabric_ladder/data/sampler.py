@@ -15,8 +15,7 @@ from fabric_ladder.data.cutting import MicroBatchPlan, cut_by
 from fabric_ladder.settings import Settings
 
 MAX_COMPARED = 3000  # effective batches that `heaviest` compares, those with the highest bounds first
-MAX_COMPARED_LATER = 300  # for the micro-batches after the first; there may be none
-MAX_COMPARED_PACKED = 300  # packing takes ten times as long
+FEWER_COMPARED = 300  # packing takes ten times as long; micro-batches after the first may not exist
 TOKENS_BEFORE_FITTING = 1024  # padded tokens of a micro-batch while `micro_batch_tokens` is still `auto`
 EVALUATED = 4096  # padded tokens of an evaluation's batch on a GPU whose training micro-batches are smaller
 
@@ -89,9 +88,10 @@ class EffectiveBatchSampler(Sampler):
         else:
             bounds, later = self._bounds(order)
         found = []
-        for first, limits, most in ((0, bounds, MAX_COMPARED), (1, later, MAX_COMPARED_LATER)):
-            compared = np.lexsort((total, longest, limits))[::-1][: MAX_COMPARED_PACKED if settings.packing else most]
-            found.append(self._with_largest_part(order, compared, limits, first))
+        most = FEWER_COMPARED if settings.packing else MAX_COMPARED
+        for first, limits, compared in ((0, bounds, most), (1, later, FEWER_COMPARED)):
+            numbers = np.lexsort((total, longest, limits))[::-1][:compared]
+            found.append(self._with_largest_part(order, numbers, limits, first))
         found.append(np.lexsort((total, bounds, longest))[-1])
         return [self._plan(order, number) for number in dict.fromkeys(map(int, found))]
 
