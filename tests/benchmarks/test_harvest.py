@@ -79,7 +79,7 @@ def test_entries_that_measure_no_time_run_together(entry, run, tmp_path):
     entries = [entry(name, meet.format(folder=str(folder), name=name, other=other), alone=False)
                for name, other in names.items()]  # fmt: skip
     look = f"import json, os, sys; json.dump({{'value': os.listdir({str(folder)!r})}}, open(sys.argv[-1], 'w'))"
-    status, content = run([entry("before", look), *entries], end=monotonic() + 60, together=2)
+    status, content = run([entry("before", look), *entries], end=monotonic() + 300, together=2)
     assert status == 0
     values = {name: record["figures"]["value"] for name, record in content["entries"].items()}
     assert values == {"before": [], "one": ["one", "two"], "two": ["one", "two"]}
