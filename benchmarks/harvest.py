@@ -508,12 +508,14 @@ def tables(content: dict) -> dict[str, list[str]]:
     rest += [f"{len(late)} of {len(records) + len(late)} entries, for lack of time"] if late else []
     status = (f"{machine['gpus']} x **{machine['hardware']['gpu']}**, {machine['date'][:10]}, {versions}, "
               f"commit {machine['commit']}. " + (f"Not measured: {'; '.join(rest)}." if rest else ""))  # fmt: skip
+    trained = {name: run for name, run in figures.items()
+               if "late_samples_per_second" in run and not name.startswith("memory: ")}  # fmt: skip
     speeds, memory, checks, kernel_rows, adapters = [], [], [], [], []
     for name, run in figures.items():
         predicted, measured = run.get("predicted_peak_bytes"), run.get("peak_memory_bytes")
         gigabytes = [shown(size and size / 1e9, "{:.2f}") for size in (predicted, measured)]
         difference = f"{measured / predicted - 1:+.1%}" if predicted and measured else ""
-        if "late_samples_per_second" in run and not name.startswith("memory: "):
+        if name in trained:
             rates = [shown(run.get(key), form) for key, form in (
                 ("samples_per_second", "{:,.1f}"), ("late_samples_per_second", "{:,.1f}"),
                 ("tokens_per_second", "{:,.0f}"), ("mfu", "{:.1%}"))]  # fmt: skip
@@ -538,8 +540,7 @@ def tables(content: dict) -> dict[str, list[str]]:
                   for way, side in run["figures"].items()]  # fmt: skip
     top = [[f"`{row['name'][:60]}`", f"{row['share']:.1%}", f"{row['ms']:.0f}", str(row["calls"])]
            for row in figures.get("profile", {}).get("top", [])]  # fmt: skip
-    mixed = {name: run for name, run in figures.items()
-             if "late_samples_per_second" in run and ": " not in name and run["precision"] == "bf16-mixed"}  # fmt: skip
+    mixed = {name: run for name, run in trained.items() if run["precision"] == "bf16-mixed"}
     rates = [f"{run['samples_per_second']:,.0f} and {run['late_samples_per_second']:,.0f} with "
              f"{run['peak_memory_bytes'] / 1e9:.1f} GB ({name})"
              for name, run in sorted(mixed.items(), key=lambda item: -item[1]["samples_per_second"])]  # fmt: skip
