@@ -9,12 +9,11 @@ from fabric_ladder.techniques.technique import NextRung, Technique
 IN_16_BITS = NextRung("5_low_precision", "halves weights, gradients and optimizer state", replaces=("precision",))
 
 
-def slow_on_cpu(settings: Settings) -> str | None:
-    """Return a line for a CPU without instructions for bfloat16, unless a technique needs this precision."""
-    if settings.accelerator != "cpu" or not settings.precision.startswith("bf16") or settings.float8:
+def without_instructions(settings: Settings) -> str | None:
+    """Return a line for a CPU without instructions for bfloat16."""
+    if settings.accelerator != "cpu" or not settings.precision.startswith("bf16") or cpu_has_bfloat16():
         return None
-    remedy = "--precision 32-true" + " --kahan_summation false" * settings.kahan_summation
-    return None if cpu_has_bfloat16() else f"This CPU has no bfloat16 instructions: {remedy} is several times faster"
+    return "This CPU has no bfloat16 instructions: matrix products are computed in 32 bits, and rounded"
 
 
 class LowPrecision(Technique):
@@ -37,8 +36,8 @@ class LowPrecision(Technique):
             )
 
     def notice(self, settings: Settings) -> str | None:
-        """Return what is faster on a CPU without bfloat16."""
-        return slow_on_cpu(settings)
+        """Return how a CPU without bfloat16 computes."""
+        return without_instructions(settings)
 
     def accuracy_cost(self, settings: Settings) -> str | None:
         """Return the cost of small updates that rounding takes away; adapters have 32 bits."""
