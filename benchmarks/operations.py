@@ -7,6 +7,7 @@
     python benchmarks/operations.py checkpointing [--tokens 512] [--rows 4] [--threads 1] [settings of the model]
     python benchmarks/operations.py loss [--tokens 2048] [--width 1024] [--vocabulary 250880] [--chunk 64 256 1024]
     python benchmarks/operations.py embeddings [--tokens 1024] [--width 1024] [--rows 250880]
+    python benchmarks/operations.py bfloat16 [--tokens 512] [--rows 4]
 
 Commands:
     ceilings        The rates of this device: a copy, and a product of 16-bit matrices.
@@ -23,15 +24,20 @@ Commands:
     embeddings      An embedding's gradient added to an existing one: PyTorch's dense way against rows. On a CPU the
                     committed figures use one thread (`OMP_NUM_THREADS=1`).
 
+    bfloat16        One pass of 3 blocks of MiniLM and of a small ViT on a CPU: in 32-bit, in PyTorch's bfloat16, and in
+                    bfloat16 that is computed in 32 bits and rounded (models/cpu_bfloat16.py). One thread. On a CPU
+                    without bfloat16 instructions it fails if the last is not twice as fast as the second.
+
 Sides take turns, and the median of `--repeats` passes counts, after one to warm up. Peaks are bytes of live tensors
 without the inputs. `loss` stores its figures in results/chunked_loss.json, `embeddings` in
-results/embedding_gradients.json.
+results/embedding_gradients.json, `bfloat16` in results/cpu_bfloat16.json.
 """
 
 import argparse
 import copy
 import json
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -47,11 +53,21 @@ from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, linear, scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig, BloomConfig, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    BloomConfig,
+    LlamaConfig,
+    ViTConfig,
+    ViTForImageClassification,
+)
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from fabric_ladder import build_model, parse_settings
-from fabric_ladder.environment import keep_freed_memory, peak_memory, reset_peak_memory
+from fabric_ladder.environment import cpu_has_bfloat16, keep_freed_memory, peak_memory, reset_peak_memory
+from fabric_ladder.models.cpu_bfloat16 import compute_in_32_bits
 from fabric_ladder.planning.predict import blank_datasets
 from fabric_ladder.planning.tracker import PeakTracker
 from fabric_ladder.techniques.chunked_loss import chunked_loss
@@ -362,7 +378,60 @@ def embeddings(args: argparse.Namespace) -> dict:
     return parts
 
 
-STORED = {"loss": "chunked_loss.json", "embeddings": "embedding_gradients.json"}  # files in results/
+def one_pass(model: nn.Module, inputs: dict[str, Tensor]) -> None:
+    """Compute the loss and its gradients."""
+    model(**inputs).loss.backward()
+
+
+def in_32_bits(run: Callable[[], object]) -> None:
+    """Run while bfloat16 operations are computed in 32 bits."""
+    library = compute_in_32_bits()
+    try:
+        run()
+    finally:
+        library._destroy()
+        compute_in_32_bits.cache_clear()
+
+
+def bfloat16(args: argparse.Namespace) -> dict:
+    """Compare a pass in bfloat16, PyTorch's own and the one computed in 32 bits, with a pass in 32-bit."""
+    torch.set_num_threads(1)
+    keep_freed_memory()  # as every run on a CPU does
+    small = {"num_hidden_layers": 3, "hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536}
+    pixels = torch.randn(args.rows, 3, 224, 224)
+    models = {
+        "MiniLM": (
+            BertForSequenceClassification(BertConfig(**small)),
+            random_batch(1000, args.rows, args.tokens, "cpu"),
+        ),
+        "ViT": (
+            ViTForImageClassification(ViTConfig(**small)),
+            {"pixel_values": pixels, "labels": torch.zeros(args.rows).long()},
+        ),
+    }
+    parts = {}
+    for name, (model, inputs) in models.items():
+        narrow = copy.deepcopy(model).bfloat16()
+        rounded = {key: each.bfloat16() if each.is_floating_point() else each for key, each in inputs.items()}
+        own = partial(one_pass, narrow, rounded)
+        sides = {
+            "32-bit": partial(one_pass, model, inputs),
+            "PyTorch's bfloat16": own,
+            "computed in 32 bits": partial(in_32_bits, own),
+        }
+        figures = {side: {"seconds": seconds} for side, seconds in turns(sides, args.repeats).items()}
+        ours = figures["computed in 32 bits"]["seconds"]
+        ratios = {side: figure["seconds"] / ours for side, figure in figures.items()}
+        passed = cpu_has_bfloat16() or ratios["PyTorch's bfloat16"] >= 2
+        parts[name] = {"shape": shape_of(args), "figures": figures, "ratios": ratios, "passed": passed}
+    return parts
+
+
+STORED = {  # files in results/
+    "loss": "chunked_loss.json",
+    "embeddings": "embedding_gradients.json",
+    "bfloat16": "cpu_bfloat16.json",
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -377,6 +446,7 @@ def build_parser() -> argparse.ArgumentParser:
         checkpointing: {"tokens": 512, "rows": 4, "repeats": 5, "threads": 1},
         loss: {"tokens": 2048, "width": 1024, "vocabulary": 250_880, "repeats": 3},
         embeddings: {"tokens": 1024, "width": 1024, "rows": 250_880, "repeats": 10},
+        bfloat16: {"tokens": 512, "rows": 4, "repeats": 5},
     }
     for measure, defaults in numbers.items():
         command = commands.add_parser(measure.__name__.replace("_", "-"), help=measure.__doc__.splitlines()[0])
@@ -401,15 +471,16 @@ def main() -> None:
     takes_settings = args.measure in (attention_cost, checkpointing)
     if options and not takes_settings:
         parser.error(f"unknown options: {' '.join(options)}")
-    stored = args.measure in (loss, embeddings)
+    stored = args.measure.__name__ in STORED
     if stored:
         common.check_storable(args.out)
     figures = args.measure(args, options) if takes_settings else args.measure(args)
     if stored:
         for part, record in figures.items():
             rows = [[name, *side.values()] for name, side in record["figures"].items()]
-            common.print_table([part, "seconds", "peak bytes"], rows)
+            common.print_table([part, *next(iter(record["figures"].values()))], rows)
             common.write_result(args.out, part, common.environment(DEVICE) | record)
+        sys.exit(not all(record.get("passed", True) for record in figures.values()))
     elif args.out:
         args.out.write_text(json.dumps(figures), encoding="utf-8")
     elif args.measure is not checkpointing:  # its table is printed

@@ -43,10 +43,11 @@ def code_commit() -> str | None:
 
 
 def describe_hardware(device: torch.device) -> dict:
-    """Return names and sizes (bytes) of the processor and, on CUDA, the GPU."""
+    """Return names and sizes (bytes) of the processor and, on CUDA, the GPU; `vectors`: the widest that torch uses."""
     facts = {
         "device": device.type,
         "processor": _processor(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory": psutil.virtual_memory().total,

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import BloomConfig, BloomForSequenceClassification, PreTrainedTokenizerFast
 
 from fabric_ladder.data.synthetic import synthetic_reviews
+from fabric_ladder.environment import cpu_has_bfloat16
 from fabric_ladder.rungs import RUNGS, parent
 
 PLAIN = SRC / "plain"
@@ -23,6 +24,13 @@ CONSTANTS = {"MAX_LENGTH": 64, "EPOCHS": 2, "LEARNING_RATE": 3e-3, "PRINT_EVERY"
 LINE = re.compile(r"Samples (\d+)/.*Loss: ([\d.]+)")
 ONE_BY_ONE = ("--micro_batch_size", "1")
 EAGER = ("--attention", "eager")  # the plain scripts use transformers' own attention
+# a rung computes bfloat16 in this way on a CPU without instructions for it
+AS_A_RUNG = f"""
+import sys
+sys.path.append({str(SRC)!r})
+from fabric_ladder.models.cpu_bfloat16 import compute_in_32_bits
+compute_in_32_bits()
+"""
 # the rung's options, the plain script's constants, and the largest difference between two printed losses
 CASES = {
     1: ((*EAGER,), {}, 0),
@@ -125,6 +133,8 @@ def run_plain(name, folder, **constants):
     constants = CONSTANTS | {"MODEL": str(folder / "model")} | constants
     assert all(re.search(rf"^(\w+, )*{constant}\b.* = ", text, re.MULTILINE) for constant in constants)
     values = "".join(f"{constant} = {value!r}\n" for constant, value in constants.items())
+    if not cpu_has_bfloat16():
+        values += AS_A_RUNG
     copy = folder / f"{name}.py"
     copy.write_text(text.replace("\n\n\n", f"\n{values}\n\n", 1), encoding="utf-8")
     if fork_server.can_be_forked(SRC / f"{name}.py", [], dict(fork_server.os.environ)):
