@@ -20,6 +20,8 @@ Sides that differ in weights, tokens, steps or threads are refused, and so is a 
 Trainer and accelerate draw their own batches and pad them to their longest; the ladder sorts within its effective
 batch. transformers has only eager attention for BLOOM, so only the ladder and the bare loop have another.
 
+A part's name in the results file ends with the CPU's vectors unless they are AVX-512.
+
 Peak memory is that of the process since the first batch, validation included. The training is too short for its
 accuracy to mean more than that the sides learn equally.
 """
@@ -207,7 +209,9 @@ def main() -> None:
             continue
         words, measure = [part], compare_attention
         if part != "attention":
-            words += [word for word in (args.measure, args.precision) if word not in ("sides", "32-true")]
+            vectors = torch.backends.cpu.get_cpu_capability()
+            usual = ("sides", "32-true", "AVX512")
+            words += [word for word in (args.measure, args.precision, vectors) if word not in usual]
             measure = DUELS[args.measure]
         measures[" ".join(words)] = partial(measure, part, args)
     common.run_parts(measures, args.out)

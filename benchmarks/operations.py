@@ -385,12 +385,9 @@ def one_pass(model: nn.Module, inputs: dict[str, Tensor]) -> None:
 
 def in_32_bits(run: Callable[[], object]) -> None:
     """Run while bfloat16 operations are computed in 32 bits."""
-    library = compute_in_32_bits()
-    try:
-        run()
-    finally:
-        library._destroy()
-        compute_in_32_bits.cache_clear()
+    compute_in_32_bits()
+    run()
+    common.restore_bfloat16()
 
 
 def bfloat16(args: argparse.Namespace) -> dict:

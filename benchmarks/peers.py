@@ -320,5 +320,8 @@ if __name__ == "__main__":
     own, options = parser.parse_known_args()
     if own.side != "bare":  # the bare loop is the upper limit of the ladder
         common.reset_malloc()
-    figures = measure(parse_settings(options, batch_size=16), own.side, own.switches)
+    settings = parse_settings(options, batch_size=16)
+    if own.side != "bare":
+        common.restore_bfloat16()
+    figures = measure(settings, own.side, own.switches)
     own.out.write_text(json.dumps(figures), encoding="utf-8")
