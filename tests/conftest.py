@@ -9,6 +9,9 @@ import pytest
 from lightning import Fabric
 from support.helpers import MODELS, real_file
 
+from fabric_ladder.environment import cpu_has_fast_bfloat16
+from fabric_ladder.models.cpu_bfloat16 import compute_in_32_bits
+
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory):
@@ -18,6 +21,13 @@ def cache(tmp_path_factory):
     # processes that compile the same kernel at the same time can read each other's half-written file
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("kernels"))
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def bfloat16():
+    """Compute bfloat16 as runs do on this CPU, also in tests that start none."""
+    if not cpu_has_fast_bfloat16():
+        compute_in_32_bits()
 
 
 LONGEST = """combinations notebooks devices deepspeed planner resume rungs lora real bad_input export doctor loggers

@@ -17,6 +17,7 @@ from fabric_ladder.errors import Checked
 from fabric_ladder.options import NAMES
 from fabric_ladder.rungs import script_defaults
 from fabric_ladder.settings import GROUPS
+from fabric_ladder.techniques import low_precision
 from fabric_ladder.techniques.advice import explain
 from fabric_ladder.techniques.compile import Compile
 
@@ -25,13 +26,13 @@ BLOOM = ["--model", str(MODELS / "bloom-quickstart.json"), "--from_scratch", "tr
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch, tmp_path):
-    """Use an empty folder, no GPU and a CPU with bfloat16.
+    """Use an empty folder, no GPU and a CPU with fast bfloat16.
 
     Afterwards restore Python's excepthook, which `parse_settings` replaces.
     """
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_bf16": True})
+    monkeypatch.setattr(low_precision, "cpu_has_fast_bfloat16", lambda: True)
     monkeypatch.chdir(tmp_path)
 
 
@@ -300,17 +301,12 @@ def test_the_users_precision_is_used_or_refused_with_the_reason(gpu):
         assert (settings.precision, settings.notices) == (precision, ())
 
 
-@pytest.mark.parametrize(
-    ("capabilities", "without"),
-    [({"avx2": True, "avx512_bf16": False, "amx_bf16": False}, True), ({"avx2": True, "amx_bf16": True}, False),
-     ({"avx2": True, "avx512_f": True, "avx512_bf16": True}, False), ({"neon": True, "bf16": False}, True),
-     ({"neon": True, "bf16": True}, False), ({"architecture": "ppc64le"}, False), ({}, False)],
-)  # fmt: skip
-def test_a_cpu_without_bfloat16_says_how_it_computes(monkeypatch, capabilities, without):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_cpu_without_fast_bfloat16_says_how_it_computes(monkeypatch, fast):
+    monkeypatch.setattr(low_precision, "cpu_has_fast_bfloat16", lambda: fast)
     for rung in ("4_mixed_precision", "5_low_precision", "16_bf16_that_learns", "22_float8"):
-        notices = [each for each in parse_settings(BLOOM, **script_defaults(rung)).notices if "bfloat16" in each]
-        assert len(notices) == without
+        notices = [each for each in parse_settings(BLOOM, **script_defaults(rung)).notices if "fast bfloat16" in each]
+        assert len(notices) == (not fast)
     assert not [each for each in parse_settings(BLOOM, **script_defaults("2_grad_accum")).notices if "bfloat16" in each]
 
 

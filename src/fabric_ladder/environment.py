@@ -64,11 +64,9 @@ def compute_capability() -> tuple[int, int] | None:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
-def cpu_has_bfloat16() -> bool:
-    """Return whether the CPU multiplies bfloat16 matrices; True where PyTorch cannot tell."""
-    found = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch have no such function
-    known = found.keys() & {"avx2", "neon"}  # x86-64 and ARM64
-    return not known or any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
+def cpu_has_fast_bfloat16() -> bool:
+    """Return whether PyTorch multiplies bfloat16 matrices by oneDNN, which needs AVX-512 or ARM's BF16."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def emulates(precision: str, capability: tuple[int, int] | None) -> bool:

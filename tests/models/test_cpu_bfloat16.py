@@ -1,4 +1,4 @@
-"""bfloat16 on a CPU without its instructions: the results of 32-bit operations, rounded."""
+"""bfloat16 where PyTorch is slow: the results of 32-bit operations, rounded."""
 
 import warnings
 
@@ -7,12 +7,26 @@ import torch
 from support.helpers import settings_for
 from torch.nn import functional
 
-from fabric_ladder.models import cpu_bfloat16
-from fabric_ladder.models.cpu_bfloat16 import compute_in_32_bits
+from fabric_ladder.environment import cpu_has_fast_bfloat16
+from fabric_ladder.models.cpu_bfloat16 import IN_PLACE, OPERATIONS, compute_in_32_bits
+from fabric_ladder.runs import process
 from fabric_ladder.runs.process import prepare_process
 
-SLOW = {"avx2": True, "avx512_bf16": False}
-FAST = {"avx2": True, "avx512_bf16": True}
+
+def restore():
+    """Give PyTorch its own operations back."""
+    compute_in_32_bits()._destroy()
+    compute_in_32_bits.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def own():
+    """Begin with PyTorch's own operations, and end with those of the other tests."""
+    restore()
+    yield
+    restore()
+    if not cpu_has_fast_bfloat16():
+        compute_in_32_bits()
 
 
 def attention(query, key, value, mask):
@@ -20,7 +34,7 @@ def attention(query, key, value, mask):
 
 
 HEADS = [(2, 3, 20, 8)] * 3
-OPERATIONS = {
+CASES = {
     "mm": (torch.mm, [(30, 40), (40, 20)]),
     "addmm": (torch.addmm, [(20,), (30, 40), (40, 20)]),
     "addmm scaled": (lambda *given: torch.addmm(*given, beta=0.5, alpha=2), [(30, 20), (30, 40), (40, 20)]),
@@ -34,17 +48,6 @@ OPERATIONS = {
 }
 
 
-@pytest.fixture
-def replaced():
-    """Replace the operations, and give PyTorch its own back after the test."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        library = compute_in_32_bits()
-    yield library
-    library._destroy()
-    compute_in_32_bits.cache_clear()
-
-
 def results(function, inputs, gradient):
     """Return a function's result and its gradients."""
     inputs = [each.detach().requires_grad_(each.dim() != 4 or each.shape[1] != 1) for each in inputs]  # no mask's
@@ -53,14 +56,15 @@ def results(function, inputs, gradient):
     return [result.detach(), *(each.grad for each in inputs if each.requires_grad)]
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_results_and_gradients_are_those_of_32_bits_rounded(replaced, name):
-    function, shapes = OPERATIONS[name]
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients_are_those_of_32_bits_rounded(name):
+    function, shapes = CASES[name]
     torch.manual_seed(0)
     inputs = [torch.randn(shape).bfloat16() for shape in shapes]
     gradient = torch.randn(function(*inputs).shape).bfloat16()
-    found = results(function, inputs, gradient)
     expected = results(function, [each.float() for each in inputs], gradient.float())
+    compute_in_32_bits()
+    found = results(function, inputs, gradient)
     for ours, wide in zip(found, expected, strict=True):
         assert ours.dtype == torch.bfloat16
         if "attention" in name:  # the backward pass reads the rounded result
@@ -69,34 +73,85 @@ def test_results_and_gradients_are_those_of_32_bits_rounded(replaced, name):
             assert torch.equal(ours, wide.bfloat16())
 
 
-def test_the_cases_above_use_every_replaced_operation(replaced):
+def test_the_cases_above_use_every_replaced_operation():
     called = set()
-    for function, shapes in OPERATIONS.values():
+    for function, shapes in CASES.values():
         with torch.profiler.profile() as profile:
             inputs = [torch.randn(shape).bfloat16() for shape in shapes]
             results(function, inputs, torch.randn(function(*inputs).shape))
         called |= {event.key.removeprefix("aten::") for event in profile.key_averages()}
-    assert called >= set(cpu_bfloat16.OPERATIONS)
+    assert called >= set(OPERATIONS)
 
 
-def test_other_types_keep_their_results(replaced):
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_results_are_written_where_they_belong(name):
+    """Columns of a larger tensor receive the result, and so does a tensor without elements."""
+    operation = getattr(torch.ops.aten, name.removesuffix(".out"))
+    torch.manual_seed(0)
+    batch = (3,) if "bmm" in name else ()
+    factors = [torch.randn(*batch, 30, 40).bfloat16(), torch.randn(*batch, 40, 20).bfloat16()]
+    summand = torch.randn(*batch, 30, 20).bfloat16()
+    added = "add" in name
+    expected = (factors[0].float() @ factors[1].float() + (summand.float() if added else 0)).bfloat16()
+    compute_in_32_bits()
+    whole = torch.zeros(*batch, 30, 50).bfloat16()
+    target = whole[..., 10:30]
+    if name.endswith("_"):
+        assert operation(target.copy_(summand), *factors) is target
+    else:
+        inputs = [summand, *factors] if added else factors
+        assert operation.out(*inputs, out=target) is target
+        assert torch.equal(operation.out(*inputs, out=torch.empty(0).bfloat16()), expected)
+    assert torch.equal(target, expected)
+    assert whole[..., :10].count_nonzero() == whole[..., 30:].count_nonzero() == 0
+
+
+def test_other_types_keep_their_results():
     torch.manual_seed(0)
     wide, whole = torch.randn(64, 64), torch.arange(64).reshape(8, 8)
-    found = wide @ wide, wide.double() @ wide.double(), wide.half() @ wide.half(), whole @ whole
-    replaced._destroy()
-    expected = wide @ wide, wide.double() @ wide.double(), wide.half() @ wide.half(), whole @ whole
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+    def products():
+        return wide @ wide, wide.double() @ wide.double(), wide.half() @ wide.half(), whole @ whole
+
+    expected = products()
+    compute_in_32_bits()
+    assert all(torch.equal(*pair) for pair in zip(products(), expected, strict=True))
+
+
+def test_types_that_do_not_match_are_refused():
+    compute_in_32_bits()
+    narrow, wide = torch.ones(4, 4).bfloat16(), torch.ones(4, 4)
+    for inputs in ((narrow, wide), (wide, narrow)):
+        with pytest.raises(RuntimeError, match="dtype"):
+            torch.mm(*inputs)
+        with pytest.raises(RuntimeError, match="dtype"):
+            wide.clone().addmm_(*inputs)
+    with pytest.raises(RuntimeError, match="type"):
+        functional.conv2d(torch.ones(1, 1, 4, 4).bfloat16(), torch.ones(1, 1, 2, 2))
+
+
+def test_a_compiled_product_is_computed_in_32_bits():
+    torch.manual_seed(0)
+    first, second = torch.randn(64, 2048).bfloat16(), torch.randn(2048, 64).bfloat16()
+    compute_in_32_bits()
+    compiled = torch.compile(lambda first, second: torch.mm(first, second) * 2)
+    with torch.profiler.profile() as profile:
+        found = compiled(first, second)
+    assert torch.equal(found, (first.float() @ second.float()).bfloat16() * 2)
+    assert "aten::to" in {event.key for event in profile.key_averages()}, "nothing was converted"
+
+
+def test_replacing_prints_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compute_in_32_bits()
 
 
 @pytest.mark.parametrize(
-    ("capabilities", "precision", "expected"),
-    [(SLOW, "bf16-true", 1), (SLOW, "bf16-mixed", 1), (SLOW, "32-true", 0), (FAST, "bf16-true", 0)],
+    ("fast", "precision", "expected"),
+    [(False, "bf16-true", 1), (False, "bf16-mixed", 1), (False, "32-true", 0), (True, "bf16-true", 0)],
 )
-def test_only_a_cpu_without_bfloat16_computes_it_in_32_bits(tmp_path, monkeypatch, capabilities, precision, expected):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    compute_in_32_bits.cache_clear()
+def test_only_a_cpu_without_fast_bfloat16_computes_it_in_32_bits(tmp_path, monkeypatch, fast, precision, expected):
+    monkeypatch.setattr(process, "cpu_has_fast_bfloat16", lambda: fast)
     prepare_process(settings_for(tmp_path, precision=precision, accelerator="cpu"))
     assert compute_in_32_bits.cache_info().currsize == expected
-    if expected:
-        compute_in_32_bits()._destroy()
-        compute_in_32_bits.cache_clear()

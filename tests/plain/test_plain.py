@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import BloomConfig, BloomForSequenceClassification, PreTrainedTokenizerFast
 
 from fabric_ladder.data.synthetic import synthetic_reviews
-from fabric_ladder.environment import cpu_has_bfloat16
+from fabric_ladder.environment import cpu_has_fast_bfloat16
 from fabric_ladder.rungs import RUNGS, parent
 
 PLAIN = SRC / "plain"
@@ -133,7 +133,7 @@ def run_plain(name, folder, **constants):
     constants = CONSTANTS | {"MODEL": str(folder / "model")} | constants
     assert all(re.search(rf"^(\w+, )*{constant}\b.* = ", text, re.MULTILINE) for constant in constants)
     values = "".join(f"{constant} = {value!r}\n" for constant, value in constants.items())
-    if not cpu_has_bfloat16():
+    if not cpu_has_fast_bfloat16():
         values += AS_A_RUNG
     copy = folder / f"{name}.py"
     copy.write_text(text.replace("\n\n\n", f"\n{values}\n\n", 1), encoding="utf-8")

@@ -20,7 +20,7 @@ EQUAL = names(role=settings.EQUAL)
 TECHNIQUE = (*names(role=settings.TECHNIQUE), "ranks")  # in the order of the column "what changed"
 RUNG_DECIDES = names(rung_decides=True)  # may differ if the rungs set it; must be equal if a user sets it
 WITHOUT_EFFECT = ("notices", *names(changes_figures=False))
-HARDWARE = {"cuda": ("gpu",), "mps": ("processor",), "cpu": ("processor", "cores", "threads")}
+HARDWARE = {"cuda": ("gpu",), "mps": ("processor",), "cpu": ("processor", "vectors", "cores", "threads")}
 PATHS = ("model", "dataset", "tokenizer", "validation_file", "test_file")
 Z95 = statistics.NormalDist().inv_cdf(0.975)
 
@@ -251,7 +251,11 @@ def _differ_only_in_seed(run: LoggedRun, other: LoggedRun) -> bool:
     """Return whether two runs are equal except for the seed and the figures."""
     compared = (run.settings.keys() | other.settings.keys()) - {*IGNORED, *DATA, "seed"}
     same = all(run.settings.get(name) == other.settings.get(name) for name in compared)
-    sizes = ("memory", "gpu_memory")  # bytes that differ from one start of a machine to the next
-    devices = [{key: value for key, value in each.hardware.items() if key not in sizes} for each in (run, other)]
+    # bytes differ from one start of a machine to the next; earlier versions recorded fewer facts
+    facts = (run.hardware.keys() & other.hardware.keys()) - {"memory", "gpu_memory"}
     parts = ("name", "data", "versions", "ours")
-    return same and devices[0] == devices[1] and all(getattr(run, part) == getattr(other, part) for part in parts)
+    return (
+        same
+        and all(run.hardware[name] == other.hardware[name] for name in facts)
+        and all(getattr(run, part) == getattr(other, part) for part in parts)
+    )

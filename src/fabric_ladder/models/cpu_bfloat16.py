@@ -1,10 +1,11 @@
-"""bfloat16 on a CPU without instructions for it: operations compute in 32 bits and round their result.
+"""bfloat16 on a CPU where PyTorch has no fast kernels for it: operations compute in 32 bits and round their result.
 
-Without such instructions PyTorch multiplies bfloat16 matrices in a loop without vectors, and its attention and
-convolutions use this loop (PyTorch 2.13, `CPUBlas.cpp: gemm`). It sums in 32 bits and rounds once, as here. So only the
-order of a sum differs.
+Without AVX-512 PyTorch multiplies bfloat16 matrices in a loop without vectors, 10 to 500 times slower than 32-bit
+ones (pytorch#146508). Attention and convolutions use the same loop. For matrix multiplications it sums in 32 bits and
+rounds once, as here, so only the order of a sum differs. Attention and convolutions round more often there.
 
-During an operation there are copies of its inputs and its result in 32 bits.
+Each operation copies its inputs and its result in 32 bits, and holds Python's global lock (GIL). Operations on other
+types, or on several, stay as they are. `torch.library.get_kernel` documents this way to replace a kernel.
 """
 
 import warnings
@@ -24,38 +25,54 @@ OPERATIONS = {
     "_scaled_dot_product_flash_attention_for_cpu": 1,
     "_scaled_dot_product_flash_attention_for_cpu_backward": 3,
 }
+IN_PLACE = ("mm.out", "addmm.out", "bmm.out", "baddbmm.out", "addmm_", "baddbmm_")  # compiled code uses `.out`
 
 
 @cache
 def compute_in_32_bits() -> torch.library.Library:
-    """Replace PyTorch's operations on bfloat16 in this process; other types keep theirs.
-
-    Returns:
-        What holds the replacements; they end with it.
-    """
+    """Replace PyTorch's operations on bfloat16 in this process; deleting the result restores them."""
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")  # that a kernel is replaced
         for name, rounded in OPERATIONS.items():
             kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
             library.impl(name, partial(_compute, kernel, rounded), "CPU", with_keyset=True)
+        for name in IN_PLACE:
+            kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+            library.impl(name, partial(_compute_in_place, kernel), "CPU", with_keyset=True)
     return library
 
 
 def _compute(kernel, rounded: int, keys, *inputs, **options):
     """Call an operation's own kernel, with bfloat16 inputs in 32 bits."""
-    if not any(_is_bfloat16(each) for each in inputs):
+    if not _are_bfloat16(inputs[:5]):  # the sixth of attention's backward pass, logsumexp, has 32 bits
         return kernel.call_boxed(keys, *inputs, **options)
-    wide = [_widen(each) for each in inputs]
-    results = kernel.call_boxed(keys, *wide, **{name: _widen(each) for name, each in options.items()})
+    wide, wide_options = _widen(inputs, options)
+    results = kernel.call_boxed(keys, *wide, **wide_options)
     if isinstance(results, Tensor):
         return results.bfloat16()
     return *(each if each is None else each.bfloat16() for each in results[:rounded]), *results[rounded:]
 
 
-def _is_bfloat16(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dtype == torch.bfloat16
+def _compute_in_place(kernel, keys, *inputs, **options) -> Tensor:
+    """Call the own kernel of an operation that writes into `out` or its first input."""
+    target = options.get("out", inputs[0])
+    if not _are_bfloat16((target, *inputs)):
+        return kernel.call_boxed(keys, *inputs, **options)
+    wide, wide_options = _widen(inputs, options)
+    kernel.call_boxed(keys, *wide, **wide_options)
+    result = wide_options.get("out", wide[0])
+    return target.resize_(result.shape).copy_(result)
 
 
-def _widen(value: object) -> object:
-    return value.float() if _is_bfloat16(value) else value
+def _are_bfloat16(values: tuple) -> bool:
+    return all(each.dtype == torch.bfloat16 for each in values if isinstance(each, Tensor))
+
+
+def _widen(inputs: tuple, options: dict[str, object]) -> tuple[list, dict[str, object]]:
+    """Return the inputs and options with bfloat16 tensors in 32 bits."""
+
+    def wide(value: object) -> object:
+        return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
+
+    return [wide(each) for each in inputs], {name: wide(each) for name, each in options.items()}

@@ -1,6 +1,6 @@
 """Low precision: weights, gradients and optimizer state in 16 bits (`bf16-true`, `16-true`), by Fabric."""
 
-from fabric_ladder.environment import cpu_has_bfloat16
+from fabric_ladder.environment import cpu_has_fast_bfloat16
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.lean_optimizer import WITHOUT_STATE
@@ -9,11 +9,11 @@ from fabric_ladder.techniques.technique import NextRung, Technique
 IN_16_BITS = NextRung("5_low_precision", "halves weights, gradients and optimizer state", replaces=("precision",))
 
 
-def without_instructions(settings: Settings) -> str | None:
-    """Return a line for a CPU without instructions for bfloat16."""
-    if settings.accelerator != "cpu" or not settings.precision.startswith("bf16") or cpu_has_bfloat16():
+def computed_in_32_bits(settings: Settings) -> str | None:
+    """Return a line for a CPU on which PyTorch has no fast bfloat16."""
+    if settings.accelerator != "cpu" or not settings.precision.startswith("bf16") or cpu_has_fast_bfloat16():
         return None
-    return "This CPU has no bfloat16 instructions: matrix products are computed in 32 bits, and rounded"
+    return "PyTorch has no fast bfloat16 on this CPU: matrices are multiplied in 32 bits, and the result is rounded"
 
 
 class LowPrecision(Technique):
@@ -36,8 +36,8 @@ class LowPrecision(Technique):
             )
 
     def notice(self, settings: Settings) -> str | None:
-        """Return how a CPU without bfloat16 computes."""
-        return without_instructions(settings)
+        """Return a line if bfloat16 is computed in 32 bits."""
+        return computed_in_32_bits(settings)
 
     def accuracy_cost(self, settings: Settings) -> str | None:
         """Return the cost of small updates that rounding takes away; adapters have 32 bits."""

@@ -4,7 +4,7 @@ from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import emulates
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques.low_precision import IN_16_BITS, without_instructions
+from fabric_ladder.techniques.low_precision import IN_16_BITS, computed_in_32_bits
 from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, Technique
 
 
@@ -36,5 +36,5 @@ class MixedPrecision(Technique):
             )
 
     def notice(self, settings: Settings) -> str | None:
-        """Return how a CPU without bfloat16 computes."""
-        return without_instructions(settings)
+        """Return a line if bfloat16 is computed in 32 bits."""
+        return computed_in_32_bits(settings)
