@@ -167,6 +167,15 @@ def test_a_shipped_config_in_two_installations_is_the_same_model(tmp_path):
     assert len(compare(read_sources([other, third])).differences) == 1
 
 
+def test_a_record_of_an_earlier_version_joins_the_row_of_its_seeds(tmp_path):
+    earlier, later = record(seed=1), record(seed=2)
+    later["hardware"]["a new fact"] = "AVX2"
+    for number, each in enumerate((earlier, later)):
+        write_run(tmp_path, each, number)
+    (row,) = compare(read_sources([str(tmp_path)])).rows
+    assert sorted(row.seeds) == ["1", "2"]
+
+
 def test_seeds_of_the_same_settings_are_one_row(tmp_path):
     for number, (seed, accuracy, minutes) in enumerate([(1, 0.90, 2.0), (2, 0.92, 2.2), (3, 0.91, 2.4)], start=1):
         write_run(tmp_path, record(seed=seed, accuracy=accuracy, minutes=minutes), number)
