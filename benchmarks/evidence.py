@@ -52,7 +52,7 @@ class Set(NamedTuple):
 IMDB_2000 = [*MINILM, "--log_every", "96"]
 SETS = {
     "quickstart": Set([], minilm=False),
-    "imdb_2000": Set(IMDB_2000, "1,2,4,5,6,7,13,15,16,17,18,26", seeds=5),
+    "imdb_2000": Set(IMDB_2000, "1,2,4,5,6,7,13,14,15,16,17,18,22,25,26", seeds=5),
     "imdb_2000_one_by_one": Set([*IMDB_2000, "--micro_batch_size", "1"], "5,16", seeds=5),
     "imdb_2000_halved": Set([*IMDB_2000, "--train_samples", "1000"], "5,16", seeds=5),
     "imdb_2000_all_linear": Set([*IMDB_2000, "--lora_targets", "all-linear"], "13", seeds=5),
