@@ -157,7 +157,7 @@ def reset_malloc() -> None:
 
 
 def restore_bfloat16() -> None:
-    """Give PyTorch its own operations on bfloat16 back. Rungs replace them on a CPU without instructions for it."""
+    """Give PyTorch its own operations on bfloat16 back. Rungs replace them where it is slow."""
     compute_in_32_bits()._destroy()
     compute_in_32_bits.cache_clear()
 

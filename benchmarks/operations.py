@@ -23,7 +23,6 @@ Commands:
                     chunks. Fake tensors give the peak; with `--repeats 0` nothing is timed.
     embeddings      An embedding's gradient added to an existing one: PyTorch's dense way against rows. On a CPU the
                     committed figures use one thread (`OMP_NUM_THREADS=1`).
-
     bfloat16        One pass of 3 blocks of MiniLM and of a small ViT (197 tokens) on a CPU: in 32-bit, in PyTorch's
                     bfloat16 (`bf16-true`), and in bfloat16 that is computed in 32 bits and rounded
                     (models/cpu_bfloat16.py). One thread. Where PyTorch has no fast bfloat16, it fails if the last is
@@ -401,14 +400,16 @@ def bfloat16(args: argparse.Namespace) -> dict:
         "MiniLM": (
             BertForSequenceClassification(BertConfig(**small)),
             random_batch(1000, args.rows, args.tokens, "cpu"),
+            args.tokens,
         ),
         "ViT": (
             ViTForImageClassification(ViTConfig(**small)),
             {"pixel_values": pixels, "labels": torch.zeros(args.rows).long()},
+            197,
         ),
     }
     parts = {}
-    for name, (model, inputs) in models.items():
+    for name, (model, inputs, tokens) in models.items():
         narrow = copy.deepcopy(model).bfloat16()
         rounded = {key: each.bfloat16() if each.is_floating_point() else each for key, each in inputs.items()}
         own = partial(one_pass, narrow, rounded)
@@ -421,7 +422,8 @@ def bfloat16(args: argparse.Namespace) -> dict:
         ours = figures["computed in 32 bits"]["seconds"]
         ratios = {side: figure["seconds"] / ours for side, figure in figures.items()}
         passed = cpu_has_fast_bfloat16() or ratios["PyTorch's bfloat16"] >= 2
-        parts[name] = {"shape": shape_of(args), "figures": figures, "ratios": ratios, "passed": passed}
+        shape = {"rows": args.rows, "tokens": tokens}
+        parts[name] = {"shape": shape, "figures": figures, "ratios": ratios, "passed": passed}
     return parts
 
 
