@@ -27,7 +27,6 @@ import torch  # noqa: E402
 from fabric_ladder import parse_settings  # noqa: E402
 from fabric_ladder.environment import code_commit, describe_hardware, describe_versions, write_whole  # noqa: E402
 from fabric_ladder.errors import UserError  # noqa: E402
-from fabric_ladder.models.cpu_bfloat16 import compute_in_32_bits  # noqa: E402
 from fabric_ladder.options import without_options  # noqa: E402
 from fabric_ladder.settings import DataSettings  # noqa: E402
 from local_dataset_utilities import IMDB_ARCHIVE, load_datasets  # noqa: E402
@@ -154,12 +153,6 @@ def precisions(settings: dict) -> dict[str, str]:
 def reset_malloc() -> None:
     """Keep glibc's own allocator settings for a peer. Rungs tune glibc, which is part of their speed."""
     os.environ["MALLOC_"] = ""
-
-
-def restore_bfloat16() -> None:
-    """Give PyTorch its own operations on bfloat16 back. Rungs replace them where it is slow."""
-    compute_in_32_bits()._destroy()
-    compute_in_32_bits.cache_clear()
 
 
 def peer_command(side: str, options: list[str], *switches: str) -> list[str]:

@@ -67,7 +67,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from fabric_ladder import build_model, parse_settings
 from fabric_ladder.environment import cpu_has_fast_bfloat16, keep_freed_memory, peak_memory, reset_peak_memory
-from fabric_ladder.models.cpu_bfloat16 import compute_in_32_bits
+from fabric_ladder.models.cpu_bfloat16 import compute_in_32_bits, restore_bfloat16
 from fabric_ladder.planning.predict import blank_datasets
 from fabric_ladder.planning.tracker import PeakTracker
 from fabric_ladder.techniques.chunked_loss import chunked_loss
@@ -262,6 +262,11 @@ def random_batch(vocabulary: int, rows: int, tokens: int, device: str | torch.de
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.arange(rows, device=device) % 2}
 
 
+def one_pass(model: nn.Module, inputs: dict[str, Tensor]) -> None:
+    """Compute the loss and its gradients."""
+    model(**inputs).loss.backward()
+
+
 def attention_cost(args: argparse.Namespace, options: list[str]) -> dict:
     """Return the median seconds of a forward and backward pass, the peak memory in bytes, and the loss.
 
@@ -274,7 +279,7 @@ def attention_cost(args: argparse.Namespace, options: list[str]) -> dict:
     model = build_model(settings, blank_datasets(2)).to(device)
     inputs = random_batch(model.config.vocab_size, args.rows, args.tokens, device)
     reset_peak_memory(device)
-    seconds = turns({"pass": lambda: model(**inputs).loss.backward()}, args.repeats)["pass"]
+    seconds = turns({"pass": partial(one_pass, model, inputs)}, args.repeats)["pass"]
     figures = {"seconds": seconds, "peak_memory_bytes": peak_memory(device), "loss": model(**inputs).loss.item()}
     return figures | {"threads": torch.get_num_threads()}
 
@@ -292,7 +297,7 @@ def checkpointing(args: argparse.Namespace, options: list[str]) -> dict:
             torch.manual_seed(settings.seed)
             models[way] = build_model(settings, blank_datasets(2)).to(settings.accelerator, torch.bfloat16)
     inputs = random_batch(BLOOM["vocab_size"], args.rows, args.tokens, settings.accelerator)
-    sides = {way: lambda model=model: model(**inputs).loss.backward() for way, model in models.items()}
+    sides = {way: partial(one_pass, model, inputs) for way, model in models.items()}
     seconds = turns(sides, args.repeats)
     plain = seconds["all activations kept"]
     rows = [[way, f"{value:.3f}", f"{value / plain:.2f}"] for way, value in seconds.items()]
@@ -352,7 +357,7 @@ def loss(args: argparse.Namespace) -> dict:
 
 def shape_of(args: argparse.Namespace) -> dict[str, int]:
     """Return the sizes among the options."""
-    return {name: value for name, value in vars(args).items() if type(value) is int}  # no switches
+    return {name: value for name, value in vars(args).items() if isinstance(value, int)}
 
 
 def embeddings(args: argparse.Namespace) -> dict:
@@ -378,16 +383,11 @@ def embeddings(args: argparse.Namespace) -> dict:
     return parts
 
 
-def one_pass(model: nn.Module, inputs: dict[str, Tensor]) -> None:
-    """Compute the loss and its gradients."""
-    model(**inputs).loss.backward()
-
-
 def in_32_bits(run: Callable[[], object]) -> None:
     """Run while bfloat16 operations are computed in 32 bits."""
     compute_in_32_bits()
     run()
-    common.restore_bfloat16()
+    restore_bfloat16()
 
 
 def bfloat16(args: argparse.Namespace) -> dict:

@@ -39,6 +39,7 @@ from fabric_ladder import Settings, build_dataloaders, build_model, build_optimi
 from fabric_ladder.data.splits import TextDatasets
 from fabric_ladder.environment import peak_memory, reset_peak_memory
 from fabric_ladder.models.configs import load_config, silence_loading
+from fabric_ladder.models.cpu_bfloat16 import restore_bfloat16
 from local_dataset_utilities import load_datasets
 
 MICRO_BATCH = 8  # Trainer's default, which goes twice into an effective batch of 16
@@ -322,6 +323,6 @@ if __name__ == "__main__":
         common.reset_malloc()
     settings = parse_settings(options, batch_size=16)
     if own.side != "bare":
-        common.restore_bfloat16()
+        restore_bfloat16()
     figures = measure(settings, own.side, own.switches)
     own.out.write_text(json.dumps(figures), encoding="utf-8")

@@ -10,7 +10,7 @@ from lightning import Fabric
 from support.helpers import MODELS, real_file
 
 from fabric_ladder.environment import cpu_has_fast_bfloat16
-from fabric_ladder.models.cpu_bfloat16 import compute_in_32_bits
+from fabric_ladder.models.cpu_bfloat16 import compute_in_32_bits, restore_bfloat16
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -26,6 +26,16 @@ def cache(tmp_path_factory):
 @pytest.fixture(scope="session", autouse=True)
 def bfloat16():
     """Compute bfloat16 as runs do on this CPU, also in tests that start none."""
+    if not cpu_has_fast_bfloat16():
+        compute_in_32_bits()
+
+
+@pytest.fixture
+def own_bfloat16(bfloat16):
+    """Begin with PyTorch's own operations on bfloat16, and end with those of the other tests."""
+    restore_bfloat16()
+    yield
+    restore_bfloat16()
     if not cpu_has_fast_bfloat16():
         compute_in_32_bits()
 

@@ -14,10 +14,10 @@ from fabric_ladder import Settings, UserError, parse_settings
 from fabric_ladder.checks import check_precision
 from fabric_ladder.cli import resolve
 from fabric_ladder.errors import Checked
+from fabric_ladder.models import cpu_bfloat16
 from fabric_ladder.options import NAMES
 from fabric_ladder.rungs import script_defaults
 from fabric_ladder.settings import GROUPS
-from fabric_ladder.techniques import low_precision
 from fabric_ladder.techniques.advice import explain
 from fabric_ladder.techniques.compile import Compile
 
@@ -32,7 +32,7 @@ def no_gpu(monkeypatch, tmp_path):
     """
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(low_precision, "cpu_has_fast_bfloat16", lambda: True)
+    monkeypatch.setattr(cpu_bfloat16, "cpu_has_fast_bfloat16", lambda: True)
     monkeypatch.chdir(tmp_path)
 
 
@@ -303,7 +303,7 @@ def test_the_users_precision_is_used_or_refused_with_the_reason(gpu):
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_a_cpu_without_fast_bfloat16_says_how_it_computes(monkeypatch, fast):
-    monkeypatch.setattr(low_precision, "cpu_has_fast_bfloat16", lambda: fast)
+    monkeypatch.setattr(cpu_bfloat16, "cpu_has_fast_bfloat16", lambda: fast)
     for rung in ("4_mixed_precision", "5_low_precision", "16_bf16_that_learns", "22_float8"):
         notices = [each for each in parse_settings(BLOOM, **script_defaults(rung)).notices if "fast bfloat16" in each]
         assert len(notices) == (not fast)

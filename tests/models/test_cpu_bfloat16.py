@@ -8,25 +8,11 @@ from support.helpers import settings_for
 from torch.nn import functional
 
 from fabric_ladder.environment import cpu_has_fast_bfloat16
-from fabric_ladder.models.cpu_bfloat16 import IN_PLACE, OPERATIONS, compute_in_32_bits
-from fabric_ladder.runs import process
+from fabric_ladder.models import cpu_bfloat16
+from fabric_ladder.models.cpu_bfloat16 import IN_PLACE, OPERATIONS, compute_in_32_bits, restore_bfloat16
 from fabric_ladder.runs.process import prepare_process
 
-
-def restore():
-    """Give PyTorch its own operations back."""
-    compute_in_32_bits()._destroy()
-    compute_in_32_bits.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def own():
-    """Begin with PyTorch's own operations, and end with those of the other tests."""
-    restore()
-    yield
-    restore()
-    if not cpu_has_fast_bfloat16():
-        compute_in_32_bits()
+pytestmark = pytest.mark.usefixtures("own_bfloat16")
 
 
 def attention(query, key, value, mask):
@@ -141,6 +127,22 @@ def test_a_compiled_product_is_computed_in_32_bits():
     assert "aten::to" in {event.key for event in profile.key_averages()}, "nothing was converted"
 
 
+def test_a_build_without_onednn_has_no_fast_bfloat16(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert not cpu_has_fast_bfloat16()
+
+
+def test_pytorch_gets_its_own_operations_back():
+    torch.manual_seed(0)
+    inputs = torch.randn(2, 3, 20, 8).bfloat16(), torch.randn(4, 3, 3, 3).bfloat16()
+    before = functional.conv2d(inputs[0], inputs[1])
+    restore_bfloat16()  # nothing is replaced yet
+    compute_in_32_bits()
+    restore_bfloat16()
+    assert torch.equal(functional.conv2d(inputs[0], inputs[1]), before)
+    assert not compute_in_32_bits.cache_info().currsize
+
+
 def test_replacing_prints_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -152,6 +154,6 @@ def test_replacing_prints_no_warning():
     [(False, "bf16-true", 1), (False, "bf16-mixed", 1), (False, "32-true", 0), (True, "bf16-true", 0)],
 )
 def test_only_a_cpu_without_fast_bfloat16_computes_it_in_32_bits(tmp_path, monkeypatch, fast, precision, expected):
-    monkeypatch.setattr(process, "cpu_has_fast_bfloat16", lambda: fast)
+    monkeypatch.setattr(cpu_bfloat16, "cpu_has_fast_bfloat16", lambda: fast)
     prepare_process(settings_for(tmp_path, precision=precision, accelerator="cpu"))
     assert compute_in_32_bits.cache_info().currsize == expected

@@ -24,7 +24,7 @@ CONSTANTS = {"MAX_LENGTH": 64, "EPOCHS": 2, "LEARNING_RATE": 3e-3, "PRINT_EVERY"
 LINE = re.compile(r"Samples (\d+)/.*Loss: ([\d.]+)")
 ONE_BY_ONE = ("--micro_batch_size", "1")
 EAGER = ("--attention", "eager")  # the plain scripts use transformers' own attention
-# a rung computes bfloat16 in this way on a CPU without instructions for it
+# a rung computes bfloat16 in this way where PyTorch is slow
 AS_A_RUNG = f"""
 import sys
 sys.path.append({str(SRC)!r})

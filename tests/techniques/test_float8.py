@@ -78,6 +78,8 @@ def test_gradients_are_near_those_of_16_bits(tmp_path, kind, ways):
     assert 0.001 < difference < 0.1
 
 
+# the error is 0.09 to 0.11, depending on the pixels and the rounding; with these and PyTorch's rounding it is 0.09
+@pytest.mark.usefixtures("own_bfloat16")
 def test_gradients_of_images_are_near_those_of_16_bits(tmp_path):
     """The 65 patches of a sample are not a multiple of 16."""
     gradients = []
@@ -90,7 +92,7 @@ def test_gradients_of_images_are_near_those_of_16_bits(tmp_path):
         inputs = {"pixel_values": pixels, "labels": torch.tensor([0, 1, 1])}
         accumulate_gradients(fabric, model, [training[0]._replace(inputs=inputs)], Meter(fabric))
         gradients.append(torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None]))
-    assert 0.001 < (gradients[0] - gradients[1]).norm() / gradients[1].norm() < 0.12
+    assert 0.001 < (gradients[0] - gradients[1]).norm() / gradients[1].norm() < 0.1
 
 
 def test_a_float8_model_learns(tmp_path):

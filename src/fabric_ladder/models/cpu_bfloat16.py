@@ -14,6 +14,9 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from fabric_ladder.environment import cpu_has_fast_bfloat16
+from fabric_ladder.settings import Settings
+
 # how many results are rounded: attention also returns logsumexp, which has 32 bits
 OPERATIONS = {
     "mm": 1,
@@ -28,9 +31,14 @@ OPERATIONS = {
 IN_PLACE = ("mm.out", "addmm.out", "bmm.out", "baddbmm.out", "addmm_", "baddbmm_")  # compiled code uses `.out`
 
 
+def replaces_bfloat16(settings: Settings) -> bool:
+    """Return whether a run computes bfloat16 in 32 bits."""
+    return settings.accelerator == "cpu" and settings.precision.startswith("bf16") and not cpu_has_fast_bfloat16()
+
+
 @cache
 def compute_in_32_bits() -> torch.library.Library:
-    """Replace PyTorch's operations on bfloat16 in this process; deleting the result restores them."""
+    """Replace PyTorch's operations on bfloat16 in this process until `restore_bfloat16`."""
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")  # that a kernel is replaced
@@ -41,6 +49,13 @@ def compute_in_32_bits() -> torch.library.Library:
             kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
             library.impl(name, partial(_compute_in_place, kernel), "CPU", with_keyset=True)
     return library
+
+
+def restore_bfloat16() -> None:
+    """Give PyTorch its own operations back, for peers and comparisons."""
+    if compute_in_32_bits.cache_info().currsize:
+        compute_in_32_bits()._destroy()
+        compute_in_32_bits.cache_clear()
 
 
 def _compute(kernel, rounded: int, keys, *inputs, **options):

@@ -4,8 +4,8 @@ import os
 
 import torch
 
-from fabric_ladder.environment import compute_capability, cpu_has_fast_bfloat16
-from fabric_ladder.models.cpu_bfloat16 import compute_in_32_bits
+from fabric_ladder.environment import compute_capability
+from fabric_ladder.models.cpu_bfloat16 import compute_in_32_bits, replaces_bfloat16
 from fabric_ladder.models.kernels import attention_kernels, use_kernels
 from fabric_ladder.settings import Settings
 
@@ -15,8 +15,8 @@ def prepare_process(settings: Settings) -> None:
     if settings.accelerator == "cpu":
         # transformers imports DeepSpeed where it is installed; it would print that it found no accelerator
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        if settings.precision.startswith("bf16") and not cpu_has_fast_bfloat16():
-            compute_in_32_bits()
+    if replaces_bfloat16(settings):
+        compute_in_32_bits()
     if settings.threads:
         torch.set_num_threads(settings.threads)
         if settings.ranks > 1:

@@ -1,7 +1,7 @@
 """Low precision: weights, gradients and optimizer state in 16 bits (`bf16-true`, `16-true`), by Fabric."""
 
-from fabric_ladder.environment import cpu_has_fast_bfloat16
 from fabric_ladder.errors import UserError
+from fabric_ladder.models.cpu_bfloat16 import replaces_bfloat16
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.lean_optimizer import WITHOUT_STATE
 from fabric_ladder.techniques.technique import NextRung, Technique
@@ -11,7 +11,7 @@ IN_16_BITS = NextRung("5_low_precision", "halves weights, gradients and optimize
 
 def computed_in_32_bits(settings: Settings) -> str | None:
     """Return a line for a CPU on which PyTorch has no fast bfloat16."""
-    if settings.accelerator != "cpu" or not settings.precision.startswith("bf16") or cpu_has_fast_bfloat16():
+    if not replaces_bfloat16(settings):
         return None
     return "PyTorch has no fast bfloat16 on this CPU: matrices are multiplied in 32 bits, and the result is rounded"
 
