@@ -4,9 +4,10 @@
     python benchmarks/evidence.py search imdb_2000 [--rungs 2,4]             find each rung's best learning rate
     python benchmarks/evidence.py best imdb_2000 [--rungs 2,4] [--seeds 5]   run each rung at that rate
 
-An interrupted command continues when it is run again, even in the middle of a run. Then evidence_tables.py writes the
-tables. run.json, log.txt and metrics.csv of a run are stored as SET/RUNG/LEARNING RATE/SEED. Names
-replace this machine's folders.
+An interrupted command continues when it is run again, even in the middle of a run. `--together 8` makes eight runs at
+once; their speeds mean nothing then. The log of a run in progress is under runs/evidence/. run.json, log.txt and
+metrics.csv of a finished one are stored as SET/RUNG/LEARNING RATE/SEED; names replace this machine's folders. Then
+evidence_tables.py writes the tables.
 
 The search is the same for every rung. It runs the first seed at the rung's own learning rate, a quarter of it and four
 times it. While the best rate is the lowest or the highest, it tries one more beyond. The best rate has the lowest
@@ -18,14 +19,19 @@ import io
 import json
 import math
 import re
-import subprocess
+import shutil
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
+from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import NamedTuple
 
 import common  # first import: it makes the project importable
 from common import MINILM, model_options
+from forks import start_forks
 
 from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError
@@ -38,6 +44,7 @@ WORK = common.ROOT / "runs" / "evidence"  # runs in progress
 SEED, STEP, LIMIT = 123, 4, 6  # first seed, ratio of learning rates, most rates of a search
 FILES = ("metrics.csv", "log.txt", "run.json")  # run.json is written last: a run with it is complete
 DIVERGED = "diverged.txt"  # replaces them if the loss was not finite
+CHECKING = Lock()  # a check changes sys.argv and sys.stdout
 
 
 class Set(NamedTuple):
@@ -50,6 +57,7 @@ class Set(NamedTuple):
 
 
 IMDB_2000 = [*MINILM, "--log_every", "96"]
+WHOLE = "--train_samples 35000 --validation_samples 5000 --test_samples 10000 --log_every 1600".split()
 SETS = {
     "quickstart": Set([], minilm=False),
     "imdb_2000": Set(IMDB_2000, "1,2,4,5,6,7,13,14,15,16,17,18,22,25,26", seeds=5),
@@ -58,10 +66,9 @@ SETS = {
     "imdb_2000_all_linear": Set([*IMDB_2000, "--lora_targets", "all-linear"], "13", seeds=5),
     "imdb_2000_adam_4bit": Set([*IMDB_2000, "--optimizer", "adam-4bit"], "18", seeds=5),
     "imdb_2000_32_bit": Set([*IMDB_2000, "--precision", "32-true"], "6,25,26", seeds=5),
-    "imdb": Set(
-        [*MINILM, *"--train_samples 35000 --validation_samples 5000 --test_samples 10000 --log_every 1600".split()],
-        "1,2,4,15",
-    ),
+    "imdb": Set([*MINILM, *WHOLE], "1,2,4,15,16"),
+    "imdb_256": Set([*MINILM, *WHOLE, "--max_length", "256"], "2,4,15,16"),
+    "imdb_512": Set([*MINILM, *WHOLE, "--max_length", "512"], "15"),
     "cifar10": Set(["--config", "configs/cifar10_vit_small.yaml", "--threads", "1"], "2,4,16", minilm=False),
 }
 
@@ -136,7 +143,7 @@ def resolved(wanted: Wanted) -> Settings:
     Raises:
         UserError: It cannot run here.
     """
-    with redirect_stdout(io.StringIO()):  # the check prints "can run here"
+    with CHECKING, redirect_stdout(io.StringIO()):  # the check prints "can run here"
         settings = check_rung(wanted.rung, wanted.options)
     if isinstance(settings, str):
         raise UserError(f"{wanted.rung.stem}: {settings}")
@@ -179,18 +186,19 @@ def make(wanted: Wanted) -> None:
     print(name, flush=True)
     home = WORK / wanted.set / wanted.rung.stem / f"{settings.learning_rate:g}-{wanted.seed}"
     resumable = ["--save_every", "500", "--keep", "1", "--resume", "auto"]
-    command = [sys.executable, str(wanted.rung), *wanted.options, "--runs_dir", str(home), *resumable]
-    done = subprocess.run(command, cwd=common.ROOT, check=False, stderr=subprocess.PIPE, text=True)
-    print(done.stderr, end="", file=sys.stderr, flush=True)
-    if "try a lower --learning_rate" in done.stderr:
+    command = [str(wanted.rung), *wanted.options, "--runs_dir", str(home), *resumable]
+    try:
+        common.run_child(command)
+    except common.ChildError as error:
+        if "try a lower --learning_rate" not in str(error):
+            raise UserError(f"{name}: {error}") from error
         target = folder_of(wanted.set, wanted.rung.stem, settings.learning_rate, wanted.seed)
         target.mkdir(parents=True, exist_ok=True)
-        write_whole(target / DIVERGED, done.stderr.splitlines()[-1] + "\n")
-        raise DivergedError(f"{name}: ended with status {done.returncode}")
-    runs = sorted((home / wanted.rung.stem).glob("*/run.json"), key=lambda path: path.stat().st_mtime)
-    if done.returncode or not runs:
-        raise UserError(f"{name}: ended with status {done.returncode}")
-    print(f"kept {keep(runs[-1].parent, wanted).relative_to(RUNS)}", flush=True)
+        write_whole(target / DIVERGED, str(error).partition(": ")[2] + "\n")
+        raise DivergedError(f"{name}: {error}") from error
+    made = max((home / wanted.rung.stem).glob("*/run.json"), key=lambda path: path.stat().st_mtime)
+    print(f"kept {keep(made.parent, wanted).relative_to(RUNS)}", flush=True)
+    shutil.rmtree(home)
 
 
 def search(set: str, rung: Path) -> None:
@@ -202,6 +210,29 @@ def search(set: str, rung: Path) -> None:
     print(f"{set}: {rung.stem}: best learning rate {best_rate(tried(set, rung.stem)):g}")
 
 
+def best_of(set: str, rung: Path) -> float:
+    """Return the learning rate that a finished search found.
+
+    Raises:
+        UserError: The search is not finished.
+    """
+    if (rate := best_rate(tried(set, rung.stem))) is None:
+        raise UserError(f"{rung.stem}: search its learning rate first")
+    return rate
+
+
+def tasks(what: str, set: str, rung: Path, seeds: int, rate: float | None) -> list[Callable[[], None]]:
+    """Return what a command has to do for a rung, as tasks that can run beside each other.
+
+    Raises:
+        UserError: There is no best learning rate yet.
+    """
+    if what == "search":
+        return [partial(search, set, rung)]
+    rate = best_of(set, rung) if what == "best" else rate
+    return [partial(make, Wanted(set, rung, seed, rate)) for seed in range(SEED, SEED + seeds)]
+
+
 def main() -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -209,24 +240,28 @@ def main() -> int:
     parser.add_argument("set", choices=SETS)
     parser.add_argument("--rungs", metavar="1,2,…", help="numbers or names; default: those of the set")
     parser.add_argument("--seeds", type=int, help="how many from 123 on; default: as many as the set has")
+    parser.add_argument("--learning_rate", type=float, help="of `run`; default: each rung's own")
+    parser.add_argument("--together", type=int, default=1, help="runs at once; default: %(default)s")
     args = parser.parse_args()
     common.check_storable(RUNS)
-    failed = 0
+    start_forks()
     named = args.rungs or SETS[args.set].rungs
-    for rung in choose_rungs(named.split(",")) if named else RUNGS:
+    rungs = choose_rungs(named.split(",")) if named else RUNGS
+    seeds = args.seeds or SETS[args.set].seeds
+    found, failures = [], []
+
+    def attempt(task: Callable[[], None]) -> None:
         try:
-            if args.what == "search":
-                search(args.set, rung)
-                continue
-            rate = None
-            if args.what == "best" and (rate := best_rate(tried(args.set, rung.stem))) is None:
-                raise UserError(f"{rung.stem}: search its learning rate first")
-            for seed in range(SEED, SEED + (args.seeds or SETS[args.set].seeds)):
-                make(Wanted(args.set, rung, seed, rate))
-        except UserError as error:  # the other rungs continue
+            task()
+        except UserError as error:  # the others continue
             print(f"left out: {error}", file=sys.stderr)
-            failed += 1
-    return int(failed > 0 and bool(named))  # some rungs cannot run on every machine
+            failures.append(error)
+
+    for rung in rungs:
+        attempt(lambda rung=rung: found.extend(tasks(args.what, args.set, rung, seeds, args.learning_rate)))
+    with ThreadPoolExecutor(args.together) as pool:
+        list(pool.map(attempt, found))
+    return int(bool(failures) and bool(named))  # some rungs cannot run on every machine
 
 
 if __name__ == "__main__":

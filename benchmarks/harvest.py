@@ -1,15 +1,16 @@
 """Measure on a GPU everything that docs/gpu.md shows, in pieces of as many minutes as you have.
 
     python benchmarks/harvest.py --minutes 8 [--out FILE]     measures what the file lacks; run it again to continue
+    python benchmarks/harvest.py --again --only "memory: "    measures again what older code measured
     python benchmarks/harvest.py --rehearse --out FILE        runs everything on the CPU with tiny sizes
     python benchmarks/harvest.py --fill [FILE]                fills the tables of docs/gpu.md and the README
 
 No network is needed. The reviews come from IMDb's archive in FABRIC_LADDER_DATA; weights are random. The entries of
 `FIRST` take about eight minutes and answer the most important questions; then come checks and peaks of memory, then
 speeds. Each entry runs in its own process, forked from one that has imported the libraries, and is written to the file
-immediately. On a large machine, entries that measure no time run together. An entry is not started if its estimated
-time exceeds the time left. Failed entries are repeated last. The exit status is 1 if an entry failed or a check did
-not pass.
+immediately, with the commit of the code. On a large machine, entries that measure no time run together. An entry is
+not started if its estimated time exceeds the time left. Failed entries are repeated last. The exit status is 1 if an
+entry failed or a check did not pass.
 
 Model FLOPs utilisation (MFU) follows appendix B of the PaLM paper (Chowdhery et al., 2022, arXiv:2204.02311). Training
 on a token costs 6 N + 12 L H T floating-point operations, where N is the number of parameters without the embedding, L
@@ -19,20 +20,17 @@ the matrix multiplications.
 
 import argparse
 import json
-import multiprocessing
 import os
 import runpy
-import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from itertools import groupby
-from multiprocessing.connection import wait
 from pathlib import Path
 from threading import Lock
 from time import monotonic, perf_counter, strftime
@@ -43,6 +41,7 @@ import memory_ladder
 import numpy as np
 import torch
 from common import BASE, MODELS, ROOT, markdown_table, peer_command, rung_command
+from forks import start_forks
 from torch.profiler import ProfilerActivity, profile
 
 import fabric_ladder
@@ -66,8 +65,6 @@ TOLERANCES = {"32-true": 0.01, "16 bits": 0.1}  # of the losses, which begin at 
 ON_ONE_GPU = [rung.stem for rung in RUNGS if rung.stem.split("_")[0] not in ("9", "10", "11", "12")]
 ON_SEVERAL_GPUS = ["9_ddp", "10_fsdp", "11_fsdp_cpu_offload", "12_deepspeed_zero"]
 PACKAGES = ("accelerate", "bitsandbytes", "peft", "torchao", "torchmetrics")  # of the entries
-# not peft: it imports bitsandbytes, which starts CUDA, and then no fork can use the GPU
-PRELOADED = ["__main__", "accelerate", "datasets", "lightning", "torchmetrics", "transformers"]
 STOPPED = "stopped at the end of the minutes"
 REPEATED = "5_low_precision, again"  # the first entry once more, for the spread
 FAST = "16_bf16_that_learns, packed, compiled"
@@ -335,52 +332,6 @@ def write_profile() -> None:
 # The file
 
 
-def run_forked(command: list[str], threads: int | None = None, limit: float | None = None) -> str:
-    """Run a script like `common.run_child`, in a fork of a process that has imported the libraries."""
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [f"{folder}/{name}" for name in ("stdout", "stderr")]
-        process = FORKS.Process(target=_run_script, args=(command, outputs))
-        with POLLING:
-            process.start()
-        wait([process.sentinel], limit)
-        with POLLING:
-            late = process.is_alive()
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with its children
-            process.kill()
-            process.join()
-        stdout, stderr = (Path(path).read_text(errors="replace") if Path(path).exists() else "" for path in outputs)
-    if late:
-        raise subprocess.TimeoutExpired(command, limit)
-    common.check_status(command, process.exitcode, stderr)
-    return stdout
-
-
-def _run_script(command: list[str], outputs: list[str]) -> None:
-    os.setsid()
-    os.chdir(ROOT)
-    for number, path in enumerate(outputs, start=1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
-    sys.argv = command
-    sys.path.insert(0, str(Path(command[0]).parent))
-    try:
-        runpy.run_path(command[0], run_name="__main__")
-    except Exception:
-        sys.excepthook(*sys.exc_info())  # a rung's own hook prints one line and raises SystemExit
-        raise SystemExit(1) from None
-
-
-def start_forks() -> None:
-    """Let `common.run_child` fork; the forking process never touches the GPU."""
-    os.environ.update(common.child_environment(None), PYTORCH_NVML_BASED_CUDA_CHECK="1")
-    FORKS.set_forkserver_preload(PRELOADED)
-    common.run_child = run_forked
-
-
-FORKS = multiprocessing.get_context("forkserver")
-POLLING = Lock()  # a start asks for the status of all children, which only one thread can read
-
-
 def machine_of_child(device: str) -> dict:
     """Return versions, hardware and number of GPUs. A child process keeps this one off the GPU."""
     return common.run_command([str(Path(__file__).resolve()), "machine", device])
@@ -394,13 +345,20 @@ def write_machine() -> None:
 
 
 def identity(machine: dict) -> list:
-    """Return the conditions that all figures of a file share: hardware, versions and commit."""
+    """Return the conditions that all figures of a file share: hardware and versions."""
     hardware = machine["hardware"]
     name = hardware.get("gpu") or hardware["processor"]
-    return [name, machine["gpus"], machine["versions"], machine["commit"], machine["rehearsal"]]
+    return [name, machine["gpus"], machine["versions"], machine["rehearsal"]]
 
 
-def run_all(entries: list[Entry], content: dict, out: Path, end: float = float("inf"), together: int = 1) -> int:
+def run_all(
+    entries: list[Entry],
+    content: dict,
+    out: Path,
+    end: float = float("inf"),
+    together: int = 1,
+    again: bool = False,
+) -> int:
     """Measure what a file's content lacks until the time `end`, and return the exit status.
 
     Args:
@@ -409,10 +367,13 @@ def run_all(entries: list[Entry], content: dict, out: Path, end: float = float("
         out: The file.
         end: On the clock of `monotonic`.
         together: Number of neighbouring entries that run at the same time, if none of them has to be alone.
+        again: Measure what another commit measured, too. An old record stays until the new one is there.
     """
     records, left_out = content["entries"], content["left_out"]
     failed_before = {name for name, record in records.items() if "failed" in record}
-    missing = [entry for entry in entries if entry.name not in records or entry.name in failed_before]
+    commit = content["machine"]["commit"]
+    old = {name for name, record in records.items() if again and record["commit"] != commit}
+    missing = [entry for entry in entries if entry.name not in records or entry.name in failed_before | old]
     missing.sort(key=lambda entry: entry.name in failed_before)
     lock = Lock()
 
@@ -420,10 +381,10 @@ def run_all(entries: list[Entry], content: dict, out: Path, end: float = float("
         record, reason = measure(entry, end)
         with lock:
             left_out.pop(entry.name, None)
-            if reason:
+            if not reason:
+                records[entry.name] = record | {"commit": commit}
+            elif entry.name not in records:
                 left_out[entry.name] = reason
-            else:
-                records[entry.name] = record
             write_whole(out, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
     for alone, group in groupby(missing, key=lambda entry: entry.alone):
@@ -506,8 +467,10 @@ def tables(content: dict) -> dict[str, list[str]]:
     late = [name for name, reason in left_out.items() if reason == STOPPED or reason.startswith("needs about ")]
     rest = [f"{name} ({reason})" for name, reason in left_out.items() if name not in late]
     rest += [f"{len(late)} of {len(records) + len(late)} entries, for lack of time"] if late else []
-    status = (f"{machine['gpus']} x **{machine['hardware']['gpu']}**, {machine['date'][:10]}, {versions}, "
-              f"commit {machine['commit']}. " + (f"Not measured: {'; '.join(rest)}." if rest else ""))  # fmt: skip
+    made = Counter((record["date"][:10], record["commit"]) for record in records.values())
+    commits = ", ".join(f"commit {commit} ({date}, {count})" for (date, commit), count in sorted(made.items()))
+    status = f"{machine['gpus']} x **{machine['hardware']['gpu']}**, {versions}. Entries: {commits}."
+    status += f" Not measured: {'; '.join(rest)}." if rest else ""
     trained = {name: run for name, run in figures.items()
                if "late_samples_per_second" in run and not name.startswith("memory: ")}  # fmt: skip
     speeds, memory, checks, kernel_rows, adapters = [], [], [], [], []
@@ -594,7 +557,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="default: as many as it takes")
     parser.add_argument("--out", type=Path, default=OUT, help="default: %(default)s")
     parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="entries whose name contains a TEXT")
-    parser.add_argument("--commit", help="of the code, if git is missing")
+    parser.add_argument("--again", action="store_true", help="measure what another commit measured, too")
     parser.add_argument("--synthetic", action="store_true", help="measure on synthetic reviews, which are shorter")
     parser.add_argument("--rehearse", action="store_true", help="run on the CPU with tiny sizes")
     parser.add_argument("--fill", type=Path, nargs="?", const=OUT, metavar="FILE", help="fill the pages' tables")
@@ -617,15 +580,15 @@ def main() -> int:
     start_forks()
     end = monotonic() + 60 * args.minutes
     machine = machine_of_child("cpu" if args.rehearse else "cuda") | {"rehearsal": args.rehearse}
-    machine["commit"] = args.commit or machine["commit"]
     content = read_harvest(args.out) if args.out.exists() else {"entries": {}, "left_out": {}}
     if args.out.exists() and identity(content["machine"]) != identity(machine):
-        parser.error(f"{args.out} was measured with another GPU, other versions or other code: give another --out")
+        parser.error(f"{args.out} was measured with another GPU or other versions: give another --out")
     with tempfile.TemporaryDirectory(prefix="harvest-") as scratch:
         job = prepare(machine, Path(scratch))
         chosen = [entry for entry in entries_of(job) if any(text in entry.name for text in args.only)]
         content = {"machine": machine} | content | {"machine": machine}
-        status = run_all(chosen, content, args.out, end, count_together(machine["hardware"].get("gpu_memory", 0)))
+        together = count_together(machine["hardware"].get("gpu_memory", 0))
+        status = run_all(chosen, content, args.out, end, together, args.again)
     if not args.rehearse:
         for name in ("machine", "checks", "memory", "speeds"):
             print("", *tables(content)[name], sep="\n")

@@ -111,7 +111,10 @@ def test_the_commit_of_a_clone_shows_changed_files(tmp_path, monkeypatch):
         return environment.code_commit()
 
     monkeypatch.setattr(environment, "CLONE", tmp_path)
+    monkeypatch.delenv("FABRIC_LADDER_COMMIT", raising=False)
     assert code_commit() is None
+    monkeypatch.setenv("FABRIC_LADDER_COMMIT", "1a2b3c4")
+    assert code_commit() == "1a2b3c4"
     git("init")
     (tmp_path / "a.py").write_text("1\n")
     git("add", ".")

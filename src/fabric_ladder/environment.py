@@ -27,9 +27,12 @@ def describe_versions(*more: str) -> dict[str, str]:
 
 @cache
 def code_commit() -> str | None:
-    """Return the commit of this clone of the project, or None outside a clone. Changed files add `-dirty`."""
+    """Return the commit of this clone of the project; changed files add `-dirty`.
+
+    Outside a clone it is what the environment variable FABRIC_LADDER_COMMIT says, or None.
+    """
     if not (CLONE / ".git").exists():  # an installed package may be in a repository of the user's
-        return None
+        return os.environ.get("FABRIC_LADDER_COMMIT")
     git = ["git", "-C", str(CLONE)]
     changed = ["status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"]
     try:

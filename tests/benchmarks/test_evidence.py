@@ -13,6 +13,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import common
 import evidence
 import evidence_tables
+import forks
 
 from fabric_ladder.errors import UserError
 from fabric_ladder.planning.candidates import accuracy_costs
@@ -30,8 +31,10 @@ def small_set(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_missing_runs_are_made_and_stored_without_folders_of_this_machine(small_set, capfd):
+def test_missing_runs_are_made_and_stored_without_folders_of_this_machine(small_set, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(common, "run_child", forks.run_forked)
     evidence.make(FIRST)
+    assert not list((tmp_path / "work").rglob("*.json"))  # the folder of the run in progress is gone
     assert "small: 2_grad_accum, learning rate 0.001, seed 123" in capfd.readouterr().out
     kept = small_set / "0.001" / "123"
     assert sorted(path.name for path in kept.iterdir()) == ["log.txt", "metrics.csv", "run.json"]

@@ -14,6 +14,7 @@ from fabric_ladder.planning.gpus import find_gpu
 
 sys.path.append(str(ROOT / "benchmarks"))
 import common
+import forks
 import harvest
 from harvest import add_rates, command_entry, peak_flops, run_all
 
@@ -21,12 +22,13 @@ MACHINE = {
     "hardware": {"device": "cuda", "gpu": "NVIDIA H100", "processor": "CPU"}, "gpus": 1, "rehearsal": False,
     "versions": {"torch": "2.13.0", "transformers": "5.23.0"}, "commit": "abcdef0", "date": "2026-11-22T12:00:00+0000",
 }  # fmt: skip
+MADE = {key: MACHINE[key] for key in ("date", "commit")}
 
 
 @pytest.fixture
 def entry(tmp_path, monkeypatch):
     """Make an entry that forks a script of a few lines; its last argument is the file for the figures."""
-    monkeypatch.setattr(common, "run_child", harvest.run_forked)
+    monkeypatch.setattr(common, "run_child", forks.run_forked)
 
     def make(name, code="import json, sys; json.dump({'value': 1}, open(sys.argv[-1], 'w'))", seconds=1, alone=True):
         path = tmp_path / f"{name}.py"
@@ -62,7 +64,7 @@ def test_earlier_figures_stay_and_each_entry_is_stored_before_the_next(entry, ru
 
 
 def test_no_preloaded_package_starts_cuda():
-    modules = ["harvest" if name == "__main__" else name for name in harvest.PRELOADED]
+    modules = ["harvest" if name == "__main__" else name for name in forks.PRELOADED]
     code = f"import sys, {', '.join(modules)}; sys.exit('bitsandbytes' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks").returncode == 0
 
@@ -114,6 +116,19 @@ def test_a_failed_entry_does_not_end_the_others(entry, run):
     assert "out of memory" in records["memory"]["failed"]
     assert "figures" in records["last"]
     assert content["left_out"] == {"refused": "--packing true is refused"}
+
+
+def test_figures_of_older_code_are_measured_again_on_request_and_kept_until_then(entry, run):
+    earlier = {name: {"figures": {"value": 7}, "commit": commit} for name, commit in
+               (("old", "0fedcba"), ("new", MACHINE["commit"]), ("late", "0fedcba"))}  # fmt: skip
+    entries = [entry("old"), entry("new"), entry("late", seconds=1000)]
+    _, content = run(entries, earlier, again=True, end=monotonic() + 60)
+    records = content["entries"]
+    assert {name: record["figures"]["value"] for name, record in records.items()} == {"old": 1, "new": 7, "late": 7}
+    assert [record["commit"] for record in records.values()] == [MACHINE["commit"], MACHINE["commit"], "0fedcba"]
+    assert content["left_out"] == {}
+    _, content = run(entries, {"old": earlier["old"]})
+    assert content["entries"]["old"] == earlier["old"]
 
 
 def test_results_of_changed_code_are_not_stored_in_the_repository(monkeypatch, tmp_path):
@@ -184,11 +199,16 @@ def test_figures_fill_the_pages():
         "memory: bloom-560m, 2_grad_accum": {key: run[key] for key in ("predicted_peak_bytes", "peak_memory_bytes")},
         "calibration": {"measured": {"context": 5e8, "workspace": 6e7, "fragmentation": 0.05}},
     }
-    records = {name: {"figures": each} for name, each in figures.items()} | {"loss": {"failed": "no memory"}}
+    records = {name: MADE | {"figures": each} for name, each in figures.items()}
+    records |= {
+        "loss": MADE | {"failed": "no memory"},
+        "5_low_precision": records["5_low_precision"] | {"commit": "0fedcba"},
+    }
     left_out = {"9_ddp": "one GPU", "profile": harvest.STOPPED, "embeddings": "needs about 20 s, and 3 s were left"}
     blocks = harvest.tables({"machine": MACHINE, "entries": records, "left_out": left_out})
     assert blocks["status"] == [
-        "1 x **NVIDIA H100**, 2026-11-22, torch 2.13.0, transformers 5.23.0, commit abcdef0. "
+        "1 x **NVIDIA H100**, torch 2.13.0, transformers 5.23.0. "
+        "Entries: commit 0fedcba (2026-11-22, 1), commit abcdef0 (2026-11-22, 6). "
         "Not measured: 9_ddp (one GPU); loss (failed); 2 of 9 entries, for lack of time."
     ]
     speed = "| 5_low_precision | bf16-true | 50.0 | 60.0 | 15,000 | 31.0% | 10.00 | 10.10 | +1.0% |"
