@@ -1,7 +1,7 @@
 """Measure on a GPU everything that docs/gpu.md shows, in pieces of as many minutes as you have.
 
     python benchmarks/harvest.py --minutes 8 [--out FILE]     measures what the file lacks; run it again to continue
-    python benchmarks/harvest.py --again --only "memory: "    measures again what older code measured
+    python benchmarks/harvest.py --again --only "memory: *"   measures again what older code measured
     python benchmarks/harvest.py --rehearse --out FILE        runs everything on the CPU with tiny sizes
     python benchmarks/harvest.py --fill [FILE]                fills the tables of docs/gpu.md and the README
 
@@ -28,6 +28,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
 from functools import partial
 from importlib.util import find_spec
 from itertools import groupby
@@ -556,7 +557,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="default: as many as it takes")
     parser.add_argument("--out", type=Path, default=OUT, help="default: %(default)s")
-    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="entries whose name contains a TEXT")
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="entries whose name matches")
     parser.add_argument("--again", action="store_true", help="measure what another commit measured, too")
     parser.add_argument("--synthetic", action="store_true", help="measure on synthetic reviews, which are shorter")
     parser.add_argument("--rehearse", action="store_true", help="run on the CPU with tiny sizes")
@@ -585,7 +586,7 @@ def main() -> int:
         parser.error(f"{args.out} was measured with another GPU or other versions: give another --out")
     with tempfile.TemporaryDirectory(prefix="harvest-") as scratch:
         job = prepare(machine, Path(scratch))
-        chosen = [entry for entry in entries_of(job) if any(text in entry.name for text in args.only)]
+        chosen = [entry for entry in entries_of(job) if any(fnmatchcase(entry.name, pattern) for pattern in args.only)]
         content = {"machine": machine} | content | {"machine": machine}
         together = count_together(machine["hardware"].get("gpu_memory", 0))
         status = run_all(chosen, content, args.out, end, together, args.again)
