@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 import common  # first import: it makes the project importable
 from common import MINILM, model_options
+from filelock import FileLock
 from forks import start_forks
 
 from fabric_ladder.environment import write_whole
@@ -68,7 +69,6 @@ SETS = {
     "imdb_2000_32_bit": Set([*IMDB_2000, "--precision", "32-true"], "6,25,26", seeds=5),
     "imdb": Set([*MINILM, *WHOLE], "1,2,4,15,16"),
     "imdb_256": Set([*MINILM, *WHOLE, "--max_length", "256"], "2,4,15,16"),
-    "imdb_512": Set([*MINILM, *WHOLE, "--max_length", "512"], "15"),
     "cifar10": Set(["--config", "configs/cifar10_vit_small.yaml", "--threads", "1"], "2,4,16", minilm=False),
 }
 
@@ -181,10 +181,16 @@ def make(wanted: Wanted) -> None:
     """
     settings = resolved(wanted)
     name = f"{wanted.set}: {wanted.rung.stem}, learning rate {settings.learning_rate:g}, seed {wanted.seed}"
-    if wanted.seed in kept(wanted.set, wanted.rung.stem).get(settings.learning_rate, {}):
-        return
-    print(name, flush=True)
     home = WORK / wanted.set / wanted.rung.stem / f"{settings.learning_rate:g}-{wanted.seed}"
+    home.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{home}.lock"):  # another command may make the same run
+        if wanted.seed not in kept(wanted.set, wanted.rung.stem).get(settings.learning_rate, {}):
+            print(name, flush=True)
+            train(wanted, settings, home, name)
+
+
+def train(wanted: Wanted, settings: Settings, home: Path, name: str) -> None:
+    """Make a run in the folder `home`, and store it; raises the errors of `make`."""
     resumable = ["--save_every", "500", "--keep", "1", "--resume", "auto"]
     command = [str(wanted.rung), *wanted.options, "--runs_dir", str(home), *resumable]
     try:

@@ -49,10 +49,9 @@ def rows_of(set: str) -> dict[str, dict[float, Row]]:
 
 
 def best_row(set: str, rung: str) -> Row | None:
-    """Return the row of the rate that the search chose, or None if it is unfinished or has a single seed."""
+    """Return the row of the rate that the search chose, or None if it is unfinished."""
     rate = evidence.best_rate(evidence.tried(set, rung))
-    row = rows_of(set)[rung][rate] if rate is not None else None
-    return row if row and len(row.runs) > 1 else None
+    return rows_of(set)[rung][rate] if rate is not None else None
 
 
 def mean(row: Row | None, figure: str, digits: int = 1) -> str:
@@ -67,6 +66,16 @@ def mean(row: Row | None, figure: str, digits: int = 1) -> str:
 def each(row: Row) -> str:
     """Return the test accuracy of each seed."""
     return ", ".join(f"{value:.1f}" for value in row.values("test_accuracy"))
+
+
+def device(row: Row) -> str:
+    """Return the device of a row's runs.
+
+    Raises:
+        ValueError: The seeds ran on different devices.
+    """
+    (name,) = {run.hardware.get("gpu", "CPU").removeprefix("NVIDIA ") for run in row.runs}
+    return name
 
 
 def interval(row: Row) -> str:
@@ -103,24 +112,27 @@ def accuracies() -> list[str]:
         for row, remark in ((own(set).get(rung), ""), (best_row(set, rung), ", found")):
             if row and (not remark or row is not own(set).get(rung)):
                 rate = f"{row.first.settings['learning_rate']:g}{remark}"
-                rows.append([name, rate, mean(row, "test_accuracy"), interval(row), each(row)])
-    header = ["rung", "learning rate", "test accuracy, %", "95 % of the test's draw", "each seed"]
+                rows.append([name, rate, mean(row, "test_accuracy"), interval(row), each(row), device(row)])
+    header = ["rung", "learning rate", "test accuracy, %", "95 % of the test's draw", "each seed", "on"]
     return common.markdown_table(header, rows)
 
 
 def whole() -> list[str]:
     """Return the table of all of IMDb, with the classical baseline."""
+    found = [row for set in ("imdb", "imdb_256") for row in own(set).values()]
     rows = [
-        [rung, mean(row, "validation_accuracy", 2), mean(row, "test_accuracy", 2), interval(row)]
-        for rung, row in own("imdb").items()
-    ]
+        [row.first.name, str(row.first.settings["max_length"]), mean(row, "validation_accuracy", 2),
+         mean(row, "test_accuracy", 2), interval(row), device(row)]
+        for row in found
+    ]  # fmt: skip
     if words := common.read_results(common.RESULTS / "bag_of_words.json").get("imdb"):
-        (tested,) = {row.first.test_samples for row in own("imdb").values()}
+        (tested,) = {row.first.test_samples for row in found}
         for name in ("counts", "tf-idf"):
             low, high = (100 * share for share in wilson_interval(words[name], tested))
-            regression = f"logistic regression on {name.replace('counts', 'word counts')}, whole reviews"
-            rows.append([regression, NONE, f"{100 * words[name]:.2f}", f"{low:.1f} to {high:.1f}"])
-    return common.markdown_table(["rung", "validation, %", "test, %", "95 % of the test's draw"], rows)
+            regression = f"logistic regression on {name.replace('counts', 'word counts')}"
+            rows.append([regression, "all", NONE, f"{100 * words[name]:.2f}", f"{low:.1f} to {high:.1f}", "CPU"])
+    header = ["rung", "tokens", "validation, %", "test, %", "95 % of the test's draw", "on"]
+    return common.markdown_table(header, rows)
 
 
 def blog() -> list[str]:
