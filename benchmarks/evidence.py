@@ -249,6 +249,8 @@ def main() -> int:
     parser.add_argument("--learning_rate", type=float, help="of `run`; default: each rung's own")
     parser.add_argument("--together", type=int, default=1, help="runs at once; default: %(default)s")
     args = parser.parse_args()
+    if args.learning_rate and args.what != "run":
+        parser.error(f"--learning_rate has no effect on {args.what}")
     common.check_storable(RUNS)
     start_forks()
     named = args.rungs or SETS[args.set].rungs

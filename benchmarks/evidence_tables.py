@@ -74,8 +74,10 @@ def device(row: Row) -> str:
     Raises:
         ValueError: The seeds ran on different devices.
     """
-    (name,) = {run.hardware.get("gpu", "CPU").removeprefix("NVIDIA ") for run in row.runs}
-    return name
+    names = {run.hardware.get("gpu", "CPU").removeprefix("NVIDIA ") for run in row.runs}
+    if len(names) > 1:
+        raise ValueError(f"{row.first.source} has seeds of several devices: {', '.join(sorted(names))}")
+    return names.pop()
 
 
 def interval(row: Row) -> str:

@@ -5,6 +5,8 @@ import math
 import re
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from support.helpers import ROOT, SMALL, SRC, settings_for
@@ -33,9 +35,10 @@ def small_set(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_missing_runs_are_made_and_stored_without_folders_of_this_machine(small_set, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(common, "run_child", forks.run_forked)
-    evidence.make(FIRST)
+    with ThreadPoolExecutor(2) as pool:  # the same run twice at the same time
+        list(pool.map(evidence.make, [FIRST, FIRST]))
+    assert capfd.readouterr().out.count("small: 2_grad_accum, learning rate 0.001, seed 123") == 1
     assert not list((tmp_path / "work").rglob("*.json"))  # the folder of the run in progress is gone
-    assert "small: 2_grad_accum, learning rate 0.001, seed 123" in capfd.readouterr().out
     kept = small_set / "0.001" / "123"
     assert sorted(path.name for path in kept.iterdir()) == ["log.txt", "metrics.csv", "run.json"]
     (record,) = evidence.kept("small", "2_grad_accum")[0.001].values()
@@ -84,6 +87,15 @@ def test_the_tables_of_the_documents_agree_with_the_runs(monkeypatch, capsys):
     changed = text.replace(table, table.replace("2_grad_accum", "3_grad_accum"))
     assert changed != text
     assert evidence_tables.filled(page, changed) == text
+
+
+def test_the_seeds_of_a_row_have_one_device():
+    stored = evidence_tables.rows_of("imdb_2000")["2_grad_accum"][5e-5]
+    assert evidence_tables.device(stored) == "H200"
+    on_cpu = replace(stored.first, hardware={"device": "cpu", "processor": "CPU"})
+    assert evidence_tables.device(replace(stored, runs=[on_cpu])) == "CPU"
+    with pytest.raises(ValueError, match="has seeds of several devices: CPU, H200"):
+        evidence_tables.device(replace(stored, runs=[stored.first, on_cpu]))
 
 
 def test_best_needs_a_finished_search(small_set, monkeypatch, capsys):
