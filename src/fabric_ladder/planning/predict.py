@@ -182,7 +182,7 @@ def _answer(
                 break
     found = {name: getattr(peak, name) for name in (*ON_DEVICE, "host", "phase", "total")}
     found |= {"micro_batch_tokens": tokens} if len(cuts) > 1 else {}
-    return found | ({"needed": overhead.needed(peak)} if overhead else {})
+    return found | ({"needed": overhead.needed(peak), "workspace": overhead.expected.workspace} if overhead else {})
 
 
 if __name__ == "__main__":

@@ -36,9 +36,9 @@ class Prediction:
     """The predicted peak of a run.
 
     Args:
-        found: Bytes on each GPU: `total`, its parts (see `KINDS`) and `needed`, which adds CUDA's own memory; bytes of
-            the CPU memory in `host`. With `micro_batch_tokens` `auto` also the number that fits. If the prediction
-            failed, only `problem`.
+        found: Bytes on each GPU: `total`, its parts (see `KINDS`), `needed`, which adds CUDA's own memory, and
+            `workspace`, the part of that which PyTorch's peak includes; bytes of the CPU memory in `host`. With
+            `micro_batch_tokens` `auto` also the number that fits. If the prediction failed, only `problem`.
     """
 
     def __init__(self, found: dict):
@@ -74,7 +74,9 @@ class Prediction:
         text = f"Memory predicted: {self.found['total'] / 1e9:.2f} GB"
         gap = measured - self.found["total"]
         if on_gpu:
-            return f"{text}, measured {gap / 1e9:+.2f} GB ({gap / measured:+.1%})"
+            workspace = self.found["workspace"]
+            gap -= workspace
+            return f"{text} and {workspace / 1e9:.2f} for cuBLAS, measured {gap / 1e9:+.2f} GB ({gap / measured:+.1%})"
         return f"{text} of tensors, the process {gap / 1e9:+.2f} GB: libraries, data, working memory"
 
 
