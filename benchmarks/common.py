@@ -42,11 +42,12 @@ GPU_FIGURES = ("compile_seconds", "predicted_peak_bytes", "peak_reserved_bytes")
 
 
 class ChildError(RuntimeError):
-    """A measured process failed; the message ends with its last line on stderr."""
+    """A measured process failed; the message ends with its last line on stderr, `stderr` has all."""
 
-    def __init__(self, message: str, status: int):
+    def __init__(self, message: str, status: int, stderr: str):
         super().__init__(message)
         self.status = status
+        self.stderr = stderr
 
 
 # Data
@@ -229,7 +230,7 @@ def check_status(command: list[str], status: int, stderr: str) -> None:
     """Raise a ChildError if a process failed."""
     if status:
         last = (stderr.strip().splitlines() or ["no message"])[-1]
-        raise ChildError(f"{Path(command[0]).name} ended with status {status}: {last}", status)
+        raise ChildError(f"{Path(command[0]).name} ended with status {status}: {last}", status, stderr)
 
 
 # Results

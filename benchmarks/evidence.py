@@ -22,22 +22,20 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import NamedTuple
 
 import common  # first import: it makes the project importable
+import torch
 from common import MINILM, model_options
 from filelock import FileLock
-from forks import start_forks
+from forks import run_together, start_forks
 
-from fabric_ladder.environment import write_whole
+from fabric_ladder.environment import describe_hardware, write_whole
 from fabric_ladder.errors import UserError
 from fabric_ladder.rungs import RUNGS, check_rung, choose_rungs
-from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.advice import show_errors
 
 RUNS = common.RESULTS / "runs"
@@ -45,7 +43,7 @@ WORK = common.ROOT / "runs" / "evidence"  # runs in progress
 SEED, STEP, LIMIT = 123, 4, 6  # first seed, ratio of learning rates, most rates of a search
 FILES = ("metrics.csv", "log.txt", "run.json")  # run.json is written last: a run with it is complete
 DIVERGED = "diverged.txt"  # replaces them if the loss was not finite
-CHECKING = Lock()  # a check changes sys.argv and sys.stdout
+HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Set(NamedTuple):
@@ -61,7 +59,8 @@ IMDB_2000 = [*MINILM, "--log_every", "96"]
 WHOLE = "--train_samples 35000 --validation_samples 5000 --test_samples 10000 --log_every 1600".split()
 SETS = {
     "quickstart": Set([], minilm=False),
-    "imdb_2000": Set(IMDB_2000, "1,2,4,5,6,7,13,14,15,16,17,18,22,25,26", seeds=5),
+    "imdb_2000": Set(IMDB_2000, "1,2,4,5,6,13,14,15,16,17,18,25,26", seeds=5),
+    "imdb_2000_cpu": Set(IMDB_2000, "6,13,17,18", seeds=5),  # another device
     "imdb_2000_one_by_one": Set([*IMDB_2000, "--micro_batch_size", "1"], "5,16", seeds=5),
     "imdb_2000_halved": Set([*IMDB_2000, "--train_samples", "1000"], "5,16", seeds=5),
     "imdb_2000_all_linear": Set([*IMDB_2000, "--lora_targets", "all-linear"], "13", seeds=5),
@@ -137,17 +136,22 @@ def next_rate(found: dict[float, float], own: float) -> float | None:
     return best / STEP if best == min(found) else best * STEP
 
 
-def resolved(wanted: Wanted) -> Settings:
-    """Return the settings of a run as its rung resolves them here.
+def own_rate(set: str, rung: Path) -> float:
+    """Return a rung's own learning rate in a set.
 
     Raises:
         UserError: It cannot run here.
     """
-    with CHECKING, redirect_stdout(io.StringIO()):  # the check prints "can run here"
-        settings = check_rung(wanted.rung, wanted.options)
+    with redirect_stdout(io.StringIO()):  # the check prints "can run here"
+        settings = check_rung(rung, Wanted(set, rung, SEED).options)
     if isinstance(settings, str):
-        raise UserError(f"{wanted.rung.stem}: {settings}")
-    return settings
+        raise UserError(f"{rung.stem}: {settings}")
+    return settings.learning_rate
+
+
+def device(hardware: dict) -> str:
+    """Return the device in a record's hardware: the GPU's name, or CPU."""
+    return hardware.get("gpu", "CPU").removeprefix("NVIDIA ")
 
 
 def impersonal(text: str, settings: dict) -> str:
@@ -161,58 +165,66 @@ def impersonal(text: str, settings: dict) -> str:
     return common.impersonal(text).replace(str(Path.home()), "~")
 
 
-def keep(folder: Path, wanted: Wanted) -> Path:
-    """Store a finished run's files in its set; return the folder."""
+def keep(folder: Path, target: Path) -> None:
+    """Store a finished run's files in another folder, without the folders of this machine."""
     settings = json.loads((folder / "run.json").read_text(encoding="utf-8"))["settings"]
     texts = {name: impersonal((folder / name).read_text(encoding="utf-8"), settings) for name in FILES}
-    target = folder_of(wanted.set, wanted.rung.stem, settings["learning_rate"], settings["seed"])
     target.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         write_whole(target / name, text)
-    return target
 
 
-def make(wanted: Wanted) -> None:
+def make(wanted: Wanted, own: float) -> None:
     """Make and store a run, unless it is stored.
+
+    Args:
+        wanted: The run.
+        own: The rung's own learning rate.
 
     Raises:
         DivergedError: The loss was not finite. This is stored, too.
         UserError: It cannot run here, or failed.
     """
-    settings = resolved(wanted)
-    name = f"{wanted.set}: {wanted.rung.stem}, learning rate {settings.learning_rate:g}, seed {wanted.seed}"
-    home = WORK / wanted.set / wanted.rung.stem / f"{settings.learning_rate:g}-{wanted.seed}"
+    rate = own if wanted.rate is None else wanted.rate
+    name = f"{wanted.set}: {wanted.rung.stem}, learning rate {rate:g}, seed {wanted.seed}"
+    home = WORK / wanted.set / wanted.rung.stem / f"{rate:g}-{wanted.seed}"
     home.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{home}.lock"):  # another command may make the same run
-        if wanted.seed not in kept(wanted.set, wanted.rung.stem).get(settings.learning_rate, {}):
-            print(name, flush=True)
-            train(wanted, settings, home, name)
+        stored = kept(wanted.set, wanted.rung.stem).get(rate, {})
+        if wanted.seed in stored:
+            return
+        others = {device(record["hardware"]) for record in stored.values()} - {device(describe_hardware(HERE))}
+        if others:
+            raise UserError(f"{name}: the other seeds ran on {others.pop()}; remove them, or run this one there too")
+        print(name, flush=True)
+        train(wanted, home, name, folder_of(wanted.set, wanted.rung.stem, rate, wanted.seed))
 
 
-def train(wanted: Wanted, settings: Settings, home: Path, name: str) -> None:
-    """Make a run in the folder `home`, and store it; raises the errors of `make`."""
+def train(wanted: Wanted, home: Path, name: str, target: Path) -> None:
+    """Make a run in the folder `home` and store it in `target`; raises the errors of `make`."""
     resumable = ["--save_every", "500", "--keep", "1", "--resume", "auto"]
     command = [str(wanted.rung), *wanted.options, "--runs_dir", str(home), *resumable]
     try:
         common.run_child(command)
     except common.ChildError as error:
-        if "try a lower --learning_rate" not in str(error):
+        reason = next((line for line in error.stderr.splitlines() if "try a lower --learning_rate" in line), "")
+        if not reason:
+            print(error.stderr, end="", file=sys.stderr, flush=True)
             raise UserError(f"{name}: {error}") from error
-        target = folder_of(wanted.set, wanted.rung.stem, settings.learning_rate, wanted.seed)
         target.mkdir(parents=True, exist_ok=True)
-        write_whole(target / DIVERGED, str(error).partition(": ")[2] + "\n")
-        raise DivergedError(f"{name}: {error}") from error
+        write_whole(target / DIVERGED, reason + "\n")
+        raise DivergedError(f"{name}: {reason}") from error
     made = max((home / wanted.rung.stem).glob("*/run.json"), key=lambda path: path.stat().st_mtime)
-    print(f"kept {keep(made.parent, wanted).relative_to(RUNS)}", flush=True)
+    keep(made.parent, target)
+    print(f"kept {target.relative_to(RUNS)}", flush=True)
     shutil.rmtree(home)
 
 
-def search(set: str, rung: Path) -> None:
+def search(set: str, rung: Path, own: float) -> None:
     """Try learning rates with the first seed until the search is done."""
-    own = resolved(Wanted(set, rung, SEED)).learning_rate
     while (rate := next_rate(tried(set, rung.stem), own)) is not None:
         with suppress(DivergedError):  # the search goes on
-            make(Wanted(set, rung, SEED, None if rate == own else rate))
+            make(Wanted(set, rung, SEED, None if rate == own else rate), own)
     print(f"{set}: {rung.stem}: best learning rate {best_rate(tried(set, rung.stem)):g}")
 
 
@@ -227,16 +239,17 @@ def best_of(set: str, rung: Path) -> float:
     return rate
 
 
-def tasks(what: str, set: str, rung: Path, seeds: int, rate: float | None) -> list[Callable[[], None]]:
-    """Return what a command has to do for a rung, as tasks that can run beside each other.
+def tasks(what: str, set: str, rung: Path, seeds: int) -> list[Callable[[], None]]:
+    """Return what a command has to do for a rung, as tasks that can run at the same time.
 
     Raises:
-        UserError: There is no best learning rate yet.
+        UserError: The rung cannot run here, or there is no best learning rate yet.
     """
+    own = own_rate(set, rung)
     if what == "search":
-        return [partial(search, set, rung)]
-    rate = best_of(set, rung) if what == "best" else rate
-    return [partial(make, Wanted(set, rung, seed, rate)) for seed in range(SEED, SEED + seeds)]
+        return [partial(search, set, rung, own)]
+    rate = best_of(set, rung) if what == "best" else None
+    return [partial(make, Wanted(set, rung, seed, rate), own) for seed in range(SEED, SEED + seeds)]
 
 
 def main() -> int:
@@ -246,11 +259,14 @@ def main() -> int:
     parser.add_argument("set", choices=SETS)
     parser.add_argument("--rungs", metavar="1,2,…", help="numbers or names; default: those of the set")
     parser.add_argument("--seeds", type=int, help="how many from 123 on; default: as many as the set has")
-    parser.add_argument("--learning_rate", type=float, help="of `run`; default: each rung's own")
-    parser.add_argument("--together", type=int, default=1, help="runs at once; default: %(default)s")
+    parser.add_argument(
+        "--together", type=int, default=1, help="runs (searches) at the same time; default: %(default)s"
+    )
     args = parser.parse_args()
-    if args.learning_rate and args.what != "run":
-        parser.error(f"--learning_rate has no effect on {args.what}")
+    if args.together < 1:
+        parser.error(f"--together {args.together}: must be positive")
+    if args.seeds and args.what == "search":
+        parser.error("--seeds has no effect on search, which tries the first seed")
     common.check_storable(RUNS)
     start_forks()
     named = args.rungs or SETS[args.set].rungs
@@ -266,9 +282,8 @@ def main() -> int:
             failures.append(error)
 
     for rung in rungs:
-        attempt(lambda rung=rung: found.extend(tasks(args.what, args.set, rung, seeds, args.learning_rate)))
-    with ThreadPoolExecutor(args.together) as pool:
-        list(pool.map(attempt, found))
+        attempt(lambda rung=rung: found.extend(tasks(args.what, args.set, rung, seeds)))
+    run_together(attempt, found, args.together)
     return int(bool(failures) and bool(named))  # some rungs cannot run on every machine
 
 

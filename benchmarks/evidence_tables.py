@@ -24,7 +24,9 @@ from fabric_ladder.comparing.charts import STYLE
 from fabric_ladder.comparing.logs import LoggedRun
 from fabric_ladder.comparing.matching import Row, wilson_interval
 from fabric_ladder.comparing.sources import FIGURES, read_sources
+from fabric_ladder.errors import UserError
 from fabric_ladder.rungs import RUNGS, parent
+from fabric_ladder.techniques.advice import show_errors
 
 PICTURE = common.ROOT / "docs" / "pictures" / "ladder.png"
 NONE = "–"
@@ -54,6 +56,12 @@ def best_row(set: str, rung: str) -> Row | None:
     return rows_of(set)[rung][rate] if rate is not None else None
 
 
+def most_seeds(row: Row) -> Row:
+    """Return a row of imdb_2000, or that of the same rung and rate on a CPU if it has more seeds."""
+    on_cpu = rows_of("imdb_2000_cpu").get(row.first.name, {}).get(row.first.settings["learning_rate"], row)
+    return max(row, on_cpu, key=lambda each: len(each.runs))
+
+
 def mean(row: Row | None, figure: str, digits: int = 1) -> str:
     """Return a mean over the seeds, with the sample standard deviation where there are several."""
     value = row.mean(figure) if row else None
@@ -72,11 +80,11 @@ def device(row: Row) -> str:
     """Return the device of a row's runs.
 
     Raises:
-        ValueError: The seeds ran on different devices.
+        UserError: The seeds ran on different devices.
     """
-    names = {run.hardware.get("gpu", "CPU").removeprefix("NVIDIA ") for run in row.runs}
+    names = {evidence.device(run.hardware) for run in row.runs}
     if len(names) > 1:
-        raise ValueError(f"{row.first.source} has seeds of several devices: {', '.join(sorted(names))}")
+        raise UserError(f"{row.first.source} has seeds of several devices: {', '.join(sorted(names))}")
     return names.pop()
 
 
@@ -190,8 +198,8 @@ def ladder() -> list[str]:
     for rung in RUNGS:
         memory, said = predicted(rung.stem)
         below = parent(rung)
-        taught, best = own("imdb_2000").get(rung.stem), best_row("imdb_2000", rung.stem)
-        accuracy = [mean(taught, "test_accuracy"), mean(best, "test_accuracy")]
+        found = [own("imdb_2000").get(rung.stem), best_row("imdb_2000", rung.stem)]
+        accuracy = [mean(row and most_seeds(row), "test_accuracy") for row in found]
         to_parent = f"{change(memory, under(rung.stem, below.stem))} ({below.stem.split('_')[0]})" if below else NONE
         rows.append([rung.stem, f"{memory:.2f}{said}", to_parent, change(memory, first), *accuracy])
     header = ["rung", "GPU, GB", "change to its parent", "to rung 1", "test, %", "at its best rate, %"]
@@ -301,4 +309,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    show_errors()
     sys.exit(main())

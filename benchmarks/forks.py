@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock, Thread
 
 import common
 
@@ -18,6 +20,8 @@ import common
 PRELOADED = ["__main__", "accelerate", "datasets", "lightning", "torchmetrics", "transformers"]
 FORKS = multiprocessing.get_context("forkserver")
 POLLING = Lock()  # a start asks for the status of all children, which only one thread can read
+RUNNING: set[int] = set()  # processes
+INTERRUPTED = Event()
 
 
 def start_forks() -> None:
@@ -27,6 +31,19 @@ def start_forks() -> None:
     common.run_child = run_forked
 
 
+def run_together(run: Callable, tasks: Iterable, together: int) -> None:
+    """Call `run` with each task, `together` at a time. An interrupt ends the children and drops the waiting tasks."""
+    with ThreadPoolExecutor(together) as pool:
+        try:
+            list(pool.map(run, tasks))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            INTERRUPTED.set()
+            for child in list(RUNNING):
+                _kill(child)
+            raise
+
+
 def run_forked(command: list[str], threads: int | None = None, limit: float | None = None) -> str:
     """Run a script like `common.run_child`, in a fork of a process that has imported the libraries."""
     with tempfile.TemporaryDirectory() as folder:
@@ -34,13 +51,17 @@ def run_forked(command: list[str], threads: int | None = None, limit: float | No
         process = FORKS.Process(target=_run_script, args=(command, outputs))
         with POLLING:
             process.start()
-        wait([process.sentinel], limit)
-        with POLLING:
-            late = process.is_alive()
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with its children
-            process.kill()
-            process.join()
+        RUNNING.add(process.pid)
+        try:
+            if INTERRUPTED.is_set():  # it started too late to be in RUNNING
+                _kill(process.pid)
+            wait([process.sentinel], limit)
+        finally:
+            RUNNING.discard(process.pid)
+            with POLLING:
+                late = process.is_alive()
+                _kill(process.pid)
+                process.join()
         stdout, stderr = (Path(path).read_text(errors="replace") if Path(path).exists() else "" for path in outputs)
     if late:
         raise subprocess.TimeoutExpired(command, limit)
@@ -48,8 +69,21 @@ def run_forked(command: list[str], threads: int | None = None, limit: float | No
     return stdout
 
 
+def _kill(child: int) -> None:
+    for kill in (os.killpg, os.kill):  # with its children; it has no group immediately after its start
+        with suppress(ProcessLookupError):
+            kill(child, signal.SIGKILL)
+
+
+def _end_with_command() -> None:
+    """Kill this process and its children when the command that started it ends."""
+    multiprocessing.parent_process().join()
+    os.killpg(0, signal.SIGKILL)
+
+
 def _run_script(command: list[str], outputs: list[str]) -> None:
     os.setsid()
+    Thread(target=_end_with_command, daemon=True).start()
     os.chdir(common.ROOT)
     for number, path in enumerate(outputs, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)

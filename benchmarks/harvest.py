@@ -27,7 +27,6 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from functools import partial
 from importlib.util import find_spec
@@ -42,7 +41,7 @@ import memory_ladder
 import numpy as np
 import torch
 from common import BASE, MODELS, ROOT, markdown_table, peer_command, rung_command
-from forks import start_forks
+from forks import run_together, start_forks
 from torch.profiler import ProfilerActivity, profile
 
 import fabric_ladder
@@ -373,7 +372,7 @@ def run_all(
     records, left_out = content["entries"], content["left_out"]
     failed_before = {name for name, record in records.items() if "failed" in record}
     commit = content["machine"]["commit"]
-    old = {name for name, record in records.items() if again and record["commit"] != commit}
+    old = {name for name, record in records.items() if again and "figures" in record and record["commit"] != commit}
     missing = [entry for entry in entries if entry.name not in records or entry.name in failed_before | old]
     missing.sort(key=lambda entry: entry.name in failed_before)
     lock = Lock()
@@ -382,15 +381,16 @@ def run_all(
         record, reason = measure(entry, end)
         with lock:
             left_out.pop(entry.name, None)
-            if not reason:
-                records[entry.name] = record | {"commit": commit}
-            elif entry.name not in records:
+            if entry.name in old and "figures" not in record:
+                print(f"kept as it was: {entry.name}: {reason or record['failed']}", file=sys.stderr)
+            elif reason:
                 left_out[entry.name] = reason
+            else:
+                records[entry.name] = record | {"commit": commit}
             write_whole(out, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
     for alone, group in groupby(missing, key=lambda entry: entry.alone):
-        with ThreadPoolExecutor(1 if alone else together) as pool:
-            list(pool.map(store, group))
+        run_together(store, group, 1 if alone else together)
     write_whole(out, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     problems = [name for name, record in records.items()
                 if "failed" in record or not record["figures"].get("passed", True)]  # fmt: skip
@@ -435,7 +435,9 @@ def read_harvest(path: Path) -> dict:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        identity(content["machine"]), content["entries"].items(), content["left_out"].items()
+        identity(content["machine"]), content["left_out"].items()
+        for record in content["entries"].values():
+            record.setdefault("commit", content["machine"]["commit"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is not a file of harvest.py ({type(error).__name__}: {error})") from error
     return content
@@ -468,9 +470,11 @@ def tables(content: dict) -> dict[str, list[str]]:
     late = [name for name, reason in left_out.items() if reason == STOPPED or reason.startswith("needs about ")]
     rest = [f"{name} ({reason})" for name, reason in left_out.items() if name not in late]
     rest += [f"{len(late)} of {len(records) + len(late)} entries, for lack of time"] if late else []
-    made = Counter((record["date"][:10], record["commit"]) for record in records.values())
-    commits = ", ".join(f"commit {commit} ({date}, {count})" for (date, commit), count in sorted(made.items()))
-    status = f"{machine['gpus']} x **{machine['hardware']['gpu']}**, {versions}. Entries: {commits}."
+    made = Counter((record["date"][:10], str(record["commit"])) for record in records.values())
+    commits = ", ".join(
+        f"{count} entries of commit {commit} ({date})" for (date, commit), count in sorted(made.items())
+    )
+    status = f"{machine['gpus']} x **{machine['hardware']['gpu']}**, {versions}: {commits}."
     status += f" Not measured: {'; '.join(rest)}." if rest else ""
     trained = {name: run for name, run in figures.items()
                if "late_samples_per_second" in run and not name.startswith("memory: ")}  # fmt: skip
@@ -587,6 +591,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="harvest-") as scratch:
         job = prepare(machine, Path(scratch))
         chosen = [entry for entry in entries_of(job) if any(fnmatchcase(entry.name, pattern) for pattern in args.only)]
+        if not chosen:
+            parser.error(f'no entry matches {" ".join(args.only)}; "memory: *" matches all peaks of memory')
         content = {"machine": machine} | content | {"machine": machine}
         together = count_together(machine["hardware"].get("gpu_memory", 0))
         status = run_all(chosen, content, args.out, end, together, args.again)

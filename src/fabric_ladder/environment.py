@@ -29,10 +29,11 @@ def describe_versions(*more: str) -> dict[str, str]:
 def code_commit() -> str | None:
     """Return the commit of this clone of the project; changed files add `-dirty`.
 
-    Outside a clone it is what the environment variable FABRIC_LADDER_COMMIT says, or None.
+    Outside a clone, or without git, it is what the environment variable FABRIC_LADDER_COMMIT says, or None.
     """
+    given = os.environ.get("FABRIC_LADDER_COMMIT")
     if not (CLONE / ".git").exists():  # an installed package may be in a repository of the user's
-        return os.environ.get("FABRIC_LADDER_COMMIT")
+        return given
     git = ["git", "-C", str(CLONE)]
     changed = ["status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"]
     try:
@@ -41,7 +42,7 @@ def code_commit() -> str | None:
             for words in (["rev-parse", "--short", "HEAD"], changed)
         )
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return given
     return f"{name}-dirty" if changes else name
 
 

@@ -36,7 +36,7 @@ def small_set(monkeypatch, tmp_path):
 def test_missing_runs_are_made_and_stored_without_folders_of_this_machine(small_set, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(common, "run_child", forks.run_forked)
     with ThreadPoolExecutor(2) as pool:  # the same run twice at the same time
-        list(pool.map(evidence.make, [FIRST, FIRST]))
+        list(pool.map(evidence.make, [FIRST, FIRST], [0.001, 0.001]))
     assert capfd.readouterr().out.count("small: 2_grad_accum, learning rate 0.001, seed 123") == 1
     assert not list((tmp_path / "work").rglob("*.json"))  # the folder of the run in progress is gone
     kept = small_set / "0.001" / "123"
@@ -46,10 +46,10 @@ def test_missing_runs_are_made_and_stored_without_folders_of_this_machine(small_
     assert record["command"].startswith("python src/2_grad_accum.py")
     for path in kept.iterdir():
         assert not any(folder in path.read_text() for folder in (str(ROOT), str(small_set.parents[2]), sys.prefix))
-    evidence.make(FIRST)
+    evidence.make(FIRST, 0.001)
     assert capfd.readouterr().out == ""
-    with pytest.raises(UserError, match="ended with status 2"):
-        evidence.make(FIRST._replace(rate=1e30))
+    with pytest.raises(UserError, match="try a lower --learning_rate"):
+        evidence.make(FIRST._replace(rate=1e30), 0.001)
     (line,) = (small_set / "1e+30" / "123" / evidence.DIVERGED).read_text().splitlines()
     assert "the run stops; try a lower --learning_rate" in line
     assert evidence.tried("small", "2_grad_accum") == {0.001: pytest.approx(0.69, abs=0.1), 1e30: math.inf}
@@ -94,7 +94,7 @@ def test_the_seeds_of_a_row_have_one_device():
     assert evidence_tables.device(stored) == "H200"
     on_cpu = replace(stored.first, hardware={"device": "cpu", "processor": "CPU"})
     assert evidence_tables.device(replace(stored, runs=[on_cpu])) == "CPU"
-    with pytest.raises(ValueError, match="has seeds of several devices: CPU, H200"):
+    with pytest.raises(UserError, match="has seeds of several devices: CPU, H200"):
         evidence_tables.device(replace(stored, runs=[stored.first, on_cpu]))
 
 

@@ -207,8 +207,8 @@ def test_figures_fill_the_pages():
     left_out = {"9_ddp": "one GPU", "profile": harvest.STOPPED, "embeddings": "needs about 20 s, and 3 s were left"}
     blocks = harvest.tables({"machine": MACHINE, "entries": records, "left_out": left_out})
     assert blocks["status"] == [
-        "1 x **NVIDIA H100**, torch 2.13.0, transformers 5.23.0. "
-        "Entries: commit 0fedcba (2026-11-22, 1), commit abcdef0 (2026-11-22, 6). "
+        "1 x **NVIDIA H100**, torch 2.13.0, transformers 5.23.0: "
+        "1 entries of commit 0fedcba (2026-11-22), 6 entries of commit abcdef0 (2026-11-22). "
         "Not measured: 9_ddp (one GPU); loss (failed); 2 of 9 entries, for lack of time."
     ]
     speed = "| 5_low_precision | bf16-true | 50.0 | 60.0 | 15,000 | 31.0% | 10.00 | 10.10 | +1.0% |"
