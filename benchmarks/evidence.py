@@ -43,7 +43,6 @@ WORK = common.ROOT / "runs" / "evidence"  # runs in progress
 SEED, STEP, LIMIT = 123, 4, 6  # first seed, ratio of learning rates, most rates of a search
 FILES = ("metrics.csv", "log.txt", "run.json")  # run.json is written last: a run with it is complete
 DIVERGED = "diverged.txt"  # replaces them if the loss was not finite
-HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class Set(NamedTuple):
@@ -193,8 +192,8 @@ def make(wanted: Wanted, own: float) -> None:
         stored = kept(wanted.set, wanted.rung.stem).get(rate, {})
         if wanted.seed in stored:
             return
-        others = {device(record["hardware"]) for record in stored.values()} - {device(describe_hardware(HERE))}
-        if others:
+        here = describe_hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        if others := {device(record["hardware"]) for record in stored.values()} - {device(here)}:
             raise UserError(f"{name}: the other seeds ran on {others.pop()}; remove them, or run this one there too")
         print(name, flush=True)
         train(wanted, home, name, folder_of(wanted.set, wanted.rung.stem, rate, wanted.seed))
@@ -213,7 +212,7 @@ def train(wanted: Wanted, home: Path, name: str, target: Path) -> None:
             raise UserError(f"{name}: {error}") from error
         target.mkdir(parents=True, exist_ok=True)
         write_whole(target / DIVERGED, reason + "\n")
-        raise DivergedError(f"{name}: {reason}") from error
+        raise DivergedError(f"{name}: {error}") from error
     made = max((home / wanted.rung.stem).glob("*/run.json"), key=lambda path: path.stat().st_mtime)
     keep(made.parent, target)
     print(f"kept {target.relative_to(RUNS)}", flush=True)

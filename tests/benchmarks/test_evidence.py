@@ -48,7 +48,7 @@ def test_missing_runs_are_made_and_stored_without_folders_of_this_machine(small_
         assert not any(folder in path.read_text() for folder in (str(ROOT), str(small_set.parents[2]), sys.prefix))
     evidence.make(FIRST, 0.001)
     assert capfd.readouterr().out == ""
-    with pytest.raises(UserError, match="try a lower --learning_rate"):
+    with pytest.raises(UserError, match="ended with status 2"):
         evidence.make(FIRST._replace(rate=1e30), 0.001)
     (line,) = (small_set / "1e+30" / "123" / evidence.DIVERGED).read_text().splitlines()
     assert "the run stops; try a lower --learning_rate" in line
