@@ -31,7 +31,7 @@ import common  # first import: it makes the project importable
 import torch
 from common import MINILM, model_options
 from filelock import FileLock
-from forks import run_together, start_forks
+from forking import run_together, start_forks
 
 from fabric_ladder.environment import describe_hardware, write_whole
 from fabric_ladder.errors import UserError

@@ -41,7 +41,7 @@ import memory_ladder
 import numpy as np
 import torch
 from common import BASE, MODELS, ROOT, markdown_table, peer_command, rung_command
-from forks import run_together, start_forks
+from forking import run_together, start_forks
 from torch.profiler import ProfilerActivity, profile
 
 import fabric_ladder

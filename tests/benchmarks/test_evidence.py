@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import common
 import evidence
 import evidence_tables
-import forks
+import forking
 
 from fabric_ladder.errors import UserError
 from fabric_ladder.planning.candidates import accuracy_costs
@@ -34,7 +34,7 @@ def small_set(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_missing_runs_are_made_and_stored_without_folders_of_this_machine(small_set, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(common, "run_child", forks.run_forked)
+    monkeypatch.setattr(common, "run_child", forking.run_forked)
     with ThreadPoolExecutor(2) as pool:  # the same run twice at the same time
         list(pool.map(evidence.make, [FIRST, FIRST], [0.001, 0.001]))
     assert capfd.readouterr().out.count("small: 2_grad_accum, learning rate 0.001, seed 123") == 1

@@ -14,7 +14,7 @@ from fabric_ladder.planning.gpus import find_gpu
 
 sys.path.append(str(ROOT / "benchmarks"))
 import common
-import forks
+import forking
 import harvest
 from harvest import add_rates, command_entry, peak_flops, run_all
 
@@ -28,7 +28,7 @@ MADE = {key: MACHINE[key] for key in ("date", "commit")}
 @pytest.fixture
 def entry(tmp_path, monkeypatch):
     """Make an entry that forks a script of a few lines; its last argument is the file for the figures."""
-    monkeypatch.setattr(common, "run_child", forks.run_forked)
+    monkeypatch.setattr(common, "run_child", forking.run_forked)
 
     def make(name, code="import json, sys; json.dump({'value': 1}, open(sys.argv[-1], 'w'))", seconds=1, alone=True):
         path = tmp_path / f"{name}.py"
@@ -64,7 +64,7 @@ def test_earlier_figures_stay_and_each_entry_is_stored_before_the_next(entry, ru
 
 
 def test_no_preloaded_package_starts_cuda():
-    modules = ["harvest" if name == "__main__" else name for name in forks.PRELOADED]
+    modules = ["harvest" if name == "__main__" else name for name in forking.PRELOADED]
     code = f"import sys, {', '.join(modules)}; sys.exit('bitsandbytes' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT / "benchmarks").returncode == 0
 
