@@ -2,6 +2,7 @@
 
 import json
 import os
+from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # set before torch is imported; tests and their ranks share few cores
 
@@ -55,12 +56,22 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def module_environment():
+    """Undo the changes of a file's own fixtures to the environment."""
+    with mock.patch.dict(os.environ):
+        yield
+
+
 @pytest.fixture(autouse=True)
-def no_launcher():
-    """Forget the ranks of a run in this process. Otherwise a later script would wait for ranks that never start."""
-    yield
-    for name in ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)
+def environment():
+    """Undo a test's changes to the environment.
+
+    A run leaves the variables of its ranks, and a later script would wait for ranks that never start. Imports leave
+    theirs, too; a later script would be started fresh, because the fork server has other ones.
+    """
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="session")

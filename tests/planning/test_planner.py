@@ -347,7 +347,7 @@ def test_the_script_names_the_remedies_if_nothing_fits(tmp_path):
 
 
 def test_a_search_without_a_candidate_that_can_fit_says_what_is_missing(tmp_path):
-    options = [*bloom(tmp_path, 2), "--length", "64", "--batch_size", "2", "--precision", "bf16-true"]
+    options = [*bloom(tmp_path, 2), "--length", "64", "--batch_size", "2", "--precision", "bf16-true", "--rungs", "5,7"]
     emulated = finished(plan(tmp_path, *options, "--gpu", "T4"))
     assert emulated.startswith("Nothing to recommend: T4 only emulates bfloat16; plan without --precision bf16-true\n")
     assert finished(plan(tmp_path, *options, "--gpu_memory", "1MB")).startswith("Nothing fits. It would take a GPU of ")
