@@ -553,7 +553,9 @@ def fill_pages(path: Path) -> None:
             raise UserError(f"{path} is a rehearsal on a CPU: measure on a GPU first")
         blocks = tables(content)
     for page in common.pages():
-        common.rewrite(page, lambda text: common.fill(text, "gpu", lambda name: blocks.get(name) or ["Not measured yet."]))
+        common.rewrite(
+            page, lambda text: common.fill(text, "gpu", lambda name: blocks.get(name) or ["Not measured yet."])
+        )
 
 
 def main() -> int:

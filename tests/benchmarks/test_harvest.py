@@ -63,6 +63,7 @@ def test_earlier_figures_stay_and_each_entry_is_stored_before_the_next(entry, ru
     assert {"date", "seconds", "figures"} <= content["entries"]["third"].keys()
 
 
+@pytest.mark.slow
 def test_no_preloaded_package_starts_cuda():
     modules = ["harvest" if name == "__main__" else name for name in forking.PRELOADED]
     code = f"import sys, {', '.join(modules)}; sys.exit('bitsandbytes' in sys.modules)"

@@ -284,7 +284,7 @@ def test_the_heaviest_packed_batch_is_found(tmp_path, limit):
 
 
 def test_an_evaluation_keeps_16_bytes_per_sample(tmp_path):
-    lengths = np.random.default_rng(0).integers(1, 20, 200_000)
+    lengths = np.random.default_rng(0).integers(1, 20, 100_000)
     settings = settings_for(tmp_path, eval_batch_tokens=4096)
     tracemalloc.start()
     try:
@@ -293,6 +293,6 @@ def test_an_evaluation_keeps_16_bytes_per_sample(tmp_path):
         held, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert sum(len(part.rows) for part in kept) == 200_000
-    assert held < 18 * 200_000
-    assert peak < 60 * 200_000
+    assert sum(len(part.rows) for part in kept) == 100_000
+    assert held < 18 * 100_000
+    assert peak < 60 * 100_000

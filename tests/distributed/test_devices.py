@@ -132,7 +132,8 @@ def test_offloaded_shards_are_in_cpu_memory(tmp_path, name, device):
 
 
 @pytest.mark.parametrize(
-    ("name", "devices"), [("2_grad_accum", 1), ("10_fsdp", 2), pytest.param("10_fsdp", 4, marks=pytest.mark.slow)]
+    ("name", "devices"),
+    [("2_grad_accum", 1), *(pytest.param("10_fsdp", devices, marks=pytest.mark.slow) for devices in (2, 4))],
 )
 def test_a_sharded_checkpoint_of_two_ranks_resumes_on_one_two_and_four(run, name, devices):
     saved, stdout = run(*FSDP)
@@ -228,7 +229,14 @@ def start(command, rank, folder, **environment):
         )
 
 
-@pytest.mark.parametrize(("victim", "signal_name", "count"), [(0, "KILL", 2), (1, "KILL", 3), (1, "STOP", 2)])
+@pytest.mark.parametrize(
+    ("victim", "signal_name", "count"),
+    [
+        (0, "KILL", 2),
+        pytest.param(1, "KILL", 3, marks=pytest.mark.slow),
+        pytest.param(1, "STOP", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_the_watch_ends_a_rank_and_names_the_rank_that_is_killed_or_hangs(tmp_path, victim, signal_name, count):
     """The main thread waits in a collective that never ends."""
     script, port = ROOT / "tests" / "support" / "watched_rank.py", free_port()

@@ -116,6 +116,7 @@ def test_types_that_do_not_match_are_refused():
         functional.conv2d(torch.ones(1, 1, 4, 4).bfloat16(), torch.ones(1, 1, 2, 2))
 
 
+@pytest.mark.slow
 def test_a_compiled_product_is_computed_in_32_bits():
     torch.manual_seed(0)
     first, second = torch.randn(64, 2048).bfloat16(), torch.randn(2048, 64).bfloat16()

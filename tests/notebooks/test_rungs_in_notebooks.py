@@ -20,6 +20,7 @@ def rung(name, arguments):
     return source.replace("parse_settings(", f"parse_settings(args={list(arguments)}, ")
 
 
+@pytest.mark.slow
 def test_a_pasted_rung_runs_and_an_error_prints_one_line(tmp_path):
     wrong = "from fabric_ladder import parse_settings\nparse_settings(batch_size=2, micro_batch_size=3)"
     trained, several, invalid = execute(tmp_path, rung("2_grad_accum", SMALL), rung("9_ddp", ["--devices", "2"]), wrong)

@@ -90,9 +90,10 @@ def test_the_prediction_of_every_rung_agrees_with_real_tensors(tmp_path, rung, f
         assert predict_peak(settings, training).total == pytest.approx(measured_peak(settings, training), rel=rel)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "offload", "precision"),
-    [(2, False, "bf16-mixed"), pytest.param(4, True, "32-true", marks=pytest.mark.slow)],
+    [(2, False, "bf16-mixed"), (4, True, "32-true")],
 )
 def test_sharded_predictions_agree_with_the_tensors_of_real_ranks(tmp_path, ranks, offload, precision):
     values = {"model": str(MODELS / "llama-tiny.json"), "from_scratch": True, "task": "instruction-tuning",

@@ -44,7 +44,7 @@ CASES += [("4_mixed_precision", (), family) for family in CONFIGS]
 
 @pytest.mark.parametrize(
     ("rung", "options", "family"),
-    [pytest.param(*case, marks=[] if number % 8 == 0 else [pytest.mark.slow]) for number, case in enumerate(CASES)],
+    [pytest.param(*case, marks=[] if number % 16 == 0 else [pytest.mark.slow]) for number, case in enumerate(CASES)],
 )
 def test_the_memory_of_all_blocks_is_found_from_a_few(tmp_path, rung, options, family):
     path = tmp_path / "model.json"

@@ -84,6 +84,7 @@ def tracked(tmp_path_factory):
     return cwd / "runs" / "2_grad_accum" / "1", finished(process)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tracker", TRACKERS)
 def test_a_tracker_draws_the_figures_of_the_csv_file(tracked, tracker):
     folder, stdout = tracked
@@ -116,6 +117,7 @@ def test_a_run_that_goes_on_is_drawn_from_its_checkpoint(tmp_path, monkeypatch, 
     assert [(row["step"], row["loss"]) for row in rows(folder)] == [("1", "1.0"), ("2", "0.5")]
 
 
+@pytest.mark.slow
 def test_weights_and_biases_keeps_a_run_without_a_network(tmp_path):
     pytest.importorskip("wandb", reason="needs wandb")
     offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}

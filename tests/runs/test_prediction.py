@@ -112,6 +112,7 @@ def test_auto_tries_cuts_from_the_largest_effective_batch_down_to_one_sample(tmp
     assert all(size <= limit for limit, size in zip(tokens[:-1], largest[:-1], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("planner", "problem"),
     [
@@ -128,6 +129,7 @@ def test_a_planner_that_fails_does_not_raise_an_error(monkeypatch, tmp_path, pla
     assert Prediction(found).figures() == {}
 
 
+@pytest.mark.slow
 def test_a_planner_without_a_question_ends_with_its_run(tmp_path):
     started = prediction.start_planner(Fabric(accelerator="cpu"), settings_for(tmp_path, predict_memory=True))
     started.stdin.close()  # as at the end of the run's process

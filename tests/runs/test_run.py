@@ -29,8 +29,9 @@ def test_the_number_of_printed_losses(tmp_path, monkeypatch, samples, given, mos
     assert len(losses(run)) == lines
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
-@pytest.mark.parametrize("output", ["a full disk", pytest.param("a closed pipe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("output", ["a full disk", "a closed pipe"])
 def test_a_run_goes_on_without_standard_output(tmp_path, output):
     command = [sys.executable, SRC / "2_grad_accum.py", *SMALL, "--threads", "1"]
     options = {"cwd": tmp_path, "stderr": subprocess.PIPE, "text": True}

@@ -189,6 +189,7 @@ def test_without_torchao_it_is_refused(tmp_path):
     assert process.stderr.splitlines()[-1] == "error: --float8 true: it needs torchao: pip install torchao==0.18.0"
 
 
+@pytest.mark.slow
 def test_the_rung_prints_that_a_cpu_emulates_and_its_model_loads_without_float8(tmp_path):
     sizes = ("--train_samples", 32, "--validation_samples", 8, "--test_samples", 8, "--threads", 1)
     process = run_script(RUNG, *sizes, "--save", "consolidated", cwd=tmp_path)
