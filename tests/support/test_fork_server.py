@@ -105,3 +105,10 @@ def test_a_script_whose_fork_could_differ_is_started_fresh(tmp_path, monkeypatch
     assert not forked(ROOT / "scripts" / "doctor.py")
     assert not forked(ROOT / "tests" / "support" / "deepspeed_script.py")
     assert not forked(tmp_path / "2_grad_accum.py")
+
+
+@pytest.mark.parametrize("time", [1, 2])
+def test_a_test_leaves_no_variable_behind(time):
+    """The second one would find it, and its scripts would be started fresh."""
+    assert "LEFT_BEHIND" not in os.environ
+    os.environ["LEFT_BEHIND"] = "1"
