@@ -51,9 +51,8 @@ def rows_of(set: str) -> dict[str, dict[float, Row]]:
 
 
 def best_row(set: str, rung: str) -> Row | None:
-    """Return the row of the rate that the search chose, or None if it is unfinished."""
-    rate = evidence.best_rate(evidence.tried(set, rung))
-    return rows_of(set)[rung][rate] if rate is not None else None
+    """Return the row of the rate that the search chose, or None if there is none."""
+    return rows_of(set).get(rung, {}).get(evidence.found_rate(set, rung))
 
 
 def most_seeds(row: Row) -> Row:
