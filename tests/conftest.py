@@ -57,14 +57,14 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def module_environment():
+def restored_module_environment():
     """Undo the changes of a file's own fixtures to the environment."""
     with mock.patch.dict(os.environ):
         yield
 
 
 @pytest.fixture(autouse=True)
-def environment():
+def restored_environment():
     """Undo a test's changes to the environment.
 
     A run leaves the variables of its ranks, and a later script would wait for ranks that never start. Imports leave
