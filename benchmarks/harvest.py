@@ -541,7 +541,7 @@ def tables(content: dict) -> dict[str, list[str]]:
 
 
 def fill_pages(path: Path) -> None:
-    """Fill the blocks of all pages from a file; without the default file, the status is "not measured".
+    """Fill the blocks of all pages from a file. A block without figures, or without the file, says "not measured".
 
     Raises:
         UserError: The file is a rehearsal.

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -26,12 +27,11 @@ SWITCHED = ["micro_batch_4", "group_by_length", "no_nan_filter", "evaluate_4"]
 def figures():
     """Measure the ladder in its own process, and the peers in this process."""
     runs = {side: (side, []) for side in peers.SIDES} | {"trainer_best": ("trainer", SWITCHED)}
-    environment, threads = dict(os.environ), torch.get_num_threads()
+    threads = torch.get_num_threads()
     torch.set_float32_matmul_precision("medium")  # every side must set its own value instead of this value
-    sides = {name: peers.measure(parse_settings(TINY), side, switches) for name, (side, switches) in runs.items()}
-    AcceleratorState._reset_state(reset_partial_state=True)
-    os.environ.clear()
-    os.environ.update(environment)
+    with mock.patch.dict(os.environ):
+        sides = {name: peers.measure(parse_settings(TINY), side, switches) for name, (side, switches) in runs.items()}
+        AcceleratorState._reset_state(reset_partial_state=True)
     assert torch.get_float32_matmul_precision() == "highest"
     return sides | {"ladder": common.run_rung("2_grad_accum", TINY, threads)}
 
