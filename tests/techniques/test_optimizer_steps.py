@@ -88,7 +88,7 @@ def steps_with_kahan(tmp_path, dtype, optimizer, steps=6, **values):
     return [*model, *(state["compensation"] for state in stepper.state.values() if state)]
 
 
-def step_one_by_one(optimizer, closure=None):
+def step_one_by_one(optimizer):
     """Step as `Kahan.step` does, with an operation for each weight."""
     (group,) = optimizer.param_groups
     decay, stepped = group["weight_decay"], []
@@ -100,7 +100,7 @@ def step_one_by_one(optimizer, closure=None):
             if decay:
                 parameter.data.add_(weight, alpha=-group["lr"] * decay)
     group["weight_decay"] = 0
-    super(Kahan, optimizer).step(closure)
+    super(Kahan, optimizer).step()
     group["weight_decay"] = decay
     for parameter, weight in stepped:
         remainder, parameter.data = parameter.data, weight

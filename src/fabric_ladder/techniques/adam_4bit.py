@@ -63,17 +63,12 @@ class Adam4bit(Optimizer):
         self._tables: dict[torch.device, dict[str, tuple[Tensor, Tensor]]] = {}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """Step the weights that have a gradient; return the loss of the closure."""
-        loss = None
-        if closure:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self) -> None:
+        """Step the weights that have a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._step_weight(parameter, group)
-        return loss
 
     def _step_weight(self, parameter: nn.Parameter, group: dict) -> None:
         state = self.state[parameter]

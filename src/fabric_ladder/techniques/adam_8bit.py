@@ -1,10 +1,7 @@
 """bitsandbytes' Adam with 8-bit moments, without its waits for the device."""
 
-from collections.abc import Callable
-
 import bitsandbytes
 import torch
-from torch import Tensor
 
 
 class Adam8bit(bitsandbytes.optim.Adam8bit):
@@ -15,12 +12,8 @@ class Adam8bit(bitsandbytes.optim.Adam8bit):
     """
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """Step the weights that have a gradient; return the loss of the closure."""
-        loss = None
-        if closure:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self) -> None:
+        """Step the weights that have a gradient."""
         if not self.initialized:
             self.to_gpu()  # moves state that was read before
             self.initialized = True
@@ -30,4 +23,3 @@ class Adam8bit(bitsandbytes.optim.Adam8bit):
                     if not self.state[parameter]:
                         self.init_state(group, parameter, group_index, index)
                     self.update_step(group, parameter, group_index, index)
-        return loss

@@ -9,8 +9,6 @@ model are frozen.
 The first block comes first, because its turn needs the most memory: what fits in the first step fits later too.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -51,7 +49,7 @@ class BlockSteps(Optimizer):
         self._train(done // length % len(self.blocks))
 
     @torch.no_grad()
-    def step(self, closure: Callable | None = None) -> None:
+    def step(self) -> None:
         """Step the weights that have a gradient, and free the gradients of those that are stepped in 32 bits."""
         stepped = [
             parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None
@@ -63,7 +61,7 @@ class BlockSteps(Optimizer):
             parameter.data = weight.float() if copy is None else copy
             parameter.grad = gradient.float()
         try:
-            super().step(closure)
+            super().step()
         finally:
             for parameter, weight in rounded.items():
                 parameter.grad = None

@@ -1,6 +1,6 @@
 """Kahan summation: keep the rounding error of 16-bit weights and add it to later steps."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ class Kahan(Optimizer):
     single = False
 
     @torch.no_grad()
-    def step(self, closure: Callable | None = None) -> None:
+    def step(self) -> None:
         """Step the weights that have a gradient."""
         (group,) = self.param_groups
         decay = group["weight_decay"]
@@ -48,7 +48,7 @@ class Kahan(Optimizer):
             if decay and stepped:
                 torch._foreach_add_(remainders, weights, alpha=-group["lr"] * decay)
             group["weight_decay"] = 0
-            super().step(closure)
+            super().step()
         finally:
             group["weight_decay"] = decay
             remainders = [parameter.data for parameter in stepped]

@@ -4,7 +4,7 @@ Scetbon et al., 2025, Gradient Multi-Normalization for Stateless and Scalable LL
 algorithms 3 and 4.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -38,17 +38,12 @@ class SinkGD(Optimizer):
         super().__init__(parameters, {"lr": lr, "weight_decay": 0})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """Step the weights that have a gradient; return the loss of the closure."""
-        loss = None
-        if closure:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self) -> None:
+        """Step the weights that have a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     _step_weight(parameter, group["lr"])
-        return loss
 
 
 def _step_weight(weight: nn.Parameter, rate: float) -> None:

@@ -1,6 +1,6 @@
 """Optimizer steps of one weight at a time: inside the backward pass, and on the CPU."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -65,14 +65,15 @@ class WeightSteps(Optimizer):
             self._finish()
 
     @torch.no_grad()
-    def step(self, closure: Callable | None = None) -> None:
+    def step(self) -> None:
         """Step the weights that have a gradient."""
         if not self.offloads:
-            return super().step(closure)
+            super().step()
+            return
         for parameter in self._groups:
             if parameter.grad is not None:
                 self._send(parameter)
-        return self._finish()
+        self._finish()
 
     def take_finite(self) -> list[Tensor]:
         """Return whether each gradient since the last call was finite, as booleans on the device."""
