@@ -27,6 +27,19 @@ class UserError(ValueError):
     """An error that the user can fix; its message is one line with the problem and the remedy."""
 
 
+class NotFiniteError(UserError):
+    """A loss or a gradient is NaN or infinite.
+
+    Args:
+        text: The problem and its place; `techniques.advice.explain` adds what to try.
+        in_training: Whether it is in a batch that `--on_nan skip` would leave out.
+    """
+
+    def __init__(self, text: str, in_training: bool = True):
+        super().__init__(text)
+        self.in_training = in_training
+
+
 class Checked(SystemExit):
     """Ends a script, with exit status 0, whose settings and machine have passed all checks: `--check_only true`."""
 

@@ -24,7 +24,7 @@ from support.resuming import SIZES, Does, Evil, assert_same, checkpoints, lines_
 from support.training import run_training
 
 from fabric_ladder import UserError
-from fabric_ladder.checkpoints import store
+from fabric_ladder.checkpoints import checkpointer, store
 from fabric_ladder.checkpoints.resume import PROGRESS
 from fabric_ladder.training import gradients, loop
 
@@ -183,8 +183,9 @@ def test_a_run_stopped_inside_a_step_or_an_evaluation_resumes_bit_by_bit(
         patch.setattr(module, "run_model", interrupted)
         status, text = run_here("2_grad_accum", tmp_path, *options)
     assert (status, f"Stopped by SIGTERM {place}" in text) == (143, True), text
-    status, _ = run_here("2_grad_accum", tmp_path, *options)
+    status, text = run_here("2_grad_accum", tmp_path, *options)
     assert status == 0
+    assert ("Time elapsed" in text) == (call > 0), "a run that was stopped in the test is trained"
     home = tmp_path / "runs" / "2_grad_accum" / "1"
     assert_same(home, undisturbed("2_grad_accum"))
     best = json.loads((home / "run.json").read_text())["best_checkpoint"]
@@ -207,6 +208,31 @@ def test_a_run_without_save_every_can_be_stopped_and_leaves_no_checkpoint_at_its
     assert status == 0
     assert text.endswith("has finished already; leave out --resume to start a new run\n")
     assert [path.name for path in home.parent.iterdir()] == ["1"]
+
+
+def test_a_resumed_run_has_the_settings_of_its_newest_start(tmp_path, monkeypatch):
+    """The first start's command would run out of memory again where the second start has smaller micro-batches."""
+    read_state = checkpointer.read_state
+    monkeypatch.setattr(checkpointer, "read_state", lambda *files: (time.sleep(0.3), read_state(*files)))
+    for size, place in ((8, "Batch 0003/"), (2, "Batch 0006/"), (4, None)):
+        more = ["--micro_batch_size", size, "--resume", "auto"]
+        status, text = run_here("2_grad_accum", tmp_path, *more, at=place)
+        assert (status, f"--micro_batch_size {size} --resume auto" in text) == ((143, True) if place else (0, False))
+    record = json.loads((tmp_path / "runs" / "2_grad_accum" / "1" / "run.json").read_text())
+    assert record["settings"]["micro_batch_size"] == 4
+    assert "--micro_batch_size 8" in record["command"]
+    assert ["--micro_batch_size 2" in part["command"] for part in record["resumed"]] == [True, False]
+    results = record["results"]
+    assert results["elapsed_seconds"] - results["training_seconds"] > 0.6, "reading a checkpoint is no training"
+
+
+def test_a_resumed_run_does_not_read_its_first_weights_again(tmp_path, monkeypatch):
+    assert run_here("2_grad_accum", tmp_path, "--epochs", 1, "--save", "sharded")[0] == 0
+    (tmp_path / "runs" / "2_grad_accum" / "1").rename(tmp_path / "first")
+    more = ["--load", tmp_path / "first" / "checkpoint", "--resume", "auto"]
+    assert run_here("2_grad_accum", tmp_path, *more, at="Batch 0003/")[0] == 143
+    monkeypatch.setattr(loop, "read_state", lambda *_: pytest.fail("it reads them again"))
+    assert run_here("2_grad_accum", tmp_path, *more)[0] == 0
 
 
 def test_keep_keeps_the_newest_and_the_best(tmp_path):

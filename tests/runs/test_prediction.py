@@ -167,6 +167,11 @@ def test_the_key_covers_strategy_and_versions(tmp_path, monkeypatch):
     assert len(keys) == 4
 
 
+def test_a_list_of_layers_may_be_longer_than_the_name_of_a_file(tmp_path):
+    layers = [f"h.{block}.self_attention.query_key_value" for block in range(24)]
+    assert key(tmp_path, lora_targets=",".join(layers)) != key(tmp_path, lora_targets=",".join(layers[:-1]))
+
+
 def test_a_gpu_that_is_too_small_is_named_with_the_next_script(tmp_path):
     settings = settings_for(tmp_path, name="5_low_precision", batch_size=16, micro_batch_size=2)
     found = dict.fromkeys(ON_DEVICE, 0) | {"parameters": 3_000_000_000, "activations": 5_000_000_000}

@@ -13,6 +13,7 @@ from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
 from fabric_ladder import UserError
 from fabric_ladder.distributed import watch
+from fabric_ladder.errors import NotFiniteError
 from fabric_ladder.places import PACKAGE
 from fabric_ladder.techniques.advice import explain, less_memory, show_errors
 
@@ -224,6 +225,24 @@ def test_gradients_that_overflow_at_every_loss_scale_are_explained():
     with pytest.raises(Exception, match="at minimum") as error:
         scaler.update_scale(overflow=True)
     assert explain(error.value).startswith("gradients overflow float16 at every loss scale: try a lower --learning_r")
+
+
+@pytest.mark.parametrize(
+    ("values", "tries"),
+    [
+        ({}, "a lower --learning_rate, another --precision, --max_grad_norm 1 or --on_nan skip, which leaves such b"),
+        ({"max_grad_norm": 1.0, "on_nan": "skip"}, "a lower --learning_rate or another --precision"),
+        ({"step_in_backward": True, "batch_size": 1}, "a lower --learning_rate or another --precision"),
+        ({"optimizer": "sinkgd"}, "a lower --learning_rate, another --precision or --on_nan skip"),
+    ],
+)
+def test_a_loss_that_is_not_finite_names_only_settings_that_the_run_can_have(tmp_path, values, tries):
+    error = NotFiniteError("the loss is nan at epoch 1, batch 2: the run stops")
+    line = explain(error, settings_for(tmp_path, **values))
+    assert line.startswith(f"{error}; try {tries}")
+    assert ("--on_nan" in line, "--max_grad_norm" in line) == ("--on_nan" in tries, "--max_grad_norm" in tries)
+    evaluated = explain(NotFiniteError("the loss is nan", in_training=False), settings_for(tmp_path, **values))
+    assert "--on_nan" not in evaluated
 
 
 @pytest.fixture

@@ -124,6 +124,17 @@ def test_auto_starts_from_the_predicted_size(tmp_path, monkeypatch, sharded, pre
     assert trained(run) == pytest.approx(trained(whole), rel=1e-5)
 
 
+def test_out_of_memory_in_the_trial_names_the_line(tmp_path, monkeypatch):
+    def allocate(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(fitting, "HARD_LIMITS", ("cpu",))
+    monkeypatch.setattr(fitting, "accumulate_gradients", allocate)
+    with pytest.raises(MemoryError) as error:
+        run_training(tmp_path)
+    assert error.traceback[-1].name == "allocate"
+
+
 @pytest.mark.parametrize("shape", [(4, 96), (4, 3, 224, 224)])
 def test_out_of_memory_under_auto_names_half_the_samples(tmp_path, monkeypatch, shape):
     monkeypatch.setattr(sys, "argv", ["src/4_mixed_precision.py", "--micro_batch_tokens", "auto", "--seed", "7"])

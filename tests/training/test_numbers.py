@@ -7,12 +7,13 @@ import sys
 
 import pytest
 import torch
-from support.helpers import tiny_model, token_datasets
+from support.helpers import settings_for, tiny_model, token_datasets
 from support.resuming import assert_same, run_here
 from support.training import losses, poison, read, run_training, two
 from transformers import BloomForSequenceClassification
 
 from fabric_ladder import UserError, parse_settings
+from fabric_ladder.techniques.advice import explain
 from fabric_ladder.training import loop
 
 BAD = 63  # only one sample has this token
@@ -63,7 +64,8 @@ def test_the_first_step_with_a_bad_number_is_named_with_its_samples(tmp_path, ki
     with pytest.raises(UserError) as stop:
         run_training(tmp_path, broken(kind), data(), micro_batch_size=4, log_every=log_every, max_grad_norm=clip)
     found = re.match(
-        rf"the {name} at epoch 1, batch \d \(training samples (.*)\): the run stops; .*--on_nan skip", str(stop.value)
+        rf"the {name} at epoch 1, batch \d \(training samples (.*)\): the run stops; .*--on_nan skip",
+        explain(stop.value, settings_for(tmp_path)),
     )
     assert "20" in found[1].split(", ")
 

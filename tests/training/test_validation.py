@@ -1,6 +1,7 @@
 """Validations within an epoch, early stopping, and the weights of the best validation."""
 
 import json
+import math
 import re
 
 import pytest
@@ -12,7 +13,7 @@ from support.training import alone, read, two
 from fabric_ladder import UserError
 from fabric_ladder.comparing.logs import LogParser
 from fabric_ladder.comparing.sources import read_sources
-from fabric_ladder.training import loop
+from fabric_ladder.training import fitting, loop
 
 RUNG = "2_grad_accum"
 EVERY_3 = ["--evaluate_every", 3, "--save_every", 100]
@@ -115,6 +116,8 @@ def test_patience_stops_the_training_and_the_run_is_complete(tmp_path):
     assert losses[-3] == min(losses)
     assert last < 24
     assert [int(row["step"]) for row in rows_of(home) if row["loss"]][-1] == last
+    (test,) = [row for row in rows_of(home) if row["test_loss"]]
+    assert (int(test["step"]), int(test["epoch"])) == (last, math.ceil(last / 8))
     assert results["epochs"][-1]["validation_loss"] == losses[-1]
     (read,) = read_sources([str(home)])
     assert (read.unfinished, read.figures["validation_accuracy"]) == (
@@ -127,11 +130,14 @@ def test_patience_stops_the_training_and_the_run_is_complete(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_stopped_in_the_test_after_an_early_stop_trains_no_further(tmp_path):
+def test_a_run_stopped_in_the_test_after_an_early_stop_trains_no_further(tmp_path, monkeypatch):
     more = ["--epochs", 3, "--evaluate_every", 3, "--patience", 1, *UNSTEADY]
     status, text = run_here(RUNG, tmp_path, *more, "--resume", "auto", at="Memory used")
     assert status == 143
-    home, text = run(tmp_path, *more, "--resume", "auto")
+    with monkeypatch.context() as patch:
+        patch.setattr(fitting, "HARD_LIMITS", ("cpu",))
+        patch.setattr(fitting, "trial_pass", lambda *_: pytest.fail("it tries batches that are trained already"))
+        home, text = run(tmp_path, *more, "--resume", "auto")
     assert "Loss:" not in text
     assert lines_of(home) == lines_of(run(tmp_path / "whole", *more)[0])
 

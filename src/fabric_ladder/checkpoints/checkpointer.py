@@ -102,8 +102,8 @@ class Checkpointer:
                 "precision": self.fabric.strategy.precision.state_dict(),
                 "run": self.run.state_dict(),
             }
-            name = f"{step:09d}{'' if minimized is None else '-validated'}"
-            part = store.unfinished_folder(Path(self.fabric.broadcast(self.run.folder)) / CHECKPOINTS, name)
+            stage = "trained" if position["trained"] else "" if minimized is None else "validated"
+            part = store.unfinished_folder(Path(self.fabric.broadcast(self.run.folder)) / CHECKPOINTS, step, stage)
             rank = self.fabric.global_rank
 
             def write_rank():

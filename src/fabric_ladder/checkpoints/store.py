@@ -14,12 +14,13 @@ from pathlib import Path
 from fabric_ladder.errors import UserError, refused
 
 MANIFEST = "manifest.json"
+STAGES = ("", "validated", "trained")  # of checkpoints after the same optimizer step, oldest first
 FORMAT = 2  # the tensors are safetensors files
 
 
-def unfinished_folder(folder: Path, name: str) -> Path:
-    """Return the temporary folder for a checkpoint that becomes `step-<name>`."""
-    return folder / f".step-{name}.part"
+def unfinished_folder(folder: Path, step: int, stage: str) -> Path:
+    """Return the temporary folder of a checkpoint after an optimizer step; `stage`: one of `STAGES`."""
+    return folder / f".step-{step:09d}{'-' * bool(stage)}{stage}.part"
 
 
 def make_empty(folder: Path) -> None:
@@ -106,7 +107,8 @@ def find_best(checkpoints: Path) -> Path | None:
 
 def list_steps(checkpoints: Path) -> list[Path]:
     """Return the complete checkpoints of a run, oldest first."""
-    return sorted(path for path in checkpoints.glob("step-*") if _step(path).isdecimal())
+    found = [path for path in checkpoints.glob("step-*") if _step(path).isdecimal()]
+    return sorted(found, key=lambda path: (_step(path), STAGES.index(path.name[len(f"step-{_step(path)}-") :])))
 
 
 def step_of(folder: Path) -> int:

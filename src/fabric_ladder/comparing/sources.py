@@ -128,8 +128,8 @@ def _why_unfinished(record: dict) -> str | None:
 def _fill(run: LoggedRun, record: dict) -> None:
     results = record["results"]
     check_settings(record["settings"])
-    run.settings = record["settings"] | {"ranks": number("ranks", record["ranks"], SIZE)}
     parts = [record, *record.get("resumed", [])]
+    run.settings = record["settings"] | {"ranks": number("ranks", parts[-1]["ranks"], SIZE)}
     run.versions = _join(parts, "versions")
     run.hardware = _join(parts, "hardware")
     run.data = record["data"]["fingerprint"]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fabric_ladder.data.splits import IGNORED
 from fabric_ladder.environment import NO_FLOAT64
-from fabric_ladder.errors import UserError
+from fabric_ladder.errors import NotFiniteError
 
 MOST_CLASSES = 20  # with more classes no confusion matrix is kept
 Step = tuple[str, list[int]]  # a name for messages, and the row numbers of the training samples
@@ -118,7 +118,7 @@ class Meter:
         """Return the sums over all ranks since the last `collect`. All ranks must call it.
 
         Raises:
-            UserError: A loss or a gradient is NaN or infinite; the message names the first such step and its samples.
+            NotFiniteError: A loss or a gradient is NaN or infinite; the message has the first such step and samples.
         """
         gradients = [broken for *_, broken in self._steps if broken is not None]
         broken = torch.stack(gradients).any() if gradients else torch.zeros((), device=self.fabric.device)
@@ -126,10 +126,7 @@ class Meter:
         loss, correct, items, problems = self.fabric.all_reduce(sums, reduce_op="sum").tolist()
         if not math.isfinite(loss) or problems:
             text = self._find_problem() or "the loss or the gradient is not finite on another rank"
-            skip = ", or --on_nan skip, which leaves such batches out" if gradients else ""
-            raise UserError(
-                f"{text}: the run stops; try a lower --learning_rate, --max_grad_norm 1 or another --precision{skip}"
-            )
+            raise NotFiniteError(f"{text}: the run stops", in_training=bool(gradients))
         return Score(loss, round(correct), round(items))
 
     def _find_problem(self) -> str | None:

@@ -216,7 +216,7 @@ def _key(settings: Settings, config: dict, cuts: list, gpu: str | None, free: in
     own = [*sorted(PACKAGE.rglob("*.py")), *sorted(CONFIGS.rglob("*.json"))]
     files = hashlib.sha256()
     for path in [*own, Path(settings.cache_dir) / "memory" / "overhead.json", *named]:
-        if path.is_file():
+        if os.path.isfile(path):  # `Path.is_file` fails on a value that is too long for a name
             files.update(path.read_bytes())
     parts = [chosen, config, shapes, gpu, free, describe_versions("peft", "torchao"), files.hexdigest()]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]

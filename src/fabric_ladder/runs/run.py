@@ -1,5 +1,6 @@
 """One run of one script: the printed header, the blog's lines, and what is recorded of them."""
 
+import math
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -79,6 +80,7 @@ class Run:
         """
         data = train_loader.dataset
         described = describe_parameters(model)
+        hardware = self.record.values["hardware"]  # a resumed record has that of the first start
         self.steps = len(train_loader)
         self.epoch_samples = len(data)
         self.log_every = self.settings.log_every or max(1, min(LOG_EVERY, self.epoch_samples // 10))
@@ -94,7 +96,7 @@ class Run:
         self._prediction = prediction
         lines = [*data.notices, *data.imbalance, parameters_line(described)]
         if prediction:
-            lines.append(prediction.line(self.settings, self.record.values["hardware"]))
+            lines.append(prediction.line(self.settings, hardware))
         for line in lines:
             self.print(line, log=not resumed)
         self.throughput = Throughput(self.fabric, state)
@@ -204,11 +206,14 @@ class Run:
         self.record.add_results(**figures, samples_hash=samples_hash)
         self.record.write()
 
-    def log_test(self, score: Score, classes: dict | None = None, described: Described | None = None) -> None:
+    def log_test(
+        self, score: Score, step: int, classes: dict | None = None, described: Described | None = None
+    ) -> None:
         """Print the figures of the test, and record the run as finished.
 
         Args:
             score: The result of the test.
+            step: Optimizer steps of the training.
             classes: From `describe_classes`.
             described: The results of another kind of labels than one class per sample.
         """
@@ -232,7 +237,7 @@ class Run:
         items = {"instruction-tuning": "test_tokens", "token-classification": "test_words"}
         counted = items.get(self.settings.task, "test_samples")
         self.record.add_results(**figures, **{counted: score.items})
-        self._log_row(self.settings.epochs * self.steps, epoch=self.settings.epochs, **figures)
+        self._log_row(step, epoch=math.ceil(step / self.steps), **figures)
         self.record.add(status="finished")
         self.record.write()
 
@@ -243,7 +248,7 @@ class Run:
             reason: `max_time` or the name of a signal.
             position: Where the training is; None if no checkpoint could be written.
         """
-        command = self.record.values["command"].replace(" --resume auto", "") + " --resume auto"
+        command = self.record.command.replace(" --resume auto", "") + " --resume auto"
         if notebook_shell():
             command = 'parse_settings(resume="auto", …)'
         self.record.add(status="stopped")

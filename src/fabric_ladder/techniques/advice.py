@@ -3,6 +3,7 @@
 import errno
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,8 +11,8 @@ import torch
 from fabric_ladder.data.sampler import EVALUATED
 from fabric_ladder.distributed.launch import command_line
 from fabric_ladder.distributed.watch import lost_contact, running_watch
-from fabric_ladder.environment import notebook_shell, peak_memory
-from fabric_ladder.errors import UserError, first_line, is_out_of_memory, print_error
+from fabric_ladder.environment import compute_capability, notebook_shell, peak_memory
+from fabric_ladder.errors import NotFiniteError, UserError, first_line, is_out_of_memory, print_error
 from fabric_ladder.options import drop_unneeded, script_defaults, without_options
 from fabric_ladder.places import SRC
 from fabric_ladder.settings import Settings, show
@@ -30,6 +31,8 @@ def explain(
         settings: Settings of the run, if there is one.
         smaller: What to try without settings if memory has run out.
     """
+    if isinstance(error, NotFiniteError):
+        return f"{error}; try {_steadier(settings, error.in_training)}"
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError) and error.filename and error.errno in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG):
@@ -42,6 +45,29 @@ def explain(
         return f"--deterministic true: {first_line(error)}; leave it out, or run on another device"
     known = [pair for technique in TECHNIQUES for pair in technique.explained_errors]
     return next((line for text, line in known if text in str(error)), None)
+
+
+def _steadier(settings: Settings | None, in_training: bool) -> str:
+    """Return what to try after a loss that is not finite, without settings that the run has or refuses."""
+    tries = ["a lower --learning_rate", "another --precision"]
+    if _allows(settings, max_grad_norm=1.0):
+        tries.append("--max_grad_norm 1")
+    if in_training and _allows(settings, on_nan="skip"):
+        tries.append("--on_nan skip, which leaves such batches out")
+    return ", ".join(tries[:-1]) + f" or {tries[-1]}"
+
+
+def _allows(settings: Settings | None, **changes: object) -> bool:
+    """Return whether these settings are new and no technique refuses them."""
+    if settings is None or all(getattr(settings, name) == value for name, value in changes.items()):
+        return False
+    capability = compute_capability() if settings.accelerator == "cuda" else None
+    try:
+        for technique in TECHNIQUES:
+            technique.check(replace(settings, **changes), capability)
+    except UserError:
+        return False
+    return True
 
 
 def _out_of_memory(error: BaseException, settings: Settings | None, smaller: str) -> str:

@@ -20,8 +20,7 @@ def compile_ahead(training: Training) -> None:
 
     A strategy that accumulates gradients itself compiles in its first steps, since it could not undo a trial.
     """
-    done = training.state.epoch == training.settings.epochs
-    if done or not is_compiled(training.model) or strategy_traits(training.settings).accumulates_itself:
+    if training.is_over or not is_compiled(training.model) or strategy_traits(training.settings).accumulates_itself:
         return
     train_data, val_loader = training.train_loader.dataset, training.val_loader
     with training.run.throughput.excluded(), without_a_trace(training):

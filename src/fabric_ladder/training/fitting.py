@@ -11,7 +11,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from fabric_ladder.data.loaders import EffectiveBatch, MicroBatch
+from fabric_ladder.data.loaders import MicroBatch
+from fabric_ladder.data.sampler import BatchPlan
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import count_device, reset_peak_memory
 from fabric_ladder.errors import UserError, is_out_of_memory
@@ -42,7 +43,7 @@ def try_longest(training: Training, prediction: Prediction | None) -> None:
     traits, device = strategy_traits(run.settings), run.fabric.device
     tries = not traits.accumulates_itself
     auto = run.settings.micro_batch_tokens == "auto"
-    if state.epoch == run.settings.epochs:
+    if training.is_over:
         if auto:  # the test loader uses the same number
             sampler.cut_by_tokens(state.micro_batch_tokens or 1)
         return
@@ -52,7 +53,10 @@ def try_longest(training: Training, prediction: Prediction | None) -> None:
         sampler.cut_by_tokens(_first_tokens(training, prediction, halves))
     if halves or (tries and device.type in HARD_LIMITS):
         with run.throughput.excluded(), without_a_trace(training):
-            _try_heaviest(training, halves)
+            if halves:
+                _halve_until_it_fits(training)
+            else:
+                _try(training, sampler.heaviest())
         _empty_cache(device)
         reset_peak_memory(device)  # the trial has raised it
     if auto:
@@ -71,16 +75,12 @@ def _first_tokens(training: Training, prediction: Prediction | None, halves: boo
     return min(known or largest_over_ranks(training, most_tokens(training.train_loader)))
 
 
-def _try_heaviest(training: Training, halves: bool) -> None:
-    """Try the heaviest effective batches. `halves`: halve `micro_batch_tokens` until they fit on all ranks."""
+def _halve_until_it_fits(training: Training) -> None:
+    """Halve `micro_batch_tokens` until the heaviest effective batches fit on all ranks."""
     sampler = training.train_loader.sampler
     while True:
         plans = sampler.heaviest()
-        problem = _find_problem(training, [training.train_loader.dataset[plan] for plan in plans])
-        if not halves:
-            if problem:
-                raise problem
-            return
+        problem = _find_problem(training, plans)
         samples = max(len(part.rows) for plan in plans for part in plan.parts)
         failed, samples = largest_over_ranks(training, problem is not None, samples)
         if not failed:
@@ -90,15 +90,19 @@ def _try_heaviest(training: Training, halves: bool) -> None:
         sampler.cut_by_tokens(sampler.micro_batch_tokens // 2)
 
 
-def _find_problem(training: Training, batches: list[EffectiveBatch]) -> BaseException | None:
+def _try(training: Training, plans: list[BatchPlan]) -> None:
+    for plan in plans:
+        trial_pass(training, training.train_loader.dataset[plan].micro_batches)
+
+
+def _find_problem(training: Training, plans: list[BatchPlan]) -> BaseException | None:
     """Try the batches, and return the error if this rank ran out of memory.
 
     The error is returned without its traceback, which would hold the tensors of the failed pass.
     """
     problem = None
     try:
-        for batch in batches:
-            trial_pass(training, batch.micro_batches)
+        _try(training, plans)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

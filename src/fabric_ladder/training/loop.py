@@ -15,7 +15,7 @@ from fabric_ladder.checkpoints.save import read_state, save
 from fabric_ladder.data.loaders import EffectiveBatch, MicroBatch
 from fabric_ladder.distributed.preemption import exit_for
 from fabric_ladder.distributed.strategies import strategy_traits
-from fabric_ladder.errors import UserError
+from fabric_ladder.errors import NotFiniteError, UserError
 from fabric_ladder.models.optimizer import set_learning_rate
 from fabric_ladder.runs.metrics import MOST_CLASSES, Meter, Score, describe_classes, describe_step
 from fabric_ladder.runs.prediction import predict
@@ -84,7 +84,7 @@ def evaluate(training: Training, test_loader: DataLoader) -> Score:
                 described = kind.describe(totals)
             else:
                 classes = describe_classes(names, totals)
-        run.log_test(score, classes, described)
+        run.log_test(score, training.state.optimizer_steps, classes, described)
         training.close()
         training.checkpointer.finish()
     return score
@@ -100,15 +100,16 @@ def _start(training: Training) -> None:
     _check_validations(settings, state.steps_per_epoch)
     if not strategy_traits(settings).owns_optimizer:  # an engine trains copies of the parameters
         _check_ownership(model, optimizer)
-    if settings.load:
+    resumed = training.checkpointer.find()
+    if settings.load and not resumed:
         read_state(f"--load {settings.load}", Path(settings.load), model, optimizer)
     fabric.seed_everything(settings.seed + fabric.global_rank, verbose=False)  # dropout differs between the ranks
-    resumed = training.checkpointer.find()
     run.record.on_rank_zero(lambda: check_disk_space(settings, model, steps, training.checkpointer.count()))
     prediction = predict(run.planner, fabric, settings, model, training.train_loader, training.val_loader)
     run.start(model, training.train_loader, prediction, resumed)
     training.stop_request.begin()
-    training.checkpointer.restore(state.load_state_dict)
+    with run.throughput.excluded():
+        training.checkpointer.restore(state.load_state_dict)
     try_longest(training, prediction)
     compile_ahead(training)
     _prepare_step(training)
@@ -203,10 +204,7 @@ def _is_usable(training: Training, batch: EffectiveBatch) -> bool:
         if in_loss or in_gradient:
             text = f"the {'loss' if in_loss else 'gradient'} is not finite at {describe_step(step)}"
             if state.skipped == MOST_SKIPPED:
-                raise UserError(
-                    f"{text}: the run stops, since {MOST_SKIPPED} batches were skipped already; try a lower "
-                    "--learning_rate, --max_grad_norm 1 or another --precision"
-                )
+                raise NotFiniteError(f"{text}: the run stops, since {MOST_SKIPPED} batches were skipped already")
             state.meter.discard()
             state.skipped += 1
             training.run.log_skipped(state.skipped, text)
