@@ -13,7 +13,9 @@ import argparse
 import gc
 import os
 import sys
+from pathlib import Path
 
+from fabric_ladder.options import read_words
 from fabric_ladder.settings import Settings
 from fabric_ladder.tools.arguments import Arguments, new_path, rungs, write_new
 
@@ -56,7 +58,7 @@ def main(arguments: argparse.Namespace, options: list[str]) -> None:
     gc.enable()
     show_errors()
     if arguments.calibrate:
-        calibrate(Settings().cache_dir)
+        calibrate(str(Path(read_words(options).get("cache_dir", Settings().cache_dir)).expanduser()))
         return
 
     def report(names: str) -> None:
@@ -69,16 +71,15 @@ def main(arguments: argparse.Namespace, options: list[str]) -> None:
     answer = find_answer(arguments, options, report)
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
-    if str(arguments.json) == "-":
+    prints_json = str(arguments.json) == "-"
+    if prints_json:
         print(to_json(answer), end="")
-        return
-    print_answer(answer, Console(), arguments.full)
-    if arguments.page:
-        write_new(arguments.page, to_page(answer))
-        print(f"Saved {arguments.page}")
-    if arguments.json:
-        write_new(arguments.json, to_json(answer))
-        print(f"Saved {arguments.json}")
+    else:
+        print_answer(answer, Console(), arguments.full)
+    for path, write in ((arguments.page, to_page), (None if prints_json else arguments.json, to_json)):
+        if path:
+            write_new(path, write(answer))
+            print(f"Saved {path}", file=sys.stderr if prints_json else sys.stdout)
 
 
 if __name__ == "__main__":

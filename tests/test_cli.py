@@ -242,7 +242,8 @@ def test_sgd_and_adapters_have_their_own_learning_rates_and_a_notice_names_the_r
      ("4_mixed_precision", [], "micro_batch_size: 4", (4, None), (4, None)),
      ("5_low_precision", ["--micro_batch_tokens", "auto"], "micro_batch_size: 4", (None, "auto"), (None, "auto")),
      ("2_grad_accum", [], "micro_batch_tokens: auto", (None, "auto"), (None, 1024)),
-     ("2_grad_accum", ["--micro_batch_size", "4"], "micro_batch_tokens: auto", (4, None), (4, None))],
+     ("2_grad_accum", ["--micro_batch_size", "4"], "micro_batch_tokens: auto", (4, None), (4, None)),
+     ("2_grad_accum", ["--micro_batch_size", "1"], "micro_batch_tokens: auto", (1, None), (1, None))],
 )  # fmt: skip
 def test_the_users_sizes_override_an_automatic_micro_batch(gpu, config, rung, options, file, on_gpu, on_cpu):
     gpu(8, 0)

@@ -186,7 +186,7 @@ def _micro_batch(
     if settings.pack_rows:
         return settings.pack_rows, None
     if tokens == "auto" and "micro_batch_tokens" not in given:
-        if size and size != script.get("micro_batch_size"):  # the user's own
+        if size and ("micro_batch_size" in given or size != script.get("micro_batch_size")):  # the user's own
             return size, None
         if accelerator == "cpu":
             return None, CPU_TOKENS

@@ -43,6 +43,16 @@ def bloom(tmp_path, layers=1):
     return ["--config", "imdb_bloom_560m.yaml", "--model", str(path)]
 
 
+def with_setting(tmp_path, name, value):
+    """Return the options for a small BLOOM with a setting on the command line, and with the same in a YAML file."""
+    options = bloom(tmp_path)
+    if value is None:
+        return [options]
+    config = (ROOT / "configs" / "imdb_bloom_560m.yaml").read_text()
+    (tmp_path / "own.yaml").write_text(f"{config}\n{name}: {value}\n")
+    return [[*options, f"--{name}", str(value)], ["--config", str(tmp_path / "own.yaml"), *options[2:]]]
+
+
 def plans_of(rungs, options, memory=ENOUGH, length=256, gpu=ANY, every=True, started=None):
     """Return the plans of all choices for one GPU among these rungs, or of those that can win."""
     choices, _ = list_choices([SRC / f"{rung}.py" for rung in rungs], 1)
@@ -69,6 +79,7 @@ def test_candidates_are_named_by_the_options_that_the_planner_adds(tmp_path):
     assert "adafactor cannot step on FSDP2's shards" in problems["11_fsdp_cpu_offload bf16-true checkpointing"]
     candidates, _ = read_candidates(list_choices([SRC / "18_low_bit_optimizer.py"], 1)[0], bloom(tmp_path), 1)
     assert [accuracy_costs(each.settings) for each in candidates] == [[]] * 4
+    assert accuracy_costs(read_settings("25_block_by_block", bloom(tmp_path))) == [], "the block in turn has 32 bits"
     assert [each.name.removeprefix("18_low_bit_optimizer") for each in candidates] == [
         "", " checkpointing", " adam-4bit", " adam-4bit checkpointing",
     ]  # fmt: skip
@@ -254,11 +265,19 @@ def test_the_planner_uses_or_refuses_a_precision_as_a_rung_does(tmp_path):
     choices, t4 = [("10_fsdp", ()), ("4_mixed_precision", ())], find_gpu("T4")
     both = ["32-true", "16-mixed"]
     for given, expected in {None: both, "mixed": both, "32-true": ["32-true"] * 2, "16-mixed": ["16-mixed"]}.items():
-        options = [*bloom(tmp_path), *(["--precision", given] if given else [])]
-        candidates, _ = read_candidates(choices, options, 1, t4)
-        assert [candidate.settings.precision for candidate in candidates] == expected
-    _, problems = read_candidates(choices, [*bloom(tmp_path), "--precision", "bf16-mixed"], 1, t4)
-    assert "capability 7.5, below 8.0, only emulates bfloat16; use --precision 32-true" in problems["10_fsdp"]
+        for options in with_setting(tmp_path, "precision", given):
+            candidates, _ = read_candidates(choices, options, 1, t4)
+            assert [candidate.settings.precision for candidate in candidates] == expected
+    for options in with_setting(tmp_path, "precision", "bf16-mixed"):
+        candidates, problems = read_candidates(choices, options, 1, t4)
+        assert not candidates
+        assert "capability 7.5, below 8.0, only emulates bfloat16; use --precision 32-true" in problems["10_fsdp"]
+
+
+def test_a_number_of_tokens_is_not_replaced_by_sizes(tmp_path):
+    for options in with_setting(tmp_path, "micro_batch_tokens", 2048):
+        (plan,) = plans_of(["4_mixed_precision"], options)[:1]
+        assert (plan.micro_batch, "--micro_batch_size" in plan.command) == (None, False)
 
 
 def test_gpus_are_found_by_the_names_that_users_and_drivers_give_them():
@@ -330,7 +349,10 @@ def test_a_page_draws_the_memory_of_every_plan_and_json_goes_to_stdout(tmp_path)
     page = (tmp_path / "plan.html").read_text()
     assert re.findall(r"<tr class=\"(yes|no)\"><td>(?:<strong>)?([\w ]+)", page) == [
         ("yes", "2_grad_accum"), ("yes", "7_grad_checkpointing")]  # fmt: skip
-    record = json.loads(finished(plan(tmp_path, *options, "--json", "-")))
+    process = plan(tmp_path, *options, "--json", "-", "--page", "second.html")
+    assert "Saved second.html" in process.stderr
+    assert (tmp_path / "second.html").read_text() == page
+    record = json.loads(finished(process))
     chosen = record["plans"][record["recommended"]["all weights"]]
     assert f'<td class="number">{chosen["needed"] / 1e9:.2f}<td' in page
     widths = [float(width) for width in re.findall(r'width:([\d.]+)%"', page.split("<tbody>")[1].split("</tr>")[0])]
@@ -339,11 +361,15 @@ def test_a_page_draws_the_memory_of_every_plan_and_json_goes_to_stdout(tmp_path)
 
 
 def test_the_script_names_the_remedies_if_nothing_fits(tmp_path):
-    options = [*bloom(tmp_path, 2), "--length", "200", "--rungs", "2,5", "--gpu_memory", "560MB"]
-    assert finished(plan(tmp_path, *options)).startswith(
-        "Nothing fits. It would take a GPU of 0.6 GB, for 5_low_precision; or more GPUs, e.g. --devices 2; or shorter "
-        "samples, e.g. --max_length 100.\n"
+    options = [*bloom(tmp_path, 2), "--length", "200", "--rungs", "2,5"]
+    line = finished(plan(tmp_path, *options, "--gpu_memory", "560MB")).splitlines()[0]
+    found = re.fullmatch(
+        r"Nothing fits\. It would take a GPU of (0\.\d) GB, for 5_low_precision; or shorter samples, e\.g\. "
+        r"--max_length 100\.",
+        line,
     )
+    assert finished(plan(tmp_path, *options, "--gpu_memory", f"{found[1]}GB")).startswith("Run    python src/")
+    assert "; or more GPUs, e.g. --devices 2" in finished(plan(tmp_path, *options[:-1], "5,10", "--gpu_memory", "1MB"))
 
 
 def test_a_search_without_a_candidate_that_can_fit_says_what_is_missing(tmp_path):

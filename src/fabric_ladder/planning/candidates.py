@@ -88,7 +88,8 @@ def read_candidates(
             continue
         if Path(settings.model).is_file() and "--from_scratch" not in given:
             words += ["--from_scratch", "true"]  # a config file alone holds no weights to start from
-        settled = given & {"--micro_batch_size", "--micro_batch_tokens"}
+        tokens = _read_file(read_words(words)).get("micro_batch_tokens")
+        settled = given & {"--micro_batch_size", "--micro_batch_tokens"} or tokens not in (None, "auto")
         settled = settled or any(technique.size_setting(settings) for technique in used(settings))
         sizes = (None,) if settled else _sizes(settings)
         candidates[name] = Candidate(name, rung, tuple(words), settings, sizes)
@@ -113,7 +114,8 @@ def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) 
     """
     defaults = script_defaults(rung)
     given = read_words(options)
-    asked = given.get("precision")
+    from_file = _read_file(given)
+    precision = (defaults | from_file | given).get("precision", Settings.precision)
     deepspeed = given.get("deepspeed", defaults.get("deepspeed"))
     standard = [] if "config" in given else ["--config", STANDARD]
     here = ["--devices", "1", "--from_scratch", "true"]  # a plan needs no weights
@@ -122,23 +124,21 @@ def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) 
         settings = settings_for("mps", rung, [*standard, *options, *here], **defaults)
         return replace(settings, notices=())
     here += ["--accelerator", "cpu"]
-    if asked:
-        here += ["--precision", "mixed" if asked == "16-mixed" else asked]
+    if precision == "16-mixed":
+        here += ["--precision", "mixed"]
     if "deepspeed" in defaults:
         options = without_options(options, ["deepspeed"])
         defaults = defaults | {"deepspeed": None}
     settings = parse_settings([*standard, *options, *here], **defaults)
-    chosen = {*given, *read_config(find_config(given.get("config", STANDARD))), *defaults}
+    chosen = {*given, *from_file, *defaults}
     if switches := cuda_defaults(settings, chosen, gpu.capability):
         here += [f"--{name}=true" for name in switches]
         settings = parse_settings([*standard, *options, *here], **defaults)
     if gpus > settings.batch_size:
         raise UserError(f"--batch_size {settings.batch_size} is below the number of devices, {gpus}: raise it")
-    precision = asked or settings.precision
-    if not asked and precision == "bf16-mixed":
-        precision = "mixed"  # a CPU has turned it into bf16-mixed
     sharded = strategy_traits(settings).shards_weights
-    precision, meaning = fit_precision(precision, gpu.capability, trains_adapters(settings) and not asked, sharded)
+    replaceable = trains_adapters(settings) and "precision" not in given
+    precision, meaning = fit_precision(precision, gpu.capability, replaceable, sharded)
     changes = {"name": rung, "devices": gpus, "precision": precision, "notices": (meaning,) if meaning else ()}
     changes |= {"eval_batch_tokens": given.get("eval_batch_tokens"), "full_pass": full_pass(settings)}  # not a CPU's
     settings = replace(settings, **changes)
@@ -152,6 +152,11 @@ def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) 
     if reason := unpredictable(settings):
         raise UserError(f"--precision {settings.precision}: {reason}; plan for bf16-mixed")
     return settings
+
+
+def _read_file(given: dict[str, str]) -> dict:
+    """Return the settings in the YAML file that a plan with these options reads."""
+    return read_config(find_config(given.get("config", STANDARD)))
 
 
 def accuracy_costs(settings: Settings) -> list[str]:

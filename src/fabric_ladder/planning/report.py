@@ -1,6 +1,7 @@
 """Write a plan: the answer with its reasons to the terminal, all figures to JSON."""
 
 import json
+import math
 import textwrap
 from typing import NamedTuple
 
@@ -112,16 +113,17 @@ def _remedies(answer: Answer) -> str:
     able = [plan for plan in answer.plans if not plan.emulated]
     if not able:
         return f"Nothing to recommend: {machine.gpu.name} only emulates bfloat16; plan without --precision bf16-true"
-    least = min(able, key=lambda plan: plan.peak.total)
+    least = min(able, key=lambda plan: plan.high)
     shorter = "" if samples.image_size else f"; or shorter samples, e.g. --max_length {samples.length // 2}"
     if machine.gpu.usable:
         return _larger_mac(min(able, key=lambda plan: plan.shared[2]), machine, shorter)
     if least.free >= 0:
         return f"Nothing fits: {least.candidate.name} needs {least.host / 1e9:.1f} GB of CPU memory."
-    return (
-        f"Nothing fits. It would take a GPU of {least.needed / 1e9:.1f} GB, for {least.candidate.name}; or more GPUs, "
-        f"e.g. --devices {2 * machine.gpus}{shorter}."
-    )
+    gpus = 2 * machine.gpus
+    sharded = any(f"--devices {gpus}" in reason for reason in answer.problems.values()) or machine.gpus > 1
+    more = f"; or more GPUs, e.g. --devices {gpus}" if sharded else ""
+    size = math.ceil(least.high / 1e8) / 10
+    return f"Nothing fits. It would take a GPU of {size:.1f} GB, for {least.candidate.name}{more}{shorter}."
 
 
 def _larger_mac(least: Plan, machine: Machine, shorter: str) -> str:
