@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from fabric_ladder import Settings, UserError, build_model
 from fabric_ladder.data.tokens import load_tokenizer
-from fabric_ladder.models.configs import check_model, load_config
+from fabric_ladder.models.configs import AS_ROBERTA, check_model, load_config
 
 LLAMA = json.loads((MODELS / "llama-tiny.json").read_text())
 BLOOM = json.loads((ROOT / "configs/models/bloom-quickstart.json").read_text())
@@ -68,6 +68,25 @@ def test_an_impossible_config_is_refused(tmp_path, datasets, base, change, line)
     path = tmp_path / "model.json"
     path.write_text(json.dumps(base | change))
     assert line in refusal(path, datasets)
+
+
+@pytest.mark.parametrize("kind", [*AS_ROBERTA, "bert", "electra"])
+def test_the_longest_text_that_a_model_takes_is_named(tmp_path, kind):
+    """Positions of RoBERTa and its relatives start after the padding token's number."""
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    sizes |= {"vocab_size": 64, "max_position_embeddings": 34, "entity_vocab_size": 8, "embedding_size": 24}
+    sizes |= {"default_language": "en_XX", "attention_window": 8, "pad_token_id": 1, "mask_token_id": 5}
+    sizes |= {"coordinate_size": 4, "shape_size": 4, "max_2d_position_embeddings": 64, "visual_embed": False}
+    config = AutoConfig.for_model(kind, **sizes)
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(config.to_dict()))
+    with pytest.raises(UserError) as caught:
+        check_model(Settings(model=str(path), from_scratch=True, max_length=35))
+    longest = int(str(caught.value).split()[-1])
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    model(input_ids=torch.full((1, longest), 7))
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=torch.full((1, longest + 1), 7))
 
 
 @pytest.mark.parametrize("value", VALUES)

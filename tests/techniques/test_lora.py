@@ -13,6 +13,7 @@ from lightning.fabric.plugins import MixedPrecision
 from support.export import run_here
 from support.helpers import MODELS, ROOT, SRC, finished, run_script, settings_for, token_datasets
 from torch import nn
+from transformers import AutoConfig
 
 from fabric_ladder import Run, UserError, build_dataloaders, build_model, build_optimizer, parse_settings, train
 from fabric_ladder.distributed.fsdp import transformer_blocks
@@ -29,6 +30,13 @@ CONFIGS = {
     "vit": {"model_type": "vit", "image_size": 16, "patch_size": 8, "intermediate_size": 64, "hidden_size": 32,
             "num_hidden_layers": 2, "num_attention_heads": 2},
 }  # fmt: skip
+VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+VISION |= {"image_size": 32, "patch_size": 16}
+UNUSUAL = {
+    "swinv2": {"depths": [1, 1], "num_heads": [1, 2], "embed_dim": 8, "window_size": 2, "image_size": 32},
+    "siglip": {"vision_config": VISION},
+    "clip": {"vision_config": VISION},
+}
 WAYS = {
     "plain": {},
     "accumulated": {"micro_batch_size": 3},
@@ -314,6 +322,21 @@ def test_an_architecture_unknown_to_peft_has_default_targets(tmp_path):
     with torch.device("meta"):
         model = build_model(settings, blank_datasets(2))
     assert model.peft_config["default"].target_modules == {"o_proj", "qkv_proj"}
+
+
+@pytest.mark.parametrize("targets", [None, "all-linear"])
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_images_of_unusual_models_get_adapters(tmp_path, kind, targets):
+    """Swin V2 has layers whose names are numbers. The classifiers of CLIP and SigLIP name no body."""
+    AutoConfig.for_model(kind, **UNUSUAL[kind]).to_json_file(tmp_path / "model.json")
+    options = {"task": "image-classification", "image_size": 32, "lora_targets": targets, "lora": True}
+    settings = settings_for(tmp_path, model=str(tmp_path / "model.json"), from_scratch=True, **options)
+    with torch.device("meta"):
+        model = build_model(settings, blank_datasets(3, 32))
+    adapted = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
+    assert [name for name in adapted if "attn" in name or "attention" in name]
+    assert not [name for name in adapted if "classifier" in name]
+    assert model.peft_config["default"].modules_to_save == ["classifier"]
 
 
 def test_the_adapters_config_has_the_settings(tmp_path):

@@ -322,6 +322,20 @@ def test_a_window_that_is_shorter_than_rows_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("slow_but_exact", {"slow_but_exact": True, "pretraining_tp": 2}),
+        ("output_attentions", {"output_attentions": True}),
+    ],
+)
+def test_a_config_that_asks_for_eager_attention_is_refused(tmp_path, name, change):
+    config = json.loads((MODELS / "bloom-quickstart.json").read_text()) | change
+    (tmp_path / "exact.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"{name} in the config of .* packed texts would see each other"):
+        check(tmp_path, tmp_path / "exact.json")
+
+
+@pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"task": "image-classification"}, "--packing true: images have one size"),

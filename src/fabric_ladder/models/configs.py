@@ -21,6 +21,9 @@ MODELS = {
     "token-classification": AutoModelForTokenClassification,
     "instruction-tuning": AutoModelForCausalLM,
 }
+# architectures whose position numbers start after the number of the padding token
+AS_ROBERTA = """camembert data2vec-text esm ibert layoutlmv3 lilt longformer luke markuplm mpnet roberta
+    roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod""".split()
 
 
 def check_model(settings: Settings) -> None:
@@ -51,8 +54,8 @@ def check_model(settings: Settings) -> None:
             "of them"
         )
     positions = getattr(config, "max_position_embeddings", None)
-    if positions and config.model_type in ("roberta", "xlm-roberta", "camembert"):
-        positions -= (config.pad_token_id or 0) + 1  # RoBERTa's position numbers start after the padding token's
+    if positions and config.model_type in AS_ROBERTA:
+        positions -= (config.pad_token_id or 0) + 1
     if positions and settings.max_length > positions:
         raise UserError(
             f"--max_length {settings.max_length} is beyond the {positions} positions of {settings.model}: "

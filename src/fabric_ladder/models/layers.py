@@ -39,8 +39,13 @@ def meta_model(settings: Settings, config: PretrainedConfig | None = None) -> nn
 
 def head_names(model: nn.Module) -> list[str]:
     """Return the names of the modules on top of the pretrained body: a classifier and the layers before it."""
-    children = model.named_children()
-    return [name for name, child in children if child is not model.base_model and any(True for _ in child.parameters())]
+    children = list(model.named_children())
+    heads = [(name, child) for name, child in children if child is not model.base_model]
+    blocks = find_blocks(model)
+    if model.base_model is model and blocks:  # CLIP's classifier names no body
+        holders = [place for place, (_, child) in enumerate(children) if blocks[-1] in child.modules()]
+        heads = children[holders[0] + 1 :]
+    return [name for name, child in heads if any(True for _ in child.parameters())]
 
 
 def linear_layers(model: nn.Module) -> list[str]:

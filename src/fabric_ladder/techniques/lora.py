@@ -92,7 +92,8 @@ def add_adapters(model: nn.Module, settings: Settings) -> nn.Module:
         if hasattr(module, "support_avx512bf16_for_cpu"):
             # otherwise an evaluation on a CPU repacks 4-bit weights for a kernel without a gradient, and rounds them
             module.support_avx512bf16_for_cpu = False
-    embedding = getattr(model.get_input_embeddings(), "weight", None)
+    # only a language model's head may be tied, and CLIP's classifier raises an error here
+    embedding = model.get_input_embeddings().weight if settings.task == "instruction-tuning" else None
     changes = settings.lora_init in CHANGES_BASE
     with same_draws() if changes else nullcontext():
         model = get_peft_model(model, config)
@@ -142,7 +143,8 @@ def _targets(model: nn.Module, wanted: str | None) -> list[str]:
 
 
 def _last_parts(names: Iterable[str]) -> list[str]:
-    return sorted({name.split(".")[-1] for name in names})
+    """Return the last parts of names; two of a name that ends with a number, as blocks' names do."""
+    return sorted({re.search(r"[^.]+(\.\d+)?$", name)[0] for name in names})
 
 
 def _matches(target: str, names: list[str]) -> bool:

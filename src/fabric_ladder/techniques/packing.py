@@ -153,6 +153,13 @@ class Packing(Technique):
                 f"packed texts may see each other in {settings.model} ({config.model_type}), which is not among the "
                 f"tested architectures ({', '.join(sorted(TESTED))}); leave it out"
             )
+        exact = config.model_type == "bloom" and config.pretraining_tp > 1 and config.slow_but_exact
+        if exact or config.output_attentions:
+            name = "slow_but_exact" if exact else "output_attentions"
+            return (
+                f"{name} in the config of {settings.model} asks for eager attention, in which packed texts would see "
+                "each other; leave it out"
+            )
         window = _shortest_window(config)
         if window and window < settings.max_length:
             return (
