@@ -115,7 +115,7 @@ def cells_of(name: str) -> list[nbformat.NotebookNode]:
     start = TEXTS["start"].format(name=name, gpu=gpu.strip(), stored=stored.strip())
     cells.append(nbformat.v4.new_markdown_cell(f"# {title}\n\n{texts['problem'].strip()}\n\n{start.strip()}"))
     extras = "".join(f" {packages}" for package, packages in EXTRAS.items() if package in script.lower())
-    add("Install", f"%pip install -q lightning transformers datasets matplotlib{extras}")
+    add("Install", f'%pip install -q lightning "transformers>=5.23" datasets matplotlib{extras}')
     add("The idea", texts["code"], texts["idea"])
     cells.append(nbformat.v4.new_markdown_cell(texts["shown"].strip()))
     add("Data", TEXTS["data"])

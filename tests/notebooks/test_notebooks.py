@@ -4,6 +4,7 @@ import ast
 import re
 import runpy
 import shutil
+import tomllib
 from itertools import pairwise
 from pathlib import Path
 
@@ -68,7 +69,9 @@ def test_each_code_cell_is_explained_and_only_its_packages_are_installed(script)
             assert before.cell_type == "markdown" or cell.source.startswith("import gc\n"), cell.source
     [install] = [cell.source for cell in cells if cell.source.startswith("%pip")]
     start, *extras = install.partition("matplotlib")[::2]
-    assert start == "%pip install -q lightning transformers datasets "
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    [transformers] = [each.split(",")[0] for each in project["dependencies"] if each.startswith("transformers")]
+    assert start == f'%pip install -q lightning "{transformers}" datasets '
     imports = {name for name in ("bitsandbytes", "torchao", "deepspeed") if name in script.read_text().lower()}
     assert set(extras[0].split()) - {"accelerate"} == imports
 
