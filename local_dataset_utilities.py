@@ -61,13 +61,14 @@ def download_dataset(data_dir: "str | Path | None" = None) -> Path:
         return found
     folder = _data_folder(data_dir)
     archive = folder / IMDB_ARCHIVE
+    new = not folder.exists()
     timeout = socket.getdefaulttimeout()
     socket.setdefaulttimeout(30)  # seconds
     try:
         folder.mkdir(parents=True, exist_ok=True)
         download_url_to_file(IMDB_URL, str(archive), IMDB_SHA256, progress=sys.stderr.isatty())
     except (URLError, ConnectionError, TimeoutError) as error:
-        if not any(folder.iterdir()):
+        if new:
             folder.rmdir()
         raise UserError(
             f"IMDb is not in {folder.resolve()} and cannot be downloaded ({type(error).__name__}): save {IMDB_URL} "

@@ -29,7 +29,7 @@ def main(arguments: argparse.Namespace) -> None:
     from fabric_ladder.techniques.advice import show_errors
     from fabric_ladder.tools.model_card import check_push, push, write_card
 
-    show_errors(smaller="--precision bf16-true")
+    show_errors(smaller="a machine with more memory")
     if arguments.push:
         check_push(arguments.push)
     source = find_result(arguments.source)

@@ -127,11 +127,11 @@ def make_plan(arguments: argparse.Namespace, options: list[str]) -> list[Planned
     return plan
 
 
-def run_all(plan: list[Planned], runs_dir: Path) -> tuple[list[Path | None], list[str]]:
+def run_all(plan: list[Planned]) -> tuple[list[Path | None], list[str]]:
     """Run everything that is not finished yet; return the folder of each run (None: it failed), and the failures."""
     folders, failed = [], []
     for number, planned in enumerate(plan, start=1):
-        home = runs_dir / planned.rung.stem
+        home = Path(planned.settings.runs_dir) / planned.rung.stem
         name = f"{named(planned.rung, planned.values)}, seed {planned.seed}"
         start = f"[{number}/{len(plan)}] {name}"
         folder = finished_run(home, planned.settings)
@@ -189,7 +189,7 @@ def main(arguments: argparse.Namespace, options: list[str]) -> None:
 
     show_errors()
     plan = make_plan(arguments, options)
-    folders, failed = run_all(plan, Path(arguments.runs_dir))
+    folders, failed = run_all(plan)
     for line in failed:
         print(f"Failed: {line}")
     if arguments.search:

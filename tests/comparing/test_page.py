@@ -13,10 +13,12 @@ from fabric_ladder.comparing.page import to_html
 from fabric_ladder.comparing.sources import read_sources
 
 
-@pytest.mark.parametrize(("hits", "n"), [(0, 10), (5, 10), (10, 10), (8737, 10000), (1, 1)])
+@pytest.mark.parametrize(("hits", "n"), [(0, 10), (5, 10), (10, 10), (8737, 10000), (1, 1), (33, 33), (0, 40)])
 def test_wilsons_interval(hits, n):
     expected = binomtest(hits, n).proportion_ci(0.95, "wilson")
-    assert wilson_interval(hits / n, n) == pytest.approx((expected.low, expected.high), abs=1e-12)
+    low, high = wilson_interval(hits / n, n)
+    assert (low, high) == pytest.approx((expected.low, expected.high), abs=1e-12)
+    assert low <= hits / n <= high, "the charts draw both distances"
 
 
 def test_charts_of_runs_with_few_figures(tmp_path):

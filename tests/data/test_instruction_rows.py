@@ -209,6 +209,12 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("column", ["text_column", "label_column"])
+def test_columns_of_labelled_texts_are_refused(tmp_path, load, tokenizers, column):
+    with pytest.raises(UserError, match="--text_column and --label_column are not for instructions"):
+        load(write_rows(GOOD, tmp_path / "a.jsonl"), tokenizer=tokenizers["trained"], **{column: "instruction"})
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_files_without_instructions_are_refused(tmp_path, load, tokenizers, name):
     file, content, pattern = REFUSED[name]

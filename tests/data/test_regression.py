@@ -57,7 +57,7 @@ def test_numbers_come_from_one_or_several_columns(tmp_path, name):
         (
             [{"text": str(index), "label": 2} for index in range(20)],
             "rows.csv",
-            r"all training texts have the same lab",
+            r"all training texts have the same label, 2: ",
         ),
     ],
 )

@@ -48,7 +48,7 @@ def test_the_ladder_names_skipped_rungs_continues_after_a_failure_and_compares(t
 @pytest.mark.slow
 def test_a_ladder_that_was_killed_repeats_no_finished_run(tmp_path):
     """Kill the ladder in the second of four runs, start it again, and once more when all runs are finished."""
-    arguments = ["--rungs", "1,2", "--seeds", "2", "--runs_dir", "ladder", *FEW]
+    arguments = ["--rungs", "1,2", "--seeds", "2", "--runs_dir=~/ladder", *FEW]
     command = [sys.executable, str(SCRIPT), *arguments]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, start_new_session=True)
     deadline = monotonic() + 200

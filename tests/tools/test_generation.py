@@ -159,7 +159,9 @@ def test_a_file_of_prompts_becomes_a_file_of_answers(runs, tmp_path, monkeypatch
             for number in range(1, 12)]  # fmt: skip
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     (tmp_path / "rows.json").write_text(json.dumps([{"prompt": row["instruction"]} for row in rows]))
-    (tmp_path / "rows.txt").write_text("word7\n\nword8 word9\n")
+    (tmp_path / "rows.txt").write_text("\ufeffword7\n\nword8 word9\n")
+    (tmp_path / "rows.csv").write_text('instruction,input\nword7,"word8, word9"\n')
+    assert [question for _, question in read_questions(tmp_path / "rows.csv")] == [Question("word7", "word8, word9")]
     monkeypatch.chdir(tmp_path)
     arguments = ("--model", runs.whole, "--prompts", "rows.jsonl", "--output", "out.jsonl", "--batch_size", "4", *LONG)
     run_here(monkeypatch, SCRIPT, *arguments)

@@ -66,6 +66,8 @@ def test_the_card_describes_the_run_and_is_uploaded_with_the_model(run, tmp_path
          {"datasets": ["someone/films"]}),
         ({"model": "/home/me/secret/base", "from_scratch": False, "dataset": "/home/me/secret/films.csv",
           "test_file": "/home/me/secret/test.csv"}, {}),
+        ({"dataset": "reviews/train.csv"}, {}),
+        ({"dataset": "nyu-mll/glue:sst2"}, {"datasets": ["nyu-mll/glue"]}),
     ],
 )  # fmt: skip
 def test_the_card_names_models_on_the_hub_but_no_local_folder(run, tmp_path, settings, facts):

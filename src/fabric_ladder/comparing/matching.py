@@ -100,7 +100,7 @@ def wilson_interval(share: float, n: int, z: float = Z95) -> tuple[float, float]
     """
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))  # rounding could leave share out
 
 
 def make_rows(runs: list[LoggedRun]) -> list[Row]:

@@ -38,11 +38,9 @@ class Regression(LabelKind):
         self.names = list(self.columns(settings))
         splits = {split: table.rename_column("label", "labels") for split, table in join(tables, settings).items()}
         numbers = matrix(splits["train"])
-        for name, spread in zip(self.names, np.ptp(numbers, axis=0), strict=True):
+        for name, first, spread in zip(self.names, numbers[0], np.ptp(numbers, axis=0), strict=True):
             if spread == 0 and len(numbers) > 1:
-                raise UserError(
-                    f"all training texts have the same {name}, {numbers[0, 0]:g}: there is nothing to learn"
-                )
+                raise UserError(f"all training texts have the same {name}, {first:g}: there is nothing to learn")
         return splits
 
     def collate(self, labels: list[list[float]], starts: np.ndarray | None = None) -> dict[str, Tensor]:

@@ -59,8 +59,14 @@ def find_source(settings: DataSettings, imdb: Source | None = None) -> Source:
     if settings.dataset_revision and (path or name in REVIEWS):
         raise UserError(f"--dataset_revision is for a --dataset on the Hub, not for {name}")
     columns = settings.text_column, settings.label_column
-    if name in REVIEWS and columns != (DataSettings.text_column, DataSettings.label_column):
+    chosen = columns != (DataSettings.text_column, DataSettings.label_column)
+    if name in REVIEWS and chosen:
         raise UserError(f"--text_column and --label_column are for tables, not for {name}; set --dataset")
+    if settings.task == "instruction-tuning" and chosen:
+        raise UserError(
+            "--text_column and --label_column are not for instructions, whose columns are known by their names, such "
+            "as instruction, input and output: leave them out"
+        )
     if name in REVIEWS and settings.stream_buffer:
         raise UserError(f"--stream_buffer {settings.stream_buffer} is for files and the Hub, not for {name}")
     if name in REVIEWS:

@@ -15,7 +15,7 @@ from fabric_ladder.data.instructions import prompt_text, prompt_tokens
 from fabric_ladder.data.rows import read_file, reading
 from fabric_ladder.data.sources import file_format
 from fabric_ladder.data.tokens import load_tokenizer
-from fabric_ladder.errors import UserError
+from fabric_ladder.errors import UserError, refused
 from fabric_ladder.models.activations import fuse_gelu
 from fabric_ladder.models.configs import load_config, silence_loading
 from fabric_ladder.techniques.fused_attention import fuse_attention
@@ -80,7 +80,8 @@ class Generator:
 
     def chat_tokens(self, messages: list[dict[str, str]]) -> list[int]:
         """Return the tokens of a chat, formatted by the tokenizer's template, with the start of the next answer."""
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        with refused("the tokenizer's chat template cannot write this chat"):
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return self._checked(self._plain_tokens(text))
 
     def answer(self, prompts: list[list[int]], stream: bool = False) -> list[list[int]]:
@@ -224,17 +225,17 @@ def choose_template(tokenizer: PreTrainedTokenizerBase, wanted: str | None, chat
 def read_questions(path: Path) -> list[tuple[dict, Question]]:
     """Return the rows of a file, each with its question.
 
-    A text file has one prompt per non-empty line. JSON (a list) and JSON Lines have objects with `instruction` and
-    optionally `input` and `system`, or with `prompt`, a synonym of `instruction`.
+    A text file has one prompt per non-empty line. A table (CSV, TSV, JSON, JSON Lines or Parquet) has the columns
+    `instruction` and optionally `input` and `system`, or `prompt`, a synonym of `instruction`.
 
     Raises:
         UserError: The file cannot be read, or has no prompt.
     """
-    if file_format(path) == "json":
+    if file_format(path):
         rows = read_file(path).rows
     else:
         with reading(path, "text"):
-            lines = enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+            lines = enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1)
             rows = [(f"line {number}", {"prompt": line}) for number, line in lines if line.strip()]
     questions = []
     for location, row in rows:

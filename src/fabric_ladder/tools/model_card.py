@@ -7,6 +7,7 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData, get_token
 from huggingface_hub.utils import validate_repo_id
 
 from fabric_ladder.comparing.matching import wilson_interval
+from fabric_ladder.data.sources import file_format
 from fabric_ladder.errors import UserError, read_outside, refused
 from fabric_ladder.settings import FACTS, SURROUNDINGS, Settings
 
@@ -70,7 +71,7 @@ def _describe_run(record: dict, facts: ModelCardData) -> str:
     if _is_hub_name(model) and not settings["from_scratch"]:
         facts.base_model = model
     if _is_hub_name(dataset):
-        facts.datasets = [dataset]
+        facts.datasets = [dataset.split(":")[0]]  # without the name of a configuration
     changed = {
         name: settings[name]
         for name, fact in FACTS.items()
@@ -107,5 +108,6 @@ def _describe_test(results: dict) -> str:
 
 
 def _is_hub_name(name: str) -> bool:
-    """Return whether a name is USER/NAME on the Hub and not a path."""
-    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
+    """Return whether a name is USER/NAME on the Hub and not a path; the file of a run may be in another folder."""
+    found = name.startswith((".", "/", "~")) or file_format(Path(name)) or Path(name).exists()
+    return name.count("/") == 1 and not found
