@@ -29,7 +29,7 @@ def parse() -> argparse.Namespace:
     )
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("--prompt", help="one instruction; the answer is printed")
-    task.add_argument("--prompts", type=Path, help="text, CSV, JSON (Lines) or Parquet with instruction and input, or prompt")
+    task.add_argument("--prompts", type=Path, help="text, CSV, JSON or Parquet with instruction and input, or prompt")
     task.add_argument("--chat", action="store_true", help="chat in the terminal; an empty line ends it")
     parser.add_argument("--input", default="", help="input of the instruction, for --prompt")
     parser.add_argument("--system", default="", help="system text, for --prompt and --chat")
