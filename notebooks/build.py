@@ -30,7 +30,7 @@ METADATA = {
 }
 EXTRAS = {"bitsandbytes": "bitsandbytes accelerate", "torchao": "torchao", "deepspeed": "deepspeed"}
 # the notebook writes train.csv and test.csv itself
-IMPORT = "from local_dataset_utilities import load_dataset_into_to_dataframe, partition_dataset\n\n"
+IMPORT = "            from local_dataset_utilities import load_dataset_into_to_dataframe, partition_dataset\n\n"
 PRINT_EVERY = "PRINT_EVERY = 160  # reviews"
 ONE_PROCESS = """
 DEVICES = 1  # a notebook has one process

@@ -12,8 +12,6 @@ import torch
 from lightning import Fabric
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BitsAndBytesConfig
 
-from local_dataset_utilities import load_dataset_into_to_dataframe, partition_dataset
-
 MODEL, MAX_LENGTH = "bigscience/bloom-560m", 1024  # tokens of a review
 EPOCHS, BATCH_SIZE, LEARNING_RATE, SEED, PRINT_EVERY = 1, 16, 2e-4, 123, 4800  # a loss is printed every 4800 reviews
 RANK, ALPHA, DROPOUT, TARGET = 8, 32, 0.1, "query_key_value"  # layers of this name get adapters
@@ -62,7 +60,9 @@ if __name__ == "__main__":
 
     ### 1 Loading the dataset
     with fabric.rank_zero_first():
-        if not os.path.exists("train.csv"):  # your own train.csv and test.csv need the columns text and label
+        if not os.path.exists("train.csv"):  # your own train.csv and test.csv have columns text and label (0 or 1)
+            from local_dataset_utilities import load_dataset_into_to_dataframe, partition_dataset
+
             partition_dataset(load_dataset_into_to_dataframe())
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     splits = {"train": [], "test": []}

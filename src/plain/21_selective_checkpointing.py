@@ -16,8 +16,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from local_dataset_utilities import load_dataset_into_to_dataframe, partition_dataset
-
 MODEL, MAX_LENGTH = "bigscience/bloom-560m", 1024  # tokens of a review
 EPOCHS, BATCH_SIZE, LEARNING_RATE, SEED, PRINT_EVERY = 1, 16, 5e-5, 123, 4800  # a loss is printed every 4800 reviews
 
@@ -55,7 +53,9 @@ if __name__ == "__main__":
 
     ### 1 Loading the dataset
     with fabric.rank_zero_first():
-        if not os.path.exists("train.csv"):  # your own train.csv and test.csv need the columns text and label
+        if not os.path.exists("train.csv"):  # your own train.csv and test.csv have columns text and label (0 or 1)
+            from local_dataset_utilities import load_dataset_into_to_dataframe, partition_dataset
+
             partition_dataset(load_dataset_into_to_dataframe())
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     splits = {"train": [], "test": []}

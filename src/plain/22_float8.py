@@ -16,8 +16,6 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from local_dataset_utilities import load_dataset_into_to_dataframe, partition_dataset
-
 MODEL, MAX_LENGTH = "bigscience/bloom-560m", 1024  # tokens of a review
 EPOCHS, BATCH_SIZE, LEARNING_RATE, SEED, PRINT_EVERY = 1, 16, 5e-5, 123, 4800  # a loss is printed every 4800 reviews
 BFLOAT16 = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
@@ -59,7 +57,9 @@ if __name__ == "__main__":
 
     ### 1 Loading the dataset
     with fabric.rank_zero_first():
-        if not os.path.exists("train.csv"):  # your own train.csv and test.csv need the columns text and label
+        if not os.path.exists("train.csv"):  # your own train.csv and test.csv have columns text and label (0 or 1)
+            from local_dataset_utilities import load_dataset_into_to_dataframe, partition_dataset
+
             partition_dataset(load_dataset_into_to_dataframe())
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     splits = {"train": [], "test": []}
