@@ -2,8 +2,9 @@
 #
 #   docker build --tag fabric-ladder .
 #   docker run --rm --gpus all --ipc=host fabric-ladder                                # the doctor
+#   mkdir -p runs
 #   docker run --rm --gpus all --ipc=host --volume "$PWD/runs:/home/ubuntu/fabric-ladder/runs" \
-#       fabric-ladder python src/2_grad_accum.py
+#       fabric-ladder python src/2_grad_accum.py --config configs/quickstart.yaml
 FROM nvidia/cuda:13.0.2-devel-ubuntu24.04
 
 # hadolint ignore=DL3008

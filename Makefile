@@ -47,11 +47,11 @@ docs: .venv/installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv-lowest runs
+	rm -rf .venv .venv-lowest
 
 .venv/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "Python 3.11 or newer is needed; name it: make PYTHON=python3.12 ..." >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+		{ echo "Python 3.11, 3.12 or 3.13 is needed; name it: make PYTHON=python3.12 ..." >&2; exit 2; }
 	$(PYTHON) -m venv .venv
 
 # torch comes first and by its exact version, so that no other package's looser request picks another build

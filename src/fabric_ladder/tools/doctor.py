@@ -145,7 +145,8 @@ def gpu(index: int) -> Item:
     if free < total / 2:
         return Item(f"GPU {index}", "warn", f"{text}: in use by others", "nvidia-smi lists the processes on it")
     if found.major < 8:
-        return Item(f"GPU {index}", "warn", f"{text}: it only emulates bfloat16", "use --precision 16-mixed")
+        fix = "rungs 4, 9, 12 to 15 and 24 take float16 by themselves; most others are slow"
+        return Item(f"GPU {index}", "warn", f"{text}: it only emulates bfloat16", fix)
     return Item(f"GPU {index}", "ok", text)
 
 
@@ -183,7 +184,8 @@ def compiler() -> Item:
 
     variable, usual = ("CC", "gcc") if torch.cuda.is_available() else ("CXX", "g++")
     name = os.environ.get(variable) or ("clang++" if sys.platform == "darwin" else usual)
-    fix = f"apt install {usual} python3-dev, or set {variable}"
+    fixes = {"darwin": "xcode-select --install", "win32": "leave out rung 3: PyTorch has no Triton for Windows"}
+    fix = fixes.get(sys.platform, f"apt install {usual} python3-dev, or set {variable}")
     if not shutil.which(name):
         return Item("torch.compile", "missing", f"there is no compiler {name}", fix)
     if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
