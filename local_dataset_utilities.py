@@ -10,6 +10,7 @@ import socket
 import sys
 import tarfile
 import zlib
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,7 +70,8 @@ def download_dataset(data_dir: "str | Path | None" = None) -> Path:
         download_url_to_file(IMDB_URL, str(archive), IMDB_SHA256, progress=sys.stderr.isatty())
     except (URLError, ConnectionError, TimeoutError) as error:
         if new:
-            folder.rmdir()
+            with suppress(OSError):  # another process may have begun to use it
+                folder.rmdir()
         raise UserError(
             f"IMDb is not in {folder.resolve()} and cannot be downloaded ({type(error).__name__}): save {IMDB_URL} "
             f"as {archive}, or set FABRIC_LADDER_DATA to the folder that holds it, or use --dataset synthetic, which "

@@ -129,7 +129,7 @@ def main(arguments: argparse.Namespace) -> None:
     for number, (row, _) in enumerate(rows):
         found = {name: texts[number] for name, texts in answers.items()}
         lines.append(row | {"generated": found if others else found[first]})
-    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    text = "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
     if not arguments.output:
         print(text, end="")
         return

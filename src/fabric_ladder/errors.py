@@ -24,7 +24,7 @@ LONGEST = 1000  # characters of a line on stderr; a longer line loses its middle
 
 
 class UserError(ValueError):
-    """An error that the user can fix; its message is one line with the problem and the remedy."""
+    """An error that the user can fix; it is shown as one line with the problem and the remedy."""
 
 
 class NotFiniteError(UserError):

@@ -14,7 +14,7 @@ from fabric_ladder.checkpoints.resume import PROGRESS, find_checkpoint
 def checkpoint(tmp_path, record, progress):
     """Write a run with a checkpoint that has a correct manifest."""
     home = tmp_path / "runs" / "test" / "1"
-    part = store.unfinished_folder(home / "checkpoints", "000000001")
+    part = store.unfinished_folder(home / "checkpoints", 1, "")
     store.make_empty(part)
     (part / PROGRESS).write_text(progress)
     store.finish(part, None)

@@ -217,7 +217,7 @@ def test_a_resumed_run_has_the_settings_of_its_newest_start(tmp_path, monkeypatc
     for size, place in ((8, "Batch 0003/"), (2, "Batch 0006/"), (4, None)):
         more = ["--micro_batch_size", size, "--resume", "auto"]
         status, text = run_here("2_grad_accum", tmp_path, *more, at=place)
-        assert (status, f"--micro_batch_size {size} --resume auto" in text) == ((143, True) if place else (0, False))
+        assert (status, f"--micro_batch_size {size} --resume auto\n" in text) == ((143, True) if place else (0, False))
     record = json.loads((tmp_path / "runs" / "2_grad_accum" / "1" / "run.json").read_text())
     assert record["settings"]["micro_batch_size"] == 4
     assert "--micro_batch_size 8" in record["command"]
@@ -245,6 +245,23 @@ def test_keep_keeps_the_newest_and_the_best(tmp_path):
     newest = ["step-000000021", "step-000000024-validated"]
     assert [path.name for path in checkpoints(home)] == sorted({best, *newest})
     assert json.loads((home / "run.json").read_text())["best_checkpoint"] == f"checkpoints/{best}"
+
+
+def test_a_checkpoint_of_the_test_is_removed_with_its_branch(tmp_path):
+    """The run goes on from an older checkpoint. Folders that the user has named stay and do not count."""
+    for step, stage in ((8, "validated"), (16, "validated"), (16, "trained"), (16, "validated")):
+        part = store.unfinished_folder(tmp_path, step, stage)
+        store.make_empty(part)
+        newest = store.finish(part, 0.5 if stage == "validated" else None)
+        (tmp_path / "step-000000008-backup").mkdir(exist_ok=True)
+        store.prune(newest, keep=9)
+        assert store.newest_whole(tmp_path) == (newest, [])
+    assert [path.name for path in store.list_steps(tmp_path)] == [
+        "step-000000008-validated",
+        "step-000000016-validated",
+    ]
+    store.remove_all(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000008-backup"]
 
 
 def test_max_time_stops_a_run_and_resume_continues_it(tmp_path):

@@ -55,6 +55,11 @@ def test_each_difference_is_refused_by_name(tmp_path, monkeypatch, kind):
     assert first_line == f"**Not comparable without care: these runs differ in {escaped}.**"
 
 
+def test_a_resumed_run_counts_with_the_devices_of_its_newest_start(tmp_path):
+    (run,) = read_sources([write_run(tmp_path, record() | {"resumed": [record() | {"ranks": 2}]})])
+    assert run.settings["ranks"] == 2
+
+
 def test_runs_that_differ_only_in_techniques_are_compared(tmp_path):
     sources = [
         write_run(tmp_path, record()),

@@ -46,8 +46,9 @@ def test_the_ladder_names_skipped_rungs_continues_after_a_failure_and_compares(t
 
 
 @pytest.mark.slow
-def test_a_ladder_that_was_killed_repeats_no_finished_run(tmp_path):
+def test_a_ladder_that_was_killed_repeats_no_finished_run(tmp_path, monkeypatch):
     """Kill the ladder in the second of four runs, start it again, and once more when all runs are finished."""
+    monkeypatch.setenv("HOME", str(tmp_path))
     arguments = ["--rungs", "1,2", "--seeds", "2", "--runs_dir=~/ladder", *FEW]
     command = [sys.executable, str(SCRIPT), *arguments]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, start_new_session=True)
@@ -59,7 +60,7 @@ def test_a_ladder_that_was_killed_repeats_no_finished_run(tmp_path):
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     stdout = finished(run_script(SCRIPT, *arguments, cwd=tmp_path))
-    assert "[1/4] 1_batch_size_1, seed 123: finished before, in ladder/1_batch_size_1/1\n" in stdout
+    assert f"[1/4] 1_batch_size_1, seed 123: finished before, in {tmp_path}/ladder/1_batch_size_1/1\n" in stdout
     everything = [(name, seed) for name in ("1_batch_size_1", "2_grad_accum") for seed in (123, 124)]
     assert runs_of(tmp_path / "ladder") == everything
     assert "mean of seeds 123, 124" in stdout

@@ -231,7 +231,7 @@ def test_gradients_that_overflow_at_every_loss_scale_are_explained():
     ("values", "tries"),
     [
         ({}, "a lower --learning_rate, another --precision, --max_grad_norm 1 or --on_nan skip, which leaves such b"),
-        ({"max_grad_norm": 1.0, "on_nan": "skip"}, "a lower --learning_rate or another --precision"),
+        ({"max_grad_norm": 0.3, "on_nan": "skip"}, "a lower --learning_rate or another --precision"),
         ({"step_in_backward": True, "batch_size": 1}, "a lower --learning_rate or another --precision"),
         ({"optimizer": "sinkgd"}, "a lower --learning_rate, another --precision or --on_nan skip"),
     ],

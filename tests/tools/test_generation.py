@@ -143,6 +143,13 @@ def test_prompts_are_tokenised_as_in_training(runs):
         generator(runs.adapter, RAW).tokens(Question("word7", "word8"))
 
 
+def test_a_chat_template_that_refuses_a_chat_is_explained(runs):
+    ours = generator(runs.whole, TEMPLATE)
+    ours.tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(UserError, match=r"chat template cannot write this chat \(TemplateError: System role not supp"):
+        ours.chat_tokens([{"role": "system", "content": "word7"}])
+
+
 def test_one_prompt_is_streamed_to_the_terminal(runs, monkeypatch, capsys):
     ours = generator(runs.adapter, TEMPLATE)
     expected = by_transformers(ours, ours.tokens(Question("word7", "word9")))

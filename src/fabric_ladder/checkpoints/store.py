@@ -7,6 +7,7 @@ checksums and is renamed, which is atomic. The manifest also finds damage that h
 import hashlib
 import json
 import os
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from fabric_ladder.errors import UserError, refused
 
 MANIFEST = "manifest.json"
 STAGES = ("", "validated", "trained")  # of checkpoints after the same optimizer step, oldest first
+NAME = re.compile(rf"step-(\d+)-?({'|'.join(STAGES)})")
 FORMAT = 2  # the tensors are safetensors files
 
 
@@ -92,6 +94,8 @@ def prune(newest: Path, keep: int) -> Path | None:
     folders = list_steps(newest.parent)
     while _step(folders[-1]) > _step(newest):
         _remove(folders.pop())
+    if folders[-1] != newest and folders[-1].name.endswith("-trained"):
+        _remove(folders.pop())
     best = find_best(newest.parent)
     for folder in folders[:-keep]:
         if folder not in (best, newest):
@@ -107,8 +111,9 @@ def find_best(checkpoints: Path) -> Path | None:
 
 def list_steps(checkpoints: Path) -> list[Path]:
     """Return the complete checkpoints of a run, oldest first."""
-    found = [path for path in checkpoints.glob("step-*") if _step(path).isdecimal()]
-    return sorted(found, key=lambda path: (_step(path), STAGES.index(path.name[len(f"step-{_step(path)}-") :])))
+    found = [(NAME.fullmatch(path.name), path) for path in checkpoints.glob("step-*")]
+    order = {path: (match[1], STAGES.index(match[2])) for match, path in found if match}
+    return sorted(order, key=order.get)
 
 
 def step_of(folder: Path) -> int:

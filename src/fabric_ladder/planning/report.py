@@ -10,7 +10,7 @@ from rich.table import Table
 
 from fabric_ladder.planning.gpus import ANY, MAC_SIZES, Gpu, mac
 from fabric_ladder.planning.planner import MACOS, Machine, Plan, Samples, recommend
-from fabric_ladder.techniques import used
+from fabric_ladder.techniques import technique_of, used
 from fabric_ladder.techniques.memory import KINDS, Peak
 
 TOGETHER = [kind for kind in KINDS if kind != "logits"]  # logits are shown with the activations
@@ -96,8 +96,8 @@ def _takes(plan: Plan, gpu: Gpu) -> str:
 
 def _costs(plan: Plan) -> str:
     """Return the cost in accuracy in words. Figures of a small model are not quoted for a large one."""
-    if plan.costs and plan.counts.all > LARGE:
-        return "effect on the accuracy unknown for a model of this size"
+    if plan.counts.all > LARGE:
+        return f"{'effect on the accuracy unknown' if plan.costs else 'accuracy not measured'} for a model of this size"
     measured = all(technique.accuracy_is_measured for technique in used(plan.candidate.settings))
     return "; ".join(plan.costs) or ("no measured loss of accuracy" if measured else "accuracy not measured")
 
@@ -119,9 +119,9 @@ def _remedies(answer: Answer) -> str:
         return _larger_mac(min(able, key=lambda plan: plan.shared[2]), machine, shorter)
     if least.free >= 0:
         return f"Nothing fits: {least.candidate.name} needs {least.host / 1e9:.1f} GB of CPU memory."
-    gpus = 2 * machine.gpus
-    sharded = any(f"--devices {gpus}" in reason for reason in answer.problems.values()) or machine.gpus > 1
-    more = f"; or more GPUs, e.g. --devices {gpus}" if sharded else ""
+    rungs = {name.split()[0] for name in (*answer.problems, *(plan.candidate.rung for plan in answer.plans))}
+    shards = any(technique.shards for technique in map(technique_of, rungs) if technique)
+    more = f"; or more GPUs, e.g. --devices {2 * machine.gpus}" if shards else ""
     size = math.ceil(least.high / 1e8) / 10
     return f"Nothing fits. It would take a GPU of {size:.1f} GB, for {least.candidate.name}{more}{shorter}."
 

@@ -33,7 +33,6 @@ class RunRecord:
     Attributes:
         values: The content of run.json.
         folder: `runs/<script>/<n>` on rank 0, once it is open.
-        command: The command line of this start; that in `values` is of the run's first start.
 
     Raises:
         UserError: `runs_dir` cannot be written.
@@ -45,14 +44,13 @@ class RunRecord:
         self.folder: Path | None = None
         self._lines: list[str] = []  # of log.txt
         self._rows: list[tuple[int, int, dict]] = []  # of metrics.csv: optimizer step, samples and figures
-        self.command = command_line(Path(sys.argv[0]), sys.argv[1:])
         self._log_lost = False  # log.txt and metrics.csv end before the run does
         packages = dict.fromkeys(name for technique in used(settings) for name in technique.packages(settings))
         self.values = {
             "format": 1,
             "status": "running",
             "begun": strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "command": self.command,
+            "command": command_line(Path(sys.argv[0]), sys.argv[1:]),
             "settings": {key: value for key, value in dataclasses.asdict(settings).items() if key != "notices"},
             "commit": None if fabric.global_rank else code_commit(),  # rank 0 alone writes the record
             "versions": describe_versions(*packages),
@@ -149,8 +147,11 @@ class RunRecord:
             self._rows = [tuple(row) for row in state["rows"]]
             part = {name: self.values[name] for name in ("begun", "command", "commit", "versions", "hardware", "ranks")}
             resumed = [*state["record"].get("resumed", []), part | {"samples": state["samples"]}]
-            # a resumed run may change some settings, for example --patience
-            self.values = state["record"] | {"settings": self.values["settings"], "resumed": resumed}
+            # a resumed run may change some settings, for example --patience, and with them the predicted memory
+            newest = {name: self.values[name] for name in ("settings", "attention_kernels") if name in self.values}
+            results = state["record"]["results"] | self.values["results"]
+            results["epochs"] = state["record"]["results"]["epochs"]
+            self.values = state["record"] | newest | {"results": results, "resumed": resumed}
         with self._writing():
             path = folder or next_folder(Path(self.settings.runs_dir) / self.settings.name)
             self._lock = lock(path)

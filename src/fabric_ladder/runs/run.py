@@ -13,7 +13,9 @@ from torch.utils.data import DataLoader
 
 from fabric_ladder.data.label_kind import Described
 from fabric_ladder.data.loaders import EffectiveBatch
+from fabric_ladder.distributed.launch import command_line
 from fabric_ladder.environment import notebook_shell
+from fabric_ladder.options import without_options
 from fabric_ladder.runs.memory_history import MemoryHistory
 from fabric_ladder.runs.metrics import Score
 from fabric_ladder.runs.prediction import Prediction, start_planner
@@ -248,7 +250,8 @@ class Run:
             reason: `max_time` or the name of a signal.
             position: Where the training is; None if no checkpoint could be written.
         """
-        command = self.record.command.replace(" --resume auto", "") + " --resume auto"
+        words = [*without_options(sys.argv[1:], ["resume"]), "--resume", "auto"]
+        command = command_line(Path(sys.argv[0]), words)
         if notebook_shell():
             command = 'parse_settings(resume="auto", …)'
         self.record.add(status="stopped")
