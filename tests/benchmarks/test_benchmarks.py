@@ -14,6 +14,7 @@ from fabric_ladder import parse_settings
 sys.path.append(str(ROOT / "benchmarks"))
 import against_peers
 import common
+import forking
 import padding
 import peers
 
@@ -29,11 +30,19 @@ def figures():
     runs = {side: (side, []) for side in peers.SIDES} | {"trainer_best": ("trainer", SWITCHED)}
     threads = torch.get_num_threads()
     torch.set_float32_matmul_precision("medium")  # every side must set its own value instead of this value
-    with mock.patch.dict(os.environ):
+    with mock.patch.dict(os.environ), mock.patch.object(common, "run_child", forking.run_forked):
         sides = {name: peers.measure(parse_settings(TINY), side, switches) for name, (side, switches) in runs.items()}
         AcceleratorState._reset_state(reset_partial_state=True)
+        ladder = common.run_rung("2_grad_accum", TINY, threads)
     assert torch.get_float32_matmul_precision() == "highest"
-    return sides | {"ladder": common.run_rung("2_grad_accum", TINY, threads)}
+    return sides | {"ladder": ladder}
+
+
+def test_a_child_process_gives_its_output_or_its_error():
+    assert common.run_child(["-c", "print(1)"]) == "1\n"
+    with pytest.raises(common.ChildError) as error:
+        common.run_child(["-c", "import sys; sys.exit('no')"])
+    assert error.value.stderr == "no\n"
 
 
 def test_all_sides_train_the_same_texts_and_weights_in_as_many_steps(figures):

@@ -8,7 +8,7 @@ from support.planning import PATCHES, VIT, case, measured_peak, tracked_peak
 
 from fabric_ladder.planning.predict import predict_peak
 
-LAYERS = 6
+LAYERS = 4
 BERT = {"model_type": "bert", "vocab_size": 1024, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "intermediate_size": 128, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.1}  # fmt: skip
 GPT2 = {"model_type": "gpt2", "vocab_size": 1024, "n_embd": 64, "n_layer": 2, "n_head": 4, "bos_token_id": 1,
@@ -19,7 +19,7 @@ TECHNIQUES |= {"21": TECHNIQUES["7"] | {"selective_checkpointing": True}}
 
 
 def deep_case(tmp_path, family, rung, **values):
-    """Return the settings and micro-batches of a rung, for a model of six blocks."""
+    """Return the settings and micro-batches of a rung, for a model of `LAYERS` blocks."""
     name, config = "num_hidden_layers", VIT
     if family != "vit":
         name, config = "n_layer", json.loads((MODELS / "bloom-quickstart.json").read_text())

@@ -24,6 +24,7 @@ import datasets
 import huggingface_hub
 import numpy as np
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 import fabric_ladder
 
@@ -36,6 +37,7 @@ HARMLESS += ("HF_HOME", "CUDA_VISIBLE_DEVICES")  # the first is empty for all sc
 HARMLESS += ("TORCHINDUCTOR_CACHE_DIR",)  # scripts that compile are not forked
 HARMLESS += ("KMP_", "_MLFLOW_")  # set by imports of scikit-learn and DeepSpeed in the tests' process
 HARMLESS += ("SLURM_",)  # except the rank: Lightning compares it with 0 when it is imported
+HARMLESS += ("LOCAL_RANK", "MASTER_", "WORLD_SIZE", "NODE_RANK")  # a fork is told its rank
 # torch.compile starts processes and threads when it is imported, and DeepSpeed compiles. The doctor sets its own path.
 FRESH = ("3_torch_compile.py", "doctor.py", "deepspeed_script.py")
 FOLDERS = (ROOT / "src", ROOT / "scripts", ROOT / "tests" / "support")  # other folders may have their own modules
@@ -136,6 +138,7 @@ def _become_main(command: list[str], cwd: str, environment: dict[str, str], path
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
+    rank_zero_only.rank = int(environment.get("LOCAL_RANK", 0))  # Lightning reads it when it is imported
     offline = environment.get("HF_HUB_OFFLINE", "").upper() in huggingface_hub.constants.ENV_VARS_TRUE_VALUES
     huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = offline
     np.random.seed()  # otherwise all forks draw the same numbers; `random` seeds itself again

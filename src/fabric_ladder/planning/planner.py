@@ -144,7 +144,7 @@ def make_plans(
     Returns:
         The plans, in the candidates' order.
     """
-    processes = os.cpu_count() or 1
+    processes = min(os.cpu_count() or 1, len({rehearsal_key(each.settings) for each in candidates}))
     forks = processes > 1 and "fork" in get_all_start_methods() and not torch.cuda.is_available()
     pool = ProcessPoolExecutor(processes, get_context("fork"), _enter_fork) if forks else ThreadPoolExecutor(1)
     search = _Search(candidates, samples, machine, every)
