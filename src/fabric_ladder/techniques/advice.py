@@ -50,19 +50,19 @@ def explain(
 def _steadier(settings: Settings | None, in_training: bool) -> str:
     """Return what to try after a loss that is not finite, without settings that the run has or refuses."""
     tries = ["a lower --learning_rate", "another --precision"]
-    if settings and not settings.max_grad_norm and _allows(settings, max_grad_norm=1.0):
+    if settings and not settings.max_grad_norm and _allowed(replace(settings, max_grad_norm=1.0)):
         tries.append("--max_grad_norm 1")
-    if settings and in_training and settings.on_nan == "stop" and _allows(settings, on_nan="skip"):
+    if settings and in_training and settings.on_nan == "stop" and _allowed(replace(settings, on_nan="skip")):
         tries.append("--on_nan skip, which leaves such batches out")
     return ", ".join(tries[:-1]) + f" or {tries[-1]}"
 
 
-def _allows(settings: Settings, **changes: object) -> bool:
+def _allowed(settings: Settings) -> bool:
     """Return whether no technique refuses these settings."""
     capability = compute_capability() if settings.accelerator == "cuda" else None
     try:
         for technique in TECHNIQUES:
-            technique.check(replace(settings, **changes), capability)
+            technique.check(settings, capability)
     except UserError:
         return False
     return True
