@@ -177,6 +177,7 @@ def compare_attention(_: str, args: argparse.Namespace, folder: Path) -> dict:
 def compare_accuracy() -> None:
     """Run the sides of `accuracy` that have no stored result yet."""
     common.check_storable(ACCURACY_OUT)
+    torch.set_num_threads(1)  # as the children have, for the records
     for seed in (123, 124, 125):
         for side, (rung, batch_size) in ACCURACY_SIDES.items():
             if (name := f"{side} {seed}") in common.read_results(ACCURACY_OUT):

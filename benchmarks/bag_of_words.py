@@ -24,6 +24,7 @@ from local_dataset_utilities import imdb_source
 
 OUT = RESULTS / "bag_of_words.json"
 QUICKSTART = ["--config", str(ROOT / "configs" / "quickstart.yaml"), "--validation_samples", "500"]
+QUICKSTART += ["--accelerator", "cpu"]
 
 
 def bag_of_words(settings: DataSettings, source: Source) -> dict[str, float]:
@@ -59,6 +60,7 @@ def main() -> None:
     group.add_argument("--imdb", action="store_true", help="all of IMDb instead of the quickstart")
     args = parser.parse_args()
     check_storable(OUT)
+    torch.set_num_threads(1)  # as the quickstart has
     if args.imdb:
         settings = DataSettings(dataset="imdb")
         part, found = "imdb", bag_of_words(settings, imdb_source(settings.data_dir))

@@ -36,8 +36,8 @@ MODELS = ROOT / "configs" / "models"
 BASE = ["--config", str(ROOT / "configs" / "imdb_bloom_560m.yaml")]  # else a machine without a GPU runs the quickstart
 MINILM = "--config configs/imdb_minilm.yaml --max_length 128 --threads 1".split()
 MEASURES = ("samples_per_second", "evaluation_samples_per_second", "peak_memory_bytes")
-FIGURES = """samples_per_second tokens_per_second evaluation_tokens_per_second peak_memory_bytes peak_host_memory_bytes
-training_seconds padding test_accuracy test_loss parameters""".split()  # always in run.json
+FIGURES = """evaluation_tokens_per_second peak_memory_bytes peak_host_memory_bytes
+padding test_accuracy test_loss parameters trainable_parameters""".split()  # always in run.json
 GPU_FIGURES = ("compile_seconds", "predicted_peak_bytes", "peak_reserved_bytes")  # in run.json on a GPU or if compiled
 
 
@@ -116,14 +116,23 @@ def run_recorded(
         run_child([str(ROOT / "src" / f"{script}.py"), *options, "--runs_dir", runs], threads, limit)
         folder = Path(runs) / script / "1"
         record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        check_commit(record)
         with open(folder / "metrics.csv", encoding="utf-8", newline="") as file:
             return record, list(csv.DictReader(file))
+
+
+def check_commit(record: dict) -> None:
+    """Refuse a run of other code than that of this process."""
+    if record["commit"] != code_commit():
+        raise RuntimeError(f"the code changed: this command began at {code_commit()}, the run at {record['commit']}")
 
 
 def run_rung(script: str, options: list[str], threads: int | None = None, limit: float | None = None) -> dict:
     """Run an unchanged rung in its own process and return its figures.
 
-    The evaluation figures are those of the validation, between the last printed loss and the line of the epoch.
+    As in the peers' clock, the seconds of the training include the GPU's first passes and compiling: the trial of the
+    largest batches and `compile_ahead`, which the run's own throughput leaves out. The evaluation figures are those of
+    the validation, between the last printed loss and the line of the epoch.
     `late_samples_per_second` is the rate of the second half of the printed losses, when everything is warm.
     """
     record, rows = run_recorded(script, options, threads, limit)
@@ -133,12 +142,17 @@ def run_rung(script: str, options: list[str], threads: int | None = None, limit:
     late = [(int(row["samples"]) - int(before["samples"]), float(row["samples_per_second"]))
             for before, row in pairwise([{"samples": 0}, *printed])][len(printed) // 2 :]  # fmt: skip
     validating = float(epoch["seconds"]) - float(last["seconds"])
+    seconds = results["elapsed_seconds"] - validating
+    tokens = round(results["tokens_per_second"] * results["training_seconds"])
     figures = {name: results[name] for name in FIGURES} | {
+        "training_seconds": seconds,
+        "samples_per_second": results["samples_per_second"] * results["training_seconds"] / seconds,
+        "tokens_per_second": tokens / seconds,
         "late_samples_per_second": sum(count for count, _ in late) / sum(count / rate for count, rate in late),
         "evaluation_samples_per_second": settings["validation_samples"] / validating,
         "evaluation_seconds": validating,
         "compile_seconds": 0.0,
-        "tokens": round(results["tokens_per_second"] * results["training_seconds"]),
+        "tokens": tokens,
         "updates": int(rows[-1]["step"]),
         "threads": record["hardware"]["threads"],
         **precisions(settings),

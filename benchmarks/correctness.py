@@ -18,8 +18,8 @@ Sides: rung 2; transformers' Trainer with its defaults except for the sizes; the
 import argparse
 import io
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import common  # first import: it makes the project importable
@@ -248,17 +248,6 @@ RESUME = {
 }
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute with one thread, so that equal runs give equal bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def main() -> None:
     """Ask all questions, print the answers and write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -266,7 +255,8 @@ def main() -> None:
     args = parser.parse_args()
     common.check_storable(args.out)
     answers: dict[str, dict[str, float | bool]] = {side: {} for side in SIDES}
-    with one_thread(), tempfile.TemporaryDirectory() as folder:
+    torch.set_num_threads(1)  # equal runs give equal bits
+    with tempfile.TemporaryDirectory() as folder:
         for kind in TASKS:
             for question in ("cut", "window"):
                 work = Work(Path(folder), kind, question)

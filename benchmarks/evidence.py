@@ -166,7 +166,9 @@ def impersonal(text: str, settings: dict) -> str:
 
 def keep(folder: Path, target: Path) -> None:
     """Store a finished run's files in another folder, without the folders of this machine."""
-    settings = json.loads((folder / "run.json").read_text(encoding="utf-8"))["settings"]
+    record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    common.check_commit(record["resumed"][-1] if "resumed" in record else record)
+    settings = record["settings"]
     texts = {name: impersonal((folder / name).read_text(encoding="utf-8"), settings) for name in FILES}
     target.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():

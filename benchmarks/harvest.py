@@ -74,7 +74,7 @@ FIRST = (
     "15_packing", FAST, "4_mixed_precision", "Trainer, bf16-mixed", "blog, bf16-mixed", REPEATED,
     *(f"memory: bloom-560m, {rung}" for rung in PEAKS),
 )  # fmt: skip
-TRAINER = ("micro_batch_16", "group_by_length", "no_nan_filter", "worker")  # Trainer's best switches on a GPU
+TRAINER = ("micro_batch_16", "group_by_length", "no_nan_filter")  # the fewest kernels and waits
 
 
 class Job(NamedTuple):
@@ -134,19 +134,19 @@ def training_flops(parameters: int, config: dict, lengths: np.ndarray) -> float:
     return 6 * without_embedding * lengths.sum() + attention
 
 
-def add_rates(figures: dict, config: dict, lengths: np.ndarray, gpu: Gpu | None) -> dict:
-    """Return a training's figures with its MFU, if the GPU is known.
+def add_rates(figures: dict, config: dict, lengths: np.ndarray, gpu: Gpu | None, gpus: int = 1) -> dict:
+    """Return a training's figures with its MFU, if the GPU is known and all weights are trained.
 
     Raises:
         RuntimeError: The training had other texts.
     """
     if figures["tokens"] != lengths.sum():
         raise RuntimeError(f"{figures['tokens']} tokens were trained instead of {lengths.sum()}")
-    if not gpu:
+    if not gpu or figures.get("trainable_parameters", figures["parameters"]) < figures["parameters"]:
         return figures
     flops = training_flops(figures["parameters"], config, lengths) / len(lengths)
     peak = peak_flops(gpu, figures["precision"], figures["matmul_precision"])
-    return figures | {"mfu": flops * figures["samples_per_second"] / peak}
+    return figures | {"mfu": flops * figures["samples_per_second"] / (gpus * peak)}
 
 
 # Entries
@@ -158,8 +158,7 @@ def prepare(machine: dict, folder: Path) -> Job:
     device = "cpu" if rehearse else "cuda"
     model = MODELS / ("bloom-quickstart.json" if rehearse else "bloom-560m.json")
     reviews = 32 if rehearse else 1024
-    dataset = "imdb" if common.has_imdb() and not rehearse else "synthetic"
-    options = [*BASE, "--dataset", dataset, "--from_scratch", "true", "--model", str(model)]
+    options = [*BASE, "--dataset", machine["dataset"], "--from_scratch", "true", "--model", str(model)]
     options += ["--max_length", "128" if rehearse else "1024", "--log_every", "16" if rehearse else "128"]
     options += ["--train_samples", str(reviews), "--validation_samples", str(reviews // 8), "--test_samples", "32"]
     settings = parse_settings([*options, "--accelerator", "cpu"])
@@ -187,7 +186,9 @@ def entries_of(job: Job) -> list[Entry]:
             ("22_float8, not compiled", "--compile false"),
         ):
             found.append(training(job, name, rung_command(job.options, name.split(",")[0], *more.split())))
-    for precision in ["32-true"] if job.rehearse else ["bf16-mixed", "bf16-true", "32-true"]:
+    emulates = job.gpu and job.gpu.capability < (8, 0)  # the peers' bfloat16 would be refused
+    precisions = ["16-mixed", "32-true"] if emulates else ["bf16-mixed", "bf16-true", "32-true"]
+    for precision in ["32-true"] if job.rehearse else precisions:
         options = [*job.options, "--batch_size", "16", "--precision", precision]
         found.append(training(job, f"blog, {precision}", peer_command("blog", options)))
         found.append(training(job, f"Trainer, {precision}", peer_command("trainer", options, *TRAINER)))
@@ -195,9 +196,10 @@ def entries_of(job: Job) -> list[Entry]:
     for rung in ON_SEVERAL_GPUS if job.gpus > 1 else []:
         if rung == "9_ddp" or not job.rehearse:
             command = rung_command(job.options, rung, "--devices", str(job.gpus))
-            found.append(training(job, f"{rung}, {job.gpus} GPUs", command))
+            found.append(training(job, f"{rung}, {job.gpus} GPUs", command, job.gpus))
     place = {name: number for number, name in enumerate(FIRST)}
-    return sorted(found, key=lambda entry: (place.get(entry.name, len(FIRST)), entry.alone))
+    usual = {entry.name: entry.name.replace(", 16-mixed", ", bf16-mixed") for entry in found}
+    return sorted(found, key=lambda entry: (place.get(usual[entry.name], len(FIRST)), entry.alone))
 
 
 def command_entry(name: str, command: list[str], seconds: float = 20.0, alone: bool = True) -> Entry:
@@ -206,11 +208,12 @@ def command_entry(name: str, command: list[str], seconds: float = 20.0, alone: b
                  seconds, alone)  # fmt: skip
 
 
-def training(job: Job, name: str, command: list[str]) -> Entry:
-    """Return an entry that trains on the job's reviews."""
+def training(job: Job, name: str, command: list[str], gpus: int = 1) -> Entry:
+    """Return an entry that trains on the job's reviews; without MFU for 8-bit matrix multiplications."""
     config = json.loads(Path(job.options[job.options.index("--model") + 1]).read_text(encoding="utf-8"))
     entry = command_entry(name, command, 35)
-    return entry._replace(measure=lambda limit: add_rates(entry.measure(limit), config, job.lengths, job.gpu))
+    gpu = None if name.startswith("22_float8") else job.gpu
+    return entry._replace(measure=lambda limit: add_rates(entry.measure(limit), config, job.lengths, gpu, gpus))
 
 
 def kernels(job: Job) -> list[Entry]:
@@ -345,10 +348,10 @@ def write_machine() -> None:
 
 
 def identity(machine: dict) -> list:
-    """Return the conditions that all figures of a file share: hardware and versions."""
+    """Return the conditions that all figures of a file share: hardware, versions and reviews."""
     hardware = machine["hardware"]
     name = hardware.get("gpu") or hardware["processor"]
-    return [name, machine["gpus"], machine["versions"], machine["rehearsal"]]
+    return [name, machine["gpus"], machine["versions"], machine["rehearsal"], machine.get("dataset", "imdb")]
 
 
 def run_all(
@@ -508,12 +511,11 @@ def tables(content: dict) -> dict[str, list[str]]:
                   for way, side in run["figures"].items()]  # fmt: skip
     top = [[f"`{row['name'][:60]}`", f"{row['share']:.1%}", f"{row['ms']:.0f}", str(row["calls"])]
            for row in figures.get("profile", {}).get("top", [])]  # fmt: skip
-    mixed = {name: run for name, run in trained.items() if run["precision"] == "bf16-mixed"}
-    rates = [f"{run['samples_per_second']:,.0f} and {run['late_samples_per_second']:,.0f} with "
-             f"{run['peak_memory_bytes'] / 1e9:.1f} GB ({name})"
-             for name, run in sorted(mixed.items(), key=lambda item: -item[1]["samples_per_second"])]  # fmt: skip
-    conditions = f"on one {machine['hardware']['gpu']}, over the whole training and at its end"
-    summary = [f"Reviews/s of BLOOM-560m in bf16-mixed {conditions}: {', '.join(rates)}; "
+    mixed = {name: run for name, run in trained.items() if run["precision"].endswith("mixed")}
+    rates = [f"{run['late_samples_per_second']:,.0f} with {run['peak_memory_bytes'] / 1e9:.1f} GB ({name})"
+             for name, run in sorted(mixed.items(), key=lambda item: -item[1]["late_samples_per_second"])]  # fmt: skip
+    conditions = f"on one {machine['hardware']['gpu']}, at the end of the training"
+    summary = [f"Reviews/s of BLOOM-560m in mixed precision {conditions}: {', '.join(rates)}; "
                "[conditions](docs/gpu.md#speed)."] if rates else []  # fmt: skip
     overhead = []
     if ceilings := figures.get("ceilings"):
@@ -587,9 +589,10 @@ def main() -> int:
     start_forks()
     end = monotonic() + 60 * args.minutes
     machine = machine_of_child("cpu" if args.rehearse else "cuda") | {"rehearsal": args.rehearse}
+    machine["dataset"] = "synthetic" if args.rehearse or args.synthetic else "imdb"
     content = read_harvest(args.out) if args.out.exists() else {"entries": {}, "left_out": {}}
     if args.out.exists() and identity(content["machine"]) != identity(machine):
-        parser.error(f"{args.out} was measured with another GPU or other versions: give another --out")
+        parser.error(f"{args.out} was measured with another GPU, versions or reviews: give another --out")
     with tempfile.TemporaryDirectory(prefix="harvest-") as scratch:
         job = prepare(machine, Path(scratch))
         chosen = [entry for entry in entries_of(job) if any(fnmatchcase(entry.name, pattern) for pattern in args.only)]

@@ -116,7 +116,7 @@ def count_tokens(folder: Path) -> dict:
             settings = parse_settings([*options, *more, "--batch_size", str(batch), *CUTS["unpacked, 16,384 tokens"]])
             for rung, how in MOVING.items():
                 figures[f"{name}, batch {batch}, {rung}"] = count(settings, how, datasets)
-    return {"conditions": {"max_length": 1024, "texts": texts}, "figures": figures, "medians": figures}
+    return {"conditions": {"max_length": 1024, "texts": texts}, "medians": figures}
 
 
 def count(settings: Settings, strategy: dict, datasets: TextDatasets) -> dict[str, float]:

@@ -50,17 +50,16 @@ SWITCHES = {  # of Trainer; bf16 follows --precision, and a fused Adam is the de
     "no_nan_filter": {"logging_nan_inf_filter": False},  # the filter waits for every loss
     "foreach_adam": {"optim": "adamw_torch"},
     "compile": {"torch_compile": True},
-    "worker": {"dataloader_num_workers": 1},
-    **{f"evaluate_{size}": {"per_device_eval_batch_size": size} for size in (1, 2, 4, 32, 64)},
+    **{f"evaluate_{size}": {"per_device_eval_batch_size": size} for size in (1, 4, 32)},
 }
 
 
 class Counting:
-    """Pads a batch to its longest text and counts samples, tokens and padded tokens, also from a worker process."""
+    """Pads a batch to its longest text and counts samples, tokens and padded tokens."""
 
     def __init__(self, datasets: TextDatasets):
         self.collate = DataCollatorWithPadding(datasets.tokenizer)
-        self.counts = torch.zeros(3, dtype=torch.int64).share_memory_()
+        self.counts = torch.zeros(3, dtype=torch.int64)
 
     def __call__(self, samples: list[dict]) -> dict:
         """Return `input_ids` and `attention_mask` (samples, length), and `labels` (samples,)."""

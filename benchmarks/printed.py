@@ -34,6 +34,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     args = parser.parse_args()
+    common.check_storable(OUT)
+    torch.set_num_threads(1)  # as `checkpointing` has; the plans use none
     os.environ["COLUMNS"] = "200"  # for tables
     for part in args.part:
         command = PARTS[part].split()

@@ -2,8 +2,8 @@
 
     python benchmarks/roofline.py [--only TEXT …] [--batches 400]
 
-Nobody has run this project on a GPU. So each side's own step runs on fake tensors. Its kernels, bytes, FLOPs and waits
-are counted (`counting.py`). `speed.py` predicts seconds from the counts.
+Each side's own step runs on fake tensors. Its kernels, bytes, FLOPs and waits are counted (`counting.py`). `speed.py`
+predicts seconds from the counts.
 
 The work is effective batches of 16 reviews of IMDb with their real lengths, up to 1,024 tokens, and BLOOM-560m. Its
 tokenizer is on the Hub, so MiniLM's counts the tokens, as in padding.py. The rungs cut micro-batches with their own
@@ -15,7 +15,7 @@ width they are a constant and terms in N, the width, N x width and N x width². 
 - `Trainer` and its switches are transformers' own Trainer, with the options of peers.py.
 - `accelerate` is the loop of accelerate's examples, as in peers.py.
 
-Rows with `compile` and the step of 4-bit Adam are counted by rules of fusion, since no GPU has compiled them. Adam in
+Rows with `compile` and the step of 4-bit Adam are counted by rules of fusion, since nothing is compiled here. Adam in
 8 bits is left out: bitsandbytes has no fake kernels.
 """
 

@@ -165,7 +165,9 @@ def test_the_mfu_counts_tokens_without_padding():
     found = add_rates(figures, config, lengths, find_gpu("H100"))
     flops = 6 * (559_000_000 - 250_880 * 1024) * 100 + 12 * 24 * 1024 * 100**2  # FLOPs for one review
     assert found["mfu"] == pytest.approx(100 * flops / 494.7e12)
+    assert add_rates(figures, config, lengths, find_gpu("H100"), 2)["mfu"] == pytest.approx(found["mfu"] / 2)
     assert "mfu" not in add_rates(figures, config, lengths, None)
+    assert "mfu" not in add_rates(figures | {"trainable_parameters": 1_000}, config, lengths, find_gpu("H100"))
     with pytest.raises(RuntimeError, match="200000 tokens"):
         add_rates(figures, config, lengths[1:], None)
 
@@ -183,6 +185,15 @@ def test_a_gpu_measures_every_rung_after_the_most_important_entries(tmp_path):
     assert sum(entry.seconds for entry in first) <= 480
     timed = [entry for entry in entries if entry.name in rungs or "calibration" in entry.name or "7b1" in entry.name]
     assert all(entry.alone for entry in timed)
+    (tmp_path / "older").mkdir()
+    older = [entry.name for entry in harvest.entries_of(job._replace(gpu=find_gpu("T4"), folder=tmp_path / "older"))]
+    assert older[: len(first)] == [name.replace(", bf16-mixed", ", 16-mixed") for name in harvest.FIRST]
+    assert "Trainer, bf16-true" not in older
+
+
+def test_a_file_holds_figures_of_one_data_set():
+    reviews = [harvest.identity(MACHINE | more) for more in ({}, {"dataset": "imdb"}, {"dataset": "synthetic"})]
+    assert reviews[0] == reviews[1] != reviews[2]
 
 
 # The pages
@@ -216,7 +227,7 @@ def test_figures_fill_the_pages():
     assert blocks["speeds"][2] == speed
     (summary,) = blocks["summary"]
     assert " on one NVIDIA H100, " in summary
-    assert summary.endswith(": 50 and 60 with 10.1 GB (15_packing); [conditions](docs/gpu.md#speed).")
+    assert summary.endswith(": 60 with 10.1 GB (15_packing); [conditions](docs/gpu.md#speed).")
     assert blocks["memory"][2:] == [
         "| bloom-560m, 2_grad_accum | 10.00 | 10.10 | +1.0% |", "| bloom-560m, 13_lora | 2.00 | 2.00 | +0.0% |"
     ]  # fmt: skip
