@@ -153,6 +153,11 @@ def device(hardware: dict) -> str:
     return hardware.get("gpu", "CPU").removeprefix("NVIDIA ")
 
 
+def kind(hardware: dict) -> str:
+    """Return the device, and the vectors of a CPU: with others bfloat16 is computed in another way."""
+    return hardware["gpu"] if "gpu" in hardware else f"a CPU with {hardware.get('vectors', 'unknown vectors')}"
+
+
 def impersonal(text: str, settings: dict) -> str:
     """Replace the folders of this machine in a run's file by names."""
     folders = {settings["data_dir"]: "$FABRIC_LADDER_DATA", settings["cache_dir"]: "$CACHE"}
@@ -195,7 +200,7 @@ def make(wanted: Wanted, own: float) -> None:
         if wanted.seed in stored:
             return
         here = describe_hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        if others := {device(record["hardware"]) for record in stored.values()} - {device(here)}:
+        if others := {kind(record["hardware"]) for record in stored.values()} - {kind(here)}:
             raise UserError(f"{name}: the other seeds ran on {others.pop()}; remove them, or run this one there too")
         print(name, flush=True)
         train(wanted, home, name, folder_of(wanted.set, wanted.rung.stem, rate, wanted.seed))
