@@ -69,6 +69,7 @@ def test_settings_that_change_memory_but_no_gradient_may_change(tmp_path, before
         ({"train_samples": 61}, "--train_samples null, not 61"),
         ({"precision": "bf16-mixed"}, "--precision 32-true, not bf16-mixed"),
         ({"compile": True}, "--compile false, not true"),
+        ({"name": "4_mixed_precision"}, "src/test.py, not src/4_mixed_precision.py"),
     ],
 )
 def test_settings_that_alter_the_run_are_refused(tmp_path, after, difference):
@@ -76,7 +77,7 @@ def test_settings_that_alter_the_run_are_refused(tmp_path, after, difference):
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     values = {"learning_rate": 0.1} | after
     with pytest.raises(UserError, match=f"was made with {difference}: use its values, or leave out --resume"):
-        find_checkpoint(settings_for(tmp_path, resume="auto", **values), "x")
+        find_checkpoint(settings_for(tmp_path, resume=str(folder / "checkpoints"), **values), "x")
     with pytest.raises(UserError, match="was trained on other data: leave out --resume"):
         find_checkpoint(settings_for(tmp_path, resume="auto", learning_rate=0.1), "y")
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != ".lock"} == before

@@ -67,6 +67,7 @@ def test_runs_that_differ_only_in_techniques_are_compared(tmp_path):
         write_run(tmp_path, record("13_lora", lora=True, learning_rate=2e-4, lora_rank=16, precision="bf16-true")),
         write_run(tmp_path, record("8_init_on_device")),
         write_run(tmp_path, record("9_ddp", devices=4) | {"ranks": 4}),
+        write_run(tmp_path, record(), 2),
     ]
     comparison = compare(read_sources(sources))
     assert comparison.differences == []
@@ -76,8 +77,9 @@ def test_runs_that_differ_only_in_techniques_are_compared(tmp_path):
         "lora true; learning_rate 0.0002; precision bf16-true; lora_rank 16",
         "only the script",
         "ranks 4",
+        "nothing",
     ]
-    assert ("learning_rate", ["5e-05", "0.01", "0.0002", "5e-05", "5e-05"]) in comparison.settings
+    assert ("learning_rate", ["5e-05", "0.01", "0.0002", "5e-05", "5e-05", "5e-05"]) in comparison.settings
 
 
 def test_rungs_set_only_techniques():

@@ -260,6 +260,7 @@ REFUSED = {
     "file": (["a.csv"], {"dataset": "pets/a.csv"}, r"a\.csv is neither a folder nor an archive \(\.tar, "),
     "no such archive": ([], {"dataset": "b.tar.gz"}, r"no file or folder b\.tar\.gz here or in "),
     "test file": (["cat/a.png"], {"test_file": "b.csv"}, "--validation_file and --test_file are for texts"),
+    "options of texts": (["cat/a.png"], {"text_column": "a"}, "--text_column is for texts, not for images: leave it"),
     "no room for a crop": (["cat/a.png"], {"resize_to": 31}, "--resize_to 31 is smaller than the image size 32"),
     "no room for a patch": (["cat/a.png"], {"image_size": 3}, r"--image_size 3 is smaller than a patch of .*, 8: "),
     "task": (["cat/a.png"], {"task": "text-classification"}, "for images add --task image-classification"),

@@ -11,10 +11,12 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.data_files import BLOOM, SPLITS, WRITERS, rows_of, table, texts_of, write_table
+from support.data_files import BLOOM, SPLITS, WRITERS, rows_of, table, texts_of, write_rows, write_table
 from support.helpers import ROOT, finished, run_script
 
 from fabric_ladder import Settings, build_model
+from fabric_ladder.data.label_kind import describe_rare
+from fabric_ladder.data.loaders import count_classes
 from fabric_ladder.errors import UserError
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -37,6 +39,29 @@ def write_parquet(frame, path, make):
     else:
         write_classes(frame, path, ["0", "1"])
     return path
+
+
+def test_labels_lose_spaces_and_texts_that_are_cut_are_counted(tmp_path, load):
+    texts = ["word " * (93 if number % 4 == 0 else 3) for number in range(40)]
+    rows = [{"text": text, "label": ("bad ", " good")[number % 2]} for number, text in enumerate(texts)]
+    got = load(write_rows(rows, tmp_path / "a.csv"), max_length=16)
+    assert got.class_names == ["bad", "good"]
+    assert got.notices == ["10 of 40 texts have --max_length 16 tokens or more, and are cut"]
+
+
+@pytest.mark.parametrize(("classes", "start"), [(40, ["40 of 40 classes have at most one training sample: "]), (4, [])])
+def test_labels_that_are_hardly_classes_are_mentioned(tmp_path, load, classes, start):
+    rows = [{"text": f"word {number}", "label": f"class {number % classes}"} for number in range(40)]
+    counts = count_classes(load(write_rows(rows, tmp_path / "a.csv")))
+    assert [line[: len(start[0])] for line in describe_rare(counts)] == start
+
+
+def test_several_columns_of_labels_need_another_kind_of_problem(tmp_path, load):
+    rows = [{"text": "a", "toxic": 0, "threat": 1}] * 20
+    with pytest.raises(UserError, match=r"no column 'toxic,threat'.* need --problem_type multi_label_classification"):
+        load(write_rows(rows, tmp_path / "a.csv"), label_column="toxic,threat")
+    with pytest.raises(UserError, match=r"no file or folder a\.csv,b\.csv .*; put several files into one folder"):
+        load("a.csv,b.csv")
 
 
 def write_classes(frame, path, names):

@@ -70,6 +70,12 @@ def test_an_impossible_config_is_refused(tmp_path, datasets, base, change, line)
     assert line in refusal(path, datasets)
 
 
+def test_the_folder_of_a_run_names_its_model(tmp_path):
+    (tmp_path / "model").mkdir()
+    with pytest.raises(UserError, match=f"the folder {tmp_path} holds no usable model; give {tmp_path}/model"):
+        load_config(str(tmp_path))
+
+
 @pytest.mark.parametrize("kind", [*AS_ROBERTA, "bert", "electra"])
 def test_the_longest_text_that_a_model_takes_is_named(tmp_path, kind):
     """Positions of RoBERTa and its relatives start after the padding token's number."""

@@ -169,6 +169,15 @@ def test_a_file_of_prompts_becomes_a_file_of_answers(runs, tmp_path, monkeypatch
     (tmp_path / "rows.txt").write_text("\ufeffword7\n\nword8 word9\n")
     (tmp_path / "rows.csv").write_text('instruction,input\nword7,"word8, word9"\n')
     assert [question for _, question in read_questions(tmp_path / "rows.csv")] == [Question("word7", "word8, word9")]
+    pairs = [
+        {"instruction": "word7", "context": "word8", "response": "word9"},
+        {"question": "word5", "answer": "word6"},
+    ]
+    (tmp_path / "pairs.json").write_text(json.dumps(pairs))
+    assert [question for _, question in read_questions(tmp_path / "pairs.json")] == [
+        Question("word7", "word8"),
+        Question("word5"),
+    ]
     monkeypatch.chdir(tmp_path)
     arguments = ("--model", runs.whole, "--prompts", "rows.jsonl", "--output", "out.jsonl", "--batch_size", "4", *LONG)
     run_here(monkeypatch, SCRIPT, *arguments)

@@ -90,6 +90,16 @@ def test_without_a_run_the_card_explains_how_to_load_the_model(tmp_path, kind, t
     card = ModelCard.load(tmp_path / "README.md")
     assert card.data.to_dict() == {"library_name": "transformers", "pipeline_tag": task}
     assert f'pipeline("{task}", "me/words")' in card.text
+    assert "Write prompts" not in card.text
+
+
+def test_the_card_of_a_language_model_has_the_form_of_its_prompts(tmp_path):
+    tiny("llama-lm").save_pretrained(tmp_path)
+    own = ("Ask: {instruction}\\nTell:", "Ask: {instruction}\nTell:")
+    for template, prompt in (own, ("alpaca", "### Instruction:\n{instruction}\n")):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"prompt_template": template}))
+        write_card(tmp_path, tmp_path / "nowhere", "me/words")
+        assert prompt in ModelCard.load(tmp_path / "README.md").text.split("```text\n")[1]
 
 
 def test_a_push_that_fails_prints_one_line_and_keeps_the_folder(run, tmp_path, monkeypatch, pushed):

@@ -12,7 +12,7 @@ from fabric_ladder.settings import INTERNAL, Settings, names, show
 
 PROGRESS = "progress.json"  # in a checkpoint: position, settings, figures so far
 # settings that may differ between the parts of a resumed run
-FREE = {*names(free_on_resume=True), *INTERNAL} - {"name"}
+FREE = {*names(free_on_resume=True), *INTERNAL}
 
 
 class Found(NamedTuple):
@@ -57,6 +57,7 @@ def find_checkpoint(settings: Settings, fingerprint: str) -> Found:
         path = folder
     else:
         path = Path(resume).absolute()
+        path = path.parent if path.name == CHECKPOINTS else path
         folder = path.parent.parent if (path / store.MANIFEST).exists() else path
     if not (folder / CHECKPOINTS).is_dir():
         raise UserError(f"--resume {resume}: {folder} has no checkpoint; --resume auto finds the newest")
@@ -113,7 +114,8 @@ def _differences(saved: dict, settings: Settings) -> list[str]:
     """Describe the settings that differ and that a resumed run must not change."""
     own, defaults = (json.loads(json.dumps(dataclasses.asdict(each))) for each in (settings, Settings()))
     saved = defaults | saved  # an older version may lack settings, or have others
-    return [
+    script = [f"src/{saved['name']}.py, not src/{own['name']}.py"] if saved["name"] != own["name"] else []
+    return script + [
         f"--{name} {show(saved[name]):.40}, not {show(own[name])}"
         for name in sorted(own.keys() - FREE)
         if saved[name] != own[name]

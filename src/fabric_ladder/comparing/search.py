@@ -37,11 +37,13 @@ class Figures(NamedTuple):
     Attributes:
         metric: `loss` or `accuracy`: the setting `best_metric`.
         validation: This figure of the validation of the tested weights.
-        test: The test accuracy, or the test loss where there is none.
+        tested: `accuracy`, or `loss` where there is none.
+        test: This figure of the test.
     """
 
     metric: str
     validation: float
+    tested: str
     test: float
 
 
@@ -51,8 +53,9 @@ def read_figures(folder: Path) -> Figures:
     results, metric = record["results"], record["settings"]["best_metric"]
     best = results.get("best_validation")
     validation = best["value"] if best else results["epochs"][-1][f"validation_{metric}"]
-    test = results["test_accuracy"] * 100 if "test_accuracy" in results else results["test_loss"]
-    return Figures(metric, validation * 100 if metric == "accuracy" else validation, test)
+    tested = "accuracy" if "test_accuracy" in results else "loss"
+    test = results[f"test_{tested}"] * (100 if tested == "accuracy" else 1)
+    return Figures(metric, validation * 100 if metric == "accuracy" else validation, tested, test)
 
 
 def print_search(rung: str, tried: list[Tried], console: Console) -> None:
@@ -66,9 +69,10 @@ def print_search(rung: str, tried: list[Tried], console: Console) -> None:
     if not known:
         console.print(f"{rung}: no value has a result for every seed", highlight=False)
         return
-    metric = next(iter(known.values()))[0].metric
+    any_figures = next(iter(known.values()))[0]
+    metric = any_figures.metric
     table.add_column(f"validation {metric}", justify="right")
-    table.add_column("test", justify="right")
+    table.add_column(f"test {any_figures.tested}", justify="right")
     for number, values in enumerate(tried):
         figures = known.get(number)
         cells = (

@@ -32,6 +32,7 @@ class Column(NamedTuple):
     unit: str
     digits: int
     points: bool = False
+    ratio: bool = True
 
 
 COSTS = (
@@ -51,7 +52,7 @@ GAINS = (
     Column("train_mse", "train MSE", "", 4),
     Column("validation_mse", "val MSE", "", 4),
     Column("test_mse", "test MSE", "", 4),
-    Column("test_pearson", "Pearson", "", 4),
+    Column("test_pearson", "Pearson", "", 4, ratio=False),  # it may be 0 or negative
     Column("test_loss", "test loss", "", 4),
     Column("test_perplexity", "perplexity", "", 2),
 )
@@ -166,7 +167,7 @@ def cell_parts(row: Row, first: Row, column: Column) -> list[str]:
         spreads = [each for each in (spread, first.spread(column.key)) if each is not None]
         within = bool(spreads) and abs(mean - reference) <= max(spreads)
         compared = f"{mean - reference:+.{digits}f}" + " ≈" * within
-    elif row is not first and reference and math.isfinite(ratio := mean / reference):
+    elif row is not first and column.ratio and reference and math.isfinite(ratio := mean / reference):
         compared = f"{ratio:.2f} x" if ratio >= 0.1 else f"{ratio:.2g} x"
     return [f"{mean:.{digits}f}", "" if spread is None else f"± {spread:.{digits}f}", compared]
 

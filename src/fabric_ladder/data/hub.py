@@ -41,7 +41,9 @@ def reachable(name: str, content: str, revision: str | None = None) -> Iterator[
         UserError: The content cannot be loaded, because of the name, the network or the files.
     """
     if Path(name).is_dir():
-        with refused(f"the folder {name} holds no usable {content}"):
+        inner = Path(name) / "model"
+        hint = f"; give {inner}" if inner.is_dir() else ""
+        with refused(f"the folder {name} holds no usable {content}{hint}"):
             yield {"local_files_only": True}
         return
     if not HUB_NAME.fullmatch(name):

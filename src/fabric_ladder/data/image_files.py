@@ -37,6 +37,10 @@ def find_images(settings: DataSettings) -> tuple[Path | None, list]:
             f"--dataset {name} holds texts: --task image-classification needs a folder with a folder for each class, "
             f"an archive ({', '.join(ARCHIVES)}) of one, or a name on the Hub"
         )
+    defaults = DataSettings()
+    for option in ("text_column", "column_names", "tokenizer"):
+        if getattr(settings, option) != getattr(defaults, option):
+            raise UserError(f"--{option} is for texts, not for images: leave it out")
     if settings.validation_file or settings.test_file:
         raise UserError(
             "--validation_file and --test_file are for texts: put images into the folders train, validation and test "

@@ -99,6 +99,17 @@ def describe_imbalance(counts: np.ndarray, names: list[str], items: str = "sampl
     ]
 
 
+def describe_rare(counts: np.ndarray) -> list[str]:
+    """Return a line if most classes have at most one training sample, as if the labels were numbers or texts."""
+    rare = int((counts < 2).sum())
+    if len(counts) < 5 or 2 * rare <= len(counts):
+        return []
+    return [
+        f"{rare} of {len(counts)} classes have at most one training sample: is --label_column right? --problem_type "
+        "regression predicts numbers"
+    ]
+
+
 def describe_f1(names: list[str], counts: list[list[int]]) -> dict:
     """Return precision, recall and F1 of each class, and their micro and macro average.
 

@@ -133,6 +133,10 @@ def _tokenize_texts(
 
     encode = partial(_encode_texts, tokenizer, settings.max_length)
     tokens = {split: map_batches(rows, encode, split, scratch) for split, rows in splits.items()}
+    full = sum(int((np.asarray(rows["length"][:]) == settings.max_length).sum()) for rows in tokens.values())
+    if full:
+        counts = f"{full:,} of {sum(map(len, tokens.values())):,} texts"
+        notices.append(f"{counts} have --max_length {settings.max_length} tokens or more, and are cut")
     return save_tokens(target, tokens, {"class_names": class_names, "notices": notices})
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from fabric_ladder.data import class_weights
 from fabric_ladder.data.cutting import MicroBatchPlan, cut_by
 from fabric_ladder.data.kinds import kind_of
-from fabric_ladder.data.label_kind import describe_imbalance
+from fabric_ladder.data.label_kind import describe_imbalance, describe_rare
 from fabric_ladder.data.objective import Objective
 from fabric_ladder.data.sampler import BatchPlan, EffectiveBatchSampler, EvaluationSampler
 from fabric_ladder.data.splits import IGNORED, SPLITS, ImageDatasets, TextDatasets
@@ -81,7 +81,7 @@ class Collator(Dataset):
             self.imbalance = self.kind.notes(self.split)
         elif name == "train" and self.class_names:
             counts = count_classes(datasets)
-            self.imbalance = describe_imbalance(counts, self.class_names)
+            self.imbalance = [*describe_rare(counts), *describe_imbalance(counts, self.class_names)]
             if class_weights.is_used(settings):
                 self.objective = class_weights.ClassWeights(settings, counts, self.class_names)
         self.notices = [*datasets.notices, *(self.objective.notices if self.objective else ())]

@@ -178,12 +178,21 @@ def _csv_rows(file: TextIO, separator: str, names: list[str] | None) -> Rows:
         separator = max(f"{separator};\t|", key=line.count)
     file.seek(0)
     options = {"sep": separator, "dtype": str, "keep_default_na": False}  # the text "None" is a text
-    for chunk in pd.read_csv(file, header=None if names else 0, names=names, chunksize=1000, **options):
+    for chunk in _chunks(pd.read_csv(file, header=None if names else 0, names=names, chunksize=1000, **options)):
         if not isinstance(chunk.index, pd.RangeIndex):
             raise ValueError("its rows have more fields than column names: quote texts that hold commas")
         frame = chunk.astype(object).where(chunk.notna(), None)
         for index, row in zip(frame.index, frame.to_dict("records"), strict=True):
             yield f"row {index + 1}", SWALLOWED if separator == "\t" and _has_swallowed(row) else row
+
+
+def _chunks(reader: Iterable[pd.DataFrame]) -> Iterator[pd.DataFrame]:
+    """Yield the parts of a CSV file; raise ValueError with a remedy for a row with too many fields."""
+    try:
+        yield from reader
+    except pd.errors.ParserError as error:
+        reason = str(error).removeprefix("Error tokenizing data. C error: ").strip()
+        raise ValueError(f"{reason}: quote texts that hold commas, and write decimals with a point") from error
 
 
 def _has_swallowed(row: dict[str, str | None]) -> bool:

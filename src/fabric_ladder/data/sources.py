@@ -115,7 +115,8 @@ def find_path(settings: DataSettings, suffixes: tuple[str, ...]) -> Path | None:
     name = settings.dataset
     path = _find_file(name, settings)
     if path is None and (name.lower().endswith(suffixes) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", name)):
-        raise UserError(f"there is no file or folder {name} here or in {settings.data_dir}")
+        several = "; put several files into one folder" if "," in name else ""
+        raise UserError(f"there is no file or folder {name} here or in {settings.data_dir}{several}")
     return path
 
 

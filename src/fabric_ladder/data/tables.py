@@ -105,11 +105,14 @@ def read_reviews(settings: DataSettings, source: Source, scratch: Path) -> dict[
 
 def check_column(columns: Collection[str], column: str, name: str) -> None:
     """Refuse a table, called `name`, without this column."""
-    if column not in columns:
-        raise UserError(
-            f"{name} has no column {column!r}, only {list_columns(columns)}: set --text_column or --label_column, or "
-            "--column_names for a CSV file without a header"
-        )
+    if column in columns:
+        return
+    remedy = "set --text_column or --label_column, or --column_names for a CSV file without a header"
+    if {part.strip() for part in column.split(",")} <= {*columns}:
+        remedy = "several columns of labels need --problem_type multi_label_classification or regression"
+    elif "instruction" in columns or "messages" in columns:
+        remedy += ", or --task instruction-tuning"
+    raise UserError(f"{name} has no column {column!r}, only {list_columns(columns)}: {remedy}")
 
 
 def label_reader(column: str, features: dict) -> tuple[hf.ClassLabel | hf.Value, Callable[[dict], int | str]]:
@@ -128,7 +131,7 @@ def label_reader(column: str, features: dict) -> tuple[hf.ClassLabel | hf.Value,
             return label
         if isinstance(label, int | float) and label == label:  # NaN differs from itself
             label = str(label)
-        return read_text({column: label}, column)
+        return read_text({column: label}, column).strip()
 
     return feature if is_class else hf.Value("string"), label_of
 
@@ -150,7 +153,10 @@ def join_parts(parts: dict[str, list[hf.Dataset]], column: str) -> dict[str, hf.
     if all(map(WHOLE.fullmatch, found)):
         return {split: _to_integers(table) for split, table in splits.items()}
     if all(map(NUMBER.fullmatch, found)):
-        raise UserError(f"column {column!r} holds decimal numbers, not integers or strings: set --label_column")
+        raise UserError(
+            f"column {column!r} holds decimal numbers, not integers or strings: set --label_column, or --problem_type "
+            "regression to predict them"
+        )
     return splits
 
 

@@ -184,9 +184,8 @@ class Run:
     def log_best(self, metric: str, value: float, place: str, known: bool) -> None:
         """Print and record which validation was the best; `known`: unless its weights could not be kept."""
         figure = f"{value:.4f}" if metric == "loss" else f"{value * 100:.2f}%"
-        used = "its weights are tested and saved"
-        if not known:
-            used = "its checkpoint could not be written, so the last weights are tested and saved"
+        used = "its weights" if known else "its checkpoint could not be written, so the last weights"
+        used += " are tested" + " and saved" * (self.settings.save != "no")
         self.print(f"Best validation {metric} {figure} at {place}: {used}")
         self.record.add_results(best_validation={"metric": metric, "value": value, "place": place, "used": known})
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 
 from fabric_ladder.checkpoints.export import Result, add_adapter, base_name, find_result, load_result
 from fabric_ladder.checkpoints.save import end_tokens
-from fabric_ladder.data.instruction_rows import SYSTEM_COLUMNS
+from fabric_ladder.data.instruction_rows import PAIRS, SYSTEM_COLUMNS
 from fabric_ladder.data.instructions import prompt_text, prompt_tokens
 from fabric_ladder.data.rows import read_file, reading
 from fabric_ladder.data.sources import file_format
@@ -225,8 +225,9 @@ def choose_template(tokenizer: PreTrainedTokenizerBase, wanted: str | None, chat
 def read_questions(path: Path) -> list[tuple[dict, Question]]:
     """Return the rows of a file, each with its question.
 
-    A text file has one prompt per non-empty line. A table (CSV, TSV, JSON, JSON Lines or Parquet) has the columns
-    `instruction` and optionally `input` and `system`, or `prompt`, a synonym of `instruction`.
+    A text file has one prompt per non-empty line. A table (CSV, TSV, JSON, JSON Lines or Parquet) has the columns of a
+    training (`PAIRS`) without the answers: `instruction` and optionally `input` or `context`, or `prompt`, `question`
+    and others. `system` is optional.
 
     Raises:
         UserError: The file cannot be read, or has no prompt.
@@ -242,7 +243,9 @@ def read_questions(path: Path) -> list[tuple[dict, Question]]:
         if isinstance(row, ValueError):
             raise UserError(f"--prompts {path}, {location}: {row}")
         system = next(filter(None, map(row.get, SYSTEM_COLUMNS)), "")
-        question = Question(row.get("instruction") or row.get("prompt"), row.get("input") or "", system)
+        pairs = [pair for pair in PAIRS if row.get(pair[0])]
+        asked, given, _ = max(pairs, key=lambda pair: (pair[2] in row, pair[1] in row), default=PAIRS[0])
+        question = Question(row.get(asked), row.get(given) or "", system)
         if not all(isinstance(text, str) for text in question) or not question.instruction.strip():
             raise UserError(
                 f"--prompts {path}, {location}: expected texts named instruction (and input, system) or prompt"

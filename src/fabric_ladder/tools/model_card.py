@@ -7,6 +7,7 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData, get_token
 from huggingface_hub.utils import validate_repo_id
 
 from fabric_ladder.comparing.matching import wilson_interval
+from fabric_ladder.data.instructions import prompt_templates
 from fabric_ladder.data.sources import file_format
 from fabric_ladder.errors import UserError, read_outside, refused
 from fabric_ladder.settings import FACTS, SURROUNDINGS, Settings
@@ -39,7 +40,7 @@ def write_card(folder: Path, run: Path, title: str) -> None:
         with refused(f"cannot describe the run in {run}"):
             text = _describe_run(read_outside(run / "run.json"), facts)
     loading = LOADING.format(task=task, title=title)
-    card = f"---\n{facts.to_yaml()}\n---\n\n# {title}\n\n{text}\n```python\n{loading}\n```\n"
+    card = f"---\n{facts.to_yaml()}\n---\n\n# {title}\n\n{text}\n```python\n{loading}\n```\n{_describe_prompt(folder)}"
     ModelCard(card).save(folder / "README.md")
 
 
@@ -92,6 +93,16 @@ def _describe_run(record: dict, facts: ModelCardData) -> str:
     )
 
 
+def _describe_prompt(folder: Path) -> str:
+    """Return the form of the prompts that a language model was trained with; a chat template is in its tokenizer."""
+    path = folder / "tokenizer_config.json"
+    template = read_outside(path).get("prompt_template") if path.is_file() else None
+    if template in (None, "chat"):
+        return ""
+    prompt, _ = prompt_templates(template)
+    return f"\nWrite prompts as in the training:\n\n```text\n{prompt}\n```\n"
+
+
 def _describe_test(results: dict) -> str:
     """Return a sentence with the test accuracy, or with the mean squared error of a regression."""
     if "test_mse" in results:
@@ -101,8 +112,8 @@ def _describe_test(results: dict) -> str:
     accuracy, samples = results.get("test_accuracy"), results.get("test_samples")
     if accuracy is None:
         return ""
-    if samples is None:  # tokens of a text are dependent, so they have no interval
-        return f"Test accuracy {accuracy:.2%}. "
+    if samples is None:  # tokens and words of a text are dependent, so they have no interval
+        return f"Test accuracy per {'word' if 'test_words' in results else 'trained token'} {accuracy:.2%}. "
     low, high = wilson_interval(accuracy, samples)
     return f"Test accuracy {accuracy:.2%} ({low:.2%} to {high:.2%}, 95 % interval of {samples:,} test samples). "
 
