@@ -121,10 +121,10 @@ def run_recorded(
             return record, list(csv.DictReader(file))
 
 
-def check_commit(record: dict) -> None:
-    """Refuse a run of other code than that of this process."""
+def check_commit(record: dict, remedy: str = "") -> None:
+    """Refuse a run of other code than that of this process; `remedy` ends the message."""
     if record["commit"] != code_commit():
-        raise RuntimeError(f"the code changed: this command began at {code_commit()}, the run at {record['commit']}")
+        raise UserError(f"the run is of commit {record['commit']}, and this command of {code_commit()}{remedy}")
 
 
 def run_rung(script: str, options: list[str], threads: int | None = None, limit: float | None = None) -> dict:
@@ -256,7 +256,8 @@ def check_storable(path: Path) -> None:
     Raises:
         UserError: The path is in benchmarks/results/ and the git tree has uncommitted changes.
     """
-    if path.resolve().is_relative_to(RESULTS) and (code_commit() or "").endswith("-dirty"):
+    commit = code_commit() or ""  # kept, in case that the code changes while the command runs
+    if path.resolve().is_relative_to(RESULTS) and commit.endswith("-dirty"):
         raise UserError(
             f"{path.resolve().relative_to(ROOT)} keeps results of committed code only: commit your changes first, or "
             "write to another file with --out"

@@ -155,7 +155,8 @@ def device(hardware: dict) -> str:
 
 def kind(hardware: dict) -> str:
     """Return the device, and the vectors of a CPU: with others bfloat16 is computed in another way."""
-    return hardware["gpu"] if "gpu" in hardware else f"a CPU with {hardware.get('vectors', 'unknown vectors')}"
+    vectors = f" with {hardware['vectors']}" if "vectors" in hardware else ""  # older records lack them
+    return hardware.get("gpu") or f"a CPU{vectors}"
 
 
 def impersonal(text: str, settings: dict) -> str:
@@ -172,7 +173,7 @@ def impersonal(text: str, settings: dict) -> str:
 def keep(folder: Path, target: Path) -> None:
     """Store a finished run's files in another folder, without the folders of this machine."""
     record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    common.check_commit(record["resumed"][-1] if "resumed" in record else record)
+    common.check_commit(record["resumed"][-1] if "resumed" in record else record, f"; remove {folder}")
     settings = record["settings"]
     texts = {name: impersonal((folder / name).read_text(encoding="utf-8"), settings) for name in FILES}
     target.mkdir(parents=True, exist_ok=True)
@@ -200,7 +201,8 @@ def make(wanted: Wanted, own: float) -> None:
         if wanted.seed in stored:
             return
         here = describe_hardware(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        if others := {kind(record["hardware"]) for record in stored.values()} - {kind(here)}:
+        known = {kind(record["hardware"]) for record in stored.values()}
+        if others := known - {kind(here), "a CPU"}:
             raise UserError(f"{name}: the other seeds ran on {others.pop()}; remove them, or run this one there too")
         print(name, flush=True)
         train(wanted, home, name, folder_of(wanted.set, wanted.rung.stem, rate, wanted.seed))

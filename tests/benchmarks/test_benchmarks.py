@@ -9,7 +9,7 @@ import torch
 from accelerate.state import AcceleratorState
 from support.helpers import MODELS, ROOT, settings_for, token_datasets
 
-from fabric_ladder import parse_settings
+from fabric_ladder import UserError, parse_settings
 
 sys.path.append(str(ROOT / "benchmarks"))
 import against_peers
@@ -36,6 +36,12 @@ def figures():
         ladder = common.run_rung("2_grad_accum", TINY, threads)
     assert torch.get_float32_matmul_precision() == "highest"
     return sides | {"ladder": ladder}
+
+
+def test_a_run_of_other_code_is_refused():
+    common.check_commit({"commit": common.code_commit()})
+    with pytest.raises(UserError, match=r"the run is of commit abcdef0, and this command of .*; remove it"):
+        common.check_commit({"commit": "abcdef0"}, "; remove it")
 
 
 def test_a_child_process_gives_its_output_or_its_error():

@@ -77,7 +77,7 @@ def test_runs_that_differ_only_in_techniques_are_compared(tmp_path):
         "lora true; learning_rate 0.0002; precision bf16-true; lora_rank 16",
         "only the script",
         "ranks 4",
-        "nothing",
+        "no technique",
     ]
     assert ("learning_rate", ["5e-05", "0.01", "0.0002", "5e-05", "5e-05", "5e-05"]) in comparison.settings
 

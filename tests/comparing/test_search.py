@@ -1,6 +1,7 @@
 """A search names the best values by the validation, over all seeds."""
 
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,7 @@ def printed(*found):
 def test_the_best_value_has_the_lowest_mean_loss_and_a_result_for_every_seed(tmp_path, losses, best, hint):
     rates = ("1e-5", "2e-5", "4e-5")
     text = printed(*(tried(tmp_path, {"learning_rate": rate}, each) for rate, each in zip(rates, losses, strict=True)))
+    assert re.search(r"validation loss +test accuracy", text)
     line = text.splitlines()[-1]
     assert line.startswith(f"Best of 2_grad_accum: --learning_rate {best}")
     assert ("tried, so try beyond it" in line) == hint

@@ -46,7 +46,7 @@ def test_labels_lose_spaces_and_texts_that_are_cut_are_counted(tmp_path, load):
     rows = [{"text": text, "label": ("bad ", " good")[number % 2]} for number, text in enumerate(texts)]
     got = load(write_rows(rows, tmp_path / "a.csv"), max_length=16)
     assert got.class_names == ["bad", "good"]
-    assert got.notices == ["10 of 40 texts have --max_length 16 tokens or more, and are cut"]
+    assert got.notices == ["10 of 40 texts have --max_length 16 tokens or more; longer ones are cut"]
 
 
 @pytest.mark.parametrize(("classes", "start"), [(40, ["40 of 40 classes have at most one training sample: "]), (4, [])])

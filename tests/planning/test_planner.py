@@ -280,6 +280,11 @@ def test_the_planner_uses_or_refuses_a_precision_as_a_rung_does(tmp_path):
         assert "capability 7.5, below 8.0, only emulates bfloat16; use --precision 32-true" in problems["10_fsdp"]
 
 
+def test_a_plan_evaluates_with_the_tokens_of_the_config(tmp_path):
+    for options in with_setting(tmp_path, "eval_batch_tokens", 32768):
+        assert int(read_settings("4_mixed_precision", options).eval_batch_tokens) == 32768
+
+
 def test_a_number_of_tokens_is_not_replaced_by_sizes(tmp_path):
     for options in with_setting(tmp_path, "micro_batch_tokens", 2048):
         (plan,) = plans_of(["4_mixed_precision"], options)[:1]

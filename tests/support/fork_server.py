@@ -76,6 +76,8 @@ def can_be_forked(script: Path, arguments: list[str], environment: dict[str, str
         return False
     if _read_by_imports(environment) != _read_by_imports(_server_environment()):
         return False
+    if not environment.get("LOCAL_RANK", "0").isdecimal():  # an import refuses it
+        return False
     return script.resolve().parent in FOLDERS and script.name not in FRESH and "--compile" not in arguments
 
 

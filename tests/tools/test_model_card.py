@@ -99,7 +99,7 @@ def test_the_card_of_a_language_model_has_the_form_of_its_prompts(tmp_path):
     for template, prompt in (own, ("alpaca", "### Instruction:\n{instruction}\n")):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"prompt_template": template}))
         write_card(tmp_path, tmp_path / "nowhere", "me/words")
-        assert prompt in ModelCard.load(tmp_path / "README.md").text.split("```text\n")[1]
+        assert prompt in ModelCard.load(tmp_path / "README.md").text.split("```text\n")[-1]
 
 
 def test_a_push_that_fails_prints_one_line_and_keeps_the_folder(run, tmp_path, monkeypatch, pushed):

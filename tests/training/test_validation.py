@@ -169,6 +169,7 @@ def test_best_weights_survive_a_stop(tmp_path):
     for place in ("Batch 0006/0008 | Samples 00048/00060 | Val", "Memory used"):
         assert run_here(RUNG, tmp_path, *more, at=place)[0] == 143
     home, _ = run(tmp_path, *more)
+    assert "its weights are tested\n" in (home / "log.txt").read_text()
     undisturbed, _ = run(tmp_path / "whole", *more)
     assert lines_of(home) == lines_of(undisturbed)
     losses = [record_of(each)["results"]["test_loss"] for each in (home, undisturbed)]

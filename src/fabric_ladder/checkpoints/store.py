@@ -16,7 +16,7 @@ from fabric_ladder.errors import UserError, refused
 
 MANIFEST = "manifest.json"
 STAGES = ("", "validated", "trained")  # of checkpoints after the same optimizer step, oldest first
-NAME = re.compile(rf"step-(\d+)-?({'|'.join(STAGES)})")
+NAME = re.compile(r"step-(\d+)(?:-(validated|trained))?")
 FORMAT = 2  # the tensors are safetensors files
 
 
@@ -94,7 +94,7 @@ def prune(newest: Path, keep: int) -> Path | None:
     folders = list_steps(newest.parent)
     while _step(folders[-1]) > _step(newest):
         _remove(folders.pop())
-    if folders[-1] != newest and folders[-1].name.endswith("-trained"):
+    if folders[-1] != newest and folders[-1].name.endswith("-trained"):  # in one branch only the test follows it
         _remove(folders.pop())
     best = find_best(newest.parent)
     for folder in folders[:-keep]:
@@ -112,7 +112,7 @@ def find_best(checkpoints: Path) -> Path | None:
 def list_steps(checkpoints: Path) -> list[Path]:
     """Return the complete checkpoints of a run, oldest first."""
     found = [(NAME.fullmatch(path.name), path) for path in checkpoints.glob("step-*")]
-    order = {path: (match[1], STAGES.index(match[2])) for match, path in found if match}
+    order = {path: (match[1], STAGES.index(match[2] or "")) for match, path in found if match}
     return sorted(order, key=order.get)
 
 

@@ -122,7 +122,7 @@ def make_rows(runs: list[LoggedRun]) -> list[Row]:
         row.label = name
         row.changed = "; ".join(_changes(rows[0].first, row.first)) if row is not rows[0] else "reference"
         unknown = any("precision" not in run.settings for run in (rows[0].first, row.first))
-        same = "nothing" if row.first.name == rows[0].first.name else "only the script"
+        same = "no technique" if row.first.name == rows[0].first.name else "only the script"
         row.changed = row.changed or ("unknown" if unknown else same)
     return rows
 

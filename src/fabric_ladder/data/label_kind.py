@@ -100,7 +100,7 @@ def describe_imbalance(counts: np.ndarray, names: list[str], items: str = "sampl
 
 
 def describe_rare(counts: np.ndarray) -> list[str]:
-    """Return a line if most classes have at most one training sample, as if the labels were numbers or texts."""
+    """Return a line if most classes have at most one training sample, as in a column of numbers or of texts."""
     rare = int((counts < 2).sum())
     if len(counts) < 5 or 2 * rare <= len(counts):
         return []

@@ -136,7 +136,7 @@ def _tokenize_texts(
     full = sum(int((np.asarray(rows["length"][:]) == settings.max_length).sum()) for rows in tokens.values())
     if full:
         counts = f"{full:,} of {sum(map(len, tokens.values())):,} texts"
-        notices.append(f"{counts} have --max_length {settings.max_length} tokens or more, and are cut")
+        notices.append(f"{counts} have --max_length {settings.max_length} tokens or more; longer ones are cut")
     return save_tokens(target, tokens, {"class_names": class_names, "notices": notices})
 
 

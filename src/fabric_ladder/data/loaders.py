@@ -81,7 +81,8 @@ class Collator(Dataset):
             self.imbalance = self.kind.notes(self.split)
         elif name == "train" and self.class_names:
             counts = count_classes(datasets)
-            self.imbalance = [*describe_rare(counts), *describe_imbalance(counts, self.class_names)]
+            rare = describe_rare(counts) if settings.task == "text-classification" else []
+            self.imbalance = [*rare, *describe_imbalance(counts, self.class_names)]
             if class_weights.is_used(settings):
                 self.objective = class_weights.ClassWeights(settings, counts, self.class_names)
         self.notices = [*datasets.notices, *(self.objective.notices if self.objective else ())]

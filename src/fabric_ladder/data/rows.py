@@ -178,7 +178,7 @@ def _csv_rows(file: TextIO, separator: str, names: list[str] | None) -> Rows:
         separator = max(f"{separator};\t|", key=line.count)
     file.seek(0)
     options = {"sep": separator, "dtype": str, "keep_default_na": False}  # the text "None" is a text
-    for chunk in _chunks(pd.read_csv(file, header=None if names else 0, names=names, chunksize=1000, **options)):
+    for chunk in _chunks(file, header=None if names else 0, names=names, chunksize=1000, **options):
         if not isinstance(chunk.index, pd.RangeIndex):
             raise ValueError("its rows have more fields than column names: quote texts that hold commas")
         frame = chunk.astype(object).where(chunk.notna(), None)
@@ -186,13 +186,14 @@ def _csv_rows(file: TextIO, separator: str, names: list[str] | None) -> Rows:
             yield f"row {index + 1}", SWALLOWED if separator == "\t" and _has_swallowed(row) else row
 
 
-def _chunks(reader: Iterable[pd.DataFrame]) -> Iterator[pd.DataFrame]:
-    """Yield the parts of a CSV file; raise ValueError with a remedy for a row with too many fields."""
+def _chunks(file: TextIO, **options) -> Iterator[pd.DataFrame]:
+    """Yield the parts of a CSV file; raise ValueError with the line, and a remedy for a row with too many fields."""
     try:
-        yield from reader
+        yield from pd.read_csv(file, **options)
     except pd.errors.ParserError as error:
         reason = str(error).removeprefix("Error tokenizing data. C error: ").strip()
-        raise ValueError(f"{reason}: quote texts that hold commas, and write decimals with a point") from error
+        remedy = ": quote texts that hold commas, and write decimals with a point" * reason.startswith("Expected")
+        raise ValueError(f"{reason}{remedy}") from error
 
 
 def _has_swallowed(row: dict[str, str | None]) -> bool:

@@ -108,7 +108,7 @@ def check_column(columns: Collection[str], column: str, name: str) -> None:
     if column in columns:
         return
     remedy = "set --text_column or --label_column, or --column_names for a CSV file without a header"
-    if {part.strip() for part in column.split(",")} <= {*columns}:
+    if "," in column and {part.strip() for part in column.split(",")} <= {*columns}:
         remedy = "several columns of labels need --problem_type multi_label_classification or regression"
     elif "instruction" in columns or "messages" in columns:
         remedy += ", or --task instruction-tuning"

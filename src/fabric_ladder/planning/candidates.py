@@ -140,7 +140,7 @@ def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) 
     replaceable = trains_adapters(settings) and "precision" not in given
     precision, meaning = fit_precision(precision, gpu.capability, replaceable, sharded)
     changes = {"name": rung, "devices": gpus, "precision": precision, "notices": (meaning,) if meaning else ()}
-    # not a CPU's
+    # those of the GPU, and not what `parse_settings` chose for this CPU
     changes |= {"eval_batch_tokens": (from_file | given).get("eval_batch_tokens"), "full_pass": full_pass(settings)}
     settings = replace(settings, **changes)
     check_precision(settings, gpu.capability)

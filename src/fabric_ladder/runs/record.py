@@ -149,8 +149,9 @@ class RunRecord:
             resumed = [*state["record"].get("resumed", []), part | {"samples": state["samples"]}]
             # a resumed run may change some settings, for example --patience, and with them the predicted memory
             newest = {name: self.values[name] for name in ("settings", "attention_kernels") if name in self.values}
-            results = state["record"]["results"] | self.values["results"]
-            results["epochs"] = state["record"]["results"]["epochs"]
+            before = state["record"]["results"]
+            kept = {name: value for name, value in before.items() if not name.startswith("predicted")}
+            results = kept | self.values["results"] | {"epochs": before["epochs"]}
             self.values = state["record"] | newest | {"results": results, "resumed": resumed}
         with self._writing():
             path = folder or next_folder(Path(self.settings.runs_dir) / self.settings.name)

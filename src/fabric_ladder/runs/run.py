@@ -249,14 +249,16 @@ class Run:
             reason: `max_time` or the name of a signal.
             position: Where the training is; None if no checkpoint could be written.
         """
-        words = [*without_options(sys.argv[1:], ["resume"]), "--resume", "auto"]
+        known = self.settings.resume in ("no", "auto")  # otherwise it may not be the newest run
+        resume = "auto" if known else str(self.folder)
+        words = [*without_options(sys.argv[1:], ["resume"]), "--resume", resume]
         command = command_line(Path(sys.argv[0]), words)
         if notebook_shell():
             command = 'parse_settings(resume="auto", …)'
         self.record.add(status="stopped")
         self.record.write()
-        resume = f" {position}; go on with: {command}" if position else ""
-        self.print(f"Stopped by {reason}{resume}", log=False)
+        place = f" {position}; go on with: {command}" if position else ""
+        self.print(f"Stopped by {reason}{place}", log=False)
 
     def end_step(self) -> None:
         """Count an optimizer step for the history of memory, and print where its snapshot is written."""

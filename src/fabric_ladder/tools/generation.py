@@ -243,9 +243,10 @@ def read_questions(path: Path) -> list[tuple[dict, Question]]:
         if isinstance(row, ValueError):
             raise UserError(f"--prompts {path}, {location}: {row}")
         system = next(filter(None, map(row.get, SYSTEM_COLUMNS)), "")
-        pairs = [pair for pair in PAIRS if row.get(pair[0])]
-        asked, given, _ = max(pairs, key=lambda pair: (pair[2] in row, pair[1] in row), default=PAIRS[0])
-        question = Question(row.get(asked), row.get(given) or "", system)
+        likely = {pair: (pair[2] in row, pair[1] in row, pair[0] != "input") for pair in PAIRS if row.get(pair[0])}
+        asked, given, _ = max(likely, key=likely.get, default=PAIRS[0])
+        text = "" if asked == "input" else row.get(given or "input") or ""
+        question = Question(row.get(asked), text, system)
         if not all(isinstance(text, str) for text in question) or not question.instruction.strip():
             raise UserError(
                 f"--prompts {path}, {location}: expected texts named instruction (and input, system) or prompt"

@@ -40,7 +40,8 @@ def write_card(folder: Path, run: Path, title: str) -> None:
         with refused(f"cannot describe the run in {run}"):
             text = _describe_run(read_outside(run / "run.json"), facts)
     loading = LOADING.format(task=task, title=title)
-    card = f"---\n{facts.to_yaml()}\n---\n\n# {title}\n\n{text}\n```python\n{loading}\n```\n{_describe_prompt(folder)}"
+    card = f"---\n{facts.to_yaml()}\n---\n\n# {title}\n\n{text}\n```python\n{loading}\n```\n"
+    card += _describe_prompts(folder) if task == "text-generation" else ""
     ModelCard(card).save(folder / "README.md")
 
 
@@ -93,14 +94,17 @@ def _describe_run(record: dict, facts: ModelCardData) -> str:
     )
 
 
-def _describe_prompt(folder: Path) -> str:
-    """Return the form of the prompts that a language model was trained with; a chat template is in its tokenizer."""
+def _describe_prompts(folder: Path) -> str:
+    """Return the forms of the prompts that a language model was trained with; a chat template is in its tokenizer."""
     path = folder / "tokenizer_config.json"
     template = read_outside(path).get("prompt_template") if path.is_file() else None
     if template in (None, "chat"):
         return ""
-    prompt, _ = prompt_templates(template)
-    return f"\nWrite prompts as in the training:\n\n```text\n{prompt}\n```\n"
+    with_input, without = prompt_templates(template)
+    text = "\nWrite prompts as in the training"
+    if with_input != without:
+        text += f", with an input\n\n```text\n{with_input}\n```\n\nand without"
+    return f"{text}:\n\n```text\n{without}\n```\n"
 
 
 def _describe_test(results: dict) -> str:
