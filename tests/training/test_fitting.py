@@ -88,8 +88,8 @@ def test_the_trial_changes_no_bit_of_a_run_or_of_a_resumed_run(tmp_path, dropout
     (tmp_path / "whole").mkdir()
     run_here(name, tmp_path / "whole", *more)
     monkeypatch.setattr(fitting, "HARD_LIMITS", ("cpu",))
-    tried, real = [], fitting._find_problem
-    monkeypatch.setattr(fitting, "_find_problem", lambda *args: tried.append(real(*args)))
+    tried, real = [], fitting._try
+    monkeypatch.setattr(fitting, "_try", lambda *args: tried.append(real(*args)))
     for place in ("Batch 0003/", None):
         run_here(name, tmp_path, *more, "--resume", "auto", at=place)
     assert tried == [None, None]
