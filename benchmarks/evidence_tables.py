@@ -127,11 +127,11 @@ def accuracies() -> list[str]:
 
 
 def whole() -> list[str]:
-    """Return the table of all of IMDb, with the classical baseline."""
-    found = [row for set in ("imdb", "imdb_256") for row in own(set).values()]
+    """Return the table of all of IMDb, each rung at all its learning rates, with the classical baseline."""
+    found = [row for set in ("imdb", "imdb_256") for rates in rows_of(set).values() for row in rates.values()]
     rows = [
-        [row.first.name, str(row.first.settings["max_length"]), mean(row, "validation_accuracy", 2),
-         mean(row, "test_accuracy", 2), interval(row), device(row)]
+        [row.first.name, f"{row.first.settings['learning_rate']:g}", str(row.first.settings["max_length"]),
+         mean(row, "validation_accuracy", 2), mean(row, "test_accuracy", 2), interval(row), device(row)]
         for row in found
     ]  # fmt: skip
     if words := common.read_results(common.RESULTS / "bag_of_words.json").get("imdb"):
@@ -139,8 +139,8 @@ def whole() -> list[str]:
         for name in ("counts", "tf-idf"):
             low, high = (100 * share for share in wilson_interval(words[name], tested))
             regression = f"logistic regression on {name.replace('counts', 'word counts')}"
-            rows.append([regression, "all", NONE, f"{100 * words[name]:.2f}", f"{low:.1f} to {high:.1f}", "CPU"])
-    header = ["rung", "tokens", "validation, %", "test, %", "95 % of the test's draw", "on"]
+            rows.append([regression, NONE, "all", NONE, f"{100 * words[name]:.2f}", f"{low:.1f} to {high:.1f}", "CPU"])
+    header = ["rung", "learning rate", "tokens", "validation, %", "test, %", "95 % of the test's draw", "on"]
     return common.markdown_table(header, rows)
 
 
