@@ -13,7 +13,7 @@ import argparse
 import itertools
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -109,15 +109,15 @@ def make_plan(arguments: argparse.Namespace, options: list[str]) -> list[Planned
     """
     plan, reasons = [], {}
     for rung, values in itertools.product(arguments.rungs or RUNGS, combinations(arguments.search)):
+        kept = drop_unneeded([*options, *in_words(values)], script_defaults(rung.stem))
+        # a searched value without effect stays, and is refused
+        words = [*without_options(kept, values), *in_words(values), "--seed"]
+        checked = check_rung(rung, [*words, str(arguments.seed)])
+        if isinstance(checked, str):
+            reasons[f"Left out: {named(rung, values)}: {checked}"] = checked
+            continue
         for seed in range(arguments.seed, arguments.seed + arguments.seeds):
-            kept = drop_unneeded([*options, *in_words(values)], script_defaults(rung.stem))
-            # a searched value without effect stays, and is refused
-            words = [*without_options(kept, values), *in_words(values), "--seed", str(seed)]
-            checked = check_rung(rung, words)
-            if isinstance(checked, str):
-                reasons[f"Left out: {named(rung, values)}: {checked}"] = checked
-                break
-            plan.append(Planned(rung, values, seed, words, checked))
+            plan.append(Planned(rung, values, seed, [*words, str(seed)], replace(checked, seed=seed)))
     if not plan and len(set(reasons.values())) == 1:
         raise UserError(f"no rung can run here: {checked}")
     for line in reasons:

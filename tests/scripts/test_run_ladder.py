@@ -64,6 +64,7 @@ def test_a_ladder_that_was_killed_repeats_no_finished_run(tmp_path, monkeypatch)
     everything = [(name, seed) for name in ("1_batch_size_1", "2_grad_accum") for seed in (123, 124)]
     assert runs_of(tmp_path / "ladder") == everything
     assert "mean of seeds 123, 124" in stdout
+    assert stdout.count("2_grad_accum can run here\n") == 1  # the seeds share a check
     assert finished(run_script(SCRIPT, *arguments, cwd=tmp_path)).count("finished before") == 4
     assert runs_of(tmp_path / "ladder") == everything
 

@@ -16,7 +16,7 @@ from fabric_ladder.errors import UserError, refused
 
 MANIFEST = "manifest.json"
 STAGES = ("", "validated", "trained")  # of checkpoints after the same optimizer step, oldest first
-NAME = re.compile(r"step-(\d+)(?:-(validated|trained))?")
+NAME = re.compile(rf"step-(\d+)(?:-({'|'.join(STAGES[1:])}))?")
 FORMAT = 2  # the tensors are safetensors files
 
 
