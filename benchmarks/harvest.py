@@ -68,10 +68,11 @@ PACKAGES = ("accelerate", "bitsandbytes", "peft", "torchao", "torchmetrics")  # 
 STOPPED = "stopped at the end of the minutes"
 REPEATED = "5_low_precision, again"  # the first entry once more, for the spread
 FAST = "16_bf16_that_learns, packed, compiled"
+ONE_PASS = "4_mixed_precision, one pass a step"  # the cut of Trainer's entries
 PEAKS = ("2_grad_accum", "7_grad_checkpointing", "13_lora", "16_bf16_that_learns", "18_low_bit_optimizer")
 FIRST = (
-    "profile", "5_low_precision", "ceilings", "attention", "gradients", "calibration", "5_low_precision, compiled",
-    "15_packing", FAST, "4_mixed_precision", "Trainer, bf16-mixed", "blog, bf16-mixed", REPEATED,
+    "profile", "5_low_precision", "ceilings", "attention", "gradients", "calibration",
+    "15_packing", FAST, "4_mixed_precision", ONE_PASS, "Trainer, bf16-mixed", "blog, bf16-mixed", REPEATED,
     *(f"memory: bloom-560m, {rung}" for rung in PEAKS),
 )  # fmt: skip
 TRAINER = ("micro_batch_16", "group_by_length", "no_nan_filter")  # the fewest kernels and waits
@@ -181,6 +182,7 @@ def entries_of(job: Job) -> list[Entry]:
             ("5_low_precision, one sample", "--micro_batch_size 1"),
             ("5_low_precision, compiled", "--compile true"),
             (REPEATED, "--predict_memory true"),
+            (ONE_PASS, "--micro_batch_size 16"),
             (FAST, "--packing true --compile true"),
             ("15_packing, 4 rows", "--pack_rows 4"),
             ("22_float8, not compiled", "--compile false"),
