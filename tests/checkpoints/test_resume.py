@@ -120,6 +120,19 @@ def test_the_scale_of_a_loss_in_float16_is_resumed(tmp_path):
     assert_same(home, run.folder)
 
 
+@pytest.mark.parametrize("options", [(), ("--lora", "true")], ids=["all weights", "adapters"])
+def test_a_checkpoint_after_an_evaluation_has_the_state_of_all_shards(tmp_path, dropout_model, options):
+    """An evaluation has no backward pass, after which FSDP would free the gathered embedding and head."""
+    more = ["--model", dropout_model, "--save_every", 100, "--keep", 9, "--devices", 1, *options]
+    try:
+        assert run_here("10_fsdp", tmp_path, *more)[0] == 0
+        whole = tmp_path / "runs" / "10_fsdp" / "1"
+        resume_copy(whole, tmp_path / "again", checkpoints(whole)[0].name, more)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
 INSTRUCTIONS = ("--task", "instruction-tuning", "--max_length", 256)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.helpers import SRC, finished, run_script, settings_for
+from support.helpers import MODELS, SRC, finished, run_script, settings_for
 from support.resuming import assert_same, run_here
 from support.training import SIZES, alone, read, run_training, two
 from support.training import losses as trained
@@ -48,6 +48,16 @@ def test_all_ranks_use_the_size_that_fits_the_rank_with_the_least_memory(tmp_pat
     assert losses == pytest.approx(whole, rel=1e-5)
     share = roomy["results"]["fitted_micro_batch_tokens"]
     assert halved["results"]["fitted_micro_batch_tokens"] <= share // 2, "less than a rank's whole share"
+
+
+@pytest.mark.slow
+def test_no_rank_waits_for_one_without_memory_for_its_first_pass(tmp_path):
+    """DDP would broadcast the buffers in the first pass, which this rank does not reach."""
+    options = ("--micro_batch_tokens", "auto", "--attention", "eager", "--model", MODELS / "llama-tiny.json")
+    (_, other, _), (_, poor, _) = results = two(tmp_path / "two", (0, 5), "9_ddp", *options)
+    assert [status for *_, status in results] == [2, 2], other
+    assert "out of memory on another rank, with one sample at a time" in other
+    assert "in a batch of 1 x" in poor
 
 
 def test_a_batch_that_cannot_fit_fails_in_the_first_minute_with_advice(tmp_path):

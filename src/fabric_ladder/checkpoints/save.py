@@ -20,6 +20,7 @@ from fabric_ladder.checkpoints.disk import try_on_all
 from fabric_ladder.checkpoints.sharded import empty_optimizer_state, optimizer_state, read_tensors, write_tensors
 from fabric_ladder.data.loaders import Collator, TextCollator
 from fabric_ladder.data.splits import ImageFormat
+from fabric_ladder.distributed.fsdp import free_gathered
 from fabric_ladder.distributed.strategies import engine_state
 from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError, refused
@@ -115,6 +116,7 @@ def write_state(folder: Path, model: nn.Module, optimizer: Optimizer, rank: int)
         OSError, RuntimeError: It cannot be written.
     """
     inner = model.module
+    free_gathered(inner)
     adapter = has_adapter(model)
     if engine := engine_state(model):
         engine.write(folder, trained_only=adapter)
@@ -138,6 +140,7 @@ def read_state(option: str, folder: Path, model: nn.Module, optimizer: Optimizer
         UserError: They are damaged or from another model, optimizer or adapter; the message begins with `option`.
     """
     inner = model.module
+    free_gathered(inner)
     adapter = has_adapter(model)
     if adapter:
         _check_adapter(option, folder, inner.peft_config["default"])

@@ -36,6 +36,8 @@ class DDPInBuckets(DDPStrategy):
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
         self._wrapped = super().setup_module(module)
+        # wrapping has made the buffers equal; a trial may not reach the broadcast of a first pass on all ranks
+        self._wrapped.require_forward_param_sync = False
         return self._wrapped
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from lightning.fabric.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import Settings
@@ -44,6 +44,16 @@ def sharding_policy(settings: Settings, mesh: DeviceMesh) -> dict:
         "mp_policy": mixed if settings.precision == "bf16-mixed" else MixedPrecisionPolicy(),
         "offload_policy": offload,
     }
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Free the weights that FSDP has left gathered, after a forward pass without a backward pass.
+
+    `parameters()` returns them in place of the shards, which the optimizer knows.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _end_process_group() -> None:
