@@ -262,9 +262,10 @@ def test_a_run_prints_accuracy_and_entity_f1(tmp_path, capsys, packing):
     ]
 
 
-def test_labels_without_entities_have_only_an_accuracy(tmp_path, capsys):
+@pytest.mark.parametrize("names", [["ADJ", "NOUN", "VERB"], ["B-PER", "O", "S-PER"]])
+def test_labels_without_entities_in_iob2_have_only_an_accuracy(tmp_path, capsys, names):
     datasets = word_datasets(classes=3)
-    datasets.class_names = ["ADJ", "NOUN", "VERB"]
+    datasets.class_names = names
     run, _ = run_training(tmp_path, word_model(classes=3), datasets, **WORDS)
     assert "entities" not in json.loads((run.folder / "run.json").read_text())["results"]
     assert capsys.readouterr().out.splitlines()[-1].startswith("Test accuracy ")

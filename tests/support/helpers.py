@@ -56,6 +56,7 @@ class Tokenizer:
     """The attributes of a tokenizer that a model needs."""
 
     pad_token_id = 0
+    eos_token_id = None
 
     def __init__(self, size=VOCABULARY):
         self.size = size

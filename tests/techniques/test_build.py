@@ -59,6 +59,19 @@ def test_class_names_and_padding_reach_the_config(tmp_path, half_checkpoint):
     assert config.num_labels == 3
 
 
+@pytest.mark.parametrize("task", ["text-classification", "instruction-tuning"])
+def test_an_end_token_that_pads_is_trained(tmp_path, task):
+    """The model's config has no padding token, and the tokenizer pads with its end token."""
+    data = datasets()
+    data.tokenizer.pad_token_id = data.tokenizer.eos_token_id = 5
+    values = {"model": str(MODELS / "llama-tiny.json"), "from_scratch": True, "task": task}
+    model = build_model(settings_for(tmp_path, **values), data)
+    assert model.config.pad_token_id == 5
+    table = model.get_input_embeddings()
+    assert table.padding_idx is None
+    assert table.weight[5].any()
+
+
 @pytest.mark.parametrize("kind", ["bloom", "llama"])
 def test_padding_changes_no_logits(tmp_path, fabric, kind):
     """A sample alone has the same logits as with padding in a batch."""

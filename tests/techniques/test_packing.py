@@ -127,6 +127,23 @@ def test_packing_changes_no_loss_and_no_gradient(tmp_path, fabric, kind, task):
         assert distance(whole, gradients(model, batches)) < tolerance
 
 
+def test_a_text_that_ends_with_the_padding_token_is_read_as_by_transformers():
+    model, unpacked = (make("llama", CLASSIFICATION, packing=packing).eval() for packing in (True, False))
+    texts = [[5, 9, 7, 0], [3, 4, 0], [8, 0, 0], [6, 2, 1]]
+    lengths = torch.tensor([len(text) for text in texts])
+    ends = lengths.cumsum(0)
+    with torch.no_grad():
+        alone = [
+            unpacked(input_ids=torch.tensor([text]), attention_mask=torch.ones(1, len(text))).logits for text in texts
+        ]
+        packed = model(
+            input_ids=torch.tensor([[token for text in texts for token in text]]),
+            position_ids=torch.cat([torch.arange(len(text)) for text in texts])[None],
+            spans=torch.stack([ends - lengths, ends], dim=1),
+        ).logits
+    assert torch.allclose(packed, torch.cat(alone), atol=1e-5)
+
+
 @pytest.mark.parametrize(("kind", "task"), CASES)
 def test_in_16_bits_packing_is_as_near_to_64_bit(tmp_path, fabric, kind, task):
     alone = effective_batch(tmp_path, fabric, task, micro_batch_size=1)

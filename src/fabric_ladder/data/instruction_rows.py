@@ -15,16 +15,18 @@ from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
 
 CHAT_COLUMNS = ("messages", "conversations")  # a table with one of them holds chats, whatever else it has
-PAIRS = (  # columns of the instruction, of its input, which may be missing, and of the answer; the first that fit count
-    ("instruction", "input", "output"),
-    ("instruction", "context", "response"),
-    ("input", None, "target"),
-    ("prompt", None, "response"),
-    ("prompt", None, "completion"),
-    ("question", None, "answer"),
-    ("question", None, "response"),
-    ("query", None, "response"),
+PAIRS = (  # columns of the instruction and of the answer; the first that fit count
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("instruction", "target"),
+    ("input", "target"),
+    ("prompt", "response"),
+    ("prompt", "completion"),
+    ("question", "answer"),
+    ("question", "response"),
+    ("query", "response"),
 )
+INPUTS = ("input", "context")  # columns of the instruction's input, which may be missing; the first that fits counts
 SYSTEM_COLUMNS = ("system", "system_prompt")  # a system message next to a chat, or the start of an instruction's prompt
 ROLES = ("system", "user", "assistant")
 SHAREGPT = {"human": "user", "gpt": "assistant"}  # in `from`, next to the names in ROLES
@@ -61,23 +63,27 @@ def check_for(name: str, columns: dict, _: dict) -> tuple[Callable[[str, dict], 
     """Return the check for rows of the table `name` with these columns, and the schema of its result."""
     system = next((column for column in SYSTEM_COLUMNS if column in columns), None)
     chat = next(((column,) for column in CHAT_COLUMNS if column in columns), None)
-    pair = next((pair for pair in PAIRS if {pair[0], pair[2]} <= {*columns}), None)
-    parts = (pair[0], pair[2]) if pair else ()
-    if chat is None and parts and all(isinstance(columns[part], list) for part in parts):  # as TRL writes chats
-        chat = parts
+    pair = next((pair for pair in PAIRS if {*pair} <= {*columns}), None)
+    if chat is None and pair and all(isinstance(columns[part], list) for part in pair):  # as TRL writes chats
+        chat = pair
     if chat:
         return lambda location, row: {**_check_chat(row, chat, system), "location": f"{name}, {location}"}, CHATS
     if pair is None:
-        known = "; ".join(f"{question} and {answer}" for question, _, answer in PAIRS)
+        known = "; ".join(f"{question} and {answer}" for question, answer in PAIRS)
         raise UserError(
             f"{name} has the columns {list_columns(columns)}: chats need the column {' or '.join(CHAT_COLUMNS)}, and "
             f"instructions need one of the pairs {known} (--column_names names those of a CSV file without a header)"
         )
-    return partial(_check_pair, pair=pair, system=system), INSTRUCTIONS
+    given = next((name for name in INPUTS if name in columns and name != pair[0]), None)
+    if given and isinstance(columns[given], list | dict):  # such as the paragraphs of HotpotQA
+        raise UserError(
+            f"{name}: the column {given} holds no text, but {shown(columns[given])}: write it as text, or remove it"
+        )
+    return partial(_check_pair, pair=pair, given=given, system=system), INSTRUCTIONS
 
 
-def _check_pair(_: str, row: dict, pair: tuple[str, str | None, str], system: str | None) -> dict[str, str]:
-    question, given, answer = pair
+def _check_pair(_: str, row: dict, pair: tuple[str, str], given: str | None, system: str | None) -> dict[str, str]:
+    question, answer = pair
     texts = {"instruction": read_text(row, question), "output": read_text(row, answer)}
     for name, column in (("system", system), ("input", given)):
         texts[name] = read_text(row, column, may_be_empty=True) if column else ""

@@ -33,6 +33,7 @@ from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
 
 IOB2 = re.compile(r"([BI])-(.+)")
+OTHER_SCHEME = re.compile(r"[ELMSU]-.+")  # such as IOBES, whose entities are not counted
 OUTSIDE = -1
 
 
@@ -45,6 +46,8 @@ class WordLabels(LabelKind):
     def __init__(self, names: list[str] = ()):
         super().__init__(names)
         parts = [IOB2.fullmatch(name) for name in names]
+        if any(map(OTHER_SCHEME.fullmatch, names)):
+            parts = [None] * len(names)
         self.types = sorted({part[2] for part in parts if part})
         numbers = [self.types.index(part[2]) if part else OUTSIDE for part in parts]
         firsts = [int(part is not None and part[1] == "B") for part in parts]

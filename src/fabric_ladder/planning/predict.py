@@ -129,6 +129,7 @@ def blank_datasets(classes: int, image_size: int | None = None) -> TextDatasets 
 
 class _NoTokenizer:
     pad_token_id = 0
+    eos_token_id = None
 
     def __len__(self) -> int:
         return 0

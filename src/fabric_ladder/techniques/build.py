@@ -51,6 +51,8 @@ def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets, bloc
     else:
         _fit_text(config, settings.model, datasets.tokenizer)
     model = _draw_or_load(settings, config)
+    if isinstance(datasets, TextDatasets):
+        model.config.pad_token_id = datasets.tokenizer.pad_token_id
     for module in model.modules():
         if module._non_persistent_buffers_set:  # such as rotary frequencies, which 16 bits would detune
             keep_dtype(module, only_buffers=True)
@@ -115,5 +117,7 @@ def _fit_text(config: PretrainedConfig, name: str, tokenizer: PreTrainedTokenize
             f"the tokenizer has {len(tokenizer):,} entries, {name} only {config.vocab_size:,}: "
             "choose the model's own --tokenizer"
         )
-    config.pad_token_id = tokenizer.pad_token_id
+    if config.pad_token_id is not None or tokenizer.pad_token_id != tokenizer.eos_token_id:
+        # the embedding of this token is not trained; an end token that pads is in the texts, too
+        config.pad_token_id = tokenizer.pad_token_id
     config.use_cache = False  # keys and values are kept for generation only

@@ -92,6 +92,7 @@ class _Pooling:
         both_ways = any(getattr(module, "is_causal", None) is False for module in base.modules())
         mean = getattr(model.config, "classifier_pooling", None) == "mean"
         self.kind = "mean" if mean else "first" if both_ways else "last"
+        self.padding = model.config.pad_token_id
         self._packed = self._spans = None
         base.register_forward_pre_hook(self._enter, with_kwargs=True)
         base.register_forward_hook(self._leave)
@@ -100,9 +101,14 @@ class _Pooling:
 
     def run(self, inner, packed: dict[str, Tensor], spans: Tensor, inputs: dict[str, Tensor]) -> ModelOutput:
         """Run a forward pass: the base model gets the packed batch, the head gets the documents."""
+        ids = packed["input_ids"].flatten()
+        if self.kind == "last" and self.padding is not None:  # a text may end with the token that also pads
+            places = torch.arange(len(ids), device=ids.device)
+            last = torch.where(ids == self.padding, -1, places).cummax(0).values[spans[:, 1] - 1]
+            spans = torch.stack([spans[:, 0], torch.maximum(last, spans[:, 0]) + 1], dim=1)
         self._packed, self._spans = packed, spans
         try:
-            return inner(input_ids=packed["input_ids"].flatten()[spans[:, :1]], **inputs)
+            return inner(input_ids=ids[spans[:, :1]], **inputs)
         finally:
             self._packed = self._spans = None
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 
 from fabric_ladder.checkpoints.export import Result, add_adapter, base_name, find_result, load_result
 from fabric_ladder.checkpoints.save import end_tokens
-from fabric_ladder.data.instruction_rows import PAIRS, SYSTEM_COLUMNS
+from fabric_ladder.data.instruction_rows import INPUTS, PAIRS, SYSTEM_COLUMNS
 from fabric_ladder.data.instructions import prompt_text, prompt_tokens
 from fabric_ladder.data.rows import read_file, reading
 from fabric_ladder.data.sources import file_format
@@ -226,8 +226,8 @@ def read_questions(path: Path) -> list[tuple[dict, Question]]:
     """Return the rows of a file, each with its question.
 
     A text file has one prompt per non-empty line. A table (CSV, TSV, JSON, JSON Lines or Parquet) has the columns of a
-    training (`PAIRS`) without the answers: `instruction` and optionally `input` or `context`, or `prompt`, `question`
-    and others. `system` is optional.
+    training without the answers: `instruction`, `prompt`, `question` and others (`PAIRS`), and optionally an input
+    (`INPUTS`) and `system`.
 
     Raises:
         UserError: The file cannot be read, or has no prompt.
@@ -243,9 +243,9 @@ def read_questions(path: Path) -> list[tuple[dict, Question]]:
         if isinstance(row, ValueError):
             raise UserError(f"--prompts {path}, {location}: {row}")
         system = next(filter(None, map(row.get, SYSTEM_COLUMNS)), "")
-        likely = {pair: (pair[2] in row, pair[1] in row, pair[0] != "input") for pair in PAIRS if row.get(pair[0])}
-        asked, given, _ = max(likely, key=likely.get, default=PAIRS[0])
-        text = "" if asked == "input" else row.get(given or "input") or ""
+        likely = {asked: (answer in row, asked != "input") for asked, answer in PAIRS if row.get(asked)}
+        asked = max(likely, key=likely.get, default="instruction")
+        text = next((row[name] or "" for name in INPUTS if name in row and name != asked), "")
         question = Question(row.get(asked), text, system)
         if not all(isinstance(text, str) for text in question) or not question.instruction.strip():
             raise UserError(
