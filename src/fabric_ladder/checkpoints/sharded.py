@@ -54,8 +54,10 @@ def write_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
         plain = tensor.is_contiguous() and id(tensor) not in seen  # a file cannot hold a tensor under two names
         state[name] = tensor if plain else tensor.detach().clone(memory_format=torch.contiguous_format)
         seen.add(id(tensor))
+    writer = dcp.HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
+    writer.per_thread_copy_ahead = 0  # otherwise copies from a GPU stay in pinned CPU memory
     with _plain_errors():
-        dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(folder), files, save_distributed=True))
+        dcp.save(state, storage_writer=writer)
 
 
 def read_tensors(tensors: dict[str, Tensor], folder: str | Path, alone: bool = False) -> None:

@@ -96,7 +96,9 @@ class Adam4bit(Optimizer):
         if device not in self._tables:
             self._tables[device] = {}
             for name, values in TABLES.items():
-                shares = torch.tensor(values, device=device)
+                shares = torch.tensor(
+                    values, device=device, dtype=torch.float32
+                )  # a recomputation may set another default
                 pairs = torch.stack([shares.repeat_interleave(16), shares.repeat(16)], 1)
                 self._tables[device][name] = pairs, (shares[1:] + shares[:-1]) / 2
         return self._tables[device]
@@ -139,7 +141,7 @@ def compiled_step() -> Callable:
 @lru_cache(maxsize=1)
 def _as_tensors(numbers: Numbers) -> Numbers:
     """Return the numbers as tensors in CPU memory; most weights of a step have the same numbers."""
-    return Numbers(*torch.tensor(numbers).unbind())
+    return Numbers(*torch.tensor(numbers, dtype=torch.float32).unbind())
 
 
 def step_part(
@@ -204,4 +206,4 @@ def _new_state(parameter: nn.Parameter) -> dict[str, Tensor]:
     else:
         moments = {name: zeros(size // 2, dtype=torch.uint8) for name in TABLES}
         moments |= {f"{name}_scale": zeros(size // BLOCK, dtype=torch.float32) for name in TABLES}
-    return {"step": torch.tensor(0.0), **moments}
+    return {"step": torch.tensor(0.0, dtype=torch.float32), **moments}

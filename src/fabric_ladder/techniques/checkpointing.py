@@ -132,15 +132,19 @@ class _Offload:
         self._move: _Move | None = None
         self._copying: torch.Stream | None = None
 
-    def pack(self, tensor: Tensor) -> _Kept:
+    def pack(self, tensor: Tensor) -> _Kept | Tensor:
         """Start to copy a block's input to CPU memory; the device keeps it until the next input arrives."""
+        if not tensor.numel():  # of a checkpoint of PyTorch 2.11
+            return tensor
         kept = _Kept(tensor, self._last)
         self._last = weakref.ref(kept)
         self._start(kept, tensor, kept.host, tensor)
         return kept
 
-    def unpack(self, kept: _Kept) -> Tensor:
+    def unpack(self, kept: _Kept | Tensor) -> Tensor:
         """Return a block's input on the device, and start to copy the input of the block before."""
+        if isinstance(kept, Tensor):
+            return kept
         tensor = self._fetch(kept)
         self._finish()
         if before := kept.before():

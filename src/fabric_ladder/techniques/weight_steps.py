@@ -103,8 +103,9 @@ class WeightSteps(Optimizer):
     def _send(self, parameter: nn.Parameter) -> None:
         """Copy a gradient to CPU memory and free it; the worker then updates the weight."""
         if self._versions.get(parameter) != parameter._version:  # the first step, or a checkpoint was read since
-            host = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda)
-            self._host[parameter] = self._host.get(parameter, host).copy_(parameter)
+            if parameter not in self._host:
+                self._host[parameter] = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda)
+            self._host[parameter].copy_(parameter)
         gradient, parameter.grad, arrived = parameter.grad, None, None
         if parameter.is_cuda:
             computing = torch.cuda.current_stream(parameter.device)

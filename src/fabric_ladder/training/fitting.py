@@ -145,7 +145,6 @@ def without_a_trace(training: Training) -> Iterator[None]:
     model.train()
     yield
     del state
-    forget_gradients(training.fabric, training.optimizer)
     set_random_state(random, device)
     with torch.no_grad():
         for buffer, before in zip(model.buffers(), buffers, strict=True):

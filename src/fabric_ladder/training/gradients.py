@@ -60,7 +60,7 @@ def accumulate_gradients(
     """
     average_once = not averages_each_pass(fabric.strategy)
     stepping = getattr(getattr(optimizer, "optimizer", None), "stepping", None)  # of an optimizer of `WeightSteps`
-    hooked = stepping is not None or has_gradient_hooks(fabric.strategy)
+    hooked = has_gradient_hooks(fabric.strategy)
     for number, micro_batch in enumerate(micro_batches, start=1):
         last = number == len(micro_batches)
         unsynchronized = fabric.no_backward_sync(model, enabled=average_once and not last)
@@ -68,7 +68,7 @@ def accumulate_gradients(
             unsynchronized,
             name_shape(micro_batch.inputs),
             stepping() if stepping and last else nullcontext(),
-            adding_rows(hooked),
+            adding_rows(hooked or (stepping is not None and last)),
         ):
             loss, correct = run_model(fabric, model, micro_batch)
             fabric.backward(loss * micro_batch.weight)
