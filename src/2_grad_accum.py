@@ -1,4 +1,4 @@
-"""2_grad_accum · Gradient accumulation: an effective batch of 16 in the memory of one sample.
+"""2_grad_accum · Gradient accumulation: an effective batch of 16 with the activations of one sample.
 
 Builds on 1_batch_size_1.py.
 Unchanged: the gradient of the effective batch, for every micro-batch size.

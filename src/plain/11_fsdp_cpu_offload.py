@@ -1,6 +1,6 @@
 """11 · FSDP with CPU offload: the shards stay in CPU memory, and the optimizer steps there.
 
-Builds on 10_fsdp.py. This needs the least GPU memory: each use of a weight copies it to the GPU.
+Builds on 10_fsdp.py. Each use of a weight copies it to the GPU, which holds one block at a time.
 The same with checkpoints, prediction, resume and your own data: src/11_fsdp_cpu_offload.py
 """
 

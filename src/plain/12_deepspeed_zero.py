@@ -20,6 +20,7 @@ DEVICES = torch.cuda.device_count() or 1  # GPUs of this machine
 DEEPSPEED = {  # NEW in 12: the settings of DeepSpeed
     "zero_optimization": {"stage": 2},
     "bf16": {"enabled": True},
+    "data_types": {"grad_accum_dtype": "fp32"},  # the gradients add up in 32-bit
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 1,  # our loop sets the boundary of the effective batch
     "gradient_clipping": 0.0,

@@ -37,9 +37,9 @@ def packed_loss(model, row):  # NEW in 15: each token sees only the tokens befor
 
 
 def train(fabric, model, optimizer, reviews):
+    scaler = torch.amp.GradScaler(fabric.device.type, enabled=not BFLOAT16)
     for epoch in range(EPOCHS):
         model.train()
-        scaler = torch.amp.GradScaler(fabric.device.type, enabled=not BFLOAT16)
         order = np.random.default_rng([SEED, epoch]).permutation(len(reviews))
         total, seen, printed = 0.0, 0, 0
         for start in range(0, len(order), BATCH_SIZE):
@@ -80,8 +80,10 @@ if __name__ == "__main__":
 
     ### 2 Initializing the model
     model = AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=2, dtype=torch.float32)
-    alibi = model.transformer.build_alibi_tensor  # its positions may count on: only distances matter
-    model.transformer.build_alibi_tensor = lambda mask, *args, **options: alibi(mask[:, 0, 0] * 0 + 1, *args, **options)
+    alibi = model.transformer.build_alibi_tensor  # NEW in 15: positions start again in each review
+    model.transformer.build_alibi_tensor = lambda mask, heads, dtype: alibi(
+        torch.ones_like(mask[:, 0, 0]), heads, dtype
+    )[..., (mask[0, 0] == 0).sum(dim=-1) - 1]
     model = fabric.setup(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, fused=True)
 

@@ -1,7 +1,7 @@
-"""21 · Selective checkpointing: keep attention and matrix multiplications, recompute the rest.
+"""21 · Selective checkpointing: keep the results of linear layers and fused attention, recompute the rest.
 
-Builds on 7_grad_checkpointing.py. Matrix multiplications take most of the time. The other operations are cheap and have
-a third of the activations.
+Builds on 7_grad_checkpointing.py. Linear layers take most of the time. BLOOM's attention here is not fused, so its
+matrices of tokens x tokens are recomputed too: they are most of the activations.
 The same with checkpoints, prediction, resume and your own data: src/21_selective_checkpointing.py
 """
 

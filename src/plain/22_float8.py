@@ -23,9 +23,9 @@ DTYPE = torch.bfloat16 if BFLOAT16 else torch.float16  # NEW in 4: the type of t
 
 
 def train(fabric, model, optimizer, reviews):
+    scaler = torch.amp.GradScaler(fabric.device.type, enabled=not BFLOAT16)
     for epoch in range(EPOCHS):
         model.train()
-        scaler = torch.amp.GradScaler(fabric.device.type, enabled=not BFLOAT16)
         order = np.random.default_rng([SEED, epoch]).permutation(len(reviews))
         total, seen, printed = 0.0, 0, 0
         for start in range(0, len(order), BATCH_SIZE):

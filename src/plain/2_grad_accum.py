@@ -1,4 +1,4 @@
-"""2 · Gradient accumulation: 16 reviews for each optimizer step, in the memory of one.
+"""2 · Gradient accumulation: 16 reviews for each optimizer step, with the activations of one.
 
 Builds on 1_batch_size_1.py. The gradients of 16 reviews add up. Then the optimizer steps once with their mean.
 The same with checkpoints, prediction, resume and your own data: src/2_grad_accum.py

@@ -26,9 +26,9 @@ def share(fabric, reviews):  # NEW in 9: this rank's reviews and their weights; 
 
 
 def train(fabric, model, optimizer, reviews):
+    scaler = torch.amp.GradScaler(fabric.device.type, enabled=not BFLOAT16)
     for epoch in range(EPOCHS):
         model.train()
-        scaler = torch.amp.GradScaler(fabric.device.type, enabled=not BFLOAT16)
         order = np.random.default_rng([SEED, epoch]).permutation(len(reviews))
         total, seen, printed = 0.0, 0, 0
         for start in range(0, len(order), BATCH_SIZE):
