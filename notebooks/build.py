@@ -28,7 +28,12 @@ METADATA = {
     "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},
     "language_info": {"name": "python"},
 }
-EXTRAS = {"bitsandbytes": "bitsandbytes accelerate", "torchao": "torchao", "deepspeed": "deepspeed"}
+EXTRAS = {
+    "bitsandbytes": "bitsandbytes accelerate",
+    "torchao": "torchao",
+    "deepspeed": "deepspeed",
+    "with fabric.device": "accelerate",  # transformers needs it to load a model on a GPU
+}
 # the notebook writes train.csv and test.csv itself
 IMPORT = "            from local_dataset_utilities import load_dataset_into_to_dataframe, partition_dataset\n\n"
 PRINT_EVERY = "PRINT_EVERY = 160  # reviews"
@@ -40,7 +45,8 @@ lightning.fabric.connector._IS_INTERACTIVE = False  # otherwise Fabric refuses t
 LAUNCH = """
 import gc
 
-del model, optimizer  # frees the memory of the first GPU
+for name in ("model", "optimizer", "fabric", "strategy"):  # they hold the memory of the first GPU
+    globals().pop(name, None)
 gc.collect()
 torch.cuda.empty_cache()
 if torch.cuda.device_count() > 1:
@@ -133,7 +139,7 @@ def cells_of(name: str) -> list[nbformat.NotebookNode]:
     without_gradients = re.findall(r"with (torch\.no_grad\(\).*):", script)[-1]
     add("A text of your own", TEXTS["own"].replace("torch.no_grad()", without_gradients))
     if several:
-        add("All GPUs", f"%%writefile {name}.py\n{script.replace(IMPORT, '')}")
+        add("All GPUs", f"%%writefile {name}.py\n{script.replace(IMPORT, '').replace('4800', '160')}")
         cells.append(nbformat.v4.new_code_cell(LAUNCH.replace("SCRIPT", f"{name}.py").strip("\n")))
     return cells
 
