@@ -7,7 +7,6 @@ import torch
 from lightning import Fabric
 from torch import Tensor
 
-from fabric_ladder.data.splits import IGNORED
 from fabric_ladder.environment import NO_FLOAT64
 from fabric_ladder.errors import NotFiniteError
 
@@ -178,17 +177,11 @@ def describe_classes(names: list[str], confusion: list[list[int]]) -> dict:
 
 
 def count_correct(outputs, labels: Tensor) -> Tensor:
-    """Count right predictions, a scalar on the device: per sample, or per trained token from the token before it.
+    """Count right predictions, a scalar on the device.
 
     Args:
-        outputs: Output of a forward pass with `correct`, or with `logits` (samples, classes) or (samples, length,
-            vocabulary).
-        labels: (samples,) or (samples, length).
+        outputs: Output of a forward pass with `correct`, from the chunked loss of a language model, or with `logits`
+            (samples, classes).
+        labels: (samples,) for `logits`.
     """
-    if hasattr(outputs, "correct"):
-        return outputs.correct
-    logits = outputs.logits.detach()
-    if labels.ndim == 1:
-        return (logits.argmax(-1) == labels).sum()
-    predicted, expected = logits[:, :-1].argmax(-1), labels[:, 1:]
-    return ((predicted == expected) & (expected != IGNORED)).sum()
+    return outputs.correct if hasattr(outputs, "correct") else (outputs.logits.detach().argmax(-1) == labels).sum()
