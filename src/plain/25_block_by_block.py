@@ -29,7 +29,6 @@ class Adam32:  # NEW in 25: Adam on 32-bit copies of the 16-bit weights of some 
         for weight, copy in zip(self.weights, self.copies):
             copy.grad, weight.grad = weight.grad.float(), None
         self.adam.step()
-        self.adam.zero_grad()
         torch._foreach_copy_(self.weights, self.copies)
 
 

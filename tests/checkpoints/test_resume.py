@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.precision import MixedPrecision
-from support.helpers import ROOT, SRC, run_script
+from support.helpers import ROOT, SRC, finished, run_script
 from support.resuming import SIZES, Does, Evil, assert_same, checkpoints, lines_of, run_here, tensors_of, terminate
 from support.training import run_training
 
@@ -124,13 +124,17 @@ def test_the_scale_of_a_loss_in_float16_is_resumed(tmp_path):
 def test_a_checkpoint_after_an_evaluation_has_the_state_of_all_shards(tmp_path, dropout_model, options):
     """An evaluation has no backward pass, after which FSDP would free the gathered embedding and head."""
     more = ["--model", dropout_model, "--save_every", 100, "--keep", 9, "--devices", 1, *options]
-    try:
-        assert run_here("10_fsdp", tmp_path, *more)[0] == 0
-        whole = tmp_path / "runs" / "10_fsdp" / "1"
-        resume_copy(whole, tmp_path / "again", checkpoints(whole)[0].name, more)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+
+    def run(cwd, *resuming):
+        return finished(run_script(SRC / "10_fsdp.py", *map(str, [*SIZES, *more, *resuming]), cwd=cwd))
+
+    run(tmp_path)
+    whole = tmp_path / "runs" / "10_fsdp" / "1"
+    home = copy_until(checkpoints(whole)[0].name, whole, tmp_path / "again")
+    assert "Resumed from runs/10_fsdp/1/checkpoints/step-000000008-validated" in run(
+        tmp_path / "again", "--resume", "auto"
+    )
+    assert_same(home, whole)
 
 
 INSTRUCTIONS = ("--task", "instruction-tuning", "--max_length", 256)
