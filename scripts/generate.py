@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fabric_ladder.errors import UserError
+from fabric_ladder.settings import LARGEST_SEED
 from fabric_ladder.tools.arguments import PRECISIONS, Arguments, at_least_1, new_path, write_new
 
 
@@ -47,8 +48,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output", type=new_path, help="file for the answers to --prompts, in JSON Lines")
     parser.add_argument("--batch_size", type=at_least_1, default=8, help="prompts per batch; default: 8")
     found = parser.parse_args()
-    if not 0 <= found.temperature < math.inf:
-        parser.error(f"--temperature {found.temperature}: must be 0 or a positive number")
+    if found.temperature and not 1e-3 <= found.temperature < math.inf:
+        parser.error(f"--temperature {found.temperature}: must be 0, or a number from 0.001 on")
+    if not 0 <= (found.seed or 0) <= LARGEST_SEED:
+        parser.error(f"--seed {found.seed}: must be between 0 and {LARGEST_SEED:,}")
     if found.top_p is not None and not 0 < found.top_p <= 1:
         parser.error(f"--top_p {found.top_p}: must be above 0 and at most 1")
     for name in ("top_k", "top_p", "seed"):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fabric_ladder.errors import UserError, read_outside
-from fabric_ladder.options import drop_unneeded, without_options
+from fabric_ladder.options import drop_unneeded, read_words, without_options
 from fabric_ladder.rungs import RUNGS, check_rung, script_defaults
 from fabric_ladder.settings import Settings
 from fabric_ladder.tools.arguments import Arguments, at_least_1, new_path, rungs, searched, write_new
@@ -38,6 +38,11 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--html", metavar="FILE", type=new_path, help="also write the comparison as a page")
     arguments, settings = parser.parse_with_settings()
+    names = [name for name, _ in arguments.search]
+    given = read_words(settings)
+    for place, name in enumerate(names):
+        if name in names[:place] or name in given:
+            parser.error(f"--search {name}: {name} is given twice")
     if arguments.search and arguments.html:
         parser.error("--html is the page of a comparison, which --search does not make: leave it out")
     return arguments, [*settings, "--runs_dir", arguments.runs_dir]
@@ -189,6 +194,8 @@ def main(arguments: argparse.Namespace, options: list[str]) -> None:
 
     show_errors()
     plan = make_plan(arguments, options)
+    if plan[0].settings.check_only:
+        return
     folders, failed = run_all(plan)
     for line in failed:
         print(f"Failed: {line}")

@@ -227,11 +227,25 @@ def test_an_adapter_for_another_base_is_refused(trained, tmp_path, kind, sizes, 
     assert "\n" not in str(error.value)
 
 
+def test_an_adapter_of_a_moved_run_finds_the_base_beside_it(trained, tmp_path):
+    adapter, _, _ = trained(with_adapter(tiny("bloom"), "bloom"), "bloom")
+    wanted = load_result(find_result(adapter)).state_dict()
+    moved = adapter.rename(tmp_path / "moved")
+    found = load_result(find_result(moved)).state_dict()
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+    (moved / "adapter" / "adapter_config.json").write_text("")
+    with pytest.raises(UserError, match=r"^cannot read \S+adapter_config.json"):
+        load_result(find_result(moved))
+
+
 def test_the_scripts_refuse_bad_input_in_one_line_and_leave_nothing(trained, tmp_path, monkeypatch, capsys):
     whole, _, _ = trained(tiny("bloom"), "bloom")
     whole = whole.rename(tmp_path / "whole")
     adapter, _, _ = trained(with_adapter(tiny("bloom"), "bloom"), "bloom")
     (adapter / "base").rename(tmp_path / "moved")
+    (tmp_path / "runs" / "1").mkdir(parents=True)
+    (tmp_path / "runs" / "1" / "run.json").write_text("{}")
+    (tmp_path / "stopped" / "checkpoints").mkdir(parents=True)
     (tmp_path / "empty").mkdir()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("mine")
@@ -239,6 +253,8 @@ def test_the_scripts_refuse_bad_input_in_one_line_and_leave_nothing(trained, tmp
     for name, message in (
         ("nowhere", "the folder nowhere does not exist: give the folder of a run"),
         (tmp_path / "empty", "empty holds no saved model"),
+        (tmp_path / "runs", r"runs holds runs: give one of them, e.g. \S+runs/1"),
+        (tmp_path / "stopped", r"only checkpoints: train on with --resume \S+stopped --save consolidated"),
     ):
         with pytest.raises(UserError, match=message):
             find_result(name)

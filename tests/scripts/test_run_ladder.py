@@ -83,12 +83,22 @@ def test_a_search_tries_all_values_and_repeats_none(tmp_path):
     assert re.search(r"--learning_rate 1e-3 --warmup_steps 2 +0\.\d+ +\d+", again)
 
 
+def test_a_check_of_the_ladder_runs_nothing(tmp_path):
+    stdout = finished(run_script(SCRIPT, "--rungs", "1,2", "--seeds", "2", "--check_only", "true", cwd=tmp_path))
+    assert stdout == "1_batch_size_1 can run here\n2_grad_accum can run here\n"
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
         (["--search", "learning_rate=fast,slow"], "--search: --learning_rate fast: expected a number"),
         (["--search", "learning_rate=1e-5"], "--search: learning_rate=1e-5: write a setting and its values"),
         (["--search", "lr=1e-5,1e-4"], "--search: there is no setting 'lr'; use --learning_rate"),
+        (["--search", "learning_rate=1e-4,0.0001"], "--search: learning_rate=1e-4,0.0001: write each value once"),
+        (["--search", "epochs=1,2", "--search", "epochs=2,3"], "--search epochs: epochs is given twice"),
+        (["--search", "epochs=1,2", "--epochs", "3"], "--search epochs: epochs is given twice"),
+        (["--rungs", ""], "--rungs: name at least one rung"),
         (["--search", "seed=1,2"], "--search: seed is not searched: --seeds N"),
         (["--search", "logger=csv,wandb"], "--search: --logger changes no result"),
         (["--search", "epochs=1,2", "--html", "new.html"], "--html is the page of a comparison, which --search"),

@@ -46,6 +46,24 @@ def test_every_precision_starts_from_the_same_weights(tmp_path, half_checkpoint)
     assert torch.equal(heads[0].bfloat16(), heads[1])
 
 
+@pytest.mark.parametrize("task", ["text-classification", "instruction-tuning"])
+def test_a_folder_that_lacks_weights_of_the_body_is_refused(tmp_path, task):
+    """transformers draws them without an error. A classifier's head may be new."""
+    model = tiny_model("llama")
+    weights = {name: weight for name, weight in model.state_dict().items() if not name.startswith("model.layers.1.")}
+    model.save_pretrained(tmp_path / "half", state_dict=weights)
+    with pytest.raises(UserError, match=r"half lacks \d+ weights of a Llama\w+, e.g. [\w.]+: the files are incomplete"):
+        build_model(settings_for(tmp_path, model=str(tmp_path / "half"), task=task), datasets())
+    body = {name: weight for name, weight in model.state_dict().items() if name.startswith("model.")}
+    model.save_pretrained(tmp_path / "body", state_dict=body)
+    settings = settings_for(tmp_path, model=str(tmp_path / "body"), task=task)
+    if task == "text-classification":
+        build_model(settings, datasets())
+    else:
+        with pytest.raises(UserError, match=r"body lacks 1 weights of a LlamaForCausalLM, e.g. lm_head.weight"):
+            build_model(settings, datasets())
+
+
 def test_a_loaded_model_is_in_train_mode(tmp_path, half_checkpoint):
     model = build_model(settings_for(tmp_path, model=half_checkpoint), datasets())
     assert all(module.training for module in model.modules())

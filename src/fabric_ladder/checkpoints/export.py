@@ -21,7 +21,8 @@ from fabric_ladder.checkpoints.sharded import read_index, read_tensors
 from fabric_ladder.data.hub import reachable
 from fabric_ladder.distributed.strategies import EngineState
 from fabric_ladder.errors import UserError, first_line, refused
-from fabric_ladder.models.configs import load_config, silence_loading
+from fabric_ladder.models.configs import load_config, load_weights, silence_loading
+from fabric_ladder.runs.folder import CHECKPOINTS
 from fabric_ladder.techniques.qlora import NF4
 
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
@@ -53,6 +54,18 @@ class Result(NamedTuple):
         """The config of the trained model, or None for an adapter from another project."""
         return None if self.adapter and not self.has("config.json") else load_config(self.folder.as_posix())
 
+    @property
+    def adapter_config(self):
+        """The config of an adapter, a `PeftConfig`.
+
+        Raises:
+            UserError: It cannot be read.
+        """
+        from peft import PeftConfig
+
+        with refused(f"cannot read {self.folder / 'adapter_config.json'}"):
+            return PeftConfig.from_pretrained(self.folder)
+
 
 def find_result(name: str | Path) -> Result:
     """Find the saved model in a run's folder, or in one of its folders `checkpoint`, `model` and `adapter`.
@@ -74,6 +87,12 @@ def find_result(name: str | Path) -> Result:
             if found != "adapter" and not (folder / "config.json").is_file():
                 raise UserError(f"{folder} lacks the model's config.json: an older version saved it; train again")
             return Result(folder, found, adapter)
+    if runs := sorted(Path(name).glob("*/run.json")):
+        raise UserError(f"{name} holds runs: give one of them, e.g. {runs[-1].parent}")
+    if (Path(name) / CHECKPOINTS).is_dir():
+        raise UserError(
+            f"{name} holds no saved model, only checkpoints: train on with --resume {name} --save consolidated"
+        )
     raise UserError(f"{name} holds no saved model: train with --save sharded or --save consolidated")
 
 
@@ -103,7 +122,7 @@ def load_result(
     if result.format == "model":
         options = four_bits(config, dtype or config.dtype or torch.float32) if quantization == "nf4" else {}
         with reachable(name, "weights") as local:
-            return model_class.from_pretrained(name, dtype=dtype or "auto", **options, **local).eval()
+            return load_weights(model_class, name, dtype=dtype or "auto", **options, **local).eval()
     if quantization == "nf4":
         raise UserError(f"{name} cannot be loaded in 4 bits: run scripts/export_model.py, and load its output")
     with no_init_weights():
@@ -161,11 +180,12 @@ def base_name(result: Result, base: str | None = None) -> str:
     Raises:
         UserError: The adapter does not name its base, or the folder does not exist.
     """
-    from peft import PeftConfig
-
-    name = base or PeftConfig.from_pretrained(result.folder).base_model_name_or_path
+    name = base or result.adapter_config.base_model_name_or_path
     if not name:
         raise UserError(f"{result.folder} does not name its base model: add --base NAME")
+    beside = result.folder.parent / "base"
+    if not base and Path(name).name == "base" and beside.is_dir():  # the run may have been moved
+        return beside.as_posix()
     if not Path(name).is_dir() and (Path(name).is_absolute() or name.startswith(".")):
         wanted = f"--base {name}" if base else f"{result.folder} is an adapter for {name}, which"
         raise UserError(f"{wanted} does not exist: give --base FOLDER or a name on the Hub")
@@ -182,9 +202,9 @@ def four_bits(config: PretrainedConfig, dtype: torch.dtype) -> dict:
 
 def _load_adapter(result: Result, base: str | None, dtype: torch.dtype | None, quantization: str | None) -> nn.Module:
     """Return the base model with the adapter."""
-    from peft import PeftConfig, get_peft_model
+    from peft import get_peft_model
 
-    name, adapter = base_name(result, base), PeftConfig.from_pretrained(result.folder)
+    name, adapter = base_name(result, base), result.adapter_config
     mismatch = f"{result.folder} is an adapter for {adapter.base_model_name_or_path}, and does not fit {name}"
     revision = None if base or Path(name).is_dir() else adapter.revision
     with reachable(name, "base model", revision) as local:
@@ -218,11 +238,9 @@ def add_adapter(model: nn.Module, result: Result, name: str, quantization: str |
         UserError: The result or the model is not an adapter, or the adapter has another base or does not fit it, or
             only one of them was trained on 4-bit weights and `quantization` does not choose.
     """
-    from peft import PeftConfig
-
     if not (result.adapter and hasattr(model, "peft_config")):
         raise UserError(f"{result.folder}: several models can only be adapters of one base; give --model one folder")
-    adapter, first = PeftConfig.from_pretrained(result.folder), model.peft_config["default"]
+    adapter, first = result.adapter_config, model.peft_config["default"]
     own, base = (
         f"{each.base_model_name_or_path}{f' at {each.revision}' if each.revision else ''}" for each in (adapter, first)
     )
@@ -262,7 +280,8 @@ def _load_base(result: Result, name: str, options: dict, dtype: torch.dtype, qua
     wanted = quantization or ("nf4" if hasattr(own, "quantization_config") else "no")
     if wanted == "nf4" and not stored_in_4_bits:
         options |= four_bits(own or options["config"], dtype)
-    model = model_class.from_pretrained(name, **options, dtype=dtype, ignore_mismatched_sizes=True)
+    new_head = result.adapter_config.task_type != "CAUSAL_LM"
+    model = load_weights(model_class, name, new_head, **options, dtype=dtype, ignore_mismatched_sizes=True)
     for parameter in model.parameters():
         if parameter.is_floating_point():  # the other weights of a 4-bit model may have two precisions
             parameter.data = parameter.data.to(dtype)

@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    PreTrainedModel,
 )
 
 from fabric_ladder.data.hub import load_config
@@ -24,6 +25,29 @@ MODELS = {
 # architectures whose position numbers start after the number of the padding token
 AS_ROBERTA = """camembert data2vec-text esm ibert layoutlmv3 lilt longformer luke markuplm mpnet roberta
     roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod""".split()
+
+
+def load_weights(model_class: type, name: str, new_head: bool = False, **options) -> PreTrainedModel:
+    """Load a pretrained model. transformers would draw weights that its files lack, without an error.
+
+    Args:
+        model_class: Its `from_pretrained` is called.
+        name: A folder or a name on the Hub.
+        new_head: Whether the files may lack the head, and a pooler before it.
+        **options: For `from_pretrained`.
+
+    Raises:
+        UserError: The files lack weights.
+    """
+    model, found = model_class.from_pretrained(name, output_loading_info=True, **options)
+    body = f"{model.base_model_prefix}."
+    missing = [key for key in found["missing_keys"] if not new_head or (key.startswith(body) and "pooler" not in key)]
+    if missing:
+        raise UserError(
+            f"{name} lacks {len(missing)} weights of a {type(model).__name__}, e.g. {min(missing)}: the files are "
+            "incomplete, or of another kind of model"
+        )
+    return model
 
 
 def check_model(settings: Settings) -> None:

@@ -11,7 +11,7 @@ from fabric_ladder.data.hub import reachable
 from fabric_ladder.data.splits import ImageDatasets, TextDatasets
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.errors import UserError, refused
-from fabric_ladder.models.configs import MODELS, load_config, silence_loading
+from fabric_ladder.models.configs import MODELS, load_config, load_weights, silence_loading
 from fabric_ladder.models.dtypes import keep_dtype
 from fabric_ladder.models.layers import keep_blocks
 from fabric_ladder.models.optimizer import optimizer_class
@@ -108,7 +108,7 @@ def _draw_or_load(settings: Settings, config: PretrainedConfig) -> nn.Module:
     silence_loading()
     with reachable(settings.model, "weights", settings.model_revision) as local:
         loading |= local | {"config": config, "ignore_mismatched_sizes": True}
-        return model_class.from_pretrained(settings.model, **loading)
+        return load_weights(model_class, settings.model, settings.task != "instruction-tuning", **loading)
 
 
 def _fit_text(config: PretrainedConfig, name: str, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -53,8 +53,11 @@ def at_least_1(text: str) -> int:
 
 def rungs(text: str) -> list[Path]:
     """Return the rungs of numbers or names separated by commas, for argparse."""
+    names = [name for name in text.split(",") if name.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError("name at least one rung")
     try:
-        return choose_rungs([name for name in text.split(",") if name.strip()])
+        return choose_rungs(names)
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
@@ -64,15 +67,16 @@ def searched(text: str) -> tuple[str, list[str]]:
     name, _, listed = text.partition("=")
     values = [value.strip() for value in listed.split(",") if value.strip()]
     try:
-        for value in values:
-            read_words([f"--{name}", value])
+        found = [read_words([f"--{name}", value]) for value in values]
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     if name == "seed":
         raise argparse.ArgumentTypeError("seed is not searched: --seeds N runs each value with N seeds")
     if name not in FACTS or FACTS[name].role == SURROUNDINGS:
         raise argparse.ArgumentTypeError(f"--{name} changes no result: search a setting that does")
-    if len(set(values)) < 2:
+    if any(one in found[:place] for place, one in enumerate(found)):
+        raise argparse.ArgumentTypeError(f"{text}: write each value once")
+    if len(values) < 2:
         raise argparse.ArgumentTypeError(f"{text}: write a setting and its values, as in learning_rate=1e-5,5e-5")
     return name, values
 
