@@ -110,6 +110,13 @@ def test_one_run_gives_a_table_of_one_row(tmp_path, monkeypatch):
     assert "ratio" not in printed
 
 
+def test_a_run_that_is_named_twice_is_compared_once(tmp_path):
+    """The first run is the reference, so it may be named before a folder that holds it."""
+    first, second = (write_run(tmp_path, record(name)) for name in ("4_mixed_precision", "3_torch_compile"))
+    runs = read_sources([str(first), str(tmp_path), str(second)])
+    assert [run.name for run in runs] == ["4_mixed_precision", "3_torch_compile"]
+
+
 def test_broken_run_folders_are_named_and_left_out(tmp_path):
     write_run(tmp_path, record())
     cases = {

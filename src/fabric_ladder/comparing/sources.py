@@ -43,7 +43,7 @@ FIGURES = {  # key in run.json -> name of the figure, the factor to its unit, an
 
 
 def read_sources(sources: list[str]) -> list[LoggedRun]:
-    """Return the runs of all sources in their order, unfinished ones included.
+    """Return the runs of all sources in their order, unfinished ones included, and each folder once.
 
     Args:
         sources: Folders of runs, folders above them, logs, or `-` for standard input.
@@ -51,11 +51,13 @@ def read_sources(sources: list[str]) -> list[LoggedRun]:
     Raises:
         UserError: A source does not exist, cannot be read or has no log, or no run is finished.
     """
-    runs = []
+    runs, known = [], set()
     for source in sources:
         path = Path(source)
         if path.is_dir():
-            runs += _read_folder(path)
+            folders = [folder for folder in _find_runs(path) if folder.resolve() not in known]
+            known |= {folder.resolve() for folder in folders}
+            runs += map(_read_run, folders)
         elif source == "-" or path.is_file():
             runs += _read_text(source)
         else:
@@ -65,11 +67,11 @@ def read_sources(sources: list[str]) -> list[LoggedRun]:
     return runs
 
 
-def _read_folder(folder: Path) -> list[LoggedRun]:
+def _find_runs(folder: Path) -> list[Path]:
     folders = {path.parent for path in folder.rglob("run.json")}
     if not folders:
         raise UserError(f"{folder} holds no run: it has no run.json")
-    return [_read_run(path) for path in sorted(folders, key=_natural)]
+    return sorted(folders, key=_natural)
 
 
 def _natural(path: Path) -> list:
