@@ -96,9 +96,8 @@ class Adam4bit(Optimizer):
         if device not in self._tables:
             self._tables[device] = {}
             for name, values in TABLES.items():
-                shares = torch.tensor(
-                    values, device=device, dtype=torch.float32
-                )  # a recomputation may set another default
+                # the backward pass in another thread may set another default dtype
+                shares = torch.tensor(values, device=device, dtype=torch.float32)
                 pairs = torch.stack([shares.repeat_interleave(16), shares.repeat(16)], 1)
                 self._tables[device][name] = pairs, (shares[1:] + shares[:-1]) / 2
         return self._tables[device]
