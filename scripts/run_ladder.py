@@ -194,7 +194,7 @@ def main(arguments: argparse.Namespace, options: list[str]) -> None:
 
     show_errors()
     plan = make_plan(arguments, options)
-    if plan[0].settings.check_only:
+    if read_words(options).get("check_only"):
         return
     folders, failed = run_all(plan)
     for line in failed:

@@ -108,9 +108,18 @@ def test_a_table_of_several_forms_has_the_first_of_them():
         assert found == wanted, form
 
 
+def test_of_two_inputs_the_first_with_text_counts():
+    check, _ = check_for("rows.jsonl", {"instruction": "a", "input": "", "context": "", "response": "b"}, {})
+    inputs = [
+        check("line 1", {"instruction": "a", "input": one, "context": "c", "response": "b"})["input"]
+        for one in ("", "d")
+    ]
+    assert inputs == ["c", "d"]
+
+
 def test_an_input_that_is_no_text_is_refused():
     row = {"question": "Who?", "context": {"title": ["Ann"], "sentences": [["Ann did."]]}, "answer": "Ann"}
-    with pytest.raises(UserError, match=r"^rows.jsonl: the column context holds no text, but .*: write it as text, or"):
+    with pytest.raises(UserError, match=r"^rows.jsonl: the column context is no text, but .*: write it as text or"):
         check_for("rows.jsonl", row, {})
 
 

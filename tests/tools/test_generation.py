@@ -173,12 +173,14 @@ def test_a_file_of_prompts_becomes_a_file_of_answers(runs, tmp_path, monkeypatch
         {"instruction": "word7", "context": "word8", "response": "word9"},
         {"question": "word5", "answer": "word6"},
         {"prompt": "word4", "input": "word3"},
+        {"query": "word1", "response": "word2", "instruction": "word6", "output": "word9"},
     ]
     (tmp_path / "pairs.json").write_text(json.dumps(pairs))
     assert [question for _, question in read_questions(tmp_path / "pairs.json")] == [
         Question("word7", "word8"),
         Question("word5"),
         Question("word4", "word3"),
+        Question("word6"),
     ]
     monkeypatch.chdir(tmp_path)
     arguments = ("--model", runs.whole, "--prompts", "rows.jsonl", "--output", "out.jsonl", "--batch_size", "4", *LONG)

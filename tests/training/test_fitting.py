@@ -54,10 +54,9 @@ def test_all_ranks_use_the_size_that_fits_the_rank_with_the_least_memory(tmp_pat
 def test_no_rank_waits_for_one_without_memory_for_its_first_pass(tmp_path):
     """DDP would broadcast the buffers in the first pass, which this rank does not reach."""
     options = ("--micro_batch_tokens", "auto", "--attention", "eager", "--model", MODELS / "llama-tiny.json")
-    (_, other, _), (_, poor, _) = results = two(tmp_path / "two", (0, 5), "9_ddp", *options)
-    assert [status for *_, status in results] == [2, 2], other
-    assert "out of memory on another rank, with one sample at a time" in other
-    assert "in a batch of 1 x" in poor
+    (*_, other), (_, stderr, poor) = two(tmp_path / "two", (0, 5), "9_ddp", *options)
+    assert (other != 0, poor) == (True, 2), "in 200 s; the other one may end by itself or by its watch"
+    assert "in a batch of 1 x" in stderr
 
 
 def test_a_batch_that_cannot_fit_fails_in_the_first_minute_with_advice(tmp_path):

@@ -184,7 +184,7 @@ def base_name(result: Result, base: str | None = None) -> str:
     if not name:
         raise UserError(f"{result.folder} does not name its base model: add --base NAME")
     beside = result.folder.parent / "base"
-    if not base and Path(name).name == "base" and beside.is_dir():  # the run may have been moved
+    if not base and Path(name).name == "base" and beside.is_dir():  # the recorded folder may be another run's by now
         return beside.as_posix()
     if not Path(name).is_dir() and (Path(name).is_absolute() or name.startswith(".")):
         wanted = f"--base {name}" if base else f"{result.folder} is an adapter for {name}, which"
@@ -212,13 +212,15 @@ def _load_adapter(result: Result, base: str | None, dtype: torch.dtype | None, q
         own = result.config
         if own is not None and own.model_type != config.model_type:
             raise UserError(f"{mismatch}: a {own.model_type} and a {config.model_type}")
-        if adapter.task_type != "CAUSAL_LM":
+        new_head = adapter.task_type != "CAUSAL_LM"
+        if new_head:
             if own is None:
                 raise UserError(f"{result.folder} lacks the model's config.json, which describes its head")
             for key in ("num_labels", "id2label", "label2id", "pad_token_id", "problem_type"):
                 if hasattr(own, key):
                     setattr(config, key, getattr(own, key))
-        model = _load_base(result, name, {"config": config} | local, dtype or torch.float32, quantization)
+        options = {"config": config, "new_head": new_head} | local
+        model = _load_base(result, name, options, dtype or torch.float32, quantization)
     with refused(mismatch):
         model = get_peft_model(model, adapter)
         _fill_adapter(model, result, mismatch)
@@ -280,8 +282,7 @@ def _load_base(result: Result, name: str, options: dict, dtype: torch.dtype, qua
     wanted = quantization or ("nf4" if hasattr(own, "quantization_config") else "no")
     if wanted == "nf4" and not stored_in_4_bits:
         options |= four_bits(own or options["config"], dtype)
-    new_head = result.adapter_config.task_type != "CAUSAL_LM"
-    model = load_weights(model_class, name, new_head, **options, dtype=dtype, ignore_mismatched_sizes=True)
+    model = load_weights(model_class, name, **options, dtype=dtype, ignore_mismatched_sizes=True)
     for parameter in model.parameters():
         if parameter.is_floating_point():  # the other weights of a 4-bit model may have two precisions
             parameter.data = parameter.data.to(dtype)

@@ -26,7 +26,7 @@ PAIRS = (  # columns of the instruction and of the answer; the first that fit co
     ("question", "response"),
     ("query", "response"),
 )
-INPUTS = ("input", "context")  # columns of the instruction's input, which may be missing; the first that fits counts
+INPUTS = ("input", "context")  # columns of the instruction's input, which may be missing; the first with text counts
 SYSTEM_COLUMNS = ("system", "system_prompt")  # a system message next to a chat, or the start of an instruction's prompt
 ROLES = ("system", "user", "assistant")
 SHAREGPT = {"human": "user", "gpt": "assistant"}  # in `from`, next to the names in ROLES
@@ -74,19 +74,21 @@ def check_for(name: str, columns: dict, _: dict) -> tuple[Callable[[str, dict], 
             f"{name} has the columns {list_columns(columns)}: chats need the column {' or '.join(CHAT_COLUMNS)}, and "
             f"instructions need one of the pairs {known} (--column_names names those of a CSV file without a header)"
         )
-    given = next((name for name in INPUTS if name in columns and name != pair[0]), None)
-    if given and isinstance(columns[given], list | dict):  # such as the paragraphs of HotpotQA
-        raise UserError(
-            f"{name}: the column {given} holds no text, but {shown(columns[given])}: write it as text, or remove it"
-        )
+    given = [column for column in INPUTS if column in columns and column != pair[0]]
+    for column in given:
+        if not isinstance(columns[column], str | None):  # such as the paragraphs of HotpotQA
+            raise UserError(
+                f"{name}: the column {column} is no text, but {shown(columns[column])}: write it as text or remove it"
+            )
     return partial(_check_pair, pair=pair, given=given, system=system), INSTRUCTIONS
 
 
-def _check_pair(_: str, row: dict, pair: tuple[str, str], given: str | None, system: str | None) -> dict[str, str]:
+def _check_pair(_: str, row: dict, pair: tuple[str, str], given: list[str], system: str | None) -> dict[str, str]:
     question, answer = pair
     texts = {"instruction": read_text(row, question), "output": read_text(row, answer)}
-    for name, column in (("system", system), ("input", given)):
-        texts[name] = read_text(row, column, may_be_empty=True) if column else ""
+    inputs = [read_text(row, column, may_be_empty=True) for column in given]
+    texts["input"] = next((text for text in inputs if text.strip()), "")
+    texts["system"] = read_text(row, system, may_be_empty=True) if system else ""
     return texts
 
 

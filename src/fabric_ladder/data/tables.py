@@ -216,7 +216,8 @@ def number_labels(
     if isinstance(feature, hf.ClassLabel):
         return {split: table.cast_column("label", hf.Value("int64")) for split, table in splits.items()}, feature.names
     values = pc.unique(splits["train"].data.column("label")).to_pylist()
-    values.sort(key=float if all(WHOLE.fullmatch(str(value)) for value in values) else None)  # also of folders
+    whole = all(WHOLE.fullmatch(str(value)) for value in values)  # also names of folders
+    values.sort(key=lambda value: (float(value) if whole else 0, value))
     if len(values) < 2 <= len(splits["train"]):
         raise UserError(f"all training {samples} have the same label, {values[0]!r}: there is nothing to learn{hint}")
     known = set(values)

@@ -33,7 +33,8 @@ def load_weights(model_class: type, name: str, new_head: bool = False, **options
     Args:
         model_class: Its `from_pretrained` is called.
         name: A folder or a name on the Hub.
-        new_head: Whether the files may lack the head, and a pooler before it.
+        new_head: Whether the files may lack the head, and a pooler before it. Then only weights below the
+            `base_model_prefix` of the class are checked.
         **options: For `from_pretrained`.
 
     Raises:

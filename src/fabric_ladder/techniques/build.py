@@ -117,7 +117,7 @@ def _fit_text(config: PretrainedConfig, name: str, tokenizer: PreTrainedTokenize
             f"the tokenizer has {len(tokenizer):,} entries, {name} only {config.vocab_size:,}: "
             "choose the model's own --tokenizer"
         )
-    if config.pad_token_id is not None or tokenizer.pad_token_id != tokenizer.eos_token_id:
-        # the embedding of this token is not trained; an end token that pads is in the texts, too
-        config.pad_token_id = tokenizer.pad_token_id
+    # An embedding does not train its padding token. An end token is trained, so it pads only once the model is built.
+    pads_with_end = tokenizer.pad_token_id == tokenizer.eos_token_id
+    config.pad_token_id = None if pads_with_end else tokenizer.pad_token_id
     config.use_cache = False  # keys and values are kept for generation only

@@ -243,9 +243,9 @@ def read_questions(path: Path) -> list[tuple[dict, Question]]:
         if isinstance(row, ValueError):
             raise UserError(f"--prompts {path}, {location}: {row}")
         system = next(filter(None, map(row.get, SYSTEM_COLUMNS)), "")
-        likely = {asked: (answer in row, asked != "input") for asked, answer in PAIRS if row.get(asked)}
-        asked = max(likely, key=likely.get, default="instruction")
-        text = next((row[name] or "" for name in INPUTS if name in row and name != asked), "")
+        likely = {pair: (pair[1] in row, pair[0] != "input") for pair in PAIRS if row.get(pair[0])}
+        asked, _ = max(likely, key=likely.get, default=PAIRS[0])
+        text = next((row[name] for name in INPUTS if row.get(name) and name != asked), "")
         question = Question(row.get(asked), text, system)
         if not all(isinstance(text, str) for text in question) or not question.instruction.strip():
             raise UserError(
