@@ -46,7 +46,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--precision", choices=PRECISIONS, help="default: bf16-true on a GPU, 32-true on a CPU")
     parser.add_argument("--quantization", choices=("no", "nf4"), help="default: as the adapter was trained, else no")
     parser.add_argument("--output", type=new_path, help="file for the answers to --prompts, in JSON Lines")
-    parser.add_argument("--batch_size", type=at_least_1, default=8, help="prompts per batch; default: 8")
+    parser.add_argument("--batch_size", type=at_least_1, help="prompts of --prompts per batch; default: 8")
     found = parser.parse_args()
     if found.temperature and not 1e-3 <= found.temperature < math.inf:
         parser.error(f"--temperature {found.temperature}: must be 0, or a number from 0.001 on")
@@ -59,6 +59,8 @@ def parse() -> argparse.Namespace:
             parser.error(f"--{name} needs sampling; add a --temperature above 0, e.g. 0.7")
     if found.output and not found.prompts:
         parser.error("--output stores the answers to --prompts; other answers are printed")
+    if found.batch_size and not found.prompts:
+        parser.error("--batch_size divides the prompts of --prompts; leave it out")
     if found.chat and len(found.model) > 1:
         parser.error("--chat: one model answers; give --model one folder")
     if found.input and not found.prompt:
@@ -107,6 +109,8 @@ def main(arguments: argparse.Namespace) -> None:
     generators = {}
     for name, (adapter, tokenizer) in zip(arguments.model, adapters, strict=True):
         template = generation.choose_template(tokenizer, wanted, arguments.chat)
+        if arguments.input and generation.hides_input(template):
+            raise UserError(f"--input: the prompt template {template!r} has no {{input}}; write all into --prompt")
         options = (model, tokenizer, template, arguments.max_new_tokens, sampling, adapter)
         generators[name] = generation.Generator(*options)
 
@@ -127,7 +131,7 @@ def main(arguments: argparse.Namespace) -> None:
     answers = {}
     for name, generator in generators.items():
         torch.manual_seed(seed)
-        answers[name] = generation.answer_all(generator, [question for _, question in rows], arguments.batch_size)
+        answers[name] = generation.answer_all(generator, [question for _, question in rows], arguments.batch_size or 8)
     lines = []
     for number, (row, _) in enumerate(rows):
         found = {name: texts[number] for name, texts in answers.items()}

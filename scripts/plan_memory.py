@@ -39,7 +39,13 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--page", metavar="FILE.html", type=new_path, help="draw the memory of all plans by kind")
     parser.add_argument("--calibrate", action="store_true", help="measure this GPU's memory overhead")
-    return parser.parse_with_settings()
+    arguments, settings = parser.parse_with_settings()
+    given = [name for name, value in vars(arguments).items() if value and name != "calibrate"]
+    if arguments.calibrate and given:
+        parser.error(f"--calibrate plans nothing: leave out --{given[0]}")
+    if arguments.full and str(arguments.json) == "-":
+        parser.error("--json - prints only the JSON, which has all candidates: leave out --full")
+    return arguments, settings
 
 
 def main(arguments: argparse.Namespace, options: list[str]) -> None:

@@ -17,6 +17,7 @@ OUT_OF_MEMORY = (
     "CUDA error: out of memory",
     "CUDA driver error: out of memory",  # raised when an expandable segment is mapped
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # the memory left is too small for cuBLAS itself
     "MPS backend out of memory",
 )
 DEBUG = "FABRIC_LADDER_DEBUG"  # environment variable
@@ -119,8 +120,8 @@ def refused(problem: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        panic = type(error).__name__ == "PanicException"  # of Rust, in tokenizers and safetensors: not an Exception
-        if isinstance(error, UserError) or is_out_of_memory(error) or not (panic or isinstance(error, Exception)):
+        # tokenizers, safetensors and torch.distributed.checkpoint raise errors that are no Exception
+        if isinstance(error, UserError | KeyboardInterrupt | SystemExit | GeneratorExit) or is_out_of_memory(error):
             raise
         reason = " ".join(str(error).split())[:200]
         kind = "" if isinstance(error, OSError | ValueError | RuntimeError) and reason else type(error).__name__

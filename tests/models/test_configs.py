@@ -10,6 +10,7 @@ from support.helpers import MODELS, ROOT
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from fabric_ladder import Settings, UserError, build_model
+from fabric_ladder.data.hub import reachable
 from fabric_ladder.data.tokens import load_tokenizer
 from fabric_ladder.models.configs import AS_ROBERTA, check_model, load_config
 
@@ -74,6 +75,20 @@ def test_the_folder_of_a_run_names_its_model(tmp_path):
     (tmp_path / "model").mkdir()
     with pytest.raises(UserError, match=f"the folder {tmp_path} holds no usable model; give {tmp_path}/model"):
         load_config(str(tmp_path))
+
+
+def test_a_run_without_a_whole_model_names_the_script_that_makes_one(whole, tmp_path):
+    remedy = "; scripts/export_model.py makes a model of it"
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(UserError, match=f"the folder {tmp_path} holds no usable model{remedy}"):
+        load_config(str(tmp_path))
+    saved = shutil.copytree(whole, tmp_path / "checkpoint")
+    (saved / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"")
+    with (
+        pytest.raises(UserError, match=rf"holds no usable weights{remedy} \(it is a sharded checkpoint\)"),
+        reachable(str(saved), "weights"),
+    ):
+        pytest.fail("the weights would be loaded")
 
 
 @pytest.mark.parametrize("kind", [*AS_ROBERTA, "bert", "electra"])

@@ -481,6 +481,9 @@ def test_the_script_plans_for_the_gpus_that_it_finds_and_forks_before_it_sees_th
         (["--gpu_memory", "16GB", "--no_such", "1"], "there is no setting 'no_such'"),
         (["--gpu_memory", "16GB", "--dataset", "nowhere.csv"], "there is no file or folder nowhere.csv"),
         (["--calibrate"], "--calibrate measures a CUDA GPU"),
+        (["--calibrate", "--full"], "--calibrate plans nothing: leave out --full"),
+        (["--gpu_memory", "16GB", "--full", "--json", "-"], "which has all candidates: leave out --full"),
+        (["--gpu", "T4,T4", "--devices", "3"], "--gpu T4,T4 --devices 3: these are 2 GPUs; leave out --devices"),
         ([], "name one to plan for"),
     ],
 )

@@ -40,10 +40,16 @@ def reachable(name: str, content: str, revision: str | None = None) -> Iterator[
     Raises:
         UserError: The content cannot be loaded, because of the name, the network or the files.
     """
-    if Path(name).is_dir():
-        inner = Path(name) / "model"
-        hint = f"; give {inner}" if inner.is_dir() else ""
+    folder = Path(name)
+    if folder.is_dir():
+        hint = ""
+        if (folder / "model").is_dir():
+            hint = f"; give {folder / 'model'}"
+        elif (folder / "run.json").is_file() or folder.name in ("adapter", "checkpoint"):
+            hint = "; scripts/export_model.py makes a model of it"
         with refused(f"the folder {name} holds no usable {content}{hint}"):
+            if content == "weights" and any(folder.glob("shard-*")):
+                raise ValueError("it is a sharded checkpoint")  # transformers would take it for one of its own
             yield {"local_files_only": True}
         return
     if not HUB_NAME.fullmatch(name):

@@ -57,6 +57,8 @@ def find_machine(arguments: argparse.Namespace) -> tuple[Machine, list[str]]:
     gpus = arguments.devices
     if gpus is None:
         gpus = len(named) if len(named) > 1 else len(found) or 1
+    if len(named) > 1 and gpus != len(named):
+        raise UserError(f"--gpu {arguments.gpu} --devices {gpus}: these are {len(named)} GPUs; leave out --devices")
     if gpus < 1:
         raise UserError(f"--devices {gpus}: must be at least 1")
     if not named and found and not arguments.gpu_memory:
