@@ -222,8 +222,7 @@ def run_model(model: str, only: list[str], out: Path | None) -> None:
         seconds = perf_counter() - start
         cells = [f"{getattr(peak, part) / 1e9:.2f}" for part in (*ON_DEVICE, "host", "total")]
         rows.append([entry.name, *cells, entry.target and f"{entry.target:.2f}", peak.phase])
-        predicted = {name: value for name, value in peak._asdict().items() if name != "tensors"}
-        predicted |= {"total": peak.total, "seconds": seconds}
+        predicted = peak._asdict() | {"total": peak.total, "seconds": seconds}
         records.append(entry._asdict() | {"predicted": predicted})
     print(f"{model}: predicted")
     common.print_table(HEADER, rows)

@@ -30,7 +30,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -170,15 +170,10 @@ def predict(options: str) -> MemoryPrediction:
         return predict_memory(str(path), **arguments)
 
 
-def whole_loss() -> AbstractContextManager:
-    """Compute the loss of language models as transformers does in this block."""
-    return patch.object(ChunkedLoss, "is_used", lambda *_: False)
-
-
 PEERS = {  # word of `options` -> the peer's way
     "adapters=16-bit": adapters_in_16_bits,
     "four_bits=keep": four_bits_that_keep,
-    "loss=whole": whole_loss,
+    "loss=whole": lambda: patch.object(ChunkedLoss, "is_used", lambda *_: False),  # as transformers computes it
 }
 
 

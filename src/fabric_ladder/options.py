@@ -242,14 +242,11 @@ def _check_needs(values: Mapping[str, object], given: Collection[str]) -> None:
         if fact.needs.startswith("strategy="):
             rung = next(path for path in sorted(SRC.glob("[0-9]*.py")) if name in script_defaults(path))
             raise UserError(f"--{name} has no effect in this script: leave it out, or run src/{rung.name}")
-        needed = fact.needs.replace("=", " ") if "=" in fact.needs else f"{fact.needs} {_example(fact.needs)}"
+        needed = fact.needs.replace("=", " ")
+        if needed in FACTS:
+            needed += " true" if _is_switch(needed) else " N"
         remedy = f"leave --{name} out" if name in given or value is not True else f"use --{name} false"
         raise UserError(f"--{name} has no effect without --{needed}: add that, or {remedy}")
-
-
-def _example(name: str) -> str:
-    """Return the value that switches a setting on."""
-    return "true" if _is_switch(name) else "N"
 
 
 def _check_replaced(values: Mapping[str, object], given: Collection[str]) -> None:

@@ -92,7 +92,7 @@ def prune(newest: Path, keep: int) -> Path | None:
     or the next resumed run would take them for the newest.
     """
     folders = list_steps(newest.parent)
-    while _step(folders[-1]) > _step(newest):
+    while step_of(folders[-1]) > step_of(newest):
         _remove(folders.pop())
     if folders[-1] != newest and folders[-1].name.endswith("-trained"):  # in one branch only the test follows it
         _remove(folders.pop())
@@ -118,7 +118,7 @@ def list_steps(checkpoints: Path) -> list[Path]:
 
 def step_of(folder: Path) -> int:
     """Return the optimizer steps before a checkpoint."""
-    return int(_step(folder))
+    return int(folder.name.split("-")[1])
 
 
 def remove_unfinished(checkpoints: Path) -> None:
@@ -133,10 +133,6 @@ def remove_all(checkpoints: Path) -> None:
         _remove(folder)
     with suppress(OSError):  # the user has put other files there
         checkpoints.rmdir()
-
-
-def _step(folder: Path) -> str:
-    return folder.name.split("-")[1]
 
 
 def _minimized(folder: Path) -> float | None:

@@ -16,11 +16,6 @@ SINGLE = "single_label_classification"
 MOST_SHOWN = 20  # classes
 
 
-def is_used(settings: Settings) -> bool:
-    """Return whether the training loss has label smoothing or class weights."""
-    return bool(settings.label_smoothing or settings.class_weights)
-
-
 def check_class_weights(settings: Settings) -> None:
     """Refuse label smoothing and class weights without classes, and weights that are not numbers above 0."""
     for name in ("label_smoothing", "class_weights"):

@@ -74,12 +74,10 @@ class LabelKind(Objective):
         raise NotImplementedError
 
 
-def join(tables: dict[str, list[hf.Dataset]], settings: DataSettings) -> dict[str, hf.Dataset]:
-    """Return the joined tables of each split."""
+def join(tables: dict[str, list[hf.Dataset]], column: str) -> dict[str, hf.Dataset]:
+    """Return the joined tables of each split, whose labels come from this column."""
     if len({str(table.features["label"]) for parts in tables.values() for table in parts}) > 1:
-        raise UserError(
-            f"the class names in column {settings.label_column!r} differ between the files: make them equal"
-        )
+        raise UserError(f"the class names in column {column!r} differ between the files: make them equal")
     return {split: hf.concatenate_datasets(parts) for split, parts in tables.items()}
 
 

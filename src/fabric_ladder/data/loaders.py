@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate, pad
 from torch.utils.data import DataLoader, Dataset
 
-from fabric_ladder.data import class_weights
+from fabric_ladder.data.class_weights import ClassWeights
 from fabric_ladder.data.cutting import MicroBatchPlan, cut_by
 from fabric_ladder.data.kinds import kind_of
 from fabric_ladder.data.label_kind import describe_imbalance, describe_rare
@@ -51,6 +51,10 @@ class MicroBatch(NamedTuple):
     masked: bool = True
     objective: Objective | None = None
 
+    def without_values(self) -> "MicroBatch":
+        """Return the micro-batch with its inputs on the meta device, which need no memory."""
+        return self._replace(inputs={name: torch.empty_like(each, device="meta") for name, each in self.inputs.items()})
+
 
 class EffectiveBatch(NamedTuple):
     """One rank's share of the samples of one optimizer step.
@@ -83,8 +87,8 @@ class Collator(Dataset):
             counts = count_classes(datasets)
             rare = describe_rare(counts) if settings.task == "text-classification" else []
             self.imbalance = [*rare, *describe_imbalance(counts, self.class_names)]
-            if class_weights.is_used(settings):
-                self.objective = class_weights.ClassWeights(settings, counts, self.class_names)
+            if settings.label_smoothing or settings.class_weights:
+                self.objective = ClassWeights(settings, counts, self.class_names)
         self.notices = [*datasets.notices, *(self.objective.notices if self.objective else ())]
 
     def __len__(self) -> int:

@@ -53,7 +53,7 @@ class MultiLabel(LabelKind):
         Raises:
             UserError: All training texts have the same labels, or other texts have labels that the training texts lack.
         """
-        splits = join(tables, settings)
+        splits = join(tables, settings.label_column)
         columns = self.columns(settings)
         if len(columns) > 1:
             self.names = list(columns)
@@ -64,10 +64,6 @@ class MultiLabel(LabelKind):
         if len(splits["train"]) > 1 and not np.ptp(matrix(splits["train"]), axis=0).any():
             raise UserError("all training texts have the same labels: there is nothing to learn")
         return splits
-
-    def collate(self, labels: list[list[int]], starts: np.ndarray | None = None) -> dict[str, Tensor]:
-        """Return the labels as decimal numbers, (samples, classes)."""
-        return {"labels": torch.tensor(labels, dtype=torch.float32)}
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the mean over samples and classes."""

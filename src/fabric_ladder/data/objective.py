@@ -24,8 +24,11 @@ class Objective:
     notices: tuple[str, ...] = ()
 
     def collate(self, labels: list, starts: np.ndarray | None = None) -> dict[str, Tensor]:
-        """Return `inputs` for the labels of samples, which start at these positions of the flattened rows."""
-        return {"labels": torch.tensor(labels)}
+        """Return `inputs` for the labels of samples, which start at these positions of the flattened rows.
+
+        By default the labels are decimal numbers, (samples, outputs).
+        """
+        return {"labels": torch.tensor(labels, dtype=torch.float32)}
 
     def loss(self, logits: Tensor, **labels: Tensor) -> Tensor:
         """Return the mean loss per item, a scalar."""

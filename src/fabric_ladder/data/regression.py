@@ -36,16 +36,13 @@ class Regression(LabelKind):
             UserError: All training texts have the same number.
         """
         self.names = list(self.columns(settings))
-        splits = {split: table.rename_column("label", "labels") for split, table in join(tables, settings).items()}
+        joined = join(tables, settings.label_column)
+        splits = {split: table.rename_column("label", "labels") for split, table in joined.items()}
         numbers = matrix(splits["train"])
         for name, first, spread in zip(self.names, numbers[0], np.ptp(numbers, axis=0), strict=True):
             if spread == 0 and len(numbers) > 1:
                 raise UserError(f"all training texts have the same {name}, {first:g}: there is nothing to learn")
         return splits
-
-    def collate(self, labels: list[list[float]], starts: np.ndarray | None = None) -> dict[str, Tensor]:
-        """Return the numbers, (samples, columns)."""
-        return {"labels": torch.tensor(labels, dtype=torch.float32)}
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the mean squared error over samples and columns."""

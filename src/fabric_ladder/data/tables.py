@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fabric_ladder.data.cache import write_batches
-from fabric_ladder.data.label_kind import LabelKind
+from fabric_ladder.data.label_kind import LabelKind, join
 from fabric_ladder.data.rows import list_columns, read_parts, read_text
 from fabric_ladder.data.sources import REVIEWS, Source
 from fabric_ladder.data.splits import SPLITS
@@ -144,14 +144,12 @@ def join_parts(parts: dict[str, list[hf.Dataset]], column: str) -> dict[str, hf.
     Raises:
         UserError: Labels are decimal numbers, or the files have different class names.
     """
-    if len({str(table.features["label"]) for tables in parts.values() for table in tables}) > 1:
-        raise UserError(f"the class names in column {column!r} differ between the files: make them equal")
-    splits = {split: hf.concatenate_datasets(tables) for split, tables in parts.items()}
+    splits = join(parts, column)
     if isinstance(splits["train"].features["label"], hf.ClassLabel):
         return splits
     found = set().union(*(pc.unique(table.data.column("label")).to_pylist() for table in splits.values()))
     if all(map(WHOLE.fullmatch, found)):
-        return {split: _to_integers(table) for split, table in splits.items()}
+        return {split: _with_numbers(table, lambda value: int(value.split(".")[0])) for split, table in splits.items()}
     if all(map(NUMBER.fullmatch, found)):
         raise UserError(
             f"column {column!r} holds decimal numbers, not integers or strings: set --label_column, or --problem_type "
@@ -191,10 +189,6 @@ def _to_classes(table: hf.Dataset, feature: hf.ClassLabel, split: str) -> hf.Dat
 def _plain(label: str, known: Collection[str]) -> str:
     """Return a whole number, such as 1.0, as an integer, and another label unchanged."""
     return str(int(label.split(".")[0])) if label not in known and WHOLE.fullmatch(label) else label
-
-
-def _to_integers(table: hf.Dataset) -> hf.Dataset:
-    return _with_numbers(table, lambda value: int(value.split(".")[0]))
 
 
 def _with_numbers(table: hf.Dataset, number_of: Callable[[str], int]) -> hf.Dataset:

@@ -71,7 +71,7 @@ class WordLabels(LabelKind):
         Raises:
             UserError: All training words have the same label, or other words have labels that the training words lack.
         """
-        splits = join(tables, settings)
+        splits = join(tables, self.columns(settings)[0])
         values, self.names = find_classes(splits["train"])
         for split, table in splits.items():
             lists, numbers = number_lists(table, values, split)

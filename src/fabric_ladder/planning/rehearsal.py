@@ -153,7 +153,8 @@ class Rehearsal:
         self._times = (config.num_hidden_layers - fewer[1]) // (fewer[1] - fewer[0]) if fewer else 0
         self.counts = self.blocks[-1].counts
         if fewer:
-            self.counts = Counts(*map(self._all, self.blocks[0].counts, self.blocks[1].counts))
+            pairs = zip(*(steps.counts for steps in self.blocks), strict=True)
+            self.counts = Counts(*(long + self._times * (long - short) for short, long in pairs))
 
     def peak(self, settings: Settings, micro_batches: list[MicroBatch], evaluations: Sequence[MicroBatch]) -> Peak:
         """Return the highest of training, optimizer step and evaluation, once the optimizer has its state.
@@ -194,9 +195,6 @@ class Rehearsal:
             largest = max(steps.tracker.largest for steps in self.blocks)
             self._known[key] = highest(moments)._replace(largest=largest)
         return self._known[key]
-
-    def _all(self, short: int, long: int) -> int:
-        return long + self._times * (long - short)
 
 
 class _Steps:
@@ -274,7 +272,7 @@ class _Steps:
             if self.buckets:
                 self._give_gradients()
             self.tracker.forget_peak()
-            run_model(self.fabric, self.model, _without_values(evaluation))
+            run_model(self.fabric, self.model, evaluation.without_values())
             moments = self.tracker.highs()
         self.model.train()
         return moments
@@ -303,9 +301,8 @@ class _Steps:
 
     def _pass(self, micro_batch: MicroBatch) -> None:
         with self.tracker.at("training", gathering=self.sharded):
-            accumulate_gradients(
-                self.fabric, self.model, [_without_values(micro_batch)], self.meter, optimizer=self.optimizer
-            )
+            parts = [micro_batch.without_values()]  # as in a run, it moves to the device before its pass
+            accumulate_gradients(self.fabric, self.model, parts, self.meter, optimizer=self.optimizer)
         self.meter.discard()
 
     def _step(self) -> None:
@@ -388,9 +385,3 @@ def _largest(micro_batches: list[MicroBatch]) -> dict[tuple[int, ...], MicroBatc
 def _within(sizes: tuple[int, ...], other: tuple[int, ...]) -> bool:
     # micro-batches of the training may have one more input, at the end: the weights of the classes
     return all(one <= limit for one, limit in zip(sizes, other, strict=False))
-
-
-def _without_values(micro_batch: MicroBatch) -> MicroBatch:
-    """Return the micro-batch on the meta device; as in a run, each micro-batch moves to the device before its pass."""
-    inputs = {name: torch.empty_like(tensor, device="meta") for name, tensor in micro_batch.inputs.items()}
-    return micro_batch._replace(inputs=inputs)

@@ -7,6 +7,7 @@ import torch
 from lightning import Fabric
 from torch import Tensor
 
+from fabric_ladder.data.label_kind import describe_f1
 from fabric_ladder.environment import NO_FLOAT64
 from fabric_ladder.errors import NotFiniteError
 
@@ -164,16 +165,9 @@ def describe_classes(names: list[str], confusion: list[list[int]]) -> dict:
         and `macro_f1`, the mean of the classes' F1 scores. The F1 score of a class is twice its right predictions,
         divided by the sum of its samples and its predictions. Classes without both are left out of the mean.
     """
-    right = [row[index] for index, row in enumerate(confusion)]
-    samples = [sum(row) for row in confusion]
-    predictions = [sum(column) for column in zip(*confusion, strict=True)]
-    accuracy = [hits / count if count else None for hits, count in zip(right, samples, strict=True)]
-    scores = [
-        2 * hits / (count + predicted)
-        for hits, count, predicted in zip(right, samples, predictions, strict=True)
-        if count + predicted
-    ]
-    return {"names": names, "confusion": confusion, "accuracy": accuracy, "macro_f1": sum(scores) / len(scores)}
+    both = enumerate(zip(confusion, zip(*confusion, strict=True), strict=True))
+    scores = describe_f1(names, [[row[number], sum(column), sum(row)] for number, (row, column) in both])
+    return {"names": names, "confusion": confusion, "accuracy": scores["recall"], "macro_f1": scores["macro_f1"]}
 
 
 def count_correct(outputs, labels: Tensor) -> Tensor:

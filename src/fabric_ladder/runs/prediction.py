@@ -21,12 +21,11 @@ from torch.utils.data import DataLoader
 from fabric_ladder.data.loaders import MicroBatch
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import compute_capability, describe_versions, write_whole
-from fabric_ladder.places import CONFIGS
+from fabric_ladder.places import CONFIGS, PACKAGE
 from fabric_ladder.settings import Settings, names
 from fabric_ladder.techniques.advice import less_memory
 from fabric_ladder.techniques.memory import KINDS, ON_DEVICE
 
-PACKAGE = Path(__file__).parents[1]
 PLANNER = "fabric_ladder.planning.predict"  # started as a module, never imported: the planner imports runs
 TIMEOUT = 120  # seconds
 BUDGET = 16_384  # tokens: the most that `micro_batch_tokens` `auto` takes, more than enough to keep a GPU busy
@@ -185,14 +184,8 @@ def _free_bytes(device: torch.device) -> int:
 def _largest(train_loader: DataLoader, val_loader: DataLoader) -> tuple[list[list[MicroBatch]], list[MicroBatch]]:
     """Return the effective batches and evaluation batches that may need the most memory, without values."""
     plans = train_loader.sampler.heaviest()
-    training = [_without_values(train_loader.dataset[plan].micro_batches) for plan in plans]
-    return training, _without_values([val_loader.dataset[part] for part in val_loader.sampler.heaviest()])
-
-
-def _without_values(batches: list[MicroBatch]) -> list[MicroBatch]:
-    return [
-        batch._replace(inputs={name: tensor.to("meta") for name, tensor in batch.inputs.items()}) for batch in batches
-    ]
+    training = [[each.without_values() for each in train_loader.dataset[plan].micro_batches] for plan in plans]
+    return training, [val_loader.dataset[part].without_values() for part in val_loader.sampler.heaviest()]
 
 
 def relevant(settings: Settings) -> dict[str, object]:

@@ -7,13 +7,13 @@ Autograd adds up the weight gradients of the tiles before it hands them on. So D
 the backward pass see one gradient for each weight, as without tiles.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_utils import local_torch_dtype
 
 from fabric_ladder.models.layers import find_blocks, find_mlp, meta_model
 from fabric_ladder.settings import Settings
@@ -56,25 +56,12 @@ def _in_tiles(mlp: Callable, tile: int, draws: bool, *inputs: Tensor) -> Tensor:
     if torch.is_grad_enabled():
         mlp = partial(checkpoint, mlp, use_reentrant=False, preserve_rng_state=draws)
     tiles = zip(*(each.flatten(0, -2).split(tile) for each in inputs), strict=True)
-    with _default_dtype(inputs[0].dtype):
+    # A checkpoint of PyTorch 2.11 saves an empty tensor of the default dtype, which Fabric changes for the forward pass
+    # alone. Then a checkpoint around this one would find another dtype when it recomputes.
+    with local_torch_dtype(inputs[0].dtype):
         outputs = [mlp(*each) for each in tiles]
     # FSDP2 warns of a block that returns a view; nobody else has the tensor that is viewed here
     return torch.ops.aten._unsafe_view(torch.cat(outputs), shape)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Set PyTorch's default dtype, in the forward pass and in its recomputation alike.
-
-    A checkpoint of PyTorch 2.11 saves an empty tensor of the default dtype, which Fabric changes for the forward
-    pass alone. Then a checkpoint around this one found another dtype when it recomputed.
-    """
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 class TiledMLP(Technique):
