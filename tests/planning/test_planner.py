@@ -339,7 +339,7 @@ def test_the_answer_comes_first_in_three_lines_and_every_figure_on_demand(tmp_pa
     assert max(map(len, rest)) <= 80, "readable when piped"
     text = " ".join(out.split())
     assert "effective batch 16 · samples of 200 tokens · 1 x 1 GB" in text
-    assert "Faster: 5_low_precision, micro-batch 16, about 0.8 of full speed; it costs 13 points of accuracy" in text
+    assert "Faster: 5_low_precision, micro-batch 16, about 0.8 of full speed; its cost: 13 points of accuracy" in text
     assert "--devices" not in text, "no line about other rungs"
     record = json.loads((tmp_path / "p.json").read_text())
     rungs = ["2_grad_accum", "5_low_precision", "7_grad_checkpointing"]

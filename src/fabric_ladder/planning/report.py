@@ -168,7 +168,7 @@ def _choice(plans: list[Plan]) -> list[str]:
     cost = "this cost" if best.costs else "no known cost in accuracy"
     reasons = [f"{_in_short(best)}: the fastest way that fits and trains {best.trains} at {cost}."]
     if (faster := max(fitting, key=lambda plan: plan.speed)).speed > best.speed:
-        reasons.append(f"Faster: {_in_short(faster)}, {_speed(faster)}; it costs {_costs(faster)}.")
+        reasons.append(f"Faster: {_in_short(faster)}, {_speed(faster)}; its cost: {_costs(faster)}.")
     if best.host > MUCH and not best.shared:
         smaller = [plan for plan in plans if plan.fits and not plan.emulated and plan.host <= MUCH]
         remedy = "--host_memory 32GB plans with less"
