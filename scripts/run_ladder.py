@@ -82,9 +82,13 @@ def deciding(settings: dict) -> dict:
 
 
 def finished_run(folder: Path, settings: Settings) -> Path | None:
-    """Return the folder of a finished run with the same settings, if there is one."""
+    """Return the folder of a finished run with the same settings, later than its files of data, if there is one."""
     wanted = deciding(asdict(settings))
+    paths = (settings.dataset, settings.validation_file, settings.test_file)
+    changed = max((Path(path).stat().st_mtime for path in paths if path and Path(path).exists()), default=0)
     for record in sorted(folder.glob("*/run.json")):
+        if record.stat().st_mtime < changed:
+            continue
         try:
             found = read_outside(record)
             if found["status"] == "finished" and deciding(found["settings"]) == wanted:
@@ -98,9 +102,13 @@ def run(rung: Path, options: list[str]) -> str | None:
     """Run a rung in a new process and pass its output on; return the line of its error if it fails."""
     with subprocess.Popen([sys.executable, str(rung), *options], stderr=subprocess.PIPE, text=True) as process:
         last = ""
-        for line in process.stderr:
-            print(line, end="", file=sys.stderr, flush=True)
-            last = line.strip() or last
+        try:
+            for line in process.stderr:
+                print(line, end="", file=sys.stderr, flush=True)
+                last = line.strip() or last
+        except KeyboardInterrupt:  # the run has it too, and saves a checkpoint
+            print(process.stderr.read(), end="", file=sys.stderr, flush=True)
+            raise
     if process.returncode:
         return last.removeprefix("error: ") or f"ended with status {process.returncode} and without a message"
     return None

@@ -61,6 +61,10 @@ def test_macs_are_found_by_name_and_memory():
             find_gpu(name)
 
 
+def test_the_memory_of_a_mac_may_have_a_decimal():
+    assert find_gpu("Mac 17.2 GB").memory == 17_200_000_000
+
+
 def test_this_mac_is_planned_with_its_own_limit(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 123)

@@ -36,6 +36,14 @@ def test_overheads_are_kept_by_gpu_and_version(tmp_path):
     assert measured.needed(tensors) == 1_000_000_000 + 400_000_000 + 9_000_000 + round(0.02 * 1_009_000_000)
 
 
+@pytest.mark.parametrize("text", ["[]", "{", '{"a GPU": 1}', '{"a GPU": {"context": 1}}'])
+def test_a_damaged_file_of_measured_overheads_is_not_used(tmp_path, text):
+    path = tmp_path / KEPT
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    assert load_overhead(str(tmp_path), "a GPU") == assume(None)
+
+
 def test_only_an_assumed_overhead_has_bounds(tmp_path):
     assert ANY_GPU.bounds(PEAK) == (LOW.needed(PEAK), HIGH.needed(PEAK))
     assert LOW.needed(PEAK) < 10_300_000_000 < ASSUMED.needed(PEAK) < 11_200_000_000 < HIGH.needed(PEAK)

@@ -324,6 +324,13 @@ def test_the_calibration_trains_briefly():
     assert train_briefly(options, (16, 24)) is None
 
 
+def test_automatic_micro_batches_are_planned_as_without_the_option(tmp_path):
+    options, choices = bloom(tmp_path), [("2_grad_accum", ())]
+    assert read_candidates(choices, [*options, "--micro_batch_tokens", "auto"], 1) == read_candidates(
+        choices, options, 1
+    )
+
+
 def plan(cwd, *options, **environment):
     """Run the script without a network."""
     return run_script(SCRIPT, *options, cwd=cwd, HF_HUB_OFFLINE=1, **environment)
@@ -481,6 +488,7 @@ def test_the_script_plans_for_the_gpus_that_it_finds_and_forks_before_it_sees_th
         (["--gpu_memory", "16GB", "--no_such", "1"], "there is no setting 'no_such'"),
         (["--gpu_memory", "16GB", "--dataset", "nowhere.csv"], "there is no file or folder nowhere.csv"),
         (["--calibrate"], "--calibrate measures a CUDA GPU"),
+        (["--gpu_memory", "16GB", "--print_config"], "--print_config prints the settings of one rung: give it to"),
         (["--calibrate", "--full"], "--calibrate plans nothing: leave out --full"),
         (["--gpu_memory", "16GB", "--full", "--json", "-"], "which has all candidates: leave out --full"),
         (["--gpu", "T4,T4", "--devices", "3"], "--gpu T4,T4 --devices 3: these are 2 GPUs; leave out --devices"),

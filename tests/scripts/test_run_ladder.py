@@ -70,6 +70,19 @@ def test_a_ladder_that_was_killed_repeats_no_finished_run(tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
+def test_a_run_on_a_file_that_has_changed_since_is_repeated(tmp_path):
+    rows = tmp_path / "rows.csv"
+    rows.write_text("text,label\n" + "".join(f"text {number},{number % 2}\n" for number in range(60)))
+    arguments = ["--rungs", "2", "--runs_dir", "ladder", "--dataset", "rows.csv", "--tokenizer", "trained", *FEW]
+    for runs, changes in enumerate((False, False, True)):
+        if changes:
+            rows.write_text(rows.read_text() + "one more,1\n")
+        out = finished(run_script(SCRIPT, *arguments, cwd=tmp_path))
+        assert ("finished before" in out) == (runs == 1)
+    assert len(runs_of(tmp_path / "ladder")) == 2
+
+
+@pytest.mark.slow
 def test_a_search_tries_all_values_and_repeats_none(tmp_path):
     arguments = ["--rungs", "2", "--runs_dir", "search", *FEW]
     first = finished(run_script(SCRIPT, *arguments, "--search", "learning_rate=1e-4,1e-3", cwd=tmp_path))

@@ -78,6 +78,13 @@ NEXT = r"Next to try: --activation_checkpointing true, which [^;]*; python src/"
         ("2_grad_accum", {"attention": "eager"}, r"Next to try: --attention fused[^;]*; python"),
         ("12_deepspeed_zero", {}, r"--deepspeed zero3_offload"),
         ("6_lean_optimizer", {"micro_batch_size": 1}, NEXT + r"13_lora\.py"),
+        # the optimizer has no state on the device
+        ("5_low_precision", {"optimizer_offload": True, "precision": "bf16-true"}, r"src/13_lora\.py[^;]*, which"),
+        ("16_bf16_that_learns", {"optimizer_offload": True, "kahan_summation": True}, r"src/11_fsdp_cpu_offload\.py"),
+        # Apple's GPU has no 4-bit weights, no 8-bit Adam, no offload and no FSDP2
+        ("13_lora", {"accelerator": "mps", "lora": True}, r"^(?!.*(14_qlora|11_fsdp)).*; --max_length"),
+        ("16_bf16_that_learns", {"accelerator": "mps"}, r"^(?!.*(18_low|19_opt|11_fsdp)).*; --max_length"),
+        ("17_step_in_backward", {"accelerator": "mps", "step_in_backward": True}, r"^(?!.*offload).*; --max_length"),
         ("15_packing", {"packing": True, "pack_rows": 4}, r"src/15_packing.py [^;]*--pack_rows 2 \(the same [^;]*; "),
         ("15_packing", {"micro_batch_size": 1}, NEXT + r"5_low_precision\.py --packing true, which"),
         (
@@ -181,6 +188,26 @@ def test_options_without_effect_on_the_next_rung_are_left_out(tmp_path, monkeypa
     monkeypatch.setattr(sys, "argv", ["src/6_lean_optimizer.py", "--sgd_learning_rate", "0.1", "--seed", "3"])
     settings = settings_for(tmp_path, name="6_lean_optimizer", micro_batch_size=1, optimizer="sgd")
     assert "python src/13_lora.py --seed 3, which" in less_memory(settings)
+
+
+def test_the_next_rung_keeps_its_own_settings_where_a_yaml_file_has_others(tmp_path, monkeypatch):
+    (tmp_path / "own.yaml").write_text("precision: bf16-mixed\noptimizer: adam-8bit\nmax_length: 512\n")
+    monkeypatch.chdir(tmp_path)
+    for name, expected in {
+        "4_mixed_precision": r"src/5_low_precision\.py --config own\.yaml --precision bf16-true, which",
+        "9_ddp": r"src/10_fsdp\.py --config own\.yaml --precision mixed --optimizer adam, which",
+    }.items():
+        monkeypatch.setattr(sys, "argv", [f"src/{name}.py", "--config", "own.yaml"])
+        settings = settings_for(tmp_path, name=name, micro_batch_size=1, precision="bf16-mixed")
+        assert re.search(expected, explain(MemoryError(), settings))
+
+
+def test_a_gpu_that_emulates_bfloat16_is_not_sent_to_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("fabric_ladder.techniques.advice.compute_capability", lambda: (7, 5))
+    settings = settings_for(tmp_path, name="4_mixed_precision", precision="16-mixed", micro_batch_size=1)
+    line = less_memory(dataclasses.replace(settings, accelerator="cuda"))
+    assert "src/13_lora.py" in line
+    assert "src/5_low_precision.py" not in line
 
 
 def test_smaller_moments_are_named_where_they_fill_the_device(tmp_path, monkeypatch):

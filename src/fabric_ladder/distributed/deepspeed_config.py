@@ -82,6 +82,16 @@ def _check_support(name: str, config: dict, settings: Settings) -> None:
     zero = config.get("zero_optimization")
     if not isinstance(zero, dict) or zero.get("stage") not in (1, 2, 3):
         raise UserError(f"{name}: zero_optimization.stage must be 1, 2 or 3 (src/9_ddp.py shards nothing)")
+    for key in ("reduce_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"):
+        size = zero.get(key, "auto")
+        if size != "auto" and not (isinstance(size, int | float) and size > 0):
+            raise UserError(f"{name}: zero_optimization.{key} {json.dumps(size):.60} must be a number above 0")
+    for key in ("offload_optimizer", "offload_param"):
+        device = (zero.get(key) or {}).get("device", "none")
+        if device not in ("none", "cpu", "nvme"):
+            raise UserError(
+                f"{name}: zero_optimization.{key}.device {json.dumps(device):.60} must be none, cpu or nvme"
+            )
     if settings.precision not in ("32-true", "16-mixed", "bf16-mixed"):
         raise UserError(
             f"--precision {settings.precision}: ZeRO computes on 16-bit weights and updates 32-bit copies of them; use "

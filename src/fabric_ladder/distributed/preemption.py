@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from contextlib import suppress
 from time import perf_counter
 
 import torch
@@ -90,7 +91,8 @@ class StopRequest:
         elif self._own is None:
             self._own = name
             # print is not safe here, because the signal may have interrupted a print
-            os.write(2, b"\nStopping at the next micro-batch; press Ctrl-C again to stop immediately\n")
+            with suppress(OSError):  # Ctrl-C may have ended the reader of a pipe, too
+                os.write(2, b"\nStopping at the next micro-batch; press Ctrl-C again to stop immediately\n")
 
 
 def exit_for(reason: str, rank: int) -> None:

@@ -159,10 +159,10 @@ def find_gpu(name: str) -> Gpu:
         UserError: The table does not have this GPU. The message lists similar names.
     """
     if MAC.match(name.strip()):
-        size = re.search(r"(\d+) ?G(i?B)?\b", name, re.IGNORECASE)
+        size = re.search(r"(\d{1,4}(\.\d+)?) ?G(i?B)?\b", name, re.IGNORECASE)
         if not size:
             raise UserError(f'--gpu {name}: name the memory of the Mac, too, e.g. --gpu "Mac 16 GB"')
-        return mac(name.strip(), int(size[1]) * 10**9)
+        return mac(name.strip(), round(float(size[1]) * 10**9))
     if gpu := match_gpu(name):
         return gpu
     names = {_plain(gpu.name): gpu.name for gpu in GPUS}

@@ -168,8 +168,9 @@ def keep_overhead(cache_dir: str, gpu: str, overhead: Overhead) -> Path:
 
 def _read_kept(cache_dir: str) -> dict[str, dict]:
     try:
-        return json.loads((Path(cache_dir) / KEPT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # nothing was measured yet, or the file is damaged
+        kept = json.loads((Path(cache_dir) / KEPT).read_text(encoding="utf-8"))
+        return {key: Overhead(**values)._asdict() for key, values in kept.items()}
+    except (OSError, ValueError, TypeError, AttributeError):  # nothing was measured yet, or the file is damaged
         return {}
 
 

@@ -3,6 +3,7 @@
 import errno
 import os
 import sys
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +12,13 @@ import torch
 from fabric_ladder.data.sampler import EVALUATED
 from fabric_ladder.distributed.launch import command_line
 from fabric_ladder.distributed.watch import lost_contact, running_watch
-from fabric_ladder.environment import compute_capability, notebook_shell, peak_memory
+from fabric_ladder.environment import compute_capability, emulates, notebook_shell, peak_memory
 from fabric_ladder.errors import NotFiniteError, UserError, first_line, is_out_of_memory, print_error
-from fabric_ladder.options import drop_unneeded, script_defaults, without_options
+from fabric_ladder.options import drop_unneeded, find_config, read_config, read_words, script_defaults, without_options
 from fabric_ladder.places import SRC
 from fabric_ladder.settings import Settings, show
 from fabric_ladder.techniques import TECHNIQUES, technique_of, used
+from fabric_ladder.techniques.lean_optimizer import LeanOptimizer
 from fabric_ladder.techniques.low_precision import IN_16_BITS
 from fabric_ladder.techniques.technique import NextRung
 
@@ -102,7 +104,7 @@ def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, 
         if more := technique.save_more(settings):
             tries.append(f"{_command(settings, more.options, replaces=more.replaces)}, which {more.reason}")
     rung = _next_rung(settings)
-    if rung and (rung.name or not _has(settings, rung.options)):
+    if rung and (rung.name or replace(settings, **read_words([*rung.options])) != settings):
         tries.append(f"{_command(settings, rung.options, rung.name, rung.replaces)}, which {rung.reason}")
     if settings.task != "image-classification":
         tries.append(f"--max_length {max(1, settings.max_length // 2)}")
@@ -139,9 +141,15 @@ def _next_rung(settings: Settings) -> NextRung | None:
     """Return the next rung that saves more memory, with all options that it needs, or None."""
     technique = next((each for each in used(settings) if each.advises_first), None) or technique_of(settings.name)
     rung = technique.next_to_try(settings) if technique else IN_16_BITS
-    while rung and rung.name and (technique := technique_of(rung.name)) and technique.saves_no_more(settings):
-        above = technique.next_to_try(settings)
-        rung = above and above._replace(options=rung.options + above.options)
+    capability = compute_capability() if settings.accelerator == "cuda" else None
+    if rung and rung.name == IN_16_BITS.name and emulates("bf16-true", capability):
+        rung = LeanOptimizer.next_rung  # emulated bfloat16 may take more memory than 16-mixed
+    while rung:
+        technique, refused = rung.name and technique_of(rung.name), _refused_on_mps(rung, settings)
+        if not refused and not (technique and technique.saves_no_more(settings)):
+            break
+        above = technique.next_to_try(settings) if technique else None
+        rung = above and above._replace(options=above.options if refused else rung.options + above.options)
     technique = rung and rung.name and technique_of(rung.name)
     if technique:
         refused = (each.setting for each in used(settings) if each.conflict(technique) or technique.conflict(each))
@@ -153,10 +161,13 @@ def _next_rung(settings: Settings) -> NextRung | None:
     return rung
 
 
-def _has(settings: Settings, options: tuple[str, ...]) -> bool:
-    """Return whether the settings already have these options."""
-    given = zip(options[::2], options[1::2], strict=True)
-    return all(show(getattr(settings, name.removeprefix("--"))) == value for name, value in given)
+def _refused_on_mps(rung: NextRung, settings: Settings) -> bool:
+    """Return whether the run is on Apple's GPU, and the next rung cannot be."""
+    if settings.accelerator != "mps":
+        return False
+    defaults = script_defaults(SRC / f"{rung.name}.py") if rung.name else {}
+    there = replace(settings, **(defaults | read_words([*rung.options])))
+    return any(each.refused_on_mps or each.reason_against(there, None) for each in used(there))
 
 
 def _command(
@@ -171,8 +182,19 @@ def _command(
     replaced = {*replaces, *(option.removeprefix("--") for option in options), *(["resume"] if rung else [])}
     words = [*without_options(given, replaced), *options]
     if rung:
-        return command_line(script.with_name(f"{rung}.py"), drop_unneeded(words, script_defaults(SRC / f"{rung}.py")))
+        defaults = script_defaults(SRC / f"{rung}.py")
+        words += _own_defaults(words, defaults, replaced)
+        return command_line(script.with_name(f"{rung}.py"), drop_unneeded(words, defaults))
     return command_line(script, words)
+
+
+def _own_defaults(words: list[str], defaults: dict, replaced: Collection[str]) -> list[str]:
+    """Return the options that keep a rung's own settings where the YAML file of a command line has others."""
+    given = read_words(words)
+    from_file = read_config(find_config(given["config"])) if "config" in given else {}
+    own = vars(Settings()) | defaults
+    names = [name for name in from_file if name in {*defaults, *replaced} and name not in given and name in own]
+    return [word for name in names if from_file[name] != own[name] for word in (f"--{name}", show(own[name]))]
 
 
 def show_errors(settings: Settings | None = None, **smaller: str) -> None:

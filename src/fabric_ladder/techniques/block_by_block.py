@@ -89,7 +89,7 @@ class BlockByBlock(Technique):
         "14_qlora",
         "keeps the weights in 4 bits and trains thin adapters",
         options=CHECKPOINTING,
-        replaces=("block_steps", "optimizer", "learning_rate"),
+        replaces=("block_steps", "optimizer", "learning_rate", "float8"),
     )
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:

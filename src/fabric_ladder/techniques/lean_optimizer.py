@@ -26,8 +26,8 @@ class LeanOptimizer(Technique):
         return settings.optimizer == "sgd"
 
     def saves_no_more(self, settings: Settings) -> bool:
-        """Return whether the optimizer keeps no state already."""
-        return settings.optimizer in STATELESS
+        """Return whether the optimizer keeps no state on the device already."""
+        return settings.optimizer in STATELESS or settings.optimizer_offload
 
     def notice(self, settings: Settings) -> str | None:
         """Return a warning about random weights."""

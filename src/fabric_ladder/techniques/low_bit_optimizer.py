@@ -50,8 +50,8 @@ class LowBitOptimizer(Technique):
         return NextRung(None, "halves Adam's moments again", options=IN_4_BITS, replaces=("resume",))
 
     def saves_no_more(self, settings: Settings) -> bool:
-        """Return whether the optimizer has small moments already, or none."""
-        return self.is_used(settings) or settings.optimizer in STATELESS
+        """Return whether the optimizer has small moments already, or none on the device."""
+        return self.is_used(settings) or settings.optimizer in STATELESS or settings.optimizer_offload
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
         """Return why the technique cannot be used, and what to do."""

@@ -17,7 +17,7 @@ from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.lora import LoRA
 from fabric_ladder.techniques.memory import Counts, Peak, frozen_linear_layers
 from fabric_ladder.techniques.sharding import DDP, PARKED_WEIGHTS
-from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, NextRung, Technique
+from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, CHECKPOINTING, NextRung, Technique
 
 NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8  # bytes per weight, with its constants: QLoRA, section 3
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
@@ -67,7 +67,8 @@ class QLoRA(Technique):
     def next_to_try(self, settings: Settings) -> NextRung:
         """Return FSDP if there are several GPUs already, and CPU memory otherwise."""
         if settings.ranks == 1 and settings.strategy == "single" and settings.accelerator == "cuda":
-            return NextRung("24_streamed_layers", "keeps the 4-bit blocks in CPU memory", options=IN_4_BITS[2:])
+            kept = CHECKPOINTING if settings.activation_checkpointing else ()
+            return NextRung("24_streamed_layers", "keeps the 4-bit blocks in CPU memory", (*IN_4_BITS[2:], *kept))
         return DDP.next_rung._replace(options=IN_4_BITS) if settings.strategy == "ddp" else self.next_rung
 
     def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:

@@ -90,7 +90,12 @@ class CpuOffload(Technique):
     shards = True
     refused_precisions = FSDP.refused_precisions
     plans = (CHECKPOINTING, (*LEAN, *CHECKPOINTING))  # checkpointing costs less speed than offloading
-    next_rung = NextRung(None, "trains thin adapters alone", options=("--precision", "bf16-true", "--lora", "true"))
+    next_rung = NextRung(
+        None,
+        "trains thin adapters alone",
+        options=("--precision", "bf16-true", "--lora", "true"),
+        replaces=("train_blocks",),
+    )
 
     def bytes_per_pass(self, settings: Settings) -> int:
         """Return the bytes beyond FSDP2's: a single GPU gets 32-bit weights twice, and sends 32-bit gradients."""

@@ -38,7 +38,8 @@ class Arguments(argparse.ArgumentParser):
             if option.startswith("--") and name not in FACTS and (near := difflib.get_close_matches(name, own, n=1)):
                 self.error(f"there is no option --{name}; did you mean --{near[0]}?")
         try:
-            read_words(settings)
+            if "print_config" in read_words(settings):
+                self.error("--print_config prints the settings of one rung: give it to the rung's script")
         except UserError as error:
             self.error(str(error))
         return arguments, settings
