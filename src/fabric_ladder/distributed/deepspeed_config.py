@@ -84,8 +84,8 @@ def _check_support(name: str, config: dict, settings: Settings) -> None:
         raise UserError(f"{name}: zero_optimization.stage must be 1, 2 or 3 (src/9_ddp.py shards nothing)")
     for key in ("reduce_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"):
         size = zero.get(key, "auto")
-        if size != "auto" and not (isinstance(size, int | float) and size > 0):
-            raise UserError(f"{name}: zero_optimization.{key} {json.dumps(size):.60} must be a number above 0")
+        if size != "auto" and not isinstance(size, int | float):
+            raise UserError(f"{name}: zero_optimization.{key} {json.dumps(size):.60} must be a number")
     for key in ("offload_optimizer", "offload_param"):
         device = (zero.get(key) or {}).get("device", "none")
         if device not in ("none", "cpu", "nvme"):
