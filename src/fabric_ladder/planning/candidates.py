@@ -72,7 +72,7 @@ def read_candidates(
     Returns:
         The candidates, and for each other choice the reason why it cannot run.
     """
-    if read_words(options).get("micro_batch_tokens") == "auto":  # as without it: the plan looks for the size that fits
+    if "--micro_batch_tokens auto" in " ".join(options).replace("=", " "):  # the plan looks for the size that fits
         options = without_options(options, ["micro_batch_tokens"])
     given = {word.split("=")[0] for word in options if word.startswith("--")}
     candidates, problems = {}, {}
