@@ -190,8 +190,11 @@ def _command(
 
 def _own_defaults(words: list[str], defaults: dict, replaced: Collection[str]) -> list[str]:
     """Return the options that keep a rung's own settings where the YAML file of a command line has others."""
-    given = read_words(words)
-    from_file = read_config(find_config(given["config"])) if "config" in given else {}
+    try:
+        given = read_words(words)
+        from_file = read_config(find_config(given["config"])) if "config" in given else {}
+    except UserError:  # the file is gone by now
+        return []
     own = vars(Settings()) | defaults
     names = [name for name in from_file if name in {*defaults, *replaced} and name not in given and name in own]
     return [word for name in names if from_file[name] != own[name] for word in (f"--{name}", show(own[name]))]
