@@ -82,6 +82,7 @@ def main(arguments: argparse.Namespace) -> None:
     import torch
 
     from fabric_ladder.checkpoints.export import DTYPES
+    from fabric_ladder.data.instructions import hides_input
     from fabric_ladder.techniques.advice import show_errors
     from fabric_ladder.tools import generation
 
@@ -109,7 +110,7 @@ def main(arguments: argparse.Namespace) -> None:
     generators = {}
     for name, (adapter, tokenizer) in zip(arguments.model, adapters, strict=True):
         template = generation.choose_template(tokenizer, wanted, arguments.chat)
-        if arguments.input and generation.hides_input(template):
+        if arguments.input and template not in (generation.CHAT, generation.RAW) and hides_input(template):
             raise UserError(f"--input: the prompt template {template!r} has no {{input}}; write all into --prompt")
         options = (model, tokenizer, template, arguments.max_new_tokens, sampling, adapter)
         generators[name] = generation.Generator(*options)

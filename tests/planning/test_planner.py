@@ -326,9 +326,8 @@ def test_the_calibration_trains_briefly():
 
 def test_automatic_micro_batches_are_planned_as_without_the_option(tmp_path):
     options, choices = bloom(tmp_path), [("2_grad_accum", ())]
-    assert read_candidates(choices, [*options, "--micro_batch_tokens", "auto"], 1) == read_candidates(
-        choices, options, 1
-    )
+    automatic = [*options, "--micro_batch_tokens", "auto"]
+    assert read_candidates(choices, automatic, 1) == read_candidates(choices, options, 1)
 
 
 def plan(cwd, *options, **environment):

@@ -70,6 +70,11 @@ def prompt_templates(template: str | None) -> tuple[str, str]:
     return template, "\n".join(line for line in template.split("\n") if line.strip() != "{input}")
 
 
+def hides_input(template: str | None) -> bool:
+    """Return whether prompts of this template leave out the input of an instruction."""
+    return "{input}" not in prompt_templates(template)[0]
+
+
 def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> list[list[int]]:
     """Tokenize prompts with the tokenizer's first special tokens (e.g. BOS), but without its last ones (e.g. EOS)."""
     encoded = tokenize(tokenizer, prompts, return_special_tokens_mask=True)
@@ -132,7 +137,7 @@ class Encoder:
 
     def encode_instructions(self, batch: dict[str, list]) -> dict[str, list]:
         """Tokenize prompts and answers."""
-        if "{input}" not in prompt_templates(self.settings.prompt_template)[0]:
+        if hides_input(self.settings.prompt_template):
             self.counts["hidden"] += sum(map(bool, map(str.strip, batch["input"])))
         answers = tokenize(self.tokenizer, batch["output"], add_special_tokens=False)["input_ids"]
         prompts = prompt_tokens(self.tokenizer, _prompts(batch, self.settings))

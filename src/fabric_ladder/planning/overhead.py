@@ -147,7 +147,7 @@ def load_overhead(cache_dir: str, gpu: str, capability: tuple[int, int] | None =
         capability: Compute capability of the GPU; None: not known.
     """
     kept = _read_kept(cache_dir).get(_key(gpu))
-    return Bounds(*[Overhead(**kept)] * 3) if kept else assume(capability)
+    return Bounds(*[kept] * 3) if kept else assume(capability)
 
 
 def keep_overhead(cache_dir: str, gpu: str, overhead: Overhead) -> Path:
@@ -157,19 +157,19 @@ def keep_overhead(cache_dir: str, gpu: str, overhead: Overhead) -> Path:
         UserError: The cache cannot be written.
     """
     path = Path(cache_dir) / KEPT
-    kept = _read_kept(cache_dir) | {_key(gpu): overhead._asdict()}
+    kept = _read_kept(cache_dir) | {_key(gpu): overhead}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(kept, indent=2))
+        write_whole(path, json.dumps({key: each._asdict() for key, each in kept.items()}, indent=2))
     except OSError as error:
         raise UserError(f"cannot write {path} ({error.strerror}): set FABRIC_LADDER_CACHE to another folder") from error
     return path
 
 
-def _read_kept(cache_dir: str) -> dict[str, dict]:
+def _read_kept(cache_dir: str) -> dict[str, Overhead]:
     try:
         kept = json.loads((Path(cache_dir) / KEPT).read_text(encoding="utf-8"))
-        return {key: Overhead(**values)._asdict() for key, values in kept.items()}
+        return {key: Overhead(**values) for key, values in kept.items()}
     except (OSError, ValueError, TypeError, AttributeError):  # nothing was measured yet, or the file is damaged
         return {}
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 from fabric_ladder.checkpoints.export import Result, add_adapter, base_name, find_result, load_result
 from fabric_ladder.checkpoints.save import end_tokens
 from fabric_ladder.data.instruction_rows import INPUTS, PAIRS, SYSTEM_COLUMNS
-from fabric_ladder.data.instructions import prompt_templates, prompt_text, prompt_tokens
+from fabric_ladder.data.instructions import prompt_text, prompt_tokens
 from fabric_ladder.data.rows import read_file, reading
 from fabric_ladder.data.sources import file_format
 from fabric_ladder.data.tokens import load_tokenizer
@@ -220,11 +220,6 @@ def choose_template(tokenizer: PreTrainedTokenizerBase, wanted: str | None, chat
     if template not in (None, RAW, CHAT):
         prompt_text("", "", template)  # raises if the template has no {instruction}
     return template or (CHAT if tokenizer.chat_template else RAW)
-
-
-def hides_input(template: str) -> bool:
-    """Return whether prompts of this template leave out the input of an instruction."""
-    return template not in (CHAT, RAW) and "{input}" not in prompt_templates(template)[0]
 
 
 def read_questions(path: Path) -> list[tuple[dict, Question]]:
