@@ -76,7 +76,7 @@ def model_options(model: str, folder: Path) -> list[str]:
     return ["--model", str(folder / "bloom-6.json"), "--from_scratch", "true", "--max_length", "1024"]
 
 
-def draw_reviews(model: str, reviews: int, folder: Path, precision: str = "32-true") -> tuple[list[str], dict]:
+def draw_reviews(model: str, reviews: int, folder: Path, precision: str) -> tuple[list[str], dict]:
     """Draw reviews of IMDb for training, and half as many each for validation and test.
 
     The tokenizer is trained on all training reviews: a few hundred reviews would give whole words only.

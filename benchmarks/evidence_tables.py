@@ -278,7 +278,7 @@ def filled(page: Path, text: str) -> str:
 def draw() -> Figure:
     """Return the picture of the ladder: the predicted memory of each rung as bars."""
     memory = {rung.stem: predicted(rung.stem)[0] for rung in RUNGS}
-    with rc_context(STYLE | {"figure.facecolor": "white"}):
+    with rc_context(STYLE):
         figure = Figure(figsize=(7, 4.6), layout="constrained")
         axes = figure.subplots()
         axes.bar_label(axes.barh(list(memory), list(memory.values()), height=0.6), fmt="%.2f", padding=3, fontsize=7)

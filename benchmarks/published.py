@@ -117,9 +117,9 @@ SHAPES = {
 }  # fmt: skip
 
 
-def read_rows(path: Path = ROWS) -> list[dict[str, str]]:
+def read_rows() -> list[dict[str, str]]:
     """Return the published peaks, each with its `number`, counted from 1."""
-    with open(path, newline="", encoding="utf-8") as file:
+    with open(ROWS, newline="", encoding="utf-8") as file:
         return [row | {"number": number} for number, row in enumerate(csv.DictReader(file), 1)]
 
 

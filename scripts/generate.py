@@ -112,6 +112,10 @@ def main(arguments: argparse.Namespace) -> None:
         template = generation.choose_template(tokenizer, wanted, arguments.chat)
         if arguments.input and template not in (generation.CHAT, generation.RAW) and hides_input(template):
             raise UserError(f"--input: the prompt template {template!r} has no {{input}}; write all into --prompt")
+        hidden = sum(bool(question.input.strip()) for _, question in rows)
+        if hidden and template not in (generation.CHAT, generation.RAW) and hides_input(template):
+            line = f"{hidden} of {len(rows)} prompts have an input that the template {template!r} does not show"
+            print(f"Warning: {line}", file=sys.stderr)
         options = (model, tokenizer, template, arguments.max_new_tokens, sampling, adapter)
         generators[name] = generation.Generator(*options)
 

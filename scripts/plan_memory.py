@@ -15,7 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-from fabric_ladder.options import find_config, read_config, read_words
+from fabric_ladder.options import read_named_config, read_words
 from fabric_ladder.settings import Settings
 from fabric_ladder.tools.arguments import Arguments, new_path, rungs, write_new
 
@@ -65,8 +65,8 @@ def main(arguments: argparse.Namespace, options: list[str]) -> None:
     show_errors()
     if arguments.calibrate:
         given = read_words(options)
-        from_file = read_config(find_config(given["config"])) if "config" in given else {}
-        calibrate(str(Path((from_file | given).get("cache_dir", Settings().cache_dir)).expanduser()))
+        folder = (read_named_config(given) | given).get("cache_dir", Settings().cache_dir)
+        calibrate(str(Path(folder).expanduser()))
         return
 
     def report(names: str) -> None:

@@ -84,8 +84,10 @@ def deciding(settings: dict) -> dict:
 def finished_run(folder: Path, settings: Settings) -> Path | None:
     """Return the folder of a finished run with the same settings, later than its files of data, if there is one."""
     wanted = deciding(asdict(settings))
-    paths = (settings.dataset, settings.validation_file, settings.test_file)
-    changed = max((Path(path).stat().st_mtime for path in paths if path and Path(path).exists()), default=0)
+    names = [name for name in (settings.dataset, settings.validation_file, settings.test_file) if name]
+    found = [path for name in names for path in (Path(name), Path(settings.data_dir) / name) if path.exists()]
+    inside = [file for path in found if path.is_dir() for file in path.rglob("*")]
+    changed = max((path.stat().st_mtime for path in (*found, *inside)), default=0)
     for record in sorted(folder.glob("*/run.json")):
         if record.stat().st_mtime < changed:
             continue

@@ -1,6 +1,6 @@
 """17_step_in_backward · Step in backward: each weight is updated as soon as it has its gradient, which is then freed.
 
-Builds on 16_bf16_that_learns.py. Memory holds only the largest gradient. The effective batch is one pass, and its
+Builds on 16_bf16_that_learns.py. One gradient is in memory at a time. The effective batch is one pass, and its
 gradient cannot be clipped. On a GPU packing removes the padding of that pass; --activation_checkpointing true makes it
 smaller.
 Unchanged: losses and weights of the same pass, bit by bit.

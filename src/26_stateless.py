@@ -1,7 +1,7 @@
 """26_stateless · Stateless: SinkGD, SGD on balanced gradients, keeps no state and learns like Adam.
 
 Builds on 6_lean_optimizer.py. SinkGD divides each gradient by one number for each row and one for each column. With
---step_in_backward true --micro_batch_tokens null the memory holds only the largest gradient too.
+--step_in_backward true --micro_batch_tokens null one gradient is in memory at a time, too.
 Unchanged: the gradients of the first step.
 
 src/plain/26_stateless.py shows the whole training in one file.

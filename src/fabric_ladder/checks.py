@@ -86,10 +86,7 @@ def check_start(settings: Settings) -> None:
         UserError: A folder, the data or the tokenizer cannot be used.
     """
     for option, folder in (("runs_dir", settings.runs_dir), ("cache_dir", settings.cache_dir)):
-        try:
-            check_writable(Path(folder))
-        except OSError as error:
-            raise UserError(f"cannot write --{option} {folder} ({error.strerror}): choose another") from error
+        check_writable(Path(folder), f"--{option} {folder}")
     check_data(settings)
 
 

@@ -103,11 +103,6 @@ def fit_precision(
     return "16-mixed" if precision == "mixed" else precision, ""
 
 
-def count_device(device: torch.device) -> torch.device:
-    """Return the device for 64-bit counts over all ranks: the CPU if the device has no 64-bit numbers."""
-    return torch.device("cpu") if device.type in NO_FLOAT64 else device
-
-
 def prepare_cuda(accelerator: str, deterministic: bool) -> None:
     """Set the environment variables that CUDA reads at its start, unless the user has set them.
 

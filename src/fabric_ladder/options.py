@@ -273,11 +273,25 @@ def drop_unneeded(words: list[str], script: Mapping[str, object]) -> list[str]:
     """
     try:
         given = read_words(words)
-        from_file = read_config(find_config(given["config"])) if "config" in given else {}
+        from_file = read_named_config(given)
     except UserError:  # the rung itself refuses them
         return words
     values = vars(Settings()) | dict(script) | from_file | given
     return without_options(words, [name for name in given if name in FACTS and not is_met(FACTS[name].needs, values)])
+
+
+def read_named_config(given: Mapping[str, object], standard: str | None = None) -> dict[str, object]:
+    """Return the settings in the YAML file that a command line names; none if there is no such file.
+
+    Args:
+        given: The command line's settings, as `read_words` returns them.
+        standard: The file to read if the command line names none.
+
+    Raises:
+        UserError: The named file does not exist, or is damaged.
+    """
+    name = given.get("config", standard)
+    return {} if name is None else read_config(find_config(name))
 
 
 def without_options(words: list[str], dropped: Collection[str]) -> list[str]:
@@ -395,7 +409,7 @@ def answer_early() -> None:
             doc = ast.get_docstring(ast.parse(Path(main).read_text(encoding="utf-8"))) or ""
             print_help(script, textwrap.dedent(doc), Path(main).stem, given["help"] == "all")
             raise SystemExit(0)
-        combine(script, read_config(find_config(given["config"])) if "config" in given else {}, given)
+        combine(script, read_named_config(given), given)
         check_ranks()
     except UserError as error:
         print_error(error, f"error: {error}")

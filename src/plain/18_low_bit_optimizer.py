@@ -31,7 +31,7 @@ class KahanAdam(bitsandbytes.optim.Adam8bit):  # NEW in 16: keeps the rounding e
         super().step()  # Adam adds its step to the rests
         for weight, value, rest in weights:
             before = value.clone()
-            weight.data = value.add_(rest)  # the weight takes as much as its 8 bits can hold
+            weight.data = value.add_(rest)  # the weight takes as much as its 8 significant bits can hold
             rest += before - value  # the rest waits for the next step
 
 

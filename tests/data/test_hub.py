@@ -69,7 +69,7 @@ def glue(tmp_path, monkeypatch, online, commits):
         if configuration is None:
             raise ValueError("Config name is missing.\nPlease pick one among the available configs: ['cola', 'sst2']")
         assert configuration == "sst2"
-        splits = {"train": 20, "validation": 6, "test": 8}
+        splits = {"train": 20, "validation": 6, "test": 8, "mismatched": 2}
         return {
             split: hf.Dataset.from_dict(
                 {
@@ -104,7 +104,10 @@ def test_a_configuration_of_the_hub_and_a_test_without_labels(glue):
     assert got.class_names == ["good", "bad"]
     assert [len(got.splits[split]) for split in SPLITS] == [16, 6, 4]
     assert {text.split()[0] for text in texts_of(got, "test")} == {"train"}
-    assert got.notices == ["org/glue:sst2 (test) has no labels and is left out"]
+    assert got.notices == [
+        "org/glue:sst2: the splits mismatched are not used, only train, validation, test",
+        "org/glue:sst2 (test) has no labels and is left out",
+    ]
     with pytest.raises(UserError, match=r"org/glue:CONFIGURATION chooses a configuration \(.*\['cola', 'sst2'\]\)$"):
         glue("org/glue")
 

@@ -57,6 +57,14 @@ def test_a_folder_of_classes_is_split_like_texts(tmp_path, load):
     assert stored(load("pets", split_seed=2), "test") != stored(got, "test")
 
 
+def test_a_column_of_labels_is_refused_for_a_folder(tmp_path, load):
+    write_pets(tmp_path / "pets")
+    with pytest.raises(
+        UserError, match="--label_column is for a --dataset on the Hub; pets has its classes as folders"
+    ):
+        load("pets", label_column="breed")
+
+
 def test_numbers_as_names_of_folders_are_sorted_by_size(tmp_path, load):
     write_pets(tmp_path / "pets")
     for name, number in zip(PETS, ("10", "9", "100"), strict=True):
@@ -64,7 +72,10 @@ def test_numbers_as_names_of_folders_are_sorted_by_size(tmp_path, load):
     assert load("pets").class_names == ["9", "10", "100"]
 
 
-@pytest.mark.parametrize("names", [("train", "validation", "test"), ("Train", "val", "TEST"), ("train", "test")])
+@pytest.mark.parametrize(
+    "names",
+    [("train", "validation", "test"), ("Train", "val", "TEST"), ("train", "test"), ("Training", "eval", "Testing")],
+)
 @pytest.mark.parametrize("home", ["pets", "pets/all"])
 def test_folders_of_splits_stay_whole(tmp_path, load, names, home):
     sizes = {"cat": 9, "dog": 6}

@@ -159,7 +159,8 @@ def test_a_split_is_seeded_disjoint_and_whole(tmp_path, load):
                                    ("Train.jsonl", "validation.parquet", "TEST.json"),
                                    ("train-00000.csv", "dev.csv", "test_1.csv"),
                                    ("testimonials.csv", "valset.csv", "testing.csv"),
-                                   ("valères.csv", "devtest.csv", "test2.csv")])  # fmt: skip
+                                   ("valères.csv", "devtest.csv", "test2.csv"),
+                                   ("evaluated.csv", "eval.csv", "test.csv")])  # fmt: skip
 def test_the_names_of_files_decide_their_splits(tmp_path, load, names):
     sizes = (30, 12, 14)
     for number, (name, rows) in enumerate(zip(names, sizes, strict=True)):
@@ -284,6 +285,24 @@ def test_unknown_and_different_classes_are_refused(tmp_path, load):
             load("a.parquet", test_file=other)
 
 
+def test_a_folders_test_file_without_labels_is_left_out_with_a_notice(tmp_path, load):
+    (tmp_path / "competition").mkdir()
+    write_table(table(30), tmp_path / "competition" / "train.csv")
+    (tmp_path / "competition" / "test.csv").write_text("text\na new one\n")
+    found = load("competition")
+    assert any(re.search(r"test\.csv has no column 'label' and is left out", notice) for notice in found.notices)
+    assert {split: len(rows) for split, rows in found.splits.items()} == {"train": 21, "validation": 3, "test": 6}
+    with pytest.raises(UserError, match=r"test\.csv has no column 'label'"):
+        load("competition/train.csv", test_file="competition/test.csv")
+
+
+def test_column_names_for_a_file_with_a_header_are_refused(tmp_path, load):
+    write_table(table(30), tmp_path / "a.csv")
+    header = (tmp_path / "a.csv").read_text().splitlines()[0]
+    with pytest.raises(UserError, match="its first row holds the names of its columns: leave out --column_names"):
+        load("a.csv", column_names=header)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Options that are refused
 # ----------------------------------------------------------------------------------------------------------------------
@@ -298,8 +317,14 @@ REFUSED = {
     "IMDb and file": ({"dataset": "imdb", "test_file": "a.csv"}, r"need a --dataset that is a file"),
     "unpacked IMDb without reviews": ({"dataset": "imdb"}, r"aclImdb holds 0 reviews instead of 50,000: delete it"),
     "a link to nothing": ({"dataset": "links"}, r"cannot read \S*/nowhere \(.*No such file"),
-    "no model config": ({"dataset": "synthetic", "model": "a.json"}, r"needs a config with vocab_size"),
-    "no JSON config": ({"dataset": "synthetic", "model": "b.json"}, r"cannot read .* as JSON"),
+    "no model config": (
+        {"dataset": "synthetic", "model": "a.json"},
+        r"needs a config with vocab_size|a\.json is not a model config",
+    ),
+    "no JSON config": (
+        {"dataset": "synthetic", "model": "b.json"},
+        r"b\.json is not a model config .*not a valid JSON",
+    ),
 }
 
 

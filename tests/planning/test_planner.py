@@ -32,6 +32,7 @@ from fabric_ladder.techniques.sharding import LEAN
 from fabric_ladder.techniques.technique import CHECKPOINTING
 
 SCRIPT = ROOT / "scripts" / "plan_memory.py"
+VIT = str(MODELS / "vit-base-16.json")
 ENOUGH = 10**12  # bytes of a GPU that every small model fits
 
 
@@ -245,6 +246,21 @@ def test_4_bit_weights_take_the_bytes_of_the_formula(tmp_path):
         if not parameter.requires_grad and parameter.dtype == torch.float32:
             unquantised += parameter.numel() * 2
     assert plan.peak.parameters == pytest.approx(sum(held.values()) - unquantised, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("rung", "options", "width"),
+    [
+        ("7_grad_checkpointing", "", 4),
+        ("13_lora", "", 2),
+        ("13_lora", "--precision bf16-mixed", 4),
+        ("24_streamed_layers", "", 2),
+    ],
+)
+def test_a_language_models_frozen_weights_are_read_in_their_final_precision(tmp_path, rung, options, width):
+    words = [*bloom(tmp_path)[:2], "--model", str(MODELS / "llama-tiny.json"), "--task", "instruction-tuning"]
+    plan = plans_of([rung], [*words, *options.split()], length=16)[0]
+    assert plan.host - planner.LIBRARIES == width * plan.counts.all
 
 
 def test_emulated_bfloat16_is_planned_but_never_recommended(tmp_path):
@@ -480,6 +496,13 @@ def test_the_script_plans_for_the_gpus_that_it_finds_and_forks_before_it_sees_th
         (["--gpu", "T40", "--gpu_memory", "16GB"], "--gpu T40: not in the table, which has "),
         (["--gpu_memory", "16GB", "--devices", "0"], "--devices 0: must be at least 1"),
         (["--gpu_memory", "16GB", "--length", "5000"], "--length 5000: must be from 2 to --max_length 1024"),
+        (
+            ["--gpu_memory", "16GB", "--length", "50", "--config", "cifar10_vit_large.yaml", "--model", VIT],
+            "--length 50: images have no length; leave it out",
+        ),
+        (["--gpu_memory", "16GB", "--check_only", "true"], "--check_only checks one rung's start: give it to"),
+        (["--gpu_memory", "16GB", "--accelerator", "cpu"], "--accelerator cpu: plans are for GPUs; leave it out"),
+        (["--gpu_memory", "16GB", "--accelerator", "mps"], '--accelerator mps: name the Mac instead, e.g. --gpu "Mac'),
         (["--gpu_memory", "16GB", "--rungs", "77"], "there is no rung 77"),
         (["--gpu_memory", "16GB", "--rungs", "9"], "9_ddp: planned only for --devices 2 or more"),
         (["--gpu_memory", "16GB", "--model", "nobody/nothing"], "cannot load the model 'nobody/nothing'"),

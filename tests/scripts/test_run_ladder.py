@@ -70,10 +70,14 @@ def test_a_ladder_that_was_killed_repeats_no_finished_run(tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_a_run_on_a_file_that_has_changed_since_is_repeated(tmp_path):
-    rows = tmp_path / "rows.csv"
+@pytest.mark.parametrize("place", ["rows.csv", "rows/train.csv", "data/rows.csv"])
+def test_a_run_on_a_file_that_has_changed_since_is_repeated(tmp_path, place):
+    rows = tmp_path / place
+    rows.parent.mkdir(exist_ok=True)
+    dataset = {"rows/train.csv": "rows"}.get(place, "rows.csv")
     rows.write_text("text,label\n" + "".join(f"text {number},{number % 2}\n" for number in range(60)))
-    arguments = ["--rungs", "2", "--runs_dir", "ladder", "--dataset", "rows.csv", "--tokenizer", "trained", *FEW]
+    arguments = ["--rungs", "2", "--runs_dir", "ladder", "--dataset", dataset, "--tokenizer", "trained", *FEW]
+    arguments += ["--data_dir", "data"]
     for runs, changes in enumerate((False, False, True)):
         if changes:
             rows.write_text(rows.read_text() + "one more,1\n")

@@ -59,7 +59,12 @@ NEXT = r"Next to try: --activation_checkpointing true, which [^;]*; python src/"
             {"step_in_backward": True, "optimizer": "sgd"},
             r"try: --activ[^;]*; [^;]*--batch_size 8; python src/11_fsdp_cpu_offload\.py, which",
         ),
-        ("9_ddp", {"micro_batch_size": 1, "precision": "16-mixed"}, r"src/10_fsdp\.py --precision 32-true, which"),
+        (
+            "9_ddp",
+            {"micro_batch_size": 1, "precision": "16-mixed", "devices": 2},
+            r"src/10_fsdp\.py --precision 32-true, which",
+        ),
+        ("9_ddp", {"micro_batch_size": 1}, NEXT + r"5_low_precision\.py, which"),
         (
             "9_ddp",
             {"micro_batch_size": 1, "lora": True, "quantization": "nf4", "strategy": "ddp"},
@@ -72,7 +77,7 @@ NEXT = r"Next to try: --activation_checkpointing true, which [^;]*; python src/"
         ),
         (
             "9_ddp",
-            {"task": "image-classification"},
+            {"task": "image-classification", "devices": 2},
             r"; --activation_checkpointing true[^;]*; [^;]*src/10_fsdp\.py[^;]*$",
         ),
         ("2_grad_accum", {"attention": "eager"}, r"Next to try: --attention fused[^;]*; python"),
@@ -198,7 +203,7 @@ def test_the_next_rung_keeps_its_own_settings_where_a_yaml_file_has_others(tmp_p
         "9_ddp": r"src/10_fsdp\.py --config own\.yaml --precision mixed --optimizer adam, which",
     }.items():
         monkeypatch.setattr(sys, "argv", [f"src/{name}.py", "--config", "own.yaml"])
-        settings = settings_for(tmp_path, name=name, micro_batch_size=1, precision="bf16-mixed")
+        settings = settings_for(tmp_path, name=name, micro_batch_size=1, precision="bf16-mixed", devices=2)
         assert re.search(expected, explain(MemoryError(), settings))
 
 

@@ -186,6 +186,9 @@ def test_a_file_of_prompts_becomes_a_file_of_answers(runs, tmp_path, monkeypatch
     arguments = ("--model", runs.whole, "--prompts", "rows.jsonl", "--output", "out.jsonl", "--batch_size", "4", *LONG)
     run_here(monkeypatch, SCRIPT, *arguments)
     assert "Saved 11 answers in out.jsonl" in capsys.readouterr().out
+    hiding = ("--prompt_template", "Q: {instruction}", "--output", "hidden.jsonl")
+    run_here(monkeypatch, SCRIPT, "--model", runs.whole, "--prompts", "rows.jsonl", *hiding, *LONG)
+    assert "Warning: 6 of 11 prompts have an input that the template 'Q: {instruction}' does" in capsys.readouterr().err
     found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     single = [by_transformers(ours, ours.tokens(Question(row["instruction"], row["input"]))) for row in rows]
     assert found == [row | {"generated": text} for row, text in zip(rows, single, strict=True)]

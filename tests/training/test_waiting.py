@@ -1,5 +1,7 @@
 """The loop never waits for the device between two printed lines."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lightning import Fabric
@@ -51,8 +53,10 @@ def test_no_batch_of_the_evaluation_reads_a_value_from_the_device(tmp_path):
     fabric, settings = valueless("32-true"), settings_for(tmp_path, eval_batch_tokens=64)
     test_loader = build_dataloaders(fabric, token_datasets(), settings)[2]
     confusion, batches = torch.zeros((2, 2), dtype=torch.int64, device="meta"), []
+    stop_request = SimpleNamespace(requested=lambda: batches.append(1))
+    training = SimpleNamespace(fabric=fabric, model=fabric.setup(tiny_model()), stop_request=stop_request)
     with pytest.raises((RuntimeError, NotImplementedError)) as stopped:
-        _evaluate(fabric, fabric.setup(tiny_model()), test_loader, "the test", lambda: batches.append(1), confusion)
+        _evaluate(training, test_loader, "the test", confusion)
     assert any(entry.name == Meter.collect.__name__ for entry in stopped.traceback), stopped.value
     assert len(batches) == len(test_loader) > 1
 

@@ -21,7 +21,7 @@ STYLE = {
     "axes.labelcolor": "#1b2230",
     "axes.spines.right": False,
     "axes.spines.top": False,
-    "figure.facecolor": "none",
+    "figure.facecolor": "white",
     "font.size": 8,
     "grid.color": "#dfe3ea",
     "legend.frameon": False,
@@ -46,7 +46,7 @@ def draw_charts(comparison: Comparison, kind: str) -> list[Chart]:
     """Return all charts whose figures are known, as files of a kind, `svg` or `png`."""
     rows = comparison.rows
     columns = {column.key: column for column in comparison.columns}
-    with rc_context(STYLE | {"figure.facecolor": "white"}):
+    with rc_context(STYLE):
         figures = {
             "loss": _curves(rows, "losses", "Training loss", "training loss"),
             "validation": _curves(rows, "accuracies", "Accuracy of each validation (thin: training)", "accuracy in %"),

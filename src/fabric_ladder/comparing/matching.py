@@ -22,7 +22,7 @@ RUNG_DECIDES = names(rung_decides=True)  # may differ if the rungs set it; must 
 WITHOUT_EFFECT = ("notices", *names(changes_figures=False))
 HARDWARE = {"cuda": ("gpu",), "mps": ("processor",), "cpu": ("processor", "vectors", "cores", "threads")}
 PATHS = ("model", "dataset", "tokenizer", "validation_file", "test_file")
-Z95 = statistics.NormalDist().inv_cdf(0.975)
+Z = statistics.NormalDist().inv_cdf(0.975)  # of 95 % intervals
 
 
 @dataclass
@@ -87,8 +87,8 @@ class Row:
         return low * 100, high * 100
 
 
-def wilson_interval(share: float, n: int, z: float = Z95) -> tuple[float, float]:
-    """Return Wilson's confidence interval of a binomial share, from 0 to 1.
+def wilson_interval(share: float, n: int) -> tuple[float, float]:
+    """Return Wilson's 95 % confidence interval of a binomial share, from 0 to 1.
 
     Formula: E. B. Wilson, Probable inference, the law of succession, and statistical inference, Journal of the American
     Statistical Association 22 (1927), 209-212, https://doi.org/10.1080/01621459.1927.10502953.
@@ -96,10 +96,9 @@ def wilson_interval(share: float, n: int, z: float = Z95) -> tuple[float, float]
     Args:
         share: Share of successes, from 0 to 1.
         n: Number of trials, at least 1.
-        z: Quantile of the normal distribution; the default gives 95 %.
     """
-    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    centre = (share + Z * Z / (2 * n)) / (1 + Z * Z / n)
+    half = Z / (1 + Z * Z / n) * math.sqrt(share * (1 - share) / n + Z * Z / (4 * n * n))
     return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))  # rounding could leave share out
 
 

@@ -178,6 +178,8 @@ def load_hub(settings: DataSettings, commit: str, scratch: Path, notices: list[s
     note = _commit_note(settings)
     note.parent.mkdir(parents=True, exist_ok=True)
     write_whole(note, commit)
+    if others := [split for split in loaded if split not in SPLITS]:
+        notices.append(f"{name}: the splits {', '.join(others)} are not used, only {', '.join(SPLITS)}")
     splits = {}
     for split in SPLITS:
         if split not in loaded:

@@ -23,7 +23,8 @@ from fabric_ladder.settings import DataSettings
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
 IMAGES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".avif")
 IMAGES += (".jp2", ".heic")  # HEIC cannot be decoded: this is reported, while files of other kinds are ignored
-FOLDER_SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
+FOLDER_SPLITS = dict.fromkeys(("train", "training"), "train") | dict.fromkeys(("test", "testing"), "test")
+FOLDER_SPLITS |= dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation")
 
 
 def find_images(settings: DataSettings) -> tuple[Path | None, list]:
@@ -51,6 +52,10 @@ def find_images(settings: DataSettings) -> tuple[Path | None, list]:
         return None, ["hub", name, find_commit(settings)]
     if settings.dataset_revision:
         raise UserError(f"--dataset_revision is for a --dataset on the Hub, not for {name}")
+    if settings.label_column != defaults.label_column:
+        raise UserError(
+            f"--label_column is for a --dataset on the Hub; {name} has its classes as folders: leave it out"
+        )
     if not path.is_dir():
         if not name.lower().endswith(ARCHIVES):
             raise UserError(f"{path} is neither a folder nor an archive ({', '.join(ARCHIVES)}) of images")

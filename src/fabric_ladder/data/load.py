@@ -65,7 +65,11 @@ def prepare(settings: DataSettings, imdb: Source) -> TextDatasets | ImageDataset
         source.key.append(commit)
     name = tokenizer_name(settings)
     tokenizer = None if name == "trained" else load_tokenizer(name, _revision(settings))
-    vocabulary = trained_vocabulary(settings.model) if tokenizer is None else tokenizer.backend_tokenizer.to_str()
+    vocabulary = (
+        trained_vocabulary(settings.model, settings.model_revision)
+        if tokenizer is None
+        else tokenizer.backend_tokenizer.to_str()
+    )
     inputs = [CACHE_FORMAT, pd.__version__, source.key, vocabulary, *(getattr(settings, choice) for choice in CHOICES)]
     if tokenizer is not None:
         inputs.append(tokenizer.truncation_side)

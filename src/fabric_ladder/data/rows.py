@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from fabric_ladder.data.cache import write_rows
 from fabric_ladder.data.hub import has_labels, load_hub, stream_hub
 from fabric_ladder.data.progress import Progress
-from fabric_ladder.data.sources import FILE_FORMATS, SEPARATORS, Source, check_complete, file_format
+from fabric_ladder.data.sources import SEPARATORS, Source, check_complete, read_format
 from fabric_ladder.errors import UserError, refused
 from fabric_ladder.settings import DataSettings
 
@@ -43,6 +43,7 @@ def read_parts(
     notices: list[str],
     check_for: Callable[[str, dict, dict], tuple[Callable[[str, dict], dict], pa.Schema]],
     wanted: tuple[str, ...] = (),
+    labels: tuple[str, ...] = (),
 ) -> dict[str, list[hf.Dataset]]:
     """Return the checked tables of each split: one per file, or one of a data set on the Hub.
 
@@ -54,13 +55,19 @@ def read_parts(
         check_for: Returns the check for rows and the schema of its result, given the name, the columns (with the
             first value of each) and the features of a table; see `write_checked`.
         wanted: The columns to read; all if empty.
+        labels: The columns of the labels. A validation or test table without them, as competitions have it, is left
+            out, unless an option or a stream needs it.
     """
+    needed = settings.validation_file or settings.test_file or settings.stream_buffer
     parts = {}
     tables = _tables(settings, source, scratch, notices, wanted)
     if settings.stream_buffer:  # the training tables last: a refusal of a small table then costs no long pass
         tables = sorted(tables, key=lambda table: table[0] == "train")
     for split, name, table in tables:
         columns, rows = _find_columns(table, name)
+        if labels and split != "train" and not needed and not {*labels} & {*columns}:
+            notices.append(f"{name} has no column {labels[0]!r} and is left out")
+            continue
         check, schema = check_for(name, columns, table.features)
         checked = parts.setdefault(split, [])
         target = scratch / f"{split}-{len(checked)}.arrow"
@@ -100,9 +107,7 @@ def read_file(path: Path, column_names: str | None = None, wanted: tuple[str, ..
         wanted: See `read_parts`.
     """
     names = column_names and [name.strip() for name in column_names.split(",")]
-    kind = file_format(path)
-    if kind is None:
-        raise UserError(f"{path}: files of this kind cannot be read, only {', '.join(FILE_FORMATS)}")
+    kind = read_format(path)
     if names and kind not in SEPARATORS:
         raise UserError(f"--column_names is for CSV and TSV files without a header, not for {path}")
     if kind != "parquet":
@@ -181,6 +186,8 @@ def _csv_rows(file: TextIO, separator: str, names: list[str] | None) -> Rows:
     for chunk in _chunks(file, header=None if names else 0, names=names, chunksize=1000, **options):
         if not isinstance(chunk.index, pd.RangeIndex):
             raise ValueError("its rows have more fields than column names: quote texts that hold commas")
+        if names and chunk.index[0] == 0 and [*chunk.iloc[0]] == names:
+            raise ValueError("its first row holds the names of its columns: leave out --column_names")
         frame = chunk.astype(object).where(chunk.notna(), None)
         for index, row in zip(frame.index, frame.to_dict("records"), strict=True):
             yield f"row {index + 1}", SWALLOWED if separator == "\t" and _has_swallowed(row) else row

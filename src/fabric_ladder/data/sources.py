@@ -17,7 +17,8 @@ SEPARATORS = {"csv": ",", "tsv": "\t"}
 REVIEWS = ("imdb", "synthetic")  # data sets of negative and positive reviews
 # how the name of a split's file begins: val.csv, test-00000-of-00002.parquet, but not testimonials.csv
 SPLIT_NAMES = {
-    "validation": r"(val|valid|validate|validations?|dev|devel|development|devtest)(set|data)?(?![^\W\d_])",
+    "validation": r"(val|valid|validate|validations?|eval|evaluation|dev|devel|development|devtest)(set|data)?"
+    r"(?![^\W\d_])",
     "test": r"test(s|ing|set|data)?(?![^\W\d_])",
 }
 
@@ -84,6 +85,9 @@ def find_source(settings: DataSettings, imdb: Source | None = None) -> Source:
             files[split] = [found]
     if settings.stream_buffer and path:
         _check_streamed(settings, files)
+    for given in files.values():
+        for each in given:
+            read_format(each)
     files = {split: [path.resolve() for path in paths] for split, paths in files.items()}
     stamps = {split: list(map(file_stamp, paths)) for split, paths in files.items()}
     return Source(["files", stamps] if path else ["hub", name, stamps], files)
@@ -128,6 +132,18 @@ def _find_file(name: str, settings: DataSettings) -> Path | None:
 def file_format(path: Path) -> str | None:
     """Return the format of a file by its name, or None if this format cannot be read."""
     return next((kind for suffix, kind in FILE_FORMATS.items() if path.name.lower().endswith(suffix)), None)
+
+
+def read_format(path: Path) -> str:
+    """Return the format of a file by its name.
+
+    Raises:
+        UserError: This format cannot be read.
+    """
+    kind = file_format(path)
+    if kind is None:
+        raise UserError(f"{path}: files of this kind cannot be read, only {', '.join(FILE_FORMATS)}")
+    return kind
 
 
 def file_stamp(path: Path) -> tuple[str, int, int]:

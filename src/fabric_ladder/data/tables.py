@@ -45,7 +45,9 @@ def read_splits(
     if both := [column for column in labels if column in texts]:
         raise UserError(f"--text_column and --label_column name the same column, {both[0]!r}")
     notices = []
-    parts = read_parts(settings, source, scratch, notices, partial(check_texts, settings, kind), (*texts, *labels))
+    parts = read_parts(
+        settings, source, scratch, notices, partial(check_texts, settings, kind), (*texts, *labels), labels
+    )
     if kind:
         return kind.number(parts, settings), kind.names, notices
     parts = _use_class_names(parts) if settings.stream_buffer else parts

@@ -6,8 +6,8 @@ from pathlib import Path
 import datasets as hf
 from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from fabric_ladder.data.hub import reachable
-from fabric_ladder.errors import UserError, first_line, read_outside
+from fabric_ladder.data.hub import load_config, reachable
+from fabric_ladder.errors import UserError
 
 TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model")
 CACHE_FORMAT = 5  # raise it whenever the same inputs would give other tokens, labels or notices
@@ -52,13 +52,12 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options) ->
     return tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False, **options)
 
 
-def trained_vocabulary(model: str) -> int:
+def trained_vocabulary(model: str, revision: str | None) -> int:
     """Return the vocabulary size of a tokenizer trained for this model: its embedding's rows, at most 32,768."""
-    path = Path(model) / "config.json" if Path(model).is_dir() else Path(model)
-    try:
-        return min(read_outside(path)["vocab_size"], 32_768)
-    except (KeyError, TypeError) as error:
-        raise UserError(f"--tokenizer trained needs a config with vocab_size: {path} ({first_line(error)})") from error
+    rows = getattr(load_config(model, revision), "vocab_size", None)
+    if not isinstance(rows, int):
+        raise UserError(f"--tokenizer trained needs a config with vocab_size, unlike {model}")
+    return min(rows, 32_768)
 
 
 def _pieces(word: re.Match[str]) -> str:

@@ -16,15 +16,13 @@ class StrategyTraits:
 
     Attributes:
         shards_weights: Each rank keeps only a part of each weight.
-        owns_optimizer: Its engine trains copies of the weights and wraps the optimizer. The engine also skips steps
-            whose gradient is not finite.
-        accumulates_itself: Its engine adds up the gradients, so nothing can undo a trial step.
+        owns_optimizer: Its engine trains copies of the weights, wraps the optimizer and adds up the gradients, so
+            nothing can undo a trial step. The engine also skips steps whose gradient is not finite.
         checkpoint_file: The file that every sharded checkpoint of this strategy has.
     """
 
     shards_weights: bool = False
     owns_optimizer: bool = False
-    accumulates_itself: bool = False
     checkpoint_file: str = "optimizer.json"
 
 
@@ -32,11 +30,7 @@ TRAITS = {
     "single": StrategyTraits(),
     "ddp": StrategyTraits(),
     "fsdp": StrategyTraits(shards_weights=True),
-    "deepspeed": StrategyTraits(
-        owns_optimizer=True,
-        accumulates_itself=True,
-        checkpoint_file=EngineState.file,
-    ),
+    "deepspeed": StrategyTraits(owns_optimizer=True, checkpoint_file=EngineState.file),
 }
 
 

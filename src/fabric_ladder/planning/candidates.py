@@ -10,7 +10,7 @@ from fabric_ladder.distributed.deepspeed_config import read_deepspeed_config
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import emulates, fit_precision
 from fabric_ladder.errors import UserError
-from fabric_ladder.options import drop_unneeded, find_config, read_config, read_words, without_options
+from fabric_ladder.options import drop_unneeded, read_named_config, read_words, without_options
 from fabric_ladder.planning.gpus import ANY, Gpu
 from fabric_ladder.planning.predict import unpredictable
 from fabric_ladder.rungs import script_defaults
@@ -90,7 +90,7 @@ def read_candidates(
             continue
         if Path(settings.model).is_file() and "--from_scratch" not in given:
             words += ["--from_scratch", "true"]  # a config file alone holds no weights to start from
-        tokens = _read_file(read_words(words)).get("micro_batch_tokens")
+        tokens = read_named_config(read_words(words), STANDARD).get("micro_batch_tokens")
         settled = given & {"--micro_batch_size", "--micro_batch_tokens"} or tokens not in (None, "auto")
         settled = settled or any(technique.size_setting(settings) for technique in used(settings))
         sizes = (None,) if settled else _sizes(settings)
@@ -116,7 +116,7 @@ def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) 
     """
     defaults = script_defaults(rung)
     given = read_words(options)
-    from_file = _read_file(given)
+    from_file = read_named_config(given, STANDARD)
     precision = (defaults | from_file | given).get("precision", Settings.precision)
     deepspeed = given.get("deepspeed", defaults.get("deepspeed"))
     standard = [] if "config" in given else ["--config", STANDARD]
@@ -155,11 +155,6 @@ def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) 
     if reason := unpredictable(settings):
         raise UserError(f"--precision {settings.precision}: {reason}; plan for bf16-mixed")
     return settings
-
-
-def _read_file(given: dict[str, str]) -> dict:
-    """Return the settings in the YAML file that a plan with these options reads."""
-    return read_config(find_config(given.get("config", STANDARD)))
 
 
 def accuracy_costs(settings: Settings) -> list[str]:

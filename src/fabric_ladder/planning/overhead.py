@@ -110,7 +110,7 @@ NCCL = (100_000_000, 700_000_000, 1_700_000_000)
 ON_MAC = Bounds(*(Overhead(0, 0, part, ASSUMED.source) for part in (0.0, 0.1, 0.25)))
 
 
-def assume(capability: tuple[int, int] | None = None) -> Bounds:
+def assume(capability: tuple[int, int] | None) -> Bounds:
     """Return the overhead of a run on a GPU on which it was not measured.
 
     Args:

@@ -13,6 +13,7 @@ from fabric_ladder.data.load import tokenizer_name
 from fabric_ladder.data.sources import find_source
 from fabric_ladder.data.tokens import load_tokenizer
 from fabric_ladder.errors import UserError
+from fabric_ladder.options import read_words
 from fabric_ladder.planning.candidates import as_on_mac, list_choices, read_candidates
 from fabric_ladder.planning.gpus import ANY, find_gpu, own_gpus
 from fabric_ladder.planning.overhead import overhead_of
@@ -88,13 +89,26 @@ def _check_mac(arguments: argparse.Namespace, gpus: int) -> None:
             raise UserError(f'--{name} {value}: CPU and GPU of a Mac share one memory, e.g. --gpu "Mac 16 GB"')
 
 
+def _check_options(given: dict[str, object], machine: Machine) -> None:
+    """Refuse settings of a run that have no effect on a plan."""
+    if given.get("check_only"):
+        raise UserError("--check_only checks one rung's start: give it to the rung's script")
+    accelerator = given.get("accelerator")
+    if accelerator == "mps" and not machine.gpu.usable:
+        raise UserError('--accelerator mps: name the Mac instead, e.g. --gpu "Mac 16 GB"')
+    if accelerator == "cpu":
+        raise UserError("--accelerator cpu: plans are for GPUs; leave it out")
+
+
 def find_samples(settings: Settings, length: int | None) -> tuple[Samples, list[str]]:
     """Return the samples to plan for, and the reason if they are not the longest sample of the data.
 
     Raises:
-        UserError: The data cannot be read, or the length is above `max_length`.
+        UserError: The data cannot be read, the length is above `max_length`, or images are given a length.
     """
     if settings.task == "image-classification":
+        if length is not None:
+            raise UserError(f"--length {length}: images have no length; leave it out")
         image_format, _ = read_image_format(settings)
         return Samples(image_format.tokens, image_size=image_format.size), []
     if length is not None:
@@ -146,6 +160,7 @@ def find_answer(arguments: argparse.Namespace, options: list[str], report: Calla
         UserError: No rung can be planned.
     """
     machine, about_machine = find_machine(arguments)
+    _check_options(read_words(options), machine)
     if machine.gpu.usable:
         options = as_on_mac(options)
     choices, unplanned = list_choices(arguments.rungs or RUNGS, machine.gpus)

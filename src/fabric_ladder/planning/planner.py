@@ -284,7 +284,7 @@ def _make_plan(candidate: Candidate, rehearsal: Rehearsal, samples: Samples, mac
     if most(size) <= room:  # most candidates fit with all samples, or with none
         whole = most(sizes[-1]) <= room
         size = sizes[-1 if whole else bisect(sizes, room, 1, len(sizes) - 1, key=most) - 1]
-    # each rank loads all weights in 32 bits into CPU memory first
+    # each rank loads all weights into CPU memory first, in 32 bits unless a technique reads them in another form
     loaded = 0 if makes_weights_on_device(candidate.rung) else 4 * rehearsal.counts.all
     for technique in used(settings):
         loaded = technique.loaded_bytes(loaded, rehearsal.counts, settings)

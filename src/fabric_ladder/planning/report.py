@@ -132,7 +132,7 @@ def _larger_mac(least: Plan, machine: Machine, shorter: str) -> str:
     larger = [each for each in macs if each.room >= least.high and each.gpu.memory - MACOS >= least.shared[2]]
     memory = f"a Mac of {larger[0].gpu.memory / 1e9:.0f} GB" if larger else f"{least.shared[2] / 1e9:.0f} GB"
     if least.host >= least.shared[2]:
-        shorter = f"; weights are loaded in 32 bits, {least.host / 1e9:.0f} GB"
+        shorter = f"; loading its weights takes {least.host / 1e9:.0f} GB"
     return f"Nothing fits. It would take {memory}, for {least.candidate.name}{shorter}."
 
 

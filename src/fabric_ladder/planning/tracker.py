@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from difflib import SequenceMatcher
 from functools import partial
 from itertools import groupby, takewhile
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -39,11 +40,6 @@ class Moment(NamedTuple):
     backward: bool
     made: tuple[str, tuple[int, ...]]
     held: tuple[int, ...]
-
-    @property
-    def stage(self) -> tuple[str, bool]:
-        """The pass of the moment."""
-        return self.phase, self.backward
 
     @property
     def total(self) -> int:
@@ -232,7 +228,8 @@ def extrapolate(short: list[Moment], long: list[Moment], times: int) -> list[Mom
     Returns:
         None if the passes of both models differ by more than the number of blocks. Then the deeper model is unknown.
     """
-    passes = [[(stage, list(part)) for stage, part in groupby(each, Moment.stage.fget)] for each in (short, long)]
+    stage_of = attrgetter("phase", "backward")
+    passes = [[(stage, list(part)) for stage, part in groupby(each, stage_of)] for each in (short, long)]
     if [stage for stage, _ in passes[0]] != [stage for stage, _ in passes[1]]:
         return None
     found = []

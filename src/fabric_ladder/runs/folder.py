@@ -1,6 +1,8 @@
 """The folder of a run, `runs/<script>/<n>`: its number, its lock, and whether it can be written."""
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -11,19 +13,29 @@ CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
 
 
-def check_writable(folder: Path) -> None:
+@contextmanager
+def writing(option: str) -> Iterator[None]:
+    """Turn an OSError in this block into a UserError; `option` is the option with its value, for the message."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {option} ({error.strerror or error}): choose another") from error
+
+
+def check_writable(folder: Path, option: str) -> None:
     """Try to write into the folder, or into its nearest parent that exists.
 
     Raises:
-        OSError: It cannot be written.
+        UserError: It cannot be written.
     """
     folder = folder.absolute()
-    while not folder.exists():
-        if folder.is_symlink():
-            folder.stat()  # raises the error: it points to itself, or to nothing
-        folder = folder.parent
-    with tempfile.TemporaryFile(dir=folder):
-        pass
+    with writing(option):
+        while not folder.exists():
+            if folder.is_symlink():
+                folder.stat()  # raises the error: it points to itself, or to nothing
+            folder = folder.parent
+        with tempfile.TemporaryFile(dir=folder):
+            pass
 
 
 def next_folder(parent: Path) -> Path:

@@ -111,7 +111,4 @@ def check_snapshot(settings: Settings) -> None:
         raise UserError(f"{option}: PyTorch records memory on CUDA GPUs, not on {settings.accelerator}; leave it out")
     if path.is_dir():
         raise UserError(f"{option} is a folder; name a file in it, for example {path / NAME}")
-    try:
-        check_writable(path.parent)
-    except OSError as error:
-        raise UserError(f"cannot write {option} ({error.strerror}): choose another") from error
+    check_writable(path.parent, option)

@@ -179,3 +179,10 @@ def count_correct(outputs, labels: Tensor) -> Tensor:
         labels: (samples,) for `logits`.
     """
     return outputs.correct if hasattr(outputs, "correct") else (outputs.logits.detach().argmax(-1) == labels).sum()
+
+
+def over_ranks(fabric: Fabric, operation: str, *counts: int) -> list[int]:
+    """Return the `sum` or the `max` of each count over the ranks. All ranks must call it."""
+    device = torch.device("cpu") if fabric.device.type in NO_FLOAT64 else fabric.device
+    counts = torch.tensor(counts, dtype=torch.float64, device=device)
+    return [int(count) for count in fabric.all_reduce(counts, reduce_op=operation).tolist()]

@@ -5,8 +5,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from time import strftime
 from typing import TypeVar
@@ -16,7 +15,7 @@ from lightning import Fabric
 from fabric_ladder.distributed.launch import command_line
 from fabric_ladder.environment import code_commit, describe_hardware, describe_versions, write_whole
 from fabric_ladder.errors import UserError
-from fabric_ladder.runs.folder import check_writable, lock, next_folder, unlock
+from fabric_ladder.runs.folder import check_writable, lock, next_folder, unlock, writing
 from fabric_ladder.runs.loggers import RunLog
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques import used
@@ -58,7 +57,8 @@ class RunRecord:
             "ranks": fabric.world_size,
             "results": {"epochs": []},
         }
-        self.on_rank_zero(self._check_writable)
+        self._given = f"--runs_dir {settings.runs_dir}"
+        self.on_rank_zero(lambda: check_writable(Path(settings.runs_dir), self._given))
 
     def open(self, folder: Path | None = None, state: dict | None = None) -> None:
         """Open a new folder, or the folder of a resumed run, whose log has this run's first lines already.
@@ -128,19 +128,6 @@ class RunRecord:
             self._log.close()
             unlock(self._lock)
 
-    def _check_writable(self) -> None:
-        with self._writing():
-            check_writable(Path(self.settings.runs_dir))
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Turn an OSError into a UserError about `runs_dir`."""
-        try:
-            yield
-        except OSError as error:
-            reason = error.strerror or error
-            raise UserError(f"cannot write --runs_dir {self.settings.runs_dir} ({reason}): choose another") from error
-
     def _open(self, folder: Path | None, state: dict | None) -> None:
         if folder:
             self._lines = state["lines"]
@@ -153,7 +140,7 @@ class RunRecord:
             kept = {name: value for name, value in before.items() if not name.startswith("predicted")}
             results = kept | self.values["results"] | {"epochs": before["epochs"]}
             self.values = state["record"] | newest | {"results": results, "resumed": resumed}
-        with self._writing():
+        with writing(self._given):
             path = folder or next_folder(Path(self.settings.runs_dir) / self.settings.name)
             self._lock = lock(path)
             try:

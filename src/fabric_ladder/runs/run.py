@@ -305,5 +305,5 @@ class Run:
         self.record.add_row(step, self.throughput.samples, seconds=self.throughput.elapsed, **figures)
 
     def _print_compiling_problem(self) -> None:
-        if problem := self.throughput.compiling_problem(self.settings):
+        if problem := self.throughput.compiling.problem(self.settings):
             self.print(f"Warning: {problem}")

@@ -8,8 +8,8 @@ import torch
 from lightning import Fabric
 
 from fabric_ladder.data.loaders import EffectiveBatch
-from fabric_ladder.environment import count_device, peak_memory, reset_peak_memory
-from fabric_ladder.settings import Settings
+from fabric_ladder.environment import peak_memory, reset_peak_memory
+from fabric_ladder.runs.metrics import over_ranks
 from fabric_ladder.techniques.compile import CompileClock
 
 
@@ -33,7 +33,7 @@ class Throughput:
         self._evaluated = state.get("evaluated", (0, 0.0))  # tokens and seconds
         device_peak, cpu_peak = state.get("peaks", (0, 0))
         self._peaks = device_peak, max(cpu_peak, peak_memory(torch.device("cpu")))  # includes making the model
-        self._compiling = CompileClock(*state.get("compiled", ()))
+        self.compiling = CompileClock(*state.get("compiled", ()))
         reset_peak_memory(fabric.device)
         self._start = perf_counter() - state.get("elapsed", 0.0)
 
@@ -70,13 +70,9 @@ class Throughput:
             "peak_memory_bytes": peak_memory(self.fabric.device),
         }
 
-    def compiling_problem(self, settings: Settings) -> str | None:
-        """Return a line about too many compilations; call it at each printed line. See `CompileClock.problem`."""
-        return self._compiling.problem(settings)
-
     def state_dict(self) -> dict:
         """Return counts and seconds as plain values, to resume from. All ranks must call it."""
-        tokens, padded = self._sum(self._tokens, self._padded)
+        tokens, padded = over_ranks(self.fabric, "sum", self._tokens, self._padded)
         return {
             "samples": self.samples,
             "tokens": tokens,
@@ -85,15 +81,15 @@ class Throughput:
             "elapsed": self.elapsed,
             "last_line": self._last_line,
             "peaks": self._find_peaks(),
-            "compiled": (self._compiling.seconds, self._compiling.graphs, self._compiling.recompiled),
+            "compiled": (self.compiling.seconds, self.compiling.graphs, self.compiling.recompiled),
             "evaluated": self._evaluated,
         }
 
     def figures(self) -> dict[str, float]:
         """Stop the clock of compilations, and return seconds, rates and peaks of the training for run.json."""
         elapsed = self.elapsed
-        self._compiling.stop()
-        tokens, padded = self._sum(self._tokens, self._padded)
+        self.compiling.stop()
+        tokens, padded = over_ranks(self.fabric, "sum", self._tokens, self._padded)
         device, host = self._find_peaks()
         training = elapsed - self._excluded
         figures = {
@@ -109,17 +105,12 @@ class Throughput:
             figures["peak_reserved_bytes"] = torch.cuda.max_memory_reserved(self.fabric.device)
         if self._evaluated[0]:
             figures["evaluation_tokens_per_second"] = self._evaluated[0] / self._evaluated[1]
-        if self._compiling.graphs:
-            figures |= {"compile_seconds": self._compiling.seconds, "compiled_graphs": self._compiling.graphs}
-            figures |= {"recompiled_graphs": self._compiling.recompiled, "compiler_gave_up": self._compiling.gave_up}
+        if self.compiling.graphs:
+            figures |= {"compile_seconds": self.compiling.seconds, "compiled_graphs": self.compiling.graphs}
+            figures |= {"recompiled_graphs": self.compiling.recompiled, "compiler_gave_up": self.compiling.gave_up}
         return figures
-
-    def _sum(self, *counts: int) -> list[int]:
-        counts = torch.tensor(counts, dtype=torch.float64, device=count_device(self.fabric.device))
-        return [int(count) for count in self.fabric.all_reduce(counts, reduce_op="sum").tolist()]
 
     def _find_peaks(self) -> list[int]:
         """Return the peak memory of the device and of the CPU in bytes, each the largest over all ranks."""
         own = peak_memory(self.fabric.device), peak_memory(torch.device("cpu"))
-        peaks = torch.tensor([own, self._peaks], dtype=torch.float64, device=count_device(self.fabric.device)).amax(0)
-        return [int(peak) for peak in self.fabric.all_reduce(peaks, reduce_op="max").tolist()]
+        return over_ranks(self.fabric, "max", *map(max, own, self._peaks))

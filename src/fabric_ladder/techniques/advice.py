@@ -14,7 +14,7 @@ from fabric_ladder.distributed.launch import command_line
 from fabric_ladder.distributed.watch import lost_contact, running_watch
 from fabric_ladder.environment import compute_capability, emulates, notebook_shell, peak_memory
 from fabric_ladder.errors import NotFiniteError, UserError, first_line, is_out_of_memory, print_error
-from fabric_ladder.options import drop_unneeded, find_config, read_config, read_words, script_defaults, without_options
+from fabric_ladder.options import drop_unneeded, read_named_config, read_words, script_defaults, without_options
 from fabric_ladder.places import SRC
 from fabric_ladder.settings import Settings, show
 from fabric_ladder.techniques import TECHNIQUES, technique_of, used
@@ -192,7 +192,7 @@ def _own_defaults(words: list[str], defaults: dict, replaced: Collection[str]) -
     """Return the options that keep a rung's own settings where the YAML file of a command line has others."""
     try:
         given = read_words(words)
-        from_file = read_config(find_config(given["config"])) if "config" in given else {}
+        from_file = read_named_config(given)
     except UserError:  # the file is gone by now
         return []
     own = vars(Settings()) | defaults

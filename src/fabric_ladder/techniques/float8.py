@@ -72,7 +72,7 @@ class Float8(Technique):
     setting = "float8"
     rung = "22_float8"
     refused_on_mps = "--float8 true, since Apple's GPUs have no 8-bit floating point: leave it out"
-    plans = ()  # float8 weights are not predicted
+    plans = ()  # it saves time, and little memory
     next_rung = IN_16_BITS
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:

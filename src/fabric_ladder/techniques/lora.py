@@ -22,6 +22,7 @@ from fabric_ladder.models.dtypes import half_precision, keep_dtype
 from fabric_ladder.models.layers import head_names, linear_layers, meta_model
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.lora_init import CHANGES_BASE, check_init, same_draws
+from fabric_ladder.techniques.memory import Counts
 from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, NextRung, Technique
 
 TASK_TYPES = {  # PEFT has none for images
@@ -110,6 +111,12 @@ def add_adapters(model: nn.Module, settings: Settings) -> nn.Module:
     return model
 
 
+def read_dtype(settings: Settings) -> torch.dtype | None:
+    """Return the 16-bit type in which pretrained weights are read; None: 32 bits, as a classifier's new head needs."""
+    is_final = settings.task == "instruction-tuning" and settings.precision.endswith("true")
+    return half_precision(settings) if is_final else None
+
+
 def _keep_trained_in_32_bit(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
@@ -188,11 +195,14 @@ class LoRA(Technique):
         return ("peft",)
 
     def loading_options(self, settings: Settings, config: PretrainedConfig) -> dict:
-        """Read the weights of a language model in their final precision; a classifier's new head is drawn in 32-bit."""
-        if settings.task != "instruction-tuning" or not settings.precision.endswith("true") or settings.from_scratch:
-            return {}
-        dtype = half_precision(settings)
-        return {"dtype": dtype} if dtype else {}
+        """Read the weights of a language model in 16 bits, if these are the run's precision."""
+        dtype = read_dtype(settings)
+        return {} if dtype is None or settings.from_scratch else {"dtype": dtype}
+
+    def loaded_bytes(self, loaded: int, counts: Counts, settings: Settings) -> int:
+        """Return the bytes of weights that are read in 16 bits."""
+        dtype = read_dtype(settings)
+        return loaded if dtype is None else loaded // 2
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
         """Return the frozen model with adapters."""

@@ -102,7 +102,7 @@ class QLoRA(Technique):
 
     def loaded_bytes(self, loaded: int, counts: Counts, settings: Settings) -> int:
         """Return the bytes of weights that are packed in CPU memory; otherwise they are read to the device."""
-        packed = loaded - round(counts.linear * (4 - NF4_BYTES))
+        packed = loaded - round(counts.linear * (loaded / counts.all - NF4_BYTES))
         return packed if _packs_on_host(settings) else 0
 
     def rehearsed(self, settings: Settings) -> Settings:
@@ -119,10 +119,7 @@ class QLoRA(Technique):
                 layer.pack()
 
     def add_memory(self, peak: Peak, counts: Counts, settings: Settings) -> Peak:
-        """Pack the frozen linear layers into 4 bits, unless the rehearsal has done so.
-
-        NF4 with double quantization takes 4.127 bits per weight (Dettmers et al., 2023, QLoRA, section 3).
-        """
+        """Pack the frozen linear layers into 4 bits, unless the rehearsal has done so."""
         if strategy_traits(settings).shards_weights:
             return peak
         width = {"32-true": 4, "64-true": 8}.get(settings.precision, 2)

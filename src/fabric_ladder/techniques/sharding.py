@@ -8,6 +8,7 @@ from fabric_ladder.distributed.fsdp import transformer_blocks
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.layers import meta_model
 from fabric_ladder.settings import Settings
+from fabric_ladder.techniques.low_precision import IN_16_BITS
 from fabric_ladder.techniques.memory import Counts, Peak
 from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, CHECKPOINTING, NextRung, Technique
 from fabric_ladder.techniques.zero_memory import with_zero
@@ -40,6 +41,10 @@ class DDP(_Strategy):
     plans = ALONE_OR_CHECKPOINTED
     needs_gpus = 2
     next_rung = NextRung("10_fsdp", "shards weights, gradients and optimizer state", replaces=("offload", "optimizer"))
+
+    def next_to_try(self, settings: Settings) -> NextRung | None:
+        """Return FSDP2, or 16-bit weights on one GPU, which has nothing to share them with."""
+        return self.next_rung if settings.ranks > 1 else IN_16_BITS
 
 
 class FSDP(_Strategy):

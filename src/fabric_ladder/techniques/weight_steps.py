@@ -31,7 +31,7 @@ class WeightSteps(Optimizer):
 
     Attributes:
         offloads: Step on the CPU.
-        frees: Free each gradient immediately. A gradient outside `stepping` is lost.
+        frees: Free each gradient immediately. Outside `stepping` it is freed without a step.
         in_backward: Step inside the backward pass, within `stepping`.
     """
 

@@ -71,7 +71,7 @@ class Generator:
         """Return the tokens of a prompt, as in training.
 
         Raises:
-            UserError: The prompt is empty, too long for the model, or its template has no field for the input.
+            UserError: The prompt is empty, or too long for the model.
         """
         if self.template == CHAT:
             content = "\n\n".join(filter(None, (question.instruction, question.input)))

@@ -6,8 +6,9 @@ import torch
 
 from fabric_ladder.data.cutting import MicroBatchPlan
 from fabric_ladder.distributed.strategies import strategy_traits
+from fabric_ladder.runs.metrics import over_ranks
 from fabric_ladder.techniques.compile import is_compiled
-from fabric_ladder.training.fitting import largest_over_ranks, trial_pass, without_a_trace
+from fabric_ladder.training.fitting import trial_pass, without_a_trace
 from fabric_ladder.training.gradients import run_model
 from fabric_ladder.training.state import Training
 
@@ -20,7 +21,7 @@ def compile_ahead(training: Training) -> None:
 
     A strategy that accumulates gradients itself compiles in its first steps, since it could not undo a trial.
     """
-    if training.is_over or not is_compiled(training.model) or strategy_traits(training.settings).accumulates_itself:
+    if training.is_over or not is_compiled(training.model) or strategy_traits(training.settings).owns_optimizer:
         return
     train_data, val_loader = training.train_loader.dataset, training.val_loader
     with training.run.throughput.excluded(), without_a_trace(training):
@@ -58,5 +59,5 @@ def _one_and_several(training: Training, parts: Iterable[MicroBatchPlan]) -> lis
     found: dict[bool, MicroBatchPlan] = {}
     for part in parts:
         found.setdefault(len(part.packs or part.rows) > 1, part)
-    wanted = largest_over_ranks(training, False in found, True in found)
+    wanted = over_ranks(training.fabric, "max", False in found, True in found)
     return [found.get(several) or next(iter(found.values())) for several in (False, True) if wanted[several]]

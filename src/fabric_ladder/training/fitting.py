@@ -14,9 +14,9 @@ from torch import Tensor
 from fabric_ladder.data.loaders import MicroBatch
 from fabric_ladder.data.sampler import BatchPlan
 from fabric_ladder.distributed.strategies import strategy_traits
-from fabric_ladder.environment import count_device, reset_peak_memory
+from fabric_ladder.environment import reset_peak_memory
 from fabric_ladder.errors import UserError, is_out_of_memory
-from fabric_ladder.runs.metrics import Meter
+from fabric_ladder.runs.metrics import Meter, over_ranks
 from fabric_ladder.runs.prediction import Prediction, most_tokens
 from fabric_ladder.techniques import state_dtypes, used
 from fabric_ladder.training.gradients import accumulate_gradients, forget_gradients
@@ -41,7 +41,7 @@ def try_longest(training: Training, prediction: Prediction | None) -> None:
     """
     run, state, sampler = training.run, training.state, training.train_loader.sampler
     traits, device = strategy_traits(run.settings), run.fabric.device
-    tries = not traits.accumulates_itself
+    tries = not traits.owns_optimizer
     auto = run.settings.micro_batch_tokens == "auto"
     if training.is_over:
         if auto:  # the test loader uses the same number
@@ -68,11 +68,11 @@ def try_longest(training: Training, prediction: Prediction | None) -> None:
 def _first_tokens(training: Training, prediction: Prediction | None, halves: bool) -> int:
     """Return the `micro_batch_tokens` to start with, the same on all ranks."""
     predicted = prediction.found.get("micro_batch_tokens", 0) if prediction else 0  # only rank 0 has a prediction
-    (predicted,) = largest_over_ranks(training, predicted)
+    (predicted,) = over_ranks(training.fabric, "max", predicted)
     if not predicted and not halves:
         return 1  # no trial would find a larger number
     known = [tokens for tokens in (training.state.micro_batch_tokens, predicted) if tokens]
-    return min(known or largest_over_ranks(training, most_tokens(training.train_loader)))
+    return min(known or over_ranks(training.fabric, "max", most_tokens(training.train_loader)))
 
 
 def _halve_until_it_fits(training: Training) -> None:
@@ -82,7 +82,7 @@ def _halve_until_it_fits(training: Training) -> None:
         plans = sampler.heaviest()
         problem = _find_problem(training, plans)
         samples = max(len(part.rows) for plan in plans for part in plan.parts)
-        failed, samples = largest_over_ranks(training, problem is not None, samples)
+        failed, samples = over_ranks(training.fabric, "max", problem is not None, samples)
         if not failed:
             return
         if samples == 1:
@@ -127,12 +127,6 @@ def trial_pass(training: Training, micro_batches: list[MicroBatch]) -> None:
     with fabric.no_backward_sync(model, enabled=not strategy_traits(training.settings).shards_weights):
         accumulate_gradients(fabric, model, micro_batches, Meter(fabric))
     forget_gradients(fabric, training.optimizer)
-
-
-def largest_over_ranks(training: Training, *values: int) -> list[int]:
-    """Return the largest of each value over the ranks. All ranks must call it."""
-    values = torch.tensor(values, dtype=torch.float64, device=count_device(training.fabric.device))
-    return [int(value) for value in training.fabric.all_reduce(values, reduce_op="max").tolist()]
 
 
 @contextmanager

@@ -1,18 +1,16 @@
 """The one train loop and the one evaluation of all rungs."""
 
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from time import perf_counter
 
 import torch
-from lightning import Fabric
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from fabric_ladder.checkpoints.disk import check_disk_space
 from fabric_ladder.checkpoints.save import read_state, save
-from fabric_ladder.data.loaders import EffectiveBatch, MicroBatch
+from fabric_ladder.data.loaders import EffectiveBatch
 from fabric_ladder.distributed.preemption import exit_for
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.errors import NotFiniteError, UserError
@@ -74,8 +72,7 @@ def evaluate(training: Training, test_loader: DataLoader) -> Score:
             counts = kind.start_counts(fabric.device)
         elif 0 < len(names) <= MOST_CLASSES:
             counts = torch.zeros((len(names), len(names)), dtype=torch.int64, device=fabric.device)
-        stop = training.stop_request.requested
-        score = _evaluate(fabric, training.model, test_loader, "the test", stop, counts)
+        score = _evaluate(training, test_loader, "the test", counts)
         if score is None:
             _stop(training)
         if counts is not None:
@@ -266,7 +263,7 @@ def _validate(training: Training, name: str) -> Score:
     state.begin_step()
     with run.throughput.excluded():
         start = perf_counter()
-        score = _evaluate(training.fabric, training.model, val_loader, name, training.stop_request.requested)
+        score = _evaluate(training, val_loader, name)
         if score:
             run.throughput.count_evaluation(val_loader.sampler.tokens, perf_counter() - start)
     if score is None:
@@ -276,26 +273,19 @@ def _validate(training: Training, name: str) -> Score:
 
 
 @torch.no_grad()
-def _evaluate(
-    fabric: Fabric,
-    model: nn.Module,
-    loader: Iterable[MicroBatch],
-    name: str,
-    stop: Callable[[], bool],
-    counts: Tensor | None = None,
-) -> Score | None:
-    """Return the score on the loader's split, each sample counted once, or None after `stop` returned True.
+def _evaluate(training: Training, loader: DataLoader, name: str, counts: Tensor | None = None) -> Score | None:
+    """Return the score on the loader's split, each sample counted once, or None after a request to stop.
 
     `name` is for the message if a loss is not finite. `counts` gets this rank's samples, see `run_model`.
     """
-    model.eval()
-    meter = Meter(fabric)
+    training.model.eval()
+    meter = Meter(training.fabric)
     for micro_batch in loader:
         with name_shape(micro_batch.inputs, phase="the evaluation"):
-            loss, correct = run_model(fabric, model, micro_batch, counts)
+            loss, correct = run_model(training.fabric, training.model, micro_batch, counts)
         meter.add(loss, correct, micro_batch.items)
         meter.commit((name, []))
-        if stop():
+        if training.stop_request.requested():
             return None
     return meter.collect()
 
