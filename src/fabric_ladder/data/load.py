@@ -64,12 +64,11 @@ def prepare(settings: DataSettings, imdb: Source) -> TextDatasets | ImageDataset
     if commit:
         source.key.append(commit)
     name = tokenizer_name(settings)
-    tokenizer = None if name == "trained" else load_tokenizer(name, _revision(settings))
-    vocabulary = (
-        trained_vocabulary(settings.model, settings.model_revision)
-        if tokenizer is None
-        else tokenizer.backend_tokenizer.to_str()
-    )
+    if name == "trained":
+        tokenizer, vocabulary = None, trained_vocabulary(settings.model, settings.model_revision)
+    else:
+        tokenizer = load_tokenizer(name, _revision(settings))
+        vocabulary = tokenizer.backend_tokenizer.to_str()
     inputs = [CACHE_FORMAT, pd.__version__, source.key, vocabulary, *(getattr(settings, choice) for choice in CHOICES)]
     if tokenizer is not None:
         inputs.append(tokenizer.truncation_side)
