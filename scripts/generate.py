@@ -133,24 +133,34 @@ def main(arguments: argparse.Namespace) -> None:
             torch.manual_seed(seed)
             generator.answer([generator.tokens(question)], stream=True)
         return
-    answers = {}
-    for name, generator in generators.items():
-        torch.manual_seed(seed)
-        answers[name] = generation.answer_all(generator, [question for _, question in rows], arguments.batch_size or 8)
-    lines = []
-    for number, (row, _) in enumerate(rows):
-        found = {name: texts[number] for name, texts in answers.items()}
-        lines.append(row | {"generated": found if others else found[first]})
+    answers = {name: {} for name in generators}
+    questions = [question for _, question in rows]
+    try:
+        for name, generator in generators.items():
+            torch.manual_seed(seed)
+            for number, text in generation.answer_all(generator, questions, arguments.batch_size or 8):
+                answers[name][number] = text
+    finally:  # after Ctrl-C or an error, too
+        lines = []
+        for number, (row, _) in enumerate(rows):
+            found = {name: texts[number] for name, texts in answers.items() if number in texts}
+            if len(found) == len(generators):
+                lines.append(row | {"generated": found if others else found[first]})
+        save(lines, len(generators), arguments.output)
+
+
+def save(lines: list[dict], models: int, path: Path | None) -> None:
+    """Write the answered rows to a new file, or print them without one; nothing if there are none."""
     text = "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
-    if not arguments.output:
+    if not path or not lines:
         print(text, end="")
         return
     try:
-        write_new(arguments.output, text)
+        write_new(path, text)
     except UserError:
         print(text, end="")  # rather than lose the answers
         raise
-    print(f"Saved {len(rows) * len(answers)} answers in {arguments.output}")
+    print(f"Saved {len(lines) * models} answers in {path}")
 
 
 if __name__ == "__main__":

@@ -131,6 +131,11 @@ NEXT = r"Next to try: --activation_checkpointing true, which [^;]*; python src/"
             {"lora": True, "quantization": "nf4", "accelerator": "cuda", "compile": True, "micro_batch_size": 1},
             r"src/24_streamed_layers\.py --quantization nf4, which",
         ),
+        (
+            "9_ddp",
+            {"lora": True, "quantization": "nf4", "strategy": "ddp", "accelerator": "cuda", "micro_batch_size": 1},
+            r"src/24_streamed_layers\.py --quantization nf4, which",
+        ),
         ("21_selective_checkpointing", {"micro_batch_size": 1}, NEXT + r"7_grad_checkpointing\.py"),
         ("13_lora", {"task": "instruction-tuning"}, r"--activ[^;]*; [^;]*src/14_qlora\.py[^;]*; --max_length 512$"),
     ],

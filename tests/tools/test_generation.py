@@ -198,7 +198,29 @@ def test_a_file_of_prompts_becomes_a_file_of_answers(runs, tmp_path, monkeypatch
         Question("word7"),
         Question("word8 word9"),
     ]
-    assert answer_all(ours, questions, 3) == [by_transformers(ours, ours.tokens(question)) for question in questions]
+    expected = [by_transformers(ours, ours.tokens(question)) for question in questions]
+    assert dict(answer_all(ours, questions, 3)) == dict(enumerate(expected))
+
+
+def test_answers_written_before_ctrl_c_are_saved(runs, tmp_path, monkeypatch, capsys):
+    rows = [{"prompt": "word7 " * number} for number in range(1, 6)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    batches, answer = [], Generator.answer
+
+    def interrupted(self, prompts):
+        batches.append(prompts)
+        if len(batches) > 2:
+            raise KeyboardInterrupt
+        return answer(self, prompts)
+
+    monkeypatch.setattr(Generator, "answer", interrupted)
+    monkeypatch.chdir(tmp_path)
+    arguments = ("--model", runs.whole, "--prompts", "rows.jsonl", "--output", "out.jsonl", "--batch_size", "2", *LONG)
+    with pytest.raises(KeyboardInterrupt):
+        run_here(monkeypatch, SCRIPT, *arguments)
+    assert "Saved 4 answers in out.jsonl" in capsys.readouterr().out
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in found] == [row["prompt"] for row in rows[1:]]
 
 
 def test_adapters_of_one_base_answer_as_each_alone(runs, tmp_path, monkeypatch, capsys):

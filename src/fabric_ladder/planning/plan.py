@@ -104,11 +104,9 @@ def find_samples(settings: Settings, length: int | None) -> tuple[Samples, list[
     """Return the samples to plan for, and the reason if they are not the longest sample of the data.
 
     Raises:
-        UserError: The data cannot be read, the length is above `max_length`, or images are given a length.
+        UserError: The data cannot be read, or the length is above `max_length`.
     """
     if settings.task == "image-classification":
-        if length is not None:
-            raise UserError(f"--length {length}: images have no length; leave it out")
         image_format, _ = read_image_format(settings)
         return Samples(image_format.tokens, image_size=image_format.size), []
     if length is not None:
@@ -172,6 +170,8 @@ def find_answer(arguments: argparse.Namespace, options: list[str], report: Calla
     problems |= unplanned
     settings = candidates[0].settings
     machine = machine._replace(overhead=overhead_of(machine.gpu, settings.cache_dir))
+    if arguments.length and settings.task == "image-classification":
+        raise UserError(f"--length {arguments.length}: images have no length; leave it out")
     samples, notes = find_samples(settings, arguments.length)
     every = bool(arguments.full or arguments.json or arguments.page or arguments.rungs)
     plans = make_plans(candidates, samples, machine, every, report)

@@ -66,7 +66,7 @@ class QLoRA(Technique):
 
     def next_to_try(self, settings: Settings) -> NextRung:
         """Return FSDP if there are several GPUs already, and CPU memory otherwise."""
-        if settings.ranks == 1 and settings.strategy == "single" and settings.accelerator == "cuda":
+        if settings.ranks == 1 and settings.strategy in ("single", "ddp") and settings.accelerator == "cuda":
             kept = CHECKPOINTING if settings.activation_checkpointing else ()
             return NextRung("24_streamed_layers", "keeps the 4-bit blocks in CPU memory", (*IN_4_BITS[2:], *kept))
         return DDP.next_rung._replace(options=IN_4_BITS) if settings.strategy == "ddp" else self.next_rung

@@ -257,18 +257,16 @@ def read_questions(path: Path) -> list[tuple[dict, Question]]:
     return questions
 
 
-def answer_all(generator: Generator, questions: list[Question], batch_size: int) -> list[str]:
-    """Return the answers, in the order of the questions; prompts of similar length share a batch."""
+def answer_all(generator: Generator, questions: list[Question], batch_size: int) -> Iterator[tuple[int, str]]:
+    """Yield the number of each question and its answer; prompts of similar length share a batch."""
     prompts = [generator.tokens(question) for question in questions]
     order = sorted(
         range(len(prompts)), key=lambda index: -len(prompts[index])
     )  # the largest batch first, so that memory runs out early
-    answers = {}
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
         for index, tokens in zip(chosen, generator.answer([prompts[index] for index in chosen]), strict=True):
-            answers[index] = generator.text(tokens)
-    return [answers[index] for index in range(len(prompts))]
+            yield index, generator.text(tokens)
 
 
 def _check_language(config: PretrainedConfig, name: str) -> None:
