@@ -108,13 +108,14 @@ def main(arguments: argparse.Namespace) -> None:
         options = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")}
         sampling = {name: value for name, value in options.items() if value is not None}
     generators = {}
+    inputs = sum(bool(question.input.strip()) for _, question in rows)
     for name, (adapter, tokenizer) in zip(arguments.model, adapters, strict=True):
         template = generation.choose_template(tokenizer, wanted, arguments.chat)
-        if arguments.input and template not in (generation.CHAT, generation.RAW) and hides_input(template):
+        hides = template not in (generation.CHAT, generation.RAW) and hides_input(template)
+        if arguments.input and hides:
             raise UserError(f"--input: the prompt template {template!r} has no {{input}}; write all into --prompt")
-        hidden = sum(bool(question.input.strip()) for _, question in rows)
-        if hidden and template not in (generation.CHAT, generation.RAW) and hides_input(template):
-            line = f"{hidden} of {len(rows)} prompts have an input that the template {template!r} does not show"
+        if inputs and hides:
+            line = f"{inputs} of {len(rows)} prompts have an input that the template {template!r} does not show"
             print(f"Warning: {line}", file=sys.stderr)
         options = (model, tokenizer, template, arguments.max_new_tokens, sampling, adapter)
         generators[name] = generation.Generator(*options)

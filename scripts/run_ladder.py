@@ -83,11 +83,12 @@ def deciding(settings: dict) -> dict:
 
 def finished_run(folder: Path, settings: Settings) -> Path | None:
     """Return the folder of a finished run with the same settings, later than its files of data, if there is one."""
+    from fabric_ladder.data.sources import find_file
+
     wanted = deciding(asdict(settings))
     names = [name for name in (settings.dataset, settings.validation_file, settings.test_file) if name]
-    found = [path for name in names for path in (Path(name), Path(settings.data_dir) / name) if path.exists()]
-    inside = [file for path in found if path.is_dir() for file in path.rglob("*")]
-    changed = max((path.stat().st_mtime for path in (*found, *inside)), default=0)
+    files = [file for name in names if (path := find_file(name, settings)) for file in (path, *path.rglob("*"))]
+    changed = max((file.stat().st_mtime for file in files if file.exists()), default=0)  # links may lead to nothing
     for record in sorted(folder.glob("*/run.json")):
         if record.stat().st_mtime < changed:
             continue

@@ -319,7 +319,11 @@ REFUSED = {
     "a link to nothing": ({"dataset": "links"}, r"cannot read \S*/nowhere \(.*No such file"),
     "no model config": (
         {"dataset": "synthetic", "model": "a.json"},
-        r"needs a config with vocab_size|a\.json is not a model config",
+        r"a\.json is not a model config",
+    ),
+    "a config without a vocabulary": (
+        {"dataset": "synthetic", "model": "c.json"},
+        r"--tokenizer trained needs a config with vocab_size, unlike c\.json",
     ),
     "no JSON config": (
         {"dataset": "synthetic", "model": "b.json"},
@@ -338,6 +342,7 @@ def test_options_are_refused_in_one_line(tmp_path, load, monkeypatch, name):
     Path("aclImdb").mkdir()
     Path("a.json").write_text("{}")
     Path("b.json").write_text("{")
+    Path("c.json").write_text('{"model_type": "vit"}')
     values, pattern = REFUSED[name]
     with pytest.raises(UserError, match=pattern) as error:
         load(**{"dataset": "a.csv"} | values)

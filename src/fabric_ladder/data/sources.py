@@ -79,7 +79,7 @@ def find_source(settings: DataSettings, imdb: Source | None = None) -> Source:
         files = _folder_files(path) if path.is_dir() else {"train": [path]}
     for split, file in (("validation", settings.validation_file), ("test", settings.test_file)):
         if file:
-            found = _find_file(file, settings)
+            found = find_file(file, settings)
             if found is None:
                 raise UserError(f"there is no {split} file {file} here or in {settings.data_dir}")
             files[split] = [found]
@@ -117,14 +117,14 @@ def check_complete(settings: DataSettings, splits: Collection[str], unlabelled: 
 def find_path(settings: DataSettings, suffixes: tuple[str, ...]) -> Path | None:
     """Return the file or folder `dataset`; None for a name on the Hub, which ends in none of the suffixes."""
     name = settings.dataset
-    path = _find_file(name, settings)
+    path = find_file(name, settings)
     if path is None and (name.lower().endswith(suffixes) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", name)):
         several = "; put several files into one folder" if "," in name else ""
         raise UserError(f"there is no file or folder {name} here or in {settings.data_dir}{several}")
     return path
 
 
-def _find_file(name: str, settings: DataSettings) -> Path | None:
+def find_file(name: str, settings: DataSettings) -> Path | None:
     """Return the file or folder of this name from the current folder or `data_dir`, or None."""
     return next((path for path in (Path(name), Path(settings.data_dir) / name) if path.exists()), None)
 

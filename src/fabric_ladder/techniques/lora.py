@@ -111,7 +111,7 @@ def add_adapters(model: nn.Module, settings: Settings) -> nn.Module:
     return model
 
 
-def read_dtype(settings: Settings) -> torch.dtype | None:
+def _read_dtype(settings: Settings) -> torch.dtype | None:
     """Return the 16-bit type in which pretrained weights are read; None: 32 bits, as a classifier's new head needs."""
     is_final = settings.task == "instruction-tuning" and settings.precision.endswith("true")
     return half_precision(settings) if is_final else None
@@ -196,12 +196,12 @@ class LoRA(Technique):
 
     def loading_options(self, settings: Settings, config: PretrainedConfig) -> dict:
         """Read the weights of a language model in 16 bits, if these are the run's precision."""
-        dtype = read_dtype(settings)
+        dtype = _read_dtype(settings)
         return {} if dtype is None or settings.from_scratch else {"dtype": dtype}
 
     def loaded_bytes(self, loaded: int, counts: Counts, settings: Settings) -> int:
         """Return the bytes of weights that are read in 16 bits."""
-        dtype = read_dtype(settings)
+        dtype = _read_dtype(settings)
         return loaded if dtype is None else loaded // 2
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
