@@ -11,22 +11,21 @@ from support.helpers import CONFIGS, SRC, run_script, without_package
 from fabric_ladder import UserError
 from fabric_ladder.cli import settings_for as settings_of
 from fabric_ladder.data.splits import SPLITS
+from fabric_ladder.foreign import ALIASES, DEPENDENT, WORDS, to_own_words
 from fabric_ladder.options import (
-    ALIASES,
     DEFAULTS,
     NAMES,
     combine,
     drop_unneeded,
     find_config,
     is_met,
-    kinds_of,
     read_config,
     read_words,
     without_options,
 )
 from fabric_ladder.places import SCRIPTS
 from fabric_ladder.rungs import script_defaults
-from fabric_ladder.settings import FACTS, DataSettings, Settings
+from fabric_ladder.settings import FACTS, DataSettings, Settings, kinds_of
 
 
 def read(*words, script=types.MappingProxyType({}), text=""):
@@ -64,36 +63,94 @@ def test_the_command_line_overrides_yaml_and_yaml_overrides_the_script(script, t
 @pytest.mark.parametrize(
     ("words", "meant"),
     [
-        ("--lr 1e-3", "use --learning_rate 1e-3"),
-        ("--lr=1e-3", "use --learning_rate 1e-3"),
-        ("--device cuda:0", "use --accelerator cuda"),
-        ("--device gpu", "use --accelerator cuda"),
-        ("--fp16", "use --precision 16-mixed"),
-        ("--num-train-epochs 3", "use --epochs 3"),
-        ("--gradient_checkpointing --seed 1", "use --activation_checkpointing true"),
-        ("--gradient_accumulation_steps 4", "use --batch_size, the effective batch of one optimizer step"),
-        ("--resume_from_checkpoint", "use --resume auto"),
-        ("--resume_from_checkpoint False", "use --resume no"),
-        ("--resume_from_checkpoint runs/a/1", "use --resume runs/a/1"),
-        ("--save_steps 100", "use --save_every 100, in optimizer steps"),
-        ("--save_steps --lora", "use --save_every, in optimizer steps"),
-        ("--learning-rate 1", "did you mean --learning_rate"),
+        ("--learnin_rate 1", "did you mean --learning_rate"),
         ("--bach_size 1", "did you mean --batch_size"),
         ("--micro_batch_token 1", "did you mean --micro_batch_tokens"),
-        ("--gradacum 2", "--batch_size"),
+        ("--gradacum 2", "did you mean --gradient_accumulation_steps"),
         ("--xyzzy 1", "see --help all for all settings"),
         ("--notices 1", "see --help all for all settings"),
     ],
 )
-def test_an_unknown_setting_names_the_nearest_one_or_the_one_of_this_name_in_other_libraries(words, meant):
+def test_an_unknown_setting_names_the_nearest_ones(words, meant):
     name = re.match(r"--([\w-]+)", words)[1]
     assert refusal(*words.split()).startswith(f"there is no setting {name!r}; ")
     assert meant in refusal(*words.split())
 
 
+@pytest.mark.parametrize(
+    ("words", "own"),
+    [
+        ("--lr 1e-3", "--learning_rate 1e-3"),
+        ("--lr=1e-3", "--learning_rate 1e-3"),
+        ("--learning-rate 1", "--learning_rate 1"),
+        ("--device cuda:0", "--accelerator cuda"),
+        ("--device gpu", "--accelerator cuda"),
+        ("--fp16", "--precision 16-mixed"),
+        ("--fp16 True", "--precision 16-mixed"),
+        ("--fp16 False", "nothing to change"),
+        ("--precision bf16", "--precision bf16-mixed"),
+        ("--use_lora no", "--lora false"),
+        ("--num-train-epochs 3.0", "--epochs 3"),
+        ("--gradient_checkpointing", "--activation_checkpointing true"),
+        ("--grad_accum 4", "--gradient_accumulation_steps 4"),
+        ("--resume_from_checkpoint", "--resume auto"),
+        ("--resume_from_checkpoint False", "--resume no"),
+        ("--resume_from_checkpoint runs/a/1", "--resume runs/a/1"),
+        ("--save_steps 100", "--save_every 100"),
+        ("--save_total_limit 2", "--keep 2"),
+        ("--adam_epsilon 1e-6", "--eps 1e-6"),
+        ("--optim adamw_torch", "--optimizer adam"),  # the Trainer's weight decay is 0 by default
+        ("--optim paged_adamw_8bit", "--optimizer adam-8bit"),
+        ("--lr_scheduler_type cosine_with_min_lr", "--schedule cosine"),
+        ("--blocks_to_swap 20", "--stream_layers true"),
+        ("--num_layers_unfrozen 2", "--train_blocks last:2"),
+        ("--metric_for_best_model eval_accuracy", "--best_metric accuracy"),
+    ],
+)
+def test_options_of_other_libraries_are_read_and_a_line_shows_as_what(words, own):
+    found, lines = to_own_words(words.split())
+    assert " ".join(found) == own.replace("nothing to change", "")
+    assert lines == [f"{words.replace('=', ' ')} as {own}"]
+    if found and found[0][2:] not in DEPENDENT:
+        read_words(found)
+
+
+def test_every_name_of_another_library_is_accepted():
+    """With a value of its setting, or as a switch."""
+    for alias in [*ALIASES, *DEPENDENT]:
+        setting, value = ALIASES.get(alias, (alias, "{}"))
+        kinds, words = kinds_of(setting) if setting in FACTS else ((int,), ())
+        example = words[0] if words else "1" if {int, float} & {*kinds} else "x"
+        found, lines = to_own_words([f"--{alias}", example] if "{}" in value else [f"--{alias}"])
+        assert setting in read_words(found)
+        assert lines or alias == setting
+
+
+def test_own_options_stay_as_they_are_and_the_last_of_two_counts():
+    words = "--seed 1 --lora --runs_dir=--odd --tokenizer= --batch_size 4 --seed 2 --xyzzy 3 --help".split()
+    assert to_own_words(words) == (
+        "--seed 2 --lora --runs_dir=--odd --tokenizer= --batch_size 4 --xyzzy 3 --help".split(),
+        [],
+    )
+    with pytest.raises(UserError, match="--lr 1 and --learning_rate 2 both set --learning_rate: leave one of them out"):
+        to_own_words("--lr 1 --learning_rate 2".split())
+    assert to_own_words("--lr 1 --learning_rate 1".split())[0] == ["--learning_rate", "1"]
+
+
+def test_a_yaml_file_may_have_names_of_other_libraries():
+    values = read(text="num_train_epochs: 3\nlr: 0.1\nbetas: [0.8, 0.95]\n")
+    assert (values["epochs"], values["learning_rate"], values["betas"]) == (3, 0.1, "0.8,0.95")
+    assert values["notices"] == ("own.yaml: read --num_train_epochs 3 as --epochs 3, --lr 0.1 as --learning_rate 0.1",)
+
+
 def test_names_in_other_libraries_are_unique_and_not_settings():
-    assert not {*ALIASES} & {*NAMES}
-    assert len(ALIASES) == sum(len(text.split()) for fact in FACTS.values() for text in fact.aliases.values())
+    assert not {*ALIASES} & {*NAMES, *DEPENDENT}
+    written = [text for fact in FACTS.values() for text in fact.aliases.values()]
+    written += [option.aliases for option in DEPENDENT.values()]
+    assert len(ALIASES) == sum(len(text.split()) for text in written)
+    for name, words in WORDS.items():
+        assert not {*words} & {*kinds_of(name)[1]}
+        assert {*words.values()} <= {*kinds_of(name)[1], "csv", "auto", "no"}
 
 
 @pytest.mark.parametrize(
@@ -107,6 +164,9 @@ def test_names_in_other_libraries_are_unique_and_not_settings():
         ("--matmul_precision tf32", "--matmul_precision tf32: expected highest, high or medium"),
         ("--from_scratch perhaps", "--from_scratch perhaps: expected true or false"),
         ("stray", "unexpected 'stray': write --NAME VALUE"),
+        ("--betas 0.9", "--betas 0.9: expected 2 numbers, separated by commas"),
+        ("--betas 0.9,1", "--betas 0.9,1: must be below 1"),
+        ("--gradient_accumulation_steps x", "--gradient_accumulation_steps x: expected a whole number"),
         ("--seed 1 2", "unexpected '2': write --NAME VALUE"),
         ("--seed", "--seed needs a value"),
         ("--config --lora", "--config needs a value"),
@@ -154,7 +214,6 @@ def test_switches_need_no_value_and_negative_numbers_are_values():
         ("seed: 0x1", r"own\.yaml: --seed 0x1: expected a whole number"),
         ("seed: {a: 1}", r"own\.yaml: 'seed' must be one value"),
         ("1: 2", r"own\.yaml: there is no setting '1'"),
-        ("lr: 0.1", r"own\.yaml: there is no setting 'lr'; use --learning_rate 0\.1"),
         ("lerning_rate: 0.1", r"own\.yaml: there is no setting 'lerning_rate'; did you mean --learning_rate"),
         ("config: quickstart.yaml", r"own\.yaml: there is no setting 'config'"),
     ],
@@ -219,24 +278,28 @@ VALUES = {int: 3, float: 0.25, bool: True, str: "x"}
 def test_a_setting_without_effect_is_refused_wherever_it_is_set(name):
     """The exception is a YAML file for several rungs, if the setting's name begins with its technique."""
     need, _, wanted = FACTS[name].needs.partition("=")
-    assert not is_met(FACTS[name].needs, vars(Settings()))
-    kinds, words = kinds_of(name)
-    value = next((VALUES[kind] for kind in kinds if kind in VALUES), words[-1] if words else None)
+    without = {"optimizer": "sgd"} if is_met(FACTS[name].needs, vars(Settings())) else {}
+    assert not is_met(FACTS[name].needs, vars(Settings()) | without)
+    words = [word for other, text in without.items() for word in (f"--{other}", text)]
+    kinds, choices = kinds_of(name)
+    value = next((VALUES[kind] for kind in kinds if kind in VALUES), choices[-1] if choices else None)
+    value = "0.5,0.5" if FACTS[name].numbers else value
     assert value != DEFAULTS[name].default
-    line = refusal(f"--{name}={value}")
+    line = refusal(f"--{name}={value}", *words)
     if need == "strategy":
         assert re.fullmatch(rf"--{name} has no effect in this script: leave it out, or run src/1\d_\w+\.py", line)
         assert read(f"--{name}={value}", script={"strategy": wanted})[name] == value
     else:
         example = "true" if bool in kinds_of(need)[0] else "N"
         assert line == f"--{name} has no effect without --{need} {wanted or example}: add that, or leave --{name} out"
-        option = f"--{need} {wanted or example.replace('N', '5')}"
+        option = f"--{need} {wanted.split('|')[0] or example.replace('N', '5')}"
         assert read(f"--{name}={value}", *option.split())[name] == value
     if name.startswith(("lora_", "sgd_")):
         assert read(text=f"{name}: {value}")[name] == value
         assert read(script={name: value})[name] == value
     else:
-        assert line[:40] == refusal(text=f"{name}: {value}")[:40] == refusal(script={name: value})[:40]
+        text = "".join(f"{other}: {word}\n" for other, word in without.items()) + f"{name}: {value}"
+        assert line[:40] == refusal(text=text)[:40] == refusal(script={name: value} | without)[:40]
 
 
 def settings_read():

@@ -24,9 +24,8 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from support.data_files import BLOOM, LLAMA, SPLITS, chats, load_in, rows, samples_of, table
-from support.deepspeed_configs import ZERO_2, ZERO_3
 from support.forks import RUNS, in_fork
-from support.helpers import settings_for
+from support.helpers import deepspeed_file, settings_for
 from support.recorded_runs import STORED, compare
 
 from fabric_ladder import Settings, parse_settings
@@ -35,7 +34,9 @@ from fabric_ladder.comparing.sources import read_sources
 from fabric_ladder.comparing.table import print_table, to_markdown
 from fabric_ladder.distributed.deepspeed_config import read_deepspeed_config
 from fabric_ladder.errors import Checked
-from fabric_ladder.options import ALIASES, NAMES, kinds_of
+from fabric_ladder.foreign import ALIASES
+from fabric_ladder.options import NAMES
+from fabric_ladder.settings import kinds_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc")
 
@@ -274,7 +275,7 @@ KNOWN_BAD = {  # inputs that once ended in a traceback or ran without end
         File("texts.jsonl", b'{"text": "a", "label": "\\ud800"}\n', {}),
     ],
     "DeepSpeed configs": [
-        json.dumps(ZERO_2 | change).encode()
+        json.dumps(deepspeed_file("zero2_auto") | change).encode()
         for change in (
             {"fp16": None}, {"optimizer": {"type": "Adam", "params": 5}}, {"optimizer": {"params": True}},
             {"optimizer": {"type": "Adam", "params": {"auto": "auto"}}}, {"train_batch_size": ["x" * 5000]},
@@ -296,7 +297,10 @@ GROUPS = {  # each group has its inputs and its action
     "tables": (tables(), act_on_table),
     "instructions": (instructions(), act_on_instructions),
     "records of runs": (records(), act_on_record),
-    "DeepSpeed configs": (texts_of(st.sampled_from([ZERO_2, ZERO_3]).flatmap(spoilt)), act_on_deepspeed),
+    "DeepSpeed configs": (
+        texts_of(st.sampled_from([deepspeed_file(name) for name in ("zero2_auto", "zero3_auto")]).flatmap(spoilt)),
+        act_on_deepspeed,
+    ),
 }
 
 

@@ -1,5 +1,6 @@
 """Settings from the defaults in code, the script, a YAML file and the command line, in that order."""
 
+import math
 import re
 import sys
 from collections.abc import Collection, Mapping
@@ -9,14 +10,29 @@ from pathlib import Path
 import torch
 
 from fabric_ladder.checks import check, check_start, check_values
+from fabric_ladder.distributed.deepspeed_config import settings_in_file
 from fabric_ladder.distributed.launch import check_launcher, options_of_fabric_run, prepare_launch, resolve_devices
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import compute_capability, fit_precision, keep_freed_memory, notebook_shell, prepare_cuda
 from fabric_ladder.errors import Checked
-from fabric_ladder.options import as_yaml, combine, find_config, own_rate, print_help, read_config, read_words
+from fabric_ladder.foreign import DEPENDENT, as_words, read_dependent, to_own_words
+from fabric_ladder.models.configs import load_config
+from fabric_ladder.options import (
+    as_yaml,
+    check_bounds,
+    check_needs,
+    check_ranks,
+    combine,
+    find_config,
+    own_rate,
+    print_help,
+    read_config,
+    read_words,
+    without_options,
+)
 from fabric_ladder.places import CONFIGS
 from fabric_ladder.runs.process import prepare_process
-from fabric_ladder.settings import Settings
+from fabric_ladder.settings import Settings, show
 from fabric_ladder.techniques import TECHNIQUES, cuda_defaults, full_pass, trains_adapters, used
 from fabric_ladder.techniques.advice import show_errors
 
@@ -42,13 +58,25 @@ def parse_settings(args: list[str] | None = None, **defaults) -> Settings:
         Checked: `check_only` is set, and the run could start.
     """
     show_errors()
+    in_script = args is None and not notebook_shell()
     if args is None:
-        args = [] if notebook_shell() else [*sys.argv[1:], *options_of_fabric_run()]
-    given = read_words(args)
-    if "help" in given:
-        print_help(defaults, _script_doc(), _script_name(), given["help"] == "all")
+        args = [*sys.argv[1:], *options_of_fabric_run()] if in_script else []
+    words, read_as = to_own_words(args)
+    named = read_words(words)
+    if "help" in named:
+        print_help(defaults, _script_doc(), _script_name(), named["help"] == "all")
         raise SystemExit(0)
-    settings, from_file = _read_settings(given, defaults)
+    settings, given, from_file = _read_settings(named, defaults)
+    if in_script:  # commands that the run prints have its own names
+        meant = {
+            name: show(getattr(settings, name)) for each in DEPENDENT if each in named for name in DEPENDENT[each].means
+        }
+        sys.argv[1:] = [
+            *without_options(words, {*DEPENDENT, *meant}),
+            *(w for each in meant.items() for w in as_words(*each)),
+        ]
+    if read_as:
+        settings = _with_notice(settings, f"Read {', '.join(read_as)}")
     check_values(settings)
     if "print_config" in given:
         print(as_yaml(_with_cuda_defaults(_with_own_rate(settings), {*given, *from_file, *defaults})), end="")
@@ -72,8 +100,8 @@ def parse_settings(args: list[str] | None = None, **defaults) -> Settings:
     return settings
 
 
-def _read_settings(given: Mapping[str, object], script: Mapping[str, object]) -> tuple[Settings, dict[str, object]]:
-    """Return the settings from all four sources, and those of the YAML file.
+def _read_settings(given: dict[str, object], script: Mapping[str, object]) -> tuple[Settings, dict, dict]:
+    """Return the settings from all sources, those of the command line and those of the YAML file.
 
     Args:
         given: Values on the command line, `config` included.
@@ -84,15 +112,50 @@ def _read_settings(given: Mapping[str, object], script: Mapping[str, object]) ->
     if "config" in given:
         path = find_config(given["config"])
     from_file = read_config(path) if path else {}
-    values = combine(script, from_file, given)
+    name = (dict(script) | from_file | given).get("deepspeed") if "deepspeed" in script else None
+    deepspeed = settings_in_file(name) if name else {}
+    values = combine(script, from_file, deepspeed | given)
     settings = Settings(**values | {"name": _script_name(), "config": str(path) if path else None})
+    settings, given = _with_dependent(settings, given, given)
+    settings, from_file = _with_dependent(settings, from_file, given)
+    settings, deepspeed = _with_dependent(settings, deepspeed, given)
+    given = deepspeed | given
     if quickstart:
         notice = (
             "No --config and no CUDA GPU: this is the quickstart (configs/quickstart.yaml), a small model on synthetic "
             "reviews, unless you set others. For real work: --config configs/imdb_bloom_560m.yaml; settings: --help"
         )
         settings = _with_notice(settings, notice)
-    return _with_weights(_with_learning_rate(settings, given, from_file), given, from_file), from_file
+    settings = _with_weights(_with_learning_rate(settings, given, from_file), given, from_file)
+    return settings, given, from_file
+
+
+def _with_dependent(settings: Settings, named: dict, given: Mapping[str, object]) -> tuple[Settings, dict]:
+    """Take the settings that options of other libraries mean, unless the command line has their own.
+
+    Args:
+        settings: Of all sources, without these options.
+        named: The values of one source, and of these options in it.
+        given: Values on the command line.
+
+    Returns:
+        The settings, and `named` with what the options mean.
+    """
+    options = {name: named[name] for name in DEPENDENT if name in named}
+    if not options:
+        return settings, named
+    check_ranks()
+    ranks = math.prod(resolve_devices(replace(settings, accelerator=_accelerator(settings))))
+
+    def count_blocks() -> int:
+        return load_config(settings.model, settings.model_revision).get_text_config().num_hidden_layers
+
+    meant, lines = read_dependent(options, vars(settings), named, ranks, count_blocks)
+    check_bounds(meant)
+    check_needs(vars(settings) | meant, meant)
+    if named is not given:
+        meant = {name: value for name, value in meant.items() if name not in given}
+    return _with_notice(replace(settings, **meant), f"Read {', '.join(lines)}"), named | meant
 
 
 def settings_for(accelerator: str, name: str, args: list[str], **defaults) -> Settings:
@@ -107,8 +170,7 @@ def settings_for(accelerator: str, name: str, args: list[str], **defaults) -> Se
     Raises:
         UserError: As for `parse_settings`.
     """
-    given = read_words(args)
-    settings, from_file = _read_settings(given, defaults)
+    settings, given, from_file = _read_settings(read_words(args), defaults)
     check_values(settings)
     settings = resolve(replace(settings, accelerator=accelerator, name=name), given, defaults, from_file)
     check(settings)

@@ -5,6 +5,7 @@ This module imports neither torch nor lightning, so that `--help` and a mistyped
 
 import argparse
 import ast
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -14,50 +15,37 @@ import re
 import sys
 import textwrap
 import types
-import typing
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Literal
 
 import yaml
 
 from fabric_ladder.errors import UserError, print_error, read_outside
+from fabric_ladder.foreign import (
+    ALIASES,
+    DEPENDENT,
+    FALSE,
+    OWN_OPTIONS,
+    TRUE,
+    as_words,
+    split_words,
+    to_own_words,
+)
 from fabric_ladder.places import CONFIGS, SRC
-from fabric_ladder.settings import FACTS, GROUPS, LARGEST, SURROUNDINGS, Fact, Settings, names, show
+from fabric_ladder.settings import FACTS, GROUPS, LARGEST, SURROUNDINGS, Fact, Settings, kinds_of, names, show
 
 NAMES = [*FACTS]
 DEFAULTS = {field.name: field for field in dataclasses.fields(Settings)}
-ALIASES = {
-    alias: f"--{name}{value}" if value.startswith(",") else f"--{name} {value}"
-    for name, fact in FACTS.items()
-    for value, aliases in fact.aliases.items()
-    for alias in aliases.split()
-}
-OWN_OPTIONS = ("config", "print_config", "help")  # options that are not settings
-TRUE = ("true", "yes", "on")
-FALSE = ("false", "no", "off")
+EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 OFF = (False, None, "no")  # values that switch a setting off
 RANKS = """RANK LOCAL_RANK NODE_RANK WORLD_SIZE LOCAL_WORLD_SIZE SLURM_PROCID SLURM_LOCALID SLURM_NODEID SLURM_NTASKS
-SLURM_NNODES""".split()  # environment variables of torchrun, Lightning and Slurm
+SLURM_NNODES LOCAL_SIZE CROSS_RANK CROSS_SIZE""".split()  # of launchers and Lightning
 EXAMPLES = """\
 examples:
   python src/{name}.py --config configs/imdb_minilm.yaml --batch_size 32
   python src/{name}.py --model FOLDER --dataset texts.csv --text_column body
   python src/{name}.py --print_config > own.yaml    and then    python src/{name}.py --config own.yaml
 """
-
-
-def kinds_of(name: str) -> tuple[tuple[type, ...], tuple[str, ...]]:
-    """Return the types of a setting's values, and the words that it takes."""
-    hint = _hints()[name]
-    parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    words = tuple(word for part in parts if typing.get_origin(part) is Literal for word in typing.get_args(part))
-    return tuple(part for part in parts if typing.get_origin(part) is not Literal), words
-
-
-@functools.cache
-def _hints() -> dict[str, object]:
-    return typing.get_type_hints(Settings)
 
 
 def _metavar(name: str) -> str:
@@ -115,20 +103,25 @@ def read_words(words: list[str]) -> dict[str, object]:
         UserError: An unknown setting, a missing value, or a value of another type.
     """
     given = {}
-    left = ["--help" if word == "-h" else word for word in words]
-    while left:
-        word = left.pop(0)
-        if not word.startswith("--"):
-            raise UserError(f"unexpected {word!r}: write --NAME VALUE, for example --batch_size 16 (see --help)")
-        name, equals, text = word.removeprefix("--").partition("=")
-        if not equals and left and not left[0].startswith("--"):
-            equals, text = "=", left.pop(0)
-        if name not in (*NAMES, *OWN_OPTIONS):
-            raise UserError(_suggest(name, text))
-        if not equals and name not in ("print_config", "help") and not _is_switch(name):
+    for name, text in split_words(words):
+        if name not in (*NAMES, *OWN_OPTIONS, *DEPENDENT):
+            raise UserError(_suggest(name))
+        if text is None and name not in ("print_config", "help") and not _is_switch(name):
             raise UserError(f"--{name} needs a value (see --help)")
-        given[name] = read_value(name, text if equals else "true") if name in FACTS else text
+        text = "true" if text is None and name in FACTS else text
+        read = _read_dependent if name in DEPENDENT else read_value
+        given[name] = text if name in OWN_OPTIONS else read(name, text)
     return given
+
+
+def _read_dependent(name: str, text: str) -> float:
+    kind = DEPENDENT[name].kind
+    try:
+        if 0 <= (value := kind(text)) <= LARGEST:
+            return value
+    except ValueError:
+        pass
+    raise UserError(f"--{name} {text:.80}: expected {EXPECTED[kind]}")
 
 
 def read_value(name: str, text: str) -> object:
@@ -138,7 +131,6 @@ def read_value(name: str, text: str) -> object:
         UserError: The setting has no such value.
     """
     types_of, words = kinds_of(name)
-    expected = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
     if text in words:
         return text
     if types.NoneType in types_of and text == "null":
@@ -151,9 +143,15 @@ def read_value(name: str, text: str) -> object:
                 return kind(text)
             except ValueError:
                 continue
+    if name in FACTS and (count := FACTS[name].numbers):
+        with contextlib.suppress(ValueError):
+            numbers = [float(number) for number in text.split(",")]
+            if len(numbers) == count:
+                return ",".join(map(show, numbers))
+        raise UserError(f"--{name} {text:.80}: expected {count} numbers, separated by commas")
     if str in types_of:
         return text
-    choices = [*(expected[kind] for kind in types_of if kind in expected), *words]
+    choices = [*(EXPECTED[kind] for kind in types_of if kind in EXPECTED), *words]
     raise UserError(
         f"--{name} {text:.80}: expected {', '.join(choices[:-1])}{' or ' * (len(choices) > 1)}{choices[-1]}"
     )
@@ -169,8 +167,9 @@ def check_bounds(values: Mapping[str, object]) -> None:
         fact = FACTS.get(name)
         if fact is None or isinstance(value, bool):
             continue
-        if isinstance(value, int | float):
-            _check_number(f"--{name} {str(value)[:30]}", value, fact)
+        numbers = [value] if isinstance(value, int | float) else map(float, value.split(",")) if fact.numbers else ()
+        for number in numbers:
+            _check_number(f"--{name} {str(value)[:30]}", number, fact)
         if value == "":
             raise UserError(f"--{name} is empty: give a value, or leave it out")
         if isinstance(value, str) and (plain := value.encode(errors="replace").decode()) != value:
@@ -190,14 +189,14 @@ def _check_number(option: str, value: float, fact: Fact) -> None:
 
 
 def is_met(need: str, values: Mapping[str, object]) -> bool:
-    """Return whether settings meet a need: a switch is on, or a setting has a value, as in `optimizer=sgd`."""
+    """Return whether settings meet a need: a switch is on, or a setting has a value, as in `schedule=linear|cosine`."""
     name, _, value = need.partition("=")
-    return not need or (values.get(name) == value if value else values.get(name) not in OFF)
+    return not need or (values.get(name) in value.split("|") if value else values.get(name) not in OFF)
 
 
 def own_rate(values: Mapping[str, object]) -> str | None:
     """Return the setting with the learning rate of these settings' technique; None: `learning_rate` applies."""
-    rates = (name for name in NAMES if name.endswith("_learning_rate"))
+    rates = names(replaced_by="learning_rate")
     return next((name for name in rates if is_met(FACTS[name].needs, values)), None)
 
 
@@ -208,11 +207,11 @@ def combine(script: Mapping[str, object], from_file: Mapping[str, object], given
         UserError: A number that no library can use, an empty name, or a setting that has no effect.
     """
     given = {name: value for name, value in given.items() if name in FACTS}
-    values = vars(Settings()) | dict(script) | dict(from_file) | given
+    values = vars(Settings()) | dict(script) | {k: v for k, v in from_file.items() if k not in DEPENDENT} | given
     for name in names(is_path=True):
         values[name] = values[name] and _find_path(values[name])
     check_bounds(values)
-    _check_needs(values, given)
+    check_needs(values, given)
     _check_replaced(values, given)
     return values
 
@@ -224,7 +223,7 @@ def _find_path(path: str) -> str:
     return str(shipped) if path.startswith("configs/") and not Path(path).exists() and shipped.exists() else path
 
 
-def _check_needs(values: Mapping[str, object], given: Collection[str]) -> None:
+def check_needs(values: Mapping[str, object], given: Collection[str]) -> None:
     """Refuse settings that have no effect.
 
     A YAML file may serve several rungs, so it may hold settings that name their technique, as `lora_rank` does.
@@ -341,18 +340,21 @@ def read_config(path: Path) -> dict[str, object]:
     lines = read_outside(path, functools.partial(yaml.load, Loader=_Texts), "YAML") or {}
     if not isinstance(lines, dict):
         raise UserError(f"{path} must hold lines such as 'batch_size: 16'")
-    values = {}
+    words = []
     for name, value in lines.items():
-        if name not in FACTS:
-            raise UserError(f"{path}: {_suggest(str(name), '' if value is None else str(value))}")
         if isinstance(value, list) and all(isinstance(each, str) for each in value):
             value = ",".join(value)
         if not isinstance(value, str | None):
             raise UserError(f"{path}: {name!r:.60} must be one value, or a list of values")
-        try:
-            values[name] = read_value(name, "null" if value is None else value)
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from None
+        words += as_words(str(name), "null" if value is None else value)
+    try:
+        own, read_as = to_own_words(words)
+        values = read_words(own)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    if own_options := [name for name in OWN_OPTIONS if name in values]:
+        raise UserError(f"{path}: {_suggest(own_options[0])}")
+    values |= {"notices": (f"{path.name}: read {', '.join(read_as)}",)} if read_as else {}
     read = [name for name in names(is_path=True) if values.get(name) and FACTS[name].role != SURROUNDINGS]
     beside = {name: path.parent / values[name] for name in read}
     return values | {name: str(place) for name, place in beside.items() if place.exists()}
@@ -367,21 +369,12 @@ def as_yaml(settings: Settings) -> str:
     return "".join(lines)
 
 
-def _suggest(name: str, value: str) -> str:
+def _suggest(name: str) -> str:
     """Return the message for an unknown setting, with the nearest ones."""
-    start = f"there is no setting {name[:60]!r}"
-    ours = ALIASES.get(name.replace("-", "_").lower())
-    if ours == "--resume {}":
-        value = {"": "auto", "true": "auto", "false": "no"}.get(value.lower(), value)
-    if ours == "--accelerator {}":
-        value = {"gpu": "cuda"}.get(value.split(":")[0], value.split(":")[0])
-    if ours:
-        return f"{start}; use {ours.replace('{}', value).replace(' ,', ',').rstrip()}"
-    near = difflib.get_close_matches(name.replace("-", "_").lower(), [*NAMES, *ALIASES], n=3)
-    options = dict.fromkeys(f"--{each}" if each in FACTS else re.match(r"--\w+", ALIASES[each])[0] for each in near)
-    if not options:
-        return f"{start}; see --help all for all settings"
-    return f"{start}; did you mean {' or '.join(options)}?"
+    near = difflib.get_close_matches(name.replace("-", "_").lower(), [*NAMES, *ALIASES, *DEPENDENT], n=3)
+    options = dict.fromkeys(f"--{ALIASES[each][0] if each in ALIASES else each}" for each in near)
+    did_you_mean = f"did you mean {' or '.join(options)}?" if options else "see --help all for all settings"
+    return f"there is no setting {name[:60]!r}; {did_you_mean}"
 
 
 def script_defaults(path: Path) -> dict[str, object]:
@@ -403,8 +396,10 @@ def answer_early() -> None:
     if not main or Path(main).resolve().parent != SRC or not re.match(r"\d+_", Path(main).name):
         return
     script = script_defaults(Path(main))
+    read_as = []
     try:
-        given = read_words(sys.argv[1:])
+        words, read_as = to_own_words(sys.argv[1:])
+        given = read_words(words)
         if "help" in given:
             doc = ast.get_docstring(ast.parse(Path(main).read_text(encoding="utf-8"))) or ""
             print_help(script, textwrap.dedent(doc), Path(main).stem, given["help"] == "all")
@@ -412,7 +407,8 @@ def answer_early() -> None:
         combine(script, read_named_config(given), given)
         check_ranks()
     except UserError as error:
-        print_error(error, f"error: {error}")
+        read = f" (read {', '.join(read_as)})" if read_as else ""
+        print_error(error, f"error: {error}{read}")
         raise SystemExit(2) from None
 
 

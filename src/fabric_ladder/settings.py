@@ -6,7 +6,10 @@ in a comparison, whether a resumed run may change it and whether it changes the 
 """
 
 import dataclasses
+import functools
 import os
+import types
+import typing
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass
 from functools import partial
@@ -44,12 +47,14 @@ class Fact:
         at_most: Largest value.
         above: Largest value that is too small.
         below: Smallest value that is too large.
-        needs: The setting without which it has no effect: `lora`, or with a value `optimizer=sgd`.
+        needs: The setting without which it has no effect: `lora`, or with its values `schedule=linear|cosine`.
         replaced_by: Settings that take its place, separated by spaces.
         rung_decides: Whether runs may differ in it where their rungs set it.
         metavar: Placeholder of its value in `--help`; FILE, FOLDER or PATH in it means that the value can be a path.
         for_beginners: Whether the short `--help` shows it.
+        numbers: How many numbers its text holds, separated by commas; 0: it is any text.
         aliases: Names in other libraries, several in one string. The key is the value here; `{}` is the given value.
+        words: Words of other libraries for its values, several in one string. The key is the value here.
     """
 
     group: str
@@ -67,7 +72,9 @@ class Fact:
     rung_decides: bool = False
     metavar: str = ""
     for_beginners: bool = False
+    numbers: int = 0
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
+    words: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def is_path(self) -> bool:
@@ -393,12 +400,43 @@ class Settings(DataSettings):
     optimizer: Literal["adam", "adamw", "sgd", "sinkgd", "adafactor", "adam-8bit", "adam-4bit"] = optimization_setting(
         "adam",
         "`adam-8bit` (bitsandbytes) and `adam-4bit` keep their state in 8 and 4 bits, `adafactor` keeps one row and "
-        "one column per matrix, `sgd` and `sinkgd` (SGD on balanced gradients) keep no state. `adamw` has weight "
-        "decay 0.01.",
+        "one column per matrix, `sgd` and `sinkgd` (SGD on balanced gradients) keep no state. `adamw` is `adam` with "
+        "weight decay 0.01.",
         role=TECHNIQUE,
         changes_memory=True,
         for_beginners=True,
-        aliases={"adamw, which has weight decay 0.01": "weight_decay wd", "{}": "opt optim"},
+        aliases={"{}": "opt optim"},
+        words={
+            "adam": "adamw_torch adamw_torch_fused adamw_hf",  # whose weight decay is 0 unless it is given
+            "adam-8bit": "adamw_8bit adamw_bnb_8bit paged_adamw_8bit adam_8bit adam8bit",
+            "adam-4bit": "adamw_torch_4bit adam_4bit adam4bit",
+        },
+    )
+    betas: str = optimization_setting(
+        "0.9,0.999",
+        "Share of each moment that a step of Adam keeps.",
+        role=TECHNIQUE,
+        numbers=2,
+        at_least=0,
+        below=1,
+        needs="optimizer=adam|adamw|adam-8bit|adam-4bit",
+        metavar="B1,B2",
+    )
+    eps: float = optimization_setting(
+        1e-8,
+        "Added to the root of Adam's second moment.",
+        role=TECHNIQUE,
+        above=0,
+        needs="optimizer=adam|adamw|adam-8bit|adam-4bit",
+        aliases={"{}": "adam_epsilon epsilon"},
+    )
+    weight_decay: float | None = optimization_setting(
+        None,
+        "In each step, matrices lose this share times the learning rate, in all optimizers as in AdamW. Biases and "
+        "norms do not. Default: 0.01 with `adamw`, else 0.",
+        role=TECHNIQUE,
+        at_least=0,
+        aliases={"{}": "wd"},
     )
     train_blocks: str = optimization_setting(
         "all",
@@ -409,7 +447,6 @@ class Settings(DataSettings):
         metavar="all|last:N|none",
         aliases={
             "last:{}": "freeze_trainable_layers num_layers_unfrozen num_unfrozen_layers unfreeze_layers",
-            "last:N, with the number of trained blocks": "unfrozen_parameters freeze_layers num_frozen_layers",
             "none": "freeze_backbone freeze_base_model freeze_encoder",
         },
     )
@@ -472,10 +509,19 @@ class Settings(DataSettings):
     )
     schedule: Literal["constant", "linear", "cosine"] = optimization_setting(
         "constant",
-        "How the learning rate changes over the optimizer steps. `cosine` and `linear` end at 0.",
+        "How the learning rate changes over the optimizer steps. `cosine` and `linear` end at `min_learning_rate`.",
         role=TECHNIQUE,
         rung_decides=True,
         aliases={"{}": "lr_scheduler lr_scheduler_type scheduler"},
+        words={"constant": "constant_with_warmup", "cosine": "cosine_with_min_lr"},
+    )
+    min_learning_rate: float = optimization_setting(
+        0.0,
+        "Learning rate at the end of the schedule.",
+        role=TECHNIQUE,
+        at_least=0,
+        needs="schedule=linear|cosine",
+        aliases={"{}": "min_lr lr_end"},
     )
     warmup_steps: int = optimization_setting(
         0,
@@ -521,11 +567,7 @@ class Settings(DataSettings):
         rung_decides=True,
         at_least=1,
         for_beginners=True,
-        aliases={
-            "{}": "bs train_batch_size global_batch_size",
-            ", the effective batch of one optimizer step, next to --micro_batch_size": "accumulate_grad_batches "
-            "grad_accum grad_accum_steps gradient_accumulation gradient_accumulation_steps",
-        },
+        aliases={"{}": "bs train_batch_size global_batch_size"},
     )
     micro_batch_size: int | None = micro_batch_setting(
         None,
@@ -535,7 +577,7 @@ class Settings(DataSettings):
         at_least=1,
         replaced_by="micro_batch_tokens pack_rows",
         for_beginners=True,
-        aliases={"{}": "micro_batch per_device_batch_size per_device_train_batch_size"},
+        aliases={"{}": "micro_batch"},
     )
     micro_batch_tokens: int | Literal["auto"] | None = micro_batch_setting(
         None,
@@ -696,6 +738,7 @@ class Settings(DataSettings):
         free_on_resume=False,
         for_beginners=True,
         aliases={"{}": "device", "cpu": "cpu no_cuda use_cpu"},
+        words={"cuda": "gpu cuda:0"},
     )
     threads: int | None = device_setting(
         None,
@@ -712,7 +755,12 @@ class Settings(DataSettings):
             role=TECHNIQUE,
             changes_memory=True,
             for_beginners=True,
-            aliases={"16-mixed": "fp16 amp float16 half use_fp16", "bf16-mixed": "bf16 bfloat16 use_bf16"},
+            aliases={
+                "{}": "mixed_precision",
+                "16-mixed": "fp16 amp float16 half use_fp16",
+                "bf16-mixed": "bf16 bfloat16 use_bf16",
+            },
+            words={"32-true": "32 fp32 float32 no", "16-mixed": "16 fp16 float16", "bf16-mixed": "bf16 bfloat16"},
         )
     )
     matmul_precision: Literal["highest", "high", "medium"] | None = device_setting(
@@ -754,7 +802,7 @@ class Settings(DataSettings):
         "Optimizer steps between two validations within an epoch. Another one follows each epoch. 0: no others.",
         role=SURROUNDINGS,
         at_least=0,
-        aliases={"{}, in optimizer steps": "eval_every eval_interval eval_steps val_check_interval"},
+        aliases={"{}": "eval_every eval_interval eval_steps val_check_interval"},
     )
     patience: int | None = validation_setting(
         None,
@@ -762,13 +810,14 @@ class Settings(DataSettings):
         role=EQUAL,
         free_on_resume=True,
         at_least=1,
-        aliases={"{}": "early_stopping early_stopping_patience"},
+        aliases={"{}": "early_stopping_patience", "3": "early_stopping"},
     )
     best_metric: Literal["loss", "accuracy"] = validation_setting(
         "loss",
         "Figure of a validation that decides whether it is the best so far.",
         role=EQUAL,
         aliases={"{}": "metric_for_best_model"},
+        words={"loss": "eval_loss val_loss", "accuracy": "eval_accuracy val_accuracy val_acc"},
     )
     best_weights: bool = validation_setting(
         False,
@@ -782,7 +831,6 @@ class Settings(DataSettings):
         "Samples between two printed losses. Default: a tenth of an epoch, at most 4800.",
         role=SURROUNDINGS,
         at_least=1,
-        aliases={"{}, in samples": "log_interval logging_steps log_every_n_steps"},
     )
     logger: str = logging_setting(
         "csv",
@@ -792,6 +840,7 @@ class Settings(DataSettings):
         changes_figures=False,
         metavar="NAME,…",
         aliases={"{}": "report_to"},
+        words={"csv": "none"},
     )
     runs_dir: str = logging_setting(
         "runs",
@@ -817,7 +866,7 @@ class Settings(DataSettings):
         role=SURROUNDINGS,
         changes_figures=False,
         at_least=0,
-        aliases={"{}, in optimizer steps": "checkpoint_every save_interval save_steps"},
+        aliases={"{}": "checkpoint_every save_interval save_steps"},
     )
     keep: int = checkpoint_setting(
         1,
@@ -826,6 +875,7 @@ class Settings(DataSettings):
         changes_figures=False,
         at_least=1,
         needs="save_every",
+        aliases={"{}": "save_total_limit"},
     )
     resume: str = checkpoint_setting(
         "no",
@@ -835,6 +885,7 @@ class Settings(DataSettings):
         metavar="auto|FOLDER",
         for_beginners=True,
         aliases={"{}": "resume_from_checkpoint"},
+        words={"auto": "true", "no": "false"},
     )
     max_time: float | None = checkpoint_setting(
         None,
@@ -871,6 +922,19 @@ def names(**wanted: object) -> list[str]:
     Example: `names(role=DATA)`, `names(free_on_resume=True)`.
     """
     return [name for name, fact in FACTS.items() if all(getattr(fact, key) == value for key, value in wanted.items())]
+
+
+def kinds_of(name: str) -> tuple[tuple[type, ...], tuple[str, ...]]:
+    """Return the types of a setting's values, and the words that it takes."""
+    hint = _hints()[name]
+    parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    words = tuple(word for part in parts if typing.get_origin(part) is Literal for word in typing.get_args(part))
+    return tuple(part for part in parts if typing.get_origin(part) is not Literal), words
+
+
+@functools.cache
+def _hints() -> dict[str, object]:
+    return typing.get_type_hints(Settings)
 
 
 def show(value: object) -> str:

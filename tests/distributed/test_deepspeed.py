@@ -1,8 +1,11 @@
 """Rung 12 on real CPU processes with DeepSpeed, compared with one process without it, and its error messages."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,9 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.deepspeed_configs import ZERO_2
 from support.devices import ONE_THREAD, SIZES, read, same
-from support.helpers import MODELS, ROOT, run_script, settings_for
+from support.helpers import DEEPSPEED_FILES, MODELS, ROOT, deepspeed_file, run_script, settings_for
 from support.resuming import Evil, lines_of, rows_of
 from torch.utils import cpp_extension
 
@@ -71,9 +73,28 @@ def test_zero_prints_the_losses_of_one_process(alone, saved):
 def test_hugging_faces_configuration_runs_unchanged_even_without_a_compiler(alone, tmp_path):
     environment = {"CXX": "no-compiler", "TORCH_EXTENSIONS_DIR": str(tmp_path / "none")}
     constant = ("--schedule", "constant", "--warmup_steps", "0")
-    folder, stdout = run_deepspeed(tmp_path, ZERO_2, *constant, **environment)
+    folder, stdout = run_deepspeed(tmp_path, DEEPSPEED_FILES / "zero2_auto.json", *constant, **environment)
     same(alone(*constant), folder, abs=1e-4)
     assert "PyTorch's Adam steps on the CPU: DeepSpeed cannot compile its faster one: " in stdout
+
+
+@SLOW
+@needs_deepspeed
+def test_deepspeeds_launcher_starts_the_rung_with_the_guides_file_of_stage_3(alone, tmp_path):
+    """It passes `--local_rank=N`. The file offloads weights and optimizer to CPU memory."""
+    launcher = [Path(sys.executable).with_name("deepspeed"), "--include=localhost:0,1", SCRIPT]
+    arguments = [*SIZES, "--learning_rate", "5e-3", "--deepspeed", DEEPSPEED_FILES / "zero3_auto.json"]
+    environment = os.environ | ONE_THREAD | {"CXX": "no-compiler", "TORCH_EXTENSIONS_DIR": str(tmp_path / "none")}
+    environment |= {"DS_ACCELERATOR": "cpu"}
+    command = [*map(str, [*launcher, *arguments])]
+    process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert "batch 16 = 2 x 4 x 2" in process.stdout
+    same(
+        alone("--learning_rate", "5e-3", "--max_grad_norm", "null", "--schedule", "constant", "--warmup_steps", "0"),
+        tmp_path / "runs" / "deepspeed_script" / "1",
+        abs=1e-4,
+    )
 
 
 @SLOW
@@ -253,7 +274,7 @@ def test_two_runs_on_one_disk_have_folders_of_their_own(tmp_path, monkeypatch):
         ({"stage": 2, "mics_shard_size": 2}, {}, "DeepSpeed refuses it .*MiCS ZeRO-3 sharding has been removed"),
         ("zero3_nvme", {}, "cannot write into zero_optimization.offload_optimizer.nvme_path /local_nvme: in a copy"),
         (nvme(optimizer="."), {}, "DeepSpeed cannot compile its access to NVMe disks, which needs libaio-dev"),
-        (nvme(optimizer=".", param="."), {}, "nvme the evaluation runs out of DeepSpeed's buffers"),
+        (nvme(optimizer=".", param="/local_nvme"), {}, "cannot write into zero_optimization.offload_param.nvme_path"),
         (nvme(optimizer="."), {"save_every": 4}, "cannot be continued, since DeepSpeed does not load optimizer state"),
         (nvme(optimizer="."), {"save": "sharded"}, "cannot be continued"),
         (nvme(optimizer="."), {"load": "somewhere"}, "cannot be continued"),
@@ -263,6 +284,19 @@ def test_two_runs_on_one_disk_have_folders_of_their_own(tmp_path, monkeypatch):
 def test_a_run_that_would_fail_later_is_refused_in_one_line_before_any_work(refused, monkeypatch, zero, values, line):
     monkeypatch.setattr(module, "_compile", lambda builder: "RuntimeError: no libaio")
     assert re.search(line, refused(zero, **values))
+
+
+@needs_deepspeed
+def test_a_key_that_deepspeed_does_not_read_is_refused(refused, tmp_path):
+    """DeepSpeed ignores unknown keys outside of `zero_optimization`."""
+    known = deepspeed_file("zero3_manual") | {"aio": {}, "comms_logger": {"enabled": False}, "data_types": {}}
+    for more, line in (
+        ({"gradient_clippin": 1.0}, "does not read the key gradient_clippin; did you mean gradient_clipping? Else le"),
+        ({"my_notes": "x"}, "does not read the key my_notes; leave it out"),
+        ({"sparse_attention": {}}, "sparse_attention"),
+    ):
+        (tmp_path / "own.json").write_text(json.dumps(known | {"optimizer": {}, "scheduler": {}} | more))
+        assert line in refused(str(tmp_path / "own.json"), precision="16-mixed")
 
 
 @SLOW

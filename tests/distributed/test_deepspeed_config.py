@@ -1,15 +1,19 @@
 """DeepSpeed configurations: the values for "auto", and a one-line error for each conflict with a setting."""
 
 import json
+import re
 
 import pytest
-from support.deepspeed_configs import BATCHES, ZERO_2, ZERO_3
-from support.helpers import MODELS, ROOT, settings_for
+from support.helpers import DEEPSPEED_FILES, MODELS, ROOT, settings_for
 from torch import nn
 
 from fabric_ladder import UserError, build_optimizer
-from fabric_ladder.distributed.deepspeed_config import ADAM, KEYS, offloads, read_deepspeed_config
+from fabric_ladder.distributed.deepspeed_config import offloads, read_deepspeed_config, settings_in_file
+from fabric_ladder.foreign import to_own_words
+from fabric_ladder.models.optimizer import weight_decay
+from fabric_ladder.planning.candidates import read_settings
 
+BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 SHIPPED = ["zero1", "zero2", "zero2_offload", "zero3", "zero3_nvme", "zero3_offload"]
 
 
@@ -57,16 +61,87 @@ def test_every_shipped_configuration_can_be_read(ask, name):
         assert name < "zero3" or zero[key] <= 1e8, "DeepSpeed's 1e9 take 2 GB for weights, 8 GB more in the step"
 
 
-@pytest.mark.parametrize("config", [ZERO_2, ZERO_3], ids=["zero2", "zero3"])
-def test_configurations_of_hugging_faces_guide_run_unchanged(ask, config):
-    found, notices = ask(json.dumps(config), precision="bf16-mixed")
-    assert '"auto"' not in json.dumps(found)
-    assert (found["bf16"], found["fp16"]) == ({"enabled": True}, config["fp16"] | {"enabled": False})
-    assert not {"optimizer", "scheduler"} & found.keys()
-    zero = found["zero_optimization"]
-    assert zero["reduce_bucket_size"] == 64 * 64
-    assert {key: value for key, value in config["zero_optimization"].items() if value != "auto"}.items() <= zero.items()
-    assert "train_batch_size 16, train_micro_batch_size_per_gpu 2, gradient_accumulation_steps 4" in notices[0]
+FROM_FILE = {"learning_rate": 3e-5, "betas": "0.8,0.999", "eps": 1e-8, "weight_decay": 3e-7, "warmup_steps": 500}
+FROM_FILE |= {"optimizer": "adam", "schedule": "constant", "precision": "16-mixed"}
+AUTO = {"learning_rate": 5e-5, "betas": "0.9,0.999", "weight_decay": None, "warmup_steps": 0, "precision": "bf16-mixed"}
+LINEAR = "the warm-up is linear, in place of DeepSpeed's logarithmic one (warmup_type log)"
+LEFT_OUT = "activation_checkpointing has no effect on models of transformers and is left out; use --activation_check"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "notice"),
+    [
+        ("zero2_auto", AUTO, "filled fp16.enabled false, optimizer.params.lr 5e-05, "),
+        ("zero3_auto", AUTO, "filled fp16.enabled false, optimizer.params.lr 5e-05, "),
+        ("zero2_manual", FROM_FILE, LINEAR),
+        ("zero3_manual", FROM_FILE, LINEAR),
+        ("zero2_belle", {"max_grad_norm": 1.0, "precision": "16-mixed"}, LEFT_OUT),
+        ("zero3_nvme_as_printed", AUTO, "aio is moved out of zero_optimization, where DeepSpeed does not read it"),
+    ],
+)
+def test_files_of_guides_run_unchanged_and_their_values_hold(name, expected, notice):
+    path = DEEPSPEED_FILES / f"{name}.json"
+    given = json.loads(path.read_text())
+    settings = read_settings("12_deepspeed_zero", ["--deepspeed", str(path)], gpus=2)
+    assert {key: getattr(settings, key) for key in expected} == expected
+    config, notices = read_deepspeed_config(settings)
+    assert any(each.startswith(f"DeepSpeed {name}.json: {notice}") for each in notices)
+    assert '"auto"' not in json.dumps(config)
+    halves = {kind: config[kind]["enabled"] for kind in ("fp16", "bf16")}
+    assert halves == {"fp16": settings.precision == "16-mixed", "bf16": settings.precision == "bf16-mixed"}
+    assert config["gradient_clipping"] == (settings.max_grad_norm or 0)
+    assert not {"optimizer", "scheduler", "activation_checkpointing"} & config.keys()
+    zero, given_zero = config["zero_optimization"], given["zero_optimization"]
+    assert config.get("aio") == given_zero.pop("aio", None)
+    assert {key: value for key, value in given_zero.items() if value != "auto"}.items() <= zero.items()
+    assert zero["stage"] == int(name[4])
+
+
+def test_a_value_on_the_command_line_that_differs_from_the_file_is_refused():
+    path = str(DEEPSPEED_FILES / "zero2_manual.json")
+    for words, line in (
+        ("--betas 0.9,0.999", "optimizer.params.betas [0.8, 0.999] contradicts --betas 0.9,0.999: "),
+        ("--weight_decay 0.1", "optimizer.params.weight_decay 3e-07 contradicts --weight_decay 0.1: "),
+        ("--learning_rate 1e-4", "optimizer.params.lr 3e-05 contradicts --learning_rate 0.0001: "),
+        ("--warmup_steps 5", "scheduler.params.warmup_num_steps 500 contradicts --warmup_steps 5: "),
+        ("--precision bf16-mixed", "fp16.enabled true contradicts --precision bf16-mixed: "),
+    ):
+        with pytest.raises(UserError, match=re.escape(f"zero2_manual.json: {line}")):
+            read_settings("12_deepspeed_zero", ["--deepspeed", path, *words.split()])
+    read_settings("12_deepspeed_zero", ["--deepspeed", path, "--learning_rate", "3e-5", "--betas", "0.8,0.999"])
+
+
+def test_the_recipe_of_belle_is_read_to_the_letter():
+    """Four GPUs, 4 samples on each, 3 accumulated steps, by the Trainer's names."""
+    path = str(DEEPSPEED_FILES / "zero2_belle.json")
+    words = "--config belle_bloomz_7b1_lora.yaml --lr_scheduler_type constant --num_train_epochs 3 --lr 5e-5".split()
+    words, read_as = to_own_words([*words, "--per_device_train_batch_size", "4", "--grad_accum", "3"])
+    settings = read_settings("12_deepspeed_zero", ["--deepspeed", path, "--devices", "4", *words], gpus=4)
+    assert (settings.batch_size, settings.micro_batch_size, settings.ranks) == (48, 4, 4)
+    assert (settings.lora_rank, settings.lora_targets, settings.warmup_steps) == (8, "query_key_value", 100)
+    assert (settings.learning_rate, settings.epochs, settings.max_grad_norm) == (5e-5, 3, 1.0)
+    assert read_as[0] == "--lr_scheduler_type constant as --schedule constant"
+
+
+def test_numbers_of_batches_in_a_file_hold(tmp_path):
+    zero = {"zero_optimization": {"stage": 2}}
+    for numbers, batch, micro in (
+        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, 12, 2),
+        ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}, 8, 2),
+        ({"gradient_accumulation_steps": 4}, 16, 2),
+        (dict(zip(BATCHES, (8, 2, 2), strict=True)), 8, 2),
+    ):
+        (tmp_path / "ds.json").write_text(json.dumps(zero | numbers))
+        options = ["--deepspeed", str(tmp_path / "ds.json"), "--devices", "2"]
+        settings = read_settings("12_deepspeed_zero", options, gpus=2)
+        assert (settings.batch_size, settings.micro_batch_size) == (batch, micro)
+
+
+def test_what_a_file_leaves_open_is_not_taken(tmp_path):
+    (tmp_path / "ds.json").write_text(json.dumps({"optimizer": {"type": "Lion", "params": {"lr": "auto"}}}))
+    assert settings_in_file(str(tmp_path / "ds.json")) == {}
+    (tmp_path / "ds.json").write_text(json.dumps({"gradient_clipping": 0, "scheduler": {"type": "WarmupDecayLR"}}))
+    assert settings_in_file(str(tmp_path / "ds.json")) == {"max_grad_norm": None, "schedule": "linear"}
 
 
 @pytest.mark.parametrize(
@@ -95,7 +170,8 @@ def test_configurations_of_hugging_faces_guide_run_unchanged(ask, config):
 )
 def test_auto_is_filled_from_the_settings_and_reported(ask, path, filled, values):
     config, notices = ask({path: "auto"}, **values)
-    assert notices == [f"DeepSpeed ds.json: filled {path} {filled}"]
+    assert notices[0] == f"DeepSpeed ds.json: filled {path} {filled}"
+    assert [each[19:] for each in notices[1:]] == [LINEAR] * bool(values.get("warmup_steps"))
     assert '"auto"' not in json.dumps(config)
 
 
@@ -113,7 +189,10 @@ def test_auto_is_filled_from_the_settings_and_reported(ask, path, filled, values
         ("optimizer.type", "SGD", {}, '"SGD" contradicts --optimizer adam: '),
         ("optimizer.type", "AdamW", {"optimizer": "sgd"}, "contradicts --optimizer sgd: "),
         ("optimizer.params.lr", 1e-3, {}, "0.001 contradicts --learning_rate 5e-05: "),
-        ("optimizer.params.weight_decay", 0, {"optimizer": "adamw"}, "0 contradicts --optimizer adamw"),
+        ("optimizer.params.weight_decay", 0, {"optimizer": "adamw"}, "0 contradicts --weight_decay 0.01"),
+        ("optimizer.params.betas", [0.8, 0.999], {}, "[0.8, 0.999] contradicts --betas 0.9,0.999"),
+        ("optimizer.params.eps", 1e-6, {}, "1e-06 contradicts --eps 1e-08"),
+        ("optimizer.params.adam_w_mode", False, {}, "false contradicts --optimizer adam, whose decay is AdamW's"),
         ("optimizer.params.momentum", 0.9, {"optimizer": "sgd"}, "0.9 contradicts --optimizer sgd"),
         ("scheduler.type", "WarmupDecayLR", {}, "contradicts --schedule constant: "),
         ("scheduler.params.warmup_num_steps", 500, {}, "500 contradicts --warmup_steps 0: "),
@@ -156,9 +235,8 @@ def test_deepspeeds_timer_waits_for_the_device_only_on_request(ask):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"gradient_clippin": 1.0}, "DeepSpeed has no key gradient_clippin that works here; did you mean gradient_cl"),
-        ({"amp": {"enabled": False}}, "DeepSpeed has no key amp that works here; leave it out"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "DeepSpeed has no key tensor_parallel that works here; "),
+        ({"optimizer.type": "OneBitAdam"}, "OneBitAdam: it compresses gradients between machines"),
+        ({"optimizer.type": "Lamb"}, "Lamb: it is made for batches of thousands, and needs whole weights; use AdamW"),
         ({"optimizer": "Adam"}, "optimizer must be an object, {...}"),
         ({"zero_optimization": True}, "zero_optimization.stage must be 1, 2 or 3"),
         ({"zero_optimization.stage": 0}, "src/9_ddp.py shards nothing"),
@@ -199,32 +277,8 @@ def test_the_optimizers_have_the_values_that_files_are_compared_with(tmp_path, n
     settings = settings_for(
         tmp_path, strategy="deepspeed", deepspeed="zero2", optimizer=name, precision="16-mixed", max_grad_norm=1.0
     )
-    values = build_optimizer(settings, nn.Linear(2, 2)).defaults
-    assert (list(values["betas"]), values["eps"], values["weight_decay"]) == (*ADAM.values(), decay)
-    assert values["fused"] is True
-
-
-def test_the_keys_are_those_that_this_deepspeed_reads(monkeypatch):
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    runtime = pytest.importorskip("deepspeed.runtime.config", reason="needs deepspeed: requirements-dev.txt")
-    requested = set()
-
-    class Requested(dict):
-        """A dict that records every requested key."""
-
-        def get(self, key, default=None):
-            requested.add(key)
-            return super().get(key, default)
-
-        def __contains__(self, key):
-            requested.add(key)
-            return super().__contains__(key)
-
-        def keys(self):
-            return self
-
-        def __copy__(self):
-            return self
-
-    runtime.DeepSpeedConfig(Requested(train_batch_size=8))
-    assert requested - runtime._REMOVED_TOP_LEVEL_CONFIG_KEYS.keys() >= KEYS
+    optimizer = build_optimizer(settings, nn.Linear(2, 2))
+    assert (optimizer.defaults["betas"], optimizer.defaults["eps"]) == ((0.9, 0.999), 1e-8)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == sorted({decay, 0}, reverse=True)
+    assert weight_decay(settings) == decay
+    assert optimizer.defaults["fused"] is True

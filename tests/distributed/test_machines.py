@@ -66,6 +66,20 @@ def test_sruns_ranks_are_read_from_slurm(run, tmp_path):
     same(run("2_grad_accum", 1)[0], tmp_path / "0" / "runs" / "9_ddp" / "1")
 
 
+@pytest.mark.slow
+def test_ranks_and_an_option_of_deepspeeds_launcher_are_read(run, tmp_path):
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"} | DEEPSPEED
+    processes = []
+    for rank in ("0", "1"):
+        command = [sys.executable, str(SRC / "9_ddp.py"), f"--local_rank={rank}", *SIZES]
+        processes.append(
+            start(command, tmp_path / rank, **common | {"RANK": rank, "LOCAL_RANK": rank, "CROSS_RANK": "0"})
+        )
+    stdout = wait(processes)
+    assert "batch 16 = 2 x 4 x 2" in stdout[0]
+    same(run("2_grad_accum", 1)[0], tmp_path / "0" / "runs" / "9_ddp" / "1")
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "environment", "message"),
     [
@@ -119,6 +133,7 @@ def test_counts_are_read_from_the_variables_of_torchrun_and_fabric_run(monkeypat
 
 
 SLURM = {"SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "ladder"}
+DEEPSPEED = {"LOCAL_SIZE": "2", "LOCAL_RANK": "0", "CROSS_SIZE": "1"}  # with RANK, WORLD_SIZE, MASTER_ADDR and more
 ELASTIC = {"TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
 
 
@@ -128,6 +143,7 @@ ELASTIC = {"TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4
         ({}, "python src/9_ddp.py"),
         (SLURM, "srun --nodes=2 --ntasks-per-node=2 python src/9_ddp.py"),
         (ELASTIC, "torchrun --nnodes=2 --nproc-per-node=2 src/9_ddp.py"),
+        (DEEPSPEED, "deepspeed --num_nodes=1 --num_gpus=2 src/9_ddp.py"),
     ],
 )
 def test_the_command_that_resumes_names_the_launcher(monkeypatch, environment, start):

@@ -1,6 +1,7 @@
 """Scripts as real processes; tiny models, tokens and settings for runs in the tests' process."""
 
 import contextlib
+import json
 import os
 import socket
 import subprocess
@@ -32,6 +33,7 @@ ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src"
 RUNGS = sorted(SRC.glob("[0-9]*.py"), key=lambda path: int(path.name.split("_")[0]))
 CONFIGS = ROOT / "configs"
+DEEPSPEED_FILES = Path(__file__).parent / "fixtures" / "deepspeed"
 MODELS = CONFIGS / "models"
 SMALL = ("--train_samples", "96", "--validation_samples", "20", "--test_samples", "33", "--log_every", "16")
 VOCABULARY = 64
@@ -102,6 +104,11 @@ def tiny_model(kind="bloom", dropout=0.0, seed=0, classes=2):
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = LlamaConfig(**sizes, intermediate_size=32, **common)
     return LlamaForCausalLM(config) if kind == "llama-lm" else LlamaForSequenceClassification(config)
+
+
+def deepspeed_file(name):
+    """Return a DeepSpeed configuration as a guide prints it."""
+    return json.loads((DEEPSPEED_FILES / f"{name}.json").read_text())
 
 
 def settings_for(tmp_path, **values):

@@ -1,5 +1,7 @@
 """Kahan summation, steps inside the backward pass, and steps in CPU memory."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from lightning import Fabric
@@ -9,6 +11,7 @@ from support.training import losses, run_training
 from torch import nn
 
 from fabric_ladder import UserError, build_dataloaders, build_optimizer
+from fabric_ladder.models.optimizer import set_learning_rate
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.techniques import TECHNIQUES, adam_4bit, check_together
 from fabric_ladder.techniques.kahan import Kahan
@@ -327,3 +330,65 @@ def test_contradicting_settings_are_refused(tmp_path, values, message):
 def test_sharded_weights_are_refused(tmp_path, technique):
     with pytest.raises(UserError, match=r"not on sharded weights; "):
         check(settings_for(tmp_path, precision="bf16-true", strategy="fsdp", **{technique: True}))
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"kahan_summation": True}, {"step_in_backward": True}, {"optimizer_offload": True}], ids=str
+)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_weight_decay_shrinks_matrices_alone_by_its_share_of_the_rate(tmp_path, optimizer, more):
+    """A gradient of 0 leaves only the decay, in all optimizers as in AdamW."""
+    if optimizer == "adafactor" and "kahan_summation" in more:
+        return  # refused: it measures its steps by the weights
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    rate, steps = 1e-2, 3
+    settings = settings_for(tmp_path, learning_rate=rate, optimizer=optimizer, weight_decay=0.1, **more)
+    optimizer = build_optimizer(settings, model)
+    for _ in range(steps):
+        with optimizer.stepping() if isinstance(optimizer, WeightSteps) else nullcontext():
+            (0 * sum(parameter.sum() for parameter in model.parameters())).backward()
+        optimizer.step()
+    for name, parameter in model.named_parameters():
+        expected = before[name] * (1 - rate * 0.1) ** (steps if parameter.ndim > 1 else 0)
+        torch.testing.assert_close(parameter.detach(), expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "adam-8bit", "adam-4bit"])
+def test_betas_eps_and_decay_reach_adam(tmp_path, optimizer):
+    values = {"betas": "0.8,0.95", "eps": 1e-3, "weight_decay": 0.1}
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))  # few enough for moments of 32 bits
+    twin = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    twin.load_state_dict(model.state_dict())
+    mine = build_optimizer(settings_for(tmp_path, learning_rate=1e-2, optimizer=optimizer, **values), model)
+    matrices, others = ([each for each in twin.parameters() if (each.ndim > 1) is wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    theirs = torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.95), eps=1e-3)
+    for step in range(5):
+        for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+            one.grad = torch.sin(one.detach() * 10 + step)
+            other.grad = one.grad.clone()
+        mine.step()
+        theirs.step()
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+def test_without_decay_the_optimizer_has_one_group_as_before(tmp_path):
+    optimizer = build_optimizer(settings_for(tmp_path), nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))
+    assert type(optimizer) is torch.optim.Adam
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_schedule_ends_at_the_least_learning_rate(tmp_path, schedule):
+    settings = settings_for(tmp_path, learning_rate=1e-2, min_learning_rate=1e-3, schedule=schedule, warmup_steps=2)
+    optimizer = build_optimizer(settings, nn.Linear(2, 2))
+    rates = []
+    for done in range(11):
+        set_learning_rate(settings, optimizer, done, 10)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates[:3] == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2]), "the warm-up starts near 0"
+    assert rates[10] == pytest.approx(1e-3)
+    assert rates[6] == pytest.approx(1e-3 + 9e-3 / 2), "half of the way in the middle"

@@ -57,6 +57,7 @@ TITLE = re.compile(  # the second line of this project's logs
     r"| in (?P<packed>packed )?micro-batches of (?P<tokens>\d+|auto) tokens"
     r"| packed, (?:\d+ x )?(?P<rows>\d+) rows? of (?:up to )?(?P<max_length>\d+) tokens at once)"
     r" · (?P<precision>(?:32|64|bf16|16)-(?:true|mixed))(?:, matmul (?P<matmul>high|medium))?"
+    r"(?: · (?P<optimizer>[\w-]+) (?P<learning_rate>[\d.e+-]+) (?P<schedule>constant|linear|cosine)(?:, [^·]+)?)?"
     r" · (?P<device>cuda|mps|cpu): (?:(?P<ranks>\d+) x )?(?P<processor>\S.*)"
 )
 
@@ -232,5 +233,8 @@ class LogParser:
         }
         if found["max_length"]:
             self.run.settings["max_length"] = int(found["max_length"])
+        if found["optimizer"]:
+            steps = {name: found[name] for name in ("optimizer", "schedule")}
+            self.run.settings |= steps | {"learning_rate": float(found["learning_rate"])}
         kind = "gpu" if found["device"] == "cuda" else "processor"
         self.run.hardware = {"device": found["device"], kind: found["processor"]}

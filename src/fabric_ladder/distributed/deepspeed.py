@@ -1,6 +1,7 @@
 """A Fabric strategy for DeepSpeed's ZeRO that works with the train loop of all rungs."""
 
 import copy
+import difflib
 import importlib.util
 import io
 import os
@@ -82,6 +83,30 @@ class LadderDeepSpeedStrategy(DeepSpeedStrategy):
         deepspeed.zero.Init(module=module, config_dict_or_path=self.config)
 
 
+class _Asked(dict):
+    """A configuration that records which keys DeepSpeed asks for, since it silently ignores all others."""
+
+    names: set[str]
+
+    def __init__(self, config: dict):
+        super().__init__(config)
+        self.names = set()
+
+    def get(self, key: str, default: object = None) -> object:
+        self.names.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: str) -> bool:
+        self.names.add(key)
+        return super().__contains__(key)
+
+    def keys(self) -> "_Asked":
+        return self
+
+    def __copy__(self) -> "_Asked":
+        return self
+
+
 def check_deepspeed(settings: Settings) -> None:
     """Refuse settings that DeepSpeed cannot run with on this machine, before processes start.
 
@@ -96,7 +121,11 @@ def check_deepspeed(settings: Settings) -> None:
 
     config, _ = read_deepspeed_config(settings)
     with refused(f"--deepspeed {settings.deepspeed}: DeepSpeed refuses it"):
-        DeepSpeedConfig(copy.deepcopy(config))
+        DeepSpeedConfig(asked := _Asked(copy.deepcopy(config)))
+    if unread := config.keys() - asked.names:
+        near = difflib.get_close_matches(min(unread), asked.names, n=1)
+        remedy = f"did you mean {near[0]}? Else leave it out" if near else "leave it out"
+        raise UserError(f"--deepspeed {settings.deepspeed}: DeepSpeed does not read the key {min(unread)}; {remedy}")
     if any(section["device"] == "nvme" for section in offloads(config).values()):
         _check_nvme(settings, offloads(config))
 
@@ -257,12 +286,6 @@ def _check_nvme(settings: Settings, offloaded: dict[str, dict]) -> None:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     start = f"--deepspeed {settings.deepspeed}"
-    if "param" in offloaded and offloaded["param"]["device"] == "nvme":
-        # in the evaluation, weights are fetched ahead for a backward pass, until all buffers are taken
-        raise UserError(
-            f"{start}: with zero_optimization.offload_param.device nvme the evaluation runs out of DeepSpeed's "
-            "buffers: write cpu in a copy of the file, and give --deepspeed COPY.json"
-        )
     reads = settings.save_every or settings.save == "sharded" or settings.load or settings.resume != "no"
     if reads or settings.best_weights:
         # `DeepSpeedEngine.load_checkpoint` would start Adam again from zero, and the file lacks the 32-bit weights
@@ -271,12 +294,14 @@ def _check_nvme(settings: Settings, offloaded: dict[str, dict]) -> None:
             "--save_every, --save sharded, --load, --resume and --best_weights (--save consolidated keeps the last "
             "weights), or use --deepspeed zero3_offload"
         )
-    folder = offloaded["optimizer"].get("nvme_path") or "."
-    with refused(
-        f"{start}: cannot write into zero_optimization.offload_optimizer.nvme_path {folder}: in a copy of the file, "
-        "name a folder on a local NVMe disk, and give --deepspeed COPY.json"
-    ):
-        tempfile.TemporaryFile(dir=folder).close()
+    for name, section in offloaded.items():
+        folder = section.get("nvme_path") or "."
+        with refused(
+            f"{start}: cannot write into zero_optimization.offload_{name}.nvme_path {folder}: in a copy of the file, "
+            "name a folder on a local NVMe disk, and give --deepspeed COPY.json"
+        ):
+            if section["device"] == "nvme":
+                tempfile.TemporaryFile(dir=folder).close()
     if problem := _compile(AsyncIOBuilder()):
         raise UserError(
             f"{start}: DeepSpeed cannot compile its access to NVMe disks, which needs libaio-dev (apt) or libaio-devel "

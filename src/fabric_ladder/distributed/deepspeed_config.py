@@ -3,7 +3,6 @@
 The "auto" values are filled as in transformers (transformers/integrations/deepspeed.py), but before a model exists.
 """
 
-import difflib
 import json
 import math
 from collections.abc import Iterator
@@ -11,25 +10,66 @@ from pathlib import Path
 
 from fabric_ladder.errors import UserError, read_outside, refused
 from fabric_ladder.models.configs import load_config
+from fabric_ladder.models.optimizer import weight_decay
 from fabric_ladder.places import CONFIGS
-from fabric_ladder.settings import Settings
+from fabric_ladder.settings import Settings, show
 
-# Top-level keys of DeepSpeed that work with the train loop. DeepSpeed silently ignores unknown keys.
-KEYS = frozenset(
-    """aio bf16 checkpoint comet comms_logger communication_data_type csv_monitor data_types disable_allgather
-    dump_state flops_profiler fp16 gradient_accumulation_steps gradient_clipping gradient_predivide_factor log_level
-    memory_breakdown optimizer prescale_gradients scheduler steps_per_print tensorboard timers train_batch_size
-    train_micro_batch_size_per_gpu wall_clock_breakdown wandb zero_allow_untested_optimizer
-    zero_force_ds_cpu_optimizer zero_optimization""".split()
-)
 SCHEDULES = {"constant": "WarmupLR", "linear": "WarmupDecayLR", "cosine": "WarmupCosineLR"}
-ADAM = {"betas": [0.9, 0.999], "eps": 1e-8}  # the values of this project's optimizers, which are PyTorch's
+ADAM = ("Adam", "AdamW")  # to DeepSpeed both are AdamW unless `adam_w_mode` is false
+OTHER_OPTIMIZERS = {
+    "OneBitAdam": "it compresses gradients between machines, which ZeRO's own optimizer replaces here; use AdamW",
+    "Lamb": "it is made for batches of thousands, and needs whole weights; use AdamW",
+}
+# Numbers of a file that hold for the settings which the command line does not name
+TAKEN = {
+    "train_batch_size": "batch_size",
+    "train_micro_batch_size_per_gpu": "micro_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.eps": "eps",
+    "optimizer.params.weight_decay": "weight_decay",
+    "scheduler.params.warmup_max_lr": "learning_rate",
+    "scheduler.params.warmup_num_steps": "warmup_steps",
+}
 # Sizes for "auto", from the model's hidden size
 SIZES = {
     "zero_optimization.reduce_bucket_size": lambda hidden: hidden**2,
     "zero_optimization.stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden**2),
     "zero_optimization.stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
 }
+
+
+def settings_in_file(name: str | None) -> dict[str, object]:
+    """Return the settings that a DeepSpeed configuration has values for, by name; "auto" is none.
+
+    Args:
+        name: As the setting `deepspeed`.
+
+    Raises:
+        UserError: The file does not exist, or is not JSON.
+    """
+    config = read_outside(_find(name))
+    found = {}
+    if not isinstance(config, dict):
+        return found
+    for path, section, key in _walk(config):
+        value = section[key]
+        if path in TAKEN and isinstance(value, int | float) and not isinstance(value, bool):
+            found[TAKEN[path]] = value
+        elif path == "optimizer.params.betas" and isinstance(value, list):
+            found["betas"] = ",".join(map(show, value))
+        elif path == "optimizer.type" and value in (*ADAM, "SGD"):
+            found["optimizer"] = "adam" if value in ADAM else "sgd"
+        elif path == "scheduler.type" and value in SCHEDULES.values():
+            found["schedule"] = next(name for name, theirs in SCHEDULES.items() if theirs == value)
+        elif path in ("fp16.enabled", "bf16.enabled") and value is True:
+            found["precision"] = f"{path[:-8].removeprefix('fp')}-mixed"
+    if not found.get("max_grad_norm", 1):
+        found["max_grad_norm"] = None
+    if "batch_size" in found:  # `read_deepspeed_config` checks that the three agree
+        found.pop("gradient_accumulation_steps", None)
+    return found
 
 
 def read_deepspeed_config(settings: Settings) -> tuple[dict, list[str]]:
@@ -43,25 +83,29 @@ def read_deepspeed_config(settings: Settings) -> tuple[dict, list[str]]:
         settings: Checked; `devices` is a number.
 
     Returns:
-        The configuration, and notices for the user: one line with the filled values.
+        The configuration, and notices for the user: the filled values, and what is moved, left out or done otherwise.
 
     Raises:
-        UserError: The file does not exist or is not a JSON object, or a key is unknown or contradicts a setting.
+        UserError: The file does not exist or is not a JSON object, or a key contradicts a setting.
     """
-    path = CONFIGS / "deepspeed" / f"{settings.deepspeed}.json"
-    path = path if path.is_file() else Path(settings.deepspeed or "")
-    if not path.is_file():
-        shipped = ", ".join(sorted(path.stem for path in (CONFIGS / "deepspeed").glob("*.json")))
-        raise UserError(
-            f"--deepspeed {settings.deepspeed or 'null'}: the file does not exist; give a path, or one of {shipped}"
-        )
+    path = _find(settings.deepspeed)
     config = read_outside(path)
     with refused(f"--deepspeed {settings.deepspeed} is not a configuration of DeepSpeed"):
-        _check_keys(path.name, config)
         _check_support(path.name, config, settings)
-        filled = _fill(path.name, config, settings)
+        notices = _rearrange(config, settings)
+        if filled := _fill(path.name, config, settings):
+            notices.insert(0, f"filled {', '.join(filled)}")
         _complete(config, settings)
-    return config, [f"DeepSpeed {path.name}: filled {', '.join(filled)}"] if filled else []
+    return config, [f"DeepSpeed {path.name}: {notice}" for notice in notices]
+
+
+def _find(name: str | None) -> Path:
+    path = CONFIGS / "deepspeed" / f"{name}.json"
+    path = path if path.is_file() else Path(name or "")
+    if not path.is_file():
+        shipped = ", ".join(sorted(path.stem for path in (CONFIGS / "deepspeed").glob("*.json")))
+        raise UserError(f"--deepspeed {name or 'null'}: the file does not exist; give a path, or one of {shipped}")
+    return path
 
 
 def offloads(config: dict) -> dict[str, dict]:
@@ -70,11 +114,26 @@ def offloads(config: dict) -> dict[str, dict]:
     return {name: section for name, section in sections.items() if section and section.get("device") in ("cpu", "nvme")}
 
 
-def _check_keys(name: str, config: dict) -> None:
-    for key in config:
-        if key not in KEYS:
-            near = "".join(f"did you mean {each}? Else " for each in difflib.get_close_matches(key, KEYS, n=1))
-            raise UserError(f"{name}: DeepSpeed has no key {key} that works here; {near}leave it out")
+def _rearrange(config: dict, settings: Settings) -> list[str]:
+    """Move and remove keys that have no effect where they are; return a line for each."""
+    notices = []
+    if config.pop("activation_checkpointing", None) is not None:
+        notices.append(
+            "activation_checkpointing has no effect on models of transformers and is left out; use "
+            "--activation_checkpointing true"
+        )
+    if aio := config["zero_optimization"].pop("aio", None):
+        config.setdefault("aio", aio)
+        notices.append("aio is moved out of zero_optimization, where DeepSpeed does not read it")
+    optimizer, scheduler = (_section(_section(config, name), "params") for name in ("optimizer", "scheduler"))
+    if settings.warmup_steps and scheduler and scheduler.get("warmup_type", "log") != "linear":
+        notices.append("the warm-up is linear, in place of DeepSpeed's logarithmic one (warmup_type log)")
+    read = {"lr", "betas", "eps", "weight_decay", "momentum", "torch_adam", "adam_w_mode", "warmup_type"}
+    read |= {"warmup_min_lr", "warmup_max_lr", "warmup_num_steps"}
+    for section, params in (("optimizer", optimizer), ("scheduler", scheduler)):
+        if unread := [f"{section}.params.{key}" for key in params if key not in read]:
+            notices.append(f"{', '.join(unread)} left out: the run has its own {section}")
+    return notices
 
 
 def _check_support(name: str, config: dict, settings: Settings) -> None:
@@ -92,6 +151,9 @@ def _check_support(name: str, config: dict, settings: Settings) -> None:
             raise UserError(
                 f"{name}: zero_optimization.{key}.device {json.dumps(device):.60} must be none, cpu or nvme"
             )
+    kind = _section(config, "optimizer").get("type")
+    if kind in OTHER_OPTIMIZERS:
+        raise UserError(f"{name}: optimizer.type {kind}: {OTHER_OPTIMIZERS[kind]}")
     if settings.precision not in ("32-true", "16-mixed", "bf16-mixed"):
         raise UserError(
             f"--precision {settings.precision}: ZeRO computes on 16-bit weights and updates 32-bit copies of them; use "
@@ -150,10 +212,14 @@ def _expected(settings: Settings) -> dict[str, tuple[tuple, str]]:
     optimizer = f"--optimizer {settings.optimizer}"
     rate = ((settings.learning_rate,), f"--learning_rate {settings.learning_rate}")
     clip = settings.max_grad_norm or 0.0
-    # without weight decay, DeepSpeed's AdamW equals Adam
-    types = ("SGD",) if settings.optimizer == "sgd" else ("Adam", "AdamW")
-    values = {"momentum": 0} if settings.optimizer == "sgd" else ADAM
-    values = values | {"weight_decay": 0.01 if settings.optimizer == "adamw" else 0}
+    sgd = settings.optimizer == "sgd"
+    options = {"weight_decay": (weight_decay(settings), f"--weight_decay {show(weight_decay(settings))}")}
+    if sgd:
+        options["momentum"] = 0, optimizer
+    else:
+        betas = [float(beta) for beta in settings.betas.split(",")]
+        options |= {"betas": (betas, f"--betas {settings.betas}"), "eps": (settings.eps, f"--eps {settings.eps:g}")}
+        options["adam_w_mode"] = True, f"{optimizer}, whose decay is AdamW's"
     return {
         "train_batch_size": ((settings.batch_size,), batch),
         "train_micro_batch_size_per_gpu": ((micro,), cut),
@@ -161,13 +227,13 @@ def _expected(settings: Settings) -> dict[str, tuple[tuple, str]]:
         "gradient_clipping": ((clip,), f"--max_grad_norm {clip or 'null'}"),
         "fp16.enabled": ((settings.precision == "16-mixed",), precision),
         "bf16.enabled": ((settings.precision == "bf16-mixed",), precision),
-        "optimizer.type": (types, optimizer),
+        "optimizer.type": (("SGD",) if sgd else ADAM, optimizer),
         "optimizer.params.lr": rate,
         "scheduler.type": ((SCHEDULES[settings.schedule],), f"--schedule {settings.schedule}"),
         "scheduler.params.warmup_min_lr": ((0,), f"--schedule {settings.schedule}"),
         "scheduler.params.warmup_max_lr": rate,
         "scheduler.params.warmup_num_steps": ((settings.warmup_steps,), f"--warmup_steps {settings.warmup_steps}"),
-    } | {f"optimizer.params.{key}": ((value,), optimizer) for key, value in values.items()}
+    } | {f"optimizer.params.{key}": ((value,), option) for key, (value, option) in options.items()}
 
 
 def _complete(config: dict, settings: Settings) -> None:
@@ -193,6 +259,12 @@ def _walk(config: dict, above: str = "") -> Iterator[tuple[str, dict, str]]:
         yield above + key, config, key
         if isinstance(value, dict):
             yield from _walk(value, f"{above}{key}.")
+
+
+def _section(config: dict, name: str) -> dict:
+    """Return a section; an empty one if it is missing or, which `_fill` refuses, not an object."""
+    section = config.get(name)
+    return section if isinstance(section, dict) else {}
 
 
 def _share(settings: Settings) -> int:

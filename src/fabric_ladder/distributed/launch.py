@@ -49,6 +49,8 @@ def find_launcher() -> Launcher | None:
             raise UserError(f"Slurm's --ntasks={tasks}: use --nodes and --ntasks-per-node instead (see configs/slurm)")
         nodes = int(environment.get("SLURM_NNODES", 1))
         return Launcher("srun", tasks // nodes, nodes)
+    if {"LOCAL_SIZE", "LOCAL_RANK"} <= environment.keys():
+        return Launcher("deepspeed", int(environment["LOCAL_SIZE"]), int(environment.get("CROSS_SIZE", 1)))
     return None
 
 
@@ -70,6 +72,8 @@ def command_line(script: Path, arguments: Iterable[str]) -> str:
         start = alone
     elif launcher.name == "srun":
         start = ["srun", f"--nodes={launcher.num_nodes}", f"--ntasks-per-node={launcher.devices}", *alone]
+    elif launcher.name == "deepspeed":
+        start = ["deepspeed", f"--num_nodes={launcher.num_nodes}", f"--num_gpus={launcher.devices}", str(script)]
     else:
         start = [*_torchrun_words(launcher), str(script)]
     return shlex.join([*start, *arguments])
@@ -181,6 +185,8 @@ def prepare_launch(settings: Settings) -> None:
     logging.getLogger("lightning.fabric.utilities.seed").setLevel(logging.WARNING)
     for name in [name for name in os.environ if name.startswith("LT_")]:  # the settings contain them already
         del os.environ[name]
+    if "CROSS_RANK" in os.environ:  # DeepSpeed's launcher; Fabric reads the machine's number by another name
+        os.environ.setdefault("NODE_RANK", os.environ["CROSS_RANK"])
     if settings.strategy != "single" and notebook_shell():
         os.environ["LOCAL_RANK"] = "0"  # Fabric then launches no processes
     if "LOCAL_RANK" in os.environ and not notebook_shell() and not torch.distributed.is_torchelastic_launched():

@@ -10,20 +10,37 @@ from fabric_ladder.settings import Settings
 STATELESS = ("sgd", "sinkgd")  # optimizers that keep no state
 
 
-def optimizer_class(name: str, may_fuse: bool) -> tuple[type[Optimizer], dict]:
+def optimizer_class(settings: Settings, may_fuse: bool) -> tuple[type[Optimizer], dict]:
     """Return PyTorch's class for an optimizer, and its options; low-bit optimizers start from Adam's.
 
+    Adam with weight decay is AdamW (Loshchilov and Hutter, 2019, Decoupled Weight Decay Regularization).
+
     Args:
-        name: As in the settings.
+        settings: `optimizer`, `betas`, `eps` and `weight_decay`.
         may_fuse: Whether the step of Adam or AdamW may be one kernel without temporary tensors.
     """
-    fused = {"fused": may_fuse or None}  # None leaves the choice to PyTorch
-    return {
-        "adam": (torch.optim.Adam, fused),
-        "adamw": (torch.optim.AdamW, fused | {"weight_decay": 0.01}),
-        "sgd": (torch.optim.SGD, {}),
-        "adafactor": (torch.optim.Adafactor, {}),
-    }.get(name, (torch.optim.Adam, {}))
+    name = settings.optimizer
+    if name in ("sgd", "sinkgd", "adafactor"):
+        return {"adafactor": torch.optim.Adafactor}.get(name, torch.optim.SGD), {}
+    options = {"betas": tuple(map(float, settings.betas.split(","))), "eps": settings.eps}
+    if name in ("adam", "adamw"):
+        options["fused"] = may_fuse or None  # None leaves the choice to PyTorch
+    return torch.optim.AdamW if weight_decay(settings) else torch.optim.Adam, options
+
+
+def weight_decay(settings: Settings) -> float:
+    """Return the weight decay of matrices: the share of a weight that a step takes, divided by the learning rate."""
+    if settings.weight_decay is None:
+        return 0.01 if settings.optimizer == "adamw" else 0.0
+    return settings.weight_decay
+
+
+@torch.no_grad()
+def decay_weights(group: dict) -> None:
+    """Decay the weights of a group that have a gradient, for optimizers without a decay of their own."""
+    decayed = [parameter for parameter in group["params"] if parameter.grad is not None]
+    if group["weight_decay"] and decayed:
+        torch._foreach_mul_(decayed, 1 - group["lr"] * group["weight_decay"])
 
 
 def set_learning_rate(settings: Settings, optimizer: Optimizer, done: int, steps: int) -> None:
@@ -31,10 +48,10 @@ def set_learning_rate(settings: Settings, optimizer: Optimizer, done: int, steps
 
     The rate depends only on the number of steps, so a schedule has no state to save. During the warm-up the rate rises
     in equal steps and reaches its full value after `warmup_steps`. Then it stays, falls linearly, or falls along half a
-    cosine (Loshchilov and Hutter, 2017, without restarts). It is 0 after the last step.
+    cosine (Loshchilov and Hutter, 2017, without restarts). It is `min_learning_rate` after the last step.
 
     Args:
-        settings: `learning_rate`, `schedule` and `warmup_steps`.
+        settings: `learning_rate`, `min_learning_rate`, `schedule` and `warmup_steps`.
         optimizer: Each of its parameter groups gets this rate times its `rate_factor`.
         done: Optimizer steps done so far.
         steps: Optimizer steps of the whole run.
@@ -43,5 +60,7 @@ def set_learning_rate(settings: Settings, optimizer: Optimizer, done: int, steps
     falling = (done - warmup) / (steps - warmup)
     factors = {"constant": 1.0, "linear": 1 - falling, "cosine": (1 + math.cos(math.pi * falling)) / 2}
     factor = (done + 1) / (warmup + 1) if done < warmup else factors[settings.schedule]
+    if floor := settings.min_learning_rate / settings.learning_rate:
+        factor = factor if done < warmup else floor + (1 - floor) * factor
     for group in optimizer.param_groups:
         group["lr"] = settings.learning_rate * factor * group.get("rate_factor", 1.0)

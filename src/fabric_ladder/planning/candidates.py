@@ -1,15 +1,17 @@
 """Candidates of the planner: rungs with options, their settings and their relative speeds."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from fabric_ladder.checks import check_precision
 from fabric_ladder.cli import parse_settings, settings_for
-from fabric_ladder.distributed.deepspeed_config import read_deepspeed_config
+from fabric_ladder.distributed.deepspeed_config import read_deepspeed_config, settings_in_file
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import emulates, fit_precision
 from fabric_ladder.errors import UserError
+from fabric_ladder.foreign import BATCH, DEPENDENT, as_words
 from fabric_ladder.options import drop_unneeded, read_named_config, read_words, without_options
 from fabric_ladder.planning.gpus import ANY, Gpu
 from fabric_ladder.planning.predict import unpredictable
@@ -126,11 +128,25 @@ def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) 
         settings = settings_for("mps", rung, [*standard, *options, *here], **defaults)
         return replace(settings, notices=())
     here += ["--accelerator", "cpu"]
-    if precision == "16-mixed":
-        here += ["--precision", "mixed"]
     if "deepspeed" in defaults:
         options = without_options(options, ["deepspeed"])
+        in_file = {name: value for name, value in settings_in_file(deepspeed).items() if name not in given}
+        precision = in_file.pop("precision", precision)
+        words = (as_words(name, "null" if value is None else str(value)) for name, value in in_file.items())
+        options = [*options, *itertools.chain.from_iterable(words)]
         defaults = defaults | {"deepspeed": None}
+    if precision == "16-mixed":
+        here += ["--precision", "mixed"]
+    counted = read_words(options)
+    if any(
+        DEPENDENT[name].means == BATCH for name in counted.keys() & DEPENDENT.keys()
+    ):  # on one device, as parsed here
+        steps = counted.get("gradient_accumulation_steps", 1) * gpus
+        options = [
+            *without_options(options, ["gradient_accumulation_steps"]),
+            "--gradient_accumulation_steps",
+            str(steps),
+        ]
     settings = parse_settings([*standard, *options, *here], **defaults)
     chosen = {*given, *from_file, *defaults}
     if switches := cuda_defaults(settings, chosen, gpu.capability):

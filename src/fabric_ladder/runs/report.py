@@ -5,12 +5,13 @@ from pathlib import Path
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fabric_ladder.settings import Settings
+from fabric_ladder.models.optimizer import weight_decay
+from fabric_ladder.settings import Settings, show
 from fabric_ladder.techniques import used
 
 
 def title(settings: Settings, hardware: dict, ranks: int) -> str:
-    """Return the title line: script, data, model, seed, effective batch, precision and device."""
+    """Return the title line: script, data, model, seed, effective batch, precision, optimizer and device."""
     model = Path(settings.model).name if Path(settings.model).exists() else settings.model
     dataset = Path(settings.dataset).name if Path(settings.dataset).exists() else settings.dataset
     described = (technique.describe_batch(settings, ranks) for technique in used(settings))
@@ -20,7 +21,16 @@ def title(settings: Settings, hardware: dict, ranks: int) -> str:
     precision = settings.precision
     if settings.matmul_precision in ("high", "medium"):  # PyTorch's default is highest
         precision += f", matmul {settings.matmul_precision}"
-    parts = [settings.name, dataset, model, f"seed {settings.seed}", batch, precision, device]
+    parts = [
+        settings.name,
+        dataset,
+        model,
+        f"seed {settings.seed}",
+        batch,
+        precision,
+        _describe_steps(settings),
+        device,
+    ]
     return " · ".join(parts)
 
 
@@ -31,6 +41,20 @@ def _describe_batch(settings: Settings, ranks: int) -> str:
     share = -(-settings.batch_size // ranks)
     size = min(settings.micro_batch_size, share)
     return f"batch {settings.batch_size} = {devices}{-(-share // size)} x {size}"
+
+
+def _describe_steps(settings: Settings) -> str:
+    """Return the optimizer, its learning rate and schedule, and its other numbers where they are not the defaults."""
+    parts = [f"{settings.optimizer} {settings.learning_rate:g} {settings.schedule}"]
+    parts += [f"to {settings.min_learning_rate:g}"] * bool(settings.min_learning_rate)
+    parts += [f"warm-up {settings.warmup_steps} steps"] * bool(settings.warmup_steps)
+    for name in ("betas", "eps"):
+        if (value := getattr(settings, name)) != getattr(Settings, name):
+            parts.append(f"{name} {show(value)}")
+    parts += [f"weight decay {weight_decay(settings):g}"] * bool(weight_decay(settings))
+    if settings.max_grad_norm:
+        parts.append(f"clipped to {settings.max_grad_norm:g}")
+    return ", ".join(parts)
 
 
 def describe_parameters(model: nn.Module) -> dict:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric_ladder.errors import UserError
+from fabric_ladder.models.optimizer import decay_weights
 from fabric_ladder.techniques.compile import MOST_GRAPHS, compiles
 
 BLOCK = 128  # values that share a scale
@@ -66,6 +67,7 @@ class Adam4bit(Optimizer):
     def step(self) -> None:
         """Step the weights that have a gradient."""
         for group in self.param_groups:
+            decay_weights(group)
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._step_weight(parameter, group)

@@ -14,7 +14,7 @@ from fabric_ladder.errors import UserError, refused
 from fabric_ladder.models.configs import MODELS, load_config, load_weights, silence_loading
 from fabric_ladder.models.dtypes import keep_dtype
 from fabric_ladder.models.layers import keep_blocks
-from fabric_ladder.models.optimizer import optimizer_class
+from fabric_ladder.models.optimizer import optimizer_class, weight_decay
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques import used
 from fabric_ladder.techniques.weight_steps import forget_hooks
@@ -65,27 +65,34 @@ def build_optimizer(settings: Settings, model: nn.Module) -> Optimizer:
     """Return the optimizer of the trained parameters, with the techniques in use applied.
 
     Each parameter has state in its own dtype: two values for Adam and AdamW, none for SGD, one row and one column per
-    matrix for Adafactor (Shazeer and Stern, 2018).
+    matrix for Adafactor (Shazeer and Stern, 2018). Weight decay is for matrices and embeddings: biases and norms, which
+    have one dimension, do not decay (as in transformers' Trainer).
 
     Args:
-        settings: `learning_rate`, `optimizer` and the techniques in use.
+        settings: `learning_rate`, `optimizer`, its numbers and the techniques in use.
         model: Set up by Fabric, since sharding and half precision replace or convert its parameters.
     """
     # PyTorch refuses the fused kernel where a scaled loss meets clipping: the kernel unscales the gradients itself, and
     # clipping needs unscaled ones. An engine unscales and clips before the step.
     clips_scaled = settings.precision == "16-mixed" and bool(settings.max_grad_norm)
     may_fuse = strategy_traits(settings).owns_optimizer or not clips_scaled
-    kind, options = optimizer_class(settings.optimizer, may_fuse)
+    kind, options = optimizer_class(settings, may_fuse)
     for technique in used(settings):
         kind = technique.change_optimizer(kind, settings, model)
-    groups: dict[float, list[nn.Parameter]] = {1.0: []}  # first the group whose learning rate is that of the run
+    decay = weight_decay(settings)
+    # first the groups whose learning rate is that of the run
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {(1.0, decay): [], (1.0, 0.0): []}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             factor = math.prod(technique.rate_factor(name, settings) for technique in used(settings))
-            groups.setdefault(factor, []).append(parameter)
+            groups.setdefault((factor, decay if parameter.ndim > 1 else 0.0), []).append(parameter)
     forget_hooks([*model.parameters()])
     rate = settings.learning_rate
-    chosen = [{"params": own, "lr": rate * factor, "rate_factor": factor} for factor, own in groups.items() if own]
+    chosen = [
+        {"params": own, "lr": rate * factor, "rate_factor": factor, "weight_decay": lost}
+        for (factor, lost), own in groups.items()
+        if own
+    ]
     return kind(chosen, lr=rate, **options)
 
 

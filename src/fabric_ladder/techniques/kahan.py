@@ -13,7 +13,7 @@ FAST = ("--packing", "true", "--compile", "true")
 
 
 class Kahan(Optimizer):
-    """Mixin for Adam, AdamW or SGD with one parameter group.
+    """Mixin for Adam, AdamW, SGD or SinkGD.
 
     A bfloat16 weight has 8 significant bits, so a step below a 512th of the weight is rounded away. Here the optimizer
     adds its step to a `compensation` of the weight's shape and dtype, 0 at first. The compensation is added to the
@@ -35,9 +35,10 @@ class Kahan(Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         """Step the weights that have a gradient."""
-        (group,) = self.param_groups
-        decay = group["weight_decay"]
-        stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
+        decays = [group["weight_decay"] for group in self.param_groups]
+        stepped = [
+            parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None
+        ]
         weights = [parameter.data for parameter in stepped]
         before = [self.state[parameter].get("compensation") for parameter in stepped]
         remainders = [torch.zeros_like(w) if r is None else r for w, r in zip(weights, before, strict=True)]
@@ -45,17 +46,26 @@ class Kahan(Optimizer):
             for parameter, remainder in zip(stepped, remainders, strict=True):
                 self.state[parameter].pop("compensation", None)  # an optimizer makes its state where it finds none
                 parameter.data = remainder
-            if decay and stepped:
-                torch._foreach_add_(remainders, weights, alpha=-group["lr"] * decay)
-            group["weight_decay"] = 0
+            for group in self.param_groups:
+                self._decay(group, dict(zip(stepped, weights, strict=True)))
+                group["weight_decay"] = 0
             super().step()
         finally:
-            group["weight_decay"] = decay
+            for group, decay in zip(self.param_groups, decays, strict=True):
+                group["weight_decay"] = decay
             remainders = [parameter.data for parameter in stepped]
             for parameter, weight, remainder in zip(stepped, weights, remainders, strict=True):
                 self.state[parameter]["compensation"], parameter.data = remainder, weight
             for start, end in self._parts(weights):
                 _move(remainders[start:end], weights[start:end])
+
+    @staticmethod
+    def _decay(group: dict, weights: dict[nn.Parameter, Tensor]) -> None:
+        """Add the weight decay to the remainders, which are the data of the parameters during a step."""
+        decayed = [parameter for parameter in group["params"] if parameter in weights]
+        if group["weight_decay"] and decayed:
+            lost = -group["lr"] * group["weight_decay"]
+            torch._foreach_add_([each.data for each in decayed], [weights[each] for each in decayed], alpha=lost)
 
     def _parts(self, weights: list[Tensor]) -> Iterator[tuple[int, int]]:
         """Yield the bounds of parts that take no more memory than the largest weight."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fabric_ladder.models.optimizer import decay_weights
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.lean_optimizer import LeanOptimizer
 from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, NextRung, Technique
@@ -31,7 +32,7 @@ class SinkGD(Optimizer):
     balanced too, because an embedding's moments would be the largest tensors of the optimizer. All that balancing
     leaves of a vector is the sign of its numbers.
 
-    A step is computed in 32 bits, for a part of a weight at a time. It does not read the weight.
+    A step is computed in 32 bits, for a part of a weight at a time. It does not read the weight, except for its decay.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
@@ -41,6 +42,7 @@ class SinkGD(Optimizer):
     def step(self) -> None:
         """Step the weights that have a gradient."""
         for group in self.param_groups:
+            decay_weights(group)
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     _step_weight(parameter, group["lr"])

@@ -3,10 +3,12 @@
 import argparse
 import difflib
 import os
+import sys
 from pathlib import Path
 from typing import NoReturn
 
 from fabric_ladder.errors import UserError
+from fabric_ladder.foreign import to_own_words
 from fabric_ladder.options import read_words
 from fabric_ladder.rungs import choose_rungs
 from fabric_ladder.settings import FACTS, SURROUNDINGS
@@ -30,7 +32,7 @@ class Arguments(argparse.ArgumentParser):
         self.exit(2, f"error: {message.removeprefix('argument ')} (see --help)\n")
 
     def parse_with_settings(self) -> tuple[argparse.Namespace, list[str]]:
-        """Return the script's own options, and all other options, which are settings of the rungs."""
+        """Return the script's own options, and all other options, which are settings of the rungs by their names."""
         arguments, settings = self.parse_known_args()
         own = [option.removeprefix("--") for option in self._option_string_actions]
         for option in settings:
@@ -38,10 +40,13 @@ class Arguments(argparse.ArgumentParser):
             if option.startswith("--") and name not in FACTS and (near := difflib.get_close_matches(name, own, n=1)):
                 self.error(f"there is no option --{name}; did you mean --{near[0]}?")
         try:
+            settings, read_as = to_own_words(settings)
             if "print_config" in read_words(settings):
                 self.error("--print_config prints the settings of one rung: give it to the rung's script")
         except UserError as error:
             self.error(str(error))
+        if read_as:
+            print(f"Read {', '.join(read_as)}", file=sys.stderr)
         return arguments, settings
 
 
@@ -68,9 +73,10 @@ def searched(text: str) -> tuple[str, list[str]]:
     name, _, listed = text.partition("=")
     values = [value.strip() for value in listed.split(",") if value.strip()]
     try:
-        found = [read_words([f"--{name}", value]) for value in values]
+        found = [read_words(to_own_words([f"--{name}", value])[0]) for value in values]
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+    name = next(iter(found[0]), name) if found else name
     if name == "seed":
         raise argparse.ArgumentTypeError("seed is not searched: --seeds N runs each value with N seeds")
     if name not in FACTS or FACTS[name].role == SURROUNDINGS:
