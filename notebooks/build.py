@@ -1,4 +1,4 @@
-"""Write a notebook for each plain script: notebooks/2_grad_accum.ipynb from src/plain/2_grad_accum.py and texts.yaml.
+"""Write a notebook for each plain script with Fabric: 2_grad_accum.ipynb from src/plain/2_grad_accum.py and texts.yaml.
 
     python notebooks/build.py [RUNG ...]               # 2 or 2_grad_accum; without a rung: all
     python notebooks/build.py --execute [RUNG ...]     # run the notebooks too, and store what they print
@@ -236,7 +236,7 @@ def main() -> None:
     parser.add_argument("rungs", nargs="*", metavar="RUNG", help="number or name; default: all")
     parser.add_argument("--execute", action="store_true", help="run them too, on a CPU")
     arguments = parser.parse_args()
-    names = sorted((path.stem for path in PLAIN.glob("*.py")), key=lambda name: int(name.split("_")[0]))
+    names = sorted((path.stem for path in PLAIN.glob("[1-9]*.py")), key=lambda name: int(name.split("_")[0]))
     if arguments.rungs:
         names = [name for name in names if {name, name.split("_")[0]} & set(arguments.rungs)]
     with tempfile.TemporaryDirectory() as folder:

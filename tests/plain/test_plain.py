@@ -77,7 +77,7 @@ def code(name):
     return text.splitlines()[ast.parse(text).body[0].end_lineno :]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["0_pytorch", *NAMES])
 def test_a_plain_script_is_short_and_marks_its_new_lines(name):
     text = (PLAIN / f"{name}.py").read_text(encoding="utf-8")
     lines = text.splitlines()
@@ -86,7 +86,7 @@ def test_a_plain_script_is_short_and_marks_its_new_lines(name):
     assert "fabric_ladder" not in text
     docstring = ast.get_docstring(ast.parse(text))
     assert docstring.startswith(f"{number(name)} · ")
-    assert f"# NEW in {number(name)}" in text or number(name) == 1
+    assert f"# NEW in {number(name)}" in text or number(name) < 2
 
 
 @pytest.mark.parametrize("rung", [rung for rung in RUNGS if parent(rung)], ids=lambda rung: rung.stem)
@@ -183,6 +183,12 @@ def test_a_plain_script_prints_the_losses_of_its_rung(name, folder):
     if number(name) not in CASES:
         pytest.skip("DeepSpeed needs a CUDA GPU")
     compare(name, folder, *CASES[number(name)])
+
+
+def test_pytorch_alone_prints_the_lines_of_the_script_with_fabric(folder):
+    alone, fabric = (run_plain(name, folder) for name in ("0_pytorch", "1_batch_size_1"))
+    assert "Test accuracy" in alone
+    assert alone == fabric
 
 
 def test_long_packed_rows_print_the_losses_of_the_rung(folder):
