@@ -137,7 +137,8 @@ def cells_of(name: str) -> list[nbformat.NotebookNode]:
         if heading == "3 Finetuning":
             add("The loss", TEXTS["picture"])
     without_gradients = re.findall(r"with (torch\.no_grad\(\).*):", script)[-1]
-    add("A text of your own", TEXTS["own"].replace("torch.no_grad()", without_gradients))
+    own = TEXTS["own"].replace("torch.no_grad()", without_gradients)
+    add("A text of your own", own.replace(TEXTS["call"], texts.get("call", TEXTS["call"])))
     if several:
         add("All GPUs", f"%%writefile {name}.py\n{script.replace(IMPORT, '').replace('4800', '160')}")
         cells.append(nbformat.v4.new_code_cell(LAUNCH.replace("SCRIPT", f"{name}.py").strip("\n")))
