@@ -43,7 +43,7 @@ IMDB_REVIEWS = 50_000
 
 def find_dataset(data_dir: "str | Path | None" = None) -> Path | None:
     """Return the IMDb archive or its unpacked folder `aclImdb`, from `data_dir` or the current folder, or None."""
-    for parent in (_data_folder(data_dir), Path()):
+    for parent in (data_folder(data_dir), Path()):
         for name in ("aclImdb", IMDB_ARCHIVE):
             if (parent / name).exists():
                 return parent / name
@@ -60,29 +60,36 @@ def download_dataset(data_dir: "str | Path | None" = None) -> Path:
     """
     if found := find_dataset(data_dir):
         return found
-    folder = _data_folder(data_dir)
-    archive = folder / IMDB_ARCHIVE
+    instead = ", or use --dataset synthetic, which needs no network"
+    return download_file(IMDB_URL, IMDB_SHA256, data_folder(data_dir), "IMDb", instead)
+
+
+def download_file(url: str, sha256: str, folder: Path, name: str, instead: str = "") -> Path:
+    """Download a file into a folder and return its path; no file is left after an error.
+
+    Args:
+        name: What the file is, for the error.
+        instead: Another remedy when the network fails.
+    """
+    archive = folder / url.rpartition("/")[2]
     new = not folder.exists()
     timeout = socket.getdefaulttimeout()
     socket.setdefaulttimeout(30)  # seconds
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        download_url_to_file(IMDB_URL, str(archive), IMDB_SHA256, progress=sys.stderr.isatty())
+        download_url_to_file(url, str(archive), sha256, progress=sys.stderr.isatty())
     except (URLError, ConnectionError, TimeoutError) as error:
         if new:
             with suppress(OSError):  # another process may have begun to use it
                 folder.rmdir()
         raise UserError(
-            f"IMDb is not in {folder.resolve()} and cannot be downloaded ({type(error).__name__}): save {IMDB_URL} "
-            f"as {archive}, or set FABRIC_LADDER_DATA to the folder that holds it, or use --dataset synthetic, which "
-            "needs no network"
+            f"{name} is not in {folder.resolve()} and cannot be downloaded ({type(error).__name__}): save {url} "
+            f"as {archive}, or set FABRIC_LADDER_DATA to the folder that holds it{instead}"
         ) from error
     except OSError as error:
         raise UserError(f"cannot write {folder} ({error}): choose another --data_dir") from error
     except RuntimeError as error:  # torch.hub found a wrong checksum
-        raise UserError(
-            f"the download of {IMDB_URL} has a wrong checksum: try again, or save it as {archive}"
-        ) from error
+        raise UserError(f"the download of {url} has a wrong checksum: try again, or save it as {archive}") from error
     finally:
         socket.setdefaulttimeout(timeout)
     return archive
@@ -150,7 +157,8 @@ def _read_split(data_dir: "str | Path | None") -> tuple[pd.DataFrame, list[np.nd
     return reviews, [part.index.to_numpy() for part in _split(reviews[["label"]].reset_index(drop=True))]
 
 
-def _data_folder(data_dir: "str | Path | None") -> Path:
+def data_folder(data_dir: "str | Path | None" = None) -> Path:
+    """Return the folder of downloaded data: this one, or the one in FABRIC_LADDER_DATA, or `data`."""
     return Path(data_dir or os.environ.get("FABRIC_LADDER_DATA") or "data")
 
 

@@ -77,6 +77,7 @@ TWELVE = "--batch_size 12 --micro_batch_size 12 --max_length 512"
 SHARDED_WHOLE = f"--batch_size 256 --micro_batch_size 64 --precision 32-true {CHECKPOINTED}"
 ALPACA = "--batch_size 128 --micro_batch_size 1 --max_length 1304 --lora_targets"  # its longest sample
 ZERO = [f"--deepspeed {stage}" for stage in ("zero2", "zero2_offload", "zero3", "zero3_offload")]
+ZERO_LADDER = [f"{stage} {CHECKPOINTED}" for stage in ("--deepspeed zero1", *ZERO)]
 ENTRIES = {
     "bloom-560m": [
         *(Entry(rung) for rung in ("1_batch_size_1", "2_grad_accum", "3_torch_compile", "4_mixed_precision")),
@@ -87,7 +88,9 @@ ENTRIES = {
         *(Entry("12_deepspeed_zero", stage) for stage in ZERO),
         Entry("11_fsdp_cpu_offload", ALL),
         *(Entry(rung, more) for rung in ("13_lora", "14_qlora", "24_streamed_layers") for more in ("", CHECKPOINTED)),
-        *(Entry(rung, gpus=4) for rung in SHARDED),
+        *(Entry(rung, gpus=4) for rung in ("9_ddp", *SHARDED)),
+        Entry("9_ddp", CHECKPOINTED, gpus=4),
+        *(Entry("12_deepspeed_zero", options, gpus=4) for options in ZERO_LADDER),
         *(Entry(rung) for rung in (*FURTHER, *RECOMPUTING[1:])),
         Entry("18_low_bit_optimizer", IN_4_BITS),
         Entry("16_bf16_that_learns", f"--batch_size 1 {CHECKPOINTED}"),

@@ -1,4 +1,4 @@
-"""Write a notebook for each plain script: notebooks/2_grad_accum.ipynb from src/plain/2_grad_accum.py and texts.yaml.
+"""Write a notebook for each plain script with Fabric: 2_grad_accum.ipynb from src/plain/2_grad_accum.py and texts.yaml.
 
     python notebooks/build.py [RUNG ...]               # 2 or 2_grad_accum; without a rung: all
     python notebooks/build.py --execute [RUNG ...]     # run the notebooks too, and store what they print
@@ -137,7 +137,8 @@ def cells_of(name: str) -> list[nbformat.NotebookNode]:
         if heading == "3 Finetuning":
             add("The loss", TEXTS["picture"])
     without_gradients = re.findall(r"with (torch\.no_grad\(\).*):", script)[-1]
-    add("A text of your own", TEXTS["own"].replace("torch.no_grad()", without_gradients))
+    own = TEXTS["own"].replace("torch.no_grad()", without_gradients)
+    add("A text of your own", own.replace(TEXTS["call"], texts.get("call", TEXTS["call"])))
     if several:
         add("All GPUs", f"%%writefile {name}.py\n{script.replace(IMPORT, '').replace('4800', '160')}")
         cells.append(nbformat.v4.new_code_cell(LAUNCH.replace("SCRIPT", f"{name}.py").strip("\n")))
@@ -236,7 +237,7 @@ def main() -> None:
     parser.add_argument("rungs", nargs="*", metavar="RUNG", help="number or name; default: all")
     parser.add_argument("--execute", action="store_true", help="run them too, on a CPU")
     arguments = parser.parse_args()
-    names = sorted((path.stem for path in PLAIN.glob("*.py")), key=lambda name: int(name.split("_")[0]))
+    names = sorted((path.stem for path in PLAIN.glob("[1-9]*.py")), key=lambda name: int(name.split("_")[0]))
     if arguments.rungs:
         names = [name for name in names if {name, name.split("_")[0]} & set(arguments.rungs)]
     with tempfile.TemporaryDirectory() as folder:

@@ -267,6 +267,26 @@ def ddp(figure: Figure, look: Look) -> None:
         box(axes, x, 5.85, 1.85, 0.85, look["weights"], "all weights")
 
 
+@picture("data_parallel", 2.6)
+def data_parallel(figure: Figure, look: Look) -> None:
+    """DataParallel fills the first GPU; under DDP all are equal."""
+    model = predicted("bloom-560m", "1_batch_size_1")
+    weights, state = model["weights"], model["optimizer state"]
+    kept = sum(record(dtype=torch.float32).kept.values()) / GB
+    logits = 2 * 4 * 1024 * 250_880 / GB  # of one text in 32-bit, with their gradient
+    first = {"weights": weights, "optimizer state": state, "gradients": weights, "activations": kept}
+    rows = {
+        "DataParallel, GPU 0": first | {"temporary": 4 * logits},
+        "DataParallel, GPUs 1 to 3": {"weights": weights, "activations": kept},
+        "DDP, each GPU": first | {"temporary": logits},
+    }
+    source = "predicted · BLOOM-560m as a language model, 32-bit, 4 texts of 1,024 tokens on 4 GPUs"
+    [axes] = panels(figure, look, source, left=1.95, legend=PARTS)
+    figure.legends[0].get_texts()[4].set_text("logits, their gradient")
+    bars(axes, look, rows, "{:.1f}")
+    axes.set(xlim=(0, 21), xlabel="GB in a step's second pass, once the logits have their gradient")
+
+
 @picture("10_fsdp", 3.0)
 def fsdp(figure: Figure, look: Look) -> None:
     """Gather a block's weights, compute, free them."""

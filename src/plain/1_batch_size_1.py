@@ -1,7 +1,7 @@
 """1 · Batch size 1: one review for each optimizer step.
 
 The whole training is in this file. Read it from top to bottom, paste it into a notebook, change it. Only the
-activations of one review are in memory.
+activations of one review are in memory. 0_pytorch.py is the same without Fabric.
 The same with checkpoints, prediction, resume and your own data: src/1_batch_size_1.py
 """
 

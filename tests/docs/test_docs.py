@@ -1,6 +1,7 @@
 """The pages build; their links, names, commands, options and quotations are correct."""
 
 import ast
+import difflib
 import re
 import shlex
 import subprocess
@@ -73,8 +74,8 @@ def test_every_rung_has_its_row_and_its_page():
     rows = re.findall(r"^\| \[(\d+_\w+)\]\(src/\1\.py\) \| .*\]\(docs/techniques/(\w+)\.md\)", text_of(README), re.M)
     assert sorted(rows) == sorted((name, name) for name in NAMES)
     index = re.findall(r"^\| \[(\d+_\w+)\]\(techniques/\1\.md\)", text_of(DOCS / "index.md"), re.M)
-    assert index == NAMES
-    assert [page.stem for page in sorted((DOCS / "techniques").glob("[0-9]*.md"))] == sorted(NAMES)
+    assert index == ["0_pytorch", *NAMES]
+    assert [page.stem for page in sorted((DOCS / "techniques").glob("[0-9]*.md"))] == sorted(index)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -94,6 +95,16 @@ def test_a_technique_page_has_its_sections(name):
     printed = "".join(code for language, code in FENCE.findall(sections["Run it"]) if not language)
     assert [line for line in printed.splitlines() if line not in log] == []
     assert printed or name == "12_deepspeed_zero", "the log of the quickstart"
+
+
+def test_the_page_without_a_rung_shows_all_lines_that_fabric_changes():
+    text = text_of(DOCS / "techniques" / "0_pytorch.md")
+    assert re.findall(r"^## (.*)", text, re.M) == HEADINGS
+    scripts = [text_of(ROOT / "src" / "plain" / f"{name}.py") for name in ("0_pytorch", "1_batch_size_1")]
+    code = [script.splitlines()[ast.parse(script).body[0].end_lineno :] for script in scripts]
+    changed = [line for line in difflib.ndiff(*code) if line[0] in "-+"]
+    [shown] = [block for language, block in FENCE.findall(text) if language == "diff"]
+    assert [line for line in shown.splitlines() if line] == changed
 
 
 # Links

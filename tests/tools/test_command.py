@@ -51,7 +51,7 @@ def clone(tmp_path_factory):
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in ("src", "scripts", "configs"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "LICENSE", "local_dataset_utilities.py"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "local_dataset_utilities.py", "local_utilities.py"):
         shutil.copy(ROOT / name, folder)
     return folder
 
