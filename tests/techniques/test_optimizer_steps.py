@@ -93,18 +93,19 @@ def steps_with_kahan(tmp_path, dtype, optimizer, steps=6, **values):
 
 def step_one_by_one(optimizer):
     """Step as `Kahan.step` does, with an operation for each weight."""
-    (group,) = optimizer.param_groups
-    decay, stepped = group["weight_decay"], []
-    for parameter in group["params"]:
-        if parameter.grad is not None:
-            weight, remainder = parameter.data, optimizer.state[parameter].pop("compensation", None)
-            stepped.append((parameter, weight))
-            parameter.data = torch.zeros_like(weight) if remainder is None else remainder
-            if decay:
-                parameter.data.add_(weight, alpha=-group["lr"] * decay)
-    group["weight_decay"] = 0
+    decays, stepped = [group["weight_decay"] for group in optimizer.param_groups], []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                weight, remainder = parameter.data, optimizer.state[parameter].pop("compensation", None)
+                stepped.append((parameter, weight))
+                parameter.data = torch.zeros_like(weight) if remainder is None else remainder
+                if group["weight_decay"]:
+                    parameter.data.add_(weight, alpha=-group["lr"] * group["weight_decay"])
+        group["weight_decay"] = 0
     super(Kahan, optimizer).step()
-    group["weight_decay"] = decay
+    for group, decay in zip(optimizer.param_groups, decays, strict=True):
+        group["weight_decay"] = decay
     for parameter, weight in stepped:
         remainder, parameter.data = parameter.data, weight
         before = weight.clone()
