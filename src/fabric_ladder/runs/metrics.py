@@ -165,8 +165,10 @@ def describe_classes(names: list[str], confusion: list[list[int]]) -> dict:
         and `macro_f1`, the mean of the classes' F1 scores. The F1 score of a class is twice its right predictions,
         divided by the sum of its samples and its predictions. Classes without both are left out of the mean.
     """
-    both = enumerate(zip(confusion, zip(*confusion, strict=True), strict=True))
-    scores = describe_f1(names, [[row[number], sum(column), sum(row)] for number, (row, column) in both])
+    counts = torch.tensor(confusion)
+    right, predicted, true = counts.diag(), counts.sum(0), counts.sum(1)
+    state = [right, predicted - right, counts.sum() - predicted - true + right, true - right, true]
+    scores = describe_f1(names, torch.stack(state, 1))
     return {"names": names, "confusion": confusion, "accuracy": scores["recall"], "macro_f1": scores["macro_f1"]}
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fabric_ladder.data.label_kind import Counts
 from fabric_ladder.data.loaders import MicroBatch
 from fabric_ladder.distributed.strategies import (
     averages_each_pass,
@@ -81,7 +82,7 @@ def accumulate_gradients(
 
 
 def run_model(
-    fabric: Fabric, model: nn.Module, micro_batch: MicroBatch, counts: Tensor | None = None
+    fabric: Fabric, model: nn.Module, micro_batch: MicroBatch, counts: Tensor | Counts | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return a micro-batch's mean loss per item and its number of right predictions, both on the device.
 
