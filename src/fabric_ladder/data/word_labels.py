@@ -29,7 +29,7 @@ from fabric_ladder.data.label_lists import (
     number_lists,
     refuse_printed_list,
 )
-from fabric_ladder.data.objective import in_32_bit
+from fabric_ladder.data.objective import count_right, in_32_bit
 from fabric_ladder.data.splits import IGNORED
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
@@ -107,7 +107,7 @@ class WordLabels(LabelKind):
 
     def correct(self, logits: Tensor, labels: Tensor, words: Tensor, begins: Tensor) -> Tensor:
         """Return the number of words whose label is predicted."""
-        return (logits.flatten(0, 1)[words].argmax(-1) == labels).sum()
+        return count_right(logits.flatten(0, 1)[words], labels)
 
     def notes(self, split: hf.Dataset) -> list[str]:
         """Return a line about the most frequent label."""

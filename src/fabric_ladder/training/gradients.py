@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from fabric_ladder.data.label_kind import Counts
 from fabric_ladder.data.loaders import MicroBatch
+from fabric_ladder.data.objective import count_right
 from fabric_ladder.distributed.strategies import (
     averages_each_pass,
     finish_gradients,
@@ -20,7 +21,7 @@ from fabric_ladder.distributed.strategies import (
     skips_broken_steps,
 )
 from fabric_ladder.models.masks import declare_padding
-from fabric_ladder.runs.metrics import Meter, add_to_confusion, count_correct
+from fabric_ladder.runs.metrics import Meter, add_to_confusion
 from fabric_ladder.techniques.embedding_rows import adding_rows
 
 
@@ -100,7 +101,9 @@ def run_model(
         return objective.loss(outputs.logits, **labels), objective.correct(logits, **labels)
     if counts is not None and micro_batch.items:
         add_to_confusion(counts, outputs, inputs["labels"])
-    return outputs.loss, count_correct(outputs, inputs["labels"])
+    if hasattr(outputs, "correct"):  # the chunked loss of a language model counts its own
+        return outputs.loss, outputs.correct
+    return outputs.loss, count_right(outputs.logits.detach(), inputs["labels"])
 
 
 def _to_device(fabric: Fabric, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
