@@ -6,7 +6,7 @@ import datasets as hf
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import accuracy_score, f1_score
+from sklearn.metrics import accuracy_score, f1_score, precision_recall_fscore_support
 from support.data_files import BLOOM, SPLITS, load_in, write_rows
 from support.helpers import MODELS, SRC, finished, run_script, settings_for, tiny_model, token_datasets
 from support.objectives import accumulated, assert_exact, packable
@@ -15,6 +15,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from fabric_ladder import UserError, build_dataloaders
 from fabric_ladder.checks import check_values
+from fabric_ladder.data.multi_label import MultiLabel
 
 MULTI = {"problem_type": "multi_label_classification"}
 SETS = [[], ["art"], ["art", "law"], ["law", "war"], ["war"]]
@@ -166,6 +167,28 @@ def test_the_test_reports_f1_scores(tmp_path, capsys):
         f"Test micro-F1 {classes['micro_f1'] * 100:.2f}%",
         f"Test macro-F1 {classes['macro_f1'] * 100:.2f}%",
     ]
+
+
+@pytest.mark.parametrize("classes", [1, 4, 30])
+def test_the_figures_equal_scikit_learns(classes):
+    """Of several classes the first has no samples, the last no predictions, and one in the middle neither."""
+    rng = np.random.default_rng(0)
+    logits, true = rng.normal(size=(200, classes)), rng.integers(2, size=(200, classes))
+    if classes > 1:
+        true[:, 0] = true[:, classes // 2] = 0
+        logits[:, -1] = logits[:, classes // 2] = -1
+    kind = MultiLabel([*map(str, range(classes))])
+    counts = kind.start_counts(torch.device("cpu"))
+    for part in np.array_split(range(200), 7):
+        kind.count(counts, torch.tensor(logits[part]), torch.tensor(true[part], dtype=torch.float32))
+    got = kind.describe(counts.compute()).results["classes"]
+    found = np.array([got[name] for name in ("precision", "recall", "f1")], float).T  # None becomes NaN
+    for number, (flags, chosen) in enumerate(zip(true.T, logits.T > 0, strict=True)):
+        scores = precision_recall_fscore_support(flags, chosen, average="binary", zero_division=np.nan)[:3]
+        assert found[number] == pytest.approx(scores, rel=1e-12, nan_ok=True)
+    assert got["true"] == true.sum(0).tolist()
+    assert got["macro_f1"] == pytest.approx(np.nanmean(found[:, 2]), rel=1e-12)
+    assert got["micro_f1"] == pytest.approx(f1_score(true.ravel(), logits.ravel() > 0), rel=1e-12)
 
 
 def test_a_frequent_set_of_labels_is_named(tmp_path, fabric):

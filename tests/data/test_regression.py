@@ -119,14 +119,33 @@ def test_the_run_prints_errors_and_the_correlation(tmp_path, capsys, precision):
     assert "accuracy" not in {*results, *results["epochs"][0]}
 
 
+@pytest.mark.parametrize("columns", [1, 3])
+def test_the_figures_equal_scipys(columns):
+    """The last column has large numbers that differ little."""
+    rng = np.random.default_rng(0)
+    true = rng.normal(size=(200, columns)).astype(np.float32)
+    predicted = (true + rng.normal(size=true.shape)).astype(np.float32)
+    true[:, -1] += 1000
+    kind = Regression(list("abc"[:columns]))
+    counts = kind.start_counts(torch.device("cpu"))
+    for part in np.split(range(200), [1, 30, 31, 100]):
+        kind.count(counts, torch.tensor(predicted[part]), torch.tensor(true[part]))
+    got = kind.describe(counts.compute()).results
+    predicted, true = predicted.astype(np.float64), true.astype(np.float64)
+    expected = [pearsonr(*pair)[0] for pair in zip(predicted.T, true.T, strict=True)]
+    assert got["columns"]["pearson"] == pytest.approx(expected, rel=1e-9)
+    assert got["columns"]["mse"] == pytest.approx(((predicted - true) ** 2).mean(0).tolist(), rel=1e-9)
+    assert got["test_pearson"] == pytest.approx(np.mean(expected), rel=1e-9)
+
+
 def test_equal_predictions_have_no_correlation():
     kind = Regression(["a"])
     counts = kind.start_counts(torch.device("cpu"))
     kind.count(counts, torch.full((9, 1), 0.3), torch.arange(9.0)[:, None] + 1e6)
-    assert kind.describe(counts.tolist()).lines == ["Test Pearson nan"]
+    assert kind.describe(counts.compute()).lines == ["Test Pearson nan"]
     kind.count(counts, torch.tensor([[5.0]]), torch.tensor([[1e6 + 20]]))
     expected = pearsonr([0.3] * 9 + [5.0], [*(np.arange(9.0) + 1e6), 1e6 + 20])[0]
-    assert kind.describe(counts.tolist()).results["test_pearson"] == pytest.approx(expected, rel=1e-6)
+    assert kind.describe(counts.compute()).results["test_pearson"] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -1,6 +1,8 @@
 """The confusion matrix is counted on the device and kept in run.json. Macro-F1 is printed where it matters."""
 
 import json
+import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +13,10 @@ from support.helpers import settings_for, tiny_model, token_datasets
 from support.training import run_training
 
 from fabric_ladder import build_dataloaders
+from fabric_ladder.data.class_weights import ClassWeights
+from fabric_ladder.data.multi_label import MultiLabel
+from fabric_ladder.data.regression import Regression
+from fabric_ladder.data.word_labels import WordLabels
 from fabric_ladder.runs.metrics import Meter, describe_classes
 
 
@@ -28,16 +34,51 @@ def set_labels(datasets, labels):
     datasets.splits["train"] = datasets.splits["train"].remove_columns("labels").add_column("labels", labels)
 
 
-@pytest.mark.parametrize("absent", [None, 2])
-def test_the_figures_equal_scikit_learns(absent):
+@pytest.mark.parametrize(
+    ("classes", "true", "predicted"),
+    [
+        (4, [0, 1, 2, 3], [0, 1, 2]),
+        (4, [0, 1, 3], [0, 1, 3]),
+        (4, [0, 1], [0, 1, 2]),
+        (3, [0, 1], [2]),
+        (2, [1], [1]),
+        (30, range(30), range(29)),
+    ],
+)
+def test_the_figures_equal_scikit_learns(classes, true, predicted):
     rng = np.random.default_rng(0)
-    classes = [number for number in range(4) if number != absent]
-    true, predicted = rng.choice(classes, 200), rng.choice(classes[:3], 200)
-    got = describe_classes(list("abcd"), confusion_matrix(true, predicted, labels=range(4)).tolist())
-    assert got["macro_f1"] == pytest.approx(f1_score(true, predicted, average="macro"))
-    recall = recall_score(true, predicted, average=None, labels=classes)
-    assert [got["accuracy"][number] for number in classes] == pytest.approx(recall.tolist())
-    assert absent is None or got["accuracy"][absent] is None
+    true, predicted = rng.choice(true, 200), rng.choice(predicted, 200)
+    confusion = confusion_matrix(true, predicted, labels=range(classes)).tolist()
+    got = describe_classes([*map(str, range(classes))], confusion)
+    assert got["macro_f1"] == pytest.approx(f1_score(true, predicted, average="macro"), rel=1e-12)
+    recall = recall_score(true, predicted, average=None, labels=range(classes), zero_division=np.nan)
+    assert [math.nan if share is None else share for share in got["accuracy"]] == pytest.approx(
+        recall.tolist(), rel=1e-12, nan_ok=True
+    )
+    assert got["confusion"] == confusion
+
+
+LOGITS = {
+    "several labels": (MultiLabel(["a", "b"]), (3, 2), (("labels", (3, 2), torch.float32),)),
+    "numbers": (Regression(["a", "b"]), (3, 2), (("labels", (3, 2), torch.float32),)),
+    "a number": (Regression(["a"]), (1, 1), (("labels", (1, 1), torch.float32),)),
+    "words": (WordLabels(["B-a", "I-a", "B-b", "O"]), (2, 5, 4),
+              (("labels", (7,), torch.int64), ("words", (7,), torch.int64), ("begins", (7,), torch.bool))),
+    "class weights": (ClassWeights(SimpleNamespace(label_smoothing=0.0, class_weights=None), None, []), (3, 2),
+                      (("labels", (3,), torch.int64),)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LOGITS)
+def test_counting_reads_no_value_from_the_device(kind):
+    kind, shape, labels = LOGITS[kind]
+    labels = {name: torch.empty(size, dtype=dtype, device="meta") for name, size, dtype in labels}
+    logits = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    assert kind.correct(logits, **labels).shape == ()
+    if hasattr(kind, "start_counts"):
+        counts = kind.start_counts(torch.device("meta"))
+        for _ in range(3):
+            kind.count(counts, logits, **labels)
 
 
 def test_the_sums_of_older_checkpoints_are_read():

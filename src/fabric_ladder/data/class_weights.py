@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fabric_ladder.data.objective import Objective, in_32_bit
+from fabric_ladder.data.objective import Objective, count_right, in_32_bit
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import Settings, show
 
@@ -101,4 +101,4 @@ class ClassWeights(Objective):
 
     def correct(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return the number of samples whose class is predicted."""
-        return (logits.argmax(-1) == labels).sum()
+        return count_right(logits, labels)

@@ -1,5 +1,6 @@
 """The base class of the kinds of labels: how they are read, trained, and described after the test."""
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -8,10 +9,14 @@ import numpy as np
 import pyarrow.compute as pc
 import torch
 from torch import Tensor
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.classification import MultilabelF1Score, MultilabelPrecision, MultilabelRecall
 
 from fabric_ladder.data.objective import Objective
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
+
+Counts = Metric | MetricCollection
 
 
 class Described(NamedTuple):
@@ -61,16 +66,16 @@ class LabelKind(Objective):
         """Return lines about the labels of the training split."""
         raise NotImplementedError
 
-    def start_counts(self, device: torch.device) -> Tensor | None:
-        """Return the zeros that `count` adds to; None: the kind counts nothing."""
+    def start_counts(self, device: torch.device) -> Counts | None:
+        """Return the metric that `count` adds to; None: the kind counts nothing."""
         raise NotImplementedError
 
-    def count(self, counts: Tensor, logits: Tensor, **labels: Tensor) -> None:
-        """Add a micro-batch of the test to the counts, without waiting for the device."""
+    def count(self, counts: Counts, logits: Tensor, **labels: Tensor) -> None:
+        """Add a micro-batch of the test to the metric, without waiting for the device."""
         raise NotImplementedError
 
-    def describe(self, counts: list) -> Described:
-        """Return the results of the counts of all ranks."""
+    def describe(self, figures: Tensor | dict[str, Tensor]) -> Described:
+        """Return the results, given what the metric has computed over all ranks."""
         raise NotImplementedError
 
 
@@ -108,33 +113,41 @@ def describe_rare(counts: np.ndarray) -> list[str]:
     ]
 
 
-def describe_f1(names: list[str], counts: list[list[int]]) -> dict:
+def describe_f1(names: list[str], counts: Tensor) -> dict:
     """Return precision, recall and F1 of each class, and their micro and macro average.
 
     Args:
         names: Names of the classes.
-        counts: For each class, the numbers of right predictions, of predictions, and of true ones.
+        counts: From `MultilabelStatScores`: true and false positives, true and false negatives, and true labels of
+            each class.
 
     Returns:
         `names`, `true` (numbers), `precision`, `recall`, `f1`, `micro_f1` and `macro_f1`. A figure without a
         denominator is None. Classes that are neither predicted nor true are left out of the macro average.
     """
-    scores = [_ratio(2 * right, predicted + true) for right, predicted, true in counts]
-    known = [score for score in scores if score is not None]
-    right, predicted, true = (sum(column) for column in zip(*counts, strict=True))
+    state = dict(zip(("tp", "fp", "tn", "fn"), counts.cpu().double().unbind(1), strict=False))
+
+    def score(kind: type[Metric], average: str | None = None) -> Tensor:
+        metric = kind(len(names), average=average, validate_args=False, zero_division=math.nan, sync_on_compute=False)
+        metric.update(*torch.zeros(2, 1, len(names), dtype=torch.bool))  # a true negative: `compute` needs an update
+        metric.merge_state(state)
+        return metric.compute()
+
+    f1 = score(MultilabelF1Score)
     return {
         "names": names,
-        "true": [row[2] for row in counts],
-        "precision": [_ratio(row[0], row[1]) for row in counts],
-        "recall": [_ratio(row[0], row[2]) for row in counts],
-        "f1": scores,
-        "micro_f1": _ratio(2 * right, predicted + true),
-        "macro_f1": sum(known) / len(known) if known else None,
+        "true": counts[:, 4].tolist(),
+        "precision": without_nan(score(MultilabelPrecision)),
+        "recall": without_nan(score(MultilabelRecall)),
+        "f1": without_nan(f1),
+        "micro_f1": without_nan(score(MultilabelF1Score, "micro"))[0],
+        "macro_f1": without_nan(f1.nanmean())[0],  # torchmetrics would count a class without samples as 0
     }
 
 
-def _ratio(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
+def without_nan(figures: Tensor) -> list[float | None]:
+    """Return figures as a list, with None in place of NaN."""
+    return [None if math.isnan(figure) else figure for figure in figures.flatten().tolist()]
 
 
 def percent(share: float | None) -> str:

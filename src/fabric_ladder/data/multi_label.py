@@ -13,6 +13,8 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torchmetrics import Metric
+from torchmetrics.classification import MultilabelStatScores
 
 from fabric_ladder.data.label_kind import Described, LabelKind, describe_f1, join, matrix, percent
 from fabric_ladder.data.label_lists import (
@@ -87,18 +89,17 @@ class MultiLabel(LabelKind):
             "than always guessing this"
         ]
 
-    def start_counts(self, device: torch.device) -> Tensor:
-        """Return zeros, (classes, 3)."""
-        return torch.zeros(len(self.names), 3, dtype=torch.int64, device=device)
+    def start_counts(self, device: torch.device) -> Metric:
+        """Return counts for each class."""
+        return MultilabelStatScores(len(self.names), average=None, validate_args=False).to(device)
 
-    def count(self, counts: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Add the right predictions, the predictions and the true labels of each class."""
-        predicted, true = logits > 0, labels > 0
-        counts += torch.stack([(predicted & true).sum(0), predicted.sum(0), true.sum(0)], 1)
+    def count(self, counts: Metric, logits: Tensor, labels: Tensor) -> None:
+        """Add the predicted and the true labels."""
+        counts.update(logits > 0, labels)
 
-    def describe(self, counts: list) -> Described:
+    def describe(self, figures: Tensor) -> Described:
         """Return the F1 scores."""
-        classes = describe_f1(self.names, counts)
+        classes = describe_f1(self.names, figures)
         lines = [f"Test {kind}-F1 {percent(classes[f'{kind}_f1'])}" for kind in ("micro", "macro")]
         return Described({"classes": classes}, lines)
 

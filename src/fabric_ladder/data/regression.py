@@ -5,6 +5,7 @@ and then over the samples. The test also prints Pearson's correlation, as a mean
 """
 
 import math
+import warnings
 from collections.abc import Callable
 
 import datasets as hf
@@ -12,13 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import mse_loss
+from torchmetrics import MetricCollection
+from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef
 
-from fabric_ladder.data.label_kind import Described, LabelKind, join, matrix
+from fabric_ladder.data.label_kind import Described, LabelKind, join, matrix, without_nan
 from fabric_ladder.data.objective import in_32_bit
 from fabric_ladder.data.rows import shown
 from fabric_ladder.environment import NO_FLOAT64
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
+
+warnings.filterwarnings("ignore", "The variance of predictions or target is close to zero")  # the test prints nan
 
 
 class Regression(LabelKind):
@@ -62,33 +67,24 @@ class Regression(LabelKind):
         )
         return [f"Numbers to predict: {described}. An MSE above the variance is worse than always guessing the mean"]
 
-    def start_counts(self, device: torch.device) -> Tensor:
-        """Return zeros, (columns, 6)."""
+    def start_counts(self, device: torch.device) -> MetricCollection:
+        """Return the MSE and Pearson's correlation of each column."""
         dtype = torch.float32 if device.type in NO_FLOAT64 else torch.float64
-        return torch.zeros(len(self.names), 6, dtype=dtype, device=device)
+        columns = len(self.names)
+        metrics = {"mse": MeanSquaredError(num_outputs=columns), "pearson": PearsonCorrCoef(columns)}
+        # looking for metrics with equal sums would wait for the device
+        return MetricCollection(metrics, compute_groups=False).to(device).set_dtype(dtype)
 
-    def count(self, counts: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Add the sums that the correlation needs."""
-        x, y = logits.to(counts.dtype), labels.to(counts.dtype)
-        counts += torch.stack([torch.ones_like(x), x, y, x * x, y * y, x * y]).sum(1).T
+    def count(self, counts: MetricCollection, logits: Tensor, labels: Tensor) -> None:
+        """Add the predicted and the true numbers."""
+        dtype = counts["mse"].dtype
+        counts.update(logits.to(dtype), labels.to(dtype))
 
-    def describe(self, counts: list) -> Described:
+    def describe(self, figures: dict[str, Tensor]) -> Described:
         """Return MSE and Pearson's correlation; the correlation with equal numbers is None."""
-        rows = [_correlation(*row) for row in counts]
-        known = [row for row in rows if row is not None]
-        mean = sum(known) / len(known) if known else None
-        errors = [(xx + yy - 2 * xy) / count for count, _, _, xx, yy, xy in counts]
-        columns = {"names": self.names, "mse": errors, "pearson": rows}
-        printed = "nan" if mean is None else f"{mean:.4f}"
-        return Described({"test_pearson": mean, "columns": columns}, [f"Test Pearson {printed}"])
-
-
-def _correlation(count: float, x: float, y: float, xx: float, yy: float, xy: float) -> float | None:
-    """Return Pearson's correlation of N pairs from the sums of x, y, their squares and their products."""
-    in_x, in_y = xx - x * x / count, yy - y * y / count
-    if min(in_x / max(xx, 1e-300), in_y / max(yy, 1e-300)) < 1e-12:  # rounding errors of equal numbers
-        return None
-    return max(-1.0, min(1.0, (xy - x * y / count) / math.sqrt(in_x * in_y)))
+        mean = figures["pearson"].nanmean()
+        columns = {"names": self.names} | {name: without_nan(figure) for name, figure in figures.items()}
+        return Described({"test_pearson": without_nan(mean)[0], "columns": columns}, [f"Test Pearson {mean:.4f}"])
 
 
 def _number(value: object, column: str) -> float:

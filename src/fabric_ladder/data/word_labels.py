@@ -18,6 +18,8 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torchmetrics import Metric
+from torchmetrics.classification import MultilabelStatScores
 
 from fabric_ladder.data.label_kind import Described, LabelKind, describe_f1, describe_imbalance, join, percent
 from fabric_ladder.data.label_lists import (
@@ -27,7 +29,7 @@ from fabric_ladder.data.label_lists import (
     number_lists,
     refuse_printed_list,
 )
-from fabric_ladder.data.objective import in_32_bit
+from fabric_ladder.data.objective import count_right, in_32_bit
 from fabric_ladder.data.splits import IGNORED
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
@@ -105,31 +107,31 @@ class WordLabels(LabelKind):
 
     def correct(self, logits: Tensor, labels: Tensor, words: Tensor, begins: Tensor) -> Tensor:
         """Return the number of words whose label is predicted."""
-        return (logits.flatten(0, 1)[words].argmax(-1) == labels).sum()
+        return count_right(logits.flatten(0, 1)[words], labels)
 
     def notes(self, split: hf.Dataset) -> list[str]:
         """Return a line about the most frequent label."""
         labels = pc.list_flatten(split.with_format("arrow")["labels"][:]).to_numpy()
         return describe_imbalance(np.bincount(labels[labels != IGNORED]), self.names, "words")
 
-    def start_counts(self, device: torch.device) -> Tensor | None:
-        """Return zeros, (types of entities, 3), or None if the labels are not IOB2."""
-        return torch.zeros(len(self.types), 3, dtype=torch.int64, device=device) if self.types else None
+    def start_counts(self, device: torch.device) -> Metric | None:
+        """Return counts for each type of entities, or None if the labels are not IOB2."""
+        classes = len(self.types)
+        return MultilabelStatScores(classes, average=None, validate_args=False).to(device) if classes else None
 
-    def count(self, counts: Tensor, logits: Tensor, labels: Tensor, words: Tensor, begins: Tensor) -> None:
-        """Add the right entities, the predicted and the true entities of each type."""
+    def count(self, counts: Metric, logits: Tensor, labels: Tensor, words: Tensor, begins: Tensor) -> None:
+        """Add the predicted and the true entities. They share a row if they are equal."""
         table = torch.tensor(self.table).to(logits.device, non_blocking=True)
         predicted = logits.flatten(0, 1)[words].argmax(-1)
         found, true = (_find_entities(*table[each].unbind(1), begins) for each in (predicted, labels))
-        both = found.first & true.first & (found.type == true.type) & (found.end == true.end)
-        for column, (chosen, types) in enumerate(
-            ((both, true.type), (found.first, found.type), (true.first, true.type))
-        ):
-            counts[:, column].scatter_add_(0, types.clamp(min=0), chosen.long())
+        types = torch.arange(len(self.types), device=logits.device)
+        ours, theirs = (each.first[:, None] & (each.type[:, None] == types) for each in (found, true))
+        both = ours & theirs & (found.end == true.end)[:, None]
+        counts.update(torch.cat([ours, torch.zeros_like(both)]), torch.cat([both, theirs & ~both]))
 
-    def describe(self, counts: list) -> Described:
+    def describe(self, figures: Tensor) -> Described:
         """Return the F1 scores of the entities."""
-        entities = describe_f1(self.types, counts)
+        entities = describe_f1(self.types, figures)
         return Described({"entities": entities}, [f"Test entity F1 {percent(entities['micro_f1'])}"])
 
 

@@ -149,7 +149,7 @@ def describe_step(step: Step) -> str:
 def add_to_confusion(confusion: Tensor, outputs, labels: Tensor) -> None:
     """Add samples to a confusion matrix (class, predicted class), without waiting for the device."""
     predicted = outputs.logits.detach().argmax(-1)
-    # `torch.bincount`, which torchmetrics uses, would wait for the device
+    # torchmetrics counts with `torch.bincount`, which would wait for the device
     confusion.view(-1).scatter_add_(0, labels * len(confusion) + predicted, torch.ones_like(labels))
 
 
@@ -165,20 +165,11 @@ def describe_classes(names: list[str], confusion: list[list[int]]) -> dict:
         and `macro_f1`, the mean of the classes' F1 scores. The F1 score of a class is twice its right predictions,
         divided by the sum of its samples and its predictions. Classes without both are left out of the mean.
     """
-    both = enumerate(zip(confusion, zip(*confusion, strict=True), strict=True))
-    scores = describe_f1(names, [[row[number], sum(column), sum(row)] for number, (row, column) in both])
+    counts = torch.tensor(confusion)
+    right, predicted, true = counts.diag(), counts.sum(0), counts.sum(1)
+    state = [right, predicted - right, counts.sum() - predicted - true + right, true - right, true]
+    scores = describe_f1(names, torch.stack(state, 1))
     return {"names": names, "confusion": confusion, "accuracy": scores["recall"], "macro_f1": scores["macro_f1"]}
-
-
-def count_correct(outputs, labels: Tensor) -> Tensor:
-    """Count right predictions, a scalar on the device.
-
-    Args:
-        outputs: Output of a forward pass with `correct`, from the chunked loss of a language model, or with `logits`
-            (samples, classes).
-        labels: (samples,) for `logits`.
-    """
-    return outputs.correct if hasattr(outputs, "correct") else (outputs.logits.detach().argmax(-1) == labels).sum()
 
 
 def over_ranks(fabric: Fabric, operation: str, *counts: int) -> list[int]:

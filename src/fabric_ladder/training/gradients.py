@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fabric_ladder.data.label_kind import Counts
 from fabric_ladder.data.loaders import MicroBatch
+from fabric_ladder.data.objective import count_right
 from fabric_ladder.distributed.strategies import (
     averages_each_pass,
     finish_gradients,
@@ -19,7 +21,7 @@ from fabric_ladder.distributed.strategies import (
     skips_broken_steps,
 )
 from fabric_ladder.models.masks import declare_padding
-from fabric_ladder.runs.metrics import Meter, add_to_confusion, count_correct
+from fabric_ladder.runs.metrics import Meter, add_to_confusion
 from fabric_ladder.techniques.embedding_rows import adding_rows
 
 
@@ -81,7 +83,7 @@ def accumulate_gradients(
 
 
 def run_model(
-    fabric: Fabric, model: nn.Module, micro_batch: MicroBatch, counts: Tensor | None = None
+    fabric: Fabric, model: nn.Module, micro_batch: MicroBatch, counts: Tensor | Counts | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return a micro-batch's mean loss per item and its number of right predictions, both on the device.
 
@@ -99,7 +101,9 @@ def run_model(
         return objective.loss(outputs.logits, **labels), objective.correct(logits, **labels)
     if counts is not None and micro_batch.items:
         add_to_confusion(counts, outputs, inputs["labels"])
-    return outputs.loss, count_correct(outputs, inputs["labels"])
+    if hasattr(outputs, "correct"):  # the chunked loss of a language model counts its own
+        return outputs.loss, outputs.correct
+    return outputs.loss, count_right(outputs.logits.detach(), inputs["labels"])
 
 
 def _to_device(fabric: Fabric, inputs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from fabric_ladder.checkpoints.disk import check_disk_space
 from fabric_ladder.checkpoints.save import read_state, save
+from fabric_ladder.data.label_kind import Counts
 from fabric_ladder.data.loaders import EffectiveBatch
 from fabric_ladder.distributed.preemption import exit_for
 from fabric_ladder.distributed.strategies import strategy_traits
@@ -76,11 +77,10 @@ def evaluate(training: Training, test_loader: DataLoader) -> Score:
         if score is None:
             _stop(training)
         if counts is not None:
-            totals = fabric.all_reduce(counts, reduce_op="sum").tolist()
             if kind:
-                described = kind.describe(totals)
+                described = kind.describe(counts.compute())
             else:
-                classes = describe_classes(names, totals)
+                classes = describe_classes(names, fabric.all_reduce(counts, reduce_op="sum").tolist())
         run.log_test(score, training.state.optimizer_steps, classes, described)
         training.close()
         training.checkpointer.finish()
@@ -273,7 +273,7 @@ def _validate(training: Training, name: str) -> Score:
 
 
 @torch.no_grad()
-def _evaluate(training: Training, loader: DataLoader, name: str, counts: Tensor | None = None) -> Score | None:
+def _evaluate(training: Training, loader: DataLoader, name: str, counts: Tensor | Counts | None = None) -> Score | None:
     """Return the score on the loader's split, each sample counted once, or None after a request to stop.
 
     `name` is for the message if a loss is not finite. `counts` gets this rank's samples, see `run_model`.
