@@ -138,6 +138,16 @@ def test_the_figures_equal_scipys(columns):
     assert got["test_pearson"] == pytest.approx(np.mean(expected), rel=1e-9)
 
 
+def test_predictions_that_differ_by_rounding_errors_have_no_correlation():
+    kind = Regression(["a", "b"])
+    counts = kind.start_counts(torch.device("cpu"))
+    true = torch.arange(9.0)[:, None].expand(9, 2)
+    kind.count(counts, 0.3 + torch.tensor([[1e-7, 1e-3]]) * true.flip(0), true)
+    first, second = kind.describe(counts.compute()).results["columns"]["pearson"]
+    assert first is None
+    assert second == pytest.approx(-1)
+
+
 def test_equal_predictions_have_no_correlation():
     kind = Regression(["a"])
     counts = kind.start_counts(torch.device("cpu"))

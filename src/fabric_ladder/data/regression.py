@@ -71,7 +71,7 @@ class Regression(LabelKind):
         """Return the MSE and Pearson's correlation of each column."""
         dtype = torch.float32 if device.type in NO_FLOAT64 else torch.float64
         columns = len(self.names)
-        metrics = {"mse": MeanSquaredError(num_outputs=columns), "pearson": PearsonCorrCoef(columns)}
+        metrics = {"mse": MeanSquaredError(num_outputs=columns), "pearson": _Correlation(columns)}
         # looking for metrics with equal sums would wait for the device
         return MetricCollection(metrics, compute_groups=False).to(device).set_dtype(dtype)
 
@@ -85,6 +85,18 @@ class Regression(LabelKind):
         mean = figures["pearson"].nanmean()
         columns = {"names": self.names} | {name: without_nan(figure) for name, figure in figures.items()}
         return Described({"test_pearson": without_nan(mean)[0], "columns": columns}, [f"Test Pearson {mean:.4f}"])
+
+
+class _Correlation(PearsonCorrCoef):
+    """Pearson's correlation; also NaN if numbers differ only by rounding errors, which torchmetrics would correlate."""
+
+    def compute(self) -> Tensor:
+        result = super().compute()
+        for mean, spread in ((self.mean_x, self.var_x), (self.mean_y, self.var_y)):
+            parts = (self.n_total, self.n_total * mean, spread + self.n_total * mean**2)
+            count, total, squares = (part.view(-1, self.num_outputs).sum(0) for part in parts)  # over the ranks
+            result = torch.where(squares - total**2 / count < 1e-12 * squares, math.nan, result)
+        return result
 
 
 def _number(value: object, column: str) -> float:
