@@ -14,6 +14,7 @@ import yaml
 from support.helpers import ROOT, RUNGS
 
 from fabric_ladder.errors import UserError
+from fabric_ladder.foreign import DEPENDENT, OWN_OPTIONS
 from fabric_ladder.options import read_words
 from fabric_ladder.places import SCRIPTS
 from fabric_ladder.rungs import choose_rungs
@@ -28,9 +29,9 @@ HEADINGS = ["Problem", "Idea", "In code", "Run it", "Memory", "Price and limits"
 HEADINGS += ["What stays the same", "Sources"]
 QUICKSTART = ROOT / "benchmarks" / "results" / "runs" / "quickstart"
 RUNG_OPTIONS = ("run_ladder.py", "plan_memory.py")  # scripts that also take the options of rungs
-KNOWN = {*FACTS, "config", "print_config", "help"}
+KNOWN = {*FACTS, *DEPENDENT, *OWN_OPTIONS}
 OTHERS = set(
-    "nproc-per-node nnodes max-restarts rdzv-backend rdzv-endpoint signal logdir strict".split()
+    "nproc-per-node nnodes max-restarts rdzv-backend rdzv-endpoint signal logdir strict include local_rank".split()
 )  # options of launchers
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`]+)`")

@@ -26,7 +26,7 @@ LINES = [
     r"(PyTorch has no fast bfloat16 on this CPU: .*\n)?(SGD barely learns from random weights: .*\n)?",
     r"(--float8 on a CPU: .*\n)?(Running on one device\. .*\n)?",
     rf"Python {NUMBER}\.\d+ · torch .* · lightning .* · transformers .*",
-    r"{name} · synthetic · bloom-quickstart\.json · seed 123 · batch \d+{cut} · {precision} · cpu: .*",
+    r"{name} · synthetic · bloom-quickstart\.json · seed 123 · batch \d+{cut} · {precision} · {optimizer} · cpu: .*",
     r"Torch CUDA available\? False",
     r"Parameters: 0\.2 M, {parameters}",
     r"(Epoch: 0001/0001 \| Batch \d{{4}}/\d{{4}} \| Samples \d{{5}}/00096 \| Loss: \d+\.\d{{4}}\n){{6}}",
@@ -42,6 +42,10 @@ PRECISION |= dict.fromkeys(["4_mixed_precision", "9_ddp", "10_fsdp", "11_fsdp_cp
 PRECISION |= dict.fromkeys([*NAMES[4:8], "13_lora", "14_qlora", *NAMES[15:21], *NAMES[22:]], "bf16-true")
 PRECISION |= {"22_float8": "bf16-mixed"}
 PRECISION |= {"26_stateless": "bf16-true"}
+OPTIMIZER = dict.fromkeys(NAMES, r"adam 0\.001 constant")
+OPTIMIZER |= {"6_lean_optimizer": "sgd 0.01 cosine", "18_low_bit_optimizer": "adam-8bit 0.001 constant"}
+OPTIMIZER |= dict.fromkeys(["13_lora", "14_qlora", "24_streamed_layers"], "adam 0.002 constant")
+OPTIMIZER |= {"26_stateless": "sinkgd 0.001 cosine"}
 ALL = r"0\.2 M trainable, torch\.(float32|bfloat16)"
 FEW = r"0\.017 M trainable \(9\.05%\), torch\.bfloat16, torch\.float32"
 CUT = dict.fromkeys(NAMES, " in micro-batches of 1024 tokens") | dict.fromkeys(NAMES[:3], r" = \d+ x 1")
@@ -81,7 +85,12 @@ def test_the_list_of_rungs_is_whole():
 @pytest.mark.parametrize("name", EACH)
 def test_a_rung_prints_the_documented_lines(runs, name):
     process, _ = runs(name)
-    values = {"precision": PRECISION[name], "parameters": PARAMETERS[name], "cut": CUT[name]}
+    values = {
+        "precision": PRECISION[name],
+        "optimizer": OPTIMIZER[name],
+        "parameters": PARAMETERS[name],
+        "cut": CUT[name],
+    }
     pattern = "\n".join(LINES).format(name=name, **values) + "\n"
     pattern = pattern.replace(r"\n){6}" + "\n", r"\n){6}").replace(r"\n)?" + "\n", r"\n)?")
     assert re.fullmatch(pattern, finished(process)), process.stdout

@@ -129,24 +129,13 @@ def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) 
         return replace(settings, notices=())
     here += ["--accelerator", "cpu"]
     if "deepspeed" in defaults:
-        options = without_options(options, ["deepspeed"])
         in_file = {name: value for name, value in settings_in_file(deepspeed).items() if name not in given}
         precision = in_file.pop("precision", precision)
-        words = (as_words(name, "null" if value is None else str(value)) for name, value in in_file.items())
-        options = [*options, *itertools.chain.from_iterable(words)]
+        options = [*without_options(options, ["deepspeed"]), *_as_options(in_file)]
         defaults = defaults | {"deepspeed": None}
     if precision == "16-mixed":
         here += ["--precision", "mixed"]
-    counted = read_words(options)
-    if any(
-        DEPENDENT[name].means == BATCH for name in counted.keys() & DEPENDENT.keys()
-    ):  # on one device, as parsed here
-        steps = counted.get("gradient_accumulation_steps", 1) * gpus
-        options = [
-            *without_options(options, ["gradient_accumulation_steps"]),
-            "--gradient_accumulation_steps",
-            str(steps),
-        ]
+    options = _count_on_one_device(options, gpus)
     settings = parse_settings([*standard, *options, *here], **defaults)
     chosen = {*given, *from_file, *defaults}
     if switches := cuda_defaults(settings, chosen, gpu.capability):
@@ -171,6 +160,21 @@ def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) 
     if reason := unpredictable(settings):
         raise UserError(f"--precision {settings.precision}: {reason}; plan for bf16-mixed")
     return settings
+
+
+def _as_options(values: dict[str, object]) -> list[str]:
+    """Return settings as words of a command line."""
+    words = (as_words(name, "null" if value is None else str(value)) for name, value in values.items())
+    return [*itertools.chain.from_iterable(words)]
+
+
+def _count_on_one_device(options: list[str], gpus: int) -> list[str]:
+    """Return options with the micro-batches of all devices, if they count those of each device."""
+    given = read_words(options)
+    if not any(DEPENDENT[name].means == BATCH for name in given.keys() & DEPENDENT.keys()):
+        return options
+    steps = given.get("gradient_accumulation_steps", 1) * gpus
+    return [*without_options(options, ["gradient_accumulation_steps"]), "--gradient_accumulation_steps", str(steps)]
 
 
 def accuracy_costs(settings: Settings) -> list[str]:
