@@ -23,6 +23,7 @@ from fabric_ladder.settings import DataSettings
 
 # Words of a Hub name that do not change a model's shape, e.g. meta-llama/Meta-Llama-3.1-8B-Instruct: llama-3.1-8b.json
 SAME_SHAPE = re.compile(r"^meta-|(?<=^bloom)z|patch|-base$|-(224|chat|deduped|hf|in21k|instruct|it|mt|pt)(?=-|$)")
+NO_CODE = {"trust_remote_code": False}  # without it transformers asks on stdin whether to run a model's own code
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # names with more parts are paths
 
 
@@ -50,17 +51,34 @@ def reachable(name: str, content: str, revision: str | None = None) -> Iterator[
         with refused(f"the folder {name} holds no usable {content}{hint}"):
             if content == "weights" and any(folder.glob("shard-*")):
                 raise ValueError("it is a sharded checkpoint")  # transformers would take it for one of its own
-            yield {"local_files_only": True}
+            with _without_code(name):
+                yield {"local_files_only": True} | NO_CODE
         return
     if not HUB_NAME.fullmatch(name):
         raise UserError(f"cannot load the {content}: there is no folder {name}")
     offline = not _hub_answers()
     problem = "cannot be reached" if offline else "has nothing usable of this name and revision"
-    with refused(
-        f"cannot load the {content} {name!r}: it is not a folder, and the Hugging Face Hub {problem}; check the "
-        "spelling and the network, or give a local folder"
+    with (
+        refused(
+            f"cannot load the {content} {name!r}: it is not a folder, and the Hugging Face Hub {problem}; check the "
+            "spelling and the network, or give a local folder"
+        ),
+        _without_code(name),
     ):
-        yield {"local_files_only": offline} | ({"revision": revision} if revision else {})
+        yield {"local_files_only": offline} | ({"revision": revision} if revision else {}) | NO_CODE
+
+
+@contextmanager
+def _without_code(name: str) -> Iterator[None]:
+    """Raise a `UserError` where transformers would need the model's own code."""
+    try:
+        yield
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise UserError(
+            f"{name} needs code of its own, which is never run here: choose a model that transformers knows"
+        ) from error
 
 
 def load_config(name: str, revision: str | None = None) -> PretrainedConfig:
@@ -90,7 +108,7 @@ def _read_config(name: str, revision: str | None, changed: int | None) -> Pretra
     """Read a config; another time of change reads a file again."""
     if Path(name).is_file():
         with refused(f"{name} is not a model config"):
-            return AutoConfig.from_pretrained(name)
+            return AutoConfig.from_pretrained(name, **NO_CODE)
     try:
         with reachable(name, "model", revision) as options:
             return AutoConfig.from_pretrained(name, **options)
