@@ -32,6 +32,7 @@ from fabric_ladder.errors import UserError, refused
 from fabric_ladder.settings import DataSettings
 
 BAD_BYTE = re.compile("[\udc80-\udcff]")  # a byte that is not UTF-8, as `surrogateescape` reads it
+BACKSLASHES = 'a quote in a text is written as \\", as MySQL and Spark do: write ""'
 NUMBER = re.compile(r"[-+]?\d+([.,]\d+)?")
 csv.field_size_limit(sys.maxsize)
 Rows = Iterator[tuple[str, dict | ValueError]]  # the location of a row in its file, and the row or its error
@@ -304,12 +305,11 @@ def check_names(names: list[str], wanted: tuple[str, ...]) -> None:
 def _check_record(record: _Record, width: int, separator: str) -> list[str] | ValueError:
     """Return the fields of a record, at most `width`, or the reason why they cannot be known."""
     fields = record.fields
-    if bad := _bad_byte(record.text):
-        return bad
     line = record.text.strip("\r\n")
+    escaped = '\\"' in line
     if isinstance(fields, ValueError) and "\n" not in line and "\r" not in line:
         literal = line.split(separator)  # quotes within a text such as "Up" is a film
-        fields = literal if len(literal) == width and '\\"' not in line else fields
+        fields = literal if len(literal) == width and not escaped else fields
     elif f'{separator} "' in line:
         with suppress(csv.Error):
             spaced = next(
@@ -320,11 +320,9 @@ def _check_record(record: _Record, width: int, separator: str) -> list[str] | Va
         while len(fields) > width and not fields[-1].strip():
             fields = fields[:-1]
         if len(fields) <= width:
-            return fields
-    if '\\"' in line:
-        return ValueError(r'quotes are written as \" here, as MySQL and Spark do: write "" (Spark: escape="\"")')
-    if isinstance(fields, ValueError):
-        return _open_quote(record)
+            return _bad_byte(line) or fields
+    if isinstance(fields, ValueError) or escaped:  # the next rows cannot be found
+        raise ValueError(f"row {record.number + 1}: {BACKSLASHES if escaped else _open_quote(record)}")
     found = f"more fields than column names ({len(fields)} instead of {width})"
     return ValueError(f"{found}: quote texts that hold commas, and write decimals with a point")
 
@@ -336,8 +334,8 @@ def _bad_byte(text: str) -> ValueError | None:
 
 def _open_quote(record: _Record) -> ValueError:
     below = len(record.text.splitlines()) - 1
-    taken = f"has taken in the {below} lines below it (line {record.line})" if below else f"in line {record.line}"
-    return ValueError(f'an open quote {taken}: write such a text as "a text with ""quotes"""')
+    taken = f" has taken in the {below} lines below" if below else ""
+    return ValueError(f'an open quote in line {record.line}{taken}: write such a text as "a text with ""quotes"""')
 
 
 def _has_swallowed(fields: list[str], column: int, known: list[set[str]], separator: str) -> bool:
@@ -361,11 +359,13 @@ def _has_swallowed(fields: list[str], column: int, known: list[set[str]], separa
 
 
 def _json_rows(file: TextIO) -> Rows:
-    """Yield the objects of a JSON list, or one object per line."""
-    first = next((line for line in file if line.strip()), "").lstrip()[:1]
+    """Yield the objects of a JSON list or table, one object per line, or objects over several lines each."""
+    first = [line.strip() for line in itertools.islice(filter(str.strip, file), 2)]
+    single = len(first) == 1 and isinstance(_parse(first[0]), dict)
+    spread = len(first) == 2 and isinstance(_parse(first[0]), ValueError) and not first[1].startswith(("{", "["))
     file.seek(0)
-    if first == "[":
-        rows = ((f"row {number}", row) for number, row in enumerate(json.load(file), 1))
+    if single or spread or (first and first[0].startswith("[")):
+        rows = ((f"row {number}", row) for number, row in enumerate(_objects(file.read()), 1))
     else:
         rows = ((f"line {number}", _parse(line)) for number, line in enumerate(file, 1) if line.strip())
     for location, row in rows:
@@ -374,9 +374,57 @@ def _json_rows(file: TextIO) -> Rows:
 
 def _parse(line: str) -> object:
     try:
-        return json.loads(line)
+        return _bad_byte(line) or json.loads(line.strip().removesuffix(","), object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         return ValueError(f"not JSON ({error.msg}, column {error.colno})")
+    except ValueError as error:
+        return error
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        check_names([name for name, _ in pairs], ())
+    return row
+
+
+def _objects(text: str) -> list:
+    """Return the rows of a JSON text: a list, objects one after another, or an object that holds all rows."""
+    if bad := _bad_byte(text):
+        raise bad
+    decode, found = json.JSONDecoder(object_pairs_hook=_object).raw_decode, []
+    between = re.compile(r"[\s,]*")
+    place = between.match(text).end()
+    while place < len(text):
+        value, place = decode(text, place)
+        found.append(value)
+        place = between.match(text, place).end()
+    if len(found) != 1:
+        return found
+    return found[0] if isinstance(found[0], list) else _unwrap(found[0])
+
+
+def _unwrap(whole: dict) -> list:
+    """Return the rows in the only object of a file: a list of rows, a table of pandas, or itself."""
+    if {"columns", "data"} <= {*whole}:  # orient="split"
+        return [dict(zip(whole["columns"], row, strict=True)) for row in whole["data"]]
+    lists = [name for name, value in whole.items() if isinstance(value, list) and len(value) > 1 and _are_rows(value)]
+    if len(lists) > 1:
+        raise ValueError(f"its lists {', '.join(lists)} hold rows: write each to a file of its own")
+    if lists:
+        return whole[lists[0]]
+    values = [*whole.values()]
+    if values and all(isinstance(value, dict) and value and {*value} == {*values[0]} for value in values):
+        if all(map(str.isdecimal, values[0])):  # columns
+            return [{name: column[number] for name, column in whole.items()} for number in values[0]]
+        if all(map(str.isdecimal, whole)):  # orient="index"
+            return values
+    return [whole]
+
+
+def _are_rows(values: list) -> bool:
+    """Return whether a list holds objects of the same keys that are not messages of a chat."""
+    return all(isinstance(value, dict) and {*value} == {*values[0]} - {"role", "from"} for value in values)
 
 
 def list_columns(columns: Collection[str]) -> str:

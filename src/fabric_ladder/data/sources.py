@@ -172,7 +172,7 @@ def read_head(path: Path) -> bytes:
         return file.read(40)
 
 
-def content_problem(head: bytes, kind: str) -> str | None:
+def content_problem(head: bytes, kind: str = "") -> str | None:
     """Return what a file with these first bytes is and what to do, if it is not of the kind that its name says."""
     found = (text for start, text in CONTENTS.items() if head.lstrip().lower().startswith(start.lower()))
     return None if kind == "parquet" and head.startswith(b"PAR1") else next(found, None)
