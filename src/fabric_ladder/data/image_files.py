@@ -17,7 +17,15 @@ import numpy as np
 
 from fabric_ladder.data.hub import find_commit, load_hub
 from fabric_ladder.data.rows import list_columns, table_rows, write_checked
-from fabric_ladder.data.sources import REVIEWS, content_problem, file_stamp, find_path, find_splits, read_head
+from fabric_ladder.data.sources import (
+    REVIEWS,
+    content_problem,
+    file_format,
+    file_stamp,
+    find_path,
+    find_splits,
+    read_head,
+)
 from fabric_ladder.data.tables import check_column, join_parts, label_reader, number_labels
 from fabric_ladder.errors import UserError, refused
 from fabric_ladder.settings import DataSettings
@@ -79,6 +87,7 @@ def read_images(
     else:
         folder = path if path.is_dir() else _unpack(path, scratch / "unpacked", notices)
         images = _list_images(folder)
+        _check_tables(folder, images, path)
         files = hf.Dataset.from_dict({"image": [{"path": str(image), "bytes": None} for image in images]})
         splits = _sort([image.relative_to(folder) for image in images], path)
     return files, *number_labels(splits, "images")
@@ -127,6 +136,17 @@ def _list_images(folder: Path) -> list[Path]:
     """Return the image files below a folder, sorted, without hidden ones and `__MACOSX`."""
     names = glob.iglob("**/*", root_dir=folder, recursive=True)  # `Path.rglob` would not follow links
     return sorted(folder / name for name in names if name.lower().endswith(IMAGES) and "__MACOSX" not in name)
+
+
+def _check_tables(folder: Path, images: list[Path], source: Path) -> None:
+    """Refuse images that are labelled by a table, such as metadata.csv, and not by the folders of classes."""
+    parents = {image.parent.name for image in images}
+    tables = sorted(name for name in glob.iglob("**/*", root_dir=folder, recursive=True) if file_format(Path(name)))
+    if tables and len(parents) < 4 and sum(split is None for split in find_splits(parents).values()) < 2:
+        raise UserError(
+            f"{source}: {tables[0]} is not read, because images need a folder for each class: move each image into the "
+            "folder of its label, <class>/<image>"
+        )
 
 
 def _sort(images: list[Path], source: Path) -> dict[str, hf.Dataset]:
