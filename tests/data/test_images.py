@@ -53,7 +53,7 @@ def decoded(image, side=64, **options):
     """Save an image as a file and return the pixels that the cache stores for it."""
     file = io.BytesIO()
     image.save(file, **{"format": "PNG"} | options)
-    return _decode(file.getvalue(), side, Image.Resampling.BILINEAR)
+    return _decode(file.getvalue(), side, Image.Resampling.BILINEAR, 65535, [])
 
 
 GREY = np.arange(256, dtype=np.uint8).reshape(16, 16)

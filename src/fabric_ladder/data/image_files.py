@@ -6,8 +6,10 @@
 
 import glob
 import hashlib
+import re
 import tarfile
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import datasets as hf
@@ -15,7 +17,15 @@ import numpy as np
 
 from fabric_ladder.data.hub import find_commit, load_hub
 from fabric_ladder.data.rows import list_columns, table_rows, write_checked
-from fabric_ladder.data.sources import REVIEWS, file_stamp, find_path
+from fabric_ladder.data.sources import (
+    REVIEWS,
+    content_problem,
+    file_format,
+    file_stamp,
+    find_path,
+    find_splits,
+    read_head,
+)
 from fabric_ladder.data.tables import check_column, join_parts, label_reader, number_labels
 from fabric_ladder.errors import UserError, refused
 from fabric_ladder.settings import DataSettings
@@ -23,8 +33,6 @@ from fabric_ladder.settings import DataSettings
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
 IMAGES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".avif")
 IMAGES += (".jp2", ".heic")  # HEIC cannot be decoded: this is reported, while files of other kinds are ignored
-FOLDER_SPLITS = dict.fromkeys(("train", "training"), "train") | dict.fromkeys(("test", "testing"), "test")
-FOLDER_SPLITS |= dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation")
 
 
 def find_images(settings: DataSettings) -> tuple[Path | None, list]:
@@ -77,19 +85,24 @@ def read_images(
     if path is None:
         files, splits = _read_hub(settings, key[-1], scratch, notices)
     else:
-        folder = path if path.is_dir() else _unpack(path, scratch / "unpacked")
+        folder = path if path.is_dir() else _unpack(path, scratch / "unpacked", notices)
         images = _list_images(folder)
+        _check_tables(folder, images, path)
         files = hf.Dataset.from_dict({"image": [{"path": str(image), "bytes": None} for image in images]})
         splits = _sort([image.relative_to(folder) for image in images], path)
     return files, *number_labels(splits, "images")
 
 
-def _unpack(path: Path, folder: Path) -> Path:
+def _unpack(path: Path, folder: Path, notices: list[str]) -> Path:
     """Unpack an archive into a new folder and return it; the folder is deleted when the images are decoded."""
+    if (problem := content_problem(read_head(path))) and not path.name.lower().endswith(".zip"):
+        raise UserError(f"{path} is {problem}")
     with refused(f"{path} cannot be unpacked: download it or pack it again"):
         if path.name.lower().endswith(".zip"):
-            with zipfile.ZipFile(path) as archive:
-                archive.extractall(folder)
+            with zipfile.ZipFile(path, metadata_encoding=_encoding(path, notices)) as archive:
+                for entry in archive.infolist():
+                    entry.filename = entry.filename.replace("\\", "/")  # written by some programs on Windows
+                    archive.extract(entry, folder)
         else:
             with tarfile.open(path) as archive:
                 archive.extractall(folder, filter="data")
@@ -99,10 +112,41 @@ def _unpack(path: Path, folder: Path) -> Path:
     return folder
 
 
+def _encoding(path: Path, notices: list[str]) -> str:
+    """Return the encoding of the names in a ZIP archive that are not marked as UTF-8, and name the folders read by it.
+
+    Such names are in the code page of the computer that wrote them: GBK in China, 437 in the USA. Names in GBK have two
+    bytes above 0x80 in a row, which is rare in European names of page 437.
+    """
+    with zipfile.ZipFile(path) as archive:
+        raw = "\n".join(entry.filename for entry in archive.infolist() if not entry.flag_bits & 0x800).encode("cp437")
+    for encoding in ("utf-8", "gbk", "cp437"):
+        with suppress(UnicodeDecodeError):
+            text = raw.decode(encoding)
+            if encoding != "gbk" or re.search(rb"[\x81-\xfe][\xa1-\xfe]", raw):
+                break
+    folders = {part for name in text.split("\n") for part in re.split(r"[\\/]", name)[:-1] if not part.isascii()}
+    if encoding != "utf-8" and folders:
+        shown = ", ".join(sorted(folders)[:5])
+        notices.append(f"{path}: names are not marked as UTF-8 and read as {encoding} ({shown}): is this right?")
+    return encoding
+
+
 def _list_images(folder: Path) -> list[Path]:
     """Return the image files below a folder, sorted, without hidden ones and `__MACOSX`."""
     names = glob.iglob("**/*", root_dir=folder, recursive=True)  # `Path.rglob` would not follow links
     return sorted(folder / name for name in names if name.lower().endswith(IMAGES) and "__MACOSX" not in name)
+
+
+def _check_tables(folder: Path, images: list[Path], source: Path) -> None:
+    """Refuse images that are labelled by a table, such as metadata.csv, and not by the folders of classes."""
+    parents = {image.parent.name for image in images}
+    tables = sorted(name for name in glob.iglob("**/*", root_dir=folder, recursive=True) if file_format(Path(name)))
+    if tables and len(parents) < 4 and sum(split is None for split in find_splits(parents).values()) < 2:
+        raise UserError(
+            f"{source}: {tables[0]} is not read, because images need a folder for each class: move each image into the "
+            "folder of its label, <class>/<image>"
+        )
 
 
 def _sort(images: list[Path], source: Path) -> dict[str, hf.Dataset]:
@@ -113,15 +157,19 @@ def _sort(images: list[Path], source: Path) -> dict[str, hf.Dataset]:
     if not images:
         raise UserError(f"{source} holds no image ({', '.join(IMAGES)})")
     paths = [image.parts for image in images]
+    if odd := [image for image in images if not str(image).isprintable() and re.search("[\udc80-\udcff]", str(image))]:
+        raise UserError(
+            f"{source}: the names of {len(odd):,} images are not UTF-8: rename their folders, or pack a ZIP"
+        )
+    split_of = {}
     while max(map(len, paths)) > 2:
-        tops = {parts[0] for parts in paths}
-        if all(FOLDER_SPLITS.get(top.lower(), "train") != "train" for top in tops):
-            raise UserError(f"{source} holds no training image, only {', '.join(sorted(tops))}: add a folder train")
-        if len(tops) > 1:
+        split_of = find_splits({parts[0] for parts in paths})
+        if None not in split_of.values() and "train" not in split_of.values():
+            raise UserError(f"{source} holds no training image, only {', '.join(sorted(split_of))}: add a folder train")
+        if len(split_of) > 1:
             break
         paths = [parts[1:] for parts in paths]
-    split_of = {parts[0]: FOLDER_SPLITS.get(parts[0].lower()) for parts in paths}
-    has_splits = any(split_of[parts[0]] == "train" and len(parts) > 2 for parts in paths)
+    has_splits = any(split_of.get(parts[0]) == "train" and len(parts) > 2 for parts in paths)
     depth = 3 if has_splits else 2
     if wrong := [str(image) for image, parts in zip(images, paths, strict=True) if len(parts) != depth]:
         examples = ", ".join(wrong[:3]) + (", …" if len(wrong) > 3 else "")

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -21,14 +21,16 @@ from fabric_ladder.data.cache import make_once, write_rows
 from fabric_ladder.data.hub import load_config, reachable
 from fabric_ladder.data.image_files import find_images, read_images
 from fabric_ladder.data.rows import note_bad_samples
+from fabric_ladder.data.sources import content_problem
 from fabric_ladder.data.splits import SPLITS, ImageDatasets, ImageFormat
 from fabric_ladder.data.tables import complete_splits
 from fabric_ladder.errors import UserError, first_line, refused
 from fabric_ladder.settings import DataSettings
 
-IMAGE_CACHE_FORMAT = 3  # raise it whenever the same inputs would give other pixels or labels
+IMAGE_CACHE_FORMAT = 4  # raise it whenever the same inputs would give other pixels or labels
 # Pillow decodes other formats with external programs
 IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "WEBP", "TIFF", "AVIF", "JPEG2000")
+WHITE = 65535  # the brightest level of 16 bits
 PIXELS = pa.schema({"image": pa.binary(), "height": pa.int32(), "width": pa.int32(), "labels": pa.int64()})
 CHOICES = (  # settings that change the stored pixels, in addition to the format
     "image_column label_column bad_samples train_samples validation_samples test_samples split_seed".split()
@@ -116,24 +118,29 @@ def _decode_splits(
     notices: list[str] = []
     files, splits, class_names = read_images(settings, path, key, scratch, notices)
     splits = complete_splits(splits, settings)
-    content = hashlib.sha256(json.dumps(class_names).encode())
-    bad = []
-    kept = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow warns about odd images that it can read
-        for split, rows in splits.items():
-            decoded = _decode_rows(files, rows, image_format, content, bad)
-            kept[split] = len(write_rows(target / f"{split}.arrow", PIXELS, decoded))
+    white = [WHITE]
+    resample = Image.Resampling[image_format.resample.upper()]
+    while True:
+        levels, bad, kept = [], [], {}
+        content = hashlib.sha256(json.dumps(class_names).encode())
+        decode = partial(_try_decode, side=image_format.resize_to, resample=resample, white=white[-1], levels=levels)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow warns about odd images that it can read
+            for split, rows in splits.items():
+                decoded = _decode_rows(files, rows, decode, content, bad)
+                kept[split] = len(write_rows(target / f"{split}.arrow", PIXELS, decoded))
+        if len(white) > 1 or not 0 < max(levels, default=0) <= WHITE // 2:
+            break
+        white.append(max(levels))
+        notices.append(f"the images of 16 bits reach only {white[-1]:,} of {WHITE:,}: {white[-1]:,} becomes white")
     notices += note_bad_samples(bad, sum(map(len, splits.values())), "images cannot be decoded", settings)
     if empty := [split for split, rows in kept.items() if not rows]:
         raise UserError(f"no image of the {empty[0]} split can be decoded")
     return target, {"class_names": class_names, "content": content.hexdigest(), "notices": notices}
 
 
-def _decode_rows(files: hf.Dataset, rows: hf.Dataset, image_format: ImageFormat, content, bad: list) -> Iterator[dict]:
+def _decode_rows(files: hf.Dataset, rows: hf.Dataset, decode: Callable, content, bad: list) -> Iterator[dict]:
     """Yield the stored row of each image, and hash it; add images that cannot be decoded to `bad`, with the reason."""
-    resample = Image.Resampling[image_format.resample.upper()]
-    decode = partial(_try_decode, side=image_format.resize_to, resample=resample)
     with ThreadPoolExecutor() as pool, hf.utils.tqdm(total=len(rows), desc="Decoding", unit="image") as progress:
         for batch in rows.iter(32):
             images = [image or {"bytes": b"", "path": None} for image in files[batch["row"]]["image"]]
@@ -157,27 +164,31 @@ def _encoded(image: dict) -> bytes:
         return Path(image["path"]).read_bytes()
 
 
-def _try_decode(data: bytes, side: int, resample: Image.Resampling) -> np.ndarray | Exception:
+def _try_decode(data: bytes, **options) -> np.ndarray | Exception:
     try:
-        return _decode(data, side, resample)
+        return _decode(data, **options)
     except PIL.UnidentifiedImageError:
-        return ValueError("not an image in a known format" if data else "an empty file")
+        return ValueError(content_problem(data[:40]) or "not an image in a known format" if data else "an empty file")
     except Exception as error:  # Pillow's readers raise many types of errors
         return error
 
 
-def _decode(data: bytes, side: int, resample: Image.Resampling) -> np.ndarray:
-    """Return bytes (height, width, 3), upright and on white; larger images are resized to a square of `side` pixels."""
+def _decode(data: bytes, side: int, resample: Image.Resampling, white: int, levels: list[int]) -> np.ndarray:
+    """Return bytes (height, width, 3), upright and on white; larger images are resized to a square of `side` pixels.
+
+    Grey images of more than 8 bits add their brightest level to `levels`; their level `white` becomes 255.
+    """
     with Image.open(BytesIO(data), formats=IMAGE_FORMATS) as image:
         image.draft(None, (2 * side, 2 * side))  # decode a much larger JPEG at a half or less of its size
         image.load()
         with suppress(SyntaxError):  # a broken EXIF part
             image = ImageOps.exif_transpose(image)
         if image.mode[0] in "IF":  # more than 8 bits, which Pillow would clip
-            levels = np.asarray(image)
-            if image.mode == "F" or levels.min() < 0 or levels.max() > 65535:
+            grey = np.asarray(image)
+            if image.mode == "F" or grey.min() < 0 or grey.max() > WHITE:
                 raise ValueError(f"its pixels (mode {image.mode}) are not 8 or 16 bits deep")
-            image = Image.fromarray(((levels.astype(np.int32) + 128) // 257).astype(np.uint8))
+            levels.append(int(grey.max()))
+            image = Image.fromarray(((grey.astype(np.int32) * 255 + white // 2) // white).astype(np.uint8))
         elif image.has_transparency_data:
             image = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)

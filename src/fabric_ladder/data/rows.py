@@ -1,26 +1,40 @@
 """Read rows of tables from files and the Hub, check them one by one, and report the bad ones."""
 
+import csv
 import gzip
 import itertools
 import json
+import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
 import datasets as hf
-import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from fabric_ladder.data.cache import write_rows
 from fabric_ladder.data.hub import has_labels, load_hub, stream_hub
 from fabric_ladder.data.progress import Progress
-from fabric_ladder.data.sources import SEPARATORS, Source, check_complete, read_format
+from fabric_ladder.data.sources import (
+    GZIP,
+    SEPARATORS,
+    Source,
+    check_complete,
+    content_problem,
+    read_format,
+    read_head,
+)
 from fabric_ladder.errors import UserError, refused
 from fabric_ladder.settings import DataSettings
 
-SWALLOWED = ValueError('an open quote has taken in the rows below: write such a text as "a text with ""quotes"""')
+BAD_BYTE = re.compile("[\udc80-\udcff]")  # a byte that is not UTF-8, as `surrogateescape` reads it
+BACKSLASHES = 'a quote in a text is written as \\", as MySQL and Spark do: write ""'
+NUMBER = re.compile(r"[-+]?\d+([.,]\d+)?")
+csv.field_size_limit(sys.maxsize)
 Rows = Iterator[tuple[str, dict | ValueError]]  # the location of a row in its file, and the row or its error
 
 
@@ -60,20 +74,40 @@ def read_parts(
     """
     needed = settings.validation_file or settings.test_file or settings.stream_buffer
     parts = {}
+    notices += source.notices
     tables = _tables(settings, source, scratch, notices, wanted)
-    if settings.stream_buffer:  # the training tables last: a refusal of a small table then costs no long pass
-        tables = sorted(tables, key=lambda table: table[0] == "train")
-    for split, name, table in tables:
+    # training tables of a stream come last: a refusal of a small table then costs no long pass
+    for split, name, table in sorted(tables, key=lambda table: (table[0] == "train") == bool(settings.stream_buffer)):
         columns, rows = _find_columns(table, name)
         if labels and split != "train" and not needed and not {*labels} & {*columns}:
             notices.append(f"{name} has no column {labels[0]!r} and is left out")
             continue
+        if labels and split != "train" and not needed:
+            rows = _unless_unlabelled(rows, labels, parts["train"])
+            if rows is None:
+                notices.append(f"{name} has no labels in {labels[0]!r} and is left out")
+                continue
         check, schema = check_for(name, columns, table.features)
         checked = parts.setdefault(split, [])
         target = scratch / f"{split}-{len(checked)}.arrow"
         keep = source.keep if split == "train" else iter
         checked.append(write_checked(rows, name, check, schema, target, settings, notices, keep))
     return parts
+
+
+def _unless_unlabelled(rows: Rows, labels: tuple[str, ...], trained: list[hf.Dataset]) -> Rows | None:
+    """Return the rows, or None if all labels are missing or -1, as in GLUE's tests, and -1 is no label of training."""
+    missing = {"", "None", "nan"}
+    values = pa.chunked_array([chunk for table in trained for chunk in table.data.column("label").chunks])
+    values = pc.list_flatten(values) if pa.types.is_list(values.type) else values
+    if not {"-1", "-1.0"} & {*map(str, pc.unique(values).to_pylist())}:
+        missing |= {"-1", "-1.0"}
+    first = []
+    for each in rows:
+        first.append(each)
+        if isinstance(each[1], dict) and not {str(each[1].get(label)).strip() for label in labels} <= missing:
+            return itertools.chain(first, rows)
+    return None
 
 
 def _tables(
@@ -110,10 +144,17 @@ def read_file(path: Path, column_names: str | None = None, wanted: tuple[str, ..
     kind = read_format(path)
     if names and kind not in SEPARATORS:
         raise UserError(f"--column_names is for CSV and TSV files without a header, not for {path}")
+    if problem := content_problem(read_head(path), kind):
+        raise UserError(f"{path} is {problem}")
+    if kind == "arrow":
+        with reading(path, kind):
+            table = hf.Dataset.from_file(str(path))
+        return Table(table_rows(table), table.features)
     if kind != "parquet":
-        return Table(_text_rows(path, kind, names))
+        return Table(_text_rows(path, kind, names, wanted))
     with reading(path, kind):
         schema = pq.read_schema(path, memory_map=True)
+        check_names(schema.names, wanted)
         if wanted:  # `datasets` does not support the types of all other columns
             schema = pa.schema([schema.field(name) for name in wanted if name in schema.names], schema.metadata)
         return Table(_parquet_rows(path, wanted), hf.Features.from_arrow_schema(schema))
@@ -170,53 +211,161 @@ def _parquet_rows(path: Path, wanted: tuple[str, ...]) -> Rows:
         yield from _batch_rows(file.iter_batches(1000, columns=columns))
 
 
-def _text_rows(path: Path, kind: str, names: list[str] | None) -> Rows:
+def _text_rows(path: Path, kind: str, names: list[str] | None, wanted: tuple[str, ...]) -> Rows:
     """Read CSV, whose values are all texts, or JSON, where a bad line gives a ValueError."""
-    opened = gzip.open if path.suffix.lower() == ".gz" else open
-    with reading(path, kind), opened(path, "rt", encoding="utf-8-sig", newline="") as file:
-        yield from _csv_rows(file, SEPARATORS[kind], names) if kind in SEPARATORS else _json_rows(file)
+    opened = gzip.open if read_head(path).startswith(GZIP) else open
+    with (
+        reading(path, kind),
+        opened(path, "rt", encoding="utf-8-sig", errors="surrogateescape", newline="") as file,
+    ):
+        yield from _csv_rows(file, SEPARATORS[kind], names, wanted) if kind in SEPARATORS else _json_rows(file)
 
 
-def _csv_rows(file: TextIO, separator: str, names: list[str] | None) -> Rows:
-    line = next((line for line in file if line.strip()), "")
+class _Record(NamedTuple):
+    """A record of a CSV file: its number without the header, its first line, its text, and its fields or an error."""
+
+    number: int
+    line: int
+    text: str
+    fields: list[str] | ValueError
+
+
+def _csv_rows(file: TextIO, separator: str, names: list[str] | None, wanted: tuple[str, ...]) -> Rows:
+    """Yield the rows of a CSV file; a row with open quotes, too many fields, or the header again gives a ValueError."""
+    numbered = ((number, line) for number, line in enumerate(file, 1) if number > 1 or line.strip() != "sep=;")
+    first = next(((number, line) for number, line in numbered if line.strip()), (1, ""))
+    while not names and first[1].startswith("#") and not {*wanted} & {*re.split(r"\W+", first[1])}:
+        first = next(numbered, (1, ""))  # a comment
+    line = first[1]
     if separator not in line:  # spreadsheets write semicolons where the comma is for decimals
-        separator = max(f"{separator};\t|", key=line.count)
-    file.seek(0)
-    options = {"sep": separator, "dtype": str, "keep_default_na": False}  # the text "None" is a text
-    for chunk in _chunks(file, header=None if names else 0, names=names, chunksize=1000, **options):
-        if not isinstance(chunk.index, pd.RangeIndex):
-            raise ValueError("its rows have more fields than column names: quote texts that hold commas")
-        if names and chunk.index[0] == 0 and [*chunk.iloc[0]] == names:
-            raise ValueError("its first row holds the names of its columns: leave out --column_names")
-        frame = chunk.astype(object).where(chunk.notna(), None)
-        for index, row in zip(frame.index, frame.to_dict("records"), strict=True):
-            yield f"row {index + 1}", SWALLOWED if separator == "\t" and _has_swallowed(row) else row
+        separator = max(f"{separator},;\t|", key=line.count)
+    options = {"delimiter": separator, "skipinitialspace": f"{separator} " in line and not names}
+    records = _records(itertools.chain([first], numbered), 0 if names else -1, options)
+    header = names or _header(next(records, None), wanted)
+    for part in iter(lambda: list(itertools.islice(records, 1000)), []):
+        checked = [_check_record(record, len(header), separator) for record in part]
+        single = [fields for fields in checked if isinstance(fields, list) and "\n" not in "".join(fields)]
+        known = [{*column} for column in itertools.zip_longest(*single)]
+        for record, row in zip(part, checked, strict=True):
+            if isinstance(row, list):
+                if [*map(str.strip, row)] == header:
+                    if names and record.number == 0:
+                        raise ValueError("its first row holds the names of its columns: leave out --column_names")
+                    row = ValueError("it repeats the header")
+                elif any(_has_swallowed(row, column, known, separator) for column in range(len(row))):
+                    row = _open_quote(record)
+                else:
+                    row = {name: cell for name, cell in itertools.zip_longest(header, row) if name}
+            yield f"row {record.number + 1}", row
 
 
-def _chunks(file: TextIO, **options) -> Iterator[pd.DataFrame]:
-    """Yield the parts of a CSV file; raise ValueError with the line, and a remedy for a row with too many fields."""
-    try:
-        yield from pd.read_csv(file, **options)
-    except pd.errors.ParserError as error:
-        reason = str(error).removeprefix("Error tokenizing data. C error: ").strip()
-        remedy = ": quote texts that hold commas, and write decimals with a point" * reason.startswith("Expected")
-        raise ValueError(f"{reason}{remedy}") from error
+def _records(lines: Iterator[tuple[int, str]], number: int, options: dict) -> Iterator[_Record]:
+    """Yield the records of numbered lines; `number` is that of the first record."""
+    taken = []
+
+    def take() -> Iterator[str]:
+        for line in lines:
+            taken.append(line)
+            yield line[1]
+
+    reader = csv.reader(take(), strict=True, **options)
+    while True:
+        try:
+            fields = next(reader, None)
+        except csv.Error as error:
+            fields = ValueError(str(error))
+        if not taken:
+            return
+        text = "".join(line for _, line in taken)
+        if text.strip():
+            yield _Record(number, taken[0][0], text, fields)
+            number += 1
+        taken.clear()
 
 
-def _has_swallowed(row: dict[str, str | None]) -> bool:
-    """Return whether a text of a tab-separated row begins with a lone quote, so that it contains other rows.
+def _header(record: _Record | None, wanted: tuple[str, ...]) -> list[str]:
+    """Return the names of the columns."""
+    if record is None:
+        raise ValueError("it is empty")
+    if isinstance(record.fields, ValueError):
+        raise ValueError(f"its header: {record.fields}")
+    if bad := _bad_byte(record.text):
+        raise bad
+    names = [name.strip().lstrip("\ufeff") for name in record.fields]
+    check_names(names, wanted)
+    return names
 
-    Such a text ends at the next lone quote. It contains the tabs and line ends between the two.
+
+def check_names(names: list[str], wanted: tuple[str, ...]) -> None:
+    """Refuse several columns of one name, if they are read."""
+    if twice := [name for name in names if name and names.count(name) > 1 and (not wanted or name in wanted)]:
+        raise ValueError(f"{names.count(twice[0])} columns are called {twice[0]!r}: rename or remove one")
+
+
+def _check_record(record: _Record, width: int, separator: str) -> list[str] | ValueError:
+    """Return the fields of a record, at most `width`, or the reason why they cannot be known."""
+    fields = record.fields
+    line = record.text.strip("\r\n")
+    escaped = '\\"' in line
+    if isinstance(fields, ValueError) and "\n" not in line and "\r" not in line:
+        literal = line.split(separator)  # quotes within a text such as "Up" is a film
+        fields = literal if len(literal) == width and not escaped else fields
+    elif f'{separator} "' in line:
+        with suppress(csv.Error):
+            spaced = next(
+                csv.reader(record.text.splitlines(True), delimiter=separator, skipinitialspace=True, strict=True)
+            )
+            fields = spaced if len(spaced) == width else fields
+    if isinstance(fields, list):
+        while len(fields) > width and not fields[-1].strip():
+            fields = fields[:-1]
+        if len(fields) <= width:
+            return _bad_byte(line) or fields
+    if isinstance(fields, ValueError) or escaped:  # the next rows cannot be found
+        raise ValueError(f"row {record.number + 1}: {BACKSLASHES if escaped else _open_quote(record)}")
+    found = f"more fields than column names ({len(fields)} instead of {width})"
+    return ValueError(f"{found}: quote texts that hold commas, and write decimals with a point")
+
+
+def _bad_byte(text: str) -> ValueError | None:
+    found = None if text.isascii() else BAD_BYTE.search(text)
+    return found and ValueError(f"not UTF-8 (byte {ord(found[0]) - 0xDC00:#x}): convert it, e.g. with iconv")
+
+
+def _open_quote(record: _Record) -> ValueError:
+    below = len(record.text.splitlines()) - 1
+    taken = f" has taken in the {below} lines below" if below else ""
+    return ValueError(f'an open quote in line {record.line}{taken}: write such a text as "a text with ""quotes"""')
+
+
+def _has_swallowed(fields: list[str], column: int, known: list[set[str]], separator: str) -> bool:
+    """Return whether a field that begins with a lone quote contains other rows.
+
+    Such a field ends at the next lone quote. Its first line then ends like a row, and its last line begins like a row,
+    with as many separators and with values that the other rows have in these columns, such as labels.
     """
-    return any(value and "\t" in value and "\n" in value and value.count('"') % 2 for value in row.values())
+    lines = fields[column].splitlines()
+    if len(lines) < 2 or lines[0].count(separator) != len(fields) - 1 - column or lines[-1].count(separator) != column:
+        return False
+    inner = [line.count(separator) == len(fields) - 1 for line in lines[1:-1]]
+    if 2 * sum(inner) < len(inner):
+        return False
+    cells = [*lines[-1].split(separator)[:column], fields[column], *lines[0].split(separator)[1:]]
+    return separator == "\t" or any(
+        cell.strip() in values or (cell and NUMBER.fullmatch(cell) and all(map(NUMBER.fullmatch, filter(None, values))))
+        for number, (cell, values) in enumerate(zip(cells, known, strict=False))
+        if number != column and cell.strip()
+    )
 
 
 def _json_rows(file: TextIO) -> Rows:
-    """Yield the objects of a JSON list, or one object per line."""
-    first = next((line for line in file if line.strip()), "").lstrip()[:1]
+    """Yield the objects of a JSON list or table, one object per line, or objects over several lines each."""
+    first = [line.strip() for line in itertools.islice(filter(str.strip, file), 2)]
+    single = len(first) == 1 and isinstance(_parse(first[0]), dict)
+    spread = len(first) == 2 and isinstance(_parse(first[0]), ValueError) and not first[1].startswith(("{", "["))
     file.seek(0)
-    if first == "[":
-        rows = ((f"row {number}", row) for number, row in enumerate(json.load(file), 1))
+    if single or spread or (first and first[0].startswith("[")):
+        rows = ((f"row {number}", row) for number, row in enumerate(_objects(file.read()), 1))
     else:
         rows = ((f"line {number}", _parse(line)) for number, line in enumerate(file, 1) if line.strip())
     for location, row in rows:
@@ -225,9 +374,57 @@ def _json_rows(file: TextIO) -> Rows:
 
 def _parse(line: str) -> object:
     try:
-        return json.loads(line)
+        return _bad_byte(line) or json.loads(line.strip().removesuffix(","), object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         return ValueError(f"not JSON ({error.msg}, column {error.colno})")
+    except ValueError as error:
+        return error
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        check_names([name for name, _ in pairs], ())
+    return row
+
+
+def _objects(text: str) -> list:
+    """Return the rows of a JSON text: a list, objects one after another, or an object that holds all rows."""
+    if bad := _bad_byte(text):
+        raise bad
+    decode, found = json.JSONDecoder(object_pairs_hook=_object).raw_decode, []
+    between = re.compile(r"[\s,]*")
+    place = between.match(text).end()
+    while place < len(text):
+        value, place = decode(text, place)
+        found.append(value)
+        place = between.match(text, place).end()
+    if len(found) != 1:
+        return found
+    return found[0] if isinstance(found[0], list) else _unwrap(found[0])
+
+
+def _unwrap(whole: dict) -> list:
+    """Return the rows in the only object of a file: a list of rows, a table of pandas, or itself."""
+    if {"columns", "data"} <= {*whole}:  # orient="split"
+        return [dict(zip(whole["columns"], row, strict=True)) for row in whole["data"]]
+    lists = [name for name, value in whole.items() if isinstance(value, list) and len(value) > 1 and _are_rows(value)]
+    if len(lists) > 1:
+        raise ValueError(f"its lists {', '.join(lists)} hold rows: write each to a file of its own")
+    if lists:
+        return whole[lists[0]]
+    values = [*whole.values()]
+    if values and all(isinstance(value, dict) and value and {*value} == {*values[0]} for value in values):
+        if all(map(str.isdecimal, values[0])):  # columns
+            return [{name: column[number] for name, column in whole.items()} for number in values[0]]
+        if all(map(str.isdecimal, whole)):  # orient="index"
+            return values
+    return [whole]
+
+
+def _are_rows(values: list) -> bool:
+    """Return whether a list holds objects of the same keys that are not messages of a chat."""
+    return all(isinstance(value, dict) and {*value} == {*values[0]} - {"role", "from"} for value in values)
 
 
 def list_columns(columns: Collection[str]) -> str:

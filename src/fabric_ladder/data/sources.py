@@ -1,7 +1,8 @@
 """Find the source of the texts: IMDb, synthetic reviews, the Hub, or files. Nothing is read here."""
 
+import glob
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,13 +14,30 @@ from fabric_ladder.settings import DataSettings
 
 FILE_FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".tsv": "tsv"}
 FILE_FORMATS |= {f"{suffix}.gz": kind for suffix, kind in FILE_FORMATS.items() if kind != "parquet"}
+FILE_FORMATS[".arrow"] = "arrow"  # written by `save_to_disk` of `datasets`
+SAVED = ("dataset_dict.json", "state.json")  # only folders of `save_to_disk` have these files
+FACTS = ("config.json", "dataset_info.json", "dataset_infos.json")  # describe a data set
 SEPARATORS = {"csv": ",", "tsv": "\t"}
 REVIEWS = ("imdb", "synthetic")  # data sets of negative and positive reviews
-# how the name of a split's file begins: val.csv, test-00000-of-00002.parquet, but not testimonials.csv
-SPLIT_NAMES = {
-    "validation": r"(val|valid|validate|validations?|eval|evaluation|dev|devel|development|devtest)(set|data)?"
-    r"(?![^\W\d_])",
-    "test": r"test(s|ing|set|data)?(?![^\W\d_])",
+# words of a path that name a split, between characters that are not letters: reviews_test.csv, but not testimonials.csv
+SPLIT_WORDS = {
+    "train": "train(ing)?(set|data)?",
+    "validation": "(val|valid|validate|validations?|dev|devel|development|devtest)(set|data)?",
+    "test": "tests|test(ing)?(set|data)?",
+    "eval": "eval(uation)?(set|data)?",
+}
+GZIP = b"\x1f\x8b"
+ZIP = b"PK\x03\x04"
+CONTENTS = {  # how files begin whose names are often wrong
+    b"version https://git-lfs": "a pointer of Git LFS, not the data: run git lfs pull in its folder",
+    ZIP: "an XLSX or ZIP file: save it as CSV, or unpack it",
+    b"\xd0\xcf\x11\xe0": "an XLS file: save it as CSV",
+    b"PAR1": "a Parquet file: rename it to .parquet",
+    b"BZh": "compressed by bzip2: unpack it",
+    b"\xfd7zXZ": "compressed by xz: unpack it",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it",
+    b"<!doctype html": "an HTML page, not the data: download it again",
+    b"<html": "an HTML page, not the data: download it again",
 }
 
 
@@ -32,12 +50,14 @@ class Source(NamedTuple):
         files: The files of each split, if the source is files, or a stream of the Hub with other files.
         read: Returns the reviews of IMDb (columns `text` and `label`) and the row numbers of each split.
         keep: Returns those of a table's training rows that are kept; by default all.
+        notices: Lines about files whose names are not those of splits.
     """
 
     key: list
     files: dict[str, list[Path]] | None = None
     read: Callable[[], tuple[pd.DataFrame, list[np.ndarray]]] | None = None
     keep: Callable[[Iterator[dict]], Iterator[dict]] = iter
+    notices: tuple[str, ...] = ()
 
 
 def find_source(settings: DataSettings, imdb: Source | None = None) -> Source:
@@ -74,9 +94,9 @@ def find_source(settings: DataSettings, imdb: Source | None = None) -> Source:
         return imdb if name == "imdb" and imdb else Source([name])
     if path is None and not settings.stream_buffer:
         return Source(["hub", name])
-    files = {}
+    files, notices = {}, ()
     if path:
-        files = _folder_files(path) if path.is_dir() else {"train": [path]}
+        files, notices = _folder_files(path) if path.is_dir() else ({"train": [path]}, ())
     for split, file in (("validation", settings.validation_file), ("test", settings.test_file)):
         if file:
             found = find_file(file, settings)
@@ -90,7 +110,7 @@ def find_source(settings: DataSettings, imdb: Source | None = None) -> Source:
             read_format(each)
     files = {split: [path.resolve() for path in paths] for split, paths in files.items()}
     stamps = {split: list(map(file_stamp, paths)) for split, paths in files.items()}
-    return Source(["files", stamps] if path else ["hub", name, stamps], files)
+    return Source(["files", stamps] if path else ["hub", name, stamps], files, notices=notices)
 
 
 def _check_streamed(settings: DataSettings, files: dict[str, list[Path]]) -> None:
@@ -106,7 +126,7 @@ def _check_streamed(settings: DataSettings, files: dict[str, list[Path]]) -> Non
 
 def check_complete(settings: DataSettings, splits: Collection[str], unlabelled: Collection[str] = ()) -> None:
     """Refuse to stream if validation or test would have to be split off; `unlabelled` ones do not count."""
-    if missing := [split for split in SPLIT_NAMES if split not in splits]:
+    if missing := [split for split in ("validation", "test") if split not in splits]:
         split = f"{missing[0]} split{' with labels' if missing[0] in unlabelled else ''}"
         raise UserError(
             f"--stream_buffer {settings.stream_buffer} splits no data, and {settings.dataset} has no {split}: add "
@@ -146,6 +166,18 @@ def read_format(path: Path) -> str:
     return kind
 
 
+def read_head(path: Path) -> bytes:
+    """Return the first bytes of a file."""
+    with refused(f"cannot read {path}"), path.open("rb") as file:
+        return file.read(40)
+
+
+def content_problem(head: bytes, kind: str = "") -> str | None:
+    """Return what a file with these first bytes is and what to do, if it is not of the kind that its name says."""
+    found = (text for start, text in CONTENTS.items() if head.lstrip().lower().startswith(start.lower()))
+    return None if kind == "parquet" and head.startswith(b"PAR1") else next(found, None)
+
+
 def file_stamp(path: Path) -> tuple[str, int, int]:
     """Return the path of a file, its size (bytes) and its time of change (ns), which identify its content."""
     with refused(f"cannot read {path}"):
@@ -153,16 +185,51 @@ def file_stamp(path: Path) -> tuple[str, int, int]:
     return str(path.resolve()), status.st_size, status.st_mtime_ns
 
 
-def _folder_files(folder: Path) -> dict[str, list[Path]]:
-    """Sort a folder's files into splits by their names; files without the name of a split are training texts."""
+def find_splits(names: Iterable[str]) -> dict[str, str | None]:
+    """Return the split that each relative path names by a word in it, or None.
+
+    `eval` is the validation split; next to a validation split without a test split, it is the test split.
+
+    Raises:
+        UserError: A path names several splits.
+    """
     found = {}
-    for path in sorted(folder.iterdir()):
-        if file_format(path) and not path.name.startswith("."):  # macOS adds hidden files such as ._train.csv
-            name = path.stem.lower()
-            split = next((split for split, start in SPLIT_NAMES.items() if re.match(start, name)), "train")
-            found.setdefault(split, []).append(path)
+    for name in names:
+        words = [s for s, word in SPLIT_WORDS.items() if re.search(rf"(?<![^\W\d_])({word})(?![^\W\d_])", name.lower())]
+        if len(words) > 1:
+            raise UserError(f"the name {name} holds the words of several splits ({', '.join(words)}): rename it")
+        found[name] = words[0] if words else None
+    has_test = "validation" not in found.values() or "test" in found.values()
+    return {name: ("validation" if has_test else "test") if found[name] == "eval" else found[name] for name in found}
+
+
+def _folder_files(folder: Path) -> tuple[dict[str, list[Path]], tuple[str, ...]]:
+    """Sort a folder's files into splits by the words in their paths, and return notices about files without such words.
+
+    These files are training texts if no file is named as one. In subfolders, they are read only if there are no others.
+    """
+    saved = any((folder / name).exists() for name in SAVED)
+    names = sorted(glob.iglob("**/*", root_dir=folder, recursive=True))  # leaves out hidden files, such as ._train.csv
+    names = [name for name in names if file_format(Path(name)) and name.endswith(".arrow") == saved]
+    names = [name for name in names if not (saved and "cache-" in name) and Path(name).name not in FACTS]
+    found = {}
+    for name, split in find_splits(names).items():
+        found.setdefault(split, []).append(name)
+    others = found.pop(None, [])
+    notices = []
+    if others and "train" not in found:
+        found["train"] = [name for name in others if "/" not in name] or others
+        others = [name for name in others if name not in found["train"]]
+        if len(found) > 1:
+            notices.append(f"{folder}: {_some(found['train'])} names no split: used as training data")
+    if others:
+        notices.append(f"{folder}: {_some(others)} names no split, and is not read: rename it, e.g. train_2.csv")
     if "train" not in found:
         raise UserError(
             f"{folder} holds no training file ({', '.join(FILE_FORMATS)}); for images add --task image-classification"
         )
-    return found
+    return {split: [folder / name for name in paths] for split, paths in found.items()}, tuple(notices)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5:,} more" if len(names) > 5 else "")
