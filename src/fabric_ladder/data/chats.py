@@ -87,7 +87,7 @@ def write_chat(
     _check_written(messages, write)
     unused = _unused_keys(messages, write, text)
     if tools and _same(text, messages, partial(write, tools=None)):
-        raise ValueError("the template does not write tools: choose a --tokenizer whose template does, or remove them")
+        raise ValueError("the template does not write tools: choose another --tokenizer or remove them")
     spans, last_end, complete = {}, None, True
     for number, message in enumerate(messages, 1):
         if message["role"] != "assistant" or number <= given:
@@ -164,7 +164,9 @@ def _unused_keys(messages: list[dict], write: Callable[..., str], text: str) -> 
                 others = [message | {key: calls[:call] + calls[call + 1 :]} for call in range(len(calls))]
             if any(_same(text, [*messages[:number], other, *messages[number + 1 :]], write) for other in others):
                 if key == "tool_calls":
-                    raise ValueError(f"the template does not write all tool_calls of message {number + 1}")
+                    raise ValueError(
+                        f"the template does not write all tool_calls of message {number + 1}: choose another --tokenizer"
+                    )
                 unused.add(f"{key} ({message['role']})")
     return unused
 

@@ -18,7 +18,7 @@ from fabric_ladder.data.rows import note_bad_samples, shown
 from fabric_ladder.data.sources import Source
 from fabric_ladder.data.splits import IGNORED
 from fabric_ladder.data.tables import complete_splits
-from fabric_ladder.data.tokens import END_OF_TEXT, tokenize, train_tokenizer
+from fabric_ladder.data.tokens import END_OF_TEXT, NO_TOKEN, tokenize, train_tokenizer
 from fabric_ladder.errors import UserError, refused
 from fabric_ladder.settings import DataSettings
 
@@ -37,7 +37,6 @@ COUNTED = {  # notices about the samples that the encoder counts
     "shortened": "have words of the assistant, such as <think>…</think>, that the chat template leaves out",
     "pictured": "have <image>, <video> or <audio> in a text, which is trained as a text",
 }
-NO_TOKEN = "the tokenizer has no token for a text"
 PLACEHOLDER = re.compile("<(image|video|audio)>")
 TOKENS, NUMBER = hf.List(hf.Value("int32")), hf.Value("int64")
 FEATURES = hf.Features({"input_ids": TOKENS, "labels": TOKENS, "length": NUMBER, "items": NUMBER})

@@ -4,7 +4,7 @@ import gzip
 import itertools
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -116,7 +116,17 @@ def read_file(path: Path, column_names: str | None = None, wanted: tuple[str, ..
         schema = pq.read_schema(path, memory_map=True)
         if wanted:  # `datasets` does not support the types of all other columns
             schema = pa.schema([schema.field(name) for name in wanted if name in schema.names], schema.metadata)
-        return Table(_parquet_rows(path, wanted), hf.Features.from_arrow_schema(schema))
+        return Table(_parquet_rows(path, wanted), _known_features(schema))
+
+
+def _known_features(schema: pa.Schema) -> hf.Features:
+    """Return the features of a schema, except of columns whose type `datasets` does not support, e.g. maps."""
+    known = []
+    for field in schema:
+        with suppress(ValueError):
+            hf.Features.from_arrow_schema(pa.schema([field]))
+            known.append(field)
+    return hf.Features.from_arrow_schema(pa.schema(known, schema.metadata))
 
 
 def read_training_rows(
