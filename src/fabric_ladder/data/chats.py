@@ -164,9 +164,7 @@ def _unused_keys(messages: list[dict], write: Callable[..., str], text: str) -> 
                 others = [message | {key: calls[:call] + calls[call + 1 :]} for call in range(len(calls))]
             if any(_same(text, [*messages[:number], other, *messages[number + 1 :]], write) for other in others):
                 if key == "tool_calls":
-                    raise ValueError(
-                        f"the template does not write all tool_calls of message {number + 1}: choose another --tokenizer"
-                    )
+                    raise ValueError(f"message {number + 1} has tool_calls that the template does not write")
                 unused.add(f"{key} ({message['role']})")
     return unused
 

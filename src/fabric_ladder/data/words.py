@@ -66,9 +66,7 @@ def tokenize_words(
     texts = sum(map(len, splits.values()))
     notices += note_bad_samples(bad, texts, "texts cannot be used", settings)
     if without:
-        notices.append(
-            f"{without:,} of {texts:,} texts have no word with a label other than {IGNORED} and are left out"
-        )
+        notices.append(f"{without:,} of {texts:,} texts have only words labelled {IGNORED} and are left out")
     if unlabelled:
         notices.append(
             f"{unlabelled:,} of {total:,} words have no token within --max_length {settings.max_length}: their labels "
@@ -98,9 +96,8 @@ def label_tokens(
         tokens, found = _first_tokens(np.array(offsets).reshape(-1, 2), np.array(list(map(len, words))))
         row = np.full(len(ids), IGNORED, np.int32)
         row[tokens] = np.array(values)[found]
-        for name, value in zip(
-            FEATURES, (np.asarray(ids, np.int32), row, len(ids), np.count_nonzero(row != IGNORED)), strict=True
-        ):
+        items = np.count_nonzero(row != IGNORED)
+        for name, value in zip(FEATURES, (np.asarray(ids, np.int32), row, len(ids), items), strict=True):
             columns[name].append(value)
     return columns
 
@@ -218,8 +215,8 @@ def _group(table: hf.Dataset, target: Path) -> hf.Dataset:
     if before is None or 2 * len(starts) > len(table):
         name = data["location"][0].as_py().rpartition(", ")[0]
         raise UserError(
-            f"all {len(table):,} texts of {name} have one word: write one sentence per row, or number the sentences in a "
-            "column sentence_id, or separate them by blank lines"
+            f"all {len(table):,} texts of {name} have one word: write one sentence per row, or number the sentences in "
+            "a column sentence_id, or separate them by blank lines"
         )
     offsets = pa.array([*starts, len(table)], pa.int32())
     features = hf.Features({name: feature for name, feature in table.features.items() if name != "sentence"})
