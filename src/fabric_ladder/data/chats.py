@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import NamedTuple
 
@@ -109,7 +109,7 @@ def write_chat(
     return WrittenChat(text, answers, [spans[number] for number in masked & {*spans}], last_end, complete, unused)
 
 
-def _marked(messages: list[dict], number: int, without: tuple[str, ...] = ("tool_calls",)) -> list[dict]:
+def _marked(messages: list[dict], number: int, without: Collection[str] = ("tool_calls",)) -> list[dict]:
     """Return the messages with a mark for the content of one, which loses the keys `without`."""
     message = {key: value for key, value in messages[number - 1].items() if key not in without}
     return [*messages[: number - 1], message | {"content": MARK}, *messages[number:]]
@@ -127,9 +127,9 @@ def _find_answer(
         if prompt is not None and before.startswith(prompt):
             start = len(prompt)
         else:
-            other, _ = _around_mark(write(_marked(messages, number, ("tool_calls", *REASONING))), number)
-            pairs = zip(before, other, strict=False)
-            start = next((place for place, pair in enumerate(pairs) if len({*pair}) > 1), len(before))
+            other, _ = _around_mark(write(_marked(messages, number, {*messages[number - 1]} - {"role"})), number)
+            ends = zip(f"{before}\0", f"{other}\1", strict=False)  # which differ
+            start = next(place for place, (one, two) in enumerate(ends) if one != two)
         stop = len(text) - len(after)
         if start > stop or not (text.startswith(before[:start]) and text.endswith(after)):
             raise ValueError(f"the template changes other messages with message {number}")

@@ -86,7 +86,8 @@ def check_for(
     if chat is None and pair and all(isinstance(columns[part], list) for part in pair):  # as TRL writes chats
         chat = pair
     if chat:
-        check = partial(_check_chat, columns=chat, system=system, merged=bool(features), unused=unused)
+        maps = isinstance(columns[chat[0]], list) and any(isinstance(each, list) for each in columns[chat[0]])
+        check = partial(_check_chat, columns=chat, system=system, merged=bool(features) or maps, unused=unused)
         return partial(_check_columns, check, name, {*chat, system, TOOLS}, unused), CHATS
     if pair is None:
         known = "; ".join(f"{question} and {answer}" for question, answer in PAIRS)
