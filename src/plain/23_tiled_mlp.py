@@ -54,19 +54,19 @@ if __name__ == "__main__":
 
     ### 1 Loading the dataset
     with fabric.rank_zero_first():
-        if not os.path.exists("train.csv"):  # your own train.csv and test.csv have columns text and label (0 or 1)
+        if not os.path.exists("train.csv"):  # your own train.csv and test.csv have columns text and label
             from local_dataset_utilities import load_dataset_into_to_dataframe, partition_dataset
 
             partition_dataset(load_dataset_into_to_dataframe())
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    splits = {"train": [], "test": []}
+    splits, names = {"train": [], "test": []}, sorted({*pd.read_csv("train.csv", dtype=str, na_filter=False).label})
     for name, reviews in splits.items():
-        for text, label in pd.read_csv(f"{name}.csv")[["text", "label"]].values:
+        for text, label in pd.read_csv(f"{name}.csv", dtype=str, na_filter=False)[["text", "label"]].values:
             ids = tokenizer(text, truncation=True, max_length=MAX_LENGTH, return_tensors="pt")["input_ids"]
-            reviews.append({"input_ids": ids, "labels": torch.tensor([label])})
+            reviews.append({"input_ids": ids, "labels": torch.tensor([names.index(label)])})
 
     ### 2 Initializing the model
-    model = AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=2, dtype=torch.float32)
+    model = AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=len(names), dtype=torch.float32)
     model.config.use_cache = False  # a cache would get each key twice
     for block in model.modules():
         if isinstance(block, GradientCheckpointingLayer):  # NEW in 7: keeps the input, recomputes the block

@@ -11,7 +11,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.data_files import BLOOM, SPLITS, WRITERS, rows_of, table, texts_of, write_rows, write_table
+from support.data_files import BLOOM, SPLITS, WRITERS, load_in, rows_of, table, texts_of, write_rows, write_table
 from support.helpers import ROOT, finished, run_script
 
 from fabric_ladder import Settings, build_model
@@ -347,3 +347,16 @@ def test_options_are_refused_in_one_line(tmp_path, load, monkeypatch, name):
     with pytest.raises(UserError, match=pattern) as error:
         load(**{"dataset": "a.csv"} | values)
     assert re.fullmatch(r".{10,700}", str(error.value))
+
+
+def test_a_text_without_a_token_is_named_or_left_out(tmp_path, minilm):
+    """The tokenizer drops the character, and adds its special tokens."""
+    frame = table()
+    frame.loc[3, "text"] = "\u200b"
+    write_table(frame, tmp_path / "texts.jsonl")
+    found = r"1 of 60 texts cannot be used \(.*texts.jsonl, line 4: the tokenizer has no token for a text\)"
+    with pytest.raises(UserError, match=f"^{found}: fix or remove them"):
+        load_in(tmp_path, "texts.jsonl", model=str(minilm))
+    got = load_in(tmp_path, "texts.jsonl", model=str(minilm), bad_samples="skip")
+    assert sum(map(len, got.splits.values())) == 59
+    assert got.notices[0].endswith("and are left out")

@@ -5,6 +5,7 @@ import random
 
 import datasets as hf
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from support.data_files import BLOOM, KINDS, SPLITS, load_in, write_rows
@@ -305,3 +306,95 @@ def test_a_rung_trains_and_its_model_knows_the_labels(tmp_path, rung):
     assert any(line.startswith("Test entity F1 ") for line in lines)
     config = json.loads(next((tmp_path / "runs" / rung / "1").rglob("config.json")).read_text())
     assert [*config["id2label"].values()] == sorted({*NAMES} - {"I-LOC"})
+
+
+# Tables of other forms
+
+SENTENCE = [("Ann", "B-PER"), ('"', "O"), ("Ulm", "B-LOC")]
+
+
+def word_rows(count=20):
+    """Return the sentence, the word and the label of each row."""
+    pairs = [(number, *pair) for number in range(count) for pair in SENTENCE]
+    return [(number, f"Ann{number}" if word == "Ann" else word, label) for number, word, label in pairs]
+
+
+def one_per_row(column, number_of):
+    """Return JSON Lines with a column for the number of the sentence, which `number_of` returns."""
+    rows = [{column: number_of(*row[:2]), "tokens": row[1], "ner_tags": row[2]} for row in word_rows()]
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def one_per_line(separator):
+    """Return lines of CoNLL, with an empty line before each sentence."""
+    return "".join("\n" * word.startswith("Ann") + f"{word}{separator}{label}\n" for _, word, label in word_rows())
+
+
+FORMS = {
+    "kaggle": ("rows.jsonl", one_per_row("Sentence #", lambda number, word: f"S {number}" * word.startswith("Ann"))),
+    "numbers": ("rows.jsonl", one_per_row("sentence_id", lambda number, _: number)),
+    "conll": ("rows.tsv", "-DOCSTART-\tO\n\n" + one_per_line("\t")),
+    "spaces": ("rows.tsv", one_per_line(" ")),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_word_per_row_is_grouped_into_sentences(tmp_path, form, minilm):
+    name, content = FORMS[form]
+    names = {"column_names": "tokens,ner_tags"} if name.endswith(".tsv") else {}
+    (tmp_path / "one").mkdir()
+    datasets = load(tmp_path / "one", content, name, model=str(minilm), **names)
+    lists = [{"tokens": [f"Ann{number}", '"', "Ulm"], "ner_tags": ["B-PER", "O", "B-LOC"]} for number in range(20)]
+    (tmp_path / "two").mkdir()
+    assert load(tmp_path / "two", lists, model=str(minilm)).fingerprint == datasets.fingerprint
+    assert sum(map(len, datasets.splits.values())) == 20
+
+
+def test_one_word_per_row_without_sentences_is_refused(tmp_path):
+    rows = [{"tokens": word, "ner_tags": label} for _, word, label in word_rows()]
+    with pytest.raises(UserError, match=r"^all 60 texts of .*rows.jsonl have one word: write one sentence per row, or"):
+        load(tmp_path, rows)
+    numbered = [row | {"sentence": number} for number, row in enumerate(rows)]
+    with pytest.raises(UserError, match="have one word"):
+        load(tmp_path, numbered, "numbered.jsonl")
+
+
+@pytest.mark.parametrize("form", ["numbers", "names", "classes"])
+def test_words_labelled_minus_100_do_not_count(tmp_path, form, minilm):
+    rows = [row | {"tokens": ["x", *row["tokens"]], "ner_tags": [-100, *row["ner_tags"]]} for row in texts()]
+    rows[0]["ner_tags"] = [-100] * 8
+    if form == "names":
+        rows = [row | {"ner_tags": [NAMES[tag] if tag >= 0 else "-100" for tag in row["ner_tags"]]} for row in rows]
+    name = "rows.jsonl"
+    if form == "classes":
+        features = {"tokens": hf.List(hf.Value("string")), "ner_tags": hf.List(hf.ClassLabel(names=NAMES))}
+        name = "rows.parquet"
+        labels = hf.Dataset.from_list(rows).cast(hf.Features(features | {"ner_tags": hf.List(hf.Value("int64"))}))
+        table = labels.data.table.replace_schema_metadata(hf.Features(features).arrow_schema.metadata)
+        pq.write_table(table, tmp_path / name)
+        datasets = load_in(tmp_path, tmp_path / name, model=str(minilm), **WORDS)
+    else:
+        datasets = load(tmp_path, rows, name, model=str(minilm))
+    expected = {"numbers": ["0", "1", "3", "4"], "names": sorted({*NAMES} - {"I-LOC"}), "classes": NAMES}
+    assert datasets.class_names == expected[form]
+    assert datasets.notices == ["1 of 40 texts have only words labelled -100 and are left out"]
+    found = words_of(datasets)
+    assert len(found) == 39
+    assert all([word for word, _ in row][:3] == ["ann", "lee", "went"] for row in found)
+
+
+@pytest.mark.parametrize("name", ["S-PER", "PER-B", "PER"])
+def test_labels_in_another_scheme_are_named(name):
+    kind = WordLabels(["O", name])
+    lines = kind.notes(hf.Dataset.from_dict({"labels": [[0, 1]]}))
+    assert lines == [f"No entity F1: it needs labels such as B-PER, I-PER and O (IOB2), unlike {name!r}"]
+    assert WordLabels(["NOUN", "VERB"]).notes(hf.Dataset.from_dict({"labels": [[0, 1]]})) == []
+
+
+def test_a_text_without_a_token_is_named_or_left_out(tmp_path, minilm):
+    rows = [*named(texts()), {"tokens": ["\u200b"], "ner_tags": ["O"]}]
+    found = r"1 of 41 texts cannot be used \(.*rows.jsonl, line 41: the tokenizer has no token for a text\)"
+    with pytest.raises(UserError, match=f"^{found}: fix or remove them"):
+        load(tmp_path, rows, model=str(minilm))
+    datasets = load(tmp_path, rows, model=str(minilm), bad_samples="skip")
+    assert sum(map(len, datasets.splits.values())) == 40

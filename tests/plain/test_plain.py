@@ -242,3 +242,13 @@ def test_all_blocks_of_rung_3_share_their_graphs(folder):
     copy_plain("3_torch_compile", folder / "counted.py", count, MODEL=str(folder / "deep"), EPOCHS=1)
     printed = finished(run_script(folder / "counted.py", cwd=folder, fresh=True))
     assert 0 < int(re.search(r"graphs: (\d+)", printed)[1]) < blocks / 2  # training, evaluation, and a length of 64
+
+
+def test_labels_may_be_words_and_a_review_null(folder, tmp_path):
+    for name in ("train", "test"):
+        reviews = pd.read_csv(folder / f"{name}.csv")
+        reviews["label"] = reviews["label"].map({0: "N/A", 1: "good"})
+        reviews.loc[0, "text"] = "null"
+        reviews.to_csv(tmp_path / f"{name}.csv", index=False)
+    printed = run_plain("2_grad_accum", tmp_path, MODEL=str(folder / "model"))
+    assert "Test accuracy" in printed

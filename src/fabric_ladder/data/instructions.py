@@ -1,7 +1,10 @@
 """Turn instructions and chats into prompts and answers, and these into tokens and labels."""
 
+import json
+import re
 from collections import Counter
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 
 import datasets as hf
@@ -10,16 +13,16 @@ from transformers import PreTrainedTokenizerBase
 
 from fabric_ladder.data.cache import map_batches, save_tokens
 from fabric_ladder.data.chats import end_pattern, explain, write_chat
-from fabric_ladder.data.instruction_rows import read_instructions
-from fabric_ladder.data.rows import note_bad_samples
+from fabric_ladder.data.instruction_rows import INSTRUCTIONS, read_instructions
+from fabric_ladder.data.rows import note_bad_samples, shown
 from fabric_ladder.data.sources import Source
 from fabric_ladder.data.splits import IGNORED
 from fabric_ladder.data.tables import complete_splits
-from fabric_ladder.data.tokens import END_OF_TEXT, tokenize, train_tokenizer
+from fabric_ladder.data.tokens import END_OF_TEXT, NO_TOKEN, tokenize, train_tokenizer
 from fabric_ladder.errors import UserError, refused
 from fabric_ladder.settings import DataSettings
 
-INSTRUCTION_CACHE_FORMAT = 3  # raise it whenever the same instructions would give other tokens
+INSTRUCTION_CACHE_FORMAT = 4  # raise it whenever the same instructions would give other tokens
 ALPACA = (  # with and without an input; the exact prompts of Stanford's Alpaca
     "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
     "response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n"
@@ -32,7 +35,9 @@ COUNTED = {  # notices about the samples that the encoder counts
     "cut": "have their answer cut at --max_length {length} tokens",
     "hidden": "have an input that --prompt_template does not show",
     "shortened": "have words of the assistant, such as <think>…</think>, that the chat template leaves out",
+    "pictured": "have <image>, <video> or <audio> in a text, which is trained as a text",
 }
+PLACEHOLDER = re.compile("<(image|video|audio)>")
 TOKENS, NUMBER = hf.List(hf.Value("int32")), hf.Value("int64")
 FEATURES = hf.Features({"input_ids": TOKENS, "labels": TOKENS, "length": NUMBER, "items": NUMBER})
 
@@ -82,6 +87,25 @@ def prompt_tokens(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> lis
     return [ids[: len(ids) - (mask[::-1].index(0) if 0 in mask else 0)] for ids, mask in rows]
 
 
+def encode_turns(
+    tokenizer: PreTrainedTokenizerBase, turns: list[tuple[str, str]], template: str | None, system: str = ""
+) -> list[list[int]]:
+    """Return the tokens of earlier turns: a prompt, its answer with the end token, and so on."""
+    parts = []
+    for question, answer in turns:
+        if parts:
+            parts.append(plain_tokens(tokenizer, prompt_text(question, "", template)))
+        else:
+            parts += prompt_tokens(tokenizer, [prompt_text(question, "", template, system)])
+        parts.append([*plain_tokens(tokenizer, answer), tokenizer.eos_token_id])
+    return parts
+
+
+def plain_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the tokens of a text without those that start or end a sequence."""
+    return tokenize(tokenizer, [text], add_special_tokens=False)["input_ids"][0]
+
+
 def set_end_token(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """Set the end-of-text token of a tokenizer that lacks one, such as BERT's, to its separator."""
     if tokenizer.eos_token is None:
@@ -116,7 +140,7 @@ def tokenize_instructions(
     encoder, total = Encoder(settings, tokenizer), sum(map(len, splits.values()))
     encode = encoder.encode_chats if chat else encoder.encode_instructions
     tokens = {split: map_batches(rows, encode, split, scratch, features=FEATURES) for split, rows in splits.items()}
-    notices += encoder.notices(total)
+    notices += encoder.notices(total, chat)
     if empty := [split for split, rows in tokens.items() if len(rows) == 0]:
         advice = f": raise --max_length {settings.max_length}" if encoder.counts["left out"] else ""
         raise UserError(f"no {empty[0]} sample is left ({'; '.join(notices)}){advice}")
@@ -133,6 +157,7 @@ class Encoder:
         self.bad = []
         self.counts = Counter()
         self.ends: set[str] = set()  # tokens that end the last answers of chats
+        self.unused: set[str] = set()  # keys of messages that the chat template does not write
         self._end = end_pattern(tokenizer)
 
     def encode_instructions(self, batch: dict[str, list]) -> dict[str, list]:
@@ -141,52 +166,78 @@ class Encoder:
             self.counts["hidden"] += sum(map(bool, map(str.strip, batch["input"])))
         answers = tokenize(self.tokenizer, batch["output"], add_special_tokens=False)["input_ids"]
         prompts = prompt_tokens(self.tokenizer, _prompts(batch, self.settings))
-        end = self.tokenizer.eos_token_id
-        samples = [([*ids, *answer, end], len(ids)) for ids, answer in zip(prompts, answers, strict=True)]
-        return self._columns([(ids, np.arange(len(ids)) >= start) for ids, start in samples])
+        template, samples = self.settings.prompt_template, []
+        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            system, instruction, given, output, location, turns = (batch[name][row] for name in INSTRUCTIONS.names)
+            if not (prompt and answer) or any(map(self._lacks_tokens, (instruction, output))):
+                self.bad.append((location or shown(instruction), NO_TOKEN))
+                continue
+            parts = [prompt]
+            if turns:
+                last = plain_tokens(self.tokenizer, prompt_text(instruction, given, template))
+                parts = [*encode_turns(self.tokenizer, turns, template, system), last]
+            parts.append([*answer, self.tokenizer.eos_token_id])
+            answered = [np.full(len(ids), number % 2, bool) for number, ids in enumerate(parts)]
+            self.counts["pictured"] += bool(PLACEHOLDER.search(f"{instruction}{given}"))
+            samples.append(([*chain.from_iterable(parts)], np.concatenate(answered), False))
+        return self._columns(samples)
 
     def encode_chats(self, batch: dict[str, list]) -> dict[str, list]:
         """Tokenize chats; a chat that the chat template cannot write is added to `bad`, with the reason."""
         chats = []
-        for messages, given, location in zip(batch["messages"], batch["given"], batch["location"], strict=True):
+        for row, location in enumerate(batch["location"]):
+            messages, tools = (json.loads(batch[name][row]) for name in ("messages", "tools"))
             try:
-                chats.append(write_chat(messages, self.tokenizer, self._end, given))
+                if any(self._lacks_tokens(message["content"]) for message in messages):
+                    raise ValueError(NO_TOKEN)
+                chats.append(write_chat(messages, self.tokenizer, self._end, batch["given"][row], tools))
             except Exception as error:  # a template is a program and can raise anything
                 self.bad.append((location, explain(error, messages, self.tokenizer, self._end)))
         if not chats:
             return self._columns([])
         self.counts["shortened"] += sum(not chat.complete for chat in chats)
+        self.counts["pictured"] += sum(bool(PLACEHOLDER.search(chat.text)) for chat in chats)
+        self.unused.update(*(chat.unused for chat in chats))
         self.ends |= {chat.end for chat in chats if chat.end}
         texts = [chat.text for chat in chats]
         found = tokenize(self.tokenizer, texts, add_special_tokens=False, return_offsets_mapping=True)
-        places = [_within(offsets, chat.answers) for offsets, chat in zip(found["offset_mapping"], chats, strict=True)]
-        return self._columns(list(zip(found["input_ids"], places, strict=True)))
+        rows = zip(found["input_ids"], found["offset_mapping"], chats, strict=True)
+        return self._columns([(ids, _within(at, chat.answers), _within(at, chat.masked)) for ids, at, chat in rows])
 
     def encode_streamed(self, batch: dict[str, list]) -> tuple[dict[str, list], dict[str, int]]:
         """Tokenize instructions or chats during the training, and count those left out by the reason."""
         self.bad.clear()
         self.counts.clear()
         columns = self.encode_chats(batch) if "messages" in batch else self.encode_instructions(batch)
-        left_out = {"prompt too long": self.counts["left out"], "refused by the chat template": len(self.bad)}
+        problem = "refused by the chat template" if "messages" in batch else "without a token"
+        left_out = {"prompt too long": self.counts["left out"], problem: len(self.bad)}
         return columns, {reason: count for reason, count in left_out.items() if count}
 
-    def notices(self, total: int) -> list[str]:
-        """Return notices about samples that were cut or left out, or refuse chats that the template cannot write."""
-        problem, length = "samples cannot be written by the tokenizer's chat template", self.settings.max_length
+    def notices(self, total: int, chat: bool) -> list[str]:
+        """Return notices about samples that were cut or left out, or refuse those that cannot be written."""
+        problem = "samples cannot be written by the tokenizer" + "'s chat template" * chat
+        length = self.settings.max_length
         counted = [
             f"{self.counts[name]:,} of {total:,} samples {text.format(length=length)}"
             for name, text in COUNTED.items()
             if self.counts[name]
         ]
+        if self.unused:
+            counted.append(f"The chat template does not write these keys of messages: {', '.join(sorted(self.unused))}")
         return note_bad_samples(self.bad, total, problem, self.settings) + counted
 
-    def _columns(self, samples: list[tuple[list[int], np.ndarray]]) -> dict[str, list]:
-        """Label and cut the tokens of each sample, which come with a mask of the answers."""
+    def _lacks_tokens(self, text: str) -> bool:
+        """Return whether the tokenizer has no token for a text of other characters than letters and digits."""
+        return bool(text) and not any(map(str.isalnum, text)) and not plain_tokens(self.tokenizer, text)
+
+    def _columns(self, samples: list[tuple[list[int], np.ndarray, np.ndarray | bool]]) -> dict[str, list]:
+        """Label and cut the tokens of each sample, which come with masks of the answers and of those not trained."""
         columns = {name: [] for name in FEATURES}
         longest = self.settings.max_length
-        for tokens, answered in samples:
+        for tokens, answered, masked in samples:
             ids = np.array(tokens, np.int32)
-            labels = ids if self.settings.train_on_inputs else np.where(answered, ids, np.int32(IGNORED))
+            trained = (answered | self.settings.train_on_inputs) & ~np.asarray(masked)
+            labels = np.where(trained, ids, np.int32(IGNORED))
             labels = labels[:longest]
             items = np.count_nonzero(labels[1:] != IGNORED)
             if items:
@@ -207,5 +258,4 @@ def _prompts(batch: dict[str, list], settings: DataSettings) -> list[str]:
 def _within(offsets: list[tuple[int, int]], answers: list[tuple[int, int]]) -> np.ndarray:
     """Return which tokens have a character in an answer, given the first and last + 1 character of each."""
     first, end = np.array(offsets).T
-    inside = [(first < stop) & (end > start) for start, stop in answers]
-    return np.logical_or.reduce(inside)
+    return np.any([np.zeros(len(first), bool), *((first < stop) & (end > start) for start, stop in answers)], axis=0)

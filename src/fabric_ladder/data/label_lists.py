@@ -10,11 +10,14 @@ from fabric_ladder.data.tables import WHOLE
 from fabric_ladder.errors import UserError
 
 
-def class_numbers(value: object, column: str, classes: int) -> list[int]:
-    """Return a row's numbers of classes, where the table has names for them, or raise ValueError."""
+def class_numbers(value: object, column: str, classes: int, ignored: int | None = None) -> list[int]:
+    """Return a row's numbers of classes, where the table has names for them, or raise ValueError.
+
+    The number `ignored` is a class of none.
+    """
     if value is None:
         raise ValueError(f"no {column}")
-    if wrong := [number for number in value if number is None or not 0 <= number < classes]:
+    if wrong := [number for number in value if number != ignored and (number is None or not 0 <= number < classes)]:
         raise ValueError(f"{column} has {shown(wrong[0])}, which is not a class")
     return value
 
@@ -33,15 +36,17 @@ def label_texts(labels: list, column: str) -> list[str]:
     return texts
 
 
-def find_classes(train: hf.Dataset) -> tuple[dict[object, int], list[str]]:
+def find_classes(train: hf.Dataset, ignored: str = "") -> tuple[dict[object, int], list[str]]:
     """Return the numbers of the classes by their values in the column `label`, and their names.
 
+    The text `ignored` is no class.
     Whole numbers are sorted by size, other labels by alphabet. The names of a table stay in their order.
     """
     feature = train.features["label"].feature
     if isinstance(feature, hf.ClassLabel):
         return {number: number for number in range(feature.num_classes)}, feature.names
     values = pc.unique(pc.list_flatten(train.data.column("label"))).to_pylist()
+    values = [value for value in values if value != ignored]
     if not values:
         raise UserError("no training text has a label: there is nothing to learn")
     whole = all(map(WHOLE.fullmatch, values))

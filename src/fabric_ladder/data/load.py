@@ -10,7 +10,6 @@ from pathlib import Path
 import datasets as hf
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from fabric_ladder.data.cache import make_once, map_batches, save_tokens
@@ -26,12 +25,19 @@ from fabric_ladder.data.instructions import (
     tokenize_instructions,
 )
 from fabric_ladder.data.kinds import kind_of
-from fabric_ladder.data.rows import read_training_rows
+from fabric_ladder.data.rows import note_bad_samples, read_training_rows, shown
 from fabric_ladder.data.sources import Source, find_source
 from fabric_ladder.data.splits import SPLITS, ImageDatasets, TextDatasets
 from fabric_ladder.data.stream import STREAM_CACHE_FORMAT, Stream, Survey
 from fabric_ladder.data.tables import check_texts, complete_splits, label_number, read_splits, text_columns
-from fabric_ladder.data.tokens import CACHE_FORMAT, load_tokenizer, tokenize_start, train_tokenizer, trained_vocabulary
+from fabric_ladder.data.tokens import (
+    CACHE_FORMAT,
+    NO_TOKEN,
+    load_tokenizer,
+    tokenize_start,
+    train_tokenizer,
+    trained_vocabulary,
+)
 from fabric_ladder.data.words import tokenize_words
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
@@ -134,8 +140,12 @@ def _tokenize_texts(
         tokenizer = train_tokenizer(splits["train"], vocabulary)
         tokenizer.save_pretrained(target / "tokenizer")
 
-    encode = partial(_encode_texts, tokenizer, settings.max_length)
+    bad = []
+    encode = partial(_encode_texts, tokenizer, settings.max_length, bad)
     tokens = {split: map_batches(rows, encode, split, scratch) for split, rows in splits.items()}
+    notices += note_bad_samples(bad, sum(map(len, splits.values())), "texts cannot be used", settings)
+    if empty := [split for split, rows in tokens.items() if len(rows) == 0]:
+        raise UserError(f"no {empty[0]} text is left ({'; '.join(notices)}): choose another --tokenizer")
     full = sum(int((np.asarray(rows["length"][:]) == settings.max_length).sum()) for rows in tokens.values())
     if full:
         counts = f"{full:,} of {sum(map(len, tokens.values())):,} texts"
@@ -143,18 +153,29 @@ def _tokenize_texts(
     return save_tokens(target, tokens, {"class_names": class_names, "notices": notices})
 
 
-def _encode_texts(tokenizer: PreTrainedTokenizerBase, max_length: int, batch: dict[str, list]) -> dict[str, list]:
-    ids = tokenize_start(tokenizer, batch["text"], max_length)
-    lengths = [len(row) for row in ids]
-    labels = batch.get("labels") or batch["label"]
-    return {"input_ids": [np.asarray(row, np.int32) for row in ids], "length": lengths, "labels": labels}
+def _encode_texts(
+    tokenizer: PreTrainedTokenizerBase, max_length: int, bad: list[tuple[str, str]], batch: dict[str, list]
+) -> dict[str, list]:
+    """Tokenize texts; `bad` gets those that have only special tokens, which are left out."""
+    columns = {"input_ids": [], "length": [], "labels": []}
+    special = min(tokenizer.num_special_tokens_to_add(), max_length - 1)
+    rows = zip(tokenize_start(tokenizer, batch["text"], max_length), batch.get("labels") or batch["label"], strict=True)
+    for row, (ids, label) in enumerate(rows):
+        if len(ids) <= special:
+            bad.append((batch["location"][row] if "location" in batch else shown(batch["text"][row]), NO_TOKEN))
+            continue
+        for name, value in zip(columns, (np.asarray(ids, np.int32), len(ids), label), strict=True):
+            columns[name].append(value)
+    return columns
 
 
 def _encode_streamed(
     tokenizer: PreTrainedTokenizerBase, max_length: int, batch: dict[str, list]
 ) -> tuple[dict[str, list], dict[str, int]]:
-    """Tokenize texts during the training; none is left out."""
-    return _encode_texts(tokenizer, max_length, batch), {}
+    """Tokenize texts during the training, and count those left out."""
+    bad = []
+    columns = _encode_texts(tokenizer, max_length, bad, batch)
+    return columns, {"without a token": len(bad)} if bad else {}
 
 
 def _survey(
@@ -180,7 +201,7 @@ def _with_stream(datasets: TextDatasets, settings: DataSettings, source: Source,
     names = datasets.class_names
     if names:
         texts, labels = text_columns(settings)
-        check, wanted = partial(_check_located, settings), (*texts, *labels)
+        check, wanted = partial(check_texts, settings, None), (*texts, *labels)
         encode = partial(_encode_streamed, datasets.tokenizer, settings.max_length)
     else:
         check, wanted = check_for, ()
@@ -195,12 +216,6 @@ def _with_stream(datasets: TextDatasets, settings: DataSettings, source: Source,
     notice = f"Streaming {len(stream):,} training samples, shuffled in a buffer of {settings.stream_buffer:,}"
     fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:20]
     return replace(datasets, stream=stream, fingerprint=fingerprint, notices=[notice, *datasets.notices])
-
-
-def _check_located(settings: DataSettings, name: str, *columns: dict) -> tuple[Callable[[str, dict], dict], pa.Schema]:
-    """Like `check_texts`, but the rows get their `location`, for messages."""
-    check, schema = check_texts(settings, None, name, *columns)
-    return lambda location, row: {**check(location, row), "location": f"{name}, {location}"}, schema
 
 
 def _numbered(row: dict, names: list[str]) -> dict:

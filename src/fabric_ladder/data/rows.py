@@ -157,7 +157,17 @@ def read_file(path: Path, column_names: str | None = None, wanted: tuple[str, ..
         check_names(schema.names, wanted)
         if wanted:  # `datasets` does not support the types of all other columns
             schema = pa.schema([schema.field(name) for name in wanted if name in schema.names], schema.metadata)
-        return Table(_parquet_rows(path, wanted), hf.Features.from_arrow_schema(schema))
+        return Table(_parquet_rows(path, wanted), _known_features(schema))
+
+
+def _known_features(schema: pa.Schema) -> hf.Features:
+    """Return the features of a schema, except of columns whose type `datasets` does not support, e.g. maps."""
+    known = []
+    for field in schema:
+        with suppress(ValueError):
+            hf.Features.from_arrow_schema(pa.schema([field]))
+            known.append(field)
+    return hf.Features.from_arrow_schema(pa.schema(known, schema.metadata))
 
 
 def read_training_rows(

@@ -32,7 +32,8 @@ def read_splits(
     """Return the splits of the source, the names of the classes, and notices.
 
     The texts of several columns are joined, one line per column. The splits have the columns `text` and `label`, a
-    class; of another kind of labels they have the columns `text` and `labels`, a list of numbers.
+    class; of another kind of labels they have the columns `text` and `labels`, a list of numbers. Texts of tables also
+    have a `location`, the file and the row.
     """
     if source.key[0] in REVIEWS:
         if kind:
@@ -76,16 +77,19 @@ def check_texts(
     for column in (*texts, *labels):
         check_column(columns, column, name)
     feature, label_of = kind.reader(settings, features) if kind else label_reader(settings.label_column, features)
-    check = partial(_join_texts, columns=texts, label_of=label_of)
-    return check, hf.Features({"text": hf.Value("string"), "label": feature}).arrow_schema
+    check = partial(_join_texts, name, columns=texts, label_of=label_of)
+    text = hf.Value("string")
+    return check, hf.Features({"text": text, "label": feature, "location": text}).arrow_schema
 
 
-def _join_texts(_: str, row: dict, columns: tuple[str, ...], label_of: Callable[[dict], int | str | list]) -> dict:
+def _join_texts(
+    name: str, location: str, row: dict, columns: tuple[str, ...], label_of: Callable[[dict], int | str | list]
+) -> dict:
     parts = [read_text(row, column, may_be_empty=True) for column in columns]
     text = "\n".join(part for part in parts if part.strip())
     if not text:
         raise ValueError(f"no {' and no '.join(columns)}")
-    return {"text": text, "label": label_of(row)}
+    return {"text": text, "label": label_of(row), "location": f"{name}, {location}"}
 
 
 def read_reviews(settings: DataSettings, source: Source, scratch: Path) -> dict[str, hf.Dataset]:

@@ -14,6 +14,7 @@ CACHE_FORMAT = 7  # raise it whenever the same inputs would give other tokens, l
 MOST_CHARACTERS = 200  # of a token, more than in any text; tokenizers are slow on a text of one long word
 LONG_WORD = re.compile(r"\w{1000,}|[^\s\w]{1000,}")  # byte-pair encoding is quadratic in the length of a word
 PIECE, MOST_LEARNED = 100, 10_000  # characters of a piece of a long word, e.g. DNA, and of all its pieces
+NO_TOKEN = "the tokenizer has no token for a text"
 END_OF_TEXT = "<|endoftext|>"  # in trained tokenizers
 
 

@@ -36,7 +36,9 @@ from fabric_ladder.settings import DataSettings
 
 IOB2 = re.compile(r"([BI])-(.+)")
 OTHER_SCHEME = re.compile(r"[ELMSU]-.+")  # such as IOBES, whose entities are not counted
+ENTITY = re.compile(r"[BIELMSU][-_].+|.+[-_][BIELMSU]|O", re.IGNORECASE)  # a label of entities in any scheme
 OUTSIDE = -1
+UNLABELLED = str(IGNORED)  # PyTorch and transformers leave words with this label out of the loss
 
 
 class WordLabels(LabelKind):
@@ -64,7 +66,7 @@ class WordLabels(LabelKind):
         (column,) = self.columns(settings)
         feature = getattr(features.get(column), "feature", None)
         if isinstance(feature, hf.ClassLabel):
-            return hf.List(feature), lambda row: class_numbers(row.get(column), column, feature.num_classes)
+            return hf.List(feature), lambda row: class_numbers(row.get(column), column, feature.num_classes, IGNORED)
         return hf.List(hf.Value("string")), lambda row: label_texts(word_list(row, column), column)
 
     def number(self, tables: dict[str, list[hf.Dataset]], settings: DataSettings) -> dict[str, hf.Dataset]:
@@ -74,10 +76,12 @@ class WordLabels(LabelKind):
             UserError: All training words have the same label, or other words have labels that the training words lack.
         """
         splits = join(tables, self.columns(settings)[0])
-        values, self.names = find_classes(splits["train"])
+        values, self.names = find_classes(splits["train"], UNLABELLED)
+        named = isinstance(splits["train"].features["label"].feature, hf.ClassLabel)
+        values |= {IGNORED if named else UNLABELLED: IGNORED}
         for split, table in splits.items():
             lists, numbers = number_lists(table, values, split)
-            if split == "train" and len(np.unique(numbers)) < 2:
+            if split == "train" and len(np.unique(numbers[numbers != IGNORED])) < 2:
                 raise UserError("all training words have the same label: there is nothing to learn")
             ends = pc.list_value_length(lists).to_numpy().cumsum()
             rows = [part.tolist() for part in np.split(numbers, ends[:-1])]
@@ -110,9 +114,13 @@ class WordLabels(LabelKind):
         return count_right(logits.flatten(0, 1)[words], labels)
 
     def notes(self, split: hf.Dataset) -> list[str]:
-        """Return a line about the most frequent label."""
+        """Return lines about the most frequent label, and about a scheme whose entities are not counted."""
+        other = [name for name in self.names if name != "O" and not IOB2.fullmatch(name)]
+        lines = []
+        if not self.types and other and any(map(ENTITY.fullmatch, self.names)):
+            lines = [f"No entity F1: it needs labels such as B-PER, I-PER and O (IOB2), unlike {other[0]!r}"]
         labels = pc.list_flatten(split.with_format("arrow")["labels"][:]).to_numpy()
-        return describe_imbalance(np.bincount(labels[labels != IGNORED]), self.names, "words")
+        return describe_imbalance(np.bincount(labels[labels != IGNORED]), self.names, "words") + lines
 
     def start_counts(self, device: torch.device) -> Metric | None:
         """Return counts for each type of entities, or None if the labels are not IOB2."""

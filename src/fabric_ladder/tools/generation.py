@@ -1,6 +1,7 @@
 """Generate answers with a trained language model; prompts are tokenised as in training."""
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,8 +11,17 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 
 from fabric_ladder.checkpoints.export import Result, add_adapter, base_name, find_result, load_result
 from fabric_ladder.checkpoints.save import end_tokens
-from fabric_ladder.data.instruction_rows import INPUTS, PAIRS, SYSTEM_COLUMNS
-from fabric_ladder.data.instructions import prompt_text, prompt_tokens
+from fabric_ladder.data.chats import for_template
+from fabric_ladder.data.instruction_rows import (
+    CHAT_COLUMNS,
+    INPUTS,
+    PAIRS,
+    SYSTEM_COLUMNS,
+    check_messages,
+    read_history,
+    read_tools,
+)
+from fabric_ladder.data.instructions import encode_turns, plain_tokens, prompt_text, prompt_tokens
 from fabric_ladder.data.rows import read_file, reading
 from fabric_ladder.data.sources import file_format
 from fabric_ladder.data.tokens import load_tokenizer
@@ -25,11 +35,14 @@ CHAT = "chat"  # the tokenizer's chat template
 
 
 class Question(NamedTuple):
-    """An instruction, its input, and a system text in front of both."""
+    """An instruction, its input, a system text in front of both, and earlier turns; or a chat and its tools."""
 
     instruction: str
     input: str = ""
     system: str = ""
+    history: list[list[str]] | tuple = ()
+    messages: list[dict] | tuple = ()
+    tools: list[dict] | tuple = ()
 
 
 class Generator:
@@ -73,15 +86,25 @@ class Generator:
         Raises:
             UserError: The prompt is empty, or too long for the model.
         """
+        if question.messages and self.template != CHAT:
+            raise UserError("messages need the chat template; leave out --prompt_template and --raw")
         if self.template == CHAT:
             content = "\n\n".join(filter(None, (question.instruction, question.input)))
-            return self.chat_tokens([*_system_message(question.system), {"role": "user", "content": content}])
+            said = [*chain.from_iterable(question.history), content]
+            turns = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(said)]
+            return self.chat_tokens(question.messages or [*_system_message(question.system), *turns], question.tools)
+        if question.history and self.template != RAW:
+            parts = encode_turns(self.tokenizer, question.history, self.template, question.system)
+            last = self._plain_tokens(self._prompt(Question(question.instruction, question.input)))
+            return self._checked([*chain.from_iterable(parts), *last])
         return self._checked(prompt_tokens(self.tokenizer, [self._prompt(question)])[0])
 
-    def chat_tokens(self, messages: list[dict[str, str]]) -> list[int]:
+    def chat_tokens(self, messages: list[dict], tools: list[dict] | tuple = ()) -> list[int]:
         """Return the tokens of a chat, formatted by the tokenizer's template, with the start of the next answer."""
         with refused("the tokenizer's chat template cannot write this chat"):
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = self.tokenizer.apply_chat_template(
+                for_template(messages, self.tokenizer), tools or None, tokenize=False, add_generation_prompt=True
+            )
         return self._checked(self._plain_tokens(text))
 
     def answer(self, prompts: list[list[int]], stream: bool = False) -> list[list[int]]:
@@ -132,13 +155,13 @@ class Generator:
         """Return the text of a prompt."""
         if self.template != RAW:
             return prompt_text(question.instruction, question.input, self.template, question.system)
-        if question.input or question.system:
-            kind = "an input" if question.input else "a system text"
+        if question.input or question.system or question.history:
+            kind = "an input" if question.input else "a system text" if question.system else "a history"
             raise UserError(f"{kind} needs a template; give --prompt_template, e.g. alpaca")
         return question.instruction
 
     def _plain_tokens(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return plain_tokens(self.tokenizer, text)
 
     def _checked(self, ids: list[int]) -> list[int]:
         if not ids:
@@ -227,7 +250,7 @@ def read_questions(path: Path) -> list[tuple[dict, Question]]:
 
     A text file has one prompt per non-empty line. A table (CSV, TSV, JSON, JSON Lines or Parquet) has the columns of a
     training without the answers: `instruction`, `prompt`, `question` and others (`PAIRS`), and optionally an input
-    (`INPUTS`) and `system`.
+    (`INPUTS`), `system` and `history`; or a chat, whose last answer is left out, and its `tools`.
 
     Raises:
         UserError: The file cannot be read, or has no prompt.
@@ -246,8 +269,19 @@ def read_questions(path: Path) -> list[tuple[dict, Question]]:
         likely = {pair: (pair[1] in row, pair[0] != "input") for pair in PAIRS if row.get(pair[0])}
         asked, _ = max(likely, key=likely.get, default=PAIRS[0])
         text = next((row[name] for name in INPUTS if row.get(name) and name != asked), "")
-        question = Question(row.get(asked), text, system)
-        if not all(isinstance(text, str) for text in question) or not question.instruction.strip():
+        try:
+            question = Question(row.get(asked), text, system, read_history(row) or ())
+            if chat := next((row[name] for name in CHAT_COLUMNS if isinstance(row.get(name), list)), []):
+                messages = check_messages(chat, set())
+                while messages and messages[-1]["role"] == "assistant":
+                    messages.pop()
+                question = Question("", messages=messages, tools=read_tools(row))
+        except ValueError as error:
+            raise UserError(f"--prompts {path}, {location}: {error}") from error
+        if question.messages:
+            questions.append((row, question))
+            continue
+        if not all(isinstance(text, str) for text in question[:3]) or not question.instruction.strip():
             raise UserError(
                 f"--prompts {path}, {location}: expected texts named instruction (and input, system) or prompt"
             )

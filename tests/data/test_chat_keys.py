@@ -1,0 +1,239 @@
+"""Keys and flags of messages, and columns of chats: each is used, named or refused, and only answers are trained."""
+
+import json
+from functools import partial
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.data_files import CHATML, chats, load_instructions, rows, samples_of
+from transformers import AutoTokenizer
+
+from fabric_ladder.data.instruction_rows import FLAGS, MEDIA, check_for
+from fabric_ladder.data.instructions import Encoder, encode_turns, prompt_text
+from fabric_ladder.errors import UserError
+from fabric_ladder.settings import DataSettings
+
+TOOLS = (  # writes tools, calls of tools, reasoning and names
+    "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}"
+    "<|im_start|>{{ m.role }}\n{% if m.name %}{{ m.name }}: {% endif %}{% if m.reasoning_content %}<think>"
+    "{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}{% for call in m.tool_calls or [] %}<call>"
+    "{{ call.function.name }}{{ call.function.arguments | tojson }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PARAMETERS = {"type": "object", "properties": {"n": {"type": "integer"}}}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": PARAMETERS}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"n": 7}'}}
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Load rows or a file with a cache of the test's own."""
+    return partial(load_instructions, tmp_path, max_length=4096)
+
+
+@pytest.fixture
+def save(tokenizers, tmp_path):
+    """Save a tokenizer with a chat template and its end token."""
+
+    def save(template=TOOLS):
+        tokenizer = AutoTokenizer.from_pretrained(tokenizers["trained"])
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(tmp_path / "tokenizer")
+        return str(tmp_path / "tokenizer")
+
+    return save
+
+
+def turn(role, content, **keys):
+    return {"role": role, "content": content} | keys
+
+
+def trained(tokenizer, ids, labels):
+    """Return the trained texts, each with its end token."""
+    kept = tokenizer.decode([label for label in labels if label != -100], clean_up_tokenization_spaces=False)
+    return [text + "<|im_end|>" for text in kept.split("<|im_end|>")[:-1]]
+
+
+def only_sample(got):
+    """Return the whole text of the samples, which are all equal, and the trained texts."""
+    ((ids, labels),) = samples_of(got).items()
+    return got.tokenizer.decode(ids, clean_up_tokenization_spaces=False), trained(got.tokenizer, ids, labels)
+
+
+def test_tools_calls_and_results_are_written_and_calls_are_trained(load, save, tmp_path):
+    chat = [turn("user", "Which?"), turn("assistant", "I look.", tool_calls=[CALL]), turn("tool", "Ulm", name="look")]
+    row = {"messages": [*chat, turn("assistant", "Ulm.")], "tools": [TOOL]}
+    text, answers = only_sample(load([row] * 10, tokenizer=save()))
+    assert answers == ['I look.<call>look{"n": 7}</call><|im_end|>', "Ulm.<|im_end|>"]
+    assert text.startswith("<|im_start|>system\nTools: [{")
+    assert "<|im_start|>tool\nlook: Ulm<|im_end|>" in text
+    parsed = row | {"tools": json.dumps([TOOL])}
+    pq.write_table(pa.Table.from_pylist([row] * 10), tmp_path / "rows.parquet")
+    for other in ([parsed] * 10, tmp_path / "rows.parquet"):
+        assert only_sample(load(other, tokenizer=save()))[1] == answers
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": [turn("user", "a"), turn("assistant", "", tool_calls=[CALL])]}, "message 2 has tool_calls that"),
+        ({"messages": [turn("user", "a"), turn("assistant", "b")], "tools": [TOOL]}, "the template does not write"),
+        ({"messages": [turn("user", "a"), turn("assistant", "\u200b")]}, None),
+        ({"messages": [turn("user", "<image>"), turn("assistant", "b")], "images": ["a.png"]}, "images is "),
+        ({"messages": [turn("user", "a"), turn("assistant", "b", weight=0)]}, "no answer from the assistant that"),
+        ({"messages": [turn("user", "a"), turn("assistant", "b", weight=0.5)]}, "weight in message 2 is 0.5, not 0, 1"),
+        ({"messages": [turn("user", [{"type": "image", "url": "a"}]), turn("assistant", "b")]}, "content in message"),
+    ],
+)  # fmt: skip
+def test_rows_that_cannot_be_written_are_refused(load, save, row, reason):
+    if reason is None:  # byte-level tokenizers have tokens for every character
+        assert only_sample(load([row] * 10, tokenizer=save(CHATML)))[1] == ["\u200b<|im_end|>"]
+        return
+    with pytest.raises(UserError, match=f"^nothing is left: 10 of 10 .*line 1?[0-9]: {reason}"):
+        load([row] * 10, tokenizer=save(CHATML))
+
+
+@pytest.mark.parametrize("train_on_inputs", [False, True])
+@pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}, {"loss": False}, {"training": "false"}])
+def test_masked_answers_are_context(load, save, flag, train_on_inputs):
+    chat = [turn("user", "a"), turn("assistant", "WRONG", **flag), turn("user", "No."), turn("assistant", "b")]
+    got = load([{"messages": chat}] * 10, tokenizer=save(), train_on_inputs=train_on_inputs)
+    text, answers = only_sample(got)
+    assert "WRONG" in text
+    assert not any("WRONG" in answer for answer in answers)
+    assert train_on_inputs or answers == ["b<|im_end|>"]
+    assert got.notices == []
+
+
+def test_other_roles_parts_and_chats_that_begin_with_the_assistant_are_read(load, save):
+    parts = [{"type": "text", "text": "Be "}, "brief."]
+    chat = [turn("developer", parts), turn("model", "Hi."), turn("user", "a"), turn("assistant", "b")]
+    text, answers = only_sample(load([{"messages": chat}] * 10, tokenizer=save()))
+    assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>assistant\nHi.<|im_end|>")
+    assert answers == ["Hi.<|im_end|>", "b<|im_end|>"]
+    said = [{"from": "gpt", "value": "Hi."}, {"from": "human", "value": "a"}]
+    said += [{"from": "function_call", "value": json.dumps({"name": "look", "arguments": {"n": 7}})}]
+    said += [{"from": "observation", "value": "Ulm"}, {"from": "gpt", "value": "b", "thinking": "So."}]
+    _, answers = only_sample(load([{"conversations": said}] * 10, tokenizer=save()))
+    call = '<call>look{"n": 7}</call><|im_end|>'
+    assert answers == ["Hi.<|im_end|>", call, "<think>So.</think>b<|im_end|>"]
+
+
+def test_columns_and_keys_that_are_not_used_are_named(load, save, tokenizers):
+    many = [{"messages": [turn("user", "<image>", id=1, train=True), turn("assistant", "b")], "source": "x"}] * 10
+    assert load(many, tokenizer=save()).notices == [
+        "Columns, and keys of messages, that are not used: source, train (user)",
+        "10 of 10 samples have <image>, <video> or <audio> in a text, which is trained as a text",
+        "The chat template does not write these keys of messages: id (user)",
+    ]
+    named = [row | {"category": "x", "id": "", "late": None} for row in rows()]
+    line = "Columns, and keys of messages, that are not used: category"
+    assert load(named, tokenizer=tokenizers["trained"]).notices == [line]
+
+
+def test_the_history_of_an_instruction_is_its_earlier_turns(load, tokenizers):
+    turns = [["Who?", "Ann."], ["Where?", "Ulm."]]
+    got = load([row | {"history": turns if row["input"] else []} for row in rows()], tokenizer=tokenizers["trained"])
+    tokenizer, found = got.tokenizer, samples_of(got)
+    for row in rows():
+        prompt = prompt_text(row["instruction"], row["input"])
+        parts = encode_turns(tokenizer, [*(turns if row["input"] else []), [prompt, row["output"]]], "{instruction}")
+        texts = encode_turns(tokenizer, turns, None) if row["input"] else []
+        parts = [*texts, *parts[-2:]]
+        assert found[tuple(sum(parts, []))] == sum(  # noqa: RUF017
+            [ids if number % 2 else [-100] * len(ids) for number, ids in enumerate(parts)], []
+        )
+    wrong = [row | {"history": "of a town"} for row in rows()]
+    with pytest.raises(UserError, match=r'history is "of a town", not a list of pairs \[question, answer\]: rename'):
+        load(wrong, tokenizer=tokenizers["trained"])
+
+
+def test_a_column_of_maps_is_read(load, tokenizers, tmp_path):
+    table = pa.Table.from_pylist(rows())
+    maps = pa.array([[("a", "b")]] * len(table), pa.map_(pa.string(), pa.string()))
+    pq.write_table(table.append_column("more", maps), tmp_path / "maps.parquet")
+    got, same = (load(content, tokenizer=tokenizers["trained"]) for content in (tmp_path / "maps.parquet", rows()))
+    assert got.fingerprint == same.fingerprint
+    assert got.notices == ["Columns, and keys of messages, that are not used: more"]
+    spoken = pa.array(
+        [[[*turn.items()] for turn in chat["messages"]] for chat in chats()],
+        pa.list_(pa.map_(pa.string(), pa.string())),
+    )
+    pq.write_table(pa.table({"messages": spoken}), tmp_path / "chats.parquet")
+    first, second = (
+        load(content, tokenizer=tokenizers["trained"]) for content in (tmp_path / "chats.parquet", chats())
+    )
+    assert first.fingerprint == second.fingerprint
+
+
+words = st.sampled_from(["Ulm", "two words", "three\nlines", "7"])
+KEYS = {  # keys of messages that the template does not write, and others
+    "id": words, "metadata": st.just({"a": [1]}), "name": words, "prefix": st.booleans(), "reasoning_content": words,
+    "thinking": words, "tool_calls": st.lists(st.just(CALL), min_size=1, max_size=1), "images": st.just(["a.png"]),
+} | dict.fromkeys(FLAGS, st.sampled_from([0, 1, 0.0, True, False, None, "x"]))  # fmt: skip
+LIKELY = [key for key in KEYS if key != "images"]
+
+
+@st.composite
+def messages(draw):
+    """Draw a message with up to two other keys."""
+    role = draw(st.sampled_from(["user", "assistant", "assistant", "tool", "system"]))
+    keys = draw(st.lists(st.sampled_from(LIKELY * 3 + ["images"]), max_size=2, unique=True))
+    if role != "assistant":
+        keys = [key for key in keys if key != "tool_calls"]
+    return turn(role, draw(words)) | {key: draw(KEYS[key]) for key in keys}
+
+
+def expected_answers(chat):
+    """Return the answers that are trained, or None if the chat must be refused."""
+    if any(message.get("images") or "x" in [message.get(flag) for flag in FLAGS] for message in chat):
+        return None
+    answers = []
+    for message in chat:
+        if message["role"] == "assistant" and all(message.get(flag) in (None, 1) for flag in FLAGS):
+            thoughts = [message[key] for key in ("reasoning_content", "thinking") if key in message]
+            text = f"{message['name']}: " if "name" in message else ""
+            text += f"<think>{thoughts[0]}</think>" if thoughts else ""
+            calls = '<call>look{"n": 7}</call>' if "tool_calls" in message else ""
+            answers.append(f"{text}{message['content']}{calls}<|im_end|>")
+    return answers or None
+
+
+def test_every_key_is_used_named_or_refused_and_unmasked_answers_are_trained(save):
+    tokenizer = AutoTokenizer.from_pretrained(save())
+    outcomes = set()
+
+    @settings(deadline=None, suppress_health_check=[*HealthCheck], max_examples=150, database=None, derandomize=True)
+    @given(st.lists(messages(), min_size=1, max_size=5), st.sampled_from([{}, {"tools": [TOOL]}, {"source": "x"}]))
+    def try_each(chat, more):
+        row, unused = {"messages": chat} | more, set()
+        check, _ = check_for("rows.jsonl", row, {}, unused)
+        expected = expected_answers(chat)
+        outcomes.add(expected is None)
+        if expected is None:
+            with pytest.raises(ValueError, match=r"^(images|weight|train|training|loss) |^no answer"):
+                check("line 1", row)
+            return
+        encoder = Encoder(DataSettings(task="instruction-tuning", max_length=4096), tokenizer)
+        columns = encoder.encode_chats({name: [value] for name, value in check("line 1", row).items()})
+        assert encoder.bad == []
+        assert trained(tokenizer, columns["input_ids"][0], columns["labels"][0]) == expected
+        text = tokenizer.decode(columns["input_ids"][0], clean_up_tokenization_spaces=False)
+        named = unused | encoder.unused
+        assert ("source" in named) == ("source" in more)
+        assert ("Tools: " in text) == ("tools" in more)
+        for message in chat:
+            role = message["role"]
+            for key, value in message.items():
+                assert key not in MEDIA
+                if key in ("id", "metadata", "prefix") or (key in FLAGS and value in (1, True) and role != "assistant"):
+                    assert f"{key} ({role})" in named
+                elif key not in FLAGS and key not in ("role", "tool_calls"):
+                    assert value in text
+
+    try_each()
+    assert outcomes == {True, False}
