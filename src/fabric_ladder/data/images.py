@@ -26,7 +26,7 @@ from fabric_ladder.data.tables import complete_splits
 from fabric_ladder.errors import UserError, first_line, refused
 from fabric_ladder.settings import DataSettings
 
-IMAGE_CACHE_FORMAT = 3  # raise it whenever the same inputs would give other pixels or labels
+IMAGE_CACHE_FORMAT = 4  # raise it whenever the same inputs would give other pixels or labels
 # Pillow decodes other formats with external programs
 IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "WEBP", "TIFF", "AVIF", "JPEG2000")
 PIXELS = pa.schema({"image": pa.binary(), "height": pa.int32(), "width": pa.int32(), "labels": pa.int64()})

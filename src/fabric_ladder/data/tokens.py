@@ -10,7 +10,7 @@ from fabric_ladder.data.hub import load_config, reachable
 from fabric_ladder.errors import UserError
 
 TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model")
-CACHE_FORMAT = 6  # raise it whenever the same inputs would give other tokens, labels or notices
+CACHE_FORMAT = 7  # raise it whenever the same inputs would give other tokens, labels or notices
 MOST_CHARACTERS = 200  # of a token, more than in any text; tokenizers are slow on a text of one long word
 LONG_WORD = re.compile(r"\w{1000,}|[^\s\w]{1000,}")  # byte-pair encoding is quadratic in the length of a word
 PIECE, MOST_LEARNED = 100, 10_000  # characters of a piece of a long word, e.g. DNA, and of all its pieces

@@ -74,7 +74,7 @@ class WordLabels(LabelKind):
             UserError: All training words have the same label, or other words have labels that the training words lack.
         """
         splits = join(tables, self.columns(settings)[0])
-        values, self.names = find_classes(splits["train"])
+        values, self.names, self.notices = find_classes(splits["train"], *self.columns(settings), several="")
         for split, table in splits.items():
             lists, numbers = number_lists(table, values, split)
             if split == "train" and len(np.unique(numbers)) < 2:

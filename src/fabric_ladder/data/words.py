@@ -111,7 +111,10 @@ def _read_words(
         schema = hf.Features({"words": hf.List(hf.Value("string")), "label": feature}).arrow_schema
         return partial(_check_row, column=text, labels_of=labels_of), schema
 
-    return kind.number(read_parts(settings, source, scratch, notices, check_for, (text, label), (label,)), settings)
+    parts = read_parts(settings, source, scratch, notices, check_for, (text, label), (label,))
+    splits = kind.number(parts, settings)
+    notices += kind.notices
+    return splits
 
 
 def _check_row(_: str, row: dict, column: str, labels_of: Callable[[dict], list]) -> dict[str, list]:
