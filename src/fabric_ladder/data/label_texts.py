@@ -1,4 +1,4 @@
-"""Check the labels of a data set by their texts: refuse values that are not classes, and name labels that look wrong."""
+"""Check labels by their texts: refuse values that are not classes, and name labels that look wrong."""
 
 import re
 import unicodedata
@@ -58,8 +58,8 @@ def check_labels(counts: Mapping[str, int], column: str, several: str = SEVERAL)
     if printed := [label for label in named if PRINTED.fullmatch(label)]:
         found = _found({label: counts[label] for label in printed}, total)
         raise UserError(
-            f"{found} in column {column!r} are printed values: write the label alone, or lists in JSON Lines or Parquet "
-            "for --problem_type multi_label_classification"
+            f"{found} in column {column!r} are printed values: write the label alone, or lists in JSON Lines or "
+            "Parquet for --problem_type multi_label_classification"
         )
     notices = _name_look_alikes(counts)
     if missing := {label: count for label, count in counts.items() if label not in named}:
