@@ -32,7 +32,7 @@ from fabric_ladder.data.rows import read_training_rows
 from fabric_ladder.data.sources import REVIEWS, Source, find_source
 from fabric_ladder.data.splits import SPLITS, ImageDatasets, TextDatasets
 from fabric_ladder.data.stream import STREAM_CACHE_FORMAT, Stream, Survey
-from fabric_ladder.data.summary import ReadData, complete, summary_line
+from fabric_ladder.data.summary import ReadData, complete, join_names, summary_line
 from fabric_ladder.data.tables import check_texts, label_number, read_splits, text_columns
 from fabric_ladder.data.tokens import CACHE_FORMAT, load_tokenizer, tokenize_start, train_tokenizer, trained_vocabulary
 from fabric_ladder.data.words import read_words, tokenize_words, word_columns
@@ -210,10 +210,10 @@ def _survey(
     class_counts = [0] * len(names)
     for label, count in survey.labels.items() if names else ():
         class_counts[label_number(label, names)] += count
+    name = f"train ({join_names(path.name for path in source.files.get('train', ())) or settings.dataset}, streamed)"
     found = Counter(dict(zip(names, class_counts, strict=True)))
-    facts["summary"][0] = summary_line(
-        "train (streamed)", sum(survey.counts), text_columns(settings) if names else (), found
-    )
+    columns = text_columns(settings) if names else ()
+    facts["summary"][0] = summary_line(name, sum(survey.counts), columns, found)
     return folder, facts | {"stream": survey.facts(class_counts)}
 
 
