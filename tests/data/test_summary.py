@@ -88,8 +88,8 @@ def test_copies_of_training_texts_are_named(tmp_path, load):
     write_table(table(10, start=20), tmp_path / "test.csv")
     got = load("train.csv", test_file="test.csv", validation_file="train.csv")
     assert got.notices == [
-        '30 of 30 validation texts are also training texts (first: "None"): the validation results are too good',
-        '1 of 10 test texts are also training texts (first: "review 20: bad"): the test results are too good',
+        '30 of 30 validation texts are also training texts (first: "None"): leave them out of one of the two',
+        '1 of 10 test texts are also training texts (first: "review 20: bad"): leave them out of one of the two',
     ]
 
 

@@ -134,7 +134,7 @@ def _name_copies(splits: dict[str, hf.Dataset]) -> list[str]:
         if count:
             notices.append(
                 f"{count:,} of {len(splits[split]):,} {split} texts are also training texts (first: {shown(first)}): "
-                f"the {split} results are too good"
+                "leave them out of one of the two"
             )
     return notices
 
