@@ -16,7 +16,7 @@ from local_dataset_utilities import load_datasets
 SMALL = ["--train_samples", "32", "--validation_samples", "8", "--test_samples", "8", "--max_length", "64"]
 HEADER = re.compile(
     r"No --config and no CUDA GPU|Python \d|2_grad_accum · |Torch CUDA available\? False$"
-    r"|--model \S+: its pretrained weights"
+    r"|\S+: [\d,]+ rows · |--model \S+: its pretrained weights"
 )
 OFFLINE = dict.fromkeys(["http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"], "http://127.0.0.1:9")
 OFFLINE |= {"no_proxy": "", "NO_PROXY": "", "HF_HUB_OFFLINE": ""}

@@ -79,15 +79,15 @@ def check(settings: Settings) -> None:
         technique.check(settings, capability)
 
 
-def check_start(settings: Settings) -> None:
-    """Refuse folders, data and a tokenizer that a run would refuse later, before it computes.
+def check_start(settings: Settings) -> list[str]:
+    """Refuse folders, data and a tokenizer that a run would refuse later; return lines about what it would read.
 
     Raises:
         UserError: A folder, the data or the tokenizer cannot be used.
     """
     for option, folder in (("runs_dir", settings.runs_dir), ("cache_dir", settings.cache_dir)):
         check_writable(Path(folder), f"--{option} {folder}")
-    check_data(settings)
+    return check_data(settings)
 
 
 def _check_mps(settings: Settings) -> None:

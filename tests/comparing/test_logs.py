@@ -18,6 +18,7 @@ Python 3.11.7 · torch 2.13.0+cpu · lightning 2.6.6
 13_lora · belle · bloomz-7b1-mt · seed 7 · batch 64 = 4 x 4 x 4 · bf16-mixed · cuda: 4 x NVIDIA A100-SXM4-80GB
 Torch CUDA available? True
 Attention kernels, the first that can: flash, memory-efficient, math
+belle.jsonl: 9 rows · train 5, validation 2, test 2 · 8 turns trained, 9 masked
 Parameters: 22.8 M, 0.074 M trainable (0.33%), torch.bfloat16, torch.float32
 Predicted peak: 0.55 GB (weights 0.10, activations 0.45); 1.10 of 80.00 GB with CUDA's own
 Epoch: 0001/0002 | Batch 0005/0005 | Samples 00020/00020 | Loss: 6.9242

@@ -28,6 +28,7 @@ LINES = [
     rf"Python {NUMBER}\.\d+ · torch .* · lightning .* · transformers .*",
     r"{name} · synthetic · bloom-quickstart\.json · seed 123 · batch \d+{cut} · {precision} · {optimizer} · cpu: .*",
     r"Torch CUDA available\? False",
+    r"synthetic: 5,500 rows · negative 2,761, positive 2,739 · train 96, validation \d+, test \d+",
     r"Parameters: 0\.2 M, {parameters}",
     r"(Epoch: 0001/0001 \| Batch \d{{4}}/\d{{4}} \| Samples \d{{5}}/00096 \| Loss: \d+\.\d{{4}}\n){{6}}",
     r"Epoch: 0001/0001 \| Train acc\.: \d+\.\d\d% \| Val acc\.: \d+\.\d\d%",

@@ -210,7 +210,7 @@ def _read_hub(
         labels = write_checked(rows, name, check, schema, scratch / f"{split}-labels.arrow", settings, notices)
         parts[split] = [labels]
         start += len(table)
-    return hf.concatenate_datasets(tables), join_parts(parts, column)
+    return hf.concatenate_datasets(tables), join_parts(parts, column, notices)
 
 
 def _image_column(table: hf.Dataset, name: str, settings: DataSettings) -> str:

@@ -23,7 +23,7 @@ from fabric_ladder.data.image_files import find_images, read_images
 from fabric_ladder.data.rows import note_bad_samples
 from fabric_ladder.data.sources import content_problem
 from fabric_ladder.data.splits import SPLITS, ImageDatasets, ImageFormat
-from fabric_ladder.data.tables import complete_splits
+from fabric_ladder.data.summary import ReadData, complete
 from fabric_ladder.errors import UserError, first_line, refused
 from fabric_ladder.settings import DataSettings
 
@@ -50,7 +50,8 @@ def load_images(settings: DataSettings) -> ImageDatasets:
         splits[split] = table.add_column("length", np.full(len(table), image_format.tokens))
     fingerprint = hashlib.sha256(f"{facts['content']} {json.dumps(image_format)}".encode()).hexdigest()[:20]
     commit = source[-1] if path is None else None
-    return ImageDatasets(splits, facts["class_names"], image_format, fingerprint, notices + facts["notices"], commit)
+    notices += facts["notices"]
+    return ImageDatasets(splits, facts["class_names"], image_format, fingerprint, notices, commit, facts["summary"])
 
 
 def read_image_format(settings: DataSettings) -> tuple[ImageFormat, list[str]]:
@@ -115,9 +116,7 @@ def _decode_splits(
     """Read, split and decode into a folder in `scratch`; return it and the facts about it."""
     target = scratch / "pixels"
     target.mkdir()
-    notices: list[str] = []
-    files, splits, class_names = read_images(settings, path, key, scratch, notices)
-    splits = complete_splits(splits, settings)
+    files, (splits, class_names, summary, notices) = read_image_splits(settings, path, key, scratch)
     white = [WHITE]
     resample = Image.Resampling[image_format.resample.upper()]
     while True:
@@ -136,7 +135,16 @@ def _decode_splits(
     notices += note_bad_samples(bad, sum(map(len, splits.values())), "images cannot be decoded", settings)
     if empty := [split for split, rows in kept.items() if not rows]:
         raise UserError(f"no image of the {empty[0]} split can be decoded")
-    return target, {"class_names": class_names, "content": content.hexdigest(), "notices": notices}
+    return target, {"class_names": class_names, "content": content.hexdigest(), "notices": notices, "summary": summary}
+
+
+def read_image_splits(
+    settings: DataSettings, path: Path | None, key: list, scratch: Path
+) -> tuple[hf.Dataset, ReadData]:
+    """Return a table of all image files, and the splits, whose column `row` has the rows of that table."""
+    notices = []
+    files, read, class_names = read_images(settings, path, key, scratch, notices)
+    return files, complete(settings, read, class_names, notices, (), path.name if path else settings.dataset)
 
 
 def _decode_rows(files: hf.Dataset, rows: hf.Dataset, decode: Callable, content, bad: list) -> Iterator[dict]:

@@ -13,11 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from fabric_ladder.data.cache import map_batches, save_tokens
 from fabric_ladder.data.chats import end_pattern, explain, write_chat
-from fabric_ladder.data.instruction_rows import INSTRUCTIONS, read_instructions
+from fabric_ladder.data.instruction_rows import INSTRUCTIONS
 from fabric_ladder.data.rows import note_bad_samples, shown
-from fabric_ladder.data.sources import Source
 from fabric_ladder.data.splits import IGNORED
-from fabric_ladder.data.tables import complete_splits
+from fabric_ladder.data.summary import ReadData
 from fabric_ladder.data.tokens import END_OF_TEXT, NO_TOKEN, tokenize, train_tokenizer
 from fabric_ladder.errors import UserError, refused
 from fabric_ladder.settings import DataSettings
@@ -117,12 +116,11 @@ def set_end_token(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 
 
 def tokenize_instructions(
-    settings: DataSettings, source: Source, tokenizer: PreTrainedTokenizerBase | None, vocabulary, scratch: Path
+    settings: DataSettings, data: ReadData, tokenizer: PreTrainedTokenizerBase | None, vocabulary, scratch: Path
 ) -> tuple[Path, dict]:
-    """Read all splits, tokenize them and save them below `scratch`; return the folder and the facts about it."""
+    """Tokenize all splits and save them below `scratch`; return the folder and the facts about it."""
     target = scratch / "tokens"
-    splits, notices = read_instructions(settings, source, scratch)
-    splits = complete_splits(splits, settings)
+    splits, notices = data.splits, data.notices
     chat = "messages" in splits["train"].column_names
     if chat and (tokenizer is None or tokenizer.chat_template is None):
         raise UserError(
@@ -141,6 +139,9 @@ def tokenize_instructions(
     encode = encoder.encode_chats if chat else encoder.encode_instructions
     tokens = {split: map_batches(rows, encode, split, scratch, features=FEATURES) for split, rows in splits.items()}
     notices += encoder.notices(total, chat)
+    if chat:
+        turns, trained = encoder.counts["turns"], encoder.counts["answers"]
+        data.summary[-1] += f" · {trained:,} turns trained, {turns - trained:,} masked"
     if empty := [split for split, rows in tokens.items() if len(rows) == 0]:
         advice = f": raise --max_length {settings.max_length}" if encoder.counts["left out"] else ""
         raise UserError(f"no {empty[0]} sample is left ({'; '.join(notices)}){advice}")
@@ -184,17 +185,20 @@ class Encoder:
 
     def encode_chats(self, batch: dict[str, list]) -> dict[str, list]:
         """Tokenize chats; a chat that the chat template cannot write is added to `bad`, with the reason."""
-        chats = []
+        chats, written = [], []
         for row, location in enumerate(batch["location"]):
             messages, tools = (json.loads(batch[name][row]) for name in ("messages", "tools"))
             try:
                 if any(self._lacks_tokens(message["content"]) for message in messages):
                     raise ValueError(NO_TOKEN)
                 chats.append(write_chat(messages, self.tokenizer, self._end, batch["given"][row], tools))
+                written.append(messages)
             except Exception as error:  # a template is a program and can raise anything
                 self.bad.append((location, explain(error, messages, self.tokenizer, self._end)))
         if not chats:
             return self._columns([])
+        self.counts["turns"] += sum(map(len, written))
+        self.counts["answers"] += sum(len(chat.answers) for chat in chats)
         self.counts["shortened"] += sum(not chat.complete for chat in chats)
         self.counts["pictured"] += sum(bool(PLACEHOLDER.search(chat.text)) for chat in chats)
         self.unused.update(*(chat.unused for chat in chats))

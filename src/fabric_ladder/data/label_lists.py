@@ -1,13 +1,17 @@
 """Lists of labels, one list for each row of a table: read them, find their classes, and number them."""
 
+import re
+
 import datasets as hf
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from fabric_ladder.data.label_texts import WHOLE, check_labels, count_texts
 from fabric_ladder.data.rows import shown
-from fabric_ladder.data.tables import WHOLE
 from fabric_ladder.errors import UserError
+
+PRINTED_LIST = re.compile(r"\[.*\]", re.DOTALL)
 
 
 def class_numbers(value: object, column: str, classes: int, ignored: int | None = None) -> list[int]:
@@ -22,9 +26,9 @@ def class_numbers(value: object, column: str, classes: int, ignored: int | None 
     return value
 
 
-def refuse_printed_list(text: str, column: str) -> None:
+def refuse_printed_list(text: str, column: str, printed: re.Pattern[str] = PRINTED_LIST) -> None:
     """Raise ValueError for a text such as `['a', 'b']`, which pandas writes for a list in a CSV file."""
-    if text.strip().startswith("[") and text.strip().endswith("]"):
+    if printed.fullmatch(text.strip()):
         raise ValueError(f"{column} is {shown(text)}, a printed list: write JSON Lines or Parquet, or the items alone")
 
 
@@ -36,23 +40,26 @@ def label_texts(labels: list, column: str) -> list[str]:
     return texts
 
 
-def find_classes(train: hf.Dataset, ignored: str = "") -> tuple[dict[object, int], list[str]]:
-    """Return the numbers of the classes by their values in the column `label`, and their names.
+def find_classes(
+    train: hf.Dataset, column: str, several: str, ignored: str = ""
+) -> tuple[dict[object, int], list[str], list[str]]:
+    """Return the numbers of the classes by their values in the column `label`, their names, and notices.
 
-    The text `ignored` is no class.
-    Whole numbers are sorted by size, other labels by alphabet. The names of a table stay in their order.
+    Whole numbers are sorted by size, other labels by alphabet. The names of a table stay in their order. See
+    `check_labels` for the other arguments. The text `ignored` is no class.
     """
     feature = train.features["label"].feature
     if isinstance(feature, hf.ClassLabel):
-        return {number: number for number in range(feature.num_classes)}, feature.names
-    values = pc.unique(pc.list_flatten(train.data.column("label"))).to_pylist()
-    values = [value for value in values if value != ignored]
+        return {number: number for number in range(feature.num_classes)}, feature.names, []
+    values = count_texts([pc.list_flatten(train.data.column("label"))])
+    values.pop(ignored, None)
     if not values:
         raise UserError("no training text has a label: there is nothing to learn")
+    notices = check_labels(values, column, several)
     whole = all(map(WHOLE.fullmatch, values))
     keys = {value: int(value.split(".")[0]) if whole else value for value in values}
     order = {key: number for number, key in enumerate(sorted({*keys.values()}))}
-    return {value: order[key] for value, key in keys.items()}, list(map(str, order))
+    return {value: order[key] for value, key in keys.items()}, list(map(str, order)), notices
 
 
 def number_lists(table: hf.Dataset, values: dict[object, int], split: str) -> tuple[pa.ListArray, np.ndarray]:

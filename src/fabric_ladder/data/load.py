@@ -2,21 +2,23 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import datasets as hf
 import numpy as np
 import pandas as pd
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from fabric_ladder.data.cache import make_once, map_batches, save_tokens
+from fabric_ladder.data.cache import make_once, map_batches, quiet, save_tokens
 from fabric_ladder.data.hub import find_commit
 from fabric_ladder.data.image_files import find_images
-from fabric_ladder.data.images import load_images
-from fabric_ladder.data.instruction_rows import check_for
+from fabric_ladder.data.images import load_images, read_image_splits
+from fabric_ladder.data.instruction_rows import check_for, read_instructions
 from fabric_ladder.data.instructions import (
     INSTRUCTION_CACHE_FORMAT,
     Encoder,
@@ -26,10 +28,11 @@ from fabric_ladder.data.instructions import (
 )
 from fabric_ladder.data.kinds import kind_of
 from fabric_ladder.data.rows import note_bad_samples, read_training_rows, shown
-from fabric_ladder.data.sources import Source, find_source
+from fabric_ladder.data.sources import REVIEWS, Source, find_source
 from fabric_ladder.data.splits import SPLITS, ImageDatasets, TextDatasets
 from fabric_ladder.data.stream import STREAM_CACHE_FORMAT, Stream, Survey
-from fabric_ladder.data.tables import check_texts, complete_splits, label_number, read_splits, text_columns
+from fabric_ladder.data.summary import ReadData, complete, join_names, summary_line
+from fabric_ladder.data.tables import check_texts, label_number, read_splits, text_columns
 from fabric_ladder.data.tokens import (
     CACHE_FORMAT,
     NO_TOKEN,
@@ -38,8 +41,8 @@ from fabric_ladder.data.tokens import (
     train_tokenizer,
     trained_vocabulary,
 )
-from fabric_ladder.data.words import tokenize_words
-from fabric_ladder.errors import UserError
+from fabric_ladder.data.words import read_words, tokenize_words, word_columns
+from fabric_ladder.errors import UserError, refused
 from fabric_ladder.settings import DataSettings
 
 KIND_CACHE_FORMAT = 1  # raise it whenever the same inputs would give other labels than classes
@@ -85,12 +88,10 @@ def prepare(settings: DataSettings, imdb: Source) -> TextDatasets | ImageDataset
         if tokenizer is not None:
             set_end_token(tokenizer, name)
             inputs += [tokenizer.chat_template, tokenizer.special_tokens_map]
-    make = {"instruction-tuning": tokenize_instructions, "token-classification": tokenize_words}.get(
-        settings.task, _tokenize_texts
-    )
+    make = _read_and_tokenize
     if settings.stream_buffer:
         inputs.append(["stream", STREAM_CACHE_FORMAT])
-        make = partial(_survey, make)
+        make = _survey
     folder, facts = make_once(settings, "tokenised", inputs, partial(make, settings, source, tokenizer, vocabulary))
     if tokenizer is None:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
@@ -98,25 +99,34 @@ def prepare(settings: DataSettings, imdb: Source) -> TextDatasets | ImageDataset
     if instructed:
         template = "chat" if facts["chat"] else settings.prompt_template or "alpaca"
         tokenizer.init_kwargs |= {"prompt_template": template, "answer_ends": facts["answer_ends"]}  # saved with it
-    found = TextDatasets(splits, facts["class_names"], tokenizer, facts["fingerprint"], facts["notices"], commit)
+    names, notices, summary = (facts[name] for name in ("class_names", "notices", "summary"))
+    found = TextDatasets(splits, names, tokenizer, facts["fingerprint"], notices, commit, summary=summary)
     return _with_stream(found, settings, source, facts) if settings.stream_buffer else found
 
 
-def check_data(settings: DataSettings) -> None:
-    """Refuse data that do not exist, and a tokenizer that cannot be loaded; no data are read or downloaded.
+def check_data(settings: DataSettings) -> list[str]:
+    """Return lines about what a run would read; nothing is downloaded or kept.
+
+    Only files and synthetic reviews are read. A stream is not, since its first pass may take long.
 
     Raises:
-        UserError: One line with the missing file or name.
+        UserError: One line about missing data, data that cannot be read, or a tokenizer that cannot be loaded.
     """
-    if settings.task == "image-classification":
-        path, _ = find_images(settings)
-        on_hub = path is None
-    else:
-        on_hub = find_source(settings).key[0] == "hub"
-        if (name := tokenizer_name(settings)) != "trained":
-            load_tokenizer(name, _revision(settings))
-    if on_hub:
+    images = settings.task == "image-classification"
+    path, source = (find_images(settings)[0], None) if images else (None, find_source(settings))
+    if not images and (name := tokenizer_name(settings)) != "trained":
+        load_tokenizer(name, _revision(settings))
+    if (path is None) if images else source.key[0] == "hub":
         find_commit(settings)
+    local = path and path.is_dir() if images else source.key[0] in ("files", "synthetic")
+    if not local or settings.stream_buffer:
+        return []
+    with refused("cannot keep the data in a temporary folder"), TemporaryDirectory() as scratch, quiet():
+        if images:
+            *_, data = read_image_splits(settings, path, [], Path(scratch))
+        else:
+            data = _read(settings, source, Path(scratch))
+    return [*data.summary, *data.notices]
 
 
 def tokenizer_name(settings: DataSettings) -> str:
@@ -129,13 +139,42 @@ def _revision(settings: DataSettings) -> str | None:
     return settings.model_revision if tokenizer_name(settings) == settings.model else None
 
 
-def _tokenize_texts(
+def _read(settings: DataSettings, source: Source, scratch: Path) -> ReadData:
+    """Read all splits into files below `scratch`."""
+    kind = kind_of(settings)
+    columns = ()
+    if settings.task == "instruction-tuning":
+        names = []
+        splits, notices = read_instructions(settings, source, scratch)
+    elif settings.task == "token-classification":
+        splits, notices = read_words(settings, source, scratch, kind)
+        names = kind.names
+        columns = [(column,) for column in word_columns(settings, kind)]
+    else:
+        splits, names, notices = read_splits(settings, source, scratch, kind)
+        columns = text_columns(settings, kind)
+    files = [path for paths in (source.files or {}).values() for path in paths]
+    name = files[0].name if len(files) == 1 and source.key[0] == "files" else settings.dataset
+    columns = () if source.key[0] in REVIEWS else columns
+    return complete(settings, splits, names, notices, columns, name, source.files, kind)
+
+
+def _read_and_tokenize(
     settings: DataSettings, source: Source, tokenizer: PreTrainedTokenizerBase | None, vocabulary, scratch: Path
 ) -> tuple[Path, dict]:
     """Read all splits, tokenize them and save them below `scratch`; return the folder and the facts about it."""
+    tokenize = {"instruction-tuning": tokenize_instructions, "token-classification": tokenize_words}
+    data = _read(settings, source, scratch)
+    folder, facts = tokenize.get(settings.task, _tokenize_texts)(settings, data, tokenizer, vocabulary, scratch)
+    return folder, facts | {"summary": data.summary}
+
+
+def _tokenize_texts(
+    settings: DataSettings, data: ReadData, tokenizer: PreTrainedTokenizerBase | None, vocabulary, scratch: Path
+) -> tuple[Path, dict]:
+    """Tokenize all splits and save them below `scratch`; return the folder and the facts about it."""
     target = scratch / "tokens"
-    splits, class_names, notices = read_splits(settings, source, scratch, kind_of(settings))
-    splits = complete_splits(splits, settings)
+    splits, class_names, notices = data.splits, data.class_names, data.notices
     if tokenizer is None:
         tokenizer = train_tokenizer(splits["train"], vocabulary)
         tokenizer.save_pretrained(target / "tokenizer")
@@ -179,20 +218,23 @@ def _encode_streamed(
 
 
 def _survey(
-    make: Callable,
     settings: DataSettings,
     source: Source,
     tokenizer: PreTrainedTokenizerBase | None,
     vocabulary,
     scratch: Path,
 ) -> tuple[Path, dict]:
-    """Call `make` with the first training samples, and add the facts about all of them."""
+    """Tokenize the first training samples, and add the facts about all of them."""
     survey = Survey(settings.train_samples)
-    folder, facts = make(settings, source._replace(keep=survey.keep), tokenizer, vocabulary, scratch)
+    folder, facts = _read_and_tokenize(settings, source._replace(keep=survey.keep), tokenizer, vocabulary, scratch)
     names = facts["class_names"]
     class_counts = [0] * len(names)
     for label, count in survey.labels.items() if names else ():
         class_counts[label_number(label, names)] += count
+    name = f"train ({join_names(path.name for path in source.files.get('train', ())) or settings.dataset}, streamed)"
+    found = Counter(dict(zip(names, class_counts, strict=True)))
+    columns = text_columns(settings) if names else ()
+    facts["summary"][0] = summary_line(name, sum(survey.counts), columns, found)
     return folder, facts | {"stream": survey.facts(class_counts)}
 
 

@@ -89,6 +89,7 @@ class Collator(Dataset):
             self.imbalance = [*rare, *describe_imbalance(counts, self.class_names)]
             if settings.label_smoothing or settings.class_weights:
                 self.objective = ClassWeights(settings, counts, self.class_names)
+        self.summary = datasets.summary
         self.notices = [*datasets.notices, *(self.objective.notices if self.objective else ())]
 
     def __len__(self) -> int:

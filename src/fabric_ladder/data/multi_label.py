@@ -24,11 +24,13 @@ from fabric_ladder.data.label_lists import (
     number_lists,
     refuse_printed_list,
 )
+from fabric_ladder.data.label_texts import PRINTED
 from fabric_ladder.data.objective import in_32_bit
 from fabric_ladder.data.rows import shown
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
 
+SPLIT_BY = "separate labels by | or commas"
 FLAGS = {"0": 0, "1": 1, "false": 0, "true": 1, "0.0": 0, "1.0": 1}
 
 
@@ -61,7 +63,7 @@ class MultiLabel(LabelKind):
             self.names = list(columns)
             splits = {split: table.rename_column("label", "labels") for split, table in splits.items()}
         else:
-            values, self.names = find_classes(splits["train"])
+            values, self.names, self.notices = find_classes(splits["train"], columns[0], SPLIT_BY)
             splits = {split: _with_flags(table, values, split) for split, table in splits.items()}
         if len(splits["train"]) > 1 and not np.ptp(matrix(splits["train"]), axis=0).any():
             raise UserError("all training texts have the same labels: there is nothing to learn")
@@ -119,6 +121,7 @@ def _labels(value: object, column: str) -> list[str]:
         raise ValueError(f"no {column}")
     if isinstance(value, str):
         refuse_printed_list(value, column)
+        refuse_printed_list(value, column, PRINTED)
         value = value.split("|" if "|" in value else ",") if value.strip() else []
     texts = label_texts(value if isinstance(value, list) else [value], column)
     if len(set(texts)) < len(texts):

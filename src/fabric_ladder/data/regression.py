@@ -23,6 +23,7 @@ from fabric_ladder.environment import NO_FLOAT64
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
 
+LARGEST = 1e18  # the squares of larger numbers are beyond 32 bits
 warnings.filterwarnings("ignore", "The variance of predictions or target is close to zero")  # the test prints nan
 
 
@@ -104,8 +105,14 @@ def _number(value: object, column: str) -> float:
         raise ValueError(f"no {column}")
     try:
         number = math.nan if isinstance(value, list | dict) else float(value)
-    except ValueError:
+    except (ValueError, TypeError):
         number = math.nan
+    except OverflowError:  # an integer
+        number = math.inf
+    if abs(number) > LARGEST and str(value).strip()[-1].isdigit():
+        raise ValueError(
+            f"{column} is {shown(value)}, whose square is beyond 32 bits: divide the numbers by a constant"
+        )
     if not math.isfinite(number):
         raise ValueError(f"{column} is {shown(value)}, not a number")
     return number

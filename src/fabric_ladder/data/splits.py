@@ -28,6 +28,7 @@ class TextDatasets:
         notices: Lines that the user should read.
         commit: The commit of a data set on the Hub.
         stream: The training samples, if they are streamed. `train` then has only the first ones.
+        summary: Lines about what was read.
     """
 
     splits: hf.DatasetDict
@@ -37,6 +38,7 @@ class TextDatasets:
     notices: list[str] = field(default_factory=list)
     commit: str | None = None
     stream: Stream | None = None
+    summary: list[str] = field(default_factory=list)
 
 
 class ImageFormat(NamedTuple):
@@ -73,6 +75,7 @@ class ImageDatasets:
         fingerprint: A hash of all pixels, all labels and the format.
         notices: Lines that the user should read.
         commit: The commit of a data set on the Hub.
+        summary: Lines about what was read.
     """
 
     splits: hf.DatasetDict
@@ -81,3 +84,4 @@ class ImageDatasets:
     fingerprint: str
     notices: list[str]
     commit: str | None = None
+    summary: list[str] = field(default_factory=list)

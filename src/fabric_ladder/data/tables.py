@@ -1,7 +1,7 @@
 """Read texts and labels from tables, IMDb or synthetic reviews, number the labels, and split the rows."""
 
-import re
 from collections.abc import Callable, Collection
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +12,8 @@ import pyarrow.compute as pc
 
 from fabric_ladder.data.cache import write_batches
 from fabric_ladder.data.label_kind import LabelKind, join
-from fabric_ladder.data.rows import list_columns, read_parts, read_text
+from fabric_ladder.data.label_texts import WHOLE, check_labels, count_texts
+from fabric_ladder.data.rows import list_columns, read_parts, read_text, shown
 from fabric_ladder.data.sources import REVIEWS, Source
 from fabric_ladder.data.splits import SPLITS
 from fabric_ladder.data.synthetic import synthetic_reviews
@@ -22,8 +23,6 @@ from fabric_ladder.settings import DataSettings
 SYNTHETIC_SIZES = (4000, 500, 1000)
 SHARES = {"validation": 0.1, "test": 0.2}  # of the rows, for splits that the source lacks
 SMALLEST_STRATUM = 10  # rows: 20 % and 10 % of them are at least one row each
-WHOLE = re.compile(r"\s*[-+]?\d{1,18}(\.0*)?\s*")  # pandas makes a column of integers with gaps float
-NUMBER = re.compile(r"\s*[-+]?(\d{1,18}\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
 
 
 def read_splits(
@@ -50,9 +49,10 @@ def read_splits(
         settings, source, scratch, notices, partial(check_texts, settings, kind), (*texts, *labels), labels
     )
     if kind:
-        return kind.number(parts, settings), kind.names, notices
+        return kind.number(parts, settings), kind.names, [*notices, *kind.notices]
     parts = _use_class_names(parts) if settings.stream_buffer else parts
-    return *number_labels(join_parts(parts, settings.label_column), "texts", _first_samples(settings)), notices
+    splits = join_parts(parts, settings.label_column, notices)
+    return *number_labels(splits, "texts", _first_samples(settings)), notices
 
 
 def _first_samples(settings: DataSettings) -> str:
@@ -135,32 +135,31 @@ def label_reader(column: str, features: dict) -> tuple[hf.ClassLabel | hf.Value,
             if label is None or label < 0:
                 raise ValueError(f"no {column}")
             return label
-        if isinstance(label, int | float) and label == label:  # NaN differs from itself
-            label = str(label)
+        if isinstance(label, int | float | Decimal):
+            label = str(label) if label == label else None  # NaN differs from itself
+        if label is not None and not isinstance(label, str):
+            remedy = "set --problem_type multi_label_classification" if isinstance(label, list) else "write it as text"
+            raise ValueError(f"{column} is {shown(label)}, not a class: {remedy}, or set --label_column")
         return read_text({column: label}, column).strip()
 
     return feature if is_class else hf.Value("string"), label_of
 
 
-def join_parts(parts: dict[str, list[hf.Dataset]], column: str) -> dict[str, hf.Dataset]:
-    """Join the tables of each split.
+def join_parts(parts: dict[str, list[hf.Dataset]], column: str, notices: list[str]) -> dict[str, hf.Dataset]:
+    """Join the tables of each split, and add to `notices` what looks wrong with their labels.
 
-    If all labels are whole numbers, they become integers. One word among them keeps all labels texts.
+    If all labels are whole numbers without leading zeros, they become integers. Otherwise all stay texts.
 
     Raises:
-        UserError: Labels are decimal numbers, or the files have different class names.
+        UserError: Labels are not classes, see `check_labels`, or the files have different class names.
     """
     splits = join(parts, column)
     if isinstance(splits["train"].features["label"], hf.ClassLabel):
         return splits
-    found = set().union(*(pc.unique(table.data.column("label")).to_pylist() for table in splits.values()))
-    if all(map(WHOLE.fullmatch, found)):
+    counts = count_texts(table.data.column("label") for table in splits.values())
+    notices += check_labels(counts, column)
+    if all(map(WHOLE.fullmatch, counts)):
         return {split: _with_numbers(table, lambda value: int(value.split(".")[0])) for split, table in splits.items()}
-    if all(map(NUMBER.fullmatch, found)):
-        raise UserError(
-            f"column {column!r} holds decimal numbers, not integers or strings: set --label_column, or --problem_type "
-            "regression to predict them"
-        )
     return splits
 
 
@@ -281,7 +280,24 @@ def _split_rows(table: hf.Dataset, sizes: dict[str, int], seed: int) -> dict[str
         parts = left.train_test_split(size, stratify_by_column="stratum", seed=seed)
         rows[split] = np.asarray(parts["test"]["row"])
         left = parts["train"]
-    return rows | {"train": np.asarray(left["row"])}
+    rows |= {"train": np.asarray(left["row"])}
+    _train_every_class(_labels(table), rows)
+    return rows
+
+
+def _train_every_class(labels: np.ndarray, rows: dict[str, np.ndarray]) -> None:
+    """Exchange rows, so that a class with several rows has one in training. The sizes of the splits stay."""
+    numbers, counts = np.unique(labels, return_counts=True)
+    trained = np.bincount(np.searchsorted(numbers, labels[rows["train"]]), minlength=len(numbers))
+    for number in np.flatnonzero((counts > 1) & (trained == 0)):
+        largest = trained.argmax()
+        if trained[largest] < 2:
+            return
+        split = next(split for split, chosen in rows.items() if (labels[chosen] == numbers[number]).any())
+        ours = np.flatnonzero(labels[rows[split]] == numbers[number])[0]
+        other = np.flatnonzero(labels[rows["train"]] == numbers[largest])[0]
+        rows[split][ours], rows["train"][other] = rows["train"][other], rows[split][ours]
+        trained[[number, largest]] += [1, -1]
 
 
 def _strata(labels: np.ndarray) -> np.ndarray | None:

@@ -76,7 +76,8 @@ class WordLabels(LabelKind):
             UserError: All training words have the same label, or other words have labels that the training words lack.
         """
         splits = join(tables, self.columns(settings)[0])
-        values, self.names = find_classes(splits["train"], UNLABELLED)
+        columns = self.columns(settings)
+        values, self.names, self.notices = find_classes(splits["train"], *columns, several="", ignored=UNLABELLED)
         named = isinstance(splits["train"].features["label"].feature, hf.ClassLabel)
         values |= {IGNORED if named else UNLABELLED: IGNORED}
         for split, table in splits.items():

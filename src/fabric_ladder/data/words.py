@@ -23,7 +23,8 @@ from fabric_ladder.data.instructions import FEATURES
 from fabric_ladder.data.rows import note_bad_samples, read_parts, reading, shown
 from fabric_ladder.data.sources import REVIEWS, SEPARATORS, Source, read_format
 from fabric_ladder.data.splits import IGNORED
-from fabric_ladder.data.tables import check_column, complete_splits
+from fabric_ladder.data.summary import ReadData
+from fabric_ladder.data.tables import check_column
 from fabric_ladder.data.tokens import NO_TOKEN, tokenize, train_tokenizer
 from fabric_ladder.data.word_labels import WordLabels, word_list
 from fabric_ladder.errors import UserError
@@ -33,12 +34,11 @@ SENTENCE = re.compile(r"sent(ence)?s?[ _.-]*(#|ids?|idx|no|nr|num|number|index)?
 
 
 def tokenize_words(
-    settings: DataSettings, source: Source, tokenizer: PreTrainedTokenizerBase | None, vocabulary, scratch: Path
+    settings: DataSettings, data: ReadData, tokenizer: PreTrainedTokenizerBase | None, vocabulary, scratch: Path
 ) -> tuple[Path, dict]:
-    """Read all splits, tokenize them and save them below `scratch`; return the folder and the facts about it."""
+    """Tokenize all splits and save them below `scratch`; return the folder and the facts about it."""
     target = scratch / "tokens"
-    kind, notices = WordLabels(), []
-    splits = complete_splits(_read_words(settings, source, scratch, kind, notices), settings)
+    splits, notices = data.splits, data.notices
     if tokenizer is None:
         texts = map_batches(
             splits["train"], lambda rows: {"text": list(map(" ".join, rows["words"]))}, "texts", scratch
@@ -74,7 +74,7 @@ def tokenize_words(
         )
     if empty := [split for split, rows in tokens.items() if len(rows) == 0]:
         raise UserError(f"no word of the {empty[0]} texts has a token: raise --max_length {settings.max_length}")
-    return save_tokens(target, tokens, {"class_names": kind.names, "notices": notices})
+    return save_tokens(target, tokens, {"class_names": data.class_names, "notices": notices})
 
 
 def label_tokens(
@@ -118,14 +118,18 @@ def _first_tokens(offsets: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray,
     return np.flatnonzero(known)[first], found
 
 
-def _read_words(
-    settings: DataSettings, source: Source, scratch: Path, kind: WordLabels, notices: list[str]
-) -> dict[str, hf.Dataset]:
-    """Return the splits of the source, with the columns `words` and `labels`."""
+def word_columns(settings: DataSettings, kind: WordLabels) -> tuple[str, str]:
+    """Return the columns of the words and of their labels."""
+    return "tokens" if settings.text_column == "text" else settings.text_column, *kind.columns(settings)
+
+
+def read_words(
+    settings: DataSettings, source: Source, scratch: Path, kind: WordLabels
+) -> tuple[dict[str, hf.Dataset], list[str]]:
+    """Return the splits of the source, with the columns `words` and `labels`, and notices."""
     if source.key[0] in REVIEWS:
         raise UserError(f"--task token-classification: {source.key[0]} has no labels of words; give another --dataset")
-    text = "tokens" if settings.text_column == "text" else settings.text_column
-    (label,) = kind.columns(settings)
+    text, label = word_columns(settings, kind)
 
     def check_for(name: str, columns: list[str], features: dict) -> tuple[Callable[[str, dict], dict], pa.Schema]:
         for column in (text, label):
@@ -137,12 +141,13 @@ def _read_words(
         check = partial(_check_row, name, column=text, labels_of=labels_of, sentence=sentence)
         return check, hf.Features(columns_read).arrow_schema
 
+    notices = []
     if blocks := _find_blocks(settings, source, text, label, scratch):
         settings, source = replace(settings, column_names=None), source._replace(files=blocks)
     parts = read_parts(settings, source, scratch, notices, check_for, (text, label), (label,))
     for split, tables in parts.items():
         parts[split] = [_group(table, scratch / f"{split}-{number}-grouped") for number, table in enumerate(tables)]
-    return kind.number(parts, settings)
+    return kind.number(parts, settings), [*notices, *kind.notices]
 
 
 def _find_blocks(

@@ -87,7 +87,8 @@ class Run:
         self.epoch_samples = len(data)
         self.log_every = self.settings.log_every or max(1, min(LOG_EVERY, self.epoch_samples // 10))
         self.record.add_results(**described, **(prediction.figures() if prediction else {}))
-        self.record.add(data={"fingerprint": data.fingerprint, "train_samples": self.epoch_samples})
+        facts = {"fingerprint": data.fingerprint, "train_samples": self.epoch_samples, "read": data.summary}
+        self.record.add(data=facts)
         model_commit = getattr(getattr(model, "config", None), "_commit_hash", None)
         commits = {"dataset": data.commit, "model": model_commit}
         self.record.add(commits={name: commit for name, commit in commits.items() if commit})
@@ -96,7 +97,7 @@ class Run:
         self.memory_history.folder = self.record.on_rank_zero(lambda: self.folder)
         self._imbalance = data.imbalance
         self._prediction = prediction
-        lines = [*data.notices, *data.imbalance, parameters_line(described)]
+        lines = [*data.summary, *data.notices, *data.imbalance, parameters_line(described)]
         if prediction:
             lines.append(prediction.line(self.settings, hardware))
         for line in lines:

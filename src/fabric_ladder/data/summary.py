@@ -1,0 +1,146 @@
+"""Describe what was read: a line with rows, columns, classes and splits, and notices about copies and empty classes."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import datasets as hf
+import numpy as np
+import pandas as pd
+import pyarrow.compute as pc
+
+from fabric_ladder.data.label_kind import LabelKind
+from fabric_ladder.data.rows import shown
+from fabric_ladder.data.splits import SPLITS
+from fabric_ladder.data.tables import complete_splits
+from fabric_ladder.settings import DataSettings
+
+MOST_NAMES = 10
+CONTENT = ("text", "words", "messages", "system", "instruction", "input")  # columns of a sample without its answer
+
+
+class ReadData(NamedTuple):
+    """Samples before they are tokenized or decoded.
+
+    Attributes:
+        splits: `train`, `validation` and `test`.
+        class_names: Names of the classes; empty for instructions.
+        summary: Lines about what was read.
+        notices: Lines that the user should read.
+    """
+
+    splits: dict[str, hf.Dataset]
+    class_names: list[str]
+    summary: list[str]
+    notices: list[str]
+
+
+def complete(
+    settings: DataSettings,
+    read: dict[str, hf.Dataset],
+    class_names: list[str],
+    notices: list[str],
+    columns: Sequence[tuple[str, ...]],
+    name: str,
+    files: Mapping[str, list[Path]] | None = None,
+    kind: LabelKind | None = None,
+) -> ReadData:
+    """Split off missing splits, draw the samples of each split, and describe the result.
+
+    Args:
+        settings: See `complete_splits`.
+        read: The splits of the source.
+        class_names: Names of the classes.
+        notices: Notices so far.
+        columns: The columns of texts and those of labels.
+        name: The name of the source.
+        files: The files of each split, if the source is files.
+        kind: The kind of labels.
+    """
+    splits = complete_splits(dict(read), settings)
+    counts = {split: count_classes(table, class_names, kind) for split, table in splits.items()}
+    unit = "sentences" if settings.task == "token-classification" else "rows"
+    if files and sum(map(len, files.values())) > 1:
+        names = {split: join_names(path.name for path in files.get(split, ())) or "split off" for split in splits}
+        summary = [
+            summary_line(f"{split} ({names[split]})", len(table), columns, counts[split], unit)
+            for split, table in splits.items()
+        ]
+    else:
+        total = sum((count_classes(table, class_names, kind) for table in read.values()), Counter())
+        sizes = ", ".join(f"{split} {len(table):,}" for split, table in splits.items())
+        summary = [f"{summary_line(name, sum(map(len, read.values())), columns, total, unit)} · {sizes}"]
+    if not settings.stream_buffer:
+        notices = [*notices, *_name_untrained(counts["train"], settings), *_name_copies(splits)]
+    return ReadData(splits, class_names, summary, notices)
+
+
+def summary_line(
+    name: str, rows: int, columns: Sequence[tuple[str, ...]], counts: Mapping[str, int], unit: str = "rows"
+) -> str:
+    """Return a line about a table: its name, its size, its columns of texts and labels, and its classes."""
+    used = zip(("text", "label"), columns, strict=False)
+    used = ", ".join(f"{kind} {', '.join(map(repr, names))}" for kind, names in used)
+    ordered = sorted(counts, key=counts.get, reverse=True)
+    classes = join_names(f"{label} {counts[label]:,}" for label in ordered)
+    return " · ".join(filter(None, [f"{name}: {rows:,} {unit}", used, classes]))
+
+
+def join_names(names: Iterable[str]) -> str:
+    """Return at most ten names in one line, and the number of the others."""
+    names = list(names)
+    first = ", ".join(" ".join(name.split())[:80] for name in names[:MOST_NAMES])
+    return first + (f" and {len(names) - MOST_NAMES:,} more" if len(names) > MOST_NAMES else "")
+
+
+def count_classes(table: hf.Dataset, names: list[str], kind: LabelKind | None) -> Counter[str]:
+    """Return the number of labels of each class; empty for instructions and for numbers."""
+    column = "labels" if kind else "label"
+    if not names or column not in table.column_names:
+        return Counter()
+    labels = table.select_columns([column]).with_format("arrow")[:][column]
+    labels = (pc.list_flatten(labels) if kind else labels).to_numpy()
+    if labels.dtype.kind == "f":
+        return Counter()
+    if kind and not kind.per_token:
+        counts = labels.reshape(len(table), -1).sum(0, dtype=int)
+    else:
+        counts = np.bincount(labels[labels >= 0], minlength=len(names))
+    return Counter(dict(zip(names, counts.tolist(), strict=True)))
+
+
+def _name_untrained(counts: Counter[str], settings: DataSettings) -> list[str]:
+    missing = [name for name, count in counts.items() if not count]
+    if not missing:
+        return []
+    remedy = "raise --train_samples or give more rows" if settings.train_samples else "give more rows"
+    return [f"{len(missing):,} of {len(counts):,} classes have no training sample ({join_names(missing)}): {remedy}"]
+
+
+def _name_copies(splits: dict[str, hf.Dataset]) -> list[str]:
+    """Return a line for each split with texts that are also training texts, compared by 64-bit hashes."""
+    columns = [column for column in CONTENT if column in splits["train"].column_names]
+    if not columns:
+        return []
+    known = np.sort(np.concatenate([hashes for _, hashes in _hashed(splits["train"], columns)]))
+    notices = []
+    for split in SPLITS[1:]:
+        count, first = 0, None
+        for texts, hashes in _hashed(splits[split], columns):
+            places = np.flatnonzero(known[np.searchsorted(known, hashes).clip(max=len(known) - 1)] == hashes)
+            first = texts[places[0]] if first is None and len(places) else first
+            count += len(places)
+        if count:
+            notices.append(
+                f"{count:,} of {len(splits[split]):,} {split} texts are also training texts (first: {shown(first)}): "
+                "leave them out of one of the two"
+            )
+    return notices
+
+
+def _hashed(table: hf.Dataset, columns: list[str]) -> Iterator[tuple[list[str], np.ndarray]]:
+    for batch in table.select_columns(columns).with_format("arrow").iter(1000):
+        rows = zip(*(batch[column].to_pylist() for column in columns), strict=True)
+        texts = ["\n".join(map(str, row)).strip() for row in rows]
+        yield texts, pd.util.hash_array(np.array(texts, object), categorize=False)

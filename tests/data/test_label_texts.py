@@ -1,0 +1,163 @@
+"""Labels keep their texts, or are refused or named in one line. A second reader, pandas, must find the same classes."""
+
+import datetime
+import decimal
+import re
+from collections import Counter
+
+import datasets as hf
+import pandas as pd
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.data_files import BLOOM, SPLITS, load_in, write_rows
+
+from fabric_ladder.data.label_texts import check_labels
+from fabric_ladder.data.tables import complete_splits, number_labels
+from fabric_ladder.errors import UserError
+from fabric_ladder.settings import DataSettings
+
+PARTS = ["0", "1", "01", "10", "007", "a", "A", "b", "é", "e\u0301", "１", "\u200b", "NaN", ".5", ".0", "-", "+", "e3"]
+PARTS += [" ", ";", "/", "|", ",", "'", '"', "[", "]", "{", "}", "2024-01-01", "x y"]
+
+
+def write_labels(path, labels, rows=40):
+    return write_rows([{"text": f"text {row}", "label": labels[row % len(labels)]} for row in range(rows)], path)
+
+
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [(["0101", "01", "1", "0205"], ["01", "0101", "0205", "1"]), (["１", "1", "2"], ["1", "2", "１"]),
+     (["10", "9", "2.0"], ["2", "9", "10"]), (["+1", "-1", "0"], ["+1", "-1", "0"]), (["-0", "0"], ["-0", "0"]),
+     (["01.10", "02.30"], ["01.10", "02.30"]), (["1.0", "x"], ["1.0", "x"]), (["1" * 19, "2"], ["1" * 19, "2"])],
+)  # fmt: skip
+def test_only_plain_integers_are_numbers(tmp_path, load, labels, names):
+    assert load(write_labels(tmp_path / "a.csv", labels)).class_names == names
+
+
+LINES = {
+    "case": (["Positive", "positive"], r"2 labels look alike and are different classes: 'Positive' \(20\) and 'positi"),
+    "invisible": (["good", "good\u200b", "bad"], r"'good' \(14\) and 'good\\u200b' \(13\): write"),
+    "two forms of Unicode": (["caf\u00e9", "cafe\u0301"], r"'café' \(20\) and 'cafe\\u0301' \(20\)"),
+    "own quotes": (["'good'", "good"], r"\"'good'\" \(20\) and 'good' \(20\)"),
+    "blanks": (["very  good", "very\u00a0good"], r"2 labels look alike"),
+    "a leading zero": (["01", "1"], r"'01' \(20\) and '1' \(20\)"),
+    "full width": (["１", "1"], r"'\\uff11' \(20\) and '1' \(20\)"),
+    "one class": (["1", "1.0", "2"], r"2 labels are one class: '1' \(14\) and '1.0' \(13\)"),
+    "missing": (["NaN", "1", "2"], r"14 of 40 labels \('NaN'\) are kept as classes: if they mean no label"),
+    "semicolons": (["a;b", "a", "b"], r"14 of 40 labels \('a;b'\) join other labels, .*--problem_type multi_label"),
+    "slashes": (["a/b", "b/a", "c"], r"27 of 40 labels \('a/b', 'b/a'\) join other labels"),
+    "bars": (["a|b", "a", "b"], r"14 of 40 labels \('a\|b'\) join other labels"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_labels_that_look_wrong_are_named_in_one_line(tmp_path, load, name):
+    labels, pattern = LINES[name]
+    (notice,) = load(write_labels(tmp_path / "a.csv", labels)).notices
+    assert re.search(pattern, notice)
+
+
+@pytest.mark.parametrize("labels", [["and/or", "either"], ["Paris, France", "Rome, Italy"], ["none", "some"],
+                                    ["C++", "C"], ["Computers/Hardware", "Computers/Software"]])  # fmt: skip
+def test_ordinary_labels_get_no_line(tmp_path, load, labels):
+    assert load(write_labels(tmp_path / "a.csv", labels)).notices == []
+
+
+REFUSED = {
+    "decimals": (["0.5", "1.0", "nan"], r"column 'label' holds decimal numbers.*--problem_type regression to predict"),
+    "dates": (["2024-01-01", "2/1/2024"], r"column 'label' holds dates such as '2024-01-01', not classes: set --label"),
+    "printed list": (["['a', 'b']", "c"], r"20 of 40 labels \(\"\['a', 'b'\]\"\) in column 'label' are printed values"),
+    "printed set": (["{'a'}", "c"], r"printed values: write the label alone, or lists in JSON Lines or Parquet"),
+    "printed bytes": (["b'good'", "b'bad'"], r"40 of 40 labels .* printed values"),
+    "bytes": ([b"good", b"bad"], r"label is \"b'good'\", not a class: write it as text, or set --label_column"),
+    "date objects": ([datetime.date(2024, 1, 1)] * 2, r"label is \"2024-01-01\", not a class"),
+    "lists": ([["a"], ["b"]], r"not a class: set --problem_type multi_label_classification"),
+    "fractions": ([decimal.Decimal("1.5"), decimal.Decimal("2.5")], r"holds decimal numbers"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_values_that_are_no_classes_are_refused_in_one_line(tmp_path, load, name):
+    labels, pattern = REFUSED[name]
+    with pytest.raises(UserError, match=pattern):
+        load(write_labels(tmp_path / ("a.csv" if isinstance(labels[0], str) else "a.parquet"), labels))
+
+
+def test_lists_of_labels_keep_leading_zeros_and_name_other_separators(tmp_path, load):
+    several = {"problem_type": "multi_label_classification"}
+    got = load(write_labels(tmp_path / "a.csv", ["01|2", "1", "01"]), **several)
+    assert (got.class_names, len(got.notices)) == (["01", "1", "2"], 1)
+    got = load(write_labels(tmp_path / "b.csv", ["a;b", "a", "b"]), **several)
+    assert (
+        "14 of 40 labels ('a;b') join other labels, and are classes of their own: separate labels by" in got.notices[0]
+    )
+    with pytest.raises(UserError, match="a printed list"):
+        load(write_labels(tmp_path / "c.csv", ["{'a', 'b'}", "{'a'}"]), **several)
+
+
+@pytest.mark.parametrize(("label", "reason"), [("1e39", "whose square is beyond 32 bits"), ("-2e18", "beyond 32 bits"),
+                                               (10**40, "beyond 32 bits"), ("inf", "not a number"),
+                                               (datetime.date(2024, 1, 1), "not a number")])  # fmt: skip
+def test_a_regression_refuses_dates_and_numbers_too_large(tmp_path, load, label, reason):
+    if isinstance(label, datetime.date):
+        path = write_labels(tmp_path / "a.parquet", [label])
+    else:
+        path = write_labels(tmp_path / "a.csv", ["1", "2", label])
+    with pytest.raises(UserError, match=rf"row [13]: label is .*{reason}"):
+        load(path, problem_type="regression")
+
+
+def one_line(error):
+    assert re.fullmatch(r".{10,1000}", str(error))
+
+
+@settings(deadline=None, suppress_health_check=[*HealthCheck], max_examples=60, derandomize=True, database=None)
+@given(st.lists(st.lists(st.sampled_from(PARTS), min_size=1, max_size=3).map("".join), min_size=2, max_size=6))
+def test_drawn_labels_are_those_that_pandas_reads_or_are_refused(tmp_path_factory, labels):
+    """Only whole numbers such as 1.0 lose their zero."""
+    folder = tmp_path_factory.mktemp("drawn")
+    path = write_labels(folder / "a.csv", labels)
+    expected = Counter(pd.read_csv(path, dtype=str, keep_default_na=False)["label"].str.strip())
+    try:
+        got = load_in(folder, path, model=BLOOM)
+    except UserError as error:
+        return one_line(error)
+    found = Counter(got.class_names[label] for split in SPLITS for label in got.splits[split]["labels"][:])
+    if all(re.fullmatch(r"(0|-?[1-9]\d*)(\.0*)?", label, re.ASCII) for label in expected):
+        whole = Counter()
+        for label, count in expected.items():
+            whole[label.split(".")[0]] += count
+        assert (len(whole) < len(expected)) == any("are one class" in notice for notice in got.notices)
+        expected = whole
+    assert found == expected
+    assert len(got.class_names) == len({*got.class_names}) == len(expected)
+
+
+def splits_of(labels, seed):
+    """Return the splits of a table, and the names of its classes."""
+    table = hf.Dataset.from_dict({"text": [f"text {row}" for row in range(len(labels))], "label": labels})
+    splits, names = number_labels({"train": table}, "texts")
+    return complete_splits(splits, DataSettings(split_seed=seed)), names
+
+
+def test_a_class_with_two_rows_has_one_in_training():
+    labels = ["often"] * 30 + ["seldom"] * 28 + ["rare"] * 2
+    for seed in range(60):
+        splits, names = splits_of(labels, seed)
+        assert {split: len(table) for split, table in splits.items()} == {"train": 42, "validation": 6, "test": 12}
+        assert sorted(text for table in splits.values() for text in table["text"]) == sorted(
+            f"text {row}" for row in range(60)
+        )
+        assert names.index("rare") in splits["train"]["label"][:], seed
+
+
+def test_a_split_without_an_untrained_class_is_as_it_was():
+    """The rows were drawn by the version before rare classes were moved."""
+    splits, _ = splits_of(["a"] * 30 + ["b"] * 30, 1)
+    assert [int(text.split()[1]) for text in splits["test"]["text"]] == [9, 49, 17, 43, 50, 48, 14, 38, 0, 40, 29, 7]
+
+
+def test_check_labels_counts_every_row():
+    (notice,) = check_labels({"a": 3, "A": 1200}, "label")
+    assert "'a' (3) and 'A' (1,200)" in notice

@@ -1,0 +1,131 @@
+"""One line says what was read. Copies of training texts and classes without training samples are named."""
+
+import json
+
+import pytest
+from support.data_files import (
+    BLOOM,
+    VIT,
+    chats,
+    load_in,
+    load_instructions,
+    rows,
+    table,
+    write_pets,
+    write_rows,
+    write_table,
+)
+from support.helpers import CONFIGS, SRC, finished, run_script
+
+from fabric_ladder import UserError
+from fabric_ladder.data.load import check_data
+from fabric_ladder.settings import DataSettings
+
+
+def tickets(path):
+    topics = ["billing"] * 210 + ["login"] * 120 + ["other"] * 70
+    frame = table(400).assign(label=topics).rename(columns={"text": "body", "label": "topic"})
+    return write_table(frame, path)
+
+
+def test_a_table_is_described_in_one_line(tmp_path, load):
+    got = load(tickets(tmp_path / "tickets.csv"), text_column="body", label_column="topic")
+    assert got.summary == [
+        "tickets.csv: 400 rows · text 'body', label 'topic' · billing 210, login 120, other 70 · train 280, validation "
+        "40, test 80"
+    ]
+    assert got.notices == []
+
+
+def test_a_folder_has_a_line_for_each_split_with_its_files(tmp_path, load):
+    for name, size, start in (("train.csv", 30, 100), ("train_2.csv", 10, 200), ("test.csv", 8, 300)):
+        write_table(table(size, start), tmp_path / "folder" / name)
+    assert load("folder", test_samples=6).summary == [
+        "train (train.csv, train_2.csv): 36 rows · text 'text', label 'label' · 0 18, 1 18",
+        "validation (split off): 4 rows · text 'text', label 'label' · 0 2, 1 2",
+        "test (test.csv): 6 rows · text 'text', label 'label' · 0 4, 1 2",
+    ]
+
+
+def test_at_most_ten_classes_are_listed(tmp_path, load):
+    labels = [f"class\n{number}" for number in (*range(12), *[0] * 8)]
+    rows = [{"text": f"text {number}", "label": labels[number % 20]} for number in range(60)]
+    (line,) = load(write_rows(rows, tmp_path / "a.jsonl")).summary
+    assert "· class 0 27, class 1 3, class 10 3, class 11 3," in line
+    assert "class 7 3 and 2 more · train 42," in line
+
+
+def test_other_kinds_of_data_are_described(tmp_path, load, tokenizers):
+    assert load("synthetic", train_samples=50).summary == [
+        "synthetic: 5,500 rows · negative 2,761, positive 2,739 · train 50, validation 500, test 1,000"
+    ]
+    frame = table(40).assign(label=["a|b", "a"] * 20)
+    got = load(write_table(frame, tmp_path / "m.csv"), problem_type="multi_label_classification")
+    assert got.summary == ["m.csv: 40 rows · text 'text', label 'label' · a 40, b 20 · train 28, validation 4, test 8"]
+    words = [{"tokens": ["a", f"b{number}"], "ner_tags": ["O", "B-X" if number % 2 else "O"]} for number in range(30)]
+    got = load(write_rows(words, tmp_path / "w.jsonl"), task="token-classification")
+    assert got.summary == [
+        "w.jsonl: 30 sentences · text 'tokens', label 'ner_tags' · O 45, B-X 15 · train 21, validation 3, test 6"
+    ]
+    assert load_instructions(tmp_path, rows()).summary == ["rows.jsonl: 40 rows · train 28, validation 4, test 8"]
+    got = load_instructions(tmp_path, chats(), tokenizer=tokenizers["trained"])
+    assert got.summary == ["rows.jsonl: 30 rows · train 21, validation 3, test 6 · 45 turns trained, 55 masked"]
+    write_pets(tmp_path / "pets")
+    got = load_in(tmp_path, "pets", model=VIT, task="image-classification")
+    assert got.summary == ["pets: 30 rows · cat 10, dog 10, eel 10 · train 21, validation 3, test 6"]
+
+
+def test_a_stream_is_described_by_its_first_pass(tmp_path, load):
+    write_table(table(60), tmp_path / "train.jsonl")
+    write_table(table(8, start=100), tmp_path / "val.jsonl")
+    files = {"validation_file": "val.jsonl", "test_file": "val.jsonl"}
+    first = "train (train.jsonl, streamed): 50 rows · text 'text', label 'label' · 0 25, 1 25"
+    assert load("train.jsonl", stream_buffer=4, train_samples=50, **files).summary[0] == first
+
+
+def test_copies_of_training_texts_are_named(tmp_path, load):
+    write_table(table(30), tmp_path / "train.csv")
+    write_table(table(10, start=20), tmp_path / "test.csv")
+    got = load("train.csv", test_file="test.csv", validation_file="train.csv")
+    assert got.notices == [
+        '30 of 30 validation texts are also training texts (first: "None"): leave them out of one of the two',
+        '1 of 10 test texts are also training texts (first: "review 20: bad"): leave them out of one of the two',
+    ]
+
+
+def test_classes_without_training_samples_are_named(tmp_path, load):
+    labels = ["often"] * 40 + ["seldom"] * 19 + ["once"]
+    frame = table(60).assign(label=labels)
+    path = write_table(frame, tmp_path / "a.csv")
+    found = {tuple(load(path, split_seed=seed).notices) for seed in range(8)}
+    assert found == {(), ("1 of 3 classes have no training sample (once): give more rows",)}
+    got = load(path, split_seed=1, train_samples=3)
+    assert got.notices[-1].endswith("(once): raise --train_samples or give more rows")
+
+
+def test_a_check_prints_what_a_run_would_read_and_keeps_nothing(tmp_path):
+    path = tickets(tmp_path / "tickets.csv")
+    chosen = {"dataset": str(path), "text_column": "body", "label_column": "topic", "cache_dir": str(tmp_path / "no")}
+    lines = check_data(DataSettings(model=BLOOM, **chosen))
+    assert lines[0].startswith("tickets.csv: 400 rows · text 'body', label 'topic' · billing 210, ")
+    assert [*tmp_path.iterdir()] == [path]
+    with pytest.raises(UserError, match=r"tickets\.csv has no column 'text'"):
+        check_data(DataSettings(model=BLOOM, dataset=str(path)))
+    write_pets(tmp_path / "pets")
+    images = DataSettings(model=VIT, task="image-classification", dataset=str(tmp_path / "pets"))
+    assert check_data(images) == ["pets: 30 rows · cat 10, dog 10, eel 10 · train 21, validation 3, test 6"]
+
+
+def test_a_run_prints_and_records_the_line_before_its_parameters(tmp_path):
+    path = tickets(tmp_path / "tickets.csv")
+    columns = ["--text_column", "body", "--label_column", "topic", "--train_samples", "32"]
+    args = ["--config", str(CONFIGS / "quickstart.yaml"), "--dataset", str(path), "--max_length", "16", *columns]
+    checked = finished(run_script(SRC / "2_grad_accum.py", *args, "--check_only", "true", cwd=tmp_path))
+    printed = finished(run_script(SRC / "2_grad_accum.py", *args, cwd=tmp_path)).splitlines()
+    line, last = checked.splitlines()[-2:]
+    assert last == "2_grad_accum can run here"
+    place = printed.index(line)
+    assert printed[place - 1].startswith("Torch CUDA available?")
+    assert any(other.startswith("Parameters:") for other in printed[place + 1 :])
+    record = json.loads((tmp_path / "runs" / "2_grad_accum" / "1" / "run.json").read_text(encoding="utf-8"))
+    assert record["data"]["read"] == [line]
