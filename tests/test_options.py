@@ -168,7 +168,7 @@ def test_names_in_other_libraries_are_unique_and_not_settings():
         ("--from_scratch perhaps", "--from_scratch perhaps: expected true or false"),
         ("stray", "unexpected 'stray': write --NAME VALUE"),
         ("--betas 0.9", "--betas 0.9: expected 2 numbers, separated by commas"),
-        ("--betas 0.9,1", "--betas 0.9,1: must be below 1"),
+        ("--betas 0.9,1", "--betas 0.9,1.0: must be below 1"),
         ("--gradient_accumulation_steps x", "--gradient_accumulation_steps x: expected a whole number"),
         ("--seed 1 2", "unexpected '2': write --NAME VALUE"),
         ("--seed", "--seed needs a value"),
