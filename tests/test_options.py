@@ -9,6 +9,7 @@ import pytest
 from support.helpers import CONFIGS, SRC, run_script, without_package
 
 from fabric_ladder import UserError
+from fabric_ladder.cli import parse_settings
 from fabric_ladder.cli import settings_for as settings_of
 from fabric_ladder.data.splits import SPLITS
 from fabric_ladder.foreign import ALIASES, DEPENDENT, WORDS, to_own_words
@@ -103,6 +104,8 @@ def test_an_unknown_setting_names_the_nearest_ones(words, meant):
         ("--optim paged_adamw_8bit", "--optimizer adam-8bit"),
         ("--lr_scheduler_type cosine_with_min_lr", "--schedule cosine"),
         ("--blocks_to_swap 20", "--stream_layers true"),
+        ("--early_stopping 5", "--patience 5"),
+        ("--streaming 1", "--stream_buffer 10000"),
         ("--num_layers_unfrozen 2", "--train_blocks last:2"),
         ("--metric_for_best_model eval_accuracy", "--best_metric accuracy"),
     ],
@@ -165,7 +168,7 @@ def test_names_in_other_libraries_are_unique_and_not_settings():
         ("--from_scratch perhaps", "--from_scratch perhaps: expected true or false"),
         ("stray", "unexpected 'stray': write --NAME VALUE"),
         ("--betas 0.9", "--betas 0.9: expected 2 numbers, separated by commas"),
-        ("--betas 0.9,1", "--betas 0.9,1: must be below 1"),
+        ("--betas 0.9,1", "--betas 0.9,1.0: must be below 1"),
         ("--gradient_accumulation_steps x", "--gradient_accumulation_steps x: expected a whole number"),
         ("--seed 1 2", "unexpected '2': write --NAME VALUE"),
         ("--seed", "--seed needs a value"),
@@ -352,6 +355,7 @@ def test_options_for_several_rungs_reach_those_that_use_them():
     assert drop_unneeded(words, script_defaults("13_lora")) == words
     assert drop_unneeded(words, script_defaults("2_grad_accum")) == ["--seed=3"]
     assert drop_unneeded([*words, "--lora"], script_defaults("2_grad_accum")) == [*words, "--lora"]
+    assert drop_unneeded(["--adam_beta1", "0.8"], script_defaults("26_stateless")) == []
     assert without_options(["--lora", "--seed", "3", "--keep=2"], ["seed"]) == ["--lora", "--keep=2"]
 
 
@@ -392,3 +396,29 @@ def test_a_missing_package_is_named_in_one_line(tmp_path, script, package):
         rf"error: \S*python\S* lacks the package {package}: pip install -r requirements\.txt, or .*/python\n",
         process.stderr,
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--gradient_accumulation_steps", "--gradient_accumulation_steps needs a value"),
+        ("--gradient_accumulation_steps 0", "expected a whole number, at least 1"),
+        ("--logging_steps 0", "expected a whole number, at least 1"),
+        ("--gradient_accumulation_steps 4 --micro_batch_tokens 512", "has no effect next to --micro_batch_tokens 512"),
+        ("--per_device_train_batch_size 4 --micro_batch_size 2", "next to --micro_batch_size 2: leave one of them out"),
+        ("--logging_steps 1 --log_every 8", "(1 steps x 16 samples), next to --log_every 8: leave one of them out"),
+        ("--adam_beta1 0.7 --betas 0.8,0.9", "next to --betas 0.8,0.9: leave one of them out"),
+        ("--min_lr 1 --schedule linear", "--min_learning_rate 1 is above --learning_rate 0.0"),
+        ("--weight_decay inf", "must be a finite number"),
+    ],
+)
+def test_values_without_a_meaning_are_refused(words, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        parse_settings(words.split(), **script_defaults("2_grad_accum"))
+
+
+def test_options_that_count_together_may_stand_in_different_places(tmp_path):
+    (tmp_path / "own.yaml").write_text("gradient_accumulation_steps: 4\nadam_beta2: 0.9999999")
+    words = "--config own.yaml --per_device_train_batch_size 8 --adam_beta1 0.8"
+    settings = parse_settings(words.split(), **script_defaults("2_grad_accum"))
+    assert (settings.batch_size, settings.micro_batch_size, settings.betas) == (32, 8, "0.8,0.9999999")

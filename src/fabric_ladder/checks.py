@@ -36,6 +36,11 @@ def check_values(settings: Settings) -> None:
                 f"--{name} {value} is above --batch_size {settings.batch_size}: it is a part of the effective batch; "
                 "lower it, or raise --batch_size too"
             )
+    if settings.min_learning_rate > settings.learning_rate:
+        raise UserError(
+            f"--min_learning_rate {settings.min_learning_rate:g} is above --learning_rate {settings.learning_rate:g}: "
+            "the schedule would rise; lower it"
+        )
     found = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
     if settings.accelerator in found and not found[settings.accelerator]():
         kind = {"cuda": "CUDA GPU", "mps": "Apple GPU"}[settings.accelerator]

@@ -22,6 +22,7 @@ from fabric_ladder.options import (
     check_bounds,
     check_needs,
     check_ranks,
+    check_replaced,
     combine,
     find_config,
     own_rate,
@@ -32,7 +33,7 @@ from fabric_ladder.options import (
 )
 from fabric_ladder.places import CONFIGS
 from fabric_ladder.runs.process import prepare_process
-from fabric_ladder.settings import Settings, show
+from fabric_ladder.settings import FACTS, Settings, show
 from fabric_ladder.techniques import TECHNIQUES, cuda_defaults, full_pass, trains_adapters, used
 from fabric_ladder.techniques.advice import show_errors
 
@@ -115,6 +116,10 @@ def _read_settings(given: dict[str, object], script: Mapping[str, object]) -> tu
     from_file = read_config(path) if path else {}
     name = (dict(script) | from_file | given).get("deepspeed") if "deepspeed" in script else None
     deepspeed = settings_in_file(name) if name else {}
+    for source in (deepspeed, from_file):  # options that mean something together, such as the beta of each moment
+        beside = [DEPENDENT[name].means for name in DEPENDENT if name in given]
+        for name in [name for name in DEPENDENT if name in source and DEPENDENT[name].means in beside]:
+            given = {name: source.pop(name)} | given
     values = combine(script, from_file, deepspeed | given)
     settings = Settings(**values | {"name": _script_name(), "config": str(path) if path else None})
     settings, given = _with_dependent(settings, given, given)
@@ -154,7 +159,9 @@ def _with_dependent(settings: Settings, named: dict, given: Mapping[str, object]
     meant, lines = read_dependent(options, vars(settings), named, ranks, count_blocks)
     check_bounds(meant)
     check_needs(vars(settings) | meant, meant)
-    if named is not given:
+    if named is given:
+        check_replaced(vars(settings) | meant, {name for name in named | meant if name in FACTS})
+    else:
         meant = {name: value for name, value in meant.items() if name not in given}
     return _with_notice(replace(settings, **meant), f"Read {', '.join(lines)}"), named | meant
 

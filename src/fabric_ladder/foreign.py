@@ -112,9 +112,9 @@ def _translate(name: str, text: str | None) -> tuple[str | None, str | None]:
         return None, None
     if setting not in (*FACTS, *DEPENDENT):
         return name, text
-    if "{}" not in value:  # a switch
+    if "{}" not in value:  # a switch, or a number as in `--early_stopping 5`
         if text is None or text.lower() not in (*FALSE, "none", "null", "0"):
-            return setting, value
+            return setting, text if _counts(setting) and (text or "").isdecimal() and text != "1" else value
         return (setting, "false") if value == "true" else (None, None)
     words = WORDS.get(setting, {})
     if text is None and "true" in words:
@@ -166,10 +166,13 @@ def read_dependent(
     if betas.keys() & options.keys():
         both = values["betas"].split(",")
         for name, place in betas.items():
-            both[place] = f"{options[name]:g}" if name in options else both[place]
+            both[place] = str(options[name]) if name in options else both[place]
         found["betas"] = ",".join(both)
-        given = " ".join(f"--{name} {options[name]:g}" for name in betas if name in options)
+        given = " ".join(f"--{name} {options[name]}" for name in betas if name in options)
         lines.append(f"{given} as --betas {found['betas']}")
+    for name, value in found.items():
+        if named.get(name, value) != value:
+            raise UserError(f"{', '.join(lines)}, next to --{name} {named[name]}: leave one of them out")
     return found, lines
 
 

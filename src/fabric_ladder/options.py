@@ -106,7 +106,7 @@ def read_words(words: list[str]) -> dict[str, object]:
     for name, text in split_words(words):
         if name not in (*NAMES, *OWN_OPTIONS, *DEPENDENT):
             raise UserError(_suggest(name))
-        if text is None and name not in ("print_config", "help") and not _is_switch(name):
+        if text is None and name not in ("print_config", "help") and (name in DEPENDENT or not _is_switch(name)):
             raise UserError(f"--{name} needs a value (see --help)")
         text = "true" if text is None and name in FACTS else text
         read = _read_dependent if name in DEPENDENT else read_value
@@ -116,12 +116,13 @@ def read_words(words: list[str]) -> dict[str, object]:
 
 def _read_dependent(name: str, text: str) -> float:
     kind = DEPENDENT[name].kind
+    least = FACTS[DEPENDENT[name].means[0]].at_least or 0
     try:
-        if 0 <= (value := kind(text)) <= LARGEST:
+        if least <= (value := kind(text)) <= LARGEST:
             return value
     except ValueError:
         pass
-    raise UserError(f"--{name} {text:.80}: expected {EXPECTED[kind]}")
+    raise UserError(f"--{name} {text:.80}: expected {EXPECTED[kind]}, at least {least}")
 
 
 def read_value(name: str, text: str) -> object:
@@ -147,7 +148,7 @@ def read_value(name: str, text: str) -> object:
         with contextlib.suppress(ValueError):
             numbers = [float(number) for number in text.split(",")]
             if len(numbers) == count:
-                return ",".join(map(show, numbers))
+                return ",".join(map(str, numbers))
         raise UserError(f"--{name} {text:.80}: expected {count} numbers, separated by commas")
     if str in types_of:
         return text
@@ -177,12 +178,14 @@ def check_bounds(values: Mapping[str, object]) -> None:
 
 
 def _check_number(option: str, value: float, fact: Fact) -> None:
-    if fact.above is not None and not (value > fact.above and math.isfinite(value)):
+    if fact.above is not None and not fact.above < value < math.inf:
         raise UserError(f"{option}: must be a number above {fact.above:g}")
     if fact.at_least is not None and not value >= fact.at_least:
         raise UserError(f"{option}: must be at least {fact.at_least:g}")
     if fact.below is not None and not value < fact.below:
         raise UserError(f"{option}: must be below {fact.below:g}")
+    if value == math.inf:
+        raise UserError(f"{option}: must be a finite number")
     most = LARGEST if fact.at_most is None else fact.at_most
     if isinstance(value, int) and value > most:
         raise UserError(f"{option}: must be at most {most}")
@@ -209,14 +212,14 @@ def combine(script: Mapping[str, object], from_file: Mapping[str, object], given
     given = {name: value for name, value in given.items() if name in FACTS}
     values = vars(Settings()) | dict(script) | {k: v for k, v in from_file.items() if k not in DEPENDENT} | given
     for name in names(is_path=True):
-        values[name] = values[name] and _find_path(values[name])
+        values[name] = values[name] and find_path(values[name])
     check_bounds(values)
     check_needs(values, given)
-    _check_replaced(values, given)
+    check_replaced(values, given)
     return values
 
 
-def _find_path(path: str) -> str:
+def find_path(path: str) -> str:
     """Return a path with `~` expanded; a file such as configs/models/vit-small.json is found from any folder."""
     path = os.path.expanduser(path)  # no shell expands it in a YAML file and after `--runs_dir=`
     shipped = CONFIGS.parent / path
@@ -248,7 +251,7 @@ def check_needs(values: Mapping[str, object], given: Collection[str]) -> None:
         raise UserError(f"--{name} has no effect without --{needed}: add that, or {remedy}")
 
 
-def _check_replaced(values: Mapping[str, object], given: Collection[str]) -> None:
+def check_replaced(values: Mapping[str, object], given: Collection[str]) -> None:
     """Refuse settings on the command line whose place another one takes, there or in the YAML file.
 
     Every run has a learning rate, so only the one on the command line takes the place of a technique's own.
@@ -276,7 +279,10 @@ def drop_unneeded(words: list[str], script: Mapping[str, object]) -> list[str]:
     except UserError:  # the rung itself refuses them
         return words
     values = vars(Settings()) | dict(script) | from_file | given
-    return without_options(words, [name for name in given if name in FACTS and not is_met(FACTS[name].needs, values)])
+    needed = {name: DEPENDENT[name].means[0] if name in DEPENDENT else name for name in given}
+    return without_options(
+        words, [name for name, own in needed.items() if own in FACTS and not is_met(FACTS[own].needs, values)]
+    )
 
 
 def read_named_config(given: Mapping[str, object], standard: str | None = None) -> dict[str, object]:
@@ -404,7 +410,8 @@ def answer_early() -> None:
             doc = ast.get_docstring(ast.parse(Path(main).read_text(encoding="utf-8"))) or ""
             print_help(script, textwrap.dedent(doc), Path(main).stem, given["help"] == "all")
             raise SystemExit(0)
-        combine(script, read_named_config(given), given)
+        if "deepspeed" not in script:  # whose file may hold what these options need
+            combine(script, read_named_config(given), given)
         check_ranks()
     except UserError as error:
         read = f" (read {', '.join(read_as)})" if read_as else ""

@@ -144,6 +144,23 @@ def test_what_a_file_leaves_open_is_not_taken(tmp_path):
     assert settings_in_file(str(tmp_path / "ds.json")) == {"max_grad_norm": None, "schedule": "linear"}
 
 
+def test_numbers_of_a_file_are_read_as_on_the_command_line(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for section, wanted in (
+        ({"train_batch_size": 16.0}, {"batch_size": 16}),
+        ({"optimizer": {"params": {"betas": [0.9, 0.98765432]}}}, {"betas": "0.9,0.98765432"}),
+        ({"train_batch_size": 16.5}, "--batch_size 16.5: expected a whole number"),
+        ({"gradient_accumulation_steps": 0}, "expected a whole number, at least 1"),
+        *(({"optimizer": {"params": {"betas": betas}}}, "expected 2 numbers") for betas in ([], [0.9], ["a", None])),
+    ):
+        (tmp_path / "ds.json").write_text(json.dumps(section))
+        if isinstance(wanted, dict):
+            assert settings_in_file("~/ds.json") == wanted
+            continue
+        with pytest.raises(UserError, match=f"^ds.json: .*{wanted}"):
+            settings_in_file("~/ds.json")
+
+
 @pytest.mark.parametrize(
     ("path", "filled", "values"),
     [

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fabric_ladder.errors import UserError, read_outside, refused
+from fabric_ladder.foreign import as_words
 from fabric_ladder.models.configs import load_config
 from fabric_ladder.models.optimizer import weight_decay
+from fabric_ladder.options import find_path, read_words
 from fabric_ladder.places import CONFIGS
 from fabric_ladder.settings import Settings, show
 
@@ -47,29 +49,34 @@ def settings_in_file(name: str | None) -> dict[str, object]:
         name: As the setting `deepspeed`.
 
     Raises:
-        UserError: The file does not exist, or is not JSON.
+        UserError: The file does not exist, is not JSON, or has a number that a setting cannot have.
     """
-    config = read_outside(_find(name))
+    file = _find(name)
+    config = read_outside(file)
     found = {}
     if not isinstance(config, dict):
         return found
     for path, section, key in _walk(config):
         value = section[key]
         if path in TAKEN and isinstance(value, int | float) and not isinstance(value, bool):
-            found[TAKEN[path]] = value
+            whole = isinstance(value, float) and value.is_integer()
+            found[TAKEN[path]] = str(int(value) if whole else value)
         elif path == "optimizer.params.betas" and isinstance(value, list):
-            found["betas"] = ",".join(map(show, value))
+            found["betas"] = ",".join(map(str, value))
         elif path == "optimizer.type" and value in (*ADAM, "SGD"):
             found["optimizer"] = "adam" if value in ADAM else "sgd"
         elif path == "scheduler.type" and value in SCHEDULES.values():
             found["schedule"] = next(name for name, theirs in SCHEDULES.items() if theirs == value)
         elif path in ("fp16.enabled", "bf16.enabled") and value is True:
             found["precision"] = f"{path[:-8].removeprefix('fp')}-mixed"
-    if not found.get("max_grad_norm", 1):
-        found["max_grad_norm"] = None
+    if found.get("max_grad_norm") == "0":
+        found["max_grad_norm"] = "null"
     if "batch_size" in found:  # `read_deepspeed_config` checks that the three agree
         found.pop("gradient_accumulation_steps", None)
-    return found
+    try:
+        return read_words([word for each in found.items() for word in as_words(*each)])
+    except UserError as error:
+        raise UserError(f"{file.name}: {error}") from None
 
 
 def read_deepspeed_config(settings: Settings) -> tuple[dict, list[str]]:
@@ -101,7 +108,7 @@ def read_deepspeed_config(settings: Settings) -> tuple[dict, list[str]]:
 
 def _find(name: str | None) -> Path:
     path = CONFIGS / "deepspeed" / f"{name}.json"
-    path = path if path.is_file() else Path(name or "")
+    path = path if path.is_file() else Path(find_path(name or ""))
     if not path.is_file():
         shipped = ", ".join(sorted(path.stem for path in (CONFIGS / "deepspeed").glob("*.json")))
         raise UserError(f"--deepspeed {name or 'null'}: the file does not exist; give a path, or one of {shipped}")
