@@ -142,7 +142,7 @@ def _check_tables(folder: Path, images: list[Path], source: Path) -> None:
     """Refuse images that are labelled by a table, such as metadata.csv, and not by the folders of classes."""
     parents = {image.parent.name for image in images}
     tables = sorted(name for name in glob.iglob("**/*", root_dir=folder, recursive=True) if file_format(Path(name)))
-    if tables and len(parents) < 4 and sum(split is None for split in find_splits(parents).values()) < 2:
+    if images and tables and len(parents) < 4 and sum(split is None for split in find_splits(parents).values()) < 2:
         raise UserError(
             f"{source}: {tables[0]} is not read, because images need a folder for each class: move each image into the "
             "folder of its label, <class>/<image>"

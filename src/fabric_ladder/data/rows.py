@@ -79,13 +79,10 @@ def read_parts(
     # training tables of a stream come last: a refusal of a small table then costs no long pass
     for split, name, table in sorted(tables, key=lambda table: (table[0] == "train") == bool(settings.stream_buffer)):
         columns, rows = _find_columns(table, name)
-        if labels and split != "train" and not needed and not {*labels} & {*columns}:
-            notices.append(f"{name} has no column {labels[0]!r} and is left out")
-            continue
         if labels and split != "train" and not needed:
-            rows = _unless_unlabelled(rows, labels, parts["train"])
-            if rows is None:
-                notices.append(f"{name} has no labels in {labels[0]!r} and is left out")
+            rows, missing = _unless_unlabelled(rows, columns, labels, parts["train"])
+            if missing:
+                notices.append(f"{name} has {missing} and is left out")
                 continue
         check, schema = check_for(name, columns, table.features)
         checked = parts.setdefault(split, [])
@@ -95,8 +92,12 @@ def read_parts(
     return parts
 
 
-def _unless_unlabelled(rows: Rows, labels: tuple[str, ...], trained: list[hf.Dataset]) -> Rows | None:
-    """Return the rows, or None if all labels are missing or -1, as in GLUE's tests, and -1 is no label of training."""
+def _unless_unlabelled(
+    rows: Rows, columns: dict, labels: tuple[str, ...], trained: list[hf.Dataset]
+) -> tuple[Rows, str | None]:
+    """Return the rows, and what is missing if no row has a label; -1 is none, as in GLUE, unless training has it."""
+    if not {*labels} & {*columns}:
+        return rows, f"no column {labels[0]!r}"
     missing = {"", "None", "nan"}
     values = pa.chunked_array([chunk for table in trained for chunk in table.data.column("label").chunks])
     values = pc.list_flatten(values) if pa.types.is_list(values.type) else values
@@ -106,8 +107,8 @@ def _unless_unlabelled(rows: Rows, labels: tuple[str, ...], trained: list[hf.Dat
     for each in rows:
         first.append(each)
         if isinstance(each[1], dict) and not {str(each[1].get(label)).strip() for label in labels} <= missing:
-            return itertools.chain(first, rows)
-    return None
+            return itertools.chain(first, rows), None
+    return rows, f"no labels in {labels[0]!r}"
 
 
 def _tables(
