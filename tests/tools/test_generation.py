@@ -325,3 +325,22 @@ def test_bad_input_is_refused_in_one_line(runs, tmp_path, monkeypatch, capsys, c
     assert re.search(pattern, line)
     assert "\n" not in line.rstrip()
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_histories_and_chats_of_a_file_are_prompts_as_in_training(runs, tmp_path):
+    rows = [{"instruction": "word7", "history": [["word5", "word6"]]}]
+    turns = [{"role": "user", "content": "word5"}, {"role": "assistant", "content": "word6", "weight": 0}]
+    asked = [*turns, {"role": "user", "content": [{"type": "text", "text": "word7"}]}]
+    rows.append({"messages": [*asked, {"role": "assistant", "content": "word9"}]})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (_, history), (_, chat) = read_questions(tmp_path / "rows.jsonl")
+    chatting = generator(runs.chat, CHAT)
+    assert chatting.tokens(history) == chatting.tokens(chat)
+    plain = [
+        {"role": role, "content": f"word{number}"} for role, number in (("user", 5), ("assistant", 6), ("user", 7))
+    ]
+    assert chatting.tokens(chat) == chatting.chat_tokens(plain)
+    with pytest.raises(UserError, match="messages need the chat template"):
+        generator(runs.adapter, RAW).tokens(chat)
+    with pytest.raises(UserError, match="a history needs a template"):
+        generator(runs.adapter, RAW).tokens(history)

@@ -99,7 +99,8 @@ def write_chat(
         if found:
             last_end = found
         elif number == len(messages):
-            _, following = _around_mark(write([*_marked(messages, number), {"role": "user", "content": "."}]), number)
+            reply = {"role": "tool" if "tool_calls" in message else "user", "content": "."}
+            _, following = _around_mark(write([*_marked(messages, number), reply]), number)
             match = end.match(following)
             text = text[:stop] + match[0] if match else text + tokenizer.eos_token
             stop = len(text)
