@@ -97,6 +97,11 @@ def test_rows_that_cannot_be_written_are_refused(load, save, row, reason):
         load([row] * 10, tokenizer=save(CHATML))
 
 
+def besides_copies(datasets):
+    """Return the notices without those about equal chats in two splits."""
+    return [line for line in datasets.notices if "also training texts" not in line]
+
+
 @pytest.mark.parametrize("train_on_inputs", [False, True])
 @pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}, {"loss": False}, {"training": "false"}])
 def test_masked_answers_are_context(load, save, flag, train_on_inputs):
@@ -106,7 +111,7 @@ def test_masked_answers_are_context(load, save, flag, train_on_inputs):
     assert "WRONG" in text
     assert not any("WRONG" in answer for answer in answers)
     assert train_on_inputs or answers == ["b<|im_end|>"]
-    assert got.notices == []
+    assert besides_copies(got) == []
 
 
 def test_other_roles_parts_and_chats_that_begin_with_the_assistant_are_read(load, save):
@@ -125,7 +130,7 @@ def test_other_roles_parts_and_chats_that_begin_with_the_assistant_are_read(load
 
 def test_columns_and_keys_that_are_not_used_are_named(load, save, tokenizers):
     many = [{"messages": [turn("user", "<image>", id=1, train=True), turn("assistant", "b")], "source": "x"}] * 10
-    assert load(many, tokenizer=save()).notices == [
+    assert besides_copies(load(many, tokenizer=save())) == [
         "Columns, and keys of messages, that are not used: source, train (user)",
         "10 of 10 samples have <image>, <video> or <audio> in a text, which is trained as a text",
         "The chat template does not write these keys of messages: id (user)",

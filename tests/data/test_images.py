@@ -355,7 +355,7 @@ def test_a_rung_trains_on_a_folder_of_images(tmp_path):
     config.write_text("")
     process = run_script(SRC / "2_grad_accum.py", "--config", config, *arguments, cwd=tmp_path)
     stdout = finished(process)
-    assert "colours · vit-small.json · seed 123 · batch 16 = 2 x 8 · 32-true · cpu" in stdout
+    assert "colours · vit-small.json · seed 123 · batch 16 = 2 x 8 · 32-true · adam " in stdout
     assert re.search(r"^Epoch: 0001/0001 \| Batch 0008/0008 \| Samples (\d+)/\1 \| Loss: ", stdout, re.MULTILINE)
     assert re.search(r"^Throughput [\d.]+ samples/s, \d+ tokens/s, padding 0\.0%$", stdout, re.MULTILINE)
     accuracy = float(re.search(r"^Test accuracy ([\d.]+)%$", stdout, re.MULTILINE)[1])

@@ -93,7 +93,7 @@ REFUSED = {
     "no text": ("a.csv", CSV.replace("review 3", "  "), r"1 of 20 rows of .*a\.csv cannot be used \(row 4: no text\)"),
     "no label": ("a.jsonl", LINES + '{"text": "a"}', r"1 of 21 rows of .* \(line 21: no label\)"),
     "list": ("a.json", json.dumps([{"text": ["a"], "label": 1}] * 9), r"nothing is left: 9 .*row 1: text is \[\"a\""),
-    "list label": ("a.jsonl", LINES + '{"text": "a", "label": [1]}', r"line 21: label is \[1\], not a class: set --problem_type multi_label"),
+    "list label": ("a.jsonl", LINES + '{"text": "a", "label": [1]}', r"label is \[1\], not a class: set --problem"),
     "NaN label": ("a.jsonl", LINES + '{"text": "a", "label": NaN}', r"line 21: no label"),
     "decimal labels": ("a.csv", "text,label\na,0.5\nb,1\n", r"'label' holds decimal numbers, .*or --problem_type"),
     "instructions": ("a.csv", "instruction,output\na,b\n", r"no column 'text', only .* or --task instruction-tuning"),

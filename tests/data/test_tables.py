@@ -42,7 +42,7 @@ def write_parquet(frame, path, make):
 
 
 def test_labels_lose_spaces_and_texts_that_are_cut_are_counted(tmp_path, load):
-    texts = ["word " * (93 if number % 4 == 0 else 3) for number in range(40)]
+    texts = [f"{number} " + "word " * (93 if number % 4 == 0 else 3) for number in range(40)]
     rows = [{"text": text, "label": ("bad ", " good")[number % 2]} for number, text in enumerate(texts)]
     got = load(write_rows(rows, tmp_path / "a.csv"), max_length=16)
     assert got.class_names == ["bad", "good"]

@@ -1,5 +1,6 @@
 """Describe what was read: a line with rows, columns, classes and splits, and notices about copies and empty classes."""
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -142,5 +143,12 @@ def _name_copies(splits: dict[str, hf.Dataset]) -> list[str]:
 def _hashed(table: hf.Dataset, columns: list[str]) -> Iterator[tuple[list[str], np.ndarray]]:
     for batch in table.select_columns(columns).with_format("arrow").iter(1000):
         rows = zip(*(batch[column].to_pylist() for column in columns), strict=True)
-        texts = ["\n".join(map(str, row)).strip() for row in rows]
+        texts = ["\n".join(map(_plain, row)).strip() for row in rows]
         yield texts, pd.util.hash_array(np.array(texts, object), categorize=False)
+
+
+def _plain(text: str | list) -> str:
+    """Return a column of a sample as one text; of a chat, which is stored as JSON, the contents of its messages."""
+    if isinstance(text, str) and text.startswith('[{"role"'):
+        return "\n".join(str(message.get("content")) for message in json.loads(text))
+    return str(text)

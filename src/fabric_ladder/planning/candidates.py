@@ -93,7 +93,8 @@ def read_candidates(
         if Path(settings.model).is_file() and "--from_scratch" not in given:
             words += ["--from_scratch", "true"]  # a config file alone holds no weights to start from
         tokens = read_named_config(read_words(words), STANDARD).get("micro_batch_tokens")
-        settled = given & {"--micro_batch_size", "--micro_batch_tokens"} or tokens not in (None, "auto")
+        counted = {f"--{name}" for name, option in DEPENDENT.items() if option.means == BATCH}
+        settled = given & {"--micro_batch_size", "--micro_batch_tokens", *counted} or tokens not in (None, "auto")
         settled = settled or any(technique.size_setting(settings) for technique in used(settings))
         sizes = (None,) if settled else _sizes(settings)
         candidates[name] = Candidate(name, rung, tuple(words), settings, sizes)
