@@ -62,13 +62,33 @@ def test_a_zip_of_a_windows_program_is_read(tmp_path, encoding, names, slash):
     assert bool(got.notices) == (encoding != "utf-8")
 
 
-def test_images_that_are_labelled_by_a_table_are_refused(tmp_path):
-    for number in range(4):
-        save_image(tmp_path / "pets" / ("train", "test")[number % 2] / f"{number}.png", noise(number))
-    (tmp_path / "pets" / "train" / "metadata.csv").write_text("file_name,label\n0.png,cat\n2.png,dog\n")
-    with pytest.raises(
-        UserError, match=r"pets: train/metadata\.csv is not read, because images need a folder for each"
-    ):
+def test_images_are_labelled_by_the_tables_of_their_splits(tmp_path):
+    """As in Hugging Face's image folders. One image is in no table."""
+    for split, numbers in (("train", range(20)), ("test", range(20, 24))):
+        for number in numbers:
+            save_image(tmp_path / "pets" / split / "photos" / f"{number}.png", noise(number))
+        lines = [f"photos/{number}.png,{('cat', 'dog')[number % 2]}" for number in numbers if number]
+        (tmp_path / "pets" / split / "metadata.csv").write_text("\n".join(["file_name,label", *lines]))
+    got = load_pets(tmp_path)
+    assert got.class_names == ["cat", "dog"]
+    assert [sum(stored(got, split).values()) for split in SPLITS] == [17, 2, 4]
+    assert any("1 of 24 images are in no table and are left out" in line for line in got.notices)
+    with open(tmp_path / "pets" / "test" / "metadata.csv", "a") as table:
+        table.write("\nphotos/99.png,cat")
+    with pytest.raises(UserError, match=r"row 5 of test/metadata\.csv names no image \(photos/99\.png\)"):
+        load_pets(tmp_path)
+
+
+@pytest.mark.parametrize("ending", [".png", ""])
+def test_images_are_labelled_by_a_table_beside_their_folder(tmp_path, ending):
+    for number in range(20):
+        save_image(tmp_path / "pets" / "images" / f"{number:02}.png", noise(number))
+    lines = [f"{number:02}{ending},{('cat', 'dog')[number % 2]}" for number in range(20)]
+    (tmp_path / "pets" / "train.csv").write_text("\n".join(["image_id,label", *lines]))
+    got = load_pets(tmp_path)
+    assert [sum(stored(got, split).values()) for split in SPLITS] == [14, 2, 4]
+    (tmp_path / "pets" / "train.csv").write_text("image_id,kind\n00,cat\n")
+    with pytest.raises(UserError, match=r"train\.csv has no column label, only image_id, kind: images need a table wi"):
         load_pets(tmp_path)
 
 

@@ -9,16 +9,19 @@ import hashlib
 import re
 import tarfile
 import zipfile
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
 import datasets as hf
 import numpy as np
+import pandas as pd
 
 from fabric_ladder.data.hub import find_commit, load_hub
 from fabric_ladder.data.rows import list_columns, table_rows, write_checked
 from fabric_ladder.data.sources import (
     REVIEWS,
+    SEPARATORS,
     content_problem,
     file_format,
     file_stamp,
@@ -32,6 +35,7 @@ from fabric_ladder.settings import DataSettings
 
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
 IMAGES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".avif")
+NAME_COLUMNS = ("file_name", "filename", "image", "image_id", "path", "id")  # of images, in tables of their labels
 IMAGES += (".jp2", ".heic")  # HEIC cannot be decoded: this is reported, while files of other kinds are ignored
 
 
@@ -69,7 +73,7 @@ def find_images(settings: DataSettings) -> tuple[Path | None, list]:
             raise UserError(f"{path} is neither a folder nor an archive ({', '.join(ARCHIVES)}) of images")
         return path, ["archive", file_stamp(path)]
     digest = hashlib.sha256()
-    for file in _list_images(path):
+    for file in [*_list_images(path), *_list_tables(path)]:
         digest.update(repr(file_stamp(file)).encode())
     return path, ["folder", str(path.resolve()), digest.hexdigest()]
 
@@ -86,10 +90,14 @@ def read_images(
         files, splits = _read_hub(settings, key[-1], scratch, notices)
     else:
         folder = path if path.is_dir() else _unpack(path, scratch / "unpacked", notices)
-        images = _list_images(folder)
-        _check_tables(folder, images, path)
+        images, tables = _list_images(folder), _list_tables(folder)
         files = hf.Dataset.from_dict({"image": [{"path": str(image), "bytes": None} for image in images]})
-        splits = _sort([image.relative_to(folder) for image in images], path)
+        parents = {image.parent.name for image in images}
+        has_classes = len(parents) > 3 or sum(split is None for split in find_splits(parents).values()) > 1
+        if images and tables and not has_classes:
+            splits = _sort_by_tables(folder, images, tables, path, notices)
+        else:
+            splits = _sort([image.relative_to(folder) for image in images], path)
     return files, *number_labels(splits, "images")
 
 
@@ -138,15 +146,65 @@ def _list_images(folder: Path) -> list[Path]:
     return sorted(folder / name for name in names if name.lower().endswith(IMAGES) and "__MACOSX" not in name)
 
 
-def _check_tables(folder: Path, images: list[Path], source: Path) -> None:
-    """Refuse images that are labelled by a table, such as metadata.csv, and not by the folders of classes."""
-    parents = {image.parent.name for image in images}
-    tables = sorted(name for name in glob.iglob("**/*", root_dir=folder, recursive=True) if file_format(Path(name)))
-    if images and tables and len(parents) < 4 and sum(split is None for split in find_splits(parents).values()) < 2:
-        raise UserError(
-            f"{source}: {tables[0]} is not read, because images need a folder for each class: move each image into the "
-            "folder of its label, <class>/<image>"
-        )
+def _list_tables(folder: Path) -> list[Path]:
+    """Return the tables below a folder, such as metadata.csv, sorted."""
+    return sorted(
+        folder / name for name in glob.iglob("**/*", root_dir=folder, recursive=True) if file_format(Path(name))
+    )
+
+
+def _sort_by_tables(
+    folder: Path, images: list[Path], tables: list[Path], source: Path, notices: list[str]
+) -> dict[str, hf.Dataset]:
+    """Return the splits by tables of images and labels. Images that no table names are left out.
+
+    Hugging Face's image folders have `file_name` (from the table's folder) and `label` in a table of each split. Tables
+    of competitions have other columns of names (`NAME_COLUMNS`), sometimes without the folder or the ending.
+
+    Raises:
+        UserError: A table cannot be read, lacks a column or a label, or names an image that does not exist.
+    """
+    rows, found = {image: row for row, image in enumerate(images)}, {}
+    known = Counter(name for image in images for name in {image.name, image.stem})
+    by_name = {name: row for image, row in rows.items() for name in {image.name, image.stem} if known[name] == 1}
+    names = {table: str(table.relative_to(folder)) for table in tables}
+    split_of = find_splits({*names.values()})
+    for table, name in names.items():
+        split = split_of[name] or "train"
+        with refused(f"{source}: {name} cannot be read as {file_format(table)}"):
+            content = _read_table(table)
+        column = next((each for each in NAME_COLUMNS if each in content.columns), "file_name")
+        if missing := {column, "label"} - {*content.columns}:
+            if split != "train" and missing == {"label"}:
+                notices.append(f"{source}: {name} has no labels and is left out")
+                continue
+            raise UserError(
+                f"{source}: {name} has no column {min(missing)}, only {', '.join(map(str, content.columns))}: images "
+                "need a table with file_name and label, or a folder for each class, <class>/<image>"
+            )
+        places = [rows.get(table.parent / each, by_name.get(each)) for each in content[column]]
+        if None in places or "" in content["label"].tolist():
+            row = next(row for row, place in enumerate(places) if place is None or not content["label"].iloc[row])
+            problem = "names no image" if places[row] is None else "has no label"
+            raise UserError(f"{source}: row {row + 1} of {name} {problem} ({content[column].iloc[row]})")
+        part = found.setdefault(split, {"row": [], "label": []})
+        part["row"] += places
+        part["label"] += content["label"].tolist()
+    if "train" not in found:
+        raise UserError(f"{source} holds no labels for training, only {', '.join(names.values())}")
+    if left := len(images) - len({row for part in found.values() for row in part["row"]}):
+        notices.append(f"{source}: {left:,} of {len(images):,} images are in no table and are left out")
+    return {split: hf.Dataset.from_dict(columns) for split, columns in found.items()}
+
+
+def _read_table(path: Path) -> pd.DataFrame:
+    """Return a table whose cells are texts."""
+    kind = file_format(path)
+    if kind == "parquet":
+        return pd.read_parquet(path).astype(str)
+    if kind == "json":
+        return pd.read_json(path, lines=".jsonl" in path.name or ".ndjson" in path.name, dtype=False).astype(str)
+    return pd.read_csv(path, dtype=str, keep_default_na=False, skipinitialspace=True, sep=SEPARATORS[kind])
 
 
 def _sort(images: list[Path], source: Path) -> dict[str, hf.Dataset]:

@@ -63,9 +63,9 @@ def complete(
     counts = {split: count_classes(table, class_names, kind) for split, table in splits.items()}
     unit = "sentences" if settings.task == "token-classification" else "rows"
     if files and sum(map(len, files.values())) > 1:
-        names = {split: join_names(path.name for path in files.get(split, ())) or "split off" for split in splits}
+        names = {split: join_names(path.name for path in files.get(split, ()) if split in read) for split in splits}
         summary = [
-            summary_line(f"{split} ({names[split]})", len(table), columns, counts[split], unit)
+            summary_line(f"{split} ({names[split] or 'split off'})", len(table), columns, counts[split], unit)
             for split, table in splits.items()
         ]
     else:
