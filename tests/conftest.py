@@ -1,7 +1,9 @@
 """Fixtures for all tests: a separate cache, and real data if they are available."""
 
+import contextlib
 import json
 import os
+import signal
 from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # set before torch is imported; tests and their ranks share few cores
@@ -12,6 +14,10 @@ from support.helpers import MODELS, real_file
 
 from fabric_ladder.environment import cpu_has_fast_bfloat16
 from fabric_ladder.models.cpu_bfloat16 import compute_in_32_bits, restore_bfloat16
+
+with contextlib.suppress(ValueError):  # not in the main thread
+    # a shell ignores Ctrl-C in what it starts in the background, and tests interrupt their processes
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

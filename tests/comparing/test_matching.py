@@ -108,7 +108,7 @@ def logged(settings):
 
 @pytest.mark.parametrize("config", ["quickstart.yaml", "cifar10_vit_small.yaml", "belle_bloomz_7b1_lora.yaml"])
 def test_all_pairs_of_rungs_on_one_config_are_compared(config, monkeypatch):
-    monkeypatch.setattr(cli, "check_start", lambda settings: None)
+    monkeypatch.setattr(cli, "check_start", lambda settings: [])
     monkeypatch.setattr(cli, "check", lambda settings: None)  # two rungs need a GPU, and some configs need the Hub
     runs = [logged(settings_of(rung, config)) for rung in OWN]
     assert find_differences(make_rows(runs), OWN) == []

@@ -102,7 +102,8 @@ def test_a_search_tries_all_values_and_repeats_none(tmp_path):
 
 def test_a_check_of_the_ladder_runs_nothing(tmp_path):
     stdout = finished(run_script(SCRIPT, "--rungs", "1,2", "--seeds", "2", "--check_only", "true", cwd=tmp_path))
-    assert stdout == "1_batch_size_1 can run here\n2_grad_accum can run here\n"
+    read = "synthetic: 5,500 rows · negative 2,761, positive 2,739 · train 4,000, validation 500, test 1,000\n"
+    assert stdout == f"{read}1_batch_size_1 can run here\n{read}2_grad_accum can run here\n"
     assert not (tmp_path / "runs").exists()
 
 
@@ -111,7 +112,8 @@ def test_a_check_of_the_ladder_runs_nothing(tmp_path):
     [
         (["--search", "learning_rate=fast,slow"], "--search: --learning_rate fast: expected a number"),
         (["--search", "learning_rate=1e-5"], "--search: learning_rate=1e-5: write a setting and its values"),
-        (["--search", "lr=1e-5,1e-4"], "--search: there is no setting 'lr'; use --learning_rate"),
+        (["--search", "lrate=1e-5,1e-4"], "--search: there is no setting 'lrate'; did you mean"),
+        (["--search", "lr=1e-5,1e-5"], "--search: lr=1e-5,1e-5: write each value once"),
         (["--search", "learning_rate=1e-4,0.0001"], "--search: learning_rate=1e-4,0.0001: write each value once"),
         (["--search", "epochs=1,2", "--search", "epochs=2,3"], "--search epochs: epochs is given twice"),
         (["--search", "epochs=1,2", "--epochs", "3"], "--search epochs: epochs is given twice"),

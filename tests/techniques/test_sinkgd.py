@@ -53,7 +53,8 @@ def test_rows_of_zeros_stay_and_do_not_count(tmp_path):
     table = torch.zeros(50, 8)
     table[10:15] = seen
     step, _ = step_of(tmp_path, table, torch.float32)
-    assert step[10:15].equal(step_of(tmp_path, seen, torch.float32)[0])
+    # another shape may sum in another order
+    torch.testing.assert_close(step[10:15], step_of(tmp_path, seen, torch.float32)[0], rtol=1e-6, atol=1e-6)
     assert not step[:10].any()
     assert not step[15:].any()
     assert not step_of(tmp_path, torch.zeros(3, 4))[0].any(), "as that of an adapter whose partner is 0"
