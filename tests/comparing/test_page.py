@@ -78,3 +78,11 @@ def test_the_content_of_the_page(page):
     assert "<td>84.7%</td>" in page
     assert "Macro-F1 87.65 %" in page
     assert re.search(r"<th>epochs</th>\s*<td>3</td>\s*<td>3</td>\s*<td>1</td>", page)
+
+
+def test_the_page_begins_with_what_was_read(tmp_path):
+    content = record()
+    content["data"]["read"] = ["tickets.csv: 400 rows · text 'body', label 'topic' · a<b 210, login 190"]
+    page = to_html(compare(read_sources([write_run(tmp_path, content)])))
+    line = "tickets.csv: 400 rows · text &#x27;body&#x27;, label &#x27;topic&#x27; · a&lt;b 210, login 190"
+    assert 0 < page.index(line) < page.index("<table")

@@ -89,6 +89,7 @@ class LoggedRun:
         versions: Versions by package.
         hardware: Facts by name, as `describe_hardware` returns them.
         data: The data's fingerprint.
+        read: Lines about the files, rows, classes and splits that were read.
         figures: `minutes` and `compile_minutes`; `samples_per_second`, `tokens_per_second`; `memory` and `host_memory`
             (10^9 bytes); `padding`, `train_accuracy`, `validation_accuracy`, `test_accuracy` and `macro_f1` (percent);
             `validation_perplexity`, `test_loss` (per trained token) and `test_perplexity` of language models;
@@ -109,6 +110,7 @@ class LoggedRun:
     versions: dict[str, str] = field(default_factory=dict)
     hardware: dict = field(default_factory=dict)
     data: str | None = None
+    read: list[str] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
     test_samples: int | None = None
     losses: list[Point] = field(default_factory=list)

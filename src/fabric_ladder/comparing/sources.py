@@ -137,6 +137,7 @@ def _fill(run: LoggedRun, record: dict) -> None:
     run.data = record["data"]["fingerprint"]
     if not isinstance(run.data, str):
         raise refusal("data.fingerprint", run.data, "a text")
+    run.read = [str(line) for line in record["data"].get("read") or []]
     run.figures = {
         name: number(f"results.{key}", results[key], kind) * factor
         for key, (name, factor, kind) in FIGURES.items()
