@@ -131,10 +131,9 @@ def test_every_name_of_another_library_is_accepted():
 
 def test_own_options_stay_as_they_are_and_the_last_of_two_counts():
     words = "--seed 1 --lora --runs_dir=--odd --tokenizer= --batch_size 4 --seed 2 --xyzzy 3 --help".split()
-    assert to_own_words(words) == (
-        "--seed 2 --lora --runs_dir=--odd --tokenizer= --batch_size 4 --xyzzy 3 --help".split(),
-        [],
-    )
+    assert to_own_words(words) == (words, [])
+    own = "--seed 2 --lora --runs_dir=--odd --tokenizer= --batch_size 4 --xyzzy 3 --help --learning_rate 1".split()
+    assert to_own_words([*words, "--lr", "1"])[0] == own
     with pytest.raises(UserError, match="--lr 1 and --learning_rate 2 both set --learning_rate: leave one of them out"):
         to_own_words("--lr 1 --learning_rate 2".split())
     assert to_own_words("--lr 1 --learning_rate 1".split())[0] == ["--learning_rate", "1"]

@@ -72,10 +72,9 @@ def parse_settings(args: list[str] | None = None, **defaults) -> Settings:
         meant = {
             name: show(getattr(settings, name)) for each in DEPENDENT if each in named for name in DEPENDENT[each].means
         }
-        sys.argv[1:] = [
-            *without_options(words, {*DEPENDENT, *meant}),
-            *(w for each in meant.items() for w in as_words(*each)),
-        ]
+        if meant or words is not args:
+            own = (word for each in meant.items() for word in as_words(*each))
+            sys.argv[1:] = [*without_options(words, {*DEPENDENT, *meant}), *own]
     if read_as:
         settings = _with_notice(settings, f"Read {', '.join(read_as)}")
     check_values(settings)

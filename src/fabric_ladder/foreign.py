@@ -77,10 +77,11 @@ def to_own_words(words: list[str]) -> tuple[list[str], list[str]]:
             setting to two values.
     """
     own: dict[str, tuple[str | None, str]] = {}  # for each setting its value, and the option that gave it
-    lines = []
+    lines, changed = [], False
     for name, text in split_words(words):
         written = shown(name, text)
         setting, value = _translate(name, text)
+        changed = changed or (setting, value) != (name, text)
         if (setting != name or value != text) and name.replace("-", "_") != LAUNCHERS_OPTION:
             lines.append(f"{written} as {shown(setting, value) if setting else 'nothing to change'}")
         if not setting:
@@ -89,6 +90,8 @@ def to_own_words(words: list[str]) -> tuple[list[str], list[str]]:
         if before != value and not written.split()[0] == by.split()[0] == f"--{setting}":  # of its own name the last
             raise UserError(f"{by} and {written} both set --{setting}: leave one of them out")
         own[setting] = value, written
+    if not changed:
+        return words, []
     return [word for name, (value, _) in own.items() for word in as_words(name, value)], lines
 
 
