@@ -93,7 +93,7 @@ def parse_settings(args: list[str] | None = None, **defaults) -> Settings:
         settings = _with_notice(settings, "Running on one device. Use --devices N or torchrun for several.")
     show_errors(settings)
     if settings.check_only:
-        for line in check_start(settings):
+        for line in (*settings.notices, *check_start(settings)):
             print(line)
         raise Checked(settings)
     prepare_process(settings)

@@ -118,9 +118,8 @@ def check_data(settings: DataSettings) -> list[str]:
         load_tokenizer(name, _revision(settings))
     if (path is None) if images else source.key[0] == "hub":
         find_commit(settings)
-    local = path and path.is_dir() if images else source.key[0] in ("files", "synthetic")
-    if not local or settings.stream_buffer:
-        return []
+    if settings.stream_buffer or not (path if images else source.key[0] in ("files", "synthetic")):
+        return [f"{settings.dataset} is read by a run only, which then prints its rows, columns and classes"]
     with refused("cannot keep the data in a temporary folder"), TemporaryDirectory() as scratch, quiet():
         if images:
             *_, data = read_image_splits(settings, path, [], Path(scratch))

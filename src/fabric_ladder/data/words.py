@@ -6,7 +6,6 @@ In tables with one word per row, a column such as `Sentence #` (Kaggle) or blank
 import csv
 import gzip
 import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fabric_ladder.data.cache import map_batches, save_tokens, write_batches
 from fabric_ladder.data.instructions import FEATURES
-from fabric_ladder.data.rows import note_bad_samples, read_parts, reading, shown
+from fabric_ladder.data.rows import SENTENCE, note_bad_samples, read_parts, reading, shown
 from fabric_ladder.data.sources import REVIEWS, SEPARATORS, Source, read_format
 from fabric_ladder.data.splits import IGNORED
 from fabric_ladder.data.summary import ReadData
@@ -29,8 +28,6 @@ from fabric_ladder.data.tokens import NO_TOKEN, tokenize, train_tokenizer
 from fabric_ladder.data.word_labels import WordLabels, word_list
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
-
-SENTENCE = re.compile(r"sent(ence)?s?[ _.-]*(#|ids?|idx|no|nr|num|number|index)?", re.IGNORECASE)  # a column
 
 
 def tokenize_words(
