@@ -1,5 +1,6 @@
 """Model classes for each task, and checks of a model's config."""
 
+import math
 import sys
 from pathlib import Path
 
@@ -78,14 +79,18 @@ def check_model(settings: Settings) -> None:
             f"{settings.model}: num_key_value_heads {shared} does not divide num_attention_heads {heads}; correct one "
             "of them"
         )
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions and config.model_type in AS_ROBERTA:
-        positions -= (config.pad_token_id or 0) + 1
-    if positions and settings.max_length > positions:
+    if (positions := most_tokens(settings)) < settings.max_length:
         raise UserError(
             f"--max_length {settings.max_length} is beyond the {positions} positions of {settings.model}: "
             f"use --max_length {positions}"
         )
+
+
+def most_tokens(settings: Settings) -> float:
+    """Return the number of tokens that a text model has positions for; infinite for images and relative positions."""
+    config = load_config(settings.model, settings.model_revision).get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or math.inf
+    return positions - (config.pad_token_id or 0) - 1 if config.model_type in AS_ROBERTA else positions
 
 
 def silence_loading() -> None:
