@@ -463,7 +463,7 @@ def test_cuda_starts_with_expandable_segments_unless_the_user_sets_others(variab
      ("--precision 16-true", r"epsilon of --optimizer adam is 0 in float16"),
      ("--precision 16-mixed", r"--precision 16-mixed needs a CUDA GPU; use .*bf16-mix"),
      ("--accelerator cuda", r"--accelerator cuda: PyTorch finds no CUDA GPU here; use --accelerator cpu"),
-     ("--load nowhere", r"--load nowhere is no sharded checkpoint; a consolidated model is given as --model"),
+     ("--load nowhere", r"--load nowhere is no sharded checkpoint; load a consolidated model by --model FOLDER"),
      ("--resume nowhere", r"--resume nowhere: the folder does not exist"),
      ("--devices 2", r"runs on one; for more: src/9_ddp\.py"),
      ("--micro_batch_size 32", r"--micro_batch_size 32 is above --batch_size 1: .*"),

@@ -46,8 +46,9 @@ def check_values(settings: Settings) -> None:
         kind = {"cuda": "CUDA GPU", "mps": "Apple GPU"}[settings.accelerator]
         raise UserError(f"--accelerator {settings.accelerator}: PyTorch finds no {kind} here; use --accelerator cpu")
     if settings.load and not (Path(settings.load) / strategy_traits(settings).checkpoint_file).is_file():
+        folder = next((path.parent for path in sorted(Path(settings.load).glob("**/config.json"))), "FOLDER")
         raise UserError(
-            f"--load {settings.load} is no sharded checkpoint; a consolidated model is given as --model {settings.load}"
+            f"--load {settings.load} is no sharded checkpoint; load a consolidated model by --model {folder}"
         )
     if settings.resume not in ("no", "auto") and not Path(settings.resume).is_dir():
         raise UserError(

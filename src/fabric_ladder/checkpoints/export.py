@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from fabric_ladder.checkpoints.disk import let_others_read
 from fabric_ladder.checkpoints.save import OPTIMIZER
 from fabric_ladder.checkpoints.sharded import read_index, read_tensors
 from fabric_ladder.data.hub import reachable
@@ -165,6 +166,7 @@ def new_folder(output: Path) -> Iterator[Path]:
     try:
         unfinished.mkdir(parents=True)
         yield unfinished
+        let_others_read(unfinished)
         unfinished.rename(output)
     except (OSError, SafetensorError) as error:
         raise UserError(

@@ -99,6 +99,8 @@ def prepare(settings: DataSettings, imdb: Source) -> TextDatasets | ImageDataset
     if instructed:
         template = "chat" if facts["chat"] else settings.prompt_template or "alpaca"
         tokenizer.init_kwargs |= {"prompt_template": template, "answer_ends": facts["answer_ends"]}  # saved with it
+    else:
+        tokenizer.model_max_length = settings.max_length  # saved too: users of the model cut texts as the training did
     names, notices, summary = (facts[name] for name in ("class_names", "notices", "summary"))
     found = TextDatasets(splits, names, tokenizer, facts["fingerprint"], notices, commit, summary=summary)
     return _with_stream(found, settings, source, facts) if settings.stream_buffer else found

@@ -19,7 +19,7 @@ TEXT = """Trained by `{name}` of Fabric Ladder from {base}, on {dataset}: {train
 ```yaml
 {details}```
 """
-LOADING = 'from transformers import pipeline\n\nmodel = pipeline("{task}", "{title}")'
+LOADING = 'from transformers import pipeline\n\nmodel = pipeline("{task}", "{title}"{options})'
 
 
 def write_card(folder: Path, run: Path, title: str) -> None:
@@ -39,7 +39,7 @@ def write_card(folder: Path, run: Path, title: str) -> None:
     if (run / "run.json").is_file():
         with refused(f"cannot describe the run in {run}"):
             text = _describe_run(read_outside(run / "run.json"), facts)
-    loading = LOADING.format(task=task, title=title)
+    loading = LOADING.format(task=task, title=title, options=", truncation=True" * (task == "text-classification"))
     card = f"---\n{facts.to_yaml()}\n---\n\n# {title}\n\n{text}\n```python\n{loading}\n```\n"
     card += _describe_prompts(folder) if task == "text-generation" else ""
     ModelCard(card).save(folder / "README.md")
