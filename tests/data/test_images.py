@@ -31,7 +31,7 @@ from support.helpers import SRC, finished, run_script, settings_for
 from fabric_ladder import build_dataloaders
 from fabric_ladder.data import images
 from fabric_ladder.data.cutting import MicroBatchPlan
-from fabric_ladder.data.images import _decode, read_image_format
+from fabric_ladder.data.images import decode, read_image_format
 from fabric_ladder.data.loaders import ImageCollator
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
@@ -55,7 +55,7 @@ def decoded(image, side=64, **options):
     """Save an image as a file and return the pixels that the cache stores for it."""
     file = io.BytesIO()
     image.save(file, **{"format": "PNG"} | options)
-    return _decode(file.getvalue(), side, Image.Resampling.BILINEAR, 65535, [])
+    return decode(file.getvalue(), side, Image.Resampling.BILINEAR, 65535, [])
 
 
 GREY = np.arange(256, dtype=np.uint8).reshape(16, 16)
@@ -191,7 +191,7 @@ def test_a_second_call_decodes_nothing_and_writes_nothing(tmp_path, load, monkey
     first = load(dataset)
     before = files_of(tmp_path / "cache")
     assert not [name for name in before if "unfinished" in name.name]
-    monkeypatch.delattr(images, "_decode")
+    monkeypatch.delattr(images, "decode")
     second = load(dataset)
     for values in ({"image_size": 24, "resize_to": 32}, {"random_flip": True}):
         other = load(dataset, **values)  # the images are not decoded again, but the data are different

@@ -194,14 +194,14 @@ def _encoded(image: dict) -> bytes:
 
 def _try_decode(data: bytes, **options) -> np.ndarray | Exception:
     try:
-        return _decode(data, **options)
+        return decode(data, **options)
     except PIL.UnidentifiedImageError:
         return ValueError(content_problem(data[:40]) or "not an image in a known format" if data else "an empty file")
     except Exception as error:  # Pillow's readers raise many types of errors
         return error
 
 
-def _decode(data: bytes, side: int, resample: Image.Resampling, white: int, levels: list) -> np.ndarray:
+def decode(data: bytes, side: int, resample: Image.Resampling, white: int, levels: list) -> np.ndarray:
     """Return bytes (height, width, 3), upright and on white; larger images are resized to a square of `side` pixels.
 
     Images of more than 8 bits add their brightest level to `levels`, grey ones as `("I", level)` and coloured ones as

@@ -6,7 +6,7 @@ In tables with one word per row, a column such as `Sentence #` (Kaggle) or blank
 import csv
 import gzip
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -85,18 +85,24 @@ def label_tokens(
     Returns:
         `input_ids`, `labels` (-100 for all other tokens), `length` and `items` (labelled words).
     """
-    options = {"truncation": True, "max_length": max_length, "return_offsets_mapping": True}
-    encoded = tokenize(tokenizer, list(map(" ".join, texts)), **options)
     columns = {name: [] for name in FEATURES}
-    rows = zip(encoded["input_ids"], encoded["offset_mapping"], texts, labels, strict=True)
-    for ids, offsets, words, values in rows:
-        tokens, found = _first_tokens(np.array(offsets).reshape(-1, 2), np.array(list(map(len, words))))
+    for (ids, tokens, found), values in zip(place_words(tokenizer, texts, max_length), labels, strict=True):
         row = np.full(len(ids), IGNORED, np.int32)
         row[tokens] = np.array(values)[found]
         items = np.count_nonzero(row != IGNORED)
         for name, value in zip(FEATURES, (np.asarray(ids, np.int32), row, len(ids), items), strict=True):
             columns[name].append(value)
     return columns
+
+
+def place_words(
+    tokenizer: PreTrainedTokenizerBase, texts: list[list[str]], max_length: int
+) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
+    """Yield the tokens of each text, given as words; the first token of each word that has one, and these words."""
+    options = {"truncation": True, "max_length": max_length, "return_offsets_mapping": True}
+    encoded = tokenize(tokenizer, list(map(" ".join, texts)), **options)
+    for ids, offsets, words in zip(encoded["input_ids"], encoded["offset_mapping"], texts, strict=True):
+        yield ids, *_first_tokens(np.array(offsets).reshape(-1, 2), np.array(list(map(len, words))))
 
 
 def _first_tokens(offsets: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
