@@ -186,7 +186,8 @@ def _weights(inner: nn.Module, adapter: bool) -> dict[str, Tensor]:
 
 
 def _trained(inner: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter for name, parameter in inner.named_parameters() if parameter.requires_grad}
+    tensors = inner.state_dict(keep_vars=True)  # a head may have buffers too
+    return {name: tensor for name, tensor in tensors.items() if _is_adapter_weight(name, tensor)}
 
 
 def _is_adapter_weight(name: str, tensor: Tensor) -> bool:

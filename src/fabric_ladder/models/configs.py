@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import transformers
@@ -28,27 +29,38 @@ AS_ROBERTA = """camembert data2vec-text esm ibert layoutlmv3 lilt longformer luk
     roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod""".split()
 
 
-def load_weights(model_class: type, name: str, new_head: bool = False, **options) -> PreTrainedModel:
+def load_weights(model_class: type, name: str, heads: Callable | None = None, **options) -> PreTrainedModel:
     """Load a pretrained model. transformers would draw weights that its files lack, without an error.
+
+    The attribute `new_parts` lists the modules outside the head that the files lack. `new_head` is whether they lack
+    any weight of the head.
 
     Args:
         model_class: Its `from_pretrained` is called.
         name: A folder or a name on the Hub.
-        new_head: Whether the files may lack the head, and a pooler before it. Then only weights below the
-            `base_model_prefix` of the class are checked.
+        heads: Returns the names of the model's heads, which the files may lack or have in another size. The files may
+            also lack a pooler before them. None: nothing may be missing.
         **options: For `from_pretrained`.
 
     Raises:
-        UserError: The files lack weights.
+        UserError: The files lack weights, or have weights of another size.
     """
-    model, found = model_class.from_pretrained(name, output_loading_info=True, **options)
-    body = f"{model.base_model_prefix}."
-    missing = [key for key in found["missing_keys"] if not new_head or (key.startswith(body) and "pooler" not in key)]
-    if missing:
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, found = model_class.from_pretrained(name, **options)
+    head = tuple(f"{part}." for part in heads(model)) if heads else ()
+    missing = [key for key in found["missing_keys"] if not key.startswith(head)]
+    mismatched = [sizes for sizes in found["mismatched_keys"] if not sizes[0].startswith(head)]
+    if mismatched:
+        key, stored, own = min(mismatched)
+        raise UserError(f"{name} stores {key} with the sizes {[*stored]}, but its config.json makes it {[*own]}")
+    lacking = [key for key in missing if not heads or "pooler" not in key]
+    if lacking:
         raise UserError(
-            f"{name} lacks {len(missing)} weights of a {type(model).__name__}, e.g. {min(missing)}: the files are "
+            f"{name} lacks {len(lacking)} weights of a {type(model).__name__}, e.g. {min(lacking)}: the files are "
             "incomplete, or of another kind of model"
         )
+    model.new_parts = sorted({key.rpartition(".")[0] for key in missing})
+    model.new_head = len(found["missing_keys"]) > len(missing) or bool(found["mismatched_keys"])
     return model
 
 

@@ -48,6 +48,11 @@ def head_names(model: nn.Module) -> list[str]:
     return [name for name, child in heads if any(True for _ in child.parameters())]
 
 
+def batch_norms(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that normalize over the micro-batch in training."""
+    return [module for module in model.modules() if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d)]
+
+
 def linear_layers(model: nn.Module) -> list[str]:
     """Return the names of all linear layers of the pretrained body, without the layer that computes the logits."""
     output, heads = model.get_output_embeddings(), head_names(model)

@@ -100,7 +100,8 @@ class Run:
         self.memory_history.folder = self.record.on_rank_zero(lambda: self.folder)
         self._imbalance = data.imbalance
         self._prediction = prediction
-        lines = [*data.summary, *data.notices, *data.imbalance, parameters_line(described)]
+        notices = getattr(model, "notices", ())
+        lines = [*data.summary, *data.notices, *data.imbalance, *notices, parameters_line(described)]
         if prediction:
             lines.append(prediction.line(self.settings, hardware))
         for line in lines:

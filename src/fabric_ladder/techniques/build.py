@@ -13,7 +13,8 @@ from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.errors import UserError, refused
 from fabric_ladder.models.configs import MODELS, load_config, load_weights, silence_loading
 from fabric_ladder.models.dtypes import keep_dtype
-from fabric_ladder.models.layers import keep_blocks
+from fabric_ladder.models.heads import follow_names
+from fabric_ladder.models.layers import batch_norms, head_names, keep_blocks
 from fabric_ladder.models.optimizer import optimizer_class, weight_decay
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques import used
@@ -42,15 +43,28 @@ def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets, bloc
     config.return_dict = True
     if blocks:
         keep_blocks(config, blocks)
+    sparse = getattr(config, "attention_type", None) == "block_sparse"  # BigBird
+    if sparse:
+        config.attention_type = "original_full"
+    pretrained_names = [*config.id2label.values()]
     if settings.task != "instruction-tuning":
         config.id2label = dict(enumerate(datasets.class_names))  # and with it `num_labels`
         config.problem_type = settings.problem_type  # a config may have another one
         config.label2id = {name: index for index, name in config.id2label.items()}
-    if isinstance(datasets, ImageDatasets):
-        config.image_size = datasets.format.size
-    else:
+    if isinstance(datasets, TextDatasets):
         _fit_text(config, settings.model, datasets.tokenizer)
+    elif settings.from_scratch:
+        config.image_size = datasets.format.size
     model = _draw_or_load(settings, config)
+    model.notices = notices = []
+    if sparse:
+        notices.append("Attention is full, not block-sparse: the model would switch for good at the first short text")
+    if new_parts := getattr(model, "new_parts", None):
+        notices.append(f"{settings.model} lacks {', '.join(new_parts)}: random weights, trained like the head")
+    if not getattr(model, "new_head", True) and datasets.class_names:
+        notices += filter(None, [follow_names(model, pretrained_names, datasets.class_names)])
+    if isinstance(datasets, ImageDatasets):
+        _check_size(model, settings.model, datasets.format.size)
     if isinstance(datasets, TextDatasets):
         model.config.pad_token_id = datasets.tokenizer.pad_token_id
     for module in model.modules():
@@ -58,7 +72,11 @@ def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets, bloc
             keep_dtype(module, only_buffers=True)
     for technique in used(settings):
         model = technique.change_model(model, settings)
-    return model.train()
+    model.train()
+    several = settings.ranks > 1 or settings.micro_batch_size != settings.batch_size
+    if several and any(module.training for module in batch_norms(model)):
+        notices.append("This model normalizes over the micro-batch: results depend on --micro_batch_size")
+    return model
 
 
 def build_optimizer(settings: Settings, model: nn.Module) -> Optimizer:
@@ -114,8 +132,17 @@ def _draw_or_load(settings: Settings, config: PretrainedConfig) -> nn.Module:
         return type(model).from_pretrained(None, config=config, state_dict=model.state_dict(), **loading)
     silence_loading()
     with reachable(settings.model, "weights", settings.model_revision) as local:
-        loading |= local | {"config": config, "ignore_mismatched_sizes": True}
-        return load_weights(model_class, settings.model, settings.task != "instruction-tuning", **loading)
+        heads = None if settings.task == "instruction-tuning" else head_names
+        return load_weights(model_class, settings.model, heads, config=config, **loading | local)
+
+
+def _check_size(model: nn.Module, name: str, size: int) -> None:
+    """Refuse images of another size than the model's own, unless it interpolates its positions by itself."""
+    own = getattr(model.config, "image_size", None)
+    if own not in (None, size):
+        pixels = torch.zeros(1, 3, size, size, device=model.device, dtype=model.dtype)
+        with torch.no_grad(), refused(f"{name} takes images of {own} pixels, not {size}: use --image_size {own}"):
+            model.eval()(pixel_values=pixels)
 
 
 def _fit_text(config: PretrainedConfig, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
