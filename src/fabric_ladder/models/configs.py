@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    PretrainedConfig,
     PreTrainedModel,
 )
 
@@ -25,6 +26,11 @@ MODELS = {
 # architectures whose position numbers start after the number of the padding token
 AS_ROBERTA = """camembert data2vec-text esm ibert layoutlmv3 lilt longformer luke markuplm mpnet roberta
     roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod""".split()
+
+
+def part_config(config: PretrainedConfig, task: str) -> PretrainedConfig:
+    """Return the config of the part of the model that the task trains: of its text or image part, if it has parts."""
+    return getattr(config, "vision_config", config) if task == "image-classification" else config.get_text_config()
 
 
 def load_weights(model_class: type, name: str, new_head: bool = False, **options) -> PreTrainedModel:
@@ -72,6 +78,7 @@ def check_model(settings: Settings) -> None:
                 "start --from_scratch true"
             )
         return
+    config = part_config(config, settings.task)
     heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(shared, int) and (shared < 1 or heads % shared):
         raise UserError(

@@ -48,13 +48,31 @@ def head_names(model: nn.Module) -> list[str]:
     return [name for name, child in heads if any(True for _ in child.parameters())]
 
 
+def text_part(model: nn.Module) -> str:
+    """Return the prefix of the names in the part that reads texts; empty if the model has no parts for other inputs."""
+    text = model.config.get_text_config()
+    if text is model.config or model.config.is_encoder_decoder:
+        return ""
+    parts = (name for name, module in model.named_modules() if type(getattr(module, "config", None)) is type(text))
+    return f"{part}." if (part := next(parts, "")) else ""
+
+
 def linear_layers(model: nn.Module) -> list[str]:
-    """Return the names of all linear layers of the pretrained body, without the layer that computes the logits."""
-    output, heads = model.get_output_embeddings(), head_names(model)
+    """Return the names of the linear layers of the pretrained body.
+
+    Layers that compute the logits, that belong to images or sounds, or that choose experts are left out. A fused kernel
+    reads the weights of Mamba's last layer itself.
+    """
+    output, heads, part = model.get_output_embeddings(), head_names(model), text_part(model)
+    outputs = [module.out_proj for module in model.modules() if hasattr(module, "ssm_state_size")]
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not output and name.split(".")[0] not in heads
+        if isinstance(module, nn.Linear | Conv1D)
+        and module not in (output, *outputs)
+        and name.split(".")[0] not in heads
+        and name.startswith(part)
+        and "router" not in name
     ]
 
 

@@ -11,9 +11,9 @@ from fabric_ladder.data.hub import reachable
 from fabric_ladder.data.splits import ImageDatasets, TextDatasets
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.errors import UserError, refused
-from fabric_ladder.models.configs import MODELS, load_config, load_weights, silence_loading
-from fabric_ladder.models.dtypes import keep_dtype
-from fabric_ladder.models.layers import keep_blocks
+from fabric_ladder.models.configs import MODELS, load_config, load_weights, part_config, silence_loading
+from fabric_ladder.models.dtypes import FREQUENCIES, keep_dtype
+from fabric_ladder.models.layers import head_names, keep_blocks, text_part
 from fabric_ladder.models.optimizer import optimizer_class, weight_decay
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques import used
@@ -41,7 +41,7 @@ def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets, bloc
     config = load_config(settings.model, settings.model_revision)
     config.return_dict = True
     if blocks:
-        keep_blocks(config, blocks)
+        keep_blocks(part_config(config, settings.task), blocks)
     if settings.task != "instruction-tuning":
         config.id2label = dict(enumerate(datasets.class_names))  # and with it `num_labels`
         config.problem_type = settings.problem_type  # a config may have another one
@@ -49,13 +49,17 @@ def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets, bloc
     if isinstance(datasets, ImageDatasets):
         config.image_size = datasets.format.size
     else:
-        _fit_text(config, settings.model, datasets.tokenizer)
+        _fit_text(part_config(config, settings.task), settings.model, datasets.tokenizer)
     model = _draw_or_load(settings, config)
     if isinstance(datasets, TextDatasets):
-        model.config.pad_token_id = datasets.tokenizer.pad_token_id
+        model.config.get_text_config().pad_token_id = datasets.tokenizer.pad_token_id
     for module in model.modules():
-        if module._non_persistent_buffers_set:  # such as rotary frequencies, which 16 bits would detune
+        if any(name.endswith(FREQUENCIES) for name in module._buffers):
             keep_dtype(module, only_buffers=True)
+    if part := text_part(model):  # other parts, such as a vision tower, get no gradient
+        for name, parameter in model.named_parameters():
+            if not name.startswith((part, *head_names(model))):
+                parameter.requires_grad_(False)
     for technique in used(settings):
         model = technique.change_model(model, settings)
     return model.train()
@@ -119,7 +123,7 @@ def _draw_or_load(settings: Settings, config: PretrainedConfig) -> nn.Module:
 
 
 def _fit_text(config: PretrainedConfig, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    if len(tokenizer) > config.vocab_size:
+    if len(tokenizer) > getattr(config, "vocab_size", len(tokenizer)):
         raise UserError(
             f"the tokenizer has {len(tokenizer):,} entries, {name} only {config.vocab_size:,}: "
             "choose the model's own --tokenizer"

@@ -244,6 +244,13 @@ class SelectiveCheckpointing(Technique):
     next_rung = NextRung(
         "7_grad_checkpointing", "recomputes matrix multiplications too", replaces=("selective_checkpointing",)
     )
+    explained_errors = (
+        (
+            "cached during selective activation checkpoint has been mutated",
+            "--selective_checkpointing true: the blocks of this model change kept results in place; use "
+            "src/7_grad_checkpointing.py",
+        ),
+    )
 
     def on_cuda(self, settings: Settings) -> dict[str, str]:
         """Return the compiler, which calls `_policy` once; otherwise Python calls it for each operation."""

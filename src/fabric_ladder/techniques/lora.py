@@ -75,13 +75,15 @@ def add_adapters(model: nn.Module, settings: Settings) -> nn.Module:
     from fabric_ladder.techniques.adapter_inputs import keep_16_bit_inputs
 
     heads = head_names(model) if settings.task != "instruction-tuning" else []
+    targets, names = _targets(model, settings.lora_targets), {name for name, _ in model.named_modules()}
+    others = names.difference(linear_layers(model))
     config = LoraConfig(
         task_type=TASK_TYPES.get(settings.task),
         r=settings.lora_rank,
         lora_alpha=settings.lora_alpha,
         lora_dropout=settings.lora_dropout,
-        target_modules=_targets(model, settings.lora_targets),
-        exclude_modules=rf"(.*\.)?({'|'.join(heads)})(\..*)?" if heads else None,
+        target_modules=targets,
+        exclude_modules=sorted(name for name in others if any(_matches(target, [name]) for target in targets)) or None,
         modules_to_save=heads or None,
         use_dora=settings.dora,
         use_rslora=settings.rslora,

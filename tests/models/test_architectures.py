@@ -1,0 +1,95 @@
+"""Architectures with parts, experts and buffers of their own: each trains, or is refused in one line."""
+
+
+import pytest
+import torch
+from lightning import Fabric
+from support.helpers import VOCABULARY, Tokenizer, settings_for, token_datasets
+from support.training import losses, run_training
+from transformers import AutoConfig
+
+from fabric_ladder import UserError, build_model
+from fabric_ladder.data.splits import TextDatasets
+from fabric_ladder.models.configs import check_model
+from fabric_ladder.models.layers import linear_layers, meta_model
+from fabric_ladder.techniques.advice import explain
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+TEXT = SIZES | {"num_key_value_heads": 1, "head_dim": 8, "vocab_size": VOCABULARY, "max_position_embeddings": 32}
+IMAGE = SIZES | {"num_hidden_layers": 1, "image_size": 16, "patch_size": 8}
+CONFIGS = {
+    "gemma3": {"text_config": TEXT | {"sliding_window": 8}, "vision_config": IMAGE, "mm_tokens_per_image": 4},
+    "llama4": {
+        "text_config": TEXT | {"num_local_experts": 4, "intermediate_size_mlp": 32, "attention_chunk_size": 16},
+        "vision_config": IMAGE | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
+    },
+    "gemma4": {
+        "text_config": TEXT
+        | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY, "global_head_dim": 8}
+        | {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0},
+        "vision_config": IMAGE | {"num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8},
+        "audio_config": None,
+    },
+    "mamba": {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4},
+    "openai-gpt": {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32},
+    "deberta": SIZES | {"vocab_size": VOCABULARY, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
+}
+LANGUAGE = {"task": "instruction-tuning", "from_scratch": True, "max_length": 32, "micro_batch_size": 8}
+
+
+def settings_of(tmp_path, kind, **values):
+    AutoConfig.for_model(kind, pad_token_id=0, **CONFIGS[kind]).to_json_file(tmp_path / "model.json")
+    return settings_for(tmp_path, model=str(tmp_path / "model.json"), **({"from_scratch": True} | values))
+
+
+def built(settings, classes=2):
+    torch.manual_seed(0)
+    return build_model(settings, TextDatasets(None, [str(label) for label in range(classes)], Tokenizer(), ""))
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "llama4"])
+def test_a_model_with_an_image_part_trains_its_text_part(tmp_path, kind):
+    model = built(settings_of(tmp_path, kind, **LANGUAGE), classes=0)
+    plain = type(model)(model.config)
+    plain.load_state_dict(model.state_dict())
+    ids = torch.randint(1, VOCABULARY, (2, 9))
+    logits = plain(input_ids=ids).logits[:, :-1].flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
+    predicting = torch.arange(18).view(2, 9)[:, :-1].flatten()
+    loss = model(input_ids=ids, labels=ids, predicting=predicting).loss
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    assert all(weight.grad is not None for weight in model.parameters() if weight.requires_grad)
+
+
+def test_the_positions_of_a_text_part_bound_the_texts(tmp_path):
+    with pytest.raises(UserError, match="--max_length 33 is beyond the 32 positions"):
+        check_model(settings_of(tmp_path, "gemma3", max_length=33))
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "llama4", "mamba"])
+def test_adapters_stay_out_of_image_parts_routers_and_fused_kernels(tmp_path, kind):
+    settings = settings_of(tmp_path, kind, lora=True, lora_targets="all-linear", **LANGUAGE)
+    adapted = [name for name, module in built(settings, 0).named_modules() if hasattr(module, "lora_A")]
+    assert [name.removeprefix("base_model.model.") for name in adapted] == linear_layers(meta_model(settings))
+    assert not [name for name in adapted if "vision" in name or "router" in name or name.endswith("out_proj")]
+    run, _ = run_training(tmp_path, built(settings, 0), token_datasets(per_token=True), **LANGUAGE, lora=True)
+    assert losses(run)
+
+
+def test_a_mask_in_a_buffer_becomes_16_bits_and_rotary_frequencies_stay_in_32(tmp_path):
+    for kind, kept in (("openai-gpt", []), ("gemma3", ["inv_freq"])):
+        settings = settings_of(tmp_path, kind, precision="bf16-true")
+        model = Fabric(accelerator="cpu", devices=1, precision="bf16-true").setup(built(settings))
+        assert model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.isfinite().all()
+        wide = {name.split("_", 2)[-1] for name, buffer in model.named_buffers() if buffer.dtype == torch.float32}
+        assert all(name.endswith("inv_freq") for name in wide), wide
+        assert bool(wide) == bool(kept)
+
+
+def test_blocks_that_change_kept_results_are_refused_with_selective_checkpointing(tmp_path):
+    options = {"activation_checkpointing": True, "selective_checkpointing": True}
+    settings = settings_of(tmp_path, "deberta", **options)
+    with pytest.raises(RuntimeError) as caught:
+        run_training(tmp_path, built(settings), **options)
+    assert "use src/7_grad_checkpointing.py" in explain(caught.value, settings)
