@@ -1,6 +1,5 @@
 """Architectures with parts, experts and buffers of their own: each trains, or is refused in one line."""
 
-
 import pytest
 import torch
 from lightning import Fabric
@@ -11,8 +10,10 @@ from transformers import AutoConfig
 from fabric_ladder import UserError, build_model
 from fabric_ladder.data.splits import TextDatasets
 from fabric_ladder.models.configs import check_model
-from fabric_ladder.models.layers import linear_layers, meta_model
+from fabric_ladder.models.layers import check_images, linear_layers, meta_model
+from fabric_ladder.planning.predict import blank_datasets
 from fabric_ladder.techniques.advice import explain
+from fabric_ladder.techniques.checkpointing import ActivationCheckpointing
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 TEXT = SIZES | {"num_key_value_heads": 1, "head_dim": 8, "vocab_size": VOCABULARY, "max_position_embeddings": 32}
@@ -93,3 +94,45 @@ def test_blocks_that_change_kept_results_are_refused_with_selective_checkpointin
     with pytest.raises(RuntimeError) as caught:
         run_training(tmp_path, built(settings), **options)
     assert "use src/7_grad_checkpointing.py" in explain(caught.value, settings)
+
+
+IMAGES = {
+    "deit": IMAGE,
+    "hiera": {"image_size": [32, 32], "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "patch_size": [7, 7]}
+    | {"patch_stride": [4, 4], "patch_padding": [3, 3], "masked_unit_size": [4, 4], "query_stride": [2, 2]}
+    | {"num_query_pool": 1},
+    "clip": {"vision_config": IMAGE, "text_config": TEXT, "projection_dim": 8},
+    "convnext": {"image_size": 32, "hidden_sizes": [8, 8], "depths": [1, 1], "num_stages": 2},
+    "siglip2": {"vision_config": SIZES | {"num_patches": 16, "patch_size": 8}, "text_config": TEXT},
+    "imagegpt": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": 65},
+}
+
+
+def image_settings(tmp_path, kind, size, **values):
+    AutoConfig.for_model(kind, **IMAGES[kind]).to_json_file(tmp_path / "model.json")
+    options = {"task": "image-classification", "image_size": size, "model": str(tmp_path / "model.json")}
+    return settings_for(tmp_path, **options, **values)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("deit", 16), ("hiera", 32), ("hiera", 64), ("clip", 16), ("clip", 32)])
+def test_images_of_any_size_train_from_scratch(tmp_path, kind, size):
+    settings = image_settings(tmp_path, kind, size, from_scratch=True, activation_checkpointing=True)
+    check_images(settings)
+    ActivationCheckpointing().check(settings, None)
+    model = build_model(settings, blank_datasets(3, size))
+    loss = model(pixel_values=torch.randn(2, 3, size, size), labels=torch.tensor([0, 2])).loss
+    loss.backward()
+    assert loss.isfinite()
+
+
+def test_a_convolutional_model_takes_images_of_another_size_than_its_own(tmp_path):
+    check_images(image_settings(tmp_path, "convnext", 48))
+    for kind in ("deit", "clip"):
+        with pytest.raises(UserError, match="takes images of 16 pixels, not 48: use --image_size 16"):
+            check_images(image_settings(tmp_path, kind, 48))
+
+
+@pytest.mark.parametrize("kind", ["siglip2", "imagegpt"])
+def test_a_model_of_images_that_takes_other_inputs_than_pixels_is_refused(tmp_path, kind):
+    with pytest.raises(UserError, match=rf"\({kind}\) takes other inputs than pixels: choose another --model"):
+        check_images(image_settings(tmp_path, kind, 32, from_scratch=True))

@@ -1,6 +1,7 @@
 """Model classes for each task, and checks of a model's config."""
 
 import sys
+from inspect import signature
 from pathlib import Path
 
 import transformers
@@ -26,6 +27,22 @@ MODELS = {
 # architectures whose position numbers start after the number of the padding token
 AS_ROBERTA = """camembert data2vec-text esm ibert layoutlmv3 lilt longformer luke markuplm mpnet roberta
     roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod""".split()
+
+
+def class_for(config: PretrainedConfig, task: str) -> type[PreTrainedModel]:
+    """Return the class for a task. DeiT, LeViT and Perceiver have several; those that take no labels cannot train."""
+    classes = MODELS[task]._model_mapping[type(config)]
+    if not isinstance(classes, tuple):
+        return classes
+    able = [each for each in classes if "labels" in signature(each.forward).parameters]
+    return next((each for each in able if each.__name__ in (config.architectures or ())), able[0])
+
+
+def fit_images(config: PretrainedConfig, size: int) -> None:
+    """Give the config of random weights the size of the images."""
+    part = part_config(config, "image-classification")
+    pair = type(part.image_size) if isinstance(getattr(part, "image_size", None), list | tuple) else None
+    part.image_size = pair((size, size)) if pair else size
 
 
 def part_config(config: PretrainedConfig, task: str) -> PretrainedConfig:
@@ -61,8 +78,8 @@ def check_model(settings: Settings) -> None:
     """Refuse, before any work, a model that cannot become a run.
 
     Raises:
-        UserError: The model cannot be found, does not fit the task, `max_length` or `image_size`, or is a config file
-            without `from_scratch`.
+        UserError: The model cannot be found, does not fit the task or `max_length`, or is a config file without
+            `from_scratch`.
     """
     config = load_config(settings.model, settings.model_revision)
     if Path(settings.model).is_file() and not settings.from_scratch:
@@ -71,12 +88,6 @@ def check_model(settings: Settings) -> None:
     if type(config) not in classes:
         raise UserError(f"{settings.model} ({config.model_type}) has no form for --task {settings.task}")
     if settings.task == "image-classification":
-        size = getattr(config, "image_size", None)
-        if size and settings.image_size and size != settings.image_size and not settings.from_scratch:
-            raise UserError(
-                f"--image_size {settings.image_size}: {settings.model} was trained on {size} pixels; leave it out, or "
-                "start --from_scratch true"
-            )
         return
     config = part_config(config, settings.task)
     heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))

@@ -8,8 +8,9 @@ from transformers import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
+from fabric_ladder.data.images import read_image_format, side
 from fabric_ladder.errors import refused
-from fabric_ladder.models.configs import MODELS, load_config
+from fabric_ladder.models.configs import MODELS, class_for, fit_images, load_config, part_config
 from fabric_ladder.settings import Settings
 
 FEWEST_BLOCKS = 3  # the first, the last, and a block between two others
@@ -30,11 +31,35 @@ def meta_model(settings: Settings, config: PretrainedConfig | None = None) -> nn
     """
     global _latest
     config = config or load_config(settings.model, settings.model_revision)
+    config.architectures = [class_for(config, settings.task).__name__]
     key = settings.task, config.to_dict()
     if _latest is None or _latest[0] != key:
         with refused(f"no model can be made of {settings.model}"), torch.device("meta"):
             _latest = key, MODELS[settings.task].from_config(config)
     return _latest[1]
+
+
+def check_images(settings: Settings) -> None:
+    """Refuse a model whose forward pass does not take images of the run's size.
+
+    Raises:
+        UserError: In one line, with the size that the model takes.
+    """
+    size = read_image_format(settings)[0].size
+    config = load_config(settings.model, settings.model_revision)
+    own = side(getattr(part_config(config, settings.task), "image_size", None))
+    problem = f"{settings.model} ({config.model_type}) takes other inputs than pixels: choose another --model"
+    if settings.from_scratch:
+        fit_images(config, size)
+    elif own not in (None, size):
+        problem = f"{settings.model} takes images of {own} pixels, not {size}: use --image_size {own}"
+    model = meta_model(settings, config)
+    with refused(problem), torch.no_grad():
+        try:
+            model(pixel_values=torch.zeros(2, 3, size, size, device="meta"))
+        except RuntimeError as error:
+            if "meta tensors" not in str(error):  # Perceiver reads values
+                raise
 
 
 def head_names(model: nn.Module) -> list[str]:

@@ -11,7 +11,15 @@ from fabric_ladder.data.hub import reachable
 from fabric_ladder.data.splits import ImageDatasets, TextDatasets
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.errors import UserError, refused
-from fabric_ladder.models.configs import MODELS, load_config, load_weights, part_config, silence_loading
+from fabric_ladder.models.configs import (
+    MODELS,
+    class_for,
+    fit_images,
+    load_config,
+    load_weights,
+    part_config,
+    silence_loading,
+)
 from fabric_ladder.models.dtypes import FREQUENCIES, keep_dtype
 from fabric_ladder.models.layers import head_names, keep_blocks, text_part
 from fabric_ladder.models.optimizer import optimizer_class, weight_decay
@@ -40,6 +48,7 @@ def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets, bloc
     """
     config = load_config(settings.model, settings.model_revision)
     config.return_dict = True
+    config.architectures = [class_for(config, settings.task).__name__]
     if blocks:
         keep_blocks(part_config(config, settings.task), blocks)
     if settings.task != "instruction-tuning":
@@ -47,7 +56,8 @@ def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets, bloc
         config.problem_type = settings.problem_type  # a config may have another one
         config.label2id = {name: index for index, name in config.id2label.items()}
     if isinstance(datasets, ImageDatasets):
-        config.image_size = datasets.format.size
+        if settings.from_scratch:
+            fit_images(config, datasets.format.size)
     else:
         _fit_text(part_config(config, settings.task), settings.model, datasets.tokenizer)
     model = _draw_or_load(settings, config)
