@@ -1,9 +1,11 @@
 """Architectures with parts, experts and buffers of their own: each trains, or is refused in one line."""
 
+import argparse
+
 import pytest
 import torch
 from lightning import Fabric
-from support.helpers import VOCABULARY, Tokenizer, settings_for, token_datasets
+from support.helpers import SRC, VOCABULARY, Tokenizer, settings_for, token_datasets
 from support.training import losses, run_training
 from transformers import AutoConfig
 
@@ -11,9 +13,12 @@ from fabric_ladder import UserError, build_model
 from fabric_ladder.data.splits import TextDatasets
 from fabric_ladder.models.configs import check_model
 from fabric_ladder.models.layers import check_images, linear_layers, meta_model
+from fabric_ladder.planning.plan import find_answer
 from fabric_ladder.planning.predict import blank_datasets
 from fabric_ladder.techniques.advice import explain
 from fabric_ladder.techniques.checkpointing import ActivationCheckpointing
+from fabric_ladder.techniques.chunked_loss import ChunkedLoss
+from fabric_ladder.techniques.lora import LoRA
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 TEXT = SIZES | {"num_key_value_heads": 1, "head_dim": 8, "vocab_size": VOCABULARY, "max_position_embeddings": 32}
@@ -136,3 +141,25 @@ def test_a_convolutional_model_takes_images_of_another_size_than_its_own(tmp_pat
 def test_a_model_of_images_that_takes_other_inputs_than_pixels_is_refused(tmp_path, kind):
     with pytest.raises(UserError, match=rf"\({kind}\) takes other inputs than pixels: choose another --model"):
         check_images(image_settings(tmp_path, kind, 32, from_scratch=True))
+
+
+def test_experts_and_a_loss_without_effect_are_named(tmp_path):
+    """Experts are stacked weights, which adapters and 4 bits leave as they are."""
+    moe = TEXT | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+    CONFIGS["qwen3_moe"] = moe | {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    settings = settings_of(tmp_path, "qwen3_moe", lora=True, precision="bf16-true", **LANGUAGE)
+    model = meta_model(settings)
+    experts = sum(weight.numel() for name, weight in model.named_parameters() if ".experts." in name)
+    share = experts / sum(weight.numel() for weight in model.parameters())
+    line = f"{share:.0%} of the weights are experts, which get no adapters and stay in 16 bits"
+    assert LoRA().notice(settings) == line
+    assert ChunkedLoss().notice(settings) == "router_aux_loss_coef 0.5 of the model's config has no effect here"
+    options = ["--task", "instruction-tuning", "--model", settings.model, "--from_scratch", "true"]
+    arguments = argparse.Namespace(
+        gpu="A100 40GB", devices=None, gpu_memory=None, host_memory=None, rungs=[SRC / "13_lora.py"], length=32, full=False, json=None,
+        page=None,
+    )  # fmt: skip
+    notes = find_answer(arguments, [*options, "--max_length", "32"], lambda _: None).notes
+    assert [note for note in notes if "are experts, which get no adapters" in note]
+    dense = settings_of(tmp_path, "gemma3", lora=True, **LANGUAGE)
+    assert LoRA().notice(dense) is ChunkedLoss().notice(dense) is None

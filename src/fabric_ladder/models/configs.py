@@ -90,7 +90,7 @@ def check_model(settings: Settings) -> None:
     if settings.task == "image-classification":
         return
     config = part_config(config, settings.task)
-    heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    heads, shared = map(config.to_dict().get, ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(shared, int) and (shared < 1 or heads % shared):
         raise UserError(
             f"{settings.model}: num_key_value_heads {shared} does not divide num_attention_heads {heads}; correct one "

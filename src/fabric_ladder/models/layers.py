@@ -101,6 +101,13 @@ def linear_layers(model: nn.Module) -> list[str]:
     ]
 
 
+def expert_share(model: nn.Module) -> float:
+    """Return the share of the weights that belong to stacked experts, which are not linear layers."""
+    experts = [module for module in model.modules() if "Expert" in type(module).__name__]
+    weights = {id(each): each.numel() for module in experts for each in module.parameters(recurse=False)}
+    return sum(weights.values()) / sum(each.numel() for each in model.parameters())
+
+
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks that transformers marks for activation checkpointing, without blocks inside other blocks."""
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
