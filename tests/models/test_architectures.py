@@ -139,7 +139,7 @@ def test_a_convolutional_model_takes_images_of_another_size_than_its_own(tmp_pat
 
 @pytest.mark.parametrize("kind", ["siglip2", "imagegpt"])
 def test_a_model_of_images_that_takes_other_inputs_than_pixels_is_refused(tmp_path, kind):
-    with pytest.raises(UserError, match=rf"\({kind}\) takes other inputs than pixels: choose another --model"):
+    with pytest.raises(UserError, match=rf"\({kind}\) takes no images of 32 pixels: choose another --model or size"):
         check_images(image_settings(tmp_path, kind, 32, from_scratch=True))
 
 
@@ -155,10 +155,8 @@ def test_experts_and_a_loss_without_effect_are_named(tmp_path):
     assert LoRA().notice(settings) == line
     assert ChunkedLoss().notice(settings) == "router_aux_loss_coef 0.5 of the model's config has no effect here"
     options = ["--task", "instruction-tuning", "--model", settings.model, "--from_scratch", "true"]
-    arguments = argparse.Namespace(
-        gpu="A100 40GB", devices=None, gpu_memory=None, host_memory=None, rungs=[SRC / "13_lora.py"], length=32, full=False, json=None,
-        page=None,
-    )  # fmt: skip
+    unset = dict.fromkeys("devices gpu_memory host_memory full json page".split())
+    arguments = argparse.Namespace(gpu="A100 40GB", rungs=[SRC / "13_lora.py"], length=32, **unset)
     notes = find_answer(arguments, [*options, "--max_length", "32"], lambda _: None).notes
     assert [note for note in notes if "are experts, which get no adapters" in note]
     dense = settings_of(tmp_path, "gemma3", lora=True, **LANGUAGE)

@@ -48,7 +48,7 @@ def check_images(settings: Settings) -> None:
     size = read_image_format(settings)[0].size
     config = load_config(settings.model, settings.model_revision)
     own = side(getattr(part_config(config, settings.task), "image_size", None))
-    problem = f"{settings.model} ({config.model_type}) takes other inputs than pixels: choose another --model"
+    problem = f"{settings.model} ({config.model_type}) takes no images of {size} pixels: choose another --model or size"
     if settings.from_scratch:
         fit_images(config, size)
     elif own not in (None, size):
