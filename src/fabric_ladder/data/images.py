@@ -61,15 +61,16 @@ def read_image_format(settings: DataSettings) -> tuple[ImageFormat, list[str]]:
         UserError: The model cannot be loaded, does not read colours, or does not fit the sizes in the settings.
     """
     config, processor, notices = _read_configs(settings.model, settings.model_revision)
+    config = getattr(config, "vision_config", config)
     if getattr(config, "num_channels", 3) != 3:
         raise UserError(f"{settings.model} reads {config.num_channels} channels, images have 3: choose another")
     shown = processor.get("crop_size") if processor.get("do_center_crop") else None
     whole = processor.get("size") if processor.get("do_resize", True) else None
-    sizes = [_side(size) for size in (settings.image_size, shown, whole, getattr(config, "image_size", None))]
+    sizes = [side(size) for size in (settings.image_size, shown, whole, getattr(config, "image_size", None))]
     size = next((size for size in sizes if size is not None), None)
     if size is None:
         raise UserError(f"the config of {settings.model} lacks the size of images: set --image_size")
-    patch = _side(getattr(config, "patch_size", None)) or 16
+    patch = side(getattr(config, "patch_size", None)) or 16
     if size < patch:
         raise UserError(f"--image_size {size} is smaller than a patch of {settings.model}, {patch}: raise it")
     resize_to = size if settings.resize_to is None else settings.resize_to
@@ -103,7 +104,7 @@ def _read_configs(model: str, revision: str | None) -> tuple[PretrainedConfig, d
     return config, processor, []
 
 
-def _side(size: int | dict | list | None) -> int | None:
+def side(size: int | dict | list | None) -> int | None:
     """Return the pixels of a side, in any form that configs use."""
     if isinstance(size, dict):
         return size.get("height") or size.get("shortest_edge")

@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 
 import transformers
@@ -11,6 +12,7 @@ from transformers import (
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    PretrainedConfig,
     PreTrainedModel,
 )
 
@@ -27,6 +29,27 @@ MODELS = {
 # architectures whose position numbers start after the number of the padding token
 AS_ROBERTA = """camembert data2vec-text esm ibert layoutlmv3 lilt longformer luke markuplm mpnet roberta
     roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod""".split()
+
+
+def class_for(config: PretrainedConfig, task: str) -> type[PreTrainedModel]:
+    """Return the class for a task. DeiT, LeViT and Perceiver have several; those that take no labels cannot train."""
+    classes = MODELS[task]._model_mapping[type(config)]
+    if not isinstance(classes, tuple):
+        return classes
+    able = [each for each in classes if "labels" in signature(each.forward).parameters]
+    return next((each for each in able if each.__name__ in (config.architectures or ())), able[0])
+
+
+def fit_images(config: PretrainedConfig, size: int) -> None:
+    """Give the config of random weights the size of the images."""
+    part = part_config(config, "image-classification")
+    pair = type(part.image_size) if isinstance(getattr(part, "image_size", None), list | tuple) else None
+    part.image_size = pair((size, size)) if pair else size
+
+
+def part_config(config: PretrainedConfig, task: str) -> PretrainedConfig:
+    """Return the config of the part of the model that the task trains: of its text or image part, if it has parts."""
+    return getattr(config, "vision_config", config) if task == "image-classification" else config.get_text_config()
 
 
 def load_weights(model_class: type, name: str, heads: Callable | None = None, **options) -> PreTrainedModel:
@@ -68,8 +91,8 @@ def check_model(settings: Settings) -> None:
     """Refuse, before any work, a model that cannot become a run.
 
     Raises:
-        UserError: The model cannot be found, does not fit the task, `max_length` or `image_size`, or is a config file
-            without `from_scratch`.
+        UserError: The model cannot be found, does not fit the task or `max_length`, or is a config file without
+            `from_scratch`.
     """
     config = load_config(settings.model, settings.model_revision)
     if Path(settings.model).is_file() and not settings.from_scratch:
@@ -78,14 +101,9 @@ def check_model(settings: Settings) -> None:
     if type(config) not in classes:
         raise UserError(f"{settings.model} ({config.model_type}) has no form for --task {settings.task}")
     if settings.task == "image-classification":
-        size = getattr(config, "image_size", None)
-        if size and settings.image_size and size != settings.image_size and not settings.from_scratch:
-            raise UserError(
-                f"--image_size {settings.image_size}: {settings.model} was trained on {size} pixels; leave it out, or "
-                "start --from_scratch true"
-            )
         return
-    heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    config = part_config(config, settings.task)
+    heads, shared = map(config.to_dict().get, ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(shared, int) and (shared < 1 or heads % shared):
         raise UserError(
             f"{settings.model}: num_key_value_heads {shared} does not divide num_attention_heads {heads}; correct one "

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.dtypes import half_precision, keep_dtype
-from fabric_ladder.models.layers import batch_norms, head_names, linear_layers, meta_model
+from fabric_ladder.models.layers import batch_norms, expert_share, head_names, linear_layers, meta_model
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.lora_init import CHANGES_BASE, check_init, same_draws
 from fabric_ladder.techniques.memory import Counts
@@ -78,13 +78,15 @@ def add_adapters(model: nn.Module, settings: Settings) -> nn.Module:
 
     heads = head_names(model) if settings.task != "instruction-tuning" else []
     heads += getattr(model, "new_parts", [])
+    targets, names = _targets(model, settings.lora_targets), {name for name, _ in model.named_modules()}
+    others = names.difference(linear_layers(model))
     config = LoraConfig(
         task_type=TASK_TYPES.get(settings.task),
         r=settings.lora_rank,
         lora_alpha=settings.lora_alpha,
         lora_dropout=settings.lora_dropout,
-        target_modules=_targets(model, settings.lora_targets),
-        exclude_modules=rf"(.*\.)?({'|'.join(heads)})(\..*)?" if heads else None,
+        target_modules=targets,
+        exclude_modules=sorted(name for name in others if any(_matches(target, [name]) for target in targets)) or None,
         modules_to_save=heads or None,
         use_dora=settings.dora,
         use_rslora=settings.rslora,
@@ -198,6 +200,13 @@ class LoRA(Technique):
     def packages(self, settings: Settings) -> tuple[str, ...]:
         """Return PEFT."""
         return ("peft",)
+
+    def notice(self, settings: Settings) -> str | None:
+        """Return a line about experts, which neither PEFT nor bitsandbytes takes for linear layers."""
+        share = expert_share(meta_model(settings))
+        bits = {"64-true": 64, "bf16-true": 16, "16-true": 16}.get(settings.precision, 32)
+        line = f"{share:.0%} of the weights are experts, which get no adapters and stay in {bits} bits"
+        return line if share else None
 
     def loading_options(self, settings: Settings, config: PretrainedConfig) -> dict:
         """Read the weights of a language model in 16 bits, if these are the run's precision."""

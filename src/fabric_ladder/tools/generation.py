@@ -166,7 +166,7 @@ class Generator:
     def _checked(self, ids: list[int]) -> list[int]:
         if not ids:
             raise UserError("the prompt is empty; write an instruction")
-        positions = getattr(self.model.config, "max_position_embeddings", None)
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         new = self._config.max_new_tokens
         if positions and len(ids) + new > positions:
             raise UserError(
