@@ -13,6 +13,7 @@ from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import compute_capability
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.configs import check_model
+from fabric_ladder.models.probe import check_probed
 from fabric_ladder.runs.folder import check_writable
 from fabric_ladder.runs.loggers import check_logger
 from fabric_ladder.runs.memory_history import check_snapshot
@@ -79,6 +80,7 @@ def check(settings: Settings) -> None:
     check_logger(settings)
     check_snapshot(settings)
     check_model(settings)
+    check_probed(settings)
     check_together(settings)
     for technique in TECHNIQUES:
         technique.check(settings, capability)
