@@ -9,6 +9,7 @@ from transformers import (
     BigBirdConfig,
     BloomConfig,
     ConvBertConfig,
+    FalconConfig,
     FNetConfig,
     Gemma3TextConfig,
     GPT2Config,
@@ -17,13 +18,15 @@ from transformers import (
     ModernBertConfig,
     NystromformerConfig,
     Phi3Config,
+    RecurrentGemmaConfig,
     RoFormerConfig,
     XLNetConfig,
     YosoConfig,
 )
 
 from fabric_ladder import UserError
-from fabric_ladder.models.probe import TOLERANCE, check_probed, padding_notice, probe
+from fabric_ladder.models.configs import check_model
+from fabric_ladder.models.probe import TOLERANCE, _measure, answers_alone, check_probed, padding_notice, probe
 
 CLASSIFICATION, INSTRUCTIONS = "text-classification", "instruction-tuning"
 ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [9.0] * 48}
@@ -41,7 +44,6 @@ def longrope():
         (BertConfig(), True),
         (BertConfig(is_decoder=True), False),
         (RoFormerConfig(), True),
-        (RoFormerConfig(is_decoder=True), True),  # transformers#48745
         (XLNetConfig(), True),
         (Gemma3TextConfig(use_bidirectional_attention=True, **GEMMA), True),
         (Gemma3TextConfig(**GEMMA), False),
@@ -113,7 +115,7 @@ def test_a_head_that_reads_the_padding_is_refused(tmp_path):
 def test_a_probe_leaves_random_numbers_and_the_config_as_they_are():
     config, before = YosoConfig(), torch.get_rng_state()
     values = config.to_dict()
-    probe.__globals__["_probe"].cache_clear()
+    _measure.cache_clear()
     with torch.device("meta"):
         assert probe(config, CLASSIFICATION, 64).padding > TOLERANCE
     assert before.equal(torch.get_rng_state())
@@ -122,3 +124,26 @@ def test_a_probe_leaves_random_numbers_and_the_config_as_they_are():
 
 def test_a_model_without_a_copy_is_not_judged():
     assert probe(BertConfig(hidden_act="unknown"), CLASSIFICATION, 512) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "longest", "alone"),
+    [
+        (LlamaConfig(), 512, False),
+        (BloomConfig(), 512, False),
+        (GPT2Config(), 512, False),
+        (BartConfig(is_decoder=True, is_encoder_decoder=False), 512, True),  # positions are counted with the padding
+        (RecurrentGemmaConfig(num_hidden_layers=3), 512, True),
+        (longrope(), 1024, True),
+        (longrope(), 512, False),
+    ],
+)
+def test_prompts_that_left_padding_changes_are_answered_alone(config, longest, alone):
+    assert answers_alone(config, longest) == alone
+
+
+def test_falcon_with_alibi_has_no_eager_attention(tmp_path):
+    FalconConfig(alibi=True).to_json_file(tmp_path / "falcon.json", use_diff=False)
+    settings = settings_for(tmp_path, model=str(tmp_path / "falcon.json"), from_scratch=True, attention="eager")
+    with pytest.raises(UserError, match="--attention eager: transformers adds ALiBi twice"):
+        check_model(settings)

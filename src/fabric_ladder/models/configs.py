@@ -72,6 +72,8 @@ def check_model(settings: Settings) -> None:
                 "start --from_scratch true"
             )
         return
+    if settings.attention == "eager" and config.model_type == "falcon" and config.alibi:
+        raise UserError(f"--attention eager: transformers adds ALiBi twice in {settings.model}; use --attention fused")
     heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(shared, int) and (shared < 1 or heads % shared):
         raise UserError(

@@ -6,6 +6,7 @@ sharded or in 4 bits, and a check of the settings needs none of them.
 
 import json
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -85,7 +86,14 @@ def facts_of(settings: Settings) -> Facts | None:
 
 def probe(config: PretrainedConfig, task: str, longest: int) -> Facts | None:
     """Return the facts about models with this config, which stays as it is, for texts of up to `longest` tokens."""
-    return _probe(type(config), json.dumps(config.to_dict(), default=str), task, longest)
+    return _measure(_facts, type(config), json.dumps(config.to_dict(), default=str), task, longest)
+
+
+def answers_alone(config: PretrainedConfig, longest: int) -> bool:
+    """Return whether padding on the left may change a prompt's answer; `longest` tokens with the answer."""
+    values = json.dumps(config.to_dict(), default=str)
+    change = _measure(_left_padding, type(config), values, "instruction-tuning", longest)
+    return change is None or not change <= TOLERANCE
 
 
 def small_copy(config: PretrainedConfig, task: str, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -154,7 +162,8 @@ def _cut_lengths(config: PretrainedConfig, longest: int) -> None:
 
 
 @lru_cache(maxsize=8)
-def _probe(kind: type[PretrainedConfig], values: str, task: str, longest: int) -> Facts | None:
+def _measure(measure: Callable, kind: type[PretrainedConfig], values: str, task: str, longest: int):
+    """Return what `measure` finds in a small copy; None: no copy can be made or run."""
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     config = kind.from_dict(json.loads(values))
@@ -164,7 +173,7 @@ def _probe(kind: type[PretrainedConfig], values: str, task: str, longest: int) -
         with unset_fake_temporarily(), torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(0)
             _cut_lengths(config, longest)
-            return _facts(small_copy(config, task))
+            return measure(small_copy(config, task))
     except Exception:  # a model may have any needs of its own
         return None
     finally:
@@ -200,6 +209,20 @@ def _facts(model: nn.Module) -> Facts:
     pooled = "mean" if torch.allclose(read, read[:, :1].expand_as(read)) else None
     pooled = {(0,): "first", (SHORT - 1,): "last"}.get(tuple(places), pooled)
     return Facts(False, padding, bool(beside[0, SHORT:].any()), pooled)
+
+
+def _left_padding(model: nn.Module) -> float:
+    """Return the largest change of the logits of two generated tokens by padding on the left."""
+    texts = torch.randint(4, VOCABULARY, (2, LONG - 2))
+    visible = torch.ones_like(texts)
+    visible[0, :-SHORT] = 0
+    options = {"max_new_tokens": 2, "use_cache": True, "output_logits": True, "return_dict_in_generate": True}
+    batch, alone = (
+        model.generate(input_ids=ids, attention_mask=mask, do_sample=False, pad_token_id=0, **options).logits
+        for ids, mask in ((texts * visible, visible), (texts[:1, -SHORT:], visible[1:, :SHORT]))
+    )
+    changes = [(one[0] - other[0]).abs().max() / other.abs().max() for one, other in zip(batch, alone, strict=False)]
+    return max(changes).item()
 
 
 def _pads(settings: Settings) -> bool:
