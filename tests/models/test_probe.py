@@ -8,6 +8,7 @@ from transformers import (
     BertConfig,
     BigBirdConfig,
     BloomConfig,
+    CanineConfig,
     ConvBertConfig,
     FalconConfig,
     FNetConfig,
@@ -86,6 +87,7 @@ def test_the_token_that_a_head_reads(config, pooled):
         (YosoConfig(), 64, True),
         (ConvBertConfig(), 64, True),
         (NystromformerConfig(), 512, True),
+        (CanineConfig(), 64, True),
         (BigBirdConfig(), 1024, True),
         (BigBirdConfig(), 512, False),  # full attention
         (longrope(), 1024, True),

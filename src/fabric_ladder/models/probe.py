@@ -21,7 +21,7 @@ from fabric_ladder.errors import UserError
 from fabric_ladder.models.configs import MODELS
 from fabric_ladder.settings import Settings
 
-SHORT, LONG = 12, 40  # tokens of the probed text, and of the longest text in its batch
+SHORT, LONG = 11, 40  # tokens of the probed text (CANINE reads four together), and of the longest text in its batch
 VOCABULARY = 64
 MOST_WEIGHTS = 5e7  # of a copy; a larger one would take seconds
 TOLERANCE = 1e-4  # relative difference that rounding in 32 bits explains
@@ -171,7 +171,7 @@ def _measure(measure: Callable, kind: type[PretrainedConfig], values: str, task:
         config = inner
     try:  # the caller may be making a model without values, or in another dtype
         with unset_fake_temporarily(), torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)  # only the CPU's, which alone is restored
             _cut_lengths(config, longest)
             return measure(small_copy(config, task))
     except Exception:  # a model may have any needs of its own
