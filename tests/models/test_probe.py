@@ -14,6 +14,7 @@ from transformers import (
     FNetConfig,
     Gemma3TextConfig,
     GPT2Config,
+    GPTNeoXConfig,
     LlamaConfig,
     MambaConfig,
     ModernBertConfig,
@@ -71,6 +72,7 @@ def test_a_language_model_that_sees_later_tokens_is_refused(tmp_path, config, se
         (Gemma3TextConfig(use_bidirectional_attention=True, **GEMMA), "last"),
         (LlamaConfig(), "last"),
         (GPT2Config(), "last"),
+        (GPTNeoXConfig(eos_token_id=0), "last"),  # the number of the copy's padding
         (ModernBertConfig(), "first"),
         (ModernBertConfig(classifier_pooling="mean"), "mean"),
         (XLNetConfig(summary_type="attn"), None),

@@ -186,7 +186,7 @@ def _facts(model: nn.Module) -> Facts:
     model.base_model.register_forward_hook(lambda _, __, output: hidden.append(output[0]))
     end = getattr(model.config, "eos_token_id", None)
     texts = torch.randint(4, VOCABULARY, (2, LONG))
-    texts[:, -1] = texts[0, SHORT - 1] = end if isinstance(end, int) and end < VOCABULARY else 5
+    texts[:, -1] = texts[0, SHORT - 1] = end if isinstance(end, int) and 0 < end < VOCABULARY else 5  # 0 pads
     visible = torch.ones_like(texts)
     visible[0, SHORT:] = 0
     padded = model(input_ids=texts * visible, attention_mask=visible).logits  # first: BigBird stays in full attention
