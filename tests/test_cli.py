@@ -204,7 +204,8 @@ def test_the_printed_config_gives_the_same_settings(tmp_path, capsys, name):
 def test_a_model_on_the_command_line_is_pretrained_even_if_the_file_has_from_scratch(
     config, monkeypatch, words, from_scratch
 ):
-    monkeypatch.setattr("fabric_ladder.cli.check", lambda *_: None)  # the check would load the model
+    for name in ("check", "padding_notice"):  # they would load the model
+        monkeypatch.setattr(f"fabric_ladder.cli.{name}", lambda *_: None)
     own = config("model: some.json\nfrom_scratch: true\nlearning_rate: 1e-3\nmax_length: 64")
     model, *options = words.split()
     settings = parse_settings([*own, "--model", model, *options])

@@ -14,6 +14,7 @@ from fabric_ladder.environment import compute_capability
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.configs import check_model
 from fabric_ladder.models.layers import check_images
+from fabric_ladder.models.probe import check_probed
 from fabric_ladder.runs.folder import check_writable
 from fabric_ladder.runs.loggers import check_logger
 from fabric_ladder.runs.memory_history import check_snapshot
@@ -83,6 +84,7 @@ def check(settings: Settings) -> None:
     check_model(settings)
     if settings.task == "image-classification":
         check_images(settings)
+    check_probed(settings)
     check_together(settings)
     for technique in TECHNIQUES:
         technique.check(settings, capability)

@@ -17,6 +17,7 @@ from fabric_ladder.environment import compute_capability, fit_precision, keep_fr
 from fabric_ladder.errors import Checked
 from fabric_ladder.foreign import DEPENDENT, as_words, read_dependent, to_own_words
 from fabric_ladder.models.configs import load_config, most_tokens
+from fabric_ladder.models.probe import padding_notice
 from fabric_ladder.options import (
     as_yaml,
     check_bounds,
@@ -87,6 +88,7 @@ def parse_settings(args: list[str] | None = None, **defaults) -> Settings:
     if settings.accelerator == "cpu":
         keep_freed_memory()
     check(settings)
+    settings = _with_notice(settings, padding_notice(settings))
     for technique in used(settings):
         settings = _with_notice(settings, technique.notice(settings))
     if settings.strategy != "single" and settings.ranks == 1:

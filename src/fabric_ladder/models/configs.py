@@ -102,6 +102,8 @@ def check_model(settings: Settings) -> None:
         raise UserError(f"{settings.model} ({config.model_type}) has no form for --task {settings.task}")
     if settings.task == "image-classification":
         return
+    if settings.attention == "eager" and config.model_type == "falcon" and config.alibi:
+        raise UserError(f"--attention eager: transformers adds ALiBi twice in {settings.model}; use --attention fused")
     config = part_config(config, settings.task)
     heads, shared = map(config.to_dict().get, ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(shared, int) and (shared < 1 or heads % shared):
