@@ -115,7 +115,7 @@ def _read_settings(given: dict[str, object], script: Mapping[str, object]) -> tu
     if "config" in given:
         path = find_config(given["config"])
     from_file = read_config(path) if path else {}
-    pretrained = quickstart and not given.get("from_scratch", given.get("model", ".json").endswith(".json"))
+    pretrained = quickstart and not given.get("from_scratch") and not given.get("model", ".json").endswith(".json")
     if pretrained:  # the quickstart's other values suit random weights
         from_file = {name: from_file[name] for name in ("dataset", "log_every")}
     name = (dict(script) | from_file | given).get("deepspeed") if "deepspeed" in script else None

@@ -28,6 +28,7 @@ from transformers import (
 
 from fabric_ladder import UserError, build_model
 from fabric_ladder.checkpoints.export import find_result, load_result, write_plain
+from fabric_ladder.checks import check
 from fabric_ladder.planning.predict import blank_datasets
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
@@ -129,7 +130,7 @@ def test_dinov2_keeps_its_positions_for_smaller_images(tmp_path, way):
 def test_images_of_a_size_that_the_model_does_not_take_are_refused(tmp_path):
     folder = save_image_model(ViTConfig(**VIT, image_size=48), tmp_path / "vit")
     with pytest.raises(UserError, match=r"vit takes images of 48 pixels, not 32: use --image_size 48 \(Input image"):
-        build_model(settings_for(tmp_path, model=str(folder), **IMAGES), blank_datasets(2, 32))
+        check(settings_for(tmp_path, model=str(folder), **IMAGES | {"image_size": 32}))
 
 
 def test_weights_of_the_body_of_another_size_are_refused(tmp_path):

@@ -119,9 +119,12 @@ def check_model(settings: Settings) -> None:
 
 
 def most_tokens(settings: Settings) -> float:
-    """Return the number of tokens that a text model has positions for; infinite for images and relative positions."""
+    """Return the number of tokens that a model has positions for; infinite for images and relative positions."""
+    if settings.task == "image-classification":
+        return math.inf
     config = load_config(settings.model, settings.model_revision).get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or math.inf
+    positions = positions if positions > 0 else math.inf  # XLNet has -1
     return positions - (config.pad_token_id or 0) - 1 if config.model_type in AS_ROBERTA else positions
 
 
