@@ -1,4 +1,4 @@
-"""Find the rungs that fit a GPU, the largest micro-batch of each, and the fastest rung."""
+"""Find the rungs that fit a GPU, the largest micro-batch of each, and the best rung."""
 
 import gc
 import os
@@ -14,7 +14,7 @@ import torch
 
 from fabric_ladder.environment import emulates
 from fabric_ladder.models.layers import meta_model
-from fabric_ladder.planning.candidates import Candidate, accuracy_costs, relative_speed
+from fabric_ladder.planning.candidates import Candidate
 from fabric_ladder.planning.gpus import ANY, Gpu
 from fabric_ladder.planning.overhead import ANY_GPU, Bounds
 from fabric_ladder.planning.predict import blank_datasets, largest_batches
@@ -89,7 +89,6 @@ class Plan(NamedTuple):
         host: Needed bytes of CPU memory on the machine.
         shared: On a Mac, the least, the expected and the most bytes that CPU and GPU need together; else None.
         fits: Whether GPU memory and CPU memory are large enough.
-        speed: Result of `relative_speed`.
         emulated: Whether the GPU would emulate bfloat16.
         command: Command line of the run.
     """
@@ -105,24 +104,8 @@ class Plan(NamedTuple):
     host: int
     shared: tuple[int, int, int] | None
     fits: bool
-    speed: float
     emulated: bool
     command: str
-
-    @property
-    def costs(self) -> list[str]:
-        """Measured costs in accuracy of the techniques in use, in words."""
-        return accuracy_costs(self.candidate.settings)
-
-    @property
-    def trains(self) -> str:
-        """The weights that the run trains, in words."""
-        return trained(self.candidate)
-
-
-def trained(candidate: Candidate) -> str:
-    """Return the weights that a candidate trains, in words."""
-    return "all weights" if trains_all(candidate.settings) else "some of the weights"
 
 
 def make_plans(
@@ -137,8 +120,8 @@ def make_plans(
         candidates: Rungs with options.
         samples: The samples to plan for.
         machine: The machine to plan for.
-        every: Rehearse every candidate. Otherwise only candidates that `recommend` may choose: the fastest by the
-            formulas come first, and the search ends when no other candidate can be better.
+        every: Rehearse every candidate. Otherwise only candidates that `recommend` may choose: the search ends when no
+            other candidate has as good a rank.
         report: Called with the names of the candidates whose rehearsal starts.
 
     Returns:
@@ -147,7 +130,7 @@ def make_plans(
     processes = min(os.cpu_count() or 1, len({rehearsal_key(each.settings) for each in candidates}))
     forks = processes > 1 and "fork" in get_all_start_methods() and not torch.cuda.is_available()
     pool = ProcessPoolExecutor(processes, get_context("fork"), _enter_fork) if forks else ThreadPoolExecutor(1)
-    search = _Search(candidates, samples, machine, every)
+    search = _Search(candidates, machine, every)
     running: set[Future] = set()
     with pool:
         while running or search.others:
@@ -166,13 +149,10 @@ def make_plans(
 class _Search:
     """Chooses the candidates to rehearse.
 
-    A candidate is promising while no plan that fits is better than the candidate can be with its largest micro-batch.
-    Wanted are the best plan by `_rank` for each kind of training, which `recommend` chooses, and the fastest plan of
-    all weights, which the report names.
+    A candidate is promising while no plan of its kind of training fits with a better rank.
 
     Args:
         candidates: Rungs with options.
-        samples: The samples to plan for.
         machine: The machine to plan for.
         every: Choose all candidates. So does a search in which no candidate can fit, to say what would be needed.
 
@@ -181,14 +161,13 @@ class _Search:
         found: The plans so far.
     """
 
-    def __init__(self, candidates: list[Candidate], samples: Samples, machine: Machine, every: bool):
+    def __init__(self, candidates: list[Candidate], machine: Machine, every: bool):
         capability, memory = machine.gpu.capability, machine.room
         able = [each for each in candidates if not emulates(each.settings.precision, capability)]
         able = [each for each in able if not every and _least_bytes(each.settings) < memory]
         self.every = not able
         self.found: list[Plan] = []
         self.others = able or sorted(candidates, key=lambda each: not relevant(each.settings)["sharded"])  # FSDP: slow
-        self.speeds = {each.name: _highest_speed(each, samples, machine) for each in able}
 
     def start(self) -> list[Candidate]:
         """Return the candidates to rehearse next, which share a rehearsal; empty: nothing promising is left."""
@@ -199,14 +178,9 @@ class _Search:
         return chosen
 
     def _most_promising(self) -> Candidate | None:
-        fitting = [plan for plan in self.found if plan.fits]
-        for rank, kind in ((_rank, "all weights"), (_rank, "some of the weights"), (_by_speed, "all weights")):
-            best = min((rank(plan.candidate, plan.speed) for plan in fitting if plan.trains == kind), default=None)
-            ranked = {each: rank(each, self.speeds[each.name]) for each in self.others if trained(each) == kind}
-            first = min(ranked, key=ranked.get, default=None)
-            if first and (best is None or ranked[first] < best):
-                return first
-        return None
+        best = {kind: plan.candidate.rank for kind, plan in recommend(self.found).items()}
+        promising = [each for each in self.others if each.trains not in best or each.rank <= best[each.trains]]
+        return min(promising, key=lambda each: each.rank, default=None)
 
 
 def _least_bytes(settings: Settings) -> int:
@@ -221,31 +195,16 @@ def _least_bytes(settings: Settings) -> int:
     return weights * (width + gradients + kept)
 
 
-def _rank(candidate: Candidate, speed: float) -> tuple[float, ...]:
-    """Return the rank of a candidate: fewest known costs in accuracy, then the highest speed."""
-    return len(accuracy_costs(candidate.settings)), -speed
-
-
-def _by_speed(_: Candidate, speed: float) -> tuple[float, ...]:
-    return (-speed,)
-
-
-def _highest_speed(candidate: Candidate, samples: Samples, machine: Machine) -> float:
-    settings = _cut(candidate.settings, candidate.micro_batches[-1])
-    micro_batches, _ = largest_batches(settings, *samples.sizes)
-    return relative_speed(settings, micro_batches[0].padded, machine.gpu)
-
-
 def recommend(plans: list[Plan]) -> dict[str, Plan]:
     """Return the best plan that fits for training all weights, and the best for training some of them.
 
-    The best plan has the fewest known costs in accuracy. Among equals the fastest plan wins, then the lower rung, which
-    changes less. Plans with emulated bfloat16 are never recommended.
+    The best plan has the best rank of its candidate. Among equals the plan that needs the least memory wins, then the
+    lower rung, which changes less. Plans with emulated bfloat16 are never recommended.
     """
     best: dict[str, Plan] = {}
-    for plan in sorted(plans, key=lambda plan: (plan.trains, _rank(plan.candidate, plan.speed))):
+    for plan in sorted(plans, key=lambda plan: (plan.candidate.trains, plan.candidate.rank, plan.needed)):
         if plan.fits and not plan.emulated:
-            best.setdefault(plan.trains, plan)
+            best.setdefault(plan.candidate.trains, plan)
     return best
 
 
@@ -266,14 +225,11 @@ def _make_plan(candidate: Candidate, rehearsal: Rehearsal, samples: Samples, mac
     settings = candidate.settings
     overhead = machine.overhead.on(settings.ranks)
     peaks: dict[int | None, Peak] = {}
-    tokens: dict[int | None, int] = {}
 
     def most(size: int | None) -> int:
         if size not in peaks:
             cut = _cut(settings, size)
-            batches = largest_batches(cut, *samples.sizes)
-            peaks[size] = rehearsal.peak(cut, *batches)
-            tokens[size] = batches[0][0].padded
+            peaks[size] = rehearsal.peak(cut, *largest_batches(cut, *samples.sizes))
         too_large = on_mac and peaks[size].largest > LARGEST_ON_MAC
         return max(overhead.bounds(peaks[size])[1], room + 1 if too_large else 0)
 
@@ -309,7 +265,6 @@ def _make_plan(candidate: Candidate, rehearsal: Rehearsal, samples: Samples, mac
         host=host,
         shared=shared,
         fits=free >= 0 and (machine.host_memory is None or host <= machine.host_memory),
-        speed=relative_speed(settings, tokens[size], machine.gpu),
         emulated=emulates(settings.precision, machine.gpu.capability),
         command=_command(candidate, size),
     )

@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from fabric_ladder.planning.gpus import ANY, MAC_SIZES, Gpu, mac
+from fabric_ladder.planning.measured import MEASURED, accuracy_cost
 from fabric_ladder.planning.planner import MACOS, Machine, Plan, Samples, recommend
-from fabric_ladder.techniques import technique_of, used
+from fabric_ladder.techniques import technique_of
 from fabric_ladder.techniques.memory import KINDS, Peak
 
 TOGETHER = [kind for kind in KINDS if kind != "logits"]  # logits are shown with the activations
@@ -19,8 +20,7 @@ LARGE = 1_000_000_000  # parameters: the accuracies were measured with 23 M para
 MUCH = 32_000_000_000  # bytes of CPU memory of a common computer
 LEGEND = (
     "GB (10^9 bytes) at the peak of one GPU. batch: the micro-batch, in samples; activ: activations and logits; other: "
-    "inputs, gradients of activations, temporary tensors, {driver}'s own; host: CPU memory; speed: 1 is a busy GPU in "
-    "16 bits, an estimate."
+    "inputs, gradients of activations, temporary tensors, {driver}'s own; host: CPU memory; speed: measured samples/s."
 )
 PLAIN = {"soft_wrap": True, "highlight": False, "markup": False}
 
@@ -96,15 +96,17 @@ def _takes(plan: Plan, gpu: Gpu) -> str:
 
 def _costs(plan: Plan) -> str:
     """Return the cost in accuracy in words. Figures of a small model are not quoted for a large one."""
+    cost = accuracy_cost(vars(plan.candidate.settings))
     if plan.counts.all > LARGE:
-        return f"{'effect on the accuracy unknown' if plan.costs else 'accuracy not measured'} for a model of this size"
-    measured = all(technique.accuracy_is_measured for technique in used(plan.candidate.settings))
-    return "; ".join(plan.costs) or ("no measured loss of accuracy" if measured else "accuracy not measured")
+        lost = cost and cost["points"]
+        return f"{'effect on the accuracy unknown' if lost else 'accuracy not measured'} for a model of this size"
+    return "accuracy not measured" if cost is None else cost["words"] or "no measured loss of accuracy"
 
 
 def _speed(plan: Plan) -> str:
-    """Return the estimated speed in words, with one digit."""
-    return "about full speed" if plan.speed >= 0.95 else f"about {plan.speed:.1g} of full speed"
+    """Return the measured speed in words."""
+    speed = plan.candidate.speed
+    return f"{speed:.0f} samples/s were measured with {MEASURED['speeds']['of']}" if speed else "speed not measured"
 
 
 def _remedies(answer: Answer) -> str:
@@ -146,8 +148,7 @@ def _reasons(answer: Answer, full: bool) -> list[str]:
         major, minor = gpu.capability
         reasons.append(f"{gpu.name} (compute capability {major}.{minor}) only emulates bfloat16: never recommended.")
     own = f"{driver(answer)}'s own memory is {answer.machine.overhead.expected.source}"
-    full_speed = "this Mac's busy GPU, whose own speed is not known" if gpu.usable else "a busy GPU in 16 bits"
-    reasons.append(f"{own}; full speed: {full_speed}; speeds are estimates.")
+    reasons.append(f"{own}.")
     if not full:
         return [*reasons, "All plans, with their memory by kind: --full or --json FILE."]
     problems = (f"{name}: {reason}" for name, reason in answer.problems.items())
@@ -160,20 +161,18 @@ def driver(answer: Answer) -> str:
 
 
 def _choice(plans: list[Plan]) -> list[str]:
-    """Return why the first recommended plan was chosen, and a faster plan with its costs."""
+    """Return why the first recommended plan was chosen, and a plan with less CPU memory."""
     best = next(iter(recommend(plans).values()), None)
     if best is None:
         return []
-    fitting = [plan for plan in plans if plan.fits and not plan.emulated and plan.trains == best.trains]
-    cost = "this cost" if best.costs else "no known cost in accuracy"
-    reasons = [f"{_in_short(best)}: the fastest way that fits and trains {best.trains} at {cost}."]
-    if (faster := max(fitting, key=lambda plan: plan.speed)).speed > best.speed:
-        reasons.append(f"Faster: {_in_short(faster)}, {_speed(faster)}; its cost: {_costs(faster)}.")
+    order = "the highest measured speed" if best.candidate.speed else "without a measured speed, the least memory"
+    ways = f"ways that fit and train {best.candidate.trains}"
+    reasons = [f"{_in_short(best)}: of the {ways} at the least measured cost in accuracy, {order}."]
     if best.host > MUCH and not best.shared:
         smaller = [plan for plan in plans if plan.fits and not plan.emulated and plan.host <= MUCH]
         remedy = "--host_memory 32GB plans with less"
         if smaller:
-            lean = min(smaller, key=lambda plan: (plan.host, -plan.speed))
+            lean = min(smaller, key=lambda plan: (plan.host, plan.candidate.rank))
             remedy += f", e.g. {_in_short(lean)} with {lean.host / 1e9:.0f} GB"
         reasons.append(f"It takes {best.host / 1e9:.0f} GB of CPU memory: {remedy}.")
     return reasons + [f"Precision: {meaning}." for meaning in best.candidate.settings.notices]
@@ -205,7 +204,7 @@ def _table(plans: list[Plan]) -> Table:
         room = room if plan.fits or plan.free < 0 else "host!"
         table.add_row(
             plan.candidate.name, str(plan.micro_batch or "set"), *map(_three_digits, sizes), room,
-            _three_digits(plan.host), f"{plan.speed:.2f}",
+            _three_digits(plan.host), f"{plan.candidate.speed:.0f}" if plan.candidate.speed else "–",
         )  # fmt: skip
     return table
 
@@ -219,7 +218,8 @@ def _record(plan: Plan) -> dict:
     """Return the figures of a plan for JSON."""
     peak = plan.peak._asdict() | {"total": plan.peak.total}
     names = {"name": plan.candidate.name, "rung": plan.candidate.rung, "precision": plan.candidate.settings.precision}
-    figures = plan._asdict() | {"counts": plan.counts._asdict(), "peak": peak, "costs": plan.costs}
+    figures = plan._asdict() | {"counts": plan.counts._asdict(), "peak": peak}
+    figures |= {"costs": _costs(plan), "speed": plan.candidate.speed}
     del figures["candidate"]
     return names | figures
 

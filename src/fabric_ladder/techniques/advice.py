@@ -95,7 +95,7 @@ def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, 
     faster, slower = [], []
     for technique in TECHNIQUES:
         if not technique.is_used(settings) and (option := technique.as_option(phase)):
-            (slower if technique.relative_speed(settings) < 1 else faster).append(option)
+            (slower if technique.recomputes else faster).append(option)
     name = _size_setting(settings, phase, shape)
     smaller = _smaller_batch(settings, name, phase, shape)
     # a smaller effective batch is another run, so it comes last

@@ -190,10 +190,3 @@ class Compile(Technique):
     def rehearsed(self, settings: Settings) -> Settings:
         """Return settings that compile nothing: compiled code keeps at most the same tensors."""
         return replace(settings, compile=False)
-
-    def relative_speed(self, settings: Settings) -> float:
-        """Return the counted speed of rung 4 with compile (benchmarks/roofline.py: BLOOM-560m on an H100).
-
-        BLOOM has little left to fuse. Other models have more.
-        """
-        return 1.06
