@@ -105,7 +105,6 @@ def test_an_unknown_setting_names_the_nearest_ones(words, meant):
         ("--lr_scheduler_type cosine_with_min_lr", "--schedule cosine"),
         ("--blocks_to_swap 20", "--stream_layers true"),
         ("--early_stopping 5", "--patience 5"),
-        ("--streaming 1", "--stream_buffer 10000"),
         ("--num_layers_unfrozen 2", "--train_blocks last:2"),
         ("--metric_for_best_model eval_accuracy", "--best_metric accuracy"),
     ],

@@ -113,22 +113,19 @@ def find_samples(settings: Settings, length: int | None) -> tuple[Samples, list[
         if not 1 < length <= settings.max_length:
             raise UserError(f"--length {length}: must be from 2 to --max_length {settings.max_length}")
         return Samples(length), []
-    unknown = missing = ""
+    missing = ""
     try:
         if find_source(settings).key[0] == "hub":
             missing = f"{settings.dataset} is on the Hub"
-        elif settings.stream_buffer:
-            unknown = "The lengths of streamed samples are not known: the plan"
         elif settings.dataset == "imdb" and not find_dataset(settings.data_dir):
             missing = f"IMDb is not in {settings.data_dir}"
         elif not _has_tokenizer(settings):
             missing = f"The tokenizer of {settings.model} is not on this machine"
-        datasets = None if unknown or missing else load_datasets(settings)
+        datasets = None if missing else load_datasets(settings)
     except UserError as error:
         raise UserError(f"{error}; or plan without data, for samples of N tokens: --length N") from error
-    if unknown or missing:
-        reason = unknown or f"{missing}, and a plan downloads no data: it"
-        assumed = f"{reason} is for --max_length {settings.max_length}"
+    if missing:
+        assumed = f"{missing}, and a plan downloads no data: it is for --max_length {settings.max_length}"
         return Samples(settings.max_length), [f"{assumed}; --length N plans for samples of N tokens."]
     classes = len(datasets.class_names) or 2
     return Samples(max(max(split["length"][:]) for split in datasets.splits.values()), classes), []

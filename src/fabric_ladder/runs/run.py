@@ -157,11 +157,6 @@ class Run:
         self.print(f"{self._place(epoch, batch, seen)} | {line}")
         self._log_row(epoch * self.steps + batch, epoch=epoch + 1, **figures)
 
-    def log_left_out(self, epoch: int, counts: dict[str, int]) -> None:
-        """Print how many of an epoch's training samples were left out for each reason."""
-        reasons = "; ".join(f"{count:,} training samples left out: {reason}" for reason, count in counts.items())
-        self.print(f"{self._epoch(epoch)} | {reasons}")
-
     def log_epoch(self, epoch: int, training: Score, validation: Score, step: int) -> None:
         """Print the accuracies of an epoch, or mean squared errors; it ends after optimizer step `step`."""
         if self._is_regression:
