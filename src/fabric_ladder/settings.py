@@ -698,7 +698,8 @@ class Settings(DataSettings):
     )
     memory_snapshot: str | None = memory_setting(
         None,
-        "Write a snapshot of GPU memory here after the third optimizer step, for pytorch.org/memory_viz: which line "
+        "Write a snapshot of GPU memory here after the third optimizer step, or at an error before it, for "
+        "pytorch.org/memory_viz: which line "
         "allocated what, over time. CUDA only.",
         role=SURROUNDINGS,
         changes_figures=False,

@@ -40,7 +40,7 @@ class Run:
         begun: Start of the run, by `perf_counter`.
         record: The printed lines and run.json.
         planner: The process that predicts the memory, on rank 0.
-        memory_history: Records the GPU's memory in the first steps, the making of the model included.
+        memory_history: Records the GPU's memory in the first steps, if it is asked to.
 
     Raises:
         UserError: `runs_dir` cannot be written, or `memory_snapshot` cannot be recorded.
@@ -94,7 +94,6 @@ class Run:
         self.record.add(commits={name: commit for name, commit in commits.items() if commit})
         folder, state = resumed or (None, None)
         self.record.open(folder, state)
-        self.memory_history.folder = self.record.on_rank_zero(lambda: self.folder)
         self._imbalance = data.imbalance
         self._prediction = prediction
         lines = [*data.summary, *data.notices, *data.imbalance, parameters_line(described)]
@@ -263,10 +262,9 @@ class Run:
                 self.print(line, log=False)
 
     def close(self) -> None:
-        """Close the run's folder, and stop the history of memory."""
-        if line := self.memory_history.missing():
+        """Close the run's folder, and write the history of memory."""
+        if line := self.memory_history.write():
             self.print(line, log=False)
-        self.memory_history.stop()
         self.record.close()
 
     @property

