@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fabric_ladder.checks import check_precision
-from fabric_ladder.cli import parse_settings, settings_for
+from fabric_ladder.cli import parse_settings
 from fabric_ladder.distributed.deepspeed_config import read_deepspeed_config, settings_in_file
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import fit_precision
@@ -42,7 +42,7 @@ class Candidate(NamedTuple):
         name: The rung and short names of the options that the planner adds.
         rung: The script's name.
         words: The user's options that have an effect on the rung, and the added options, as on a command line.
-        settings: Settings with the plan's devices. All other values were checked for a CPU, or for a Mac's GPU.
+        settings: Settings with the plan's devices. All other values were checked for a CPU.
         micro_batches: Sizes to try, in samples, ascending; (None,) if the user has chosen the size.
         speed: Measured samples/s of BLOOM-560m (`measured.py`); None: not measured.
     """
@@ -128,15 +128,8 @@ def read_candidates(
     return list(candidates.values()), problems
 
 
-def as_on_mac(options: list[str]) -> list[str]:
-    """Return the user's options with those that a run on a Mac's GPU needs: without them it is the CPU's quickstart."""
-    given = {word.split("=")[0] for word in options}
-    standard = [] if "--config" in given else ["--config", STANDARD]
-    return [*standard, *without_options(options, ["accelerator"]), "--accelerator", "mps"]
-
-
 def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) -> Settings:
-    """Return a rung's settings for N GPUs, checked on this machine's CPU, or for a Mac as a Mac would.
+    """Return a rung's settings for N GPUs, checked on this machine's CPU.
 
     DeepSpeed and `16-mixed`, which a CPU refuses, are added after the check. The notices hold only the line about the
     precision that the run would print.
@@ -151,10 +144,6 @@ def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) 
     deepspeed = given.get("deepspeed", defaults.get("deepspeed"))
     standard = [] if "config" in given else ["--config", STANDARD]
     here = ["--devices", "1", "--from_scratch", "true"]  # a plan needs no weights
-    if gpu.usable:
-        options = without_options(options, ["accelerator"])
-        settings = settings_for("mps", rung, [*standard, *options, *here], **defaults)
-        return replace(settings, notices=())
     here += ["--accelerator", "cpu"]
     if "deepspeed" in defaults:
         in_file = {name: value for name, value in settings_in_file(deepspeed).items() if name not in given}

@@ -26,11 +26,6 @@ from fabric_ladder.techniques import state_dtypes, trains_all, used
 from fabric_ladder.techniques.memory import Counts, Peak
 
 LIBRARIES = 2_000_000_000  # bytes of CPU memory of a process with CUDA and without a model: a guess
-WITHOUT_CUDA = 1_000_000_000  # the same without CUDA: imports alone took 0.62 GB on Linux
-# Bytes of macOS and its programs: 3 to 4 GB on a Mac of 16 GB (ggml-org/llama.cpp, discussion 25065), 3.6 GB wired on
-# one of 24 GB (john-rocky/apple-silicon-llm-bench#7), 4 GB on one of 64 GB (jundot/omlx#1533). Others can be paged out.
-MACOS = 3_500_000_000
-LARGEST_ON_MAC = 2**32  # bytes of a tensor: with more, some of PyTorch's operations fail on a Mac (pytorch#149325)
 
 
 class Samples(NamedTuple):
@@ -58,7 +53,7 @@ class Machine(NamedTuple):
     Attributes:
         gpu: Type of the GPUs, with their memory.
         gpus: Number of GPUs.
-        host_memory: CPU memory in bytes; None: unlimited, or a Mac's memory.
+        host_memory: CPU memory in bytes; None: unlimited.
         overhead: GPU memory that a run on one GPU needs in addition to its tensors.
     """
 
@@ -66,12 +61,6 @@ class Machine(NamedTuple):
     gpus: int = 1
     host_memory: int | None = None
     overhead: Bounds = ANY_GPU
-
-    @property
-    def room(self) -> int:
-        """Bytes that a run may use on each GPU."""
-        memory, usable = self.gpu.memory, self.gpu.usable
-        return min(usable[0], memory - MACOS - WITHOUT_CUDA) if usable else memory
 
 
 class Plan(NamedTuple):
@@ -87,7 +76,6 @@ class Plan(NamedTuple):
         high: The most bytes that the run may need.
         free: Bytes of GPU memory above `high`; negative if bytes are missing.
         host: Needed bytes of CPU memory on the machine.
-        shared: On a Mac, the least, the expected and the most bytes that CPU and GPU need together; else None.
         fits: Whether GPU memory and CPU memory are large enough.
         emulated: Whether the GPU would emulate bfloat16.
         command: Command line of the run.
@@ -102,7 +90,6 @@ class Plan(NamedTuple):
     high: int
     free: int
     host: int
-    shared: tuple[int, int, int] | None
     fits: bool
     emulated: bool
     command: str
@@ -162,7 +149,7 @@ class _Search:
     """
 
     def __init__(self, candidates: list[Candidate], machine: Machine, every: bool):
-        capability, memory = machine.gpu.capability, machine.room
+        capability, memory = machine.gpu.capability, machine.gpu.memory
         able = [each for each in candidates if not emulates(each.settings.precision, capability)]
         able = [each for each in able if not every and _least_bytes(each.settings) < memory]
         self.every = not able
@@ -230,11 +217,9 @@ def _make_plan(candidate: Candidate, rehearsal: Rehearsal, samples: Samples, mac
         if size not in peaks:
             cut = _cut(settings, size)
             peaks[size] = rehearsal.peak(cut, *largest_batches(cut, *samples.sizes))
-        too_large = on_mac and peaks[size].largest > LARGEST_ON_MAC
-        return max(overhead.bounds(peaks[size])[1], room + 1 if too_large else 0)
+        return overhead.bounds(peaks[size])[1]
 
-    on_mac = machine.gpu.usable is not None
-    room = machine.room
+    room = machine.gpu.memory
     sizes = candidate.micro_batches
     size = sizes[0]
     if most(size) <= room:  # most candidates fit with all samples, or with none
@@ -244,15 +229,10 @@ def _make_plan(candidate: Candidate, rehearsal: Rehearsal, samples: Samples, mac
     loaded = 0 if makes_weights_on_device(candidate.rung) else 4 * rehearsal.counts.all
     for technique in used(settings):
         loaded = technique.loaded_bytes(loaded, rehearsal.counts, settings)
-    libraries = WITHOUT_CUDA if on_mac else LIBRARIES
-    host = settings.devices * (libraries + max(loaded, peaks[size].host))
+    host = settings.devices * (LIBRARIES + max(loaded, peaks[size].host))
     needed = overhead.needed(peaks[size])
     low, high = overhead.bounds(peaks[size])
     free = room - most(size)
-    shared = None
-    if on_mac:
-        shared = tuple(max(host, libraries + each) for each in (low, needed, high))
-        free = min(free, machine.gpu.memory - MACOS - host)
     return Plan(
         candidate,
         micro_batch=size,
@@ -263,7 +243,6 @@ def _make_plan(candidate: Candidate, rehearsal: Rehearsal, samples: Samples, mac
         high=high,
         free=free,
         host=host,
-        shared=shared,
         fits=free >= 0 and (machine.host_memory is None or host <= machine.host_memory),
         emulated=emulates(settings.precision, machine.gpu.capability),
         command=_command(candidate, size),
