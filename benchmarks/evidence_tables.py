@@ -1,16 +1,21 @@
-"""Write the tables of accuracy, memory and counted speed into docs/, and draw the picture of the ladder.
+"""Write the tables of accuracy and memory into docs/, the planner's measured figures, and the picture of the ladder.
 
     python benchmarks/evidence_tables.py            writes them
     python benchmarks/evidence_tables.py --check    lists stale pages and writes nothing; exit status 1 if there are any
 
 A table is between `<!-- runs:NAME -->` and `<!-- /runs -->`. Sources: the runs under results/runs/ (evidence.py),
-results/memory_ladder.json (predicted bytes), results/longest_text.json, results/roofline.json (counts),
-results/bag_of_words.json and results/blog_accuracy.json. Missing figures are shown as a dash.
+results/memory_ladder.json (predicted bytes), results/longest_text.json, results/bag_of_words.json and
+results/blog_accuracy.json. Missing figures are shown as a dash. The planner's accuracies and speeds, with those of
+results/gpu.json, go to src/fabric_ladder/planning/measured.json.
 """
 
 import argparse
+import json
+import math
+import shlex
 import sys
-from functools import cache
+from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 
 import common  # first import: it makes the project importable
@@ -25,9 +30,13 @@ from fabric_ladder.comparing.logs import LoggedRun
 from fabric_ladder.comparing.matching import Row, wilson_interval
 from fabric_ladder.comparing.sources import FIGURES, read_sources
 from fabric_ladder.errors import UserError
+from fabric_ladder.planning.candidates import NAMED
+from fabric_ladder.planning.measured import FILE, numerics
 from fabric_ladder.rungs import RUNGS, parent
+from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.advice import show_errors
 
+GPU = common.RESULTS / "gpu.json"
 PICTURE = common.ROOT / "docs" / "pictures" / "ladder.png"
 NONE = "–"
 ONE_SAMPLE = "--batch_size 1 --activation_checkpointing true"
@@ -205,53 +214,6 @@ def ladder() -> list[str]:
     return common.markdown_table(header, rows)
 
 
-@cache
-def counted_sides() -> dict[str, dict]:
-    """Return the counted sides of BLOOM-560m, see roofline.py."""
-    return common.read_results(common.RESULTS / "roofline.json")["bloom-560m"]["sides"]
-
-
-def counts() -> list[str]:
-    """Return the table of what a step makes a GPU do."""
-    rows = []
-    for name, found in counted_sides().items():
-        step, optimizer = found["step"], found["optimizer"]
-        cells = [f"{found['passes']:.2f}", f"{found['computed per token']:.2f}", f"{found['kernels a pass']:,.0f}",
-                 f"{step['kernels']:,.0f}", f"{step['moved'] / 1e9:.0f}", f"{step['flops'] / 1e12:.1f}",
-                 f"{step['waits']:.0f}", f"{optimizer['bytes'] / 1e9:.1f}", f"{optimizer['kernels']:,.0f}"]  # fmt: skip
-        rows.append([name, *cells])
-    header = ["a step", "passes", "tokens computed per token", "kernels a pass", "kernels", "GB of other kernels",
-              "TFLOPs", "waits", "GB of the optimizer", "its launches"]  # fmt: skip
-    return common.markdown_table(header, rows)
-
-
-def predicted_speeds() -> list[str]:
-    """Return the table of predicted milliseconds and samples/s, with the ratio to Trainer's best switches."""
-    sides = counted_sides()
-    best, gpus = sides["Trainer, best switches"]["seconds"], list(sides["Trainer"]["seconds"])
-    rows = []
-    for name, found in sides.items():
-        times = found["seconds"]
-        cells = [
-            f"{1000 * times[gpu]:,.0f} ms, {16 / times[gpu]:.0f}/s, {best[gpu] / times[gpu]:.2f} x"
-            if gpu in times
-            else NONE
-            for gpu in gpus
-        ]
-        rows.append([name, *cells])
-    return common.markdown_table(["predicted", *gpus], rows)
-
-
-def step_times() -> list[str]:
-    """Return the table of where the predicted time of a step goes on an H100, in milliseconds."""
-    rows = []
-    for name, found in counted_sides().items():
-        times = [found["host seconds"], *found["H100 seconds"].values(), found["seconds"]["H100"]]
-        rows.append([name, *(f"{1000 * time:.1f}" for time in times)])
-    header = ["predicted, ms", "CPU", "matrix multiplications", "attention", "other kernels", "kernel starts", "step"]
-    return common.markdown_table(header, rows)
-
-
 def longest_texts() -> list[str]:
     """Return the table of the longest texts, in tokens: each cell without and with tiles."""
     found = common.read_results(common.RESULTS / "longest_text.json").get("llama-3.1-8b", {"rows": []})["rows"]
@@ -266,8 +228,61 @@ def longest_texts() -> list[str]:
 
 BLOCKS = {
     "accuracies": accuracies, "whole": whole, "blog": blog, "ladder": ladder,
-    "longest_texts": longest_texts, "counts": counts, "predicted_speeds": predicted_speeds, "step_times": step_times,
+    "longest_texts": longest_texts,
 }  # fmt: skip
+
+
+def lost(row: Row, whole: Row) -> float:
+    """Return by how many points the accuracy of a row is below another one; 0 within two standard errors."""
+    points = whole.mean("test_accuracy") - row.mean("test_accuracy")
+    variances = [(each.spread("test_accuracy") or whole.spread("test_accuracy")) ** 2 for each in (row, whole)]
+    error = math.sqrt(variances[0] / len(row.runs) + variances[1] / len(whole.runs))
+    return round(points, 2) if points > 2 * error else 0
+
+
+def accuracy_costs() -> list[dict]:
+    """Return what each kind of training costs in accuracy against rung 2, at the rung's own learning rate.
+
+    The words also have the cost at the best rate and after half the steps.
+    """
+    whole, halved, found = own("imdb_2000")["2_grad_accum"], own("imdb_2000_halved"), {}
+    for set, rung, _ in variants():
+        if set in ("imdb_2000_cpu", "imdb_2000_one_by_one", "imdb_2000_halved") or rung not in own(set):
+            continue
+        row, best = own(set)[rung], best_row(set, rung) or own(set)[rung]
+        if set == "imdb_2000":
+            row, best = most_seeds(row), most_seeds(best)
+        points, least, remarks = lost(row, whole), lost(best, whole), "MiniLM"
+        if (rate := best.first.settings["learning_rate"]) != row.first.settings["learning_rate"]:
+            remarks += f"; {least:.2g} at --learning_rate {rate:g}"
+        if set == "imdb_2000" and rung in halved:
+            remarks += f"; {lost(halved[rung], halved['16_bf16_that_learns']):.2g} after half the steps"
+        key = numerics(vars(Settings()) | row.first.settings)
+        words = f"{points:.2g} points of accuracy ({remarks})" if points else ""
+        cost = {"rung": rung, "numerics": key, "points": points, "best": min(points, least), "words": words}
+        found.setdefault(str(key), cost)
+    return list(found.values())
+
+
+def speeds() -> dict:
+    """Return the samples/s of the ladder's rungs after their start, by the planner's names of candidates."""
+    harvest, found = common.read_results(GPU), {}
+    for part, entry in harvest["entries"].items():
+        words = shlex.split(entry.get("figures", {}).get("command", ""))
+        timed = "late_samples_per_second" in entry.get("figures", {}) and not part.startswith(
+            "memory:"
+        )  # three at a time
+        if timed and words[1].startswith("src/"):
+            switches = [name for pair, name in NAMED.items() if pair in pairwise(words)]
+            name = " ".join([Path(words[1]).stem, *switches])
+            found.setdefault(name, round(entry["figures"]["late_samples_per_second"], 1))
+    of = f"BLOOM-560m on {harvest['machine']['hardware']['gpu']}"
+    return {"of": of, "samples_per_second": found}
+
+
+def measured() -> str:
+    """Return the planner's accuracies and speeds as JSON."""
+    return json.dumps({"accuracy": accuracy_costs(), "speeds": speeds()}, indent=1) + "\n"
 
 
 def filled(page: Path, text: str) -> str:
@@ -294,15 +309,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a table is old")
     stale = 0
+    written = {page: partial(filled, page) for page in common.pages()} | {FILE: lambda _: measured()}
     if parser.parse_args().check:
-        for page in common.pages():
+        for page, change in written.items():
             text = page.read_text(encoding="utf-8")
-            if filled(page, text) != text:
+            if change(text) != text:
                 print(f"{page.relative_to(common.ROOT)} is stale: run python benchmarks/evidence_tables.py")
                 stale = 1
         return stale
-    for page in common.pages():
-        common.rewrite(page, lambda text, page=page: filled(page, text))
+    for page, change in written.items():
+        common.rewrite(page, change)
     draw().savefig(PICTURE, dpi=160, metadata={"Software": None})
     return 0
 

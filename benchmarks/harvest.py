@@ -515,7 +515,8 @@ def tables(content: dict) -> dict[str, list[str]]:
     top = [[f"`{row['name'][:60]}`", f"{row['share']:.1%}", f"{row['ms']:.0f}", str(row["calls"])]
            for row in figures.get("profile", {}).get("top", [])]  # fmt: skip
     mixed = {name: run for name, run in trained.items() if run["precision"].endswith("mixed")}
-    rates = [f"{run['late_samples_per_second']:,.0f} with {run['peak_memory_bytes'] / 1e9:.1f} GB ({name})"
+    rates = [f"{run['late_samples_per_second']:,.0f} with {run['peak_memory_bytes'] / 1e9:.1f} GB ({name}"
+             f"{', without torch.compile' if name.startswith('Trainer') else ''})"
              for name, run in sorted(mixed.items(), key=lambda item: -item[1]["late_samples_per_second"])]  # fmt: skip
     conditions = f"on one {machine['hardware']['gpu']}, at the end of the training"
     summary = [f"Reviews/s of BLOOM-560m in mixed precision {conditions}: {', '.join(rates)}; "

@@ -3,7 +3,6 @@
 python scripts/generate.py --model runs/13_lora/1 --prompt "Name three films." [--input TEXT]
 python scripts/generate.py --model runs/13_lora/1 --prompts questions.jsonl --output answers.jsonl
 python scripts/generate.py --model runs/13_lora/1 --chat
-python scripts/generate.py --model runs/13_lora/1 runs/13_lora/2 --prompt "Name three films."  # both answer
 """
 
 import argparse
@@ -22,12 +21,7 @@ from fabric_ladder.tools.arguments import PRECISIONS, Arguments, at_least_1, new
 def parse() -> argparse.Namespace:
     """Read the command line, and refuse options that contradict each other."""
     parser = Arguments(__doc__)
-    parser.add_argument(
-        "--model",
-        required=True,
-        nargs="+",
-        help="folder of a run, a model or an adapter, or a name on the Hub; several adapters of one base all answer",
-    )
+    parser.add_argument("--model", required=True, help="folder of a run, a model or an adapter, or a name on the Hub")
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("--prompt", help="one instruction; the answer is printed")
     task.add_argument("--prompts", type=Path, help="text, CSV, JSON or Parquet with instruction and input, or prompt")
@@ -61,8 +55,6 @@ def parse() -> argparse.Namespace:
         parser.error("--output stores the answers to --prompts; other answers are printed")
     if found.batch_size and not found.prompts:
         parser.error("--batch_size divides the prompts of --prompts; leave it out")
-    if found.chat and len(found.model) > 1:
-        parser.error("--chat: one model answers; give --model one folder")
     if found.input and not found.prompt:
         parser.error("--input needs --prompt")
     if found.system and found.prompts:
@@ -94,12 +86,7 @@ def main(arguments: argparse.Namespace) -> None:
     dtype = DTYPES[arguments.precision or ("bf16-true" if on_gpu else "32-true")]
 
     ### 1 The model
-    first, *others = arguments.model
-    model, tokenizer = generation.load_language_model(first, dtype, arguments.quantization)
-    adapters = [
-        ("default" if others else None, tokenizer),
-        *generation.load_further_adapters(model, others, arguments.quantization),
-    ]
+    model, tokenizer = generation.load_language_model(arguments.model, dtype, arguments.quantization)
     model.to("cuda" if on_gpu else "cpu")
     torch.backends.cuda.enable_cudnn_sdp(False)  # it would build a plan for the length of every new token
     wanted = generation.RAW if arguments.raw else arguments.prompt_template
@@ -107,50 +94,36 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.temperature:
         options = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")}
         sampling = {name: value for name, value in options.items() if value is not None}
-    generators = {}
     inputs = sum(bool(question.input.strip()) for _, question in rows)
-    for name, (adapter, tokenizer) in zip(arguments.model, adapters, strict=True):
-        template = generation.choose_template(tokenizer, wanted, arguments.chat)
-        hides = template not in (generation.CHAT, generation.RAW) and hides_input(template)
-        if arguments.input and hides:
-            raise UserError(f"--input: the prompt template {template!r} has no {{input}}; write all into --prompt")
-        if inputs and hides:
-            line = f"{inputs} of {len(rows)} prompts have an input that the template {template!r} does not show"
-            print(f"Warning: {line}", file=sys.stderr)
-        options = (model, tokenizer, template, arguments.max_new_tokens, sampling, adapter)
-        generators[name] = generation.Generator(*options)
+    template = generation.choose_template(tokenizer, wanted, arguments.chat)
+    hides = template not in (generation.CHAT, generation.RAW) and hides_input(template)
+    if arguments.input and hides:
+        raise UserError(f"--input: the prompt template {template!r} has no {{input}}; write all into --prompt")
+    if inputs and hides:
+        line = f"{inputs} of {len(rows)} prompts have an input that the template {template!r} does not show"
+        print(f"Warning: {line}", file=sys.stderr)
+    generator = generation.Generator(model, tokenizer, template, arguments.max_new_tokens, sampling)
 
     ### 2 The answers
-    seed = 123 if arguments.seed is None else arguments.seed
+    torch.manual_seed(123 if arguments.seed is None else arguments.seed)
     if arguments.chat:
-        torch.manual_seed(seed)
-        generators[first].chat(typed_lines(), arguments.system)
+        generator.chat(typed_lines(), arguments.system)
         return
     if arguments.prompt is not None:
         question = generation.Question(arguments.prompt, arguments.input, arguments.system)
-        for name, generator in generators.items():
-            if others:
-                print(f"{name}:")
-            torch.manual_seed(seed)
-            generator.answer([generator.tokens(question)], stream=True)
+        generator.answer([generator.tokens(question)], stream=True)
         return
-    answers = {name: {} for name in generators}
-    questions = [question for _, question in rows]
+    answers = {}
     try:
-        for name, generator in generators.items():
-            torch.manual_seed(seed)
-            for number, text in generation.answer_all(generator, questions, arguments.batch_size or 8):
-                answers[name][number] = text
+        questions = [question for _, question in rows]
+        for number, text in generation.answer_all(generator, questions, arguments.batch_size or 8):
+            answers[number] = text
     finally:  # after Ctrl-C or an error, too
-        lines = []
-        for number, (row, _) in enumerate(rows):
-            found = {name: texts[number] for name, texts in answers.items() if number in texts}
-            if len(found) == len(generators):
-                lines.append(row | {"generated": found if others else found[first]})
-        save(lines, len(generators), arguments.output)
+        found = [row | {"generated": answers[number]} for number, (row, _) in enumerate(rows) if number in answers]
+        save(found, arguments.output)
 
 
-def save(lines: list[dict], models: int, path: Path | None) -> None:
+def save(lines: list[dict], path: Path | None) -> None:
     """Write the answered rows to a new file, or print them without one; nothing if there are none."""
     text = "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
     if not path or not lines:
@@ -161,7 +134,7 @@ def save(lines: list[dict], models: int, path: Path | None) -> None:
     except UserError:
         print(text, end="")  # rather than lose the answers
         raise
-    print(f"Saved {len(lines) * models} answers in {path}")
+    print(f"Saved {len(lines)} answers in {path}")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     """Return this script's options, and the settings for the rungs."""
     parser = Arguments(__doc__, epilog="All other options are passed to every rung, e.g. --config, --model, "
                        "--max_length and --batch_size.")  # fmt: skip
-    parser.add_argument("--gpu", metavar="T4", help="GPU to plan for: T4, RTX 4090, A100 80GB, Mac 16 GB, …, or "
+    parser.add_argument("--gpu", metavar="T4", help="GPU to plan for: T4, RTX 4090, A100 80GB, …, or "
                         "GPUs that differ, separated by commas; default: this machine's")  # fmt: skip
     parser.add_argument("--gpu_memory", metavar="16GB", help="memory of a GPU; default: the GPU's")
     parser.add_argument("--host_memory", metavar="64GB", help="CPU memory; default: this machine's, with its GPUs")
@@ -37,7 +37,6 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--json", metavar="FILE", type=new_path, help="write the figures of all candidates, in bytes; - prints them"
     )
-    parser.add_argument("--page", metavar="FILE.html", type=new_path, help="draw the memory of all plans by kind")
     parser.add_argument("--calibrate", action="store_true", help="measure this GPU's memory overhead")
     arguments, settings = parser.parse_with_settings()
     given = [name for name, value in vars(arguments).items() if value and name != "calibrate"]
@@ -55,7 +54,6 @@ def main(arguments: argparse.Namespace, options: list[str]) -> None:
     from rich.console import Console
 
     from fabric_ladder.planning.calibration import calibrate
-    from fabric_ladder.planning.page import to_page
     from fabric_ladder.planning.plan import find_answer
     from fabric_ladder.planning.report import print_answer, to_json
     from fabric_ladder.techniques.advice import show_errors
@@ -84,10 +82,9 @@ def main(arguments: argparse.Namespace, options: list[str]) -> None:
         print(to_json(answer), end="")
     else:
         print_answer(answer, Console(), arguments.full)
-    for path, write in ((arguments.page, to_page), (None if prints_json else arguments.json, to_json)):
-        if path:
-            write_new(path, write(answer))
-            print(f"Saved {path}", file=sys.stderr if prints_json else sys.stdout)
+        if arguments.json:
+            write_new(arguments.json, to_json(answer))
+            print(f"Saved {arguments.json}")
 
 
 if __name__ == "__main__":

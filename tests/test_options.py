@@ -10,7 +10,6 @@ from support.helpers import CONFIGS, SRC, run_script, without_package
 
 from fabric_ladder import UserError
 from fabric_ladder.cli import parse_settings
-from fabric_ladder.cli import settings_for as settings_of
 from fabric_ladder.data.splits import SPLITS
 from fabric_ladder.foreign import ALIASES, DEPENDENT, WORDS, to_own_words
 from fabric_ladder.options import (
@@ -105,7 +104,6 @@ def test_an_unknown_setting_names_the_nearest_ones(words, meant):
         ("--lr_scheduler_type cosine_with_min_lr", "--schedule cosine"),
         ("--blocks_to_swap 20", "--stream_layers true"),
         ("--early_stopping 5", "--patience 5"),
-        ("--streaming 1", "--stream_buffer 10000"),
         ("--num_layers_unfrozen 2", "--train_blocks last:2"),
         ("--metric_for_best_model eval_accuracy", "--best_metric accuracy"),
     ],
@@ -324,7 +322,7 @@ def test_every_setting_is_read_by_the_code_that_it_is_for():
     """The two learning rates of a part of the rungs take the place of `learning_rate` when the settings are read."""
     assert {*NAMES} - settings_read() == {"lora_learning_rate", "sgd_learning_rate"}
     for words in ("--lora true --lora_learning_rate 0.5", "--optimizer sgd --sgd_learning_rate 0.5"):
-        assert settings_of("cpu", "2_grad_accum", words.split()).learning_rate == 0.5
+        assert parse_settings([*words.split(), "--accelerator", "cpu"]).learning_rate == 0.5
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if FACTS[name].replaced_by])

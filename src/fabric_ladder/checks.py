@@ -7,7 +7,6 @@ import torch
 from fabric_ladder.data.class_weights import check_class_weights
 from fabric_ladder.data.kinds import check_kind
 from fabric_ladder.data.load import check_data
-from fabric_ladder.data.stream import check_stream
 from fabric_ladder.distributed.launch import check_devices
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import compute_capability
@@ -58,7 +57,6 @@ def check_values(settings: Settings) -> None:
         )
     check_kind(settings)
     check_class_weights(settings)
-    check_stream(settings)
     if settings.best_metric == "accuracy" and settings.problem_type == "regression":
         raise UserError("--best_metric accuracy: a regression has no accuracy; use --best_metric loss")
     if settings.image_size and settings.resize_to and settings.resize_to < settings.image_size:

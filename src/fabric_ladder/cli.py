@@ -171,25 +171,6 @@ def _with_dependent(settings: Settings, named: dict, given: Mapping[str, object]
     return _with_notice(replace(settings, **meant), f"Read {', '.join(lines)}"), named | meant
 
 
-def settings_for(accelerator: str, name: str, args: list[str], **defaults) -> Settings:
-    """Return a script's settings for an accelerator, even if this machine lacks it.
-
-    Args:
-        accelerator: As in the settings.
-        name: The script's name.
-        args: Words of its command line.
-        **defaults: As for `parse_settings`.
-
-    Raises:
-        UserError: As for `parse_settings`.
-    """
-    settings, given, from_file = _read_settings(read_words(args), defaults)
-    check_values(settings)
-    settings = resolve(replace(settings, accelerator=accelerator, name=name), given, defaults, from_file)
-    check(settings)
-    return settings
-
-
 def resolve(
     settings: Settings,
     given: Collection[str] = (),

@@ -195,7 +195,7 @@ class DataSettings:
     )
     train_samples: int | None = data_setting(
         None,
-        "Use only N training samples, drawn with `split_seed`; with `stream_buffer` the first N.",
+        "Use only N training samples, drawn with `split_seed`.",
         role=DATA,
         at_least=1,
         aliases={"{}": "limit_train_samples max_samples max_train_samples num_samples"},
@@ -214,17 +214,6 @@ class DataSettings:
         role=DATA,
         at_least=0,
         at_most=LARGEST_SEED,
-    )
-    stream_buffer: int | None = data_setting(
-        None,
-        "Stream the training samples: shuffle them in a buffer of N samples and tokenize them during the training, "
-        "without a copy in the cache. Default: all are tokenized first.",
-        role=DATA,
-        at_least=1,
-        aliases={
-            "10000": "stream streaming use_streaming",
-            "{}": "buffer_size shuffle_buffer shuffle_buffer_size streaming_buffer_size",
-        },
     )
     max_length: int = data_setting(
         1024,
@@ -709,7 +698,8 @@ class Settings(DataSettings):
     )
     memory_snapshot: str | None = memory_setting(
         None,
-        "Write a snapshot of GPU memory here after the third optimizer step, for pytorch.org/memory_viz: which line "
+        "Write a snapshot of GPU memory here after the third optimizer step, or at an error before it, for "
+        "pytorch.org/memory_viz: which line "
         "allocated what, over time. CUDA only.",
         role=SURROUNDINGS,
         changes_figures=False,

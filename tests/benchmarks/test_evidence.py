@@ -2,14 +2,13 @@
 
 import json
 import math
-import re
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from support.helpers import ROOT, SMALL, SRC, settings_for
+from support.helpers import ROOT, SMALL, SRC
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import common
@@ -18,7 +17,6 @@ import evidence_tables
 import forking
 
 from fabric_ladder.errors import UserError
-from fabric_ladder.planning.candidates import accuracy_costs
 
 RUNG = SRC / "2_grad_accum.py"
 FIRST = evidence.Wanted("small", RUNG, evidence.SEED)
@@ -102,28 +100,3 @@ def test_best_needs_a_finished_search(small_set, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["evidence.py", "best", "small"])
     assert evidence.main() == 1
     assert capsys.readouterr().err == "left out: 2_grad_accum: search its learning rate first\n"
-
-
-def points(better, worse):
-    """Return the difference in mean test accuracy, in points, between two rows (set, rung, learning rate)."""
-    means = [evidence_tables.rows_of(set)[rung][rate].mean("test_accuracy") for set, rung, rate in (better, worse)]
-    return means[0] - means[1]
-
-
-HALVED, WHOLE = "imdb_2000_halved", "imdb_2000"
-SIXTEEN, FIVE = ("16_bf16_that_learns", 5e-5), ("5_low_precision", 5e-5)
-TWO = (WHOLE, "2_grad_accum", 5e-5)
-COSTS = {  # the pairs of rows whose differences must bracket the planner's numbers
-    "lora": ({"lora": True}, [(TWO, (WHOLE, "13_lora", rate)) for rate in (2e-4, 8e-4)]),
-    "bf16": ({"precision": "bf16-true"}, [((set, *SIXTEEN), (set, *FIVE)) for set in (HALVED, WHOLE)]),
-    "sgd": ({"optimizer": "sgd"}, [((WHOLE, *FIVE), (WHOLE, "6_lean_optimizer", rate)) for rate in (0.01, 0.16)]),
-}
-
-
-@pytest.mark.parametrize(("settings", "pairs"), COSTS.values(), ids=COSTS)
-def test_the_planner_predicts_the_accuracy_of_the_runs(tmp_path, settings, pairs):
-    (cost,) = accuracy_costs(settings_for(tmp_path, **settings))
-    numbers = re.findall(r"(?:^|; )([\d.]+)", cost)
-    assert numbers == [
-        f"{points(*pair):.{len(number.partition('.')[2])}f}" for number, pair in zip(numbers, pairs, strict=True)
-    ]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import datasets as hf
 import pytest
-from support.data_files import BLOOM, SPLITS, cached, load_in, table, texts_of, write_table
+from support.data_files import BLOOM, SPLITS, cached, load_in, texts_of
 from transformers import AutoConfig, AutoTokenizer
 
 from fabric_ladder.data import hub
@@ -128,50 +128,6 @@ def test_a_data_set_is_cached_by_its_commit_and_can_be_pinned(glue, commits, tmp
         glue("org/glue:sst2", max_length=9)
     with pytest.raises(UserError, match="--dataset_revision is for a --dataset on the Hub, not for synthetic"):
         glue("synthetic", dataset_revision="v1")
-
-
-def test_a_data_set_is_streamed_with_splits_of_its_own_or_of_files(tmp_path, monkeypatch, online, commits):
-    files = {name: str(write_table(table(size), tmp_path / f"{name}.jsonl")) for name, size in SIZES.items()}
-    read = hf.load_dataset
-
-    def stream(name, revision, streaming):
-        assert (name, revision, streaming) == ("org/name", "a" * 40, True)
-        return read("json", data_files={name: files[name] for name in ("train", "validation")}, streaming=True)
-
-    monkeypatch.setattr(hf, "load_dataset", stream)
-    options = {"model": BLOOM, "stream_buffer": 7}
-    with pytest.raises(UserError, match="splits no data, and org/name has no test split: add --test_file"):
-        load_in(tmp_path, "org/name", **options)
-    got = load_in(tmp_path, "org/name", **options, test_file="test.jsonl")
-    assert [len(got.stream), len(got.splits["validation"]), len(got.splits["test"])] == [*SIZES.values()]
-    assert got.commit == "a" * 40
-    local = load_in(tmp_path, "train.jsonl", **options, validation_file="validation.jsonl", test_file="test.jsonl")
-    assert got.fingerprint == local.fingerprint
-    assert list(got.stream.samples(3, 1)) == list(local.stream.samples(3, 1))
-    fewer = load_in(tmp_path, "org/name", **options, test_file="test.jsonl", train_samples=20)
-    assert len(list(fewer.stream.samples(3, 1))) == 20
-
-
-def test_a_stream_with_class_names_and_a_test_without_labels_takes_the_labels_of_a_file(tmp_path, glue, monkeypatch):
-    read = hf.load_dataset
-
-    def stream(*name, streaming, **options):
-        return {split: table.to_iterable_dataset() for split, table in read(*name, **options).items()}
-
-    monkeypatch.setattr(hf, "load_dataset", stream)
-    options = {"stream_buffer": 7, "test_file": str(tmp_path / "test.jsonl")}
-    with pytest.raises(UserError, match="org/glue:sst2 has no test split with labels: add --test_file"):
-        glue("org/glue:sst2", stream_buffer=7)
-    frame = table(12).rename(columns={"text": "sentence"})
-    for labels in (frame["label"], frame["label"].map({0: "good", 1: "bad"})):
-        write_table(frame.assign(label=labels), tmp_path / "test.jsonl")
-        got = glue("org/glue:sst2", **options)
-        assert got.class_names == ["good", "bad"]
-        assert got.splits["test"]["labels"][:] == [0, 1] * 6
-        assert sorted(row["label"] for _, row in got.stream.samples(0, 0)) == [0] * 10 + [1] * 10
-    write_table(frame.assign(label="ugly"), tmp_path / "test.jsonl")
-    with pytest.raises(UserError, match=r"the test texts have labels that the training classes lack: \['ugly'\]"):
-        glue("org/glue:sst2", **options)
 
 
 def test_a_revision_of_the_model_reaches_config_and_tokenizer(monkeypatch, online):

@@ -75,14 +75,6 @@ def test_other_kinds_of_data_are_described(tmp_path, load, tokenizers):
     assert got.summary == ["pets: 30 rows · cat 10, dog 10, eel 10 · train 21, validation 3, test 6"]
 
 
-def test_a_stream_is_described_by_its_first_pass(tmp_path, load):
-    write_table(table(60), tmp_path / "train.jsonl")
-    write_table(table(8, start=100), tmp_path / "val.jsonl")
-    files = {"validation_file": "val.jsonl", "test_file": "val.jsonl"}
-    first = "train (train.jsonl, streamed): 50 rows · text 'text', label 'label' · 0 25, 1 25"
-    assert load("train.jsonl", stream_buffer=4, train_samples=50, **files).summary[0] == first
-
-
 def test_copies_of_training_texts_are_named(tmp_path, load):
     write_table(table(30), tmp_path / "train.csv")
     write_table(table(10, start=20), tmp_path / "test.csv")

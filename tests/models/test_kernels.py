@@ -71,7 +71,6 @@ def start_on_h100(tmp_path, monkeypatch, **values):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: CUDNN)
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **_: None)
     fabric = Fabric(strategy=SingleDeviceStrategy(device=torch.device("cuda"), accelerator=Pretended()))
     settings = settings_for(tmp_path, accelerator="cuda", precision="bf16-mixed", **values)
     prepare_process(settings)

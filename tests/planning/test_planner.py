@@ -16,13 +16,12 @@ from fabric_ladder.errors import UserError
 from fabric_ladder.planning import planner
 from fabric_ladder.planning.calibration import train_briefly
 from fabric_ladder.planning.candidates import (
-    accuracy_costs,
     list_choices,
     read_candidates,
     read_settings,
-    relative_speed,
 )
 from fabric_ladder.planning.gpus import ANY, GPUS, find_gpu, match_gpu
+from fabric_ladder.planning.measured import SPEEDS, accuracy_cost
 from fabric_ladder.planning.overhead import ANY_GPU, NCCL
 from fabric_ladder.planning.plan import read_size
 from fabric_ladder.planning.planner import Machine, Samples, make_plans, recommend
@@ -71,7 +70,7 @@ def plans_of(rungs, options, memory=ENOUGH, length=256, gpu=ANY, every=True, sta
 def test_rungs_that_are_not_planned_have_a_reason():
     (alone, left_out), (together, problems) = (list_choices(RUNGS, gpus) for gpus in (1, 2))
     assert {rung for rung, _ in together} | problems.keys() == {rung.stem for rung in RUNGS}
-    assert problems.keys() == {"15_packing", "22_float8"}
+    assert problems.keys() == {"22_float8"}
     assert left_out.keys() - problems.keys() == {"9_ddp", "10_fsdp"}
     assert left_out["10_fsdp"] == "planned only for --devices 2 or more"
     assert len(alone) < len(together)
@@ -85,11 +84,26 @@ def test_candidates_are_named_by_the_options_that_the_planner_adds(tmp_path):
     assert given.name == "7_grad_checkpointing"
     assert "adafactor cannot step on FSDP2's shards" in problems["11_fsdp_cpu_offload bf16-true checkpointing"]
     candidates, _ = read_candidates(list_choices([SRC / "18_low_bit_optimizer.py"], 1)[0], bloom(tmp_path), 1)
-    assert [accuracy_costs(each.settings) for each in candidates] == [[]] * 4
-    assert accuracy_costs(read_settings("25_block_by_block", bloom(tmp_path))) == [], "the block in turn has 32 bits"
+    assert {accuracy_cost(vars(each.settings))["points"] for each in candidates} == {0}
     assert [each.name.removeprefix("18_low_bit_optimizer") for each in candidates] == [
         "", " checkpointing", " adam-4bit", " adam-4bit checkpointing",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rung", "points", "speed"),
+    [
+        ("15_packing", 0, SPEEDS["15_packing"]), ("1_batch_size_1", 6.1, None), ("13_lora", 7.9, None),
+        ("14_qlora", 10.4, None), ("25_block_by_block", 7.2, None), ("26_stateless", 5.8, None),
+        ("12_deepspeed_zero", None, None), ("5_low_precision", 1.8, SPEEDS["5_low_precision"]),
+    ],
+)  # fmt: skip
+def test_a_candidate_has_its_own_measured_accuracy_and_speed(tmp_path, rung, points, speed):
+    (candidate, *_), _ = read_candidates(list_choices([SRC / f"{rung}.py"], 1)[0], bloom(tmp_path), 1)
+    cost = accuracy_cost(vars(candidate.settings))
+    assert (cost and round(cost["points"], 1), candidate.speed) == (points, speed)
+    (candidate, *_), _ = read_candidates([(rung, ())], [*bloom(tmp_path), "--compile", "true"], 1)
+    assert candidate.speed is None, "a switch of the user's own was not measured"
 
 
 def test_packing_compile_and_16_bits_together_are_the_fastest_plan(tmp_path):
@@ -184,19 +198,27 @@ def test_the_search_finds_the_recommended_plans_and_leaves_out_the_others(tmp_pa
         assert len(found) == len(started) < 8, "of 8 candidates"
 
 
-def test_the_recommended_plan_fits_costs_no_accuracy_if_possible_and_is_the_fastest():
-    settings = Settings(precision="32-true")
+def test_the_recommended_plan_fits_costs_no_accuracy_if_possible_and_is_the_fastest_that_was_measured():
+    settings = Settings(precision="32-true", batch_size=16, devices=1)
     candidate = planner.Candidate("2_grad_accum", "2_grad_accum", (), settings, (1,))
     whole = Counts(all=10, trained=10, largest_layer=1, linear=1)
-    plan = planner.Plan(candidate, 1, whole, NO_PEAK, 1, 1, 1, 1, 1, None, True, 0.5, False, "first")
-    faster = plan._replace(speed=0.6)
-    costly = candidate._replace(settings=replace(settings, precision="bf16-true"))
-    costly = plan._replace(candidate=costly, speed=0.9)
-    assert recommend([plan, costly, faster]) == {"all weights": faster}
+    plan = planner.Plan(candidate, 1, whole, NO_PEAK, 2, 1, 3, 1, 1, True, False, "first")
+
+    def other(speed=None, needed=2, **changes):
+        changed = candidate._replace(settings=replace(settings, **changes), speed=speed)
+        return plan._replace(candidate=changed, needed=needed)
+
+    measured, faster, costly = other(64), other(200), other(300, precision="bf16-true")
+    assert recommend([plan, costly, measured, faster]) == {"all weights": faster}
     assert recommend([costly, plan._replace(fits=False), plan._replace(emulated=True)]) == {"all weights": costly}
     assert recommend([plan, plan._replace(command="a later rung")]) == {"all weights": plan}
-    frozen = plan._replace(candidate=candidate._replace(settings=replace(settings, lora=True)), speed=0.9)
+    assert recommend([other(needed=3), plan, other(needed=1, activation_checkpointing=True)]) == {"all weights": plan}
+    assert recommend([other(900, optimizer="adafactor"), costly]) == {"all weights": costly}
+    assert recommend([faster, both := other(devices=2)]) == {"all weights": both}, "no GPU is idle"
+    frozen = other(lora=True)
     assert list(recommend([frozen, plan]).items()) == [("all weights", plan), ("some of the weights", frozen)]
+    worse = [other(block_steps=4, needed=1), other(lora=True, quantization="nf4", needed=1)]
+    assert recommend([*worse, frozen]) == {"some of the weights": frozen}, "equal within noise, better at its best rate"
 
 
 def test_only_plans_on_several_gpus_have_nccl(tmp_path):
@@ -213,24 +235,6 @@ def test_a_process_that_has_seen_a_gpu_does_not_fork(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     plans = plans_of(["2_grad_accum", "5_low_precision"], bloom(tmp_path), length=64)
     assert [plan.fits for plan in plans] == [True, True]
-
-
-def test_speeds_have_the_order_of_deepspeeds_guide():
-    settings = Settings(batch_size=16, precision="bf16-true", devices=1)
-    stages = ("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload")
-    runs = [
-        replace(settings, strategy="ddp"),
-        *(replace(settings, strategy="deepspeed", deepspeed=stage) for stage in stages),
-    ]
-    speeds = [relative_speed(each, 1024) for each in runs]
-    assert speeds == sorted(speeds, reverse=True)
-    assert len(set(speeds)) == len(speeds)
-    sharded = replace(settings, strategy="fsdp")
-    assert relative_speed(sharded, 1024) == speeds[4]
-    assert relative_speed(replace(sharded, offload=True), 1024) == pytest.approx(speeds[5])
-    recomputed = replace(settings, activation_checkpointing=True)
-    speed, slower = (relative_speed(each, 1024) for each in (settings, recomputed))
-    assert relative_speed(settings, 4096) > speed > slower > relative_speed(sharded, 1024)
 
 
 def test_4_bit_weights_take_the_bytes_of_the_formula(tmp_path):
@@ -274,8 +278,8 @@ def test_emulated_bfloat16_is_planned_but_never_recommended(tmp_path):
         assert plan.candidate.settings.precision == ("bf16-true" if emulated else "16-mixed")
         assert (plan.emulated, newer[name].emulated) == (emulated, False)
         if emulated:
-            assert plan.speed == pytest.approx(newer[name].speed * 8.1 / 65)
-        elif "13_lora" not in name:
+            continue
+        if "13_lora" not in name:
             assert plan.peak == newer[name].peak, "float16 holds the same bytes"
     low = "5_low_precision"
     assert older[low].peak.activations > newer[low].peak.activations, "attention keeps its matrix"
@@ -357,11 +361,11 @@ def test_the_answer_comes_first_in_three_lines_and_every_figure_on_demand(tmp_pa
     run, takes, costs, *rest = out.splitlines()
     assert run.startswith("Run    python src/2_grad_accum.py --config imdb_bloom_560m.yaml ")
     assert re.fullmatch(r"Takes  0\.\d of 1 GB \(0\.\d to [01]\.\d\) of the GPU, 2 GB of CPU memory", takes)
-    assert re.fullmatch(r"Costs  no measured loss of accuracy; about 0\.\d of full speed", costs)
+    assert costs == "Costs  no measured loss of accuracy; speed not measured"
     assert max(map(len, rest)) <= 80, "readable when piped"
     text = " ".join(out.split())
     assert "effective batch 16 · samples of 200 tokens · 1 x 1 GB" in text
-    assert "Faster: 5_low_precision, micro-batch 16, about 0.8 of full speed; its cost: 13 points of accuracy" in text
+    assert "of the ways that fit and train all weights at the least measured cost in accuracy, without a" in text
     assert "--devices" not in text, "no line about other rungs"
     record = json.loads((tmp_path / "p.json").read_text())
     rungs = ["2_grad_accum", "5_low_precision", "7_grad_checkpointing"]
@@ -374,23 +378,6 @@ def test_the_answer_comes_first_in_three_lines_and_every_figure_on_demand(tmp_pa
     assert [line.split()[0] for line in rest if re.match(r"\d_", line)] == rungs
     words = [*chosen["command"].split()[2:], "--accelerator", "cpu", "--check_only", "true"]
     assert run_script(SRC / "2_grad_accum.py", *words, cwd=tmp_path).returncode == 0, "the printed command must run"
-
-
-def test_a_page_draws_the_memory_of_every_plan_and_json_goes_to_stdout(tmp_path):
-    options = [*bloom(tmp_path, 2), "--length", "200", "--gpu_memory", "1GB", "--rungs", "2,7"]
-    assert "Saved plan.html" in finished(plan(tmp_path, *options, "--page", "plan.html"))
-    page = (tmp_path / "plan.html").read_text()
-    assert re.findall(r"<tr class=\"(yes|no)\"><td>(?:<strong>)?([\w ]+)", page) == [
-        ("yes", "2_grad_accum"), ("yes", "7_grad_checkpointing")]  # fmt: skip
-    process = plan(tmp_path, *options, "--json", "-", "--page", "second.html")
-    assert "Saved second.html" in process.stderr
-    assert (tmp_path / "second.html").read_text() == page
-    record = json.loads(finished(process))
-    chosen = record["plans"][record["recommended"]["all weights"]]
-    assert f'<td class="number">{chosen["needed"] / 1e9:.2f}<td' in page
-    widths = [float(width) for width in re.findall(r'width:([\d.]+)%"', page.split("<tbody>")[1].split("</tr>")[0])]
-    assert sum(widths) == pytest.approx(100 * chosen["needed"] / 1e9, abs=0.1)
-    assert "http" not in page
 
 
 def test_the_script_names_the_remedies_if_nothing_fits(tmp_path):
@@ -501,8 +488,8 @@ def test_the_script_plans_for_the_gpus_that_it_finds_and_forks_before_it_sees_th
             "--length 50: images have no length; leave it out",
         ),
         (["--gpu_memory", "16GB", "--check_only", "true"], "--check_only checks one rung's start: give it to"),
-        (["--gpu_memory", "16GB", "--accelerator", "cpu"], "--accelerator cpu: plans are for GPUs; leave it out"),
-        (["--gpu_memory", "16GB", "--accelerator", "mps"], '--accelerator mps: name the Mac instead, e.g. --gpu "Mac'),
+        (["--gpu_memory", "16GB", "--accelerator", "cpu"], "--accelerator cpu: plans are for CUDA GPUs; leave it out"),
+        (["--gpu_memory", "16GB", "--accelerator", "mps"], "--accelerator mps: plans are for CUDA GPUs; leave it out"),
         (["--gpu_memory", "16GB", "--rungs", "77"], "there is no rung 77"),
         (["--gpu_memory", "16GB", "--rungs", "9"], "9_ddp: planned only for --devices 2 or more"),
         (["--gpu_memory", "16GB", "--model", "nobody/nothing"], "cannot load the model 'nobody/nothing'"),

@@ -13,11 +13,9 @@ from torch.cuda import _memory_viz
 from torch.profiler import ProfilerActivity, profile
 
 from fabric_ladder import UserError
-from fabric_ladder.environment import write_whole
 from fabric_ladder.runs import memory_history
 from fabric_ladder.runs.memory_history import MemoryHistory, check_snapshot
 from fabric_ladder.runs.progress import ProgressBar
-from fabric_ladder.techniques.advice import explain
 
 
 class Allocator:
@@ -25,14 +23,13 @@ class Allocator:
 
     def __init__(self, monkeypatch):
         self.calls = []
-        monkeypatch.setattr(memory_history, "RECORDED", ("cpu",))
         monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", self.record)
         monkeypatch.setattr(torch.cuda.memory, "_snapshot", self.snapshot)
 
     def record(self, enabled="all", **options):
         self.calls.append(enabled and options)
 
-    def snapshot(self):
+    def snapshot(self, **_):
         self.calls.append("snapshot")
         activities = [ProfilerActivity.CPU]
         with profile(activities=activities, profile_memory=True, with_stack=True, record_shapes=True) as profiler:
@@ -46,14 +43,13 @@ def allocator(monkeypatch):
     return Allocator(monkeypatch)
 
 
-BEGUN = {"context": "alloc", "stacks": "python", "max_entries": memory_history.MOST}
+BEGUN = {"stacks": "python", "max_entries": memory_history.MOST}
 
 
 def test_a_snapshot_is_written_after_the_third_step_and_the_viewer_reads_it(tmp_path, allocator, capsys):
     file = tmp_path / "memory.pickle"
     plain, _ = run_training(tmp_path)
-    assert allocator.calls == [BEGUN, None]
-    allocator.calls.clear()
+    assert allocator.calls == [], "only if it is asked for"
     run, _ = run_training(tmp_path, memory_snapshot=str(file))
     assert allocator.calls == [BEGUN, "snapshot", None], "recording stops with the snapshot"
     assert losses(run) == losses(plain)
@@ -64,60 +60,27 @@ def test_a_snapshot_is_written_after_the_third_step_and_the_viewer_reads_it(tmp_
     assert "add_local_files" in _memory_viz.trace_plot(snapshot)
 
 
-def test_a_run_of_fewer_steps_stops_recording_too(tmp_path, allocator):
-    run_training(tmp_path, batch_size=40, memory_snapshot=str(tmp_path / "memory.pickle"))
-    assert allocator.calls == [BEGUN, None]
-    assert not (tmp_path / "memory.pickle").exists()
+def test_out_of_memory_writes_it_too(tmp_path, allocator):
+    def out_of_memory(model, _):
+        def fail(*_):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
+        model.register_forward_pre_hook(fail)
 
-def out_of_memory(model, _):
-    def fail(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
-
-    model.register_forward_pre_hook(fail)
-
-
-def test_out_of_memory_leaves_a_snapshot_in_the_folder_of_the_run(tmp_path, allocator):
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        run_training(tmp_path, prepare=out_of_memory)
-    file = tmp_path / "runs" / "test" / "1" / "memory_snapshot.pickle"
-    assert pickle.loads(file.read_bytes()).keys() == {"segments", "device_traces"}
+    with pytest.raises(torch.OutOfMemoryError):
+        run_training(tmp_path, prepare=out_of_memory, memory_snapshot=str(tmp_path / "memory.pickle"))
+    assert pickle.loads((tmp_path / "memory.pickle").read_bytes()).keys() == {"segments", "device_traces"}
     assert allocator.calls == [BEGUN, "snapshot", None]
-    line = explain(caught.value, settings_for(tmp_path))
-    assert f"; {file} shows which lines allocated it, at pytorch.org/memory_viz. Next to try: " in line
-    assert "\n" not in line
-
-
-@pytest.mark.parametrize("problem", [OSError(28, "No space left on device"), RuntimeError("no history"), MemoryError()])
-def test_a_snapshot_that_fails_hides_no_error(tmp_path, allocator, monkeypatch, problem):
-    def fail():
-        raise problem
-
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", fail)
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        run_training(tmp_path, prepare=out_of_memory)
-    assert "pytorch.org" not in explain(caught.value, settings_for(tmp_path))
-
-
-def test_other_errors_leave_no_snapshot(tmp_path, allocator):
-    def broken(model, _):
-        model.register_forward_pre_hook(lambda *_: 1 / 0)
-
-    with pytest.raises(ZeroDivisionError):
-        run_training(tmp_path, prepare=broken)
-    assert allocator.calls == [BEGUN, None]
 
 
 def test_a_disk_that_is_full_ends_no_run(tmp_path, allocator, monkeypatch, capsys):
-    def full(path, content):
-        if path.suffix == ".pickle":
-            raise OSError(28, "No space left on device")
-        write_whole(path, content)
+    def full(**_):
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(memory_history, "write_whole", full)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", full)
     run, _ = run_training(tmp_path, memory_snapshot=str(tmp_path / "memory.pickle"))
     assert run.record.values["status"] == "finished"
-    assert "(No space left on device); the run goes on without" in capsys.readouterr().out
+    assert "No space left on device); the run goes on without" in capsys.readouterr().out
 
 
 def test_ranks_write_files_of_their_own(tmp_path, allocator, fabric, monkeypatch):
@@ -128,12 +91,11 @@ def test_ranks_write_files_of_their_own(tmp_path, allocator, fabric, monkeypatch
     assert [path.name for path in tmp_path.iterdir()] == ["memory_rank3.pickle"]
 
 
-def test_an_allocator_without_a_history_is_an_error_only_if_a_snapshot_is_asked_for(tmp_path, allocator, monkeypatch):
+def test_an_allocator_without_a_history_is_an_error(tmp_path, allocator, monkeypatch):
     def refuse(**_):
         raise RuntimeError("cudaMallocAsync does not yet support recordHistory\nmore")
 
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", refuse)
-    run_training(tmp_path)
     with pytest.raises(UserError, match=r"^--memory_snapshot a\.pickle: cudaMallocAsync [^\n]*; leave it out$"):
         run_training(tmp_path, memory_snapshot="a.pickle")
 

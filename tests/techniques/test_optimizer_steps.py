@@ -11,7 +11,7 @@ from support.training import losses, run_training
 from torch import nn
 
 from fabric_ladder import UserError, build_dataloaders, build_optimizer
-from fabric_ladder.models.optimizer import set_learning_rate
+from fabric_ladder.models.optimizer import all_finite, set_learning_rate
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.techniques import TECHNIQUES, adam_4bit, check_together
 from fabric_ladder.techniques.kahan import Kahan
@@ -393,3 +393,17 @@ def test_the_schedule_ends_at_the_least_learning_rate(tmp_path, schedule):
     assert rates[:3] == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2]), "the warm-up starts near 0"
     assert rates[10] == pytest.approx(1e-3)
     assert rates[6] == pytest.approx(1e-3 + 9e-3 / 2), "half of the way in the middle"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_number_that_is_not_finite_is_found(dtype):
+    gradients = [
+        torch.randn(7, 5).to(dtype),
+        torch.zeros(3, dtype=dtype),
+        torch.full((), torch.finfo(dtype).max, dtype=dtype),
+    ]
+    assert all_finite(gradients).item() is True
+    for number in (torch.nan, torch.inf, -torch.inf):
+        broken = [each.clone() for each in gradients]
+        broken[0][3, 3] = number
+        assert all_finite(broken).item() is False

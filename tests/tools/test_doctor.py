@@ -1,8 +1,6 @@
 """scripts/doctor.py on complete, bare and broken installations."""
 
-import os
 import re
-import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -43,13 +41,6 @@ def test_a_complete_installation_without_a_compiler(tmp_path):
     assert packages[:3] == ["Python", "torch", "lightning"]
     assert {"deepspeed", "wandb", "tensorboard"} <= set(packages)
     assert items["Packages", "numpy"] == ("ok", version("numpy"), None)
-    free, total = re.match(r"([\d.]+) GB free of ([\d.]+) GB", items["Memory, disk and data", "runs"][1]).groups()
-    assert float(total) == pytest.approx(shutil.disk_usage(tmp_path).total / 1e9, abs=0.006)
-    assert float(free) <= float(total)
-    assert items["Memory, disk and data", "imdb"][:2] == (
-        "warn",
-        f"not in {tmp_path}/nowhere: a run downloads it there (84 MB)",
-    )
     compiler = ("missing", "there is no compiler g++", "apt install g++ python3-dev, or set CXX")
     assert items["GPU", "torch.compile"] == items["Rungs", "3_torch_compile"] == compiler
     rungs = {name: item for (section, name), item in items.items() if section == "Rungs"}
@@ -72,7 +63,7 @@ def test_without_torch_the_other_checks_still_run(tmp_path):
     items = read_report(run_script(SCRIPT, cwd=tmp_path, **without_package(tmp_path, "torch")))
     lacking = ("missing", "No module named 'torch'", "pip install -r requirements.txt")
     assert items["GPU", "GPU"] == items["Rungs", "Rungs"] == lacking
-    assert items["Memory, disk and data", "memory"][0] in ("ok", "warn")
+    assert items["Packages", "numpy"][0] == "ok"
 
 
 def test_versions_outside_the_ranges_of_a_copy_are_reported(tmp_path, monkeypatch):
@@ -99,16 +90,6 @@ def test_a_check_that_raises_prints_one_line(monkeypatch):
 
     monkeypatch.setattr(doctor, "CHECKS", {"Data": (broken,)})
     assert [item[1:3] for _, item in doctor.report()] == [("ok", "fine"), ("missing", "OSError: libc.so.6: no version")]
-
-
-def test_folders_that_cannot_be_used_are_reported(tmp_path):
-    (tmp_path / "file").write_text("")
-    found = doctor.disk("cache", str(tmp_path / "file" / "cache"), "set it")
-    assert found == ("cache", "missing", f"{tmp_path}/file/cache: cannot write to {tmp_path}/file", "set it")
-    (tmp_path / "locked").mkdir(mode=0o555)
-    if not os.access(tmp_path / "locked", os.W_OK):  # root can write everywhere
-        assert doctor.disk("runs", str(tmp_path / "locked" / "a"), "").status == "missing"
-    assert list((tmp_path / "locked").iterdir()) == []
 
 
 @pytest.mark.parametrize(

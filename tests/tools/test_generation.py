@@ -71,14 +71,9 @@ def saved(folder, model, **more):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    adapter, second = (with_adapter(language_model(), "bloom-lm") for _ in range(2))
-    second = saved(folder / "second", second, prompt_template=TEMPLATE)
-    config = second / "adapter" / "adapter_config.json"
-    config.write_text(config.read_text().replace(str(second), str(folder / "adapter")))  # both have the same base
     return SimpleNamespace(
         whole=saved(folder / "whole", language_model("llama"), prompt_template=TEMPLATE),
-        adapter=saved(folder / "adapter", adapter, prompt_template=TEMPLATE),
-        second=second,
+        adapter=saved(folder / "adapter", with_adapter(language_model(), "bloom-lm"), prompt_template=TEMPLATE),
         chat=saved(folder / "chat", language_model(), chat_template=CHAT_TEMPLATE),
         classifier=saved(folder / "classifier", tiny("bloom")),
     )
@@ -223,24 +218,6 @@ def test_answers_written_before_ctrl_c_are_saved(runs, tmp_path, monkeypatch, ca
     assert [row["prompt"] for row in found] == [row["prompt"] for row in rows[1:]]
 
 
-def test_adapters_of_one_base_answer_as_each_alone(runs, tmp_path, monkeypatch, capsys):
-    (tmp_path / "rows.txt").write_text("word7\nword8 word9\n")
-    monkeypatch.chdir(tmp_path)
-    folders = [str(runs.adapter), str(runs.second)]
-    alone = [generator(folder, TEMPLATE) for folder in folders]
-    expected = [[by_transformers(ours, ours.tokens(Question(text))) for text in ("word7", "word8 word9")]
-                for ours in alone]  # fmt: skip
-    assert expected[0] != expected[1]
-    run_here(monkeypatch, SCRIPT, "--model", *folders, "--prompt", "word7", *LONG)
-    assert capsys.readouterr().out == "".join(
-        f"{folder}:\n{texts[0]}\n" for folder, texts in zip(folders, expected, strict=True)
-    )
-    run_here(monkeypatch, SCRIPT, "--model", *folders, "--prompts", "rows.txt", *LONG)
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    texts = zip(*expected, strict=True)
-    assert [row["generated"] for row in found] == [dict(zip(folders, each, strict=True)) for each in texts]
-
-
 def test_sampling_repeats_with_its_seed_and_differs_with_another(runs):
     def sampled(seed, **how):
         ours = generator(runs.whole, tokens=10, **({"temperature": 1.5} | how))
@@ -302,9 +279,6 @@ REFUSED = {
     "an input that the prompt lacks": (["--model", "{whole}", "--prompt", "word7", "--input", "word8",
                                         "--prompt_template", "Q: {{instruction}}"],
                                        r"--input: the prompt template 'Q: \{instruction\}' has no \{input\}"),
-    "a chat of two": (["--model", "{adapter}", "{second}", "--chat"], "--chat: one model answers; give --model one"),
-    "two models": (["--model", "{adapter}", "{whole}", "--prompt", "word7"],
-                   "whole/model: several models can only be adapters of one base; give --model one folder"),
     "no such model": (["--model", "no/such", "--prompt", "word7"], "cannot load the model 'no/such'"),
 }  # fmt: skip
 

@@ -1,15 +1,13 @@
-"""The Hub's own class reads a model's card. Pushes go to a fake Hub."""
+"""The Hub's own class reads a model's card."""
 
 import json
 
-import huggingface_hub
 import pytest
-from huggingface_hub import HfApi, ModelCard
+from huggingface_hub import ModelCard
 from support.devices import ONE_THREAD, SIZES
 from support.export import run_here, tiny
 from support.helpers import ROOT, SRC, finished, run_script
 
-from fabric_ladder import UserError
 from fabric_ladder.comparing.matching import wilson_interval
 from fabric_ladder.tools.model_card import write_card
 
@@ -24,22 +22,9 @@ def run(tmp_path_factory):
     return cwd / "runs" / "2_grad_accum" / "1"
 
 
-@pytest.fixture
-def pushed(monkeypatch):
-    """Record the calls of the Hub's functions, which succeed."""
-    calls = {}
-    monkeypatch.setenv("HF_TOKEN", "good")
-    monkeypatch.setattr(HfApi, "create_repo", lambda _, name, **more: calls.setdefault(name, more) and "https://hub/me")
-    monkeypatch.setattr(HfApi, "upload_folder", lambda _, **more: calls.update(more))
-    return calls
-
-
-def test_the_card_describes_the_run_and_is_uploaded_with_the_model(run, tmp_path, monkeypatch, capsys, pushed):
+def test_the_card_describes_the_run(run, tmp_path, monkeypatch):
     output = tmp_path / "films"
-    run_here(monkeypatch, EXPORT, run, "--output", output, "--push", "me/films")
-    assert "\nPushed https://hub/me" in capsys.readouterr().out
-    assert pushed["me/films"] == {"private": True, "exist_ok": True}, "private until its owner publishes it"
-    assert (pushed["repo_id"], pushed["folder_path"]) == ("me/films", output)
+    run_here(monkeypatch, EXPORT, run, "--output", output)
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= {path.name for path in output.iterdir()}
     card = ModelCard.load(output / "README.md")
     record = json.loads((run / "run.json").read_text())
@@ -54,7 +39,7 @@ def test_the_card_describes_the_run_and_is_uploaded_with_the_model(run, tmp_path
     assert "batch_size: 16" in card.text
     assert f"  torch: {record['versions']['torch']}" in card.text
     assert "runs_dir" not in card.text
-    assert 'pipeline("text-classification", "me/films", truncation=True)' in card.text
+    assert 'pipeline("text-classification", "films", truncation=True)' in card.text
 
 
 @pytest.mark.parametrize(
@@ -101,33 +86,3 @@ def test_the_card_of_a_language_model_has_the_form_of_its_prompts(tmp_path):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"prompt_template": template}))
         write_card(tmp_path, tmp_path / "nowhere", "me/words")
         assert prompt in ModelCard.load(tmp_path / "README.md").text.split("```text\n")[-1]
-
-
-def test_a_push_that_fails_prints_one_line_and_keeps_the_folder(run, tmp_path, monkeypatch, pushed):
-    def fail(*_, **__):
-        raise OSError("401: the token is stale")
-
-    monkeypatch.setattr(HfApi, "upload_folder", fail)
-    output = tmp_path / "films"
-    message = rf"{output} is written, but --push me/films failed; to try again: hf upload me/films {output} \(401: the"
-    with pytest.raises(UserError, match=message):
-        run_here(monkeypatch, EXPORT, run, "--output", output, "--push", "me/films")
-    assert (output / "README.md").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "token", "message"),
-    [
-        ("me/films", None, "--push me/films: no token of the Hugging Face Hub: hf auth login, or set HF_TOKEN"),
-        ("films", "good", "--push films: give USER/NAME"),
-        ("me/fil ms", "good", "--push me/fil ms: give USER/NAME"),
-    ],
-)
-def test_a_push_that_cannot_succeed_is_refused_before_any_work(run, tmp_path, monkeypatch, name, token, message):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    if token:
-        monkeypatch.setenv("HF_TOKEN", token)
-    with pytest.raises(UserError, match=message):
-        run_here(monkeypatch, EXPORT, run, "--output", tmp_path / "out", "--push", name)
-    assert not (tmp_path / "out").exists()

@@ -241,51 +241,17 @@ def _load_adapter(result: Result, base: str | None, dtype: torch.dtype | None, q
     return model
 
 
-def add_adapter(model: nn.Module, result: Result, name: str, quantization: str | None) -> None:
-    """Add an adapter of the same base to a `PeftModel`; `model.set_adapter(name)` chooses it.
-
-    Args:
-        model: From `load_result`; its first adapter is named `default`.
-        result: From `find_result`.
-        name: A name without a dot.
-        quantization: As for `load_result`.
-
-    Raises:
-        UserError: The result or the model is not an adapter, or the adapter has another base or does not fit it, or
-            only one of them was trained on 4-bit weights and `quantization` does not choose.
-    """
-    if not (result.adapter and hasattr(model, "peft_config")):
-        raise UserError(f"{result.folder}: several models can only be adapters of one base; give --model one folder")
-    adapter, first = result.adapter_config, model.peft_config["default"]
-    own, base = (
-        f"{each.base_model_name_or_path}{f' at {each.revision}' if each.revision else ''}" for each in (adapter, first)
-    )
-    mismatch = f"{result.folder} is an adapter for {own}, and the first one for {base}"
-    if own != base:
-        raise UserError(f"{mismatch}: give adapters of one base")
-    in_4_bits = {hasattr(config, "quantization_config") for config in (model.config, result.config or model.config)}
-    if not quantization and len(in_4_bits) > 1:
-        raise UserError(
-            f"{result.folder}: only one of the adapters was trained on 4-bit weights; add --quantization nf4 or no"
-        )
-    with refused(mismatch):
-        model.add_adapter(name, adapter)
-        _fill_adapter(model, result, mismatch, name)
-
-
-def _fill_adapter(model: nn.Module, result: Result, mismatch: str, name: str = "default") -> None:
+def _fill_adapter(model: nn.Module, result: Result, mismatch: str) -> None:
     """Read an adapter's weights, after checking that every weight was saved."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-    options = {"save_embedding_layers": False, "adapter_name": name}
-    expected = get_peft_model_state_dict(model, **options)
+    expected = get_peft_model_state_dict(model, save_embedding_layers=False)
     weights = _read(result)
-    if result.format != "adapter":  # named as in a model with one adapter, not as in PEFT's file
-        named = {key.replace(".default.", f".{name}."): weight for key, weight in weights.items()}
-        weights = get_peft_model_state_dict(model, named, **options)
+    if result.format != "adapter":  # named as in the model, not as in PEFT's file
+        weights = get_peft_model_state_dict(model, weights, save_embedding_layers=False)
     if names := expected.keys() ^ weights.keys():  # PEFT would ignore them
         raise UserError(f"{mismatch}: only one of them has {min(names)}")
-    set_peft_model_state_dict(model, weights, adapter_name=name)
+    set_peft_model_state_dict(model, weights)
 
 
 def _load_base(result: Result, name: str, options: dict, dtype: torch.dtype, quantization: str | None) -> nn.Module:

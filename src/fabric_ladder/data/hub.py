@@ -169,30 +169,18 @@ def _hub_answers() -> bool:
     return True
 
 
-def stream_hub(settings: DataSettings, commit: str) -> dict[str, hf.IterableDataset]:
-    """Return the splits of a data set, as `load_hub` does, which are downloaded while they are read."""
-    loaded = _load(settings, commit, streaming=True)
-    return {split: loaded[split] for split in SPLITS if split in loaded}
-
-
-def _load(settings: DataSettings, commit: str, **options) -> dict:
-    name = settings.dataset
-    if not _hub_answers():
-        raise UserError(f"--dataset {name} is not in the cache with these settings, and the Hub cannot be reached")
-    with refused(f"cannot load the data set {name} from the Hub; {name}:CONFIGURATION chooses a configuration"):
-        loaded = hf.load_dataset(*name.split(":"), revision=commit, **options)
-    if "train" not in loaded:
-        raise UserError(f"the data set {name} has no split named train, only {', '.join(loaded)}")
-    return loaded
-
-
 def load_hub(settings: DataSettings, commit: str, scratch: Path, notices: list[str]) -> dict[str, hf.Dataset]:
     """Download a data set, `name` or `name:configuration`, at a commit; return its train, validation and test split.
 
     A split without labels, such as the test of a competition, is left out, and `notices` gets a line about it.
     """
     name = settings.dataset
-    loaded = _load(settings, commit, cache_dir=str(scratch / "hub"))
+    if not _hub_answers():
+        raise UserError(f"--dataset {name} is not in the cache with these settings, and the Hub cannot be reached")
+    with refused(f"cannot load the data set {name} from the Hub; {name}:CONFIGURATION chooses a configuration"):
+        loaded = hf.load_dataset(*name.split(":"), revision=commit, cache_dir=str(scratch / "hub"))
+    if "train" not in loaded:
+        raise UserError(f"the data set {name} has no split named train, only {', '.join(loaded)}")
     note = _commit_note(settings)
     note.parent.mkdir(parents=True, exist_ok=True)
     write_whole(note, commit)
@@ -211,15 +199,7 @@ def load_hub(settings: DataSettings, commit: str, scratch: Path, notices: list[s
     return splits
 
 
-def has_labels(table: hf.IterableDataset, column: str) -> bool:
-    """Return False for a streamed split without labels; only of such a split more than the first rows are read."""
-    if not _has_numbers(table, column):
-        return True
-    labels = (row[column] for row in table.select_columns([column]))
-    return next(labels, None) != -1 or any(label != -1 for label in labels)
-
-
-def _has_numbers(table: hf.Dataset | hf.IterableDataset, column: str) -> bool:
+def _has_numbers(table: hf.Dataset, column: str) -> bool:
     """Return whether the column holds numbers, of which -1 means no label."""
-    feature = (table.features or {}).get(column)
+    feature = table.features.get(column)
     return isinstance(feature, hf.ClassLabel) or getattr(feature, "dtype", "").startswith(("int", "float"))

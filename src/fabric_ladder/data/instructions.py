@@ -208,15 +208,6 @@ class Encoder:
         rows = zip(found["input_ids"], found["offset_mapping"], chats, strict=True)
         return self._columns([(ids, _within(at, chat.answers), _within(at, chat.masked)) for ids, at, chat in rows])
 
-    def encode_streamed(self, batch: dict[str, list]) -> tuple[dict[str, list], dict[str, int]]:
-        """Tokenize instructions or chats during the training, and count those left out by the reason."""
-        self.bad.clear()
-        self.counts.clear()
-        columns = self.encode_chats(batch) if "messages" in batch else self.encode_instructions(batch)
-        problem = "refused by the chat template" if "messages" in batch else "without a token"
-        left_out = {"prompt too long": self.counts["left out"], problem: len(self.bad)}
-        return columns, {reason: count for reason, count in left_out.items() if count}
-
     def notices(self, total: int, chat: bool) -> list[str]:
         """Return notices about samples that were cut or left out, or refuse those that cannot be written."""
         problem = "samples cannot be written by the tokenizer" + "'s chat template" * chat

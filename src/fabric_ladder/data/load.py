@@ -1,11 +1,6 @@
 """Load the data set in the settings: read, split, tokenize or decode, and keep the result in the cache."""
 
-import hashlib
 import inspect
-import json
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,21 +14,19 @@ from fabric_ladder.data.cache import make_once, map_batches, quiet, save_tokens
 from fabric_ladder.data.hub import find_commit, load_config
 from fabric_ladder.data.image_files import find_images
 from fabric_ladder.data.images import load_images, read_image_splits
-from fabric_ladder.data.instruction_rows import check_for, read_instructions
+from fabric_ladder.data.instruction_rows import read_instructions
 from fabric_ladder.data.instructions import (
     INSTRUCTION_CACHE_FORMAT,
-    Encoder,
     prompt_templates,
     set_end_token,
     tokenize_instructions,
 )
 from fabric_ladder.data.kinds import kind_of
-from fabric_ladder.data.rows import note_bad_samples, read_training_rows, shown
+from fabric_ladder.data.rows import note_bad_samples, shown
 from fabric_ladder.data.sources import REVIEWS, Source, find_source
 from fabric_ladder.data.splits import SPLITS, ImageDatasets, TextDatasets
-from fabric_ladder.data.stream import STREAM_CACHE_FORMAT, Stream, Survey
-from fabric_ladder.data.summary import ReadData, complete, join_names, summary_line
-from fabric_ladder.data.tables import check_texts, label_number, read_splits, text_columns
+from fabric_ladder.data.summary import ReadData, complete
+from fabric_ladder.data.tables import read_splits, text_columns
 from fabric_ladder.data.tokens import (
     CACHE_FORMAT,
     NO_TOKEN,
@@ -92,11 +85,8 @@ def prepare(settings: DataSettings, imdb: Source) -> TextDatasets | ImageDataset
         if tokenizer is not None:
             set_end_token(tokenizer, name)
             inputs += [tokenizer.chat_template, tokenizer.special_tokens_map]
-    make = _read_and_tokenize
-    if settings.stream_buffer:
-        inputs.append(["stream", STREAM_CACHE_FORMAT])
-        make = _survey
-    folder, facts = make_once(settings, "tokenised", inputs, partial(make, settings, source, tokenizer, vocabulary))
+    make = partial(_read_and_tokenize, settings, source, tokenizer, vocabulary)
+    folder, facts = make_once(settings, "tokenised", inputs, make)
     if tokenizer is None:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
     splits = hf.DatasetDict({split: hf.load_from_disk(folder / split) for split in SPLITS})
@@ -106,14 +96,13 @@ def prepare(settings: DataSettings, imdb: Source) -> TextDatasets | ImageDataset
     else:
         tokenizer.model_max_length = settings.max_length  # saved too: users of the model cut texts as the training did
     names, notices, summary = (facts[name] for name in ("class_names", "notices", "summary"))
-    found = TextDatasets(splits, names, tokenizer, facts["fingerprint"], notices, commit, summary=summary)
-    return _with_stream(found, settings, source, facts) if settings.stream_buffer else found
+    return TextDatasets(splits, names, tokenizer, facts["fingerprint"], notices, commit, summary=summary)
 
 
 def check_data(settings: DataSettings) -> list[str]:
     """Return lines about what a run would read; nothing is downloaded or kept.
 
-    Only files and synthetic reviews are read. A stream is not, since its first pass may take long.
+    Only files and synthetic reviews are read.
 
     Raises:
         UserError: One line about missing data, data that cannot be read, or a tokenizer that cannot be loaded.
@@ -125,7 +114,7 @@ def check_data(settings: DataSettings) -> list[str]:
     _counted_end(settings)
     if (path is None) if images else source.key[0] == "hub":
         find_commit(settings)
-    if settings.stream_buffer or not (path if images else source.key[0] in ("files", "synthetic")):
+    if not (path if images else source.key[0] in ("files", "synthetic")):
         return [f"{settings.dataset} is read by a run only, which then prints its rows, columns and classes"]
     with refused("cannot keep the data in a temporary folder"), TemporaryDirectory() as scratch, quiet():
         if images:
@@ -235,68 +224,3 @@ def _encode_texts(
         for name, value in zip(columns, (np.asarray(ids, np.int32), len(ids), label), strict=True):
             columns[name].append(value)
     return columns
-
-
-def _encode_streamed(
-    tokenizer: PreTrainedTokenizerBase, max_length: int, end: int | None, batch: dict[str, list]
-) -> tuple[dict[str, list], dict[str, int]]:
-    """Tokenize texts during the training, and count those left out."""
-    bad = []
-    columns = _encode_texts(tokenizer, max_length, end, bad, batch)
-    return columns, Counter("without a token" if reason == NO_TOKEN else reason for _, reason in bad)
-
-
-def _survey(
-    settings: DataSettings,
-    source: Source,
-    tokenizer: PreTrainedTokenizerBase | None,
-    vocabulary,
-    scratch: Path,
-) -> tuple[Path, dict]:
-    """Tokenize the first training samples, and add the facts about all of them."""
-    survey = Survey(settings.train_samples)
-    folder, facts = _read_and_tokenize(settings, source._replace(keep=survey.keep), tokenizer, vocabulary, scratch)
-    names = facts["class_names"]
-    class_counts = [0] * len(names)
-    for label, count in survey.labels.items() if names else ():
-        class_counts[label_number(label, names)] += count
-    name = f"train ({join_names(path.name for path in source.files.get('train', ())) or settings.dataset}, streamed)"
-    found = Counter(dict(zip(names, class_counts, strict=True)))
-    columns = text_columns(settings) if names else ()
-    facts["summary"][0] = summary_line(name, sum(survey.counts), columns, found)
-    return folder, facts | {"stream": survey.facts(class_counts)}
-
-
-def _with_stream(datasets: TextDatasets, settings: DataSettings, source: Source, facts: dict) -> TextDatasets:
-    """Return the data sets with the stream of their training samples."""
-    names = datasets.class_names
-    if names:
-        texts, labels = text_columns(settings)
-        check, wanted = partial(check_texts, settings, None), (*texts, *labels)
-        encode = partial(_encode_streamed, datasets.tokenizer, settings.max_length, _counted_end(settings))
-    else:
-        check, wanted = check_for, ()
-        encode = Encoder(settings, datasets.tokenizer).encode_streamed
-
-    def read(number: int) -> Iterator[dict]:
-        for row in read_training_rows(settings, source, number, check, wanted):
-            yield _numbered(row, names) if names else row
-
-    stream = Stream(read, encode, facts["stream"], settings.stream_buffer)
-    content = [facts["fingerprint"], facts["stream"], settings.stream_buffer]
-    notice = f"Streaming {len(stream):,} training samples, shuffled in a buffer of {settings.stream_buffer:,}"
-    fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:20]
-    return replace(datasets, stream=stream, fingerprint=fingerprint, notices=[notice, *datasets.notices])
-
-
-def _numbered(row: dict, names: list[str]) -> dict:
-    """Return the row's text and the number of its label.
-
-    Raises:
-        UserError: The label is new.
-    """
-    try:
-        return {"text": row["text"], "label": label_number(row["label"], names)}
-    except ValueError:
-        found = f"{row['location']} has the new label {row['label']!r}"
-        raise UserError(f"a training file has changed since the start: {found}") from None

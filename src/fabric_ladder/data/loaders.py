@@ -14,13 +14,12 @@ from torch.nn.functional import interpolate, pad
 from torch.utils.data import DataLoader, Dataset
 
 from fabric_ladder.data.class_weights import ClassWeights
-from fabric_ladder.data.cutting import MicroBatchPlan, cut_by
+from fabric_ladder.data.cutting import MicroBatchPlan
 from fabric_ladder.data.kinds import kind_of
 from fabric_ladder.data.label_kind import describe_imbalance, describe_rare
 from fabric_ladder.data.objective import Objective
 from fabric_ladder.data.sampler import BatchPlan, EffectiveBatchSampler, EvaluationSampler
 from fabric_ladder.data.splits import IGNORED, SPLITS, ImageDatasets, TextDatasets
-from fabric_ladder.data.stream import Stream, StreamedBatch, StreamSampler
 from fabric_ladder.settings import Settings
 
 
@@ -61,13 +60,11 @@ class EffectiveBatch(NamedTuple):
 
     Attributes:
         samples: Row numbers of the whole effective batch, of all ranks.
-        micro_batches: This rank's micro-batches; every rank has the same number. Empty if all samples are left out.
-        left_out: The number of samples left out for each reason, of all ranks.
+        micro_batches: This rank's micro-batches; every rank has the same number.
     """
 
     samples: list[int]
     micro_batches: list[MicroBatch]
-    left_out: dict[str, int] = {}  # noqa: RUF012
 
 
 class Collator(Dataset):
@@ -114,10 +111,7 @@ class TextCollator(Collator):
 
     def micro_batch(self, plan: MicroBatchPlan, epoch: int | None = None) -> MicroBatch:
         """Pad a plan's rows on the right to the longest one, rounded up to the multiple; epochs do not differ."""
-        return self.collate(self.split[plan.rows], plan)
-
-    def collate(self, columns: dict[str, list], plan: MicroBatchPlan) -> MicroBatch:
-        """Like `micro_batch`, for the columns of the plan's rows."""
+        columns = self.split[plan.rows]
         ids = columns["input_ids"]
         labels = columns["labels"]
         samples = list(map(len, ids))
@@ -154,47 +148,6 @@ class TextCollator(Collator):
             following = pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)
             inputs["predicting"] = (following != IGNORED).flatten().nonzero().squeeze(1)
         return inputs
-
-
-class StreamCollator(TextCollator):
-    """Tokenizes the samples of an effective batch, and cuts them into micro-batches.
-
-    A plan of row numbers, for trials and predictions, gives samples of `max_length` equal tokens.
-    """
-
-    def __init__(self, datasets: TextDatasets, settings: Settings, rank: int, ranks: int):
-        super().__init__(datasets, "train", settings)
-        self.split = None
-        self.samples = len(datasets.stream)
-        self.encode = datasets.stream.encode
-        self.settings = settings
-        self.rank = rank
-        self.ranks = ranks
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, plan: StreamedBatch | BatchPlan) -> EffectiveBatch:
-        """Return the effective batch, without the samples that the encoder leaves out."""
-        if isinstance(plan, BatchPlan):
-            return super().__getitem__(plan)
-        columns, left_out = self.encode({name: [row[name] for row in plan.rows] for name in plan.rows[0]})
-        lengths = np.array(columns["length"], int)
-        if not len(lengths):
-            return EffectiveBatch(plan.numbers, [], left_out)
-        items = np.array(columns["items"], int) if "items" in columns else np.ones_like(lengths)
-        rows = np.arange(len(lengths))
-        size = self.settings.micro_batch_size
-        parts = cut_by(self.settings, rows, lengths, items, self.ranks, size, plan.tokens)[self.rank]
-        micro_batches = [self.collate(_chosen(columns, part.rows), part) for part in parts]
-        return EffectiveBatch(plan.numbers, micro_batches, left_out)
-
-    def micro_batch(self, plan: MicroBatchPlan, epoch: int | None = None) -> MicroBatch:
-        """Return samples of `max_length` tokens; see the class."""
-        token = int(self.tokenizer.pad_token_id == 0)  # not the padding
-        longest = [token] * self.settings.max_length
-        labels = longest if self.with_predicting else 0
-        return self.collate({"input_ids": [longest] * len(plan.rows), "labels": [labels] * len(plan.rows)}, plan)
 
 
 class ImageCollator(Collator):
@@ -282,32 +235,21 @@ def build_dataloaders(
     where = settings, fabric.global_rank, fabric.world_size
     for name in SPLITS:
         split = datasets.splits[name]
-        if name == "train" and _stream_of(datasets):
-            sampler = StreamSampler(datasets.stream, *where)
-            data = StreamCollator(datasets, *where)
-        else:
-            lengths = _numbers(split, "length")
-            items = _numbers(split, "items") if "items" in split.column_names else np.ones_like(lengths)
-            values = lengths, items, *where
-            sampler = EvaluationSampler(*values, training) if training else EffectiveBatchSampler(*values)
-            data = collator(datasets, name, settings)
+        lengths = _numbers(split, "length")
+        items = _numbers(split, "items") if "items" in split.column_names else np.ones_like(lengths)
+        values = lengths, items, *where
+        sampler = EvaluationSampler(*values, training) if training else EffectiveBatchSampler(*values)
         training = training or sampler
         loader = DataLoader(
-            data, sampler=sampler, batch_size=None, collate_fn=_unchanged,
+            collator(datasets, name, settings), sampler=sampler, batch_size=None, collate_fn=_unchanged,
             num_workers=settings.num_workers, pin_memory=settings.accelerator == "cuda",
         )  # fmt: skip
         loaders.append(loader)
     return tuple(loaders)
 
 
-def _stream_of(datasets: TextDatasets | ImageDatasets) -> Stream | None:
-    return datasets.stream if isinstance(datasets, TextDatasets) else None
-
-
 def count_classes(datasets: TextDatasets | ImageDatasets) -> np.ndarray:
     """Return the training samples of each class."""
-    if stream := _stream_of(datasets):
-        return stream.class_counts
     return np.bincount(_numbers(datasets.splits["train"], "labels"), minlength=len(datasets.class_names))
 
 
@@ -318,14 +260,6 @@ def _numbers(split: hf.Dataset, column: str) -> np.ndarray:
 
 def _empty_images(count: int, side: int) -> Tensor:
     return torch.empty((count, 3, side, side), dtype=torch.uint8, memory_format=torch.channels_last)
-
-
-def _chosen(columns: dict[str, list], rows: np.ndarray) -> dict[str, list]:
-    """Return some rows of columns, with lists in place of arrays."""
-    return {
-        name: [values[row].tolist() if isinstance(values[row], np.ndarray) else values[row] for row in rows]
-        for name, values in columns.items()
-    }
 
 
 def _joined(rows: list, packs: list[int]) -> list[list[int]]:

@@ -17,13 +17,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from fabric_ladder.data.cache import write_rows
-from fabric_ladder.data.hub import has_labels, load_hub, stream_hub
+from fabric_ladder.data.hub import load_hub
 from fabric_ladder.data.progress import Progress
 from fabric_ladder.data.sources import (
     GZIP,
     SEPARATORS,
     Source,
-    check_complete,
     content_problem,
     read_format,
     read_head,
@@ -71,14 +70,13 @@ def read_parts(
             first value of each) and the features of a table; see `write_checked`.
         wanted: The columns to read; all if empty.
         labels: The columns of the labels. A validation or test table without them, as competitions have it, is left
-            out, unless an option or a stream needs it.
+            out, unless an option needs it.
     """
-    needed = settings.validation_file or settings.test_file or settings.stream_buffer
+    needed = settings.validation_file or settings.test_file
     parts = {}
     notices += source.notices
     tables = _tables(settings, source, scratch, notices, wanted)
-    # training tables of a stream come last: a refusal of a small table then costs no long pass
-    for split, name, table in sorted(tables, key=lambda table: (table[0] == "train") == bool(settings.stream_buffer)):
+    for split, name, table in sorted(tables, key=lambda table: table[0] != "train"):
         columns, rows = _find_columns(table, name)
         if labels and split != "train" and not needed:
             rows, missing = _unless_unlabelled(rows, columns, labels, parts["train"])
@@ -88,8 +86,7 @@ def read_parts(
         check, schema = check_for(name, columns, table.features)
         checked = parts.setdefault(split, [])
         target = scratch / f"{split}-{len(checked)}.arrow"
-        keep = source.keep if split == "train" else iter
-        checked.append(write_checked(rows, name, check, schema, target, settings, notices, keep))
+        checked.append(write_checked(rows, name, check, schema, target, settings, notices))
     return parts
 
 
@@ -120,14 +117,6 @@ def _tables(
         for path in paths:
             yield split, str(path), read_file(path, settings.column_names, wanted)
     if source.key[0] == "files":
-        return
-    if settings.stream_buffer:
-        loaded = stream_hub(settings, source.key[-1])
-        own = [split for split in loaded if split not in source.files]
-        with refused(f"cannot read {settings.dataset} from the Hub"):
-            own = [split for split in own if split == "train" or has_labels(loaded[split], settings.label_column)]
-        check_complete(settings, {*own, *source.files}, loaded)
-        yield from ((split, *_hub_table(settings, loaded, split)) for split in own)
         return
     for split, table in load_hub(settings, source.key[-1], scratch, notices).items():
         chosen = table.select_columns(_needed_columns(table.column_names, wanted))
@@ -176,40 +165,6 @@ def _known_features(schema: pa.Schema) -> hf.Features:
             hf.Features.from_arrow_schema(pa.schema([field]))
             known.append(field)
     return hf.Features.from_arrow_schema(pa.schema(known, schema.metadata))
-
-
-def read_training_rows(
-    settings: DataSettings, source: Source, number: int, check_for: Callable, wanted: tuple[str, ...] = ()
-) -> Iterator[dict]:
-    """Yield the checked rows of a training table, and leave out the bad ones.
-
-    Args:
-        settings: See `read_parts`.
-        source: See `read_parts`.
-        number: The table's number among the training tables.
-        check_for: See `read_parts`.
-        wanted: See `read_parts`.
-    """
-    if "train" in source.files:
-        path = source.files["train"][number]
-        name, table = str(path), read_file(path, settings.column_names, wanted)
-    else:
-        name, table = _hub_table(settings, stream_hub(settings, source.key[-1]), "train")
-    columns, rows = _find_columns(table, name)
-    check, _ = check_for(name, columns, table.features)
-    yield from _good_rows(rows, check, [])
-
-
-def _hub_table(settings: DataSettings, loaded: dict[str, hf.IterableDataset], split: str) -> tuple[str, Table]:
-    """Return the name and the content of a split that is downloaded while it is read."""
-    name = f"{settings.dataset} ({split})"
-
-    def rows() -> Rows:
-        with refused(f"cannot read {name} from the Hub"):
-            for number, row in enumerate(loaded[split], 1):
-                yield f"row {number}", row
-
-    return name, Table(rows(), loaded[split].features or {})
 
 
 def table_rows(table: hf.Dataset) -> Rows:
@@ -484,7 +439,6 @@ def write_checked(
     target: Path,
     settings: DataSettings,
     notices: list[str],
-    keep: Callable[[Iterator[dict]], Iterator[dict]] = iter,
 ) -> hf.Dataset:
     """Write the good rows of a table to an Arrow file, and map it.
 
@@ -496,14 +450,13 @@ def write_checked(
         target: The Arrow file.
         settings: `bad_samples` is used.
         notices: Gets a line about rows that are left out.
-        keep: Returns the good rows to write.
 
     Raises:
         UserError: There are bad rows, and `bad_samples` is `refuse`; or all rows are bad.
     """
     bad = []
     with Progress(f"Reading {name}") as progress:
-        table = write_rows(target, schema, keep(_good_rows(progress.count(rows), check, bad)))
+        table = write_rows(target, schema, _good_rows(progress.count(rows), check, bad))
     notices += note_bad_samples(bad, progress.done, f"rows of {name} cannot be used", settings)
     return table
 

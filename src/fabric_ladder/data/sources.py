@@ -2,7 +2,7 @@
 
 import glob
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,16 +47,14 @@ class Source(NamedTuple):
     Attributes:
         key: Identifies the source in the cache: `imdb`, `synthetic`, `hub` or `files`, followed by details. `prepare`
             adds the commit of a name on the Hub, which needs the network.
-        files: The files of each split, if the source is files, or a stream of the Hub with other files.
+        files: The files of each split, if the source is files.
         read: Returns the reviews of IMDb (columns `text` and `label`) and the row numbers of each split.
-        keep: Returns those of a table's training rows that are kept; by default all.
         notices: Lines about files whose names are not those of splits.
     """
 
     key: list
     files: dict[str, list[Path]] | None = None
     read: Callable[[], tuple[pd.DataFrame, list[np.ndarray]]] | None = None
-    keep: Callable[[Iterator[dict]], Iterator[dict]] = iter
     notices: tuple[str, ...] = ()
 
 
@@ -72,8 +70,7 @@ def find_source(settings: DataSettings, imdb: Source | None = None) -> Source:
     """
     name = settings.dataset
     path = None if name in REVIEWS else find_path(settings, tuple(FILE_FORMATS))
-    splits_data = not settings.stream_buffer and (path is None or path.is_dir())
-    if (settings.validation_file or settings.test_file) and splits_data:
+    if (settings.validation_file or settings.test_file) and (path is None or path.is_dir()):
         raise UserError(f"--validation_file and --test_file need a --dataset that is a file, not {name}")
     if settings.column_names and path is None:
         raise UserError(f"--column_names is for CSV and TSV files without a header, not for {name}")
@@ -88,50 +85,23 @@ def find_source(settings: DataSettings, imdb: Source | None = None) -> Source:
             "--text_column and --label_column are not for instructions, whose columns are known by their names, such "
             "as instruction, input and output: leave them out"
         )
-    if name in REVIEWS and settings.stream_buffer:
-        raise UserError(f"--stream_buffer {settings.stream_buffer} is for files and the Hub, not for {name}")
     if name in REVIEWS:
         return imdb if name == "imdb" and imdb else Source([name])
-    if path is None and not settings.stream_buffer:
+    if path is None:
         return Source(["hub", name])
-    files, notices = {}, ()
-    if path:
-        files, notices = _folder_files(path) if path.is_dir() else ({"train": [path]}, ())
+    files, notices = _folder_files(path) if path.is_dir() else ({"train": [path]}, ())
     for split, file in (("validation", settings.validation_file), ("test", settings.test_file)):
         if file:
             found = find_file(file, settings)
             if found is None:
                 raise UserError(f"there is no {split} file {file} here or in {settings.data_dir}")
             files[split] = [found]
-    if settings.stream_buffer and path:
-        _check_streamed(settings, files)
     for given in files.values():
         for each in given:
             read_format(each)
     files = {split: [path.resolve() for path in paths] for split, paths in files.items()}
     stamps = {split: list(map(file_stamp, paths)) for split, paths in files.items()}
-    return Source(["files", stamps] if path else ["hub", name, stamps], files, notices=notices)
-
-
-def _check_streamed(settings: DataSettings, files: dict[str, list[Path]]) -> None:
-    """Refuse files that cannot be streamed, because they are read as a whole or must be split."""
-    check_complete(settings, files)
-    whole = [path for path in files["train"] if re.search(r"\.json(\.gz)?$", path.name.lower())]
-    if whole:
-        raise UserError(
-            f"--stream_buffer {settings.stream_buffer}: a JSON list such as {whole[0]} is read as a whole; write JSON "
-            "Lines (.jsonl)"
-        )
-
-
-def check_complete(settings: DataSettings, splits: Collection[str], unlabelled: Collection[str] = ()) -> None:
-    """Refuse to stream if validation or test would have to be split off; `unlabelled` ones do not count."""
-    if missing := [split for split in ("validation", "test") if split not in splits]:
-        split = f"{missing[0]} split{' with labels' if missing[0] in unlabelled else ''}"
-        raise UserError(
-            f"--stream_buffer {settings.stream_buffer} splits no data, and {settings.dataset} has no {split}: add "
-            f"--{missing[0]}_file"
-        )
+    return Source(["files", stamps], files, notices=notices)
 
 
 def find_path(settings: DataSettings, suffixes: tuple[str, ...]) -> Path | None:

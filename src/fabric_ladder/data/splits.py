@@ -6,8 +6,6 @@ from typing import Literal, NamedTuple
 import datasets as hf
 from transformers import PreTrainedTokenizerBase
 
-from fabric_ladder.data.stream import Stream
-
 SPLITS = ("train", "validation", "test")
 IGNORED = -100  # label of a token that is not trained, as in PyTorch's cross entropy
 
@@ -27,7 +25,6 @@ class TextDatasets:
         fingerprint: A hash of all tokens and labels, equal on every machine.
         notices: Lines that the user should read.
         commit: The commit of a data set on the Hub.
-        stream: The training samples, if they are streamed. `train` then has only the first ones.
         summary: Lines about what was read.
     """
 
@@ -37,7 +34,6 @@ class TextDatasets:
     fingerprint: str
     notices: list[str] = field(default_factory=list)
     commit: str | None = None
-    stream: Stream | None = None
     summary: list[str] = field(default_factory=list)
 
 

@@ -72,8 +72,7 @@ def complete(
         total = sum((count_classes(table, class_names, kind) for table in read.values()), Counter())
         sizes = ", ".join(f"{split} {len(table):,}" for split, table in splits.items())
         summary = [f"{summary_line(name, sum(map(len, read.values())), columns, total, unit)} · {sizes}"]
-    if not settings.stream_buffer:
-        notices = [*notices, *_name_untrained(counts["train"], settings), *_copied_texts(splits)]
+    notices = [*notices, *_name_untrained(counts["train"], settings), *_copied_texts(splits)]
     return ReadData(splits, class_names, summary, notices)
 
 

@@ -50,17 +50,8 @@ def read_splits(
     )
     if kind:
         return kind.number(parts, settings), kind.names, [*notices, *kind.notices]
-    parts = _use_class_names(parts) if settings.stream_buffer else parts
     splits = join_parts(parts, settings.label_column, notices)
-    return *number_labels(splits, "texts", _first_samples(settings)), notices
-
-
-def _first_samples(settings: DataSettings) -> str:
-    """Return a hint for messages if only the first training samples are used."""
-    if not (settings.stream_buffer and settings.train_samples):
-        return ""
-    first = f"{settings.train_samples:,}"
-    return f"; with --stream_buffer only the first {first} are used: raise --train_samples, or mix the file"
+    return *number_labels(splits, "texts"), notices
 
 
 def text_columns(settings: DataSettings, kind: LabelKind | None = None) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -163,39 +154,6 @@ def join_parts(parts: dict[str, list[hf.Dataset]], column: str, notices: list[st
     return splits
 
 
-def _use_class_names(parts: dict[str, list[hf.Dataset]]) -> dict[str, list[hf.Dataset]]:
-    """Give validation and test tables without class names those of the training tables, if these have any.
-
-    A stream of the Hub may need such a table, because no split is split off.
-
-    Raises:
-        UserError: A label is neither the name nor the number of a class.
-    """
-    feature = parts["train"][0].features["label"]
-    if not isinstance(feature, hf.ClassLabel):
-        return parts
-    return {
-        split: tables if split == "train" else [_to_classes(table, feature, split) for table in tables]
-        for split, tables in parts.items()
-    }
-
-
-def _to_classes(table: hf.Dataset, feature: hf.ClassLabel, split: str) -> hf.Dataset:
-    if isinstance(table.features["label"], hf.ClassLabel):
-        return table
-    known = {str(number): number for number in range(len(feature.names))}
-    known |= {name: number for number, name in enumerate(feature.names)}
-    numbers = {value: known.get(_plain(value, known)) for value in pc.unique(table.data.column("label")).to_pylist()}
-    if unknown := [value for value, number in numbers.items() if number is None]:
-        raise UserError(f"the {split} texts have labels that the training classes lack: {unknown[:5]}")
-    return _with_numbers(table, numbers.get).cast_column("label", feature)
-
-
-def _plain(label: str, known: Collection[str]) -> str:
-    """Return a whole number, such as 1.0, as an integer, and another label unchanged."""
-    return str(int(label.split(".")[0])) if label not in known and WHOLE.fullmatch(label) else label
-
-
 def _with_numbers(table: hf.Dataset, number_of: Callable[[str], int]) -> hf.Dataset:
     labels = table.data.column("label")
     values = pc.unique(labels)
@@ -203,13 +161,10 @@ def _with_numbers(table: hf.Dataset, number_of: Callable[[str], int]) -> hf.Data
     return table.remove_columns("label").add_column("label", numbers[pc.index_in(labels, values).to_numpy()])
 
 
-def number_labels(
-    splits: dict[str, hf.Dataset], samples: str, hint: str = ""
-) -> tuple[dict[str, hf.Dataset], list[str]]:
+def number_labels(splits: dict[str, hf.Dataset], samples: str) -> tuple[dict[str, hf.Dataset], list[str]]:
     """Replace the labels by 0, 1, … in the order of their values, and return the splits and the labels' names.
 
-    Numbers are sorted by size, strings alphabetically. `samples` (texts or images) is for messages, and `hint` is their
-    end.
+    Numbers are sorted by size, strings alphabetically. `samples` (texts or images) is for messages.
     """
     feature = splits["train"].features["label"]
     if isinstance(feature, hf.ClassLabel):
@@ -218,23 +173,15 @@ def number_labels(
     whole = all(WHOLE.fullmatch(str(value)) for value in values)  # also names of folders
     values.sort(key=lambda value: (float(value) if whole else 0, value))
     if len(values) < 2 <= len(splits["train"]):
-        raise UserError(f"all training {samples} have the same label, {values[0]!r}: there is nothing to learn{hint}")
+        raise UserError(f"all training {samples} have the same label, {values[0]!r}: there is nothing to learn")
     known = set(values)
     for split, table in splits.items():
         labels = table.data.column("label")
         if unknown := [value for value in pc.unique(labels).to_pylist() if value not in known]:
-            found = f"the {split} {samples} have labels that the training {samples} lack: {unknown[:5]}"
-            raise UserError(f"{found}{hint}")
+            raise UserError(f"the {split} {samples} have labels that the training {samples} lack: {unknown[:5]}")
         numbers = pc.index_in(labels, pa.array(values, labels.type)).cast(pa.int64()).to_numpy()
         splits[split] = table.remove_columns("label").add_column("label", numbers)
     return splits, [str(value) for value in values]
-
-
-def label_number(label: int | str, names: list[str]) -> int:
-    """Return the number that `join_parts` and `number_labels` give a label of `label_reader`."""
-    if isinstance(label, int):
-        return label
-    return names.index(_plain(label, names))
 
 
 def complete_splits(splits: dict[str, hf.Dataset], settings: DataSettings) -> dict[str, hf.Dataset]:
@@ -258,7 +205,7 @@ def complete_splits(splits: dict[str, hf.Dataset], settings: DataSettings) -> di
             splits[split] = table.shuffle(settings.split_seed).select(range(wanted))
     train = splits["train"]
     if "label" in train.column_names and len(set(_labels(train))) < 2:
-        fewer = settings.train_samples and (settings.train_samples < total or settings.stream_buffer)
+        fewer = settings.train_samples and settings.train_samples < total
         hint = "raise --train_samples" if fewer else f"{total} are too few, give more"
         raise UserError(f"the training {samples} that are left have a single label: {hint}")
     return splits

@@ -1,4 +1,4 @@
-"""Candidates of the planner: rungs with options, their settings and their relative speeds."""
+"""Candidates of the planner: rungs with options, their settings and their measured speeds."""
 
 import itertools
 from dataclasses import replace
@@ -6,26 +6,33 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fabric_ladder.checks import check_precision
-from fabric_ladder.cli import parse_settings, settings_for
+from fabric_ladder.cli import parse_settings
 from fabric_ladder.distributed.deepspeed_config import read_deepspeed_config, settings_in_file
 from fabric_ladder.distributed.strategies import strategy_traits
-from fabric_ladder.environment import emulates, fit_precision
+from fabric_ladder.environment import fit_precision
 from fabric_ladder.errors import UserError
 from fabric_ladder.foreign import BATCH, DEPENDENT, as_words
 from fabric_ladder.options import drop_unneeded, read_named_config, read_words, without_options
 from fabric_ladder.planning.gpus import ANY, Gpu
+from fabric_ladder.planning.measured import SPEEDS, cost_rank
 from fabric_ladder.planning.predict import unpredictable
 from fabric_ladder.rungs import script_defaults
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques import TECHNIQUES, cuda_defaults, full_pass, technique_of, trains_adapters, used
+from fabric_ladder.techniques import (
+    TECHNIQUES,
+    cuda_defaults,
+    full_pass,
+    technique_of,
+    trains_adapters,
+    trains_all,
+    used,
+)
 from fabric_ladder.techniques.technique import Technique
 
 NAMED = {(f"--{technique.setting}", "true"): technique.short_name for technique in TECHNIQUES if technique.short_name}
+SWITCHES = {f"--{technique.setting}" for technique in TECHNIQUES}
 
 STANDARD = "imdb_bloom_560m.yaml"  # settings of a run on a CUDA GPU without a config
-# Counted by benchmarks/roofline.py for BLOOM-560m on an H100: the predicted speeds of rungs 4 and 5.
-HALF_SPEED_TOKENS = 1024  # tokens of a micro-batch with half of a GPU's full speed
-SINGLE_SAMPLE_SPEED = 0.7  # an optimizer step for each sample, on short texts
 
 
 class Candidate(NamedTuple):
@@ -35,8 +42,9 @@ class Candidate(NamedTuple):
         name: The rung and short names of the options that the planner adds.
         rung: The script's name.
         words: The user's options that have an effect on the rung, and the added options, as on a command line.
-        settings: Settings with the plan's devices. All other values were checked for a CPU, or for a Mac's GPU.
+        settings: Settings with the plan's devices. All other values were checked for a CPU.
         micro_batches: Sizes to try, in samples, ascending; (None,) if the user has chosen the size.
+        speed: Measured samples/s of BLOOM-560m (`measured.py`); None: not measured.
     """
 
     name: str
@@ -44,6 +52,24 @@ class Candidate(NamedTuple):
     words: tuple[str, ...]
     settings: Settings
     micro_batches: tuple[int | None, ...]
+    speed: float | None = None
+
+    @property
+    def trains(self) -> str:
+        """The weights that the run trains, in words."""
+        return "all weights" if trains_all(self.settings) else "some of the weights"
+
+    @property
+    def rank(self) -> tuple[float, ...]:
+        """What is known without a rehearsal, the best first; `recommend` decides equal ranks by memory.
+
+        Least measured cost in accuracy, most GPUs, highest measured speed, no copies to other memory, no recomputation.
+        A cost or a speed that was not measured comes last.
+        """
+        settings, techniques = self.settings, used(self.settings)
+        copies = any(not each.state_on_device or each.bytes_per_pass(settings) for each in techniques)
+        recomputes = any(each.recomputes for each in techniques)
+        return *cost_rank(vars(settings)), -settings.ranks, -(self.speed or 0), copies, recomputes
 
 
 def list_choices(rungs: list[Path], gpus: int) -> tuple[list[tuple[str, tuple[str, ...]]], dict[str, str]]:
@@ -97,19 +123,13 @@ def read_candidates(
         settled = given & {"--micro_batch_size", "--micro_batch_tokens", *counted} or tokens not in (None, "auto")
         settled = settled or any(technique.size_setting(settings) for technique in used(settings))
         sizes = (None,) if settled else _sizes(settings)
-        candidates[name] = Candidate(name, rung, tuple(words), settings, sizes)
+        speed = None if given & SWITCHES else SPEEDS.get(name)
+        candidates[name] = Candidate(name, rung, tuple(words), settings, sizes, speed)
     return list(candidates.values()), problems
 
 
-def as_on_mac(options: list[str]) -> list[str]:
-    """Return the user's options with those that a run on a Mac's GPU needs: without them it is the CPU's quickstart."""
-    given = {word.split("=")[0] for word in options}
-    standard = [] if "--config" in given else ["--config", STANDARD]
-    return [*standard, *without_options(options, ["accelerator"]), "--accelerator", "mps"]
-
-
 def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) -> Settings:
-    """Return a rung's settings for N GPUs, checked on this machine's CPU, or for a Mac as a Mac would.
+    """Return a rung's settings for N GPUs, checked on this machine's CPU.
 
     DeepSpeed and `16-mixed`, which a CPU refuses, are added after the check. The notices hold only the line about the
     precision that the run would print.
@@ -124,10 +144,6 @@ def read_settings(rung: str, options: list[str], gpus: int = 1, gpu: Gpu = ANY) 
     deepspeed = given.get("deepspeed", defaults.get("deepspeed"))
     standard = [] if "config" in given else ["--config", STANDARD]
     here = ["--devices", "1", "--from_scratch", "true"]  # a plan needs no weights
-    if gpu.usable:
-        options = without_options(options, ["accelerator"])
-        settings = settings_for("mps", rung, [*standard, *options, *here], **defaults)
-        return replace(settings, notices=())
     here += ["--accelerator", "cpu"]
     if "deepspeed" in defaults:
         in_file = {name: value for name, value in settings_in_file(deepspeed).items() if name not in given}
@@ -176,29 +192,6 @@ def _count_on_one_device(options: list[str], gpus: int) -> list[str]:
         return options
     steps = given.get("gradient_accumulation_steps", 1) * gpus
     return [*without_options(options, ["gradient_accumulation_steps"]), "--gradient_accumulation_steps", str(steps)]
-
-
-def accuracy_costs(settings: Settings) -> list[str]:
-    """Return the measured costs in accuracy of the techniques in use, in words."""
-    return [cost for technique in used(settings) if (cost := technique.accuracy_cost(settings))]
-
-
-def relative_speed(settings: Settings, tokens: int, gpu: Gpu = ANY) -> float:
-    """Return a run's samples/s, relative to a busy GPU of this type in 16 bits.
-
-    Args:
-        settings: Settings of the run.
-        tokens: Padded tokens of a micro-batch.
-        gpu: The GPU. Its peaks give the speed of 32-bit matrix multiplications; emulated bfloat16 is as slow.
-    """
-    speed = settings.ranks * tokens / (tokens + HALF_SPEED_TOKENS)
-    if settings.precision in ("32-true", "64-true") or emulates(settings.precision, gpu.capability):
-        speed *= gpu.single / gpu.half
-    for technique in used(settings):
-        speed *= technique.relative_speed(settings)
-    if settings.batch_size == 1:
-        speed *= SINGLE_SAMPLE_SPEED
-    return speed
 
 
 def _sizes(settings: Settings) -> tuple[int, ...]:

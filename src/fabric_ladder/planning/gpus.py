@@ -1,7 +1,4 @@
-"""GPUs that people own or rent, by name: memory, compute capability, and peak speeds of matrix multiplications.
-
-A Mac has one memory for CPU and GPU. macOS lets the GPU use a part of it (`recommendedMaxWorkingSetSize` of Metal).
-"""
+"""GPUs that people own or rent, by name: memory, compute capability, and peak speeds of matrix multiplications."""
 
 import os
 import re
@@ -9,12 +6,10 @@ from concurrent.futures import ProcessPoolExecutor
 from difflib import get_close_matches
 from typing import NamedTuple
 
-import psutil
 import torch
 
 from fabric_ladder.errors import UserError
 
-MAC = re.compile(r"(apple )?(mac|mps|m[1-5]\b)", re.IGNORECASE)
 VARIANTS = {"Laptop", "Max", "Mobile", "Ti", "SUPER", "D", "SFF"}  # with such a word, a driver's name means another GPU
 
 
@@ -23,21 +18,19 @@ class Gpu(NamedTuple):
 
     Attributes:
         name: The driver's name, with the memory if the GPU exists in several sizes.
-        memory: Bytes. Those of a Mac are for CPU and GPU.
-        capability: Compute capability; None: a Mac.
+        memory: Bytes.
+        capability: Compute capability.
         half: Dense peak in TFLOP/s of 16-bit matrix multiplications with 32-bit sums.
         single: Peak of 32-bit matrix multiplications, with TF32 if the GPU supports it.
         plain: Peak of 32-bit matrix multiplications without tensor cores.
-        usable: The least and the most bytes of a Mac's memory that macOS lets the GPU use; None: not a Mac.
     """
 
     name: str
     memory: int
-    capability: tuple[int, int] | None
+    capability: tuple[int, int]
     half: float
     single: float
     plain: float
-    usable: tuple[int, int] | None = None
 
 
 # Sources: NVIDIA's data sheets and white papers on each architecture; figures "with sparsity" are halved. Memory is the
@@ -115,8 +108,6 @@ def _read_row(row: str) -> Gpu:
 
 
 GPUS = [_read_row(row) for row in _ROWS.strip().splitlines()]
-LARGE_MAC = 36_000_000_000  # bytes: from this memory on, macOS lets the GPU use a larger part
-MAC_SIZES = (8, 16, 18, 24, 32, 36, 48, 64, 96, 128, 192, 256, 512)  # GB of Macs on sale
 ANY = Gpu("a GPU", 0, (8, 0), 312, 156, 19.5)  # an unknown GPU: computes in bfloat16, as fast as an A100
 
 
@@ -132,37 +123,12 @@ def match_gpu(name: str) -> Gpu | None:
     return max(exact or fitting, key=lambda gpu: len(gpu.name), default=None)
 
 
-def mac(name: str, memory: int, usable: int | None = None) -> Gpu:
-    """Return the GPU of a Mac; its speeds are relative, as 16 and 32 bits take about the same time on it.
-
-    `recommendedMaxWorkingSetSize` in published logs, as a part of the memory:
-
-    - 67 %: 8, 16 and 32 GB (SceneWorks/SceneWorks#1552, abetlen/llama-cpp-python#687, ollama/ollama#434)
-    - 74 %: 16 GB in 2026 (AlexsJones/llmfit#754)
-    - 75 %: 36, 64 and 96 GB (ace-step/ACE-Step-1.5#282, ggml-org/llama.cpp#1870, ggml-org/llama.cpp#3213)
-    - 84 %: 128 GB with macOS 26 (antirez/ds4#893)
-
-    Args:
-        name: Name of the Mac.
-        memory: Bytes for CPU and GPU.
-        usable: Bytes that the GPU may use, if they are known.
-    """
-    low, high = (2 / 3, 3 / 4) if memory < LARGE_MAC else (3 / 4, 0.84)
-    bounds = (usable, usable) if usable else (round(low * memory), round(high * memory))
-    return Gpu(name, memory, None, 1.0, 1.0, 1.0, bounds)
-
-
 def find_gpu(name: str) -> Gpu:
     """Return the GPU of this name.
 
     Raises:
         UserError: The table does not have this GPU. The message lists similar names.
     """
-    if MAC.match(name.strip()):
-        size = re.search(r"(\d{1,4}(\.\d+)?) ?G(i?B)?\b", name, re.IGNORECASE)
-        if not size:
-            raise UserError(f'--gpu {name}: name the memory of the Mac, too, e.g. --gpu "Mac 16 GB"')
-        return mac(name.strip(), round(float(size[1]) * 10**9))
     if gpu := match_gpu(name):
         return gpu
     names = {_plain(gpu.name): gpu.name for gpu in GPUS}
@@ -186,9 +152,6 @@ def own_gpus() -> list[Gpu]:
 
 
 def _list_gpus() -> list[Gpu]:
-    if torch.backends.mps.is_available():
-        memory = psutil.virtual_memory().total
-        return [mac(f"this Mac, {memory / 1e9:.1f} GB", memory, torch.mps.recommended_max_memory())]
     found = []
     for number in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(number)

@@ -54,7 +54,7 @@ def predict_memory(
         length: Tokens of every text. Images have the model's size.
         micro_batch_size: Samples that are in memory together on one GPU.
         gpus: Number of GPUs.
-        gpu: Name of the GPU, such as `T4` or `Mac 16 GB`, for its precision and its overhead. Default: any GPU that
+        gpu: Name of the GPU, such as `T4`, for its precision and its overhead. Default: any GPU that
             computes in bfloat16.
         classes: Number of classes of a classifier.
         **settings: Any other setting of a run by name. A setting such as `lora_rank` also switches on its technique.

@@ -103,12 +103,6 @@ ANY_GPU = Bounds(LOW, ASSUMED, HIGH)
 # guess.
 NCCL = (100_000_000, 700_000_000, 1_700_000_000)
 
-# A Mac has no context and no cuBLAS. PyTorch's out-of-memory errors print "MPS allocated" and "other allocations":
-# Metal's graphs and what the allocator keeps. In 15 published errors these are 0 to 21 % of the allocated bytes in
-# eleven, 60 % in one of training (pytorch#152351), and 180 to 360 % in three (pytorch#130112, Comfy-Org/ComfyUI#7440,
-# Comfy-Org/ComfyUI#11584). The high figure does not cover these four. The median is 7 %.
-ON_MAC = Bounds(*(Overhead(0, 0, part, ASSUMED.source) for part in (0.0, 0.1, 0.25)))
-
 
 def assume(capability: tuple[int, int] | None) -> Bounds:
     """Return the overhead of a run on a GPU on which it was not measured.
@@ -133,8 +127,6 @@ def assume(capability: tuple[int, int] | None) -> Bounds:
 
 def overhead_of(gpu: Gpu, cache_dir: str) -> Bounds:
     """Return the overhead of a run on a GPU of this type, measured or assumed."""
-    if gpu.usable:
-        return ON_MAC
     return load_overhead(cache_dir, gpu.name, None if gpu.name == ANY.name else gpu.capability)
 
 

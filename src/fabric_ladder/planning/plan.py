@@ -14,7 +14,7 @@ from fabric_ladder.data.sources import find_source
 from fabric_ladder.data.tokens import load_tokenizer
 from fabric_ladder.errors import UserError
 from fabric_ladder.options import read_words
-from fabric_ladder.planning.candidates import as_on_mac, list_choices, read_candidates
+from fabric_ladder.planning.candidates import list_choices, read_candidates
 from fabric_ladder.planning.gpus import ANY, find_gpu, own_gpus
 from fabric_ladder.planning.overhead import overhead_of
 from fabric_ladder.planning.planner import Machine, Samples, make_plans, recommend
@@ -23,13 +23,6 @@ from fabric_ladder.rungs import RUNGS
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.lora import LoRA
 from local_dataset_utilities import find_dataset, load_datasets
-
-# The two ratios are relative to the memory that the GPU may use. PyTorch's defaults are 1.4 and 1.7 (its documentation,
-# "MPS Environment Variables"). A variable alone fails if the low ratio is above the high one.
-MAC_CACHE = (
-    "PyTorch keeps freed memory on a Mac, up to 1.4 times what the GPU may use. If macOS swaps, write this before the "
-    "command: PYTORCH_MPS_LOW_WATERMARK_RATIO=0.9 PYTORCH_MPS_HIGH_WATERMARK_RATIO=1.0"
-)
 
 
 def read_size(text: str, option: str) -> int:
@@ -66,9 +59,6 @@ def find_machine(arguments: argparse.Namespace) -> tuple[Machine, list[str]]:
     if not named and found and not arguments.gpu_memory:
         named, host_memory = found, psutil.virtual_memory().total
     gpu = min(named, key=lambda each: each.memory, default=ANY)
-    if any(each.usable for each in named):
-        _check_mac(arguments, max(gpus, len(named)))
-        return Machine(gpu), [MAC_CACHE]
     if len({each.name for each in named}) > 1:
         gpu = gpu._replace(capability=min(each.capability for each in named))
         notes.append(f"The GPUs differ: the plan gives each the {gpu.memory / 1e9:g} GB of the {gpu.name}.")
@@ -81,24 +71,12 @@ def find_machine(arguments: argparse.Namespace) -> tuple[Machine, list[str]]:
     return Machine(gpu, gpus, host_memory), notes
 
 
-def _check_mac(arguments: argparse.Namespace, gpus: int) -> None:
-    """Refuse options that a Mac cannot have."""
-    if gpus > 1:
-        raise UserError(f"{gpus} GPUs: a Mac has one; name it alone, without --devices")
-    for name in ("host_memory", "gpu_memory"):
-        if value := getattr(arguments, name):
-            raise UserError(f'--{name} {value}: CPU and GPU of a Mac share one memory, e.g. --gpu "Mac 16 GB"')
-
-
-def _check_options(given: dict[str, object], machine: Machine) -> None:
+def _check_options(given: dict[str, object]) -> None:
     """Refuse settings of a run that have no effect on a plan."""
     if given.get("check_only"):
         raise UserError("--check_only checks one rung's start: give it to the rung's script")
-    accelerator = given.get("accelerator")
-    if accelerator == "mps" and not machine.gpu.usable:
-        raise UserError('--accelerator mps: name the Mac instead, e.g. --gpu "Mac 16 GB"')
-    if accelerator == "cpu":
-        raise UserError("--accelerator cpu: plans are for GPUs; leave it out")
+    if given.get("accelerator") in ("cpu", "mps"):
+        raise UserError(f"--accelerator {given['accelerator']}: plans are for CUDA GPUs; leave it out")
 
 
 def find_samples(settings: Settings, length: int | None) -> tuple[Samples, list[str]]:
@@ -114,22 +92,19 @@ def find_samples(settings: Settings, length: int | None) -> tuple[Samples, list[
         if not 1 < length <= settings.max_length:
             raise UserError(f"--length {length}: must be from 2 to --max_length {settings.max_length}")
         return Samples(length), []
-    unknown = missing = ""
+    missing = ""
     try:
         if find_source(settings).key[0] == "hub":
             missing = f"{settings.dataset} is on the Hub"
-        elif settings.stream_buffer:
-            unknown = "The lengths of streamed samples are not known: the plan"
         elif settings.dataset == "imdb" and not find_dataset(settings.data_dir):
             missing = f"IMDb is not in {settings.data_dir}"
         elif not _has_tokenizer(settings):
             missing = f"The tokenizer of {settings.model} is not on this machine"
-        datasets = None if unknown or missing else load_datasets(settings)
+        datasets = None if missing else load_datasets(settings)
     except UserError as error:
         raise UserError(f"{error}; or plan without data, for samples of N tokens: --length N") from error
-    if unknown or missing:
-        reason = unknown or f"{missing}, and a plan downloads no data: it"
-        assumed = f"{reason} is for --max_length {settings.max_length}"
+    if missing:
+        assumed = f"{missing}, and a plan downloads no data: it is for --max_length {settings.max_length}"
         return Samples(settings.max_length), [f"{assumed}; --length N plans for samples of N tokens."]
     classes = len(datasets.class_names) or 2
     return Samples(max(max(split["length"][:]) for split in datasets.splits.values()), classes), []
@@ -159,9 +134,7 @@ def find_answer(arguments: argparse.Namespace, options: list[str], report: Calla
         UserError: No rung can be planned.
     """
     machine, about_machine = find_machine(arguments)
-    _check_options(read_words(options), machine)
-    if machine.gpu.usable:
-        options = as_on_mac(options)
+    _check_options(read_words(options))
     choices, unplanned = list_choices(arguments.rungs or RUNGS, machine.gpus)
     if not choices:
         raise UserError("; ".join(f"{rung}: {reason}" for rung, reason in unplanned.items()))
@@ -174,7 +147,7 @@ def find_answer(arguments: argparse.Namespace, options: list[str], report: Calla
     if arguments.length and settings.task == "image-classification":
         raise UserError(f"--length {arguments.length}: images have no length; leave it out")
     samples, notes = find_samples(settings, arguments.length)
-    every = bool(arguments.full or arguments.json or arguments.page or arguments.rungs)
+    every = bool(arguments.full or arguments.json or arguments.rungs)
     plans = make_plans(candidates, samples, machine, every, report)
     adapted = [plan.candidate.settings for plan in recommend(plans).values() if plan.candidate.settings.lora]
     notes += [f"{line}." for line in map(LoRA().notice, adapted) if line]

@@ -1,4 +1,4 @@
-"""Find the rungs that fit a GPU, the largest micro-batch of each, and the fastest rung."""
+"""Find the rungs that fit a GPU, the largest micro-batch of each, and the best rung."""
 
 import gc
 import os
@@ -14,7 +14,7 @@ import torch
 
 from fabric_ladder.environment import emulates
 from fabric_ladder.models.layers import meta_model
-from fabric_ladder.planning.candidates import Candidate, accuracy_costs, relative_speed
+from fabric_ladder.planning.candidates import Candidate
 from fabric_ladder.planning.gpus import ANY, Gpu
 from fabric_ladder.planning.overhead import ANY_GPU, Bounds
 from fabric_ladder.planning.predict import blank_datasets, largest_batches
@@ -26,11 +26,6 @@ from fabric_ladder.techniques import state_dtypes, trains_all, used
 from fabric_ladder.techniques.memory import Counts, Peak
 
 LIBRARIES = 2_000_000_000  # bytes of CPU memory of a process with CUDA and without a model: a guess
-WITHOUT_CUDA = 1_000_000_000  # the same without CUDA: imports alone took 0.62 GB on Linux
-# Bytes of macOS and its programs: 3 to 4 GB on a Mac of 16 GB (ggml-org/llama.cpp, discussion 25065), 3.6 GB wired on
-# one of 24 GB (john-rocky/apple-silicon-llm-bench#7), 4 GB on one of 64 GB (jundot/omlx#1533). Others can be paged out.
-MACOS = 3_500_000_000
-LARGEST_ON_MAC = 2**32  # bytes of a tensor: with more, some of PyTorch's operations fail on a Mac (pytorch#149325)
 
 
 class Samples(NamedTuple):
@@ -58,7 +53,7 @@ class Machine(NamedTuple):
     Attributes:
         gpu: Type of the GPUs, with their memory.
         gpus: Number of GPUs.
-        host_memory: CPU memory in bytes; None: unlimited, or a Mac's memory.
+        host_memory: CPU memory in bytes; None: unlimited.
         overhead: GPU memory that a run on one GPU needs in addition to its tensors.
     """
 
@@ -66,12 +61,6 @@ class Machine(NamedTuple):
     gpus: int = 1
     host_memory: int | None = None
     overhead: Bounds = ANY_GPU
-
-    @property
-    def room(self) -> int:
-        """Bytes that a run may use on each GPU."""
-        memory, usable = self.gpu.memory, self.gpu.usable
-        return min(usable[0], memory - MACOS - WITHOUT_CUDA) if usable else memory
 
 
 class Plan(NamedTuple):
@@ -87,9 +76,7 @@ class Plan(NamedTuple):
         high: The most bytes that the run may need.
         free: Bytes of GPU memory above `high`; negative if bytes are missing.
         host: Needed bytes of CPU memory on the machine.
-        shared: On a Mac, the least, the expected and the most bytes that CPU and GPU need together; else None.
         fits: Whether GPU memory and CPU memory are large enough.
-        speed: Result of `relative_speed`.
         emulated: Whether the GPU would emulate bfloat16.
         command: Command line of the run.
     """
@@ -103,26 +90,9 @@ class Plan(NamedTuple):
     high: int
     free: int
     host: int
-    shared: tuple[int, int, int] | None
     fits: bool
-    speed: float
     emulated: bool
     command: str
-
-    @property
-    def costs(self) -> list[str]:
-        """Measured costs in accuracy of the techniques in use, in words."""
-        return accuracy_costs(self.candidate.settings)
-
-    @property
-    def trains(self) -> str:
-        """The weights that the run trains, in words."""
-        return trained(self.candidate)
-
-
-def trained(candidate: Candidate) -> str:
-    """Return the weights that a candidate trains, in words."""
-    return "all weights" if trains_all(candidate.settings) else "some of the weights"
 
 
 def make_plans(
@@ -137,8 +107,8 @@ def make_plans(
         candidates: Rungs with options.
         samples: The samples to plan for.
         machine: The machine to plan for.
-        every: Rehearse every candidate. Otherwise only candidates that `recommend` may choose: the fastest by the
-            formulas come first, and the search ends when no other candidate can be better.
+        every: Rehearse every candidate. Otherwise only candidates that `recommend` may choose: the search ends when no
+            other candidate has as good a rank.
         report: Called with the names of the candidates whose rehearsal starts.
 
     Returns:
@@ -147,7 +117,7 @@ def make_plans(
     processes = min(os.cpu_count() or 1, len({rehearsal_key(each.settings) for each in candidates}))
     forks = processes > 1 and "fork" in get_all_start_methods() and not torch.cuda.is_available()
     pool = ProcessPoolExecutor(processes, get_context("fork"), _enter_fork) if forks else ThreadPoolExecutor(1)
-    search = _Search(candidates, samples, machine, every)
+    search = _Search(candidates, machine, every)
     running: set[Future] = set()
     with pool:
         while running or search.others:
@@ -166,13 +136,10 @@ def make_plans(
 class _Search:
     """Chooses the candidates to rehearse.
 
-    A candidate is promising while no plan that fits is better than the candidate can be with its largest micro-batch.
-    Wanted are the best plan by `_rank` for each kind of training, which `recommend` chooses, and the fastest plan of
-    all weights, which the report names.
+    A candidate is promising while no plan of its kind of training fits with a better rank.
 
     Args:
         candidates: Rungs with options.
-        samples: The samples to plan for.
         machine: The machine to plan for.
         every: Choose all candidates. So does a search in which no candidate can fit, to say what would be needed.
 
@@ -181,14 +148,13 @@ class _Search:
         found: The plans so far.
     """
 
-    def __init__(self, candidates: list[Candidate], samples: Samples, machine: Machine, every: bool):
-        capability, memory = machine.gpu.capability, machine.room
+    def __init__(self, candidates: list[Candidate], machine: Machine, every: bool):
+        capability, memory = machine.gpu.capability, machine.gpu.memory
         able = [each for each in candidates if not emulates(each.settings.precision, capability)]
         able = [each for each in able if not every and _least_bytes(each.settings) < memory]
         self.every = not able
         self.found: list[Plan] = []
         self.others = able or sorted(candidates, key=lambda each: not relevant(each.settings)["sharded"])  # FSDP: slow
-        self.speeds = {each.name: _highest_speed(each, samples, machine) for each in able}
 
     def start(self) -> list[Candidate]:
         """Return the candidates to rehearse next, which share a rehearsal; empty: nothing promising is left."""
@@ -199,14 +165,9 @@ class _Search:
         return chosen
 
     def _most_promising(self) -> Candidate | None:
-        fitting = [plan for plan in self.found if plan.fits]
-        for rank, kind in ((_rank, "all weights"), (_rank, "some of the weights"), (_by_speed, "all weights")):
-            best = min((rank(plan.candidate, plan.speed) for plan in fitting if plan.trains == kind), default=None)
-            ranked = {each: rank(each, self.speeds[each.name]) for each in self.others if trained(each) == kind}
-            first = min(ranked, key=ranked.get, default=None)
-            if first and (best is None or ranked[first] < best):
-                return first
-        return None
+        best = {kind: plan.candidate.rank for kind, plan in recommend(self.found).items()}
+        promising = [each for each in self.others if each.trains not in best or each.rank <= best[each.trains]]
+        return min(promising, key=lambda each: each.rank, default=None)
 
 
 def _least_bytes(settings: Settings) -> int:
@@ -221,31 +182,16 @@ def _least_bytes(settings: Settings) -> int:
     return weights * (width + gradients + kept)
 
 
-def _rank(candidate: Candidate, speed: float) -> tuple[float, ...]:
-    """Return the rank of a candidate: fewest known costs in accuracy, then the highest speed."""
-    return len(accuracy_costs(candidate.settings)), -speed
-
-
-def _by_speed(_: Candidate, speed: float) -> tuple[float, ...]:
-    return (-speed,)
-
-
-def _highest_speed(candidate: Candidate, samples: Samples, machine: Machine) -> float:
-    settings = _cut(candidate.settings, candidate.micro_batches[-1])
-    micro_batches, _ = largest_batches(settings, *samples.sizes)
-    return relative_speed(settings, micro_batches[0].padded, machine.gpu)
-
-
 def recommend(plans: list[Plan]) -> dict[str, Plan]:
     """Return the best plan that fits for training all weights, and the best for training some of them.
 
-    The best plan has the fewest known costs in accuracy. Among equals the fastest plan wins, then the lower rung, which
-    changes less. Plans with emulated bfloat16 are never recommended.
+    The best plan has the best rank of its candidate. Among equals the plan that needs the least memory wins, then the
+    lower rung, which changes less. Plans with emulated bfloat16 are never recommended.
     """
     best: dict[str, Plan] = {}
-    for plan in sorted(plans, key=lambda plan: (plan.trains, _rank(plan.candidate, plan.speed))):
+    for plan in sorted(plans, key=lambda plan: (plan.candidate.trains, plan.candidate.rank, plan.needed)):
         if plan.fits and not plan.emulated:
-            best.setdefault(plan.trains, plan)
+            best.setdefault(plan.candidate.trains, plan)
     return best
 
 
@@ -266,19 +212,14 @@ def _make_plan(candidate: Candidate, rehearsal: Rehearsal, samples: Samples, mac
     settings = candidate.settings
     overhead = machine.overhead.on(settings.ranks)
     peaks: dict[int | None, Peak] = {}
-    tokens: dict[int | None, int] = {}
 
     def most(size: int | None) -> int:
         if size not in peaks:
             cut = _cut(settings, size)
-            batches = largest_batches(cut, *samples.sizes)
-            peaks[size] = rehearsal.peak(cut, *batches)
-            tokens[size] = batches[0][0].padded
-        too_large = on_mac and peaks[size].largest > LARGEST_ON_MAC
-        return max(overhead.bounds(peaks[size])[1], room + 1 if too_large else 0)
+            peaks[size] = rehearsal.peak(cut, *largest_batches(cut, *samples.sizes))
+        return overhead.bounds(peaks[size])[1]
 
-    on_mac = machine.gpu.usable is not None
-    room = machine.room
+    room = machine.gpu.memory
     sizes = candidate.micro_batches
     size = sizes[0]
     if most(size) <= room:  # most candidates fit with all samples, or with none
@@ -288,15 +229,10 @@ def _make_plan(candidate: Candidate, rehearsal: Rehearsal, samples: Samples, mac
     loaded = 0 if makes_weights_on_device(candidate.rung) else 4 * rehearsal.counts.all
     for technique in used(settings):
         loaded = technique.loaded_bytes(loaded, rehearsal.counts, settings)
-    libraries = WITHOUT_CUDA if on_mac else LIBRARIES
-    host = settings.devices * (libraries + max(loaded, peaks[size].host))
+    host = settings.devices * (LIBRARIES + max(loaded, peaks[size].host))
     needed = overhead.needed(peaks[size])
     low, high = overhead.bounds(peaks[size])
     free = room - most(size)
-    shared = None
-    if on_mac:
-        shared = tuple(max(host, libraries + each) for each in (low, needed, high))
-        free = min(free, machine.gpu.memory - MACOS - host)
     return Plan(
         candidate,
         micro_batch=size,
@@ -307,9 +243,7 @@ def _make_plan(candidate: Candidate, rehearsal: Rehearsal, samples: Samples, mac
         high=high,
         free=free,
         host=host,
-        shared=shared,
         fits=free >= 0 and (machine.host_memory is None or host <= machine.host_memory),
-        speed=relative_speed(settings, tokens[size], machine.gpu),
         emulated=emulates(settings.precision, machine.gpu.capability),
         command=_command(candidate, size),
     )

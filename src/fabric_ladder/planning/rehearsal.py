@@ -178,8 +178,8 @@ class Rehearsal:
             key = _sizes(evaluation)
             if not any(_within(key, sizes) for sizes in trained):
                 peaks.append(self._find(key, lambda steps, *own: steps.evaluate(*own), evaluation))
-        most = {name: max(getattr(peak, name) for peak in peaks) for name in ("host", "largest")}
-        found = max(peaks, key=lambda peak: peak.total)._replace(**most)
+        host = max(peak.host for peak in peaks)
+        found = max(peaks, key=lambda peak: peak.total)._replace(host=host)
         for technique in used(settings):
             found = technique.add_memory(found, self.counts, settings)
         return found
@@ -192,8 +192,7 @@ class Rehearsal:
             if moments is None:
                 self.blocks, self._times = [self._run(None)], 0
                 return self._find(key, question, *options)
-            largest = max(steps.tracker.largest for steps in self.blocks)
-            self._known[key] = highest(moments)._replace(largest=largest)
+            self._known[key] = highest(moments)
         return self._known[key]
 
 

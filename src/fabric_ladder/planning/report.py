@@ -8,9 +8,10 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from fabric_ladder.planning.gpus import ANY, MAC_SIZES, Gpu, mac
-from fabric_ladder.planning.planner import MACOS, Machine, Plan, Samples, recommend
-from fabric_ladder.techniques import technique_of, used
+from fabric_ladder.planning.gpus import ANY, Gpu
+from fabric_ladder.planning.measured import MEASURED, accuracy_cost
+from fabric_ladder.planning.planner import Machine, Plan, Samples, recommend
+from fabric_ladder.techniques import technique_of
 from fabric_ladder.techniques.memory import KINDS, Peak
 
 TOGETHER = [kind for kind in KINDS if kind != "logits"]  # logits are shown with the activations
@@ -19,8 +20,8 @@ LARGE = 1_000_000_000  # parameters: the accuracies were measured with 23 M para
 MUCH = 32_000_000_000  # bytes of CPU memory of a common computer
 LEGEND = (
     "GB (10^9 bytes) at the peak of one GPU. batch: the micro-batch, in samples; activ: activations and logits; other: "
-    "inputs, gradients of activations, temporary tensors, {driver}'s own; host: CPU memory; speed: 1 is a busy GPU in "
-    "16 bits, an estimate."
+    "inputs, gradients of activations, temporary tensors, CUDA's own; host: CPU memory; speed: samples/s measured "
+    f"with {MEASURED['speeds']['of']}."
 )
 PLAIN = {"soft_wrap": True, "highlight": False, "markup": False}
 
@@ -84,27 +85,26 @@ def answer_lines(answer: Answer) -> list[str]:
 
 def _takes(plan: Plan, gpu: Gpu) -> str:
     """Return the memory of a plan in words."""
-    low, needed, high = plan.shared or (plan.low, plan.needed, plan.high)
-    sizes = f"{needed / 1e9:.1f} of {_gigabytes(gpu.memory)} GB"
+    low, high = plan.low, plan.high
+    sizes = f"{plan.needed / 1e9:.1f} of {_gigabytes(gpu.memory)} GB"
     bounds = "" if low == high else f" ({low / 1e9:.1f} to {high / 1e9:.1f})"
-    if gpu.usable:
-        usable = " to ".join(dict.fromkeys(f"{size / 1e9:.1f}" for size in gpu.usable))
-        return f"{sizes}{bounds}; the GPU takes {plan.needed / 1e9:.1f} of the {usable} GB that macOS lets it use"
     each = " each" if plan.candidate.settings.ranks > 1 else ""
     return f"{sizes}{bounds} of the GPU{each}, {plan.host / 1e9:.0f} GB of CPU memory"
 
 
 def _costs(plan: Plan) -> str:
     """Return the cost in accuracy in words. Figures of a small model are not quoted for a large one."""
+    cost = accuracy_cost(vars(plan.candidate.settings))
     if plan.counts.all > LARGE:
-        return f"{'effect on the accuracy unknown' if plan.costs else 'accuracy not measured'} for a model of this size"
-    measured = all(technique.accuracy_is_measured for technique in used(plan.candidate.settings))
-    return "; ".join(plan.costs) or ("no measured loss of accuracy" if measured else "accuracy not measured")
+        lost = cost and cost["points"]
+        return f"{'effect on the accuracy unknown' if lost else 'accuracy not measured'} for a model of this size"
+    return "accuracy not measured" if cost is None else cost["words"] or "no measured loss of accuracy"
 
 
 def _speed(plan: Plan) -> str:
-    """Return the estimated speed in words, with one digit."""
-    return "about full speed" if plan.speed >= 0.95 else f"about {plan.speed:.1g} of full speed"
+    """Return the measured speed in words."""
+    speed = plan.candidate.speed
+    return f"{speed:.0f} samples/s were measured with {MEASURED['speeds']['of']}" if speed else "speed not measured"
 
 
 def _remedies(answer: Answer) -> str:
@@ -115,8 +115,6 @@ def _remedies(answer: Answer) -> str:
         return f"Nothing to recommend: {machine.gpu.name} only emulates bfloat16; plan without --precision bf16-true"
     least = min(able, key=lambda plan: plan.high)
     shorter = "" if samples.image_size else f"; or shorter samples, e.g. --max_length {samples.length // 2}"
-    if machine.gpu.usable:
-        return _larger_mac(min(able, key=lambda plan: plan.shared[2]), machine, shorter)
     if least.free >= 0:
         return f"Nothing fits: {least.candidate.name} needs {least.host / 1e9:.1f} GB of CPU memory."
     rungs = {name.split()[0] for name in (*answer.problems, *(plan.candidate.rung for plan in answer.plans))}
@@ -124,16 +122,6 @@ def _remedies(answer: Answer) -> str:
     more = f"; or more GPUs, e.g. --devices {2 * machine.gpus}" if shards else ""
     size = math.ceil(least.high / 1e8) / 10
     return f"Nothing fits. It would take a GPU of {size:.1f} GB, for {least.candidate.name}{more}{shorter}."
-
-
-def _larger_mac(least: Plan, machine: Machine, shorter: str) -> str:
-    """Return a line about the Mac that a plan would fit."""
-    macs = [machine._replace(gpu=mac("", size * 10**9)) for size in MAC_SIZES]
-    larger = [each for each in macs if each.room >= least.high and each.gpu.memory - MACOS >= least.shared[2]]
-    memory = f"a Mac of {larger[0].gpu.memory / 1e9:.0f} GB" if larger else f"{least.shared[2] / 1e9:.0f} GB"
-    if least.host >= least.shared[2]:
-        shorter = f"; loading its weights takes {least.host / 1e9:.0f} GB"
-    return f"Nothing fits. It would take {memory}, for {least.candidate.name}{shorter}."
 
 
 def _reasons(answer: Answer, full: bool) -> list[str]:
@@ -145,35 +133,27 @@ def _reasons(answer: Answer, full: bool) -> list[str]:
     elif any(plan.emulated for plan in answer.plans):
         major, minor = gpu.capability
         reasons.append(f"{gpu.name} (compute capability {major}.{minor}) only emulates bfloat16: never recommended.")
-    own = f"{driver(answer)}'s own memory is {answer.machine.overhead.expected.source}"
-    full_speed = "this Mac's busy GPU, whose own speed is not known" if gpu.usable else "a busy GPU in 16 bits"
-    reasons.append(f"{own}; full speed: {full_speed}; speeds are estimates.")
+    own = f"CUDA's own memory is {answer.machine.overhead.expected.source}"
+    reasons.append(f"{own}.")
     if not full:
         return [*reasons, "All plans, with their memory by kind: --full or --json FILE."]
     problems = (f"{name}: {reason}" for name, reason in answer.problems.items())
-    return [*reasons, LEGEND.format(driver=driver(answer)), *problems]
-
-
-def driver(answer: Answer) -> str:
-    """Return the name of the library between PyTorch and the GPU."""
-    return "Metal" if answer.machine.gpu.usable else "CUDA"
+    return [*reasons, LEGEND, *problems]
 
 
 def _choice(plans: list[Plan]) -> list[str]:
-    """Return why the first recommended plan was chosen, and a faster plan with its costs."""
+    """Return why the first recommended plan was chosen, and a plan with less CPU memory."""
     best = next(iter(recommend(plans).values()), None)
     if best is None:
         return []
-    fitting = [plan for plan in plans if plan.fits and not plan.emulated and plan.trains == best.trains]
-    cost = "this cost" if best.costs else "no known cost in accuracy"
-    reasons = [f"{_in_short(best)}: the fastest way that fits and trains {best.trains} at {cost}."]
-    if (faster := max(fitting, key=lambda plan: plan.speed)).speed > best.speed:
-        reasons.append(f"Faster: {_in_short(faster)}, {_speed(faster)}; its cost: {_costs(faster)}.")
-    if best.host > MUCH and not best.shared:
+    order = "the highest measured speed" if best.candidate.speed else "without a measured speed, the least memory"
+    ways = f"ways that fit and train {best.candidate.trains}"
+    reasons = [f"{_in_short(best)}: of the {ways} at the least measured cost in accuracy, {order}."]
+    if best.host > MUCH:
         smaller = [plan for plan in plans if plan.fits and not plan.emulated and plan.host <= MUCH]
         remedy = "--host_memory 32GB plans with less"
         if smaller:
-            lean = min(smaller, key=lambda plan: (plan.host, -plan.speed))
+            lean = min(smaller, key=lambda plan: (plan.host, plan.candidate.rank))
             remedy += f", e.g. {_in_short(lean)} with {lean.host / 1e9:.0f} GB"
         reasons.append(f"It takes {best.host / 1e9:.0f} GB of CPU memory: {remedy}.")
     return reasons + [f"Precision: {meaning}." for meaning in best.candidate.settings.notices]
@@ -190,7 +170,7 @@ def title(answer: Answer) -> str:
     parameters = min(plan.counts.all for plan in answer.plans) / 1e6  # adapters add to them
     sample = f"images of {samples.image_size} pixels" if samples.image_size else f"samples of {samples.length:,} tokens"
     gpu = "" if machine.gpu.name == ANY.name else f"{machine.gpu.name}, "
-    gpus = machine.gpu.name if machine.gpu.usable else f"{machine.gpus} x {gpu}{_gigabytes(machine.gpu.memory)} GB"
+    gpus = f"{machine.gpus} x {gpu}{_gigabytes(machine.gpu.memory)} GB"
     return f"{answer.model} ({parameters:,.1f} M parameters) · effective batch {answer.batch_size} · {sample} · {gpus}"
 
 
@@ -205,7 +185,7 @@ def _table(plans: list[Plan]) -> Table:
         room = room if plan.fits or plan.free < 0 else "host!"
         table.add_row(
             plan.candidate.name, str(plan.micro_batch or "set"), *map(_three_digits, sizes), room,
-            _three_digits(plan.host), f"{plan.speed:.2f}",
+            _three_digits(plan.host), f"{plan.candidate.speed:.0f}" if plan.candidate.speed else "–",
         )  # fmt: skip
     return table
 
@@ -219,7 +199,8 @@ def _record(plan: Plan) -> dict:
     """Return the figures of a plan for JSON."""
     peak = plan.peak._asdict() | {"total": plan.peak.total}
     names = {"name": plan.candidate.name, "rung": plan.candidate.rung, "precision": plan.candidate.settings.precision}
-    figures = plan._asdict() | {"counts": plan.counts._asdict(), "peak": peak, "costs": plan.costs}
+    figures = plan._asdict() | {"counts": plan.counts._asdict(), "peak": peak}
+    figures |= {"costs": _costs(plan), "speed": plan.candidate.speed}
     del figures["candidate"]
     return names | figures
 

@@ -62,7 +62,6 @@ class PeakTracker(TorchDispatchMode):
         vocabulary: Size of a language model's vocabulary, to recognize logits; None: the model is a classifier.
 
     Attributes:
-        largest: Bytes of the largest tensor that was made since `forget_peak`.
     """
 
     def __init__(self, fake_mode: FakeTensorMode | None = None, vocabulary: int | None = None):
@@ -120,7 +119,6 @@ class PeakTracker(TorchDispatchMode):
         """Start new moments from the tensors that are alive."""
         self._moments: list[Moment] = []
         self._risen = True
-        self.largest = 0
 
     def highs(self) -> list[Moment]:
         """Return the moments since `forget_peak`."""
@@ -193,7 +191,6 @@ class PeakTracker(TorchDispatchMode):
             if part in ("activations", "other") and tensor.shape[-1:] == (self._vocabulary,):
                 part = "logits"
             self._put(key, Storage(storage.nbytes(), PARTS.index(part)))
-            self.largest = max(self.largest, storage.nbytes())
 
     def _put(self, key: int, storage: Storage) -> None:
         before = self._live.get(key, Storage(0, storage.part))

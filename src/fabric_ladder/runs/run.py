@@ -41,7 +41,7 @@ class Run:
         begun: Start of the run, by `perf_counter`.
         record: The printed lines and run.json.
         planner: The process that predicts the memory, on rank 0.
-        memory_history: Records the GPU's memory in the first steps, the making of the model included.
+        memory_history: Records the GPU's memory in the first steps, if it is asked to.
 
     Raises:
         UserError: `runs_dir` cannot be written, or `memory_snapshot` cannot be recorded.
@@ -97,7 +97,6 @@ class Run:
         self.record.open(folder, state)
         if watch := running_watch():
             watch.last_words = self.lose_rank
-        self.memory_history.folder = self.record.on_rank_zero(lambda: self.folder)
         self._imbalance = data.imbalance
         self._prediction = prediction
         notices = getattr(model, "notices", ())
@@ -160,11 +159,6 @@ class Run:
             figures["validation_accuracy"] = score.accuracy
         self.print(f"{self._place(epoch, batch, seen)} | {line}")
         self._log_row(epoch * self.steps + batch, epoch=epoch + 1, **figures)
-
-    def log_left_out(self, epoch: int, counts: dict[str, int]) -> None:
-        """Print how many of an epoch's training samples were left out for each reason."""
-        reasons = "; ".join(f"{count:,} training samples left out: {reason}" for reason, count in counts.items())
-        self.print(f"{self._epoch(epoch)} | {reasons}")
 
     def log_epoch(self, epoch: int, training: Score, validation: Score, step: int) -> None:
         """Print the accuracies of an epoch, or mean squared errors; it ends after optimizer step `step`."""
@@ -281,10 +275,9 @@ class Run:
                 self.print(line, log=False)
 
     def close(self) -> None:
-        """Close the run's folder, and stop the history of memory."""
-        if line := self.memory_history.missing():
+        """Close the run's folder, and write the history of memory."""
+        if line := self.memory_history.write():
             self.print(line, log=False)
-        self.memory_history.stop()
         self.record.close()
 
     @property

@@ -107,7 +107,7 @@ class Throughput:
             figures["evaluation_tokens_per_second"] = self._evaluated[0] / self._evaluated[1]
         if self.compiling.graphs:
             figures |= {"compile_seconds": self.compiling.seconds, "compiled_graphs": self.compiling.graphs}
-            figures |= {"recompiled_graphs": self.compiling.recompiled, "compiler_gave_up": self.compiling.gave_up}
+            figures |= {"recompiled_graphs": self.compiling.recompiled}
         return figures
 
     def _find_peaks(self) -> list[int]:

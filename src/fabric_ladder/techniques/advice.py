@@ -79,8 +79,6 @@ def _out_of_memory(error: BaseException, settings: Settings | None, smaller: str
         size = f"{shape[0]} x {shape[1]} tokens" if len(shape) == 2 else f"{shape[0]} images of {shape[-1]} pixels"
         text += f" in a batch of {size} in {phase}"
     text += f", at a peak of {peak_memory(torch.device(settings.accelerator)) / 1e9:.2f} GB"
-    if snapshot := getattr(error, "memory_snapshot", None):  # of `runs/memory_history.py`
-        text += f"; {snapshot} shows which lines allocated it, at pytorch.org/memory_viz"
     return f"{text}. Next to try: {less_memory(settings, phase, shape)}"
 
 
@@ -95,7 +93,7 @@ def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, 
     faster, slower = [], []
     for technique in TECHNIQUES:
         if not technique.is_used(settings) and (option := technique.as_option(phase)):
-            (slower if technique.relative_speed(settings) < 1 else faster).append(option)
+            (slower if technique.recomputes else faster).append(option)
     name = _size_setting(settings, phase, shape)
     smaller = _smaller_batch(settings, name, phase, shape)
     # a smaller effective batch is another run, so it comes last

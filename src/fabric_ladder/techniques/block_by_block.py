@@ -83,7 +83,6 @@ class BlockByBlock(Technique):
     setting = "block_steps"
     rung = "25_block_by_block"
     trains_all = False
-    accuracy_is_measured = False
     plans = ALONE_OR_CHECKPOINTED
     next_rung = NextRung(
         "14_qlora",
@@ -140,11 +139,3 @@ class BlockByBlock(Technique):
         if not settings.precision.endswith("16-true"):
             return []
         return [torch.float32] * (2 if settings.optimizer in ("adam", "adamw") else 1)
-
-    def relative_speed(self, settings: Settings) -> float:
-        """Return the FLOPs of all steps by those of one with all weights trained, 6 per weight and token.
-
-        The forward pass has 2. The backward pass goes through half of the blocks on average, with 2 for the gradients
-        of their inputs.
-        """
-        return 6 / 3

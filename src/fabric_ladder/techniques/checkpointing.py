@@ -218,10 +218,6 @@ class ActivationCheckpointing(Technique):
         enable_checkpointing(model, settings)
         return model
 
-    def relative_speed(self, settings: Settings) -> float:
-        """Return the counted speed of rung 7 relative to rung 5 (benchmarks/roofline.py: BLOOM-560m on an H100)."""
-        return 0.82
-
 
 class ActivationOffload(Technique):
     """Keep the inputs of the blocks in CPU memory; `ActivationCheckpointing` applies it."""
@@ -255,10 +251,3 @@ class SelectiveCheckpointing(Technique):
     def on_cuda(self, settings: Settings) -> dict[str, str]:
         """Return the compiler, which calls `_policy` once; otherwise Python calls it for each operation."""
         return {"compile": "selective checkpointing is slow without it"}
-
-    def relative_speed(self, settings: Settings) -> float:
-        """Return the counted speed relative to checkpointing (benchmarks/roofline.py: BLOOM-560m on an H100).
-
-        Without compile each operation passes through Python, and the GPU waits for the CPU.
-        """
-        return 1.08 if settings.compile else 0.31

@@ -1,7 +1,6 @@
 """torch.compile by blocks: one graph serves all layers and all lengths; the time that compiling takes is counted."""
 
 import importlib.util
-import logging
 import os
 import shutil
 from dataclasses import replace
@@ -22,7 +21,6 @@ from fabric_ladder.techniques.technique import Technique
 LEAST = (7, 0)  # lowest compute capability that Inductor compiles for, or it raises GPUTooOldForTriton
 MOST_GRAPHS = 64  # of a function; torch.compile takes 8 by default
 MOST_RECOMPILED = 8  # graphs: forward and backward, one row and several, training and evaluation
-LIMIT_LOGGER = "torch._dynamo.convert_frame"
 
 
 def keep_kernels(cache_dir: str) -> None:
@@ -78,18 +76,13 @@ class CompileClock:
         seconds: Spent on compiling.
         graphs: All graphs.
         recompiled: Graphs since the first call of `problem`: by then a run has compiled all that it needs.
-        gave_up: Whether a function has `MOST_GRAPHS` graphs. torch.compile then runs all other shapes without them.
     """
 
     def __init__(self, seconds: float = 0.0, graphs: int = 0, recompiled: int = 0):
         self.seconds, self.graphs, self.recompiled = seconds, graphs, recompiled
-        self.gave_up = False
-        self._settled = False
-        self._told: set[str] = set()
-        self._listener = _LimitListener(self)
+        self._settled = self._told = False
         torch._dynamo.on_compile_start(self._begin)
         torch._dynamo.on_compile_end(self._end)
-        logging.getLogger(LIMIT_LOGGER).addHandler(self._listener)
 
     def _begin(self, _) -> None:
         self._start = perf_counter()
@@ -100,35 +93,18 @@ class CompileClock:
         self.recompiled += self._settled
 
     def problem(self, settings: Settings) -> str | None:
-        """Return a line about a run that compiles again and again, or that torch.compile gave up on; each only once."""
+        """Return a line about a run that compiles again and again, only once."""
         self._settled = True
-        problem = None
-        if self.gave_up:
-            problem = f"torch.compile gave up: {MOST_GRAPHS} graphs of a function do not serve all shapes"
-        elif self.recompiled > MOST_RECOMPILED:
-            problem = "torch.compile compiles again and again: its graphs do not serve all shapes"
-        if problem is None or problem in self._told:
+        if self._told or self.recompiled <= MOST_RECOMPILED:
             return None
-        self._told.add(problem)
+        self._told = True
+        problem = "torch.compile compiles again and again: its graphs do not serve all shapes"
         return f"{problem}; try {_fewer_shapes(settings)}"
 
     def stop(self) -> None:
         """Stop counting."""
         torch._dynamo.callback_handler.remove_start_callback(self._begin)
         torch._dynamo.callback_handler.remove_end_callback(self._end)
-        logging.getLogger(LIMIT_LOGGER).removeHandler(self._listener)
-
-
-class _LimitListener(logging.Handler):
-    """Sets a clock's `gave_up` at the warning of `torch._dynamo`, which is the only sign of it."""
-
-    def __init__(self, clock: CompileClock):
-        super().__init__(logging.WARNING)
-        self.clock = clock
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Look for the warning."""
-        self.clock.gave_up |= "recompile_limit" in record.getMessage()
 
 
 def _fewer_shapes(settings: Settings) -> str:
@@ -190,10 +166,3 @@ class Compile(Technique):
     def rehearsed(self, settings: Settings) -> Settings:
         """Return settings that compile nothing: compiled code keeps at most the same tensors."""
         return replace(settings, compile=False)
-
-    def relative_speed(self, settings: Settings) -> float:
-        """Return the counted speed of rung 4 with compile (benchmarks/roofline.py: BLOOM-560m on an H100).
-
-        BLOOM has little left to fuse. Other models have more.
-        """
-        return 1.06

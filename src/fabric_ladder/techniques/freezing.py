@@ -68,7 +68,6 @@ class Freezing(Technique):
 
     setting = "train_blocks"
     trains_all = False
-    accuracy_is_measured = False
 
     def is_used(self, settings: Settings) -> bool:
         """Return whether any block is frozen."""

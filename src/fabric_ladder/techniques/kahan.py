@@ -116,10 +116,6 @@ class KahanSummation(Technique):
         """Return the compensation."""
         return [None]
 
-    def relative_speed(self, settings: Settings) -> float:
-        """Return the counted speed relative to plain 16-bit weights (benchmarks/roofline.py: BLOOM-560m on an H100)."""
-        return 0.89
-
     def change_optimizer(self, kind: type[Optimizer], settings: Settings, model: nn.Module) -> type[Optimizer]:
         """Mix `Kahan` into the optimizer's class."""
         return type(f"Kahan{kind.__name__}", (Kahan, kind), {})

@@ -37,7 +37,3 @@ class LeanOptimizer(Technique):
             "SGD barely learns from random weights: expect near-chance accuracy, start from pretrained weights with "
             "--model, or use --optimizer sinkgd."
         )
-
-    def accuracy_cost(self, settings: Settings) -> str | None:
-        """Return the cost of SGD on all weights."""
-        return None if settings.lora else "28 points against Adam (MiniLM; 10 at --learning_rate 0.16)"

@@ -229,9 +229,3 @@ class LoRA(Technique):
     def rehearsed(self, settings: Settings) -> Settings:
         """Return settings whose adapters start without a decomposition, which fake tensors do not have."""
         return replace(settings, lora_init="default")
-
-    def accuracy_cost(self, settings: Settings) -> str | None:
-        """Return the cost of adapters on attention alone."""
-        if settings.lora_targets == "all-linear":
-            return None
-        return "7 points of accuracy (MiniLM; 1.6 at --learning_rate 8e-4)"

@@ -80,13 +80,6 @@ class LowBitOptimizer(Technique):
         """Return bitsandbytes for 8 bits."""
         return ("bitsandbytes",) if settings.optimizer == "adam-8bit" else ()
 
-    def relative_speed(self, settings: Settings) -> float:
-        """Return the counted speed of 4-bit Adam on rung 18, relative to rung 16; 8 bits are not counted.
-
-        benchmarks/roofline.py counted BLOOM-560m on an H100, with the compiled step.
-        """
-        return 0.76 if settings.optimizer == "adam-4bit" else 1.0
-
     def rehearsed(self, settings: Settings) -> Settings:
         """Return settings without moments in place of 8-bit ones; those of 4 bits run on fake tensors."""
         return replace(settings, optimizer="sgd") if settings.optimizer == "adam-8bit" else settings

@@ -38,9 +38,3 @@ class LowPrecision(Technique):
     def notice(self, settings: Settings) -> str | None:
         """Return a line if bfloat16 is computed in 32 bits."""
         return computed_in_32_bits(settings)
-
-    def accuracy_cost(self, settings: Settings) -> str | None:
-        """Return the cost of small updates that rounding takes away; adapters and blocks in turn have 32 bits."""
-        if settings.lora or settings.kahan_summation or settings.block_steps:
-            return None
-        return "13 points of accuracy (MiniLM after 63 steps; 1.3 after 125)"

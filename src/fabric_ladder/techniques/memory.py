@@ -38,7 +38,6 @@ class Peak(NamedTuple):
         other: Inputs, gradients of activations, and temporary tensors of the optimizer.
         host: The largest amount of CPU memory that offloading holds at any moment; not part of the total.
         phase: The moment of the peak: `training` (forward or backward), `optimizer` or `evaluation`.
-        largest: Bytes of the largest tensor at any moment, apart from weights; 0: not known.
     """
 
     parameters: int
@@ -49,7 +48,6 @@ class Peak(NamedTuple):
     other: int
     host: int
     phase: str
-    largest: int = 0
 
     @property
     def total(self) -> int:

@@ -20,10 +20,6 @@ class MixedPrecision(Technique):
         """Return whether the precision is mixed."""
         return settings.precision in ("bf16-mixed", "16-mixed")
 
-    def relative_speed(self, settings: Settings) -> float:
-        """Return the counted speed relative to 16-bit weights (benchmarks/roofline.py: BLOOM-560m on an H100)."""
-        return 0.69
-
     def check_precision(self, settings: Settings, capability: tuple[int, int] | None) -> None:
         """Refuse float16 without a GPU, and bfloat16 on a GPU that only emulates it."""
         if settings.precision == "16-mixed" and capability is None and settings.accelerator != "mps":

@@ -28,7 +28,7 @@ from fabric_ladder.models.masks import declare_rows
 from fabric_ladder.models.probe import facts_of, probe
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.low_precision import IN_16_BITS
-from fabric_ladder.techniques.technique import Technique
+from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, Technique
 
 # The architectures (`model_type`) whose packed gradients a test has compared with those of separate documents.
 TESTED = frozenset(
@@ -140,7 +140,7 @@ class Packing(Technique):
     rung = "15_packing"
     rounds_lengths = True
     short_name = "packing"
-    plans = ()  # the longest text decides the memory
+    plans = ALONE_OR_CHECKPOINTED
     next_rung = IN_16_BITS._replace(options=("--packing", "true"))
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
@@ -184,10 +184,6 @@ class Packing(Technique):
     def size_setting(self, settings: Settings, evaluates: bool = False) -> str | None:
         """Return the number of rows, where it is the same for all micro-batches."""
         return "pack_rows" if settings.pack_rows else None
-
-    def relative_speed(self, settings: Settings) -> float:
-        """Return 1.18 by 1.07 computed tokens per token of IMDb's reviews, counted by benchmarks/padding.py."""
-        return 1.1
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
         """Let the model take packed batches."""

@@ -127,10 +127,6 @@ class QLoRA(Technique):
         width = {"32-true": 4, "64-true": 8}.get(settings.precision, 2)
         return peak._replace(parameters=peak.parameters - round(counts.linear * (width - NF4_BYTES)))
 
-    def relative_speed(self, settings: Settings) -> float:
-        """Return a guess: 4-bit weights are unpacked for each matrix multiplication."""
-        return 0.7
-
 
 def _give_constants(layer: nn.Module, *_) -> None:
     """Give a shard the constants of its whole weight, which bitsandbytes looks for on the weight."""

@@ -14,9 +14,7 @@ from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, CHECKPOINT
 from fabric_ladder.techniques.zero_memory import with_zero
 
 LEAN = ("--precision", "bf16-true", "--optimizer", "sgd")
-# The DeepSpeed guide orders the stages by speed: 0 > 1 > 2 > 2 with offload > 3 > 3 with offload. The distances are
-# guesses. FSDP2 shards like stage 3. (huggingface.co/docs/transformers/deepspeed, "Select a ZeRO stage")
-ZERO_SPEEDS = {"zero1": 0.95, "zero2": 0.9, "zero2_offload": 0.7, "zero3": 0.6, "zero3_offload": 0.25}
+PLANNED_STAGES = ("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload")
 # Bytes per weight in each pass. ZeRO-2 adds gradients over the ranks; ZeRO-3 also gathers 16-bit weights twice. Offload
 # moves gradients out, and with ZeRO-3 weights in, twice.
 ZERO_BYTES = {"zero1": 0, "zero2": 2, "zero2_offload": 4, "zero3": 6, "zero3_offload": 12, "zero3_nvme": 12}
@@ -82,10 +80,6 @@ class FSDP(_Strategy):
         """Return the bytes of weights in 16 bits, gathered twice, and of gradients in 32 bits."""
         return 2 * 2 + 4
 
-    def relative_speed(self, settings: Settings) -> float:
-        """Return the speed of ZeRO's stage 3, which shards the same."""
-        return ZERO_SPEEDS["zero3"]
-
 
 class CpuOffload(Technique):
     """The shards are kept in CPU memory, and the optimizer steps there."""
@@ -106,10 +100,6 @@ class CpuOffload(Technique):
         """Return the bytes beyond FSDP2's: a single GPU gets 32-bit weights twice, and sends 32-bit gradients."""
         return 3 * 4 - FSDP().bytes_per_pass(settings)
 
-    def relative_speed(self, settings: Settings) -> float:
-        """Return the speed relative to FSDP2 on the device."""
-        return ZERO_SPEEDS["zero3_offload"] / ZERO_SPEEDS["zero3"]
-
 
 class DeepSpeed(_Strategy):
     """ZeRO 1, 2 and 3 with offloading to CPU memory or disk, from a DeepSpeed configuration."""
@@ -118,8 +108,7 @@ class DeepSpeed(_Strategy):
     strategy = "deepspeed"
     rung = "12_deepspeed_zero"
     shards = True
-    accuracy_is_measured = False
-    plans = tuple(("--deepspeed", stage, *options) for stage in ZERO_SPEEDS for options in ALONE_OR_CHECKPOINTED)
+    plans = tuple(("--deepspeed", stage, *options) for stage in PLANNED_STAGES for options in ALONE_OR_CHECKPOINTED)
     next_rung = NextRung(
         None, "keeps weights in CPU memory", options=("--deepspeed", "zero3_offload"), replaces=("optimizer",)
     )
@@ -165,10 +154,6 @@ class DeepSpeed(_Strategy):
     def bytes_per_pass(self, settings: Settings) -> int:
         """Return the bytes of the stage; those of ZeRO-3 for a configuration of the user's own."""
         return ZERO_BYTES.get(settings.deepspeed, ZERO_BYTES["zero3"])
-
-    def relative_speed(self, settings: Settings) -> float:
-        """Return the speed of the stage; 1 for a configuration of the user's own."""
-        return ZERO_SPEEDS.get(settings.deepspeed, 1.0)
 
 
 def check_no_trial(settings: Settings) -> None:

@@ -97,7 +97,6 @@ class Stateless(Technique):
 
     setting = "optimizer"
     rung = "26_stateless"
-    accuracy_is_measured = False
     plans = ALONE_OR_CHECKPOINTED
     next_rung = NextRung(
         None,

@@ -270,10 +270,6 @@ class StreamedLayers(Technique):
         """Return the bytes of weights that come to the device in the forward and in the backward pass."""
         return round(2 * _linear_bytes(settings))
 
-    def relative_speed(self, settings: Settings) -> float:
-        """Return a guess: passes of half the tokens that hide the copies."""
-        return 0.5
-
 
 def _linear_bytes(settings: Settings) -> float:
     """Return the bytes of a frozen linear layer per weight, without the constants of 4-bit weights."""

@@ -50,7 +50,6 @@ class Technique:
         shards: Whether each rank has only a part of the weights or of the optimizer's state.
         frees_gradients: Whether no gradient is left after the backward pass.
         state_on_device: Whether the optimizer's state is on the device.
-        accuracy_is_measured: Whether its accuracy was measured.
         short_name: Its name in the names of plans, where the planner adds it to a rung.
         plans: The planner tries the rung with each of these options; empty: it leaves the rung out.
         needs_gpus: The least number of GPUs for the rung.
@@ -70,7 +69,6 @@ class Technique:
     shards: bool = False
     frees_gradients: bool = False
     state_on_device: bool = True
-    accuracy_is_measured: bool = True
     short_name: str = ""
     plans: tuple[tuple[str, ...], ...] = ((),)
     needs_gpus: int = 1
@@ -202,11 +200,3 @@ class Technique:
     def bytes_per_pass(self, settings: Settings) -> int:
         """Return the bytes per weight that cross a link to other GPUs or to CPU memory in each pass."""
         return 0
-
-    def relative_speed(self, settings: Settings) -> float:
-        """Return the samples/s with the technique, relative to the same run without it."""
-        return 1.0
-
-    def accuracy_cost(self, settings: Settings) -> str | None:
-        """Return the measured cost in accuracy in words: MiniLM on 2,000 reviews (docs/results.md)."""
-        return None

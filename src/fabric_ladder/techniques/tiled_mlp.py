@@ -95,12 +95,3 @@ class TiledMLP(Technique):
         """Compute the MLPs over tiles."""
         use_tiles(model, settings.mlp_tile, may_draw(model.config, settings))
         return model
-
-    def relative_speed(self, settings: Settings) -> float:
-        """Return the share of the multiplications that a run without tiles needs too.
-
-        Forward and backward pass multiply three times with each weight of a block, and four times with checkpointing.
-        Tiles multiply once more with those of the MLP, two thirds of a block's weights in BLOOM.
-        """
-        without = 4 if settings.activation_checkpointing else 3
-        return without / (without + 2 / 3)

@@ -1,4 +1,4 @@
-"""Check this machine: packages, memory, disk, data, GPU, compiler, and every rung. Each problem comes with a fix.
+"""Check this machine: packages, GPU, compiler, and every rung. Each problem comes with a fix.
 
 Only the checks of GPU, compiler and rungs import torch, so that the others work without it.
 """
@@ -21,10 +21,7 @@ from packaging.requirements import Requirement
 
 from fabric_ladder.places import SRC
 from fabric_ladder.rungs import RUNGS, check_rung
-from fabric_ladder.settings import Settings
 
-LEAST_MEMORY = 2e9  # bytes; the quickstart needs up to 1.1 GB
-LEAST_DISK = 7e9  # bytes; a checkpoint of BLOOM-560m with Adam's state has 6.7 GB
 OTHER_TORCH = "install another build of torch: https://pytorch.org/get-started/locally/"
 
 
@@ -76,44 +73,6 @@ def packages() -> Iterator[Item]:
             yield Item(wanted.name, "ok", found)
         else:
             yield Item(wanted.name, "warn" if optional else "missing", f"{found} is not {wanted.specifier}", fix)
-
-
-def memory_and_disk() -> Iterator[Item]:
-    """Check the CPU memory, and the disks of the runs, of the cache and of the Hub's cache."""
-    import psutil
-    from huggingface_hub import constants
-
-    memory = psutil.virtual_memory()
-    text = f"{memory.available / 1e9:.2f} GB available of {memory.total / 1e9:.2f} GB"
-    yield (
-        Item("memory", "ok", text)
-        if memory.available > LEAST_MEMORY
-        else Item("memory", "warn", f"{text}: barely enough", "close other programs")
-    )
-    yield disk("runs", "runs", "use --runs_dir")
-    yield disk("cache", Settings().cache_dir, "set FABRIC_LADDER_CACHE")
-    yield disk("Hub cache", constants.HF_HUB_CACHE, "set HF_HOME")
-
-
-def disk(name: str, folder: str, fix: str) -> Item:
-    """Check whether a folder can be made and written to, and the free space there."""
-    path = Path(folder).expanduser().absolute()
-    existing = next(parent for parent in (path, *path.parents) if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        return Item(name, "missing", f"{path}: cannot write to {existing}", fix)
-    usage = shutil.disk_usage(existing)
-    text = f"{usage.free / 1e9:.2f} GB free of {usage.total / 1e9:.2f} GB, {path}"
-    return Item(name, "ok", text) if usage.free > LEAST_DISK else Item(name, "warn", f"{text}: little", fix)
-
-
-def data() -> Iterator[Item]:
-    """Find the files of IMDb."""
-    folder = Path(Settings().data_dir).absolute()
-    if any((folder / name).exists() for name in ("aclImdb", "aclImdb_v1.tar.gz")):
-        yield Item("imdb", "ok", f"in {folder}")
-    else:
-        text = f"not in {folder}: a run downloads it there (84 MB)"
-        yield Item("imdb", "warn", text, "or set FABRIC_LADDER_DATA to a folder with aclImdb_v1.tar.gz")
 
 
 def gpus() -> Iterator[Item]:
@@ -209,7 +168,6 @@ def rungs() -> Iterator[Item]:
 
 CHECKS: dict[str, tuple[Callable, ...]] = {
     "Packages": (packages,),
-    "Memory, disk and data": (memory_and_disk, data),
     "GPU": (gpus, lambda: [compiler()]),
     "Rungs": (rungs,),
 }

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, TextStreamer
 
-from fabric_ladder.checkpoints.export import Result, add_adapter, base_name, find_result, load_result
+from fabric_ladder.checkpoints.export import Result, base_name, find_result, load_result
 from fabric_ladder.checkpoints.save import end_tokens
 from fabric_ladder.data.chats import for_template
 from fabric_ladder.data.instruction_rows import (
@@ -55,7 +55,6 @@ class Generator:
         template: Template for `prompt_text`, `alpaca`, `chat` or `raw`.
         max_new_tokens: Longest answer.
         sampling: `temperature`, `top_k` and `top_p`; empty for greedy decoding.
-        adapter: Name of the adapter that answers, if the model has several.
     """
 
     def __init__(
@@ -65,10 +64,8 @@ class Generator:
         template: str,
         max_new_tokens: int,
         sampling: dict,
-        adapter: str | None = None,
     ):
         self.model = model
-        self.adapter = adapter
         self.tokenizer = tokenizer
         self.template = template
         self.max_new_tokens = max_new_tokens
@@ -114,8 +111,6 @@ class Generator:
 
         Shorter prompts are padded on the left. The padding is masked.
         """
-        if self.adapter:
-            self.model.set_adapter(self.adapter)
         device = next(self.model.parameters()).device
         inputs = self.tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(device)
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
@@ -203,27 +198,6 @@ def load_language_model(
     fuse_attention(model)
     fuse_gelu(model)
     return model, _tokenizer_of(result)
-
-
-def load_further_adapters(
-    model: nn.Module, names: list[str], quantization: str | None
-) -> list[tuple[str, PreTrainedTokenizerBase]]:
-    """Add adapters to a model that has one, without a second copy of their base.
-
-    Args:
-        model: From `load_language_model`.
-        names: Folders of runs or adapters.
-        quantization: As for `load_language_model`.
-
-    Returns:
-        The name of each adapter in the model, and its tokenizer, which stores the template of its training.
-    """
-    added = []
-    for number, name in enumerate(names, start=2):
-        result = find_result(name)
-        add_adapter(model, result, str(number), quantization)
-        added.append((str(number), _tokenizer_of(result)))
-    return added
 
 
 def _tokenizer_of(result: Result) -> PreTrainedTokenizerBase:

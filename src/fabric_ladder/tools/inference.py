@@ -25,10 +25,10 @@ from fabric_ladder.comparing.matching import wilson_interval
 from fabric_ladder.data.image_files import list_images
 from fabric_ladder.data.images import WHITE, decode, read_image_format
 from fabric_ladder.data.kinds import kind_of
+from fabric_ladder.data.label_texts import WHOLE
 from fabric_ladder.data.rows import read_file, read_text
 from fabric_ladder.data.sources import file_stamp
 from fabric_ladder.data.splits import ImageFormat
-from fabric_ladder.data.tables import label_number
 from fabric_ladder.data.tokens import load_tokenizer, tokenize_start
 from fabric_ladder.data.word_labels import UNLABELLED, word_list
 from fabric_ladder.data.words import place_words
@@ -328,9 +328,7 @@ def score(predictor: Predictor, output: Path) -> list[str]:
 def _class_of(column: str, names: list[str], row: dict) -> list[str]:
     """Return a row's class by its name, or raise ValueError for a row without a label."""
     text = read_text({column: "" if row.get(column) is None else str(row[column])}, column).strip()
-    with suppress(ValueError):
-        return [names[label_number(text, names)]]
-    return [text]
+    return [str(int(text.split(".")[0])) if text not in names and WHOLE.fullmatch(text) else text]  # 1.0 is the class 1
 
 
 def _describe_confusion(names: list[str], confusion: np.ndarray) -> list[str]:

@@ -1,15 +1,14 @@
-"""Write a model card, and upload a model to the Hugging Face Hub."""
+"""Write a model card."""
 
 from pathlib import Path
 
 import yaml
-from huggingface_hub import HfApi, ModelCard, ModelCardData, get_token
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub import ModelCard, ModelCardData
 
 from fabric_ladder.comparing.matching import wilson_interval
 from fabric_ladder.data.instructions import prompt_templates
 from fabric_ladder.data.sources import file_format
-from fabric_ladder.errors import UserError, read_outside, refused
+from fabric_ladder.errors import read_outside, refused
 from fabric_ladder.settings import FACTS, SURROUNDINGS, Settings
 
 HUB_NAMES = {"imdb": "stanfordnlp/imdb"}  # data sets with another name on the Hub
@@ -28,7 +27,7 @@ def write_card(folder: Path, run: Path, title: str, note: str = "") -> None:
     Args:
         folder: Folder of a transformers model.
         run: Folder of its run; without a run.json the card only explains how to load the model.
-        title: Title of the card: the name on the Hub, if there is one.
+        title: Title of the card.
         note: A sentence about the merged adapter of a run on 4-bit weights.
     """
     architecture = read_outside(folder / "config.json")["architectures"][0]
@@ -45,23 +44,6 @@ def write_card(folder: Path, run: Path, title: str, note: str = "") -> None:
     card = f"---\n{facts.to_yaml()}\n---\n\n# {title}\n\n{text}\n```python\n{loading}\n```\n"
     card += _describe_prompts(folder) if task == "text-generation" else ""
     ModelCard(card).save(folder / "README.md")
-
-
-def check_push(name: str) -> None:
-    """Refuse a wrong name on the Hub, or to push without a token, before any work."""
-    with refused(f"--push {name}: give USER/NAME"):
-        validate_repo_id(name)
-        _, _ = name.split("/")
-    if not get_token():
-        raise UserError(f"--push {name}: no token of the Hugging Face Hub: hf auth login, or set HF_TOKEN")
-
-
-def push(folder: Path, name: str) -> str:
-    """Upload a folder to the Hub and return its address; a new repository is private."""
-    with refused(f"{folder} is written, but --push {name} failed; to try again: hf upload {name} {folder}"):
-        url = HfApi().create_repo(name, private=True, exist_ok=True)
-        HfApi().upload_folder(repo_id=name, folder_path=folder, commit_message="Upload model")
-        return str(url)
 
 
 def _describe_run(record: dict, facts: ModelCardData) -> str:

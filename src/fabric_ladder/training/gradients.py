@@ -21,6 +21,7 @@ from fabric_ladder.distributed.strategies import (
     skips_broken_steps,
 )
 from fabric_ladder.models.masks import declare_padding
+from fabric_ladder.models.optimizer import all_finite
 from fabric_ladder.runs.metrics import Meter, add_to_confusion
 from fabric_ladder.techniques.embedding_rows import adding_rows
 
@@ -135,8 +136,7 @@ def forget_gradients(fabric: Fabric, optimizer: Optimizer) -> None:
 def find_broken_gradient(fabric: Fabric, optimizer: Optimizer) -> Tensor:
     """Return whether a gradient, or this rank's shard of it, is NaN or infinite: a boolean on the device.
 
-    Always False if such steps are skipped elsewhere: by the scaler of `16-mixed`, or by the engine of a strategy. The
-    test takes the largest magnitude, which cannot overflow as a sum of squares can.
+    Always False if such steps are skipped elsewhere: by the scaler of `16-mixed`, or by the engine of a strategy.
     """
     nothing = torch.zeros((), dtype=torch.bool, device=fabric.device)
     if getattr(fabric.strategy.precision, "scaler", None) or skips_broken_steps(fabric.strategy):
@@ -148,8 +148,7 @@ def find_broken_gradient(fabric: Fabric, optimizer: Optimizer) -> Tensor:
             gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             if gradient is not None and gradient.numel():  # a rank's shard of a small weight may be empty
                 by_type.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    largest = [torch.stack(torch._foreach_norm(gradients, torch.inf)) for gradients in by_type.values()]
-    finite = [size.isfinite().all().to(fabric.device, non_blocking=True) for size in largest]
+    finite = [all_finite(gradients).to(fabric.device, non_blocking=True) for gradients in by_type.values()]
     if take_finite := getattr(optimizer.optimizer, "take_finite", None):  # gradients freed in the backward pass
         finite += take_finite()
     return ~torch.stack(finite).all() if finite else nothing

@@ -152,10 +152,9 @@ def _train_epoch(training: Training) -> None:
                 return
 
         stop = stop_request.requested_within_step
-        trains = bool(batch.micro_batches)  # otherwise all of its samples are left out
-        if trains and not accumulate_gradients(fabric, model, batch.micro_batches, state.meter, stop, optimizer):
+        if not accumulate_gradients(fabric, model, batch.micro_batches, state.meter, stop, optimizer):
             _undo_and_stop(training)
-        if trains and _is_usable(training, batch):
+        if _is_usable(training, batch):
             if settings.max_grad_norm:  # with error_if_nonfinite it would wait for the device
                 fabric.clip_gradients(model, optimizer, max_norm=settings.max_grad_norm, error_if_nonfinite=False)
             optimizer.step()
@@ -238,8 +237,6 @@ def _validate_epoch(training: Training) -> None:
 
 def _log_epoch(training: Training, validation: Score) -> None:
     run, state = training.run, training.state
-    if state.left_out:
-        run.log_left_out(state.epoch, state.left_out)
     run.log_epoch(state.epoch, state.score, validation, state.optimizer_steps)
 
 

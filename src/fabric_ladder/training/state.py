@@ -21,7 +21,7 @@ from fabric_ladder.runs.metrics import Meter, Score, Step
 from fabric_ladder.runs.run import Run
 
 SAVED = (
-    "epoch batch samples trained skipped micro_batch_tokens samples_hash validated best best_step not_better left_out"
+    "epoch batch samples trained skipped micro_batch_tokens samples_hash validated best best_step not_better"
 ).split()
 
 
@@ -44,7 +44,6 @@ class TrainingState:
         best: The best validation's `best_metric`; None before the first validation.
         best_step: Optimizer steps before the best validation.
         not_better: Validations since the best one.
-        left_out: Samples of the current epoch that were left out, for each reason.
         meter: Losses since the last printed line.
     """
 
@@ -62,7 +61,6 @@ class TrainingState:
     best: float | None = None
     best_step: int = 0
     not_better: int = 0
-    left_out: dict[str, int] = field(default_factory=dict)
     meter: Meter = field(init=False)
 
     def __post_init__(self):
@@ -83,8 +81,6 @@ class TrainingState:
         """Count a finished optimizer step."""
         self.batch += 1
         self.samples += len(batch.samples)
-        for reason, count in batch.left_out.items():
-            self.left_out[reason] = self.left_out.get(reason, 0) + count
         content = self.samples_hash.encode() + np.asarray(batch.samples, "<i8").tobytes()
         self.samples_hash = hashlib.sha256(content).hexdigest()[:16]
 
@@ -121,7 +117,6 @@ class TrainingState:
         self.epoch += 1
         self.batch = 0
         self.samples = 0
-        self.left_out = {}
         self.score = Score()
 
     def iterate(self, loader: DataLoader) -> Iterator[EffectiveBatch]:
@@ -234,12 +229,11 @@ class Training:
     def closed_on_error(self) -> Iterator[None]:
         """Close the folder and restore the signal handlers after an error in this block: a notebook goes on.
 
-        If GPU memory ran out, a snapshot of it is written first, while the error's frames still hold their tensors.
+        A snapshot of GPU memory is written here, while the error's frames still hold their tensors.
         """
         try:
             yield
-        except BaseException as error:
-            self.run.memory_history.explain(error)
+        except BaseException:
             self.stop_request.restore()
             self.run.close()
             raise
