@@ -11,7 +11,13 @@ import pytest
 import torch
 from support.helpers import MODELS, relative_error, settings_for
 from support.made import Kernels, Made
-from transformers import BloomConfig, BloomForCausalLM, BloomForSequenceClassification
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    BloomForSequenceClassification,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
+)
 from transformers.models.bloom.modeling_bloom import BloomAttention, BloomModel
 
 from fabric_ladder import build_model
@@ -331,3 +337,17 @@ def test_the_replaced_code_of_transformers_has_not_changed():
     assert hashlib.sha256("\n".join(found).encode()).hexdigest()[:16] == REPEATED, (
         "BloomAttention.__init__ or .forward has changed: adapt FusedBloomAttention.forward"
     )
+
+
+def test_a_model_that_attends_to_chosen_keys_keeps_transformers_attention():
+    """DeepSeek V3.2 applies its choice of keys only if the name of the attention is eager or sdpa."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "v_head_dim": 8}
+    sizes |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "head_dim": 8, "n_routed_experts": 4, "n_group": 1}
+    sizes |= {"topk_group": 1, "num_experts_per_tok": 2, "index_topk": 4, "index_head_dim": 16, "index_n_heads": 2}
+    model = DeepseekV32ForCausalLM(DeepseekV32Config(vocab_size=64, first_k_dense_replace=1, **sizes)).eval()
+    fused = copy.deepcopy(model)
+    fuse_attention(fused)
+    inputs = batch(24)
+    torch.testing.assert_close(fused(**inputs).logits, model(**inputs).logits, atol=0, rtol=0)

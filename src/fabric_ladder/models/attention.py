@@ -5,28 +5,34 @@ with kernels that need no mask wherever possible (`masks.py`). For packed rows i
 dimensions, which replace the mask (`packing.py`). transformers' own entries stay as they are.
 """
 
+import inspect
 import math
+import re
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from fabric_ladder.models.kernels import takes_groups
 from fabric_ladder.models.masks import PACKED_DIM, make_mask
 
 ATTENTION = "fabric_ladder_sdpa"
+OWN = re.compile(r'_attn_implementation (in \("eager", "sdpa"\)|== "sdpa"):')  # in the source of a model
 MULTIPLE = 8  # kernels want the width of a head to be a multiple of this
 
 
 def use_own_attention(model: nn.Module) -> None:
     """Have a model of transformers compute its attention by this module's entry, in place.
 
-    Models stay as they are where they use another entry than `sdpa`, or choose their attention without the registry.
+    Models stay as they are where they use another entry than `sdpa`, choose their attention without the registry, or
+    attend to chosen keys (DeepSeek V3.2) only if the entry's name is one of transformers' own.
     """
     if model.config._attn_implementation == "sdpa" and model._can_set_attn_implementation():
-        model.config._attn_implementation = ATTENTION
+        inner = [type(module) for module in model.modules() if isinstance(module, PreTrainedModel)]
+        if not any(OWN.search(inspect.getsource(module)) for module in {*map(inspect.getmodule, inner)}):
+            model.config._attn_implementation = ATTENTION
 
 
 def power_of_two(scale: float) -> float:
