@@ -1,6 +1,6 @@
 """Train a tiny random model of every architecture of the installed transformers, and write docs/architectures.md.
 
-    python benchmarks/architectures.py [--only NAME …] [--task TASK …] [--jobs 2] [--page]
+    python benchmarks/architectures.py [--only NAME …] [--every N] [--task TASK …] [--jobs 2] [--page]
 
 The page describes the runs and what each column compares. A cell is yes, the reason of a refusal, the largest
 difference of two losses, or an error.
@@ -256,11 +256,11 @@ def row_of(name: str, task: str, data: Path) -> dict[str, str]:
             whole, body, problem = draw(name, task, kind, home)
         except Exception as error:
             return {"drawn": first_line(error, 160)}
-        found = cells(kind, whole, body, options, home / "runs")
+        found = cells_of(kind, whole, body, options, home / "runs")
         return {"drawn": problem} if problem and found["trains"].startswith("error") else found
 
 
-def cells(kind: type, whole: Path, body: Path, options: list[str], runs: Path) -> dict[str, str]:
+def cells_of(kind: type, whole: Path, body: Path, options: list[str], runs: Path) -> dict[str, str]:
     """Return the cells of a drawn architecture. Where rung 2 fails there are no others."""
     records: dict[str, Record] = {}
     found: dict[str, str] = {}
@@ -351,11 +351,10 @@ def all_rows() -> list[tuple[str, str]]:
 # The page
 
 
-def fill_page() -> None:
-    """Write the tables of the page from the results."""
-    results = common.read_results(OUT)
-    reasons: list[str] = []
-    common.rewrite(PAGE, lambda text: common.fill(text, "architectures", lambda part: lines(part, results, reasons)))
+def filled(text: str) -> str:
+    """Return the page with the tables of the results."""
+    results, reasons = common.read_results(OUT), []
+    return common.fill(text, "architectures", lambda part: lines(part, results, reasons))
 
 
 def lines(part: str, results: dict[str, dict], reasons: list[str]) -> list[str]:
@@ -388,25 +387,26 @@ def lines(part: str, results: dict[str, dict], reasons: list[str]) -> list[str]:
 def main() -> None:
     """Run the architectures, and write the results and the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="print the cells of these, and write nothing")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="print the rows of these, and write nothing")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="print every Nth row, and write nothing")
     parser.add_argument(
         "--task", nargs="+", choices=TASKS, default=list(TASKS), help="the other tasks stay as they are"
     )
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
     parser.add_argument("--page", action="store_true", help="run nothing; write the page from the results")
     args = parser.parse_args()
+    part = args.only or args.every > 1
+    if not (part or args.page):
+        common.check_storable(OUT)
     rows = [row for row in all_rows() if row[0] in args.task and row[1] in (args.only or [row[1]])]
-    if not args.page:
-        if not args.only:
-            common.check_storable(OUT)
-        found: dict[str, dict] = {}
-        for task, name, row in sweep(rows, args.jobs):
-            found.setdefault(task, {})[name] = row
-            print(f"{task} {name}: {json.dumps(row, ensure_ascii=False)}", flush=True)
-        for task in () if args.only else found:
-            common.write_result(OUT, task, common.environment(torch.device("cpu")) | {"rows": found[task]})
-    if not args.only:
-        fill_page()
+    found: dict[str, dict] = {}
+    for task, name, row in sweep(rows[:: args.every], args.jobs) if not args.page else ():
+        found.setdefault(task, {})[name] = row
+        print(json.dumps([task, name, row], ensure_ascii=False), flush=True)
+    if not part:
+        for task, cells in found.items():
+            common.write_result(OUT, task, common.environment(torch.device("cpu")) | {"rows": cells})
+        common.rewrite(PAGE, filled)
 
 
 if __name__ == "__main__":
