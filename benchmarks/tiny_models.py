@@ -36,8 +36,9 @@ ONES = r"depths|num_block_repeats|.*num_blocks|stage_numb_of_layers|num_(attenti
 UNSET = {"head_dim": 8, "num_key_value_heads": GROUPS, "num_experts_per_tok": 2, "n_routed_experts": 4}
 UNSET |= {"vocab_size": VOCABULARY}  # sizes that some configs leave to the checkpoint
 EXTRA = {  # sizes that depend on each other
-    "donut-swin": {"window_size": 2},
+    "donut-swin": {"depths": [1, 1], "num_heads": [1, 2], "window_size": 4},
     "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.2, "hidden_dim": 320},
+    "hgnet_v2": {"hidden_sizes": [256, 512, 1024, 2048]},
     "hiera": {"masked_unit_size": [4, 4], "num_query_pool": 1, "depths": [1, 1], "num_heads": [1, 2], "embed_dim": 8,
               "patch_size": [7, 7]},
     "layoutlmv3": {"coordinate_size": 5, "shape_size": 6},
@@ -47,6 +48,7 @@ EXTRA = {  # sizes that depend on each other
     "mobilenet_v1": {"depth_multiplier": 0.25},
     "mobilevit": {"hidden_sizes": [16, 24, 32], "neck_hidden_sizes": [4, 8, 8, 16, 16, 16, 32]},
     "reformer": {"axial_pos_embds": False},
+    "swin": {"depths": [1, 1], "num_heads": [1, 2], "window_size": 4},
     "t5": {"decoder_start_token_id": 0},
     "textnet": {"stem_out_channels": 8},
     "xmod": {"default_language": "en_XX"},
@@ -111,7 +113,7 @@ def _small(config: PretrainedConfig, groups: int) -> dict:
                 values[name] = value[:depth]
             elif re.fullmatch(ONES, name):
                 values[name] = [1] * len(value)
-            elif all(isinstance(each, int) for each in value) and "channels" not in name:
+            elif all(isinstance(each, int) for each in value) and (size or min(value) >= 16) and "channel" not in name:
                 values[name] = [min(each, size or max(8, each // 8)) for each in value]
         elif isinstance(value, bool) or not isinstance(value, int | float):
             continue
