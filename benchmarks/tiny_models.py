@@ -7,7 +7,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
 TOKENS = {"pad": 0, "unk": 1, "bos": 2, "eos": 3, "decoder_start": 2, "forced_bos": 2, "forced_eos": 3}
 NAMED = ("pad_token_id", "bos_token_id", "eos_token_id")  # texts end with the last
-VOCABULARY, IMAGE, POSITIONS = 96, 32, 128
+VOCABULARY, IMAGE, POSITIONS = 96, 32, 160
 MOST = 6_000_000  # weights; a config with a size of an unknown name has more of them
 DEPTH, GROUPS = "depth", "groups"  # the number of layers, and of heads for keys and values
 # Names of sizes in configs, and their small values; the first pattern that matches the whole name decides.
@@ -72,6 +72,7 @@ def draw(name: str, kind: type, inputs: str, **more) -> tuple[PreTrainedModel, s
         try:
             config = CONFIG_MAPPING[name]()
             config = CONFIG_MAPPING[name](**_small(config, groups) | more)
+            config.use_cache = False
             config.architectures = config.architectures or []  # without it an auto class cannot choose among several
             with torch.device("meta"):
                 count = kind.from_config(config).num_parameters()
