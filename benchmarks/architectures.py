@@ -42,11 +42,11 @@ from fabric_ladder.techniques.advice import explain
 from local_dataset_utilities import load_datasets
 
 OUT, PAGE = common.RESULTS / "architectures.json", common.ROOT / "docs" / "architectures.md"
-TASKS = {  # mappings of transformers, and files of data
-    "text-classification": (("SEQUENCE_CLASSIFICATION",), "texts.jsonl"),
-    "token-classification": (("TOKEN_CLASSIFICATION",), "words.jsonl"),
-    "instruction-tuning": (("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM"), "instructions.jsonl"),
-    "image-classification": (("IMAGE_CLASSIFICATION",), "images"),
+TASKS = {  # mappings of transformers with their auto classes; files of data
+    "text-classification": ({"SEQUENCE_CLASSIFICATION": "SequenceClassification"}, "texts.jsonl"),
+    "token-classification": ({"TOKEN_CLASSIFICATION": "TokenClassification"}, "words.jsonl"),
+    "instruction-tuning": ({"SEQ_TO_SEQ_CAUSAL_LM": "Seq2SeqLM", "CAUSAL_LM": "CausalLM"}, "instructions.jsonl"),
+    "image-classification": ({"IMAGE_CLASSIFICATION": "ImageClassification"}, "images"),
 }
 BODIES = ("MaskedLM", "CausalLM", "Seq2SeqLM")  # checkpoints that are fine-tuned with another head
 COMMON = "--precision 32-true --batch_size 4 --learning_rate 1e-3 --log_every 4 --threads 1 --accelerator cpu".split()
@@ -64,7 +64,7 @@ LESS = {"token-classification": {"7", "14", "17", "18", "resumes"}, "image-class
 TOLERANCE = 2e-5  # of a loss near 1, after up to 2 steps
 LIMIT = 240  # seconds for an architecture
 LABELS = ("bad", "good")
-WORDS = ["<pad>", "<unk>", "<s>", "</s>", "<mask>", *LABELS, *(f"w{number}" for number in range(70))]
+WORDS = ["<pad>", "<unk>", "<s>", "</s>", "<mask>", *LABELS, *(f"w{number}" for number in range(50))]
 Record = tuple[list[float], float, float]  # losses, test loss and test accuracy of a run
 
 
@@ -111,17 +111,11 @@ def tokenizer(task: str) -> PreTrainedTokenizerFast:
 
 def classes(task: str) -> dict[str, type]:
     """Return the architectures of a task, each with its auto class."""
-    named = {
-        "SEQUENCE_CLASSIFICATION": transformers.AutoModelForSequenceClassification,
-        "TOKEN_CLASSIFICATION": transformers.AutoModelForTokenClassification,
-        "CAUSAL_LM": transformers.AutoModelForCausalLM,
-        "SEQ_TO_SEQ_CAUSAL_LM": transformers.AutoModelForSeq2SeqLM,
-        "IMAGE_CLASSIFICATION": transformers.AutoModelForImageClassification,
+    return {
+        name: getattr(transformers, f"AutoModelFor{kind}")
+        for mapping, kind in TASKS[task][0].items()
+        for name in getattr(auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES")
     }
-    found: dict[str, type] = {}
-    for mapping in TASKS[task][0]:
-        found = dict.fromkeys(getattr(auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES"), named[mapping]) | found
-    return found
 
 
 # Runs
@@ -270,17 +264,20 @@ def columns(task: str) -> list[str]:
 def cells_of(task: str, kind: type, whole: Path, body: Path, options: list[str], runs: Path) -> dict[str, str]:
     """Return the cells of a drawn architecture. Where rung 2 fails there are no others."""
     records: dict[str, Record] = {}
+    said: dict[str, bool] = {}
     found: dict[str, str] = {}
     together = "4" if task.startswith("image") else "1"  # BatchNorm needs several images
     options += ["--model", str(whole)]
     sizes = {"15": [], "17": [], "padded": ["--micro_batch_size", "4"]}
 
+    def told(column: str, cell: str) -> str:
+        return f"{cell}, as the run says" if said[column] and cell.startswith("differs") else cell
+
     def attempt(column: str, rung: str, more: list[str], compare: Callable[[Record], str], number: int = 0) -> None:
         def make() -> str:
             size = sizes.get(column, ["--micro_batch_size", together])
-            records[column], said = run(rung, [*options, *size, *more], runs, number)
-            cell = compare(records[column])
-            return f"{cell}, as the run says" if said and cell.startswith("differs") else cell
+            records[column], said[column] = run(rung, [*options, *size, *more], runs, number)
+            return told(column, compare(records[column]))
 
         if column in columns(task):
             found[column] = answer(make, whole.name)
@@ -308,7 +305,7 @@ def cells_of(task: str, kind: type, whole: Path, body: Path, options: list[str],
 
     home = runs / "2_grad_accum" / "1"
     found["trains"] = answer(lambda: difference((plain.train(), 0, 0), (reference[0], 0, 0)), whole.name)
-    found["saves"] = answer(lambda: check_saved(home / "model", reference), whole.name)
+    found["saves"] = answer(lambda: told("trains", check_saved(home / "model", reference)), whole.name)
     attempt("padded", "2_grad_accum", [], lambda record: difference(record, reference))
     compare = {"13": check_export, "14": lambda record: "yes", "18": first}
     compare["17"] = lambda record: difference(record, records.get("padded", reference))
