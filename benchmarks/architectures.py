@@ -216,7 +216,7 @@ def answer(make: Callable[[], str], model: str) -> str:
         line = explain(error)
         text = f"refused: {line}" if line else f"error: {type(error).__name__}: {first_line(error, 120)}"
         text = re.sub(rf"\$SCRATCH/(body/)?{re.escape(model)}(?![\w-])", "MODEL", common.impersonal(text))
-        return text.replace(f" ({model})", "")
+        return re.sub(rf"(?<![\w-]){re.escape(model)}(?![\w-])", "MODEL", text.replace(f" ({model})", ""))
 
 
 def draw(name: str, task: str, kind: type, home: Path) -> tuple[Path, Path, str | None]:
@@ -251,7 +251,7 @@ def row_of(name: str, task: str, data: Path) -> dict[str, str]:
         try:
             whole, body, problem = draw(name, task, kind, home)
         except Exception as error:
-            return {"drawn": first_line(error, 160)}
+            return {"drawn": " ".join(str(error).split())[:160]}
         found = cells_of(task, kind, whole, body, options, home / "runs")
         return {"drawn": problem} if problem and found["trains"].startswith("error") else found
 
@@ -385,7 +385,7 @@ def lines(part: str, results: dict[str, dict], reasons: list[str]) -> list[str]:
         else:
             table.append([f"`{name}`", *(shown(found.get(column, "yes")) for column in columns(task))])
     listed = [f"- {reason}: {', '.join(names)}" for reason, names in sorted(others.items())]
-    return ["", *common.markdown_table(["", *columns(task)], table), "", *listed, ""]
+    return ["", *common.markdown_table(["architecture", *columns(task)], table), "", *listed, ""]
 
 
 def main() -> None:
