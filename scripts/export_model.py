@@ -25,7 +25,7 @@ def parse() -> argparse.Namespace:
 
 def main(arguments: argparse.Namespace) -> None:
     """Load, write and upload."""
-    from fabric_ladder.checkpoints.export import find_result, load_result, new_folder, write_plain
+    from fabric_ladder.checkpoints.export import find_result, load_result, new_folder, note_on_4_bits, write_plain
     from fabric_ladder.techniques.advice import show_errors
     from fabric_ladder.tools.model_card import check_push, push, write_card
 
@@ -35,12 +35,14 @@ def main(arguments: argparse.Namespace) -> None:
     source = find_result(arguments.source)
     run = source.folder.absolute().parent
     output = arguments.output or run / "export"
+    if note := note_on_4_bits(source):
+        print(note)
     with new_folder(output) as folder:
         if source.format == "model":
             shutil.copytree(source.folder, folder, dirs_exist_ok=True)
         else:
             write_plain(load_result(source, quantization="no"), folder, source.folder)
-        write_card(folder, run, arguments.push or output.name)
+        write_card(folder, run, arguments.push or output.name, note)
     print(f"Saved {output}")
     if arguments.push:
         print(f"Pushed {push(output, arguments.push)}")

@@ -22,8 +22,15 @@ def parse() -> argparse.Namespace:
 
 def main(arguments: argparse.Namespace) -> None:
     """Load, merge and save."""
-    from fabric_ladder.checkpoints.export import DTYPES, base_name, find_result, load_result, new_folder, write_plain
-    from fabric_ladder.models.configs import load_config
+    from fabric_ladder.checkpoints.export import (
+        DTYPES,
+        base_name,
+        find_result,
+        load_result,
+        new_folder,
+        note_on_4_bits,
+        write_plain,
+    )
     from fabric_ladder.techniques.advice import show_errors
 
     show_errors(smaller="--precision bf16-true")
@@ -32,10 +39,9 @@ def main(arguments: argparse.Namespace) -> None:
         raise UserError(f"{adapter.folder} is a whole model, not an adapter: there is nothing to merge")
     output = arguments.output or adapter.folder.absolute().parent / "merged"
     with new_folder(output) as folder:
-        base = base_name(adapter, arguments.base)
-        print(f"Base model: {base}")
-        if hasattr(adapter.config, "quantization_config") and not hasattr(load_config(base), "quantization_config"):
-            print("The adapter was trained on 4-bit weights and is merged into whole ones: outputs differ a little")
+        print(f"Base model: {base_name(adapter, arguments.base)}")
+        if note := note_on_4_bits(adapter, arguments.base):
+            print(note)
         model = load_result(adapter, arguments.base, DTYPES[arguments.precision], quantization="no")
         write_plain(model, folder, adapter.folder)
     print(f"Saved {output}")

@@ -196,23 +196,44 @@ def test_the_printed_config_gives_the_same_settings(tmp_path, capsys, name):
     assert dataclasses.replace(got, **same) == dataclasses.replace(expected, **same)
 
 
-@pytest.mark.parametrize("file", ["own.yaml", "quickstart.yaml"])
 @pytest.mark.parametrize(
     ("words", "from_scratch"),
     [("folder", False), ("folder --from_scratch true", True), (str(MODELS / "llama-tiny.json"), True),
      ("some/name", False)],
 )  # fmt: skip
 def test_a_model_on_the_command_line_is_pretrained_even_if_the_file_has_from_scratch(
-    config, monkeypatch, words, from_scratch, file
+    config, monkeypatch, words, from_scratch
 ):
-    monkeypatch.setattr("fabric_ladder.cli.check", lambda *_: None)  # the check would load the model
-    own = config("model: some.json\nfrom_scratch: true\nlearning_rate: 1e-3") if file == "own.yaml" else []
+    for name in ("check", "padding_notice"):  # they would load the model
+        monkeypatch.setattr(f"fabric_ladder.cli.{name}", lambda *_: None)
+    own = config("model: some.json\nfrom_scratch: true\nlearning_rate: 1e-3\nmax_length: 64")
     model, *options = words.split()
     settings = parse_settings([*own, "--model", model, *options])
     assert (settings.model, settings.from_scratch, settings.learning_rate) == (model, from_scratch, 1e-3)
     notices = [notice for notice in settings.notices if notice.startswith("--model")]
-    line = f"--model {model}: its pretrained weights, not the random ones of {file} (--from_scratch true)"
+    line = f"--model {model}: its pretrained weights, not the random ones of own.yaml (--from_scratch true)"
     assert notices == [line] * (not from_scratch)
+
+
+def test_a_pretrained_model_on_a_cpu_has_the_values_of_a_gpu(minilm):
+    model = ["--model", str(minilm)]
+    settings = parse_settings([*model, "--dataset", "tickets.csv", "--lora", "true"])
+    assert (settings.learning_rate, settings.lora_targets, settings.pad_to_multiple_of) == (
+        Settings.lora_learning_rate, Settings.lora_targets, 1
+    )  # fmt: skip
+    assert settings.notices == (
+        f"No --config and no CUDA GPU: this trains {minilm} with the values for a GPU, on tickets.csv. For real work: "
+        "--config configs/imdb_minilm.yaml; settings: --help",
+        f"--max_length 512: {minilm} has no more positions",
+    )
+    settings = parse_settings(model)
+    assert (settings.dataset, settings.learning_rate, settings.max_length) == ("synthetic", Settings.learning_rate, 512)
+    assert parse_settings([*model, "--from_scratch", "true"]).learning_rate == 1e-3
+
+
+def test_the_length_of_a_user_is_refused_and_not_replaced(minilm):
+    with pytest.raises(UserError, match=r"--max_length 513 is beyond the 512 positions of .*: use --max_length 512"):
+        parse_settings(["--model", str(minilm), "--max_length", "513"])
 
 
 def test_sgd_and_adapters_have_their_own_learning_rates_and_a_notice_names_the_replaced_rate(config):
@@ -443,7 +464,7 @@ def test_cuda_starts_with_expandable_segments_unless_the_user_sets_others(variab
      ("--precision 16-true", r"epsilon of --optimizer adam is 0 in float16"),
      ("--precision 16-mixed", r"--precision 16-mixed needs a CUDA GPU; use .*bf16-mix"),
      ("--accelerator cuda", r"--accelerator cuda: PyTorch finds no CUDA GPU here; use --accelerator cpu"),
-     ("--load nowhere", r"--load nowhere is no sharded checkpoint; a consolidated model is given as --model"),
+     ("--load nowhere", r"--load nowhere is no sharded checkpoint; load a consolidated model by --model FOLDER"),
      ("--resume nowhere", r"--resume nowhere: the folder does not exist"),
      ("--devices 2", r"runs on one; for more: src/9_ddp\.py"),
      ("--micro_batch_size 32", r"--micro_batch_size 32 is above --batch_size 1: .*"),

@@ -13,6 +13,8 @@ from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import compute_capability
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.configs import check_model
+from fabric_ladder.models.layers import check_images
+from fabric_ladder.models.probe import check_probed
 from fabric_ladder.runs.folder import check_writable
 from fabric_ladder.runs.loggers import check_logger
 from fabric_ladder.runs.memory_history import check_snapshot
@@ -46,8 +48,9 @@ def check_values(settings: Settings) -> None:
         kind = {"cuda": "CUDA GPU", "mps": "Apple GPU"}[settings.accelerator]
         raise UserError(f"--accelerator {settings.accelerator}: PyTorch finds no {kind} here; use --accelerator cpu")
     if settings.load and not (Path(settings.load) / strategy_traits(settings).checkpoint_file).is_file():
+        folder = next((path.parent for path in sorted(Path(settings.load).glob("**/config.json"))), "FOLDER")
         raise UserError(
-            f"--load {settings.load} is no sharded checkpoint; a consolidated model is given as --model {settings.load}"
+            f"--load {settings.load} is no sharded checkpoint; load a consolidated model by --model {folder}"
         )
     if settings.resume not in ("no", "auto") and not Path(settings.resume).is_dir():
         raise UserError(
@@ -79,6 +82,9 @@ def check(settings: Settings) -> None:
     check_logger(settings)
     check_snapshot(settings)
     check_model(settings)
+    if settings.task == "image-classification":
+        check_images(settings)
+    check_probed(settings)
     check_together(settings)
     for technique in TECHNIQUES:
         technique.check(settings, capability)

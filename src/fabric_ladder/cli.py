@@ -16,7 +16,8 @@ from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import compute_capability, fit_precision, keep_freed_memory, notebook_shell, prepare_cuda
 from fabric_ladder.errors import Checked
 from fabric_ladder.foreign import DEPENDENT, as_words, read_dependent, to_own_words
-from fabric_ladder.models.configs import load_config
+from fabric_ladder.models.configs import load_config, most_tokens
+from fabric_ladder.models.probe import padding_notice
 from fabric_ladder.options import (
     as_yaml,
     check_bounds,
@@ -87,13 +88,14 @@ def parse_settings(args: list[str] | None = None, **defaults) -> Settings:
     if settings.accelerator == "cpu":
         keep_freed_memory()
     check(settings)
+    settings = _with_notice(settings, padding_notice(settings))
     for technique in used(settings):
         settings = _with_notice(settings, technique.notice(settings))
     if settings.strategy != "single" and settings.ranks == 1:
         settings = _with_notice(settings, "Running on one device. Use --devices N or torchrun for several.")
     show_errors(settings)
     if settings.check_only:
-        for line in check_start(settings):
+        for line in (*settings.notices, *check_start(settings)):
             print(line)
         raise Checked(settings)
     prepare_process(settings)
@@ -113,6 +115,9 @@ def _read_settings(given: dict[str, object], script: Mapping[str, object]) -> tu
     if "config" in given:
         path = find_config(given["config"])
     from_file = read_config(path) if path else {}
+    pretrained = quickstart and not given.get("from_scratch", given.get("model", ".json").endswith(".json"))
+    if pretrained:  # the quickstart's other values suit random weights
+        from_file = {name: from_file[name] for name in ("dataset", "log_every")}
     name = (dict(script) | from_file | given).get("deepspeed") if "deepspeed" in script else None
     deepspeed = settings_in_file(name) if name else {}
     for source in (deepspeed, from_file):  # options that mean something together, such as the beta of each moment
@@ -126,11 +131,12 @@ def _read_settings(given: dict[str, object], script: Mapping[str, object]) -> tu
     settings, deepspeed = _with_dependent(settings, deepspeed, given)
     given = deepspeed | given
     if quickstart:
-        notice = (
-            "No --config and no CUDA GPU: this is the quickstart (configs/quickstart.yaml), a small model on synthetic "
-            "reviews, unless you set others. For real work: --config configs/imdb_bloom_560m.yaml; settings: --help"
-        )
-        settings = _with_notice(settings, notice)
+        what = "this is the quickstart (configs/quickstart.yaml), a small model with random weights"
+        what = f"this trains {settings.model} with the values for a GPU" if pretrained else what
+        data = settings.dataset if "dataset" in given else "synthetic reviews"
+        config = "imdb_minilm" if pretrained else "imdb_bloom_560m"
+        notice = f"No --config and no CUDA GPU: {what}, on {data}. For real work: --config configs/{config}.yaml; "
+        settings = _with_notice(settings, f"{notice}settings: --help")
     settings = _with_weights(_with_learning_rate(settings, given, from_file), given, from_file)
     return settings, given, from_file
 
@@ -216,6 +222,9 @@ def resolve(
         # MPS keeps memory for every length that it has seen
         rounded = accelerator == "mps" or any(technique.rounds_lengths for technique in used(settings))
         multiple = BUCKET if rounded and settings.max_length % BUCKET == 0 else 1
+    if "max_length" not in {*given, *script, *from_file} and (limit := most_tokens(settings)) < settings.max_length:
+        settings = replace(settings, max_length=limit)
+        settings = _with_notice(settings, f"--max_length {limit}: {settings.model} has no more positions")
     settings = replace(
         settings,
         accelerator=accelerator,

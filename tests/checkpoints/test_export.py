@@ -335,8 +335,14 @@ def test_pipelines_load_an_exported_model(tmp_path, monkeypatch):
     finished(run_script(SRC / "2_grad_accum.py", *SIZES, "--save", "consolidated", cwd=tmp_path, **ONE_THREAD))
     monkeypatch.chdir(tmp_path)
     run_here(monkeypatch, EXPORT, "runs/2_grad_accum/2", "--output", "plain")
-    found = pipeline("text-classification", model=str(tmp_path / "plain"))("A film.", top_k=None)
-    assert {row["label"] for row in found} == {"negative", "positive"}
+    classify = pipeline("text-classification", model=str(tmp_path / "plain"), truncation=True)
+    assert {row["label"] for row in classify("A film.", top_k=None)} == {"negative", "positive"}
+    assert classify("A film. " * 500) == classify("A film. " * 1000), "cut as in the training"
+    (tmp_path / "own").touch()
+    folders = (tmp_path / "plain", tmp_path / "runs" / "2_grad_accum" / "2" / "model")
+    assert {path.stat().st_mode for folder in folders for path in folder.iterdir()} == {
+        (tmp_path / "own").stat().st_mode
+    }
 
 
 def test_text_generation_loads_a_merged_adapter(trained, monkeypatch):

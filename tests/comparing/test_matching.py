@@ -217,6 +217,10 @@ def test_compile_time_is_compared_with_the_time_that_it_saves(tmp_path, rate, en
         never = "never " if rate == 11.4 else ""
         assert f"3_torch_compile: compiling took 46 s, {never}paid for{ending}" in notices
     assert not any("compiling" in notice for notice in compare(read_sources([other])).notices)
+    single = write_run(tmp_path, record("1_batch_size_1", batch_size=1, micro_batch_size=1))
+    notices = compare(read_sources([single, plain, other])).notices
+    assert f"3_torch_compile: compiling took 46 s, {never}paid for{ending}" in notices, "not against batch size 1"
+    assert not any("compiling" in notice for notice in compare(read_sources([single, other])).notices)
 
 
 def test_facts_that_a_log_lacks_are_not_refused(tmp_path):

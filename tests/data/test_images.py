@@ -4,6 +4,8 @@ import csv
 import io
 import json
 import re
+import struct
+import zlib
 from collections import Counter
 from functools import partial
 
@@ -29,7 +31,7 @@ from support.helpers import SRC, finished, run_script, settings_for
 from fabric_ladder import build_dataloaders
 from fabric_ladder.data import images
 from fabric_ladder.data.cutting import MicroBatchPlan
-from fabric_ladder.data.images import _decode, read_image_format
+from fabric_ladder.data.images import decode, read_image_format
 from fabric_ladder.data.loaders import ImageCollator
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
@@ -53,7 +55,7 @@ def decoded(image, side=64, **options):
     """Save an image as a file and return the pixels that the cache stores for it."""
     file = io.BytesIO()
     image.save(file, **{"format": "PNG"} | options)
-    return _decode(file.getvalue(), side, Image.Resampling.BILINEAR, 65535, [])
+    return decode(file.getvalue(), side, Image.Resampling.BILINEAR, 65535, [])
 
 
 GREY = np.arange(256, dtype=np.uint8).reshape(16, 16)
@@ -101,6 +103,49 @@ def test_every_mode_becomes_three_colours_on_white(mode):
     assert np.abs(got.astype(float) - expected).max() <= 1
 
 
+def colours_of_16_bits(pixels):
+    """Return a PNG with 16 bits per colour, which Pillow cannot write."""
+    height, width, _ = pixels.shape
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
+    parts = {
+        b"IHDR": struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0),
+        b"IDAT": zlib.compress(rows),
+        b"IEND": b"",
+    }
+    chunks = (
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in parts.items()
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+@pytest.mark.parametrize("bits", [12, 16])
+def test_colours_of_12_bits_in_16_are_refused(tmp_path, load, bits):
+    for number in range(20):
+        pixels = np.random.default_rng(number).integers(0, 2**bits, (8, 8, 3))
+        path = tmp_path / "pets" / PETS[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(colours_of_16_bits(pixels))
+    if bits == 12:
+        with pytest.raises(UserError, match="convert them to 8 bits per colour"):
+            load("pets")
+        return
+    stored = {row["image"] for rows in load("pets").splits.values() for row in rows}
+    assert (pixels >> 8).astype(np.uint8).tobytes() in stored
+
+
+def test_copies_of_training_images_are_named(tmp_path, load):
+    for number in range(8):
+        for split in SPLITS:
+            save_image(
+                tmp_path / "pets" / split / PETS[number % 2] / f"{number}.png", noise(number + 8 * (split != "train"))
+            )
+    save_image(tmp_path / "pets" / "test" / PETS[0] / "copy.png", noise(0))
+    (notice,) = [line for line in load("pets").notices if "also" in line]
+    found = '1 of 9 test images are also training images (first: "cat/copy.png")'
+    assert notice == f"{found}: leave them out of one of the two"
+
+
 def test_images_are_turned_upright():
     image = Image.fromarray(noise(1, (20, 30)))
     np.testing.assert_array_equal(decoded(image), np.asarray(image))
@@ -146,7 +191,7 @@ def test_a_second_call_decodes_nothing_and_writes_nothing(tmp_path, load, monkey
     first = load(dataset)
     before = files_of(tmp_path / "cache")
     assert not [name for name in before if "unfinished" in name.name]
-    monkeypatch.delattr(images, "_decode")
+    monkeypatch.delattr(images, "decode")
     second = load(dataset)
     for values in ({"image_size": 24, "resize_to": 32}, {"random_flip": True}):
         other = load(dataset, **values)  # the images are not decoded again, but the data are different

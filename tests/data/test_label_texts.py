@@ -40,6 +40,7 @@ LINES = {
     "invisible": (["good", "good\u200b", "bad"], r"'good' \(14\) and 'good\\u200b' \(13\): write"),
     "two forms of Unicode": (["caf\u00e9", "cafe\u0301"], r"'café' \(20\) and 'cafe\\u0301' \(20\)"),
     "own quotes": (["'good'", "good"], r"\"'good'\" \(20\) and 'good' \(20\)"),
+    "another script": (["cat", "c\u0430t"], r"2 labels look alike .*'cat' \(20\) and 'c\\u0430t' \("),
     "blanks": (["very  good", "very\u00a0good"], r"2 labels look alike"),
     "a leading zero": (["01", "1"], r"'01' \(20\) and '1' \(20\)"),
     "full width": (["１", "1"], r"'\\uff11' \(20\) and '1' \(20\)"),

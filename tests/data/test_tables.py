@@ -135,7 +135,7 @@ def test_a_large_file_is_never_in_memory(tmp_path):
     assert frame["text"].str.len().sum() > 19e6
     printed = finished(run_script(ROOT / "tests" / "support" / "loading_memory.py", BLOOM, cwd=tmp_path))
     first, *later = map(int, printed.split())
-    assert first < 90e6, "a row group, or Python lists of lengths and rows, would take 110 MB more"
+    assert first < 50e6, "a row group, or Python lists of lengths and rows, would take 110 MB more"
     # memory that a load keeps shows in every load; only some loads include new pages of the allocator
     assert min(later) < 5e6, "at most 50 bytes per text"
 

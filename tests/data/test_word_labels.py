@@ -350,6 +350,19 @@ def test_one_word_per_row_is_grouped_into_sentences(tmp_path, form, minilm):
     assert sum(map(len, datasets.splits.values())) == 20
 
 
+@pytest.mark.parametrize("kind", ["names", "classes"])
+def test_one_word_per_row_of_parquet_is_grouped_by_its_column(tmp_path, kind, minilm):
+    names = ["B-LOC", "B-PER", "O"]
+    columns = dict(zip(("sentence_id", "tokens", "ner_tags"), zip(*word_rows(), strict=True), strict=True))
+    table = hf.Dataset.from_dict(columns | {"other": columns["tokens"]})
+    if kind == "classes":
+        table = table.cast_column("ner_tags", hf.ClassLabel(names=names))
+    table.to_parquet(tmp_path / "rows.parquet")
+    datasets = load_in(tmp_path, dataset="rows.parquet", model=str(minilm), **WORDS)
+    assert datasets.class_names == names
+    assert datasets.summary[0].startswith("rows.parquet: 20 sentences · text 'tokens', label 'ner_tags' · B-LOC 20, ")
+
+
 def test_one_word_per_row_without_sentences_is_refused(tmp_path):
     rows = [{"tokens": word, "ner_tags": label} for _, word, label in word_rows()]
     with pytest.raises(UserError, match=r"^all 60 texts of .*rows.jsonl have one word: write one sentence per row, or"):

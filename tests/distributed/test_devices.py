@@ -248,14 +248,17 @@ def test_the_watch_ends_a_rank_and_names_the_rank_that_is_killed_or_hangs(tmp_pa
 
 @pytest.mark.slow
 def test_a_dead_rank_ends_the_others_within_a_minute(tmp_path):
-    """The run ends within a minute, in the middle of training."""
-    command = [SRC / "10_fsdp.py", *SIZES, "--devices", 2, "--epochs", "1000"]
+    """The run ends within a minute, in the middle of training, and names the command that resumes."""
+    command = [SRC / "10_fsdp.py", *SIZES, "--devices", 2, "--epochs", "1000", "--save_every", "1000"]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "NODE_RANK": "0"}
     ranks = [start(command, rank, tmp_path, LOCAL_RANK=str(rank), **common) for rank in range(2)]
     for line in ranks[0].stdout:
         if b"Loss" in line:
             break
     end_one(ranks, 1, "KILL", tmp_path)
+    line = (tmp_path / "stderr-0").read_text()
+    assert re.search(r"stops on all ranks; go on with: .*10_fsdp.py .*--save_every 1000 --resume auto\n", line), line
+    assert json.loads((tmp_path / "runs" / "10_fsdp" / "1" / "run.json").read_text())["status"] == "stopped"
 
 
 @pytest.mark.slow

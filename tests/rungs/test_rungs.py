@@ -36,7 +36,7 @@ LINES = [
     r"(Compile time \d+\.\d\d min of it, \d+ graphs\n)?Throughput \d+\.\d samples/s, \d+ tokens/s, padding \d+\.\d%",
     r"Memory used: \d+\.\d\d GB",
     r"Host memory used: \d+\.\d\d GB, loading included",
-    r"(Saved runs/{name}/1/adapter\n)?Test accuracy \d+\.\d\d%",
+    r"(Saved runs/{name}/1/adapter\nUse it: python scripts/predict.py .*\n)?Test accuracy \d+\.\d\d%",
 ]
 PRECISION = dict.fromkeys(NAMES[:3], "32-true")
 PRECISION |= dict.fromkeys(["4_mixed_precision", "9_ddp", "10_fsdp", "11_fsdp_cpu_offload", "15_packing"], "bf16-mixed")

@@ -8,11 +8,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PretrainedConfig
 
-from fabric_ladder.models.configs import MODELS
+from fabric_ladder.models.probe import VOCABULARY, small_copy
 from fabric_ladder.techniques.fused_attention import fuse_attention
 from fabric_ladder.techniques.packing import support_packing
 
-VOCABULARY = 64  # the twin's vocabulary and inner size
 SAMPLES = 5, 3, 4  # tokens of each sample
 ROWS = ((0, 1, 2), (2, 1, 0))  # samples of each row; some kernels find packed samples only in a single row
 TOLERANCE = 1e-6  # relative difference of gradients that rounding explains; some layers compute in 32-bit
@@ -37,50 +36,10 @@ def packing_error(config: PretrainedConfig, task: str, longest: int) -> float:
 
 def _twin(config: PretrainedConfig, task: str, longest: int) -> nn.Module:
     """Return a model with random weights and few layers, heads and tokens."""
-    config.return_dict = True
-    if task != "instruction-tuning":
-        config.num_labels = 2  # a config may be for a regression
-    inner = config.get_text_config(decoder=True)
-    inner.vocab_size, inner.pad_token_id, inner.use_cache = VOCABULARY, 0, False
-    # these sizes make billions of weights in a mixture of experts and in Gemma's embedding for each layer
-    for size in ("intermediate_size", "moe_intermediate_size", "vocab_size_per_layer_input"):
-        if getattr(inner, size, None):
-            setattr(inner, size, VOCABULARY)
-    _cut_layers(inner)
-    if heads := getattr(inner, "num_attention_heads", None):
-        groups = getattr(inner, "num_key_value_heads", None)
-        divisor = math.gcd(heads, groups or heads)
-        while heads // divisor < 4 and divisor % 2 == 0:
-            divisor //= 2
-        inner.hidden_size //= divisor  # the size of a head stays
-        inner.num_attention_heads //= divisor
-        if groups:
-            inner.num_key_value_heads //= divisor
-        if getattr(inner, "pooler_hidden_size", None):
-            inner.pooler_hidden_size = inner.hidden_size
-    model = MODELS[task].from_config(config, dtype=torch.float64).eval()
-    with torch.no_grad():
-        for weight in model.parameters():  # weights near 0 would hide a leak
-            if weight.dim() > 1:
-                weight.normal_(0, weight.shape[-1] ** -0.5)
-            else:
-                weight.add_(torch.randn_like(weight) / 8)
+    model = small_copy(config, task, torch.float64)
     fuse_attention(model)
     support_packing(model, longest)
     return model
-
-
-def _cut_layers(config: PretrainedConfig) -> None:
-    """Keep the first layers, up to the last layer of a new type."""
-    depth = config.num_hidden_layers
-    types = {name: getattr(config, name, None) for name in ("layer_types", "layers_block_type")}  # or properties
-    lists = {name: value for name, value in (types | vars(config)).items() if isinstance(value, list | tuple)}
-    lists = {name: value for name, value in lists.items() if len(value) == depth}
-    layers = [repr(layer) for layer in zip(*lists.values(), strict=True)] or [""]
-    count = max(layers.index(layer) for layer in set(layers)) + 1
-    config.num_hidden_layers = count
-    for name in lists.keys() & vars(config).keys():
-        setattr(config, name, lists[name][:count])
 
 
 def _compare(model: nn.Module, per_token: bool) -> float:

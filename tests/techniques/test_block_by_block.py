@@ -21,7 +21,8 @@ CONFIGS = {
     "bloom": SIZES | {"model_type": "bloom", "n_layer": 3, "n_head": 2, "hidden_dropout": 0, "attention_dropout": 0},
     "llama": SIZES | LLAMA | {"model_type": "llama"},
     "gpt2": {"model_type": "gpt2", "vocab_size": VOCABULARY, "pad_token_id": 0} | GPT2,
-    "swin": {"model_type": "swin", "image_size": 32, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 1]},
+    "swin": {"model_type": "swin", "image_size": 32, "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 1]}
+    | {"window_size": 4},
     "resnet": {"model_type": "resnet", "depths": [1], "hidden_sizes": [8], "embedding_size": 8},
 }
 BF16 = {"precision": "bf16-true"}

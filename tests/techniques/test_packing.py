@@ -19,6 +19,7 @@ from fabric_ladder.data.cutting import MOST_IN_ROW, MicroBatchPlan
 from fabric_ladder.data.loaders import TextCollator
 from fabric_ladder.models.configs import MODELS as CLASSES
 from fabric_ladder.models.masks import DIGITS
+from fabric_ladder.models.probe import probe
 from fabric_ladder.techniques.fused_attention import fuse_attention
 from fabric_ladder.techniques.packing import TESTED, Packing, support_packing
 
@@ -368,6 +369,8 @@ def served(kind, task):
     config = AutoConfig.for_model(kind)
     if type(config) not in CLASSES[task]._model_mapping:
         return "-"
+    if task == INSTRUCTIONS and getattr(probe(config, task, 1024), "sees_later", False):
+        return "no"
     for length, answer in ((1024, "yes"), (64, "up to 64 tokens")):
         try:
             return answer if packing_error(copy.deepcopy(config), task, length) < TOLERANCE else "no"
@@ -383,3 +386,25 @@ def test_the_tested_architectures_are_those_whose_twins_agree():
     found = {kind: f"{served(kind, CLASSIFICATION)} | {served(kind, INSTRUCTIONS)}" for kind in ARCHITECTURES}
     accepted = {kind for kind, answers in found.items() if re.search("yes|up to", answers)}
     assert accepted == TESTED & set(ARCHITECTURES), found
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        lambda: BertConfig(**BERT, **SIZES, is_decoder=True),
+        lambda: AutoConfig.for_model(
+            "gemma3_text", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=8, intermediate_size=32, use_bidirectional_attention=True, **SIZES,
+        ),
+    ],
+)  # fmt: skip
+def test_the_head_decides_which_token_is_read(tmp_path, config):
+    """A decoder may read its first token, and a model that sees both ways its last one."""
+    torch.manual_seed(0)
+    model = CLASSES[CLASSIFICATION].from_config(config(), dtype=torch.float64)
+    packed, alone = packed_and_alone(tmp_path, CLASSIFICATION)
+    with torch.no_grad():
+        expected = torch.cat([losses(model, inputs) for inputs in alone])
+        fuse_attention(model)
+        support_packing(model, 80)
+        assert relative_error([expected], [losses(model, packed)]) < 1e-12

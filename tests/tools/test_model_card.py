@@ -54,7 +54,7 @@ def test_the_card_describes_the_run_and_is_uploaded_with_the_model(run, tmp_path
     assert "batch_size: 16" in card.text
     assert f"  torch: {record['versions']['torch']}" in card.text
     assert "runs_dir" not in card.text
-    assert 'pipeline("text-classification", "me/films")' in card.text
+    assert 'pipeline("text-classification", "me/films", truncation=True)' in card.text
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,8 @@ def test_without_a_run_the_card_explains_how_to_load_the_model(tmp_path, kind, t
     write_card(tmp_path, tmp_path / "nowhere", "me/words")
     card = ModelCard.load(tmp_path / "README.md")
     assert card.data.to_dict() == {"library_name": "transformers", "pipeline_tag": task}
-    assert f'pipeline("{task}", "me/words")' in card.text
+    options = ", truncation=True" * (kind == "bert")
+    assert f'pipeline("{task}", "me/words"{options})' in card.text
     assert "Write prompts" not in card.text
 
 

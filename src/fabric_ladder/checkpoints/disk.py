@@ -1,5 +1,6 @@
-"""Disk space: a run whose results cannot fit is refused before training; a later failure is reported on all ranks."""
+"""Refuse a run whose results the disk cannot hold, report failures on all ranks, and let others read the files."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -70,6 +71,13 @@ def most_checkpoints(settings: Settings, steps: int) -> int:
 def _size(count: int) -> str:
     """Return bytes in GB, or in MB below 0.1 GB."""
     return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
+
+
+def let_others_read(folder: Path) -> None:
+    """Give files the permissions that the user's new files have; safetensors lets only the user read its files."""
+    os.umask(mask := os.umask(0))
+    for path in filter(Path.is_file, folder.rglob("*")):
+        path.chmod(0o666 & ~mask)
 
 
 def try_on_all(fabric: Fabric, *steps: Callable[[], object]) -> str | None:

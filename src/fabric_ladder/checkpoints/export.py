@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from fabric_ladder.checkpoints.disk import let_others_read
 from fabric_ladder.checkpoints.save import OPTIMIZER
 from fabric_ladder.checkpoints.sharded import read_index, read_tensors
 from fabric_ladder.data.hub import reachable
 from fabric_ladder.distributed.strategies import EngineState
 from fabric_ladder.errors import UserError, first_line, refused
 from fabric_ladder.models.configs import load_config, load_weights, silence_loading
+from fabric_ladder.models.layers import head_names
 from fabric_ladder.runs.folder import CHECKPOINTS
 from fabric_ladder.techniques.qlora import NF4
 
@@ -165,6 +167,7 @@ def new_folder(output: Path) -> Iterator[Path]:
     try:
         unfinished.mkdir(parents=True)
         yield unfinished
+        let_others_read(unfinished)
         unfinished.rename(output)
     except (OSError, SafetensorError) as error:
         raise UserError(
@@ -190,6 +193,15 @@ def base_name(result: Result, base: str | None = None) -> str:
         wanted = f"--base {name}" if base else f"{result.folder} is an adapter for {name}, which"
         raise UserError(f"{wanted} does not exist: give --base FOLDER or a name on the Hub")
     return name
+
+
+def note_on_4_bits(result: Result, base: str | None = None) -> str:
+    """Return a sentence about an adapter of 4-bit weights that is merged into whole ones, else an empty text."""
+    if not (result.adapter and hasattr(result.config, "quantization_config")):
+        return ""
+    if hasattr(load_config(base_name(result, base)), "quantization_config"):
+        return ""
+    return "The adapter was trained on 4-bit weights and is merged into whole ones: outputs differ a little"
 
 
 def four_bits(config: PretrainedConfig, dtype: torch.dtype) -> dict:
@@ -219,8 +231,10 @@ def _load_adapter(result: Result, base: str | None, dtype: torch.dtype | None, q
             for key in ("num_labels", "id2label", "label2id", "pad_token_id", "problem_type"):
                 if hasattr(own, key):
                     setattr(config, key, getattr(own, key))
-        options = {"config": config, "new_head": new_head} | local
+        options = {"config": config, "heads": head_names if new_head else None} | local
         model = _load_base(result, name, options, dtype or torch.float32, quantization)
+    if lost := {*model.new_parts} - {*(adapter.modules_to_save or [])}:
+        raise UserError(f"neither {result.folder} nor its base {name} has the weights of {min(lost)}: train again")
     with refused(mismatch):
         model = get_peft_model(model, adapter)
         _fill_adapter(model, result, mismatch)
@@ -282,7 +296,7 @@ def _load_base(result: Result, name: str, options: dict, dtype: torch.dtype, qua
     wanted = quantization or ("nf4" if hasattr(own, "quantization_config") else "no")
     if wanted == "nf4" and not stored_in_4_bits:
         options |= four_bits(own or options["config"], dtype)
-    model = load_weights(model_class, name, **options, dtype=dtype, ignore_mismatched_sizes=True)
+    model = load_weights(model_class, name, **options, dtype=dtype)
     for parameter in model.parameters():
         if parameter.is_floating_point():  # the other weights of a 4-bit model may have two precisions
             parameter.data = parameter.data.to(dtype)

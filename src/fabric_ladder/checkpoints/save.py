@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
-from fabric_ladder.checkpoints.disk import try_on_all
+from fabric_ladder.checkpoints.disk import let_others_read, try_on_all
 from fabric_ladder.checkpoints.sharded import empty_optimizer_state, optimizer_state, read_tensors, write_tensors
 from fabric_ladder.data.loaders import Collator, TextCollator
 from fabric_ladder.data.splits import ImageFormat
@@ -95,6 +95,7 @@ def save(
     def finish():
         if first:
             _write_description(target, inner, data, torch.float32 if engine else _dtype(_trained(inner).values()))
+            let_others_read(unfinished)
             for written in unfinished.iterdir():
                 shutil.rmtree(folder / written.name, ignore_errors=True)  # left by a run that died here
                 written.rename(folder / written.name)
@@ -185,7 +186,8 @@ def _weights(inner: nn.Module, adapter: bool) -> dict[str, Tensor]:
 
 
 def _trained(inner: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter for name, parameter in inner.named_parameters() if parameter.requires_grad}
+    tensors = inner.state_dict(keep_vars=True)  # a head may have buffers too
+    return {name: tensor for name, tensor in tensors.items() if _is_adapter_weight(name, tensor)}
 
 
 def _is_adapter_weight(name: str, tensor: Tensor) -> bool:

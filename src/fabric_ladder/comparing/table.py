@@ -133,15 +133,20 @@ def _one_seed(rows: list[Row]) -> list[str]:
 def compiling_paid(rows: list[Row]) -> list[str]:
     """Return, for each compiled row, the number of effective batches after which compiling has paid for itself.
 
-    The reference is the first row without compiling, by the samples/s of both rows.
+    The reference is the row without compiling that has the same batches and the most similar other settings.
     """
-    plain = next((row for row in rows if not row.values("compile_minutes") and row.mean("samples_per_second")), None)
+    plain_rows = [row for row in rows if not row.values("compile_minutes") and row.mean("samples_per_second")]
     notices = []
-    for row in rows if plain else ():
+    for row in rows:
         minutes, rate = row.mean("compile_minutes"), row.mean("samples_per_second")
         size = row.first.settings.get("batch_size")
         if not minutes or not rate or not size:
             continue
+        differences = [({name for name, _ in differing_settings([row, other])}, other) for other in plain_rows]
+        alike = [each for each in differences if not each[0] & {"batch_size", "micro_batch_size"}]
+        if not alike:
+            continue
+        plain = min(alike, key=lambda each: len(each[0]))[1]
         saved = size / plain.mean("samples_per_second") - size / rate  # seconds per effective batch
         if saved > 0:
             end = f"paid for after {math.ceil(minutes * 60 / saved):,} batches of {size} samples, against {plain.label}"

@@ -73,7 +73,7 @@ def find_images(settings: DataSettings) -> tuple[Path | None, list]:
             raise UserError(f"{path} is neither a folder nor an archive ({', '.join(ARCHIVES)}) of images")
         return path, ["archive", file_stamp(path)]
     digest = hashlib.sha256()
-    for file in [*_list_images(path), *_list_tables(path)]:
+    for file in [*list_images(path), *_list_tables(path)]:
         digest.update(repr(file_stamp(file)).encode())
     return path, ["folder", str(path.resolve()), digest.hexdigest()]
 
@@ -90,7 +90,7 @@ def read_images(
         files, splits = _read_hub(settings, key[-1], scratch, notices)
     else:
         folder = path if path.is_dir() else _unpack(path, scratch / "unpacked", notices)
-        images, tables = _list_images(folder), _list_tables(folder)
+        images, tables = list_images(folder), _list_tables(folder)
         files = hf.Dataset.from_dict({"image": [{"path": str(image), "bytes": None} for image in images]})
         parents = {image.parent.name for image in images}
         has_classes = len(parents) > 3 or sum(split is None for split in find_splits(parents).values()) > 1
@@ -140,7 +140,7 @@ def _encoding(path: Path, notices: list[str]) -> str:
     return encoding
 
 
-def _list_images(folder: Path) -> list[Path]:
+def list_images(folder: Path) -> list[Path]:
     """Return the image files below a folder, sorted, without hidden ones and `__MACOSX`."""
     names = glob.iglob("**/*", root_dir=folder, recursive=True)  # `Path.rglob` would not follow links
     return sorted(folder / name for name in names if name.lower().endswith(IMAGES) and "__MACOSX" not in name)

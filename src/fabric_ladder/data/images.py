@@ -23,11 +23,11 @@ from fabric_ladder.data.image_files import find_images, read_images
 from fabric_ladder.data.rows import note_bad_samples
 from fabric_ladder.data.sources import content_problem
 from fabric_ladder.data.splits import SPLITS, ImageDatasets, ImageFormat
-from fabric_ladder.data.summary import ReadData, complete
+from fabric_ladder.data.summary import ReadData, complete, name_copies
 from fabric_ladder.errors import UserError, first_line, refused
 from fabric_ladder.settings import DataSettings
 
-IMAGE_CACHE_FORMAT = 4  # raise it whenever the same inputs would give other pixels or labels
+IMAGE_CACHE_FORMAT = 5  # raise it whenever the same inputs would give other pixels or labels
 # Pillow decodes other formats with external programs
 IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "WEBP", "TIFF", "AVIF", "JPEG2000")
 WHITE = 65535  # the brightest level of 16 bits
@@ -61,15 +61,16 @@ def read_image_format(settings: DataSettings) -> tuple[ImageFormat, list[str]]:
         UserError: The model cannot be loaded, does not read colours, or does not fit the sizes in the settings.
     """
     config, processor, notices = _read_configs(settings.model, settings.model_revision)
+    config = getattr(config, "vision_config", config)
     if getattr(config, "num_channels", 3) != 3:
         raise UserError(f"{settings.model} reads {config.num_channels} channels, images have 3: choose another")
     shown = processor.get("crop_size") if processor.get("do_center_crop") else None
     whole = processor.get("size") if processor.get("do_resize", True) else None
-    sizes = [_side(size) for size in (settings.image_size, shown, whole, getattr(config, "image_size", None))]
+    sizes = [side(size) for size in (settings.image_size, shown, whole, getattr(config, "image_size", None))]
     size = next((size for size in sizes if size is not None), None)
     if size is None:
         raise UserError(f"the config of {settings.model} lacks the size of images: set --image_size")
-    patch = _side(getattr(config, "patch_size", None)) or 16
+    patch = side(getattr(config, "patch_size", None)) or 16
     if size < patch:
         raise UserError(f"--image_size {size} is smaller than a patch of {settings.model}, {patch}: raise it")
     resize_to = size if settings.resize_to is None else settings.resize_to
@@ -103,7 +104,7 @@ def _read_configs(model: str, revision: str | None) -> tuple[PretrainedConfig, d
     return config, processor, []
 
 
-def _side(size: int | dict | list | None) -> int | None:
+def side(size: int | dict | list | None) -> int | None:
     """Return the pixels of a side, in any form that configs use."""
     if isinstance(size, dict):
         return size.get("height") or size.get("shortest_edge")
@@ -120,19 +121,28 @@ def _decode_splits(
     white = [WHITE]
     resample = Image.Resampling[image_format.resample.upper()]
     while True:
-        levels, bad, kept = [], [], {}
+        levels, bad, kept, hashes = [], [], {}, {}
         content = hashlib.sha256(json.dumps(class_names).encode())
         decode = partial(_try_decode, side=image_format.resize_to, resample=resample, white=white[-1], levels=levels)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow warns about odd images that it can read
             for split, rows in splits.items():
-                decoded = _decode_rows(files, rows, decode, content, bad)
+                decoded = _decode_rows(files, rows, decode, content, bad, hashes.setdefault(split, []))
                 kept[split] = len(write_rows(target / f"{split}.arrow", PIXELS, decoded))
-        if len(white) > 1 or not 0 < max(levels, default=0) <= WHITE // 2:
+        grey, colour = (max((level for kind, level in levels if kind == each), default=WHITE) for each in "IC")
+        if 0 < colour <= WHITE // 2:
+            raise UserError(
+                f"the colour images of 16 bits use less than half of the levels, as those of 12 bits do, and Pillow "
+                f"keeps only the upper 8 bits of {WHITE:,} levels: convert them to 8 bits per colour"
+            )
+        if len(white) > 1 or not 0 < grey <= WHITE // 2:
             break
-        white.append(max(levels))
+        white.append(grey)
         notices.append(f"the images of 16 bits reach only {white[-1]:,} of {WHITE:,}: {white[-1]:,} becomes white")
     notices += note_bad_samples(bad, sum(map(len, splits.values())), "images cannot be decoded", settings)
+    notices += name_copies(
+        {split: [(partial(_name, files, rows), np.array(hashes[split]))] for split, rows in splits.items()}, "images"
+    )
     if empty := [split for split, rows in kept.items() if not rows]:
         raise UserError(f"no image of the {empty[0]} split can be decoded")
     return target, {"class_names": class_names, "content": content.hexdigest(), "notices": notices, "summary": summary}
@@ -147,12 +157,18 @@ def read_image_splits(
     return files, complete(settings, read, class_names, notices, (), path.name if path else settings.dataset)
 
 
-def _decode_rows(files: hf.Dataset, rows: hf.Dataset, decode: Callable, content, bad: list) -> Iterator[dict]:
-    """Yield the stored row of each image, and hash it; add images that cannot be decoded to `bad`, with the reason."""
+def _decode_rows(
+    files: hf.Dataset, rows: hf.Dataset, decode: Callable, content, bad: list, hashes: list[int]
+) -> Iterator[dict]:
+    """Yield the stored row of each image, and add it to the hash `content`.
+
+    `bad` gets the images that cannot be decoded, with the reason, and `hashes` the hash of each file.
+    """
     with ThreadPoolExecutor() as pool, hf.utils.tqdm(total=len(rows), desc="Decoding", unit="image") as progress:
         for batch in rows.iter(32):
             images = [image or {"bytes": b"", "path": None} for image in files[batch["row"]]["image"]]
             data = [_encoded(image) for image in images]
+            hashes += map(hash, data)
             large = sum(map(len, data)) > 2**14 * len(data)  # for small images, threads cost more than they save
             decoded = (pool.map if large else map)(decode, data)
             for image, label, pixels in zip(images, batch["label"], decoded, strict=True):
@@ -165,6 +181,11 @@ def _decode_rows(files: hf.Dataset, rows: hf.Dataset, decode: Callable, content,
             progress.update(len(images))
 
 
+def _name(files: hf.Dataset, rows: hf.Dataset, place: int) -> str:
+    path = (files[rows[place]["row"]]["image"] or {}).get("path") or "an image without a name"
+    return "/".join(Path(path).parts[-2:])
+
+
 def _encoded(image: dict) -> bytes:
     if image["bytes"] is not None or image["path"] is None:
         return image["bytes"] or b""
@@ -174,28 +195,32 @@ def _encoded(image: dict) -> bytes:
 
 def _try_decode(data: bytes, **options) -> np.ndarray | Exception:
     try:
-        return _decode(data, **options)
+        return decode(data, **options)
     except PIL.UnidentifiedImageError:
         return ValueError(content_problem(data[:40]) or "not an image in a known format" if data else "an empty file")
     except Exception as error:  # Pillow's readers raise many types of errors
         return error
 
 
-def _decode(data: bytes, side: int, resample: Image.Resampling, white: int, levels: list[int]) -> np.ndarray:
+def decode(data: bytes, side: int, resample: Image.Resampling, white: int, levels: list) -> np.ndarray:
     """Return bytes (height, width, 3), upright and on white; larger images are resized to a square of `side` pixels.
 
-    Grey images of more than 8 bits add their brightest level to `levels`; their level `white` becomes 255.
+    Images of more than 8 bits add their brightest level to `levels`, grey ones as `("I", level)` and coloured ones as
+    `("C", level)`. The level `white` of grey images becomes 255.
     """
     with Image.open(BytesIO(data), formats=IMAGE_FORMATS) as image:
         image.draft(None, (2 * side, 2 * side))  # decode a much larger JPEG at a half or less of its size
+        deep = ";16" in str(image.tile)  # of the parts of the file, which are forgotten once they are decoded
         image.load()
+        if deep and image.mode[0] not in "IF":
+            levels.append(("C", 257 * max(high for _, high in image.convert("RGB").getextrema())))
         with suppress(SyntaxError):  # a broken EXIF part
             image = ImageOps.exif_transpose(image)
         if image.mode[0] in "IF":  # more than 8 bits, which Pillow would clip
             grey = np.asarray(image)
             if image.mode == "F" or grey.min() < 0 or grey.max() > WHITE:
                 raise ValueError(f"its pixels (mode {image.mode}) are not 8 or 16 bits deep")
-            levels.append(int(grey.max()))
+            levels.append(("I", int(grey.max())))
             image = Image.fromarray(((grey.astype(np.int32) * 255 + white // 2) // white).astype(np.uint8))
         elif image.has_transparency_data:
             image = image.convert("RGBA")

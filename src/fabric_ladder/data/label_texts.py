@@ -18,6 +18,7 @@ DATE = re.compile(r"(\d{4}([-/.])\d\d?\2\d\d?|\d\d?([-/.])\d\d?\3\d{4}|\d\d?/\d\
 PRINTED = re.compile(r"""[\[{(].*['",].*[\]})]|[\[{][0-9.\s]*[\]}]|b(['"]).*\1|(frozen)?set\(.*\)""", re.DOTALL)
 MISSING = re.compile(r"(?i:-?nan|nat|null|#?n/?a|<na>)|None")
 SEPARATORS = ";|/,"
+LATIN = str.maketrans("авеіјкмнорстухѕοαρτυκ", "abeijkmhopctyxsoaptuk")  # Cyrillic and Greek that looks like it
 MOST = 3  # examples in a line
 SEVERAL = "--problem_type multi_label_classification trains several labels per text, separated by | or commas"
 
@@ -83,8 +84,8 @@ def _name_look_alikes(counts: Mapping[str, int]) -> list[str]:
 
 
 def _fold(label: str) -> str:
-    """Return a label without case, invisible characters, quotes around it, leading zeros, and forms of Unicode."""
-    text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", label).casefold())
+    """Return a label without case, invisible characters, quotes around it, leading zeros, scripts and other forms."""
+    text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", label).casefold()).translate(LATIN)
     text = "".join(each for each in text if unicodedata.category(each) != "Cf" and not "\ufe00" <= each <= "\ufe0f")
     text = " ".join(text.split()).strip("'\"`‘’“”«» ")
     number = re.fullmatch(r"(-|\+?)0*([0-9]+)(\.0*)?", text)
@@ -113,4 +114,5 @@ def _found(labels: Mapping[str, int], total: int) -> str:
 
 def _shown(label: str) -> str:
     """Return a label in quotes, with escapes for characters that are invisible or look like others."""
-    return f"{label[:40]!r}" if unicodedata.normalize("NFKC", label) == label else ascii(label[:40])
+    mixed = re.search("[A-Za-z]", label) and label.casefold().translate(LATIN) != label.casefold()
+    return ascii(label[:40]) if mixed or unicodedata.normalize("NFKC", label) != label else f"{label[:40]!r}"

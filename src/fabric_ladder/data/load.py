@@ -1,6 +1,7 @@
 """Load the data set in the settings: read, split, tokenize or decode, and keep the result in the cache."""
 
 import hashlib
+import inspect
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -12,10 +13,10 @@ from tempfile import TemporaryDirectory
 import datasets as hf
 import numpy as np
 import pandas as pd
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from fabric_ladder.data.cache import make_once, map_batches, quiet, save_tokens
-from fabric_ladder.data.hub import find_commit
+from fabric_ladder.data.hub import find_commit, load_config
 from fabric_ladder.data.image_files import find_images
 from fabric_ladder.data.images import load_images, read_image_splits
 from fabric_ladder.data.instruction_rows import check_for, read_instructions
@@ -78,11 +79,14 @@ def prepare(settings: DataSettings, imdb: Source) -> TextDatasets | ImageDataset
     else:
         tokenizer = load_tokenizer(name, _revision(settings))
         vocabulary = tokenizer.backend_tokenizer.to_str()
+    end = _counted_end(settings)
     inputs = [CACHE_FORMAT, pd.__version__, source.key, vocabulary, *(getattr(settings, choice) for choice in CHOICES)]
     if tokenizer is not None:
         inputs.append(tokenizer.truncation_side)
     if kind_of(settings):
         inputs += [settings.task, settings.problem_type, KIND_CACHE_FORMAT]
+    if end is not None:
+        inputs.append(["one end token", end])
     if instructed:
         inputs += [settings.task, INSTRUCTION_CACHE_FORMAT, templates, settings.train_on_inputs]
         if tokenizer is not None:
@@ -99,6 +103,8 @@ def prepare(settings: DataSettings, imdb: Source) -> TextDatasets | ImageDataset
     if instructed:
         template = "chat" if facts["chat"] else settings.prompt_template or "alpaca"
         tokenizer.init_kwargs |= {"prompt_template": template, "answer_ends": facts["answer_ends"]}  # saved with it
+    else:
+        tokenizer.model_max_length = settings.max_length  # saved too: users of the model cut texts as the training did
     names, notices, summary = (facts[name] for name in ("class_names", "notices", "summary"))
     found = TextDatasets(splits, names, tokenizer, facts["fingerprint"], notices, commit, summary=summary)
     return _with_stream(found, settings, source, facts) if settings.stream_buffer else found
@@ -116,11 +122,11 @@ def check_data(settings: DataSettings) -> list[str]:
     path, source = (find_images(settings)[0], None) if images else (None, find_source(settings))
     if not images and (name := tokenizer_name(settings)) != "trained":
         load_tokenizer(name, _revision(settings))
+    _counted_end(settings)
     if (path is None) if images else source.key[0] == "hub":
         find_commit(settings)
-    local = path and path.is_dir() if images else source.key[0] in ("files", "synthetic")
-    if not local or settings.stream_buffer:
-        return []
+    if settings.stream_buffer or not (path if images else source.key[0] in ("files", "synthetic")):
+        return [f"{settings.dataset} is read by a run only, which then prints its rows, columns and classes"]
     with refused("cannot keep the data in a temporary folder"), TemporaryDirectory() as scratch, quiet():
         if images:
             *_, data = read_image_splits(settings, path, [], Path(scratch))
@@ -137,6 +143,21 @@ def tokenizer_name(settings: DataSettings) -> str:
 def _revision(settings: DataSettings) -> str | None:
     """Return the revision of the tokenizer, which is the model's if they have one name."""
     return settings.model_revision if tokenizer_name(settings) == settings.model else None
+
+
+def _counted_end(settings: DataSettings) -> int | None:
+    """Return the end token that the head of BART or T5 must find once in each text; None for other heads."""
+    classes = AutoModelForSequenceClassification._model_mapping
+    if settings.task != "text-classification":
+        return None
+    config = load_config(settings.model, settings.model_revision)
+    if type(config) not in classes or "eos_mask" not in inspect.getsource(classes[type(config)]):
+        return None
+    if tokenizer_name(settings) == "trained":
+        raise UserError(
+            f"--tokenizer trained writes no end token, and the head of {settings.model} reads it: choose a --tokenizer"
+        )
+    return config.eos_token_id
 
 
 def _read(settings: DataSettings, source: Source, scratch: Path) -> ReadData:
@@ -180,7 +201,7 @@ def _tokenize_texts(
         tokenizer.save_pretrained(target / "tokenizer")
 
     bad = []
-    encode = partial(_encode_texts, tokenizer, settings.max_length, bad)
+    encode = partial(_encode_texts, tokenizer, settings.max_length, _counted_end(settings), bad)
     tokens = {split: map_batches(rows, encode, split, scratch) for split, rows in splits.items()}
     notices += note_bad_samples(bad, sum(map(len, splits.values())), "texts cannot be used", settings)
     if empty := [split for split, rows in tokens.items() if len(rows) == 0]:
@@ -193,15 +214,23 @@ def _tokenize_texts(
 
 
 def _encode_texts(
-    tokenizer: PreTrainedTokenizerBase, max_length: int, bad: list[tuple[str, str]], batch: dict[str, list]
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    end: int | None,
+    bad: list[tuple[str, str]],
+    batch: dict[str, list],
 ) -> dict[str, list]:
-    """Tokenize texts; `bad` gets those that have only special tokens, which are left out."""
+    """Tokenize texts; `bad` gets those that are left out: they have only special tokens, or not one token `end`."""
     columns = {"input_ids": [], "length": [], "labels": []}
     special = min(tokenizer.num_special_tokens_to_add(), max_length - 1)
     rows = zip(tokenize_start(tokenizer, batch["text"], max_length), batch.get("labels") or batch["label"], strict=True)
     for row, (ids, label) in enumerate(rows):
-        if len(ids) <= special:
-            bad.append((batch["location"][row] if "location" in batch else shown(batch["text"][row]), NO_TOKEN))
+        reason = NO_TOKEN if len(ids) <= special else None
+        if end is not None and (count := ids.count(end)) != 1:
+            token = tokenizer.convert_ids_to_tokens(end)
+            reason = f"{count} end tokens {token}, and the head of this model needs one"
+        if reason:
+            bad.append((batch["location"][row] if "location" in batch else shown(batch["text"][row]), reason))
             continue
         for name, value in zip(columns, (np.asarray(ids, np.int32), len(ids), label), strict=True):
             columns[name].append(value)
@@ -209,12 +238,12 @@ def _encode_texts(
 
 
 def _encode_streamed(
-    tokenizer: PreTrainedTokenizerBase, max_length: int, batch: dict[str, list]
+    tokenizer: PreTrainedTokenizerBase, max_length: int, end: int | None, batch: dict[str, list]
 ) -> tuple[dict[str, list], dict[str, int]]:
     """Tokenize texts during the training, and count those left out."""
     bad = []
-    columns = _encode_texts(tokenizer, max_length, bad, batch)
-    return columns, {"without a token": len(bad)} if bad else {}
+    columns = _encode_texts(tokenizer, max_length, end, bad, batch)
+    return columns, Counter("without a token" if reason == NO_TOKEN else reason for _, reason in bad)
 
 
 def _survey(
@@ -244,7 +273,7 @@ def _with_stream(datasets: TextDatasets, settings: DataSettings, source: Source,
     if names:
         texts, labels = text_columns(settings)
         check, wanted = partial(check_texts, settings, None), (*texts, *labels)
-        encode = partial(_encode_streamed, datasets.tokenizer, settings.max_length)
+        encode = partial(_encode_streamed, datasets.tokenizer, settings.max_length, _counted_end(settings))
     else:
         check, wanted = check_for, ()
         encode = Encoder(settings, datasets.tokenizer).encode_streamed

@@ -34,6 +34,7 @@ from fabric_ladder.settings import DataSettings
 BAD_BYTE = re.compile("[\udc80-\udcff]")  # a byte that is not UTF-8, as `surrogateescape` reads it
 BACKSLASHES = 'a quote in a text is written as \\", as MySQL and Spark do: write ""'
 NUMBER = re.compile(r"[-+]?\d+([.,]\d+)?")
+SENTENCE = re.compile(r"sent(ence)?s?[ _.-]*(#|ids?|idx|no|nr|num|number|index)?", re.IGNORECASE)  # a column
 csv.field_size_limit(sys.maxsize)
 Rows = Iterator[tuple[str, dict | ValueError]]  # the location of a row in its file, and the row or its error
 
@@ -129,8 +130,14 @@ def _tables(
         yield from ((split, *_hub_table(settings, loaded, split)) for split in own)
         return
     for split, table in load_hub(settings, source.key[-1], scratch, notices).items():
-        chosen = table.select_columns(list(wanted)) if {*wanted} <= {*table.column_names} and wanted else table
+        chosen = table.select_columns(_needed_columns(table.column_names, wanted))
         yield split, f"{settings.dataset} ({split})", Table(table_rows(chosen), table.features)
+
+
+def _needed_columns(names: list[str], wanted: tuple[str, ...]) -> list[str]:
+    """Return the wanted columns and those that number sentences; all if a wanted one is missing."""
+    found = [name for name in names if name in wanted or SENTENCE.fullmatch(name)]
+    return found if wanted and {*wanted} <= {*found} else names
 
 
 def read_file(path: Path, column_names: str | None = None, wanted: tuple[str, ...] = ()) -> Table:
@@ -218,8 +225,7 @@ def _batch_rows(batches: Iterable[pa.Table | pa.RecordBatch]) -> Rows:
 def _parquet_rows(path: Path, wanted: tuple[str, ...]) -> Rows:
     """Read 1,000 rows at a time; without `memory_map`, a whole column of a row group would be read."""
     with reading(path, "parquet"), pq.ParquetFile(path, memory_map=True) as file:
-        columns = list(wanted) if wanted and {*wanted} <= {*file.schema_arrow.names} else None
-        yield from _batch_rows(file.iter_batches(1000, columns=columns))
+        yield from _batch_rows(file.iter_batches(1000, columns=_needed_columns(file.schema_arrow.names, wanted)))
 
 
 def _text_rows(path: Path, kind: str, names: list[str] | None, wanted: tuple[str, ...]) -> Rows:

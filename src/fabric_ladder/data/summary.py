@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,7 +73,7 @@ def complete(
         sizes = ", ".join(f"{split} {len(table):,}" for split, table in splits.items())
         summary = [f"{summary_line(name, sum(map(len, read.values())), columns, total, unit)} · {sizes}"]
     if not settings.stream_buffer:
-        notices = [*notices, *_name_untrained(counts["train"], settings), *_name_copies(splits)]
+        notices = [*notices, *_name_untrained(counts["train"], settings), *_copied_texts(splits)]
     return ReadData(splits, class_names, summary, notices)
 
 
@@ -100,14 +100,15 @@ def count_classes(table: hf.Dataset, names: list[str], kind: LabelKind | None) -
     column = "labels" if kind else "label"
     if not names or column not in table.column_names:
         return Counter()
-    labels = table.select_columns([column]).with_format("arrow")[:][column]
-    labels = (pc.list_flatten(labels) if kind else labels).to_numpy()
-    if labels.dtype.kind == "f":
-        return Counter()
-    if kind and not kind.per_token:
-        counts = labels.reshape(len(table), -1).sum(0, dtype=int)
-    else:
-        counts = np.bincount(labels[labels >= 0], minlength=len(names))
+    counts = np.zeros(len(names), int)
+    for batch in table.select_columns([column]).with_format("arrow").iter(1000):  # a whole column takes 400 bytes a row
+        labels = (pc.list_flatten(batch[column]) if kind else batch[column]).to_numpy()
+        if labels.dtype.kind == "f":
+            return Counter()
+        if kind and not kind.per_token:
+            counts += labels.reshape(len(batch), -1).sum(0, dtype=int)
+        else:
+            counts += np.bincount(labels[labels >= 0], minlength=len(names))
     return Counter(dict(zip(names, counts.tolist(), strict=True)))
 
 
@@ -119,36 +120,44 @@ def _name_untrained(counts: Counter[str], settings: DataSettings) -> list[str]:
     return [f"{len(missing):,} of {len(counts):,} classes have no training sample ({join_names(missing)}): {remedy}"]
 
 
-def _name_copies(splits: dict[str, hf.Dataset]) -> list[str]:
-    """Return a line for each split with texts that are also training texts, compared by 64-bit hashes."""
+def _copied_texts(splits: dict[str, hf.Dataset]) -> list[str]:
     columns = [column for column in CONTENT if column in splits["train"].column_names]
-    if not columns:
-        return []
-    known = np.sort(np.concatenate([hashes for _, hashes in _hashed(splits["train"], columns)]))
+    return name_copies({split: _hashed(splits[split], columns) for split in SPLITS}, "texts") if columns else []
+
+
+def name_copies(splits: Mapping[str, Iterable[tuple[Callable[[int], str], np.ndarray]]], what: str) -> list[str]:
+    """Return a line for each split with samples that are also training samples.
+
+    Args:
+        splits: Batches of samples: a function that returns the name of one, and their 64-bit hashes.
+        what: The samples' name in the line.
+    """
+    known = np.sort(np.concatenate([hashes for _, hashes in splits["train"]]))
     notices = []
     for split in SPLITS[1:]:
-        count, first = 0, None
-        for texts, hashes in _hashed(splits[split], columns):
+        count, total, first = 0, 0, None
+        for name, hashes in splits[split]:
             places = np.flatnonzero(known[np.searchsorted(known, hashes).clip(max=len(known) - 1)] == hashes)
-            first = texts[places[0]] if first is None and len(places) else first
+            first = name(int(places[0])) if first is None and len(places) else first
             count += len(places)
+            total += len(hashes)
         if count:
             notices.append(
-                f"{count:,} of {len(splits[split]):,} {split} texts are also training texts (first: {shown(first)}): "
-                "leave them out of one of the two"
+                f"{count:,} of {total:,} {split} {what} are also training {what} (first: {shown(first)}): leave them "
+                "out of one of the two"
             )
     return notices
 
 
-def _hashed(table: hf.Dataset, columns: list[str]) -> Iterator[tuple[list[str], np.ndarray]]:
+def _hashed(table: hf.Dataset, columns: list[str]) -> Iterator[tuple[Callable[[int], str], np.ndarray]]:
     for batch in table.select_columns(columns).with_format("arrow").iter(1000):
         rows = zip(*(batch[column].to_pylist() for column in columns), strict=True)
-        texts = ["\n".join(map(_plain, row)).strip() for row in rows]
-        yield texts, pd.util.hash_array(np.array(texts, object), categorize=False)
+        texts = ["\n".join(map(_plain, columns, row)).strip() for row in rows]
+        yield texts.__getitem__, pd.util.hash_array(np.array(texts, object), categorize=False)
 
 
-def _plain(text: str | list) -> str:
+def _plain(column: str, text: str | list) -> str:
     """Return a column of a sample as one text; of a chat, which is stored as JSON, the contents of its messages."""
-    if isinstance(text, str) and text.startswith('[{"role"'):
+    if column == "messages":
         return "\n".join(str(message.get("content")) for message in json.loads(text))
     return str(text)

@@ -64,9 +64,12 @@ class WordLabels(LabelKind):
     def reader(self, settings: DataSettings, features: dict) -> tuple[object, Callable[[dict], list]]:
         """Return the type of the labels, and a function that returns a row's labels or raises ValueError."""
         (column,) = self.columns(settings)
-        feature = getattr(features.get(column), "feature", None)
+        feature = features.get(column)
+        feature = getattr(feature, "feature", feature)  # of one label in each row
         if isinstance(feature, hf.ClassLabel):
-            return hf.List(feature), lambda row: class_numbers(row.get(column), column, feature.num_classes, IGNORED)
+            return hf.List(feature), lambda row: class_numbers(
+                word_list(row, column), column, feature.num_classes, IGNORED
+            )
         return hf.List(hf.Value("string")), lambda row: label_texts(word_list(row, column), column)
 
     def number(self, tables: dict[str, list[hf.Dataset]], settings: DataSettings) -> dict[str, hf.Dataset]:
@@ -177,6 +180,8 @@ def word_list(row: dict, column: str) -> list:
     if isinstance(value, str):
         refuse_printed_list(value, column)
         value = value.split()
+    if isinstance(value, int):  # one word in each row
+        value = [value]
     if not isinstance(value, list) or not value:
         raise ValueError(f"{column} is {value!r:.40}, not a list of words")
     return value

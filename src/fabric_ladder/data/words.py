@@ -6,8 +6,7 @@ In tables with one word per row, a column such as `Sentence #` (Kaggle) or blank
 import csv
 import gzip
 import json
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fabric_ladder.data.cache import map_batches, save_tokens, write_batches
 from fabric_ladder.data.instructions import FEATURES
-from fabric_ladder.data.rows import note_bad_samples, read_parts, reading, shown
+from fabric_ladder.data.rows import SENTENCE, note_bad_samples, read_parts, reading, shown
 from fabric_ladder.data.sources import REVIEWS, SEPARATORS, Source, read_format
 from fabric_ladder.data.splits import IGNORED
 from fabric_ladder.data.summary import ReadData
@@ -29,8 +28,6 @@ from fabric_ladder.data.tokens import NO_TOKEN, tokenize, train_tokenizer
 from fabric_ladder.data.word_labels import WordLabels, word_list
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
-
-SENTENCE = re.compile(r"sent(ence)?s?[ _.-]*(#|ids?|idx|no|nr|num|number|index)?", re.IGNORECASE)  # a column
 
 
 def tokenize_words(
@@ -88,18 +85,24 @@ def label_tokens(
     Returns:
         `input_ids`, `labels` (-100 for all other tokens), `length` and `items` (labelled words).
     """
-    options = {"truncation": True, "max_length": max_length, "return_offsets_mapping": True}
-    encoded = tokenize(tokenizer, list(map(" ".join, texts)), **options)
     columns = {name: [] for name in FEATURES}
-    rows = zip(encoded["input_ids"], encoded["offset_mapping"], texts, labels, strict=True)
-    for ids, offsets, words, values in rows:
-        tokens, found = _first_tokens(np.array(offsets).reshape(-1, 2), np.array(list(map(len, words))))
+    for (ids, tokens, found), values in zip(place_words(tokenizer, texts, max_length), labels, strict=True):
         row = np.full(len(ids), IGNORED, np.int32)
         row[tokens] = np.array(values)[found]
         items = np.count_nonzero(row != IGNORED)
         for name, value in zip(FEATURES, (np.asarray(ids, np.int32), row, len(ids), items), strict=True):
             columns[name].append(value)
     return columns
+
+
+def place_words(
+    tokenizer: PreTrainedTokenizerBase, texts: list[list[str]], max_length: int
+) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
+    """Yield the tokens of each text, given as words; the first token of each word that has one, and these words."""
+    options = {"truncation": True, "max_length": max_length, "return_offsets_mapping": True}
+    encoded = tokenize(tokenizer, list(map(" ".join, texts)), **options)
+    for ids, offsets, words in zip(encoded["input_ids"], encoded["offset_mapping"], texts, strict=True):
+        yield ids, *_first_tokens(np.array(offsets).reshape(-1, 2), np.array(list(map(len, words))))
 
 
 def _first_tokens(offsets: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

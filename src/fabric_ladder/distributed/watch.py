@@ -25,6 +25,9 @@ class RankWatch(threading.Thread):
     Each rank watches the previous rank, so that the store's work grows linearly with the number of ranks. A rank that
     finds a dead rank writes it into the store for all others. A process on the same machine is also checked by its
     process number. Until the ranks have met, a launched process watches the process that launched it.
+
+    Attributes:
+        last_words: Is called before this process ends, and returns the end of the line that names the dead rank.
     """
 
     def __init__(self):
@@ -32,6 +35,7 @@ class RankWatch(threading.Thread):
         launched = "LOCAL_RANK" in os.environ and not dist.is_torchelastic_launched()
         self._parent = os.getppid() if launched else None
         self._met, self._stopping = False, threading.Event()
+        self.last_words = lambda: ""
         self.start()
 
     def meet(self) -> None:
@@ -50,7 +54,8 @@ class RankWatch(threading.Thread):
         while not self._stopping.wait(BEAT):
             dead = self._find_dead()
             if dead is not None and not self._stopping.is_set():
-                print(f"error: {dead} has died or hangs; the run stops on all ranks", file=sys.__stderr__, flush=True)
+                line = f"error: {dead} has died or hangs; the run stops on all ranks{self.last_words()}"
+                print(line, file=sys.__stderr__, flush=True)
                 if self._met and self._rank == 0:
                     sleep(2 * BEAT)  # the store is in this process, and the other ranks still read it
                 os._exit(1)  # the main thread may be inside a collective that never ends

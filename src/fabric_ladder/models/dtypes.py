@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from fabric_ladder.settings import Settings
 
+FREQUENCIES = "inv_freq"  # the end of the names of buffers with rotary frequencies, which 16 bits would detune
+
 
 def half_precision(settings: Settings) -> torch.dtype | None:
     """Return the 16-bit type that the precision computes in; None for `32-true` and `64-true`."""
@@ -18,13 +20,13 @@ def keep_dtype(module: nn.Module, only_buffers: bool = False) -> None:
 
     Args:
         module: Changed in place.
-        only_buffers: Convert the parameters, and keep only the buffers that no checkpoint holds.
+        only_buffers: Keep only the buffers of rotary frequencies, and convert all other tensors.
     """
     module._apply = partial(_apply_but_dtype, module, only_buffers)
 
 
 def _apply_but_dtype(module: nn.Module, only_buffers: bool, function, recurse: bool = True) -> nn.Module:
-    kept = [module._buffers[name] for name in module._non_persistent_buffers_set]
+    kept = [buffer for name, buffer in module._buffers.items() if name.endswith(FREQUENCIES)]
 
     def move(tensor: Tensor) -> Tensor:
         moved = function(tensor)

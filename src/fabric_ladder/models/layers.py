@@ -8,8 +8,9 @@ from transformers import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
+from fabric_ladder.data.images import read_image_format, side
 from fabric_ladder.errors import refused
-from fabric_ladder.models.configs import MODELS, load_config
+from fabric_ladder.models.configs import MODELS, class_for, fit_images, load_config, part_config
 from fabric_ladder.settings import Settings
 
 FEWEST_BLOCKS = 3  # the first, the last, and a block between two others
@@ -30,11 +31,35 @@ def meta_model(settings: Settings, config: PretrainedConfig | None = None) -> nn
     """
     global _latest
     config = config or load_config(settings.model, settings.model_revision)
+    config.architectures = [class_for(config, settings.task).__name__]
     key = settings.task, config.to_dict()
     if _latest is None or _latest[0] != key:
         with refused(f"no model can be made of {settings.model}"), torch.device("meta"):
             _latest = key, MODELS[settings.task].from_config(config)
     return _latest[1]
+
+
+def check_images(settings: Settings) -> None:
+    """Refuse a model whose forward pass does not take images of the run's size.
+
+    Raises:
+        UserError: In one line, with the size that the model takes.
+    """
+    size = read_image_format(settings)[0].size
+    config = load_config(settings.model, settings.model_revision)
+    own = side(getattr(part_config(config, settings.task), "image_size", None))
+    problem = f"{settings.model} ({config.model_type}) takes no images of {size} pixels: choose another --model or size"
+    if settings.from_scratch:
+        fit_images(config, size)
+    elif own not in (None, size):
+        problem = f"{settings.model} takes images of {own} pixels, not {size}: use --image_size {own}"
+    model = meta_model(settings, config)
+    with refused(problem), torch.no_grad():
+        try:
+            model(pixel_values=torch.zeros(2, 3, size, size, device="meta"))
+        except RuntimeError as error:
+            if "meta tensors" not in str(error):  # Perceiver reads values
+                raise
 
 
 def head_names(model: nn.Module) -> list[str]:
@@ -48,14 +73,44 @@ def head_names(model: nn.Module) -> list[str]:
     return [name for name, child in heads if any(True for _ in child.parameters())]
 
 
+def batch_norms(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that normalize over the micro-batch in training."""
+    return [module for module in model.modules() if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d)]
+
+
+def text_part(model: nn.Module) -> str:
+    """Return the prefix of the names in the part that reads texts; empty if the model has no parts for other inputs."""
+    text = model.config.get_text_config()
+    if text is model.config or model.config.is_encoder_decoder:
+        return ""
+    parts = (name for name, module in model.named_modules() if type(getattr(module, "config", None)) is type(text))
+    return f"{part}." if (part := next(parts, "")) else ""
+
+
 def linear_layers(model: nn.Module) -> list[str]:
-    """Return the names of all linear layers of the pretrained body, without the layer that computes the logits."""
-    output, heads = model.get_output_embeddings(), head_names(model)
+    """Return the names of the linear layers of the pretrained body.
+
+    Layers that compute the logits, that belong to images or sounds, or that choose experts are left out. A fused kernel
+    reads the weights of Mamba's last layer itself.
+    """
+    output, heads, part = model.get_output_embeddings(), head_names(model), text_part(model)
+    outputs = [module.out_proj for module in model.modules() if hasattr(module, "ssm_state_size")]
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not output and name.split(".")[0] not in heads
+        if isinstance(module, nn.Linear | Conv1D)
+        and module not in (output, *outputs)
+        and name.split(".")[0] not in heads
+        and name.startswith(part)
+        and "router" not in name
     ]
+
+
+def expert_share(model: nn.Module) -> float:
+    """Return the share of the weights that belong to stacked experts, which are not linear layers."""
+    experts = [module for module in model.modules() if "Expert" in type(module).__name__]
+    weights = {id(each): each.numel() for module in experts for each in module.parameters(recurse=False)}
+    return sum(weights.values()) / sum(each.numel() for each in model.parameters())
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:

@@ -17,10 +17,11 @@ from fabric_ladder.options import read_words
 from fabric_ladder.planning.candidates import as_on_mac, list_choices, read_candidates
 from fabric_ladder.planning.gpus import ANY, find_gpu, own_gpus
 from fabric_ladder.planning.overhead import overhead_of
-from fabric_ladder.planning.planner import Machine, Samples, make_plans
+from fabric_ladder.planning.planner import Machine, Samples, make_plans, recommend
 from fabric_ladder.planning.report import Answer
 from fabric_ladder.rungs import RUNGS
 from fabric_ladder.settings import Settings
+from fabric_ladder.techniques.lora import LoRA
 from local_dataset_utilities import find_dataset, load_datasets
 
 # The two ratios are relative to the memory that the GPU may use. PyTorch's defaults are 1.4 and 1.7 (its documentation,
@@ -175,6 +176,8 @@ def find_answer(arguments: argparse.Namespace, options: list[str], report: Calla
     samples, notes = find_samples(settings, arguments.length)
     every = bool(arguments.full or arguments.json or arguments.page or arguments.rungs)
     plans = make_plans(candidates, samples, machine, every, report)
+    adapted = [plan.candidate.settings for plan in recommend(plans).values() if plan.candidate.settings.lora]
+    notes += [f"{line}." for line in map(LoRA().notice, adapted) if line]
     name = Path(settings.model).name if Path(settings.model).exists() else settings.model
     batch_size = max(candidate.settings.batch_size for candidate in candidates)
     return Answer(name, batch_size, samples, machine, plans, problems, [*about_machine, *notes])

@@ -35,7 +35,7 @@ from fabric_ladder.data.splits import ImageDatasets, TextDatasets
 from fabric_ladder.distributed.fsdp import fsdp_strategy, sharding_policy, transformer_blocks
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import emulates
-from fabric_ladder.models.configs import load_config
+from fabric_ladder.models.configs import load_config, part_config
 from fabric_ladder.models.kernels import declare_flash
 from fabric_ladder.models.layers import FEWEST_BLOCKS, fewer_blocks
 from fabric_ladder.planning.cuda_kernels import CudaKernels
@@ -93,7 +93,7 @@ def rehearse(
     try:
         flash = declare_flash(capability is None or capability >= (8, 0))
         with quiet_lightning(), flash, sdpa_kernel(SDPBackend.MATH) if matrix else nullcontext():
-            config = load_config(settings.model, settings.model_revision)
+            config = part_config(load_config(settings.model, settings.model_revision), settings.task)
             further = sum(technique.further_blocks(settings) for technique in used(settings))
             fewer = None if all_blocks else fewer_blocks(config, FEWEST_BLOCKS + further)
             yield Rehearsal(run, config, fewer)
@@ -138,7 +138,7 @@ class Rehearsal:
 
     Args:
         run: Sets up a model with N blocks, or with all blocks for None.
-        config: Config of the model.
+        config: Config of the model's part with blocks.
         fewer: Numbers of blocks of two smaller models; None: rehearse the whole model.
 
     Attributes:
@@ -234,7 +234,7 @@ class _Steps:
         self.meter = Meter(self.fabric)
         is_language_model = settings.task == "instruction-tuning"
         self.mode = FakeTensors()
-        self.tracker = PeakTracker(self.mode, model.config.vocab_size if is_language_model else None)
+        self.tracker = PeakTracker(self.mode, model.config.get_text_config().vocab_size if is_language_model else None)
         with self._counted():
             self._set_up(model)
             self._give_gradients()

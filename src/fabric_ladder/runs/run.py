@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from fabric_ladder.data.label_kind import Described
 from fabric_ladder.data.loaders import EffectiveBatch
 from fabric_ladder.distributed.launch import command_line
+from fabric_ladder.distributed.watch import running_watch
 from fabric_ladder.environment import notebook_shell
 from fabric_ladder.options import without_options
 from fabric_ladder.runs.memory_history import MemoryHistory
@@ -94,10 +95,13 @@ class Run:
         self.record.add(commits={name: commit for name, commit in commits.items() if commit})
         folder, state = resumed or (None, None)
         self.record.open(folder, state)
+        if watch := running_watch():
+            watch.last_words = self.lose_rank
         self.memory_history.folder = self.record.on_rank_zero(lambda: self.folder)
         self._imbalance = data.imbalance
         self._prediction = prediction
-        lines = [*data.summary, *data.notices, *data.imbalance, parameters_line(described)]
+        notices = getattr(model, "notices", ())
+        lines = [*data.summary, *data.notices, *data.imbalance, *notices, parameters_line(described)]
         if prediction:
             lines.append(prediction.line(self.settings, hardware))
         for line in lines:
@@ -250,16 +254,25 @@ class Run:
             reason: `max_time` or the name of a signal.
             position: Where the training is; None if no checkpoint could be written.
         """
-        known = self.settings.resume in ("no", "auto")  # otherwise it may not be the newest run
-        resume = "auto" if known else str(self.folder)
-        words = [*without_options(sys.argv[1:], ["resume"]), "--resume", resume]
-        command = command_line(Path(sys.argv[0]), words)
-        if notebook_shell():
-            command = 'parse_settings(resume="auto", …)'
+        self._record_stop()
+        place = f" {position}{self._resuming()}" if position else ""
+        self.print(f"Stopped by {reason}{place}", log=False)
+
+    def lose_rank(self) -> str:
+        """Record the run as stopped after a rank has died, and return how to resume it, if it writes checkpoints."""
+        self._record_stop()
+        return self._resuming() if self.settings.save_every else ""
+
+    def _record_stop(self) -> None:
         self.record.add(status="stopped")
         self.record.write()
-        place = f" {position}; go on with: {command}" if position else ""
-        self.print(f"Stopped by {reason}{place}", log=False)
+
+    def _resuming(self) -> str:
+        known = self.settings.resume in ("no", "auto")  # otherwise it may not be the newest run
+        resume = "auto" if known else str(self.folder or self.settings.resume)
+        words = [*without_options(sys.argv[1:], ["resume"]), "--resume", resume]
+        command = 'parse_settings(resume="auto", …)' if notebook_shell() else command_line(Path(sys.argv[0]), words)
+        return f"; go on with: {command}"
 
     def end_step(self) -> None:
         """Count an optimizer step for the history of memory, and print where its snapshot is written."""

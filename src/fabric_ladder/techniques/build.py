@@ -11,9 +11,18 @@ from fabric_ladder.data.hub import reachable
 from fabric_ladder.data.splits import ImageDatasets, TextDatasets
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.errors import UserError, refused
-from fabric_ladder.models.configs import MODELS, load_config, load_weights, silence_loading
-from fabric_ladder.models.dtypes import keep_dtype
-from fabric_ladder.models.layers import keep_blocks
+from fabric_ladder.models.configs import (
+    MODELS,
+    class_for,
+    fit_images,
+    load_config,
+    load_weights,
+    part_config,
+    silence_loading,
+)
+from fabric_ladder.models.dtypes import FREQUENCIES, keep_dtype
+from fabric_ladder.models.heads import follow_names
+from fabric_ladder.models.layers import batch_norms, head_names, keep_blocks, text_part
 from fabric_ladder.models.optimizer import optimizer_class, weight_decay
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques import used
@@ -40,25 +49,46 @@ def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets, bloc
     """
     config = load_config(settings.model, settings.model_revision)
     config.return_dict = True
+    config.architectures = [class_for(config, settings.task).__name__]
     if blocks:
-        keep_blocks(config, blocks)
+        keep_blocks(part_config(config, settings.task), blocks)
+    sparse = getattr(config, "attention_type", None) == "block_sparse"  # BigBird
+    if sparse:
+        config.attention_type = "original_full"
+    pretrained_names = [*config.id2label.values()]
     if settings.task != "instruction-tuning":
         config.id2label = dict(enumerate(datasets.class_names))  # and with it `num_labels`
         config.problem_type = settings.problem_type  # a config may have another one
         config.label2id = {name: index for index, name in config.id2label.items()}
     if isinstance(datasets, ImageDatasets):
-        config.image_size = datasets.format.size
+        if settings.from_scratch:
+            fit_images(config, datasets.format.size)
     else:
-        _fit_text(config, settings.model, datasets.tokenizer)
+        _fit_text(part_config(config, settings.task), settings.model, datasets.tokenizer)
     model = _draw_or_load(settings, config)
+    model.notices = notices = []
+    if sparse:
+        notices.append("Attention is full, not block-sparse: the model would switch for good at the first short text")
+    if new_parts := getattr(model, "new_parts", None):
+        notices.append(f"{settings.model} lacks {', '.join(new_parts)}: random weights, trained like the head")
+    if not getattr(model, "new_head", True) and datasets.class_names:
+        notices += filter(None, [follow_names(model, pretrained_names, datasets.class_names)])
     if isinstance(datasets, TextDatasets):
-        model.config.pad_token_id = datasets.tokenizer.pad_token_id
+        model.config.get_text_config().pad_token_id = datasets.tokenizer.pad_token_id
     for module in model.modules():
-        if module._non_persistent_buffers_set:  # such as rotary frequencies, which 16 bits would detune
+        if any(name.endswith(FREQUENCIES) for name in module._buffers):
             keep_dtype(module, only_buffers=True)
+    if part := text_part(model):  # other parts, such as a vision tower, get no gradient
+        for name, parameter in model.named_parameters():
+            if not name.startswith((part, *head_names(model))):
+                parameter.requires_grad_(False)
     for technique in used(settings):
         model = technique.change_model(model, settings)
-    return model.train()
+    model.train()
+    several = settings.ranks > 1 or settings.micro_batch_size != settings.batch_size
+    if several and any(module.training for module in batch_norms(model)):
+        notices.append("This model normalizes over the micro-batch: results depend on --micro_batch_size")
+    return model
 
 
 def build_optimizer(settings: Settings, model: nn.Module) -> Optimizer:
@@ -114,12 +144,12 @@ def _draw_or_load(settings: Settings, config: PretrainedConfig) -> nn.Module:
         return type(model).from_pretrained(None, config=config, state_dict=model.state_dict(), **loading)
     silence_loading()
     with reachable(settings.model, "weights", settings.model_revision) as local:
-        loading |= local | {"config": config, "ignore_mismatched_sizes": True}
-        return load_weights(model_class, settings.model, settings.task != "instruction-tuning", **loading)
+        heads = None if settings.task == "instruction-tuning" else head_names
+        return load_weights(model_class, settings.model, heads, config=config, **loading | local)
 
 
 def _fit_text(config: PretrainedConfig, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    if len(tokenizer) > config.vocab_size:
+    if len(tokenizer) > getattr(config, "vocab_size", len(tokenizer)):
         raise UserError(
             f"the tokenizer has {len(tokenizer):,} entries, {name} only {config.vocab_size:,}: "
             "choose the model's own --tokenizer"

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PretrainedConfig
 
-from fabric_ladder.models.configs import MODELS, load_config
+from fabric_ladder.models.configs import class_for, load_config
 from fabric_ladder.models.layers import find_blocks, find_mlp, meta_model
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.lean_optimizer import WITHOUT_STATE
@@ -209,7 +209,7 @@ class ActivationCheckpointing(Technique):
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
         """Return why the technique cannot be used, and what to do."""
         config = load_config(settings.model, settings.model_revision)
-        if MODELS[settings.task]._model_mapping[type(config)].supports_gradient_checkpointing:
+        if class_for(config, settings.task).supports_gradient_checkpointing:
             return None
         return f"transformers does not offer it for {config.model_type}"
 
@@ -243,6 +243,13 @@ class SelectiveCheckpointing(Technique):
     rung = "21_selective_checkpointing"
     next_rung = NextRung(
         "7_grad_checkpointing", "recomputes matrix multiplications too", replaces=("selective_checkpointing",)
+    )
+    explained_errors = (
+        (
+            "cached during selective activation checkpoint has been mutated",
+            "--selective_checkpointing true: the blocks of this model change kept results in place; use "
+            "src/7_grad_checkpointing.py",
+        ),
     )
 
     def on_cuda(self, settings: Settings) -> dict[str, str]:

@@ -18,6 +18,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn.functional import cross_entropy, linear
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, ModelOutput
 
+from fabric_ladder.models.configs import load_config, part_config
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.technique import Technique
 
@@ -186,6 +187,12 @@ class ChunkedLoss(Technique):
     def is_used(self, settings: Settings) -> bool:
         """Return whether the task trains a language model."""
         return settings.task == "instruction-tuning"
+
+    def notice(self, settings: Settings) -> str | None:
+        """Return a line about the loss of a mixture of experts, which transformers would add."""
+        config = part_config(load_config(settings.model, settings.model_revision), settings.task)
+        factor = getattr(config, "router_aux_loss_coef", 0) if getattr(config, "output_router_logits", False) else 0
+        return f"router_aux_loss_coef {factor:g} of the model's config has no effect here" if factor else None
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
         """Replace the forward pass."""

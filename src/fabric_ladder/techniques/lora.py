@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.dtypes import half_precision, keep_dtype
-from fabric_ladder.models.layers import head_names, linear_layers, meta_model
+from fabric_ladder.models.layers import batch_norms, expert_share, head_names, linear_layers, meta_model
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.lora_init import CHANGES_BASE, check_init, same_draws
 from fabric_ladder.techniques.memory import Counts
@@ -66,6 +66,8 @@ def _check_targets(settings: Settings) -> None:
 def add_adapters(model: nn.Module, settings: Settings) -> nn.Module:
     """Freeze the model and return it with adapters; a classifier's head is trained and saved with them.
 
+    A pooler that the model's files lack is trained and saved like the head.
+
     Trained weights stay in 32-bit in every precision: bfloat16 would round small updates away, and they are few.
     Mixed precision multiplies frozen linear layers in 16 bits, so they are stored in 16 bits, which changes no bit of
     a result. A head that is tied to the embedding stays in 32-bit, since the embedding is read in 32-bit.
@@ -75,13 +77,16 @@ def add_adapters(model: nn.Module, settings: Settings) -> nn.Module:
     from fabric_ladder.techniques.adapter_inputs import keep_16_bit_inputs
 
     heads = head_names(model) if settings.task != "instruction-tuning" else []
+    heads += getattr(model, "new_parts", [])
+    targets, names = _targets(model, settings.lora_targets), {name for name, _ in model.named_modules()}
+    others = names.difference(linear_layers(model))
     config = LoraConfig(
         task_type=TASK_TYPES.get(settings.task),
         r=settings.lora_rank,
         lora_alpha=settings.lora_alpha,
         lora_dropout=settings.lora_dropout,
-        target_modules=_targets(model, settings.lora_targets),
-        exclude_modules=rf"(.*\.)?({'|'.join(heads)})(\..*)?" if heads else None,
+        target_modules=targets,
+        exclude_modules=sorted(name for name in others if any(_matches(target, [name]) for target in targets)) or None,
         modules_to_save=heads or None,
         use_dora=settings.dora,
         use_rslora=settings.rslora,
@@ -98,6 +103,8 @@ def add_adapters(model: nn.Module, settings: Settings) -> nn.Module:
     changes = settings.lora_init in CHANGES_BASE
     with same_draws() if changes else nullcontext():
         model = get_peft_model(model, config)
+    for module in batch_norms(model):  # their statistics would change, and are not saved with an adapter
+        module.eval().train = lambda mode=True, module=module: module
     if changes:
         model.changed_base = settings.lora_init
         config.init_lora_weights = True  # whoever loads the changed weights must not change them again
@@ -193,6 +200,13 @@ class LoRA(Technique):
     def packages(self, settings: Settings) -> tuple[str, ...]:
         """Return PEFT."""
         return ("peft",)
+
+    def notice(self, settings: Settings) -> str | None:
+        """Return a line about experts, which neither PEFT nor bitsandbytes takes for linear layers."""
+        share = expert_share(meta_model(settings))
+        bits = {"64-true": 64, "bf16-true": 16, "16-true": 16}.get(settings.precision, 32)
+        line = f"{share:.0%} of the weights are experts, which get no adapters and stay in {bits} bits"
+        return line if share else None
 
     def loading_options(self, settings: Settings, config: PretrainedConfig) -> dict:
         """Read the weights of a language model in 16 bits, if these are the run's precision."""

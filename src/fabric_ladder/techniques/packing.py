@@ -25,6 +25,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from fabric_ladder.models.configs import load_config
 from fabric_ladder.models.masks import declare_rows
+from fabric_ladder.models.probe import facts_of, probe
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.low_precision import IN_16_BITS
 from fabric_ladder.techniques.technique import Technique
@@ -50,7 +51,7 @@ def support_packing(model: nn.Module, longest: int) -> None:
     base = model.base_model
     named = "position_ids" in inspect.signature(base.forward).parameters
     shift = _first_position(base) if named else None
-    pooling = _Pooling(model) if model.get_output_embeddings() is None else None
+    pooling = _Pooling(model, longest) if model.get_output_embeddings() is None else None
     model.forward = partial(_forward, model.forward, pooling, shift, longest)
 
 
@@ -82,16 +83,11 @@ def _first_position(base: nn.Module) -> int:
 
 
 class _Pooling:
-    """Gives a classifier's own head rows of one token for each document.
+    """Gives a classifier's own head rows of one token for each document: the token that the head reads."""
 
-    It is the last token in a causal model, the first token in others, or the mean of all tokens if the config asks.
-    """
-
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, longest: int):
         base = model.base_model
-        both_ways = any(getattr(module, "is_causal", None) is False for module in base.modules())
-        mean = getattr(model.config, "classifier_pooling", None) == "mean"
-        self.kind = "mean" if mean else "first" if both_ways else "last"
+        self.kind = getattr(probe(model.config, "text-classification", longest), "pooled", None)
         self.padding = model.config.pad_token_id
         self._packed = self._spans = None
         base.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -166,6 +162,8 @@ class Packing(Technique):
                 f"{name} in the config of {settings.model} asks for eager attention, in which packed texts would see "
                 "each other; leave it out"
             )
+        if settings.task == "text-classification" and not getattr(facts_of(settings), "pooled", None):
+            return f"it is not known which token the head of {settings.model} reads; leave it out"
         window = _shortest_window(config)
         if window and window < settings.max_length:
             return (

@@ -28,14 +28,16 @@ def quantization(settings: Settings, config: PretrainedConfig) -> dict:
     """Return `from_pretrained`'s options for 4-bit weights.
 
     NF4 with double quantization takes 4.127 bits per weight (Dettmers et al., 2023, QLoRA, section 3). Matrix
-    multiplications run in 16 bits, or in 32 under `32-true`. Embeddings, norms and heads keep their own precision.
+    multiplications run in 16 bits, or in 32 under `32-true`. Embeddings, norms, heads and a pooler, which may be new,
+    keep their own precision.
 
     Weights that FSDP will shard or that will be streamed are packed in CPU memory: a GPU might not hold all of them.
     They come to the GPU block by block.
     """
     heads = None  # the one before the logits
     if settings.task != "instruction-tuning":
-        heads = head_names(meta_model(settings, config))
+        model = meta_model(settings, config)
+        heads = head_names(model) + [name for name, _ in model.named_modules() if name.endswith("pooler")]
     options = BitsAndBytesConfig(
         **NF4, llm_int8_skip_modules=heads, bnb_4bit_compute_dtype=half_precision(settings) or torch.float32
     )

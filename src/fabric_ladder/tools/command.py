@@ -17,6 +17,7 @@ COMMANDS = {
     "ladder": "run_ladder",
     "compare": "compare_runs",
     "generate": "generate",
+    "predict": "predict",
     "merge": "merge_lora",
     "export": "export_model",
     "doctor": "doctor",

@@ -28,6 +28,7 @@ from fabric_ladder.data.tokens import load_tokenizer
 from fabric_ladder.errors import UserError, refused
 from fabric_ladder.models.activations import fuse_gelu
 from fabric_ladder.models.configs import load_config, silence_loading
+from fabric_ladder.models.probe import answers_alone
 from fabric_ladder.techniques.fused_attention import fuse_attention
 
 RAW = "raw"  # no template
@@ -70,6 +71,7 @@ class Generator:
         self.adapter = adapter
         self.tokenizer = tokenizer
         self.template = template
+        self.max_new_tokens = max_new_tokens
         self._ends = end_tokens(tokenizer, model.generation_config.eos_token_id) or []
         self._config = GenerationConfig(
             max_new_tokens=max_new_tokens,
@@ -166,8 +168,8 @@ class Generator:
     def _checked(self, ids: list[int]) -> list[int]:
         if not ids:
             raise UserError("the prompt is empty; write an instruction")
-        positions = getattr(self.model.config, "max_position_embeddings", None)
-        new = self._config.max_new_tokens
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        new = self.max_new_tokens
         if positions and len(ids) + new > positions:
             raise UserError(
                 f"{len(ids)} tokens of prompt and --max_new_tokens {new} are beyond the model's {positions} positions; "
@@ -292,8 +294,14 @@ def read_questions(path: Path) -> list[tuple[dict, Question]]:
 
 
 def answer_all(generator: Generator, questions: list[Question], batch_size: int) -> Iterator[tuple[int, str]]:
-    """Yield the number of each question and its answer; prompts of similar length share a batch."""
+    """Yield the number of each question and its answer; prompts of similar length share a batch.
+
+    Each prompt is alone where padding on the left would change its answer.
+    """
     prompts = [generator.tokens(question) for question in questions]
+    longest = max(map(len, prompts)) + generator.max_new_tokens
+    if batch_size > 1 and answers_alone(generator.model.config, longest):
+        batch_size = 1
     order = sorted(
         range(len(prompts)), key=lambda index: -len(prompts[index])
     )  # the largest batch first, so that memory runs out early

@@ -19,16 +19,17 @@ TEXT = """Trained by `{name}` of Fabric Ladder from {base}, on {dataset}: {train
 ```yaml
 {details}```
 """
-LOADING = 'from transformers import pipeline\n\nmodel = pipeline("{task}", "{title}")'
+LOADING = 'from transformers import pipeline\n\nmodel = pipeline("{task}", "{title}"{options})'
 
 
-def write_card(folder: Path, run: Path, title: str) -> None:
+def write_card(folder: Path, run: Path, title: str, note: str = "") -> None:
     """Write README.md, a model card: data, test accuracy, settings, versions, and how to load the model.
 
     Args:
         folder: Folder of a transformers model.
         run: Folder of its run; without a run.json the card only explains how to load the model.
         title: Title of the card: the name on the Hub, if there is one.
+        note: A sentence about the merged adapter of a run on 4-bit weights.
     """
     architecture = read_outside(folder / "config.json")["architectures"][0]
     kinds = {"ForImageClassification": "image", "ForTokenClassification": "token", "Classification": "text"}
@@ -39,7 +40,8 @@ def write_card(folder: Path, run: Path, title: str) -> None:
     if (run / "run.json").is_file():
         with refused(f"cannot describe the run in {run}"):
             text = _describe_run(read_outside(run / "run.json"), facts)
-    loading = LOADING.format(task=task, title=title)
+            text += f"\n{note}. The accuracy was measured on the 4-bit weights.\n" if note else ""
+    loading = LOADING.format(task=task, title=title, options=", truncation=True" * (task == "text-classification"))
     card = f"---\n{facts.to_yaml()}\n---\n\n# {title}\n\n{text}\n```python\n{loading}\n```\n"
     card += _describe_prompts(folder) if task == "text-generation" else ""
     ModelCard(card).save(folder / "README.md")

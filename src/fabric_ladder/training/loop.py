@@ -303,6 +303,8 @@ def _finish(training: Training) -> None:
         data, random = training.train_loader.dataset, settings.from_scratch
         folder = save(training.fabric, settings.save, run.folder, training.model, training.optimizer, data, random)
         run.print(f"Saved {folder}")
+        if settings.task != "instruction-tuning":
+            run.print(f"Use it: python scripts/predict.py {run.folder} FILE")
     training.state.trained = True
 
 

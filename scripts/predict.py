@@ -1,0 +1,68 @@
+"""Predict with a trained model: classes, numbers or labels of words for a file, or classes for a folder of images.
+
+python scripts/predict.py runs/4_mixed_precision/1 tickets.csv [--output answers.csv] [--all_probabilities]
+
+The output has the rows of the file with the columns `predicted` and `probability`. If the file has labels, their scores
+are printed. A stopped prediction goes on where it stopped.
+"""
+
+import argparse
+from pathlib import Path
+
+from fabric_ladder.errors import UserError
+from fabric_ladder.tools.arguments import PRECISIONS, Arguments, at_least_1, new_path
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = Arguments(__doc__)
+    parser.add_argument("model", help="folder of a run, or of a model or adapter")
+    parser.add_argument("data", type=Path, help="CSV, JSON, JSON Lines or Parquet file, or a folder of images")
+    parser.add_argument("--output", type=new_path, help="file to write, .csv or .jsonl; default: DATA.predicted.csv, "
+                        "or .jsonl for other data than CSV")  # fmt: skip
+    parser.add_argument("--text_column", help="column of the texts; default: as in training")
+    parser.add_argument("--label_column", help="column of the labels; default: as in training")
+    parser.add_argument("--all_probabilities", action="store_true", help="write the probability of every class")
+    parser.add_argument("--accelerator", choices=("auto", "cuda", "mps", "cpu"), default="auto")
+    parser.add_argument("--precision", choices=PRECISIONS, help="default: bf16-true on a GPU, 32-true on a CPU")
+    parser.add_argument("--batch_tokens", type=at_least_1, help="padded tokens per batch; default: 16,384 on a GPU, "
+                        "1,024 on a CPU")  # fmt: skip
+    found = parser.parse_args()
+    if not found.data.exists():
+        parser.error(f"there is no file or folder {found.data}")
+    kind = ".csv" if found.data.suffix.lower() in (".csv", ".tsv") else ".jsonl"
+    try:
+        found.output = found.output or new_path(f"{found.data.stem or 'images'}.predicted{kind}")
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"--output: {error}")
+    if found.output.suffix not in (".csv", ".jsonl"):
+        parser.error(f"--output {found.output}: give a name that ends in .csv or .jsonl")
+    return found
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Load the model, predict, and print the scores."""
+    import torch
+
+    from fabric_ladder.checkpoints.export import DTYPES
+    from fabric_ladder.techniques.advice import show_errors
+    from fabric_ladder.tools.inference import load_predictor, predict_file, score
+
+    show_errors(smaller="a smaller --batch_tokens or --precision bf16-true")
+    found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    device = next(name for name in found if found[name]) if arguments.accelerator == "auto" else arguments.accelerator
+    if not found[device]:
+        raise UserError(f"--accelerator {device}: PyTorch finds no such device here; use --accelerator cpu")
+    precision = arguments.precision or ("32-true" if device == "cpu" else "bf16-true")
+    tokens = arguments.batch_tokens or (1024 if device == "cpu" else 16_384)
+    columns = {name: getattr(arguments, name) for name in ("text_column", "label_column") if getattr(arguments, name)}
+    options = (device, DTYPES[precision], tokens, arguments.all_probabilities)
+    predictor = load_predictor(arguments.model, *options, columns)
+    rows = predict_file(predictor, arguments.data, arguments.output, f"{arguments.model} {options} {columns}")
+    print(f"Saved {rows:,} predictions in {arguments.output}")
+    for line in score(predictor, arguments.output):
+        print(line)
+
+
+if __name__ == "__main__":
+    main(parse())

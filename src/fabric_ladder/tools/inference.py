@@ -1,0 +1,366 @@
+"""Predict classes, numbers or labels of words for the rows of a file or for a folder of images, without training."""
+
+import csv
+import io
+import itertools
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn.functional import interpolate, one_hot
+from transformers import PreTrainedTokenizerBase
+
+from fabric_ladder.checkpoints.export import find_result, load_result
+from fabric_ladder.comparing.matching import wilson_interval
+from fabric_ladder.data.image_files import list_images
+from fabric_ladder.data.images import WHITE, decode, read_image_format
+from fabric_ladder.data.kinds import kind_of
+from fabric_ladder.data.rows import read_file, read_text
+from fabric_ladder.data.sources import file_stamp
+from fabric_ladder.data.splits import ImageFormat
+from fabric_ladder.data.tables import label_number
+from fabric_ladder.data.tokens import load_tokenizer, tokenize_start
+from fabric_ladder.data.word_labels import UNLABELLED, word_list
+from fabric_ladder.data.words import place_words
+from fabric_ladder.environment import write_whole
+from fabric_ladder.errors import UserError, read_outside, refused
+from fabric_ladder.models.configs import most_tokens
+from fabric_ladder.runs.metrics import describe_classes
+from fabric_ladder.settings import Settings
+
+CHUNK = 1024  # rows that are read, sorted by length, predicted and written together
+PREDICTED, PROBABILITY = "predicted", "probability"  # names of the new columns
+MOST_CLASSES = 10  # with more classes the confusion matrix is not printed
+TASKS = {
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForImageClassification": "image-classification",
+}  # by the end of the model's class
+
+
+@dataclass
+class Predictor:
+    """A trained model for texts, words or images.
+
+    Attributes:
+        model: On its device, in eval mode.
+        settings: Those of its run, or the defaults.
+        names: The names of its outputs.
+        tokens: Padded tokens per batch.
+        every: Whether to return the probability of every class, too.
+        tokenizer: None for images.
+        format: Of images, or None.
+    """
+
+    model: nn.Module
+    settings: Settings
+    names: list[str]
+    tokens: int
+    every: bool
+    tokenizer: PreTrainedTokenizerBase | None = None
+    format: ImageFormat | None = None
+
+    @torch.inference_mode()
+    def predict(self, rows: list[dict]) -> list[dict]:
+        """Return the new columns of each row.
+
+        Raises:
+            ValueError: A row has no text, or its image cannot be read.
+        """
+        found: list = [None] * len(rows)
+        inputs, words = [self._pixels(row) for row in rows] if self.format else None, None
+        if self.settings.task == "token-classification":
+            column = "tokens" if self.settings.text_column == "text" else self.settings.text_column
+            texts = [list(map(str, word_list(row, column))) for row in rows]
+            inputs, *words = zip(*place_words(self.tokenizer, texts, self.settings.max_length), strict=True)
+        elif not self.format:
+            inputs = tokenize_start(self.tokenizer, list(map(self._text, rows)), self.settings.max_length)
+        lengths = [self.format.tokens if self.format else len(each) for each in inputs]
+        for batch in _cut(lengths, self.tokens):
+            for row, logits in zip(batch, self._forward([inputs[row] for row in batch]), strict=True):
+                if words is None:
+                    found[row] = self._describe(logits)
+                else:
+                    found[row] = self._describe_words(logits[words[0][row]], words[1][row], len(texts[row]))
+        return found
+
+    def _text(self, row: dict) -> str:
+        columns = [name.strip() for name in self.settings.text_column.split(",")]
+        parts = (read_text(row, column, may_be_empty=True) for column in columns)
+        if not (text := "\n".join(filter(str.strip, parts))):
+            raise ValueError(f"no {' and no '.join(columns)}")
+        return text
+
+    def _pixels(self, row: dict) -> Tensor:
+        """Return the model's input for a file, (3, size, size), as in the evaluation."""
+        side, mode = self.format.resize_to, self.format.resample
+        pixels = decode(Path(row["file"]).read_bytes(), side, Image.Resampling[mode.upper()], WHITE, [])
+        image = torch.from_numpy(pixels).permute(2, 0, 1)
+        if image.shape[1:] != (side, side):
+            image = interpolate(image[None], (side, side), mode=mode, antialias=True)[0]
+        start = (side - self.format.size) // 2
+        image = image[:, start : start + self.format.size, start : start + self.format.size]
+        mean, std = (torch.tensor(value).view(3, 1, 1) for value in (self.format.mean, self.format.std))
+        return image.float().mul(1 / (255 * std)).sub(mean / std)
+
+    def _forward(self, inputs: list) -> Tensor:
+        device = self.model.device
+        if self.format:
+            return self.model(pixel_values=torch.stack(inputs).to(device, self.model.dtype)).logits.float().cpu()
+        batch = self.tokenizer.pad({"input_ids": inputs}, padding_side="right", return_tensors="pt").to(device)
+        return self.model(**batch).logits.float().cpu()
+
+    def _describe(self, logits: Tensor) -> dict:
+        if self.settings.problem_type == "regression":
+            values = logits.tolist()
+            named = {f"{PREDICTED} {name}": value for name, value in zip(self.names, values, strict=True)}
+            return named if len(values) > 1 else {PREDICTED: values[0]}
+        several = self.settings.problem_type == "multi_label_classification"
+        shares = dict(zip(self.names, (logits.sigmoid() if several else logits.softmax(-1)).tolist(), strict=True))
+        chosen = [name for name in shares if shares[name] > 0.5] if several else max(shares, key=shares.get)
+        chance = [shares[name] for name in chosen] if several else shares[chosen]
+        every = {f"{PROBABILITY} {name}": share for name, share in shares.items()} if self.every else {}
+        return {PREDICTED: chosen, PROBABILITY: chance} | every
+
+    def _describe_words(self, logits: Tensor, places: np.ndarray, count: int) -> dict:
+        """Return the label of each word; None for words beyond the length of the training."""
+        labels, chances = [None] * count, [None] * count
+        for place, chance, best in zip(places, *(each.tolist() for each in logits.softmax(-1).max(-1)), strict=True):
+            labels[place], chances[place] = self.names[best], chance
+        return {PREDICTED: labels, PROBABILITY: chances}
+
+
+def _cut(lengths: list[int], tokens: int) -> Iterator[list[int]]:
+    """Yield batches of rows, sorted by length, with at most this number of padded tokens, or one row."""
+    batch = []
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if batch and (len(batch) + 1) * lengths[row] > tokens:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+def load_predictor(
+    name: str, device: str, dtype: torch.dtype, tokens: int, every: bool, columns: dict[str, str]
+) -> Predictor:
+    """Load the model of a run or of a folder.
+
+    Args:
+        name: See `find_result`.
+        device: `cpu`, `cuda` or `mps`.
+        dtype: Of the weights.
+        tokens: See `Predictor`.
+        every: See `Predictor`.
+        columns: `text_column` and `label_column`, if they are not the run's.
+
+    Raises:
+        UserError: There is no model, or it is a language model.
+    """
+    result = find_result(name)
+    config = result.config
+    kind = (getattr(config, "architectures", None) or [""])[0]
+    task = next((task for end, task in TASKS.items() if end in kind), None)
+    if task is None:
+        raise UserError(f"{result.folder} holds no classifier ({kind or 'no config.json'}): try scripts/generate.py")
+    record = result.folder.parent / "run.json"
+    saved = read_outside(record)["settings"] if record.is_file() else {}
+    saved = {key: saved[key] for key in ("max_length", "text_column", "label_column", "problem_type") if key in saved}
+    problem = config.problem_type or saved.get("problem_type")
+    own = {"task": task, "model": result.folder.as_posix(), "problem_type": problem}
+    settings = Settings(**saved | own | columns)
+    names = [str(config.id2label[number]) for number in range(config.num_labels)]
+    if problem == "regression":
+        names = [column.strip() for column in settings.label_column.split(",")]
+        names = names if len(names) == config.num_labels else list(map(str, range(config.num_labels)))
+    tokenizer = form = None
+    if task == "image-classification":
+        form, _ = read_image_format(settings)
+    else:
+        tokenizer = load_tokenizer(settings.model)
+        longest = min(tokenizer.model_max_length, most_tokens(settings), saved.get("max_length", 10**9))
+        settings = replace(settings, max_length=int(min(longest, 10**6)))
+    model = load_result(result, dtype=dtype).to(device)
+    return Predictor(model, settings, names, tokens, every, tokenizer, form)
+
+
+def read_rows(data: Path, names: list[str]) -> Iterator[tuple[str, dict]]:
+    """Yield the location and the columns of each row of a file, or of each image below a folder.
+
+    An image has the columns `file` and, if its folder is one of the classes `names`, `label`.
+
+    Raises:
+        UserError: The data cannot be read.
+    """
+    if data.is_dir():
+        images = list_images(data)
+        if not images:
+            raise UserError(f"{data} holds no image")
+        for image in images:
+            label = {"label": image.parent.name} if image.parent.name in names else {}
+            yield str(image), {"file": str(image)} | label
+        return
+    for location, row in read_file(data).rows:
+        if isinstance(row, ValueError):
+            raise UserError(f"{data}, {location}: {row}")
+        yield location, row
+
+
+def predict_file(predictor: Predictor, data: Path, output: Path, options: str) -> int:
+    """Write the rows of a file or the images of a folder with their predictions, and return their number.
+
+    A stopped prediction goes on where it stopped: the finished rows stand in a hidden file next to `output`.
+
+    Args:
+        predictor: From `load_predictor`.
+        data: A CSV, JSON or Parquet file, or a folder of images.
+        output: A new file, `.csv` or `.jsonl`.
+        options: What else the predictions depend on; other options start again.
+
+    Raises:
+        UserError: A row cannot be read, or has no text; or the file cannot be written.
+    """
+    part, state = (output.with_name(f".{output.name}.{end}") for end in ("part", "state"))
+    key = [options, str(data.resolve()) if data.is_dir() else file_stamp(data)]
+    done, size = 0, 0
+    if part.is_file() and state.is_file():
+        before = read_outside(state)
+        done, size = (before["rows"], before["bytes"]) if before["key"] == json.loads(json.dumps(key)) else (0, 0)
+    rows = itertools.islice(read_rows(data, predictor.names), done, None)
+    with refused(f"cannot write {output}"), open(part, "r+b" if size else "wb") as file:
+        file.truncate(size)
+        file.seek(size)
+        for chunk in iter(lambda: list(itertools.islice(rows, CHUNK)), []):
+            file.write(_lines(_with_predictions(predictor, data, chunk), output.suffix, header=not done))
+            file.flush()
+            done += len(chunk)
+            write_whole(state, json.dumps({"key": key, "rows": done, "bytes": file.tell()}))
+    if not done:
+        raise UserError(f"{data} has no rows")
+    os.rename(part, output)
+    state.unlink()
+    return done
+
+
+def _with_predictions(predictor: Predictor, data: Path, chunk: list[tuple[str, dict]]) -> list[dict]:
+    rows = [row for _, row in chunk]
+    try:
+        found = predictor.predict(rows)
+    except ValueError:  # find the row
+        for location, row in chunk:
+            with refused(f"{data}, {location}"):
+                predictor.predict([row])
+        raise
+    if taken := rows[0].keys() & found[0].keys():
+        raise UserError(f"{data} has a column {min(taken)!r} already: rename it")
+    return [row | new for row, new in zip(rows, found, strict=True)]
+
+
+def _lines(rows: list[dict], suffix: str, header: bool) -> bytes:
+    """Return rows as JSON Lines or CSV; in CSV, lists are separated by `|`."""
+    if suffix != ".csv":
+        return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows).encode()
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*rows[0]], restval="", extrasaction="ignore", lineterminator="\n")
+    if header:
+        writer.writeheader()
+    for row in rows:
+        joined = {name: "|".join("" if each is None else str(each) for each in value)
+                  for name, value in row.items() if isinstance(value, list)}  # fmt: skip
+        writer.writerow(row | joined)
+    return text.getvalue().encode()
+
+
+def score(predictor: Predictor, output: Path) -> list[str]:
+    """Return lines with the scores of a written file's rows that have labels; empty if none has.
+
+    The scores are those that a run prints after its test. Rows with labels that the model lacks do not count.
+    """
+    settings, names = predictor.settings, predictor.names
+    if settings.task == "image-classification":
+        settings = replace(settings, label_column="label")
+    kind = kind_of(settings, names)
+    label_of = kind.reader(settings, {})[1] if kind else partial(_class_of, settings.label_column, names)
+    counts = kind and kind.start_counts(torch.device("cpu"))
+    confusion, right, total, unknown = np.zeros((len(names),) * 2, int), 0, 0, Counter()
+    rows = (row for _, row in read_file(output).rows)
+    for part in iter(lambda: list(itertools.islice(rows, CHUNK)), []):
+        labelled = []
+        for row in part:
+            with suppress(ValueError):  # no label
+                labels = label_of(row)
+                new = [each for each in labels if isinstance(each, str) and each not in (*names, UNLABELLED)]
+                unknown.update(new[:1])
+                labelled += [] if new else [(row, labels)]
+        if kind and labelled:
+            logits, tensors = _as_tensors(predictor, *zip(*labelled, strict=True))
+            total += len(tensors["labels"])
+            right += int(kind.correct(logits, **tensors))
+            if counts is not None:
+                kind.count(counts, logits, **tensors)
+        for row, (label,) in labelled if not kind else ():
+            confusion[names.index(label), names.index(row[PREDICTED])] += 1
+    found = "; ".join(f"{label!r}: {count:,}" for label, count in unknown.most_common(3))
+    lines = [f"{unknown.total():,} rows have labels that the model lacks and do not count ({found})"] if unknown else []
+    if not kind:
+        return lines + (_describe_confusion(names, confusion) if confusion.any() else [])
+    if not total:
+        return lines
+    if settings.problem_type == "regression":
+        lines.append(f"MSE {counts['mse'].compute().mean():.4f} of {total:,} rows")
+    else:
+        lines.append(f"Accuracy {right / total:.2%} of {total:,} {'words' if kind.per_token else 'rows'}")
+    more = kind.describe(counts.compute()).lines if counts is not None else []
+    return lines + [line.removeprefix("Test ") for line in more]
+
+
+def _class_of(column: str, names: list[str], row: dict) -> list[str]:
+    """Return a row's class by its name, or raise ValueError for a row without a label."""
+    text = read_text({column: "" if row.get(column) is None else str(row[column])}, column).strip()
+    with suppress(ValueError):
+        return [names[label_number(text, names)]]
+    return [text]
+
+
+def _describe_confusion(names: list[str], confusion: np.ndarray) -> list[str]:
+    right, total = int(confusion.trace()), int(confusion.sum())
+    low, high = wilson_interval(right / total, total)
+    lines = [f"Accuracy {right / total:.2%} of {total:,} rows ({low:.2%} to {high:.2%}, 95 % interval)"]
+    lines.append(f"Macro-F1 {describe_classes(names, confusion.tolist())['macro_f1']:.2%}")
+    if len(names) <= MOST_CLASSES:
+        table = pd.DataFrame(confusion, pd.Index(names, name="label \\ predicted"), names)
+        lines += table.to_string().splitlines()
+    return lines
+
+
+def _as_tensors(predictor: Predictor, rows: tuple[dict], labels: tuple[list]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return logits with the predictions that the rows have, and the labels as the kind of labels counts them."""
+    names, problem = predictor.names, predictor.settings.problem_type
+    if problem == "regression":
+        columns = [PREDICTED] if len(names) == 1 else [f"{PREDICTED} {name}" for name in names]
+        values = [[float(row[column]) for column in columns] for row in rows]
+        return torch.tensor(values), {"labels": torch.tensor(labels)}
+    found = [row[PREDICTED].split("|") if isinstance(row[PREDICTED], str) else row[PREDICTED] for row in rows]
+    if problem == "multi_label_classification":
+        several = "," in predictor.settings.label_column
+        true = labels if several else [[name in row for name in names] for row in labels]
+        chosen = [[name in row for name in names] for row in found]
+        return torch.tensor(chosen) * 2.0 - 1, {"labels": torch.tensor(true).float()}
+    words = [(place == 0, *pair) for pairs in zip(labels, found, strict=True)
+             for place, pair in enumerate(pair for pair in zip(*pairs, strict=True)
+                                          if pair[0] != UNLABELLED and pair[1])]  # fmt: skip
+    begins, true, chosen = zip(*words, strict=True)
+    logits = one_hot(torch.tensor(list(map(names.index, chosen))), len(names)).float()
+    places = {"words": torch.arange(len(words)), "begins": torch.tensor(begins)}
+    return logits[None], {"labels": torch.tensor(list(map(names.index, true)))} | places

@@ -1,0 +1,210 @@
+"""Weights that a checkpoint lacks, or has in another form, are trained and saved, refused or named."""
+
+import json
+
+import pytest
+import torch
+from support.data_files import load_in, write_images
+from support.export import run_here, words_tokenizer
+from support.helpers import ROOT, settings_for, tiny_model, token_datasets
+from support.training import losses, run_training
+from transformers import (
+    AlbertConfig,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BigBirdConfig,
+    Dinov2Config,
+    DistilBertConfig,
+    LevitConfig,
+    MegatronBertConfig,
+    MobileBertConfig,
+    MobileViTConfig,
+    RemBertConfig,
+    RobertaConfig,
+    ViTConfig,
+)
+
+from fabric_ladder import UserError, build_model
+from fabric_ladder.checkpoints.export import find_result, load_result, write_plain
+from fabric_ladder.planning.predict import blank_datasets
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
+         "vocab_size": 64, "max_position_embeddings": 64, "pad_token_id": 0, "initializer_range": 0.3}  # fmt: skip
+ENCODERS = {
+    "albert": AlbertConfig(**SIZES, embedding_size=16),
+    "bert": BertConfig(**SIZES),
+    "distilbert": DistilBertConfig(**SIZES, dim=16, hidden_dim=32, n_layers=1, n_heads=2),
+    "megatron-bert": MegatronBertConfig(**SIZES),
+    "mobilebert": MobileBertConfig(**SIZES, embedding_size=16, intra_bottleneck_size=16, true_hidden_size=16),
+    "rembert": RemBertConfig(**SIZES, input_embedding_size=16, output_embedding_size=16),
+    "roberta": RobertaConfig(**SIZES),
+}
+ADAPTERS = {"lora": True, "lora_targets": "all-linear"}
+WAYS = {"full": {}, "adapters": ADAPTERS, "4 bits": ADAPTERS | {"quantization": "nf4"}}
+IMAGES = {"task": "image-classification", "batch_size": 8, "micro_batch_size": 4}
+VIT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "patch_size": 8}
+MOBILEVIT = {"hidden_sizes": [8, 8, 8], "neck_hidden_sizes": [4, 4, 8, 8, 8, 8, 8], "num_attention_heads": 2}
+LEVIT = {"hidden_sizes": [16, 16, 16], "num_attention_heads": [2, 2, 2], "depths": [1, 1, 1], "key_dim": [4, 4, 4]}
+WITH_BATCH_NORM = {
+    "levit": LevitConfig(image_size=32, architectures=["LevitForImageClassification"], **LEVIT),
+    "mobilevit": MobileViTConfig(image_size=32, patch_size=2, **MOBILEVIT),
+}
+
+
+def text_data(names=("bad", "good"), seed=0):
+    datasets = token_datasets(train=32, seed=seed)
+    datasets.tokenizer = words_tokenizer()
+    datasets.class_names[:] = names
+    return datasets
+
+
+def trained(tmp_path, model, datasets, **values):
+    torch.manual_seed(0)
+    values = {"save": "consolidated"} | values
+    model = build_model(settings_for(tmp_path, model=str(model), **values), datasets)
+    return run_training(tmp_path, model, datasets, **values)
+
+
+def text_logits(model):
+    for module in model.modules():  # an evaluation on a CPU would repack 4-bit weights, and round them
+        module.support_avx512bf16_for_cpu = False
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.arange(5, 29).reshape(2, 12)).logits
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_a_masked_language_model_becomes_a_classifier_that_is_exported_as_it_was_tested(tmp_path, kind, way):
+    """Its files lack a pooler or layers of the head, which would otherwise be drawn again by each export."""
+    AutoModelForMaskedLM.from_config(ENCODERS[kind]).save_pretrained(tmp_path / kind)
+    run, model = trained(tmp_path, tmp_path / kind, text_data(), **WAYS[way])
+    result = find_result(run.folder)
+    torch.testing.assert_close(text_logits(load_result(result)), text_logits(model.module))
+    lacks = (run.folder / "log.txt").read_text().count("random weights, trained like the head")
+    assert lacks == (kind not in ("distilbert", "roberta"))
+    if way != "4 bits":
+        write_plain(load_result(result), tmp_path / "plain", result.folder)
+        plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "plain")
+        torch.testing.assert_close(text_logits(plain), text_logits(model.module))
+
+
+def test_an_adapter_without_the_pooler_that_its_base_lacks_is_refused(tmp_path):
+    AutoModelForMaskedLM.from_config(ENCODERS["bert"]).save_pretrained(tmp_path / "bert")
+    run, _ = trained(tmp_path, tmp_path / "bert", text_data(), **ADAPTERS)
+    path = run.folder / "adapter" / "adapter_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"modules_to_save": ["classifier"]}))
+    with pytest.raises(UserError, match=r"nor its base .*bert has the weights of bert.pooler.dense: train again"):
+        load_result(find_result(run.folder))
+
+
+def image_data(tmp_path, model):
+    write_images(tmp_path / "images", {"cat": 12, "dog": 12})
+    return load_in(tmp_path, tmp_path / "images", task="image-classification", model=str(model))
+
+
+def save_image_model(config, folder, size=32):
+    AutoModelForImageClassification.from_config(config).save_pretrained(folder)
+    facts = {"image_processor_type": "ViTImageProcessor", "size": {"height": size, "width": size}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(facts))
+    return folder
+
+
+@pytest.mark.parametrize("way", ["full", "adapters"])
+def test_dinov2_keeps_its_positions_for_smaller_images(tmp_path, way):
+    folder = save_image_model(Dinov2Config(**VIT, image_size=56, initializer_range=0.3), tmp_path / "dinov2")
+    positions = AutoModelForImageClassification.from_pretrained(folder).dinov2.embeddings.position_embeddings
+    data = image_data(tmp_path, folder)
+    run, model = trained(tmp_path, folder, data, **IMAGES, **WAYS[way], learning_rate=1e-3)
+    saved = load_result(find_result(run.folder))
+    own = next(value for name, value in saved.named_parameters() if name.endswith("position_embeddings"))
+    torch.testing.assert_close(own, positions, atol=0.05, rtol=0)
+    pixels = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(saved(pixel_values=pixels).logits, model.eval()(pixel_values=pixels).logits)
+
+
+def test_images_of_a_size_that_the_model_does_not_take_are_refused(tmp_path):
+    folder = save_image_model(ViTConfig(**VIT, image_size=48), tmp_path / "vit")
+    with pytest.raises(UserError, match=r"vit takes images of 48 pixels, not 32: use --image_size 48 \(Input image"):
+        build_model(settings_for(tmp_path, model=str(folder), **IMAGES), blank_datasets(2, 32))
+
+
+def test_weights_of_the_body_of_another_size_are_refused(tmp_path):
+    """The head may have another number of classes."""
+    folder = tmp_path / "bert"
+    tiny_model("bert", classes=5).save_pretrained(folder)
+    settings = settings_for(tmp_path, model=str(folder))
+    assert build_model(settings, text_data()).new_head
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 40}))
+    text = r"bert stores bert.*position_embeddings.weight with the sizes \[512, 16\], but its config.json .* \[40, 16\]"
+    with pytest.raises(UserError, match=text):
+        build_model(settings, text_data())
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_a_pretrained_head_follows_the_names_of_its_classes(tmp_path, kind):
+    model = tiny_model(kind, classes=3)
+    model.config.id2label = {0: "Positive", 1: "NEUTRAL", 2: "negative"}
+    model.save_pretrained(tmp_path / "model")
+    settings = settings_for(tmp_path, model=str(tmp_path / "model"))
+    swapped = build_model(settings, text_data(("negative", "neutral", "positive")))
+    torch.testing.assert_close(text_logits(swapped), text_logits(model).flip(1))
+    assert not swapped.notices
+    other = build_model(settings, text_data(("a", "b", "c")))
+    assert torch.equal(text_logits(other), text_logits(model))
+    assert other.notices == [
+        "The pretrained head has the classes Positive, NEUTRAL, negative and starts as a, b, c, in this order"
+    ]
+    assert not build_model(settings, text_data(("Positive", "neutral", "negative"))).notices
+
+
+def test_big_bird_attends_fully_from_the_start(tmp_path):
+    """It would switch at the first short text, and a resumed or exported model would begin with the other attention."""
+    sizes = {"block_size": 2, "num_random_blocks": 1, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    AutoModelForSequenceClassification.from_config(BigBirdConfig(**SIZES, **sizes)).save_pretrained(tmp_path / "model")
+    run, model = trained(tmp_path, tmp_path / "model", text_data(), micro_batch_size=1)
+    together, _ = trained(tmp_path, tmp_path / "model", text_data())
+    assert losses(run) == pytest.approx(losses(together), abs=1e-5)
+    assert "Attention is full, not block-sparse" in (run.folder / "log.txt").read_text()
+    saved = AutoModelForSequenceClassification.from_pretrained(run.folder / "model")
+    assert saved.config.attention_type == "original_full"
+    torch.testing.assert_close(text_logits(saved), text_logits(model.module))
+
+
+@pytest.mark.parametrize("layout", ["consolidated", "sharded"])
+@pytest.mark.parametrize("kind", WITH_BATCH_NORM)
+def test_adapters_leave_batch_norm_as_it_is(tmp_path, kind, layout):
+    """Its statistics are not saved with an adapter, so the exported model would differ."""
+    folder = save_image_model(WITH_BATCH_NORM[kind], tmp_path / kind)
+    values = {**IMAGES, **ADAPTERS, "lora_dropout": 0.0, "save": layout, "learning_rate": 1e-3}
+    runs = [trained(tmp_path, folder, image_data(tmp_path, folder), **values | {"micro_batch_size": size})
+            for size in (4, 8)]  # fmt: skip
+    assert losses(runs[0][0]) == pytest.approx(losses(runs[1][0]), abs=1e-5)
+    assert "normalizes over the micro-batch" not in (runs[0][0].folder / "log.txt").read_text()
+    saved, pixels = load_result(find_result(runs[0][0].folder)), torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        expected = runs[0][1].eval()(pixel_values=pixels).logits
+        torch.testing.assert_close(saved(pixel_values=pixels).logits, expected)
+
+
+def test_a_line_says_that_batch_norm_depends_on_the_micro_batch(tmp_path):
+    folder = save_image_model(WITH_BATCH_NORM["mobilevit"], tmp_path / "model")
+    for size, lines in ((4, 1), (8, 0)):
+        settings = settings_for(tmp_path, model=str(folder), **IMAGES | {"micro_batch_size": size})
+        notices = build_model(settings, blank_datasets(2, 32)).notices
+        assert len(notices) == lines, notices
+
+
+def test_an_export_of_4_bit_training_says_what_its_accuracy_was_measured_on(tmp_path, monkeypatch, capsys):
+    AutoModelForMaskedLM.from_config(ENCODERS["roberta"]).save_pretrained(tmp_path / "model")
+    for way, notes in (("4 bits", 1), ("adapters", 0)):
+        run, _ = trained(tmp_path, tmp_path / "model", text_data(), **WAYS[way])
+        run_here(monkeypatch, ROOT / "scripts" / "export_model.py", run.folder)
+        note = "The adapter was trained on 4-bit weights and is merged into whole ones: outputs differ a little"
+        assert capsys.readouterr().out.count(f"{note}\n") == notes
+        card = (run.folder / "export" / "README.md").read_text()
+        assert card.count(f"{note}. The accuracy was measured on the 4-bit weights.") == notes

@@ -1,0 +1,165 @@
+"""Predictions for a file are those of the run's test, and a stopped prediction goes on where it stopped."""
+
+import json
+import random
+import re
+
+import pandas as pd
+import pytest
+from PIL import Image
+from support.devices import ONE_THREAD
+from support.helpers import MODELS, ROOT, SRC, finished, run_script
+
+from fabric_ladder.data.rows import read_file
+
+PREDICT = ROOT / "scripts" / "predict.py"
+WORDS = {"B-PER": ["Ann", "Ben"], "B-LOC": ["Ulm", "Rom"], "O": ["went", "to", "saw", "and"]}
+TOPICS = {"billing": ["invoice", "price"], "login": ["password", "account"], "other": ["cat", "music"]}
+
+
+def draw_rows(kind, count):
+    """Return rows of a kind of labels; many are hard, so that no figure is 0 or 1."""
+    draw = random.Random(count)
+    rows = []
+    for _ in range(count):
+        topic = draw.choice([*TOPICS])
+        text = " ".join(draw.choices([*TOPICS[topic], *draw.choice([*TOPICS.values()])], k=draw.randint(1, 12)))
+        tags = draw.choices([*WORDS], k=draw.randint(2, 9))
+        rows.append({
+            "single": {"text": text, "label": topic},
+            "several": {"text": text, "label": [name for name, words in TOPICS.items() if words[0] in text]},
+            "number": {"text": text, "label": text.count("price") - text.count("cat") / 2},
+            "words": {"tokens": [draw.choice(WORDS[tag]) for tag in tags], "ner_tags": tags},
+        }[kind])  # fmt: skip
+    return rows
+
+
+OPTIONS = {
+    "single": [],
+    "several": ["--problem_type", "multi_label_classification"],
+    "number": ["--problem_type", "regression"],
+    "words": ["--task", "token-classification"],
+}
+
+
+def train(folder, *options, **environment):
+    """Train in `folder`, and return the results of the run."""
+    model = ["--from_scratch", "true", "--learning_rate", "3e-3", "--save", "consolidated", "--batch_size", "8"]
+    finished(run_script(SRC / "2_grad_accum.py", *model, *options, cwd=folder, **ONE_THREAD))
+    return json.loads((folder / "runs" / "2_grad_accum" / "1" / "run.json").read_text())["results"]
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_the_scores_are_those_of_the_runs_test(tmp_path, kind):
+    (tmp_path / "rows").mkdir()
+    for split, count in (("train", 96), ("validation", 16), ("test", 60)):
+        lines = "".join(json.dumps(row) + "\n" for row in draw_rows(kind, count))
+        (tmp_path / "rows" / f"{split}.jsonl").write_text(lines)
+    found = train(tmp_path, "--dataset", "rows", "--max_length", "32", *OPTIONS[kind])
+    printed = finished(run_script(PREDICT, "runs/2_grad_accum/1", "rows/test.jsonl", cwd=tmp_path, **ONE_THREAD))
+    if kind == "number":
+        expected = [f"MSE {found['test_mse']:.4f} of 60 rows", f"Pearson {found['test_pearson']:.4f}"]
+    else:
+        unit = f"{found['test_words']} words" if kind == "words" else "60 rows"
+        expected = [f"Accuracy {found['test_accuracy']:.2%} of {unit}"]
+    if kind == "single":
+        expected += [f"Macro-F1 {found['classes']['macro_f1']:.2%}"]
+        expected += [f"{name} .* {row[-1]}" for name, row in zip(TOPICS, found["classes"]["confusion"], strict=True)]
+    if kind == "several":
+        expected += [f"micro-F1 {found['classes']['micro_f1']:.2%}", f"macro-F1 {found['classes']['macro_f1']:.2%}"]
+    if kind == "words":
+        expected += [f"entity F1 {found['entities']['micro_f1']:.2%}"]
+    for line in expected:
+        assert re.search(f"^{line}", printed, re.MULTILINE), printed
+    rows = [row for _, row in read_file(tmp_path / "test.predicted.jsonl").rows]
+    given = draw_rows(kind, 60)
+    assert [{name: row[name] for name in given[0]} for row in rows] == given, "every row, in its order"
+    again = run_script(PREDICT, "runs/2_grad_accum/1", "rows/test.jsonl", cwd=tmp_path, **ONE_THREAD)
+    assert (again.returncode, again.stderr.count("\n")) == (2, 1)
+    assert "test.predicted.jsonl exists" in again.stderr
+
+
+STOP = """
+import runpy, sys
+from fabric_ladder.tools import inference
+inference.CHUNK = 16
+predict, calls = inference.Predictor.predict, []
+def stopped(self, rows):
+    calls.append(1)
+    if len(calls) == 3:
+        raise KeyboardInterrupt
+    return predict(self, rows)
+inference.Predictor.predict = stopped
+sys.argv[:] = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_stopped_prediction_goes_on_and_texts_are_chosen_as_in_the_training(tmp_path):
+    table = pd.DataFrame(draw_rows("single", 60)).rename(columns={"text": "body", "label": "topic"})
+    table.to_csv(tmp_path / "tickets.csv", index=False)
+    train(tmp_path, "--dataset", "tickets.csv", "--text_column", "body", "--label_column", "topic", "--max_length", 32)
+    (tmp_path / "stop.py").write_text(STOP)
+    words = ["runs/2_grad_accum/1", "tickets.csv", "--all_probabilities"]
+    finished(run_script(PREDICT, *words, "--output", "whole.csv", cwd=tmp_path, **ONE_THREAD))
+    stopped = run_script(tmp_path / "stop.py", PREDICT, *words, "--output", "parts.csv", cwd=tmp_path, fresh=True)
+    assert stopped.returncode != 0
+    assert not (tmp_path / "parts.csv").exists()
+    part = tmp_path / ".parts.csv.part"
+    assert len(pd.read_csv(part)) == 32
+    with part.open("a") as file:
+        file.write("half a row")
+    finished(run_script(PREDICT, *words, "--output", "parts.csv", cwd=tmp_path, **ONE_THREAD))
+    parts, whole = (pd.read_csv(tmp_path / f"{name}.csv") for name in ("parts", "whole"))
+    pd.testing.assert_frame_equal(parts, whole)  # batches differ, so probabilities do in the last digits
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".parts")]
+    shares = whole[[f"probability {name}" for name in TOPICS]]
+    assert (shares.sum(axis=1) - 1).abs().max() < 1e-5
+    assert (shares.idxmax(axis=1) == "probability " + whole["predicted"]).all()
+    for text, line in (("body,topic\n,billing\n", "row 1 (no body)"), ("text\nhello\n", "row 1 (no body)"),
+                       ("body,predicted\na,b\n", "has a column 'predicted' already: rename it")):  # fmt: skip
+        (tmp_path / "bad.csv").write_text(text)
+        (tmp_path / "bad.predicted.csv").unlink(missing_ok=True)
+        process = run_script(PREDICT, words[0], "bad.csv", cwd=tmp_path, **ONE_THREAD)
+        assert (process.returncode, process.stderr.count("\n")) == (2, 1), process.stderr
+        assert line in process.stderr
+    (tmp_path / "new.csv").write_text("body,topic\ncat,weather\ncat,login\ncat,\n")
+    printed = finished(run_script(PREDICT, words[0], "new.csv", cwd=tmp_path, **ONE_THREAD))
+    assert "1 rows have labels that the model lacks and do not count ('weather': 1)" in printed
+    assert "% of 1 rows (" in printed
+
+
+def test_images_of_a_folder_are_predicted_as_in_the_test(tmp_path):
+    draw = random.Random(0)
+    for split, count in (("train", 32), ("validation", 8), ("test", 24)):
+        for number in range(count):
+            name = ("blue", "red")[number % 2]
+            colour = (draw.randint(60, 200), draw.randint(60, 200), draw.randint(60, 200))
+            path = tmp_path / "colours" / split / name / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (40 if number % 3 else 20, 32), colour).save(path)
+    options = ["--task", "image-classification", "--dataset", "colours", "--model", MODELS / "vit-small.json"]
+    (tmp_path / "none.yaml").write_text("{}")
+    found = train(tmp_path, *options, "--image_size", "32", "--config", "none.yaml")
+    printed = finished(run_script(PREDICT, "runs/2_grad_accum/1", "colours/test", cwd=tmp_path, **ONE_THREAD))
+    assert f"Accuracy {found['test_accuracy']:.2%} of 24 rows" in printed
+    rows = [json.loads(line) for line in (tmp_path / "test.predicted.jsonl").read_text().splitlines()]
+    assert {row["label"] for row in rows} == {"blue", "red"}
+
+
+def test_a_language_model_is_refused_in_one_line(tmp_path):
+    options = [
+        "--task",
+        "instruction-tuning",
+        "--train_samples",
+        "16",
+        "--validation_samples",
+        "4",
+        "--test_samples",
+        "4",
+    ]
+    train(tmp_path, *options)
+    (tmp_path / "rows.csv").write_text("text\nhello\n")
+    process = run_script(PREDICT, "runs/2_grad_accum/1", "rows.csv", cwd=tmp_path, **ONE_THREAD)
+    assert process.returncode == 2
+    assert "holds no classifier (BloomForCausalLM): try scripts/generate.py" in process.stderr
