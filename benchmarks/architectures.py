@@ -171,7 +171,7 @@ class Plain:
 
     def train(self) -> list[float]:
         """Return the losses of Adam, each of an effective batch."""
-        model = self.kind.from_pretrained(self.model).train()
+        model = self.load(self.model).train()
         optimizer, losses = torch.optim.Adam(model.parameters(), 1e-3, eps=EPS), []
         for batch in self.batches:
             parts = [self.run(model, sample) for sample in batch]
@@ -184,10 +184,16 @@ class Plain:
 
     def evaluate(self, folder: Path) -> tuple[float, float]:
         """Return loss and accuracy of a saved model."""
-        model = self.kind.from_pretrained(folder).eval()
+        model = self.load(folder).eval()
         with torch.no_grad():
             logits, labels = map(torch.cat, zip(*(self.run(model, sample) for sample in self.test), strict=True))
         return cross_entropy(logits, labels).item(), (logits.argmax(-1) == labels).float().mean().item()
+
+    def load(self, folder: Path) -> nn.Module:
+        """Return a model that keeps no keys and values for generation, which some of these configs cannot."""
+        model = self.kind.from_pretrained(folder)
+        model.config.use_cache = False
+        return model
 
     def run(self, model: nn.Module, sample: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return logits and labels of all items of a sample."""
