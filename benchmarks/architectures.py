@@ -386,9 +386,8 @@ def lines(part: str, results: dict[str, dict], reasons: list[str]) -> list[str]:
     for name, found in results[task]["rows"].items():
         if not found.get("trains", "differs").startswith("differs") or "drawn" in found:
             kind, reason = next(iter(found.items()))
-            others.setdefault(f"Not drawn: {reason}" if kind == "drawn" else reason.capitalize(), []).append(
-                f"`{name}`"
-            )
+            reason = f"not drawn: {reason.split('. ')[0]}" if kind == "drawn" else reason
+            others.setdefault(reason, []).append(f"`{name}`")
         else:
             table.append([f"`{name}`", *(shown(found.get(column, "yes")) for column in columns(task))])
     listed = [f"- {reason}: {', '.join(names)}" for reason, names in sorted(others.items())]
@@ -400,9 +399,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="print the rows of these, and write nothing")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="print every Nth row, and write nothing")
-    parser.add_argument(
-        "--task", nargs="+", choices=TASKS, default=list(TASKS), help="the other tasks stay as they are"
-    )
+    parser.add_argument("--task", nargs="+", choices=TASKS, default=[*TASKS], help="others stay as they are")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
     parser.add_argument("--page", action="store_true", help="run nothing; write the page from the results")
     args = parser.parse_args()
