@@ -30,6 +30,7 @@ from fabric_ladder import UserError, build_model
 from fabric_ladder.checkpoints.export import find_result, load_result, write_plain
 from fabric_ladder.checks import check
 from fabric_ladder.planning.predict import blank_datasets
+from fabric_ladder.techniques.advice import explain
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
          "vocab_size": 64, "max_position_embeddings": 64, "pad_token_id": 0, "initializer_range": 0.3}  # fmt: skip
@@ -198,6 +199,10 @@ def test_a_line_says_that_batch_norm_depends_on_the_micro_batch(tmp_path):
         settings = settings_for(tmp_path, model=str(folder), **IMAGES | {"micro_batch_size": size})
         notices = build_model(settings, blank_datasets(2, 32)).notices
         assert len(notices) == lines, notices
+    model = build_model(settings, blank_datasets(2, 32))
+    with pytest.raises(ValueError, match="Expected more than 1 value") as error:
+        model(pixel_values=torch.randn(1, 3, 32, 32))
+    assert explain(error.value).endswith("use a --micro_batch_size above 1 that divides --batch_size")
 
 
 def test_an_export_of_4_bit_training_says_what_its_accuracy_was_measured_on(tmp_path, monkeypatch, capsys):

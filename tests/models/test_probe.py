@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.helpers import settings_for
+from support.helpers import MODELS, settings_for
 from transformers import (
     BartConfig,
     BertConfig,
@@ -12,6 +12,7 @@ from transformers import (
     ConvBertConfig,
     FalconConfig,
     FNetConfig,
+    FunnelConfig,
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
@@ -126,8 +127,13 @@ def test_a_probe_leaves_random_numbers_and_the_config_as_they_are():
     assert config.to_dict() == values
 
 
-def test_a_model_without_a_copy_is_not_judged():
+def test_a_model_without_a_copy_is_not_judged_which_a_line_says(tmp_path):
     assert probe(BertConfig(hidden_act="unknown"), CLASSIFICATION, 512) is None
+    FunnelConfig().to_json_file(tmp_path / "funnel.json", use_diff=False)
+    settings = settings_for(tmp_path, model=str(tmp_path / "funnel.json"), from_scratch=True)
+    assert "may change the results of" in padding_notice(settings)
+    images = settings_for(tmp_path, model=str(MODELS / "vit-small.json"), task="image-classification", image_size=32)
+    assert padding_notice(images) is None
 
 
 @pytest.mark.parametrize(

@@ -67,10 +67,12 @@ def check_probed(settings: Settings) -> None:
 
 
 def padding_notice(settings: Settings) -> str | None:
-    """Return a line if padding changes the results of the model, and the settings allow padding."""
+    """Return a line if padding changes the results of the model or may do so, and the settings allow padding."""
     facts = facts_of(settings)
-    if facts is None or not facts.padding > TOLERANCE or not _pads(settings):
+    if settings.task == "image-classification" or not _pads(settings) or (facts and facts.padding <= TOLERANCE):
         return None
+    if facts is None:
+        return f"Padding may change the results of {settings.model}, which was not tried; {_remedy(settings)}"
     return (
         f"Padding changes the results of {settings.model}: they depend on the texts beside each text; "
         f"{_remedy(settings)}"

@@ -45,6 +45,8 @@ def explain(
         return _out_of_memory(error, settings, smaller)
     if "does not have a deterministic implementation" in str(error):
         return f"--deterministic true: {first_line(error)}; leave it out, or run on another device"
+    if "Expected more than 1 value per channel" in str(error):
+        return "batch normalization needs two images: use a --micro_batch_size above 1 that divides --batch_size"
     known = [pair for technique in TECHNIQUES for pair in technique.explained_errors]
     return next((line for text, line in known if text in str(error)), None)
 
