@@ -143,6 +143,12 @@ def test_a_model_of_images_that_takes_other_inputs_than_pixels_is_refused(tmp_pa
         check_images(image_settings(tmp_path, kind, 32, from_scratch=True))
 
 
+def test_a_model_of_images_without_a_loss_is_refused(tmp_path):
+    IMAGES["pp_lcnet"] = {}
+    with pytest.raises(UserError, match=r"\(pp_lcnet\) computes no loss: choose another --model"):
+        check_images(image_settings(tmp_path, "pp_lcnet", 32, from_scratch=True))
+
+
 def test_experts_and_a_loss_without_effect_are_named(tmp_path):
     """Experts are stacked weights, which adapters and 4 bits leave as they are."""
     moe = TEXT | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}

@@ -9,7 +9,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from fabric_ladder.data.images import read_image_format, side
-from fabric_ladder.errors import refused
+from fabric_ladder.errors import UserError, refused
 from fabric_ladder.models.configs import MODELS, class_for, fit_images, load_config, part_config
 from fabric_ladder.settings import Settings
 
@@ -54,6 +54,8 @@ def check_images(settings: Settings) -> None:
     elif own not in (None, size):
         problem = f"{settings.model} takes images of {own} pixels, not {size}: use --image_size {own}"
     model = meta_model(settings, config)
+    if "labels" not in inspect.signature(model.forward).parameters:  # PP-LCNet
+        raise UserError(f"{settings.model} ({config.model_type}) computes no loss: choose another --model")
     with refused(problem), torch.no_grad():
         try:
             model(pixel_values=torch.zeros(2, 3, size, size, device="meta"))
