@@ -6,10 +6,12 @@ import re
 import types
 
 import pytest
-from support.helpers import CONFIGS, SRC, run_script, without_package
+from support.helpers import CONFIGS, MODELS, SRC, run_script, without_package
 
 from fabric_ladder import UserError
 from fabric_ladder.cli import parse_settings
+from fabric_ladder.data.hub import reachable
+from fabric_ladder.data.load import check_data
 from fabric_ladder.data.splits import SPLITS
 from fabric_ladder.foreign import ALIASES, DEPENDENT, WORDS, to_own_words
 from fabric_ladder.options import (
@@ -419,3 +421,27 @@ def test_options_that_count_together_may_stand_in_different_places(tmp_path):
     words = "--config own.yaml --per_device_train_batch_size 8 --adam_beta1 0.8"
     settings = parse_settings(words.split(), **script_defaults("2_grad_accum"))
     assert (settings.batch_size, settings.micro_batch_size, settings.betas) == (32, 8, "0.8,0.9999999")
+
+
+def test_a_wrong_option_gets_the_remedy():
+    with pytest.raises(UserError, match=r"--save needs a value: no or sharded or consolidated \(see --help\)"):
+        read_words(["--save"])
+    with pytest.raises(UserError, match="there is no setting 'num_labels': the classes are those of the column"):
+        read_words(["--num_labels", "3"])
+
+
+def test_a_misspelt_file_and_a_text_in_utf_16_get_the_remedy(tmp_path):
+    (tmp_path / "tickets.csv").write_text("text,label\na,b\n", "utf-16")
+    for name, line in (
+        ("tikets.csv", "did you mean tickets.csv?"),
+        ("tickets.csv", "text in UTF-16: save it as UTF-8"),
+    ):
+        with pytest.raises(UserError, match=re.escape(line)):
+            check_data(DataSettings(dataset=str(tmp_path / name), model=str(MODELS / "bloom-quickstart.json")))
+
+
+def test_a_missing_run_is_no_name_on_the_hub(tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="there is no folder runs/99"), reachable("runs/99", "model"):
+        pass

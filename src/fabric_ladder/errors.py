@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -123,7 +124,7 @@ def refused(problem: str) -> Iterator[None]:
         # tokenizers, safetensors and torch.distributed.checkpoint raise errors that are no Exception
         if isinstance(error, UserError | KeyboardInterrupt | SystemExit | GeneratorExit) or is_out_of_memory(error):
             raise
-        reason = " ".join(str(error).split())[:200]
+        reason = textwrap.shorten(str(error), 200, placeholder=" …")
         kind = "" if isinstance(error, OSError | ValueError | RuntimeError) and reason else type(error).__name__
         raise UserError(f"{problem} ({': '.join(part for part in (kind, reason) if part)})") from error
 

@@ -107,7 +107,8 @@ def read_words(words: list[str]) -> dict[str, object]:
         if name not in (*NAMES, *OWN_OPTIONS, *DEPENDENT):
             raise UserError(_suggest(name))
         if text is None and name not in ("print_config", "help") and (name in DEPENDENT or not _is_switch(name)):
-            raise UserError(f"--{name} needs a value (see --help)")
+            words = kinds_of(name)[1] if name in FACTS else ()
+            raise UserError(f"--{name} needs a value{': ' * bool(words)}{' or '.join(words)} (see --help)")
         text = "true" if text is None and name in FACTS else text
         read = _read_dependent if name in DEPENDENT else read_value
         given[name] = text if name in OWN_OPTIONS else read(name, text)
@@ -378,6 +379,8 @@ def as_yaml(settings: Settings) -> str:
 def _suggest(name: str) -> str:
     """Return the message for an unknown setting, with the nearest ones."""
     near = difflib.get_close_matches(name.replace("-", "_").lower(), [*NAMES, *ALIASES, *DEPENDENT], n=3)
+    if name in ("num_labels", "num_classes"):
+        return f"there is no setting {name!r}: the classes are those of the column --label_column"
     options = dict.fromkeys(f"--{ALIASES[each][0] if each in ALIASES else each}" for each in near)
     did_you_mean = f"did you mean {' or '.join(options)}?" if options else "see --help all for all settings"
     return f"there is no setting {name[:60]!r}; {did_you_mean}"

@@ -221,9 +221,12 @@ def test_rows_that_cannot_be_rows_are_named(tmp_path):
     bad = ("text,label\n" + BODY).encode().replace(b"item 4", b"item \xf0")
     good, named = rows_of(tmp_path, "a.csv", bad)
     assert good == ROWS[:4] + ROWS[5:]
-    assert named == ["row 5: not UTF-8 (byte 0xf0): convert it, e.g. with iconv"]
+    assert named == ["row 5: not UTF-8 (byte 0xf0): save it as UTF-8 (Excel: CSV UTF-8)"]
     good, named = rows_of(tmp_path, "a.jsonl", b'{"text": "\xf0", "label": 1}\n{"text": "a", "label": 1}\n')
-    assert (len(good), named) == (1, ["line 1: not UTF-8 (byte 0xf0): convert it, e.g. with iconv"])
+    assert (len(good), named) == (
+        1,
+        ["line 1: not UTF-8 (byte 0xf0): save it as UTF-8 (Excel: CSV UTF-8)"],
+    )
 
 
 REFUSED = {

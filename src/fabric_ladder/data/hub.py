@@ -54,7 +54,7 @@ def reachable(name: str, content: str, revision: str | None = None) -> Iterator[
             with _without_code(name):
                 yield {"local_files_only": True} | NO_CODE
         return
-    if not HUB_NAME.fullmatch(name):
+    if not HUB_NAME.fullmatch(name) or (folder.parent.is_dir() and folder.name.isdecimal()):  # such as runs/99
         raise UserError(f"cannot load the {content}: there is no folder {name}")
     offline = not _hub_answers()
     problem = "cannot be reached" if offline else "has nothing usable of this name and revision"

@@ -1,5 +1,6 @@
 """Find the source of the texts: IMDb, synthetic reviews, the Hub, or files. Nothing is read here."""
 
+import difflib
 import glob
 import re
 from collections.abc import Callable, Iterable
@@ -37,6 +38,7 @@ CONTENTS = {  # how files begin whose names are often wrong
     b"\xfd7zXZ": "compressed by xz: unpack it",
     b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it",
     b"<!doctype html": "an HTML page, not the data: download it again",
+    b"\xff\xfe": "text in UTF-16: save it as UTF-8, in Excel as CSV UTF-8",
     b"<html": "an HTML page, not the data: download it again",
 }
 
@@ -110,7 +112,9 @@ def find_path(settings: DataSettings, suffixes: tuple[str, ...]) -> Path | None:
     path = find_file(name, settings)
     if path is None and (name.lower().endswith(suffixes) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", name)):
         several = "; put several files into one folder" if "," in name else ""
-        raise UserError(f"there is no file or folder {name} here or in {settings.data_dir}{several}")
+        beside = [each.name for each in Path(name).absolute().parent.glob("*")]
+        near = "".join(f"; did you mean {each}?" for each in difflib.get_close_matches(Path(name).name, beside, n=1))
+        raise UserError(f"there is no file or folder {name} here or in {settings.data_dir}{near or several}")
     return path
 
 
