@@ -92,20 +92,27 @@ def text_part(model: nn.Module) -> str:
 def linear_layers(model: nn.Module) -> list[str]:
     """Return the names of the linear layers of the pretrained body.
 
-    Layers that compute the logits, that belong to images or sounds, or that choose experts are left out. A fused kernel
-    reads the weights of Mamba's last layer itself.
+    Layers that compute the logits, that belong to images or sounds, that choose experts, or whose weights Mamba reads
+    itself are left out.
     """
-    output, heads, part = model.get_output_embeddings(), head_names(model), text_part(model)
-    outputs = [module.out_proj for module in model.modules() if hasattr(module, "ssm_state_size")]
+    output, heads, part, read = model.get_output_embeddings(), head_names(model), text_part(model), read_weights(model)
     return [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D)
-        and module not in (output, *outputs)
+        and module is not output
+        and name not in read
         and name.split(".")[0] not in heads
         and name.startswith(part)
         and "router" not in name
     ]
+
+
+def read_weights(model: nn.Module) -> list[str]:
+    """Return the names of the linear layers whose weights a state-space model, or its fused kernel, reads itself."""
+    mixers = [(name, module) for name, module in model.named_modules() if hasattr(module, "ssm_state_size")]
+    layers = ("out_proj", "dt_proj", "x_proj")
+    return [f"{name}.{layer}" for name, mixer in mixers for layer in layers if hasattr(mixer, layer)]
 
 
 def expert_share(model: nn.Module) -> float:

@@ -159,8 +159,6 @@ def _cut_lengths(config: PretrainedConfig, longest: int) -> None:
     for holder in (vars(config), getattr(config, "rope_parameters", None) or {}):
         if isinstance(holder.get(name), int):
             holder[name] = max(SHORT, holder[name] * LONG // max(longest, LONG))
-    if isinstance(getattr(config, "block_size", None), int):  # BigBird's blocks
-        config.block_size = max(1, config.block_size * LONG // max(longest, LONG))
 
 
 @lru_cache(maxsize=8)
@@ -169,6 +167,8 @@ def _measure(measure: Callable, kind: type[PretrainedConfig], values: str, task:
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     config = kind.from_dict(json.loads(values))
+    if getattr(config, "attention_type", None) == "block_sparse":  # `build_model` makes BigBird's attention full
+        config.attention_type = "original_full"
     if type(inner := config.get_text_config()) in MODELS[task]._model_mapping:
         config = inner
     try:  # the caller may be making a model without values, or in another dtype
@@ -191,7 +191,7 @@ def _facts(model: nn.Module) -> Facts:
     texts[:, -1] = texts[0, SHORT - 1] = end if isinstance(end, int) and 0 < end < VOCABULARY else 5  # 0 pads
     visible = torch.ones_like(texts)
     visible[0, SHORT:] = 0
-    padded = model(input_ids=texts * visible, attention_mask=visible).logits  # first: BigBird stays in full attention
+    padded = model(input_ids=texts * visible, attention_mask=visible).logits
     alone, visible = texts[:1, :SHORT], visible[1:, :SHORT]
     logits = model(input_ids=alone, attention_mask=visible).logits
     largest = logits.abs().max()

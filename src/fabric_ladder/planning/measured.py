@@ -4,14 +4,17 @@ import json
 import math
 from pathlib import Path
 
+from fabric_ladder.settings import Settings
+
 FILE = Path(__file__).with_name("measured.json")
 MEASURED = json.loads(FILE.read_text(encoding="utf-8"))
 SPEEDS: dict[str, float] = MEASURED["speeds"]["samples_per_second"]  # by the names of candidates
-WITHIN_NOISE = 5  # points: costs that differ by less count as equal, since the seeds of a rung do too
+WITHIN_NOISE = 5  # points: a step in the order of costs, about as large as the spread of a rung's seeds
+ADAPTERS = "lora_rank lora_alpha dora rslora lora_init".split()  # settings that every measured run has by default
 
 
 def numerics(settings: dict) -> list:
-    """Return the settings that change what a run can learn. Runs in which they are equal reach the same accuracy."""
+    """Return the settings that decide which measured accuracy a run has."""
     in_32_bits = settings["lora"] or settings["kahan_summation"] or settings["block_steps"]
     return [
         not in_32_bits and settings["precision"].endswith("16-true"),
@@ -26,6 +29,9 @@ def numerics(settings: dict) -> list:
 
 def accuracy_cost(settings: dict) -> dict | None:
     """Return the record of the measured cost in accuracy, with `points` and `words`; None: it was not measured."""
+    others = [name for name in ("task", *ADAPTERS) if settings.get(name) != getattr(Settings, name)]
+    if others:
+        return None
     key = json.loads(json.dumps(numerics(settings)))
     return next((cost for cost in MEASURED["accuracy"] if cost["numerics"] == key), None)
 

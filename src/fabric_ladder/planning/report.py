@@ -146,7 +146,8 @@ def _choice(plans: list[Plan]) -> list[str]:
     best = next(iter(recommend(plans).values()), None)
     if best is None:
         return []
-    order = "the highest measured speed" if best.candidate.speed else "without a measured speed, the least memory"
+    unmeasured = "without a measured speed, the least memory without copies and recomputation"
+    order = "the highest measured speed" if best.candidate.speed else unmeasured
     ways = f"ways that fit and train {best.candidate.trains}"
     reasons = [f"{_in_short(best)}: of the {ways} at the least measured cost in accuracy, {order}."]
     if best.host > MUCH:

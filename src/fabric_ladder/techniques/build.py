@@ -55,7 +55,7 @@ def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets, bloc
     sparse = getattr(config, "attention_type", None) == "block_sparse"  # BigBird
     if sparse:
         config.attention_type = "original_full"
-    pretrained_names = [*config.id2label.values()]
+    pretrained_names = [config.id2label[number] for number in sorted(config.id2label)]
     if settings.task != "instruction-tuning":
         config.id2label = dict(enumerate(datasets.class_names))  # and with it `num_labels`
         config.problem_type = settings.problem_type  # a config may have another one

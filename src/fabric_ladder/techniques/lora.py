@@ -52,12 +52,12 @@ def _check_targets(settings: Settings) -> None:
         if not _matches(target, layers):
             raise UserError(
                 f"--lora_targets {settings.lora_targets}: {settings.model} has no linear layer {target!r} that could "
-                f"get an adapter; it has {found}"
+                f"get an adapter; it has {found or 'none'}"
             )
     if not targets:
         raise UserError(
-            f"{settings.model}: no attention projections are found that could get adapters; name layers by "
-            f"--lora_targets: {found or 'but it has no linear ones'}"
+            f"{settings.model}: no attention projections are found that could get adapters; "
+            + (f"name layers by --lora_targets: {found}" if found else "it has no linear layers: leave out --lora true")
         )
     adapted = [name for name in layers if any(_matches(target, [name]) for target in targets)]
     check_init(settings, [model.get_submodule(name) for name in adapted])

@@ -12,7 +12,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.errors import UserError, first_line
 from fabric_ladder.models.dtypes import half_precision
-from fabric_ladder.models.layers import head_names, meta_model
+from fabric_ladder.models.layers import head_names, meta_model, read_weights
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.lora import LoRA
 from fabric_ladder.techniques.memory import Counts, Peak, frozen_linear_layers
@@ -34,10 +34,11 @@ def quantization(settings: Settings, config: PretrainedConfig) -> dict:
     Weights that FSDP will shard or that will be streamed are packed in CPU memory: a GPU might not hold all of them.
     They come to the GPU block by block.
     """
-    heads = None  # the one before the logits
+    model = meta_model(settings, config)
+    read = read_weights(model)
+    heads = [*read, "lm_head"] if read else None  # the one before the logits
     if settings.task != "instruction-tuning":
-        model = meta_model(settings, config)
-        heads = head_names(model) + [name for name, _ in model.named_modules() if name.endswith("pooler")]
+        heads = head_names(model) + [name for name, _ in model.named_modules() if name.endswith("pooler")] + read
     options = BitsAndBytesConfig(
         **NF4, llm_int8_skip_modules=heads, bnb_4bit_compute_dtype=half_precision(settings) or torch.float32
     )

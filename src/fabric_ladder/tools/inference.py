@@ -35,6 +35,7 @@ from fabric_ladder.data.words import place_words
 from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError, read_outside, refused
 from fabric_ladder.models.configs import most_tokens
+from fabric_ladder.models.probe import TOLERANCE, facts_of
 from fabric_ladder.runs.metrics import describe_classes
 from fabric_ladder.settings import Settings
 
@@ -191,6 +192,8 @@ def load_predictor(
         tokenizer = load_tokenizer(settings.model)
         longest = min(tokenizer.model_max_length, most_tokens(settings), saved.get("max_length", 10**9))
         settings = replace(settings, max_length=int(min(longest, 10**6)))
+        facts = facts_of(settings)
+        tokens = tokens if facts and facts.padding <= TOLERANCE and not facts.reads_padding else 1  # each text alone
     model = load_result(result, dtype=dtype).to(device)
     return Predictor(model, settings, names, tokens, every, tokenizer, form)
 
@@ -257,11 +260,11 @@ def _with_predictions(predictor: Predictor, data: Path, chunk: list[tuple[str, d
     rows = [row for _, row in chunk]
     try:
         found = predictor.predict(rows)
-    except ValueError:  # find the row
+    except ValueError:  # of one row, or of rows that BART cannot read together
+        found = []
         for location, row in chunk:
             with refused(f"{data}, {location}"):
-                predictor.predict([row])
-        raise
+                found += predictor.predict([row])
     if taken := rows[0].keys() & found[0].keys():
         raise UserError(f"{data} has a column {min(taken)!r} already: rename it")
     return [row | new for row, new in zip(rows, found, strict=True)]
