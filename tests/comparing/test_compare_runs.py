@@ -17,7 +17,7 @@ from fabric_ladder.comparing.table import to_markdown
 def test_the_script_writes_all_outputs(tmp_path):
     write_run(tmp_path / "runs", record(minutes=51.37, accuracy=0.8737))
     write_run(tmp_path / "runs", record("3_torch_compile", minutes=43.33, accuracy=0.8791, compile=True))
-    outputs = {option: tmp_path / f"out.{option}" for option in ("markdown", "html", "png")}
+    outputs = {option: tmp_path / f"out.{option}" for option in ("markdown", "html")}
     options = [str(text) for option, path in outputs.items() for text in (f"--{option}", path)]
     process = run_script(SCRIPT, tmp_path / "runs", *options, cwd=tmp_path)
     assert (process.returncode, process.stderr) == (0, "")
@@ -25,9 +25,6 @@ def test_the_script_writes_all_outputs(tmp_path):
         assert text in process.stdout
     assert "| 43.33 min (0.84 x) |" in outputs["markdown"].read_text()
     assert "<td>43.33 min (0.84 x)</td>" in outputs["html"].read_text()
-    names = {path.stem for path in outputs["png"].iterdir()}
-    assert names == {"loss", "validation", "time", "memory", "accuracy"}
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in outputs["png"].iterdir())
 
 
 def test_runs_with_other_differences_are_refused_in_one_line(tmp_path):
