@@ -164,3 +164,15 @@ def test_bad_input_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
         assert (line[:7], line.count("\n")) == ("error: ", 1)
     assert (tmp_path / "exists.md").read_text() == "mine"
     assert {path.name for path in tmp_path.iterdir()} == {Path(run).parent.name, "binary", "empty", "exists.md"}
+
+
+@pytest.mark.parametrize(("metric", "value", "shown"), [("accuracy", 0.9, 90), ("loss", 0.1, None)])
+def test_a_comparison_shows_the_validation_of_the_tested_weights_or_none(tmp_path, metric, value, shown):
+    content = record()
+    best = {"metric": metric, "value": value, "place": "epoch 1, batch 3", "used": True}
+    content["results"]["best_validation"] = best
+    (run,) = read_sources([write_run(tmp_path, content)])
+    assert (run.unfinished, run.figures.get("validation_accuracy")) == (None, shown)
+    best["used"] = False
+    (run,) = read_sources([write_run(tmp_path, content, number=2)])
+    assert run.figures["validation_accuracy"] == 80
