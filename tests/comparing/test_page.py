@@ -12,7 +12,7 @@ from fabric_ladder.comparing.page import to_html
 from fabric_ladder.comparing.sources import read_sources
 
 
-@pytest.mark.parametrize(("hits", "n"), [(0, 10), (5, 10), (10, 10), (8737, 10000), (1, 1), (33, 33), (0, 40)])
+@pytest.mark.parametrize(("hits", "n"), [(0, 10), (8737, 10000), (33, 33)])
 def test_wilsons_interval(hits, n):
     expected = binomtest(hits, n).proportion_ci(0.95, "wilson")
     low, high = wilson_interval(hits / n, n)
