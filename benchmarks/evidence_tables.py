@@ -157,7 +157,7 @@ def blog() -> list[str]:
     """Return the table of the blog's recipe next to rungs 1 and 2."""
 
     def shown(figures: dict) -> dict[str, float]:
-        return {name: figures[key] * factor for key, (name, factor, _) in FIGURES.items() if key in figures}
+        return {name: figures[key] * factor for key, (name, factor) in FIGURES.items() if key in figures}
 
     kept, rows = common.read_results(ACCURACY_OUT), []
     for side, (rung, batch_size) in ACCURACY_SIDES.items():

@@ -20,7 +20,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("sources", nargs="+", metavar="SOURCE", help="folder of a run or of runs, a log, or -")
     parser.add_argument("--markdown", metavar="FILE", type=new_path, help="write the table as Markdown")
     parser.add_argument("--html", metavar="FILE", type=new_path, help="write a page with charts that needs no network")
-    parser.add_argument("--png", metavar="FOLDER", type=new_path, help="write the charts into a new folder")
     parser.add_argument("--anyway", action="store_true", help="compare runs that differ in more than their technique")
     return parser.parse_args()
 
@@ -29,7 +28,6 @@ def main(arguments: argparse.Namespace) -> None:
     """Compare, print and write."""
     from rich.console import Console
 
-    from fabric_ladder.comparing.charts import save_charts
     from fabric_ladder.comparing.page import to_html
     from fabric_ladder.comparing.sources import read_sources
     from fabric_ladder.comparing.table import compare, print_table, to_markdown
@@ -46,9 +44,7 @@ def main(arguments: argparse.Namespace) -> None:
         write_new(arguments.markdown, to_markdown(comparison))
     if arguments.html:
         write_new(arguments.html, to_html(comparison))
-    if arguments.png:
-        save_charts(comparison, arguments.png)
-    for path in filter(None, (arguments.markdown, arguments.html, arguments.png)):
+    for path in filter(None, (arguments.markdown, arguments.html)):
         print(f"Saved {path}")
 
 

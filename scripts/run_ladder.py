@@ -43,8 +43,6 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     for place, name in enumerate(names):
         if name in names[:place] or name in given:
             parser.error(f"--search {name}: {name} is given twice")
-    if arguments.search and arguments.html:
-        parser.error("--html is the page of a comparison, which --search does not make: leave it out")
     return arguments, [*settings, "--runs_dir", arguments.runs_dir]
 
 
@@ -167,23 +165,20 @@ def run_all(plan: list[Planned]) -> tuple[list[Path | None], list[str]]:
     return folders, failed
 
 
-def print_best(arguments: argparse.Namespace, plan: list[Planned], folders: list[Path | None]) -> None:
-    """Print the table of a search for each rung."""
-    from rich.console import Console
+def print_best(plan: list[Planned], folders: list[Path | None]) -> None:
+    """Print the best values of a search for each rung."""
+    from fabric_ladder.comparing.search import best_line
 
-    from fabric_ladder.comparing.search import Tried, print_search
-
-    for rung in dict.fromkeys(planned.rung for planned in plan):
-        tried = []
-        for values in combinations(arguments.search):
-            pairs = zip(plan, folders, strict=True)
-            runs = [folder for each, folder in pairs if folder and (each.rung, each.values) == (rung, values)]
-            tried.append(Tried(values, runs, failed=len(runs) < arguments.seeds))
-        print_search(rung.stem, tried, Console())
+    tried = {(planned.rung, *in_words(planned.values)): (planned.values, []) for planned in plan}
+    for planned, folder in zip(plan, folders, strict=True):
+        tried[planned.rung, *in_words(planned.values)][1].append(folder)
+    for planned in {planned.rung: planned for planned in plan}.values():
+        found = [each for (rung, *_), each in tried.items() if rung == planned.rung]
+        print(best_line(planned.rung.stem, planned.settings.best_metric, found))
 
 
-def print_comparison(arguments: argparse.Namespace, rungs: list[Path], folders: list[Path]) -> None:
-    """Print the comparison of the runs, and write its page."""
+def print_comparison(arguments: argparse.Namespace, runs: dict[str, Planned]) -> None:
+    """Print the comparison of the runs, by their folders, and write its page."""
     from rich.console import Console
 
     from fabric_ladder.comparing.page import to_html
@@ -191,8 +186,14 @@ def print_comparison(arguments: argparse.Namespace, rungs: list[Path], folders: 
     from fabric_ladder.comparing.table import compare, print_table
 
     comparison = compare(
-        read_sources(list(map(str, folders))), {rung.stem: script_defaults(rung.stem) for rung in rungs}
+        read_sources([*runs]), {planned.rung.stem: script_defaults(planned.rung.stem) for planned in runs.values()}
     )
+    if arguments.search:
+        names = [name for name, _ in arguments.search]
+        comparison.differences = [each for each in comparison.differences if each.split()[0] not in names]
+        for row in comparison.rows:
+            planned = runs[row.first.source]
+            row.label = named(planned.rung, planned.values)
     print_table(comparison, Console())
     if arguments.html:
         write_new(arguments.html, to_html(comparison))
@@ -210,10 +211,10 @@ def main(arguments: argparse.Namespace, options: list[str]) -> None:
     folders, failed = run_all(plan)
     for line in failed:
         print(f"Failed: {line}")
+    if any(folders):
+        print_comparison(arguments, {str(each): planned for planned, each in zip(plan, folders, strict=True) if each})
     if arguments.search:
-        print_best(arguments, plan, folders)
-    elif any(folders):
-        print_comparison(arguments, arguments.rungs or RUNGS, [folder for folder in folders if folder])
+        print_best(plan, folders)
     sys.exit(1 if failed else 0)
 
 

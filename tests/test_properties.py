@@ -9,7 +9,6 @@ import gzip
 import json
 import os
 import re
-import shutil
 import sys
 import tempfile
 from contextlib import redirect_stdout
@@ -22,16 +21,11 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
-from rich.console import Console
 from support.data_files import BLOOM, LLAMA, SPLITS, chats, load_in, rows, samples_of, table
 from support.forks import RUNS, in_fork
 from support.helpers import deepspeed_file, settings_for
-from support.recorded_runs import STORED, compare
 
 from fabric_ladder import Settings, parse_settings
-from fabric_ladder.comparing.page import to_html
-from fabric_ladder.comparing.sources import read_sources
-from fabric_ladder.comparing.table import print_table, to_markdown
 from fabric_ladder.distributed.deepspeed_config import read_deepspeed_config
 from fabric_ladder.errors import Checked
 from fabric_ladder.foreign import ALIASES
@@ -236,22 +230,6 @@ def act_on_instructions(file):
     samples_of(load(file, task="instruction-tuning", model=LLAMA))
 
 
-def records():
-    """Draw the record of a real run, sometimes damaged."""
-    return texts_of(spoilt(json.loads((STORED.parent / "run.json").read_text(encoding="utf-8"))))
-
-
-def act_on_record(data):
-    """Compare a run with a second one, which can be read, and then alone."""
-    runs = [shutil.copytree(STORED.parent, Path("first")), shutil.copytree(STORED.parent, Path("second"))]
-    (runs[0] / "run.json").write_bytes(data)
-    for sources in (runs, reversed(runs), runs[:1]):
-        comparison = compare(read_sources([*map(str, sources)]))
-        print_table(comparison, Console(file=open(os.devnull, "w", encoding="utf-8")))  # noqa: SIM115
-        to_markdown(comparison).encode()
-    to_html(comparison).encode()  # drawing takes most of the time
-
-
 def act_on_deepspeed(data):
     Path("own.json").write_bytes(data)
     got = settings_for(Path(), deepspeed="own.json", model=BLOOM, optimizer="adamw", devices=2)
@@ -282,21 +260,11 @@ KNOWN_BAD = {  # inputs that once ended in a traceback or ran without end
         )
     ] + [b"null"],
 }  # fmt: skip
-KNOWN_BAD["records of runs"] = [
-    (STORED.parent / "run.json").read_bytes().replace(before.encode(), after.encode(), 1)
-    for before, after in (
-        ('"samples_per_second": ', '"samples_per_second": "fast", "x": '), ('"test_accuracy": 0', '"test_accuracy": 7'),
-        ('"negative"', '["negative"]'), ('"positive"', '"\\ud800"'), ('"seed": ', '"seed": true, "x": '),
-        ('"model": "', '"model": 1.5, "x": "'), ('"validation_file": null', '"validation_file": 1.5'),
-        ('"peak_memory_bytes": ', '"peak_memory_bytes": 1' + "0" * 400), ('"cores": 2', '"cores": [2]'),
-    )
-]  # fmt: skip
 GROUPS = {  # each group has its inputs and its action
     "command lines": (command_lines(), act_on_arguments),
     "YAML files": (yaml_files(), act_on_yaml),
     "tables": (tables(), act_on_table),
     "instructions": (instructions(), act_on_instructions),
-    "records of runs": (records(), act_on_record),
     "DeepSpeed configs": (
         texts_of(st.sampled_from([deepspeed_file(name) for name in ("zero2_auto", "zero3_auto")]).flatmap(spoilt)),
         act_on_deepspeed,

@@ -28,7 +28,6 @@ from fabric_ladder.checkpoints import checkpointer, store
 from fabric_ladder.checkpoints.resume import PROGRESS
 from fabric_ladder.training import gradients, loop
 
-STEPS = 16  # two epochs of eight optimizer steps
 QUICK = ["2_grad_accum", "4_mixed_precision", "13_lora"]
 OTHERS = ["1_batch_size_1", "5_low_precision", "6_lean_optimizer", "7_grad_checkpointing"]
 RUNGS = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]

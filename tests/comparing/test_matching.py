@@ -18,14 +18,9 @@ DIFFERENCES = {
     "content": ({"data": {"fingerprint": "xyz", "train_samples": 100}}, {}, "data (another content)"),
     "seed": ({}, {"seed": 5}, "seed 123 / 5"),
     "model": ({}, {"model": "bert-base-uncased"}, "model bloom-560m / bert-base-uncased"),
-    "task": ({}, {"task": "instruction-tuning"}, "task text-classification / instruction-tuning"),
     "epochs": ({}, {"epochs": 3}, "epochs 1 / 3"),
     "rate": ({}, {"learning_rate": 1e-3}, "learning_rate 5e-05 / 0.001"),
-    "schedule": ({}, {"schedule": "linear"}, "schedule constant / linear"),
-    "warmup": ({}, {"warmup_steps": 9}, "warmup_steps 0 / 9"),
     "clipping": ({}, {"max_grad_norm": 1.0}, "max_grad_norm null / 1"),
-    "start": ({}, {"load": "checkpoint"}, "load null / checkpoint"),
-    "scratch": ({}, {"from_scratch": True}, "from_scratch false / true"),
     "gpu": ({"hardware": HARDWARE | {"gpu": "NVIDIA T4"}}, {}, "gpu NVIDIA A100 / NVIDIA T4"),
     "second gpu": (
         {"resumed": [record() | {"hardware": HARDWARE | {"gpu": "NVIDIA T4"}}]},
@@ -106,7 +101,7 @@ def logged(settings):
     return LoggedRun(settings["name"], settings["name"], settings | {"ranks": 1}, **facts)
 
 
-@pytest.mark.parametrize("config", ["quickstart.yaml", "cifar10_vit_small.yaml", "belle_bloomz_7b1_lora.yaml"])
+@pytest.mark.parametrize("config", ["quickstart.yaml", "belle_bloomz_7b1_lora.yaml"])
 def test_all_pairs_of_rungs_on_one_config_are_compared(config, monkeypatch):
     monkeypatch.setattr(cli, "check_start", lambda settings: [])
     monkeypatch.setattr(cli, "check", lambda settings: None)  # two rungs need a GPU, and some configs need the Hub
@@ -128,12 +123,10 @@ def test_all_pairs_of_rungs_on_one_config_are_compared(config, monkeypatch):
     ("first", "second", "phrases"),
     [
         (["1_batch_size_1"], ["2_grad_accum", "--batch_size", "32"], []),
-        (["1_batch_size_1", "--batch_size", "32"], ["2_grad_accum", "--batch_size", "32"], []),
         (["2_grad_accum", "--batch_size", "32"], ["3_torch_compile"], []),
         (["5_low_precision"], ["6_lean_optimizer"], []),
         (["5_low_precision"], ["6_lean_optimizer", "--schedule", "linear"], ["schedule constant / linear"]),
         (["5_low_precision"], ["6_lean_optimizer", "--learning_rate", "0.5"], ["learning_rate 0.001 / 0.5"]),
-        (["5_low_precision"], ["4_mixed_precision", "--learning_rate", "0.5"], ["learning_rate 0.001 / 0.5"]),
         (["6_lean_optimizer"], ["6_lean_optimizer", "--sgd_learning_rate", "0.5"], ["sgd_learning_rate 0.01 / 0.5"]),
         (["13_lora", "--lora_learning_rate", "0.5"], ["14_qlora"], ["lora_learning_rate 0.5 / 0.002"]),
         (["4_mixed_precision"], ["4_mixed_precision", "--optimizer", "adafactor"], []),

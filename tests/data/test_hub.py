@@ -17,8 +17,6 @@ from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
 from local_dataset_utilities import load_datasets
 
-SIZES = {"train": 40, "validation": 12, "test": 11}
-
 
 @pytest.fixture
 def online(monkeypatch):

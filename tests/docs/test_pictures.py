@@ -28,7 +28,7 @@ def test_every_technique_page_shows_its_light_and_its_dark_picture(page):
 
 def test_every_picture_on_disk_has_a_function(program):
     drawn = {f"{name}_{theme}.png" for name in program.PICTURES for theme in THEMES}
-    others = {"ladder.png", "minilm_loss.png"}  # benchmarks/ draws these pictures
+    others = {"ladder.png", "minilm_loss.png"}  # evidence_tables.py draws the first, compare_runs.py the second
     assert {path.name for path in PICTURES.glob("*.png")} - others == drawn
 
 

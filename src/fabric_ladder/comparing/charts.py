@@ -2,7 +2,6 @@
 
 import io
 import textwrap
-from pathlib import Path
 from typing import NamedTuple
 
 from matplotlib import rc_context
@@ -35,45 +34,36 @@ STYLE = {
 
 
 class Chart(NamedTuple):
-    """A drawn chart: its name, its title, and the content of its file."""
+    """A drawn chart: its title, and its content as an SVG file."""
 
-    name: str
     title: str
     content: bytes
 
 
-def draw_charts(comparison: Comparison, kind: str) -> list[Chart]:
-    """Return all charts whose figures are known, as files of a kind, `svg` or `png`."""
+def draw_charts(comparison: Comparison) -> list[Chart]:
+    """Return all charts whose figures are known."""
     rows = comparison.rows
     columns = {column.key: column for column in comparison.columns}
     with rc_context(STYLE):
-        figures = {
-            "loss": _curves(rows, "losses", "Training loss", "training loss"),
-            "validation": _curves(rows, "accuracies", "Accuracy of each validation (thin: training)", "accuracy in %"),
-            "time": _dots(rows, columns["minutes"], "Time of training and validation"),
-            "memory": _dots(rows, columns["memory"], "Peak memory of training and validation"),
-        }
+        figures = [
+            _curves(rows, "losses", "Training loss", "training loss"),
+            _curves(rows, "accuracies", "Accuracy of each validation (thin: training)", "accuracy in %"),
+            _dots(rows, columns["minutes"], "Time of training and validation"),
+            _dots(rows, columns["memory"], "Peak memory of training and validation"),
+        ]
         if "test_accuracy" in columns:
-            title = "Test accuracy with Wilson's 95 % interval"
-            figures["accuracy"] = _dots(rows, columns["test_accuracy"], title)
+            figures.append(_dots(rows, columns["test_accuracy"], "Test accuracy with Wilson's 95 % interval"))
         if "test_mse" in columns:
-            figures["error"] = _dots(rows, columns["test_mse"], "Mean squared error of the test")
-        return [_save(name, figure, comparison.warning, kind) for name, figure in figures.items() if figure]
+            figures.append(_dots(rows, columns["test_mse"], "Mean squared error of the test"))
+        return [_save(figure, comparison.warning) for figure in figures if figure]
 
 
-def save_charts(comparison: Comparison, folder: Path) -> None:
-    """Write all charts as PNG files into a new folder."""
-    folder.mkdir()
-    for chart in draw_charts(comparison, "png"):
-        (folder / f"{chart.name}.png").write_bytes(chart.content)
-
-
-def _save(name: str, figure: Figure, warning: str, kind: str) -> Chart:
+def _save(figure: Figure, warning: str) -> Chart:
     if warning:
         figure.supxlabel(textwrap.fill(warning, 140), x=0.01, ha="left", fontsize=7)
     buffer = io.BytesIO()
-    figure.savefig(buffer, format=kind, dpi=200, metadata={"Date": None} if kind == "svg" else None)
-    return Chart(name, figure.axes[0].get_title(loc="left"), buffer.getvalue())
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return Chart(figure.axes[0].get_title(loc="left"), buffer.getvalue())
 
 
 def _curves(rows: list[Row], name: str, title: str, unit: str) -> Figure | None:

@@ -20,7 +20,7 @@ def to_html(comparison: Comparison) -> str:
     parts = [f'<p class="warning">{escape(comparison.warning)}</p>'] if comparison.warning else []
     parts += map(_note, rows[0].first.read)
     parts += [_table(figures_table(comparison)), _note(footnote(comparison))]
-    for chart in draw_charts(comparison, "svg"):
+    for chart in draw_charts(comparison):
         source = f"data:image/svg+xml;base64,{b64encode(chart.content).decode()}"
         parts.append(f'<img src="{source}" alt="{escape(chart.title)}">')
     for row in rows:

@@ -6,39 +6,25 @@ import re
 import sys
 from pathlib import Path
 
-from fabric_ladder.comparing.checking import (
-    CORRELATION,
-    COUNT,
-    LOSS,
-    NUMBER,
-    SHARE,
-    SIZE,
-    check_classes,
-    check_facts,
-    check_settings,
-    check_texts,
-    number,
-    refusal,
-)
 from fabric_ladder.comparing.logs import LoggedRun, LogParser, Point
 from fabric_ladder.errors import UserError, read_outside
 
 FORMAT = 1
-FIGURES = {  # key in run.json -> name of the figure, the factor to its unit, and the kind of number in run.json
-    "elapsed_seconds": ("minutes", 1 / 60, NUMBER),
-    "compile_seconds": ("compile_minutes", 1 / 60, NUMBER),
-    "compiled_graphs": ("compiled_graphs", 1, COUNT),
-    "samples_per_second": ("samples_per_second", 1, NUMBER),
-    "tokens_per_second": ("tokens_per_second", 1, NUMBER),
-    "padding": ("padding", 100, SHARE),
-    "peak_memory_bytes": ("memory", 1e-9, NUMBER),
-    "predicted_peak_bytes": ("predicted_memory", 1e-9, NUMBER),
-    "peak_host_memory_bytes": ("host_memory", 1e-9, NUMBER),
-    "test_accuracy": ("test_accuracy", 100, SHARE),
-    "test_mse": ("test_mse", 1, LOSS),
-    "test_pearson": ("test_pearson", 1, CORRELATION),
-    "parameters": ("parameters", 1e-6, COUNT),
-    "trainable_parameters": ("trainable_parameters", 1e-6, COUNT),
+FIGURES = {  # key in run.json -> name of the figure, and the factor to its unit
+    "elapsed_seconds": ("minutes", 1 / 60),
+    "compile_seconds": ("compile_minutes", 1 / 60),
+    "compiled_graphs": ("compiled_graphs", 1),
+    "samples_per_second": ("samples_per_second", 1),
+    "tokens_per_second": ("tokens_per_second", 1),
+    "padding": ("padding", 100),
+    "peak_memory_bytes": ("memory", 1e-9),
+    "predicted_peak_bytes": ("predicted_memory", 1e-9),
+    "peak_host_memory_bytes": ("host_memory", 1e-9),
+    "test_accuracy": ("test_accuracy", 100),
+    "test_mse": ("test_mse", 1),
+    "test_pearson": ("test_pearson", 1),
+    "parameters": ("parameters", 1e-6),
+    "trainable_parameters": ("trainable_parameters", 1e-6),
 }
 
 
@@ -100,19 +86,14 @@ def _read_run(folder: Path) -> LoggedRun:
     run = LoggedRun(str(folder), folder.parent.name or str(folder))
     try:
         record = read_outside(folder / "run.json")
-        check_texts(record)
-        if not isinstance(name := record["settings"]["name"], str):
-            raise refusal("settings.name", name, "a text")
-        run.name = name
+        run.name = record["settings"]["name"]
         run.unfinished = _why_unfinished(record)
         if run.unfinished is None:
             _fill(run, record)
-            _read_points(
-                run, folder / "metrics.csv", number("data.train_samples", record["data"]["train_samples"], SIZE)
-            )
+            _read_points(run, folder / "metrics.csv", record["data"]["train_samples"])
     except UserError as error:
         run.unfinished = str(error)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, csv.Error) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
         run.unfinished = f"its files cannot be read ({type(error).__name__}: {error})"
     return run
 
@@ -129,48 +110,39 @@ def _why_unfinished(record: dict) -> str | None:
 
 def _fill(run: LoggedRun, record: dict) -> None:
     results = record["results"]
-    check_settings(record["settings"])
     parts = [record, *record.get("resumed", [])]
-    run.settings = record["settings"] | {"ranks": number("ranks", parts[-1]["ranks"], SIZE)}
+    run.settings = record["settings"] | {"ranks": parts[-1]["ranks"]}
     run.versions = _join(parts, "versions")
     run.hardware = _join(parts, "hardware")
     run.data = record["data"]["fingerprint"]
-    if not isinstance(run.data, str):
-        raise refusal("data.fingerprint", run.data, "a text")
-    run.read = [str(line) for line in record["data"].get("read") or []]
+    run.read = record["data"].get("read") or []
     run.figures = {
-        name: number(f"results.{key}", results[key], kind) * factor
-        for key, (name, factor, kind) in FIGURES.items()
-        if results.get(key) is not None
+        name: results[key] * factor for key, (name, factor) in FIGURES.items() if results.get(key) is not None
     }
     last = results["epochs"][-1]
     for name in ("train", "validation"):
         if f"{name}_mse" in last:
-            run.figures[f"{name}_mse"] = number(f"results.epochs.{name}_mse", last[f"{name}_mse"], LOSS)
+            run.figures[f"{name}_mse"] = last[f"{name}_mse"]
         else:
-            share = number(f"results.epochs.{name}_accuracy", last[f"{name}_accuracy"], SHARE)
-            run.figures[f"{name}_accuracy"] = share * 100
+            run.figures[f"{name}_accuracy"] = last[f"{name}_accuracy"] * 100
     best = results.get("best_validation")
     if best and best["used"]:  # the test is of these weights, and the last validation is of others
         figures = {"accuracy": ("validation_accuracy", 100), "loss": ("validation_mse", 1)}
         run.figures = {name: value for name, value in run.figures.items() if name not in dict(figures.values())}
         name, factor = figures[best["metric"]]
         if name == "validation_accuracy" or "test_mse" in run.figures:
-            run.figures[name] = number("results.best_validation.value", best["value"], LOSS) * factor
-    if results.get("test_samples") is not None:
-        run.test_samples = number("results.test_samples", results["test_samples"], COUNT)
-    if "classes" in results:
-        run.classes = check_classes(results["classes"])
+            run.figures[name] = best["value"] * factor
+    run.test_samples = results.get("test_samples")
+    run.classes = results.get("classes", {})
     scores = {name: ("classes", name) for name in ("micro_f1", "macro_f1")} | {"entity_f1": ("entities", "micro_f1")}
     for name, (part, key) in scores.items():
         if (score := results.get(part, {}).get(key)) is not None:
-            run.figures[name] = number(f"results.{part}.{key}", score, SHARE) * 100
+            run.figures[name] = score * 100
     if "test_tokens" in results:
-        run.figures["test_loss"] = number("results.test_loss", results["test_loss"], LOSS)
+        run.figures["test_loss"] = results["test_loss"]
         run.figures["test_perplexity"] = _perplexity(results["test_loss"])
         by_loss = best and best["used"] and best["metric"] == "loss"
-        validation = number("validation_loss", best["value"] if by_loss else last["validation_loss"], LOSS)
-        run.figures["validation_perplexity"] = _perplexity(validation)
+        run.figures["validation_perplexity"] = _perplexity(best["value"] if by_loss else last["validation_loss"])
 
 
 def _perplexity(loss: float) -> float:
@@ -179,7 +151,7 @@ def _perplexity(loss: float) -> float:
 
 def _join(parts: list[dict], name: str) -> dict:
     """Return versions or hardware of a resumed run; facts that differ between its parts are listed in order."""
-    facts = [check_facts(name, part[name]) for part in parts]
+    facts = [part[name] for part in parts]
     values = {key: [each.get(key) for each in facts] for key in facts[0]}
     return {key: found[0] if len(set(found)) == 1 else ", then ".join(map(str, found)) for key, found in values.items()}
 
