@@ -46,7 +46,7 @@ def main(arguments: argparse.Namespace) -> None:
 
     from fabric_ladder.checkpoints.export import DTYPES
     from fabric_ladder.techniques.advice import show_errors
-    from fabric_ladder.tools.inference import load_predictor, predict_file, score
+    from fabric_ladder.tools.inference import load_predictor, predict_file
 
     show_errors(smaller="a smaller --batch_tokens or --precision bf16-true")
     found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
@@ -58,9 +58,9 @@ def main(arguments: argparse.Namespace) -> None:
     columns = {name: getattr(arguments, name) for name in ("text_column", "label_column") if getattr(arguments, name)}
     options = (device, DTYPES[precision], tokens, arguments.all_probabilities)
     predictor = load_predictor(arguments.model, *options, columns)
-    rows = predict_file(predictor, arguments.data, arguments.output, f"{arguments.model} {options} {columns}")
+    rows, scores = predict_file(predictor, arguments.data, arguments.output, f"{arguments.model} {options} {columns}")
     print(f"Saved {rows:,} predictions in {arguments.output}")
-    for line in score(predictor, arguments.output):
+    for line in scores:
         print(line)
 
 

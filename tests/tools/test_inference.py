@@ -4,6 +4,7 @@ import json
 import random
 import re
 
+import datasets as hf
 import pandas as pd
 import pytest
 from PIL import Image
@@ -106,7 +107,7 @@ def test_a_stopped_prediction_goes_on_and_texts_are_chosen_as_in_the_training(tm
     assert stopped.returncode != 0
     assert not (tmp_path / "parts.csv").exists()
     part = tmp_path / ".parts.csv.part"
-    assert len(pd.read_csv(part)) == 32
+    assert len(part.read_text().splitlines()) == 32
     with part.open("a") as file:
         file.write("half a row")
     finished(run_script(PREDICT, *words, "--output", "parts.csv", cwd=tmp_path, **ONE_THREAD))
@@ -116,8 +117,8 @@ def test_a_stopped_prediction_goes_on_and_texts_are_chosen_as_in_the_training(tm
     shares = whole[[f"probability {name}" for name in TOPICS]]
     assert (shares.sum(axis=1) - 1).abs().max() < 1e-5
     assert (shares.idxmax(axis=1) == "probability " + whole["predicted"]).all()
-    for text, line in (("body,topic\n,billing\n", "row 1 (no body)"), ("text\nhello\n", "row 1 (no body)"),
-                       ("body,predicted\na,b\n", "has a column 'predicted' already: rename it")):  # fmt: skip
+    for text, line in (("body,topic\n,billing\n", "row 1 (no body)"), ("text\nhello\n", "no column 'body', only text"),
+                       ("body,predicted\na,b\n", "there is a column 'predicted' already: rename it")):  # fmt: skip
         (tmp_path / "bad.csv").write_text(text)
         (tmp_path / "bad.predicted.csv").unlink(missing_ok=True)
         process = run_script(PREDICT, words[0], "bad.csv", cwd=tmp_path, **ONE_THREAD)
@@ -163,3 +164,32 @@ def test_a_language_model_is_refused_in_one_line(tmp_path):
     process = run_script(PREDICT, "runs/2_grad_accum/1", "rows.csv", cwd=tmp_path, **ONE_THREAD)
     assert process.returncode == 2
     assert "holds no classifier (BloomForCausalLM): try scripts/generate.py" in process.stderr
+
+
+def test_odd_rows_keep_their_columns_and_their_scores(tmp_path):
+    """Keys in another order, keys that come later, class labels of Parquet, and a changed model or data."""
+    names = ["a,b", "c|d"]
+    rows = [{"text": f"cat {number}" if number % 2 else "music", "label": names[number % 2]} for number in range(64)]
+    lines = [json.dumps(row) for row in rows]
+    lines[1:3] = [json.dumps({"label": names[1], "note": "x,y", "text": "cat"}), json.dumps({"text": "two\nlines"})]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    train(tmp_path, "--dataset", "rows.jsonl", "--max_length", "16", "--epochs", "2")
+    (tmp_path / "odd.jsonl").write_text("\n".join(lines) + "\n")
+    words = ["runs/2_grad_accum/1", "odd.jsonl", "--output"]
+    printed = {end: finished(run_script(PREDICT, *words, f"out.{end}", cwd=tmp_path)) for end in ("csv", "jsonl")}
+    csv, jsonl = (text.split("\n", 1)[1] for text in printed.values())
+    assert csv == jsonl
+    assert "% of 63 rows (" in csv
+    table = pd.read_csv(tmp_path / "out.csv", keep_default_na=False)
+    assert [*table.columns] == ["text", "label", "predicted", "probability", "note"]
+    assert table.loc[1].tolist()[:2] == ["cat", "c|d"]
+    assert table["note"].tolist() == ["", "x,y", *[""] * 62]
+    assert table["text"][2] == "two\nlines"
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    dataset = hf.Dataset.from_dict(columns).cast_column("label", hf.ClassLabel(names=names))
+    dataset.to_parquet(tmp_path / "classes.parquet")
+    found = finished(run_script(PREDICT, words[0], "classes.parquet", cwd=tmp_path))
+    assert "% of 64 rows (" in found
+    (tmp_path / "pictures").mkdir()
+    process = run_script(PREDICT, words[0], "pictures", cwd=tmp_path)
+    assert process.stderr.endswith("classifies texts: give a CSV, JSON or Parquet file, not pictures\n")

@@ -1,7 +1,7 @@
 """Predict classes, numbers or labels of words for the rows of a file or for a folder of images, without training."""
 
 import csv
-import io
+import hashlib
 import itertools
 import json
 import os
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import datasets as hf
 import numpy as np
 import pandas as pd
 import torch
@@ -26,14 +27,14 @@ from fabric_ladder.data.image_files import list_images
 from fabric_ladder.data.images import WHITE, decode, read_image_format
 from fabric_ladder.data.kinds import kind_of
 from fabric_ladder.data.label_texts import WHOLE
-from fabric_ladder.data.rows import read_file, read_text
+from fabric_ladder.data.rows import list_columns, read_file, read_text
 from fabric_ladder.data.sources import file_stamp
 from fabric_ladder.data.splits import ImageFormat
 from fabric_ladder.data.tokens import load_tokenizer, tokenize_start
 from fabric_ladder.data.word_labels import UNLABELLED, word_list
 from fabric_ladder.data.words import place_words
 from fabric_ladder.environment import write_whole
-from fabric_ladder.errors import UserError, read_outside, refused
+from fabric_ladder.errors import UserError, is_out_of_memory, read_outside, refused
 from fabric_ladder.models.configs import most_tokens
 from fabric_ladder.models.probe import TOLERANCE, facts_of
 from fabric_ladder.runs.metrics import describe_classes
@@ -81,8 +82,9 @@ class Predictor:
         found: list = [None] * len(rows)
         inputs, words = [self._pixels(row) for row in rows] if self.format else None, None
         if self.settings.task == "token-classification":
-            column = "tokens" if self.settings.text_column == "text" else self.settings.text_column
-            texts = [list(map(str, word_list(row, column))) for row in rows]
+            texts = [list(map(str, word_list(row, self.text_columns[0]))) for row in rows]
+            if len(texts) > 1 and max(map(len, texts)) == 1:
+                raise UserError("all texts have one word: write one sentence per row, its words separated by spaces")
             inputs, *words = zip(*place_words(self.tokenizer, texts, self.settings.max_length), strict=True)
         elif not self.format:
             inputs = tokenize_start(self.tokenizer, list(map(self._text, rows)), self.settings.max_length)
@@ -95,18 +97,23 @@ class Predictor:
                     found[row] = self._describe_words(logits[words[0][row]], words[1][row], len(texts[row]))
         return found
 
+    @property
+    def text_columns(self) -> list[str]:
+        """The columns of the texts, or of the words."""
+        words = self.settings.task == "token-classification" and self.settings.text_column == "text"
+        return ["tokens"] if words else [name.strip() for name in self.settings.text_column.split(",")]
+
     def _text(self, row: dict) -> str:
-        columns = [name.strip() for name in self.settings.text_column.split(",")]
-        parts = (read_text(row, column, may_be_empty=True) for column in columns)
+        parts = (read_text(row, column, may_be_empty=True) for column in self.text_columns)
         if not (text := "\n".join(filter(str.strip, parts))):
-            raise ValueError(f"no {' and no '.join(columns)}")
+            raise ValueError(f"no {' and no '.join(self.text_columns)}")
         return text
 
     def _pixels(self, row: dict) -> Tensor:
         """Return the model's input for a file, (3, size, size), as in the evaluation."""
         side, mode = self.format.resize_to, self.format.resample
         pixels = decode(Path(row["file"]).read_bytes(), side, Image.Resampling[mode.upper()], WHITE, [])
-        image = torch.from_numpy(pixels).permute(2, 0, 1)
+        image = torch.from_numpy(pixels.copy()).permute(2, 0, 1)  # Pillow's memory is read-only
         if image.shape[1:] != (side, side):
             image = interpolate(image[None], (side, side), mode=mode, antialias=True)[0]
         start = (side - self.format.size) // 2
@@ -177,7 +184,8 @@ def load_predictor(
         raise UserError(f"{result.folder} holds no classifier ({kind or 'no config.json'}): try scripts/generate.py")
     record = result.folder.parent / "run.json"
     saved = read_outside(record)["settings"] if record.is_file() else {}
-    saved = {key: saved[key] for key in ("max_length", "text_column", "label_column", "problem_type") if key in saved}
+    kept = ("max_length", "text_column", "label_column", "problem_type", "column_names")
+    saved = {key: saved[key] for key in kept if key in saved}
     problem = config.problem_type or saved.get("problem_type")
     own = {"task": task, "model": result.folder.as_posix(), "problem_type": problem}
     settings = Settings(**saved | own | columns)
@@ -198,30 +206,44 @@ def load_predictor(
     return Predictor(model, settings, names, tokens, every, tokenizer, form)
 
 
-def read_rows(data: Path, names: list[str]) -> Iterator[tuple[str, dict]]:
+def read_rows(predictor: Predictor, data: Path) -> Iterator[tuple[str, dict]]:
     """Yield the location and the columns of each row of a file, or of each image below a folder.
 
-    An image has the columns `file` and, if its folder is one of the classes `names`, `label`.
+    An image has the columns `file` and, if its folder is one of the model's classes, `label`.
 
     Raises:
-        UserError: The data cannot be read.
+        UserError: The data cannot be read, or lack a column of the texts.
     """
-    if data.is_dir():
-        images = list_images(data)
-        if not images:
-            raise UserError(f"{data} holds no image")
-        for image in images:
-            label = {"label": image.parent.name} if image.parent.name in names else {}
+    if (predictor.format is not None) != data.is_dir():
+        kind, needed = ("images", "a folder of them") if predictor.format else ("texts", "a CSV, JSON or Parquet file")
+        raise UserError(f"{predictor.settings.model} classifies {kind}: give {needed}, not {data}")
+    if predictor.format:
+        for image in list_images(data):
+            label = {"label": image.parent.name} if image.parent.name in predictor.names else {}
             yield str(image), {"file": str(image)} | label
         return
-    for location, row in read_file(data).rows:
+    table = data.suffix.lower() in (".csv", ".tsv")
+    wanted = tuple(predictor.text_columns) if table else ()
+    read = read_file(data, predictor.settings.column_names if table else None, wanted)
+    features = {name: getattr(feature, "feature", feature) for name, feature in read.features.items()}
+    classes = {name: feature.names for name, feature in features.items() if isinstance(feature, hf.ClassLabel)}
+    for number, (location, row) in enumerate(read.rows):
         if isinstance(row, ValueError):
             raise UserError(f"{data}, {location}: {row}")
-        yield location, row
+        if number == 0 and (missing := [name for name in predictor.text_columns if name not in row]):
+            raise UserError(f"{data} has no column {missing[0]!r}, only {list_columns(row)}: set --text_column")
+        yield location, row | {name: _named(row.get(name), names) for name, names in classes.items() if name in row}
 
 
-def predict_file(predictor: Predictor, data: Path, output: Path, options: str) -> int:
-    """Write the rows of a file or the images of a folder with their predictions, and return their number.
+def _named(value: int | list | None, names: list[str]) -> str | list | None:
+    """Return numbers of classes by their names; other numbers, such as -100, stay numbers."""
+    if isinstance(value, list):
+        return [_named(each, names) for each in value]
+    return names[value] if isinstance(value, int) and 0 <= value < len(names) else value
+
+
+def predict_file(predictor: Predictor, data: Path, output: Path, options: str) -> tuple[int, list[str]]:
+    """Write the rows of a file or the images of a folder with their predictions; return their number and the scores.
 
     A stopped prediction goes on where it stopped: the finished rows stand in a hidden file next to `output`.
 
@@ -229,64 +251,78 @@ def predict_file(predictor: Predictor, data: Path, output: Path, options: str) -
         predictor: From `load_predictor`.
         data: A CSV, JSON or Parquet file, or a folder of images.
         output: A new file, `.csv` or `.jsonl`.
-        options: What else the predictions depend on; other options start again.
+        options: What else the predictions depend on. Other options, another model or changed data start again.
 
     Raises:
         UserError: A row cannot be read, or has no text; or the file cannot be written.
     """
     part, state = (output.with_name(f".{output.name}.{end}") for end in ("part", "state"))
-    key = [options, str(data.resolve()) if data.is_dir() else file_stamp(data)]
+    files = [*(list_images(data) if data.is_dir() else [data]), *sorted(Path(predictor.settings.model).glob("*.*"))]
+    key = hashlib.sha256(repr([options, *map(file_stamp, files)]).encode()).hexdigest()
     done, size = 0, 0
-    if part.is_file() and state.is_file():
-        before = read_outside(state)
-        done, size = (before["rows"], before["bytes"]) if before["key"] == json.loads(json.dumps(key)) else (0, 0)
-    rows = itertools.islice(read_rows(data, predictor.names), done, None)
+    if part.is_file() and state.is_file() and (before := read_outside(state))["key"] == key:
+        done, size = before["rows"], before["bytes"]
+    rows = itertools.islice(read_rows(predictor, data), done, None)
     with refused(f"cannot write {output}"), open(part, "r+b" if size else "wb") as file:
         file.truncate(size)
         file.seek(size)
         for chunk in iter(lambda: list(itertools.islice(rows, CHUNK)), []):
-            file.write(_lines(_with_predictions(predictor, data, chunk), output.suffix, header=not done))
+            lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in _answer(predictor, data, chunk))
+            file.write("".join(lines).encode(errors="backslashreplace"))
             file.flush()
             done += len(chunk)
             write_whole(state, json.dumps({"key": key, "rows": done, "bytes": file.tell()}))
     if not done:
-        raise UserError(f"{data} has no rows")
-    os.rename(part, output)
-    state.unlink()
-    return done
+        part.unlink()
+        raise UserError(f"{data} has no {'image' if predictor.format else 'row'}")
+    scores = score(predictor, _written(part))
+    with refused(f"cannot write {output}"):
+        if output.suffix == ".csv":
+            _write_csv(part, " " if predictor.settings.task == "token-classification" else "|")
+        os.rename(part, output)
+        state.unlink()
+    return done, scores
 
 
-def _with_predictions(predictor: Predictor, data: Path, chunk: list[tuple[str, dict]]) -> list[dict]:
+def _answer(predictor: Predictor, data: Path, chunk: list[tuple[str, dict]]) -> list[dict]:
+    """Return rows with their predictions."""
     rows = [row for _, row in chunk]
     try:
         found = predictor.predict(rows)
-    except ValueError:  # of one row, or of rows that BART cannot read together
+    except Exception as error:  # of one row or image, or of rows that BART cannot read together
+        if isinstance(error, UserError) or is_out_of_memory(error):
+            raise
         found = []
         for location, row in chunk:
             with refused(f"{data}, {location}"):
                 found += predictor.predict([row])
-    if taken := rows[0].keys() & found[0].keys():
-        raise UserError(f"{data} has a column {min(taken)!r} already: rename it")
+    for (location, row), new in zip(chunk, found, strict=True):
+        if taken := row.keys() & new.keys():
+            raise UserError(f"{data}, {location}: there is a column {min(taken)!r} already: rename it")
     return [row | new for row, new in zip(rows, found, strict=True)]
 
 
-def _lines(rows: list[dict], suffix: str, header: bool) -> bytes:
-    """Return rows as JSON Lines or CSV; in CSV, lists are separated by `|`."""
-    if suffix != ".csv":
-        return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows).encode()
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [*rows[0]], restval="", extrasaction="ignore", lineterminator="\n")
-    if header:
+def _written(part: Path) -> Iterator[dict]:
+    with part.open(encoding="utf-8") as file:
+        yield from map(json.loads, file)
+
+
+def _write_csv(part: Path, separator: str) -> None:
+    """Turn JSON Lines into CSV, with the columns of all rows; lists become texts."""
+    columns = list(dict.fromkeys(name for row in _written(part) for name in row))
+    whole = part.with_suffix(".csv")
+    with whole.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
-    for row in rows:
-        joined = {name: "|".join("" if each is None else str(each) for each in value)
-                  for name, value in row.items() if isinstance(value, list)}  # fmt: skip
-        writer.writerow(row | joined)
-    return text.getvalue().encode()
+        for row in _written(part):
+            lists = {name: value for name, value in row.items() if isinstance(value, list)}
+            texts = {name: separator.join("" if each is None else str(each) for each in lists[name]) for name in lists}
+            writer.writerow(row | texts)
+    os.rename(whole, part)
 
 
-def score(predictor: Predictor, output: Path) -> list[str]:
-    """Return lines with the scores of a written file's rows that have labels; empty if none has.
+def score(predictor: Predictor, rows: Iterator[dict]) -> list[str]:
+    """Return lines with the scores of the predicted rows that have labels; empty if there is no column of labels.
 
     The scores are those that a run prints after its test. Rows with labels that the model lacks do not count.
     """
@@ -297,17 +333,18 @@ def score(predictor: Predictor, output: Path) -> list[str]:
     label_of = kind.reader(settings, {})[1] if kind else partial(_class_of, settings.label_column, names)
     counts = kind and kind.start_counts(torch.device("cpu"))
     confusion, right, total, unknown = np.zeros((len(names),) * 2, int), 0, 0, Counter()
-    rows = (row for _, row in read_file(output).rows)
+    labels_of_file = False
     for part in iter(lambda: list(itertools.islice(rows, CHUNK)), []):
         labelled = []
         for row in part:
+            labels_of_file |= any(name.strip() in row for name in settings.label_column.split(","))
             with suppress(ValueError):  # no label
                 labels = label_of(row)
                 new = [each for each in labels if isinstance(each, str) and each not in (*names, UNLABELLED)]
                 unknown.update(new[:1])
                 labelled += [] if new else [(row, labels)]
-        if kind and labelled:
-            logits, tensors = _as_tensors(predictor, *zip(*labelled, strict=True))
+        if kind and labelled and (found := _as_tensors(predictor, *zip(*labelled, strict=True))):
+            logits, tensors = found
             total += len(tensors["labels"])
             right += int(kind.correct(logits, **tensors))
             if counts is not None:
@@ -316,10 +353,10 @@ def score(predictor: Predictor, output: Path) -> list[str]:
             confusion[names.index(label), names.index(row[PREDICTED])] += 1
     found = "; ".join(f"{label!r}: {count:,}" for label, count in unknown.most_common(3))
     lines = [f"{unknown.total():,} rows have labels that the model lacks and do not count ({found})"] if unknown else []
+    if not (total or confusion.any()):
+        return [*lines, f"No scores: no label in {settings.label_column!r} can be read"] if labels_of_file else lines
     if not kind:
-        return lines + (_describe_confusion(names, confusion) if confusion.any() else [])
-    if not total:
-        return lines
+        return lines + _describe_confusion(names, confusion)
     if settings.problem_type == "regression":
         lines.append(f"MSE {counts['mse'].compute().mean():.4f} of {total:,} rows")
     else:
@@ -345,22 +382,32 @@ def _describe_confusion(names: list[str], confusion: np.ndarray) -> list[str]:
     return lines
 
 
-def _as_tensors(predictor: Predictor, rows: tuple[dict], labels: tuple[list]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return logits with the predictions that the rows have, and the labels as the kind of labels counts them."""
+def _as_tensors(
+    predictor: Predictor, rows: tuple[dict], labels: tuple[list]
+) -> tuple[Tensor, dict[str, Tensor]] | None:
+    """Return logits with the predictions that the rows have, and the labels as the kind of labels counts them.
+
+    None: there are no labels for the model's outputs.
+    """
     names, problem = predictor.names, predictor.settings.problem_type
     if problem == "regression":
         columns = [PREDICTED] if len(names) == 1 else [f"{PREDICTED} {name}" for name in names]
         values = [[float(row[column]) for column in columns] for row in rows]
-        return torch.tensor(values), {"labels": torch.tensor(labels)}
-    found = [row[PREDICTED].split("|") if isinstance(row[PREDICTED], str) else row[PREDICTED] for row in rows]
+        return (torch.tensor(values), {"labels": torch.tensor(labels)}) if len(labels[0]) == len(columns) else None
+    found = [row[PREDICTED] for row in rows]
     if problem == "multi_label_classification":
         several = "," in predictor.settings.label_column
         true = labels if several else [[name in row for name in names] for row in labels]
+        if len(true[0]) != len(names):
+            return None
         chosen = [[name in row for name in names] for row in found]
         return torch.tensor(chosen) * 2.0 - 1, {"labels": torch.tensor(true).float()}
-    words = [(place == 0, *pair) for pairs in zip(labels, found, strict=True)
-             for place, pair in enumerate(pair for pair in zip(*pairs, strict=True)
-                                          if pair[0] != UNLABELLED and pair[1])]  # fmt: skip
+    words = []  # whether a word begins a text, its label and the predicted one
+    for pairs in zip(labels, found, strict=True):
+        known = [pair for pair in zip(*pairs, strict=False) if pair[0] != UNLABELLED and pair[1]]
+        words += [(place == 0, *pair) for place, pair in enumerate(known)] if len(pairs[0]) == len(pairs[1]) else []
+    if not words:
+        return None
     begins, true, chosen = zip(*words, strict=True)
     logits = one_hot(torch.tensor(list(map(names.index, chosen))), len(names)).float()
     places = {"words": torch.arange(len(words)), "begins": torch.tensor(begins)}
