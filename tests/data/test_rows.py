@@ -98,7 +98,7 @@ REFUSED = {
     "decimal labels": ("a.csv", "text,label\na,0.5\nb,1\n", r"'label' holds decimal numbers, .*or --problem_type"),
     "instructions": ("a.csv", "instruction,output\na,b\n", r"no column 'text', only .* or --task instruction-tuning"),
     "decimal JSON labels": ("a.jsonl", LINES.replace("1}", "1.5}"), r"'label' holds decimal numbers"),
-    "UTF-16": ("a.csv", CSV.encode("utf-16"), r"not UTF-8 \(byte 0xff\): convert it"),
+    "UTF-16": ("a.csv", CSV.encode("utf-16"), r"text in UTF-16: save it as UTF-8"),
     "Latin-1 in gzip": ("a.csv.gz", gzip.compress("text,label\n\xe9,1\n".encode("latin-1")), r"not UTF-8 \(byte 0xe9"),
     "open quote": ("a.tsv", 'text\tlabel\n"Oh dear\t0\nplain\t1\n"the end"\t0\nb\t1\n', r"cannot be.*row 1: an open"),
     "half a gzip": ("a.csv.gz", gzip.compress(CSV.encode() * 999)[:999], r"a\.csv\.gz cannot be read as csv \(.*end"),

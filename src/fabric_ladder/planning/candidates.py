@@ -123,7 +123,8 @@ def read_candidates(
         settled = given & {"--micro_batch_size", "--micro_batch_tokens", *counted} or tokens not in (None, "auto")
         settled = settled or any(technique.size_setting(settings) for technique in used(settings))
         sizes = (None,) if settled else _sizes(settings)
-        usual = settings.batch_size == Settings.batch_size and settings.task == Settings.task
+        batch = script_defaults(rung).get("batch_size", Settings.batch_size)
+        usual = settings.batch_size == batch and settings.task == Settings.task  # as in the measured runs
         speed = SPEEDS.get(name) if usual and not given & SWITCHES else None
         candidates[name] = Candidate(name, rung, tuple(words), settings, sizes, speed)
     return list(candidates.values()), problems
