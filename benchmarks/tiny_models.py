@@ -124,6 +124,7 @@ def _small(config: PretrainedConfig, groups: int) -> dict:
             values[name] = TOKENS.get(found[1], 5)
         elif size is not None and value > 0 and isinstance(value, int):
             values[name] = min(value, size)
+    values["classifier_dropout"] = 0.0  # transformers falls back to 0.1
     values |= EXTRA.get(config.model_type, {})
     return values | {name: TOKENS[name[:3]] for name in NAMED if hasattr(config, name)}
 

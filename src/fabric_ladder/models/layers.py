@@ -1,6 +1,7 @@
 """The names of a model's layers, read from a model without values."""
 
 import inspect
+from contextlib import suppress
 
 import torch
 from torch import nn
@@ -109,10 +110,26 @@ def linear_layers(model: nn.Module) -> list[str]:
 
 
 def read_weights(model: nn.Module) -> list[str]:
-    """Return the names of the linear layers whose weights a state-space model, or its fused kernel, reads itself."""
+    """Return the names of the linear layers whose weights a model reads itself, or does not use.
+
+    For a model without values, a forward pass finds them. The fused kernel of a state-space model reads some more.
+    """
     mixers = [(name, module) for name, module in model.named_modules() if hasattr(module, "ssm_state_size")]
     layers = ("out_proj", "dt_proj", "x_proj")
-    return [f"{name}.{layer}" for name, mixer in mixers for layer in layers if hasattr(mixer, layer)]
+    fused = [f"{name}.{layer}" for name, mixer in mixers for layer in layers if hasattr(mixer, layer)]
+    linear = {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    called = set()
+    own = {module for module in linear if type(module).forward is not nn.Linear.forward}  # DeepSeek V4's groups
+    hooks = [module.register_forward_pre_hook(lambda module, _: called.add(module)) for module in linear]
+    device = next(model.parameters()).device
+    if device.type != "meta":
+        return fused
+    with suppress(Exception), torch.no_grad():  # a pass may depend on values, or need other inputs
+        model(input_ids=torch.zeros(1, 8, dtype=torch.long, device=device))
+        own |= linear.keys() - called
+    for hook in hooks:
+        hook.remove()
+    return fused + [linear[module] for module in own]
 
 
 def expert_share(model: nn.Module) -> float:

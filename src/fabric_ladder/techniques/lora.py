@@ -79,7 +79,7 @@ def add_adapters(model: nn.Module, settings: Settings) -> nn.Module:
     heads = head_names(model) if settings.task != "instruction-tuning" else []
     heads += getattr(model, "new_parts", [])
     targets, names = _targets(model, settings.lora_targets), {name for name, _ in model.named_modules()}
-    others = names.difference(linear_layers(model))
+    others = names.difference(linear_layers(meta_model(settings)))
     config = LoraConfig(
         task_type=TASK_TYPES.get(settings.task),
         r=settings.lora_rank,
