@@ -192,6 +192,10 @@ def _fill(name: str, config: dict, settings: Settings) -> list[str]:
         values, option = expected.get(path, ((), ""))
         if path in sections and not isinstance(given, dict | None):
             raise UserError(f"{name}: {path} must be an object, {{...}}")
+        if isinstance(given, list) and '"auto"' in json.dumps(given) and not path.startswith("data_types"):
+            raise UserError(
+                f"{name}: {path} {json.dumps(given):.60} holds auto in a list: give a value, or leave it out"
+            )
         if given == "auto" and path in SIZES:
             section[key] = SIZES[path](_hidden_size(settings))
         elif given == "auto" and values:
