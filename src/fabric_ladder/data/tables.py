@@ -1,6 +1,6 @@
 """Read texts and labels from tables, IMDb or synthetic reviews, number the labels, and split the rows."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -76,11 +76,16 @@ def check_texts(
 def _join_texts(
     name: str, location: str, row: dict, columns: tuple[str, ...], label_of: Callable[[dict], int | str | list]
 ) -> dict:
+    return {"text": join_texts(row, columns), "label": label_of(row), "location": f"{name}, {location}"}
+
+
+def join_texts(row: dict, columns: Sequence[str]) -> str:
+    """Return the texts of these columns in one, or raise ValueError if all are empty."""
     parts = [read_text(row, column, may_be_empty=True) for column in columns]
     text = "\n".join(part for part in parts if part.strip())
     if not text:
         raise ValueError(f"no {' and no '.join(columns)}")
-    return {"text": text, "label": label_of(row), "location": f"{name}, {location}"}
+    return text
 
 
 def read_reviews(settings: DataSettings, source: Source, scratch: Path) -> dict[str, hf.Dataset]:

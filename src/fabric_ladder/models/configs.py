@@ -118,6 +118,14 @@ def check_model(settings: Settings) -> None:
         )
 
 
+def attend_fully(config: PretrainedConfig) -> bool:
+    """Turn off BigBird's block-sparse attention, which would end at the first short text; return whether it was on."""
+    sparse = getattr(config, "attention_type", None) == "block_sparse"
+    if sparse:
+        config.attention_type = "original_full"
+    return sparse
+
+
 def most_tokens(settings: Settings) -> float:
     """Return the number of tokens that a model has positions for; infinite for images and relative positions."""
     if settings.task == "image-classification":

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 
 from fabric_ladder.data.hub import load_config
 from fabric_ladder.errors import UserError
-from fabric_ladder.models.configs import MODELS
+from fabric_ladder.models.configs import MODELS, attend_fully
 from fabric_ladder.settings import Settings
 
 SHORT, LONG = 11, 40  # tokens of the probed text (CANINE reads four together), and of the longest text in its batch
@@ -167,8 +167,7 @@ def _measure(measure: Callable, kind: type[PretrainedConfig], values: str, task:
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     config = kind.from_dict(json.loads(values))
-    if getattr(config, "attention_type", None) == "block_sparse":  # `build_model` makes BigBird's attention full
-        config.attention_type = "original_full"
+    attend_fully(config)  # as `build_model` does
     if type(inner := config.get_text_config()) in MODELS[task]._model_mapping:
         config = inner
     try:  # the caller may be making a model without values, or in another dtype

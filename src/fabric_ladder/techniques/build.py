@@ -13,6 +13,7 @@ from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.errors import UserError, refused
 from fabric_ladder.models.configs import (
     MODELS,
+    attend_fully,
     class_for,
     fit_images,
     load_config,
@@ -52,9 +53,7 @@ def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets, bloc
     config.architectures = [class_for(config, settings.task).__name__]
     if blocks:
         keep_blocks(part_config(config, settings.task), blocks)
-    sparse = getattr(config, "attention_type", None) == "block_sparse"  # BigBird
-    if sparse:
-        config.attention_type = "original_full"
+    sparse = attend_fully(config)
     pretrained_names = [config.id2label[number] for number in sorted(config.id2label)]
     if settings.task != "instruction-tuning":
         config.id2label = dict(enumerate(datasets.class_names))  # and with it `num_labels`

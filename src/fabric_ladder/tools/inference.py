@@ -30,9 +30,10 @@ from fabric_ladder.data.label_texts import WHOLE
 from fabric_ladder.data.rows import list_columns, read_file, read_text
 from fabric_ladder.data.sources import file_stamp
 from fabric_ladder.data.splits import ImageFormat
+from fabric_ladder.data.tables import join_texts, text_columns
 from fabric_ladder.data.tokens import load_tokenizer, tokenize_start
 from fabric_ladder.data.word_labels import UNLABELLED, word_list
-from fabric_ladder.data.words import place_words
+from fabric_ladder.data.words import place_words, word_columns
 from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError, is_out_of_memory, read_outside, refused
 from fabric_ladder.models.configs import most_tokens
@@ -87,7 +88,8 @@ class Predictor:
                 raise UserError("all texts have one word: write one sentence per row, its words separated by spaces")
             inputs, *words = zip(*place_words(self.tokenizer, texts, self.settings.max_length), strict=True)
         elif not self.format:
-            inputs = tokenize_start(self.tokenizer, list(map(self._text, rows)), self.settings.max_length)
+            texts = [join_texts(row, self.text_columns) for row in rows]
+            inputs = tokenize_start(self.tokenizer, texts, self.settings.max_length)
         lengths = [self.format.tokens if self.format else len(each) for each in inputs]
         for batch in _cut(lengths, self.tokens):
             for row, logits in zip(batch, self._forward([inputs[row] for row in batch]), strict=True):
@@ -98,16 +100,12 @@ class Predictor:
         return found
 
     @property
-    def text_columns(self) -> list[str]:
+    def text_columns(self) -> tuple[str, ...]:
         """The columns of the texts, or of the words."""
-        words = self.settings.task == "token-classification" and self.settings.text_column == "text"
-        return ["tokens"] if words else [name.strip() for name in self.settings.text_column.split(",")]
-
-    def _text(self, row: dict) -> str:
-        parts = (read_text(row, column, may_be_empty=True) for column in self.text_columns)
-        if not (text := "\n".join(filter(str.strip, parts))):
-            raise ValueError(f"no {' and no '.join(self.text_columns)}")
-        return text
+        kind = kind_of(self.settings)
+        if self.settings.task == "token-classification":
+            return word_columns(self.settings, kind)[:1]
+        return text_columns(self.settings, kind)[0]
 
     def _pixels(self, row: dict) -> Tensor:
         """Return the model's input for a file, (3, size, size), as in the evaluation."""
@@ -223,7 +221,7 @@ def read_rows(predictor: Predictor, data: Path) -> Iterator[tuple[str, dict]]:
             yield str(image), {"file": str(image)} | label
         return
     table = data.suffix.lower() in (".csv", ".tsv")
-    wanted = tuple(predictor.text_columns) if table else ()
+    wanted = predictor.text_columns if table else ()
     read = read_file(data, predictor.settings.column_names if table else None, wanted)
     features = {name: getattr(feature, "feature", feature) for name, feature in read.features.items()}
     classes = {name: feature.names for name, feature in features.items() if isinstance(feature, hf.ClassLabel)}
