@@ -140,7 +140,7 @@ def _counted_end(settings: DataSettings) -> int | None:
     if settings.task != "text-classification":
         return None
     config = load_config(settings.model, settings.model_revision)
-    if type(config) not in classes or "eos_mask" not in inspect.getsource(classes[type(config)]):
+    if type(config) not in classes or "eos_mask" not in inspect.getsource(classes[type(config)].forward):
         return None
     if tokenizer_name(settings) == "trained":
         raise UserError(

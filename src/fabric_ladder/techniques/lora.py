@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.dtypes import half_precision, keep_dtype
-from fabric_ladder.models.layers import batch_norms, expert_share, head_names, linear_layers, meta_model
+from fabric_ladder.models.layers import batch_norms, expert_share, head_names, linear_layers, meta_model, read_weights
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.lora_init import CHANGES_BASE, check_init, same_draws
 from fabric_ladder.techniques.memory import Counts
@@ -79,7 +79,7 @@ def add_adapters(model: nn.Module, settings: Settings) -> nn.Module:
     heads = head_names(model) if settings.task != "instruction-tuning" else []
     heads += getattr(model, "new_parts", [])
     targets, names = _targets(model, settings.lora_targets), {name for name, _ in model.named_modules()}
-    others = names.difference(linear_layers(meta_model(settings)))
+    others = names.difference(linear_layers(model)).union(read_weights(meta_model(settings)))
     config = LoraConfig(
         task_type=TASK_TYPES.get(settings.task),
         r=settings.lora_rank,
