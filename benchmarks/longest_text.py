@@ -19,13 +19,13 @@ from pathlib import Path
 import common  # first import: it makes the project importable
 import torch
 
+from fabric_ladder.ladder import CHECKPOINTING
 from fabric_ladder.models.configs import load_config
 from fabric_ladder.planning.candidates import read_settings
 from fabric_ladder.planning.overhead import ANY_GPU
 from fabric_ladder.planning.predict import blank_datasets, largest_batches
 from fabric_ladder.planning.rehearsal import rehearse
 from fabric_ladder.settings import show
-from fabric_ladder.techniques.technique import CHECKPOINTING
 
 OUT = common.RESULTS / "longest_text.json"
 MODEL = str(common.MODELS / "llama-3.1-8b.json")

@@ -27,11 +27,10 @@ import numpy as np
 import torch
 from PIL import Image
 
+from fabric_ladder.ladder import CHECKPOINTING, ON_HOST
 from fabric_ladder.planning.candidates import read_settings
 from fabric_ladder.planning.predict import largest_batches, predict_peak
 from fabric_ladder.techniques.memory import ON_DEVICE, Peak
-from fabric_ladder.techniques.technique import CHECKPOINTING
-from fabric_ladder.techniques.weight_steps import ON_HOST
 
 OUT = common.RESULTS / "memory_ladder.json"
 CONFIGS = common.ROOT / "configs"

@@ -23,7 +23,7 @@ def project(tmp_path_factory):
     folder = tmp_path_factory.mktemp("project")
     for name in ("src", "scripts", "configs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    technique, entry, field, keyword = re.findall(
+    technique, entry, row, field, keyword = re.findall(
         r"```(?:python|text)\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL
     )
     package = folder / "src" / "fabric_ladder"
@@ -31,7 +31,8 @@ def project(tmp_path_factory):
     registry = package / "techniques" / "__init__.py"
     line = "from fabric_ladder.techniques.bitfit import BitFit\n"
     insert(registry, line, "from fabric_ladder.techniques.checkpointing")
-    insert(registry, entry, "    LoRA(),\n")
+    insert(registry, entry, '    "lora": LoRA,\n')
+    insert(package / "ladder.py", row, '    Row(\n        "lora",\n')
     insert(package / "settings.py", field, "    kahan_summation: bool")
     parent = (SRC / "2_grad_accum.py").read_text(encoding="utf-8")
     rung = folder / "src" / "30_bitfit.py"

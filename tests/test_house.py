@@ -45,7 +45,7 @@ def test_bodies_of_functions_are_at_most_50_lines():
 
 
 def test_few_files_are_outside_the_rooms():
-    assert len(list(PACKAGE.glob("*.py"))) <= 10
+    assert len(list(PACKAGE.glob("*.py"))) <= 11
     assert len((ROOT / "local_dataset_utilities.py").read_text(encoding="utf-8").splitlines()) <= 250
 
 

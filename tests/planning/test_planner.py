@@ -13,6 +13,7 @@ from support.planning import NO_PEAK
 
 from fabric_ladder import Settings, build_model
 from fabric_ladder.errors import UserError
+from fabric_ladder.ladder import CHECKPOINTING, LEAN
 from fabric_ladder.planning import planner
 from fabric_ladder.planning.calibration import train_briefly
 from fabric_ladder.planning.candidates import (
@@ -27,8 +28,6 @@ from fabric_ladder.planning.plan import read_size
 from fabric_ladder.planning.planner import Machine, Samples, make_plans, recommend
 from fabric_ladder.planning.predict import blank_datasets, largest_batches, predict_peak
 from fabric_ladder.techniques.memory import Counts
-from fabric_ladder.techniques.sharding import LEAN
-from fabric_ladder.techniques.technique import CHECKPOINTING
 
 SCRIPT = ROOT / "scripts" / "plan_memory.py"
 VIT = str(MODELS / "vit-base-16.json")

@@ -7,6 +7,7 @@ import pytest
 from support.helpers import MODELS
 from support.planning import PIXELS, VIT
 
+from fabric_ladder.ladder import CHECKPOINTING
 from fabric_ladder.models.configs import load_config
 from fabric_ladder.models.layers import fewer_blocks
 from fabric_ladder.planning.candidates import list_choices, read_settings
@@ -14,7 +15,6 @@ from fabric_ladder.planning.predict import blank_datasets, largest_batches
 from fabric_ladder.planning.rehearsal import rehearse
 from fabric_ladder.planning.tracker import Moment, extrapolate
 from fabric_ladder.rungs import RUNGS
-from fabric_ladder.techniques.technique import CHECKPOINTING
 
 BLOCKS = 11
 IN_16_BITS = ("--precision", "bf16-true")

@@ -67,12 +67,12 @@ NEXT = r"Next to try: --activation_checkpointing true, which [^;]*; python src/"
         ("9_ddp", {"micro_batch_size": 1}, NEXT + r"5_low_precision\.py, which"),
         (
             "9_ddp",
-            {"micro_batch_size": 1, "lora": True, "quantization": "nf4", "strategy": "ddp"},
+            {"micro_batch_size": 1, "lora": True, "quantization": "nf4", "strategy": "ddp", "devices": 2},
             r"src/10_fsdp\.py --lora true --quantization nf4, which",
         ),
         (
             "10_fsdp",
-            {"micro_batch_size": 1, "lora": True, "quantization": "nf4", "strategy": "fsdp"},
+            {"micro_batch_size": 1, "lora": True, "quantization": "nf4", "strategy": "fsdp", "devices": 2},
             r"src/11_fsdp_cpu_offload\.py --lora true --quantization nf4, which",
         ),
         (
@@ -91,7 +91,7 @@ NEXT = r"Next to try: --activation_checkpointing true, which [^;]*; python src/"
         ("16_bf16_that_learns", {"accelerator": "mps"}, r"^(?!.*(18_low|19_opt|11_fsdp)).*; --max_length"),
         ("17_step_in_backward", {"accelerator": "mps", "step_in_backward": True}, r"^(?!.*offload).*; --max_length"),
         ("15_packing", {"packing": True, "pack_rows": 4}, r"src/15_packing.py [^;]*--pack_rows 2 \(the same [^;]*; "),
-        ("15_packing", {"micro_batch_size": 1}, NEXT + r"5_low_precision\.py --packing true, which"),
+        ("15_packing", {"micro_batch_size": 1, "packing": True}, NEXT + r"5_low_precision\.py --packing true, which"),
         (
             "17_step_in_backward",
             {"step_in_backward": True},
@@ -101,20 +101,22 @@ NEXT = r"Next to try: --activation_checkpointing true, which [^;]*; python src/"
         (
             "17_step_in_backward",
             {"step_in_backward": True, "optimizer_offload": True},
-            r"try: --activation_c[^;]*; [^;]*--batch_size 8; --max_length",
+            r"try: --activation_c[^;]*; [^;]*--batch_size 8; python src/11_fsdp_cpu_offload\.py, which",
         ),
         (
             "18_low_bit_optimizer",
             {"micro_batch_size": 1, "optimizer": "adam-8bit"},
-            NEXT + r"18_low_bit_optimizer\.py --optimizer adam-4bit, which [^;]*; "
-            r"python src/19_optimizer_offload\.py, which",
+            NEXT + r"18_low_bit_optimizer\.py --optimizer adam-4bit, which [^;]*; --max_length",
         ),
-        ("18_low_bit_optimizer", {"micro_batch_size": 1}, NEXT + r"19_optimizer_offload\.py, which"),
+        (
+            "18_low_bit_optimizer",
+            {"micro_batch_size": 1, "optimizer": "adam-4bit"},
+            NEXT + r"19_optimizer_offload\.py, which",
+        ),
         (
             "20_activation_offload",
             {"activation_checkpointing": True, "activation_offload": True, "max_length": 4096, "micro_batch_size": 1},
-            r"try: python src/20_activation_offload\.py --mlp_tile 2048, which [^;]* as 23_tiled_mlp does; "
-            r"python src/6_lean_optimizer\.py --activation_checkpointing true, which",
+            r"try: python src/20_activation_offload\.py --mlp_tile 2048, which [^;]*; --max_length",
         ),
         (
             "23_tiled_mlp",
@@ -136,7 +138,11 @@ NEXT = r"Next to try: --activation_checkpointing true, which [^;]*; python src/"
             {"lora": True, "quantization": "nf4", "strategy": "ddp", "accelerator": "cuda", "micro_batch_size": 1},
             r"src/24_streamed_layers\.py --quantization nf4, which",
         ),
-        ("21_selective_checkpointing", {"micro_batch_size": 1}, NEXT + r"7_grad_checkpointing\.py"),
+        (
+            "21_selective_checkpointing",
+            {"micro_batch_size": 1, "activation_checkpointing": True, "selective_checkpointing": True},
+            r"try: python src/21_selective_checkpointing\.py --selective_checkpointing false, which",
+        ),
         ("13_lora", {"task": "instruction-tuning"}, r"--activ[^;]*; [^;]*src/14_qlora\.py[^;]*; --max_length 512$"),
     ],
 )

@@ -12,25 +12,17 @@ from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import fit_precision
 from fabric_ladder.errors import UserError
 from fabric_ladder.foreign import BATCH, DEPENDENT, as_words
+from fabric_ladder.ladder import LADDER, row_of
 from fabric_ladder.options import drop_unneeded, read_named_config, read_words, without_options
 from fabric_ladder.planning.gpus import ANY, Gpu
 from fabric_ladder.planning.measured import SPEEDS, cost_rank
 from fabric_ladder.planning.predict import unpredictable
 from fabric_ladder.rungs import script_defaults
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques import (
-    TECHNIQUES,
-    cuda_defaults,
-    full_pass,
-    technique_of,
-    trains_adapters,
-    trains_all,
-    used,
-)
-from fabric_ladder.techniques.technique import Technique
+from fabric_ladder.techniques import cuda_defaults, full_pass, trains_adapters, trains_all, used
 
-NAMED = {(f"--{technique.setting}", "true"): technique.short_name for technique in TECHNIQUES if technique.short_name}
-SWITCHES = {f"--{technique.setting}" for technique in TECHNIQUES}
+NAMED = {(f"--{row.setting}", "true"): row.short_name for row in LADDER if row.short_name}
+SWITCHES = {f"--{row.setting}" for row in LADDER}
 
 STANDARD = "imdb_bloom_560m.yaml"  # settings of a run on a CUDA GPU without a config
 
@@ -76,13 +68,12 @@ def list_choices(rungs: list[Path], gpus: int) -> tuple[list[tuple[str, tuple[st
     """Return rungs and options to try on N GPUs, in the ladder's order, and for each rung without any the reason."""
     choices, problems = [], {}
     for rung in rungs:
-        technique = technique_of(rung.stem) or Technique()
-        planned = technique.planned(gpus)
-        choices += [(rung.stem, options) for options in planned]
-        if not planned:
+        row = row_of(rung.stem)
+        choices += [(rung.stem, options) for options in row.planned(gpus)]
+        if not row.plans:
             problems[rung.stem] = "not planned, see its page in docs/techniques"
-            if technique.needs_gpus > gpus:
-                problems[rung.stem] = f"planned only for --devices {technique.needs_gpus} or more"
+        elif not row.planned(gpus):
+            problems[rung.stem] = "planned only for --devices 2 or more"
     return choices, problems
 
 

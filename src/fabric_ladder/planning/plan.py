@@ -21,7 +21,7 @@ from fabric_ladder.planning.planner import Machine, Samples, make_plans, recomme
 from fabric_ladder.planning.report import Answer
 from fabric_ladder.rungs import RUNGS
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques.lora import LoRA
+from fabric_ladder.techniques import technique_of
 from local_dataset_utilities import find_dataset, load_datasets
 
 
@@ -150,7 +150,7 @@ def find_answer(arguments: argparse.Namespace, options: list[str], report: Calla
     every = bool(arguments.full or arguments.json or arguments.rungs)
     plans = make_plans(candidates, samples, machine, every, report)
     adapted = [plan.candidate.settings for plan in recommend(plans).values() if plan.candidate.settings.lora]
-    notes += [f"{line}." for line in map(LoRA().notice, adapted) if line]
+    notes += [f"{line}." for line in map(technique_of("13_lora").notice, adapted) if line]
     name = Path(settings.model).name if Path(settings.model).exists() else settings.model
     batch_size = max(candidate.settings.batch_size for candidate in candidates)
     return Answer(name, batch_size, samples, machine, plans, problems, [*about_machine, *notes])

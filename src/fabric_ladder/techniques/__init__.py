@@ -1,10 +1,11 @@
-"""All techniques, each in a module of its own, in the order of their use."""
+"""All techniques, each in a module of its own, in the order of the ladder's table."""
 
 from collections.abc import Collection
 
 import torch
 
 from fabric_ladder.errors import UserError
+from fabric_ladder.ladder import LADDER
 from fabric_ladder.settings import FULL_PASS, Settings, show
 from fabric_ladder.techniques.block_by_block import BlockByBlock
 from fabric_ladder.techniques.checkpointing import ActivationCheckpointing, ActivationOffload, SelectiveCheckpointing
@@ -32,45 +33,36 @@ from fabric_ladder.techniques.weight_steps import OptimizerOffload, StepInBackwa
 LINK = 25e9  # bytes per second: PCIe 4.0 with 16 lanes, in each direction; NVLink is faster
 SPEED = 100e12  # FLOP per second of 16-bit matrix multiplications in training: an RTX 4090 or an A100, roughly
 
-# The order matters:
-# - A low-bit optimizer or SinkGD replaces the optimizer's class, and Kahan and the steps by weight derive their class
-#   from it.
-# - Packing wraps the forward pass, the chunked loss included.
-# - Frozen blocks are not checkpointed.
-# - Adapters wrap the whole model, with its forward pass and checkpointing.
-# - Weights that adapters left frozen are streamed, in their final layers.
-# - Float8 converts only layers that the adapters left frozen.
-# - The compiler needs the final layers.
-# - The formulas of ZeRO replace what those of other techniques add.
-TECHNIQUES: tuple[Technique, ...] = (
-    LowPrecision(),
-    MixedPrecision(),
-    FSDP(),
-    LowBitOptimizer(),
-    LeanOptimizer(),
-    Stateless(),
-    KahanSummation(),
-    StepInBackward(),
-    OptimizerOffload(),
-    EmbeddingRows(),
-    FusedAttention(),
-    ChunkedLoss(),
-    Packing(),
-    ActivationCheckpointing(),
-    ActivationOffload(),
-    SelectiveCheckpointing(),
-    TiledMLP(),
-    Freezing(),
-    BlockByBlock(),
-    LoRA(),
-    QLoRA(),
-    StreamedLayers(),
-    Float8(),
-    Compile(),
-    DDP(),
-    CpuOffload(),
-    DeepSpeed(),
-)
+MECHANISMS = {
+    "precision=bf16-true": LowPrecision,
+    "precision=bf16-mixed": MixedPrecision,
+    "strategy=fsdp": FSDP,
+    "optimizer=adam-8bit": LowBitOptimizer,
+    "optimizer=sgd": LeanOptimizer,
+    "optimizer=sinkgd": Stateless,
+    "kahan_summation": KahanSummation,
+    "step_in_backward": StepInBackward,
+    "optimizer_offload": OptimizerOffload,
+    "embedding_rows": EmbeddingRows,
+    "attention=fused": FusedAttention,
+    "loss_chunk": ChunkedLoss,
+    "packing": Packing,
+    "activation_checkpointing": ActivationCheckpointing,
+    "activation_offload": ActivationOffload,
+    "selective_checkpointing": SelectiveCheckpointing,
+    "mlp_tile": TiledMLP,
+    "train_blocks": Freezing,
+    "block_steps": BlockByBlock,
+    "lora": LoRA,
+    "quantization": QLoRA,
+    "stream_layers": StreamedLayers,
+    "float8": Float8,
+    "compile": Compile,
+    "strategy=ddp": DDP,
+    "offload": CpuOffload,
+    "deepspeed": DeepSpeed,
+}
+TECHNIQUES: tuple[Technique, ...] = tuple(MECHANISMS[row.key](row) for row in LADDER if row.setting)  # in its order
 
 
 def used(settings: Settings) -> tuple[Technique, ...]:
@@ -80,7 +72,7 @@ def used(settings: Settings) -> tuple[Technique, ...]:
 
 def technique_of(rung: str) -> Technique | None:
     """Return the technique that a rung shows, None for a rung without a module of its own."""
-    return next((technique for technique in TECHNIQUES if technique.rung == rung), None)
+    return next((technique for technique in TECHNIQUES if technique.row.rung == rung), None)
 
 
 def cuda_defaults(settings: Settings, chosen: Collection[str], capability: tuple[int, int] | None) -> dict[str, str]:

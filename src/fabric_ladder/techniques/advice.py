@@ -14,13 +14,14 @@ from fabric_ladder.distributed.launch import command_line
 from fabric_ladder.distributed.watch import lost_contact, running_watch
 from fabric_ladder.environment import compute_capability, emulates, notebook_shell, peak_memory
 from fabric_ladder.errors import NotFiniteError, UserError, first_line, is_out_of_memory, print_error
+from fabric_ladder.ladder import Step, row_of
+from fabric_ladder.models.optimizer import STATELESS
 from fabric_ladder.options import drop_unneeded, read_named_config, read_words, script_defaults, without_options
 from fabric_ladder.places import SRC
 from fabric_ladder.settings import Settings, show
-from fabric_ladder.techniques import TECHNIQUES, technique_of, used
-from fabric_ladder.techniques.lean_optimizer import LeanOptimizer
-from fabric_ladder.techniques.low_precision import IN_16_BITS
-from fabric_ladder.techniques.technique import NextRung
+from fabric_ladder.techniques import TECHNIQUES, technique_of, trains_adapters, used
+
+DEFAULTS = Settings()
 
 
 def explain(
@@ -94,18 +95,17 @@ def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, 
     """
     faster, slower = [], []
     for technique in TECHNIQUES:
-        if not technique.is_used(settings) and (option := technique.as_option(phase)):
+        row = technique.row
+        helps = row.anywhere and (phase in (None, "training") or not row.in_training)
+        if helps and not technique.is_used(settings):
+            option = f"--{row.setting} {row.values[0] if row.values else 'true'}, which {row.anywhere}"
             (slower if technique.recomputes else faster).append(option)
     name = _size_setting(settings, phase, shape)
     smaller = _smaller_batch(settings, name, phase, shape)
     # a smaller effective batch is another run, so it comes last
     tries = [*faster, *slower, *smaller] if name == "batch_size" else [*faster, *smaller, *slower]
-    for technique in used(settings):
-        if more := technique.save_more(settings):
-            tries.append(f"{_command(settings, more.options, replaces=more.replaces)}, which {more.reason}")
-    rung = _next_rung(settings)
-    if rung and (rung.name or replace(settings, **read_words([*rung.options])) != settings):
-        tries.append(f"{_command(settings, rung.options, rung.name, rung.replaces)}, which {rung.reason}")
+    if step := _next_step(settings):
+        tries.append(f"{_command(settings, step.options, step.rung, step.replaces)}, which {step.reason}")
     if settings.task != "image-classification":
         tries.append(f"--max_length {max(1, settings.max_length // 2)}")
     return "; ".join(tries)
@@ -137,37 +137,88 @@ def _smaller_batch(settings: Settings, name: str, phase: str | None, shape: tupl
     return [command + same]
 
 
-def _next_rung(settings: Settings) -> NextRung | None:
-    """Return the next rung that saves more memory, with all options that it needs, or None."""
-    technique = next((each for each in used(settings) if each.advises_first), None) or technique_of(settings.name)
-    rung = technique.next_to_try(settings) if technique else IN_16_BITS
-    capability = compute_capability() if settings.accelerator == "cuda" else None
-    if rung and rung.name == IN_16_BITS.name and emulates("bf16-true", capability):
-        rung = LeanOptimizer.next_rung  # emulated bfloat16 may take more memory than 16-mixed
-    while rung:
-        technique, refused = rung.name and technique_of(rung.name), _refused_on_mps(rung, settings)
-        if not refused and not (technique and technique.saves_no_more(settings)):
-            break
-        above = technique.next_to_try(settings) if technique else None
-        rung = above and above._replace(options=above.options if refused else rung.options + above.options)
-    technique = rung and rung.name and technique_of(rung.name)
-    if technique:
-        refused = (each.setting for each in used(settings) if each.conflict(technique) or technique.conflict(each))
-        rung = rung._replace(replaces=(*rung.replaces, *refused))
-        if settings.precision in technique.refused_precisions:
-            rung = rung._replace(options=(*rung.options, "--precision", "32-true"))
-    if rung and settings.optimizer == "sgd":  # every rung supports it, and no optimizer needs less memory
-        rung = rung._replace(replaces=tuple(name for name in rung.replaces if name != "optimizer"))
-    return rung
+def _next_step(settings: Settings) -> Step | None:
+    """Return the first step down the ladder that saves memory, with all options that it needs, or None."""
+    leading = next((technique.row for technique in used(settings) if technique.row.leads), None)
+    rows = [leading or row_of(settings.name)]
+    for row in rows:
+        for step in row.tries:
+            if step.rung and not row_of(step.rung).planned(settings.ranks):
+                continue  # it needs several GPUs
+            if _helps(step, settings):
+                return _complete(step, settings)
+            if step.rung and row_of(step.rung) not in rows:
+                rows.append(row_of(step.rung))
+    return None
 
 
-def _refused_on_mps(rung: NextRung, settings: Settings) -> bool:
-    """Return whether the run is on Apple's GPU, and the next rung cannot be."""
-    if settings.accelerator != "mps":
+def _helps(step: Step, settings: Settings) -> bool:
+    """Return whether the step saves memory in this run, and whether no technique refuses it."""
+    technique = step.rung and technique_of(step.rung)
+    if (technique and technique.is_used(settings)) or not step.when(settings):
         return False
-    defaults = script_defaults(SRC / f"{rung.name}.py") if rung.name else {}
-    there = replace(settings, **(defaults | read_words([*rung.options])))
-    return any(each.refused_on_mps or each.reason_against(there, None) for each in used(there))
+    if step.of_state and (settings.optimizer in STATELESS or settings.optimizer_offload or settings.lora):
+        return False
+    there = _after(step, settings)
+    capability = compute_capability() if settings.accelerator == "cuda" else None
+    if there == settings or (step.rung and emulates(there.precision, capability) and not trains_adapters(there)):
+        return False  # emulated bfloat16 may take more memory than 16-mixed
+    techniques = used(there)
+    conflicts = any(one.conflict(other) for one in techniques for other in techniques)
+    on_mps = settings.accelerator == "mps"
+    return not conflicts and not any(
+        (on_mps and each.refused_on_mps) or each.reason_against(there, capability) for each in techniques
+    )
+
+
+def _after(step: Step, settings: Settings) -> Settings:
+    """Return roughly the settings of the step's command."""
+    there = {name: getattr(DEFAULTS, name) for name in step.replaces if name != "optimizer"}
+    if step.rung:
+        left = {*_defaults(settings.name), *_conflicting(step, settings)} - {"devices"}
+        there |= {name: getattr(DEFAULTS, name) for name in left}
+        there |= _kept(step, settings) | _defaults(step.rung)
+        there["precision"] = there["precision"].replace("mixed", "bf16-mixed")
+    return replace(settings, **(there | read_words([*step.options])))
+
+
+def _defaults(rung: str) -> dict:
+    """Return the keywords of a rung's script; empty for a script of the user's own."""
+    script = SRC / f"{rung}.py"
+    return script_defaults(script) if script.exists() else {}
+
+
+def _conflicting(step: Step, settings: Settings) -> list[str]:
+    """Return the settings of the run that the step's rung refuses."""
+    technique = technique_of(step.rung)
+    if technique is None:
+        return []
+    return [each.setting for each in used(settings) if each.conflict(technique) or technique.conflict(each)]
+
+
+def _kept(step: Step, settings: Settings) -> dict[str, object]:
+    """Return the settings of techniques that the run keeps on the step's rung, whose script does not set them."""
+    left = {*step.replaces, *_conflicting(step, settings), *_defaults(step.rung)}
+    return {
+        each.setting: getattr(settings, each.setting)
+        for each in used(settings)
+        if each.row.stays and each.setting not in left
+    }
+
+
+def _complete(step: Step, settings: Settings) -> Step:
+    """Return the step with the options that keep the run's techniques, and without what it refuses."""
+    options, replaces = step.options, step.replaces
+    if step.rung:
+        kept = _kept(step, settings)
+        options += tuple(word for name, value in kept.items() for word in (f"--{name}", show(value)))
+        replaces += tuple(_conflicting(step, settings))
+        technique = technique_of(step.rung)
+        if technique and settings.precision in technique.refused_precisions:
+            options += ("--precision", "32-true")
+    if settings.optimizer == "sgd":  # every rung supports it, and no optimizer needs less memory
+        replaces = tuple(name for name in replaces if name != "optimizer")
+    return step._replace(options=options, replaces=replaces)
 
 
 def _command(

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from fabric_ladder.models.layers import find_blocks, meta_model
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.freezing import train_only, trained_weights
-from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, CHECKPOINTING, NextRung, Technique
+from fabric_ladder.techniques.technique import Technique
 
 MOST_STEPS = 100  # of a turn that is chosen: BAdam's README advises 50 to 100
 
@@ -80,16 +80,7 @@ class BlockSteps(Optimizer):
 class BlockByBlock(Technique):
     """Train the blocks in turn."""
 
-    setting = "block_steps"
-    rung = "25_block_by_block"
     trains_all = False
-    plans = ALONE_OR_CHECKPOINTED
-    next_rung = NextRung(
-        "14_qlora",
-        "keeps the weights in 4 bits and trains thin adapters",
-        options=CHECKPOINTING,
-        replaces=("block_steps", "optimizer", "learning_rate", "float8"),
-    )
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
         """Return why the technique cannot be used, and what to do."""
@@ -103,20 +94,6 @@ class BlockByBlock(Technique):
             return f"transformers marks no blocks in {model.config.model_type}; leave it out"
         if sizes[0] < max(sizes):
             return "a later block has more weights than the first, and memory could run out in its turn; leave it out"
-        return None
-
-    def conflict(self, other: Technique) -> str | None:
-        """Refuse adapters, other frozen weights, shards, and ways to step that one block does not need."""
-        if other.adapters:
-            return "adapters freeze all blocks; leave one of them out"
-        if other.setting == "train_blocks":
-            return "both choose the trained blocks; leave one of them out"
-        if other.shards:
-            return "not on sharded weights; leave it out"
-        if other.setting == "kahan_summation":
-            return "the trained block has a copy in 32 bits, which loses nothing; use --kahan_summation false"
-        if other.setting in ("step_in_backward", "optimizer_offload"):
-            return f"gradients and state of one block are small; use --{other.setting} false"
         return None
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:

@@ -23,10 +23,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import PretrainedConfig
 
 from fabric_ladder.models.configs import class_for, load_config
-from fabric_ladder.models.layers import find_blocks, find_mlp, meta_model
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques.lean_optimizer import WITHOUT_STATE
-from fabric_ladder.techniques.technique import NextRung, Technique
+from fabric_ladder.techniques.technique import Technique
 
 ATTENTION = "aten::_scaled_dot_product_"  # the names of all attention kernels begin like this
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_grouped_mm")
@@ -34,7 +32,6 @@ PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_grouped_mm")
 RANDOM_ONLY_IN_DROPOUT = frozenset(
     "bloom gemma3_text gpt2 gpt_neox granite llama mistral olmo2 phi phi3 qwen2 qwen3 starcoder2 vit".split()
 )
-LONG = 4096  # tokens: two tiles that are large enough for a GPU
 _host_memory: Callable[[], AbstractContextManager] = nullcontext
 
 
@@ -181,30 +178,7 @@ class _Offload:
 class ActivationCheckpointing(Technique):
     """Keep the inputs of the blocks, and recompute all other activations for the backward pass."""
 
-    setting = "activation_checkpointing"
-    rung = "7_grad_checkpointing"
-    short_name = "checkpointing"
     recomputes = True
-    next_rung = WITHOUT_STATE._replace(options=("--activation_checkpointing", "true"))
-
-    def as_option(self, phase: str | None) -> str | None:
-        """Return the option for a training; elsewhere no activations are kept."""
-        if phase not in (None, "training"):
-            return None
-        return "--activation_checkpointing true, which recomputes activations"
-
-    def saves_no_more(self, settings: Settings) -> bool:
-        """Return whether all activations except the blocks' inputs are recomputed already."""
-        return self.is_used(settings) and not settings.selective_checkpointing
-
-    def save_more(self, settings: Settings) -> NextRung | None:
-        """Return tiles for long texts: the largest tensors left are then those of a block's MLP."""
-        refused = settings.mlp_tile or settings.compile or settings.selective_checkpointing
-        short = settings.task == "image-classification" or settings.max_length < LONG
-        if refused or short or not all(map(find_mlp, find_blocks(meta_model(settings)))):
-            return None
-        reason = "computes the MLP over tiles of a long text, as 23_tiled_mlp does"
-        return NextRung(None, reason, options=("--mlp_tile", str(LONG // 2)))
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
         """Return why the technique cannot be used, and what to do."""
@@ -222,24 +196,12 @@ class ActivationCheckpointing(Technique):
 class ActivationOffload(Technique):
     """Keep the inputs of the blocks in CPU memory; `ActivationCheckpointing` applies it."""
 
-    setting = "activation_offload"
-    rung = "20_activation_offload"
     refused_on_mps = "--activation_offload true, since Apple's GPUs share the CPU's memory: leave it out"
-    next_rung = ActivationCheckpointing.next_rung
-
-    def conflict(self, other: Technique) -> str | None:
-        """Refuse torch.compile."""
-        return "torch.compile skips such blocks; use --compile false" if other.setting == "compile" else None
 
 
 class SelectiveCheckpointing(Technique):
     """Also keep the results of attention and matrix multiplications; `ActivationCheckpointing` applies it."""
 
-    setting = "selective_checkpointing"
-    rung = "21_selective_checkpointing"
-    next_rung = NextRung(
-        "7_grad_checkpointing", "recomputes matrix multiplications too", replaces=("selective_checkpointing",)
-    )
     explained_errors = (
         (
             "cached during selective activation checkpoint has been mutated",

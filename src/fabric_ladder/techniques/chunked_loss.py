@@ -182,8 +182,6 @@ def _logits_are_product(model: nn.Module) -> bool:
 class ChunkedLoss(Technique):
     """Chunked cross-entropy for every language model."""
 
-    setting = "loss_chunk"
-
     def is_used(self, settings: Settings) -> bool:
         """Return whether the task trains a language model."""
         return settings.task == "instruction-tuning"

@@ -15,7 +15,6 @@ from torch.fx.experimental import _config as shapes
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques.low_precision import IN_16_BITS
 from fabric_ladder.techniques.technique import Technique
 
 LEAST = (7, 0)  # lowest compute capability that Inductor compiles for, or it raises GPUTooOldForTriton
@@ -118,11 +117,7 @@ def _fewer_shapes(settings: Settings) -> str:
 class Compile(Technique):
     """Compile the layers of the model."""
 
-    setting = "compile"
-    rung = "3_torch_compile"
     rounds_lengths = True
-    short_name = "compile"
-    next_rung = IN_16_BITS
     refused_on_mps = "--compile true: leave it out, or use src/2_grad_accum.py"
     explained_errors = (
         (

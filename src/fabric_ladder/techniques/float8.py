@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.models.layers import linear_layers, meta_model
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques.low_precision import IN_16_BITS
 from fabric_ladder.techniques.technique import Technique
 
 MULTIPLE = 16  # the GPU's kernels need both sides of a weight to be a multiple of this
@@ -69,11 +68,7 @@ def _cast_inputs(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
 class Float8(Technique):
     """Compute matrix multiplications of linear layers in 8-bit floating point."""
 
-    setting = "float8"
-    rung = "22_float8"
     refused_on_mps = "--float8 true, since Apple's GPUs have no 8-bit floating point: leave it out"
-    plans = ()  # it saves time, and little memory
-    next_rung = IN_16_BITS
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
         """Return why the technique cannot be used, and what to do."""

@@ -14,7 +14,7 @@ from torch import nn
 
 from fabric_ladder.models.layers import find_blocks, meta_model
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques.technique import NextRung, Technique
+from fabric_ladder.techniques.technique import Technique
 
 
 def trained_blocks(settings: Settings) -> int | None:
@@ -66,7 +66,6 @@ def _after(parent: nn.Module, block: nn.Module) -> Iterator[nn.Module]:
 class Freezing(Technique):
     """Train the last blocks and the head."""
 
-    setting = "train_blocks"
     trains_all = False
 
     def is_used(self, settings: Settings) -> bool:
@@ -87,15 +86,6 @@ class Freezing(Technique):
         if not trained_weights(model, count):
             return "no weights are left to train, since the head shares the embedding table; use last:1 or more"
         return None
-
-    def conflict(self, other: Technique) -> str | None:
-        """Refuse adapters, which freeze all blocks by themselves."""
-        return "adapters freeze all blocks by themselves; leave one of them out" if other.adapters else None
-
-    def save_more(self, settings: Settings) -> NextRung | None:
-        """Return half the trained blocks."""
-        half = trained_blocks(settings) // 2
-        return NextRung(None, "trains fewer blocks", options=("--train_blocks", f"last:{half}")) if half else None
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
         """Freeze weights; frozen blocks keep no activations, so they are not checkpointed."""

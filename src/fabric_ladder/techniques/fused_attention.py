@@ -145,21 +145,12 @@ AttentionMaskInterface.register(NAME, _new_dimensions)
 class FusedAttention(Technique):
     """Compute attention by kernels that keep no matrix of tokens x tokens, and GELU by one; a part of every rung."""
 
-    setting = "attention"
     explained_errors = (
         (
             "no kernel found to launch",  # memory-efficient attention, below compute capability 8.0
             "PyTorch has no fused attention for heads of this width on this GPU: add --attention eager",
         ),
     )
-
-    def is_used(self, settings: Settings) -> bool:
-        """Return whether attention is fused."""
-        return settings.attention == "fused"
-
-    def as_option(self, phase: str | None) -> str | None:
-        """Return the option."""
-        return "--attention fused, which keeps no matrix of tokens x tokens"
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
         """Change the attention of the model, and its GELU."""

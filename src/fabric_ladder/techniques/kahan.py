@@ -7,9 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, CHECKPOINTING, NextRung, Technique
-
-FAST = ("--packing", "true", "--compile", "true")
+from fabric_ladder.techniques.technique import Technique
 
 
 class Kahan(Optimizer):
@@ -90,19 +88,6 @@ def _move(remainders: list[Tensor], weights: list[Tensor]) -> None:
 
 class KahanSummation(Technique):
     """`Kahan`, mixed into the optimizer."""
-
-    setting = "kahan_summation"
-    rung = "16_bf16_that_learns"
-    plans = (*ALONE_OR_CHECKPOINTED, FAST, (*FAST, *CHECKPOINTING))
-    next_rung = NextRung("18_low_bit_optimizer", "keeps Adam's moments in 8 bits", replaces=("optimizer",))
-
-    def conflict(self, other: Technique) -> str | None:
-        """Refuse shards, and weights that lose nothing by rounding."""
-        if other.adapters:
-            return "adapters are trained in 32-bit, which loses nothing; leave it out"
-        if other.shards:
-            return "not on sharded weights; leave it out, and use --precision bf16-mixed, whose weights lose nothing"
-        return None
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
         """Return why the technique cannot be used, and what to do."""

@@ -23,7 +23,7 @@ from fabric_ladder.models.layers import batch_norms, expert_share, head_names, l
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.lora_init import CHANGES_BASE, check_init, same_draws
 from fabric_ladder.techniques.memory import Counts
-from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, NextRung, Technique
+from fabric_ladder.techniques.technique import Technique
 
 TASK_TYPES = {  # PEFT has none for images
     "text-classification": "SEQ_CLS",
@@ -169,12 +169,8 @@ def _matches(target: str, names: list[str]) -> bool:
 class LoRA(Technique):
     """Train adapters and a classifier's head; all other weights are frozen."""
 
-    setting = "lora"
-    rung = "13_lora"
     adapters = True
     trains_all = False
-    plans = ALONE_OR_CHECKPOINTED
-    next_rung = NextRung("14_qlora", "keeps the model in 4 bits", replaces=("quantization", "float8"))
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
         """Return what to do about an old torchao: PEFT raises an error for each adapter."""

@@ -7,15 +7,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fabric_ladder.distributed.strategies import strategy_traits
-from fabric_ladder.models.optimizer import STATELESS
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.adam_4bit import BLOCK, PART_SIZE, Adam4bit
 from fabric_ladder.techniques.compile import keep_kernels
 from fabric_ladder.techniques.memory import Counts, Peak
-from fabric_ladder.techniques.technique import CHECKPOINTING, NextRung, Technique
+from fabric_ladder.techniques.technique import Technique
 
-IN_4_BITS = ("--optimizer", "adam-4bit")
 MOMENT_BYTES = {  # of a weight's two moments, with a 32-bit constant for each block of moments
     "adam-8bit": 2 * (1 + 4 / 256),
     "adam-4bit": 2 * (1 / 2 + 4 / BLOCK),
@@ -32,26 +29,6 @@ def bytes_of_cpu_step(optimizer: str, largest: int) -> int:
 
 class LowBitOptimizer(Technique):
     """Replace Adam by a class with small moments."""
-
-    setting = "optimizer"
-    rung = "18_low_bit_optimizer"
-    plans = ((), CHECKPOINTING, IN_4_BITS, (*IN_4_BITS, *CHECKPOINTING))
-    next_rung = NextRung("19_optimizer_offload", "keeps the optimizer's state in CPU memory", replaces=("optimizer",))
-
-    def is_used(self, settings: Settings) -> bool:
-        """Return whether the optimizer is Adam in 8 or 4 bits."""
-        return settings.optimizer in ("adam-8bit", "adam-4bit")
-
-    def save_more(self, settings: Settings) -> NextRung | None:
-        """Return 4 bits, where the moments are on the device and are many."""
-        few = settings.optimizer == "adam-4bit" or settings.optimizer_offload or settings.lora
-        if few or strategy_traits(settings).owns_optimizer:
-            return None
-        return NextRung(None, "halves Adam's moments again", options=IN_4_BITS, replaces=("resume",))
-
-    def saves_no_more(self, settings: Settings) -> bool:
-        """Return whether the optimizer has small moments already, or none on the device."""
-        return self.is_used(settings) or settings.optimizer in STATELESS or settings.optimizer_offload
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
         """Return why the technique cannot be used, and what to do."""

@@ -3,10 +3,7 @@
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.cpu_bfloat16 import replaces_bfloat16
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques.lean_optimizer import WITHOUT_STATE
-from fabric_ladder.techniques.technique import NextRung, Technique
-
-IN_16_BITS = NextRung("5_low_precision", "halves weights, gradients and optimizer state", replaces=("precision",))
+from fabric_ladder.techniques.technique import Technique
 
 
 def computed_in_32_bits(settings: Settings) -> str | None:
@@ -18,14 +15,6 @@ def computed_in_32_bits(settings: Settings) -> str | None:
 
 class LowPrecision(Technique):
     """Fabric converts the model; this project does nothing more."""
-
-    setting = "precision"
-    rung = "5_low_precision"
-    next_rung = WITHOUT_STATE
-
-    def is_used(self, settings: Settings) -> bool:
-        """Return whether the weights have 16 bits."""
-        return settings.precision in ("bf16-true", "16-true")
 
     def check_precision(self, settings: Settings, capability: tuple[int, int] | None) -> None:
         """Refuse Adam on float16 weights, whose epsilon would be 0."""

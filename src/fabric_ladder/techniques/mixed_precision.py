@@ -4,21 +4,12 @@ from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import emulates
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques.low_precision import IN_16_BITS, computed_in_32_bits
-from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, Technique
+from fabric_ladder.techniques.low_precision import computed_in_32_bits
+from fabric_ladder.techniques.technique import Technique
 
 
 class MixedPrecision(Technique):
     """Fabric casts the inputs of each operation; this project does nothing more."""
-
-    setting = "precision"
-    rung = "4_mixed_precision"
-    next_rung = IN_16_BITS
-    plans = ALONE_OR_CHECKPOINTED
-
-    def is_used(self, settings: Settings) -> bool:
-        """Return whether the precision is mixed."""
-        return settings.precision in ("bf16-mixed", "16-mixed")
 
     def check_precision(self, settings: Settings, capability: tuple[int, int] | None) -> None:
         """Refuse float16 without a GPU, and bfloat16 on a GPU that only emulates it."""

@@ -27,8 +27,7 @@ from fabric_ladder.models.configs import load_config
 from fabric_ladder.models.masks import declare_rows
 from fabric_ladder.models.probe import facts_of, probe
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques.low_precision import IN_16_BITS
-from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, Technique
+from fabric_ladder.techniques.technique import Technique
 
 # The architectures (`model_type`) whose packed gradients a test has compared with those of separate documents.
 TESTED = frozenset(
@@ -136,12 +135,7 @@ class _Pooling:
 class Packing(Technique):
     """Let short documents share a row."""
 
-    setting = "packing"
-    rung = "15_packing"
     rounds_lengths = True
-    short_name = "packing"
-    plans = ALONE_OR_CHECKPOINTED
-    next_rung = IN_16_BITS._replace(options=("--packing", "true"))
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
         """Return why the technique cannot be used, and what to do."""

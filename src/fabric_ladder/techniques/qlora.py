@@ -16,12 +16,10 @@ from fabric_ladder.models.layers import head_names, meta_model, read_weights
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.lora import LoRA
 from fabric_ladder.techniques.memory import Counts, Peak, frozen_linear_layers
-from fabric_ladder.techniques.sharding import DDP, PARKED_WEIGHTS
-from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, CHECKPOINTING, NextRung, Technique
+from fabric_ladder.techniques.technique import Technique
 
 NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8  # bytes per weight, with its constants: QLoRA, section 3
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-IN_4_BITS = ("--lora", "true", "--quantization", "nf4")
 
 
 def quantization(settings: Settings, config: PretrainedConfig) -> dict:
@@ -54,25 +52,13 @@ def _packs_on_host(settings: Settings) -> bool:
 class QLoRA(Technique):
     """Keep the frozen weights in 4 bits."""
 
-    setting = "quantization"
-    rung = "14_qlora"
-    advises_first = True
-    plans = ALONE_OR_CHECKPOINTED
     refused_on_mps = "4-bit weights of bitsandbytes: use src/13_lora.py"
-    next_rung = PARKED_WEIGHTS._replace(options=IN_4_BITS)
     explained_errors = (
         (
             "only Tensors of floating point dtype can require gradients",  # pytorch#177844
             "this PyTorch cannot shard weights of 4 bits: pip install torch==2.13.0, or use src/9_ddp.py",
         ),
     )
-
-    def next_to_try(self, settings: Settings) -> NextRung:
-        """Return FSDP if there are several GPUs already, and CPU memory otherwise."""
-        if settings.ranks == 1 and settings.strategy in ("single", "ddp") and settings.accelerator == "cuda":
-            kept = CHECKPOINTING if settings.activation_checkpointing else ()
-            return NextRung("24_streamed_layers", "keeps the 4-bit blocks in CPU memory", (*IN_4_BITS[2:], *kept))
-        return DDP.next_rung._replace(options=IN_4_BITS) if settings.strategy == "ddp" else self.next_rung
 
     def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
         """Refuse 4-bit weights without adapters, with DeepSpeed, or without a bitsandbytes that works here."""

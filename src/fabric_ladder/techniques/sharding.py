@@ -8,54 +8,29 @@ from fabric_ladder.distributed.fsdp import transformer_blocks
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.layers import meta_model
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques.low_precision import IN_16_BITS
 from fabric_ladder.techniques.memory import Counts, Peak
-from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, CHECKPOINTING, NextRung, Technique
+from fabric_ladder.techniques.technique import Technique
 from fabric_ladder.techniques.zero_memory import with_zero
 
-LEAN = ("--precision", "bf16-true", "--optimizer", "sgd")
-PLANNED_STAGES = ("zero1", "zero2", "zero2_offload", "zero3", "zero3_offload")
 # Bytes per weight in each pass. ZeRO-2 adds gradients over the ranks; ZeRO-3 also gathers 16-bit weights twice. Offload
 # moves gradients out, and with ZeRO-3 weights in, twice.
 ZERO_BYTES = {"zero1": 0, "zero2": 2, "zero2_offload": 4, "zero3": 6, "zero3_offload": 12, "zero3_nvme": 12}
-PARKED_WEIGHTS = NextRung("11_fsdp_cpu_offload", "keeps weights in CPU memory", replaces=("offload", "optimizer"))
 
 
 class _Strategy(Technique):
     """A strategy is given by the rung, not by a setting."""
 
-    strategy = ""
-
-    def is_used(self, settings: Settings) -> bool:
-        """Return whether the rung has this strategy."""
-        return settings.strategy == self.strategy
-
 
 class DDP(_Strategy):
     """Each GPU has all weights, and a share of each effective batch."""
-
-    strategy = "ddp"
-    rung = "9_ddp"
-    plans = ALONE_OR_CHECKPOINTED
-    needs_gpus = 2
-    next_rung = NextRung("10_fsdp", "shards weights, gradients and optimizer state", replaces=("offload", "optimizer"))
-
-    def next_to_try(self, settings: Settings) -> NextRung | None:
-        """Return FSDP2, or 16-bit weights on one GPU, which has nothing to share them with."""
-        return self.next_rung if settings.ranks > 1 else IN_16_BITS
 
 
 class FSDP(_Strategy):
     """Parameters, gradients and optimizer state are sharded."""
 
-    strategy = "fsdp"
-    rung = "10_fsdp"
     shards = True
-    plans = ALONE_OR_CHECKPOINTED
-    needs_gpus = 2
     refused_precisions = ("16-mixed", "64-true")
     refused_on_mps = "FSDP2: use src/7_grad_checkpointing.py"
-    next_rung = NextRung("11_fsdp_cpu_offload", "keeps weights in CPU memory", replaces=("offload",))
 
     def check_precision(self, settings: Settings, capability: tuple[int, int] | None) -> None:
         """Refuse precisions that Fabric's FSDP2 cannot do."""
@@ -84,17 +59,8 @@ class FSDP(_Strategy):
 class CpuOffload(Technique):
     """The shards are kept in CPU memory, and the optimizer steps there."""
 
-    setting = "offload"
-    rung = "11_fsdp_cpu_offload"
     shards = True
     refused_precisions = FSDP.refused_precisions
-    plans = (CHECKPOINTING, (*LEAN, *CHECKPOINTING))  # checkpointing costs less speed than offloading
-    next_rung = NextRung(
-        None,
-        "trains thin adapters alone",
-        options=("--precision", "bf16-true", "--lora", "true"),
-        replaces=("train_blocks",),
-    )
 
     def bytes_per_pass(self, settings: Settings) -> int:
         """Return the bytes beyond FSDP2's: a single GPU gets 32-bit weights twice, and sends 32-bit gradients."""
@@ -104,14 +70,7 @@ class CpuOffload(Technique):
 class DeepSpeed(_Strategy):
     """ZeRO 1, 2 and 3 with offloading to CPU memory or disk, from a DeepSpeed configuration."""
 
-    setting = "deepspeed"
-    strategy = "deepspeed"
-    rung = "12_deepspeed_zero"
     shards = True
-    plans = tuple(("--deepspeed", stage, *options) for stage in PLANNED_STAGES for options in ALONE_OR_CHECKPOINTED)
-    next_rung = NextRung(
-        None, "keeps weights in CPU memory", options=("--deepspeed", "zero3_offload"), replaces=("optimizer",)
-    )
     explained_errors = (
         (
             "Current loss scale already at minimum",  # DeepSpeed has skipped at least 17 steps by then
@@ -132,10 +91,6 @@ class DeepSpeed(_Strategy):
         if settings.on_nan == "skip":
             raise UserError("--on_nan skip: DeepSpeed cannot undo a gradient; in fp16 it skips overflows by itself")
         check_deepspeed(settings)
-
-    def planned(self, gpus: int) -> tuple[tuple[str, ...], ...]:
-        """Return all stages, on one GPU those with offload: there is nothing to shard."""
-        return tuple(options for options in self.plans if gpus > 1 or options[1].endswith("_offload"))
 
     def rehearsed(self, settings: Settings) -> Settings:
         """Return settings of one device without optimizer state, which are equal for all stages."""

@@ -5,7 +5,6 @@ algorithms 3 and 4.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +12,7 @@ from torch.optim import Optimizer
 
 from fabric_ladder.models.optimizer import decay_weights
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques.lean_optimizer import LeanOptimizer
-from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, NextRung, Technique
-from fabric_ladder.techniques.weight_steps import StepInBackward
+from fabric_ladder.techniques.technique import Technique
 
 ROUNDS = 5  # passes over rows and columns, as in the paper
 PART_SIZE = 2**22  # numbers of a gradient that are in 32 bits at the same time; it bounds temporary tensors
@@ -94,31 +91,6 @@ def _inverse(sums: Tensor) -> Tensor:
 
 class Stateless(Technique):
     """`SinkGD` in place of the optimizer."""
-
-    setting = "optimizer"
-    rung = "26_stateless"
-    plans = ALONE_OR_CHECKPOINTED
-    next_rung = NextRung(
-        None,
-        "keeps no gradients either",
-        options=("--step_in_backward", "true", "--micro_batch_tokens", "null"),
-        replaces=("micro_batch_size", "pack_rows"),
-    )
-
-    def is_used(self, settings: Settings) -> bool:
-        """Return whether the optimizer is SinkGD."""
-        return settings.optimizer == "sinkgd"
-
-    def next_to_try(self, settings: Settings) -> NextRung | None:
-        """Return steps inside the backward pass, if one sample is a whole batch; otherwise adapters.
-
-        Several samples would have to be in memory together, with all their activations.
-        """
-        whole = replace(settings, micro_batch_size=None, micro_batch_tokens=None, pack_rows=None)
-        refused = settings.block_steps or StepInBackward().reason_against(whole, None)
-        if refused or settings.step_in_backward or settings.batch_size > 1:
-            return LeanOptimizer.next_rung
-        return self.next_rung
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
         """Return why the technique cannot be used, and what to do."""

@@ -28,8 +28,7 @@ from fabric_ladder.models.layers import find_blocks, meta_model
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.checkpointing import host_memory
 from fabric_ladder.techniques.memory import Counts, Peak, streamed_weights
-from fabric_ladder.techniques.qlora import IN_4_BITS
-from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, CHECKPOINTING, NextRung, Technique
+from fabric_ladder.techniques.technique import Technique
 
 ALIGNMENT = 256  # bytes between the starts of two weights: enough for every kernel
 FORWARD, BACKWARD = 1, -1
@@ -223,14 +222,7 @@ def _apply(block: nn.Module, stream: BlockStream, streamed: set[int], function, 
 class StreamedLayers(Technique):
     """Keep the frozen weights of the blocks in CPU memory."""
 
-    setting = "stream_layers"
-    rung = "24_streamed_layers"
     refused_on_mps = "--stream_layers true, since Apple's GPUs share the CPU's memory: leave it out"
-    short_name = "streamed"
-    plans = tuple((*bits, *more) for bits in ((), IN_4_BITS[2:]) for more in ALONE_OR_CHECKPOINTED)
-    next_rung = NextRung(
-        None, "keeps the inputs of blocks in CPU memory", options=(*CHECKPOINTING, "--activation_offload", "true")
-    )
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
         """Return why the technique cannot be used, and what to do."""
@@ -239,16 +231,6 @@ class StreamedLayers(Technique):
         model = meta_model(settings)
         if not find_blocks(model):
             return f"transformers marks no blocks in {model.config.model_type}; leave it out"
-        return None
-
-    def conflict(self, other: Technique) -> str | None:
-        """Refuse shards, and techniques that replace the layers of the blocks."""
-        if other.shards:
-            return "not on sharded weights; leave it out (rung 11 keeps them in CPU memory)"
-        if other.setting == "compile":
-            return "torch.compile would compile each block apart from its copies; use --compile false"
-        if other.setting == "float8":
-            return "not with --float8 true, which has layers of its own; leave one of them out"
         return None
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:

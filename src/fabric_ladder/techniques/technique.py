@@ -1,47 +1,25 @@
 """The base class of all techniques, with all that a technique can state about itself."""
 
-from typing import NamedTuple
-
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from transformers import PretrainedConfig
 
 from fabric_ladder.errors import UserError
+from fabric_ladder.ladder import SHARDED, Row
 from fabric_ladder.settings import Settings, show
 from fabric_ladder.techniques.memory import Counts, Peak
 
-CHECKPOINTING = ("--activation_checkpointing", "true")
-ALONE_OR_CHECKPOINTED = ((), CHECKPOINTING)
-
-
-class NextRung(NamedTuple):
-    """The rung that needs less memory than another one.
-
-    Attributes:
-        name: The script, for example `18_low_bit_optimizer`; None: the same script with other options.
-        reason: How it saves memory, as in "it …".
-        options: Options that it needs, as words of a command line: `("--packing", "true")`.
-        replaces: Settings that the rung sets itself: the user's own are left out of the command.
-    """
-
-    name: str | None
-    reason: str
-    options: tuple[str, ...] = ()
-    replaces: tuple[str, ...] = ()
-
 
 class Technique:
-    """One technique, with everything that this project does about it.
+    """The mechanism of one technique: what it changes in a training, its own checks, and its memory.
 
-    A subclass overrides what its technique needs. The functions that build a model, build an optimizer, check settings,
-    predict memory, plan and advise are loops over the techniques in use; none of them names a technique.
+    A subclass overrides what its technique needs. The functions that build a model, build an optimizer, check settings
+    and predict memory are loops over the techniques in use; none of them names a technique. Other facts are in
+    `ladder.py`.
 
     Attributes:
-        setting: The field of `Settings` that switches the technique on.
-        rung: The script that shows the technique; empty for a technique without a rung of its own.
-        next_rung: What to try when memory runs out with this rung.
-        advises_first: Whether its next rung is the advice on every rung that uses it.
+        row: Its row of the ladder.
         refused_precisions: Values of `--precision` that it cannot work with.
         refused_on_mps: The part that Apple silicon's GPU cannot do, and what to use; empty: it can do all.
         rounds_lengths: Whether lengths are rounded by default, so that there are fewer shapes.
@@ -50,17 +28,10 @@ class Technique:
         shards: Whether each rank has only a part of the weights or of the optimizer's state.
         frees_gradients: Whether no gradient is left after the backward pass.
         state_on_device: Whether the optimizer's state is on the device.
-        short_name: Its name in the names of plans, where the planner adds it to a rung.
-        plans: The planner tries the rung with each of these options; empty: it leaves the rung out.
-        needs_gpus: The least number of GPUs for the rung.
         recomputes: Whether the backward pass repeats the forward pass.
         explained_errors: Texts in libraries' errors, each with one line about the cause and the remedy.
     """
 
-    setting: str = ""
-    rung: str = ""
-    next_rung: NextRung | None = None
-    advises_first: bool = False
     refused_precisions: tuple[str, ...] = ()
     refused_on_mps: str = ""
     rounds_lengths: bool = False
@@ -69,31 +40,21 @@ class Technique:
     shards: bool = False
     frees_gradients: bool = False
     state_on_device: bool = True
-    short_name: str = ""
-    plans: tuple[tuple[str, ...], ...] = ((),)
-    needs_gpus: int = 1
     recomputes: bool = False
     explained_errors: tuple[tuple[str, str], ...] = ()
 
+    def __init__(self, row: Row) -> None:
+        self.row = row
+
+    @property
+    def setting(self) -> str:
+        """The field of `Settings` that switches the technique on."""
+        return self.row.setting
+
     def is_used(self, settings: Settings) -> bool:
         """Return whether these settings use the technique."""
-        return getattr(settings, self.setting) not in (False, None, "no")
-
-    def next_to_try(self, settings: Settings) -> NextRung | None:
-        """Return what to try when memory runs out with this rung."""
-        return self.next_rung
-
-    def as_option(self, phase: str | None) -> str | None:
-        """Return how the technique is added to a run without it, and how it saves memory in this phase."""
-        return None
-
-    def save_more(self, settings: Settings) -> NextRung | None:
-        """Return options of the same technique that save more memory."""
-        return None
-
-    def saves_no_more(self, settings: Settings) -> bool:
-        """Return whether a run with these settings would save no memory on this technique's rung."""
-        return self.is_used(settings)
+        value = getattr(settings, self.setting)
+        return value in self.row.values if self.row.values else value not in (False, None, "no")
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
         """Return why the technique in use cannot work with these settings, and what to do.
@@ -115,7 +76,8 @@ class Technique:
 
     def conflict(self, other: "Technique") -> str | None:
         """Return why the technique cannot be used together with another one, and what to do."""
-        return None
+        conflicts = self.row.conflicts
+        return conflicts.get(other.row.key) or (conflicts.get(SHARDED) if other.shards else None)
 
     def on_cuda(self, settings: Settings) -> dict[str, str]:
         """Return the switches that the technique needs to be fast on a CUDA GPU, each with its reason."""
@@ -163,10 +125,6 @@ class Technique:
     def state_dtypes(self, settings: Settings) -> list[torch.dtype | None]:
         """Return the dtypes of its state tensors of a parameter's size; None: the parameter's own dtype."""
         return []
-
-    def planned(self, gpus: int) -> tuple[tuple[str, ...], ...]:
-        """Return the options that the planner tries on N GPUs."""
-        return self.plans if gpus >= self.needs_gpus else ()
 
     def rehearsed(self, settings: Settings) -> Settings:
         """Return settings whose step runs on fake tensors; `add_memory` adds what the rehearsal leaves out."""

@@ -17,8 +17,8 @@ from transformers.modeling_utils import local_torch_dtype
 
 from fabric_ladder.models.layers import find_blocks, find_mlp, meta_model
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques.checkpointing import ActivationCheckpointing, may_draw
-from fabric_ladder.techniques.technique import NextRung, Technique
+from fabric_ladder.techniques.checkpointing import may_draw
+from fabric_ladder.techniques.technique import Technique
 
 
 def use_tiles(model: nn.Module, tile: int, draws: bool) -> None:
@@ -67,15 +67,6 @@ def _in_tiles(mlp: Callable, tile: int, draws: bool, *inputs: Tensor) -> Tensor:
 class TiledMLP(Technique):
     """Compute the MLP of each block over tiles of tokens."""
 
-    setting = "mlp_tile"
-    rung = "23_tiled_mlp"
-    next_rung = ActivationCheckpointing.next_rung
-
-    def next_to_try(self, settings: Settings) -> NextRung:
-        """Return the next rung, with the tiles."""
-        options = (*self.next_rung.options, "--mlp_tile", str(settings.mlp_tile))
-        return self.next_rung._replace(options=options)
-
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
         """Return why the technique cannot be used, and what to do."""
         model = meta_model(settings)
@@ -83,13 +74,6 @@ class TiledMLP(Technique):
         if blocks and all(map(find_mlp, blocks)):
             return None
         return f"the blocks of {model.config.model_type} have no MLP that computes each token alone; leave it out"
-
-    def conflict(self, other: Technique) -> str | None:
-        """Refuse torch.compile and selective checkpointing."""
-        return {
-            "compile": "torch.compile would compile a graph for each number of tiles; use --compile false",
-            "selective_checkpointing": "selective checkpointing keeps what tiles recompute; leave one of them out",
-        }.get(other.setting)
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
         """Compute the MLPs over tiles."""

@@ -9,14 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric_ladder.models.optimizer import STATELESS, all_finite
+from fabric_ladder.models.optimizer import all_finite
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.low_bit_optimizer import MOMENT_BYTES, bytes_of_cpu_step
 from fabric_ladder.techniques.memory import Counts, Peak
-from fabric_ladder.techniques.sharding import PARKED_WEIGHTS
-from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, CHECKPOINTING, NextRung, Technique
-
-ON_HOST = ("--optimizer_offload", "true")
+from fabric_ladder.techniques.technique import Technique
 
 
 class WeightSteps(Optimizer):
@@ -161,12 +158,6 @@ def forget_hooks(parameters: list[nn.Parameter]) -> None:
 class _StepsByWeight(Technique):
     """The parts that both techniques share; together they use one mixin."""
 
-    def conflict(self, other: Technique) -> str | None:
-        """Refuse shards."""
-        if other.shards:
-            return "not on sharded weights; leave it out (rung 11 steps in CPU memory)"
-        return None
-
     def change_optimizer(self, kind: type[Optimizer], settings: Settings, model: nn.Module) -> type[Optimizer]:
         """Mix `WeightSteps` into the optimizer's class, once."""
         if issubclass(kind, WeightSteps):
@@ -191,15 +182,7 @@ class _StepsByWeight(Technique):
 class StepInBackward(_StepsByWeight):
     """Update each weight inside the backward pass, and free its gradient immediately."""
 
-    setting = "step_in_backward"
-    rung = "17_step_in_backward"
     frees_gradients = True
-    plans = (*ALONE_OR_CHECKPOINTED, (*ON_HOST, *CHECKPOINTING))
-    next_rung = NextRung(None, "keeps the optimizer's state in CPU memory", options=ON_HOST)
-
-    def next_to_try(self, settings: Settings) -> NextRung | None:
-        """Return what to try when memory runs out; SGD and SinkGD have no state to move."""
-        return OptimizerOffload.next_rung if settings.optimizer in STATELESS else self.next_rung
 
     def on_cuda(self, settings: Settings) -> dict[str, str]:
         """Return packing: samples of all lengths are in one pass, padded to the longest."""
@@ -230,17 +213,8 @@ class StepInBackward(_StepsByWeight):
 class OptimizerOffload(_StepsByWeight):
     """Keep the optimizer's state in CPU memory, and step there."""
 
-    setting = "optimizer_offload"
-    rung = "19_optimizer_offload"
     refused_on_mps = "--optimizer_offload true, since Apple's GPUs share the CPU's memory: leave it out"
     state_on_device = False
-    short_name = "optimizer offload"
-    plans = ALONE_OR_CHECKPOINTED
-    next_rung = PARKED_WEIGHTS._replace(reason="keeps weights there too")
-
-    def saves_no_more(self, settings: Settings) -> bool:
-        """Return whether the device has no optimizer state already."""
-        return self.is_used(settings) or settings.optimizer in STATELESS
 
     def rehearsed(self, settings: Settings) -> Settings:
         """Return settings of a step without state on the device."""
