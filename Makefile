@@ -8,7 +8,7 @@ TORCH_BACKEND ?= cpu
 # without its requirements: it asks for an older pillow than is pinned, which it runs without
 TRACKIO := trackio==0.43.0 gradio_client==2.7.2 orjson==3.13.0 starlette==1.10.0 uvicorn==0.54.0
 
-.PHONY: run test test-slow test-lowest lint format bench combinations architectures notebooks docs clean
+.PHONY: run test test-slow test-lowest lint format bench combinations architectures new-rung notebooks docs clean
 
 run: .venv/installed
 	$(BIN)/python src/2_grad_accum.py --config configs/quickstart.yaml
@@ -42,6 +42,10 @@ combinations: .venv/installed-dev
 # runs a tiny model of every architecture of transformers on committed code, and writes docs/architectures.md
 architectures: .venv/installed-dev
 	$(BIN)/python benchmarks/architectures.py
+
+# make new-rung NUMBER=30 NAME=bitfit PARENT=2_grad_accum
+new-rung:
+	@$(PYTHON) scripts/new_rung.py $(NUMBER) $(NAME) $(PARENT)
 
 # writes the notebooks and runs them on small data, in ten minutes; FABRIC_LADDER_DATA names the folder with IMDb
 notebooks: .venv/installed-dev

@@ -1,44 +1,43 @@
-"""The technique of CONTRIBUTING.md's example is added to a copy of the project, which trains and plans with it."""
+"""A new rung is written into a copy of the project, which trains and plans with the technique of CONTRIBUTING.md."""
 
 import json
 import re
 import shutil
 
 import pytest
-from support.helpers import MODELS, ROOT, SRC, finished, run_script
+from support.helpers import MODELS, ROOT, finished, run_script
 
 SMALL = ["--accelerator", "cpu", "--dataset", "synthetic", "--model", MODELS / "bloom-quickstart.json"]
 SMALL += ["--from_scratch", "true", "--max_length", "32", "--train_samples", "12", "--batch_size", "4"]
 
 
-def insert(path, line, before):
-    text = path.read_text(encoding="utf-8")
-    assert text.count(before) == 1, before
-    path.write_text(text.replace(before, line + before), encoding="utf-8")
-
-
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
-    """Copy the project and add the example's technique."""
+    """Copy the project, write a new rung into it, and fill in the example."""
     folder = tmp_path_factory.mktemp("project")
     for name in ("src", "scripts", "configs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    technique, entry, row, field, keyword = re.findall(
+    left = finished(run_script(folder / "scripts" / "new_rung.py", "30", "bitfit", "2_grad_accum", fresh=True))
+    assert "tests/plain/test_plain.py" in left
+    assert (folder / "docs" / "techniques" / "30_bitfit.md").exists()
+    mechanism, row = re.findall(
         r"```(?:python|text)\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL
     )
     package = folder / "src" / "fabric_ladder"
-    (package / "techniques" / "bitfit.py").write_text(technique, encoding="utf-8")
-    registry = package / "techniques" / "__init__.py"
-    line = "from fabric_ladder.techniques.bitfit import BitFit\n"
-    insert(registry, line, "from fabric_ladder.techniques.checkpointing")
-    insert(registry, entry, '    "lora": LoRA,\n')
-    insert(package / "ladder.py", row, '    Row(\n        "lora",\n')
-    insert(package / "settings.py", field, "    kahan_summation: bool")
-    parent = (SRC / "2_grad_accum.py").read_text(encoding="utf-8")
-    rung = folder / "src" / "30_bitfit.py"
-    rung.write_text(parent.replace("  # NEW", "").replace("2_grad_accum", "30_bitfit"), encoding="utf-8")
-    insert(rung, keyword, "    )\n\n    fabric = Fabric(")
+    (package / "techniques" / "bitfit.py").write_text(mechanism, encoding="utf-8")
+    ladder = (package / "ladder.py").read_text(encoding="utf-8")
+    written = re.search(r'    Row\(\n        "bitfit",.*?\n    \),\n', ladder, re.DOTALL)
+    (package / "ladder.py").write_text(ladder.replace(written[0], row), encoding="utf-8")
     return folder
+
+
+@pytest.mark.parametrize(
+    "words", [("2", "bitfit", "1_batch_size_1"), ("30", "bit fit", "2_grad_accum"), ("30", "bitfit", "x")]
+)
+def test_a_rung_that_cannot_be_written_is_refused_in_one_line(words):
+    refused = run_script(ROOT / "scripts" / "new_rung.py", *words, fresh=True)
+    assert refused.returncode == 2
+    assert len(refused.stderr.splitlines()) == 1
 
 
 def run(project, script, *words):
@@ -46,7 +45,7 @@ def run(project, script, *words):
 
 
 @pytest.mark.slow
-def test_a_technique_of_three_steps_is_trained_checked_planned_compared_and_listed(project):
+def test_a_new_rung_is_trained_checked_planned_compared_and_listed(project):
     finished(run(project, "src/30_bitfit.py", *SMALL, "--save", "no"))
     finished(run(project, "src/2_grad_accum.py", *SMALL, "--save", "no"))
     trained, whole = (

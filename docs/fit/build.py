@@ -25,6 +25,7 @@ import torch
 import transformers
 
 from fabric_ladder.data.hub import find_shipped_config
+from fabric_ladder.ladder import CHECKPOINTING, ON_HOST
 from fabric_ladder.planning.candidates import read_settings
 from fabric_ladder.planning.gpus import ANY, GPUS, Gpu, find_gpu
 from fabric_ladder.planning.overhead import ASSUMED, HIGH, LOW
@@ -35,8 +36,6 @@ from fabric_ladder.planning.rehearsal import Rehearsal, rehearsal_key, rehearse,
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques import trains_adapters
 from fabric_ladder.techniques.memory import ON_DEVICE, Peak
-from fabric_ladder.techniques.technique import CHECKPOINTING
-from fabric_ladder.techniques.weight_steps import ON_HOST
 
 DATA = Path(__file__).parent / "data.js"
 START = "const FIT = "

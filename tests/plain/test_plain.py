@@ -185,7 +185,7 @@ SLOW = (3, 9, 10, 11)
     "name", [pytest.param(name, marks=[pytest.mark.slow] if number(name) in SLOW else []) for name in NAMES]
 )
 def test_a_plain_script_prints_the_losses_of_its_rung(name, folder):
-    if number(name) not in CASES:
+    if name == "12_deepspeed_zero":
         pytest.skip("DeepSpeed needs a CUDA GPU")
     compare(name, folder, *CASES[number(name)])
 

@@ -14,6 +14,7 @@ import pytest
 from support.helpers import CONFIGS, MODELS, ROOT, RUNGS, SMALL, SRC, finished, run_script, settings_for
 
 from fabric_ladder.data.sampler import EffectiveBatchSampler
+from fabric_ladder.rungs import script_defaults
 
 NAMES = [path.stem for path in RUNGS]
 ON_CPU = [name for name in NAMES if name != "12_deepspeed_zero"]  # Fabric starts DeepSpeed on CUDA GPUs only
@@ -38,11 +39,8 @@ LINES = [
     r"Host memory used: \d+\.\d\d GB, loading included",
     r"(Saved runs/{name}/1/adapter\nUse it: python scripts/predict.py .*\n)?Test accuracy \d+\.\d\d%",
 ]
-PRECISION = dict.fromkeys(NAMES[:3], "32-true")
-PRECISION |= dict.fromkeys(["4_mixed_precision", "9_ddp", "10_fsdp", "11_fsdp_cpu_offload", "15_packing"], "bf16-mixed")
-PRECISION |= dict.fromkeys([*NAMES[4:8], "13_lora", "14_qlora", *NAMES[15:21], *NAMES[22:]], "bf16-true")
-PRECISION |= {"22_float8": "bf16-mixed"}
-PRECISION |= {"26_stateless": "bf16-true"}
+STATED = {name: script_defaults(name).get("precision", "32-true") for name in NAMES}
+PRECISION = {name: "bf16-mixed" if stated == "mixed" else stated for name, stated in STATED.items()}
 OPTIMIZER = dict.fromkeys(NAMES, r"adam 0\.001 constant")
 OPTIMIZER |= {"6_lean_optimizer": "sgd 0.01 cosine", "18_low_bit_optimizer": "adam-8bit 0.001 constant"}
 OPTIMIZER |= dict.fromkeys(["13_lora", "14_qlora", "24_streamed_layers"], "adam 0.002 constant")
