@@ -76,7 +76,7 @@ def test_the_list_of_rungs_is_whole():
         == NAMES
     )
     assert len(NAMES) >= 26
-    assert set(ON_CPU) == PRECISION.keys()
+    assert set(ON_CPU) == {*NAMES} - {"12_deepspeed_zero"}
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"^\| \[(\d+_\w+)\]\(src/\1\.py\)", readme, re.MULTILINE)) == sorted(NAMES)
 
