@@ -58,10 +58,11 @@ def reachable(name: str, content: str, revision: str | None = None) -> Iterator[
         raise UserError(f"cannot load the {content}: there is no folder {name}")
     offline = not _hub_answers()
     problem = "cannot be reached" if offline else "has nothing usable of this name and revision"
+    form = "" if "/" in name else " (most names there are OWNER/NAME)"
     with (
         refused(
             f"cannot load the {content} {name!r}: it is not a folder, and the Hugging Face Hub {problem}; check the "
-            "spelling and the network, or give a local folder"
+            f"spelling{form} and the network, or give a local folder"
         ),
         _without_code(name),
     ):
@@ -125,9 +126,12 @@ def _read_config(name: str, revision: str | None, changed: int | None) -> Pretra
 def find_shipped_config(name: str) -> Path | None:
     """Return the file in `configs/models` with the shape of a model on the Hub, or None if there is none.
 
-    The file has the model's name in lower case, without the owner, perhaps without the words of `SAME_SHAPE`.
+    The file has the model's name in lower case, without the owner, perhaps without the words of `SAME_SHAPE`. The Hub
+    knows only a few old names without an owner.
     """
-    own = name.rpartition("/")[2].lower()
+    owner, _, own = name.lower().rpartition("/")
+    if not owner and not own.startswith(("gpt2", "bert-", "distilbert-", "roberta-")):
+        return None
     paths = (CONFIGS / "models" / f"{stem}.json" for stem in (own, SAME_SHAPE.sub("", own)))
     return next(filter(Path.is_file, paths), None)
 
