@@ -331,10 +331,10 @@ class Settings(DataSettings):
     lora_dropout: float = model_setting(
         0.1, "Dropout of the adapters' inputs.", role=TECHNIQUE, changes_memory=True, at_least=0, below=1, needs="lora"
     )
-    lora_targets: str | None = model_setting(
-        None,
-        "Linear layers that get adapters: their names, separated by commas, or `all-linear`. Default: PEFT's "
-        "attention projections for the architecture.",
+    lora_targets: str = model_setting(
+        "all-linear",
+        "Linear layers that get adapters: their names, separated by commas, `all-linear`, or `attention` for PEFT's "
+        "attention projections of the architecture.",
         role=TECHNIQUE,
         changes_memory=True,
         needs="lora",

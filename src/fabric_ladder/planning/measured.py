@@ -19,7 +19,7 @@ def numerics(settings: dict) -> list:
     return [
         not in_32_bits and settings["precision"].endswith("16-true"),
         settings["optimizer"].replace("adamw", "adam"),
-        settings["lora"] and (settings["lora_targets"] or "default", settings["quantization"]),
+        settings["lora"] and (settings["lora_targets"] or "attention", settings["quantization"]),  # null in older runs
         settings["train_blocks"] if settings["block_steps"] is None else "in turn",
         settings["float8"],
         settings["batch_size"] == 1,
