@@ -195,7 +195,7 @@ def test_a_smaller_effective_batch_comes_after_settings_that_change_no_loss(tmp_
 
 
 def test_options_without_effect_on_the_next_rung_are_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["src/6_lean_optimizer.py", "--sgd_learning_rate", "0.1", "--seed", "3"])
+    monkeypatch.setattr(sys, "argv", ["src/6_lean_optimizer.py", "--min_learning_rate", "1e-4", "--seed", "3"])
     settings = settings_for(tmp_path, name="6_lean_optimizer", micro_batch_size=1, optimizer="sgd")
     assert "python src/13_lora.py --seed 3, which" in less_memory(settings)
 
