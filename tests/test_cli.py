@@ -491,7 +491,6 @@ def test_check_only_refuses_unusable_folders_and_data(tmp_path):
         parse_settings([*BLOOM, "--dataset", "synthetic", "--check_only"])
     for option, value, line in (
         ("--runs_dir", "file/runs", "cannot write --runs_dir file/runs"),
-        ("--cache_dir", "file/cache", "cannot write --cache_dir file/cache"),
         ("--runs_dir", "loop/runs", "cannot write --runs_dir loop/runs (Too many levels of symbolic links)"),
         ("--dataset", "nowhere.csv", "there is no file or folder nowhere.csv"),
         ("--tokenizer", "./none", "there is no folder ./none"),

@@ -146,12 +146,6 @@ class DataSettings:
         role=SURROUNDINGS,
         metavar="FOLDER",
     )
-    cache_dir: str = data_setting(
-        default_factory=lambda: _folder("FABRIC_LADDER_CACHE") or platformdirs.user_cache_dir("fabric_ladder"),
-        help="Folder for prepared data and compiled kernels. Default: $FABRIC_LADDER_CACHE, else the user's cache.",
-        role=SURROUNDINGS,
-        metavar="FOLDER",
-    )
     text_column: str = data_setting(
         "text",
         "Column of the texts. Several columns, separated by commas, become the lines of one text. The default of "
@@ -175,13 +169,6 @@ class DataSettings:
         "Columns of CSV and TSV files without a header line, from left to right, separated by commas.",
         role=DATA,
         metavar="COLUMN,…",
-    )
-    image_column: str = data_setting(
-        "image",
-        "Column of the images of a data set on the Hub. Not needed if only one column holds images.",
-        role=DATA,
-        metavar="COLUMN",
-        needs="task=image-classification",
     )
     validation_file: str | None = data_setting(
         None,
@@ -287,6 +274,10 @@ class DataSettings:
         role=DATA,
         metavar="NAME_OR_PATH",
     )
+    # the folder for prepared data and compiled kernels; only the environment variable sets it
+    cache_dir: str = dataclasses.field(
+        default_factory=lambda: _folder("FABRIC_LADDER_CACHE") or platformdirs.user_cache_dir("fabric_ladder")
+    )
 
 
 @dataclass(frozen=True)
@@ -359,9 +350,6 @@ class Settings(DataSettings):
     )
     dora: bool = model_setting(
         False, "DoRA: also train the length of each weight vector.", role=TECHNIQUE, changes_memory=True, needs="lora"
-    )
-    rslora: bool = model_setting(
-        False, "rsLoRA: scale adapters by `lora_alpha` / the square root of `lora_rank`.", role=TECHNIQUE, needs="lora"
     )
     quantization: Literal["no", "nf4"] = model_setting(
         "no",
@@ -524,12 +512,6 @@ class Settings(DataSettings):
         changes_memory=True,
         above=0,
         aliases={"{}": "clip_grad clip_grad_norm grad_clip gradient_clip gradient_clip_val gradient_clipping max_norm"},
-    )
-    on_nan: Literal["stop", "skip"] = optimization_setting(
-        "stop",
-        "After a loss or gradient that is not finite, `stop` at the next printed line, or `skip` up to 10 such "
-        "effective batches. `skip` is slower: it waits for the device in each step.",
-        role=SURROUNDINGS,
     )
     batch_size: int = micro_batch_setting(
         1,
@@ -834,7 +816,7 @@ class Settings(DataSettings):
     save_every: int = checkpoint_setting(
         0,
         "Optimizer steps between two checkpoints to resume from. Another is written after each epoch. 0: only when "
-        "Ctrl-C, SIGTERM or `max_time` stops the run.",
+        "Ctrl-C or SIGTERM stops the run.",
         role=SURROUNDINGS,
         changes_figures=False,
         at_least=0,
@@ -858,14 +840,6 @@ class Settings(DataSettings):
         for_beginners=True,
         aliases={"{}": "resume_from_checkpoint"},
         words={"auto": "true", "no": "false"},
-    )
-    max_time: float | None = checkpoint_setting(
-        None,
-        "Stop the run after this many minutes, as SIGTERM does; `resume` continues it.",
-        role=SURROUNDINGS,
-        changes_figures=False,
-        above=0,
-        metavar="MINUTES",
     )
     # The script sets these, not the user: its name and strategy, the YAML file, and the first lines to print.
     name: str = ""

@@ -46,7 +46,6 @@ WAYS = {
     "bf16-mixed": {"precision": "bf16-mixed"},
     "16-mixed": {"precision": "16-mixed"},
     "dora": {"dora": True},
-    "rslora": {"rslora": True},
     "attention": {"lora_targets": "attention"},
     "4-bit": {"quantization": "nf4", "precision": "bf16-true"},
     "4-bit 16-mixed": {"quantization": "nf4", "precision": "16-mixed"},
@@ -341,11 +340,10 @@ def test_images_of_unusual_models_get_adapters(tmp_path, kind, targets):
 
 
 def test_the_adapters_config_has_the_settings(tmp_path):
-    settings = lora_settings(tmp_path, lora_rank=4, lora_alpha=12, dora=True, rslora=True, lora_dropout=0.25)
+    settings = lora_settings(tmp_path, lora_rank=4, lora_alpha=12, dora=True, lora_dropout=0.25)
     config = build_model(settings, data(settings)).peft_config["default"]
     assert (config.r, config.lora_alpha, config.lora_dropout) == (4, 12, 0.25)
     assert config.use_dora
-    assert config.use_rslora
     assert "score" in config.modules_to_save
 
 

@@ -255,7 +255,7 @@ def _read_hub(
     for split, table in load_hub(settings, commit, scratch, notices).items():
         name = f"{settings.dataset} ({split})"
         check_column(table.column_names, column, name)
-        image_column = _image_column(table, name, settings)
+        image_column = _image_column(table, name)
         images = table.select_columns([image_column]).rename_columns({image_column: "image"})
         tables.append(images.cast_column("image", hf.Image(decode=False)))
         feature, label_of = label_reader(column, table.features)
@@ -271,13 +271,9 @@ def _read_hub(
     return hf.concatenate_datasets(tables), join_parts(parts, column, notices)
 
 
-def _image_column(table: hf.Dataset, name: str, settings: DataSettings) -> str:
+def _image_column(table: hf.Dataset, name: str) -> str:
     images = [column for column, feature in table.features.items() if isinstance(feature, hf.Image)]
-    if settings.image_column in images:
-        return settings.image_column
-    if len(images) == 1:
-        return images[0]
-    raise UserError(
-        f"{name} has no column of images {settings.image_column!r}, only {list_columns(images or table.column_names)}: "
-        "set --image_column"
-    )
+    if "image" in images or len(images) == 1:
+        return "image" if "image" in images else images[0]
+    found = list_columns(images or table.column_names)
+    raise UserError(f"{name} must have one column of images, or one with the name 'image'; it has {found}")

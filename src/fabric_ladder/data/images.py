@@ -33,7 +33,7 @@ IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "WEBP", "TIFF", "AVIF", "JP
 WHITE = 65535  # the brightest level of 16 bits
 PIXELS = pa.schema({"image": pa.binary(), "height": pa.int32(), "width": pa.int32(), "labels": pa.int64()})
 CHOICES = (  # settings that change the stored pixels, in addition to the format
-    "image_column label_column bad_samples train_samples validation_samples test_samples split_seed".split()
+    "label_column bad_samples train_samples validation_samples test_samples split_seed".split()
 )
 
 

@@ -90,7 +90,6 @@ def add_adapters(model: nn.Module, settings: Settings) -> nn.Module:
         exclude_modules=sorted(name for name in others if any(_matches(target, [name]) for target in targets)) or None,
         modules_to_save=heads or None,
         use_dora=settings.dora,
-        use_rslora=settings.rslora,
         init_lora_weights=True if settings.lora_init == "default" else settings.lora_init,
         revision=getattr(model.config, "_commit_hash", None),
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
