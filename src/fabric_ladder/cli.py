@@ -159,7 +159,7 @@ def _with_dependent(settings: Settings, named: dict, given: Mapping[str, object]
     ranks = math.prod(resolve_devices(replace(settings, accelerator=_accelerator(settings))))
 
     def count_blocks() -> int:
-        return load_config(settings.model, settings.model_revision).get_text_config().num_hidden_layers
+        return load_config(settings.model).get_text_config().num_hidden_layers
 
     meant, lines = read_dependent(options, vars(settings), named, ranks, count_blocks)
     check_bounds(meant)

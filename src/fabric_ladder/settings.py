@@ -137,9 +137,6 @@ class DataSettings:
         for_beginners=True,
         aliases={"{}": "data data_path dataset_name train_file"},
     )
-    dataset_revision: str | None = data_setting(
-        None, "Branch, tag or commit of a `dataset` on the Hub. Default: the main branch.", role=DATA
-    )
     data_dir: str = data_setting(
         default_factory=lambda: _folder("FABRIC_LADDER_DATA") or "data",
         help="Folder with data files. Default: $FABRIC_LADDER_DATA, else `data`.",
@@ -263,9 +260,6 @@ class DataSettings:
         aliases={
             "{}": "base_model checkpoint_dir model_id model_name model_name_or_path pretrained_model_name_or_path"
         },
-    )
-    model_revision: str | None = model_setting(
-        None, "Branch, tag or commit of a `model` on the Hub. Default: the main branch.", role=EQUAL
     )
     tokenizer: str | None = model_setting(
         None,

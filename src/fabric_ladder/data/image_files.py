@@ -62,8 +62,6 @@ def find_images(settings: DataSettings) -> tuple[Path | None, list]:
     path = find_path(settings, ARCHIVES)
     if path is None:
         return None, ["hub", name, find_commit(settings)]
-    if settings.dataset_revision:
-        raise UserError(f"--dataset_revision is for a --dataset on the Hub, not for {name}")
     if settings.label_column != defaults.label_column:
         raise UserError(
             f"--label_column is for a --dataset on the Hub; {name} has its classes as folders: leave it out"
