@@ -60,7 +60,7 @@ def glue(tmp_path, monkeypatch, online, commits):
 
     def read(name, configuration=None, revision=None, **options):
         assert name == "org/glue"
-        assert revision in commits.values()
+        assert revision in commits
         if configuration is None:
             raise ValueError("Config name is missing.\nPlease pick one among the available configs: ['cola', 'sst2']")
         assert configuration == "sst2"
