@@ -191,13 +191,17 @@ def test_hub_labels_may_be_strings(load, hub):
     [
         ({"a": hf.Image(), "b": hf.Image()}, {}, r"must have one column of images, .* 'image'; it has a, b"),
         ({"image": hf.Value("string")}, {}, r"must have one column of images, .* 'image'; it has label"),
-        ({"image": hf.Image()}, {"label_column": "kind"}, r"no column 'kind', only image, label: .* --label_column"),
+        (
+            {"image": hf.Image()},
+            {"label_column": "kind"},
+            r"has no column 'kind', only image, label: .* --label_column",
+        ),
     ],
 )
 def test_missing_hub_columns_are_refused(load, hub, features, values, pattern):
     features = {name: feature for name, feature in features.items() if isinstance(feature, hf.Image)}
     name = hub(features | {"label": hf.Value("int64")}, train=9)
-    with pytest.raises(UserError, match=rf"org/name \(train\) has {pattern}"):
+    with pytest.raises(UserError, match=rf"org/name \(train\) {pattern}"):
         load(name, **values)
 
 
