@@ -491,8 +491,7 @@ class Settings(DataSettings):
     )
     eval_batch_tokens: int | None = micro_batch_setting(
         None,
-        "Padded tokens of an evaluation batch on each device. Default: on a CUDA GPU as in training, at least 4096; "
-        "elsewhere 1024.",
+        "Padded tokens of an evaluation batch per device. Default: 1024; on CUDA as in training, at least 4096.",
         at_least=1,
         replaced_by="pack_rows",
     )
@@ -518,8 +517,7 @@ class Settings(DataSettings):
     )
     num_workers: int = micro_batch_setting(
         0,
-        "Processes that prepare batches. 0 prepares them in the training process while the device computes. Only "
-        "large images need 2 or more.",
+        "Processes that prepare batches. 0: the training process does it. Only large images need 2 or more.",
         at_least=0,
         at_most=ENOUGH_PROCESSES,
         aliases={"{}": "dataloader_num_workers workers"},
@@ -538,8 +536,7 @@ class Settings(DataSettings):
     )
     selective_checkpointing: bool = memory_setting(
         False,
-        "Keep the results of attention and of matrix multiplications in checkpointed blocks too, and recompute only "
-        "the rest.",
+        "Also keep the results of attention and matrix multiplications in checkpointed blocks.",
         free_on_resume=True,
         needs="activation_checkpointing",
     )
@@ -553,8 +550,7 @@ class Settings(DataSettings):
     )
     stream_layers: bool = memory_setting(
         False,
-        "Keep the frozen weights of the transformer blocks in CPU memory, and copy each block to the device one block "
-        "ahead of the computation.",
+        "Keep the frozen blocks in CPU memory, and copy each to the device one block ahead of its use.",
         free_on_resume=True,
         needs="lora",
         aliases={"true": "layer_offloading block_swap blocks_to_swap"},
@@ -577,16 +573,13 @@ class Settings(DataSettings):
     )
     predict_memory: bool | None = memory_setting(
         None,
-        "Predict the peak memory before the first step, and compare it with the measured one at the end. Default: "
-        "only on a GPU.",
+        "Predict the peak memory, and compare it with the measured one at the end. Default: only on a GPU.",
         role=SURROUNDINGS,
         changes_memory=False,
     )
     memory_snapshot: str | None = memory_setting(
         None,
-        "Write a snapshot of GPU memory here after the third optimizer step, or at an error before it, for "
-        "pytorch.org/memory_viz: which line "
-        "allocated what, over time. CUDA only.",
+        "Write a snapshot of CUDA memory for pytorch.org/memory_viz here, after the third step or at an error.",
         role=SURROUNDINGS,
         changes_figures=False,
         metavar="FILE",
@@ -679,8 +672,7 @@ class Settings(DataSettings):
     )
     best_weights: bool = validation_setting(
         False,
-        "After the training, go back to the weights of the best validation: the test and `save` use them. They wait in "
-        "a checkpoint.",
+        "Test and `save` the weights of the best validation, which wait in a checkpoint, not the last ones.",
         aliases={"true": "load_best_model_at_end save_best"},
     )
     log_every: int | None = logging_setting(
@@ -713,8 +705,7 @@ class Settings(DataSettings):
     )
     save_every: int = checkpoint_setting(
         0,
-        "Optimizer steps between two checkpoints to resume from. Another is written after each epoch. 0: only when "
-        "Ctrl-C or SIGTERM stops the run.",
+        "Optimizer steps between checkpoints, besides one after each epoch. 0: only at Ctrl-C or SIGTERM.",
         at_least=0,
         aliases={"{}": "checkpoint_every save_interval save_steps"},
     )
