@@ -12,6 +12,7 @@ import csv
 import io
 import json
 import multiprocessing
+import os
 import random
 import re
 import runpy
@@ -254,7 +255,8 @@ def row_of(name: str, task: str, data: Path) -> dict[str, str]:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as scratch:
         home = Path(scratch)
-        options = [*data_options(task, data), *COMMON, "--cache_dir", str(data / "cache")]
+        os.environ["FABRIC_LADDER_CACHE"] = str(data / "cache")
+        options = [*data_options(task, data), *COMMON]
         try:
             whole, body, problem = draw(name, task, kind, home)
         except Exception as error:

@@ -64,9 +64,9 @@ def best_row(set: str, rung: str) -> Row | None:
     return rows_of(set).get(rung, {}).get(evidence.found_rate(set, rung))
 
 
-def most_seeds(row: Row) -> Row:
-    """Return a row of imdb_2000, or that of the same rung and rate on a CPU if it has more seeds."""
-    on_cpu = rows_of("imdb_2000_cpu").get(row.first.name, {}).get(row.first.settings["learning_rate"], row)
+def most_seeds(set: str, row: Row) -> Row:
+    """Return a row, or that of the same rung and rate on a CPU if it has more seeds."""
+    on_cpu = rows_of(f"{set}_cpu").get(row.first.name, {}).get(row.first.settings["learning_rate"], row)
     return max(row, on_cpu, key=lambda each: len(each.runs))
 
 
@@ -207,7 +207,7 @@ def ladder() -> list[str]:
         memory, said = predicted(rung.stem)
         below = parent(rung)
         found = [own("imdb_2000").get(rung.stem), best_row("imdb_2000", rung.stem)]
-        accuracy = [mean(row and most_seeds(row), "test_accuracy") for row in found]
+        accuracy = [mean(row and most_seeds("imdb_2000", row), "test_accuracy") for row in found]
         to_parent = f"{change(memory, under(rung.stem, below.stem))} ({below.stem.split('_')[0]})" if below else NONE
         rows.append([rung.stem, f"{memory:.2f}{said}", to_parent, change(memory, first), *accuracy])
     header = ["rung", "GPU, GB", "change to its parent", "to rung 1", "test, %", "at its best rate, %"]
@@ -247,11 +247,9 @@ def accuracy_costs() -> list[dict]:
     """
     whole, halved, found = own("imdb_2000")["2_grad_accum"], own("imdb_2000_halved"), {}
     for set, rung, _ in variants():
-        if set in ("imdb_2000_cpu", "imdb_2000_one_by_one", "imdb_2000_halved") or rung not in own(set):
+        if set.endswith(("_cpu", "_one_by_one", "_halved")) or rung not in own(set):
             continue
-        row, best = own(set)[rung], best_row(set, rung) or own(set)[rung]
-        if set == "imdb_2000":
-            row, best = most_seeds(row), most_seeds(best)
+        row, best = (most_seeds(set, each) for each in (own(set)[rung], best_row(set, rung) or own(set)[rung]))
         points, least, remarks = lost(row, whole), lost(best, whole), "MiniLM"
         if (rate := best.first.settings["learning_rate"]) != row.first.settings["learning_rate"]:
             remarks += f"; {least:.2g} at --learning_rate {rate:g}"

@@ -32,7 +32,7 @@ MODEL = str(common.MODELS / "llama-3.1-8b.json")
 STEP = 1024  # tokens
 FIRST = 16  # steps of the first guess
 OPTIONS = ["--model", MODEL, "--task", "instruction-tuning", "--batch_size", "1", "--micro_batch_size", "1"]
-OPTIONS += CHECKPOINTING
+OPTIONS += [*CHECKPOINTING, "--lora_targets", "attention"]
 WAYS = {
     "adapters on 4-bit weights": "14_qlora",
     "adapters": "13_lora",

@@ -70,7 +70,7 @@ DOWNWARDS = [  # one more technique in each row
     Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} {IN_8_BITS} {PARKED}"),
     Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} {IN_4_BITS}"),
 ]
-ADAPTED = Entry("14_qlora", f"--lora_targets all-linear {CHECKPOINTED}")
+ADAPTED = Entry("14_qlora", CHECKPOINTED)
 ALL = f"--precision bf16-true --optimizer sgd {CHECKPOINTED}"
 TWELVE = "--batch_size 12 --micro_batch_size 12 --max_length 512"
 SHARDED_WHOLE = f"--batch_size 256 --micro_batch_size 64 --precision 32-true {CHECKPOINTED}"
@@ -86,7 +86,11 @@ ENTRIES = {
         *(Entry(rung) for rung in SHARDED),
         *(Entry("12_deepspeed_zero", stage) for stage in ZERO),
         Entry("11_fsdp_cpu_offload", ALL),
-        *(Entry(rung, more) for rung in ("13_lora", "14_qlora", "24_streamed_layers") for more in ("", CHECKPOINTED)),
+        *(
+            Entry(rung, more)
+            for rung in ("13_lora", "14_qlora", "24_streamed_layers")
+            for more in ("", CHECKPOINTED, "--lora_targets attention")
+        ),
         *(Entry(rung, gpus=4) for rung in ("9_ddp", *SHARDED)),
         Entry("9_ddp", CHECKPOINTED, gpus=4),
         *(Entry("12_deepspeed_zero", options, gpus=4) for options in ZERO_LADDER),

@@ -14,16 +14,17 @@ import torch
 OUT = common.RESULTS / "printed.json"
 PARTS = {
     "adapters bloom-7b1": "scripts/plan_memory.py --config configs/imdb_bloom_560m.yaml --length 1024 "
-    "--gpu_memory 24GB --model bigscience/bloom-7b1 --task instruction-tuning --rungs 13,14 --full",
+    "--gpu_memory 24GB --model bigscience/bloom-7b1 --task instruction-tuning --rungs 13,14 --lora_targets attention "
+    "--full",
     "4-bit llama-3.1-70b": "scripts/plan_memory.py --config configs/imdb_bloom_560m.yaml --length 512 "
     "--gpu_memory 24GB --devices 2 --model meta-llama/Llama-3.1-70B --task instruction-tuning --precision bf16-true "
-    "--lora true --quantization nf4 --activation_checkpointing true --rungs 9,10,11 --full",
+    "--lora true --quantization nf4 --activation_checkpointing true --rungs 9,10,11 --lora_targets attention --full",
     "streamed qwen3-8b": "scripts/plan_memory.py --config configs/imdb_bloom_560m.yaml --length 1024 "
     "--gpu_memory 24GB --model Qwen/Qwen3-8B --task instruction-tuning --activation_checkpointing true "
-    "--micro_batch_size 4 --rungs 13,14,24 --full",
+    "--micro_batch_size 4 --rungs 13,14,24 --lora_targets attention --full",
     "streamed llama-3.1-70b": "scripts/plan_memory.py --config configs/imdb_bloom_560m.yaml --length 512 "
     "--gpu_memory 24GB --model meta-llama/Llama-3.1-70B --task instruction-tuning --quantization nf4 "
-    "--activation_checkpointing true --rungs 14,24 --full",
+    "--activation_checkpointing true --rungs 14,24 --lora_targets attention --full",
     "plan bloom-560m T4": "scripts/plan_memory.py --gpu T4",
     "checkpointing": "benchmarks/operations.py checkpointing --threads 1",
 }

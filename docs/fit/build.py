@@ -61,6 +61,7 @@ MODELS = {  # label: name on the Hub, tasks, lengths
     "Mistral 7B": ("mistralai/Mistral-7B-v0.1", (TEXTS, ANSWERS), LONG),
     "Gemma 2 2B": ("google/gemma-2-2b", (ANSWERS,), LONG),
 }
+ATTENTION = ("--lora_targets", "attention")
 ROWS = (  # rung, options, technique in words, whether it suits a GPU that only emulates bfloat16
     ("2_grad_accum", (), "32-bit weights and Adam", True),
     ("4_mixed_precision", (), "Mixed precision", True),
@@ -69,10 +70,10 @@ ROWS = (  # rung, options, technique in words, whether it suits a GPU that only 
     ("6_lean_optimizer", CHECKPOINTING, "bfloat16 with SGD, checkpointing", False),
     ("7_grad_checkpointing", (), "Pure bfloat16, checkpointing", False),
     ("11_fsdp_cpu_offload", CHECKPOINTING, "Weights in CPU memory (FSDP, slowest), checkpointing", False),
-    ("13_lora", (), "LoRA adapters", True),
-    ("13_lora", CHECKPOINTING, "LoRA adapters, checkpointing", True),
-    ("14_qlora", (), "LoRA adapters on 4-bit weights", True),
-    ("14_qlora", CHECKPOINTING, "LoRA adapters on 4-bit weights, checkpointing", True),
+    ("13_lora", ATTENTION, "LoRA adapters on attention", True),
+    ("13_lora", (*ATTENTION, *CHECKPOINTING), "LoRA adapters on attention, checkpointing", True),
+    ("14_qlora", ATTENTION, "LoRA adapters on attention, 4-bit weights", True),
+    ("14_qlora", (*ATTENTION, *CHECKPOINTING), "LoRA adapters on attention, 4-bit weights, checkpointing", True),
     ("16_bf16_that_learns", (), "bfloat16 with Kahan summation", False),
     ("16_bf16_that_learns", CHECKPOINTING, "bfloat16 with Kahan summation, checkpointing", False),
     (

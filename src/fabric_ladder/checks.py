@@ -94,8 +94,8 @@ def check_start(settings: Settings) -> list[str]:
     Raises:
         UserError: A folder, the data or the tokenizer cannot be used.
     """
-    for option, folder in (("runs_dir", settings.runs_dir), ("cache_dir", settings.cache_dir)):
-        check_writable(Path(folder), f"--{option} {folder}")
+    for option, folder in (("--runs_dir", settings.runs_dir), ("FABRIC_LADDER_CACHE", settings.cache_dir)):
+        check_writable(Path(folder), f"{option} {folder}")
     return check_data(settings)
 
 

@@ -80,7 +80,7 @@ def parse_settings(args: list[str] | None = None, **defaults) -> Settings:
         settings = _with_notice(settings, f"Read {', '.join(read_as)}")
     check_values(settings)
     if "print_config" in given:
-        print(as_yaml(_with_cuda_defaults(_with_own_rate(settings), {*given, *from_file, *defaults})), end="")
+        print(as_yaml(_with_cuda_defaults(settings, {*given, *from_file, *defaults})), end="")
         raise SystemExit(0)
     check_launcher(settings)
     prepare_cuda(settings.accelerator, settings.deterministic)
@@ -159,7 +159,7 @@ def _with_dependent(settings: Settings, named: dict, given: Mapping[str, object]
     ranks = math.prod(resolve_devices(replace(settings, accelerator=_accelerator(settings))))
 
     def count_blocks() -> int:
-        return load_config(settings.model, settings.model_revision).get_text_config().num_hidden_layers
+        return load_config(settings.model).get_text_config().num_hidden_layers
 
     meant, lines = read_dependent(options, vars(settings), named, ranks, count_blocks)
     check_bounds(meant)
@@ -255,30 +255,21 @@ def _micro_batch(
 
 
 def _with_learning_rate(settings: Settings, given: Collection[str], from_file: dict) -> Settings:
-    """Take the learning rate that a technique's steps need, unless the command line gives one.
+    """Take the learning rate that a technique needs, unless the command line, or a file with the technique, has one.
 
     Args:
         settings: With the learning rate of Adam for all weights.
         given: Names of settings on the command line.
         from_file: Settings in the YAML file; a notice names its learning rate if that is replaced.
     """
-    name, before = own_rate(vars(settings)), settings.learning_rate
-    if name is None or "learning_rate" in given:
+    rate, before = own_rate(vars(settings)), settings.learning_rate
+    in_file = "learning_rate" in from_file
+    if rate in (None, before) or "learning_rate" in given or (in_file and own_rate(from_file)):
         return settings
-    rate = getattr(settings, name)
-    if "learning_rate" in from_file and name not in from_file and rate != before:
-        settings = _with_notice(
-            settings,
-            f"Learning rate {rate:g} (--{name}) in place of {before:g}, which {Path(settings.config).name} has for "
-            "Adam on all weights; --learning_rate changes it",
-        )
+    if in_file:
+        line = f"Learning rate {rate:g} in place of {before:g}, which {Path(settings.config).name} has for Adam on all "
+        settings = _with_notice(settings, f"{line}weights; --learning_rate changes it")
     return replace(settings, learning_rate=rate)
-
-
-def _with_own_rate(settings: Settings) -> Settings:
-    """Return settings in which the learning rate of a technique's steps is the rate of the run."""
-    name = own_rate(vars(settings))
-    return replace(settings, **{name: settings.learning_rate}) if name else settings
 
 
 def _with_weights(settings: Settings, given: Collection[str], from_file: dict) -> Settings:

@@ -30,16 +30,7 @@ class UserError(ValueError):
 
 
 class NotFiniteError(UserError):
-    """A loss or a gradient is NaN or infinite.
-
-    Args:
-        text: The problem and its place; `techniques.advice.explain` adds what to try.
-        in_training: Whether it is in a batch that `--on_nan skip` would leave out.
-    """
-
-    def __init__(self, text: str, in_training: bool = True):
-        super().__init__(text)
-        self.in_training = in_training
+    """A loss or a gradient is NaN or infinite; `techniques.advice.explain` adds what to try."""
 
 
 class Checked(SystemExit):

@@ -198,10 +198,13 @@ def is_met(need: str, values: Mapping[str, object]) -> bool:
     return not need or (values.get(name) in value.split("|") if value else values.get(name) not in OFF)
 
 
-def own_rate(values: Mapping[str, object]) -> str | None:
-    """Return the setting with the learning rate of these settings' technique; None: `learning_rate` applies."""
-    rates = names(replaced_by="learning_rate")
-    return next((name for name in rates if is_met(FACTS[name].needs, values)), None)
+def own_rate(values: Mapping[str, object]) -> float | None:
+    """Return the learning rate that these settings' technique needs by default; None: that of Adam on all weights."""
+    if values.get("optimizer") == "sgd":
+        return 1e-2
+    if values.get("lora"):
+        return 2e-3 if values.get("from_scratch") else 2e-4
+    return None
 
 
 def combine(script: Mapping[str, object], from_file: Mapping[str, object], given: Mapping[str, object]) -> dict:
@@ -253,14 +256,10 @@ def check_needs(values: Mapping[str, object], given: Collection[str]) -> None:
 
 
 def check_replaced(values: Mapping[str, object], given: Collection[str]) -> None:
-    """Refuse settings on the command line whose place another one takes, there or in the YAML file.
-
-    Every run has a learning rate, so only the one on the command line takes the place of a technique's own.
-    """
+    """Refuse settings on the command line whose place another one takes, there or in the YAML file."""
     for name in given:
         for other in FACTS[name].replaced_by.split():
-            by_default = DEFAULTS[other].default is not None or values[other] in (None, "auto")
-            if values[name] is not None and values[other] is not None and (other in given or not by_default):
+            if None not in (values[name], values[other]) and (other in given or values[other] != "auto"):
                 remedy = "leave one of them out" if other in given else f"leave it out, or add --{other} null"
                 raise UserError(
                     f"--{name} {show(values[name])} has no effect next to --{other} {show(values[other])}: {remedy}"

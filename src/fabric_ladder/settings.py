@@ -85,21 +85,21 @@ class Fact:
 def setting(
     group: str, default: object = MISSING, help: str = "", default_factory: Callable | object = MISSING, **facts: object
 ):
-    """Return the field of a setting with its `Fact`."""
+    """Return the field of a setting with its `Fact`; a group has facts that most of its settings share."""
     facts.setdefault("free_on_resume", facts["role"] == SURROUNDINGS)
     metadata = {"fact": Fact(group, help, **facts)}
     return dataclasses.field(default=default, default_factory=default_factory, metadata=metadata)
 
 
-data_setting = partial(setting, "data")
-model_setting = partial(setting, "model")
-optimization_setting = partial(setting, "optimization")
-micro_batch_setting = partial(setting, "micro-batches")
-memory_setting = partial(setting, "memory")
-device_setting = partial(setting, "devices")
-validation_setting = partial(setting, "validation")
-logging_setting = partial(setting, "logging")
-checkpoint_setting = partial(setting, "checkpoints")
+data_setting = partial(setting, "data", role=DATA)
+model_setting = partial(setting, "model", role=TECHNIQUE)
+optimization_setting = partial(setting, "optimization", role=TECHNIQUE)
+micro_batch_setting = partial(setting, "micro-batches", role=TECHNIQUE, free_on_resume=True)
+memory_setting = partial(setting, "memory", role=TECHNIQUE, changes_memory=True)
+device_setting = partial(setting, "devices", role=SURROUNDINGS)
+validation_setting = partial(setting, "validation", role=EQUAL)
+logging_setting = partial(setting, "logging", role=SURROUNDINGS)
+checkpoint_setting = partial(setting, "checkpoints", role=SURROUNDINGS, changes_figures=False)
 
 
 def _folder(variable: str) -> str:
@@ -132,13 +132,9 @@ class DataSettings:
         "archive with one folder per class, or a name on the Hub. Instructions: tables with the columns "
         "`instruction`, `output` and optionally `input`, or with chats in `messages` or `conversations`; "
         "`docs/data.md` lists more. Words: tables with the lists `tokens` and `ner_tags`.",
-        role=DATA,
         metavar="NAME_OR_PATH",
         for_beginners=True,
         aliases={"{}": "data data_path dataset_name train_file"},
-    )
-    dataset_revision: str | None = data_setting(
-        None, "Branch, tag or commit of a `dataset` on the Hub. Default: the main branch.", role=DATA
     )
     data_dir: str = data_setting(
         default_factory=lambda: _folder("FABRIC_LADDER_DATA") or "data",
@@ -146,17 +142,10 @@ class DataSettings:
         role=SURROUNDINGS,
         metavar="FOLDER",
     )
-    cache_dir: str = data_setting(
-        default_factory=lambda: _folder("FABRIC_LADDER_CACHE") or platformdirs.user_cache_dir("fabric_ladder"),
-        help="Folder for prepared data and compiled kernels. Default: $FABRIC_LADDER_CACHE, else the user's cache.",
-        role=SURROUNDINGS,
-        metavar="FOLDER",
-    )
     text_column: str = data_setting(
         "text",
         "Column of the texts. Several columns, separated by commas, become the lines of one text. The default of "
         "token-classification is `tokens`, a list of words.",
-        role=DATA,
         metavar="COLUMN",
         for_beginners=True,
     )
@@ -165,7 +154,6 @@ class DataSettings:
         "Column of the labels, which are integers or strings. With `multi_label_classification` a list of labels, or "
         "several columns of 0 and 1, separated by commas; with `regression` one or several columns of numbers. The "
         "default of token-classification is `ner_tags`, a list of labels.",
-        role=DATA,
         metavar="COLUMN",
         for_beginners=True,
         aliases={"{}": "label_name label_field target_column"},
@@ -173,52 +161,36 @@ class DataSettings:
     column_names: str | None = data_setting(
         None,
         "Columns of CSV and TSV files without a header line, from left to right, separated by commas.",
-        role=DATA,
         metavar="COLUMN,…",
-    )
-    image_column: str = data_setting(
-        "image",
-        "Column of the images of a data set on the Hub. Not needed if only one column holds images.",
-        role=DATA,
-        metavar="COLUMN",
-        needs="task=image-classification",
     )
     validation_file: str | None = data_setting(
         None,
         "Validation texts for a `dataset` that is a file. Default: 10 % of the file.",
-        role=DATA,
         metavar="FILE",
         aliases={"{}": "eval_file val_file valid_file"},
     )
     test_file: str | None = data_setting(
-        None, "Test texts for a `dataset` that is a file. Default: 20 % of the file.", role=DATA, metavar="FILE"
+        None, "Test texts for a `dataset` that is a file. Default: 20 % of the file.", metavar="FILE"
     )
     train_samples: int | None = data_setting(
         None,
         "Use only N training samples, drawn with `split_seed`.",
-        role=DATA,
         at_least=1,
         aliases={"{}": "limit_train_samples max_samples max_train_samples num_samples"},
     )
     validation_samples: int | None = data_setting(
-        None,
-        "Use only N validation samples.",
-        role=DATA,
-        at_least=1,
-        aliases={"{}": "max_eval_samples max_val_samples"},
+        None, "Use only N validation samples.", at_least=1, aliases={"{}": "max_eval_samples max_val_samples"}
     )
-    test_samples: int | None = data_setting(None, "Use only N test samples.", role=DATA, at_least=1)
+    test_samples: int | None = data_setting(None, "Use only N test samples.", at_least=1)
     split_seed: int = data_setting(
         1,
         "Seed for splitting the data and drawing samples. All values of `seed` share one test set.",
-        role=DATA,
         at_least=0,
         at_most=LARGEST_SEED,
     )
     max_length: int = data_setting(
         1024,
         "Tokens kept of each text.",
-        role=DATA,
         changes_memory=True,
         at_least=1,
         for_beginners=True,
@@ -227,7 +199,6 @@ class DataSettings:
     image_size: int | None = data_setting(
         None,
         "Side of the square image that the model gets, in pixels. Default: the model's own.",
-        role=DATA,
         at_least=1,
         at_most=LARGEST_SIDE,
         needs="task=image-classification",
@@ -236,35 +207,26 @@ class DataSettings:
         None,
         "Resize images to N x N pixels, then crop them to `image_size`: at random in training, at the centre in "
         "evaluation. Default: `image_size`, without cropping.",
-        role=DATA,
         at_least=1,
         at_most=LARGEST_SIDE,
         needs="task=image-classification",
     )
     random_flip: bool = data_setting(
-        False,
-        "Mirror half of the training images, chosen again in each epoch.",
-        role=DATA,
-        needs="task=image-classification",
+        False, "Mirror half of the training images, chosen again in each epoch.", needs="task=image-classification"
     )
     prompt_template: str | None = data_setting(
         None,
         "Text of a prompt, for example `Human: {instruction}\\n{input}\\nAssistant: `. Default: Alpaca's prompt. Chats "
         "use the tokenizer's chat template.",
-        role=DATA,
         needs="task=instruction-tuning",
     )
     train_on_inputs: bool = data_setting(
-        False,
-        "Train on the tokens of the prompts too, not only on the answers.",
-        role=DATA,
-        needs="task=instruction-tuning",
+        False, "Train on the tokens of the prompts too, not only on the answers.", needs="task=instruction-tuning"
     )
     bad_samples: Literal["refuse", "skip"] = data_setting(
         "refuse",
         "Images that cannot be decoded, texts without a label and instructions without an answer: `refuse` to "
         "start, or `skip` and count them.",
-        role=DATA,
     )
     model: str = model_setting(
         "bigscience/bloom-560m",
@@ -277,15 +239,16 @@ class DataSettings:
             "{}": "base_model checkpoint_dir model_id model_name model_name_or_path pretrained_model_name_or_path"
         },
     )
-    model_revision: str | None = model_setting(
-        None, "Branch, tag or commit of a `model` on the Hub. Default: the main branch.", role=EQUAL
-    )
     tokenizer: str | None = model_setting(
         None,
         "The tokenizer's Hub name or folder, or `trained` to train a byte-pair encoding on the training texts. "
         "Default: the model's own, or `trained` if `model` is a config file.",
         role=DATA,
         metavar="NAME_OR_PATH",
+    )
+    # the folder for prepared data and compiled kernels; only the environment variable sets it
+    cache_dir: str = dataclasses.field(
+        default_factory=lambda: _folder("FABRIC_LADDER_CACHE") or platformdirs.user_cache_dir("fabric_ladder")
     )
 
 
@@ -304,38 +267,32 @@ class Settings(DataSettings):
         "`fused` uses a kernel that stores no tokens x tokens matrix, for BLOOM and wherever transformers has one "
         "(`sdpa`), and one kernel for GELU's tanh approximation. `eager` stores this matrix, and computes GELU as "
         "transformers does. They differ by rounding.",
-        role=TECHNIQUE,
         free_on_resume=True,
         changes_memory=True,
     )
     lora: bool = model_setting(
         False,
         "Train low-rank adapters (PEFT) and, for classification, the head. All other weights are frozen.",
-        role=TECHNIQUE,
         changes_memory=True,
         aliases={"true": "use_lora use_peft peft"},
     )
     lora_rank: int = model_setting(
         8,
         "Rank of the adapters.",
-        role=TECHNIQUE,
         changes_memory=True,
         at_least=1,
         at_most=LARGEST_SIDE,
         needs="lora",
         aliases={"{}": "lora_r rank"},
     )
-    lora_alpha: int = model_setting(
-        32, "Scale adapters by `lora_alpha` / `lora_rank`.", role=TECHNIQUE, at_least=1, needs="lora"
-    )
+    lora_alpha: int = model_setting(32, "Scale adapters by `lora_alpha` / `lora_rank`.", at_least=1, needs="lora")
     lora_dropout: float = model_setting(
-        0.1, "Dropout of the adapters' inputs.", role=TECHNIQUE, changes_memory=True, at_least=0, below=1, needs="lora"
+        0.1, "Dropout of the adapters' inputs.", changes_memory=True, at_least=0, below=1, needs="lora"
     )
-    lora_targets: str | None = model_setting(
-        None,
-        "Linear layers that get adapters: their names, separated by commas, or `all-linear`. Default: PEFT's "
-        "attention projections for the architecture.",
-        role=TECHNIQUE,
+    lora_targets: str = model_setting(
+        "all-linear",
+        "Linear layers that get adapters: their names, separated by commas, `all-linear`, or `attention` for PEFT's "
+        "attention projections of the architecture.",
         changes_memory=True,
         needs="lora",
         metavar="LAYER,…",
@@ -345,28 +302,22 @@ class Settings(DataSettings):
         "default",
         "How adapters start, as in PEFT. `pissa`, `pissa_niter_16` (faster) and `olora` start from the weights and "
         "change them; `save` then writes the changed weights too.",
-        role=TECHNIQUE,
         needs="lora",
         aliases={"{}": "init_lora_weights peft_init_lora_weights", "pissa": "pissa_init use_pissa"},
     )
     lora_plus_ratio: float = model_setting(
         1.0,
         "LoRA+: the learning rate of the adapters' B matrices, relative to `learning_rate`.",
-        role=TECHNIQUE,
         above=0,
         needs="lora",
         aliases={"{}": "loraplus_lr_ratio loraplus_ratio lora_plus_lr_ratio"},
     )
     dora: bool = model_setting(
-        False, "DoRA: also train the length of each weight vector.", role=TECHNIQUE, changes_memory=True, needs="lora"
-    )
-    rslora: bool = model_setting(
-        False, "rsLoRA: scale adapters by `lora_alpha` / the square root of `lora_rank`.", role=TECHNIQUE, needs="lora"
+        False, "DoRA: also train the length of each weight vector.", changes_memory=True, needs="lora"
     )
     quantization: Literal["no", "nf4"] = model_setting(
         "no",
         "`nf4` stores the weights that `lora` freezes in 4 bits (bitsandbytes, double quantization).",
-        role=TECHNIQUE,
         changes_memory=True,
         aliases={"nf4": "load_in_4bit load_in_8bit quantize use_4bit"},
     )
@@ -391,7 +342,6 @@ class Settings(DataSettings):
         "`adam-8bit` (bitsandbytes) and `adam-4bit` keep their state in 8 and 4 bits, `adafactor` keeps one row and "
         "one column per matrix, `sgd` and `sinkgd` (SGD on balanced gradients) keep no state. `adamw` is `adam` with "
         "weight decay 0.01.",
-        role=TECHNIQUE,
         changes_memory=True,
         for_beginners=True,
         aliases={"{}": "opt optim"},
@@ -404,7 +354,6 @@ class Settings(DataSettings):
     betas: str = optimization_setting(
         "0.9,0.999",
         "Share of each moment that a step of Adam keeps.",
-        role=TECHNIQUE,
         numbers=2,
         at_least=0,
         below=1,
@@ -414,7 +363,6 @@ class Settings(DataSettings):
     eps: float = optimization_setting(
         1e-8,
         "Added to the root of Adam's second moment.",
-        role=TECHNIQUE,
         above=0,
         needs="optimizer=adam|adamw|adam-8bit|adam-4bit",
         aliases={"{}": "adam_epsilon epsilon"},
@@ -423,7 +371,6 @@ class Settings(DataSettings):
         None,
         "In each step, matrices lose this share times the learning rate, in all optimizers as in AdamW. Biases and "
         "norms do not. Default: 0.01 with `adamw`, else 0.",
-        role=TECHNIQUE,
         at_least=0,
         aliases={"{}": "wd"},
     )
@@ -431,7 +378,6 @@ class Settings(DataSettings):
         "all",
         "Transformer blocks to train: `all`, `last:N` for the last N and the head, or `none` for the head alone. The "
         "blocks below and the embeddings are frozen and keep no gradients, optimizer state or activations.",
-        role=TECHNIQUE,
         changes_memory=True,
         metavar="all|last:N|none",
         aliases={
@@ -444,7 +390,6 @@ class Settings(DataSettings):
         "Train the transformer blocks in turn, each for N optimizer steps, with gradients and optimizer state for one "
         "block at a time. `auto` shares the steps of the run among the blocks, at most 100 in a turn. Embeddings stay "
         "frozen. Default: train all blocks together.",
-        role=TECHNIQUE,
         changes_memory=True,
         at_least=1,
         aliases={"{}": "switch_block_every badam_switch_interval", "auto": "badam use_badam"},
@@ -453,53 +398,30 @@ class Settings(DataSettings):
         False,
         "Keep the rounding error of 16-bit weights in 2 bytes per weight and add it to later steps. Without it a "
         "bfloat16 weight ignores steps below 1/512 of its size.",
-        role=TECHNIQUE,
         changes_memory=True,
     )
     step_in_backward: bool = optimization_setting(
         False,
         "Update each weight during the backward pass and free its gradient immediately. The effective batch is one "
         "micro-batch, and the gradient is not clipped.",
-        role=TECHNIQUE,
         changes_memory=True,
     )
     optimizer_offload: bool = optimization_setting(
         False,
         "Keep the optimizer's state in CPU memory and update the weights there, during the backward pass.",
-        role=TECHNIQUE,
         changes_memory=True,
     )
     learning_rate: float = optimization_setting(
         5e-5,
-        "Learning rate. On the command line it also replaces the rates of `sgd` and `lora`.",
-        role=TECHNIQUE,
+        "Learning rate. Its default is 0.0002 with `lora` (0.002 on random weights) and 0.01 with `sgd`.",
         rung_decides=True,
         above=0,
         for_beginners=True,
-        aliases={"{}": "lr max_lr"},
-    )
-    sgd_learning_rate: float = optimization_setting(
-        1e-2,
-        "Learning rate with `sgd`, in place of `learning_rate`.",
-        role=EQUAL,
-        free_on_resume=True,  # `learning_rate` is taken from it
-        above=0,
-        needs="optimizer=sgd",
-        replaced_by="learning_rate",
-    )
-    lora_learning_rate: float = optimization_setting(
-        2e-4,
-        "Learning rate with `lora`, in place of `learning_rate`.",
-        role=EQUAL,
-        free_on_resume=True,  # `learning_rate` is taken from it
-        above=0,
-        needs="lora",
-        replaced_by="learning_rate",
+        aliases={"{}": "lr max_lr lora_learning_rate sgd_learning_rate"},
     )
     schedule: Literal["constant", "linear", "cosine"] = optimization_setting(
         "constant",
         "How the learning rate changes over the optimizer steps. `cosine` and `linear` end at `min_learning_rate`.",
-        role=TECHNIQUE,
         rung_decides=True,
         aliases={"{}": "lr_scheduler lr_scheduler_type scheduler"},
         words={"constant": "constant_with_warmup", "cosine": "cosine_with_min_lr"},
@@ -507,7 +429,6 @@ class Settings(DataSettings):
     min_learning_rate: float = optimization_setting(
         0.0,
         "Learning rate at the end of the schedule.",
-        role=TECHNIQUE,
         at_least=0,
         needs="schedule=linear|cosine",
         aliases={"{}": "min_lr lr_end"},
@@ -543,26 +464,18 @@ class Settings(DataSettings):
         above=0,
         aliases={"{}": "clip_grad clip_grad_norm grad_clip gradient_clip gradient_clip_val gradient_clipping max_norm"},
     )
-    on_nan: Literal["stop", "skip"] = optimization_setting(
-        "stop",
-        "After a loss or gradient that is not finite, `stop` at the next printed line, or `skip` up to 10 such "
-        "effective batches. `skip` is slower: it waits for the device in each step.",
-        role=SURROUNDINGS,
-    )
     batch_size: int = micro_batch_setting(
         1,
         "Effective batch size: samples per optimizer step, over all devices.",
-        role=TECHNIQUE,
         rung_decides=True,
         at_least=1,
         for_beginners=True,
         aliases={"{}": "bs train_batch_size global_batch_size"},
+        free_on_resume=False,
     )
     micro_batch_size: int | None = micro_batch_setting(
         None,
         "Samples of the effective batch on a device at the same time. Default: all.",
-        role=TECHNIQUE,
-        free_on_resume=True,
         at_least=1,
         replaced_by="micro_batch_tokens pack_rows",
         for_beginners=True,
@@ -573,17 +486,12 @@ class Settings(DataSettings):
         "Padded tokens on a device at the same time; replaces `micro_batch_size`. `auto` takes the largest number "
         "up to 16384 that the memory prediction allows, and halves it if memory runs out. It means 1024 on a CPU, "
         "where more is slower, and one sample on MPS.",
-        role=TECHNIQUE,
-        free_on_resume=True,
         at_least=1,
         replaced_by="pack_rows",
     )
     eval_batch_tokens: int | None = micro_batch_setting(
         None,
-        "Padded tokens of an evaluation batch on each device. Default: on a CUDA GPU as in training, at least 4096; "
-        "elsewhere 1024.",
-        role=TECHNIQUE,
-        free_on_resume=True,
+        "Padded tokens of an evaluation batch per device. Default: 1024; on CUDA as in training, at least 4096.",
         at_least=1,
         replaced_by="pack_rows",
     )
@@ -591,32 +499,25 @@ class Settings(DataSettings):
         None,
         "Pad every micro-batch to a multiple of N tokens. Default: 16 with `compile`, `packing` or `mps`, if "
         "`max_length` is a multiple of 16; else 1.",
-        role=TECHNIQUE,
-        free_on_resume=True,
         at_least=1,
     )
     packing: bool = micro_batch_setting(
         False,
         "Put several short texts, which do not see each other, into one row of up to `max_length` tokens. "
         "`micro_batch_size` then counts rows. On a CUDA GPU `step_in_backward` turns it on.",
-        role=TECHNIQUE,
         changes_memory=True,
+        free_on_resume=False,
     )
     pack_rows: int | None = micro_batch_setting(
         None,
         "Make every batch of exactly N rows of `max_length` tokens, for kernels that are compiled for one shape; "
         "replaces `micro_batch_size` and `eval_batch_tokens`.",
-        role=TECHNIQUE,
-        free_on_resume=True,
         at_least=1,
         needs="packing",
     )
     num_workers: int = micro_batch_setting(
         0,
-        "Processes that prepare batches. 0 prepares them in the training process while the device computes. Only "
-        "large images need 2 or more.",
-        role=TECHNIQUE,
-        free_on_resume=True,
+        "Processes that prepare batches. 0: the training process does it. Only large images need 2 or more.",
         at_least=0,
         at_most=ENOUGH_PROCESSES,
         aliases={"{}": "dataloader_num_workers workers"},
@@ -624,106 +525,77 @@ class Settings(DataSettings):
     activation_checkpointing: bool = memory_setting(
         False,
         "Keep only the inputs of the transformer blocks, and recompute the other activations for the backward pass.",
-        role=TECHNIQUE,
         free_on_resume=True,
-        changes_memory=True,
         aliases={"true": "gradient_checkpointing grad_checkpointing enable_activation_checkpointing"},
     )
     activation_offload: bool = memory_setting(
         False,
         "Keep the inputs of checkpointed blocks in CPU memory.",
-        role=TECHNIQUE,
         free_on_resume=True,
-        changes_memory=True,
         needs="activation_checkpointing",
     )
     selective_checkpointing: bool = memory_setting(
         False,
-        "Keep the results of attention and of matrix multiplications in checkpointed blocks too, and recompute only "
-        "the rest.",
-        role=TECHNIQUE,
+        "Also keep the results of attention and matrix multiplications in checkpointed blocks.",
         free_on_resume=True,
-        changes_memory=True,
         needs="activation_checkpointing",
     )
     mlp_tile: int | None = memory_setting(
         None,
         "Tokens that go through a block's MLP at a time, forward and backward. The backward pass recomputes each such "
         "tile. Default: all tokens of the micro-batch.",
-        role=TECHNIQUE,
         free_on_resume=True,
-        changes_memory=True,
         at_least=1,
         aliases={"2048": "tiled_mlp"},
     )
     stream_layers: bool = memory_setting(
         False,
-        "Keep the frozen weights of the transformer blocks in CPU memory, and copy each block to the device one block "
-        "ahead of the computation.",
-        role=TECHNIQUE,
+        "Keep the frozen blocks in CPU memory, and copy each to the device one block ahead of its use.",
         free_on_resume=True,
-        changes_memory=True,
         needs="lora",
         aliases={"true": "layer_offloading block_swap blocks_to_swap"},
     )
     loss_chunk: int = memory_setting(
         256,
         "Tokens whose logits over the vocabulary are in memory at the same time, in a language model's loss.",
-        role=TECHNIQUE,
         free_on_resume=True,
-        changes_memory=True,
         at_least=1,
         needs="task=instruction-tuning",
     )
     offload: bool = memory_setting(
-        False,
-        "Keep the shards of FSDP in CPU memory, and run the optimizer there.",
-        role=TECHNIQUE,
-        changes_memory=True,
-        needs="strategy=fsdp",
+        False, "Keep the shards of FSDP in CPU memory, and run the optimizer there.", needs="strategy=fsdp"
     )
     deepspeed: str | None = memory_setting(
         None,
         "DeepSpeed configuration: a JSON file, or the name of one in `configs/deepspeed/`.",
-        role=TECHNIQUE,
-        changes_memory=True,
         metavar="NAME_OR_PATH",
         needs="strategy=deepspeed",
     )
     predict_memory: bool | None = memory_setting(
         None,
-        "Predict the peak memory before the first step, and compare it with the measured one at the end. Default: "
-        "only on a GPU.",
+        "Predict the peak memory, and compare it with the measured one at the end. Default: only on a GPU.",
         role=SURROUNDINGS,
+        changes_memory=False,
     )
     memory_snapshot: str | None = memory_setting(
         None,
-        "Write a snapshot of GPU memory here after the third optimizer step, or at an error before it, for "
-        "pytorch.org/memory_viz: which line "
-        "allocated what, over time. CUDA only.",
+        "Write a snapshot of CUDA memory for pytorch.org/memory_viz here, after the third step or at an error.",
         role=SURROUNDINGS,
         changes_figures=False,
         metavar="FILE",
+        changes_memory=False,
     )
     devices: int | Literal["auto"] = device_setting(
         1,
         "Devices of each machine: a number, or `auto` for all GPUs, or for as many as the launcher started.",
-        role=SURROUNDINGS,
         changes_memory=True,
         at_least=1,
         aliases={"{}": "gpu gpus n_gpu ngpu nproc_per_node num_gpus num_processes world_size"},
     )
-    num_nodes: int = device_setting(
-        1,
-        "Machines on which the script is started.",
-        role=SURROUNDINGS,
-        changes_memory=True,
-        at_least=1,
-    )
+    num_nodes: int = device_setting(1, "Machines on which the script is started.", changes_memory=True, at_least=1)
     accelerator: Literal["auto", "cuda", "mps", "cpu"] = device_setting(
         "auto",
         "`auto` takes the CUDA GPU if there is one, else the CPU. `mps` is the GPU of Apple silicon.",
-        role=SURROUNDINGS,
         changes_memory=True,
         free_on_resume=False,
         for_beginners=True,
@@ -731,11 +603,7 @@ class Settings(DataSettings):
         words={"cuda": "gpu cuda:0"},
     )
     threads: int | None = device_setting(
-        None,
-        "PyTorch's threads on the CPU. Default: one for each core.",
-        role=SURROUNDINGS,
-        at_least=1,
-        at_most=ENOUGH_PROCESSES,
+        None, "PyTorch's threads on the CPU. Default: one for each core.", at_least=1, at_most=ENOUGH_PROCESSES
     )
     precision: Literal["32-true", "mixed", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true"] = (
         device_setting(
@@ -781,12 +649,7 @@ class Settings(DataSettings):
         "and an operation without one stops the run.",
         role=TECHNIQUE,
     )
-    check_only: bool = device_setting(
-        False,
-        "Check whether the run could start here, and exit.",
-        role=SURROUNDINGS,
-        changes_figures=False,
-    )
+    check_only: bool = device_setting(False, "Check whether the run could start here, and exit.", changes_figures=False)
     evaluate_every: int = validation_setting(
         0,
         "Optimizer steps between two validations within an epoch. Another one follows each epoch. 0: no others.",
@@ -797,7 +660,6 @@ class Settings(DataSettings):
     patience: int | None = validation_setting(
         None,
         "Stop the training after N validations in a row that are not better than the best one.",
-        role=EQUAL,
         free_on_resume=True,
         at_least=1,
         aliases={"{}": "early_stopping_patience", "3": "early_stopping"},
@@ -805,28 +667,21 @@ class Settings(DataSettings):
     best_metric: Literal["loss", "accuracy"] = validation_setting(
         "loss",
         "Figure of a validation that decides whether it is the best so far.",
-        role=EQUAL,
         aliases={"{}": "metric_for_best_model"},
         words={"loss": "eval_loss val_loss", "accuracy": "eval_accuracy val_accuracy val_acc"},
     )
     best_weights: bool = validation_setting(
         False,
-        "After the training, go back to the weights of the best validation: the test and `save` use them. They wait in "
-        "a checkpoint.",
-        role=EQUAL,
+        "Test and `save` the weights of the best validation, which wait in a checkpoint, not the last ones.",
         aliases={"true": "load_best_model_at_end save_best"},
     )
     log_every: int | None = logging_setting(
-        None,
-        "Samples between two printed losses. Default: a tenth of an epoch, at most 4800.",
-        role=SURROUNDINGS,
-        at_least=1,
+        None, "Samples between two printed losses. Default: a tenth of an epoch, at most 4800.", at_least=1
     )
     logger: str = logging_setting(
         "csv",
         "Where to write figures during the run: `csv` (metrics.csv, always written), `tensorboard`, `trackio`, "
         "`mlflow`, `wandb`, or several, separated by commas.",
-        role=SURROUNDINGS,
         changes_figures=False,
         metavar="NAME,…",
         aliases={"{}": "report_to"},
@@ -835,7 +690,6 @@ class Settings(DataSettings):
     runs_dir: str = logging_setting(
         "runs",
         "Folder for the folders of all runs.",
-        role=SURROUNDINGS,
         changes_figures=False,
         metavar="FOLDER",
         aliases={"{}": "log_dir logging_dir out_dir output output_dir"},
@@ -844,25 +698,20 @@ class Settings(DataSettings):
         "no",
         "Save the trained weights in the run's folder: `consolidated`, for `model` here or in transformers; "
         "`sharded`, with the optimizer, for `load`.",
-        role=SURROUNDINGS,
-        changes_figures=False,
         for_beginners=True,
     )
-    load: str | None = checkpoint_setting(None, "Sharded checkpoint to start from.", role=EQUAL, metavar="FOLDER")
+    load: str | None = checkpoint_setting(
+        None, "Sharded checkpoint to start from.", role=EQUAL, metavar="FOLDER", changes_figures=True
+    )
     save_every: int = checkpoint_setting(
         0,
-        "Optimizer steps between two checkpoints to resume from. Another is written after each epoch. 0: only when "
-        "Ctrl-C, SIGTERM or `max_time` stops the run.",
-        role=SURROUNDINGS,
-        changes_figures=False,
+        "Optimizer steps between checkpoints, besides one after each epoch. 0: only at Ctrl-C or SIGTERM.",
         at_least=0,
         aliases={"{}": "checkpoint_every save_interval save_steps"},
     )
     keep: int = checkpoint_setting(
         1,
         "Number of newest checkpoints to keep, in addition to the one with the best validation (`best_metric`).",
-        role=SURROUNDINGS,
-        changes_figures=False,
         at_least=1,
         needs="save_every",
         aliases={"{}": "save_total_limit"},
@@ -870,20 +719,10 @@ class Settings(DataSettings):
     resume: str = checkpoint_setting(
         "no",
         "Continue the newest run of the same settings (`auto`), or the run or checkpoint in a folder.",
-        role=SURROUNDINGS,
-        changes_figures=False,
         metavar="auto|FOLDER",
         for_beginners=True,
         aliases={"{}": "resume_from_checkpoint"},
         words={"auto": "true", "no": "false"},
-    )
-    max_time: float | None = checkpoint_setting(
-        None,
-        "Stop the run after this many minutes, as SIGTERM does; `resume` continues it.",
-        role=SURROUNDINGS,
-        changes_figures=False,
-        above=0,
-        metavar="MINUTES",
     )
     # The script sets these, not the user: its name and strategy, the YAML file, and the first lines to print.
     name: str = ""

@@ -1,4 +1,4 @@
-"""13 · Low-rank adapters (LoRA): two thin matrices next to each attention layer are trained.
+"""13 · Low-rank adapters (LoRA): two thin matrices next to each linear layer are trained.
 
 Builds on 5_low_precision.py. The model's own weights are frozen, without gradients and optimizer state.
 The same with checkpoints, prediction, resume and your own data: src/13_lora.py
@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 MODEL, MAX_LENGTH = "bigscience/bloom-560m", 1024  # tokens of a review
 EPOCHS, BATCH_SIZE, LEARNING_RATE, SEED, PRINT_EVERY = 1, 16, 2e-4, 123, 4800  # a loss is printed every 4800 reviews
-RANK, ALPHA, DROPOUT, TARGET = 8, 32, 0.1, "query_key_value"  # layers of this name get adapters
+RANK, ALPHA, DROPOUT, TARGETS = 8, 32, 0.1, ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")  # adapted
 
 
 class LoRALinear(torch.nn.Module):  # NEW in 13: a frozen layer plus a detour through RANK dimensions
@@ -75,7 +75,7 @@ if __name__ == "__main__":
     model = AutoModelForSequenceClassification.from_pretrained(MODEL, num_labels=len(names), dtype=torch.float32)
     model.base_model.to(torch.bfloat16).requires_grad_(False)  # NEW in 13: frozen, except for the head
     for name, layer in list(model.named_modules()):
-        if name.endswith(TARGET):
+        if name.endswith(TARGETS):
             model.set_submodule(name, LoRALinear(layer))
     model.score.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(),))  # the head is in 32-bit
     model = fabric.setup(model)

@@ -1,6 +1,6 @@
 """24 · Streamed layers: frozen weights are in CPU memory, and come to the GPU for each use.
 
-Builds on 13_lora.py, with adapters on all linear layers. A copy is freed after use. (The rung copies blocks ahead.)
+Builds on 13_lora.py. A copy is freed after use. (The rung copies blocks ahead.)
 The same with checkpoints, prediction, resume and your own data: src/24_streamed_layers.py
 """
 

@@ -302,7 +302,7 @@ def test_a_folder_that_cannot_be_finished_is_not_left(tmp_path, error, raised):
 @pytest.mark.slow
 def test_sharded_and_consolidated_adapters_are_equal(tmp_path):
     for how in ("sharded", "consolidated"):
-        arguments = (*SIZES, "--devices", "2", "--lora", "true", "--lora_learning_rate", "1e-2", "--save", how)
+        arguments = (*SIZES, "--devices", "2", "--lora", "true", "--learning_rate", "1e-2", "--save", how)
         finished(run_script(SRC / "10_fsdp.py", *arguments, cwd=tmp_path, **ONE_THREAD))
     runs = [tmp_path / "runs" / "10_fsdp" / number for number in "12"]
     first, second = (load_result(find_result(run)).merge_and_unload().state_dict() for run in runs)

@@ -43,7 +43,7 @@ ENCODERS = {
     "rembert": RemBertConfig(**SIZES, input_embedding_size=16, output_embedding_size=16),
     "roberta": RobertaConfig(**SIZES),
 }
-ADAPTERS = {"lora": True, "lora_targets": "all-linear"}
+ADAPTERS = {"lora": True}
 WAYS = {"full": {}, "adapters": ADAPTERS, "4 bits": ADAPTERS | {"quantization": "nf4"}}
 IMAGES = {"task": "image-classification", "batch_size": 8, "micro_batch_size": 4}
 VIT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "patch_size": 8}

@@ -280,14 +280,6 @@ def test_a_checkpoint_of_the_test_is_removed_with_its_branch(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000008-backup"]
 
 
-def test_max_time_stops_a_run_and_resume_continues_it(tmp_path):
-    status, text = run_here("2_grad_accum", tmp_path, "--max_time", 0.0001)
-    assert status == 124
-    assert "Stopped by max_time before the first batch; go on with: " in text
-    status, _ = run_here("2_grad_accum", tmp_path, "--resume", "auto")
-    assert status == 0
-
-
 @pytest.fixture
 def stopped(tmp_path):
     run_here("2_grad_accum", tmp_path, "--save_every", 2, "--keep", 9, at="Batch 0006/")

@@ -127,8 +127,8 @@ def test_all_pairs_of_rungs_on_one_config_are_compared(config, monkeypatch):
         (["5_low_precision"], ["6_lean_optimizer"], []),
         (["5_low_precision"], ["6_lean_optimizer", "--schedule", "linear"], ["schedule constant / linear"]),
         (["5_low_precision"], ["6_lean_optimizer", "--learning_rate", "0.5"], ["learning_rate 0.001 / 0.5"]),
-        (["6_lean_optimizer"], ["6_lean_optimizer", "--sgd_learning_rate", "0.5"], ["sgd_learning_rate 0.01 / 0.5"]),
-        (["13_lora", "--lora_learning_rate", "0.5"], ["14_qlora"], ["lora_learning_rate 0.5 / 0.002"]),
+        (["6_lean_optimizer"], ["6_lean_optimizer", "--learning_rate", "0.5"], ["learning_rate 0.01 / 0.5"]),
+        (["13_lora", "--learning_rate", "0.5"], ["14_qlora"], ["learning_rate 0.5 / 0.002"]),
         (["4_mixed_precision"], ["4_mixed_precision", "--optimizer", "adafactor"], []),
     ],
 )

@@ -99,7 +99,7 @@ def test_a_full_disk_is_named_and_nothing_is_left(tmp_path, kind):
     for size in (4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 64):
         with file_system(tmp_path / f"disk of {size}", size) as disk:
             home = disk / "cache" / "tokenised"
-            line = rf"^cannot write {home} \(.*No space left .*\): choose another --cache_dir$"
+            line = rf"^cannot write {home} \(.*No space left .*\): set FABRIC_LADDER_CACHE to another folder$"
             with pytest.raises(UserError, match=line):
                 load_in(tmp_path, **values, cache_dir=str(home.parent))
             assert not [path for path in home.iterdir() if path.suffix != ".lock"]

@@ -1,7 +1,6 @@
 """Configs and data sets from folders and the Hub."""
 
 import json
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,13 +8,11 @@ from types import SimpleNamespace
 import datasets as hf
 import pytest
 from support.data_files import BLOOM, SPLITS, cached, load_in, texts_of
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from fabric_ladder.data import hub
 from fabric_ladder.data.hub import load_config, reachable
 from fabric_ladder.errors import UserError
-from fabric_ladder.settings import DataSettings
-from local_dataset_utilities import load_datasets
 
 
 @pytest.fixture
@@ -63,7 +60,7 @@ def glue(tmp_path, monkeypatch, online, commits):
 
     def read(name, configuration=None, revision=None, **options):
         assert name == "org/glue"
-        assert revision in commits.values()
+        assert revision in commits
         if configuration is None:
             raise ValueError("Config name is missing.\nPlease pick one among the available configs: ['cola', 'sst2']")
         assert configuration == "sst2"
@@ -85,15 +82,9 @@ def glue(tmp_path, monkeypatch, online, commits):
 
 @pytest.fixture
 def commits(monkeypatch):
-    """Return the commits of a data set on the Hub by revision; None is the main branch."""
-    known = {None: "a" * 40, "v1": "1" * 40}
-
-    def info(_, name, revision, **options):
-        if revision not in known:
-            raise OSError("404: no such revision")
-        return SimpleNamespace(sha=known[revision])
-
-    monkeypatch.setattr(hub.HfApi, "dataset_info", info)
+    """Return the newest commit of a data set on the Hub, in a list."""
+    known = ["a" * 40]
+    monkeypatch.setattr(hub.HfApi, "dataset_info", lambda *_, **options: SimpleNamespace(sha=known[0]))
     return known
 
 
@@ -110,42 +101,14 @@ def test_a_configuration_of_the_hub_and_a_test_without_labels(glue):
         glue("org/glue")
 
 
-def test_a_data_set_is_cached_by_its_commit_and_can_be_pinned(glue, commits, tmp_path, monkeypatch):
+def test_a_data_set_is_cached_by_its_commit(glue, commits, tmp_path, monkeypatch):
     first = glue("org/glue:sst2")
     assert first.commit == "a" * 40
     assert len(cached(tmp_path)) == 1
-    commits[None] = "b" * 40  # a commit is pushed to the main branch
+    commits[0] = "b" * 40  # a commit is pushed to the main branch
     assert glue("org/glue:sst2").commit == "b" * 40
-    assert glue("org/glue:sst2", dataset_revision="v1").commit == "1" * 40
-    assert len(cached(tmp_path)) == 3
-    with pytest.raises(UserError, match=r"no data set org/glue at --dataset_revision v2 that can be read: check"):
-        glue("org/glue:sst2", dataset_revision="v2")
+    assert len(cached(tmp_path)) == 2
     monkeypatch.setattr(hub, "_hub_answers", lambda: False)
     assert glue("org/glue:sst2").commit == "b" * 40, "without a network, the last commit in the cache is used"
     with pytest.raises(UserError, match="the Hub cannot be reached"):
         glue("org/glue:sst2", max_length=9)
-    with pytest.raises(UserError, match="--dataset_revision is for a --dataset on the Hub, not for synthetic"):
-        glue("synthetic", dataset_revision="v1")
-
-
-def test_a_revision_of_the_model_reaches_config_and_tokenizer(monkeypatch, online):
-    seen = {}
-
-    def load(kind):
-        def fail(name, revision=None, **_):
-            seen[kind] = revision
-            raise OSError(kind)
-
-        return fail
-
-    settings = DataSettings(model="org/name", model_revision="v1")
-    for kind, library, act in (
-        ("config", AutoConfig, lambda: load_config(settings.model, settings.model_revision)),
-        ("tokenizer", AutoTokenizer, lambda: load_datasets(replace(settings, dataset="synthetic"))),
-    ):
-        monkeypatch.setattr(library, "from_pretrained", load(kind))
-        with pytest.raises(UserError, match=kind):
-            act()
-    assert seen == {"config": "v1", "tokenizer": "v1"}
-    with pytest.raises(UserError, match="--model_revision is for a --model on the Hub"):
-        load_config(BLOOM, "v1")

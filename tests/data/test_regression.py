@@ -8,8 +8,9 @@ import pytest
 import torch
 from scipy.stats import pearsonr
 from support.data_files import BLOOM, SPLITS, load_in, write_rows
-from support.helpers import MODELS, ROOT, SRC, finished, run_script, settings_for, tiny_model, token_datasets
+from support.helpers import MODELS, ROOT, finished, run_script, settings_for, tiny_model, token_datasets
 from support.objectives import accumulated, assert_exact, packable
+from support.resuming import run_here
 from support.training import run_training
 
 from fabric_ladder import UserError, build_dataloaders
@@ -173,11 +174,14 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     write_rows(texts(120), folder / "texts.jsonl")
     options = ["--model", str(MODELS / "bloom-quickstart.json"), "--dataset", "texts.jsonl", *NUMBERS_OPTION]
-    finished(run_script(SRC / "2_grad_accum.py", *options, "--save", "consolidated", cwd=folder))
-    stopped = run_script(SRC / "2_grad_accum.py", *options, "--seed", 7, "--max_time", 1e-9, cwd=folder)
-    assert "Stopped by max_time" in stopped.stdout, stopped.stderr
-    finished(run_script(SRC / "2_grad_accum.py", *options, "--seed", 7, "--resume", "auto", cwd=folder))
-    finished(run_script(SRC / "2_grad_accum.py", *options, "--seed", 7, cwd=folder))
+    for more, at in (
+        (["--save", "consolidated"], None),
+        (["--seed", 7], "| Samples"),
+        (["--seed", 7, "--resume", "auto"], None),
+        (["--seed", 7], None),
+    ):
+        status, _ = run_here("2_grad_accum", folder, *options, *more, at=at)
+        assert (status == 0) == (at is None)
     return folder / "runs" / "2_grad_accum"
 
 

@@ -85,7 +85,7 @@ def test_the_positions_of_a_text_part_bound_the_texts(tmp_path):
 
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4", "llama4", "mamba", "deepseek_v4"])
 def test_adapters_stay_out_of_image_parts_routers_and_fused_kernels(tmp_path, kind):
-    settings = settings_of(tmp_path, kind, lora=True, lora_targets="all-linear", **LANGUAGE)
+    settings = settings_of(tmp_path, kind, lora=True, **LANGUAGE)
     adapted = [name for name, module in built(settings, 0).named_modules() if hasattr(module, "lora_A")]
     assert [name.removeprefix("base_model.model.") for name in adapted] == linear_layers(meta_model(settings))
     assert not [name for name in adapted if "vision" in name or "router" in name or name.endswith("out_proj")]

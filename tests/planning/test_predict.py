@@ -28,7 +28,7 @@ COMBINATIONS = [  # settings that no rung combines
     ("vit", {"lora": True}),
     ("bloom-lm", {"lora": True, "precision": "bf16-mixed", "micro_batch_size": 2}),
     ("bloom-lm", {"lora": True, "dora": True, "precision": "bf16-true", "activation_checkpointing": True}),
-    ("bloom-lm", {"lora": True, "lora_targets": "all-linear", "quantization": "nf4", "precision": "bf16-mixed"}),
+    ("bloom-lm", {"lora": True, "quantization": "nf4", "precision": "bf16-mixed"}),
     ("bloom", {"lora": True, "quantization": "nf4", "precision": "bf16-mixed", "activation_checkpointing": True}),
     ("bloom", PACKED),
     ("bloom-lm", PACKED),

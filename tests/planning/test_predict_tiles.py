@@ -30,7 +30,7 @@ def long_text(tmp_path, **values):
         {},
         CHECKPOINTED,
         pytest.param(CHECKPOINTED | {"precision": "bf16-mixed"}, marks=pytest.mark.slow),
-        pytest.param({"lora": True, "lora_targets": "all-linear", "precision": "bf16-true"}, marks=pytest.mark.slow),
+        pytest.param({"lora": True, "precision": "bf16-true"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

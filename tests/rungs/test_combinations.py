@@ -51,7 +51,7 @@ TECHNIQUES = {
     "LoRA, save, sharded": "--lora true --save sharded",
     "LoRA, save, consolidated": "--lora true --save consolidated",
     "LoRA, checkpointing": "--lora true --activation_checkpointing true",
-    "LoRA, DoRA on all linear": "--lora true --dora true --lora_targets all-linear",
+    "LoRA, DoRA": "--lora true --dora true",
     "LoRA in 16 bits": "--lora true --precision bf16-true",
     "4-bit LoRA": "--lora true --quantization nf4",
     "LoRA, streamed layers": "--lora true --stream_layers true",

@@ -10,12 +10,12 @@ from support.helpers import ROOT, SRC, finished, run_script
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_adapters_come_near_full_fine_tuning(tmp_path, archive, minilm):
-    """Adapters train 0.33 % of the weights on 2,000 reviews. The accuracy differs by at most 3 points."""
+    """Adapters train 1.47 % of the weights on 2,000 reviews. The accuracy differs by at most 3 points."""
     options = ["--config", "imdb_minilm.yaml", "--model", minilm, "--data_dir", archive.parent, "--threads", "1"]
     options += ["--max_length", "64", "--micro_batch_tokens", "1024"]
     options += ["--precision", "32-true"]  # some CPUs cannot compute in bfloat16
     found, stdout = {}, {}
-    for name, more in (("2_grad_accum", ()), ("13_lora", ("--lora_learning_rate", "1e-3"))):
+    for name, more in (("2_grad_accum", ()), ("13_lora", ())):
         stdout[name] = finished(run_script(SRC / f"{name}.py", *options, *more, cwd=tmp_path, timeout=900))
         losses = [float(loss) for loss in re.findall(r"Loss: ([\d.]+)", stdout[name])]
         assert losses[-1] < losses[0]
@@ -24,7 +24,7 @@ def test_adapters_come_near_full_fine_tuning(tmp_path, archive, minilm):
         found[name] = right / 1500
         assert results["padding"] < 0.1, "sorted by length inside the effective batch"
     assert "Parameters: 22.7 M, 22.7 M trainable, torch.float32" in stdout["2_grad_accum"]
-    assert "Parameters: 22.8 M, 0.074 M trainable (0.33%), torch.float32" in stdout["13_lora"]
+    assert "Parameters: 23.1 M, 0.339 M trainable (1.47%), torch.float32" in stdout["13_lora"]
     assert results["trainable_parameters"] < 0.02 * results["parameters"]
     assert found["2_grad_accum"] > 0.7, "chance is 50 %"
     assert found["13_lora"] > found["2_grad_accum"] - 0.03, found

@@ -23,7 +23,7 @@ EACH = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) fo
 NUMBER = r"\d+(\.\d+)?"
 LINES = [
     r"No --config and no CUDA GPU: this is the quickstart .*--help",
-    r"(Learning rate [\d.]+ \(--sgd_learning_rate\) in place of 0\.001, which quickstart\.yaml has .*\n)?",
+    r"(Learning rate [\d.]+ in place of 0\.001, which quickstart\.yaml has .*\n)?",
     r"(PyTorch has no fast bfloat16 on this CPU: .*\n)?(SGD barely learns from random weights: .*\n)?",
     r"(--float8 on a CPU: .*\n)?(Running on one device\. .*\n)?",
     rf"Python {NUMBER}\.\d+ · torch .* · lightning .* · transformers .*",

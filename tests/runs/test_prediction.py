@@ -67,7 +67,8 @@ def test_a_prediction_is_printed_recorded_and_kept(runs):
 def test_a_failed_prediction_does_not_stop_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(prediction, "TIMEOUT", 0.01)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    status, out = run_here("2_grad_accum", tmp_path, "--predict_memory", "true", "--cache_dir", tmp_path)
+    monkeypatch.setenv("FABRIC_LADDER_CACHE", str(tmp_path))
+    status, out = run_here("2_grad_accum", tmp_path, "--predict_memory", "true")
     assert (status, "Predicted peak: unknown (not found within 0.01 seconds)" in out) == (0, True)
     assert "Memory predicted" not in out
 

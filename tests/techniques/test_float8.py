@@ -30,7 +30,7 @@ CONFIGS = {
 }  # fmt: skip
 LM = {"task": "instruction-tuning"}
 PACKED = {"packing": True, "max_length": 32}
-LORA = {"lora": True, "lora_dropout": 0.0, "lora_rank": 16, "lora_targets": "all-linear"}
+LORA = {"lora": True, "lora_dropout": 0.0, "lora_rank": 16}
 
 
 def small(tmp_path, kind="llama", **values):

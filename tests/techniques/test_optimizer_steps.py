@@ -194,7 +194,7 @@ def test_the_place_of_the_steps_changes_no_bit(tmp_path, monkeypatch, place, opt
         assert one.equal(two)
 
 
-@pytest.mark.parametrize("values", [{"max_grad_norm": 0.1}, {"on_nan": "skip"}], ids=["clipping", "skipping"])
+@pytest.mark.parametrize("values", [{"max_grad_norm": 0.1}], ids=["clipping"])
 def test_offload_steps_after_the_backward_pass_where_all_gradients_are_needed(tmp_path, values):
     expected, _ = run_training(tmp_path / "plain", **BF16, **values)
     run, _ = run_training(tmp_path / "other", **BF16, **values, optimizer_offload=True)
@@ -311,7 +311,6 @@ def check(settings):
         ({"kahan_summation": True, "precision": "bf16-true", "optimizer": "adafactor"}, "measures its steps by the"),
         ({"kahan_summation": True, "precision": "bf16-true", **ENGINE}, "not on sharded weights; leave it out, and"),
         ({"step_in_backward": True, "max_grad_norm": 1.0}, "--max_grad_norm needs all gradients together"),
-        ({"step_in_backward": True, "on_nan": "skip"}, "--on_nan skip needs all gradients"),
         ({"step_in_backward": True, "micro_batch_size": 1}, "must be one micro-batch"),
         ({"step_in_backward": True, "micro_batch_tokens": "auto"}, "must be one micro-batch"),
         ({"step_in_backward": True, "pack_rows": 1, "packing": True}, "must be one micro-batch"),

@@ -50,7 +50,7 @@ def prepared(tmp_path, kind, **values):
     """Return options of a run, its data and its model with adapters on all linear layers."""
     path = tmp_path / f"{kind}.json"
     path.write_text(json.dumps(CONFIGS[kind]))
-    values = {"lora": True, "lora_targets": "all-linear", "micro_batch_size": 8} | values
+    values = {"lora": True, "micro_batch_size": 8} | values
     data = token_datasets(train=32)
     torch.manual_seed(0)
     return values, data, build_model(settings_for(tmp_path, model=str(path), from_scratch=True, **values), data)

@@ -128,7 +128,7 @@ def test_dropout_is_recomputed_with_the_same_random_numbers(kind):
 
 @pytest.mark.parametrize("after", [False, True], ids=["tiles first", "adapters first"])
 def test_adapters_inside_the_mlp_get_their_gradients(tmp_path, after):
-    settings = settings_for(tmp_path, lora=True, lora_targets="all-linear", lora_dropout=0.0, precision="64-true")
+    settings = settings_for(tmp_path, lora=True, lora_dropout=0.0, precision="64-true")
 
     def adapted(tile):
         model = model_of("llama")

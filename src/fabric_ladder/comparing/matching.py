@@ -209,7 +209,7 @@ def _given_by_user(runs: list[LoggedRun], name: str, rungs: Mapping[str, dict]) 
     if name not in RUNG_DECIDES:
         return values
     if name == "learning_rate":
-        own = [run.settings.get(own_rate(run.settings), ...) for run in runs]
+        own = [own_rate(run.settings) or ... for run in runs]
     else:
         own = [rungs.get(run.name, {}).get(name, ...) for run in runs]
     pairs = list(zip(values, own, strict=True))

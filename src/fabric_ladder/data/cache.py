@@ -52,7 +52,8 @@ def make_once(
         problem = error if isinstance(error, OSError) else _disk_error(error)
         if problem is None:
             raise
-        raise UserError(f"cannot write {folder.parent} ({first_line(problem)}): choose another --cache_dir") from error
+        line = f"cannot write {folder.parent} ({first_line(problem)}): set FABRIC_LADDER_CACHE to another folder"
+        raise UserError(line) from error
     return folder, json.loads((folder / "facts.json").read_text(encoding="utf-8"))
 
 

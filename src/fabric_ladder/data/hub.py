@@ -57,7 +57,7 @@ def reachable(name: str, content: str, revision: str | None = None) -> Iterator[
     if not HUB_NAME.fullmatch(name) or (folder.parent.is_dir() and folder.name.isdecimal()):  # such as runs/99
         raise UserError(f"cannot load the {content}: there is no folder {name}")
     offline = not _hub_answers()
-    problem = "cannot be reached" if offline else "has nothing usable of this name and revision"
+    problem = "cannot be reached" if offline else "has nothing usable of this name"
     form = "" if "/" in name else " (most names there are OWNER/NAME)"
     with (
         refused(
@@ -82,7 +82,7 @@ def _without_code(name: str) -> Iterator[None]:
         ) from error
 
 
-def load_config(name: str, revision: str | None = None) -> PretrainedConfig:
+def load_config(name: str) -> PretrainedConfig:
     """Return the config of a model on the Hub, in a folder, or in a file of its own.
 
     Each config is read once per process, unless its file changes. Callers get a copy, which they may change. The config
@@ -92,29 +92,26 @@ def load_config(name: str, revision: str | None = None) -> PretrainedConfig:
 
     Raises:
         UserError: The file is not a usable model config, or the name is neither a folder nor on the Hub.
-        UserError: A revision is given for a folder or a file.
     """
     path = Path(name)
-    if revision and path.exists():
-        raise UserError(f"--model_revision is for a --model on the Hub, and {name} is a folder or file: leave it out")
     if name.endswith(".json") and not path.is_file():
         raise UserError(f"the model config {name} does not exist")
     file = path / "config.json" if path.is_dir() else path
     changed = file.stat().st_mtime_ns if file.is_file() else None
-    return copy.deepcopy(_read_config(name, revision, changed))
+    return copy.deepcopy(_read_config(name, changed))
 
 
 @lru_cache(maxsize=8)
-def _read_config(name: str, revision: str | None, changed: int | None) -> PretrainedConfig:
+def _read_config(name: str, changed: int | None) -> PretrainedConfig:
     """Read a config; another time of change reads a file again."""
     if Path(name).is_file():
         with refused(f"{name} is not a model config"):
             return AutoConfig.from_pretrained(name, **NO_CODE)
     try:
-        with reachable(name, "model", revision) as options:
+        with reachable(name, "model") as options:
             return AutoConfig.from_pretrained(name, **options)
     except UserError as error:
-        path = None if revision else find_shipped_config(name)
+        path = find_shipped_config(name)
         gated = error.__cause__ and isinstance(error.__cause__.__cause__, GatedRepoError)
         if not path or (_hub_answers() and not gated):
             raise
@@ -142,14 +139,12 @@ def find_commit(settings: DataSettings) -> str:
     Without a network, this is the commit from which the cache folder has last been filled.
 
     Raises:
-        UserError: The Hub has no such data set or revision, or cannot be reached.
+        UserError: The Hub has no such data set, or cannot be reached.
     """
     name = settings.dataset.split(":")[0]
-    revision = settings.dataset_revision
     if _hub_answers():
-        where = f"{name} at --dataset_revision {revision}" if revision else name
-        with refused(f"the Hub has no data set {where} that can be read: check the spelling, or log in"):
-            return HfApi().dataset_info(name, revision=revision, timeout=30).sha
+        with refused(f"the Hub has no data set {name} that can be read: check the spelling, or log in"):
+            return HfApi().dataset_info(name, timeout=30).sha
     note = _commit_note(settings)
     if not note.exists():
         raise UserError(f"--dataset {name}: this file or folder does not exist, and the Hub cannot be reached")
@@ -158,7 +153,7 @@ def find_commit(settings: DataSettings) -> str:
 
 def _commit_note(settings: DataSettings) -> Path:
     """Return the file that keeps the last commit of a data set for starts without a network."""
-    name = f"{settings.dataset.split(':')[0]}@{settings.dataset_revision or 'main'}"
+    name = f"{settings.dataset.split(':')[0]}@main"
     return Path(settings.cache_dir) / "commits" / name.replace("/", "--")
 
 

@@ -62,8 +62,6 @@ def find_images(settings: DataSettings) -> tuple[Path | None, list]:
     path = find_path(settings, ARCHIVES)
     if path is None:
         return None, ["hub", name, find_commit(settings)]
-    if settings.dataset_revision:
-        raise UserError(f"--dataset_revision is for a --dataset on the Hub, not for {name}")
     if settings.label_column != defaults.label_column:
         raise UserError(
             f"--label_column is for a --dataset on the Hub; {name} has its classes as folders: leave it out"
@@ -255,7 +253,7 @@ def _read_hub(
     for split, table in load_hub(settings, commit, scratch, notices).items():
         name = f"{settings.dataset} ({split})"
         check_column(table.column_names, column, name)
-        image_column = _image_column(table, name, settings)
+        image_column = _image_column(table, name)
         images = table.select_columns([image_column]).rename_columns({image_column: "image"})
         tables.append(images.cast_column("image", hf.Image(decode=False)))
         feature, label_of = label_reader(column, table.features)
@@ -271,13 +269,9 @@ def _read_hub(
     return hf.concatenate_datasets(tables), join_parts(parts, column, notices)
 
 
-def _image_column(table: hf.Dataset, name: str, settings: DataSettings) -> str:
+def _image_column(table: hf.Dataset, name: str) -> str:
     images = [column for column, feature in table.features.items() if isinstance(feature, hf.Image)]
-    if settings.image_column in images:
-        return settings.image_column
-    if len(images) == 1:
-        return images[0]
-    raise UserError(
-        f"{name} has no column of images {settings.image_column!r}, only {list_columns(images or table.column_names)}: "
-        "set --image_column"
-    )
+    if "image" in images or len(images) == 1:
+        return "image" if "image" in images else images[0]
+    found = list_columns(images or table.column_names)
+    raise UserError(f"{name} must have one column of images, or one with the name 'image'; it has {found}")

@@ -33,7 +33,7 @@ IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "WEBP", "TIFF", "AVIF", "JP
 WHITE = 65535  # the brightest level of 16 bits
 PIXELS = pa.schema({"image": pa.binary(), "height": pa.int32(), "width": pa.int32(), "labels": pa.int64()})
 CHOICES = (  # settings that change the stored pixels, in addition to the format
-    "image_column label_column bad_samples train_samples validation_samples test_samples split_seed".split()
+    "label_column bad_samples train_samples validation_samples test_samples split_seed".split()
 )
 
 
@@ -60,7 +60,7 @@ def read_image_format(settings: DataSettings) -> tuple[ImageFormat, list[str]]:
     Raises:
         UserError: The model cannot be loaded, does not read colours, or does not fit the sizes in the settings.
     """
-    config, processor, notices = _read_configs(settings.model, settings.model_revision)
+    config, processor, notices = _read_configs(settings.model)
     config = getattr(config, "vision_config", config)
     if getattr(config, "num_channels", 3) != 3:
         raise UserError(f"{settings.model} reads {config.num_channels} channels, images have 3: choose another")
@@ -89,12 +89,12 @@ def read_image_format(settings: DataSettings) -> tuple[ImageFormat, list[str]]:
     return ImageFormat(size, resize_to, mean, std, resample, settings.random_flip, tokens), notices
 
 
-def _read_configs(model: str, revision: str | None) -> tuple[PretrainedConfig, dict, list[str]]:
+def _read_configs(model: str) -> tuple[PretrainedConfig, dict, list[str]]:
     """Return a model's config, its preprocessor_config.json, and a notice if it lacks the latter."""
-    config = load_config(model, revision)
+    config = load_config(model)
     if model.endswith(".json"):
         return config, {}, []
-    with reachable(model, "image preprocessor", revision) as options:
+    with reachable(model, "image preprocessor") as options:
         try:
             processor = ImageProcessingMixin.get_image_processor_dict(model, **options)[0]
         except OSError as error:

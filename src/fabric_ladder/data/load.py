@@ -68,9 +68,9 @@ def prepare(settings: DataSettings, imdb: Source) -> TextDatasets | ImageDataset
         source.key.append(commit)
     name = tokenizer_name(settings)
     if name == "trained":
-        tokenizer, vocabulary = None, trained_vocabulary(settings.model, settings.model_revision)
+        tokenizer, vocabulary = None, trained_vocabulary(settings.model)
     else:
-        tokenizer = load_tokenizer(name, _revision(settings))
+        tokenizer = load_tokenizer(name)
         vocabulary = tokenizer.backend_tokenizer.to_str()
     end = _counted_end(settings)
     inputs = [CACHE_FORMAT, pd.__version__, source.key, vocabulary, *(getattr(settings, choice) for choice in CHOICES)]
@@ -110,7 +110,7 @@ def check_data(settings: DataSettings) -> list[str]:
     images = settings.task == "image-classification"
     path, source = (find_images(settings)[0], None) if images else (None, find_source(settings))
     if not images and (name := tokenizer_name(settings)) != "trained":
-        load_tokenizer(name, _revision(settings))
+        load_tokenizer(name)
     _counted_end(settings)
     if (path is None) if images else source.key[0] == "hub":
         find_commit(settings)
@@ -129,17 +129,12 @@ def tokenizer_name(settings: DataSettings) -> str:
     return settings.tokenizer or ("trained" if settings.model.endswith(".json") else settings.model)
 
 
-def _revision(settings: DataSettings) -> str | None:
-    """Return the revision of the tokenizer, which is the model's if they have one name."""
-    return settings.model_revision if tokenizer_name(settings) == settings.model else None
-
-
 def _counted_end(settings: DataSettings) -> int | None:
     """Return the end token that the head of BART or T5 must find once in each text; None for other heads."""
     classes = AutoModelForSequenceClassification._model_mapping
     if settings.task != "text-classification":
         return None
-    config = load_config(settings.model, settings.model_revision)
+    config = load_config(settings.model)
     if type(config) not in classes or "eos_mask" not in inspect.getsource(classes[type(config)].forward):
         return None
     if tokenizer_name(settings) == "trained":

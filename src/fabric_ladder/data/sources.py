@@ -76,8 +76,6 @@ def find_source(settings: DataSettings, imdb: Source | None = None) -> Source:
         raise UserError(f"--validation_file and --test_file need a --dataset that is a file, not {name}")
     if settings.column_names and path is None:
         raise UserError(f"--column_names is for CSV and TSV files without a header, not for {name}")
-    if settings.dataset_revision and (path or name in REVIEWS):
-        raise UserError(f"--dataset_revision is for a --dataset on the Hub, not for {name}")
     columns = settings.text_column, settings.label_column
     chosen = columns != (DataSettings.text_column, DataSettings.label_column)
     if name in REVIEWS and chosen:

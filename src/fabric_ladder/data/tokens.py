@@ -18,13 +18,13 @@ NO_TOKEN = "the tokenizer has no token for a text"
 END_OF_TEXT = "<|endoftext|>"  # in trained tokenizers
 
 
-def load_tokenizer(name: str, revision: str | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a folder or the Hub, with a padding token (the end-of-text token where it has none).
 
     Raises:
         UserError: The name is neither a folder nor reachable, or the tokenizer has no fast version.
     """
-    with reachable(name, "tokenizer", revision) as options:
+    with reachable(name, "tokenizer") as options:
         folder = Path(name)
         if folder.is_dir() and not any(found for pattern in TOKENIZER_FILES for found in folder.glob(pattern)):
             raise OSError(
@@ -53,9 +53,9 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], **options) ->
     return tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False, **options)
 
 
-def trained_vocabulary(model: str, revision: str | None) -> int:
+def trained_vocabulary(model: str) -> int:
     """Return the vocabulary size of a tokenizer trained for this model: its embedding's rows, at most 32,768."""
-    rows = getattr(load_config(model, revision), "vocab_size", None)
+    rows = getattr(load_config(model), "vocab_size", None)
     if not isinstance(rows, int):
         raise UserError(f"--tokenizer trained needs a config with vocab_size, unlike {model}")
     return min(rows, 32_768)

@@ -284,5 +284,5 @@ def _share(settings: Settings) -> int:
 
 
 def _hidden_size(settings: Settings) -> int:
-    config = load_config(settings.model, settings.model_revision).get_text_config()
+    config = load_config(settings.model).get_text_config()
     return getattr(config, "hidden_size", None) or max(config.hidden_sizes)

@@ -1,36 +1,32 @@
-"""Stop a run after a signal or after `max_time`, at the next point from which it can resume exactly."""
+"""Stop a run after a signal, at the next point from which it can resume exactly."""
 
 import os
 import signal
 import sys
 from contextlib import suppress
-from time import perf_counter
 
 import torch
 import torch.distributed as dist
 
 from fabric_ladder.environment import notebook_shell
 
-STATUS = {"max_time": 124, "SIGINT": 130, "SIGTERM": 143}  # exit statuses of `timeout` and of shells
+STATUS = {"SIGINT": 130, "SIGTERM": 143}  # exit statuses of shells
 REASONS = (None, *STATUS)
 
 
 class StopRequest:
-    """Catches SIGINT, SIGTERM and the end of `max_time`; a second SIGINT ends the process immediately.
+    """Catches SIGINT and SIGTERM; a second SIGINT ends the process immediately.
 
     The ranks of a run agree. Each sends its request to the others while the next step runs, so that no rank waits. All
     of them receive it one step later.
 
     Args:
-        max_time: Minutes after which the run stops; None: never.
-        begun: Start of the run, by `perf_counter`.
         ranks: Processes of the run. All must call `requested` equally often.
     """
 
-    def __init__(self, max_time: float | None, begun: float, ranks: int):
+    def __init__(self, ranks: int):
         self.reason: str | None = None
         self._own: str | None = None
-        self._end = None if max_time is None else begun + 60 * max_time
         self._ranks = ranks
         self._group: dist.ProcessGroup | None = None
         self._exchange: tuple[torch.Tensor, dist.Work] | None = None
@@ -52,8 +48,6 @@ class StopRequest:
 
     def requested(self) -> bool:
         """Return whether to stop now. All ranks get the same answer."""
-        if self._end is not None and self._own is None and perf_counter() > self._end:
-            self._own = "max_time"
         if self._group is None:
             self.reason = self._own
             return self.reason is not None

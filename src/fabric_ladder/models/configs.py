@@ -94,7 +94,7 @@ def check_model(settings: Settings) -> None:
         UserError: The model cannot be found, does not fit the task or `max_length`, or is a config file without
             `from_scratch`.
     """
-    config = load_config(settings.model, settings.model_revision)
+    config = load_config(settings.model)
     if Path(settings.model).is_file() and not settings.from_scratch:
         raise UserError(f"{settings.model} is a config file, which holds no weights: add --from_scratch true")
     classes = MODELS[settings.task]._model_mapping
@@ -130,7 +130,7 @@ def most_tokens(settings: Settings) -> float:
     """Return the number of tokens that a model has positions for; infinite for images and relative positions."""
     if settings.task == "image-classification":
         return math.inf
-    config = load_config(settings.model, settings.model_revision).get_text_config()
+    config = load_config(settings.model).get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or math.inf
     positions = positions if positions > 0 else math.inf  # XLNet has -1
     return positions - (config.pad_token_id or 0) - 1 if config.model_type in AS_ROBERTA else positions

@@ -31,7 +31,7 @@ def meta_model(settings: Settings, config: PretrainedConfig | None = None) -> nn
         UserError: The config does not describe a model.
     """
     global _latest
-    config = config or load_config(settings.model, settings.model_revision)
+    config = config or load_config(settings.model)
     config.architectures = [class_for(config, settings.task).__name__]
     key = settings.task, config.to_dict()
     if _latest is None or _latest[0] != key:
@@ -47,7 +47,7 @@ def check_images(settings: Settings) -> None:
         UserError: In one line, with the size that the model takes.
     """
     size = read_image_format(settings)[0].size
-    config = load_config(settings.model, settings.model_revision)
+    config = load_config(settings.model)
     own = side(getattr(part_config(config, settings.task), "image_size", None))
     problem = f"{settings.model} ({config.model_type}) takes no images of {size} pixels: choose another --model or size"
     if settings.from_scratch:

@@ -83,7 +83,7 @@ def facts_of(settings: Settings) -> Facts | None:
     """Return the facts about a model of texts; None: no copy can be made or run."""
     if settings.task == "image-classification":
         return None
-    return probe(load_config(settings.model, settings.model_revision), settings.task, settings.max_length)
+    return probe(load_config(settings.model), settings.task, settings.max_length)
 
 
 def probe(config: PretrainedConfig, task: str, longest: int) -> Facts | None:

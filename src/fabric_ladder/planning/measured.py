@@ -10,7 +10,7 @@ FILE = Path(__file__).with_name("measured.json")
 MEASURED = json.loads(FILE.read_text(encoding="utf-8"))
 SPEEDS: dict[str, float] = MEASURED["speeds"]["samples_per_second"]  # by the names of candidates
 WITHIN_NOISE = 5  # points: a step in the order of costs, about as large as the spread of a rung's seeds
-ADAPTERS = "lora_rank lora_alpha dora rslora lora_init".split()  # settings that every measured run has by default
+ADAPTERS = "lora_rank lora_alpha dora lora_init".split()  # settings that every measured run has by default
 
 
 def numerics(settings: dict) -> list:
@@ -19,7 +19,7 @@ def numerics(settings: dict) -> list:
     return [
         not in_32_bits and settings["precision"].endswith("16-true"),
         settings["optimizer"].replace("adamw", "adam"),
-        settings["lora"] and (settings["lora_targets"] or "default", settings["quantization"]),
+        settings["lora"] and (settings["lora_targets"] or "attention", settings["quantization"]),  # null in older runs
         settings["train_blocks"] if settings["block_steps"] is None else "in turn",
         settings["float8"],
         settings["batch_size"] == 1,

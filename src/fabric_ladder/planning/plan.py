@@ -116,7 +116,7 @@ def _has_tokenizer(settings: Settings) -> bool:
     if name != settings.model or not find_shipped_config(name):
         return True
     try:
-        load_tokenizer(name, settings.model_revision)
+        load_tokenizer(name)
     except UserError:
         return False
     return True

@@ -93,7 +93,7 @@ def rehearse(
     try:
         flash = declare_flash(capability is None or capability >= (8, 0))
         with quiet_lightning(), flash, sdpa_kernel(SDPBackend.MATH) if matrix else nullcontext():
-            config = part_config(load_config(settings.model, settings.model_revision), settings.task)
+            config = part_config(load_config(settings.model), settings.task)
             further = sum(technique.further_blocks(settings) for technique in used(settings))
             fewer = None if all_blocks else fewer_blocks(config, FEWEST_BLOCKS + further)
             yield Rehearsal(run, config, fewer)

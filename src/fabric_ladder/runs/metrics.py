@@ -126,7 +126,7 @@ class Meter:
         loss, correct, items, problems = self.fabric.all_reduce(sums, reduce_op="sum").tolist()
         if not math.isfinite(loss) or problems:
             text = self._find_problem() or "the loss or the gradient is not finite on another rank"
-            raise NotFiniteError(f"{text}: the run stops", in_training=bool(gradients))
+            raise NotFiniteError(f"{text}: the run stops")
         return Score(loss, round(correct), round(items))
 
     def _find_problem(self) -> str | None:

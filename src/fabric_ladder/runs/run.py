@@ -137,11 +137,6 @@ class Run:
         self._log_row(epoch * self.steps + batch, epoch=epoch + 1, **figures)
         self._print_compiling_problem()
 
-    def log_skipped(self, count: int, reason: str) -> None:
-        """Print why an effective batch is skipped, and record how many were skipped so far."""
-        self.record.add_results(skipped_batches=count)
-        self.print(f"Skipped: {reason}")
-
     def log_fit(self, tokens: int, new: bool) -> None:
         """Print and record the `micro_batch_tokens` that fit; `new`: unless the run has printed this number before."""
         self.record.add_results(fitted_micro_batch_tokens=tokens)
@@ -245,7 +240,7 @@ class Run:
         """Print why the run stops and how to resume it, and record it as stopped.
 
         Args:
-            reason: `max_time` or the name of a signal.
+            reason: Name of a signal.
             position: Where the training is; None if no checkpoint could be written.
         """
         self._record_stop()

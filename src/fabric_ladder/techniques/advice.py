@@ -35,7 +35,7 @@ def explain(
         smaller: What to try without settings if memory has run out.
     """
     if isinstance(error, NotFiniteError):
-        return f"{error}; try {_steadier(settings, error.in_training)}"
+        return f"{error}; try {_steadier(settings)}"
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError) and error.filename and error.errno in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG):
@@ -52,13 +52,11 @@ def explain(
     return next((line for text, line in known if text in str(error)), None)
 
 
-def _steadier(settings: Settings | None, in_training: bool) -> str:
+def _steadier(settings: Settings | None) -> str:
     """Return what to try after a loss that is not finite, without settings that the run has or refuses."""
     tries = ["a lower --learning_rate", "another --precision"]
     if settings and not settings.max_grad_norm and _allowed(replace(settings, max_grad_norm=1.0)):
         tries.append("--max_grad_norm 1")
-    if settings and in_training and settings.on_nan == "stop" and _allowed(replace(settings, on_nan="skip")):
-        tries.append("--on_nan skip, which leaves such batches out")
     return ", ".join(tries[:-1]) + f" or {tries[-1]}"
 
 

@@ -48,7 +48,7 @@ def build_model(settings: Settings, datasets: TextDatasets | ImageDatasets, bloc
     Raises:
         UserError: The weights cannot be loaded, or the tokenizer has more entries than the embedding has rows.
     """
-    config = load_config(settings.model, settings.model_revision)
+    config = load_config(settings.model)
     config.return_dict = True
     config.architectures = [class_for(config, settings.task).__name__]
     if blocks:
@@ -142,7 +142,7 @@ def _draw_or_load(settings: Settings, config: PretrainedConfig) -> nn.Module:
         # only weights that are read can be quantized
         return type(model).from_pretrained(None, config=config, state_dict=model.state_dict(), **loading)
     silence_loading()
-    with reachable(settings.model, "weights", settings.model_revision) as local:
+    with reachable(settings.model, "weights") as local:
         heads = None if settings.task == "instruction-tuning" else head_names
         return load_weights(model_class, settings.model, heads, config=config, **loading | local)
 

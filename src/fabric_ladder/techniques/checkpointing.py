@@ -182,7 +182,7 @@ class ActivationCheckpointing(Technique):
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
         """Return why the technique cannot be used, and what to do."""
-        config = load_config(settings.model, settings.model_revision)
+        config = load_config(settings.model)
         if class_for(config, settings.task).supports_gradient_checkpointing:
             return None
         return f"transformers does not offer it for {config.model_type}"

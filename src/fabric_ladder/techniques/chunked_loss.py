@@ -188,7 +188,7 @@ class ChunkedLoss(Technique):
 
     def notice(self, settings: Settings) -> str | None:
         """Return a line about the loss of a mixture of experts, which transformers would add."""
-        config = part_config(load_config(settings.model, settings.model_revision), settings.task)
+        config = part_config(load_config(settings.model), settings.task)
         factor = getattr(config, "router_aux_loss_coef", 0) if getattr(config, "output_router_logits", False) else 0
         return f"router_aux_loss_coef {factor:g} of the model's config has no effect here" if factor else None
 

@@ -42,8 +42,8 @@ def _check_targets(settings: Settings) -> None:
     PEFT ignores such names if it finds one of the others.
 
     Raises:
-        UserError: A name matches no linear layer of the body, or there are no attention projections to take by
-            default. The message lists the model's layers.
+        UserError: A name matches no linear layer of the body, or no attention projections are found. The message
+            lists the model's layers.
     """
     model = meta_model(settings)
     layers, targets = linear_layers(model), _targets(model, settings.lora_targets)
@@ -56,8 +56,9 @@ def _check_targets(settings: Settings) -> None:
             )
     if not targets:
         raise UserError(
-            f"{settings.model}: no attention projections are found that could get adapters; "
-            + (f"name layers by --lora_targets: {found}" if found else "it has no linear layers: leave out --lora true")
+            f"{settings.model}: no attention projections are found that could get adapters; name others: {found}"
+            if found
+            else f"{settings.model} has no linear layers that could get adapters: leave out --lora true"
         )
     adapted = [name for name in layers if any(_matches(target, [name]) for target in targets)]
     check_init(settings, [model.get_submodule(name) for name in adapted])
@@ -89,7 +90,6 @@ def add_adapters(model: nn.Module, settings: Settings) -> nn.Module:
         exclude_modules=sorted(name for name in others if any(_matches(target, [name]) for target in targets)) or None,
         modules_to_save=heads or None,
         use_dora=settings.dora,
-        use_rslora=settings.rslora,
         init_lora_weights=True if settings.lora_init == "default" else settings.lora_init,
         revision=getattr(model.config, "_commit_hash", None),
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
@@ -140,12 +140,12 @@ def _convert_inputs(module: nn.Module, args: tuple) -> tuple:
     return tuple(arg.to(dtype) if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args)
 
 
-def _targets(model: nn.Module, wanted: str | None) -> list[str]:
-    """Return the last parts of the names of layers that get adapters; default: PEFT's choice, or attention's layers."""
+def _targets(model: nn.Module, wanted: str) -> list[str]:
+    """Return the last parts of the names of layers that get adapters; `attention` is PEFT's choice, if it has one."""
     layers = linear_layers(model)
     if wanted == "all-linear":
         return _last_parts(layers)
-    if wanted:
+    if wanted != "attention":
         return re.findall(r"[^,\s]+", wanted)
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as TARGETS
 

@@ -143,7 +143,7 @@ class Packing(Technique):
             return "images have one size and need no padding; use --packing false"
         if settings.attention == "eager":
             return "eager attention would need a mask of tokens x tokens; use --attention fused"
-        config = load_config(settings.model, settings.model_revision)
+        config = load_config(settings.model)
         if config.model_type not in TESTED:
             return (
                 f"packed texts may see each other in {settings.model} ({config.model_type}), which is not among the "

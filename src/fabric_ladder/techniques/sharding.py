@@ -88,8 +88,6 @@ class DeepSpeed(_Strategy):
         if not settings.deepspeed:
             return
         check_no_trial(settings)
-        if settings.on_nan == "skip":
-            raise UserError("--on_nan skip: DeepSpeed cannot undo a gradient; in fp16 it skips overflows by itself")
         check_deepspeed(settings)
 
     def rehearsed(self, settings: Settings) -> Settings:

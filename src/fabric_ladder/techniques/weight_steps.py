@@ -162,11 +162,10 @@ class _StepsByWeight(Technique):
         """Mix `WeightSteps` into the optimizer's class, once."""
         if issubclass(kind, WeightSteps):
             return kind
-        needs_all = settings.max_grad_norm or settings.on_nan == "skip"  # gradients, before the first step
         chosen = {
             "offloads": settings.optimizer_offload,
             "frees": settings.step_in_backward,
-            "in_backward": not needs_all,
+            "in_backward": not settings.max_grad_norm,  # which needs all gradients before the first step
         }
         return type(kind.__name__, (WeightSteps, kind), chosen)
 
@@ -198,8 +197,6 @@ class StepInBackward(_StepsByWeight):
             return reason
         if settings.max_grad_norm:
             return "--max_grad_norm needs all gradients together, but each is freed before the next; leave one out"
-        if settings.on_nan == "skip":
-            return "--on_nan skip needs all gradients before the step; leave one out"
         size = settings.micro_batch_size or settings.batch_size
         several = settings.micro_batch_tokens or settings.pack_rows or size < settings.batch_size
         if settings.batch_size > 1 and several:

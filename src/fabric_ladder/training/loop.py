@@ -11,12 +11,11 @@ from torch.utils.data import DataLoader
 from fabric_ladder.checkpoints.disk import check_disk_space
 from fabric_ladder.checkpoints.save import read_state, save
 from fabric_ladder.data.label_kind import Counts
-from fabric_ladder.data.loaders import EffectiveBatch
 from fabric_ladder.distributed.preemption import exit_for
 from fabric_ladder.distributed.strategies import strategy_traits
-from fabric_ladder.errors import NotFiniteError, UserError
+from fabric_ladder.errors import UserError
 from fabric_ladder.models.optimizer import set_learning_rate
-from fabric_ladder.runs.metrics import MOST_CLASSES, Meter, Score, describe_classes, describe_step
+from fabric_ladder.runs.metrics import MOST_CLASSES, Meter, Score, describe_classes
 from fabric_ladder.runs.prediction import predict
 from fabric_ladder.runs.run import Run
 from fabric_ladder.settings import Settings
@@ -30,8 +29,6 @@ from fabric_ladder.training.gradients import (
     run_model,
 )
 from fabric_ladder.training.state import Training
-
-MOST_SKIPPED = 10  # effective batches that `--on_nan skip` leaves out before it stops the run
 
 
 def train(
@@ -154,10 +151,11 @@ def _train_epoch(training: Training) -> None:
         stop = stop_request.requested_within_step
         if not accumulate_gradients(fabric, model, batch.micro_batches, state.meter, stop, optimizer):
             _undo_and_stop(training)
-        if _is_usable(training, batch):
-            if settings.max_grad_norm:  # with error_if_nonfinite it would wait for the device
-                fabric.clip_gradients(model, optimizer, max_norm=settings.max_grad_norm, error_if_nonfinite=False)
-            optimizer.step()
+        # recorded on the device; the next printed line stops the run
+        state.meter.commit(state.step(batch.samples), find_broken_gradient(fabric, optimizer))
+        if settings.max_grad_norm:  # with error_if_nonfinite it would wait for the device
+            fabric.clip_gradients(model, optimizer, max_norm=settings.max_grad_norm, error_if_nonfinite=False)
+        optimizer.step()
         forget_gradients(fabric, optimizer)
 
         lines_before = state.samples // run.log_every
@@ -180,33 +178,6 @@ def _saves_here(training: Training) -> bool:
     """Return whether `save_every` asks for a checkpoint after this optimizer step; the last step has one too."""
     every = training.settings.save_every
     return every > 0 and (training.state.optimizer_steps % every == 0 or training.is_over)
-
-
-def _is_usable(training: Training, batch: EffectiveBatch) -> bool:
-    """Return whether the optimizer may step, and count or discard the losses of the effective batch.
-
-    With `on_nan` `stop` it always may. A loss or gradient that is not finite is recorded on the device and stops the
-    run at the next printed line. With `skip` all ranks wait for their devices, agree, and skip such a batch.
-
-    Raises:
-        UserError: More than `MOST_SKIPPED` batches would be skipped.
-    """
-    fabric, settings, state = training.fabric, training.settings, training.state
-    broken = find_broken_gradient(fabric, training.optimizer)
-    step = state.step(batch.samples)
-    if settings.on_nan == "skip":
-        flags = torch.stack([~state.meter.pending_losses().isfinite().all(), broken]).float()
-        in_loss, in_gradient = fabric.all_reduce(flags, reduce_op="max").tolist()
-        if in_loss or in_gradient:
-            text = f"the {'loss' if in_loss else 'gradient'} is not finite at {describe_step(step)}"
-            if state.skipped == MOST_SKIPPED:
-                raise NotFiniteError(f"{text}: the run stops, since {MOST_SKIPPED} batches were skipped already")
-            state.meter.discard()
-            state.skipped += 1
-            training.run.log_skipped(state.skipped, text)
-            return False
-    state.meter.commit(step, broken)
-    return True
 
 
 def _validate_within_epoch(training: Training) -> None:
@@ -249,7 +220,7 @@ def _log_rest(training: Training) -> None:
     """Print the loss since the last such line."""
     run, state = training.run, training.state
     score = state.collect()  # on one device only this line waits for it
-    if score.items:  # otherwise all batches were skipped, or the line was just printed
+    if score.items:  # otherwise the line was just printed
         learning_rate = training.optimizer.param_groups[0]["lr"]
         run.log_loss(state.epoch, state.batch, state.samples, score.loss, learning_rate)
 

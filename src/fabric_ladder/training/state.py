@@ -20,9 +20,7 @@ from fabric_ladder.distributed.preemption import StopRequest
 from fabric_ladder.runs.metrics import Meter, Score, Step
 from fabric_ladder.runs.run import Run
 
-SAVED = (
-    "epoch batch samples trained skipped micro_batch_tokens samples_hash validated best best_step not_better"
-).split()
+SAVED = ("epoch batch samples trained micro_batch_tokens samples_hash validated best best_step not_better").split()
 
 
 @dataclass
@@ -37,7 +35,6 @@ class TrainingState:
         samples: Samples of the current epoch's finished steps.
         score: Losses and right predictions of these samples, up to the last printed line.
         trained: Whether only the test is left.
-        skipped: Effective batches skipped in all epochs, because a loss or gradient was not finite.
         micro_batch_tokens: The number that `micro_batch_tokens` `auto` has found to fit.
         samples_hash: Hash of the samples of all effective batches so far: equal for an equal sample order.
         validated: Optimizer steps before the last validation.
@@ -54,7 +51,6 @@ class TrainingState:
     samples: int = 0
     score: Score = field(default_factory=Score)
     trained: bool = False
-    skipped: int = 0
     micro_batch_tokens: int | None = None
     samples_hash: str = ""
     validated: int = 0
@@ -184,7 +180,7 @@ class Training:
         val_loader: Yields micro-batches.
         state: The position of the training.
         checkpointer: Writes and reads checkpoints.
-        stop_request: Catches signals and the end of `max_time`.
+        stop_request: Catches signals.
     """
 
     def __init__(
@@ -199,7 +195,7 @@ class Training:
         self.val_loader = val_loader
         self.state = TrainingState(run.fabric, len(train_loader))
         self.checkpointer = Checkpointer(run, model, optimizer, train_loader.dataset.fingerprint)
-        self.stop_request = StopRequest(run.settings.max_time, run.begun, run.fabric.world_size)
+        self.stop_request = StopRequest(run.fabric.world_size)
 
     @property
     def is_over(self) -> bool:
