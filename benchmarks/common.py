@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
 from time import strftime
@@ -268,6 +268,22 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> list[str]:
     """Return the lines of a Markdown table, or none without rows. The first column is aligned left."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return [f"| {' | '.join(cells)} |" for cells in lines] if rows else []
+
+
+class Cells(dict):
+    """The values of a row; one that is missing or None has an empty cell."""
+
+    def __missing__(self, _: str) -> "Cells":
+        return Cells()
+
+    def __format__(self, _: str) -> str:
+        return ""
+
+
+def table(header: str, template: str, records: Iterable[dict]) -> list[str]:
+    """Return the lines of a Markdown table with a row for each record: the template filled with its values."""
+    known = [Cells({name: value for name, value in record.items() if value is not None}) for record in records]
+    return markdown_table(header.split(" | "), [template.format_map(record).split(" | ") for record in known])
 
 
 def fill(text: str, kind: str, make: Callable[[str], list[str]]) -> str:

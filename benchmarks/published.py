@@ -179,25 +179,25 @@ def differences(records: list[dict]) -> dict[str, dict[str, float]]:
     }
 
 
-def table(name: str, result: dict) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the cells of a table; sizes are in GB."""
-    records = result["rows"]
-    if name != "rows":
-        records = [each | {"name": key} for key, each in result[{"techniques": "errors"}.get(name, name)].items()]
-    header, cells = TABLES[name]
-    rows = []
-    for record in records:
-        sizes = {f"{side}_gb": record.get(side, 0) / 1e9 for side in ("published", "predicted")}
-        mark = "" if record.get("counts", True) else " (difference only)"
-        difference = sizes["predicted_gb"] - sizes["published_gb"]
-        rows.append(cells.format(**record, **sizes, mark=mark, difference=difference).split(" | "))
-    return header.split(" | "), rows
+def in_gb(record: dict) -> dict:
+    """Return a record with its sizes and their difference in GB, and the mark of a row that does not count."""
+    published, predicted = record["published"] / 1e9, record["predicted"] / 1e9
+    sizes = {"published_gb": published, "predicted_gb": predicted, "difference": predicted - published}
+    return record | sizes | {"mark": "" if record.get("counts", True) else " (difference only)"}
+
+
+def table(name: str, result: dict) -> list[str]:
+    """Return the lines of a table."""
+    if name == "rows":
+        return common.table(*TABLES[name], map(in_gb, result["rows"]))
+    records = [each | {"name": key} for key, each in result[name.replace("techniques", "errors")].items()]
+    return common.table(*TABLES[name], map(in_gb, records) if name == "series" else records)
 
 
 def filled(text: str) -> str:
     """Return the page's text with the tables of the stored results."""
     result = common.read_results(OUT)["published"]
-    return common.fill(text, "published", lambda name: common.markdown_table(*table(name, result)))
+    return common.fill(text, "published", lambda name: table(name, result))
 
 
 def main() -> None:
@@ -223,7 +223,7 @@ def main() -> None:
     counted = sum(record["counts"] for record in records)
     result["totals"] = {"published": len(rows), "predicted": len(records), "counted": counted}
     for name in TABLES:
-        common.print_table(*table(name, result))
+        print(*table(name, result), sep="\n")
     if args.json:
         common.write_result(args.json, "published", result)
 
