@@ -26,14 +26,24 @@ accuracy to mean more than that the sides learn equally.
 """
 
 import argparse
-import shlex
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
 
 import common  # first import: it makes the project importable
 import torch
-from common import BASE, BLOOM, MEASURES, MINILM, draw_reviews, model_options, part_parser, peer_command, rung_command
+from common import (
+    BASE,
+    BLOOM,
+    MEASURES,
+    MINILM,
+    draw_reviews,
+    model_options,
+    part_parser,
+    peer_command,
+    rung_command,
+    take_turns,
+)
 
 from fabric_ladder.techniques.advice import show_errors
 
@@ -50,10 +60,8 @@ BEST = {  # of Trainer on two cores, found by trying one of the switches of peer
     "minilm bf16-mixed": ("micro_batch_2", "group_by_length", "evaluate_1"),
     "bloom": ("micro_batch_1", "group_by_length", "evaluate_1"),
 }
-CUTS = (
-    *(("--micro_batch_size", str(size)) for size in (1, 2, 4, 16)),
-    *(("--micro_batch_tokens", str(tokens)) for tokens in (512, 1024, 2048, 4096)),
-)
+CUTS = [f"--micro_batch_size {size}" for size in (1, 2, 4, 16)]
+CUTS += [f"--micro_batch_tokens {tokens}" for tokens in (512, 1024, 2048, 4096)]
 LENGTHS = (256, 512, 1024, 2048)
 SPEED, MEMORY = "samples_per_second", "peak_memory_bytes"
 TOLERANCES = {"parameters": 0, "tokens": 0, "updates": 0, "threads": 0, "weights": 1e-6, "test_loss": 1e-4}
@@ -85,7 +93,7 @@ def duel(part: str, args: argparse.Namespace, folder: Path) -> dict:
     peers = {side: peer_command(side, options) for side in ("blog", "trainer", "accelerate")}
     peers |= {"trainer_best": peer_command("trainer", options, *best), "bare": peer_command("bare", ladder[1:])}
     commands = {side: command for side, command in peers.items() if side not in args.without}
-    turns = take_turns(commands | {"ladder": ladder}, args)
+    turns = take_turns(commands | {"ladder": ladder}, args.repeats, args.threads)
     check_alike(turns["repeats"])
     medians = turns["medians"]
     ratios = {
@@ -97,15 +105,11 @@ def duel(part: str, args: argparse.Namespace, folder: Path) -> dict:
     return {"conditions": conditions | {"trainer_best": best, "ladder": ours}} | turns | {"ratios": ratios}
 
 
-def take_turns(commands: dict[str, list[str]], args: argparse.Namespace) -> dict:
-    """Run the sides in turns, as often as the command line asks for."""
-    return common.take_turns(commands, args.repeats, args.threads)
-
-
 def compare_cuts(part: str, args: argparse.Namespace, folder: Path) -> dict:
     """Measure rung 2 from one sample at a time to the whole effective batch; the cut changes no gradient."""
     options, conditions = draw_reviews(part, args.reviews, folder, args.precision)
-    turns = take_turns({shlex.join(cut): rung_command(options, "2_grad_accum", *cut) for cut in CUTS}, args)
+    sides = {cut: rung_command(options, "2_grad_accum", *cut.split()) for cut in CUTS}
+    turns = take_turns(sides, args.repeats, args.threads)
     check_alike(turns["repeats"], *(["test_loss"] if part == "minilm" else []))  # each cut draws its dropout masks
     return {"conditions": conditions} | turns
 
@@ -118,7 +122,7 @@ def compare_attention(_: str, args: argparse.Namespace, folder: Path) -> dict:
         f"{attention} {tokens}": [*script, "--attention", attention, "--tokens", str(tokens), *options]
         for tokens, attention in product(LENGTHS, ("eager", "fused"))
     }
-    turns = take_turns(sides, args)
+    turns = take_turns(sides, args.repeats, args.threads)
     ratios = {}
     for tokens in LENGTHS:
         eager, fused = (turns["medians"][f"{attention} {tokens}"] for attention in ("eager", "fused"))

@@ -91,11 +91,6 @@ class Wanted(NamedTuple):
         return [*chosen.options, *model, "--seed", str(self.seed), *rate]
 
 
-def folder_of(set: str, rung: str, rate: float, seed: int) -> Path:
-    """Return the folder of a stored run."""
-    return RUNS / set / rung / f"{rate:g}" / str(seed)
-
-
 def kept(set: str, rung: str) -> dict[float, dict[int, dict]]:
     """Return the records of a rung's stored runs by learning rate and seed."""
     found: dict[float, dict[int, dict]] = {}
@@ -191,7 +186,7 @@ def make(wanted: Wanted, own: float) -> None:
         if others := known - {kind(here), "a CPU"}:
             raise UserError(f"{name}: the other seeds ran on {others.pop()}; remove them, or run this one there too")
         print(name, flush=True)
-        train(wanted, home, name, folder_of(wanted.set, wanted.rung.stem, rate, wanted.seed))
+        train(wanted, home, name, RUNS / wanted.set / wanted.rung.stem / f"{rate:g}" / str(wanted.seed))
 
 
 def train(wanted: Wanted, home: Path, name: str, target: Path) -> None:

@@ -193,25 +193,18 @@ def training(job: Job, name: str, command: list[str], gpus: int = 1) -> Entry:
     return entry._replace(measure=lambda limit: add_rates(entry.measure(limit), config, job.lengths, gpu, gpus))
 
 
-def operation(name: str, command: str, alone: bool = True) -> Entry:
-    """Return an entry of operations.py."""
-    return command_entry(name, [OPERATIONS, *command.split()], alone=alone)
-
-
 def kernels(job: Job) -> list[Entry]:
     """Return kernel timings, gradients, and what the planner adds to the tensors."""
     small, wide, tiny = "", "--heads 32 --tokens 2048 --width 128 136", ""
     if job.rehearse:
         small = "--heads 2 --tokens 64 --repeats 1"
         wide, tiny = f"{small} --width 136", "--tokens 64 --width 32 --repeats 1"
-    found = [
-        operation("ceilings", "ceilings"),
-        operation("attention", f"attention {small}"),
-        operation("gradients", "gradients", alone=False),
-        operation("attention of wide heads", f"attention {wide}"),
-        operation("loss", f"loss {tiny}"),
-        operation("embeddings", f"embeddings {tiny}"),
-    ]
+    commands = {
+        "ceilings": "ceilings", "attention": f"attention {small}", "gradients": "gradients",
+        "attention of wide heads": f"attention {wide}", "loss": f"loss {tiny}", "embeddings": f"embeddings {tiny}",
+    }  # fmt: skip
+    found = [command_entry(name, [OPERATIONS, *command.split()], alone=name != "gradients")
+             for name, command in commands.items()]  # fmt: skip
     return found if job.rehearse else [*found, Entry("calibration", calibrate)]
 
 
@@ -289,12 +282,7 @@ def identity(machine: dict) -> list:
 
 
 def run_all(
-    entries: list[Entry],
-    content: dict,
-    out: Path,
-    end: float = float("inf"),
-    together: int = 1,
-    again: bool = False,
+    entries: list[Entry], content: dict, out: Path, end: float = float("inf"), together: int = 1, again: bool = False
 ) -> int:
     """Measure what a file's content lacks until the time `end` of `monotonic`, and return the exit status.
 
@@ -310,6 +298,9 @@ def run_all(
     missing.sort(key=lambda entry: entry.name in failed_before)
     lock = Lock()
 
+    def write() -> None:
+        write_whole(out, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
     def store(entry: Entry) -> None:
         record, reason = measure(entry, end)
         with lock:
@@ -320,11 +311,11 @@ def run_all(
                 left_out[entry.name] = reason
             else:
                 records[entry.name] = record | {"commit": commit}
-            write_whole(out, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+            write()
 
     for alone, group in groupby(missing, key=lambda entry: entry.alone):
         run_together(store, group, 1 if alone else together)
-    write_whole(out, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    write()
     problems = [name for name, record in records.items()
                 if "failed" in record or not record["figures"].get("passed", True)]  # fmt: skip
     print(f"{len(records)} entries measured, {len(left_out)} left out: {out}")
