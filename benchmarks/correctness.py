@@ -92,11 +92,11 @@ def ladder(work: Work, folder: str, micro_batch: int, stop: int | None = None, r
     options += [] if work.resumes else "--optimizer sgd --learning_rate 0.1".split()
     options += ["--save_every", str(STOP if work.resumes else 1)]
     home = Path(folder) / "2_grad_accum" / "1" / "checkpoints"
-    options += ["--resume", str(min(home.iterdir()))] if resume else []
+    options += ["--resume", str(min(home.glob("step-*")))] if resume else []
     common.run_child([str(common.ROOT / "src" / "2_grad_accum.py"), *options], threads=1)
-    for later in sorted(home.iterdir())[1:] if stop else []:
+    for later in sorted(home.glob("step-*"))[1:] if stop else []:
         shutil.rmtree(later)
-    return [weights_of(work.model()), *map(read_checkpoint, sorted(home.iterdir()))]
+    return [weights_of(work.model()), *map(read_checkpoint, sorted(home.glob("step-*")))]
 
 
 def read_checkpoint(folder: Path) -> Weights:
