@@ -79,9 +79,15 @@ def mean(row: Row | None, figure: str, digits: int = 1) -> str:
     return f"{value:.{digits}f}" + (f" ± {spread:.{digits}f}" if spread is not None else "")
 
 
-def each(row: Row) -> str:
-    """Return the test accuracy of each seed."""
-    return ", ".join(f"{value:.1f}" for value in row.values("test_accuracy"))
+def tested(row: Row) -> list[str]:
+    """Return the test accuracy, Wilson's 95 % interval of it, and that of each seed."""
+    each = ", ".join(f"{value:.1f}" for value in row.values("test_accuracy"))
+    return [mean(row, "test_accuracy"), interval(*row.interval), each]
+
+
+def interval(low: float, high: float) -> str:
+    """Return an interval in percent."""
+    return f"{low:.1f} to {high:.1f}"
 
 
 def device(row: Row) -> str:
@@ -90,11 +96,6 @@ def device(row: Row) -> str:
     if len(names) > 1:
         raise UserError(f"{row.first.source} has seeds of several devices: {', '.join(sorted(names))}")
     return names.pop()
-
-
-def interval(row: Row) -> str:
-    """Return Wilson's 95 % interval of the test accuracy."""
-    return f"{row.interval[0]:.1f} to {row.interval[1]:.1f}"
 
 
 @cache
@@ -126,7 +127,7 @@ def accuracies() -> list[str]:
         for row, remark in ((own(set).get(rung), ""), (best_row(set, rung), ", found")):
             if row and (not remark or row is not own(set).get(rung)):
                 rate = f"{row.first.settings['learning_rate']:g}{remark}"
-                rows.append([name, rate, mean(row, "test_accuracy"), interval(row), each(row), device(row)])
+                rows.append([name, rate, *tested(row), device(row)])
     header = ["rung", "learning rate", "test accuracy, %", "95 % of the test's draw", "each seed", "on"]
     return common.markdown_table(header, rows)
 
@@ -136,15 +137,15 @@ def whole() -> list[str]:
     found = [row for set in ("imdb", "imdb_256") for rates in rows_of(set).values() for row in rates.values()]
     rows = [
         [row.first.name, f"{row.first.settings['learning_rate']:g}", str(row.first.settings["max_length"]),
-         mean(row, "validation_accuracy", 2), mean(row, "test_accuracy", 2), interval(row), device(row)]
+         mean(row, "validation_accuracy", 2), mean(row, "test_accuracy", 2), interval(*row.interval), device(row)]
         for row in found
     ]  # fmt: skip
     if words := common.read_results(common.RESULTS / "bag_of_words.json").get("imdb"):
-        (tested,) = {row.first.test_samples for row in found}
+        (texts,) = {row.first.test_samples for row in found}
         for name in ("counts", "tf-idf"):
-            low, high = (100 * share for share in wilson_interval(words[name], tested))
+            bounds = interval(*(100 * share for share in wilson_interval(words[name], texts)))
             regression = f"logistic regression on {name.replace('counts', 'word counts')}"
-            rows.append([regression, NONE, "all", NONE, f"{100 * words[name]:.2f}", f"{low:.1f} to {high:.1f}", "CPU"])
+            rows.append([regression, NONE, "all", NONE, f"{100 * words[name]:.2f}", bounds, "CPU"])
     header = ["rung", "learning rate", "tokens", "validation, %", "test, %", "95 % of the test's draw", "on"]
     return common.markdown_table(header, rows)
 
@@ -158,9 +159,7 @@ def blog() -> list[str]:
             figures = {name: record[key] * factor for key, (name, factor) in FIGURES.items() if key in record}
             runs.append(LoggedRun(side, side, figures=figures, test_samples=TESTED))
         if runs:
-            row = Row(runs)
-            accuracy = [mean(row, "test_accuracy"), interval(row), each(row)]
-            rows.append([rung or "the blog's recipe", str(batch_size), *accuracy])
+            rows.append([rung or "the blog's recipe", str(batch_size), *tested(Row(runs))])
     header = ["", "reviews a step", "test accuracy, %", "95 % of the test's draw", "each seed"]
     return common.markdown_table(header, rows)
 
