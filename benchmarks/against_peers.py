@@ -1,7 +1,6 @@
 """Compare rungs with their peers on this machine's CPU.
 
     python benchmarks/against_peers.py [--part minilm bloom attention] [--reviews N] [--repeats 5] [--threads 2]
-    python benchmarks/against_peers.py --part minilm bloom --measure switches --repeats 1    Trainer, switch by switch
     python benchmarks/against_peers.py --part minilm bloom --measure cuts    rung 2, from one sample at a time to all
 
 Parts:
@@ -27,14 +26,24 @@ accuracy to mean more than that the sides learn equally.
 """
 
 import argparse
-import shlex
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 
 import common  # first import: it makes the project importable
 import torch
-from common import BASE, BLOOM, MEASURES, MINILM, draw_reviews, model_options, part_parser, peer_command, rung_command
+from common import (
+    BASE,
+    BLOOM,
+    MEASURES,
+    MINILM,
+    draw_reviews,
+    model_options,
+    part_parser,
+    peer_command,
+    rung_command,
+    take_turns,
+)
 
 from fabric_ladder.techniques.advice import show_errors
 
@@ -46,25 +55,13 @@ LADDER = {  # the fastest cuts on two cores
     "minilm bf16-mixed": ("4_mixed_precision", "--micro_batch_tokens", "1024"),
     "bloom": ("2_grad_accum", "--micro_batch_tokens", "1024"),
 }
-BEST = {  # of Trainer on two cores, found by --measure switches
+BEST = {  # of Trainer on two cores, found by trying one of the switches of peers.py after the other
     "minilm": ("micro_batch_1", "evaluate_1"),
     "minilm bf16-mixed": ("micro_batch_2", "group_by_length", "evaluate_1"),
     "bloom": ("micro_batch_1", "group_by_length", "evaluate_1"),
 }
-SIZES = ("micro_batch_16", "micro_batch_4", "micro_batch_2", "micro_batch_1")
-SWITCHES = (  # --measure switches tries one group after the other; at most one switch of a group is on
-    SIZES,
-    ("group_by_length",),
-    SIZES,  # again: texts of equal length have little padding
-    ("no_nan_filter",),
-    ("foreach_adam",),
-    ("compile",),
-    ("evaluate_1", "evaluate_4", "evaluate_32"),  # judged by the samples/s of the evaluation
-)
-CUTS = (
-    *(("--micro_batch_size", str(size)) for size in (1, 2, 4, 16)),
-    *(("--micro_batch_tokens", str(tokens)) for tokens in (512, 1024, 2048, 4096)),
-)
+CUTS = [f"--micro_batch_size {size}" for size in (1, 2, 4, 16)]
+CUTS += [f"--micro_batch_tokens {tokens}" for tokens in (512, 1024, 2048, 4096)]
 LENGTHS = (256, 512, 1024, 2048)
 SPEED, MEMORY = "samples_per_second", "peak_memory_bytes"
 TOLERANCES = {"parameters": 0, "tokens": 0, "updates": 0, "threads": 0, "weights": 1e-6, "test_loss": 1e-4}
@@ -80,11 +77,7 @@ ACCURACY_DATA = f"--train_samples 5000 --validation_samples 500 --test_samples {
 
 
 def check_alike(figures: dict[str, list[dict]], *free: str) -> None:
-    """Refuse sides that did different work; figures named in `free` may differ.
-
-    Raises:
-        RuntimeError: A figure of `TOLERANCES` differs by more than its relative tolerance.
-    """
+    """Raise RuntimeError if a figure of `TOLERANCES` differs by more than it allows; those named in `free` may."""
     for name, tolerance in TOLERANCES.items():
         values = {side: [run[name] for run in runs if name in run] for side, runs in figures.items()}
         every = list(chain.from_iterable(values.values()))
@@ -97,15 +90,10 @@ def duel(part: str, args: argparse.Namespace, folder: Path) -> dict:
     options, conditions = draw_reviews(part, args.reviews, folder, args.precision)
     ours, best = (known.get(f"{part} {args.precision}", known[part]) for known in (LADDER, BEST))
     ladder = rung_command(options, *ours)
-    commands = {
-        "blog": peer_command("blog", options),
-        "trainer": peer_command("trainer", options),
-        "trainer_best": peer_command("trainer", options, *best),
-        "accelerate": peer_command("accelerate", options),
-        "bare": peer_command("bare", ladder[1:]),
-        "ladder": ladder,
-    }
-    turns = take_turns({side: command for side, command in commands.items() if side not in args.without}, args)
+    peers = {side: peer_command(side, options) for side in ("blog", "trainer", "accelerate")}
+    peers |= {"trainer_best": peer_command("trainer", options, *best), "bare": peer_command("bare", ladder[1:])}
+    commands = {side: command for side, command in peers.items() if side not in args.without}
+    turns = take_turns(commands | {"ladder": ladder}, args.repeats, args.threads)
     check_alike(turns["repeats"])
     medians = turns["medians"]
     ratios = {
@@ -117,37 +105,11 @@ def duel(part: str, args: argparse.Namespace, folder: Path) -> dict:
     return {"conditions": conditions | {"trainer_best": best, "ladder": ours}} | turns | {"ratios": ratios}
 
 
-def take_turns(commands: dict[str, list[str]], args: argparse.Namespace) -> dict:
-    """Run the sides in turns, as often as the command line asks for."""
-    return common.take_turns(commands, args.repeats, args.threads)
-
-
-def find_switches(part: str, args: argparse.Namespace, folder: Path) -> dict:
-    """Find the fastest switches of Trainer, group by group."""
-    options, conditions = draw_reviews(part, args.reviews, folder, args.precision)
-    tried = {}
-
-    def measure(*switches: str) -> dict:
-        name = " ".join(["trainer", *switches])
-        tried.update(take_turns({name: peer_command("trainer", options, *switches)}, args)["medians"])
-        return tried[name]
-
-    best, chosen = measure(), ()
-    for group in SWITCHES:
-        for switch in group:
-            switches = (*(other for other in chosen if other not in group), switch)
-            figures = measure(*switches)
-            name = f"evaluation_{SPEED}" if switch.startswith("evaluate") else SPEED
-            if figures[name] > best[name]:
-                best, chosen = figures, switches
-    print(f"Trainer's best: {' '.join(chosen) or 'its defaults'}")
-    return {"conditions": conditions | {"trainer_best": chosen}, "medians": tried}
-
-
 def compare_cuts(part: str, args: argparse.Namespace, folder: Path) -> dict:
     """Measure rung 2 from one sample at a time to the whole effective batch; the cut changes no gradient."""
     options, conditions = draw_reviews(part, args.reviews, folder, args.precision)
-    turns = take_turns({shlex.join(cut): rung_command(options, "2_grad_accum", *cut) for cut in CUTS}, args)
+    sides = {cut: rung_command(options, "2_grad_accum", *cut.split()) for cut in CUTS}
+    turns = take_turns(sides, args.repeats, args.threads)
     check_alike(turns["repeats"], *(["test_loss"] if part == "minilm" else []))  # each cut draws its dropout masks
     return {"conditions": conditions} | turns
 
@@ -156,14 +118,11 @@ def compare_attention(_: str, args: argparse.Namespace, folder: Path) -> dict:
     """Measure `attention`."""
     options = [*BASE, "--accelerator", "cpu", *model_options("bloom", folder)]
     script = [str(Path(__file__).with_name("operations.py")), "attention-cost"]
-    turns = take_turns(
-        {
-            f"{attention} {tokens}": [*script, "--attention", attention, "--tokens", str(tokens), *options]
-            for tokens in LENGTHS
-            for attention in ("eager", "fused")
-        },
-        args,
-    )
+    sides = {
+        f"{attention} {tokens}": [*script, "--attention", attention, "--tokens", str(tokens), *options]
+        for tokens, attention in product(LENGTHS, ("eager", "fused"))
+    }
+    turns = take_turns(sides, args.repeats, args.threads)
     ratios = {}
     for tokens in LENGTHS:
         eager, fused = (turns["medians"][f"{attention} {tokens}"] for attention in ("eager", "fused"))
@@ -178,18 +137,17 @@ def compare_accuracy() -> None:
     """Run the sides of `accuracy` that have no stored result yet."""
     common.check_storable(ACCURACY_OUT)
     torch.set_num_threads(1)  # as the children have, for the records
-    for seed in (123, 124, 125):
-        for side, (rung, batch_size) in ACCURACY_SIDES.items():
-            if (name := f"{side} {seed}") in common.read_results(ACCURACY_OUT):
-                continue
-            options = [*MINILM, *model_options("minilm", Path())[:2], *ACCURACY_DATA, "--seed", str(seed)]
-            options += ["--batch_size", str(batch_size), "--micro_batch_size", "1"]
-            command = rung_command(options, rung) if rung else peer_command("blog", options)
-            record = common.environment(torch.device("cpu")) | {"child": common.shown(command)}
-            common.write_result(ACCURACY_OUT, name, record | {"figures": common.run_command(command, threads=1)})
+    for seed, (side, (rung, batch_size)) in product((123, 124, 125), ACCURACY_SIDES.items()):
+        if (name := f"{side} {seed}") in common.read_results(ACCURACY_OUT):
+            continue
+        options = [*MINILM, *model_options("minilm", Path())[:2], *ACCURACY_DATA, "--seed", str(seed)]
+        options += ["--batch_size", str(batch_size), "--micro_batch_size", "1"]
+        command = rung_command(options, rung) if rung else peer_command("blog", options)
+        figures = common.run_command(command, threads=1)
+        common.write_result(ACCURACY_OUT, name, {"child": common.shown(command), "figures": figures})
 
 
-DUELS = {"sides": duel, "switches": find_switches, "cuts": compare_cuts}
+DUELS = {"sides": duel, "cuts": compare_cuts}
 
 
 def main() -> None:

@@ -8,12 +8,11 @@ learn from 4,000 synthetic reviews and are tested on 1,000; each seed draws its 
 learns from the 35,000 reviews of the rungs' own split and is tested on their 10,000.
 """
 
-import argparse
 import tempfile
 from pathlib import Path
 
+import common  # first import: it makes the project importable
 import torch
-from common import RESULTS, ROOT, check_storable, environment, run_rung, write_result
 from sklearn.feature_extraction.text import CountVectorizer, TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 
@@ -22,9 +21,8 @@ from fabric_ladder.data.tables import read_splits
 from fabric_ladder.settings import DataSettings
 from local_dataset_utilities import imdb_source
 
-OUT = RESULTS / "bag_of_words.json"
-QUICKSTART = ["--config", str(ROOT / "configs" / "quickstart.yaml"), "--validation_samples", "500"]
-QUICKSTART += ["--accelerator", "cpu"]
+OUT = common.RESULTS / "bag_of_words.json"
+QUICKSTART = "--config quickstart.yaml --validation_samples 500 --accelerator cpu".split()
 
 
 def bag_of_words(settings: DataSettings, source: Source) -> dict[str, float]:
@@ -47,19 +45,19 @@ def on_quickstart(seeds: int) -> list[dict[str, float]]:
     for seed in range(1, seeds + 1):
         options = [*QUICKSTART, "--split_seed", str(seed), "--seed", str(122 + seed)]
         words = bag_of_words(DataSettings(dataset="synthetic", split_seed=seed), Source(["synthetic"]))
-        rows.append({**words, "rung 2": run_rung("2_grad_accum", options)["test_accuracy"]})
+        rows.append({**words, "rung 2": common.run_rung("2_grad_accum", options)["test_accuracy"]})
         print(f"seed {seed}", *(f"{name} {value:g}" for name, value in rows[-1].items()), sep=" · ")
     return rows
 
 
 def main() -> None:
     """Measure, print, write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.new_parser(__doc__)
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--seeds", type=int, default=3, help="draws of reviews and weights (default: %(default)s)")
     group.add_argument("--imdb", action="store_true", help="all of IMDb instead of the quickstart")
     args = parser.parse_args()
-    check_storable(OUT)
+    common.check_storable(OUT)
     torch.set_num_threads(1)  # as the quickstart has
     if args.imdb:
         settings = DataSettings(dataset="imdb")
@@ -67,7 +65,7 @@ def main() -> None:
         print(*(f"{name} {value:g}" for name, value in found.items()), sep=" · ")
     else:
         part, found = "synthetic", {"rows": on_quickstart(args.seeds)}
-    write_result(OUT, part, environment(torch.device("cpu")) | found)
+    common.write_result(OUT, part, found)
 
 
 if __name__ == "__main__":

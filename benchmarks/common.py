@@ -6,13 +6,10 @@ import json
 import os
 import re
 import shlex
-import signal
-import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
 from time import strftime
@@ -35,9 +32,11 @@ RESULTS = ROOT / "benchmarks" / "results"
 MODELS = ROOT / "configs" / "models"
 BASE = ["--config", str(ROOT / "configs" / "imdb_bloom_560m.yaml")]  # else a machine without a GPU runs the quickstart
 MINILM = "--config configs/imdb_minilm.yaml --max_length 128 --threads 1".split()
+CPU = torch.device("cpu")
 MEASURES = ("samples_per_second", "evaluation_samples_per_second", "peak_memory_bytes")
 FIGURES = """evaluation_tokens_per_second peak_memory_bytes peak_host_memory_bytes
 padding test_accuracy test_loss parameters trainable_parameters""".split()  # always in run.json
+PRECISIONS = ("precision", "matmul_precision")
 GPU_FIGURES = ("compile_seconds", "predicted_peak_bytes", "peak_reserved_bytes")  # in run.json on a GPU or if compiled
 
 
@@ -46,8 +45,7 @@ class ChildError(RuntimeError):
 
     def __init__(self, message: str, status: int, stderr: str):
         super().__init__(message)
-        self.status = status
-        self.stderr = stderr
+        self.status, self.stderr = status, stderr
 
 
 # Data
@@ -77,12 +75,9 @@ def model_options(model: str, folder: Path) -> list[str]:
 
 
 def draw_reviews(model: str, reviews: int, folder: Path, precision: str) -> tuple[list[str], dict]:
-    """Draw reviews of IMDb for training, and half as many each for validation and test.
+    """Draw reviews of IMDb, half as many for validation and test; return the settings of all sides, and conditions.
 
     The tokenizer is trained on all training reviews: a few hundred reviews would give whole words only.
-
-    Returns:
-        The settings of all sides of a comparison, and its conditions.
     """
     if not has_imdb():
         raise UserError(f"no {IMDB_ARCHIVE} in FABRIC_LADDER_DATA ({DataSettings().data_dir})")
@@ -91,9 +86,9 @@ def draw_reviews(model: str, reviews: int, folder: Path, precision: str) -> tupl
     options = [*BASE, "--accelerator", "cpu", *model_options(model, folder)]
     everything = load_datasets(parse_settings(options))
     everything.tokenizer.save_pretrained(folder / "tokenizer")
-    options += ["--tokenizer", str(folder / "tokenizer"), "--batch_size", "16", "--micro_batch_size", "1"]
-    options += ["--train_samples", str(reviews), "--validation_samples", str(reviews // 2)]
-    options += ["--test_samples", str(reviews // 2), "--precision", precision]
+    options += ["--tokenizer", str(folder / "tokenizer"), "--precision", precision]
+    options += f"--batch_size 16 --micro_batch_size 1 --train_samples {reviews}".split()
+    options += f"--validation_samples {reviews // 2} --test_samples {reviews // 2}".split()
     drawn = load_datasets(parse_settings(options)).splits
     lengths = {split: np.asarray(rows["length"][:]) for split, rows in drawn.items()}
     return options, {
@@ -130,10 +125,8 @@ def check_commit(record: dict, remedy: str = "") -> None:
 def run_rung(script: str, options: list[str], threads: int | None = None, limit: float | None = None) -> dict:
     """Run an unchanged rung in its own process and return its figures.
 
-    As in the peers' clock, the seconds of the training include the GPU's first passes and compiling: the trial of the
-    largest batches and `compile_ahead`, which the run's own throughput leaves out. The evaluation figures are those of
-    the validation, between the last printed loss and the line of the epoch.
-    `late_samples_per_second` is the rate of the second half of the printed losses, when everything is warm.
+    As in the peers' clock, the seconds of the training include the trial of the largest batches and compiling. Those of
+    the evaluation are between the last printed loss and the line of the epoch. `late` is the second half of the losses.
     """
     record, rows = run_recorded(script, options, threads, limit)
     results, settings = record["results"], record["settings"]
@@ -155,19 +148,9 @@ def run_rung(script: str, options: list[str], threads: int | None = None, limit:
         "tokens": tokens,
         "updates": int(rows[-1]["step"]),
         "threads": record["hardware"]["threads"],
-        **precisions(settings),
+        **{name: settings[name] for name in PRECISIONS},
     }
     return figures | {name: results[name] for name in GPU_FIGURES if name in results}
-
-
-def precisions(settings: dict) -> dict[str, str]:
-    """Return the settings that decide the precision of matrix multiplications."""
-    return {name: settings[name] for name in ("precision", "matmul_precision")}
-
-
-def reset_malloc() -> None:
-    """Keep glibc's own allocator settings for a peer. Rungs tune glibc, which is part of their speed."""
-    os.environ["MALLOC_"] = ""
 
 
 def peer_command(side: str, options: list[str], *switches: str) -> list[str]:
@@ -185,9 +168,7 @@ def rung_command(options: list[str], script: str, *more: str) -> list[str]:
 def run_command(command: list[str], threads: int | None = None, limit: float | None = None) -> dict:
     """Run a rung, or a script that writes its figures to `--out`, in its own process; return the figures.
 
-    Raises:
-        ChildError: The process failed.
-        subprocess.TimeoutExpired: It took more than `limit` seconds and was killed with all its children.
+    A process that fails raises ChildError. After `limit` seconds it is killed, and subprocess.TimeoutExpired is raised.
     """
     script, *options = command
     if Path(script).parent == ROOT / "src":
@@ -209,35 +190,21 @@ def impersonal(text: str) -> str:
     return re.sub(rf"{re.escape(tempfile.gettempdir())}/[^/\s\"',]+", "$SCRATCH", text)
 
 
-def checksum(model: torch.nn.Module) -> float:
-    """Return the sum of the absolute weights: equal for equal weights."""
-    return sum(float(weights.detach().abs().sum(dtype=torch.float64)) for weights in model.parameters())
-
-
 def child_environment(threads: int | None) -> dict[str, str]:
     """Return the environment of a measured process."""
-    env = dict(os.environ)
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src"), *filter(None, [env.get("PYTHONPATH")])])
-    env["TOKENIZERS_PARALLELISM"] = "false"
-    if threads:
-        env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    return env
+    path = os.pathsep.join([str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)) if threads else {}
+    return {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", **limits}
 
 
 def run_child(command: list[str], threads: int | None = None, limit: float | None = None) -> str:
     """Run a script in its own process and return its stdout; raises the errors of `run_command`."""
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    child = subprocess.Popen(
-        [sys.executable, *command], env=child_environment(threads), cwd=ROOT, start_new_session=True, **streams
+    environment = child_environment(threads)
+    child = subprocess.run(
+        [sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=limit
     )
-    try:
-        stdout, stderr = child.communicate(timeout=limit)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)  # with its children
-        child.wait()
-    check_status(command, child.returncode, stderr)
-    return stdout
+    check_status(command, child.returncode, child.stderr)
+    return child.stdout
 
 
 def check_status(command: list[str], status: int, stderr: str) -> None:
@@ -251,11 +218,7 @@ def check_status(command: list[str], status: int, stderr: str) -> None:
 
 
 def check_storable(path: Path) -> None:
-    """Refuse to store results in the repository when no commit holds the code that made them.
-
-    Raises:
-        UserError: The path is in benchmarks/results/ and the git tree has uncommitted changes.
-    """
+    """Refuse to store results in the repository while the git tree has uncommitted changes."""
     commit = code_commit() or ""  # kept, in case that the code changes while the command runs
     if path.resolve().is_relative_to(RESULTS) and commit.endswith("-dirty"):
         raise UserError(
@@ -264,7 +227,7 @@ def check_storable(path: Path) -> None:
         )
 
 
-def environment(device: torch.device) -> dict:
+def environment(device: torch.device = CPU) -> dict:
     """Return the conditions of a result: command, date, commit, versions and hardware."""
     return {
         "command": shown([str(Path(sys.argv[0]).resolve()), *sys.argv[1:]]),
@@ -280,11 +243,12 @@ def read_results(path: Path) -> dict[str, dict]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def write_result(path: Path, part: str, record: dict) -> None:
-    """Put a part's record into a results file; the other parts stay unchanged. Raises like `check_storable`."""
+def write_result(path: Path, part: str, record: dict, device: torch.device = CPU) -> None:
+    """Put a part's record and its conditions into a results file; other parts stay. Raises like `check_storable`."""
     check_storable(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(read_results(path) | {part: record}, indent=2, ensure_ascii=False) + "\n")
+    results = read_results(path) | {part: environment(device) | record}
+    write_whole(path, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
 
 
 def print_table(header: list[str], rows: list[list]) -> None:
@@ -304,6 +268,22 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> list[str]:
     """Return the lines of a Markdown table, or none without rows. The first column is aligned left."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return [f"| {' | '.join(cells)} |" for cells in lines] if rows else []
+
+
+class Cells(dict):
+    """The values of a row; one that is missing or None has an empty cell."""
+
+    def __missing__(self, _: str) -> "Cells":
+        return Cells()
+
+    def __format__(self, _: str) -> str:
+        return ""
+
+
+def table(header: str, template: str, records: Iterable[dict]) -> list[str]:
+    """Return the lines of a Markdown table with a row for each record: the template filled with its values."""
+    known = [Cells({name: value for name, value in record.items() if value is not None}) for record in records]
+    return markdown_table(header.split(" | "), [template.format_map(record).split(" | ") for record in known])
 
 
 def fill(text: str, kind: str, make: Callable[[str], list[str]]) -> str:
@@ -330,25 +310,26 @@ def take_turns(commands: dict[str, list[str]], repeats: int, threads: int) -> di
         for side, command in commands.items():
             figures[side].append(run_command(command, threads))
             print(f"  {number}/{repeats} {side}: {json.dumps(figures[side][-1])}", file=sys.stderr, flush=True)
-    medians = {
-        side: {
-            name: statistics.median(run[name] for run in runs)
-            for name, value in runs[0].items()
-            if not isinstance(value, str)
-        }
-        for side, runs in figures.items()
-    }
+    numbers = {side: pd.DataFrame(runs).select_dtypes("number") for side, runs in figures.items()}
+    medians = {side: table.median().to_dict() for side, table in numbers.items()}
     shown_commands = {side: shown(command) for side, command in commands.items()}
     return {"commands": shown_commands, "repeats": figures, "medians": medians}
 
 
 def part_parser(description: str, parts: list[str], repeats: int, out: Path) -> argparse.ArgumentParser:
     """Return a parser with the options of all benchmarks on the CPU: parts, repeats, threads and the results file."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(description, out)
     parser.add_argument("--part", nargs="+", choices=parts, default=list(parts))
     parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=out, help="results file; parts that are not run stay in it")
+    return parser
+
+
+def new_parser(description: str, out: Path | None = None) -> argparse.ArgumentParser:
+    """Return a parser that shows a program's docstring; with `out` it has the option of the results file."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if out:
+        parser.add_argument("--out", type=Path, default=out, help="results file (default: %(default)s)")
     return parser
 
 
@@ -364,4 +345,4 @@ def run_parts(measures: dict[str, Callable[[Path], dict]], out: Path) -> None:
         names = [name for name in (*MEASURES, "seconds") if name in known] or known
         print_table([part, *names], [[side, *map(figures.get, names)] for side, figures in sides.items()])
         print(*(f"  {name}: {ratio:,.3f}" for name, ratio in record.get("ratios", {}).items()), sep="\n", flush=True)
-        write_result(out, part, environment(torch.device("cpu")) | record)
+        write_result(out, part, record)

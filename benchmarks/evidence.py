@@ -14,7 +14,6 @@ times it. While the best rate is the lowest or the highest, it tries one more be
 validation loss, because accuracies near chance are noise. The test split decides nothing.
 """
 
-import argparse
 import io
 import json
 import math
@@ -94,11 +93,6 @@ class Wanted(NamedTuple):
         return [*chosen.options, *model, "--seed", str(self.seed), *rate]
 
 
-def folder_of(set: str, rung: str, rate: float, seed: int) -> Path:
-    """Return the folder of a stored run."""
-    return RUNS / set / rung / f"{rate:g}" / str(seed)
-
-
 def kept(set: str, rung: str) -> dict[float, dict[int, dict]]:
     """Return the records of a rung's stored runs by learning rate and seed."""
     found: dict[float, dict[int, dict]] = {}
@@ -117,10 +111,7 @@ def tried(set: str, rung: str) -> dict[float, float]:
 
 
 def best_rate(found: dict[float, float]) -> float | None:
-    """Return the learning rate with the lowest loss, or None if the search is not done.
-
-    The search is done when rates on both sides of the best one were tried, or after `LIMIT` rates.
-    """
+    """Return the rate with the lowest loss, or None until rates on both sides of it, or `LIMIT` rates, were tried."""
     best = min(found, key=found.get, default=None)
     inside = best is not None and min(found) < best < max(found)
     return best if inside or len(found) >= LIMIT else None
@@ -138,11 +129,7 @@ def next_rate(found: dict[float, float], own: float) -> float | None:
 
 
 def own_rate(set: str, rung: Path) -> float:
-    """Return a rung's own learning rate in a set.
-
-    Raises:
-        UserError: It cannot run here.
-    """
+    """Return a rung's own learning rate in a set; refuse a rung that cannot run here."""
     with redirect_stdout(io.StringIO()):  # the check prints "can run here"
         settings = check_rung(rung, Wanted(set, rung, SEED).options)
     if isinstance(settings, str):
@@ -184,15 +171,9 @@ def keep(folder: Path, target: Path) -> None:
 
 
 def make(wanted: Wanted, own: float) -> None:
-    """Make and store a run, unless it is stored.
+    """Make and store a run, unless it is stored; `own` is the rung's own learning rate.
 
-    Args:
-        wanted: The run.
-        own: The rung's own learning rate.
-
-    Raises:
-        DivergedError: The loss was not finite. This is stored, too.
-        UserError: It cannot run here, or failed.
+    A loss that is not finite raises DivergedError, and is stored, too. A run that fails otherwise raises a UserError.
     """
     rate = own if wanted.rate is None else wanted.rate
     name = f"{wanted.set}: {wanted.rung.stem}, learning rate {rate:g}, seed {wanted.seed}"
@@ -207,7 +188,7 @@ def make(wanted: Wanted, own: float) -> None:
         if others := known - {kind(here), "a CPU"}:
             raise UserError(f"{name}: the other seeds ran on {others.pop()}; remove them, or run this one there too")
         print(name, flush=True)
-        train(wanted, home, name, folder_of(wanted.set, wanted.rung.stem, rate, wanted.seed))
+        train(wanted, home, name, RUNS / wanted.set / wanted.rung.stem / f"{rate:g}" / str(wanted.seed))
 
 
 def train(wanted: Wanted, home: Path, name: str, target: Path) -> None:
@@ -244,11 +225,7 @@ def found_rate(set: str, rung: str) -> float | None:
 
 
 def tasks(what: str, set: str, rung: Path, seeds: int) -> list[Callable[[], None]]:
-    """Return what a command has to do for a rung, as tasks that can run at the same time.
-
-    Raises:
-        UserError: The rung cannot run here, or there is no best learning rate yet.
-    """
+    """Return what a command has to do for a rung, as tasks that can run at the same time."""
     own = own_rate(set, rung)
     if what == "search":
         return [partial(search, set, rung, own)]
@@ -261,14 +238,12 @@ def tasks(what: str, set: str, rung: Path, seeds: int) -> list[Callable[[], None
 
 def main() -> int:
     """Run the command line; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.new_parser(__doc__)
     parser.add_argument("what", choices=("run", "search", "best"))
     parser.add_argument("set", choices=SETS)
     parser.add_argument("--rungs", metavar="1,2,…", help="numbers or names; default: those of the set")
     parser.add_argument("--seeds", type=int, help="how many from 123 on; default: as many as the set has")
-    parser.add_argument(
-        "--together", type=int, default=1, help="runs (searches) at the same time; default: %(default)s"
-    )
+    parser.add_argument("--together", type=int, default=1, help="runs or searches at the same time (default: 1)")
     args = parser.parse_args()
     if args.together < 1:
         parser.error(f"--together {args.together}: must be positive")

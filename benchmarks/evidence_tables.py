@@ -9,7 +9,6 @@ results/blog_accuracy.json. Missing figures are shown as a dash. The planner's a
 results/gpu.json, go to src/fabric_ladder/planning/measured.json.
 """
 
-import argparse
 import json
 import math
 import shlex
@@ -40,6 +39,7 @@ GPU = common.RESULTS / "gpu.json"
 PICTURE = common.ROOT / "docs" / "pictures" / "ladder.png"
 NONE = "–"
 ONE_SAMPLE = "--batch_size 1 --activation_checkpointing true"
+PLAIN = ("", 1, "")
 PREDICTED = {  # options, GPUs and remark of the prediction for a rung; default: none, one GPU, none
     "10_fsdp": ("", 4, " on 4 GPUs"), "12_deepspeed_zero": ("--deepspeed zero3_offload", 1, " with zero3_offload"),
     "17_step_in_backward": (ONE_SAMPLE, 1, " with checkpointing"),
@@ -79,26 +79,23 @@ def mean(row: Row | None, figure: str, digits: int = 1) -> str:
     return f"{value:.{digits}f}" + (f" ± {spread:.{digits}f}" if spread is not None else "")
 
 
-def each(row: Row) -> str:
-    """Return the test accuracy of each seed."""
-    return ", ".join(f"{value:.1f}" for value in row.values("test_accuracy"))
+def tested(row: Row) -> list[str]:
+    """Return the test accuracy, Wilson's 95 % interval of it, and that of each seed."""
+    each = ", ".join(f"{value:.1f}" for value in row.values("test_accuracy"))
+    return [mean(row, "test_accuracy"), interval(*row.interval), each]
+
+
+def interval(low: float, high: float) -> str:
+    """Return an interval in percent."""
+    return f"{low:.1f} to {high:.1f}"
 
 
 def device(row: Row) -> str:
-    """Return the device of a row's runs.
-
-    Raises:
-        UserError: The seeds ran on different devices.
-    """
+    """Return the device of a row's runs; refuse seeds of several devices."""
     names = {evidence.device(run.hardware) for run in row.runs}
     if len(names) > 1:
         raise UserError(f"{row.first.source} has seeds of several devices: {', '.join(sorted(names))}")
     return names.pop()
-
-
-def interval(row: Row) -> str:
-    """Return Wilson's 95 % interval of the test accuracy."""
-    return f"{row.interval[0]:.1f} to {row.interval[1]:.1f}"
 
 
 @cache
@@ -130,7 +127,7 @@ def accuracies() -> list[str]:
         for row, remark in ((own(set).get(rung), ""), (best_row(set, rung), ", found")):
             if row and (not remark or row is not own(set).get(rung)):
                 rate = f"{row.first.settings['learning_rate']:g}{remark}"
-                rows.append([name, rate, mean(row, "test_accuracy"), interval(row), each(row), device(row)])
+                rows.append([name, rate, *tested(row), device(row)])
     header = ["rung", "learning rate", "test accuracy, %", "95 % of the test's draw", "each seed", "on"]
     return common.markdown_table(header, rows)
 
@@ -140,32 +137,29 @@ def whole() -> list[str]:
     found = [row for set in ("imdb", "imdb_256") for rates in rows_of(set).values() for row in rates.values()]
     rows = [
         [row.first.name, f"{row.first.settings['learning_rate']:g}", str(row.first.settings["max_length"]),
-         mean(row, "validation_accuracy", 2), mean(row, "test_accuracy", 2), interval(row), device(row)]
+         mean(row, "validation_accuracy", 2), mean(row, "test_accuracy", 2), interval(*row.interval), device(row)]
         for row in found
     ]  # fmt: skip
     if words := common.read_results(common.RESULTS / "bag_of_words.json").get("imdb"):
-        (tested,) = {row.first.test_samples for row in found}
+        (texts,) = {row.first.test_samples for row in found}
         for name in ("counts", "tf-idf"):
-            low, high = (100 * share for share in wilson_interval(words[name], tested))
+            bounds = interval(*(100 * share for share in wilson_interval(words[name], texts)))
             regression = f"logistic regression on {name.replace('counts', 'word counts')}"
-            rows.append([regression, NONE, "all", NONE, f"{100 * words[name]:.2f}", f"{low:.1f} to {high:.1f}", "CPU"])
+            rows.append([regression, NONE, "all", NONE, f"{100 * words[name]:.2f}", bounds, "CPU"])
     header = ["rung", "learning rate", "tokens", "validation, %", "test, %", "95 % of the test's draw", "on"]
     return common.markdown_table(header, rows)
 
 
 def blog() -> list[str]:
     """Return the table of the blog's recipe next to rungs 1 and 2."""
-
-    def shown(figures: dict) -> dict[str, float]:
-        return {name: figures[key] * factor for key, (name, factor) in FIGURES.items() if key in figures}
-
     kept, rows = common.read_results(ACCURACY_OUT), []
     for side, (rung, batch_size) in ACCURACY_SIDES.items():
-        found = [record["figures"] for name, record in kept.items() if name.split()[0] == side]
-        if found:
-            row = Row([LoggedRun(side, side, figures=shown(run), test_samples=TESTED) for run in found])
-            accuracy = [mean(row, "test_accuracy"), interval(row), each(row)]
-            rows.append([rung or "the blog's recipe", str(batch_size), *accuracy])
+        runs = []
+        for record in (record["figures"] for name, record in kept.items() if name.split()[0] == side):
+            figures = {name: record[key] * factor for key, (name, factor) in FIGURES.items() if key in record}
+            runs.append(LoggedRun(side, side, figures=figures, test_samples=TESTED))
+        if runs:
+            rows.append([rung or "the blog's recipe", str(batch_size), *tested(Row(runs))])
     header = ["", "reviews a step", "test accuracy, %", "95 % of the test's draw", "each seed"]
     return common.markdown_table(header, rows)
 
@@ -177,14 +171,9 @@ def predictions() -> dict[tuple[str, str, int], float]:
     return {(each["rung"], each["options"], each["gpus"]): each["predicted"]["total"] / 1e9 for each in entries}
 
 
-def conditions(rung: str) -> tuple[str, int, str]:
-    """Return options, GPUs and remark of the prediction for a rung."""
-    return PREDICTED.get(rung, ("", 1, ""))
-
-
 def predicted(rung: str) -> tuple[float, str]:
     """Return the predicted peak of a rung in GB, and its remark."""
-    options, gpus, said = conditions(rung)
+    options, gpus, said = PREDICTED.get(rung, PLAIN)
     return predictions()[AS_ANOTHER.get(rung, rung), options, gpus], said
 
 
@@ -194,21 +183,17 @@ def change(value: float, before: float) -> str:
     return f"{percent:+d} %" if percent else "0 %"
 
 
-def under(rung: str, below: str) -> float:
-    """Return the predicted peak in GB of a rung's parent, under the rung's own conditions if known."""
-    options, gpus, _ = conditions(rung)
-    return predictions().get((below, options, gpus), predicted(below)[0])
-
-
 def ladder() -> list[str]:
     """Return the ladder from bottom to top: memory, its change, and accuracy."""
     rows, first = [], predicted(RUNGS[0].stem)[0]
     for rung in RUNGS:
         memory, said = predicted(rung.stem)
-        below = parent(rung)
+        to_parent = NONE
+        if below := parent(rung):  # under the rung's own conditions if known
+            before = predictions().get((below.stem, *PREDICTED.get(rung.stem, PLAIN)[:2]), predicted(below.stem)[0])
+            to_parent = f"{change(memory, before)} ({below.stem.split('_')[0]})"
         found = [own("imdb_2000").get(rung.stem), best_row("imdb_2000", rung.stem)]
         accuracy = [mean(row and most_seeds("imdb_2000", row), "test_accuracy") for row in found]
-        to_parent = f"{change(memory, under(rung.stem, below.stem))} ({below.stem.split('_')[0]})" if below else NONE
         rows.append([rung.stem, f"{memory:.2f}{said}", to_parent, change(memory, first), *accuracy])
     header = ["rung", "GPU, GB", "change to its parent", "to rung 1", "test, %", "at its best rate, %"]
     return common.markdown_table(header, rows)
@@ -226,10 +211,7 @@ def longest_texts() -> list[str]:
     return common.markdown_table(["trained (rung)", *sizes], rows)
 
 
-BLOCKS = {
-    "accuracies": accuracies, "whole": whole, "blog": blog, "ladder": ladder,
-    "longest_texts": longest_texts,
-}  # fmt: skip
+BLOCKS = {block.__name__: block for block in (accuracies, whole, blog, ladder, longest_texts)}
 
 
 def lost(row: Row, whole: Row) -> float:
@@ -267,10 +249,8 @@ def speeds() -> dict:
     harvest, found = common.read_results(GPU), {}
     for part, entry in harvest["entries"].items():
         words = shlex.split(entry.get("figures", {}).get("command", ""))
-        timed = "late_samples_per_second" in entry.get("figures", {}) and not part.startswith(
-            "memory:"
-        )  # three at a time
-        if timed and words[1].startswith("src/"):
+        timed = "late_samples_per_second" in entry.get("figures", {}) and words[1].startswith("src/")
+        if timed and not part.startswith("memory:"):  # three at a time
             switches = [name for pair, name in NAMED.items() if pair in pairwise(words)]
             name = " ".join([Path(words[1]).stem, *switches])
             found.setdefault(name, round(entry["figures"]["late_samples_per_second"], 1))
@@ -278,13 +258,10 @@ def speeds() -> dict:
     return {"of": of, "samples_per_second": found}
 
 
-def measured() -> str:
-    """Return the planner's accuracies and speeds as JSON."""
-    return json.dumps({"accuracy": accuracy_costs(), "speeds": speeds()}, indent=1) + "\n"
-
-
 def filled(page: Path, text: str) -> str:
-    """Return a page's text with its tables as they should be."""
+    """Return a page's text with its tables, or the planner's measured figures, as they should be."""
+    if page == FILE:
+        return json.dumps({"accuracy": accuracy_costs(), "speeds": speeds()}, indent=1) + "\n"
     return common.fill(text, "runs", lambda name: BLOCKS[name]())
 
 
@@ -304,19 +281,17 @@ def draw() -> Figure:
 
 def main() -> int:
     """Write, or with `--check` compare; return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.new_parser(__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a table is old")
-    stale = 0
-    written = {page: partial(filled, page) for page in common.pages()} | {FILE: lambda _: measured()}
+    pages = [*common.pages(), FILE]
     if parser.parse_args().check:
-        for page, change in written.items():
-            text = page.read_text(encoding="utf-8")
-            if change(text) != text:
-                print(f"{page.relative_to(common.ROOT)} is stale: run python benchmarks/evidence_tables.py")
-                stale = 1
-        return stale
-    for page, change in written.items():
-        common.rewrite(page, change)
+        texts = {page: page.read_text(encoding="utf-8") for page in pages}
+        stale = [page.relative_to(common.ROOT) for page, text in texts.items() if filled(page, text) != text]
+        for page in stale:
+            print(f"{page} is stale: run python benchmarks/evidence_tables.py")
+        return int(bool(stale))
+    for page in pages:
+        common.rewrite(page, partial(filled, page))
     draw().savefig(PICTURE, dpi=160, metadata={"Software": None})
     return 0
 

@@ -20,7 +20,6 @@ import common
 PRELOADED = ["__main__", "accelerate", "datasets", "lightning", "torchmetrics", "transformers"]
 FORKS = multiprocessing.get_context("forkserver")
 POLLING = Lock()  # a start asks for the status of all children, which only one thread can read
-RUNNING: set[int] = set()  # processes
 INTERRUPTED = Event()
 
 
@@ -38,31 +37,30 @@ def run_together(run: Callable, tasks: Iterable, together: int) -> None:
             list(pool.map(run, tasks))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            INTERRUPTED.set()
-            for child in list(RUNNING):
-                _kill(child)
+            with POLLING:
+                INTERRUPTED.set()
+                for child in FORKS.active_children():
+                    _kill(child.pid)
             raise
 
 
 def run_forked(command: list[str], threads: int | None = None, limit: float | None = None) -> str:
     """Run a script like `common.run_child`, in a fork of a process that has imported the libraries."""
     with tempfile.TemporaryDirectory() as folder:
-        outputs = [f"{folder}/{name}" for name in ("stdout", "stderr")]
+        outputs = [Path(folder, name) for name in ("stdout", "stderr")]
         process = FORKS.Process(target=_run_script, args=(command, outputs))
         with POLLING:
+            if INTERRUPTED.is_set():
+                raise KeyboardInterrupt
             process.start()
-        RUNNING.add(process.pid)
         try:
-            if INTERRUPTED.is_set():  # it started too late to be in RUNNING
-                _kill(process.pid)
             wait([process.sentinel], limit)
         finally:
-            RUNNING.discard(process.pid)
             with POLLING:
                 late = process.is_alive()
                 _kill(process.pid)
                 process.join()
-        stdout, stderr = (Path(path).read_text(errors="replace") if Path(path).exists() else "" for path in outputs)
+        stdout, stderr = (path.read_text(errors="replace") if path.exists() else "" for path in outputs)
     if late:
         raise subprocess.TimeoutExpired(command, limit)
     common.check_status(command, process.exitcode, stderr)
@@ -81,7 +79,7 @@ def _end_with_command() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _run_script(command: list[str], outputs: list[str]) -> None:
+def _run_script(command: list[str], outputs: list[Path]) -> None:
     os.setsid()
     Thread(target=_end_with_command, daemon=True).start()
     os.chdir(common.ROOT)

@@ -21,7 +21,6 @@ the matrix multiplications.
 import argparse
 import json
 import os
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -33,18 +32,16 @@ from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from threading import Lock
-from time import monotonic, perf_counter, strftime
+from time import monotonic, strftime
 from typing import NamedTuple
 
 import common  # first import: it makes the project importable
 import memory_ladder
 import numpy as np
 import torch
-from common import BASE, MODELS, ROOT, markdown_table, peer_command, rung_command
+from common import BASE, MODELS, ROOT, peer_command, rung_command
 from forking import run_together, start_forks
-from torch.profiler import ProfilerActivity, profile
 
-import fabric_ladder
 from fabric_ladder import parse_settings
 from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError
@@ -53,7 +50,6 @@ from fabric_ladder.planning.overhead import assume, load_overhead
 from fabric_ladder.rungs import RUNGS
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.advice import show_errors
-from fabric_ladder.training.state import Training
 from local_dataset_utilities import load_datasets
 
 OUT = common.RESULTS / "gpu.json"
@@ -70,50 +66,43 @@ REPEATED = "5_low_precision, again"  # the first entry once more, for the spread
 FAST = "16_bf16_that_learns, packed, compiled"
 ONE_PASS = "4_mixed_precision, one pass a step"  # the cut of Trainer's entries
 PEAKS = ("2_grad_accum", "7_grad_checkpointing", "13_lora", "16_bf16_that_learns", "18_low_bit_optimizer")
+FULL = {"bloom-560m": "bloom-quickstart", "vit-large-16": "vit-small", "bloom-7b1": "bloom-quickstart"}  # and rehearsed
 FIRST = (
     "profile", "5_low_precision", "ceilings", "attention", "gradients", "calibration",
     "15_packing", FAST, "4_mixed_precision", ONE_PASS, "Trainer, bf16-mixed", "blog, bf16-mixed", REPEATED,
     *(f"memory: bloom-560m, {rung}" for rung in PEAKS),
 )  # fmt: skip
+VARIANTS = {  # further runs of a rung
+    "5_low_precision, one sample": "--micro_batch_size 1",
+    "5_low_precision, compiled": "--compile true",
+    REPEATED: "--predict_memory true",
+    ONE_PASS: "--micro_batch_size 16",
+    FAST: "--packing true --compile true",
+    "15_packing, 4 rows": "--pack_rows 4",
+    "22_float8, not compiled": "--compile false",
+}
 TRAINER = ("micro_batch_16", "group_by_length", "no_nan_filter")  # the fewest kernels and waits
 
 
 class Job(NamedTuple):
-    """The shared conditions of all entries.
+    """The shared conditions of all entries."""
 
-    Attributes:
-        device: `cuda` or `cpu`.
-        rehearse: Run tiny sizes.
-        gpu: The planner's data sheet of the GPU, or None.
-        gpus: Number of GPUs, or of processes in a rehearsal.
-        options: The rungs' options: model and reviews.
-        lengths: Tokens of each training review.
-        folder: A scratch folder with the reviews' texts.
-    """
-
-    device: str
-    rehearse: bool
-    gpu: Gpu | None
-    gpus: int
-    options: list[str]
-    lengths: np.ndarray
-    folder: Path
+    device: str  # `cuda` or `cpu`
+    rehearse: bool  # run tiny sizes
+    gpu: Gpu | None  # the planner's data sheet
+    gpus: int  # in a rehearsal: processes
+    options: list[str]  # of the rungs: model and reviews
+    lengths: np.ndarray  # tokens of each training review
+    folder: Path  # scratch, with the reviews' texts
 
 
 class Entry(NamedTuple):
-    """Something to measure.
+    """Something to measure."""
 
-    Attributes:
-        name: The key in the file.
-        measure: Takes a limit in seconds and returns figures.
-        seconds: Expected.
-        alone: Nothing runs at the same time, because seconds or the GPU's free memory are measured.
-    """
-
-    name: str
-    measure: Callable[[float], dict]
-    seconds: float = 20.0
-    alone: bool = True
+    name: str  # the key in the file
+    measure: Callable[[float], dict]  # takes a limit in seconds and returns figures
+    seconds: float = 20.0  # expected
+    alone: bool = True  # nothing runs at the same time, because seconds or the GPU's free memory are measured
 
 
 # Model FLOPs utilisation
@@ -136,11 +125,7 @@ def training_flops(parameters: int, config: dict, lengths: np.ndarray) -> float:
 
 
 def add_rates(figures: dict, config: dict, lengths: np.ndarray, gpu: Gpu | None, gpus: int = 1) -> dict:
-    """Return a training's figures with its MFU, if the GPU is known and all weights are trained.
-
-    Raises:
-        RuntimeError: The training had other texts.
-    """
+    """Return a training's figures with its MFU, if the GPU is known and all weights are trained; refuse other texts."""
     if figures["tokens"] != lengths.sum():
         raise RuntimeError(f"{figures['tokens']} tokens were trained instead of {lengths.sum()}")
     if not gpu or figures.get("trainable_parameters", figures["parameters"]) < figures["parameters"]:
@@ -157,17 +142,16 @@ def prepare(machine: dict, folder: Path) -> Job:
     """Draw the reviews and return the job of a machine."""
     rehearse = machine["rehearsal"]
     device = "cpu" if rehearse else "cuda"
-    model = MODELS / ("bloom-quickstart.json" if rehearse else "bloom-560m.json")
-    reviews = 32 if rehearse else 1024
-    options = [*BASE, "--dataset", machine["dataset"], "--from_scratch", "true", "--model", str(model)]
-    options += ["--max_length", "128" if rehearse else "1024", "--log_every", "16" if rehearse else "128"]
-    options += ["--train_samples", str(reviews), "--validation_samples", str(reviews // 8), "--test_samples", "32"]
-    settings = parse_settings([*options, "--accelerator", "cpu"])
-    datasets = load_datasets(settings)
+    model, sizes = MODELS / "bloom-560m.json", "--max_length 1024 --log_every 128 --train_samples 1024"
+    if rehearse:
+        model, sizes = MODELS / "bloom-quickstart.json", "--max_length 128 --log_every 16 --train_samples 32"
+    options = [*BASE, "--dataset", machine["dataset"], "--from_scratch", "true", "--model", str(model), *sizes.split()]
+    options += ["--validation_samples", "4" if rehearse else "128", "--test_samples", "32"]
+    datasets = load_datasets(parse_settings([*options, "--accelerator", "cpu"]))
     datasets.tokenizer.save_pretrained(folder / "tokenizer")
     options += ["--tokenizer", str(folder / "tokenizer"), "--accelerator", device]
     lengths = np.asarray(datasets.splits["train"]["length"][:])
-    gpu = match_gpu(machine["hardware"].get("gpu", ""))
+    gpu = None if rehearse else match_gpu(machine["hardware"].get("gpu", ""))
     return Job(device, rehearse, gpu, 2 if rehearse else machine["gpus"], options, lengths, folder)
 
 
@@ -177,17 +161,8 @@ def entries_of(job: Job) -> list[Entry]:
     checks = [Entry(f"losses: {rung}", partial(losses, job, rung), 40, alone=False) for rung in rungs]
     found = [*kernels(job), *checks]
     found += [training(job, rung, rung_command(job.options, rung, "--predict_memory", "true")) for rung in rungs]
-    if not job.rehearse:
-        for name, more in (
-            ("5_low_precision, one sample", "--micro_batch_size 1"),
-            ("5_low_precision, compiled", "--compile true"),
-            (REPEATED, "--predict_memory true"),
-            (ONE_PASS, "--micro_batch_size 16"),
-            (FAST, "--packing true --compile true"),
-            ("15_packing, 4 rows", "--pack_rows 4"),
-            ("22_float8, not compiled", "--compile false"),
-        ):
-            found.append(training(job, name, rung_command(job.options, name.split(",")[0], *more.split())))
+    for name, more in VARIANTS.items() if not job.rehearse else ():
+        found.append(training(job, name, rung_command(job.options, name.split(",")[0], *more.split())))
     emulates = job.gpu and job.gpu.capability < (8, 0)  # the peers' bfloat16 would be refused
     precisions = ["16-mixed", "32-true"] if emulates else ["bf16-mixed", "bf16-true", "32-true"]
     for precision in ["32-true"] if job.rehearse else precisions:
@@ -220,24 +195,23 @@ def training(job: Job, name: str, command: list[str], gpus: int = 1) -> Entry:
 
 def kernels(job: Job) -> list[Entry]:
     """Return kernel timings, gradients, and what the planner adds to the tensors."""
-    small = "--heads 2 --tokens 64 --repeats 1".split() if job.rehearse else []
-    tiny = ["--tokens", "64", "--width", "32", "--repeats", "1"] if job.rehearse else []
-    wide = "--width 136".split() if job.rehearse else "--heads 32 --tokens 2048 --width 128 136".split()
-    found = [
-        command_entry("ceilings", [OPERATIONS, "ceilings"]),
-        command_entry("attention", [OPERATIONS, "attention", *small]),
-        command_entry("gradients", [OPERATIONS, "gradients"], alone=False),
-        command_entry("attention of wide heads", [OPERATIONS, "attention", *small, *wide]),
-        command_entry("loss", [OPERATIONS, "loss", *tiny]),
-        command_entry("embeddings", [OPERATIONS, "embeddings", *tiny]),
-    ]
+    small, wide, tiny = "", "--heads 32 --tokens 2048 --width 128 136", ""
+    if job.rehearse:
+        small = "--heads 2 --tokens 64 --repeats 1"
+        wide, tiny = f"{small} --width 136", "--tokens 64 --width 32 --repeats 1"
+    commands = {
+        "ceilings": "ceilings", "attention": f"attention {small}", "gradients": "gradients",
+        "attention of wide heads": f"attention {wide}", "loss": f"loss {tiny}", "embeddings": f"embeddings {tiny}",
+    }  # fmt: skip
+    found = [command_entry(name, [OPERATIONS, *command.split()], alone=name != "gradients")
+             for name, command in commands.items()]  # fmt: skip
     return found if job.rehearse else [*found, Entry("calibration", calibrate)]
 
 
 def calibrate(limit: float) -> dict:
     """Return the planner's overhead of this GPU, measured and assumed."""
     common.run_child([str(ROOT / "scripts" / "plan_memory.py"), "--calibrate"], limit=limit)
-    name = machine_of_child("cuda")["hardware"]["gpu"]
+    name = common.run_command([OPERATIONS, "machine"])["hardware"]["gpu"]
     known = match_gpu(name)
     measured = load_overhead(Settings().cache_dir, name).expected
     return {"measured": measured._asdict(), "assumed": assume(known and known.capability).expected._asdict()}
@@ -267,87 +241,37 @@ def memory(job: Job) -> list[Entry]:
     The models of 7 billion parameters run alone: their speed is measured too, and several would not fit.
     """
     found = []
-    for model, tiny in {
-        "bloom-560m": "bloom-quickstart",
-        "vit-large-16": "vit-small",
-        "bloom-7b1": "bloom-quickstart",
-    }.items():
+    for model, tiny in FULL.items():
         folder = job.folder / model
         folder.mkdir()
         memory_ladder.make_data(model, folder)
+        large = model == "bloom-7b1"  # a CPU needs a minute to draw its weights
         entries = list(memory_ladder.ENTRIES[model])
-        if model == "bloom-7b1":
-            entries += [row._replace(rung="14_qlora") for row in entries]
+        entries += [row._replace(rung="14_qlora") for row in entries if large]
         rows = [row for row in entries if row.gpus == 1 and row.rung in ON_ONE_GPU
                 and (model != "bloom-560m" or not row.options) and "16-mixed" not in row.options]  # fmt: skip
         for row in rows[1:2] if job.rehearse else rows:
             options = [*memory_ladder.options_of(model), *memory_ladder.data_options(model, folder)]
-            options += [*row.options.split(), "--eval_batch_tokens", memory_ladder.EVAL_TOKENS]
+            options += f"--micro_batch_size 1 {row.options} --eval_batch_tokens {memory_ladder.EVAL_TOKENS}".split()
             options += ["--accelerator", job.device, "--predict_memory", "true"]
-            if "--micro_batch_size" not in options:
-                options += ["--micro_batch_size", "1"]
             if job.rehearse:
-                options += ["--model", str(MODELS / f"{tiny}.json"), "--train_samples", "16", "--batch_size", "8"]
-                options += ["--validation_samples", "8", "--micro_batch_size", "1"]
-                size = ["--image_size", "32", "--resize_to", "32"]
-                options += size if model.startswith("vit") else ["--max_length", "64"]
-            large = model == "bloom-7b1"  # a CPU needs a minute to draw its weights
-            seconds = 100 if large else 20
-            found.append(command_entry(f"memory: {model}, {row.name}", rung_command(options, row.rung), seconds, large))
+                size = "--image_size 32 --resize_to 32" if model.startswith("vit") else "--max_length 64"
+                size += " --train_samples 16 --batch_size 8 --validation_samples 8 --micro_batch_size 1"
+                options += ["--model", str(MODELS / f"{tiny}.json"), *size.split()]
+            command = rung_command(options, row.rung)
+            found.append(command_entry(f"memory: {model}, {row.name}", command, 100 if large else 20, large))
     return found
 
 
 def profiled(job: Job) -> Entry:
     """Return the profile of a few steps of rung 5."""
-    options = [*job.options, "--train_samples", "32" if job.rehearse else "160", "--validation_samples", "1"]
+    samples = f"--train_samples {32 if job.rehearse else 160} --validation_samples 1"
     runs = ["--runs_dir", str(job.folder / "profiled")]
-    command = [str(Path(__file__).resolve()), "profile", "--script", "5_low_precision", *options, *runs]
+    command = [OPERATIONS, "profile-rung", "--script", "5_low_precision", *job.options, *samples.split(), *runs]
     return command_entry("profile", command)
 
 
-def write_profile() -> None:
-    """Run a rung under torch.profiler, and write the kernels or operators that take most of the time."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--script", required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    own, options = parser.parse_known_args(sys.argv[2:])
-    train = fabric_ladder.train
-
-    def profiled_train(*args) -> Training:
-        cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-        start = perf_counter()
-        with profile(activities=[ProfilerActivity.CPU, *cuda]) as profiler:
-            training = train(*args)
-        wall = perf_counter() - start
-        events = profiler.key_averages()
-        on_gpu = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
-        times = [(event.self_device_time_total if on_gpu else event.self_cpu_time_total, event)
-                 for event in on_gpu or events]  # fmt: skip
-        total = sum(time for time, _ in times)
-        top = [{"name": event.key, "share": time / total, "ms": time / 1e3, "calls": event.count}
-               for time, event in sorted(times, key=lambda row: -row[0])[:10]]  # fmt: skip
-        own.out.write_text(json.dumps({"wall_seconds": wall, "busy_seconds": total / 1e6, "top": top}))
-        return training
-
-    fabric_ladder.train = profiled_train
-    script = ROOT / "src" / f"{own.script}.py"
-    sys.argv = [str(script), *options]
-    runpy.run_path(str(script), run_name="__main__")
-
-
 # The file
-
-
-def machine_of_child(device: str) -> dict:
-    """Return versions, hardware and number of GPUs. A child process keeps this one off the GPU."""
-    return common.run_command([str(Path(__file__).resolve()), "machine", device])
-
-
-def write_machine() -> None:
-    """Write what `machine_of_child` returns."""
-    _, _, device, _, out = sys.argv
-    machine = common.environment(torch.device(device)) | {"gpus": torch.cuda.device_count()}
-    Path(out).write_text(json.dumps(machine), encoding="utf-8")
 
 
 def identity(machine: dict) -> list:
@@ -358,22 +282,13 @@ def identity(machine: dict) -> list:
 
 
 def run_all(
-    entries: list[Entry],
-    content: dict,
-    out: Path,
-    end: float = float("inf"),
-    together: int = 1,
-    again: bool = False,
+    entries: list[Entry], content: dict, out: Path, end: float = float("inf"), together: int = 1, again: bool = False
 ) -> int:
-    """Measure what a file's content lacks until the time `end`, and return the exit status.
+    """Measure what a file's content lacks until the time `end` of `monotonic`, and return the exit status.
 
-    Args:
-        entries: In their order; entries that failed before come last.
-        content: `machine`, `entries` by name, and `left_out` with reasons. It is written after each entry.
-        out: The file.
-        end: On the clock of `monotonic`.
-        together: Number of neighbouring entries that run at the same time, if none of them has to be alone.
-        again: Measure what another commit measured, too. An old record stays until the new one is there.
+    Entries that failed before come last. `together` neighbours run at the same time, if none has to be alone. `again`
+    also measures what another commit measured; an old record stays until the new one is there. The file is written
+    after each entry.
     """
     records, left_out = content["entries"], content["left_out"]
     failed_before = {name for name, record in records.items() if "failed" in record}
@@ -382,6 +297,9 @@ def run_all(
     missing = [entry for entry in entries if entry.name not in records or entry.name in failed_before | old]
     missing.sort(key=lambda entry: entry.name in failed_before)
     lock = Lock()
+
+    def write() -> None:
+        write_whole(out, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
     def store(entry: Entry) -> None:
         record, reason = measure(entry, end)
@@ -393,11 +311,11 @@ def run_all(
                 left_out[entry.name] = reason
             else:
                 records[entry.name] = record | {"commit": commit}
-            write_whole(out, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+            write()
 
     for alone, group in groupby(missing, key=lambda entry: entry.alone):
         run_together(store, group, 1 if alone else together)
-    write_whole(out, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    write()
     problems = [name for name, record in records.items()
                 if "failed" in record or not record["figures"].get("passed", True)]  # fmt: skip
     print(f"{len(records)} entries measured, {len(left_out)} left out: {out}")
@@ -434,11 +352,7 @@ def count_together(gpu_bytes: int) -> int:
 
 
 def read_harvest(path: Path) -> dict:
-    """Return a file's content.
-
-    Raises:
-        UserError: The file is not one of this program.
-    """
+    """Return a file's content; refuse a file of another program."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         identity(content["machine"]), content["left_out"].items()
@@ -452,6 +366,28 @@ def read_harvest(path: Path) -> dict:
 # The tables of docs/gpu.md
 
 
+SIZES = "predicted, GB | measured, GB | difference", "{predicted:.2f} | {measured:.2f} | {difference:+.1%}"
+KERNELS = ("flash", "memory-efficient", "cuDNN", "math")
+TABLES = {  # header and row
+    "checks": (
+        "check | result | largest difference of losses", "{name} | {result} | {largest_difference:.1e}",
+    ),
+    "speeds": (
+        f"BLOOM-560m | precision | samples/s | at the end | tokens/s | MFU | {SIZES[0]}",
+        "{name} | {precision} | {samples_per_second:,.1f} | {late_samples_per_second:,.1f} | "
+        "{tokens_per_second:,.0f} | {mfu:.1%} | " + SIZES[1],
+    ),
+    "profile": ("kernel | share | ms | calls", "`{name:.60}` | {share:.1%} | {ms:.0f} | {calls}"),
+    "memory": (f"full samples | {SIZES[0]}", "{name} | " + SIZES[1]),
+    "adapters": (f"512 tokens | tokens/s | {SIZES[0]}", "{name} | {tokens_per_second:,.0f} | " + SIZES[1]),
+    "vocabulary": (" | ms | peak, GB", "{name} | {ms:.1f} | {peak:.2f}"),
+    "attention": (
+        f"heads x width; ms | chosen | {' | '.join(KERNELS)}",
+        "{heads} x {width}, {dtype} | {chosen} | " + " | ".join(f"{{{name}:.2f}}" for name in KERNELS),
+    ),
+}  # fmt: skip
+
+
 def _place(name: str) -> tuple:
     """Return the place of an entry in a table of checks or of memory: the rungs by number, the others as measured."""
     kind, colon, rung = name.rpartition(": ")
@@ -460,65 +396,56 @@ def _place(name: str) -> tuple:
     return (colon, kind, int(number)) if colon and number.isdigit() else ("", "", 0)
 
 
-def shown(value: float | None, form: str) -> str:
-    """Format a figure, or return "" for None."""
-    return "" if value is None else form.format(value)
+def rows_of(figures: dict[str, dict]) -> dict[str, list[dict]]:
+    """Return the records of each table: figures with a name, and sizes in GB."""
+    found = {name: [] for name in TABLES}
+    for name, run in figures.items():
+        predicted, measured = run.get("predicted_peak_bytes"), run.get("peak_memory_bytes")
+        row = run | {"name": name, "predicted": predicted and predicted / 1e9, "measured": measured and measured / 1e9}
+        row["difference"] = measured / predicted - 1 if predicted and measured else None
+        if name.startswith("memory: "):
+            kind = "adapters" if "bloom-7b1" in name else "memory"
+            found[kind].append(row | {"name": name.removeprefix("memory: ")})
+        elif "late_samples_per_second" in run:
+            found["speeds"].append(row)
+        elif "passed" in run:
+            found["checks"].append(row | {"result": "passed" if run["passed"] else "**failed**"})
+        for kernel in run.get("rows", []):
+            times = {side: kernel.get(side) and kernel[side] * 1e3 for side in KERNELS}
+            found["attention"].append(kernel | times | {"heads": run["heads"]})
+    for entry in ("loss", "embeddings"):
+        for part, run in figures.get(entry, {}).items():
+            for way, side in run["figures"].items() if isinstance(run, dict) else ():
+                figure = {"name": f"{entry}, {part.partition(', ')[2]}: {way}", "ms": side["seconds"] * 1e3}
+                found["vocabulary"].append(figure | {"peak": side["peak_bytes"] / 1e9})
+    found["profile"] = figures.get("profile", {}).get("top", [])
+    return found
 
 
-def tables(content: dict) -> dict[str, list[str]]:
-    """Return the lines of each block of the pages."""
-    machine, left_out = content["machine"], dict(content["left_out"])
-    records = content["entries"]
-    left_out |= {name: "failed" for name, record in records.items() if "failed" in record}
-    figures = {name: record["figures"] for name, record in records.items() if "figures" in record}
-    figures = dict(sorted(figures.items(), key=lambda item: _place(item[0])))
+def status_of(content: dict) -> str:
+    """Return the sentence about the machine, the commits and what is not measured."""
+    machine, records = content["machine"], content["entries"]
+    left_out = content["left_out"] | {name: "failed" for name, record in records.items() if "failed" in record}
     versions = ", ".join(f"{name} {machine['versions'][name]}" for name in ("torch", "transformers"))
     late = [name for name, reason in left_out.items() if reason == STOPPED or reason.startswith("needs about ")]
     rest = [f"{name} ({reason})" for name, reason in left_out.items() if name not in late]
     rest += [f"{len(late)} of {len(records) + len(late)} entries, for lack of time"] if late else []
-    made = Counter((record["date"][:10], str(record["commit"])) for record in records.values())
-    commits = ", ".join(
-        f"{count} entries of commit {commit} ({date})" for (date, commit), count in sorted(made.items())
-    )
+    made = sorted(Counter((record["date"][:10], str(record["commit"])) for record in records.values()).items())
+    commits = ", ".join(f"{count} entries of commit {commit} ({date})" for (date, commit), count in made)
     status = f"{machine['gpus']} x **{machine['hardware']['gpu']}**, {versions}: {commits}."
-    status += f" Not measured: {'; '.join(rest)}." if rest else ""
-    trained = {name: run for name, run in figures.items()
-               if "late_samples_per_second" in run and not name.startswith("memory: ")}  # fmt: skip
-    speeds, memory, checks, kernel_rows, adapters = [], [], [], [], []
-    for name, run in figures.items():
-        predicted, measured = run.get("predicted_peak_bytes"), run.get("peak_memory_bytes")
-        gigabytes = [shown(size and size / 1e9, "{:.2f}") for size in (predicted, measured)]
-        difference = f"{measured / predicted - 1:+.1%}" if predicted and measured else ""
-        if name in trained:
-            rates = [shown(run.get(key), form) for key, form in (
-                ("samples_per_second", "{:,.1f}"), ("late_samples_per_second", "{:,.1f}"),
-                ("tokens_per_second", "{:,.0f}"), ("mfu", "{:.1%}"))]  # fmt: skip
-            speeds.append([name, run["precision"], *rates, *gigabytes, difference])
-        elif name.startswith("memory: "):
-            row = [name.removeprefix("memory: "), *gigabytes, difference]
-            if "bloom-7b1" in name:
-                adapters.append([row[0], shown(run.get("tokens_per_second"), "{:,.0f}"), *row[1:]])
-            else:
-                memory.append(row)
-        elif "passed" in run:
-            gap = shown(run.get("largest_difference"), "{:.1e}")
-            checks.append([name, "passed" if run["passed"] else "**failed**", gap])
-        for row in run.get("rows", []):
-            times = [shown(row.get(side) and row[side] * 1e3, "{:.2f}") for side in
-                     ("flash", "memory-efficient", "cuDNN", "math")]  # fmt: skip
-            kernel_rows.append([f"{run['heads']} x {row['width']}, {row['dtype']}", row["chosen"], *times])
-    vocabulary = [[f"{entry}, {part.partition(', ')[2]}: {way}", f"{side['seconds'] * 1e3:.1f}",
-                   f"{side['peak_bytes'] / 1e9:.2f}"]
-                  for entry in ("loss", "embeddings")
-                  for part, run in figures.get(entry, {}).items() if isinstance(run, dict)
-                  for way, side in run["figures"].items()]  # fmt: skip
-    top = [[f"`{row['name'][:60]}`", f"{row['share']:.1%}", f"{row['ms']:.0f}", str(row["calls"])]
-           for row in figures.get("profile", {}).get("top", [])]  # fmt: skip
-    mixed = {name: run for name, run in trained.items() if run["precision"].endswith("mixed")}
-    rates = [f"{run['late_samples_per_second']:,.0f} with {run['peak_memory_bytes'] / 1e9:.1f} GB ({name}"
-             f"{', without torch.compile' if name.startswith('Trainer') else ''})"
-             for name, run in sorted(mixed.items(), key=lambda item: -item[1]["late_samples_per_second"])]  # fmt: skip
-    conditions = f"on one {machine['hardware']['gpu']}, at the end of the training"
+    return status + (f" Not measured: {'; '.join(rest)}." if rest else "")
+
+
+def tables(content: dict) -> dict[str, list[str]]:
+    """Return the lines of each block of the pages."""
+    figures = {name: record["figures"] for name, record in content["entries"].items() if "figures" in record}
+    figures = dict(sorted(figures.items(), key=lambda item: _place(item[0])))
+    rows = rows_of(figures)
+    mixed = [run for run in rows["speeds"] if run["precision"].endswith("mixed")]
+    rates = [f"{run['late_samples_per_second']:,.0f} with {run['measured']:.1f} GB ({run['name']}"
+             f"{', without torch.compile' if run['name'].startswith('Trainer') else ''})"
+             for run in sorted(mixed, key=lambda run: -run["late_samples_per_second"])]  # fmt: skip
+    conditions = f"on one {content['machine']['hardware']['gpu']}, at the end of the training"
     summary = [f"Reviews/s of BLOOM-560m in mixed precision {conditions}: {', '.join(rates)}; "
                "[conditions](docs/gpu.md#speed)."] if rates else []  # fmt: skip
     overhead = []
@@ -529,79 +456,68 @@ def tables(content: dict) -> dict[str, list[str]]:
         context, workspace = each["context"] / 1e9, each["workspace"] / 1e9
         sizes = f"CUDA context {context:.2f} GB, cuBLAS workspace {workspace:.2f} GB"
         overhead.append(f"- {which}: {sizes}, fragmentation {each['fragmentation']:.1%}")
-    gigabytes = ["predicted, GB", "measured, GB", "difference"]
-    rates = ["samples/s", "at the end", "tokens/s", "MFU"]
-    kernels = ["heads x width; ms", "chosen", "flash", "memory-efficient", "cuDNN", "math"]
-    return {
-        "status": [status],
-        "summary": summary,
-        "checks": markdown_table(["check", "result", "largest difference of losses"], checks),
-        "speeds": markdown_table(["BLOOM-560m", "precision", *rates, *gigabytes], speeds),
-        "profile": markdown_table(["kernel", "share", "ms", "calls"], top),
-        "memory": markdown_table(["full samples", *gigabytes], memory),
-        "machine": overhead,
-        "adapters": markdown_table(["512 tokens", "tokens/s", *gigabytes], adapters),
-        "vocabulary": markdown_table(["", "ms", "peak, GB"], vocabulary),
-        "attention": markdown_table(kernels, kernel_rows),
-    }
+    made = {name: common.table(*TABLES[name], records) for name, records in rows.items()}
+    return {"status": [status_of(content)], "summary": summary, "machine": overhead} | made
 
 
 def fill_pages(path: Path) -> None:
-    """Fill the blocks of all pages from a file. A block without figures, or without the file, says "not measured".
-
-    Raises:
-        UserError: The file is a rehearsal.
-    """
+    """Fill the blocks of all pages; a block without figures says "not measured". A rehearsal is refused."""
     blocks = {"status": ["Not measured on a GPU yet."]}
     if path != OUT or path.exists():
         content = read_harvest(path)
         if content["machine"]["rehearsal"]:
             raise UserError(f"{path} is a rehearsal on a CPU: measure on a GPU first")
         blocks = tables(content)
+    change = partial(common.fill, kind="gpu", make=lambda name: blocks.get(name) or ["Not measured yet."])
     for page in common.pages():
-        common.rewrite(
-            page, lambda text: common.fill(text, "gpu", lambda name: blocks.get(name) or ["Not measured yet."])
-        )
+        common.rewrite(page, change)
 
 
-def main() -> int:
-    """Measure or fill the pages, and return the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse() -> argparse.Namespace:
+    """Return the command line, or end with the reason why nothing can be measured."""
+    parser = common.new_parser(__doc__, OUT)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="default: as many as it takes")
-    parser.add_argument("--out", type=Path, default=OUT, help="default: %(default)s")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="entries whose name matches")
     parser.add_argument("--again", action="store_true", help="measure what another commit measured, too")
     parser.add_argument("--synthetic", action="store_true", help="measure on synthetic reviews, which are shorter")
     parser.add_argument("--rehearse", action="store_true", help="run on the CPU with tiny sizes")
     parser.add_argument("--fill", type=Path, nargs="?", const=OUT, metavar="FILE", help="fill the pages' tables")
     args = parser.parse_args()
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    for problem, message in (
+        (not args.minutes > 0, f"--minutes {args.minutes}: must be positive"),
+        (not args.rehearse and not torch.cuda.is_available(),
+         "PyTorch finds no CUDA GPU; --rehearse runs everything on the CPU with tiny sizes"),
+        (args.rehearse and args.out == OUT, "--rehearse needs --out FILE: its figures mean nothing"),
+        (missing, f"packages are missing: pip install {' '.join(missing)}"),
+        (not (args.rehearse or args.synthetic or common.has_imdb()),
+         "FABRIC_LADDER_DATA has no aclImdb_v1.tar.gz; --synthetic measures on synthetic reviews"),
+    ):  # fmt: skip
+        if problem and not args.fill:
+            parser.error(message)
+    return args
+
+
+def main() -> int:
+    """Measure or fill the pages, and return the exit status."""
     show_errors()
+    args = parse()
     if args.fill:
         fill_pages(args.fill)
         return 0
-    if not args.minutes > 0:
-        parser.error(f"--minutes {args.minutes}: must be positive")
-    if not args.rehearse and not torch.cuda.is_available():
-        parser.error("PyTorch finds no CUDA GPU; --rehearse runs everything on the CPU with tiny sizes")
-    if args.rehearse and args.out == OUT:
-        parser.error("--rehearse needs --out FILE: its figures mean nothing")
-    if missing := [name for name in PACKAGES if find_spec(name) is None]:
-        parser.error(f"packages are missing: pip install {' '.join(missing)}")
-    if not (args.rehearse or args.synthetic or common.has_imdb()):
-        parser.error("FABRIC_LADDER_DATA has no aclImdb_v1.tar.gz; --synthetic measures on synthetic reviews")
     common.check_storable(args.out)
     start_forks()
     end = monotonic() + 60 * args.minutes
-    machine = machine_of_child("cpu" if args.rehearse else "cuda") | {"rehearsal": args.rehearse}
+    machine = common.run_command([OPERATIONS, "machine"]) | {"rehearsal": args.rehearse}
     machine["dataset"] = "synthetic" if args.rehearse or args.synthetic else "imdb"
     content = read_harvest(args.out) if args.out.exists() else {"entries": {}, "left_out": {}}
     if args.out.exists() and identity(content["machine"]) != identity(machine):
-        parser.error(f"{args.out} was measured with another GPU, versions or reviews: give another --out")
+        raise UserError(f"{args.out} was measured with another GPU, versions or reviews: give another --out")
     with tempfile.TemporaryDirectory(prefix="harvest-") as scratch:
         job = prepare(machine, Path(scratch))
         chosen = [entry for entry in entries_of(job) if any(fnmatchcase(entry.name, pattern) for pattern in args.only)]
         if not chosen:
-            parser.error(f'no entry matches {" ".join(args.only)}; "memory: *" matches all peaks of memory')
+            raise UserError(f'no entry matches {" ".join(args.only)}; "memory: *" matches all peaks of memory')
         content = {"machine": machine} | content | {"machine": machine}
         together = count_together(machine["hardware"].get("gpu_memory", 0))
         status = run_all(chosen, content, args.out, end, together, args.again)
@@ -611,7 +527,5 @@ def main() -> int:
     return status
 
 
-CHILDREN = {"profile": write_profile, "machine": write_machine}  # commands that this program runs in child processes
-
 if __name__ == "__main__":
-    sys.exit(CHILDREN.get(sys.argv[1] if len(sys.argv) > 1 else "", main)())
+    sys.exit(main())

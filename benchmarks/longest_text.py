@@ -7,17 +7,14 @@ memory of the process, with assumptions about CUDA's own memory, is at most the 
 of 1,024 tokens, up to the 131,072 positions of the model.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from pathlib import Path
 
 import common  # first import: it makes the project importable
-import torch
 
 from fabric_ladder.ladder import CHECKPOINTING
 from fabric_ladder.models.configs import load_config
@@ -27,7 +24,6 @@ from fabric_ladder.planning.predict import blank_datasets, largest_batches
 from fabric_ladder.planning.rehearsal import rehearse
 from fabric_ladder.settings import show
 
-OUT = common.RESULTS / "longest_text.json"
 MODEL = str(common.MODELS / "llama-3.1-8b.json")
 STEP = 1024  # tokens
 FIRST = 16  # steps of the first guess
@@ -69,10 +65,7 @@ def longest(memory: Callable[[int], int], room: int, most: int) -> int:
     while fails - fits > 1:
         growth = (memory(other) - memory(one)) / (other - one) or 1  # 0 where the optimizer step is the peak
         steps = min(max(one + int((room - memory(one)) / growth), fits + 1), fails - 1)
-        if memory(steps) <= room:
-            fits = steps
-        else:
-            fails = steps
+        fits, fails = (steps, fails) if memory(steps) <= room else (fits, steps)
         if steps != other:
             one, other = other, steps
     return fits
@@ -80,10 +73,9 @@ def longest(memory: Callable[[int], int], room: int, most: int) -> int:
 
 def main() -> None:
     """Search, print, write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.new_parser(__doc__, common.RESULTS / "longest_text.json")
     parser.add_argument("--tile", type=int, default=2048, help="tokens (default: %(default)s)")
     parser.add_argument("--sizes", type=int, nargs="+", default=[8, 16, 24, 80], help="GB (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=OUT, help="results file")
     args = parser.parse_args()
     common.check_storable(args.out)
     most = load_config(MODEL).max_position_embeddings // STEP
@@ -95,8 +87,7 @@ def main() -> None:
                 found = {f"{size} GB": STEP * longest(memory, round(size * 1e9), most) for size in args.sizes}
             rows.append({"way": way, "rung": rung, "activation_offload": offload, "mlp_tile": tile} | found)
     common.print_table([*rows[0]], [[*row.values()] for row in rows])
-    record = common.environment(torch.device("cpu")) | {"step": STEP, "most": most * STEP, "rows": rows}
-    common.write_result(args.out, "llama-3.1-8b", record)
+    common.write_result(args.out, "llama-3.1-8b", {"step": STEP, "most": most * STEP, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ of DeepSpeed and of 4-bit weights is predicted by formula. `torch.compile` is le
 `target` is the figure that a post prints for the same technique, batch and length (docs/from_the_posts.md).
 """
 
-import argparse
 import csv
 import json
 import sys
@@ -24,7 +23,6 @@ from typing import NamedTuple
 
 import common  # first import: it makes the project importable
 import numpy as np
-import torch
 from PIL import Image
 
 from fabric_ladder.ladder import CHECKPOINTING, ON_HOST
@@ -211,9 +209,8 @@ def data_options(model: str, folder: Path) -> list[str]:
     """Return the options that choose the data of `make_data`."""
     if model.startswith("vit"):
         return ["--dataset", str(folder), "--train_samples", "192", "--validation_samples", "32"]
-    if model == "bloom-7b1":
-        return ["--dataset", str(folder / "instructions.json"), "--train_samples", "48", "--validation_samples", "8"]
-    return ["--dataset", str(folder / "texts.csv"), "--train_samples", "48", "--validation_samples", "8"]
+    data = folder / ("instructions.json" if model == "bloom-7b1" else "texts.csv")
+    return ["--dataset", str(data), "--train_samples", "48", "--validation_samples", "8"]
 
 
 def run_model(model: str, only: list[str], out: Path | None) -> None:
@@ -234,17 +231,15 @@ def run_model(model: str, only: list[str], out: Path | None) -> None:
     common.print_table(HEADER, rows)
     if out:
         conditions = {"tokens": TOKENS, "pixels": PIXELS, "eval_batch_tokens": int(EVAL_TOKENS)}
-        environment = common.environment(torch.device("cpu"))
-        common.write_result(out, model, environment | {"conditions": conditions, "entries": records})
+        common.write_result(out, model, {"conditions": conditions, "entries": records})
 
 
 def main() -> None:
     """Predict the entries."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.new_parser(__doc__)
     parser.add_argument("--model", choices=list(ENTRIES), action="append", help="default: all")
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="entries whose name contains a TEXT")
-    default = OUT.relative_to(common.ROOT)
-    parser.add_argument("--out", type=Path, help=f"results file; default: {default}; with --only nothing is stored")
+    parser.add_argument("--out", type=Path, help=f"results file; default: {OUT}; with --only nothing is stored")
     args = parser.parse_args()
     out = args.out or (None if args.only else OUT)
     if out:

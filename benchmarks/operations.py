@@ -1,13 +1,6 @@
 """Measure single operations: attention, recomputation, loss, embedding gradients.
 
-    python benchmarks/operations.py ceilings
-    python benchmarks/operations.py attention [--heads 16] [--tokens 1024] [--width 64 72 128 136]
-    python benchmarks/operations.py gradients
-    python benchmarks/operations.py attention-cost --attention fused --tokens 1024 [settings of the model]
-    python benchmarks/operations.py checkpointing [--tokens 512] [--rows 4] [--threads 1] [settings of the model]
-    python benchmarks/operations.py loss [--tokens 2048] [--width 1024] [--vocabulary 250880] [--chunk 64 256 1024]
-    python benchmarks/operations.py embeddings [--tokens 1024] [--width 1024] [--rows 250880]
-    python benchmarks/operations.py bfloat16 [--tokens 512] [--rows 4]
+    python benchmarks/operations.py COMMAND [options]        COMMAND --help lists the options
 
 Commands:
     ceilings        The rates of this device: a copy, and a product of 16-bit matrices.
@@ -16,7 +9,8 @@ Commands:
                     wider than a power of two.
     gradients       Gradients of tiny models: fused, packed and padded against eager attention in 32-bit. An error of
                     up to 1.5 times eager attention's own error in the same dtype passes.
-    attention-cost  One BLOOM with eager or fused attention at one length, without padding: seconds and peak memory.
+    profile-rung    The kernels or operators that take most of the time of the rung `--script`, by torch.profiler.
+    attention-cost  A model (by a rung's settings) at one length, without padding: seconds and peak memory.
     checkpointing   One pass of a BLOOM of 4 layers, 512 wide, in bfloat16: all activations kept, recomputed,
                     offloaded, or selectively recomputed.
     loss            The loss of a language model: all logits in one pass (transformers' `ForCausalLMLoss`) against
@@ -36,12 +30,14 @@ results/embedding_gradients.json, `bfloat16` in results/cpu_bfloat16.json.
 import argparse
 import copy
 import json
+import runpy
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 
@@ -60,11 +56,13 @@ from transformers import (
     BertForSequenceClassification,
     BloomConfig,
     LlamaConfig,
+    PreTrainedConfig,
     ViTConfig,
     ViTForImageClassification,
 )
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+import fabric_ladder
 from fabric_ladder import build_model, parse_settings
 from fabric_ladder.environment import cpu_has_fast_bfloat16, keep_freed_memory, peak_memory, reset_peak_memory
 from fabric_ladder.models.cpu_bfloat16 import compute_in_32_bits, restore_bfloat16
@@ -74,20 +72,16 @@ from fabric_ladder.techniques.chunked_loss import chunked_loss
 from fabric_ladder.techniques.embedding_rows import add_rows, adding_rows
 from fabric_ladder.techniques.fused_attention import fuse_attention
 from fabric_ladder.techniques.packing import support_packing
+from fabric_ladder.techniques.technique import CHECKPOINTING
+from fabric_ladder.training.state import Training
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ATTENTION_ROWS = 16 if DEVICE.type == "cuda" else 2  # 16,384 tokens on a GPU: fewer would time the launches
-KERNELS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cuDNN": SDPBackend.CUDNN_ATTENTION,
-    "math": SDPBackend.MATH,
-}
-OPERATORS = {  # part of the name of PyTorch's operator: its kernel
-    "flash_attention": "flash",
-    "efficient_attention": "memory-efficient",
-    "cudnn_attention": "cuDNN",
-    "_math": "math",
+KERNELS = {  # the kernel, and part of the name of PyTorch's operator
+    "flash": (SDPBackend.FLASH_ATTENTION, "flash_attention"),
+    "memory-efficient": (SDPBackend.EFFICIENT_ATTENTION, "efficient_attention"),
+    "cuDNN": (SDPBackend.CUDNN_ATTENTION, "cudnn_attention"),
+    "math": (SDPBackend.MATH, "_math"),
 }
 MODES = {  # dtype, and precision of 32-bit matrix multiplications
     "32-bit": (torch.float32, "highest"),
@@ -97,18 +91,19 @@ MODES = {  # dtype, and precision of 32-bit matrix multiplications
 }
 BATCHES = ("full", "padded", "packed", "packed, language model", "packed, BERT", "packed, Llama",
            "packed, Llama, language model")  # fmt: skip
+PRECISIONS = ("float32", "bfloat16")
 BLOOM = {"model_type": "bloom", "vocab_size": 1024, "hidden_size": 512, "n_layer": 4, "n_head": 8}
-CHECKPOINTED = ["--activation_checkpointing", "true"]
 WAYS = {
     "all activations kept": [],
-    "checkpointing": CHECKPOINTED,
-    "activation offload": [*CHECKPOINTED, "--activation_offload", "true"],
-    "selective checkpointing": [*CHECKPOINTED, "--selective_checkpointing", "true"],
+    "checkpointing": CHECKPOINTING,
+    "activation offload": [*CHECKPOINTING, "--activation_offload", "true"],
+    "selective checkpointing": [*CHECKPOINTING, "--selective_checkpointing", "true"],
 }
 
 
 def turns(sides: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
     """Return the median seconds of each side. The sides take turns, and a first turn warms up."""
+    synchronize = torch.cuda.synchronize if DEVICE.type == "cuda" else lambda: None
     seconds = {name: [] for name in sides}
     for _ in range(1 + repeats):
         for name, run in sides.items():
@@ -120,21 +115,13 @@ def turns(sides: dict[str, Callable[[], object]], repeats: int) -> dict[str, flo
     return {name: statistics.median(each[1:]) for name, each in seconds.items()}
 
 
-def synchronize() -> None:
-    """Wait for the GPU, if there is one."""
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def ceilings(args: argparse.Namespace) -> dict:
     """Return the bytes/s of a copy, and the FLOP/s of a product of 8192 x 8192 matrices (on a CPU 256 x 256)."""
     size = 8192 if DEVICE.type == "cuda" else 256
     matrix, target = torch.randn(2, size, size, device=DEVICE).half()
     seconds = turns({"copy": lambda: target.copy_(matrix), "product": lambda: matrix @ target}, args.repeats)
-    return {
-        "copy_bytes_per_second": 2 * matrix.nbytes / seconds["copy"],
-        "product_flops": 2 * size**3 / seconds["product"],
-    }
+    copied, flops = 2 * matrix.nbytes / seconds["copy"], 2 * size**3 / seconds["product"]
+    return {"copy_bytes_per_second": copied, "product_flops": flops}
 
 
 def attention_pass(parts: list[Tensor]) -> None:
@@ -150,8 +137,8 @@ def chosen_kernel(parts: list[Tensor]) -> str:
             attention_pass(parts)
         except RuntimeError as error:  # the chosen kernel has no backward pass
             problem = f" (fails: {str(error).splitlines()[0][:80]})"
-    names = [event.key for event in profiler.key_averages() if "scaled_dot_product" in event.key]
-    found = {kernel for part, kernel in OPERATORS.items() if any(part in name for name in names)}
+    names = " ".join(event.key for event in profiler.key_averages() if "scaled_dot_product" in event.key)
+    found = {kernel for kernel, (_, part) in KERNELS.items() if part in names}
     return (" and ".join(sorted(found)) or "unknown") + problem
 
 
@@ -159,61 +146,57 @@ def attention(args: argparse.Namespace) -> dict:
     """Time all kernels for all dtypes and head widths."""
     torch.set_float32_matmul_precision("high")  # the rungs' setting on a GPU
     rows = []
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for width in args.width:
-            shape = (ATTENTION_ROWS, args.heads, args.tokens, width)
-            parts = [torch.randn(shape, dtype=dtype, device=DEVICE, requires_grad=True) for _ in range(3)]
-            row = {"dtype": str(dtype).removeprefix("torch."), "width": width, "chosen": chosen_kernel(parts)}
-            for name, kernel in KERNELS.items():
-                try:
-                    with sdpa_kernel(kernel):
-                        row |= turns({name: partial(attention_pass, parts)}, args.repeats)
-                except RuntimeError:  # the kernel refuses these tensors, or memory is short
-                    row[name] = None
-            rows.append(row)
+    for dtype, width in product((torch.bfloat16, torch.float16, torch.float32), args.width):
+        shape = (ATTENTION_ROWS, args.heads, args.tokens, width)
+        parts = [torch.randn(shape, dtype=dtype, device=DEVICE, requires_grad=True) for _ in range(3)]
+        row = {"dtype": str(dtype).removeprefix("torch."), "width": width, "chosen": chosen_kernel(parts)}
+        for name, (kernel, _) in KERNELS.items():
+            try:
+                with sdpa_kernel(kernel):
+                    row |= turns({name: partial(attention_pass, parts)}, args.repeats)
+            except RuntimeError:  # the kernel refuses these tensors, or memory is short
+                row[name] = None
+        rows.append(row)
     return {"heads": args.heads, "rows_of_inputs": ATTENTION_ROWS, "tokens": args.tokens, "rows": rows}
 
 
-def config_of(kind: str, heads: int) -> BloomConfig | BertConfig | LlamaConfig:
+def config_of(kind: str, heads: int) -> PreTrainedConfig:
     """Return the config of a model of two layers, 128 wide, without dropout."""
     sizes = {"vocab_size": 256, "hidden_size": 128, "pad_token_id": 0, "use_cache": False}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": heads}
     if "BERT" in kind:
-        dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        return BertConfig(num_hidden_layers=2, num_attention_heads=heads, intermediate_size=256, **dropout, **sizes)
-    if "Llama" in kind:
-        return LlamaConfig(num_hidden_layers=2, num_attention_heads=heads, intermediate_size=256, **sizes)
-    return BloomConfig(n_layer=2, n_head=heads, hidden_dropout=0.0, attention_dropout=0.0, **sizes)
+        return BertConfig(**sizes, intermediate_size=256, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return LlamaConfig(**sizes, intermediate_size=256) if "Llama" in kind else BloomConfig(**sizes)
 
 
 def gradients(_: argparse.Namespace) -> dict:
     """Return the relative errors of gradients by kind of batch, head width and dtype."""
     found = {}
-    for width, heads in ((64, 2), (128, 1)):
+    for (width, heads), kind in product(((64, 2), (128, 1)), BATCHES):
         torch.manual_seed(0)
         ids = torch.randint(4, 256, (4, 120))
         visible = torch.arange(120) < torch.tensor([[120], [77], [30], [5]])
-        for kind in BATCHES:
-            packed = "packed" in kind
-            model_class = AutoModelForCausalLM if "language" in kind else AutoModelForSequenceClassification
-            eager = model_class.from_config(config_of(kind, heads), attn_implementation="eager")
-            fused = model_class.from_config(config_of(kind, heads))
-            with torch.no_grad():
-                for weight in eager.parameters():  # with initial weights attention hardly matters
-                    if weight.dim() == 2:
-                        weight.normal_(0, weight.shape[-1] ** -0.5)
-            fused.load_state_dict(eager.state_dict())
-            fuse_attention(fused)
+        packed = "packed" in kind
+        model_class = AutoModelForCausalLM if "language" in kind else AutoModelForSequenceClassification
+        eager = model_class.from_config(config_of(kind, heads), attn_implementation="eager")
+        fused = model_class.from_config(config_of(kind, heads))
+        with torch.no_grad():
+            for weight in eager.parameters():  # with initial weights attention hardly matters
+                if weight.dim() == 2:
+                    weight.normal_(0, weight.shape[-1] ** -0.5)
+        fused.load_state_dict(eager.state_dict())
+        fuse_attention(fused)
+        if packed:
+            support_packing(fused, ids.numel())
+        mask = visible if kind != "full" else torch.ones_like(visible)
+        exact = gradient(eager, ids, mask, "32-bit")
+        for mode in MODES:
+            mine = {"eager": gradient(eager, ids, mask, mode), "fused": gradient(fused, ids, mask, mode, packed)}
             if packed:
-                support_packing(fused, ids.numel())
-            mask = visible if kind != "full" else torch.ones_like(visible)
-            exact = gradient(eager, ids, mask, "32-bit")
-            for mode in MODES:
-                error = {"eager": gradient(eager, ids, mask, mode), "fused": gradient(fused, ids, mask, mode, packed)}
-                if packed:
-                    error["fixed"] = gradient(fused, ids, mask, mode, packed, cudnn=True)
-                error = {name: ((mine - exact).norm() / exact.norm()).item() for name, mine in error.items()}
-                right = max(error.values()) <= 1.5 * error["eager"] + 1e-5
-                found[f"{kind}, heads of {width}, {mode}"] = error | {"right": right}
+                mine["fixed"] = gradient(fused, ids, mask, mode, packed, cudnn=True)
+            error = {name: ((each - exact).norm() / exact.norm()).item() for name, each in mine.items()}
+            right = max(error.values()) <= 1.5 * error["eager"] + 1e-5
+            found[f"{kind}, heads of {width}, {mode}"] = error | {"right": right}
     return {"passed": all(each["right"] for each in found.values()), "errors": found}
 
 
@@ -246,14 +229,12 @@ def gradient(
             ends = mask.sum(1).cumsum(0)
             inputs["spans"] = torch.stack([ends - mask.sum(1), ends], 1)
     logits = model(**inputs).logits.float()
+    targets = torch.arange(len(ids), device=DEVICE) % 2
     if is_language_model:
-        loss = cross_entropy(logits[:, :-1][following], inputs["input_ids"][:, 1:][following])
-    else:
-        loss = cross_entropy(logits, torch.arange(len(ids), device=DEVICE) % 2)
-    (1024 * loss).backward()  # loss scaling for float16
-    return torch.cat(
-        [(part.grad.double() / 1024).flatten().cpu() for part in model.parameters() if part.grad is not None]
-    )
+        logits, targets = logits[:, :-1][following], inputs["input_ids"][:, 1:][following]
+    (1024 * cross_entropy(logits, targets)).backward()  # loss scaling for float16
+    found = [part.grad.double().flatten().cpu() / 1024 for part in model.parameters() if part.grad is not None]
+    return torch.cat(found)
 
 
 def random_batch(vocabulary: int, rows: int, tokens: int, device: str | torch.device) -> dict[str, Tensor]:
@@ -267,12 +248,12 @@ def one_pass(model: nn.Module, inputs: dict[str, Tensor]) -> None:
     model(**inputs).loss.backward()
 
 
-def attention_cost(args: argparse.Namespace, options: list[str]) -> dict:
+def attention_cost(args: argparse.Namespace) -> dict:
     """Return the median seconds of a forward and backward pass, the peak memory in bytes, and the loss.
 
     The gradients stay between the passes, as between the micro-batches of an effective batch.
     """
-    settings = parse_settings([*options, "--max_length", str(args.tokens)])
+    settings = parse_settings([*args.options, "--max_length", str(args.tokens)])
     device = torch.device(settings.accelerator)
     seed_everything(settings.seed, verbose=False)
     torch.set_float32_matmul_precision(settings.matmul_precision)
@@ -284,25 +265,23 @@ def attention_cost(args: argparse.Namespace, options: list[str]) -> dict:
     return figures | {"threads": torch.get_num_threads()}
 
 
-def checkpointing(args: argparse.Namespace, options: list[str]) -> dict:
+def checkpointing(args: argparse.Namespace) -> None:
     """Time each way to keep or recompute activations, and print seconds and ratios."""
     torch.set_num_threads(args.threads)
     models = {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "bloom.json"
         path.write_text(json.dumps(BLOOM), encoding="utf-8")
-        options = ["--model", str(path), "--from_scratch", "true", "--max_length", str(args.tokens), *options]
+        options = ["--model", str(path), "--from_scratch", "true", "--max_length", str(args.tokens), *args.options]
         for way, more in WAYS.items():
             settings = parse_settings([*options, *more])
             torch.manual_seed(settings.seed)
             models[way] = build_model(settings, blank_datasets(2)).to(settings.accelerator, torch.bfloat16)
     inputs = random_batch(BLOOM["vocab_size"], args.rows, args.tokens, settings.accelerator)
-    sides = {way: partial(one_pass, model, inputs) for way, model in models.items()}
-    seconds = turns(sides, args.repeats)
+    seconds = turns({way: partial(one_pass, model, inputs) for way, model in models.items()}, args.repeats)
     plain = seconds["all activations kept"]
     rows = [[way, f"{value:.3f}", f"{value / plain:.2f}"] for way, value in seconds.items()]
     common.print_table([f"{args.rows} x {args.tokens} tokens, {settings.accelerator}", "seconds", "of the first"], rows)
-    return {"seconds": seconds}
 
 
 def whole_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -310,13 +289,12 @@ def whole_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return ForCausalLMLoss(linear(hidden, weight), None, weight.shape[0], shift_labels=targets)
 
 
-def loss_inputs(
-    args: argparse.Namespace, dtype: torch.dtype, trained: bool, device: str | torch.device
-) -> list[Tensor]:
+def loss_inputs(args: argparse.Namespace, precision: str, trained: bool, device: str | torch.device) -> list[Tensor]:
     """Return hidden states, the head's weight, and the next tokens."""
     torch.manual_seed(0)
-    hidden = torch.randn(args.tokens, args.width, dtype=dtype, device=device, requires_grad=True)
-    weight = torch.randn(args.vocabulary, args.width, dtype=dtype, device=device).mul_(0.02).requires_grad_(trained)
+    how = {"dtype": getattr(torch, precision), "device": device}
+    hidden = torch.randn(args.tokens, args.width, requires_grad=True, **how)
+    weight = torch.randn(args.vocabulary, args.width, **how).mul_(0.02).requires_grad_(trained)
     return [hidden, weight, torch.randint(args.vocabulary, (args.tokens,), device=device)]
 
 
@@ -329,42 +307,37 @@ def peak_of(run: Callable[[], object], inputs: list[Tensor], mode: FakeTensorMod
     return tracker.peak().total - tracker.peak().parameters
 
 
+def record_of(args: argparse.Namespace, sides: dict, peaks: dict[str, int]) -> dict:
+    """Time the sides, and return the sizes among the options with the figures."""
+    shape = {name: value for name, value in vars(args).items() if isinstance(value, int)}
+    seconds = turns(sides, args.repeats) if args.repeats else {}
+    figures = {name: {"seconds": seconds.get(name), "peak_bytes": peak} for name, peak in peaks.items()}
+    return {"shape": shape, "figures": figures}
+
+
 def loss(args: argparse.Namespace) -> dict:
     """Compare the ways to compute the loss with the head trained and frozen, as with adapters."""
-    ways = {"whole": whole_loss}
+    ways, parts = {"whole": whole_loss}, {}
     for chunk in args.chunk:
         ways[f"chunks of {chunk}"] = lambda *inputs, chunk=chunk: chunked_loss(*inputs[:2], None, inputs[2], chunk)[0]
-
-    parts = {}
-    for precision in args.precision:
-        for trained in (True, False):
-            conditions = args, getattr(torch, precision), trained
-            peaks = {}
-            for name, way in ways.items():
-                with FakeTensorMode() as mode:
-                    fake = loss_inputs(*conditions, "cpu")
-                    peaks[name] = peak_of(lambda way=way, fake=fake: way(*fake).backward(), fake, mode)
-            seconds = {}
-            if args.repeats:
-                inputs = loss_inputs(*conditions, DEVICE)
-                sides = {name: lambda way=way, real=inputs: way(*real).backward() for name, way in ways.items()}
-                seconds = turns(sides, args.repeats)
-            figures = {name: {"seconds": seconds.get(name), "peak_bytes": peak} for name, peak in peaks.items()}
-            part = f"{precision}, head {'trained' if trained else 'frozen'}, width {args.width}"
-            parts[f"{DEVICE.type}, {part}"] = {"shape": shape_of(args), "figures": figures}
+    for precision, trained in product(args.precision, (True, False)):
+        peaks = {}
+        for name, way in ways.items():
+            with FakeTensorMode() as mode:
+                fake = loss_inputs(args, precision, trained, "cpu")
+                peaks[name] = peak_of(lambda way=way, fake=fake: way(*fake).backward(), fake, mode)
+        inputs = loss_inputs(args, precision, trained, DEVICE) if args.repeats else []
+        sides = {name: lambda way=way, real=inputs: way(*real).backward() for name, way in ways.items()}
+        part = f"{DEVICE.type}, {precision}, head {'trained' if trained else 'frozen'}, width {args.width}"
+        parts[part] = record_of(args, sides, peaks)
     return parts
-
-
-def shape_of(args: argparse.Namespace) -> dict[str, int]:
-    """Return the sizes among the options."""
-    return {name: value for name, value in vars(args).items() if isinstance(value, int)}
 
 
 def embeddings(args: argparse.Namespace) -> dict:
     """Compare both ways to add an embedding's gradient in both precisions."""
     keep_freed_memory()  # as every run on a CPU does
     parts = {}
-    for precision in ("float32", "bfloat16"):
+    for precision in PRECISIONS:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(args.rows, args.width, dtype=getattr(torch, precision), device=DEVICE))
         add_rows(model)
@@ -377,9 +350,9 @@ def embeddings(args: argparse.Namespace) -> dict:
                 table(ids).sum().backward()
 
         sides = {"PyTorch": partial(run, by_rows=False), "by rows": partial(run, by_rows=True)}
-        seconds, inputs = turns(sides, args.repeats), [table.weight, table.weight.grad, ids]
-        figures = {name: {"seconds": seconds[name], "peak_bytes": peak_of(sides[name], inputs)} for name in sides}
-        parts[f"{DEVICE.type}, {precision}"] = {"shape": shape_of(args), "figures": figures}
+        inputs = [table.weight, table.weight.grad, ids]
+        peaks = {name: peak_of(side, inputs) for name, side in sides.items()}
+        parts[f"{DEVICE.type}, {precision}"] = record_of(args, sides, peaks)
     return parts
 
 
@@ -395,95 +368,109 @@ def bfloat16(args: argparse.Namespace) -> dict:
     torch.set_num_threads(1)
     keep_freed_memory()  # as every run on a CPU does
     small = {"num_hidden_layers": 3, "hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536}
-    pixels = torch.randn(args.rows, 3, 224, 224)
+    images = {"pixel_values": torch.randn(args.rows, 3, 224, 224), "labels": torch.zeros(args.rows).long()}
+    texts = random_batch(1000, args.rows, args.tokens, "cpu")
     models = {
-        "MiniLM": (
-            BertForSequenceClassification(BertConfig(**small)),
-            random_batch(1000, args.rows, args.tokens, "cpu"),
-            args.tokens,
-        ),
-        "ViT": (
-            ViTForImageClassification(ViTConfig(**small)),
-            {"pixel_values": pixels, "labels": torch.zeros(args.rows).long()},
-            197,
-        ),
+        "MiniLM": (BertForSequenceClassification(BertConfig(**small)), texts, args.tokens),
+        "ViT": (ViTForImageClassification(ViTConfig(**small)), images, 197),
     }
     parts = {}
     for name, (model, inputs, tokens) in models.items():
-        narrow = copy.deepcopy(model).bfloat16()
         rounded = {key: each.bfloat16() if each.is_floating_point() else each for key, each in inputs.items()}
-        own = partial(one_pass, narrow, rounded)
-        sides = {
-            "32-bit": partial(one_pass, model, inputs),
-            "PyTorch's bfloat16": own,
-            "computed in 32 bits": partial(in_32_bits, own),
-        }
-        figures = {side: {"seconds": seconds} for side, seconds in turns(sides, args.repeats).items()}
-        ours = figures["computed in 32 bits"]["seconds"]
-        ratios = {side: figure["seconds"] / ours for side, figure in figures.items()}
+        own = partial(one_pass, copy.deepcopy(model).bfloat16(), rounded)
+        sides = {"32-bit": partial(one_pass, model, inputs), "PyTorch's bfloat16": own}
+        seconds = turns(sides | {"computed in 32 bits": partial(in_32_bits, own)}, args.repeats)
+        ratios = {side: value / seconds["computed in 32 bits"] for side, value in seconds.items()}
         passed = cpu_has_fast_bfloat16() or ratios["PyTorch's bfloat16"] >= 2
+        figures = {side: {"seconds": value} for side, value in seconds.items()}
         shape = {"rows": args.rows, "tokens": tokens}
         parts[name] = {"shape": shape, "figures": figures, "ratios": ratios, "passed": passed}
     return parts
 
 
-STORED = {  # files in results/
-    "loss": "chunked_loss.json",
-    "embeddings": "embedding_gradients.json",
-    "bfloat16": "cpu_bfloat16.json",
+def profile_rung(args: argparse.Namespace) -> dict:
+    """Train by a rung under torch.profiler; return its seconds and the kernels or operators that take most of them."""
+    train, figures = fabric_ladder.train, {}
+
+    def profiled_train(*given) -> Training:
+        cuda = [ProfilerActivity.CUDA] if DEVICE.type == "cuda" else []
+        start = perf_counter()
+        with profile(activities=[ProfilerActivity.CPU, *cuda]) as profiler:
+            training = train(*given)
+        events = profiler.key_averages()
+        on_gpu = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
+        times = [(event.self_device_time_total if on_gpu else event.self_cpu_time_total, event)
+                 for event in on_gpu or events]  # fmt: skip
+        total = sum(time for time, _ in times)
+        top = [{"name": event.key, "share": time / total, "ms": time / 1e3, "calls": event.count}
+               for time, event in sorted(times, key=lambda row: -row[0])[:10]]  # fmt: skip
+        figures.update(wall_seconds=perf_counter() - start, busy_seconds=total / 1e6, top=top)
+        return training
+
+    fabric_ladder.train = profiled_train
+    sys.argv = [str(common.ROOT / "src" / f"{args.script}.py"), *args.options]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    return figures
+
+
+def machine(_: argparse.Namespace) -> dict:
+    """Return versions, hardware and number of GPUs."""
+    return common.environment(DEVICE) | {"gpus": torch.cuda.device_count()}
+
+
+COMMANDS = {  # options with numbers, and the results file
+    ceilings: ({"repeats": 20}, None),
+    attention: ({"heads": 16, "tokens": 1024, "repeats": 10}, None),
+    gradients: ({}, None),
+    machine: ({}, None),
+    profile_rung: ({}, None),
+    attention_cost: ({"tokens": 1024, "rows": 1, "repeats": 3}, None),
+    checkpointing: ({"tokens": 512, "rows": 4, "repeats": 5, "threads": 1}, None),
+    loss: ({"tokens": 2048, "width": 1024, "vocabulary": 250_880, "repeats": 3}, "chunked_loss.json"),
+    embeddings: ({"tokens": 1024, "width": 1024, "rows": 250_880, "repeats": 10}, "embedding_gradients.json"),
+    bfloat16: ({"tokens": 512, "rows": 4, "repeats": 5}, "cpu_bfloat16.json"),
 }
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    numbers = {
-        ceilings: {"repeats": 20},
-        attention: {"heads": 16, "tokens": 1024, "repeats": 10},
-        gradients: {},
-        attention_cost: {"tokens": 1024, "rows": 1, "repeats": 3},
-        checkpointing: {"tokens": 512, "rows": 4, "repeats": 5, "threads": 1},
-        loss: {"tokens": 2048, "width": 1024, "vocabulary": 250_880, "repeats": 3},
-        embeddings: {"tokens": 1024, "width": 1024, "rows": 250_880, "repeats": 10},
-        bfloat16: {"tokens": 512, "rows": 4, "repeats": 5},
-    }
-    for measure, defaults in numbers.items():
-        command = commands.add_parser(measure.__name__.replace("_", "-"), help=measure.__doc__.splitlines()[0])
-        command.set_defaults(measure=measure, allow_abbrev=False)
-        for name, default in defaults.items():
+def parse() -> argparse.Namespace:
+    """Return the options of a command; `options` has the settings of its model."""
+    parser = common.new_parser(__doc__)
+    commands = parser.add_subparsers(required=True)
+    for measure, (numbers, stored) in COMMANDS.items():
+        name, first_line = measure.__name__.replace("_", "-"), measure.__doc__.splitlines()[0]
+        command = commands.add_parser(name, help=first_line, allow_abbrev=False)
+        command.set_defaults(measure=measure, stored=stored)
+        for name, default in numbers.items():
             command.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
-        stored = STORED.get(measure.__name__)
         command.add_argument("--out", type=Path, default=stored and common.RESULTS / stored, help="results file")
         if measure is attention:
             command.add_argument("--width", type=int, nargs="+", default=[64, 72, 128, 136], help="of a head")
+        if measure is profile_rung:
+            command.add_argument("--script", required=True, help="name of a rung; its settings follow")
         if measure is loss:
             command.add_argument("--chunk", type=int, nargs="+", default=[64, 256, 1024], help="tokens of a chunk")
-            precisions = ["float32", "bfloat16"]
-            command.add_argument("--precision", nargs="+", choices=precisions, default=precisions)
-    return parser
+            command.add_argument("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS)
+    args, args.options = parser.parse_known_args()
+    if args.options and args.measure not in (attention_cost, checkpointing, profile_rung):
+        parser.error(f"unknown options: {' '.join(args.options)}")
+    return args
 
 
 def main() -> None:
     """Run one command, and store or print its figures."""
-    parser = build_parser()
-    args, options = parser.parse_known_args()
-    takes_settings = args.measure in (attention_cost, checkpointing)
-    if options and not takes_settings:
-        parser.error(f"unknown options: {' '.join(options)}")
-    stored = args.measure.__name__ in STORED
-    if stored:
+    args = parse()
+    if args.stored:
         common.check_storable(args.out)
-    figures = args.measure(args, options) if takes_settings else args.measure(args)
-    if stored:
+    figures = args.measure(args)
+    if args.stored:
         for part, record in figures.items():
             rows = [[name, *side.values()] for name, side in record["figures"].items()]
             common.print_table([part, *next(iter(record["figures"].values()))], rows)
-            common.write_result(args.out, part, common.environment(DEVICE) | record)
+            common.write_result(args.out, part, record, DEVICE)
         sys.exit(not all(record.get("passed", True) for record in figures.values()))
     elif args.out:
         args.out.write_text(json.dumps(figures), encoding="utf-8")
-    elif args.measure is not checkpointing:  # its table is printed
+    elif figures:
         print(json.dumps(figures, indent=1))
 
 

@@ -16,6 +16,7 @@ import json
 import re
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import common  # first import: it makes the project importable
@@ -34,43 +35,40 @@ from local_dataset_utilities import imdb_source, load_datasets
 
 OUT = common.RESULTS / "padding.json"
 INSTRUCTIONS = "instructions_zh_2000.json"
-ROW = "packed, rows of 1,024, "
+PACKED = "--packing true --micro_batch_size"
 COUNTED, TRAINED = 12_800, 640  # texts
 WORDS = 36  # least words of the sentences; their mean is 60 tokens of MiniLM
 CUTS = {  # counted
-    "unpacked, 1 sample": ["--micro_batch_size", "1"],
-    "unpacked, 4,096 tokens": ["--micro_batch_tokens", "4096"],
-    "unpacked, 16,384 tokens": ["--micro_batch_tokens", "16384"],
-    "unpacked, all at once": [],
-    f"{ROW}one at a time": ["--packing", "true", "--micro_batch_size", "1"],
-    f"{ROW}4,096 tokens": ["--packing", "true", "--micro_batch_tokens", "4096"],
-    f"{ROW}16,384 tokens": ["--packing", "true", "--micro_batch_tokens", "16384"],
-} | {f"--pack_rows {rows}": ["--packing", "true", "--pack_rows", str(rows)] for rows in (1, 2, 4)}
+    "unpacked, 1 sample": "--micro_batch_size 1",
+    "unpacked, 4,096 tokens": "--micro_batch_tokens 4096",
+    "unpacked, 16,384 tokens": "--micro_batch_tokens 16384",
+    "unpacked, all at once": "",
+    "packed, rows of 1,024, one at a time": f"{PACKED} 1",
+    "packed, rows of 1,024, 4,096 tokens": "--packing true --micro_batch_tokens 4096",
+    "packed, rows of 1,024, 16,384 tokens": "--packing true --micro_batch_tokens 16384",
+    **{f"--pack_rows {rows}": f"--packing true --pack_rows {rows}" for rows in (1, 2, 4)},
+}
 MOVING = {  # rungs whose passes move weights; they cut 16,384 unpacked tokens less often
     "10_fsdp": {"strategy": "fsdp"},
     "11_fsdp_cpu_offload": {"strategy": "fsdp", "offload": True},
     "12_deepspeed_zero": {"strategy": "deepspeed", "deepspeed": "zero2"},
-    "12_deepspeed_zero zero2_offload": {"strategy": "deepspeed", "deepspeed": "zero2_offload"},
-    "12_deepspeed_zero zero3": {"strategy": "deepspeed", "deepspeed": "zero3"},
-    "12_deepspeed_zero zero3_offload": {"strategy": "deepspeed", "deepspeed": "zero3_offload"},
+    **{f"12_deepspeed_zero {stage}": {"strategy": "deepspeed", "deepspeed": stage}
+       for stage in ("zero2_offload", "zero3", "zero3_offload")},
+}  # fmt: skip
+SIDES = {  # timed; no text has 256 tokens
+    **{f"unpacked, {size} sample{'s' * (size > 1)}": f"--micro_batch_size {size}" for size in (1, 4, 16)},
+    **{f"unpacked, {tokens:,} tokens": f"--micro_batch_tokens {tokens}" for tokens in (1024, 4096)},
+    "packed, one row": f"{PACKED} 1",
+    "packed, one row of 256": f"{PACKED} 1 --max_length 256",
+    "packed, 4 rows of 256": f"{PACKED} 4 --max_length 256",
 }
-SIDES = {  # timed
-    "unpacked, 1 sample": ["--micro_batch_size", "1"],
-    "unpacked, 4 samples": ["--micro_batch_size", "4"],
-    "unpacked, 16 samples": ["--micro_batch_size", "16"],
-    "unpacked, 1,024 tokens": ["--micro_batch_tokens", "1024"],
-    "unpacked, 4,096 tokens": ["--micro_batch_tokens", "4096"],
-    "packed, one row": ["--packing", "true", "--micro_batch_size", "1"],
-    "packed, one row of 256": ["--packing", "true", "--micro_batch_size", "1", "--max_length", "256"],
-    "packed, 4 rows of 256": ["--packing", "true", "--micro_batch_size", "4", "--max_length", "256"],
-}  # no text has 256 tokens
 SPEED = "samples/s of the best packed cut / of the best other"
 
 
 def options_of(model: str, folder: Path, train: int, held_out: int) -> list[str]:
     """Return the settings of a model and the number of its texts."""
-    counts = ["--train_samples", str(train), "--validation_samples", str(held_out), "--test_samples", str(held_out)]
-    return [*common.BASE, "--accelerator", "cpu", *model_options(model, folder), *counts]
+    counts = f"--train_samples {train} --validation_samples {held_out} --test_samples {held_out} --accelerator cpu"
+    return [*common.BASE, *model_options(model, folder), *counts.split()]
 
 
 def save_first_sentences(folder: Path, options: list[str]) -> list[str]:
@@ -105,17 +103,15 @@ def count_tokens(folder: Path) -> dict:
         "instructions": f"--task instruction-tuning --bad_samples skip --dataset {instructions}".split(),
     }
     figures, texts = {}, {}
+    cuts = {cut: (how, {}) for cut, how in CUTS.items()}
+    cuts |= {rung: (CUTS["unpacked, 16,384 tokens"], how) for rung, how in MOVING.items()}
     for name, more in chosen.items():
         datasets = load_datasets(parse_settings([*options, *more]))
         lengths = np.asarray(datasets.splits["train"]["length"][:])
         texts[name] = {"texts": len(lengths), "mean tokens": float(lengths.mean()), "longest": int(lengths.max())}
-        for batch in (16, 64):
-            for cut, how in CUTS.items():
-                settings = parse_settings([*options, *more, "--batch_size", str(batch), *how])
-                figures[f"{name}, batch {batch}, {cut}"] = count(settings, {}, datasets)
-            settings = parse_settings([*options, *more, "--batch_size", str(batch), *CUTS["unpacked, 16,384 tokens"]])
-            for rung, how in MOVING.items():
-                figures[f"{name}, batch {batch}, {rung}"] = count(settings, how, datasets)
+        for batch, (cut, (how, strategy)) in product((16, 64), cuts.items()):
+            settings = parse_settings([*options, *more, "--batch_size", str(batch), *how.split()])
+            figures[f"{name}, batch {batch}, {cut}"] = count(settings, strategy, datasets)
     return {"conditions": {"max_length": 1024, "texts": texts}, "medians": figures}
 
 
@@ -137,7 +133,7 @@ def measure_speed(model: str, repeats: int, threads: int, folder: Path) -> dict:
     options = [*options_of(model, folder, TRAINED, 16), "--batch_size", "16"]
     options += save_first_sentences(folder, options)
     lengths = load_datasets(parse_settings(options)).splits["train"]["length"][:]  # this fills the cache
-    commands = {name: rung_command(options, "2_grad_accum", *cut) for name, cut in SIDES.items()}
+    commands = {name: rung_command(options, "2_grad_accum", *cut.split()) for name, cut in SIDES.items()}
     turns = common.take_turns(commands, repeats, threads)
     speeds = {name: figures["samples_per_second"] for name, figures in turns["medians"].items()}
     best = [max((name for name in SIDES if name.startswith(kind)), key=speeds.get) for kind in ("packed", "unpacked")]

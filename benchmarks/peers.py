@@ -12,7 +12,8 @@
 
 All get tokenized texts, the initial weights of a rung with the same settings, the same Adam at a constant rate without
 clipping, 32-bit matrix multiplications in the same precision (`--matmul_precision`), and one epoch. Nothing is saved.
-The clock and the memory's peak start at the first batch; evaluation has a clock of its own.
+The clock and the memory's peak start at the first batch; evaluation has a clock of its own. Each side returns its
+samples, tokens and padded tokens, and a function that evaluates a split.
 
 As a script, it takes the settings of the rungs and `--side`, `--switches` and `--out`, and writes its figures as JSON:
 `python benchmarks/peers.py --side trainer --out FILE [--switches group_by_length …] [--batch_size 16 …]`.
@@ -20,9 +21,10 @@ As a script, it takes the settings of the rungs and `--side`, `--switches` and `
 
 import argparse
 import json
+import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
@@ -42,6 +44,7 @@ from fabric_ladder.models.configs import load_config, silence_loading
 from fabric_ladder.models.cpu_bfloat16 import restore_bfloat16
 from local_dataset_utilities import load_datasets
 
+Evaluate = Callable[[str], dict[str, float]]
 MICRO_BATCH = 8  # Trainer's default, which goes twice into an effective batch of 16
 EVALUATED_AT_ONCE = 32  # in accelerate's examples
 SWITCHES = {  # of Trainer; bf16 follows --precision, and a fused Adam is the default since transformers 5
@@ -75,30 +78,26 @@ class Clock(TrainerCallback):
     def __init__(self, device: torch.device, steps: int):
         self.device, self.half, self.times, self.steps = device, steps // 2, [], 0
 
-    def _take(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.times.append(perf_counter())
-
     def on_train_begin(self, *_, **__) -> None:
         """Start the clock and the peak of the memory."""
         reset_peak_memory(self.device)
-        self._take()
+        self.on_train_end()
 
     def on_step_end(self, *_, **__) -> None:
         """Count an optimizer step."""
         self.steps += 1
         if self.steps == self.half:
-            self._take()
+            self.on_train_end()
 
     def on_train_end(self, *_, **__) -> None:
-        """Stop the clock."""
-        self._take()
+        """Take the time."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.times.append(perf_counter())
 
-    def figures(self, batch_size: int, counts: tuple[int, int, int]) -> dict:
+    def figures(self, batch_size: int, counts: list[int]) -> dict:
         """Return steps, seconds and rates; `late` is the second half of the steps, when everything is warm."""
         (samples, tokens, padded), seconds = counts, self.times[-1] - self.times[0]
-        late = samples - self.half * batch_size, self.times[-1] - self.times[-2]
         return {
             "updates": self.steps,
             "samples": samples,
@@ -107,12 +106,14 @@ class Clock(TrainerCallback):
             "training_seconds": seconds,
             "samples_per_second": samples / seconds,
             "tokens_per_second": tokens / seconds,
-            "late_samples_per_second": late[0] / late[1],
+            "late_samples_per_second": (samples - self.half * batch_size) / (self.times[-1] - self.times[-2]),
         }
 
 
-def trainer_arguments(settings: Settings, switches: list[str], folder: str, **more) -> TrainingArguments:
-    """Return the arguments of Trainer with some of `SWITCHES`."""
+def run_trainer(
+    settings: Settings, datasets: TextDatasets, model: nn.Module, clock: Clock, switches: list[str], folder: str
+) -> tuple[list[int], Evaluate]:
+    """Train by Trainer."""
     options = {"per_device_train_batch_size": MICRO_BATCH}
     for switch in switches:
         options |= SWITCHES[switch]
@@ -122,63 +123,54 @@ def trainer_arguments(settings: Settings, switches: list[str], folder: str, **mo
         lr_scheduler_type="constant", max_grad_norm=0.0,
         save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=settings.accelerator == "cpu",
         bf16=settings.precision == "bf16-mixed", fp16=settings.precision == "16-mixed",
-        **options | {"gradient_accumulation_steps": accumulation} | more,
+        **options, gradient_accumulation_steps=accumulation,
     )  # fmt: skip
     if settings.accelerator == "cuda":
         arguments._n_gpu = 1  # else it shares a larger batch out to all GPUs
-    return arguments
-
-
-def measure_trainer(settings: Settings, datasets: TextDatasets, model: nn.Module, switches: list[str]) -> dict:
-    """Train, validate and test by Trainer."""
     splits, counting = datasets.splits, Counting(datasets)
-    clock = Clock(torch.device(settings.accelerator), len(splits["train"]) // settings.batch_size)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(
-            model, trainer_arguments(settings, switches, folder), counting, splits["train"], splits["validation"],
-            processing_class=datasets.tokenizer, callbacks=[clock],
-        )  # fmt: skip
+    trainer = Trainer(
+        model, arguments, counting, splits["train"], splits["validation"],
+        processing_class=datasets.tokenizer, callbacks=[clock],
+    )  # fmt: skip
 
-        def test() -> dict[str, float]:
-            tested = trainer.predict(splits["test"])
-            return {"test_accuracy": float((tested.predictions.argmax(1) == tested.label_ids).mean())}
+    def evaluate(split: str) -> dict[str, float]:
+        if split == "validation":
+            return trainer.evaluate()
+        tested = trainer.predict(splits["test"])
+        return {"test_accuracy": float((tested.predictions.argmax(1) == tested.label_ids).mean())}
 
-        trainer.train()
-        figures = clock.figures(settings.batch_size, counting.counts.tolist())
-        return figures | closing(clock, datasets, trainer.evaluate, test)
+    trainer.train()
+    return counting.counts.tolist(), evaluate
 
 
-def measure_accelerate(settings: Settings, datasets: TextDatasets, model: nn.Module, _: list[str]) -> dict:
-    """Train, validate and test by the loop of accelerate's examples."""
+def run_accelerate(
+    settings: Settings, datasets: TextDatasets, model: nn.Module, clock: Clock, *_
+) -> tuple[list[int], Evaluate]:
+    """Train by the loop of accelerate's examples."""
     counting = Counting(datasets)
     accelerator = Accelerator(
         cpu=settings.accelerator == "cpu",
         gradient_accumulation_steps=settings.batch_size // MICRO_BATCH,
         mixed_precision="bf16" if settings.precision == "bf16-mixed" else "no",
     )
-    loaders = [
-        DataLoader(
+    loaders = {
+        split: accelerator.prepare(DataLoader(
             datasets.splits[split].select_columns(["input_ids", "labels"]), shuffle=split == "train",
             batch_size=MICRO_BATCH if split == "train" else EVALUATED_AT_ONCE, collate_fn=counting,
-        ) for split in ("train", "validation", "test")
-    ]  # fmt: skip
-    optimizer = build_optimizer(settings, model)
-    model, optimizer, *loaders = accelerator.prepare(model, optimizer, *loaders)
+        )) for split in ("train", "validation", "test")
+    }  # fmt: skip
+    model, optimizer = accelerator.prepare(model, build_optimizer(settings, model))
 
-    def evaluate(loader: DataLoader) -> dict[str, float]:
+    @torch.no_grad()
+    def evaluate(split: str) -> dict[str, float]:
         model.eval()
-        right = 0
-        for inputs in loader:
-            with torch.no_grad():
-                outputs = model(**inputs)
-            found, labels = accelerator.gather_for_metrics((outputs.logits.argmax(dim=-1), inputs["labels"]))
-            right += (found == labels).sum()
-        return {"test_accuracy": float(right) / len(loader.dataset)}
+        answers = ((model(**inputs).logits.argmax(dim=-1), inputs["labels"]) for inputs in loaders[split])
+        right = [found == labels for found, labels in map(accelerator.gather_for_metrics, answers)]
+        return {"test_accuracy": torch.cat(right).float().mean().item()}
 
-    clock = Clock(accelerator.device, len(datasets.splits["train"]) // settings.batch_size)
     clock.on_train_begin()
     model.train()
-    for inputs in loaders[0]:
+    for inputs in loaders["train"]:
         with accelerator.accumulate(model):
             accelerator.backward(model(**inputs).loss)
             optimizer.step()
@@ -186,12 +178,13 @@ def measure_accelerate(settings: Settings, datasets: TextDatasets, model: nn.Mod
         if accelerator.sync_gradients:
             clock.on_step_end()
     clock.on_train_end()
-    figures = clock.figures(settings.batch_size, counting.counts.tolist())
-    return figures | closing(clock, datasets, lambda: evaluate(loaders[1]), lambda: evaluate(loaders[2]))
+    return counting.counts.tolist(), evaluate
 
 
-def measure_blog(settings: Settings, datasets: TextDatasets, model: nn.Module, _: list[str]) -> dict:
-    """Train, validate and test by the blog's recipe."""
+def run_blog(
+    settings: Settings, datasets: TextDatasets, model: nn.Module, clock: Clock, *_
+) -> tuple[list[int], Evaluate]:
+    """Train by the blog's recipe."""
     columns = ["input_ids", "attention_mask", "labels"]
 
     def pad(samples: dict) -> dict:
@@ -200,32 +193,30 @@ def measure_blog(settings: Settings, datasets: TextDatasets, model: nn.Module, _
 
     fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
     fabric.launch()
-    padded = {
-        split: rows.map(pad, batched=True).with_format("torch", columns) for split, rows in datasets.splits.items()
-    }
-    loaders = [DataLoader(rows, shuffle=split == "train") for split, rows in padded.items()]
-    train_loader, *evaluated = fabric.setup_dataloaders(*loaders)
+    loaders = {}
+    for split, rows in datasets.splits.items():
+        padded = rows.map(pad, batched=True).with_format("torch", columns)
+        loaders[split] = fabric.setup_dataloaders(DataLoader(padded, shuffle=split == "train"))
     model, optimizer = fabric.setup(model, build_optimizer(settings, model))
 
     def new_accuracy() -> torchmetrics.Metric:
         return torchmetrics.Accuracy(task="multiclass", num_classes=2).to(fabric.device)
 
     @torch.no_grad()
-    def evaluate(loader: DataLoader) -> dict[str, float]:
+    def evaluate(split: str) -> dict[str, float]:
         model.eval()
         accuracy = new_accuracy()
-        for batch in loader:
+        for batch in loaders[split]:
             accuracy.update(model(**batch).logits.argmax(1), batch["labels"])
         return {"test_accuracy": accuracy.compute().item()}
 
-    clock = Clock(fabric.device, len(train_loader) // settings.batch_size)
     clock.on_train_begin()
-    accuracy = new_accuracy()
-    for number, batch in enumerate(train_loader, start=1):
+    accuracy, samples = new_accuracy(), len(loaders["train"])
+    for number, batch in enumerate(loaders["train"], start=1):
         model.train()
         outputs = model(**batch)
         fabric.backward(outputs.loss / settings.batch_size)
-        if number % settings.batch_size == 0 or number == len(train_loader):
+        if number % settings.batch_size == 0 or number == samples:
             optimizer.step()
             optimizer.zero_grad()
             clock.on_step_end()
@@ -233,25 +224,26 @@ def measure_blog(settings: Settings, datasets: TextDatasets, model: nn.Module, _
         with torch.no_grad():
             accuracy.update(outputs.logits.argmax(1), batch["labels"])
     clock.on_train_end()
-    tokens, samples = sum(datasets.splits["train"]["length"][:]), len(train_loader)
-    figures = clock.figures(settings.batch_size, (samples, tokens, samples * settings.max_length))
-    return figures | closing(clock, datasets, lambda: evaluate(evaluated[0]), lambda: evaluate(evaluated[1]))
+    return [samples, sum(datasets.splits["train"]["length"][:]), samples * settings.max_length], evaluate
 
 
-def measure_bare(settings: Settings, datasets: TextDatasets, model: nn.Module, _: list[str]) -> dict:
-    """Train, validate and test with PyTorch alone, on the ladder's micro-batches."""
+def run_bare(
+    settings: Settings, datasets: TextDatasets, model: nn.Module, clock: Clock, *_
+) -> tuple[list[int], Evaluate]:
+    """Train with PyTorch alone, on the ladder's micro-batches."""
     fabric = Fabric(accelerator=settings.accelerator, devices=1)  # the loaders need a rank
     if settings.precision == "bf16-mixed":
         model.forward = torch.autocast(fabric.device.type, torch.bfloat16)(model.forward)
     loaders = build_dataloaders(fabric, datasets, settings)
-    batches, *evaluated = [fabric.to_device(list(loader)) for loader in loaders]
+    batches, validation, test = [fabric.to_device(list(loader)) for loader in loaders]
     model.to(fabric.device)
     optimizer = build_optimizer(settings, model)
 
     @torch.no_grad()
-    def evaluate(micro_batches: list) -> dict[str, float]:
+    def evaluate(split: str) -> dict[str, float]:
         """Return loss and accuracy; the device is synchronized only at the end."""
         model.eval()
+        micro_batches = validation if split == "validation" else test
         totals = torch.zeros(2, device=fabric.device)
         for part in micro_batches:
             outputs = model(**part.inputs)
@@ -262,7 +254,6 @@ def measure_bare(settings: Settings, datasets: TextDatasets, model: nn.Module, _
 
     seed_everything(settings.seed, verbose=False)
     iter(loaders[0])  # draws a random number, as in the ladder, so that dropout is the same
-    clock = Clock(fabric.device, len(batches))
     clock.on_train_begin()
     model.train()
     for step in batches:
@@ -273,23 +264,10 @@ def measure_bare(settings: Settings, datasets: TextDatasets, model: nn.Module, _
         clock.on_step_end()
     clock.on_train_end()
     parts = [part for step in batches for part in step.micro_batches]
-    counts = sum(part.items for part in parts), sum(part.tokens for part in parts), sum(part.padded for part in parts)
-    figures = clock.figures(settings.batch_size, counts)
-    return figures | closing(clock, datasets, lambda: evaluate(evaluated[0]), lambda: evaluate(evaluated[1]))
+    return [sum(getattr(part, name) for part in parts) for name in ("items", "tokens", "padded")], evaluate
 
 
-def closing(clock: Clock, datasets: TextDatasets, validate: Callable[[], object], test: Callable[[], dict]) -> dict:
-    """Validate and test, and return the figures that follow the training."""
-    start = perf_counter()
-    validate()
-    seconds = perf_counter() - start
-    return {
-        "evaluation_seconds": seconds,
-        "evaluation_samples_per_second": len(datasets.splits["validation"]) / seconds,
-        "peak_memory_bytes": peak_memory(clock.device),
-        "threads": torch.get_num_threads(),
-        **test(),
-    }
+SIDES = {"trainer": run_trainer, "accelerate": run_accelerate, "blog": run_blog, "bare": run_bare}
 
 
 def measure(settings: Settings, side: str, switches: list[str]) -> dict:
@@ -303,14 +281,21 @@ def measure(settings: Settings, side: str, switches: list[str]) -> dict:
     datasets = load_datasets(settings)
     silence_loading()
     model = build_model(settings, datasets)
-    facts = {"parameters": sum(weights.numel() for weights in model.parameters()), "weights": common.checksum(model)}
+    weights = sum(float(each.detach().abs().sum(dtype=torch.float64)) for each in model.parameters())  # their checksum
+    facts = {"parameters": sum(each.numel() for each in model.parameters()), "weights": weights}
+    facts |= {name: getattr(settings, name) for name in common.PRECISIONS} | {"threads": torch.get_num_threads()}
     if settings.precision == "bf16-true":
         model.to(torch.bfloat16)
-    facts |= common.precisions(asdict(settings))
-    return facts | SIDES[side](settings, datasets, model, switches)
+    clock = Clock(torch.device(settings.accelerator), len(datasets.splits["train"]) // settings.batch_size)
+    with tempfile.TemporaryDirectory() as folder:
+        counts, evaluate = SIDES[side](settings, datasets, model, clock, switches, folder)
+        start = perf_counter()
+        evaluate("validation")
+        facts |= clock.figures(settings.batch_size, counts) | {"evaluation_seconds": perf_counter() - start}
+        speed = len(datasets.splits["validation"]) / facts["evaluation_seconds"]
+        facts |= {"evaluation_samples_per_second": speed, "peak_memory_bytes": peak_memory(clock.device)}
+        return facts | evaluate("test")
 
-
-SIDES = {"trainer": measure_trainer, "accelerate": measure_accelerate, "blog": measure_blog, "bare": measure_bare}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -319,7 +304,7 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, required=True)
     own, options = parser.parse_known_args()
     if own.side != "bare":  # the bare loop is the upper limit of the ladder
-        common.reset_malloc()
+        os.environ["MALLOC_"] = ""  # glibc's own settings; rungs tune glibc, which is part of their speed
     settings = parse_settings(options, batch_size=16)
     if own.side != "bare":
         restore_bfloat16()

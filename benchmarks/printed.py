@@ -5,26 +5,20 @@
 Results are in benchmarks/results/printed.json: for each part its command and the lines that it printed.
 """
 
-import argparse
 import os
 
 import common  # first import: it makes the project importable
 import torch
 
 OUT = common.RESULTS / "printed.json"
+PLAN = "scripts/plan_memory.py --config configs/imdb_bloom_560m.yaml --gpu_memory 24GB --task instruction-tuning --full --lora_targets attention"
+LLAMA = f"{PLAN} --length 512 --model meta-llama/Llama-3.1-70B --quantization nf4 --activation_checkpointing true"
 PARTS = {
-    "adapters bloom-7b1": "scripts/plan_memory.py --config configs/imdb_bloom_560m.yaml --length 1024 "
-    "--gpu_memory 24GB --model bigscience/bloom-7b1 --task instruction-tuning --rungs 13,14 --lora_targets attention "
-    "--full",
-    "4-bit llama-3.1-70b": "scripts/plan_memory.py --config configs/imdb_bloom_560m.yaml --length 512 "
-    "--gpu_memory 24GB --devices 2 --model meta-llama/Llama-3.1-70B --task instruction-tuning --precision bf16-true "
-    "--lora true --quantization nf4 --activation_checkpointing true --rungs 9,10,11 --lora_targets attention --full",
-    "streamed qwen3-8b": "scripts/plan_memory.py --config configs/imdb_bloom_560m.yaml --length 1024 "
-    "--gpu_memory 24GB --model Qwen/Qwen3-8B --task instruction-tuning --activation_checkpointing true "
-    "--micro_batch_size 4 --rungs 13,14,24 --lora_targets attention --full",
-    "streamed llama-3.1-70b": "scripts/plan_memory.py --config configs/imdb_bloom_560m.yaml --length 512 "
-    "--gpu_memory 24GB --model meta-llama/Llama-3.1-70B --task instruction-tuning --quantization nf4 "
-    "--activation_checkpointing true --rungs 14,24 --lora_targets attention --full",
+    "adapters bloom-7b1": f"{PLAN} --length 1024 --model bigscience/bloom-7b1 --rungs 13,14",
+    "4-bit llama-3.1-70b": f"{LLAMA} --devices 2 --precision bf16-true --lora true --rungs 9,10,11",
+    "streamed qwen3-8b": f"{PLAN} --length 1024 --model Qwen/Qwen3-8B --activation_checkpointing true "
+    "--micro_batch_size 4 --rungs 13,14,24",
+    "streamed llama-3.1-70b": f"{LLAMA} --rungs 14,24",
     "plan bloom-560m T4": "scripts/plan_memory.py --gpu T4",
     "checkpointing": "benchmarks/operations.py checkpointing --threads 1",
 }
@@ -32,7 +26,7 @@ PARTS = {
 
 def main() -> None:
     """Run the chosen parts, one after the other."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.new_parser(__doc__)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
     args = parser.parse_args()
     common.check_storable(OUT)
@@ -42,8 +36,7 @@ def main() -> None:
         command = PARTS[part].split()
         lines = common.run_child(command).splitlines()
         print(*lines, sep="\n")
-        record = common.environment(torch.device("cpu")) | {"command": common.shown(command), "printed": lines}
-        common.write_result(OUT, part, record)
+        common.write_result(OUT, part, {"command": common.shown(command), "printed": lines})
 
 
 if __name__ == "__main__":

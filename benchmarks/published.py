@@ -23,19 +23,17 @@ No constant is fitted. Errors are (predicted - published) / published. Differenc
 peer's model code adds. `--fill` writes the tables of docs/published_peaks.md from the results.
 """
 
-import argparse
 import csv
 import json
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
 
 import common  # first import: it makes the project importable
-import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
@@ -77,44 +75,25 @@ SERIES = {  # what is saved -> the numbers of two rows
     "Mistral 7B: LoRA to QLoRA": (28, 29),
     "Falcon 7B: LoRA to QLoRA": (13, 14),
 }
-ROW_HEADER = ["row", "source", "model", "technique", "batch", "optimizer", "published", "predicted", "error"]
-SUMMARY_HEADER = ["technique", "rows", "median", "90th percentile", "largest", "mean, signed"]
-SERIES_HEADER = ["saved by, GB", "published", "predicted", "difference"]
-# Shapes that are not shipped: a shipped config with changes, or the whole config. LitGPT never ties the head
+TABLES = {  # header and cells of a row
+    "rows": (
+        "row | source | model | technique | batch | optimizer | published | predicted | error",
+        "{number} | {source} | {model} | {technique} | {batch} | {optimizer} | {published_gb:.2f} | "
+        "{predicted_gb:.2f} | {error:+.0%}{mark}",
+    ),
+    "techniques": (
+        "technique | rows | median | 90th percentile | largest | mean, signed",
+        "{name} | {rows} | {median:.1%} | {percentile_90:.1%} | {largest:.1%} | {mean:+.1%}",
+    ),
+    "series": (
+        "saved by, GB | published | predicted | difference",
+        "{name} | {published_gb:.2f} | {predicted_gb:.2f} | {difference:+.2f}",
+    ),
+}
+# Models that are not shipped: a shipped config with changes, or the whole config. LitGPT never ties the head
 # (litgpt/model.py); its own shapes are in litgpt/config.py. ViT-H: timm's vit_huge_patch14_224.
-GEMMA = {"model_type": "gemma", "vocab_size": 256000, "head_dim": 256, "tie_word_embeddings": False}
-UNTIED = {"tie_word_embeddings": False}
-SHAPES = {
-    "falcon-7b": {
-        "model_type": "falcon", "vocab_size": 65024, "hidden_size": 4544, "num_hidden_layers": 32,
-        "num_attention_heads": 71, "multi_query": True, "parallel_attn": True, "bias": False, **UNTIED,
-    },
-    "gemma-2b": GEMMA | {
-        "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 18, "num_attention_heads": 8,
-        "num_key_value_heads": 1,
-    },
-    "gemma-7b": GEMMA | {
-        "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28, "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-    },
-    "gemma-2-2b-untied": {"base": "gemma-2-2b", **UNTIED},
-    "gemma-2-9b-untied": {"base": "gemma-2-9b", **UNTIED},
-    "llama-2-70b": {"base": "llama-3.1-70b", "vocab_size": 32000},
-    "llama-3.2-1b-untied": {"base": "llama-3.2-1b", **UNTIED},
-    "llama-3.2-3b-untied": {"base": "llama-3.2-3b", **UNTIED},
-    "phi-2": {
-        "model_type": "phi", "vocab_size": 51200, "hidden_size": 2560, "intermediate_size": 10240,
-        "num_hidden_layers": 32, "num_attention_heads": 32, "partial_rotary_factor": 0.4,
-    },
-    "stablelm-base-alpha-3b": {
-        "model_type": "gpt_neox", "vocab_size": 50688, "hidden_size": 4096, "intermediate_size": 16384,
-        "num_hidden_layers": 16, "num_attention_heads": 32, "bos_token_id": 0, "eos_token_id": 0,
-    },
-    "vit-huge-14": {
-        "base": "vit-large-16", "hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32,
-        "num_attention_heads": 16, "patch_size": 14,
-    },
-}  # fmt: skip
+SHAPES = json.loads((common.ROOT / "benchmarks" / "published_shapes.json").read_text(encoding="utf-8"))
+FORWARD = qlora._Rehearsed4bit.forward
 
 
 def read_rows() -> list[dict[str, str]]:
@@ -123,58 +102,38 @@ def read_rows() -> list[dict[str, str]]:
         return [row | {"number": number} for number, row in enumerate(csv.DictReader(file), 1)]
 
 
-@contextmanager
-def adapters_in_16_bits() -> Iterator[None]:
-    """Give models adapters in 16 bits in this block. As in PEFT, each keeps its input after dropout."""
-    with (
-        patch.object(lora, "_keep_trained_in_32_bit", lambda model: model.to(torch.bfloat16)),
-        patch.object(adapter_inputs, "keep_16_bit_inputs", lambda _: None),
-    ):
-        yield
+def keep_inputs(ctx: FunctionCtx, inputs: Tensor, layer: nn.Module) -> Tensor:
+    """Compute a 4-bit layer as `FORWARD` does, and keep its input for the backward pass."""
+    ctx.inputs = inputs
+    return FORWARD(ctx, inputs, layer)
 
 
-@contextmanager
-def four_bits_that_keep() -> Iterator[None]:
-    """Let 4-bit layers keep their inputs for the backward pass in this block."""
-    forward = qlora._Rehearsed4bit.forward
-
-    def keep(ctx: FunctionCtx, inputs: Tensor, layer: nn.Module) -> Tensor:
-        ctx.inputs = inputs
-        return forward(ctx, inputs, layer)
-
-    with patch.object(qlora._Rehearsed4bit, "forward", staticmethod(keep)):
-        yield
+PEERS = {  # word of `options` -> what it replaces; as in PEFT, 16-bit adapters keep their input after dropout
+    "adapters=16-bit": [
+        (lora, "_keep_trained_in_32_bit", lambda model: model.to(torch.bfloat16)),
+        (adapter_inputs, "keep_16_bit_inputs", lambda _: None),
+    ],
+    "four_bits=keep": [(qlora._Rehearsed4bit, "forward", staticmethod(keep_inputs))],
+    "loss=whole": [(ChunkedLoss, "is_used", lambda *_: False)],
+}
 
 
 def predict(options: str) -> MemoryPrediction:
-    """Return the prediction for the options of a row.
-
-    Raises:
-        UserError: predict_memory refuses them.
-    """
-    values = dict(word.split("=", 1) for word in options.split())
-    for word, way in PEERS.items():
-        if word in options:
-            with way():
-                return predict(options.replace(word, ""))
-    arguments = {name: int(value) if name in NUMBERS else value for name, value in values.items() if name != "model"}
-    path = common.MODELS / f"{values['model']}.json"
-    if values["model"] not in SHAPES:
-        return predict_memory(str(path), **arguments)
-    shape = dict(SHAPES[values["model"]])
+    """Return the prediction for the options of a row; raises UserError where predict_memory refuses them."""
+    words = options.split()
+    values = dict(word.split("=", 1) for word in words if word not in PEERS)
+    model = values.pop("model")
+    shape = dict(SHAPES.get(model, {"base": model}))
     base = shape.pop("base", None)
     config = json.loads((common.MODELS / f"{base}.json").read_text(encoding="utf-8")) if base else {}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / path.name
+    arguments = {name: int(value) if name in NUMBERS else value for name, value in values.items()}
+    with ExitStack() as stack:
+        path = Path(stack.enter_context(tempfile.TemporaryDirectory()), f"{model}.json")
         path.write_text(json.dumps(config | shape), encoding="utf-8")
+        for word in PEERS.keys() & words:
+            for replaced in PEERS[word]:
+                stack.enter_context(patch.object(*replaced))
         return predict_memory(str(path), **arguments)
-
-
-PEERS = {  # word of `options` -> the peer's way
-    "adapters=16-bit": adapters_in_16_bits,
-    "four_bits=keep": four_bits_that_keep,
-    "loss=whole": lambda: patch.object(ChunkedLoss, "is_used", lambda *_: False),  # as transformers computes it
-}
 
 
 def compare(row: dict[str, str]) -> dict:
@@ -182,11 +141,7 @@ def compare(row: dict[str, str]) -> dict:
     unit, measure = row["unit"].split(", ")
     published = float(row["peak_gb"]) * UNITS[unit]
     found = predict(row["options"])
-    predicted = {
-        "allocated": found.tensors.total,
-        "reserved": found.reserved,
-        "process": found.expected,
-    }[measure]
+    predicted = {"allocated": found.tensors.total, "reserved": found.reserved, "process": found.expected}[measure]
     names = ("number", "source", "model", "technique", "batch", "optimizer", "options")
     return {name: row[name] for name in names} | {
         "measure": measure, "counts": not row["reason"], "group": group(row["options"]),
@@ -202,20 +157,16 @@ def group(options: str) -> str:
 
 def summarize(records: list[dict]) -> dict[str, dict[str, float]]:
     """Return the number of rows and the errors (median, 90th percentile, largest, mean), in all and by technique."""
-    groups = {"all": records}
-    for record in records:
-        groups.setdefault(record["group"], []).append(record)
-    found = {}
-    for name, members in groups.items():
-        errors = np.array([record["error"] for record in members])
-        found[name] = {
-            "rows": len(members),
-            "median": float(np.median(abs(errors))),
-            "percentile_90": float(np.percentile(abs(errors), 90)),
-            "largest": float(abs(errors).max()),
-            "mean": float(errors.mean()),
-        }
-    return found
+    table = pd.DataFrame([record for record in records if record["counts"]], columns=["group", "error"])
+    groups = [("all", table), *table.groupby("group", sort=False)] if len(table) else []
+    return {name: {"rows": len(rows)} | statistics(rows["error"]) for name, rows in groups}
+
+
+def statistics(errors: pd.Series) -> dict[str, float]:
+    """Return the statistics of errors."""
+    sizes = errors.abs()
+    middle = {"median": sizes.median(), "percentile_90": sizes.quantile(0.9)}
+    return middle | {"largest": sizes.max(), "mean": errors.mean()}
 
 
 def differences(records: list[dict]) -> dict[str, dict[str, float]]:
@@ -228,50 +179,36 @@ def differences(records: list[dict]) -> dict[str, dict[str, float]]:
     }
 
 
-def row_cells(record: dict) -> list[str]:
-    """Return the cells of a row in the table of all rows."""
-    named = [record[name] for name in ("source", "model", "technique", "batch", "optimizer")]
-    mark = "" if record["counts"] else " (difference only)"
-    figures = [f"{record[side] / 1e9:.2f}" for side in ("published", "predicted")]
-    return [str(record["number"]), *named, *figures, f"{record['error']:+.0%}{mark}"]
+def in_gb(record: dict) -> dict:
+    """Return a record with its sizes and their difference in GB, and the mark of a row that does not count."""
+    published, predicted = record["published"] / 1e9, record["predicted"] / 1e9
+    sizes = {"published_gb": published, "predicted_gb": predicted, "difference": predicted - published}
+    return record | sizes | {"mark": "" if record.get("counts", True) else " (difference only)"}
 
 
-def summary_cells(name: str, figures: dict[str, float]) -> list[str]:
-    """Return the cells of a technique in the table of errors."""
-    errors = [f"{figures[each]:.1%}" for each in ("median", "percentile_90", "largest")]
-    return [name, str(figures["rows"]), *errors, f"{figures['mean']:+.1%}"]
+def table(name: str, result: dict) -> list[str]:
+    """Return the lines of a table."""
+    if name == "rows":
+        return common.table(*TABLES[name], map(in_gb, result["rows"]))
+    records = [each | {"name": key} for key, each in result[name.replace("techniques", "errors")].items()]
+    return common.table(*TABLES[name], map(in_gb, records) if name == "series" else records)
 
 
-def series_cells(name: str, saved: dict[str, float]) -> list[str]:
-    """Return the cells of a difference."""
-    published, predicted = saved["published"], saved["predicted"]
-    return [name, f"{published / 1e9:.2f}", f"{predicted / 1e9:.2f}", f"{(predicted - published) / 1e9:+.2f}"]
-
-
-def tables(result: dict) -> dict[str, tuple[list[str], list[list[str]]]]:
-    """Return the header and the rows of each table."""
-    return {
-        "rows": (ROW_HEADER, [row_cells(record) for record in result["rows"]]),
-        "techniques": (SUMMARY_HEADER, [summary_cells(*item) for item in result["errors"].items()]),
-        "series": (SERIES_HEADER, [series_cells(*item) for item in result["series"].items()]),
-    }
-
-
-def fill_page() -> None:
-    """Write the tables of the page from the stored results."""
-    made = tables(common.read_results(OUT)["published"])
-    common.rewrite(PAGE, lambda text: common.fill(text, "published", lambda name: common.markdown_table(*made[name])))
+def filled(text: str) -> str:
+    """Return the page's text with the tables of the stored results."""
+    result = common.read_results(OUT)["published"]
+    return common.fill(text, "published", lambda name: table(name, result))
 
 
 def main() -> None:
     """Predict the rows, print the tables and store them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.new_parser(__doc__)
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="rows that contain one of the TEXTs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results")
     parser.add_argument("--fill", action="store_true", help="only write the tables of docs/published_peaks.md")
     args = parser.parse_args()
     if args.fill:
-        fill_page()
+        common.rewrite(PAGE, filled)
         return
     if args.json:
         common.check_storable(args.json)
@@ -282,13 +219,13 @@ def main() -> None:
             print(f"{row['number']} {row['source']}: {row['model']} …", file=sys.stderr, flush=True)
             records.append(compare(row))
     reasons = Counter(row["reason"].partition(":")[0] for row in rows if not row["options"])
-    counted = [record for record in records if record["counts"]]
-    result = {"rows": records, "errors": summarize(counted), "series": differences(records), "reasons": reasons}
-    result["totals"] = {"published": len(rows), "predicted": len(records), "counted": len(counted)}
-    for header, cells in tables(result).values():
-        common.print_table(header, cells)
+    result = {"rows": records, "errors": summarize(records), "series": differences(records), "reasons": reasons}
+    counted = sum(record["counts"] for record in records)
+    result["totals"] = {"published": len(rows), "predicted": len(records), "counted": counted}
+    for name in TABLES:
+        print(*table(name, result), sep="\n")
     if args.json:
-        common.write_result(args.json, "published", common.environment(torch.device("cpu")) | result)
+        common.write_result(args.json, "published", result)
 
 
 if __name__ == "__main__":
