@@ -388,9 +388,9 @@ class Settings(DataSettings):
     )
     optimizer: Literal["adam", "adamw", "sgd", "sinkgd", "adafactor", "adam-8bit", "adam-4bit"] = optimization_setting(
         "adam",
-        "`adam-8bit` (bitsandbytes) and `adam-4bit` keep their state in 8 and 4 bits, `adafactor` keeps one row and "
-        "one column per matrix, `sgd` and `sinkgd` (SGD on balanced gradients) keep no state. `adamw` is `adam` with "
-        "weight decay 0.01.",
+        "`adam-8bit` (bitsandbytes) and `adam-4bit` (torchao) keep their state in 8 and 4 bits, `adafactor` keeps one "
+        "row and one column per matrix, `sgd` and `sinkgd` (SGD on balanced gradients) keep no state. `adamw` is "
+        "`adam` with weight decay 0.01.",
         role=TECHNIQUE,
         changes_memory=True,
         for_beginners=True,
