@@ -341,13 +341,12 @@ class Settings(DataSettings):
         metavar="LAYER,…",
         aliases={"{}": "lora_target_modules target_modules"},
     )
-    lora_init: Literal["default", "gaussian", "orthogonal", "olora", "pissa", "pissa_niter_16"] = model_setting(
+    lora_init: Literal["default", "gaussian", "orthogonal"] = model_setting(
         "default",
-        "How adapters start, as in PEFT. `pissa`, `pissa_niter_16` (faster) and `olora` start from the weights and "
-        "change them; `save` then writes the changed weights too.",
+        "How adapters start, as in PEFT. The model's outputs stay the same.",
         role=TECHNIQUE,
         needs="lora",
-        aliases={"{}": "init_lora_weights peft_init_lora_weights", "pissa": "pissa_init use_pissa"},
+        aliases={"{}": "init_lora_weights peft_init_lora_weights"},
     )
     lora_plus_ratio: float = model_setting(
         1.0,

@@ -42,7 +42,6 @@ WAYS = {
     "4-bit": ("llama", {"precision": "bf16-true", "quantization": "nf4"}),
     "4-bit, checkpointed": ("bloom", {"precision": "32-true", "quantization": "nf4", **CHECKPOINTED}),
     "dora": ("llama", {"precision": "bf16-true", "dora": True}),
-    "pissa": ("bloom", {"precision": "32-true", "lora_init": "pissa"}),
 }
 
 
