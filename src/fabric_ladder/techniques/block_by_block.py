@@ -92,7 +92,6 @@ class BlockByBlock(Technique):
     )
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
-        """Return why the technique cannot be used, and what to do."""
         if settings.ranks > 1:
             return "only on one device, since several expect the same gradients in each step; use --devices 1"
         if settings.optimizer in ("adam-8bit", "adam-4bit"):
@@ -106,7 +105,6 @@ class BlockByBlock(Technique):
         return None
 
     def conflict(self, other: Technique) -> str | None:
-        """Refuse adapters, other frozen weights, shards, and ways to step that one block does not need."""
         if other.adapters:
             return "adapters freeze all blocks; leave one of them out"
         if other.setting == "train_blocks":
@@ -127,7 +125,6 @@ class BlockByBlock(Technique):
         return model
 
     def change_optimizer(self, kind: type[Optimizer], settings: Settings, model: nn.Module) -> type[Optimizer]:
-        """Mix `BlockSteps` into the optimizer's class."""
         blocks = find_blocks(model)
         for block in blocks:
             block.requires_grad_(True)  # an earlier optimizer, of a notebook's cell, has frozen all but one

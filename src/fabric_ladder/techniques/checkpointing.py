@@ -207,14 +207,12 @@ class ActivationCheckpointing(Technique):
         return NextRung(None, reason, options=("--mlp_tile", str(LONG // 2)))
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
-        """Return why the technique cannot be used, and what to do."""
         config = load_config(settings.model, settings.model_revision)
         if class_for(config, settings.task).supports_gradient_checkpointing:
             return None
         return f"transformers does not offer it for {config.model_type}"
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
-        """Enable checkpointing, with all that the settings choose about it."""
         enable_checkpointing(model, settings)
         return model
 
@@ -228,7 +226,6 @@ class ActivationOffload(Technique):
     next_rung = ActivationCheckpointing.next_rung
 
     def conflict(self, other: Technique) -> str | None:
-        """Refuse torch.compile."""
         return "torch.compile skips such blocks; use --compile false" if other.setting == "compile" else None
 
 

@@ -70,11 +70,9 @@ class Freezing(Technique):
     trains_all = False
 
     def is_used(self, settings: Settings) -> bool:
-        """Return whether any block is frozen."""
         return settings.train_blocks != "all"
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
-        """Return why these blocks cannot be trained, and what to do."""
         count = trained_blocks(settings)
         if count is None:
             return "write all, none or last:N, for example last:4"
@@ -89,7 +87,6 @@ class Freezing(Technique):
         return None
 
     def conflict(self, other: Technique) -> str | None:
-        """Refuse adapters, which freeze all blocks by themselves."""
         return "adapters freeze all blocks by themselves; leave one of them out" if other.adapters else None
 
     def save_more(self, settings: Settings) -> NextRung | None:

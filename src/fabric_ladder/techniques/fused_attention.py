@@ -154,7 +154,6 @@ class FusedAttention(Technique):
     )
 
     def is_used(self, settings: Settings) -> bool:
-        """Return whether attention is fused."""
         return settings.attention == "fused"
 
     def as_option(self, phase: str | None) -> str | None:
@@ -162,7 +161,6 @@ class FusedAttention(Technique):
         return "--attention fused, which keeps no matrix of tokens x tokens"
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
-        """Change the attention of the model, and its GELU."""
         fuse_attention(model)
         fuse_gelu(model)
         return model

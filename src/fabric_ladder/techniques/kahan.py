@@ -97,7 +97,6 @@ class KahanSummation(Technique):
     next_rung = NextRung("18_low_bit_optimizer", "keeps Adam's moments in 8 bits", replaces=("optimizer",))
 
     def conflict(self, other: Technique) -> str | None:
-        """Refuse shards, and weights that lose nothing by rounding."""
         if other.adapters:
             return "adapters are trained in 32-bit, which loses nothing; leave it out"
         if other.shards:
@@ -105,7 +104,6 @@ class KahanSummation(Technique):
         return None
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
-        """Return why the technique cannot be used, and what to do."""
         if settings.precision not in ("bf16-true", "16-true"):
             return f"under --precision {settings.precision} the weights lose nothing; leave it out, or use bf16-true"
         if settings.optimizer == "adafactor":
@@ -113,9 +111,7 @@ class KahanSummation(Technique):
         return None
 
     def state_dtypes(self, settings: Settings) -> list[torch.dtype | None]:
-        """Return the compensation."""
         return [None]
 
     def change_optimizer(self, kind: type[Optimizer], settings: Settings, model: nn.Module) -> type[Optimizer]:
-        """Mix `Kahan` into the optimizer's class."""
         return type(f"Kahan{kind.__name__}", (Kahan, kind), {})

@@ -22,7 +22,6 @@ class LeanOptimizer(Technique):
     )
 
     def is_used(self, settings: Settings) -> bool:
-        """Return whether the optimizer is SGD."""
         return settings.optimizer == "sgd"
 
     def saves_no_more(self, settings: Settings) -> bool:
@@ -30,7 +29,6 @@ class LeanOptimizer(Technique):
         return settings.optimizer in STATELESS or settings.optimizer_offload
 
     def notice(self, settings: Settings) -> str | None:
-        """Return a warning about random weights."""
         if not settings.from_scratch:
             return None
         return (

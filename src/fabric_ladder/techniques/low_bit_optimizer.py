@@ -39,7 +39,6 @@ class LowBitOptimizer(Technique):
     next_rung = NextRung("19_optimizer_offload", "keeps the optimizer's state in CPU memory", replaces=("optimizer",))
 
     def is_used(self, settings: Settings) -> bool:
-        """Return whether the optimizer is Adam in 8 or 4 bits."""
         return settings.optimizer in ("adam-8bit", "adam-4bit")
 
     def save_more(self, settings: Settings) -> NextRung | None:
@@ -54,7 +53,6 @@ class LowBitOptimizer(Technique):
         return self.is_used(settings) or settings.optimizer in STATELESS or settings.optimizer_offload
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
-        """Return why the technique cannot be used, and what to do."""
         if settings.optimizer == "adam-4bit":
             try:
                 import torchao.optim  # noqa: F401
@@ -68,7 +66,6 @@ class LowBitOptimizer(Technique):
         return None
 
     def change_optimizer(self, kind: type[Optimizer], settings: Settings, model: nn.Module) -> type[Optimizer]:
-        """Return the class of the same optimizer with small moments."""
         if settings.optimizer == "adam-4bit":
             keep_kernels(settings.cache_dir)
             return Adam4bit
@@ -81,7 +78,6 @@ class LowBitOptimizer(Technique):
         return [torch.uint8] * 2 if settings.optimizer == "adam-8bit" else [torch.uint8]
 
     def packages(self, settings: Settings) -> tuple[str, ...]:
-        """Return the optimizer's library."""
         return ("bitsandbytes",) if settings.optimizer == "adam-8bit" else ("torchao",)
 
     def rehearsed(self, settings: Settings) -> Settings:

@@ -15,7 +15,7 @@ from fabric_ladder.models.dtypes import half_precision
 from fabric_ladder.models.layers import head_names, meta_model, read_weights
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.lora import LoRA
-from fabric_ladder.techniques.memory import Counts, Peak, frozen_linear_layers
+from fabric_ladder.techniques.memory import Counts, Peak, bytes_of_weight, frozen_linear_layers
 from fabric_ladder.techniques.sharding import DDP, PARKED_WEIGHTS
 from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, CHECKPOINTING, NextRung, Technique
 
@@ -125,7 +125,7 @@ class QLoRA(Technique):
         """Pack the frozen linear layers into 4 bits, unless the rehearsal has done so."""
         if strategy_traits(settings).shards_weights:
             return peak
-        width = {"32-true": 4, "64-true": 8}.get(settings.precision, 2)
+        width = bytes_of_weight(settings, frozen_linear=True)
         return peak._replace(parameters=peak.parameters - round(counts.linear * (width - NF4_BYTES)))
 
 

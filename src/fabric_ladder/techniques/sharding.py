@@ -27,7 +27,6 @@ class _Strategy(Technique):
     strategy = ""
 
     def is_used(self, settings: Settings) -> bool:
-        """Return whether the rung has this strategy."""
         return settings.strategy == self.strategy
 
 
@@ -58,7 +57,6 @@ class FSDP(_Strategy):
     next_rung = NextRung("11_fsdp_cpu_offload", "keeps weights in CPU memory", replaces=("offload",))
 
     def check_precision(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse precisions that Fabric's FSDP2 cannot do."""
         if settings.precision in self.refused_precisions:
             raise UserError(
                 f"--precision {settings.precision}: FSDP2 under Fabric cannot do it; use bf16-mixed, bf16-true or "
@@ -121,7 +119,6 @@ class DeepSpeed(_Strategy):
     )
 
     def packages(self, settings: Settings) -> tuple[str, ...]:
-        """Return DeepSpeed."""
         return ("deepspeed",)
 
     def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:

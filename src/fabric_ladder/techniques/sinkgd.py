@@ -106,7 +106,6 @@ class Stateless(Technique):
     )
 
     def is_used(self, settings: Settings) -> bool:
-        """Return whether the optimizer is SinkGD."""
         return settings.optimizer == "sinkgd"
 
     def next_to_try(self, settings: Settings) -> NextRung | None:
@@ -121,11 +120,9 @@ class Stateless(Technique):
         return self.next_rung
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
-        """Return why the technique cannot be used, and what to do."""
         if settings.max_grad_norm:
             return "its steps do not depend on the gradient's norm, so --max_grad_norm has no effect; leave it out"
         return None
 
     def change_optimizer(self, kind: type[Optimizer], settings: Settings, model: nn.Module) -> type[Optimizer]:
-        """Return SinkGD."""
         return SinkGD

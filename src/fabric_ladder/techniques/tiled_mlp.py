@@ -77,7 +77,6 @@ class TiledMLP(Technique):
         return self.next_rung._replace(options=options)
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
-        """Return why the technique cannot be used, and what to do."""
         model = meta_model(settings)
         blocks = find_blocks(model)
         if blocks and all(map(find_mlp, blocks)):
@@ -85,13 +84,11 @@ class TiledMLP(Technique):
         return f"the blocks of {model.config.model_type} have no MLP that computes each token alone; leave it out"
 
     def conflict(self, other: Technique) -> str | None:
-        """Refuse torch.compile and selective checkpointing."""
         return {
             "compile": "torch.compile would compile a graph for each number of tiles; use --compile false",
             "selective_checkpointing": "selective checkpointing keeps what tiles recompute; leave one of them out",
         }.get(other.setting)
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
-        """Compute the MLPs over tiles."""
         use_tiles(model, settings.mlp_tile, may_draw(model.config, settings))
         return model

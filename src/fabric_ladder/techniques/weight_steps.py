@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from fabric_ladder.models.optimizer import STATELESS, all_finite
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.low_bit_optimizer import MOMENT_BYTES, bytes_of_cpu_step
-from fabric_ladder.techniques.memory import Counts, Peak
+from fabric_ladder.techniques.memory import Counts, Peak, bytes_of_weight
 from fabric_ladder.techniques.sharding import PARKED_WEIGHTS
 from fabric_ladder.techniques.technique import ALONE_OR_CHECKPOINTED, CHECKPOINTING, NextRung, Technique
 
@@ -162,13 +162,11 @@ class _StepsByWeight(Technique):
     """The parts that both techniques share; together they use one mixin."""
 
     def conflict(self, other: Technique) -> str | None:
-        """Refuse shards."""
         if other.shards:
             return "not on sharded weights; leave it out (rung 11 steps in CPU memory)"
         return None
 
     def change_optimizer(self, kind: type[Optimizer], settings: Settings, model: nn.Module) -> type[Optimizer]:
-        """Mix `WeightSteps` into the optimizer's class, once."""
         if issubclass(kind, WeightSteps):
             return kind
         needs_all = settings.max_grad_norm or settings.on_nan == "skip"  # gradients, before the first step
@@ -180,7 +178,6 @@ class _StepsByWeight(Technique):
         return type(kind.__name__, (WeightSteps, kind), chosen)
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
-        """Return why the technique cannot be used, and what to do."""
         if settings.ranks > 1:
             return "only on one device, since several average their gradients first; use --devices 1"
         if settings.precision == "16-mixed":
@@ -210,7 +207,6 @@ class StepInBackward(_StepsByWeight):
         return None if evaluates else "batch_size"
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
-        """Return why the technique cannot be used, and what to do."""
         if reason := super().reason_against(settings, capability):
             return reason
         if settings.max_grad_norm:
@@ -243,7 +239,6 @@ class OptimizerOffload(_StepsByWeight):
         return self.is_used(settings) or settings.optimizer in STATELESS
 
     def rehearsed(self, settings: Settings) -> Settings:
-        """Return settings of a step without state on the device."""
         return replace(settings, optimizer="sgd", optimizer_offload=False, kahan_summation=False)
 
     def add_memory(self, peak: Peak, counts: Counts, settings: Settings) -> Peak:
@@ -255,7 +250,7 @@ class OptimizerOffload(_StepsByWeight):
         """
         from fabric_ladder.techniques import state_dtypes  # which imports this module
 
-        width = 4 if settings.lora else {"64-true": 8, "bf16-true": 2, "16-true": 2}.get(settings.precision, 4)
+        width = 4 if settings.lora else bytes_of_weight(settings)
         state = width * state_dtypes(settings).count(None) + MOMENT_BYTES.get(settings.optimizer, 0)
         host = counts.trained * (state + 2 * width) + bytes_of_cpu_step(settings.optimizer, counts.largest_layer)
         return peak._replace(optimizer_state=0, host=peak.host + round(host))
