@@ -27,7 +27,8 @@ from PIL import Image
 from record import bloom, record
 from shapes import DPI, GB, LOOKS, PARTS, WIDTH, Look, arrow, bars, bits, box, canvas, lanes, over_time, panels, stacked
 from torch._subclasses import FakeTensorMode
-from torchao.optim.subclass_4bit import get_qmap_signed
+
+from fabric_ladder.techniques.adam_4bit import TABLES
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parents[1] / "benchmarks" / "results"
@@ -437,7 +438,7 @@ def low_bit_optimizer(figure: Figure, look: Look) -> None:
     moments /= np.abs(moments).max()
     source = "computed · ring: first moment of a weight, dot: the stored level"
     axes = panels(figure, look, source, 2, left=0.7, bottom=0.2)
-    for each, levels in zip(axes, (create_dynamic_map().numpy(), np.array(get_qmap_signed())), strict=True):
+    for each, levels in zip(axes, (create_dynamic_map().numpy(), np.array(TABLES["exp_avg"])), strict=True):
         for level in levels:
             each.axhline(level, color=look["line"], linewidth=0.5 if len(levels) > 16 else 1)
         nearest = levels[np.abs(moments[:, None] - levels).argmin(axis=1)]

@@ -16,6 +16,7 @@ from fabric_ladder.planning.tracker import PeakTracker
 from fabric_ladder.techniques import adam_4bit
 from fabric_ladder.techniques.low_bit_optimizer import LowBitOptimizer, bytes_of_cpu_step
 
+subclass_4bit = pytest.importorskip("torchao.optim.subclass_4bit", exc_type=ImportError)
 torchao = pytest.importorskip("torchao.optim", exc_type=ImportError)
 RUNG, FOUR_BITS = "18_low_bit_optimizer", ["--optimizer", "adam-4bit"]
 SHAPES = [(65, 128), (31, 128), (4097,), (1,)]  # the others have moments in 32 bits
@@ -44,6 +45,9 @@ def random_steps(dtype=torch.float32, steps=5):
 
 
 def test_steps_by_parts_equal_torchaos_bit_by_bit(tmp_path, monkeypatch):
+    levels = {"exp_avg": subclass_4bit.get_qmap_signed(), "exp_avg_sq": subclass_4bit.get_qmap_unsigned()}
+    assert {name: pytest.approx(table) for name, table in adam_4bit.TABLES.items()} == levels
+    monkeypatch.setattr(adam_4bit, "TABLES", levels)  # theirs are rounded in their last bits
     monkeypatch.setattr(adam_4bit, "PART_SIZE", 2048)
     weights, gradients = random_steps()
     ours, optimizer = steps_of(tmp_path, weights, gradients, weight_decay=0.1)

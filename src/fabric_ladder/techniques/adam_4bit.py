@@ -16,6 +16,11 @@ from fabric_ladder.techniques.compile import MOST_GRAPHS, compiles
 BLOCK = 128  # values that share a scale
 LEAST = 4096  # a tensor with fewer values has its moments in 32 bits
 PART_SIZE = 2**21  # values of a weight that are stepped together, a multiple of the block; it bounds temporary tensors
+POSITIVE = (0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875)  # of the dynamic exponent type in 4 bits
+TABLES = {  # torchao's levels; its own functions compute them once for all, perhaps on the fake tensors of a rehearsal
+    "exp_avg": (*(-share for share in reversed(POSITIVE)), 0.0, *POSITIVE, 1.0),
+    "exp_avg_sq": tuple(number / 16 for number in range(1, 17)),
+}
 LARGER = 2.0**20  # torchao's scales are at least 1e-12, and Adam's steps do not change with the size of all gradients
 
 
@@ -74,12 +79,12 @@ class Adam4bit(Optimizer):
         part = moment[start * len(moment) // size : end * len(moment) // size]
         if f"{name}_scale" not in state:
             return part
-        from torchao.optim.subclass_4bit import OptimState4bit, get_qmap_signed, get_qmap_unsigned
+        from torchao.optim.subclass_4bit import OptimState4bit
 
         if moment.device not in self._tables:
-            values = {"exp_avg": get_qmap_signed(), "exp_avg_sq": get_qmap_unsigned()}
-            tables = {key: torch.tensor(table, dtype=torch.float32) for key, table in values.items()}
-            self._tables[moment.device] = {key: table.to(moment.device) for key, table in tables.items()}
+            self._tables[moment.device] = {
+                key: torch.tensor(table, dtype=torch.float32, device=moment.device) for key, table in TABLES.items()
+            }
         scale, table = state[f"{name}_scale"][start // BLOCK : end // BLOCK], self._tables[moment.device][name]
         return OptimState4bit(part, scale, table, name == "exp_avg", (end - start,), torch.float32)
 
