@@ -8,7 +8,6 @@ from transformers import AutoModelForSequenceClassification
 
 from fabric_ladder import UserError, build_model
 from fabric_ladder.data.splits import TextDatasets
-from fabric_ladder.techniques.fused_attention import NAME
 
 
 def datasets(names=("bad", "good"), size=64):
@@ -103,16 +102,6 @@ def test_padding_changes_no_logits(tmp_path, fabric, kind):
         with torch.no_grad():
             logits[size] = torch.cat([model(**micro_batch.inputs).logits for micro_batch in batch.micro_batches])
     assert torch.allclose(logits[1], logits[16], atol=1e-5)
-
-
-@pytest.mark.parametrize(("attention", "name"), [("fused", NAME), ("eager", "eager")])
-def test_bloom_loads_with_either_attention(tmp_path, attention, name):
-    """transformers refuses sdpa for BLOOM."""
-    settings = settings_for(
-        tmp_path, model=str(MODELS / "bloom-quickstart.json"), from_scratch=True, attention=attention
-    )
-    model = build_model(settings, datasets(size=1024))
-    assert model.config._attn_implementation == name
 
 
 def test_a_config_makes_random_weights_that_the_seed_decides(tmp_path):

@@ -13,7 +13,6 @@ from support.training import losses, printed, run_training
 
 from fabric_ladder import UserError, build_model, build_optimizer
 from fabric_ladder.models.optimizer import set_learning_rate
-from fabric_ladder.planning.predict import largest_batches, predict_peak
 from fabric_ladder.techniques.lora import LoRA
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": VOCABULARY}
@@ -99,40 +98,7 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path, values, reason):
         LoRA().check(settings_of(tmp_path, **values), None)
 
 
-def test_gaussian_adapters_go_on_4_bit_weights(tmp_path):
-    settings = settings_of(tmp_path, lora_init="gaussian", quantization="nf4")
-    LoRA().check(settings, None)
-    run, _ = trained(tmp_path, made(settings))
-    assert all(loss > 0 for loss in losses(run))
-
-
-def test_the_start_changes_no_memory(tmp_path):
-    peaks = [
-        predict_peak(each, largest_batches(each, 32)[0])
-        for each in (settings_of(tmp_path, lora_init=start) for start in ("default", "orthogonal"))
-    ]
-    assert peaks[0] == peaks[1]
-
-
 # LoRA+
-
-
-def b_matrices(model):
-    return {name: weight.detach().clone() for name, weight in model.named_parameters() if ".lora_B." in name}
-
-
-def test_a_step_of_the_b_matrices_is_larger_by_the_ratio(tmp_path):
-    found = {}
-    for ratio in (1.0, 16.0):
-        values = {"lora_plus_ratio": ratio, "optimizer": "sgd", "train_samples": 16}
-        model = made(settings_of(tmp_path, **values))
-        data = token_datasets(train=16, per_token=True)
-        _, model = run_training(tmp_path, model, data, lora=True, **LANGUAGE, **values)
-        found[ratio] = b_matrices(model)
-    assert len(found[1.0]) == 4
-    for name, step in found[1.0].items():
-        assert step.any()
-        assert torch.equal(found[16.0][name], 16 * step)
 
 
 def test_the_losses_are_those_of_pefts_optimizer(tmp_path):
