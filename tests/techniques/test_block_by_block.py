@@ -7,7 +7,6 @@ import pytest
 import torch
 from lightning import Fabric
 from support.helpers import VOCABULARY, settings_for, token_datasets
-from support.training import losses, run_training
 from torch.autograd.graph import saved_tensors_hooks
 
 from fabric_ladder import UserError, build_model, build_optimizer
@@ -159,18 +158,6 @@ def test_the_best_weights_come_without_the_state_of_later_steps(tmp_path):
     assert optimizer.state
     read_state("--best_weights", tmp_path / "state", model, optimizer)
     assert not optimizer.state
-
-
-def test_the_loop_takes_the_turns(tmp_path):
-    values = BF16 | {"learning_rate": 5e-3, "epochs": 2, "packing": True, "micro_batch_size": 2}
-    settings = settings_of(tmp_path, block_steps="auto", **values)
-    data = token_datasets()
-    model = made(settings)
-    before = copy.deepcopy(blocks_of(model))
-    run, fabric_model = run_training(tmp_path, model, data, block_steps="auto", **values)
-    assert len(losses(run)) > 3
-    for block, old in zip(blocks_of(fabric_model.module), before, strict=True):
-        assert not torch.equal(block.mlp.dense_h_to_4h.weight, old.mlp.dense_h_to_4h.weight)
 
 
 @pytest.mark.parametrize(

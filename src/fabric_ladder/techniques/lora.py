@@ -193,7 +193,6 @@ class LoRA(Technique):
                 )
 
     def packages(self, settings: Settings) -> tuple[str, ...]:
-        """Return PEFT."""
         return ("peft",)
 
     def notice(self, settings: Settings) -> str | None:
@@ -214,7 +213,6 @@ class LoRA(Technique):
         return loaded if dtype is None else loaded // 2
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
-        """Return the frozen model with adapters."""
         return add_adapters(model, settings)
 
     def rate_factor(self, name: str, settings: Settings) -> float:

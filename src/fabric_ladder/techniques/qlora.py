@@ -88,11 +88,9 @@ class QLoRA(Technique):
         _try_bitsandbytes(settings.accelerator)
 
     def packages(self, settings: Settings) -> tuple[str, ...]:
-        """Return bitsandbytes."""
         return ("bitsandbytes",)
 
     def loading_options(self, settings: Settings, config: PretrainedConfig) -> dict:
-        """Read the weights in 4 bits."""
         return quantization(settings, config)
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
@@ -109,7 +107,6 @@ class QLoRA(Technique):
         return packed if _packs_on_host(settings) else 0
 
     def rehearsed(self, settings: Settings) -> Settings:
-        """Return settings whose frozen weights are not packed."""
         return replace(settings, quantization="no")
 
     def rehearse_model(self, model: nn.Module, settings: Settings) -> None:
