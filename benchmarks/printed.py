@@ -11,7 +11,10 @@ import common  # first import: it makes the project importable
 import torch
 
 OUT = common.RESULTS / "printed.json"
-PLAN = "scripts/plan_memory.py --config configs/imdb_bloom_560m.yaml --gpu_memory 24GB --task instruction-tuning --full --lora_targets attention"
+PLAN = (
+    "scripts/plan_memory.py --config configs/imdb_bloom_560m.yaml --gpu_memory 24GB --task instruction-tuning --full "
+    "--lora_targets attention"
+)
 LLAMA = f"{PLAN} --length 512 --model meta-llama/Llama-3.1-70B --quantization nf4 --activation_checkpointing true"
 PARTS = {
     "adapters bloom-7b1": f"{PLAN} --length 1024 --model bigscience/bloom-7b1 --rungs 13,14",

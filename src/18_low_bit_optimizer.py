@@ -1,7 +1,7 @@
 """18_low_bit_optimizer · Low-bit optimizer: Adam's two moments in 8 bits each, or in 4.
 
 Builds on 16_bf16_that_learns.py. Two bytes per weight instead of four, and a scale for every 256 values
-(bitsandbytes). --optimizer adam-4bit (techniques/adam_4bit.py) halves that again and needs no package.
+(bitsandbytes). --optimizer adam-4bit (techniques/adam_4bit.py, torchao) halves that again.
 Unchanged: the gradients of the first step.
 
 src/plain/18_low_bit_optimizer.py shows the whole training in one file.

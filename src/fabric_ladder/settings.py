@@ -298,12 +298,11 @@ class Settings(DataSettings):
         metavar="LAYER,…",
         aliases={"{}": "lora_target_modules target_modules"},
     )
-    lora_init: Literal["default", "gaussian", "orthogonal", "olora", "pissa", "pissa_niter_16"] = model_setting(
+    lora_init: Literal["default", "gaussian", "orthogonal"] = model_setting(
         "default",
-        "How adapters start, as in PEFT. `pissa`, `pissa_niter_16` (faster) and `olora` start from the weights and "
-        "change them; `save` then writes the changed weights too.",
+        "How adapters start, as in PEFT. The model's outputs stay the same.",
         needs="lora",
-        aliases={"{}": "init_lora_weights peft_init_lora_weights", "pissa": "pissa_init use_pissa"},
+        aliases={"{}": "init_lora_weights peft_init_lora_weights"},
     )
     lora_plus_ratio: float = model_setting(
         1.0,
@@ -339,9 +338,9 @@ class Settings(DataSettings):
     )
     optimizer: Literal["adam", "adamw", "sgd", "sinkgd", "adafactor", "adam-8bit", "adam-4bit"] = optimization_setting(
         "adam",
-        "`adam-8bit` (bitsandbytes) and `adam-4bit` keep their state in 8 and 4 bits, `adafactor` keeps one row and "
-        "one column per matrix, `sgd` and `sinkgd` (SGD on balanced gradients) keep no state. `adamw` is `adam` with "
-        "weight decay 0.01.",
+        "`adam-8bit` (bitsandbytes) and `adam-4bit` (torchao) keep their state in 8 and 4 bits, `adafactor` keeps one "
+        "row and one column per matrix, `sgd` and `sinkgd` (SGD on balanced gradients) keep no state. `adamw` is "
+        "`adam` with weight decay 0.01.",
         changes_memory=True,
         for_beginners=True,
         aliases={"{}": "opt optim"},

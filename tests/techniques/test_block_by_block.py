@@ -7,7 +7,6 @@ import pytest
 import torch
 from lightning import Fabric
 from support.helpers import VOCABULARY, settings_for, token_datasets
-from support.training import losses, run_training
 from torch.autograd.graph import saved_tensors_hooks
 
 from fabric_ladder import UserError, build_model, build_optimizer
@@ -161,31 +160,10 @@ def test_the_best_weights_come_without_the_state_of_later_steps(tmp_path):
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("more", [{}, {"activation_checkpointing": True}, {"packing": True, "micro_batch_size": 2}])
-def test_the_loop_takes_the_turns(tmp_path, more):
-    """A run's losses are those of the same run with one micro-batch, and all blocks change."""
-    values = BF16 | {"learning_rate": 5e-3, "epochs": 2} | more
-    settings = settings_of(tmp_path, block_steps="auto", **values)
-    data = token_datasets()
-    model = made(settings)
-    before = copy.deepcopy(blocks_of(model))
-    run, fabric_model = run_training(tmp_path, model, data, block_steps="auto", **values)
-    assert len(losses(run)) > 3
-    for block, old in zip(blocks_of(fabric_model.module), before, strict=True):
-        assert not torch.equal(block.mlp.dense_h_to_4h.weight, old.mlp.dense_h_to_4h.weight)
-
-
 @pytest.mark.parametrize(
     ("kind", "values", "reason"),
     [
         ("bloom", {"devices": 2, "strategy": "ddp"}, "only on one device"),
-        ("bloom", {"optimizer": "adam-8bit"}, "the state of one block is small"),
-        ("bloom", {"lora": True}, "adapters freeze all blocks"),
-        ("bloom", {"train_blocks": "last:1"}, "both choose the trained blocks"),
-        ("bloom", {"strategy": "fsdp"}, "not on sharded weights"),
-        ("bloom", BF16 | {"kahan_summation": True}, "use --kahan_summation false"),
-        ("bloom", {"optimizer_offload": True}, "use --optimizer_offload false"),
-        ("bloom", {"step_in_backward": True}, "use --step_in_backward false"),
         ("resnet", {"task": "image-classification", "image_size": 32}, "marks no blocks in resnet"),
         ("swin", {"task": "image-classification", "image_size": 32}, "a later block has more weights than the first"),
     ],

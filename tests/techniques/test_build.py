@@ -3,12 +3,11 @@
 import pytest
 import torch
 from lightning import Fabric
-from support.helpers import MODELS, Tokenizer, settings_for, tiny_model, token_datasets
+from support.helpers import MODELS, Tokenizer, settings_for, tiny_model
 from transformers import AutoModelForSequenceClassification
 
 from fabric_ladder import UserError, build_model
 from fabric_ladder.data.splits import TextDatasets
-from fabric_ladder.techniques.fused_attention import NAME
 
 
 def datasets(names=("bad", "good"), size=64):
@@ -88,31 +87,6 @@ def test_an_end_token_that_pads_is_trained(tmp_path, task):
     table = model.get_input_embeddings()
     assert table.padding_idx is None
     assert table.weight[5].any()
-
-
-@pytest.mark.parametrize("kind", ["bloom", "llama"])
-def test_padding_changes_no_logits(tmp_path, fabric, kind):
-    """A sample alone has the same logits as with padding in a batch."""
-    from fabric_ladder import build_dataloaders
-
-    model = tiny_model(kind).eval()
-    logits = {}
-    for size in (1, 16):
-        loader, _, _ = build_dataloaders(fabric, token_datasets(), settings_for(tmp_path, micro_batch_size=size))
-        batch = next(iter(loader))
-        with torch.no_grad():
-            logits[size] = torch.cat([model(**micro_batch.inputs).logits for micro_batch in batch.micro_batches])
-    assert torch.allclose(logits[1], logits[16], atol=1e-5)
-
-
-@pytest.mark.parametrize(("attention", "name"), [("fused", NAME), ("eager", "eager")])
-def test_bloom_loads_with_either_attention(tmp_path, attention, name):
-    """transformers refuses sdpa for BLOOM."""
-    settings = settings_for(
-        tmp_path, model=str(MODELS / "bloom-quickstart.json"), from_scratch=True, attention=attention
-    )
-    model = build_model(settings, datasets(size=1024))
-    assert model.config._attn_implementation == name
 
 
 def test_a_config_makes_random_weights_that_the_seed_decides(tmp_path):

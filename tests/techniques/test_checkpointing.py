@@ -1,7 +1,6 @@
 """Selective checkpointing and activation offload: the bits of plain checkpointing, operations, memory and copies."""
 
 import gc
-import json
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
@@ -11,7 +10,7 @@ import pytest
 import torch
 from lightning import Fabric
 from support.helpers import settings_for, tiny_model, token_datasets
-from support.planning import VIT, build, case
+from support.planning import build, case
 from support.training import losses, run_training
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
@@ -22,9 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
 
 from fabric_ladder import Settings, build_optimizer
-from fabric_ladder.errors import UserError
 from fabric_ladder.runs.metrics import Meter
-from fabric_ladder.techniques import check_together
 from fabric_ladder.techniques.checkpointing import (
     RANDOM_ONLY_IN_DROPOUT,
     _Offload,
@@ -138,16 +135,6 @@ def test_matrix_multiplications_and_attention_are_computed_once(tmp_path, family
     assert selective["native_layer_norm"] > plain["native_layer_norm"]
 
 
-@pytest.mark.parametrize("values", KINDS.values(), ids=KINDS)
-def test_images_are_trained_to_the_same_bits(tmp_path, values):
-    path = tmp_path / "dropping.json"
-    path.write_text(json.dumps(VIT | {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}))
-    settings, training, _ = case(tmp_path, "vit", activation_checkpointing=True, micro_batch_size=4)
-    settings = replace(settings, model=str(path))
-    expected, found = step(settings, training)[0], step(replace(settings, **values), training)[0]
-    assert all(map(torch.equal, found, expected))
-
-
 def test_attention_with_dropout_is_recomputed():
     """It draws its random numbers again, so that all later random numbers stay the same."""
     keep, recompute = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
@@ -226,12 +213,6 @@ def test_no_tensor_outlives_a_pass_that_fails():
             hook.remove()
             gc.collect()
             assert offload._move is None
-
-
-def test_compiled_blocks_are_refused():
-    with pytest.raises(UserError, match="use --compile false"):
-        check_together(replace(CHECKPOINTED, **OFFLOAD, compile=True))
-    check_together(replace(CHECKPOINTED, **OFFLOAD))
 
 
 @pytest.mark.slow

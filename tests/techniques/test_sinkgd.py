@@ -5,8 +5,7 @@ import torch
 from support.helpers import settings_for
 from torch import nn
 
-from fabric_ladder import UserError, build_optimizer
-from fabric_ladder.checks import check
+from fabric_ladder import build_optimizer
 from fabric_ladder.techniques import sinkgd
 from fabric_ladder.techniques.advice import less_memory
 
@@ -75,19 +74,6 @@ def test_a_gradient_that_is_not_a_number_is_not_hidden(tmp_path):
     gradient = torch.ones(3, 3)
     gradient[1, 1] = torch.nan
     assert step_of(tmp_path, gradient)[0].isnan().any()
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"max_grad_norm": 1.0}, "--max_grad_norm has no effect; leave it out"),
-        ({"strategy": "fsdp"}, "--optimizer sinkgd cannot step on FSDP2's shards; use sgd"),
-    ],
-    ids=["clipping", "FSDP"],
-)
-def test_contradicting_settings_are_refused(tmp_path, values, message):
-    with pytest.raises(UserError, match=message):
-        check(settings_for(tmp_path, optimizer="sinkgd", **values))
 
 
 def test_the_advice_is_to_keep_no_gradients_and_then_adapters(tmp_path):

@@ -12,7 +12,6 @@ from torch import nn
 from fabric_ladder.errors import UserError, first_line, is_out_of_memory
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques import state_dtypes, trains_adapters
-from fabric_ladder.techniques.lora_init import CHANGES_BASE
 
 
 def check_disk_space(settings: Settings, model: nn.Module, steps: int, existing: int = 0) -> None:
@@ -44,7 +43,7 @@ def check_disk_space(settings: Settings, model: nn.Module, steps: int, existing:
     weights = trained if adapters else trained + frozen
     state += weights
     needed = {"no": 0, "consolidated": weights, "sharded": state}[settings.save]
-    if settings.save != "no" and adapters and (settings.from_scratch or settings.lora_init in CHANGES_BASE):
+    if settings.save != "no" and adapters and settings.from_scratch:
         needed += trained + frozen  # the base exists nowhere else
     needed += max(0, most_checkpoints(settings, steps) - existing) * state
     runs_dir = Path(settings.runs_dir).absolute()

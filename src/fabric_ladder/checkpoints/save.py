@@ -25,7 +25,6 @@ from fabric_ladder.distributed.strategies import engine_state
 from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError, refused
 from fabric_ladder.runs.folder import CHECKPOINTS
-from fabric_ladder.techniques.lora_init import changed_base
 
 OPTIMIZER = "optimizer.json"
 ADAPTER = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "target_modules")  # not visible in the weights
@@ -53,8 +52,8 @@ def save(
         model: Set up by Fabric.
         optimizer: Set up by Fabric.
         data: The collator, whose tokenizer or image preprocessing is saved too.
-        from_scratch: The model started from random weights. Then the frozen ones exist nowhere else, as where the
-            start of the adapters has changed them. They are saved as `base` next to the adapter.
+        from_scratch: The model started from random weights. Then the frozen ones exist nowhere else, and are saved as
+            `base` next to the adapter.
 
     Raises:
         UserError: The files could not be written.
@@ -71,7 +70,7 @@ def save(
     name = {"sharded": "checkpoint"}.get(layout, "adapter" if adapter else "model")
     unfinished = folder / ".unfinished-save"
     target = unfinished / name
-    base = adapter and (from_scratch or changed_base(inner) is not None)
+    base = adapter and from_scratch
 
     def make_folder():
         if adapter:
@@ -126,7 +125,6 @@ def write_state(folder: Path, model: nn.Module, optimizer: Optimizer, rank: int)
         write_tensors(_weights(inner, adapter) | tensors, folder)
         if rank == 0:
             record = {"class": type(optimizer.optimizer).__name__, "tensors": list(tensors), "values": values}
-            record |= {"changed_base": changed_base(inner)}
             write_whole(folder / OPTIMIZER, json.dumps(record))
     if adapter and rank == 0:  # last: an error before the collectives above would leave the other ranks waiting
         inner.peft_config["default"].save_pretrained(folder)
@@ -153,9 +151,6 @@ def read_state(option: str, folder: Path, model: nn.Module, optimizer: Optimizer
         record = json.loads((folder / OPTIMIZER).read_text(encoding="utf-8"))
         if record["class"] != own_class:
             raise UserError(f"{option}: made with another model or optimizer ({record['class']}, not {own_class})")
-        before, now = (each or "default" for each in (record.get("changed_base"), changed_base(inner)))
-        if before != now:
-            raise UserError(f"{option}: made with --lora_init {before}, not {now}")
         optimizer.optimizer.state.clear()  # the best weights are read after other steps
         state = empty_optimizer_state(inner, optimizer.optimizer, folder, record["tensors"], record["values"])
         read_tensors(_weights(inner, adapter) | state, folder)

@@ -44,7 +44,6 @@ from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.runs.prediction import relevant
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques import used
-from fabric_ladder.techniques.adam_4bit import Adam4bit
 from fabric_ladder.techniques.build import build_model, build_optimizer
 from fabric_ladder.techniques.checkpointing import host_memory_within
 from fabric_ladder.techniques.kahan import Kahan
@@ -291,8 +290,7 @@ class _Steps:
             for group in optimizer.param_groups:
                 if group["foreach"] is None and not group["fused"]:
                     group["foreach"] = True  # PyTorch's choice for parameters on a CUDA GPU
-        if isinstance(optimizer, Adam4bit):
-            optimizer.parts = 1
+        optimizer.parts = 1  # of a weight in 4-bit Adam
         if isinstance(optimizer, Kahan):
             optimizer.single = True
         self.optimizer = self.fabric.setup_optimizers(optimizer)

@@ -37,9 +37,7 @@ class _FirstMatrix(nn.Linear):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return (…, rank) for inputs (…, width)."""
-        if inputs.dtype == self.weight.dtype:
-            return super().forward(self.dropout(inputs))
-        if torch.is_autocast_enabled(inputs.device.type):
+        if inputs.dtype == self.weight.dtype or torch.is_autocast_enabled(inputs.device.type):
             return super().forward(self.dropout(inputs.to(self.weight.dtype)))
         dropout = self.dropout.p if self.training and isinstance(self.dropout, nn.Dropout) else 0.0
         return _Multiply.apply(inputs, self.weight, dropout)

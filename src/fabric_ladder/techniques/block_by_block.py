@@ -83,7 +83,6 @@ class BlockByBlock(Technique):
     trains_all = False
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
-        """Return why the technique cannot be used, and what to do."""
         if settings.ranks > 1:
             return "only on one device, since several expect the same gradients in each step; use --devices 1"
         if settings.optimizer in ("adam-8bit", "adam-4bit"):
@@ -104,7 +103,6 @@ class BlockByBlock(Technique):
         return model
 
     def change_optimizer(self, kind: type[Optimizer], settings: Settings, model: nn.Module) -> type[Optimizer]:
-        """Mix `BlockSteps` into the optimizer's class."""
         blocks = find_blocks(model)
         for block in blocks:
             block.requires_grad_(True)  # an earlier optimizer, of a notebook's cell, has frozen all but one

@@ -32,6 +32,7 @@ PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm", "aten::_grouped_mm")
 RANDOM_ONLY_IN_DROPOUT = frozenset(
     "bloom gemma3_text gpt2 gpt_neox granite llama mistral olmo2 phi phi3 qwen2 qwen3 starcoder2 vit".split()
 )
+LONG = 4096  # tokens: two tiles that are large enough for a GPU
 _host_memory: Callable[[], AbstractContextManager] = nullcontext
 
 
@@ -181,14 +182,12 @@ class ActivationCheckpointing(Technique):
     recomputes = True
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
-        """Return why the technique cannot be used, and what to do."""
         config = load_config(settings.model)
         if class_for(config, settings.task).supports_gradient_checkpointing:
             return None
         return f"transformers does not offer it for {config.model_type}"
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
-        """Enable checkpointing, with all that the settings choose about it."""
         enable_checkpointing(model, settings)
         return model
 

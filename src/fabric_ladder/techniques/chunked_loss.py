@@ -116,17 +116,9 @@ def _sum_chunks(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, dtype: torch.dtype,
     wanted: list[bool], scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:  # fmt: skip
-    """Return the sum of the losses, the right predictions, and the wanted gradients, multiplied by `scale`.
+    """Return the sum of the losses, the right predictions, and the wanted gradients of the first three tensors.
 
-    Args:
-        hidden: As for `chunked_loss`, like the next four.
-        weight: The head's.
-        bias: The head's.
-        targets: The next tokens.
-        chunk: Tokens whose logits are in memory together.
-        dtype: Precision of the matrix multiplications.
-        wanted: Whether the gradients of `hidden`, `weight` and `bias` are wanted.
-        scale: Multiplies the gradient of the logits before it is rounded to `dtype`.
+    Matrices are multiplied in `dtype`. `scale` multiplies the gradient of the logits before it is rounded to `dtype`.
     """
     grads = [
         torch.zeros_like(tensor) if want else None for tensor, want in zip((hidden, weight, bias), wanted, strict=True)
@@ -183,7 +175,6 @@ class ChunkedLoss(Technique):
     """Chunked cross-entropy for every language model."""
 
     def is_used(self, settings: Settings) -> bool:
-        """Return whether the task trains a language model."""
         return settings.task == "instruction-tuning"
 
     def notice(self, settings: Settings) -> str | None:
@@ -193,6 +184,5 @@ class ChunkedLoss(Technique):
         return f"router_aux_loss_coef {factor:g} of the model's config has no effect here" if factor else None
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
-        """Replace the forward pass."""
         use_chunked_loss(model, settings.loss_chunk)
         return model

@@ -145,7 +145,6 @@ class Compile(Technique):
         return bool(compiler) and importlib.util.find_spec("triton") is not None
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
-        """Return why the technique cannot be used, and what to do."""
         if capability and capability < LEAST:
             return (
                 "Triton needs a GPU of compute capability 7.0 (Volta) or above, and this GPU has "
@@ -154,7 +153,6 @@ class Compile(Technique):
         return None
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
-        """Compile the layers at their first call."""
         compile_blocks(model, settings.cache_dir, settings.accelerator)
         return model
 

@@ -97,6 +97,5 @@ class EmbeddingRows(Technique):
         return not strategy_traits(settings).owns_optimizer
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
-        """Change the class of the embeddings."""
         add_rows(model)
         return model

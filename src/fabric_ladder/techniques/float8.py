@@ -71,7 +71,6 @@ class Float8(Technique):
     refused_on_mps = "--float8 true, since Apple's GPUs have no 8-bit floating point: leave it out"
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
-        """Return why the technique cannot be used, and what to do."""
         if capability and capability < LEAST:
             return (
                 "it needs a GPU of compute capability 8.9 (Ada, Hopper) or above, and this GPU has "
@@ -94,16 +93,13 @@ class Float8(Technique):
         return {"compile": "rounding to 8 bits is slow without it"}
 
     def notice(self, settings: Settings) -> str | None:
-        """Return why it is slow, where it is."""
         if settings.accelerator != "cpu":
             return None if settings.compile else "--float8 without --compile true is slower than bfloat16"
         return "--float8 on a CPU: factors are rounded to 8 bits and multiplied in 32 bits, which is slower"
 
     def packages(self, settings: Settings) -> tuple[str, ...]:
-        """Return torchao."""
         return ("torchao",)
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
-        """Convert the linear layers."""
         use_float8(model, settings.accelerator)
         return model

@@ -69,11 +69,9 @@ class Freezing(Technique):
     trains_all = False
 
     def is_used(self, settings: Settings) -> bool:
-        """Return whether any block is frozen."""
         return settings.train_blocks != "all"
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
-        """Return why these blocks cannot be trained, and what to do."""
         count = trained_blocks(settings)
         if count is None:
             return "write all, none or last:N, for example last:4"

@@ -153,7 +153,6 @@ class FusedAttention(Technique):
     )
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
-        """Change the attention of the model, and its GELU."""
         fuse_attention(model)
         fuse_gelu(model)
         return model

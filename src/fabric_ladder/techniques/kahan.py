@@ -90,7 +90,6 @@ class KahanSummation(Technique):
     """`Kahan`, mixed into the optimizer."""
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
-        """Return why the technique cannot be used, and what to do."""
         if settings.precision not in ("bf16-true", "16-true"):
             return f"under --precision {settings.precision} the weights lose nothing; leave it out, or use bf16-true"
         if settings.optimizer == "adafactor":
@@ -98,9 +97,7 @@ class KahanSummation(Technique):
         return None
 
     def state_dtypes(self, settings: Settings) -> list[torch.dtype | None]:
-        """Return the compensation."""
         return [None]
 
     def change_optimizer(self, kind: type[Optimizer], settings: Settings, model: nn.Module) -> type[Optimizer]:
-        """Mix `Kahan` into the optimizer's class."""
         return type(f"Kahan{kind.__name__}", (Kahan, kind), {})

@@ -8,7 +8,6 @@ class LeanOptimizer(Technique):
     """PyTorch's SGD, chosen in `models/optimizer.py`."""
 
     def notice(self, settings: Settings) -> str | None:
-        """Return a warning about random weights."""
         if not settings.from_scratch:
             return None
         return (

@@ -7,7 +7,6 @@ import logging
 import re
 import warnings
 from collections.abc import Iterable
-from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import version
 
@@ -21,7 +20,6 @@ from fabric_ladder.errors import UserError
 from fabric_ladder.models.dtypes import half_precision, keep_dtype
 from fabric_ladder.models.layers import batch_norms, expert_share, head_names, linear_layers, meta_model, read_weights
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques.lora_init import CHANGES_BASE, check_init, same_draws
 from fabric_ladder.techniques.memory import Counts
 from fabric_ladder.techniques.technique import Technique
 
@@ -37,7 +35,7 @@ warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", F
 
 
 def _check_targets(settings: Settings) -> None:
-    """Refuse names of layers that the model does not have, and a start that does not fit these layers.
+    """Refuse names of layers that the model does not have.
 
     PEFT ignores such names if it finds one of the others.
 
@@ -60,8 +58,6 @@ def _check_targets(settings: Settings) -> None:
             if found
             else f"{settings.model} has no linear layers that could get adapters: leave out --lora true"
         )
-    adapted = [name for name in layers if any(_matches(target, [name]) for target in targets)]
-    check_init(settings, [model.get_submodule(name) for name in adapted])
 
 
 def add_adapters(model: nn.Module, settings: Settings) -> nn.Module:
@@ -100,14 +96,9 @@ def add_adapters(model: nn.Module, settings: Settings) -> nn.Module:
             module.support_avx512bf16_for_cpu = False
     # only a language model's head may be tied, and CLIP's classifier raises an error here
     embedding = model.get_input_embeddings().weight if settings.task == "instruction-tuning" else None
-    changes = settings.lora_init in CHANGES_BASE
-    with same_draws() if changes else nullcontext():
-        model = get_peft_model(model, config)
+    model = get_peft_model(model, config)
     for module in batch_norms(model):  # their statistics would change, and are not saved with an adapter
         module.eval().train = lambda mode=True, module=module: module
-    if changes:
-        model.changed_base = settings.lora_init
-        config.init_lora_weights = True  # whoever loads the changed weights must not change them again
     if settings.precision.endswith("mixed"):
         for module in model.modules():
             if type(module) is nn.Linear and not module.weight.requires_grad and module.weight is not embedding:
@@ -183,10 +174,14 @@ class LoRA(Technique):
         return None
 
     def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse an old torchao, and layers that the model does not have."""
+        """Refuse an old torchao, layers that the model does not have, and a start that does not fit."""
         super().check(settings, capability)
         if self.is_used(settings):
             _check_targets(settings)
+            if settings.lora_init == "orthogonal" and settings.quantization != "no":
+                raise UserError("--lora_init orthogonal: not on weights of 4 bits; use gaussian, or --quantization no")
+            if settings.lora_init == "orthogonal" and settings.lora_rank % 2:
+                raise UserError(f"--lora_init orthogonal needs an even --lora_rank, not {settings.lora_rank}")
             if settings.lora_plus_ratio != 1 and strategy_traits(settings).owns_optimizer:
                 raise UserError(
                     f"--lora_plus_ratio {settings.lora_plus_ratio:g}: not with {settings.name}, whose engine has one "
@@ -194,7 +189,6 @@ class LoRA(Technique):
                 )
 
     def packages(self, settings: Settings) -> tuple[str, ...]:
-        """Return PEFT."""
         return ("peft",)
 
     def notice(self, settings: Settings) -> str | None:
@@ -215,7 +209,6 @@ class LoRA(Technique):
         return loaded if dtype is None else loaded // 2
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
-        """Return the frozen model with adapters."""
         return add_adapters(model, settings)
 
     def rate_factor(self, name: str, settings: Settings) -> float:

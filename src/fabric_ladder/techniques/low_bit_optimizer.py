@@ -1,4 +1,4 @@
-"""Adam's moments in 8 bits (`adam_8bit.py`, bitsandbytes) or 4 bits (`adam_4bit.py`)."""
+"""Adam's moments in 8 bits (`adam_8bit.py`, bitsandbytes) or 4 bits (`adam_4bit.py`, torchao)."""
 
 import importlib.util
 from dataclasses import replace
@@ -22,18 +22,21 @@ MOMENT_BYTES = {  # of a weight's two moments, with a 32-bit constant for each b
 def bytes_of_cpu_step(optimizer: str, largest: int) -> int:
     """Return the bytes into which a step on the CPU unpacks the largest weight, of `largest` numbers.
 
-    bitsandbytes unpacks each weight into six 32-bit tensors, and 4-bit Adam a part of it into five.
+    bitsandbytes unpacks each weight into six 32-bit tensors, and torchao a part of it into nine.
     """
-    return {"adam-8bit": 24 * largest, "adam-4bit": 20 * min(largest, PART_SIZE)}.get(optimizer, 0)
+    return {"adam-8bit": 24 * largest, "adam-4bit": 36 * min(largest, PART_SIZE)}.get(optimizer, 0)
 
 
 class LowBitOptimizer(Technique):
     """Replace Adam by a class with small moments."""
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
-        """Return why the technique cannot be used, and what to do."""
-        if settings.optimizer != "adam-8bit":
-            return None
+        if settings.optimizer == "adam-4bit":
+            try:
+                import torchao.optim  # noqa: F401
+            except ImportError:  # versions before 0.11 have it under another name
+                return "it needs torchao: pip install torchao==0.18.0"
+            return "torchao steps in 32 bits; use --precision 32-true" if settings.precision == "64-true" else None
         if settings.accelerator == "mps":
             return "bitsandbytes does not support mps; use --optimizer adafactor"
         if importlib.util.find_spec("bitsandbytes") is None:
@@ -41,7 +44,6 @@ class LowBitOptimizer(Technique):
         return None
 
     def change_optimizer(self, kind: type[Optimizer], settings: Settings, model: nn.Module) -> type[Optimizer]:
-        """Return the class of the same optimizer with small moments."""
         if settings.optimizer == "adam-4bit":
             keep_kernels(settings.cache_dir)
             return Adam4bit
@@ -54,8 +56,7 @@ class LowBitOptimizer(Technique):
         return [torch.uint8] * 2 if settings.optimizer == "adam-8bit" else [torch.uint8]
 
     def packages(self, settings: Settings) -> tuple[str, ...]:
-        """Return bitsandbytes for 8 bits."""
-        return ("bitsandbytes",) if settings.optimizer == "adam-8bit" else ()
+        return ("bitsandbytes",) if settings.optimizer == "adam-8bit" else ("torchao",)
 
     def rehearsed(self, settings: Settings) -> Settings:
         """Return settings without moments in place of 8-bit ones; those of 4 bits run on fake tensors."""

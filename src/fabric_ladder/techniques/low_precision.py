@@ -17,7 +17,6 @@ class LowPrecision(Technique):
     """Fabric converts the model; this project does nothing more."""
 
     def check_precision(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse Adam on float16 weights, whose epsilon would be 0."""
         if settings.precision == "16-true" and settings.optimizer in ("adam", "adamw") and not settings.lora:
             raise UserError(
                 f"--precision 16-true: the epsilon of --optimizer {settings.optimizer} is 0 in float16, and every step "
@@ -25,5 +24,4 @@ class LowPrecision(Technique):
             )
 
     def notice(self, settings: Settings) -> str | None:
-        """Return a line if bfloat16 is computed in 32 bits."""
         return computed_in_32_bits(settings)

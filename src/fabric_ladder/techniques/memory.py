@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import nn
 
 from fabric_ladder.models.layers import find_blocks
+from fabric_ladder.settings import Settings
 
 
 class Kind(NamedTuple):
@@ -75,6 +76,13 @@ class Counts(NamedTuple):
     in_blocks: int = 0
     linear_in_blocks: int = 0
     largest_block: int = 0
+
+
+def bytes_of_weight(settings: Settings, frozen_linear: bool = False) -> int:
+    """Return the bytes of a weight; mixed precision stores the linear layers that adapters freeze in 16 bits."""
+    if frozen_linear and settings.precision.endswith("mixed"):
+        return 2
+    return {"64-true": 8, "bf16-true": 2, "16-true": 2}.get(settings.precision, 4)
 
 
 def count_parameters(model: nn.Module) -> Counts:

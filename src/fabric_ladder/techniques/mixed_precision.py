@@ -12,7 +12,6 @@ class MixedPrecision(Technique):
     """Fabric casts the inputs of each operation; this project does nothing more."""
 
     def check_precision(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse float16 without a GPU, and bfloat16 on a GPU that only emulates it."""
         if settings.precision == "16-mixed" and capability is None and settings.accelerator != "mps":
             raise UserError("--precision 16-mixed needs a CUDA GPU; use --precision bf16-mixed")
         if settings.precision == "bf16-mixed" and emulates(settings.precision, capability):
@@ -23,5 +22,4 @@ class MixedPrecision(Technique):
             )
 
     def notice(self, settings: Settings) -> str | None:
-        """Return a line if bfloat16 is computed in 32 bits."""
         return computed_in_32_bits(settings)

@@ -138,7 +138,6 @@ class Packing(Technique):
     rounds_lengths = True
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
-        """Return why the technique cannot be used, and what to do."""
         if settings.task == "image-classification":
             return "images have one size and need no padding; use --packing false"
         if settings.attention == "eager":
@@ -167,7 +166,6 @@ class Packing(Technique):
         return None
 
     def describe_batch(self, settings: Settings, ranks: int) -> str | None:
-        """Return the effective batch and its rows."""
         if settings.micro_batch_tokens:
             return f"batch {settings.batch_size} in packed micro-batches of {settings.micro_batch_tokens} tokens"
         devices = f"{ranks} x " if ranks > 1 else ""
@@ -180,7 +178,6 @@ class Packing(Technique):
         return "pack_rows" if settings.pack_rows else None
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
-        """Let the model take packed batches."""
         support_packing(model, settings.max_length)
         return model
 

@@ -15,7 +15,7 @@ from fabric_ladder.models.dtypes import half_precision
 from fabric_ladder.models.layers import head_names, meta_model, read_weights
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.lora import LoRA
-from fabric_ladder.techniques.memory import Counts, Peak, frozen_linear_layers
+from fabric_ladder.techniques.memory import Counts, Peak, bytes_of_weight, frozen_linear_layers
 from fabric_ladder.techniques.technique import Technique
 
 NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8  # bytes per weight, with its constants: QLoRA, section 3
@@ -74,11 +74,9 @@ class QLoRA(Technique):
         _try_bitsandbytes(settings.accelerator)
 
     def packages(self, settings: Settings) -> tuple[str, ...]:
-        """Return bitsandbytes."""
         return ("bitsandbytes",)
 
     def loading_options(self, settings: Settings, config: PretrainedConfig) -> dict:
-        """Read the weights in 4 bits."""
         return quantization(settings, config)
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
@@ -95,7 +93,6 @@ class QLoRA(Technique):
         return packed if _packs_on_host(settings) else 0
 
     def rehearsed(self, settings: Settings) -> Settings:
-        """Return settings whose frozen weights are not packed."""
         return replace(settings, quantization="no")
 
     def rehearse_model(self, model: nn.Module, settings: Settings) -> None:
@@ -111,7 +108,7 @@ class QLoRA(Technique):
         """Pack the frozen linear layers into 4 bits, unless the rehearsal has done so."""
         if strategy_traits(settings).shards_weights:
             return peak
-        width = {"32-true": 4, "64-true": 8}.get(settings.precision, 2)
+        width = bytes_of_weight(settings, frozen_linear=True)
         return peak._replace(parameters=peak.parameters - round(counts.linear * (width - NF4_BYTES)))
 
 

@@ -33,7 +33,6 @@ class FSDP(_Strategy):
     refused_on_mps = "FSDP2: use src/7_grad_checkpointing.py"
 
     def check_precision(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse precisions that Fabric's FSDP2 cannot do."""
         if settings.precision in self.refused_precisions:
             raise UserError(
                 f"--precision {settings.precision}: FSDP2 under Fabric cannot do it; use bf16-mixed, bf16-true or "
@@ -80,7 +79,6 @@ class DeepSpeed(_Strategy):
     )
 
     def packages(self, settings: Settings) -> tuple[str, ...]:
-        """Return DeepSpeed."""
         return ("deepspeed",)
 
     def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:

@@ -93,11 +93,9 @@ class Stateless(Technique):
     """`SinkGD` in place of the optimizer."""
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
-        """Return why the technique cannot be used, and what to do."""
         if settings.max_grad_norm:
             return "its steps do not depend on the gradient's norm, so --max_grad_norm has no effect; leave it out"
         return None
 
     def change_optimizer(self, kind: type[Optimizer], settings: Settings, model: nn.Module) -> type[Optimizer]:
-        """Return SinkGD."""
         return SinkGD

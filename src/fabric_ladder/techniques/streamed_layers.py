@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from fabric_ladder.models.layers import find_blocks, meta_model
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.checkpointing import host_memory
-from fabric_ladder.techniques.memory import Counts, Peak, streamed_weights
+from fabric_ladder.techniques.memory import Counts, Peak, bytes_of_weight, streamed_weights
 from fabric_ladder.techniques.technique import Technique
 
 ALIGNMENT = 256  # bytes between the starts of two weights: enough for every kernel
@@ -225,7 +225,6 @@ class StreamedLayers(Technique):
     refused_on_mps = "--stream_layers true, since Apple's GPUs share the CPU's memory: leave it out"
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
-        """Return why the technique cannot be used, and what to do."""
         if settings.ranks > 1:
             return "only on one device; use --devices 1, or src/10_fsdp.py --lora true, which shards the weights"
         model = meta_model(settings)
@@ -234,12 +233,10 @@ class StreamedLayers(Technique):
         return None
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
-        """Stream the blocks."""
         stream_blocks(model)
         return model
 
     def rehearsed(self, settings: Settings) -> Settings:
-        """Return settings whose frozen weights are on the device."""
         return replace(settings, stream_layers=False)
 
     def add_memory(self, peak: Peak, counts: Counts, settings: Settings) -> Peak:
@@ -255,12 +252,10 @@ class StreamedLayers(Technique):
 
 def _linear_bytes(settings: Settings) -> float:
     """Return the bytes of a frozen linear layer per weight, without the constants of 4-bit weights."""
-    if settings.quantization != "no":
-        return 1 / 2
-    return {"32-true": 4, "64-true": 8}.get(settings.precision, 2)
+    return 1 / 2 if settings.quantization != "no" else bytes_of_weight(settings, frozen_linear=True)
 
 
 def _streamed_bytes(counts: Counts, settings: Settings) -> float:
     """Return the bytes of the frozen weights in blocks."""
-    others = {"64-true": 8, "bf16-true": 2, "16-true": 2}.get(settings.precision, 4)
-    return counts.linear_in_blocks * _linear_bytes(settings) + (counts.in_blocks - counts.linear_in_blocks) * others
+    others = (counts.in_blocks - counts.linear_in_blocks) * bytes_of_weight(settings)
+    return counts.linear_in_blocks * _linear_bytes(settings) + others

@@ -68,7 +68,6 @@ class TiledMLP(Technique):
     """Compute the MLP of each block over tiles of tokens."""
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
-        """Return why the technique cannot be used, and what to do."""
         model = meta_model(settings)
         blocks = find_blocks(model)
         if blocks and all(map(find_mlp, blocks)):
@@ -76,6 +75,5 @@ class TiledMLP(Technique):
         return f"the blocks of {model.config.model_type} have no MLP that computes each token alone; leave it out"
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
-        """Compute the MLPs over tiles."""
         use_tiles(model, settings.mlp_tile, may_draw(model.config, settings))
         return model

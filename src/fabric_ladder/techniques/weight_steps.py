@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from fabric_ladder.models.optimizer import all_finite
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.low_bit_optimizer import MOMENT_BYTES, bytes_of_cpu_step
-from fabric_ladder.techniques.memory import Counts, Peak
+from fabric_ladder.techniques.memory import Counts, Peak, bytes_of_weight
 from fabric_ladder.techniques.technique import Technique
 
 
@@ -159,7 +159,6 @@ class _StepsByWeight(Technique):
     """The parts that both techniques share; together they use one mixin."""
 
     def change_optimizer(self, kind: type[Optimizer], settings: Settings, model: nn.Module) -> type[Optimizer]:
-        """Mix `WeightSteps` into the optimizer's class, once."""
         if issubclass(kind, WeightSteps):
             return kind
         chosen = {
@@ -170,7 +169,6 @@ class _StepsByWeight(Technique):
         return type(kind.__name__, (WeightSteps, kind), chosen)
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
-        """Return why the technique cannot be used, and what to do."""
         if settings.ranks > 1:
             return "only on one device, since several average their gradients first; use --devices 1"
         if settings.precision == "16-mixed":
@@ -192,7 +190,6 @@ class StepInBackward(_StepsByWeight):
         return None if evaluates else "batch_size"
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
-        """Return why the technique cannot be used, and what to do."""
         if reason := super().reason_against(settings, capability):
             return reason
         if settings.max_grad_norm:
@@ -214,7 +211,6 @@ class OptimizerOffload(_StepsByWeight):
     state_on_device = False
 
     def rehearsed(self, settings: Settings) -> Settings:
-        """Return settings of a step without state on the device."""
         return replace(settings, optimizer="sgd", optimizer_offload=False, kahan_summation=False)
 
     def add_memory(self, peak: Peak, counts: Counts, settings: Settings) -> Peak:
@@ -226,7 +222,7 @@ class OptimizerOffload(_StepsByWeight):
         """
         from fabric_ladder.techniques import state_dtypes  # which imports this module
 
-        width = 4 if settings.lora else {"64-true": 8, "bf16-true": 2, "16-true": 2}.get(settings.precision, 4)
+        width = 4 if settings.lora else bytes_of_weight(settings)
         state = width * state_dtypes(settings).count(None) + MOMENT_BYTES.get(settings.optimizer, 0)
         host = counts.trained * (state + 2 * width) + bytes_of_cpu_step(settings.optimizer, counts.largest_layer)
         return peak._replace(optimizer_state=0, host=peak.host + round(host))
