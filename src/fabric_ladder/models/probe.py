@@ -65,14 +65,14 @@ def check_probed(settings: Settings) -> None:
     """
     if settings.task == "image-classification":
         return
-    config, longest = load_config(settings.model, settings.model_revision), settings.max_length
-    step = settings.pad_to_multiple_of
-    lengths = tuple(math.ceil(length / step) * step for length in (min(SHORT, longest), min(MOST_TOKENS, longest)))
+    config, step = load_config(settings.model, settings.model_revision), settings.pad_to_multiple_of
+    most = min(MOST_TOKENS, settings.max_length)
+    lengths = tuple({math.ceil(length / step) * step for length in (min(SHORT, most), max(1, most - 1), most)})
     values = json.dumps(config.to_dict(), default=str)
-    problem = _measure(_pass, type(config), values, settings.task, longest, lengths)
+    problem = _measure(_pass, type(config), values, settings.task, settings.max_length, lengths)
     if problem is not None:
-        each = f"{settings.model} ({config.model_type}) cannot process texts of {lengths[0]} and {lengths[1]} tokens"
-        with refused(f"{each}: choose another --max_length or --model"):
+        text = f"{settings.model} ({config.model_type}) cannot process all texts of up to {max(lengths)} tokens"
+        with refused(f"{text}: choose another --max_length or --model"):
             raise problem
     facts = facts_of(settings)
     if facts is None:
