@@ -141,7 +141,7 @@ def run(rung: str, options: list[str], runs: Path, number: int) -> tuple[Record,
         losses = [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
     results = json.loads((folder / "run.json").read_text(encoding="utf-8"))["results"]
     record = losses, results["test_loss"], results["test_accuracy"]
-    return record, bool(re.search("changes the (results|losses)", printed.getvalue()))
+    return record, bool(re.search("changes? the (results|losses)", printed.getvalue()))
 
 
 def difference(found: Record, expected: Record, tolerance: float = TOLERANCE) -> str:

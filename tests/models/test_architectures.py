@@ -12,13 +12,13 @@ from transformers import AutoConfig
 from fabric_ladder import UserError, build_model
 from fabric_ladder.data.splits import TextDatasets
 from fabric_ladder.models.configs import check_model
-from fabric_ladder.models.layers import check_images, linear_layers, meta_model
+from fabric_ladder.models.layers import check_images, meta_model
 from fabric_ladder.planning.plan import find_answer
 from fabric_ladder.planning.predict import blank_datasets
 from fabric_ladder.techniques.advice import explain
 from fabric_ladder.techniques.checkpointing import ActivationCheckpointing
 from fabric_ladder.techniques.chunked_loss import ChunkedLoss
-from fabric_ladder.techniques.lora import LoRA
+from fabric_ladder.techniques.lora import LoRA, adaptable_layers
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 TEXT = SIZES | {"num_key_value_heads": 1, "head_dim": 8, "vocab_size": VOCABULARY, "max_position_embeddings": 32}
@@ -87,7 +87,9 @@ def test_the_positions_of_a_text_part_bound_the_texts(tmp_path):
 def test_adapters_stay_out_of_image_parts_routers_and_fused_kernels(tmp_path, kind):
     settings = settings_of(tmp_path, kind, lora=True, **LANGUAGE)
     adapted = [name for name, module in built(settings, 0).named_modules() if hasattr(module, "lora_A")]
-    assert [name.removeprefix("base_model.model.") for name in adapted] == linear_layers(meta_model(settings))
+    assert [name.removeprefix("base_model.model.") for name in adapted] == adaptable_layers(
+        meta_model(settings), settings
+    )
     assert not [name for name in adapted if "vision" in name or "router" in name or name.endswith("out_proj")]
     run, model = run_training(tmp_path, built(settings, 0), token_datasets(per_token=True), **LANGUAGE, lora=True)
     unused = [name for name, weight in model.named_parameters() if "lora_B" in name and not weight.any()]

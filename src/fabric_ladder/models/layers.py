@@ -1,7 +1,6 @@
 """The names of a model's layers, read from a model without values."""
 
 import inspect
-from contextlib import suppress
 
 import torch
 from torch import nn
@@ -96,40 +95,24 @@ def linear_layers(model: nn.Module) -> list[str]:
     Layers that compute the logits, that belong to images or sounds, that choose experts, or whose weights Mamba reads
     itself are left out.
     """
-    output, heads, part, read = model.get_output_embeddings(), head_names(model), text_part(model), read_weights(model)
+    output, heads, part, fused = model.get_output_embeddings(), head_names(model), text_part(model), fused_layers(model)
     return [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D)
         and module is not output
-        and name not in read
+        and name not in fused
         and name.split(".")[0] not in heads
         and name.startswith(part)
         and "router" not in name
     ]
 
 
-def read_weights(model: nn.Module) -> list[str]:
-    """Return the names of the linear layers whose weights a model reads itself, or does not use.
-
-    For a model without values, a forward pass finds them. The fused kernel of a state-space model reads some more.
-    """
+def fused_layers(model: nn.Module) -> list[str]:
+    """Return the names of the linear layers whose weights the fused kernel of a state-space model reads."""
     mixers = [(name, module) for name, module in model.named_modules() if hasattr(module, "ssm_state_size")]
     layers = ("out_proj", "dt_proj", "x_proj")
-    fused = [f"{name}.{layer}" for name, mixer in mixers for layer in layers if hasattr(mixer, layer)]
-    linear = {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    called = set()
-    own = {module for module in linear if type(module).forward is not nn.Linear.forward}  # DeepSeek V4's groups
-    hooks = [module.register_forward_pre_hook(lambda module, _: called.add(module)) for module in linear]
-    device = next(model.parameters()).device
-    if device.type != "meta":
-        return fused
-    with suppress(Exception), torch.no_grad():  # a pass may depend on values, or need other inputs
-        model(input_ids=torch.zeros(1, 8, dtype=torch.long, device=device))
-        own |= linear.keys() - called
-    for hook in hooks:
-        hook.remove()
-    return fused + [linear[module] for module in own]
+    return [f"{name}.{layer}" for name, mixer in mixers for layer in layers if hasattr(mixer, layer)]
 
 
 def expert_share(model: nn.Module) -> float:
@@ -140,8 +123,13 @@ def expert_share(model: nn.Module) -> float:
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks that transformers marks for activation checkpointing, without blocks inside other blocks."""
-    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    """Return the blocks that transformers marks for activation checkpointing, without blocks inside other blocks.
+
+    A model with parts for texts and other inputs has those of its text part.
+    """
+    part = text_part(model)
+    named = [(name, module) for name, module in model.named_modules() if name.startswith(part)]
+    blocks = [module for _, module in named if isinstance(module, GradientCheckpointingLayer)]
     inner = {part for block in blocks for part in block.modules() if part is not block}
     return [block for block in blocks if block not in inner]
 

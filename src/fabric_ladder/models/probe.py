@@ -6,23 +6,27 @@ sharded or in 4 bits, and a check of the settings needs none of them.
 
 import json
 import math
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.nn.functional import linear
 from transformers import PretrainedConfig
 
 from fabric_ladder.data.hub import load_config
-from fabric_ladder.errors import UserError
+from fabric_ladder.errors import UserError, refused
 from fabric_ladder.models.configs import MODELS, attend_fully
 from fabric_ladder.settings import Settings
 
 SHORT, LONG = 11, 40  # tokens of the probed text (CANINE reads four together), and of the longest text in its batch
 VOCABULARY = 64
+MOST_TOKENS = 4096  # of a text that is tried
 MOST_WEIGHTS = 5e7  # of a copy; a larger one would take seconds
 TOLERANCE = 1e-4  # relative difference that rounding in 32 bits explains
 # sizes beside the hidden size, and in a mixture of experts and Gemma's embedding for each layer billions of weights
@@ -40,20 +44,36 @@ class Facts(NamedTuple):
         padding: Largest change of a text's logits by a longer text in its batch, relative to the largest logit.
         reads_padding: Whether the head of a classifier reads the padding's hidden states.
         pooled: The token that the head of a classifier reads: `first`, `last` or `mean`; None: not known.
+        read: Linear layers whose weights the model reads outside their forward pass; each name ends with one of these,
+            with N for numbers.
+        unused: Linear layers that do not compute a row for each token.
     """
 
     sees_later: bool
     padding: float
     reads_padding: bool
     pooled: str | None
+    read: tuple[str, ...]
+    unused: tuple[str, ...]
 
 
 def check_probed(settings: Settings) -> None:
-    """Refuse a language model that sees later tokens, and a classifier whose head reads the padding.
+    """Refuse a model that cannot run, that sees later tokens it has to write, or whose head reads the padding.
 
     Raises:
         UserError: The model cannot be trained with these settings.
     """
+    if settings.task == "image-classification":
+        return
+    config, step = load_config(settings.model, settings.model_revision), settings.pad_to_multiple_of
+    most = min(MOST_TOKENS, settings.max_length)
+    lengths = tuple({math.ceil(length / step) * step for length in (min(SHORT, most), max(1, most - 1), most)})
+    values = json.dumps(config.to_dict(), default=str)
+    problem = _measure(_pass, type(config), values, settings.task, settings.max_length, lengths)
+    if problem is not None:
+        text = f"{settings.model} ({config.model_type}) cannot process all texts of up to {max(lengths)} tokens"
+        with refused(f"{text}: choose another --max_length or --model"):
+            raise problem
     facts = facts_of(settings)
     if facts is None:
         return
@@ -69,10 +89,15 @@ def check_probed(settings: Settings) -> None:
 def padding_notice(settings: Settings) -> str | None:
     """Return a line if padding changes the results of the model or may do so, and the settings allow padding."""
     facts = facts_of(settings)
-    if settings.task == "image-classification" or not _pads(settings) or (facts and facts.padding <= TOLERANCE):
+    if settings.task == "image-classification" or not _pads(settings):
         return None
     if facts is None:
         return f"Padding may change the results of {settings.model}, which was not tried; {_remedy(settings)}"
+    if facts.padding <= TOLERANCE:
+        config = load_config(settings.model, settings.model_revision).get_text_config()
+        chosen = getattr(config, "index_topk", None) or math.inf  # rounding decides between keys of nearly equal scores
+        line = f"Padding may change the results of {settings.model}, which attends to {chosen} tokens that it chooses"
+        return f"{line}; {_remedy(settings)}" if chosen < settings.max_length else None
     return (
         f"Padding changes the results of {settings.model}: they depend on the texts beside each text; "
         f"{_remedy(settings)}"
@@ -88,18 +113,31 @@ def facts_of(settings: Settings) -> Facts | None:
 
 def probe(config: PretrainedConfig, task: str, longest: int) -> Facts | None:
     """Return the facts about models with this config, which stays as it is, for texts of up to `longest` tokens."""
-    return _measure(_facts, type(config), json.dumps(config.to_dict(), default=str), task, longest)
+    facts = _measure(_facts, type(config), json.dumps(config.to_dict(), default=str), task, longest)
+    return facts if isinstance(facts, Facts) else None
 
 
 def answers_alone(config: PretrainedConfig, longest: int) -> bool:
     """Return whether padding on the left may change a prompt's answer; `longest` tokens with the answer."""
     values = json.dumps(config.to_dict(), default=str)
     change = _measure(_left_padding, type(config), values, "instruction-tuning", longest)
-    return change is None or not change <= TOLERANCE
+    return not isinstance(change, float) or not change <= TOLERANCE
 
 
-def small_copy(config: PretrainedConfig, task: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return a model with random weights and few layers, heads and tokens; change the config.
+def layers_named(model: nn.Module, names: tuple[str, ...]) -> list[str]:
+    """Return the names of the model's layers of which a small copy has found `names`."""
+    ends = tuple(f".{name}" for name in names)
+    return [name for name, _ in model.named_modules() if _numberless(f".{name}").endswith(ends)]
+
+
+def _numberless(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "N", name)
+
+
+def small_copy(
+    config: PretrainedConfig, task: str, dtype: torch.dtype = torch.float32, narrow: bool = True
+) -> nn.Module:
+    """Return a model with random weights, few layers and tokens, and unless not `narrow` few heads; change the config.
 
     Raises:
         Exception: The copy cannot be made. The class of the error depends on the model.
@@ -107,13 +145,15 @@ def small_copy(config: PretrainedConfig, task: str, dtype: torch.dtype = torch.f
     config.return_dict = True
     if task != "instruction-tuning":
         config.num_labels = 2  # a config may be for a regression
+    end = getattr(config, "eos_token_id", None)
+    config.eos_token_id = end if isinstance(end, int) and 0 < end < VOCABULARY else 5  # 0 pads; some heads look for it
     inner = config if config.is_encoder_decoder else config.get_text_config()
     inner.vocab_size, inner.pad_token_id, inner.use_cache = VOCABULARY, 0, False
     for size in SIZES:
         if getattr(inner, size, None):
             setattr(inner, size, VOCABULARY)
     _cut_layers(inner)
-    if heads := getattr(inner, "num_attention_heads", None):
+    if narrow and (heads := getattr(inner, "num_attention_heads", None)):
         groups = getattr(inner, "num_key_value_heads", None) or 1
         divisor = math.gcd(heads, groups) if groups > 1 else heads
         inner.hidden_size //= divisor  # the size of a head stays
@@ -140,15 +180,16 @@ def small_copy(config: PretrainedConfig, task: str, dtype: torch.dtype = torch.f
 
 def _cut_layers(config: PretrainedConfig) -> None:
     """Keep the first two layers, and all up to the last layer of a new type."""
-    depth = config.num_hidden_layers
+    depth = getattr(config, "num_hidden_layers", None)
     types = {name: getattr(config, name, None) for name in ("layer_types", "layers_block_type")}  # or properties
     lists = {name: value for name, value in (types | vars(config)).items() if isinstance(value, list | tuple)}
     lists = {name: value for name, value in lists.items() if len(value) == depth}
     layers = [repr(layer) for layer in zip(*lists.values(), strict=True)] or [""]
-    count = min(depth, max(2, *(layers.index(layer) + 1 for layer in set(layers))))
+    count = min(depth or 2, max(2, *(layers.index(layer) + 1 for layer in set(layers))))
     for name in LAYERS:
         if getattr(config, name, None):
-            setattr(config, name, count)
+            with suppress(NotImplementedError):  # Funnel sums the layers of its blocks
+                setattr(config, name, count)
     for name in lists.keys() & vars(config).keys():
         setattr(config, name, lists[name][:count])
 
@@ -162,32 +203,83 @@ def _cut_lengths(config: PretrainedConfig, longest: int) -> None:
 
 
 @lru_cache(maxsize=8)
-def _measure(measure: Callable, kind: type[PretrainedConfig], values: str, task: str, longest: int):
-    """Return what `measure` finds in a small copy; None: no copy can be made or run."""
+def _measure(measure: Callable, kind: type[PretrainedConfig], values: str, task: str, longest: int, *more):
+    """Return what `measure` finds in a small copy, the error of its passes, or None: no copy can be made.
+
+    A pass may fail only because of the copy's few heads, so a second copy has all heads.
+    """
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-    config = kind.from_dict(json.loads(values))
-    attend_fully(config)  # as `build_model` does
-    if type(inner := config.get_text_config()) in MODELS[task]._model_mapping:
-        config = inner
-    try:  # the caller may be making a model without values, or in another dtype
-        with unset_fake_temporarily(), torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
-            torch.default_generator.manual_seed(0)  # only the CPU's, which alone is restored
-            _cut_lengths(config, longest)
-            return measure(small_copy(config, task))
-    except Exception:  # a model may have any needs of its own
-        return None
+    try:
+        for narrow in (True, False):
+            config = kind.from_dict(json.loads(values))
+            attend_fully(config)  # as `build_model` does
+            if type(inner := config.get_text_config()) in MODELS[task]._model_mapping:
+                config = inner
+            model = None
+            try:  # the caller may be making a model without values, or in another dtype
+                with unset_fake_temporarily(), torch.device("cpu"), torch.random.fork_rng([]), torch.enable_grad():
+                    torch.default_generator.manual_seed(0)  # only the CPU's, which alone is restored
+                    _cut_lengths(config, longest)
+                    model = small_copy(config, task, narrow=narrow)
+                    return measure(model, *more)
+            except Exception as error:  # a model may have any needs of its own
+                if model is not None and not narrow:
+                    return error.with_traceback(None)  # which holds the copy
     finally:
         transformers.logging.set_verbosity(verbosity)
+    return None
+
+
+def _pass(model: nn.Module, lengths: tuple[int, ...]) -> None:
+    """Run texts of these lengths as in training."""
+    with torch.no_grad():
+        for length in lengths:
+            texts = torch.full((1, length), 5)
+            texts[:, -1] = model.config.eos_token_id
+            model.train()(input_ids=texts, attention_mask=torch.ones_like(texts))
+
+
+class _Watched(nn.Linear):
+    """A layer with the attribute `read` if its weight was read outside of its forward pass."""
+
+    @property
+    def weight(self) -> nn.Parameter:
+        self.read = True
+        return self._parameters["weight"]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return linear(inputs, self._parameters["weight"], self.bias)
+
+
+def _watch(model: nn.Module) -> Callable[[], tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Return a function that returns `Facts.read` and `Facts.unused` after some passes."""
+    layers = {module: name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    used, body = set(), f"{model.base_model_prefix}."
+
+    def note(module: nn.Module, _, output: Tensor) -> None:
+        if isinstance(output, Tensor) and output.shape[-1] == module.out_features:  # DeepSeek V4's groups have less
+            used.add(_numberless(layers[module].removeprefix(body)))
+
+    for module in layers:
+        module.register_forward_hook(note)
+        if type(module) is nn.Linear:
+            module.__class__ = _Watched
+
+    def found() -> tuple[tuple[str, ...], tuple[str, ...]]:
+        names = {module: _numberless(name.removeprefix(body)) for module, name in layers.items()}
+        read = {name for module, name in names.items() if hasattr(module, "read")}
+        return tuple(sorted(read)), tuple(sorted({*names.values()} - used))
+
+    return found
 
 
 def _facts(model: nn.Module) -> Facts:
     """Run a text beside a longer text, alone, and with another last token."""
-    hidden = []
+    hidden, layers = [], _watch(model)
     model.base_model.register_forward_hook(lambda _, __, output: hidden.append(output[0]))
-    end = getattr(model.config, "eos_token_id", None)
     texts = torch.randint(4, VOCABULARY, (2, LONG))
-    texts[:, -1] = texts[0, SHORT - 1] = end if isinstance(end, int) and 0 < end < VOCABULARY else 5  # 0 pads
+    texts[:, -1] = texts[0, SHORT - 1] = model.config.eos_token_id
     visible = torch.ones_like(texts)
     visible[0, SHORT:] = 0
     padded = model(input_ids=texts * visible, attention_mask=visible).logits
@@ -199,17 +291,17 @@ def _facts(model: nn.Module) -> Facts:
         alone[0, -1] = alone[0, -1] % (VOCABULARY - 5) + 4
         changed = model(input_ids=alone, attention_mask=visible).logits
         leak = (changed - logits)[:, :-1].abs().max() / largest
-        return Facts(leak.item() > TOLERANCE, padding, False, None)
+        return Facts(leak.item() > TOLERANCE, padding, False, None, *layers())
     beside, read = (
         torch.autograd.grad(each[0].sum(), states, allow_unused=True)[0]
         for each, states in zip((padded, logits), hidden, strict=True)
     )
     if read is None:
-        return Facts(False, padding, False, None)
+        return Facts(False, padding, False, None, *layers())
     places = read[0].any(-1).nonzero().flatten().tolist()
     pooled = "mean" if torch.allclose(read, read[:, :1].expand_as(read)) else None
     pooled = {(0,): "first", (SHORT - 1,): "last"}.get(tuple(places), pooled)
-    return Facts(False, padding, bool(beside[0, SHORT:].any()), pooled)
+    return Facts(False, padding, bool(beside[0, SHORT:].any()), pooled, *layers())
 
 
 def _left_padding(model: nn.Module) -> float:

@@ -18,7 +18,8 @@ from transformers.pytorch_utils import Conv1D
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.dtypes import half_precision, keep_dtype
-from fabric_ladder.models.layers import batch_norms, expert_share, head_names, linear_layers, meta_model, read_weights
+from fabric_ladder.models.layers import batch_norms, expert_share, head_names, linear_layers, meta_model
+from fabric_ladder.models.probe import facts_of, layers_named
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.memory import Counts
 from fabric_ladder.techniques.technique import Technique
@@ -44,7 +45,7 @@ def _check_targets(settings: Settings) -> None:
             lists the model's layers.
     """
     model = meta_model(settings)
-    layers, targets = linear_layers(model), _targets(model, settings.lora_targets)
+    layers, targets = adaptable_layers(model, settings), _targets(model, settings)
     found = ", ".join(_last_parts(layers))
     for target in targets:
         if not _matches(target, layers):
@@ -75,8 +76,8 @@ def add_adapters(model: nn.Module, settings: Settings) -> nn.Module:
 
     heads = head_names(model) if settings.task != "instruction-tuning" else []
     heads += getattr(model, "new_parts", [])
-    targets, names = _targets(model, settings.lora_targets), {name for name, _ in model.named_modules()}
-    others = names.difference(linear_layers(model)).union(read_weights(meta_model(settings)))
+    targets, names = _targets(model, settings), {name for name, _ in model.named_modules()}
+    others = names.difference(adaptable_layers(model, settings))
     config = LoraConfig(
         task_type=TASK_TYPES.get(settings.task),
         r=settings.lora_rank,
@@ -131,9 +132,15 @@ def _convert_inputs(module: nn.Module, args: tuple) -> tuple:
     return tuple(arg.to(dtype) if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args)
 
 
-def _targets(model: nn.Module, wanted: str) -> list[str]:
+def adaptable_layers(model: nn.Module, settings: Settings) -> list[str]:
+    """Return the names of the linear layers of the body that are used for each token."""
+    unused = layers_named(model, facts.unused) if (facts := facts_of(settings)) else []
+    return [name for name in linear_layers(model) if name not in unused]
+
+
+def _targets(model: nn.Module, settings: Settings) -> list[str]:
     """Return the last parts of the names of layers that get adapters; `attention` is PEFT's choice, if it has one."""
-    layers = linear_layers(model)
+    layers, wanted = adaptable_layers(model, settings), settings.lora_targets
     if wanted == "all-linear":
         return _last_parts(layers)
     if wanted != "attention":

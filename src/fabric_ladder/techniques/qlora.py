@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from transformers import BitsAndBytesConfig, PretrainedConfig
+from transformers.quantizers.base import get_keys_to_not_convert
 
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.errors import UserError, first_line
 from fabric_ladder.models.dtypes import half_precision
-from fabric_ladder.models.layers import head_names, meta_model, read_weights
+from fabric_ladder.models.layers import fused_layers, head_names, meta_model
+from fabric_ladder.models.probe import facts_of, layers_named
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.lora import LoRA
 from fabric_ladder.techniques.memory import Counts, Peak, bytes_of_weight, frozen_linear_layers
@@ -26,19 +28,20 @@ def quantization(settings: Settings, config: PretrainedConfig) -> dict:
     """Return `from_pretrained`'s options for 4-bit weights.
 
     NF4 with double quantization takes 4.127 bits per weight (Dettmers et al., 2023, QLoRA, section 3). Matrix
-    multiplications run in 16 bits, or in 32 under `32-true`. Embeddings, norms, heads and a pooler, which may be new,
-    keep their own precision.
+    multiplications run in 16 bits, or in 32 under `32-true`. Embeddings, norms, heads, a pooler, which may be new, and
+    layers whose weights the model reads itself keep their own precision.
 
     Weights that FSDP will shard or that will be streamed are packed in CPU memory: a GPU might not hold all of them.
     They come to the GPU block by block.
     """
-    model = meta_model(settings, config)
-    read = read_weights(model)
-    heads = [*read, "lm_head"] if read else None  # the one before the logits
-    if settings.task != "instruction-tuning":
-        heads = head_names(model) + [name for name, _ in model.named_modules() if name.endswith("pooler")] + read
+    model, facts = meta_model(settings, config), facts_of(settings)
+    kept = fused_layers(model) + (layers_named(model, facts.read) if facts else [])
+    if settings.task == "instruction-tuning":
+        kept += get_keys_to_not_convert(model)  # of the logits
+    else:
+        kept += head_names(model) + [name for name, _ in model.named_modules() if name.endswith("pooler")]
     options = BitsAndBytesConfig(
-        **NF4, llm_int8_skip_modules=heads, bnb_4bit_compute_dtype=half_precision(settings) or torch.float32
+        **NF4, llm_int8_skip_modules=kept, bnb_4bit_compute_dtype=half_precision(settings) or torch.float32
     )
     on_gpu = settings.accelerator == "cuda" and not _packs_on_host(settings)
     device = torch.cuda.current_device() if on_gpu else "cpu"
