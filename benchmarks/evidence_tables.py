@@ -27,12 +27,13 @@ from matplotlib.figure import Figure
 
 from fabric_ladder.comparing.charts import STYLE
 from fabric_ladder.comparing.logs import LoggedRun
-from fabric_ladder.comparing.matching import Row, wilson_interval
+from fabric_ladder.comparing.matching import Row
 from fabric_ladder.comparing.sources import FIGURES, read_sources
 from fabric_ladder.errors import UserError
 from fabric_ladder.planning.candidates import NAMED
 from fabric_ladder.planning.measured import FILE, numerics
 from fabric_ladder.rungs import RUNGS, parent
+from fabric_ladder.runs.intervals import wilson_interval
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.advice import show_errors
 

@@ -7,9 +7,9 @@ import pytest
 from scipy.stats import binomtest
 from support.recorded_runs import BLOG, compare, record, write_run
 
-from fabric_ladder.comparing.matching import wilson_interval
 from fabric_ladder.comparing.page import to_html
 from fabric_ladder.comparing.sources import read_sources
+from fabric_ladder.runs.intervals import wilson_interval
 
 
 @pytest.mark.parametrize(("hits", "n"), [(0, 10), (8737, 10000), (33, 33)])

@@ -37,6 +37,8 @@ LINES = [
     r"Memory used: \d+\.\d\d GB",
     r"Host memory used: \d+\.\d\d GB, loading included",
     r"(Saved runs/{name}/1/adapter\nUse it: python scripts/predict.py .*\n)?Test accuracy \d+\.\d\d%",
+    r"Test samples 33, 95 % interval \d+\.\d\d% to \d+\.\d\d%",
+    r"class \\ predicted +negative +positive +precision +recall +f1 +support\n'negative' .*\n'positive' .*",
 ]
 PRECISION = dict.fromkeys(NAMES[:3], "32-true")
 PRECISION |= dict.fromkeys(["4_mixed_precision", "9_ddp", "10_fsdp", "11_fsdp_cpu_offload", "15_packing"], "bf16-mixed")

@@ -8,7 +8,7 @@ from support.devices import ONE_THREAD, SIZES
 from support.export import run_here, tiny
 from support.helpers import ROOT, SRC, finished, run_script
 
-from fabric_ladder.comparing.matching import wilson_interval
+from fabric_ladder.runs.intervals import wilson_interval
 from fabric_ladder.tools.model_card import write_card
 
 EXPORT = ROOT / "scripts" / "export_model.py"

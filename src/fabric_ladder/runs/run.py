@@ -11,12 +11,13 @@ from lightning import Fabric
 from torch import nn
 from torch.utils.data import DataLoader
 
-from fabric_ladder.data.label_kind import Described
+from fabric_ladder.data.label_kind import Described, class_lines
 from fabric_ladder.data.loaders import EffectiveBatch
 from fabric_ladder.distributed.launch import command_line
 from fabric_ladder.distributed.watch import running_watch
 from fabric_ladder.environment import notebook_shell
 from fabric_ladder.options import without_options
+from fabric_ladder.runs.intervals import wilson_interval
 from fabric_ladder.runs.memory_history import MemoryHistory
 from fabric_ladder.runs.metrics import Score
 from fabric_ladder.runs.prediction import Prediction, start_planner
@@ -27,6 +28,7 @@ from fabric_ladder.runs.report import describe_parameters, parameters_line, titl
 from fabric_ladder.runs.throughput import Throughput
 from fabric_ladder.settings import Settings
 
+FEW = 200  # test samples: with fewer, the interval of the accuracy is printed
 LOG_EVERY = 4800  # samples between two printed losses, if an epoch has at least ten times as many
 
 
@@ -217,16 +219,23 @@ class Run:
             classes: From `describe_classes`.
             described: The results of another kind of labels than one class per sample.
         """
+        items = {"instruction-tuning": "test_tokens", "token-classification": "test_words"}
+        counted = items.get(self.settings.task, "test_samples")
         if self._is_regression:
             figures = {"test_mse": score.loss}
             self.print(f"Test MSE {score.loss:.4f}")
         else:
             figures = {"test_accuracy": score.accuracy}
             self.print(f"Test accuracy {score.accuracy * 100:.2f}%")
+            if counted == "test_samples" and 0 < score.items < FEW:
+                low, high = wilson_interval(score.accuracy, score.items)
+                self.print(f"Test samples {score.items}, 95 % interval {low * 100:.2f}% to {high * 100:.2f}%")
         if classes and (len(classes["names"]) > 2 or self._imbalance):
             self.print(f"Test macro-F1 {classes['macro_f1'] * 100:.2f}%")
         if classes:
             self.record.add_results(classes=classes)
+            for line in class_lines(classes):
+                self.print(line)
         if described:
             self.record.add_results(**described.results)
             for line in described.lines:
@@ -234,8 +243,6 @@ class Run:
         if self._items_are_tokens:
             self.print(f"Test loss {score.loss:.4f} per trained token, perplexity {score.perplexity:.2f}")
         figures["test_loss"] = score.loss
-        items = {"instruction-tuning": "test_tokens", "token-classification": "test_words"}
-        counted = items.get(self.settings.task, "test_samples")
         self.record.add_results(**figures, **{counted: score.items})
         self._log_row(step, epoch=math.ceil(step / self.steps), **figures)
         self.record.add(status="finished")

@@ -5,10 +5,10 @@ from pathlib import Path
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
-from fabric_ladder.comparing.matching import wilson_interval
 from fabric_ladder.data.instructions import prompt_templates
 from fabric_ladder.data.sources import file_format
 from fabric_ladder.errors import read_outside, refused
+from fabric_ladder.runs.intervals import wilson_interval
 from fabric_ladder.settings import FACTS, SURROUNDINGS, Settings
 
 HUB_NAMES = {"imdb": "stanfordnlp/imdb"}  # data sets with another name on the Hub
