@@ -246,15 +246,16 @@ def to_markdown(comparison: Comparison) -> str:
     """Return the figures and the settings that differ in GitHub's Markdown."""
     parts = [
         f"**{_escape(comparison.warning)}**" if comparison.warning else "",
-        _markdown(figures_table(comparison), "rung"),
+        markdown_table(figures_table(comparison), "rung"),
         _escape(footnote(comparison)),
-        _markdown(settings_table(comparison), "setting") if comparison.settings else "",
+        markdown_table(settings_table(comparison), "setting") if comparison.settings else "",
         "\n".join(f"- {_escape(notice)}" for notice in comparison.notices),
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _markdown(table: pd.DataFrame, name: str) -> str:
+def markdown_table(table: pd.DataFrame, name: str) -> str:
+    """Return a table of texts in GitHub's Markdown; `name` is the heading of its index."""
     lines = [[name, *table.columns], ["---"] * (1 + len(table.columns)), *table.reset_index().to_numpy().tolist()]
     return "\n".join(f"| {' | '.join(map(_escape, line))} |" for line in lines)
 

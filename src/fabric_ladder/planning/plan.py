@@ -3,7 +3,6 @@
 import argparse
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 
@@ -20,6 +19,7 @@ from fabric_ladder.planning.overhead import overhead_of
 from fabric_ladder.planning.planner import Machine, Samples, make_plans, recommend
 from fabric_ladder.planning.report import Answer
 from fabric_ladder.rungs import RUNGS
+from fabric_ladder.runs.folder import short_name
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.lora import LoRA
 from local_dataset_utilities import find_dataset, load_datasets
@@ -151,6 +151,5 @@ def find_answer(arguments: argparse.Namespace, options: list[str], report: Calla
     plans = make_plans(candidates, samples, machine, every, report)
     adapted = [plan.candidate.settings for plan in recommend(plans).values() if plan.candidate.settings.lora]
     notes += [f"{line}." for line in map(LoRA().notice, adapted) if line]
-    name = Path(settings.model).name if Path(settings.model).exists() else settings.model
     batch_size = max(candidate.settings.batch_size for candidate in candidates)
-    return Answer(name, batch_size, samples, machine, plans, problems, [*about_machine, *notes])
+    return Answer(short_name(settings.model), batch_size, samples, machine, plans, problems, [*about_machine, *notes])
