@@ -153,9 +153,16 @@ def find_differences(rows: list[Row], rungs: Mapping[str, dict]) -> list[str]:
 
 
 def find_warnings(rows: list[Row], rungs: Mapping[str, dict]) -> list[str]:
-    """Return a warning if runs were given different effective batches on the command line."""
+    """Return warnings about other effective batches on the command line, and other numbers of training samples."""
+    known = [row for row in rows if row.first.train_samples]
+    exact = [row.first.train_samples for row in known if row.first.ours]
+    fewest = [row.first.train_samples for row in known if not row.first.ours]
+    samples = []
+    if exact and max(exact + fewest) > min(exact):
+        counts = (f"{row.label} {'' if row.first.ours else 'at least '}{row.first.train_samples:,}" for row in known)
+        samples = [f"Warning: the runs have other numbers of training samples: {', '.join(counts)}."]
     phrases = _phrase("batch_size", _given_by_user([row.first for row in rows], "batch_size", rungs))
-    return [
+    return samples + [
         f"Warning: the effective batch differs by option ({phrase}), and so does the number of optimizer steps. "
         "Differences in loss and accuracy may come from it."
         for phrase in phrases

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fabric_ladder.comparing.facts import list_facts
 from fabric_ladder.comparing.logs import LoggedRun
 from fabric_ladder.comparing.matching import (
     Row,
@@ -21,6 +22,7 @@ from fabric_ladder.comparing.matching import (
     make_rows,
 )
 
+LINE = ("data set", "model", "samples", "device")  # the facts above the table
 UNBALANCED = 1.5  # ratio of test samples in the largest and the smallest class
 
 
@@ -209,6 +211,8 @@ def print_table(comparison: Comparison, console: Console) -> None:
     rows, first = comparison.rows, comparison.rows[0]
     known = [column for column in comparison.columns if any(row.values(column.key) for row in rows)]
     groups = [columns for group in (COSTS, GAINS) if (columns := [column for column in known if column in group])]
+    facts = list_facts(rows)
+    console.print(escape(" · ".join(facts[each] for each in LINE if each in facts)), highlight=False)
     if comparison.warning:
         console.print(escape(comparison.warning), style="bold red", highlight=False)
     for columns in groups:
