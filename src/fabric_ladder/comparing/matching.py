@@ -12,6 +12,7 @@ from fabric_ladder import settings
 from fabric_ladder.comparing.logs import LoggedRun
 from fabric_ladder.options import is_met, own_rate
 from fabric_ladder.runs.intervals import wilson_interval
+from fabric_ladder.runs.speed import HARDWARE
 from fabric_ladder.settings import FACTS, INTERNAL, names
 
 # The role of each setting in a comparison is written in settings.py. `ranks` counts devices times machines.
@@ -21,7 +22,6 @@ EQUAL = names(role=settings.EQUAL)
 TECHNIQUE = (*names(role=settings.TECHNIQUE), "ranks")  # in the order of the column "what changed"
 RUNG_DECIDES = names(rung_decides=True)  # may differ if the rungs set it; must be equal if a user sets it
 WITHOUT_EFFECT = ("notices", *names(changes_figures=False))
-HARDWARE = {"cuda": ("gpu",), "mps": ("processor",), "cpu": ("processor", "vectors", "cores", "threads")}
 PATHS = ("model", "dataset", "tokenizer", "validation_file", "test_file")
 
 

@@ -107,7 +107,8 @@ def find_samples(settings: Settings, length: int | None) -> tuple[Samples, list[
         assumed = f"{missing}, and a plan downloads no data: it is for --max_length {settings.max_length}"
         return Samples(settings.max_length), [f"{assumed}; --length N plans for samples of N tokens."]
     classes = len(datasets.class_names) or 2
-    return Samples(max(max(split["length"][:]) for split in datasets.splits.values()), classes), []
+    longest = max(max(split["length"][:]) for split in datasets.splits.values())
+    return Samples(longest, classes, train=len(datasets.splits["train"])), []
 
 
 def _has_tokenizer(settings: Settings) -> bool:

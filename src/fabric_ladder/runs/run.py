@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -25,6 +26,7 @@ from fabric_ladder.runs.process import chosen_kernels
 from fabric_ladder.runs.progress import ProgressBar
 from fabric_ladder.runs.record import RunRecord
 from fabric_ladder.runs.report import describe_parameters, parameters_line, title
+from fabric_ladder.runs.speed import expected_time, find_speed, is_same_device
 from fabric_ladder.runs.throughput import Throughput
 from fabric_ladder.settings import Settings
 
@@ -105,6 +107,8 @@ class Run:
         lines = [*data.summary, *data.notices, *data.imbalance, *notices, parameters_line(described)]
         if prediction:
             lines.append(prediction.line(self.settings, hardware))
+        if self.fabric.global_rank == 0 and (line := self._expected_time()):
+            lines.append(f"Expected: {line}")
         for line in lines:
             self.print(line, log=not resumed)
         self.throughput = Throughput(self.fabric, state)
@@ -306,6 +310,12 @@ class Run:
         if kernels := chosen_kernels(self.settings):
             self.record.add(attention_kernels=kernels)
             self.print(f"Attention kernels, the first that can: {', '.join(kernels)}")
+
+    def _expected_time(self) -> str | None:
+        speed = find_speed(
+            self.settings, self.fabric.world_size, partial(is_same_device, self.record.values["hardware"])
+        )
+        return expected_time(self.settings, speed, self.epoch_samples)
 
     def _epoch(self, epoch: int) -> str:
         return f"Epoch: {epoch + 1:04d}/{self.settings.epochs:04d}"
