@@ -26,12 +26,15 @@ from matplotlib.figure import Figure
 
 from fabric_ladder.comparing.charts import STYLE
 from fabric_ladder.comparing.logs import LoggedRun
-from fabric_ladder.comparing.matching import Row, wilson_interval
+from fabric_ladder.comparing.matching import Row
 from fabric_ladder.comparing.sources import FIGURES, read_sources
 from fabric_ladder.errors import UserError
-from fabric_ladder.planning.candidates import NAMED
+from fabric_ladder.options import without_options
+from fabric_ladder.planning.candidates import NAMED, read_settings
 from fabric_ladder.planning.measured import FILE, numerics
-from fabric_ladder.rungs import RUNGS, parent
+from fabric_ladder.rungs import RUNGS, parent, script_defaults
+from fabric_ladder.runs.intervals import wilson_interval
+from fabric_ladder.runs.speed import deciding
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques.advice import show_errors
 
@@ -246,7 +249,7 @@ def accuracy_costs() -> list[dict]:
 
 def speeds() -> dict:
     """Return the samples/s of the ladder's rungs after their start, by the planner's names of candidates."""
-    harvest, found = common.read_results(GPU), {}
+    harvest, found, settings = common.read_results(GPU), {}, {}
     for part, entry in harvest["entries"].items():
         words = shlex.split(entry.get("figures", {}).get("command", ""))
         timed = "late_samples_per_second" in entry.get("figures", {}) and words[1].startswith("src/")
@@ -254,8 +257,12 @@ def speeds() -> dict:
             switches = [name for pair, name in NAMED.items() if pair in pairwise(words)]
             name = " ".join([Path(words[1]).stem, *switches])
             found.setdefault(name, round(entry["figures"]["late_samples_per_second"], 1))
-    of = f"BLOOM-560m on {harvest['machine']['hardware']['gpu']}"
-    return {"of": of, "samples_per_second": found}
+            options = without_options(words[2:], ["tokenizer", "accelerator"])
+            rung = Path(words[1]).stem
+            on_gpu = {"micro_batch_tokens": script_defaults(rung)["micro_batch_tokens"]}  # this machine takes another
+            settings.setdefault(name, deciding(vars(read_settings(rung, options)) | on_gpu))
+    gpu = harvest["machine"]["hardware"]["gpu"]
+    return {"of": f"BLOOM-560m on {gpu}", "gpu": gpu, "samples_per_second": found, "settings": settings}
 
 
 def filled(page: Path, text: str) -> str:

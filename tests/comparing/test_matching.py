@@ -227,3 +227,17 @@ def test_facts_that_a_log_lacks_are_not_refused(tmp_path):
     assert "device cuda / cpu" in found
     assert "model bloom-560m / bloom-quickstart.json" in found
     assert "dataset imdb / synthetic" in found
+
+
+def test_other_numbers_of_training_samples_are_named(tmp_path):
+    """The posts trained on 35,000 reviews: the log of batch size 1 has that many batches."""
+    run, post = write_run(tmp_path, record()), str(BLOG / "batch_size_1.txt")
+    (tmp_path / "own.txt").write_text(LOG)
+    warning = (
+        "Warning: the runs have other numbers of training samples: 2_grad_accum 100, batch_size_1 at least 35,000."
+    )
+    assert warning in compare(read_sources([run, post])).notices
+    own = compare(read_sources([run, str(tmp_path / "own.txt")])).notices
+    assert any("2_grad_accum/1 100, 2_grad_accum/own.txt 4,000." in notice for notice in own)
+    for sources in ([run], [post], [run, str(BLOG / "compile.txt")]):
+        assert not any("numbers of training" in notice for notice in compare(read_sources(sources)).notices)

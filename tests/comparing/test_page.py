@@ -7,9 +7,9 @@ import pytest
 from scipy.stats import binomtest
 from support.recorded_runs import BLOG, compare, record, write_run
 
-from fabric_ladder.comparing.matching import wilson_interval
 from fabric_ladder.comparing.page import to_html
 from fabric_ladder.comparing.sources import read_sources
+from fabric_ladder.runs.intervals import wilson_interval
 
 
 @pytest.mark.parametrize(("hits", "n"), [(0, 10), (8737, 10000), (33, 33)])
@@ -84,3 +84,39 @@ def test_the_page_begins_with_what_was_read(tmp_path):
     page = to_html(compare(read_sources([write_run(tmp_path, content)])))
     line = "tickets.csv: 400 rows · text &#x27;body&#x27;, label &#x27;topic&#x27; · a&lt;b 210, login 190"
     assert 0 < page.index(line) < page.index("<table")
+
+
+def test_the_page_names_what_all_runs_share_and_draws_no_curve_of_one_validation(tmp_path):
+    for number, name in enumerate(("2_grad_accum", "4_mixed_precision")):
+        content = record(name, model="runs/2_grad_accum/7/model", dataset="/home/me/tickets.csv")
+        content |= {"begun": f"2026-11-{27 + number}T10:00:00+0000"}
+        write_run(tmp_path, content)
+    page = to_html(compare(read_sources([str(tmp_path)])))
+    title = "tickets.csv · runs/2_grad_accum/7/model: 2_grad_accum against 4_mixed_precision"
+    assert f"<title>{title}</title>" in page
+    for name, value in {
+        "data set": "tickets.csv",
+        "samples": "100 training samples, 1,000 test samples",
+        "device": "cuda: NVIDIA A100",
+        "versions": "Python 3.11.7, torch 2.13.0, transformers 5.23.0",
+        "date": "2026-11-27 / 2026-11-28",
+    }.items():
+        assert re.search(rf"<th>{name}</th>\s*<td>{value}</td>", page), name
+    assert "Training loss" in page
+    assert "Validation accuracy" not in page
+
+
+def test_the_charts_are_readable_on_a_page_of_400_pixels(page):
+    """The margins of the page take 32 pixels. A letter of 9 pixels can be read."""
+    for content in re.findall(r'base64,(.*?)"', page):
+        chart = b64decode(content).decode()
+        width = float(re.search(r'viewBox="0 0 (\S+) ', chart)[1])
+        texts = re.findall(
+            r'<text style="font(?:-size)?: (?:\d+ )?([\d.]+)px(.*?)transform="translate\((\S+) .*?>(.+?)<', chart
+        )
+        assert len(texts) > 1
+        for size, style, x, text in texts:
+            assert float(size) * (400 - 32) / width > 9
+            assert float(x) + 0.5 * float(size) * len(text) < width or "middle" in style, (
+                "a letter is half as wide as high"
+            )

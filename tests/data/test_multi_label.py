@@ -162,11 +162,13 @@ def test_the_test_reports_f1_scores(tmp_path, capsys):
     for average in ("micro", "macro"):
         assert classes[f"{average}_f1"] == pytest.approx(f1_score(true, predicted, average=average, zero_division=0))
     assert results["test_accuracy"] == pytest.approx(accuracy_score(true, predicted))
-    assert capsys.readouterr().out.splitlines()[-3:] == [
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("Test ") and "interval" not in line] == [
         f"Test accuracy {results['test_accuracy'] * 100:.2f}%",
         f"Test micro-F1 {classes['micro_f1'] * 100:.2f}%",
         f"Test macro-F1 {classes['macro_f1'] * 100:.2f}%",
     ]
+    assert [line.split()[0] for line in lines[-4:]] == ["class", "'a'", "'b'", "'c'"]
 
 
 @pytest.mark.parametrize("classes", [1, 4, 30])

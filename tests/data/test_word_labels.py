@@ -236,7 +236,7 @@ def test_entities_are_counted_as_they_are_read_word_by_word():
     right, found, true = expected.sum(0)
     described = kind.describe(counts.compute())
     assert described.results["entities"]["micro_f1"] == pytest.approx(2 * right / (found + true))
-    assert described.lines == [f"Test entity F1 {2 * right / (found + true) * 100:.2f}%"]
+    assert described.lines[0] == f"Test entity F1 {2 * right / (found + true) * 100:.2f}%"
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -259,10 +259,13 @@ def test_a_run_prints_accuracy_and_entity_f1(tmp_path, capsys, packing):
     assert results["test_words"] == sum(datasets.splits["test"]["items"][:])
     assert results["test_accuracy"] == pytest.approx(right / results["test_words"])
     assert results["entities"]["micro_f1"] == pytest.approx(2 * found[0] / (found[1] + found[2]))
-    assert capsys.readouterr().out.splitlines()[-2:] == [
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-5:-3] == [
         f"Test accuracy {results['test_accuracy'] * 100:.2f}%",
         f"Test entity F1 {results['entities']['micro_f1'] * 100:.2f}%",
     ]
+    assert lines[-3].split() == ["class", "precision", "recall", "f1", "support"]
+    assert lines[-2].split()[:2] == ["'LOC'", f"{results['entities']['precision'][0] * 100:.2f}%"]
 
 
 @pytest.mark.parametrize("names", [["ADJ", "NOUN", "VERB"], ["B-PER", "O", "S-PER"]])

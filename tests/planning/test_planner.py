@@ -513,3 +513,22 @@ def test_bad_input_is_refused_in_one_line(tmp_path, options, line):
     assert line in process.stderr
     assert process.stderr.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_plan_has_the_time_and_the_price_by_a_run_of_the_printed_command(tmp_path):
+    options = [*bloom(tmp_path), "--price_per_hour", "2", "--train_samples", "7200", "--length", "64"]
+    words = ["--gpu", "T4", "--rungs", "4", *options]
+    printed = finished(run_script(SCRIPT, *words, cwd=tmp_path))
+    assert "Time   unknown: no finished run like this one in runs" in printed
+    [candidate], _ = read_candidates(
+        list_choices([SRC / "4_mixed_precision.py"], 1)[0][:1], options[:6], 1, find_gpu("T4")
+    )
+    settings = replace(candidate.settings, micro_batch_tokens="auto", max_length=1024)
+    record = {"status": "finished", "begun": "2026", "settings": vars(settings), "ranks": 1}
+    record |= {"hardware": {"device": "cuda", "gpu": "Tesla T4", "gpu_memory": 15_600_000_000}}
+    folder = tmp_path / "runs" / "4_mixed_precision" / "1"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps(record | {"results": {"samples_per_second": 1.0}}))
+    printed = finished(run_script(SCRIPT, *words, cwd=tmp_path))
+    line = "Time   2.0 h of training on 7,200 samples, 4.00 at 2 per hour; 1.0 samples/s in runs/4_mixed_precision/1"
+    assert line in printed.splitlines()

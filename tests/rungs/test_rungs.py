@@ -38,6 +38,8 @@ LINES = [
     r"Memory used: \d+\.\d\d GB",
     r"Host memory used: \d+\.\d\d GB, loading included",
     r"(Saved runs/{name}/1/adapter\nUse it: python scripts/predict.py .*\n)?Test accuracy \d+\.\d\d%",
+    r"Test samples 33, 95 % interval \d+\.\d\d% to \d+\.\d\d%",
+    r"class \\ predicted +negative +positive +precision +recall +f1 +support\n'negative' .*\n'positive' .*",
 ]
 STATED = {name: script_defaults(name).get("precision", "32-true") for name in NAMES}
 PRECISION = {name: "bf16-mixed" if stated == "mixed" else stated for name, stated in STATED.items()}

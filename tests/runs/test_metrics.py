@@ -8,15 +8,18 @@ import numpy as np
 import pytest
 import torch
 from lightning import Fabric
-from sklearn.metrics import confusion_matrix, f1_score, recall_score
+from sklearn.metrics import confusion_matrix, f1_score, precision_score, recall_score
 from support.helpers import settings_for, tiny_model, token_datasets
+from support.recorded_runs import LOG, parse
 from support.training import run_training
 
 from fabric_ladder import build_dataloaders
 from fabric_ladder.data.class_weights import ClassWeights
+from fabric_ladder.data.label_kind import class_lines
 from fabric_ladder.data.multi_label import MultiLabel
 from fabric_ladder.data.regression import Regression
 from fabric_ladder.data.word_labels import WordLabels
+from fabric_ladder.runs.intervals import wilson_interval
 from fabric_ladder.runs.metrics import Meter, describe_classes
 
 
@@ -52,7 +55,7 @@ def test_the_figures_equal_scikit_learns(classes, true, predicted):
     got = describe_classes([*map(str, range(classes))], confusion)
     assert got["macro_f1"] == pytest.approx(f1_score(true, predicted, average="macro"), rel=1e-12)
     recall = recall_score(true, predicted, average=None, labels=range(classes), zero_division=np.nan)
-    assert [math.nan if share is None else share for share in got["accuracy"]] == pytest.approx(
+    assert [math.nan if share is None else share for share in got["recall"]] == pytest.approx(
         recall.tolist(), rel=1e-12, nan_ok=True
     )
     assert got["confusion"] == confusion
@@ -98,10 +101,19 @@ def test_run_json_has_the_confusion_matrix(tmp_path, capsys, tokens):
     assert results["classes"]["names"] == ["0", "1", "2"]
     assert results["test_accuracy"] == pytest.approx(np.trace(expected) / 30)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-2:] == [
+    low, high = wilson_interval(results["test_accuracy"], 30)
+    assert lines[-7:-4] == [
         f"Test accuracy {results['test_accuracy'] * 100:.2f}%",
+        f"Test samples 30, 95 % interval {low * 100:.2f}% to {high * 100:.2f}%",
         f"Test macro-F1 {results['classes']['macro_f1'] * 100:.2f}%",
     ]
+    precision = precision_score(true := datasets.splits["test"]["labels"][:], found := predictions(model, datasets),
+                                average=None, zero_division=np.nan)  # fmt: skip
+    assert results["classes"]["precision"] == [None if np.isnan(each) else pytest.approx(each) for each in precision]
+    assert lines[-4].split() == ["class", "\\", "predicted", "0", "1", "2", "precision", "recall", "f1", "support"]
+    for name, row, line in zip("012", confusion_matrix(true, found), lines[-3:], strict=True):
+        assert line.split()[:4] == [f"'{name}'", *map(str, row)]
+        assert line.split()[-1] == str(row.sum())
 
 
 @pytest.mark.parametrize("imbalanced", [False, True])
@@ -119,7 +131,7 @@ def test_imbalanced_classes_are_named_before_the_training(tmp_path, capsys, imba
     )
     first = next(number for number, line in enumerate(lines) if line.startswith("Parameters: "))
     assert (lines[first - 1] == notice) == imbalanced
-    assert lines[-1].startswith("Test macro-F1 " if imbalanced else "Test accuracy ")
+    assert lines[-4].startswith("Test macro-F1 " if imbalanced else "Test samples 13, 95 % interval ")
 
 
 def test_more_than_twenty_classes_and_instructions_have_no_matrix(tmp_path, capsys):
@@ -140,3 +152,15 @@ def test_over_60_percent_or_twice_the_even_share_is_imbalanced(tmp_path, counts,
     settings = settings_for(tmp_path)
     fabric = type("Alone", (), {"global_rank": 0, "world_size": 1})
     assert bool(build_dataloaders(fabric, datasets, settings)[0].dataset.imbalance) == imbalanced
+
+
+@pytest.mark.parametrize(("classes", "columns", "lines"), [(10, 16, 11), (11, 5, 12), (21, 0, 0)])
+def test_more_than_ten_classes_have_no_printed_matrix(classes, columns, lines):
+    """The first class has the name of a heading, which the readers of logs must not take for one."""
+    names = ["# a\nb", *map(str, range(1, classes))]
+    found = class_lines(describe_classes(names, np.eye(classes, dtype=int).tolist()))
+    assert len(found) == lines
+    if lines:
+        assert len(found[1].replace("'# a\\nb'", "a").split()) == columns - (classes == 10)
+        assert parse("\n".join([LOG.rstrip(), *found]))[0].figures == parse(LOG)[0].figures
+        assert len(parse("\n".join([LOG.rstrip(), *found]))) == 1

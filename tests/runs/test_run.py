@@ -13,6 +13,7 @@ from support.helpers import SMALL, SRC, settings_for, token_datasets
 from support.training import losses, run_training
 
 from fabric_ladder import Run, UserError
+from fabric_ladder.runs.folder import short_name
 from fabric_ladder.runs.metrics import Score
 from fabric_ladder.runs.record import RunRecord
 from fabric_ladder.techniques.advice import explain
@@ -92,3 +93,12 @@ def test_a_file_that_cannot_be_read_is_not_reported_as_a_folder_that_cannot_be_w
     with pytest.raises(UserError) as caught:
         record.on_rank_zero((tmp_path / "missing.json").read_text)
     assert str(caught.value) == f"cannot use {tmp_path / 'missing.json'} (No such file or directory)"
+
+
+def test_a_model_in_a_folder_called_model_is_named_by_its_path(tmp_path):
+    folder = tmp_path / "2_grad_accum" / "1" / "model"
+    folder.mkdir(parents=True)
+    assert short_name(str(folder)) == "2_grad_accum/1/model"
+    assert short_name(str(folder.parent.parent)) == "2_grad_accum"
+    assert short_name("/elsewhere/configs/bloom.json") == "bloom.json"
+    assert short_name("bigscience/bloom-560m") == "bigscience/bloom-560m"

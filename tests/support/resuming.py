@@ -74,7 +74,7 @@ def checkpoints(folder):
 def lines_of(folder):
     """Return the log without times and memory, which differ between runs."""
     lines = (folder / "log.txt").read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if not re.match("Time elapsed|Throughput|Memory|Host memory", line)]
+    return [line for line in lines if not re.match("Time elapsed|Expected|Throughput|Memory|Host memory", line)]
 
 
 def rows_of(folder):

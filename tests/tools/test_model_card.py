@@ -8,7 +8,8 @@ from support.devices import ONE_THREAD, SIZES
 from support.export import run_here, tiny
 from support.helpers import ROOT, SRC, finished, run_script
 
-from fabric_ladder.comparing.matching import wilson_interval
+from fabric_ladder.data.label_kind import percent
+from fabric_ladder.runs.intervals import wilson_interval
 from fabric_ladder.tools.model_card import write_card
 
 EXPORT = ROOT / "scripts" / "export_model.py"
@@ -86,3 +87,27 @@ def test_the_card_of_a_language_model_has_the_form_of_its_prompts(tmp_path):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"prompt_template": template}))
         write_card(tmp_path, tmp_path / "nowhere", "me/words")
         assert prompt in ModelCard.load(tmp_path / "README.md").text.split("```text\n")[-1]
+
+
+def test_the_card_names_the_model_that_earlier_runs_began_with_and_the_scores_of_the_classes(run, tmp_path):
+    record = json.loads((run / "run.json").read_text())
+    again = {"model": str(run / "model"), "from_scratch": False}
+    (tmp_path / "2").mkdir()
+    (tmp_path / "2" / "run.json").write_text(json.dumps(record | {"settings": record["settings"] | again}))
+    tiny("bloom").save_pretrained(tmp_path)
+    write_card(tmp_path, tmp_path / "2", "me/films")
+    text = ModelCard.load(tmp_path / "README.md").text
+    assert "from random weights of bloom-quickstart.json, which earlier runs had trained, on synthetic" in text
+    classes = record["results"]["classes"]
+    columns = [classes[key] for key in ("names", "precision", "recall", "f1", "true")]
+    for name, *scores, true in zip(*columns, strict=True):
+        assert f"| {name} | {' | '.join(map(percent, scores))} | {true} |" in text
+    del classes["precision"]  # as an earlier version wrote it
+    config = json.loads((tmp_path / "config.json").read_text()) | {"_name_or_path": "someone/base"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    record["settings"] |= {"model": str(tmp_path), "from_scratch": False}
+    (tmp_path / "2" / "run.json").write_text(json.dumps(record))
+    write_card(tmp_path, tmp_path / "2", "me/films")
+    card = ModelCard.load(tmp_path / "README.md")
+    assert (card.data.base_model, "from the weights of someone/base, on" in card.text) == ("someone/base", True)
+    assert "| class | precision |" in card.text

@@ -12,6 +12,7 @@ from fabric_ladder.comparing.matching import Row
 from fabric_ladder.comparing.table import Column, Comparison, cell_text
 
 COLOURS = ("#1f77b4", "#d95f02", "#1b9e77", "#c051a0", "#a58b00", "#7570d3", "#708090", "#e0455a")
+WIDEST = 48  # characters of a line
 DASHES = ("-", "--", ":", "-.")
 STYLE = {
     "axes.axisbelow": True,
@@ -47,9 +48,9 @@ def draw_charts(comparison: Comparison) -> list[Chart]:
     with rc_context(STYLE):
         figures = [
             _curves(rows, "losses", "Training loss", "training loss"),
-            _curves(rows, "accuracies", "Accuracy of each validation (thin: training)", "accuracy in %"),
+            _curves(rows, "accuracies", "Validation accuracy (thin: training)", "accuracy in %"),
             _dots(rows, columns["minutes"], "Time of training and validation"),
-            _dots(rows, columns["memory"], "Peak memory of training and validation"),
+            _dots(rows, columns["memory"], "Peak memory"),
         ]
         if "test_accuracy" in columns:
             figures.append(_dots(rows, columns["test_accuracy"], "Test accuracy with Wilson's 95 % interval"))
@@ -60,7 +61,9 @@ def draw_charts(comparison: Comparison) -> list[Chart]:
 
 def _save(figure: Figure, warning: str) -> Chart:
     if warning:
-        figure.supxlabel(textwrap.fill(warning, 140), x=0.01, ha="left", fontsize=7)
+        lines = [figure.axes[0].get_xlabel(), *textwrap.wrap(warning, 58)]
+        figure.axes[0].set_xlabel("\n".join(lines), loc="left")
+        figure.set_figheight(figure.get_figheight() + 0.15 * len(lines))
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     return Chart(figure.axes[0].get_title(loc="left"), buffer.getvalue())
@@ -69,11 +72,11 @@ def _save(figure: Figure, warning: str) -> Chart:
 def _curves(rows: list[Row], name: str, title: str, unit: str) -> Figure | None:
     """Draw the `losses` or `accuracies` of all runs, over samples if they are known for all, else over epochs."""
     runs = [(number, run) for number, row in enumerate(rows) for run in row.runs if getattr(run, name)]
-    if not runs:
-        return None
+    if max((len(getattr(run, name)) for _, run in runs), default=0) < 2:
+        return None  # one point is no curve
     known = all(point.samples is not None for _, run in runs for point in getattr(run, name))
     over = "samples" if known else "epochs"
-    figure, axes = _figure(3.3 + 0.06 * len(rows), title)
+    figure, axes = _figure(2.6 + 0.16 * len(rows), title)
     for number, run in runs:
         points = getattr(run, name)
         x = [getattr(point, over) for point in points]
@@ -82,13 +85,13 @@ def _curves(rows: list[Row], name: str, title: str, unit: str) -> Figure | None:
             axes.plot(x, [point.train_accuracy for point in points], linewidth=0.8, alpha=0.4, **look)
         first = run is rows[number].first
         dash = DASHES[number // len(COLOURS) % len(DASHES)]
-        label = rows[number].label if first else None
+        label = textwrap.fill(rows[number].label, WIDEST) if first else None
         axes.plot(x, [point.value for point in points], dash, linewidth=1.2, label=label, **look)
     axes.set_xlim(left=0)
     axes.set_xlabel(over)
     axes.set_ylabel(unit)
     axes.grid(axis="y")
-    figure.legend(loc="outside right upper")
+    figure.legend(loc="outside lower left")
     return figure
 
 
@@ -96,7 +99,9 @@ def _dots(rows: list[Row], column: Column, title: str) -> Figure | None:
     """Draw a figure of each row with its spread over the seeds, or with the interval of the test accuracy."""
     if all(row.mean(column.key) is None for row in rows):
         return None
-    figure, axes = _figure(0.6 + 0.36 * len(rows), title)
+    labels = [textwrap.wrap(row.label, WIDEST) for row in rows]
+    tallest = max(map(len, labels))
+    figure, axes = _figure(0.8 + (0.3 + 0.15 * tallest) * len(rows), title)
     for number, row in enumerate(rows):
         text = cell_text(row, rows[0], column)
         mean = row.mean(column.key)
@@ -107,19 +112,19 @@ def _dots(rows: list[Row], column: Column, title: str) -> Figure | None:
                 errors = [[mean - low], [high - mean]]
                 text += f", {low:.2f} to {high:.2f}"
             axes.errorbar(mean, number, xerr=errors, fmt="o", capsize=3, color=COLOURS[number % len(COLOURS)])
-        axes.text(1.01, number, text, transform=axes.get_yaxis_transform(), va="center")
-    axes.set_yticks(range(len(rows)), [textwrap.fill(row.label, 28) for row in rows])
-    axes.set_ylim(len(rows) - 0.4, -0.6)
+        lines = "\n".join([*labels[number], text])
+        axes.text(0, number - 0.15, lines, transform=axes.get_yaxis_transform(), va="bottom")
+    axes.set_yticks([])
+    axes.set_ylim(len(rows) - 0.75, -0.95)
     if not column.points:
         axes.set_xlim(left=0)
-    axes.tick_params(axis="y", length=0)
     axes.set_xlabel(column.unit)
     axes.grid(axis="x")
     return figure
 
 
 def _figure(height: float, title: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(8.4, height), layout="constrained")
+    figure = Figure(figsize=(4, height), layout="constrained")  # inches; 8 points are 10 pixels on a page of 400
     axes = figure.add_subplot()
-    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+    axes.set_title(title, loc="left", fontsize=9, fontweight="bold")
     return figure, axes

@@ -96,6 +96,8 @@ class LoggedRun:
             `micro_f1` (percent) with several labels per text; `entity_f1` (percent) of words; `train_mse`,
             `validation_mse`, `test_mse` and `test_pearson` of a regression; `parameters` and `trainable_parameters`
             (millions).
+        train_samples: Samples of an epoch; for a log of another script its batches, the fewest that these can be.
+        begun: Date and time of the first start.
         test_samples: Size of the test set, if the task counts samples.
         losses: In the order of training.
         accuracies: Of all validations, in the order of training.
@@ -112,7 +114,9 @@ class LoggedRun:
     data: str | None = None
     read: list[str] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
+    train_samples: int | None = None
     test_samples: int | None = None
+    begun: str | None = None
     losses: list[Point] = field(default_factory=list)
     accuracies: list[Point] = field(default_factory=list)
     classes: dict = field(default_factory=dict)
@@ -195,6 +199,7 @@ class LogParser:
         share = int(seen) / int(samples) if seen else int(batch) / int(batches)
         total = (int(epoch) - 1) * int(samples) + int(seen) if seen else None
         self.run.losses.append(Point(int(epoch) - 1 + share, total, float(loss)))
+        self.run.train_samples = int(samples or batches)
         self.run.settings["epochs"] = int(epochs)
 
     def _read_validation(self, epoch, seen, samples, accuracy) -> None:

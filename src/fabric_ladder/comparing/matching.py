@@ -11,6 +11,8 @@ import pandas as pd
 from fabric_ladder import settings
 from fabric_ladder.comparing.logs import LoggedRun
 from fabric_ladder.options import is_met, own_rate
+from fabric_ladder.runs.intervals import wilson_interval
+from fabric_ladder.runs.speed import HARDWARE
 from fabric_ladder.settings import FACTS, INTERNAL, names
 
 # The role of each setting in a comparison is written in settings.py. `ranks` counts devices times machines.
@@ -20,9 +22,7 @@ EQUAL = names(role=settings.EQUAL)
 TECHNIQUE = (*names(role=settings.TECHNIQUE), "ranks")  # in the order of the column "what changed"
 RUNG_DECIDES = names(rung_decides=True)  # may differ if the rungs set it; must be equal if a user sets it
 WITHOUT_EFFECT = ("notices", *names(changes_figures=False))
-HARDWARE = {"cuda": ("gpu",), "mps": ("processor",), "cpu": ("processor", "vectors", "cores", "threads")}
 PATHS = ("model", "dataset", "tokenizer", "validation_file", "test_file")
-Z = statistics.NormalDist().inv_cdf(0.975)  # of 95 % intervals
 
 
 @dataclass
@@ -85,21 +85,6 @@ class Row:
             return None
         low, high = wilson_interval(mean / 100, n)
         return low * 100, high * 100
-
-
-def wilson_interval(share: float, n: int) -> tuple[float, float]:
-    """Return Wilson's 95 % confidence interval of a binomial share, from 0 to 1.
-
-    Formula: E. B. Wilson, Probable inference, the law of succession, and statistical inference, Journal of the American
-    Statistical Association 22 (1927), 209-212, https://doi.org/10.1080/01621459.1927.10502953.
-
-    Args:
-        share: Share of successes, from 0 to 1.
-        n: Number of trials, at least 1.
-    """
-    centre = (share + Z * Z / (2 * n)) / (1 + Z * Z / n)
-    half = Z / (1 + Z * Z / n) * math.sqrt(share * (1 - share) / n + Z * Z / (4 * n * n))
-    return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))  # rounding could leave share out
 
 
 def make_rows(runs: list[LoggedRun]) -> list[Row]:
@@ -168,9 +153,16 @@ def find_differences(rows: list[Row], rungs: Mapping[str, dict]) -> list[str]:
 
 
 def find_warnings(rows: list[Row], rungs: Mapping[str, dict]) -> list[str]:
-    """Return a warning if runs were given different effective batches on the command line."""
+    """Return warnings about other effective batches on the command line, and other numbers of training samples."""
+    known = [row for row in rows if row.first.train_samples]
+    exact = [row.first.train_samples for row in known if row.first.ours]
+    fewest = [row.first.train_samples for row in known if not row.first.ours]
+    samples = []
+    if exact and max(exact + fewest) > min(exact):
+        counts = (f"{row.label} {'' if row.first.ours else 'at least '}{row.first.train_samples:,}" for row in known)
+        samples = [f"Warning: the runs have other numbers of training samples: {', '.join(counts)}."]
     phrases = _phrase("batch_size", _given_by_user([row.first for row in rows], "batch_size", rungs))
-    return [
+    return samples + [
         f"Warning: the effective batch differs by option ({phrase}), and so does the number of optimizer steps. "
         "Differences in loss and accuracy may come from it."
         for phrase in phrases

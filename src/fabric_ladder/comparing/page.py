@@ -8,6 +8,7 @@ from string import Template
 import pandas as pd
 
 from fabric_ladder.comparing.charts import draw_charts
+from fabric_ladder.comparing.facts import list_facts, title
 from fabric_ladder.comparing.matching import Row
 from fabric_ladder.comparing.table import Comparison, figures_table, footnote, seeds_text, settings_table
 
@@ -19,10 +20,14 @@ def to_html(comparison: Comparison) -> str:
     rows = comparison.rows
     parts = [f'<p class="warning">{escape(comparison.warning)}</p>'] if comparison.warning else []
     parts += map(_note, rows[0].first.read)
+    facts = list_facts(rows)
+    parts += [_table(pd.DataFrame({"": facts.values()}, facts.keys()))] if facts else []
     parts += [_table(figures_table(comparison)), _note(footnote(comparison))]
+    parts.append('<div class="charts">')
     for chart in draw_charts(comparison):
         source = f"data:image/svg+xml;base64,{b64encode(chart.content).decode()}"
         parts.append(f'<img src="{source}" alt="{escape(chart.title)}">')
+    parts.append("</div>")
     for row in rows:
         if row.confusion is not None:
             parts += _confusion(row)
@@ -34,10 +39,8 @@ def to_html(comparison: Comparison) -> str:
             _heading("Notes"),
             f"<ul>{''.join(f'<li>{escape(notice)}</li>' for notice in comparison.notices)}</ul>",
         ]
-    title = " against ".join(row.label for row in rows)
-    if len(rows) > 2:
-        title = f"{rows[0].label} and {len(rows) - 1} more"
-    return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(title=escape(title), body="\n".join(parts))
+    words = {"title": escape(title(rows)), "body": "\n".join(parts)}
+    return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(words)
 
 
 def _confusion(row: Row) -> list[str]:

@@ -115,6 +115,8 @@ def _fill(run: LoggedRun, record: dict) -> None:
     run.versions = _join(parts, "versions")
     run.hardware = _join(parts, "hardware")
     run.data = record["data"]["fingerprint"]
+    run.train_samples = record["data"]["train_samples"]
+    run.begun = record.get("begun")
     run.read = record["data"].get("read") or []
     run.figures = {
         name: results[key] * factor for key, (name, factor) in FIGURES.items() if results.get(key) is not None

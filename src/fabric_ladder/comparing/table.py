@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fabric_ladder.comparing.facts import list_facts
 from fabric_ladder.comparing.logs import LoggedRun
 from fabric_ladder.comparing.matching import (
     Row,
@@ -21,6 +22,7 @@ from fabric_ladder.comparing.matching import (
     make_rows,
 )
 
+LINE = ("data set", "model", "samples", "device")  # the facts above the table
 UNBALANCED = 1.5  # ratio of test samples in the largest and the smallest class
 
 
@@ -209,6 +211,8 @@ def print_table(comparison: Comparison, console: Console) -> None:
     rows, first = comparison.rows, comparison.rows[0]
     known = [column for column in comparison.columns if any(row.values(column.key) for row in rows)]
     groups = [columns for group in (COSTS, GAINS) if (columns := [column for column in known if column in group])]
+    facts = list_facts(rows)
+    console.print(escape(" · ".join(facts[each] for each in LINE if each in facts)), highlight=False)
     if comparison.warning:
         console.print(escape(comparison.warning), style="bold red", highlight=False)
     for columns in groups:
@@ -246,15 +250,16 @@ def to_markdown(comparison: Comparison) -> str:
     """Return the figures and the settings that differ in GitHub's Markdown."""
     parts = [
         f"**{_escape(comparison.warning)}**" if comparison.warning else "",
-        _markdown(figures_table(comparison), "rung"),
+        markdown_table(figures_table(comparison), "rung"),
         _escape(footnote(comparison)),
-        _markdown(settings_table(comparison), "setting") if comparison.settings else "",
+        markdown_table(settings_table(comparison), "setting") if comparison.settings else "",
         "\n".join(f"- {_escape(notice)}" for notice in comparison.notices),
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _markdown(table: pd.DataFrame, name: str) -> str:
+def markdown_table(table: pd.DataFrame, name: str) -> str:
+    """Return a table of texts in GitHub's Markdown; `name` is the heading of its index."""
     lines = [[name, *table.columns], ["---"] * (1 + len(table.columns)), *table.reset_index().to_numpy().tolist()]
     return "\n".join(f"| {' | '.join(map(_escape, line))} |" for line in lines)
 

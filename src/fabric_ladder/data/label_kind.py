@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import datasets as hf
 import numpy as np
+import pandas as pd
 import pyarrow.compute as pc
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
 
 Counts = Metric | MetricCollection
+MOST_CLASSES = 20  # scores of more classes are not printed, and no confusion matrix is kept
+MOST_IN_MATRIX = 10  # the confusion matrix of more classes is not printed
 
 
 class Described(NamedTuple):
@@ -143,6 +146,25 @@ def describe_f1(names: list[str], counts: Tensor) -> dict:
         "micro_f1": without_nan(score(MultilabelF1Score, "micro"))[0],
         "macro_f1": without_nan(f1.nanmean())[0],  # torchmetrics would count a class without samples as 0
     }
+
+
+def class_lines(classes: dict) -> list[str]:
+    """Return a printed table: precision, recall and F1 of each class, and the confusion matrix of at most ten classes.
+
+    Args:
+        classes: From `describe_f1`, if possible with `confusion`: samples by their class and the predicted class.
+    """
+    names = classes["names"]
+    if len(names) > MOST_CLASSES:
+        return []
+    scores = pd.DataFrame({title: map(percent, classes[title]) for title in ("precision", "recall", "f1")})
+    scores["support"], corner = classes["true"], "class"
+    if "confusion" in classes and len(names) <= MOST_IN_MATRIX:
+        corner = "class \\ predicted"
+        short = [" ".join(name.split())[:12] for name in names]
+        scores = pd.concat([pd.DataFrame(classes["confusion"], columns=short), scores], axis="columns")
+    scores.index = pd.Index(map(repr, names))
+    return scores.rename_axis(columns=corner).to_string().splitlines()
 
 
 def without_nan(figures: Tensor) -> list[float | None]:

@@ -16,7 +16,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torchmetrics import Metric
 from torchmetrics.classification import MultilabelStatScores
 
-from fabric_ladder.data.label_kind import Described, LabelKind, describe_f1, join, matrix, percent
+from fabric_ladder.data.label_kind import Described, LabelKind, class_lines, describe_f1, join, matrix, percent
 from fabric_ladder.data.label_lists import (
     class_numbers,
     find_classes,
@@ -103,7 +103,7 @@ class MultiLabel(LabelKind):
         """Return the F1 scores."""
         classes = describe_f1(self.names, figures)
         lines = [f"Test {kind}-F1 {percent(classes[f'{kind}_f1'])}" for kind in ("micro", "macro")]
-        return Described({"classes": classes}, lines)
+        return Described({"classes": classes}, lines + class_lines(classes))
 
 
 def _flag(value: object, column: str) -> int:

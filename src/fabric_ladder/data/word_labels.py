@@ -21,7 +21,15 @@ from torch.nn.functional import cross_entropy
 from torchmetrics import Metric
 from torchmetrics.classification import MultilabelStatScores
 
-from fabric_ladder.data.label_kind import Described, LabelKind, describe_f1, describe_imbalance, join, percent
+from fabric_ladder.data.label_kind import (
+    Described,
+    LabelKind,
+    class_lines,
+    describe_f1,
+    describe_imbalance,
+    join,
+    percent,
+)
 from fabric_ladder.data.label_lists import (
     class_numbers,
     find_classes,
@@ -144,7 +152,8 @@ class WordLabels(LabelKind):
     def describe(self, figures: Tensor) -> Described:
         """Return the F1 scores of the entities."""
         entities = describe_f1(self.types, figures)
-        return Described({"entities": entities}, [f"Test entity F1 {percent(entities['micro_f1'])}"])
+        lines = [f"Test entity F1 {percent(entities['micro_f1'])}", *class_lines(entities)]
+        return Described({"entities": entities}, lines)
 
 
 class _Entities(NamedTuple):

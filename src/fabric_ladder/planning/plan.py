@@ -3,7 +3,6 @@
 import argparse
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 
@@ -20,6 +19,7 @@ from fabric_ladder.planning.overhead import overhead_of
 from fabric_ladder.planning.planner import Machine, Samples, make_plans, recommend
 from fabric_ladder.planning.report import Answer
 from fabric_ladder.rungs import RUNGS
+from fabric_ladder.runs.folder import short_name
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques import technique_of
 from local_dataset_utilities import find_dataset, load_datasets
@@ -107,7 +107,8 @@ def find_samples(settings: Settings, length: int | None) -> tuple[Samples, list[
         assumed = f"{missing}, and a plan downloads no data: it is for --max_length {settings.max_length}"
         return Samples(settings.max_length), [f"{assumed}; --length N plans for samples of N tokens."]
     classes = len(datasets.class_names) or 2
-    return Samples(max(max(split["length"][:]) for split in datasets.splits.values()), classes), []
+    longest = max(max(split["length"][:]) for split in datasets.splits.values())
+    return Samples(longest, classes, train=len(datasets.splits["train"])), []
 
 
 def _has_tokenizer(settings: Settings) -> bool:
@@ -151,6 +152,5 @@ def find_answer(arguments: argparse.Namespace, options: list[str], report: Calla
     plans = make_plans(candidates, samples, machine, every, report)
     adapted = [plan.candidate.settings for plan in recommend(plans).values() if plan.candidate.settings.lora]
     notes += [f"{line}." for line in map(technique_of("13_lora").notice, adapted) if line]
-    name = Path(settings.model).name if Path(settings.model).exists() else settings.model
     batch_size = max(candidate.settings.batch_size for candidate in candidates)
-    return Answer(name, batch_size, samples, machine, plans, problems, [*about_machine, *notes])
+    return Answer(short_name(settings.model), batch_size, samples, machine, plans, problems, [*about_machine, *notes])

@@ -36,11 +36,13 @@ class Samples(NamedTuple):
         length: Tokens of the longest sample. An image has a token for each patch and one for the class.
         classes: Number of classes of a classifier.
         image_size: Side of an image in pixels; None: the samples are texts.
+        train: Number of training samples; None: unknown.
     """
 
     length: int
     classes: int = 2
     image_size: int | None = None
+    train: int | None = None
 
     @property
     def sizes(self) -> tuple[int, int | None, int]:
@@ -223,8 +225,8 @@ def _make_plan(candidate: Candidate, rehearsal: Rehearsal, samples: Samples, mac
 
     def most(size: int | None) -> int:
         if size not in peaks:
-            cut = _cut(settings, size)
-            peaks[size] = rehearsal.peak(cut, *largest_batches(cut, *samples.sizes))
+            part = cut(settings, size)
+            peaks[size] = rehearsal.peak(part, *largest_batches(part, *samples.sizes))
         return overhead.bounds(peaks[size])[1]
 
     room = machine.gpu.memory
@@ -257,7 +259,7 @@ def _make_plan(candidate: Candidate, rehearsal: Rehearsal, samples: Samples, mac
     )
 
 
-def _cut(settings: Settings, size: int | None) -> Settings:
+def cut(settings: Settings, size: int | None) -> Settings:
     """Return settings with micro-batches of this many samples; None: as the settings are."""
     return settings if size is None else replace(settings, micro_batch_size=size, micro_batch_tokens=None)
 

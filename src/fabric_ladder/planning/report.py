@@ -3,14 +3,16 @@
 import json
 import math
 import textwrap
+from dataclasses import replace
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from fabric_ladder.planning.gpus import ANY, Gpu
+from fabric_ladder.planning.gpus import ANY, Gpu, match_gpu
 from fabric_ladder.planning.measured import MEASURED, accuracy_cost
-from fabric_ladder.planning.planner import Machine, Plan, Samples, recommend
+from fabric_ladder.planning.planner import Machine, Plan, Samples, cut, recommend
+from fabric_ladder.runs.speed import expected_time, find_speed
 from fabric_ladder.techniques import technique_of
 from fabric_ladder.techniques.memory import KINDS, Peak
 
@@ -71,7 +73,7 @@ def to_json(answer: Answer) -> str:
 
 
 def answer_lines(answer: Answer) -> list[str]:
-    """Return three lines for each recommended plan: the command, its memory and its costs."""
+    """Return lines for each recommended plan: the command, its memory, its costs, and the time if it is known."""
     lines = []
     for weights, plan in recommend(answer.plans).items():
         lines += ["", f"Or train {weights}:"] if lines else []
@@ -79,6 +81,7 @@ def answer_lines(answer: Answer) -> list[str]:
             f"Run    {plan.command}",
             f"Takes  {_takes(plan, answer.machine.gpu)}",
             f"Costs  {_costs(plan)}; {_speed(plan)}",
+            *_time(plan, answer),
         ]
     return lines or [_remedies(answer)]
 
@@ -105,6 +108,23 @@ def _speed(plan: Plan) -> str:
     """Return the measured speed in words."""
     speed = plan.candidate.speed
     return f"{speed:.0f} samples/s were measured with {MEASURED['speeds']['of']}" if speed else "speed not measured"
+
+
+def _time(plan: Plan, answer: Answer) -> list[str]:
+    """Return a line with the time and the price of the training, by the speed of an earlier run or a measured one."""
+    settings = plan.candidate.settings
+    cuts = [cut(settings, plan.micro_batch)]
+    if plan.micro_batch:  # as large as fits, like `auto`
+        cuts.append(replace(settings, micro_batch_size=None, micro_batch_tokens="auto"))
+
+    def is_same(hardware: dict) -> bool:
+        size = f" {round(hardware['gpu_memory'] / 2**30)}GB" if "gpu_memory" in hardware else ""  # see `own_gpus`
+        known = match_gpu(f"{hardware.get('gpu')}{size}")
+        return answer.machine.gpu.name in (hardware.get("gpu"), known and known.name)
+
+    speeds = (find_speed(each, settings.ranks, is_same) for each in cuts)
+    line = expected_time(settings, next(filter(None, speeds), None), answer.samples.train)
+    return [f"Time   {line}"] if line else []
 
 
 def _remedies(answer: Answer) -> str:

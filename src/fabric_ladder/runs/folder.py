@@ -11,6 +11,15 @@ from fabric_ladder.errors import UserError
 
 CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
+UNNAMED = ("model", "merged", "adapter", "export")  # folders that say nothing about the model in them
+
+
+def short_name(name: str) -> str:
+    """Return the name of a model or a data set for a line: of a path the last part, or three that say which run."""
+    path = Path(name)
+    if not path.exists() and not name.startswith(("/", "~")):
+        return name
+    return "/".join(path.parts[-3:]).lstrip("/") if path.name in UNNAMED else path.name
 
 
 @contextmanager

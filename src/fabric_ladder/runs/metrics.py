@@ -11,7 +11,6 @@ from fabric_ladder.data.label_kind import describe_f1
 from fabric_ladder.environment import NO_FLOAT64
 from fabric_ladder.errors import NotFiniteError
 
-MOST_CLASSES = 20  # with more classes no confusion matrix is kept
 Step = tuple[str, list[int]]  # a name for messages, and the row numbers of the training samples
 
 
@@ -161,15 +160,14 @@ def describe_classes(names: list[str], confusion: list[list[int]]) -> dict:
         confusion: Samples by their class (rows) and the predicted class (columns).
 
     Returns:
-        `names`, `confusion`, `accuracy` (for each class, the share of its samples that is found; None without samples)
-        and `macro_f1`, the mean of the classes' F1 scores. The F1 score of a class is twice its right predictions,
-        divided by the sum of its samples and its predictions. Classes without both are left out of the mean.
+        `confusion`, and from `describe_f1`: `names`, `true`, `precision`, `recall`, `f1` and `macro_f1`.
     """
     counts = torch.tensor(confusion)
     right, predicted, true = counts.diag(), counts.sum(0), counts.sum(1)
     state = [right, predicted - right, counts.sum() - predicted - true + right, true - right, true]
     scores = describe_f1(names, torch.stack(state, 1))
-    return {"names": names, "confusion": confusion, "accuracy": scores["recall"], "macro_f1": scores["macro_f1"]}
+    del scores["micro_f1"]  # it is the accuracy
+    return scores | {"confusion": confusion}
 
 
 def over_ranks(fabric: Fabric, operation: str, *counts: int) -> list[int]:

@@ -1,19 +1,16 @@
 """The first lines of a run: its settings and its model."""
 
-from pathlib import Path
-
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fabric_ladder.models.optimizer import weight_decay
+from fabric_ladder.runs.folder import short_name
 from fabric_ladder.settings import Settings, show
 from fabric_ladder.techniques import used
 
 
 def title(settings: Settings, hardware: dict, ranks: int) -> str:
     """Return the title line: script, data, model, seed, effective batch, precision, optimizer and device."""
-    model = Path(settings.model).name if Path(settings.model).exists() else settings.model
-    dataset = Path(settings.dataset).name if Path(settings.dataset).exists() else settings.dataset
     described = (technique.describe_batch(settings, ranks) for technique in used(settings))
     batch = next(filter(None, described), None) or _describe_batch(settings, ranks)
     devices = f"{ranks} x " if ranks > 1 else ""
@@ -23,8 +20,8 @@ def title(settings: Settings, hardware: dict, ranks: int) -> str:
         precision += f", matmul {settings.matmul_precision}"
     parts = [
         settings.name,
-        dataset,
-        model,
+        short_name(settings.dataset),
+        short_name(settings.model),
         f"seed {settings.seed}",
         batch,
         precision,

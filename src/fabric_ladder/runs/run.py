@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -11,12 +12,13 @@ from lightning import Fabric
 from torch import nn
 from torch.utils.data import DataLoader
 
-from fabric_ladder.data.label_kind import Described
+from fabric_ladder.data.label_kind import Described, class_lines
 from fabric_ladder.data.loaders import EffectiveBatch
 from fabric_ladder.distributed.launch import command_line
 from fabric_ladder.distributed.watch import running_watch
 from fabric_ladder.environment import notebook_shell
 from fabric_ladder.options import without_options
+from fabric_ladder.runs.intervals import wilson_interval
 from fabric_ladder.runs.memory_history import MemoryHistory
 from fabric_ladder.runs.metrics import Score
 from fabric_ladder.runs.prediction import Prediction, start_planner
@@ -24,9 +26,11 @@ from fabric_ladder.runs.process import chosen_kernels
 from fabric_ladder.runs.progress import ProgressBar
 from fabric_ladder.runs.record import RunRecord
 from fabric_ladder.runs.report import describe_parameters, parameters_line, title
+from fabric_ladder.runs.speed import expected_time, find_speed, is_same_device
 from fabric_ladder.runs.throughput import Throughput
 from fabric_ladder.settings import Settings
 
+FEW = 200  # test samples: with fewer, the interval of the accuracy is printed
 LOG_EVERY = 4800  # samples between two printed losses, if an epoch has at least ten times as many
 
 
@@ -103,6 +107,8 @@ class Run:
         lines = [*data.summary, *data.notices, *data.imbalance, *notices, parameters_line(described)]
         if prediction:
             lines.append(prediction.line(self.settings, hardware))
+        if self.fabric.global_rank == 0 and (line := self._expected_time()):
+            lines.append(f"Expected: {line}")
         for line in lines:
             self.print(line, log=not resumed)
         self.throughput = Throughput(self.fabric, state)
@@ -212,16 +218,23 @@ class Run:
             classes: From `describe_classes`.
             described: The results of another kind of labels than one class per sample.
         """
+        items = {"instruction-tuning": "test_tokens", "token-classification": "test_words"}
+        counted = items.get(self.settings.task, "test_samples")
         if self._is_regression:
             figures = {"test_mse": score.loss}
             self.print(f"Test MSE {score.loss:.4f}")
         else:
             figures = {"test_accuracy": score.accuracy}
             self.print(f"Test accuracy {score.accuracy * 100:.2f}%")
+            if counted == "test_samples" and 0 < score.items < FEW:
+                low, high = wilson_interval(score.accuracy, score.items)
+                self.print(f"Test samples {score.items}, 95 % interval {low * 100:.2f}% to {high * 100:.2f}%")
         if classes and (len(classes["names"]) > 2 or self._imbalance):
             self.print(f"Test macro-F1 {classes['macro_f1'] * 100:.2f}%")
         if classes:
             self.record.add_results(classes=classes)
+            for line in class_lines(classes):
+                self.print(line)
         if described:
             self.record.add_results(**described.results)
             for line in described.lines:
@@ -229,8 +242,6 @@ class Run:
         if self._items_are_tokens:
             self.print(f"Test loss {score.loss:.4f} per trained token, perplexity {score.perplexity:.2f}")
         figures["test_loss"] = score.loss
-        items = {"instruction-tuning": "test_tokens", "token-classification": "test_words"}
-        counted = items.get(self.settings.task, "test_samples")
         self.record.add_results(**figures, **{counted: score.items})
         self._log_row(step, epoch=math.ceil(step / self.steps), **figures)
         self.record.add(status="finished")
@@ -294,6 +305,12 @@ class Run:
         if kernels := chosen_kernels(self.settings):
             self.record.add(attention_kernels=kernels)
             self.print(f"Attention kernels, the first that can: {', '.join(kernels)}")
+
+    def _expected_time(self) -> str | None:
+        speed = find_speed(
+            self.settings, self.fabric.world_size, partial(is_same_device, self.record.values["hardware"])
+        )
+        return expected_time(self.settings, speed, self.epoch_samples)
 
     def _epoch(self, epoch: int) -> str:
         return f"Epoch: {epoch + 1:04d}/{self.settings.epochs:04d}"

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import datasets as hf
 import numpy as np
-import pandas as pd
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -22,10 +21,10 @@ from torch.nn.functional import interpolate, one_hot
 from transformers import PreTrainedTokenizerBase
 
 from fabric_ladder.checkpoints.export import find_result, load_result
-from fabric_ladder.comparing.matching import wilson_interval
 from fabric_ladder.data.image_files import list_images
 from fabric_ladder.data.images import WHITE, decode, read_image_format
 from fabric_ladder.data.kinds import kind_of
+from fabric_ladder.data.label_kind import class_lines
 from fabric_ladder.data.label_texts import WHOLE
 from fabric_ladder.data.rows import list_columns, read_file, read_text
 from fabric_ladder.data.sources import file_stamp
@@ -38,12 +37,12 @@ from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError, is_out_of_memory, read_outside, refused
 from fabric_ladder.models.configs import most_tokens
 from fabric_ladder.models.probe import TOLERANCE, facts_of
+from fabric_ladder.runs.intervals import wilson_interval
 from fabric_ladder.runs.metrics import describe_classes
 from fabric_ladder.settings import Settings
 
 CHUNK = 1024  # rows that are read, sorted by length, predicted and written together
 PREDICTED, PROBABILITY = "predicted", "probability"  # names of the new columns
-MOST_CLASSES = 10  # with more classes the confusion matrix is not printed
 TASKS = {
     "ForSequenceClassification": "text-classification",
     "ForTokenClassification": "token-classification",
@@ -373,11 +372,8 @@ def _describe_confusion(names: list[str], confusion: np.ndarray) -> list[str]:
     right, total = int(confusion.trace()), int(confusion.sum())
     low, high = wilson_interval(right / total, total)
     lines = [f"Accuracy {right / total:.2%} of {total:,} rows ({low:.2%} to {high:.2%}, 95 % interval)"]
-    lines.append(f"Macro-F1 {describe_classes(names, confusion.tolist())['macro_f1']:.2%}")
-    if len(names) <= MOST_CLASSES:
-        table = pd.DataFrame(confusion, pd.Index(names, name="label \\ predicted"), names)
-        lines += table.to_string().splitlines()
-    return lines
+    classes = describe_classes(names, confusion.tolist())
+    return [*lines, f"Macro-F1 {classes['macro_f1']:.2%}", *class_lines(classes)]
 
 
 def _as_tensors(

@@ -2,18 +2,22 @@
 
 from pathlib import Path
 
+import pandas as pd
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
-from fabric_ladder.comparing.matching import wilson_interval
+from fabric_ladder.comparing.table import markdown_table
 from fabric_ladder.data.instructions import prompt_templates
+from fabric_ladder.data.label_kind import MOST_CLASSES, percent
 from fabric_ladder.data.sources import file_format
 from fabric_ladder.errors import read_outside, refused
+from fabric_ladder.runs.intervals import wilson_interval
+from fabric_ladder.runs.metrics import describe_classes
 from fabric_ladder.settings import FACTS, SURROUNDINGS, Settings
 
 HUB_NAMES = {"imdb": "stanfordnlp/imdb"}  # data sets with another name on the Hub
 TEXT = """Trained by `{name}` of Fabric Ladder from {base}, on {dataset}: {train_samples:,} training samples,
-{epochs} epochs, seed {seed}. {figures}Settings other than the defaults, and versions:
+{epochs} epochs, seed {seed}. {figures}{classes}Settings other than the defaults, and versions:
 
 ```yaml
 {details}```
@@ -51,10 +55,14 @@ def _describe_run(record: dict, facts: ModelCardData) -> str:
 
     The text contains no paths, because folders are private.
     """
-    settings = record["settings"]
-    model = settings["model"]
+    settings = first = record["settings"]
+    known = set()  # a folder may have been used again since
+    while (before := Path(first["model"]).parent / "run.json") not in known and before.is_file():
+        known.add(before)
+        first = read_outside(before)["settings"]  # the run whose model this run began with
+    model = _name_in_config(Path(first["model"])) or first["model"]
     dataset = HUB_NAMES.get(settings["dataset"], settings["dataset"])
-    if _is_hub_name(model) and not settings["from_scratch"]:
+    if _is_hub_name(model) and not first["from_scratch"]:
         facts.base_model = model
     if _is_hub_name(dataset):
         facts.datasets = [dataset.split(":")[0]]  # without the name of a configuration
@@ -65,15 +73,17 @@ def _describe_run(record: dict, facts: ModelCardData) -> str:
         and not fact.is_path
         and settings.get(name) not in (None, getattr(Settings(), name))
     }
-    start = "random weights of" if settings["from_scratch"] else "the weights of"
+    start = "random weights of" if first["from_scratch"] else "the weights of"
+    between = "" if first is settings else ", which earlier runs had trained"
     return TEXT.format(
         name=settings["name"],
-        base=f"{start} {model if _is_hub_name(model) else Path(model).name}",
+        base=f"{start} {model if _is_hub_name(model) else Path(model).name}{between}",
         dataset=dataset if _is_hub_name(dataset) else Path(dataset).name,
         train_samples=record["data"]["train_samples"],
         epochs=settings["epochs"],
         seed=settings["seed"],
         figures=_describe_test(record["results"]),
+        classes=_describe_classes(record["results"]),
         details=yaml.safe_dump(changed | {"versions": record["versions"]}),
     )
 
@@ -104,6 +114,25 @@ def _describe_test(results: dict) -> str:
         return f"Test accuracy per {'word' if 'test_words' in results else 'trained token'} {accuracy:.2%}. "
     low, high = wilson_interval(accuracy, samples)
     return f"Test accuracy {accuracy:.2%} ({low:.2%} to {high:.2%}, 95 % interval of {samples:,} test samples). "
+
+
+def _describe_classes(results: dict) -> str:
+    """Return a table of the classes with their scores at the test; empty without scores."""
+    classes = results.get("classes") or results.get("entities") or {}
+    if "precision" not in classes and "confusion" in classes:  # of an earlier version
+        classes = describe_classes(classes["names"], classes["confusion"])
+    if not classes or len(classes["names"]) > MOST_CLASSES:
+        return ""
+    scores = pd.DataFrame({name: map(percent, classes[name]) for name in ("precision", "recall", "f1")})
+    scores["labels in the test"] = list(map(str, classes["true"]))
+    return f"The classes:\n\n{markdown_table(scores.set_index(pd.Index(classes['names'])), 'class')}\n\n"
+
+
+def _name_in_config(folder: Path) -> str | None:
+    """Return the Hub's name of a model in a local folder, if its config has the name."""
+    path = folder / "config.json"
+    name = read_outside(path).get("_name_or_path", "") if path.is_file() else ""
+    return name if _is_hub_name(name) else None
 
 
 def _is_hub_name(name: str) -> bool:

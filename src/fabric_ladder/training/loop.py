@@ -10,12 +10,12 @@ from torch.utils.data import DataLoader
 
 from fabric_ladder.checkpoints.disk import check_disk_space
 from fabric_ladder.checkpoints.save import read_state, save
-from fabric_ladder.data.label_kind import Counts
+from fabric_ladder.data.label_kind import MOST_CLASSES, Counts
 from fabric_ladder.distributed.preemption import exit_for
 from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.optimizer import set_learning_rate
-from fabric_ladder.runs.metrics import MOST_CLASSES, Meter, Score, describe_classes
+from fabric_ladder.runs.metrics import Meter, Score, describe_classes
 from fabric_ladder.runs.prediction import predict
 from fabric_ladder.runs.run import Run
 from fabric_ladder.settings import Settings
