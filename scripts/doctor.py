@@ -5,24 +5,22 @@ python scripts/doctor.py
 The doctor downloads nothing. If it cannot run itself, it names the package to install.
 """
 
-import argparse
 import sys
 from collections import Counter
 from pathlib import Path
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.error = lambda message: parser.exit(2, f"error: {message} (see --help)\n")
-    parser.parse_args()
     if sys.version_info < (3, 11):  # noqa: UP036
         sys.exit(f"Python 3.11 or newer is needed; this is {sys.version.split()[0]}")
     root = Path(__file__).resolve().parents[1]
     sys.path.insert(0, str(root / "src"))
     try:
+        from fabric_ladder.tools.arguments import Arguments
         from fabric_ladder.tools.doctor import report
     except ModuleNotFoundError as error:
         sys.stderr.write(f"error: {error}; pip install -r {root / 'requirements.txt'}\n")
         sys.exit(2)
+    Arguments(__doc__).parse_args()
     counts = Counter()
     last = ""
     for section, item in report():
