@@ -1,6 +1,5 @@
 """Find the source of the texts: IMDb, synthetic reviews, the Hub, or files. Nothing is read here."""
 
-import difflib
 import glob
 import re
 from collections.abc import Callable, Iterable
@@ -11,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from fabric_ladder.errors import UserError, refused
+from fabric_ladder.options import check_files, find_data, find_file
 from fabric_ladder.settings import DataSettings
 
 FILE_FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".tsv": "tsv"}
@@ -71,7 +71,7 @@ def find_source(settings: DataSettings, imdb: Source | None = None) -> Source:
         UserError: The file or folder does not exist, or an option does not fit this kind of data set.
     """
     name = settings.dataset
-    path = None if name in REVIEWS else find_path(settings, tuple(FILE_FORMATS))
+    path = None if name in REVIEWS else find_data(name, settings.data_dir)
     if (settings.validation_file or settings.test_file) and (path is None or path.is_dir()):
         raise UserError(f"--validation_file and --test_file need a --dataset that is a file, not {name}")
     if settings.column_names and path is None:
@@ -92,35 +92,16 @@ def find_source(settings: DataSettings, imdb: Source | None = None) -> Source:
     if path is None:
         return Source(["hub", name])
     files, notices = _folder_files(path) if path.is_dir() else ({"train": [path]}, ())
+    check_files(vars(settings))
     for split, file in (("validation", settings.validation_file), ("test", settings.test_file)):
         if file:
-            found = find_file(file, settings)
-            if found is None:
-                raise UserError(f"there is no {split} file {file} here or in {settings.data_dir}")
-            files[split] = [found]
+            files[split] = [find_file(file, settings.data_dir)]
     for given in files.values():
         for each in given:
             read_format(each)
     files = {split: [path.resolve() for path in paths] for split, paths in files.items()}
     stamps = {split: list(map(file_stamp, paths)) for split, paths in files.items()}
     return Source(["files", stamps], files, notices=notices)
-
-
-def find_path(settings: DataSettings, suffixes: tuple[str, ...]) -> Path | None:
-    """Return the file or folder `dataset`; None for a name on the Hub, which ends in none of the suffixes."""
-    name = settings.dataset
-    path = find_file(name, settings)
-    if path is None and (name.lower().endswith(suffixes) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", name)):
-        several = "; put several files into one folder" if "," in name else ""
-        beside = [each.name for each in Path(name).absolute().parent.glob("*")]
-        near = "".join(f"; did you mean {each}?" for each in difflib.get_close_matches(Path(name).name, beside, n=1))
-        raise UserError(f"there is no file or folder {name} here or in {settings.data_dir}{near or several}")
-    return path
-
-
-def find_file(name: str, settings: DataSettings) -> Path | None:
-    """Return the file or folder of this name from the current folder or `data_dir`, or None."""
-    return next((path for path in (Path(name), Path(settings.data_dir) / name) if path.exists()), None)
 
 
 def file_format(path: Path) -> str | None:
