@@ -1,4 +1,4 @@
-"""Check what this machine can run, and print a fix for everything that is missing.
+"""Check packages, GPU, compiler, memory, disk and the Hub, and print a fix for everything that is missing.
 
 python scripts/doctor.py
 
@@ -23,11 +23,10 @@ if __name__ == "__main__":
     Arguments(__doc__).parse_args()
     counts = Counter()
     last = ""
-    for section, item in report():
+    for section, (name, status, text, fix) in report():
         if section != last:
             print(section)
             last = section
-        fix = f" -> {item.fix}" if item.fix else ""
-        print(f"  {item.status:<7}  {item.name:<28}  {item.text}{fix}", flush=True)
-        counts[item.status] += 1
+        print(f"  {status:<7}  {name:<28}  {text}{f' -> {fix}' if fix else ''}", flush=True)
+        counts[status] += 1
     print(", ".join(f"{counts[status]} {status}" for status in ("ok", "warn", "missing")))
