@@ -37,7 +37,8 @@ from fabric_ladder.settings import FACTS, GROUPS, LARGEST, SURROUNDINGS, Fact, S
 NAMES = [*FACTS]
 DEFAULTS = {field.name: field for field in dataclasses.fields(Settings)}
 EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-DATA_FILES = (".csv", ".json", ".jsonl", ".parquet", ".tsv", ".gz", ".arrow", ".zip", ".tar", ".tgz")  # ends of names
+# a name that ends so is no name on the Hub
+DATA_FILES = tuple(".csv .tsv .json .jsonl .parquet .arrow .txt .xls .xlsx .gz .tar .tgz .zip".split())
 OFF = (False, None, "no")  # values that switch a setting off
 RANKS = """RANK LOCAL_RANK NODE_RANK WORLD_SIZE LOCAL_WORLD_SIZE SLURM_PROCID SLURM_LOCALID SLURM_NODEID SLURM_NTASKS
 SLURM_NNODES LOCAL_SIZE CROSS_RANK CROSS_SIZE""".split()  # of launchers and Lightning
@@ -155,8 +156,9 @@ def read_value(name: str, text: str) -> object:
     if str in types_of:
         return text
     choices = [*(EXPECTED[kind] for kind in types_of if kind in EXPECTED), *words]
+    near = "".join(f"; did you mean {word}?" for word in difflib.get_close_matches(text, words, n=1))
     raise UserError(
-        f"--{name} {text:.80}: expected {', '.join(choices[:-1])}{' or ' * (len(choices) > 1)}{choices[-1]}"
+        f"--{name} {text:.80}: expected {', '.join(choices[:-1])}{' or ' * (len(choices) > 1)}{choices[-1]}{near}"
     )
 
 

@@ -27,18 +27,19 @@ SPLIT_WORDS = {
     "test": "tests|test(ing)?(set|data)?",
     "eval": "eval(uation)?(set|data)?",
 }
+IN_EXCEL = "in Excel click File > Save As > CSV UTF-8"
 GZIP = b"\x1f\x8b"
 ZIP = b"PK\x03\x04"
 CONTENTS = {  # how files begin whose names are often wrong
     b"version https://git-lfs": "a pointer of Git LFS, not the data: run git lfs pull in its folder",
-    ZIP: "an XLSX or ZIP file: save it as CSV, or unpack it",
-    b"\xd0\xcf\x11\xe0": "an XLS file: save it as CSV",
+    ZIP: f"an XLSX or ZIP file: {IN_EXCEL}, or unpack it",
+    b"\xd0\xcf\x11\xe0": f"an XLS file: {IN_EXCEL}",
     b"PAR1": "a Parquet file: rename it to .parquet",
     b"BZh": "compressed by bzip2: unpack it",
     b"\xfd7zXZ": "compressed by xz: unpack it",
     b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it",
     b"<!doctype html": "an HTML page, not the data: download it again",
-    b"\xff\xfe": "text in UTF-16: save it as UTF-8, in Excel as CSV UTF-8",
+    b"\xff\xfe": f"text in UTF-16: save it as UTF-8 ({IN_EXCEL})",
     b"<html": "an HTML page, not the data: download it again",
 }
 
@@ -116,6 +117,8 @@ def read_format(path: Path) -> str:
         UserError: This format cannot be read.
     """
     kind = file_format(path)
+    if path.suffix.lower() in (".xls", ".xlsx"):
+        raise UserError(f"{path} is a workbook, not a table as text: {IN_EXCEL}")
     if kind is None:
         raise UserError(f"{path}: files of this kind cannot be read, only {', '.join(FILE_FORMATS)}")
     return kind
