@@ -36,7 +36,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--top_k", type=at_least_1, help="sample from the K most likely tokens only")
     parser.add_argument("--top_p", type=float, help="sample from the most likely tokens with this total probability")
     parser.add_argument("--seed", type=int, help="of sampling; default: 123")
-    parser.add_argument("--accelerator", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--accelerator", choices=("auto", "cuda", "mps", "cpu"), default="auto")
     parser.add_argument("--precision", choices=PRECISIONS, help="default: bf16-true on a GPU, 32-true on a CPU")
     parser.add_argument("--quantization", choices=("no", "nf4"), help="default: as the adapter was trained, else no")
     parser.add_argument("--output", type=new_path, help="file for the answers to --prompts, in JSON Lines")
@@ -75,19 +75,18 @@ def main(arguments: argparse.Namespace) -> None:
 
     from fabric_ladder.checkpoints.export import DTYPES
     from fabric_ladder.data.instructions import hides_input
+    from fabric_ladder.environment import find_device
     from fabric_ladder.techniques.advice import show_errors
     from fabric_ladder.tools import generation
 
     show_errors(smaller="a smaller --batch_size, --precision bf16-true or --quantization nf4")
-    if arguments.accelerator == "cuda" and not torch.cuda.is_available():
-        raise UserError("--accelerator cuda: PyTorch finds no CUDA GPU here; use --accelerator cpu")
+    device = find_device(arguments.accelerator)
     rows = generation.read_questions(arguments.prompts) if arguments.prompts else []
-    on_gpu = arguments.accelerator != "cpu" and torch.cuda.is_available()
-    dtype = DTYPES[arguments.precision or ("bf16-true" if on_gpu else "32-true")]
+    dtype = DTYPES[arguments.precision or ("32-true" if device == "cpu" else "bf16-true")]
 
     ### 1 The model
     model, tokenizer = generation.load_language_model(arguments.model, dtype, arguments.quantization)
-    model.to("cuda" if on_gpu else "cpu")
+    model.to(device)
     torch.backends.cuda.enable_cudnn_sdp(False)  # it would build a plan for the length of every new token
     wanted = generation.RAW if arguments.raw else arguments.prompt_template
     sampling = {}

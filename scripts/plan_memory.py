@@ -71,9 +71,6 @@ def main(arguments: argparse.Namespace, options: list[str]) -> None:
         if sys.stderr.isatty():
             print(f"\r\033[KRehearsing {names[:60]}", end="\r", file=sys.stderr, flush=True)
 
-    given = {option.split("=")[0] for option in options}
-    if arguments.length and not given & {"--config", "--max_length"} and arguments.length > Settings().max_length:
-        options = [*options, "--max_length", str(arguments.length)]
     answer = find_answer(arguments, options, report)
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)

@@ -9,7 +9,6 @@ are printed. A stopped prediction goes on where it stopped.
 import argparse
 from pathlib import Path
 
-from fabric_ladder.errors import UserError
 from fabric_ladder.tools.arguments import PRECISIONS, Arguments, at_least_1, new_path
 
 
@@ -42,17 +41,13 @@ def parse() -> argparse.Namespace:
 
 def main(arguments: argparse.Namespace) -> None:
     """Load the model, predict, and print the scores."""
-    import torch
-
     from fabric_ladder.checkpoints.export import DTYPES
+    from fabric_ladder.environment import find_device
     from fabric_ladder.techniques.advice import show_errors
     from fabric_ladder.tools.inference import load_predictor, predict_file
 
     show_errors(smaller="a smaller --batch_tokens or --precision bf16-true")
-    found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    device = next(name for name in found if found[name]) if arguments.accelerator == "auto" else arguments.accelerator
-    if not found[device]:
-        raise UserError(f"--accelerator {device}: PyTorch finds no such device here; use --accelerator cpu")
+    device = find_device(arguments.accelerator)
     precision = arguments.precision or ("32-true" if device == "cpu" else "bf16-true")
     tokens = arguments.batch_tokens or (1024 if device == "cpu" else 16_384)
     columns = {name: getattr(arguments, name) for name in ("text_column", "label_column") if getattr(arguments, name)}

@@ -65,7 +65,13 @@ CASES = {
     "no Parquet": Case(
         "--dataset no.parquet", r"no\.parquet cannot be read as parquet \(.+\)"
     ),
+    "Latin-1": Case(
+        "--dataset latin.csv", r"row 1: not UTF-8 \(byte 0xe9\): save it .*in Excel click File > Save As > CSV UTF-8"
+    ),
+    "workbook": Case("--dataset book.xlsx", r"book\.xlsx is a workbook, .*: in Excel click File > Save As > CSV UTF-8"),
+    "misspelt file": Case("--dataset {m}/god.csv", r"did you mean \S*/good\.csv\?"),
     # settings
+    "misspelt choice": Case("--precision bf16-treu", r"expected 32-true, .* or 64-true; did you mean bf16-true\?"),
     "runs_dir below a file": Case("--runs_dir {m}/good.csv/runs", r"cannot write --runs_dir \S*good\.csv/runs \(.+\)"),
     "cache_dir below a file": Case("--cache_dir {m}/good.csv/cache", r"cannot write \S*good\.csv/cache.*--cache_dir"),
     # models
@@ -102,6 +108,8 @@ def material(tmp_path_factory):
     (folder / "null.json").write_text("null")
     (folder / "ragged.csv").write_text("text,label\na,1\nb,0,c,d\n")
     (folder / "nothing.csv").touch()
+    (folder / "latin.csv").write_bytes("text,label\ncafé,1\nthé,0\n".encode("latin-1"))
+    (folder / "book.xlsx").write_bytes(b"PK\x03\x04")
     (folder / "no.parquet").write_bytes(b"noise" * 400)
     (folder / "notes.txt").write_text("a text")
     (folder / "folder.csv").mkdir()

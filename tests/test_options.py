@@ -3,6 +3,8 @@
 import ast
 import os
 import re
+import subprocess
+import sys
 import types
 
 import pytest
@@ -438,3 +440,29 @@ def test_a_missing_run_is_no_name_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="there is no folder runs/99"), reachable("runs/99", "model"):
         pass
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ("--dataset ticket.csv", r"no file or folder ticket\.csv here or in \S+; did you mean tickets\.csv\?"),
+        ("--dataset Tickets.CSV", r"did you mean tickets\.csv\?"),
+        ("--dataset tickets.csv --test_file test.csv", r"there is no test file test\.csv here or in "),
+        ("--config config/imdb_minilm.yaml", r"no config file config/\S+; did you mean configs/imdb_minilm\.yaml\?"),
+    ],
+)
+def test_missing_files_are_refused_before_torch_is_imported(tmp_path, options, line):
+    (tmp_path / "tickets.csv").touch()
+    hidden = without_package(tmp_path, "torch")
+    process = run_script(SRC / "2_grad_accum.py", *options.split(), cwd=tmp_path, fresh=True, **hidden)
+    assert (process.returncode, process.stdout) == (2, "")
+    assert re.fullmatch(f"error: .*{line}.*\n", process.stderr)
+
+
+def test_a_terminal_gets_a_line_before_torch_is_imported(tmp_path):
+    terminal, output = os.openpty()
+    environment = os.environ | without_package(tmp_path, "torch")
+    command = [sys.executable, str(SRC / "2_grad_accum.py")]
+    process = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, env=environment, text=True, check=False)
+    assert "lacks the package torch" in process.stderr
+    assert os.read(terminal, 1000).decode() == "Loading PyTorch …\r\n"

@@ -1,6 +1,7 @@
 """Fabric Ladder: one train loop under numbered scripts that differ only in their technique."""
 
 import logging
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -35,9 +36,10 @@ __all__ = [*HOMES]
 
 answer_early()
 
-# transformers and PEFT import torchao if it is installed; it logs warnings about kernels for other CUDA versions
-for _name in ("torchao", "torch.utils._pytree"):
+# libraries print these lines when they are imported, about kernels that this machine cannot use or that nothing calls
+for _name in ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops"):
     logging.getLogger(_name).setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", "The PEFT config's `base_model_name_or_path` was renamed")  # of a folder that moved
 
 
 def __getattr__(name: str):

@@ -12,6 +12,8 @@ import psutil
 import torch
 from watermark import watermark
 
+from fabric_ladder.errors import UserError
+
 CLONE = Path(__file__).resolve().parents[2]  # the root of the repository, unless the package is installed
 NO_FLOAT64 = ("mps",)  # these devices have no 64-bit numbers; sums are in 32 bits there
 PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "datasets", "numpy", "pandas")
@@ -66,6 +68,19 @@ def describe_hardware(device: torch.device) -> dict:
 def compute_capability() -> tuple[int, int] | None:
     """Return the GPU's compute capability, or None without a CUDA GPU."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+def find_device(accelerator: str) -> str:
+    """Return the device of a tool: the named one, or for `auto` the best that there is.
+
+    Raises:
+        UserError: PyTorch finds no such device.
+    """
+    found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    device = next(name for name in found if found[name]) if accelerator == "auto" else accelerator
+    if not found[device]:
+        raise UserError(f"--accelerator {device}: PyTorch finds no such device here; use --accelerator cpu")
+    return device
 
 
 def cpu_has_fast_bfloat16() -> bool:

@@ -1,7 +1,9 @@
 """Errors that the user can fix (one line, exit status 2), and reading files that the user wrote."""
 
+import atexit
 import json
 import os
+import select
 import sys
 import textwrap
 import traceback
@@ -47,9 +49,12 @@ def show_user_errors() -> None:
 
     `techniques.advice.show_errors` explains more errors, but imports torch.
     """
+    atexit.register(drop_unread_output)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         line = str(error)
+        if isinstance(error, BrokenPipeError) and drop_unread_output():
+            raise SystemExit(1)
         if isinstance(error, ModuleNotFoundError):
             line = f"{sys.executable} lacks the package {error.name}: pip install -r requirements.txt"
             line += ", or install with `make run` and start the script with .venv/bin/python"
@@ -60,6 +65,16 @@ def show_user_errors() -> None:
         raise SystemExit(2)  # raised inside the hook, it sets the exit status
 
     sys.excepthook = hook
+
+
+def drop_unread_output() -> bool:
+    """Drop the rest of the output if nothing reads it any more, as after `doctor.py | head`; return whether."""
+    if not hasattr(select, "poll"):  # on Windows
+        return False
+    (poll := select.poll()).register(1, 0)
+    if unread := bool(poll.poll(0)):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return unread
 
 
 def runs_script() -> bool:

@@ -37,6 +37,8 @@ from fabric_ladder.settings import FACTS, GROUPS, LARGEST, SURROUNDINGS, Fact, S
 NAMES = [*FACTS]
 DEFAULTS = {field.name: field for field in dataclasses.fields(Settings)}
 EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+# a name that ends so is no name on the Hub
+DATA_FILES = tuple(".csv .tsv .json .jsonl .parquet .arrow .txt .xls .xlsx .gz .tar .tgz .zip".split())
 OFF = (False, None, "no")  # values that switch a setting off
 RANKS = """RANK LOCAL_RANK NODE_RANK WORLD_SIZE LOCAL_WORLD_SIZE SLURM_PROCID SLURM_LOCALID SLURM_NODEID SLURM_NTASKS
 SLURM_NNODES LOCAL_SIZE CROSS_RANK CROSS_SIZE""".split()  # of launchers and Lightning
@@ -154,8 +156,9 @@ def read_value(name: str, text: str) -> object:
     if str in types_of:
         return text
     choices = [*(EXPECTED[kind] for kind in types_of if kind in EXPECTED), *words]
+    near = "".join(f"; did you mean {word}?" for word in difflib.get_close_matches(text, words, n=1))
     raise UserError(
-        f"--{name} {text:.80}: expected {', '.join(choices[:-1])}{' or ' * (len(choices) > 1)}{choices[-1]}"
+        f"--{name} {text:.80}: expected {', '.join(choices[:-1])}{' or ' * (len(choices) > 1)}{choices[-1]}{near}"
     )
 
 
@@ -228,6 +231,44 @@ def find_path(path: str) -> str:
     path = os.path.expanduser(path)  # no shell expands it in a YAML file and after `--runs_dir=`
     shipped = CONFIGS.parent / path
     return str(shipped) if path.startswith("configs/") and not Path(path).exists() and shipped.exists() else path
+
+
+def find_data(name: str, data_dir: str) -> Path | None:
+    """Return the file or folder of a data set; None for a name on the Hub.
+
+    Raises:
+        UserError: The name is neither.
+    """
+    path = find_file(name, data_dir)
+    if path is None and (name.lower().endswith(DATA_FILES) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", name)):
+        several = "; put several files into one folder" if "," in name else ""
+        raise UserError(f"there is no file or folder {name} here or in {data_dir}{nearest(Path(name)) or several}")
+    return path
+
+
+def find_file(name: str, data_dir: str) -> Path | None:
+    """Return the file or folder of this name from the current folder or `data_dir`, or None."""
+    return next((path for path in (Path(name), Path(data_dir) / name) if path.exists()), None)
+
+
+def nearest(path: Path) -> str:
+    """Return the question for the file or folder that a mistyped path may mean; empty without one."""
+    names = {each.name.lower(): each for each in path.expanduser().absolute().parent.glob("*")}
+    near = difflib.get_close_matches(path.name.lower(), names, n=1)
+    return f"; did you mean {path.parent / names[near[0]].name}?" if near else ""
+
+
+def check_files(values: Mapping[str, object]) -> None:
+    """Refuse files of data that do not exist.
+
+    Raises:
+        UserError: The setting and the name.
+    """
+    for split in ("validation", "test"):
+        file = values[f"{split}_file"]
+        if file and not find_file(file, values["data_dir"]):
+            raise UserError(f"there is no {split} file {file} here or in {values['data_dir']}{nearest(Path(file))}")
+    find_data(values["dataset"], values["data_dir"])
 
 
 def check_needs(values: Mapping[str, object], given: Collection[str]) -> None:
@@ -320,8 +361,12 @@ def find_config(config: str) -> Path:
     places = (Path(os.path.expanduser(config)), CONFIGS / config, CONFIGS.parent / config)
     path = next((path for path in places if path.is_file()), None)
     if path is None:
-        ours = ", ".join(sorted(path.name for path in CONFIGS.glob("*.yaml")))
-        raise UserError(f"there is no config file {config or '(an empty name)'}; these exist: {ours}")
+        ours = sorted(path.name for path in CONFIGS.glob("*.yaml"))
+        near = difflib.get_close_matches(Path(config).name, ours, n=1)
+        hint = nearest(Path(config)) or (f"; did you mean configs/{near[0]}?" if near else "")
+        raise UserError(
+            f"there is no config file {config or '(an empty name)'}{hint or '; these exist: ' + ', '.join(ours)}"
+        )
     return path
 
 
@@ -413,12 +458,14 @@ def answer_early() -> None:
             print_help(script, textwrap.dedent(doc), Path(main).stem, given["help"] == "all")
             raise SystemExit(0)
         if "deepspeed" not in script:  # whose file may hold what these options need
-            combine(script, read_named_config(given), given)
+            check_files(combine(script, read_named_config(given), given))
         check_ranks()
     except UserError as error:
         read = f" (read {', '.join(read_as)})" if read_as else ""
         print_error(error, f"error: {error}{read}")
         raise SystemExit(2) from None
+    if sys.stdout.isatty() and "print_config" not in given and os.environ.get("LOCAL_RANK", "0") == "0":
+        print("Loading PyTorch …", flush=True)  # takes seconds
 
 
 def check_ranks() -> None:

@@ -239,9 +239,21 @@ def test_a_notice_names_templates_that_may_be_wrong(load, tokenizers):
     assert got.notices == ["--prompt_template is not used: the tokenizer's chat template writes the messages"]
 
 
-def test_chats_need_a_chat_template(load):
+def test_chats_need_a_chat_template(load, tokenizers, tmp_path):
+    tokenizer = with_chat_template(tokenizers["trained"], None, tmp_path / "own")
     with pytest.raises(UserError, match=r"holds messages, and the tokenizer has no chat template .*: choose a --tok"):
-        load(chats(), tokenizer="trained")
+        load(chats(), tokenizer=tokenizer)
+
+
+def test_a_trained_tokenizer_writes_chats_without_the_hub(load):
+    got = load(chats(), tokenizer="trained")
+    texts = {got.tokenizer.decode(ids) for split in SPLITS for ids in got.splits[split]["input_ids"][:]}
+    assert texts == {got.tokenizer.apply_chat_template(chat["messages"], tokenize=False) for chat in chats()}
+    sample = got.splits["test"][0]
+    answer = got.tokenizer.decode([label for label in sample["labels"] if label != -100])
+    assert answer.startswith("It is ")
+    assert answer.endswith(", of course.<|im_end|>")
+    assert len(pieces(got.tokenizer, "<|im_start|><|im_end|>")) == 2
 
 
 @pytest.mark.parametrize(

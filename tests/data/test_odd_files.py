@@ -221,11 +221,11 @@ def test_rows_that_cannot_be_rows_are_named(tmp_path):
     bad = ("text,label\n" + BODY).encode().replace(b"item 4", b"item \xf0")
     good, named = rows_of(tmp_path, "a.csv", bad)
     assert good == ROWS[:4] + ROWS[5:]
-    assert named == ["row 5: not UTF-8 (byte 0xf0): save it as UTF-8 (Excel: CSV UTF-8)"]
+    assert named == ["row 5: not UTF-8 (byte 0xf0): save it as UTF-8 (in Excel click File > Save As > CSV UTF-8)"]
     good, named = rows_of(tmp_path, "a.jsonl", b'{"text": "\xf0", "label": 1}\n{"text": "a", "label": 1}\n')
     assert (len(good), named) == (
         1,
-        ["line 1: not UTF-8 (byte 0xf0): save it as UTF-8 (Excel: CSV UTF-8)"],
+        ["line 1: not UTF-8 (byte 0xf0): save it as UTF-8 (in Excel click File > Save As > CSV UTF-8)"],
     )
 
 
@@ -235,7 +235,7 @@ REFUSED = {
         'text,label\n"they said \\"a, b\\"\nand left",n\n',
         r"row 1: a quote in a text is written as \\\", as My",
     ),
-    "excel.csv": (b"PK\x03\x04...", "is an XLSX or ZIP file: save it as CSV"),
+    "excel.csv": (b"PK\x03\x04...", "is an XLSX or ZIP file: in Excel click File > Save As"),
     "lfs.parquet": (
         "version https://git-lfs.github.com/spec/v1\noid",
         "is a pointer of Git LFS, not the data: run git",

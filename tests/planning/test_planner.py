@@ -30,6 +30,7 @@ from fabric_ladder.planning.predict import blank_datasets, largest_batches, pred
 from fabric_ladder.techniques.memory import Counts
 
 SCRIPT = ROOT / "scripts" / "plan_memory.py"
+BERT = str(MODELS / "bert-base-cased.json")
 VIT = str(MODELS / "vit-base-16.json")
 ENOUGH = 10**12  # bytes of a GPU that every small model fits
 
@@ -495,6 +496,7 @@ def test_the_script_plans_for_the_gpus_that_it_finds_and_forks_before_it_sees_th
         (["--gpu_memory", "16GB", "--model", "vit.json", "--task", "image-classification"], "is not a model config"),
         (["--gpu_memory", "16GB", "--no_such", "1"], "there is no setting 'no_such'"),
         (["--gpu_memory", "16GB", "--dataset", "nowhere.csv"], "there is no file or folder nowhere.csv"),
+        (["--gpu", "T4", "--model", BERT, "--length", "1024"], "--length 1024 is beyond the 512 positions of "),
         (["--calibrate"], "--calibrate measures a CUDA GPU"),
         (["--gpu_memory", "16GB", "--print_config"], "--print_config prints the settings of one rung: give it to"),
         (["--calibrate", "--full"], "--calibrate plans nothing: leave out --full"),

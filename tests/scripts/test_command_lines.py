@@ -1,7 +1,11 @@
 """Scripts answer `--help` and a mistyped option before they import a heavy library."""
 
+import os
+import subprocess
+import sys
+
 import pytest
-from support.helpers import ROOT, run_script
+from support.helpers import ROOT, run_script, without_package
 
 HEAVY = ("torch", "lightning", "transformers", "datasets", "pandas", "matplotlib")
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
@@ -21,3 +25,17 @@ def test_the_command_line_is_read_before_heavy_imports(tmp_path, script):
     assert process.stderr.startswith("error: ")
     assert process.stderr.count("\n") == 1
     assert ("did you mean --batch_size" in process.stderr) == (script.stem in FORWARDING)
+
+
+@pytest.mark.parametrize("command", [*((script, "--help") for script in SCRIPTS), ("doctor.py",)], ids=str)
+def test_nothing_is_printed_if_nobody_reads_the_output(tmp_path, command):
+    """As in `doctor.py | head`: Python writes into a closed pipe when it ends or, with `flush`, when it prints."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    script, *options = command
+    environment = os.environ | without_package(tmp_path, "torch")
+    environment["PYTHONPATH"] += os.pathsep + str(ROOT / "src")
+    command = [sys.executable, str(ROOT / "scripts" / script), *options]
+    process = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    os.close(writer)
+    assert process.stderr == ""

@@ -9,7 +9,7 @@ import venv
 from pathlib import Path
 
 import pytest
-from support.helpers import ROOT, RUNGS, SMALL, without_package
+from support.helpers import ROOT, SMALL, without_package
 
 from fabric_ladder.tools.command import COMMANDS
 
@@ -103,5 +103,4 @@ def test_a_wheel_runs_in_an_empty_folder(tmp_path, clone, environment):
     assert "· cpu: 2 x " in stdout  # both processes ran
     assert "2_grad_accum" in run(ladder, "compare", "runs", "--anyway", cwd=empty)
     lines = [line.split() for line in run(ladder, "doctor", cwd=empty).splitlines()]
-    assert {"Python", "torch", "wandb", *(path.stem for path in RUNGS)} <= {line[1] for line in lines if len(line) > 1}
-    assert ["ok", "2_grad_accum", "can"] in [line[:3] for line in lines]
+    assert {"Python", "torch", "wandb", "Hub"} <= {line[1] for line in lines if len(line) > 1}

@@ -279,6 +279,8 @@ REFUSED = {
     "an input that the prompt lacks": (["--model", "{whole}", "--prompt", "word7", "--input", "word8",
                                         "--prompt_template", "Q: {{instruction}}"],
                                        r"--input: the prompt template 'Q: \{instruction\}' has no \{input\}"),
+    "no such device": (["--model", "{whole}", "--prompt", "word7", "--accelerator", "mps"],
+                       "finds no such device"),
     "no such model": (["--model", "no/such", "--prompt", "word7"], "cannot load the model 'no/such'"),
 }  # fmt: skip
 

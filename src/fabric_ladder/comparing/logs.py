@@ -22,6 +22,9 @@ VALIDATION = re.compile(
     rf"Val acc\.: {PERCENT}"
 )
 MSE_EPOCH = re.compile(r"Epoch: (\d{4,})/(\d{4,}) ?\| ?Train MSE: (\d+\.\d{4}) ?\| ?Val MSE: (\d+\.\d{4})")
+BEST = re.compile(
+    rf"Best validation (?:loss (\d+\.\d{{4}})|accuracy {PERCENT}) at epoch \d+, batch \d+: its weights are tested.*"
+)
 RESULTS = {  # pattern of a line -> names of its figures, in the order of the groups
     rf"Time elapsed:? {NUMBER} min": ("minutes",),
     rf"Compile time {NUMBER} min of it, (\d+) graphs": ("compile_minutes", "compiled_graphs"),
@@ -124,6 +127,11 @@ class LoggedRun:
     ours: bool = True
 
 
+def perplexity(loss: float) -> float:
+    """Return the exponential of a loss, or infinity above 700."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
 class LogParser:
     """Parser of a log's text.
 
@@ -180,6 +188,8 @@ class LogParser:
             self._read_epoch(*found.groups())
         elif found := MSE_EPOCH.fullmatch(line):
             self._read_mse(*found.groups())
+        elif found := BEST.fullmatch(line):
+            self._read_best(*found.groups())
         else:
             for pattern, names in RESULTS.items():
                 if found := pattern.fullmatch(line):
@@ -220,6 +230,17 @@ class LogParser:
         self._move_to(int(epoch), math.inf)
         self.run.figures |= {"train_mse": float(train), "validation_mse": float(validation)}
         self.run.settings["epochs"] = int(epochs)
+
+    def _read_best(self, loss, accuracy) -> None:
+        """Replace the figures of the last validation by those of the best, whose weights are tested."""
+        figures = self.run.figures
+        found = [figures.pop(name, None) for name in ("validation_accuracy", "validation_mse")]
+        if accuracy:
+            figures["validation_accuracy"] = float(accuracy)
+        elif found[1] is not None:
+            figures["validation_mse"] = float(loss)
+        elif "validation_perplexity" in figures:
+            figures["validation_perplexity"] = perplexity(float(loss))
 
     def _read_title(self, found: re.Match) -> None:
         tokens = found["tokens"]

@@ -1,12 +1,11 @@
 """Find and read runs: in their folders, in folders of runs, and in logs."""
 
 import csv
-import math
 import re
 import sys
 from pathlib import Path
 
-from fabric_ladder.comparing.logs import LoggedRun, LogParser, Point
+from fabric_ladder.comparing.logs import LoggedRun, LogParser, Point, perplexity
 from fabric_ladder.errors import UserError, read_outside
 
 FORMAT = 1
@@ -142,13 +141,9 @@ def _fill(run: LoggedRun, record: dict) -> None:
             run.figures[name] = score * 100
     if "test_tokens" in results:
         run.figures["test_loss"] = results["test_loss"]
-        run.figures["test_perplexity"] = _perplexity(results["test_loss"])
+        run.figures["test_perplexity"] = perplexity(results["test_loss"])
         by_loss = best and best["used"] and best["metric"] == "loss"
-        run.figures["validation_perplexity"] = _perplexity(best["value"] if by_loss else last["validation_loss"])
-
-
-def _perplexity(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
+        run.figures["validation_perplexity"] = perplexity(best["value"] if by_loss else last["validation_loss"])
 
 
 def _join(parts: list[dict], name: str) -> dict:

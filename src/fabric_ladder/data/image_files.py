@@ -25,12 +25,12 @@ from fabric_ladder.data.sources import (
     content_problem,
     file_format,
     file_stamp,
-    find_path,
     find_splits,
     read_head,
 )
 from fabric_ladder.data.tables import check_column, join_parts, label_reader, number_labels
 from fabric_ladder.errors import UserError, refused
+from fabric_ladder.options import find_data
 from fabric_ladder.settings import DataSettings
 
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
@@ -59,7 +59,7 @@ def find_images(settings: DataSettings) -> tuple[Path | None, list]:
             "--validation_file and --test_file are for texts: put images into the folders train, validation and test "
             "of --dataset"
         )
-    path = find_path(settings, ARCHIVES)
+    path = find_data(name, settings.data_dir)
     if path is None:
         return None, ["hub", name, find_commit(settings)]
     if settings.label_column != defaults.label_column:

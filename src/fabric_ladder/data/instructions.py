@@ -29,6 +29,10 @@ ALPACA = (  # with and without an input; the exact prompts of Stanford's Alpaca
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:",
 )
+CHATML = (  # of trained tokenizers
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 COUNTED = {  # notices about the samples that the encoder counts
     "left out": "have a prompt of --max_length {length} tokens or more and are left out",
     "cut": "have their answer cut at --max_length {length} tokens",
@@ -122,7 +126,7 @@ def tokenize_instructions(
     target = scratch / "tokens"
     splits, notices = data.splits, data.notices
     chat = "messages" in splits["train"].column_names
-    if chat and (tokenizer is None or tokenizer.chat_template is None):
+    if chat and tokenizer and tokenizer.chat_template is None:
         raise UserError(
             f"{settings.dataset} holds messages, and the tokenizer has no chat template to write them: choose a "
             "--tokenizer that has one, or give instructions with the columns instruction and output"
@@ -130,10 +134,11 @@ def tokenize_instructions(
     if chat and settings.prompt_template:
         notices.append("--prompt_template is not used: the tokenizer's chat template writes the messages")
     if tokenizer is None:
-        texts = map_batches(
-            splits["train"], lambda rows: {"text": _prompts(rows, settings) + rows["output"]}, "texts", scratch
-        )
-        tokenizer = train_tokenizer(texts, vocabulary, eos_token=END_OF_TEXT)
+        read = _contents if chat else lambda rows: _prompts(rows, settings) + rows["output"]
+        texts = map_batches(splits["train"], lambda rows: {"text": read(rows)}, "texts", scratch)
+        special = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"} if chat else {"eos_token": END_OF_TEXT}
+        tokenizer = train_tokenizer(texts, vocabulary, **special)
+        tokenizer.chat_template = CHATML if chat else None
         tokenizer.save_pretrained(target / "tokenizer")
     encoder, total = Encoder(settings, tokenizer), sum(map(len, splits.values()))
     encode = encoder.encode_chats if chat else encoder.encode_instructions
@@ -248,6 +253,10 @@ class Encoder:
 def _prompts(batch: dict[str, list], settings: DataSettings) -> list[str]:
     rows = zip(batch["system"], batch["instruction"], batch["input"], strict=True)
     return [prompt_text(*pair, settings.prompt_template, system) for system, *pair in rows]
+
+
+def _contents(batch: dict[str, list]) -> list[str]:
+    return [message["content"] for chat in batch["messages"] for message in json.loads(chat)]
 
 
 def _within(offsets: list[tuple[int, int]], answers: list[tuple[int, int]]) -> np.ndarray:

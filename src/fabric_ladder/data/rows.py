@@ -21,6 +21,7 @@ from fabric_ladder.data.hub import load_hub
 from fabric_ladder.data.progress import Progress
 from fabric_ladder.data.sources import (
     GZIP,
+    IN_EXCEL,
     SEPARATORS,
     Source,
     content_problem,
@@ -301,7 +302,7 @@ def _check_record(record: _Record, width: int, separator: str) -> list[str] | Va
 
 def _bad_byte(text: str) -> ValueError | None:
     found = None if text.isascii() else BAD_BYTE.search(text)
-    return found and ValueError(f"not UTF-8 (byte {ord(found[0]) - 0xDC00:#x}): save it as UTF-8 (Excel: CSV UTF-8)")
+    return found and ValueError(f"not UTF-8 (byte {ord(found[0]) - 0xDC00:#x}): save it as UTF-8 ({IN_EXCEL})")
 
 
 def _open_quote(record: _Record) -> ValueError:
@@ -412,7 +413,7 @@ def reading(path: Path, kind: str) -> Iterator[None]:
             yield
         except UnicodeDecodeError as error:
             byte = error.object[error.start]
-            raise UserError(f"{path} is not UTF-8 (byte {byte:#x}): save it as UTF-8") from error
+            raise UserError(f"{path} is not UTF-8 (byte {byte:#x}): save it as UTF-8 ({IN_EXCEL})") from error
 
 
 def _find_columns(table: Table, name: str) -> tuple[dict[str, object], Rows]:

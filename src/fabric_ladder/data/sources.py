@@ -1,6 +1,5 @@
 """Find the source of the texts: IMDb, synthetic reviews, the Hub, or files. Nothing is read here."""
 
-import difflib
 import glob
 import re
 from collections.abc import Callable, Iterable
@@ -11,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from fabric_ladder.errors import UserError, refused
+from fabric_ladder.options import check_files, find_data, find_file
 from fabric_ladder.settings import DataSettings
 
 FILE_FORMATS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".tsv": "tsv"}
@@ -27,18 +27,19 @@ SPLIT_WORDS = {
     "test": "tests|test(ing)?(set|data)?",
     "eval": "eval(uation)?(set|data)?",
 }
+IN_EXCEL = "in Excel click File > Save As > CSV UTF-8"
 GZIP = b"\x1f\x8b"
 ZIP = b"PK\x03\x04"
 CONTENTS = {  # how files begin whose names are often wrong
     b"version https://git-lfs": "a pointer of Git LFS, not the data: run git lfs pull in its folder",
-    ZIP: "an XLSX or ZIP file: save it as CSV, or unpack it",
-    b"\xd0\xcf\x11\xe0": "an XLS file: save it as CSV",
+    ZIP: f"an XLSX or ZIP file: {IN_EXCEL}, or unpack it",
+    b"\xd0\xcf\x11\xe0": f"an XLS file: {IN_EXCEL}",
     b"PAR1": "a Parquet file: rename it to .parquet",
     b"BZh": "compressed by bzip2: unpack it",
     b"\xfd7zXZ": "compressed by xz: unpack it",
     b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it",
     b"<!doctype html": "an HTML page, not the data: download it again",
-    b"\xff\xfe": "text in UTF-16: save it as UTF-8, in Excel as CSV UTF-8",
+    b"\xff\xfe": f"text in UTF-16: save it as UTF-8 ({IN_EXCEL})",
     b"<html": "an HTML page, not the data: download it again",
 }
 
@@ -71,7 +72,7 @@ def find_source(settings: DataSettings, imdb: Source | None = None) -> Source:
         UserError: The file or folder does not exist, or an option does not fit this kind of data set.
     """
     name = settings.dataset
-    path = None if name in REVIEWS else find_path(settings, tuple(FILE_FORMATS))
+    path = None if name in REVIEWS else find_data(name, settings.data_dir)
     if (settings.validation_file or settings.test_file) and (path is None or path.is_dir()):
         raise UserError(f"--validation_file and --test_file need a --dataset that is a file, not {name}")
     if settings.column_names and path is None:
@@ -90,35 +91,16 @@ def find_source(settings: DataSettings, imdb: Source | None = None) -> Source:
     if path is None:
         return Source(["hub", name])
     files, notices = _folder_files(path) if path.is_dir() else ({"train": [path]}, ())
+    check_files(vars(settings))
     for split, file in (("validation", settings.validation_file), ("test", settings.test_file)):
         if file:
-            found = find_file(file, settings)
-            if found is None:
-                raise UserError(f"there is no {split} file {file} here or in {settings.data_dir}")
-            files[split] = [found]
+            files[split] = [find_file(file, settings.data_dir)]
     for given in files.values():
         for each in given:
             read_format(each)
     files = {split: [path.resolve() for path in paths] for split, paths in files.items()}
     stamps = {split: list(map(file_stamp, paths)) for split, paths in files.items()}
     return Source(["files", stamps], files, notices=notices)
-
-
-def find_path(settings: DataSettings, suffixes: tuple[str, ...]) -> Path | None:
-    """Return the file or folder `dataset`; None for a name on the Hub, which ends in none of the suffixes."""
-    name = settings.dataset
-    path = find_file(name, settings)
-    if path is None and (name.lower().endswith(suffixes) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", name)):
-        several = "; put several files into one folder" if "," in name else ""
-        beside = [each.name for each in Path(name).absolute().parent.glob("*")]
-        near = "".join(f"; did you mean {each}?" for each in difflib.get_close_matches(Path(name).name, beside, n=1))
-        raise UserError(f"there is no file or folder {name} here or in {settings.data_dir}{near or several}")
-    return path
-
-
-def find_file(name: str, settings: DataSettings) -> Path | None:
-    """Return the file or folder of this name from the current folder or `data_dir`, or None."""
-    return next((path for path in (Path(name), Path(settings.data_dir) / name) if path.exists()), None)
 
 
 def file_format(path: Path) -> str | None:
@@ -133,6 +115,8 @@ def read_format(path: Path) -> str:
         UserError: This format cannot be read.
     """
     kind = file_format(path)
+    if path.suffix.lower() in (".xls", ".xlsx"):
+        raise UserError(f"{path} is a workbook, not a table as text: {IN_EXCEL}")
     if kind is None:
         raise UserError(f"{path}: files of this kind cannot be read, only {', '.join(FILE_FORMATS)}")
     return kind

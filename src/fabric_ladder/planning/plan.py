@@ -12,7 +12,8 @@ from fabric_ladder.data.load import tokenizer_name
 from fabric_ladder.data.sources import find_source
 from fabric_ladder.data.tokens import load_tokenizer
 from fabric_ladder.errors import UserError
-from fabric_ladder.options import read_words
+from fabric_ladder.models.configs import most_tokens
+from fabric_ladder.options import read_named_config, read_words
 from fabric_ladder.planning.candidates import list_choices, read_candidates
 from fabric_ladder.planning.gpus import ANY, find_gpu, own_gpus
 from fabric_ladder.planning.overhead import overhead_of
@@ -20,7 +21,7 @@ from fabric_ladder.planning.planner import Machine, Samples, make_plans, recomme
 from fabric_ladder.planning.report import Answer
 from fabric_ladder.rungs import RUNGS
 from fabric_ladder.runs.folder import short_name
-from fabric_ladder.settings import Settings
+from fabric_ladder.settings import FACTS, Settings
 from fabric_ladder.techniques import technique_of
 from local_dataset_utilities import find_dataset, load_datasets
 
@@ -77,6 +78,23 @@ def _check_options(given: dict[str, object]) -> None:
         raise UserError("--check_only checks one rung's start: give it to the rung's script")
     if given.get("accelerator") in ("cpu", "mps"):
         raise UserError(f"--accelerator {given['accelerator']}: plans are for CUDA GPUs; leave it out")
+
+
+def _with_length(options: list[str], length: int | None) -> list[str]:
+    """Return the options with the length of the samples as `max_length`, where that of the settings does not suit it.
+
+    Raises:
+        UserError: The model has fewer positions.
+    """
+    given = read_words(options)
+    if length is None or "max_length" in given:
+        return options
+    named = read_named_config(given) | given
+    settings = Settings(**{name: value for name, value in named.items() if name in FACTS})
+    if length > (positions := most_tokens(settings)):
+        raise UserError(f"--length {length} is beyond the {positions} positions of {settings.model}")
+    fits = settings.max_length <= positions and ("config" in given or length <= settings.max_length)
+    return options if fits else [*options, "--max_length", str(length)]
 
 
 def find_samples(settings: Settings, length: int | None) -> tuple[Samples, list[str]]:
@@ -136,6 +154,7 @@ def find_answer(arguments: argparse.Namespace, options: list[str], report: Calla
     """
     machine, about_machine = find_machine(arguments)
     _check_options(read_words(options))
+    options = _with_length(options, arguments.length)
     choices, unplanned = list_choices(arguments.rungs or RUNGS, machine.gpus)
     if not choices:
         raise UserError("; ".join(f"{rung}: {reason}" for rung, reason in unplanned.items()))

@@ -13,7 +13,14 @@ from fabric_ladder.data.sampler import EVALUATED
 from fabric_ladder.distributed.launch import command_line
 from fabric_ladder.distributed.watch import lost_contact, running_watch
 from fabric_ladder.environment import compute_capability, emulates, notebook_shell, peak_memory
-from fabric_ladder.errors import NotFiniteError, UserError, first_line, is_out_of_memory, print_error
+from fabric_ladder.errors import (
+    NotFiniteError,
+    UserError,
+    drop_unread_output,
+    first_line,
+    is_out_of_memory,
+    print_error,
+)
 from fabric_ladder.ladder import Step, row_of
 from fabric_ladder.models.optimizer import STATELESS
 from fabric_ladder.options import drop_unneeded, read_named_config, read_words, script_defaults, without_options
@@ -268,6 +275,8 @@ def show_errors(settings: Settings | None = None, **smaller: str) -> None:
             if lost_contact(error):
                 watch.find_dead()
             watch.stop()
+        if isinstance(error, BrokenPipeError) and drop_unread_output():
+            raise SystemExit(1)
         if isinstance(error, KeyboardInterrupt):  # while nothing of the run is there that could be saved
             sys.__stderr__.write("Stopped by Ctrl-C\n")
             return

@@ -8,7 +8,7 @@ import ast
 import runpy
 import sys
 
-from fabric_ladder.errors import UserError
+from fabric_ladder.errors import UserError, show_user_errors
 from fabric_ladder.places import SCRIPTS
 from fabric_ladder.rungs import choose_rungs
 
@@ -26,20 +26,17 @@ COMMANDS = {
 
 def main() -> None:
     """Run the rung or the script that the command line names, in this process."""
+    show_user_errors()
     name, *rest = sys.argv[1:] or ["--help"]
-    try:
-        if name in ("-h", "--help"):
-            print_help()
-            return
-        if name in COMMANDS:
-            path = SCRIPTS / f"{COMMANDS[name]}.py"
-        elif name == "run" and rest and not rest[0].startswith("-"):
-            [path] = choose_rungs([rest.pop(0)])
-        else:
-            raise UserError(f"give a command: run RUNG, {', '.join(COMMANDS)} (see --help)")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    if name in ("-h", "--help"):
+        print_help()
+        return
+    if name in COMMANDS:
+        path = SCRIPTS / f"{COMMANDS[name]}.py"
+    elif name == "run" and rest and not rest[0].startswith("-"):
+        [path] = choose_rungs([rest.pop(0)])
+    else:
+        raise UserError(f"give a command: run RUNG, {', '.join(COMMANDS)} (see --help)")
     sys.argv = [str(path), *rest]
     runpy.run_path(str(path), run_name="__main__")
 

@@ -1,11 +1,6 @@
-"""Check this machine: packages, GPU, compiler, and every rung. Each problem comes with a fix.
+"""Check this machine: packages, GPU, compiler, memory, disk and the Hugging Face Hub. Each problem comes with a fix."""
 
-Only the checks of GPU, compiler and rungs import torch, so that the others work without it.
-"""
-
-import contextlib
 import importlib.metadata
-import io
 import os
 import platform
 import shutil
@@ -13,173 +8,106 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from packaging.requirements import Requirement
 
 from fabric_ladder.places import SRC
-from fabric_ladder.rungs import RUNGS, check_rung
+from fabric_ladder.settings import Settings
 
-OTHER_TORCH = "install another build of torch: https://pytorch.org/get-started/locally/"
-
-
-class Item(NamedTuple):
-    """One line of the report.
-
-    Attributes:
-        name: The subject.
-        status: `ok`, `warn` or `missing`.
-        text: The finding.
-        fix: The remedy, if there is one.
-    """
-
-    name: str
-    status: str
-    text: str
-    fix: str = ""
+Item = tuple[str, str, str, str]
 
 
-def brief(error: object) -> str:
-    """Return an error as one short line."""
-    return " ".join(str(error).split())[:200] or type(error).__name__
-
-
-def requirements() -> list[tuple[Requirement, bool]]:
-    """Return the required and the optional packages, and for each whether it is optional."""
-    project = SRC.parent / "pyproject.toml"
-    if project.is_file():
-        table = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
-        extras = [line for extra in table["optional-dependencies"].values() for line in extra]
-        return [(Requirement(line), line in extras) for line in (*table["dependencies"], *extras)]
-    found = map(Requirement, importlib.metadata.requires("fabric-ladder") or [])
-    return [(each, "extra" in str(each.marker)) for each in found]
+def item(name: str, text: str, problem: object = False, fix: str = "", status: str = "missing") -> Item:
+    """Return a subject, `ok` or the status of its problem, the finding and the remedy."""
+    return (name, status, text, fix) if problem else (name, "ok", text, "")
 
 
 def packages() -> Iterator[Item]:
     """Compare the versions of Python and of the packages with the project's ranges."""
-    version = f"{platform.python_version()}, {sys.executable}"
-    fits = (3, 11) <= sys.version_info < (3, 14)
-    yield Item("Python", "ok", version) if fits else Item("Python", "missing", version, "use Python 3.11 to 3.13")
-    for wanted, optional in requirements():
-        fix = f'pip install "{wanted.name}{wanted.specifier}"'
+    old, version = not (3, 11) <= sys.version_info < (3, 14), f"{platform.python_version()}, {sys.executable}"
+    yield item("Python", version, old, "use Python 3.11 to 3.13")
+    project, extras = SRC.parent / "pyproject.toml", []
+    if project.is_file():
+        table = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
+        extras = [line for extra in table["optional-dependencies"].values() for line in extra]
+    lines = [*table["dependencies"], *extras] if project.is_file() else importlib.metadata.requires("fabric-ladder")
+    for line, wanted in zip(lines, map(Requirement, lines), strict=True):
+        optional = line in extras or "extra ==" in line
         try:
-            found = importlib.metadata.version(wanted.name)
+            text = importlib.metadata.version(wanted.name)
+            if unfit := not wanted.specifier.contains(text, prereleases=True):
+                text += f" is not {wanted.specifier}"
         except importlib.metadata.PackageNotFoundError:
-            yield Item(wanted.name, "warn" if optional else "missing", "not installed" + ", optional" * optional, fix)
-            continue
-        if wanted.specifier.contains(found, prereleases=True):
-            yield Item(wanted.name, "ok", found)
-        else:
-            yield Item(wanted.name, "warn" if optional else "missing", f"{found} is not {wanted.specifier}", fix)
+            unfit, text = True, "not installed" + ", optional" * optional
+        fix = f'pip install "{wanted.name}{wanted.specifier}"'
+        yield item(wanted.name, text, unfit, fix, "warn" if optional else "missing")
 
 
 def gpus() -> Iterator[Item]:
-    """Check torch, the driver, and each GPU."""
+    """Check torch, its GPUs and the compiler that `torch.compile` needs: C++ for a CPU, C for a GPU."""
     import torch
 
-    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU"
-    yield Item("torch", "ok", f"{torch.__version__}, built for {build}")
+    build, cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU", torch.cuda.is_available()
+    yield item("torch", f"{torch.__version__}, built for {build}")
+    for index in range(torch.cuda.device_count()):
+        found, (free, total) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
+        text = f"{found.name} (compute capability {found.major}.{found.minor}), {free / 1e9:.2f} GB free of "
+        fix = "it only emulates bfloat16: use --precision 16-mixed" if found.major < 8 else ""
+        fix = "nvidia-smi lists the processes that use it" if free < total / 2 else fix
+        yield item(f"GPU {index}", f"{text}{total / 1e9:.2f} GB", fix, fix, "warn")
     if torch.backends.mps.is_available():
-        yield Item("GPU", "ok", "Apple silicon: --accelerator mps")
-    elif torch.cuda.is_available():
-        yield from map(gpu, range(torch.cuda.device_count()))
-    else:
-        try:
-            torch.cuda.init()
-        except (RuntimeError, AssertionError) as error:
-            reason = brief(error)
-        yield no_gpu(build, driver_gpus(), reason)
+        yield item("GPU", "Apple silicon: --accelerator mps")
+    elif not cuda:
+        yield no_gpu(build)
+    variable, usual = ("CC", "gcc") if cuda else ("CXX", "g++")
+    name = os.environ.get(variable) or ("clang++" if sys.platform == "darwin" else usual)
+    fix = "xcode-select --install" if sys.platform == "darwin" else f"apt install {usual} python3-dev"
+    lacks = "" if Path(sysconfig.get_path("include"), "Python.h").is_file() else "Python.h is not installed"
+    lacks = lacks if shutil.which(name) else f"there is no compiler {name}"
+    yield item("torch.compile", lacks or f"{name} with Python.h", lacks, fix)
 
 
-def gpu(index: int) -> Item:
-    """Check a GPU's free memory and compute capability."""
-    import torch
-
-    found = torch.cuda.get_device_properties(index)
-    free, total = torch.cuda.mem_get_info(index)
-    text = f"{found.name} (compute capability {found.major}.{found.minor}), "
-    text += f"{free / 1e9:.2f} GB free of {total / 1e9:.2f} GB"
-    if free < total / 2:
-        return Item(f"GPU {index}", "warn", f"{text}: in use by others", "nvidia-smi lists the processes on it")
-    if found.major < 8:
-        fix = "rungs 4, 9, 12 to 15 and 24 take float16 by themselves; most others are slow"
-        return Item(f"GPU {index}", "warn", f"{text}: it only emulates bfloat16", fix)
-    return Item(f"GPU {index}", "ok", text)
-
-
-def driver_gpus() -> str:
-    """Return the GPUs that NVIDIA's driver lists, or the driver's error; empty without a driver."""
+def no_gpu(build: str) -> Item:
+    """Explain why torch, built for `build`, finds no GPU."""
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return brief(done.stdout or done.stderr)
-
-
-def no_gpu(build: str, listed: str, reason: str) -> Item:
-    """Explain why torch finds no GPU.
-
-    Args:
-        build: CUDA version of torch's build, or `the CPU`.
-        listed: Result of `driver_gpus`.
-        reason: Error of torch.
-    """
-    if not listed:
-        text = "no GPU found: the rungs run on the CPU, to try them out"
-        return Item("GPU", "warn", text, "if there is a GPU, start the container with --gpus all")
-    if build == "the CPU":
-        return Item("GPU", "missing", f"torch is built for the CPU, but the driver lists {listed}", OTHER_TORCH)
+        return item("GPU", "none found: the rungs run on the CPU", True, "a container needs --gpus all", "warn")
+    listed = " ".join((done.stdout or done.stderr).split())
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return Item("GPU", "missing", f'CUDA_VISIBLE_DEVICES="{visible}" hides {listed}', "unset CUDA_VISIBLE_DEVICES")
-    text = f"torch (built for {build}) cannot use {listed}: {reason}"
-    return Item("GPU", "missing", text, f"update the driver and restart, or {OTHER_TORCH}")
+        return item("GPU", f'CUDA_VISIBLE_DEVICES="{visible}" hides {listed}', True, "unset CUDA_VISIBLE_DEVICES")
+    fix = "update the driver, or install another build of torch: https://pytorch.org/get-started/locally/"
+    return item("GPU", f"torch (built for {build}) cannot use {listed}", True, fix)
 
 
-def compiler() -> Item:
-    """Look for the compiler that `torch.compile` needs: C++ for a CPU, C for a GPU."""
-    import torch
+def machine() -> Iterator[Item]:
+    """Check the free memory, the free disk space of the cache, and whether the Hugging Face Hub can be reached."""
+    import psutil
+    import requests
+    from huggingface_hub import constants
 
-    variable, usual = ("CC", "gcc") if torch.cuda.is_available() else ("CXX", "g++")
-    name = os.environ.get(variable) or ("clang++" if sys.platform == "darwin" else usual)
-    fixes = {"darwin": "xcode-select --install", "win32": "leave out rung 3: PyTorch has no Triton for Windows"}
-    fix = fixes.get(sys.platform, f"apt install {usual} python3-dev, or set {variable}")
-    if not shutil.which(name):
-        return Item("torch.compile", "missing", f"there is no compiler {name}", fix)
-    if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
-        return Item("torch.compile", "missing", "Python.h is not installed", fix)
-    return Item("torch.compile", "ok", f"{name} with Python.h")
-
-
-def rungs() -> Iterator[Item]:
-    """Check whether each rung can run the quickstart, which needs no network."""
-    for path in RUNGS:
-        with contextlib.redirect_stdout(io.StringIO()):
-            found = check_rung(path, ["--config", "quickstart.yaml"])
-        if isinstance(found, str):
-            yield Item(path.stem, "missing", found)
-        elif found.compile and compiler().status != "ok":
-            yield compiler()._replace(name=path.stem)
-        else:
-            text = f"can run the quickstart: {found.devices} x {found.accelerator}, {found.precision}"
-            yield Item(path.stem, "ok", text)
-
-
-CHECKS: dict[str, tuple[Callable, ...]] = {
-    "Packages": (packages,),
-    "GPU": (gpus, lambda: [compiler()]),
-    "Rungs": (rungs,),
-}
+    memory, cache = psutil.virtual_memory(), Path(Settings().cache_dir).absolute()
+    text = f"{memory.available / 1e9:.1f} GB free of {memory.total / 1e9:.1f} GB"
+    yield item("Memory", text, memory.available < 4e9, "close other programs", "warn")
+    place = next(each for each in (cache, *cache.parents) if each.exists())
+    free, fix = shutil.disk_usage(place).free, "set FABRIC_LADDER_CACHE and HF_HOME to folders of a larger disk"
+    yield item("Disk", f"{free / 1e9:.1f} GB free in {place}", free < 10e9, fix, "warn")
+    text, problem = f"{constants.ENDPOINT} answers", False
+    try:
+        requests.head(constants.ENDPOINT, timeout=5)
+    except OSError as error:  # all errors of requests are
+        text, problem = f"{constants.ENDPOINT} cannot be reached ({type(error).__name__})", True
+    fix = "check the network and https_proxy; configs/models and --dataset synthetic need no Hub"
+    yield item("Hub", text, problem, fix, "warn")
 
 
 def report() -> Iterator[tuple[str, Item]]:
     """Yield each item with its section; a check that fails is an item, too."""
-    for section, checks in CHECKS.items():
+    for section, check in (("Packages", packages), ("GPU", gpus), ("Machine", machine)):
         try:
-            for check in checks:
-                yield from ((section, item) for item in check())
-        except ImportError as error:
-            yield section, Item(section, "missing", brief(error), "pip install -r requirements.txt")
+            yield from ((section, found) for found in check())
         except Exception as error:  # broken installations raise anything
-            yield section, Item(section, "missing", f"{type(error).__name__}: {brief(error)}")
+            fix = "pip install -r requirements.txt" if isinstance(error, ImportError) else ""
+            yield section, item(section, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}", True, fix)
