@@ -56,8 +56,10 @@ def healthy_weights(model):
     return [weight[:BAD] if "word_embeddings.weight" in name else weight for name, weight in model.state_dict().items()]
 
 
-@pytest.mark.parametrize("kind", ["loss", "gradient"])
-@pytest.mark.parametrize(("log_every", "clip"), [(1, None), (1000, None), (1000, 1.0)])
+@pytest.mark.parametrize(
+    ("kind", "log_every", "clip"),
+    [("loss", 1, None), ("loss", 1000, 1.0), ("gradient", 1000, None)],
+)
 def test_the_first_step_with_a_bad_number_is_named_with_its_samples(tmp_path, kind, log_every, clip):
     """The step is found even though the weights and all later losses are already NaN."""
     name = {"loss": "loss is nan", "gradient": "gradient is not finite"}[kind]
@@ -70,8 +72,7 @@ def test_the_first_step_with_a_bad_number_is_named_with_its_samples(tmp_path, ki
     assert "20" in found[1].split(", ")
 
 
-@pytest.mark.parametrize("kind", ["loss", "gradient"])
-@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize(("kind", "clip"), [("loss", None), ("gradient", 1.0)])
 def test_skip_leaves_the_batch_out_and_the_weights_finite(tmp_path, capsys, kind, clip):
     how = {"micro_batch_size": 4, "epochs": 2, "on_nan": "skip", "max_grad_norm": clip, "schedule": "linear"}
     run, model = run_training(tmp_path, broken(kind), data(), **how)
@@ -90,14 +91,12 @@ def test_skip_leaves_the_batch_out_and_the_weights_finite(tmp_path, capsys, kind
 
 def test_an_exploding_run_is_stopped_after_the_limit(tmp_path, capsys):
     how = {"optimizer": "sgd", "learning_rate": 1e30, "batch_size": 2, "on_nan": "skip"}
-    with pytest.raises(
-        UserError, match=r"is not finite at epoch \d, batch \d+ .*the run stops, since 10 batches were skipped"
-    ):
+    with pytest.raises(UserError, match=r"is not finite at epoch \d, batch \d+ .*stops, since 10 batches were skipped"):
         run_training(tmp_path, **how)
     assert capsys.readouterr().out.count("Skipped: ") == 10
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_healthy_runs_are_the_same_bit_by_bit(tmp_path, precision):
     runs = [run_training(tmp_path, micro_batch_size=4, precision=precision, on_nan=how) for how in ("stop", "skip")]
     assert losses(runs[0][0]) == losses(runs[1][0])
