@@ -1,4 +1,4 @@
-"""Images are decoded and cached, cut into batches, and used by a rung for training."""
+"""Images are decoded, cached, prepared for the model and cut into batches."""
 
 import io
 import json

@@ -267,10 +267,7 @@ def test_a_bad_configuration_is_refused(ask, config, message):
         ({"deepspeed": None}, "--deepspeed null: the file does not exist"),
         ({"deepspeed": "zero2", "precision": "bf16-true"}, "--precision bf16-true: ZeRO computes on 16-bit weights"),
         ({"deepspeed": "zero2", "optimizer": "adafactor"}, "--optimizer adafactor: it needs whole weights"),
-        (
-            {"deepspeed": "zero2_offload", "optimizer": "adam-8bit"},
-            "--optimizer adam-8bit: zero2_offload.json off",
-        ),
+        ({"deepspeed": "zero2_offload", "optimizer": "adam-8bit"}, "--optimizer adam-8bit: zero2_offload.json off"),
         ({"deepspeed": "zero3_nvme", "optimizer": "sgd"}, "--optimizer sgd: zero3_nvme.json offloads its state"),
     ],
 )

@@ -117,10 +117,7 @@ def test_shards_are_offloaded_only_with_the_setting(tmp_path, offload, policy):
     assert type(sharding_policy(settings, {"data_parallel": None})["offload_policy"]) is policy
 
 
-@pytest.mark.parametrize(
-    ("name", "devices"),
-    [("2_grad_accum", 1), pytest.param("10_fsdp", 4, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("name", "devices"), [("2_grad_accum", 1), pytest.param("10_fsdp", 4, marks=pytest.mark.slow)])
 def test_a_sharded_checkpoint_of_two_ranks_resumes_on_one_and_four(run, name, devices):
     saved, stdout = run(*FSDP)
     assert f"Saved {os.path.join('runs', '10_fsdp', '1', 'checkpoint')}" in stdout

@@ -57,8 +57,7 @@ def healthy_weights(model):
 
 
 @pytest.mark.parametrize(
-    ("kind", "log_every", "clip"),
-    [("loss", 1, None), ("loss", 1000, 1.0), ("gradient", 1000, None)],
+    ("kind", "log_every", "clip"), [("loss", 1, None), ("loss", 1000, 1.0), ("gradient", 1000, None)]
 )
 def test_the_first_step_with_a_bad_number_is_named_with_its_samples(tmp_path, kind, log_every, clip):
     """The step is found even though the weights and all later losses are already NaN."""
