@@ -68,29 +68,24 @@ def test_the_command_line_overrides_yaml_and_yaml_overrides_the_script(script, t
     ("words", "meant"),
     [
         ("--learnin_rate 1", "did you mean --learning_rate"),
-        ("--bach_size 1", "did you mean --batch_size"),
-        ("--micro_batch_token 1", "did you mean --micro_batch_tokens"),
         ("--gradacum 2", "did you mean --gradient_accumulation_steps"),
         ("--xyzzy 1", "see --help all for all settings"),
         ("--notices 1", "see --help all for all settings"),
+        ("--num_labels 3", "the classes are those of the column"),
     ],
 )
 def test_an_unknown_setting_names_the_nearest_ones(words, meant):
     name = re.match(r"--([\w-]+)", words)[1]
-    assert refusal(*words.split()).startswith(f"there is no setting {name!r}; ")
-    assert meant in refusal(*words.split())
+    assert re.match(rf"there is no setting {name!r}[;:] .*{meant}", refusal(*words.split()))
 
 
 @pytest.mark.parametrize(
     ("words", "own"),
     [
         ("--lr 1e-3", "--learning_rate 1e-3"),
-        ("--lr=1e-3", "--learning_rate 1e-3"),
         ("--learning-rate 1", "--learning_rate 1"),
         ("--device cuda:0", "--accelerator cuda"),
-        ("--device gpu", "--accelerator cuda"),
         ("--fp16", "--precision 16-mixed"),
-        ("--fp16 True", "--precision 16-mixed"),
         ("--fp16 False", "nothing to change"),
         ("--precision bf16", "--precision bf16-mixed"),
         ("--use_lora no", "--lora false"),
@@ -100,14 +95,9 @@ def test_an_unknown_setting_names_the_nearest_ones(words, meant):
         ("--resume_from_checkpoint", "--resume auto"),
         ("--resume_from_checkpoint False", "--resume no"),
         ("--resume_from_checkpoint runs/a/1", "--resume runs/a/1"),
-        ("--save_steps 100", "--save_every 100"),
-        ("--save_total_limit 2", "--keep 2"),
-        ("--adam_epsilon 1e-6", "--eps 1e-6"),
         ("--optim adamw_torch", "--optimizer adam"),  # the Trainer's weight decay is 0 by default
-        ("--optim paged_adamw_8bit", "--optimizer adam-8bit"),
         ("--lr_scheduler_type cosine_with_min_lr", "--schedule cosine"),
         ("--blocks_to_swap 20", "--stream_layers true"),
-        ("--early_stopping 5", "--patience 5"),
         ("--num_layers_unfrozen 2", "--train_blocks last:2"),
         ("--metric_for_best_model eval_accuracy", "--best_metric accuracy"),
     ],
@@ -161,42 +151,34 @@ def test_names_in_other_libraries_are_unique_and_not_settings():
     ("words", "line"),
     [
         ("--batch_size many", "--batch_size many: expected a whole number"),
-        ("--batch_size 1.5", "--batch_size 1.5: expected a whole number"),
         ("--learning_rate 1e-", "--learning_rate 1e-: expected a number"),
-        ("--train_samples few", "--train_samples few: expected a whole number"),
         ("--devices two", "--devices two: expected a whole number or auto"),
         ("--matmul_precision tf32", "--matmul_precision tf32: expected highest, high or medium"),
         ("--from_scratch perhaps", "--from_scratch perhaps: expected true or false"),
         ("stray", "unexpected 'stray': write --NAME VALUE"),
         ("--betas 0.9", "--betas 0.9: expected 2 numbers, separated by commas"),
         ("--betas 0.9,1", "--betas 0.9,1.0: must be below 1"),
-        ("--gradient_accumulation_steps x", "--gradient_accumulation_steps x: expected a whole number"),
-        ("--seed 1 2", "unexpected '2': write --NAME VALUE"),
         ("--seed", "--seed needs a value"),
         ("--config --lora", "--config needs a value"),
         ("--seed 4294967296", "--seed 4294967296: must be at most 4294901760"),
         (f"--lora_alpha {'9' * 40}", "--lora_alpha 999999999999999999999999999999: must be at most 2147483647"),
         ("--threads 100000", "--threads 100000: must be at most "),
-        ("--image_size 100000", "--image_size 100000: must be at most 8192"),
+        ("--save", "--save needs a value: no or sharded or consolidated (see --help)"),
         ("--tokenizer=", "--tokenizer is empty: give a value, or leave it out"),
-        ("--runs_dir=", "--runs_dir is empty"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(words, line):
     assert refusal(*words.split()).startswith(line)
 
 
-NUMBERS = [name for name in NAMES if {int, float} & {*kinds_of(name)[0]}]
-
-
-@pytest.mark.parametrize("name", NUMBERS)
-def test_every_number_has_a_lower_bound_and_is_finite(name):
-    fact = FACTS[name]
-    assert (fact.at_least is None) != (fact.above is None)
-    numbers = [fact.above, "inf"] if fact.at_least is None else [fact.at_least - 1]
-    numbers += [-1] + [fact.below] * (fact.below is not None) + ["nan"] * (float in kinds_of(name)[0])
-    for number in numbers:
-        assert re.match(rf"--{name} \S+: must be ", refusal(f"--{name}={number}"))
+def test_every_number_has_a_lower_bound_and_is_finite():
+    for name in [name for name in NAMES if {int, float} & {*kinds_of(name)[0]}]:
+        fact = FACTS[name]
+        assert (fact.at_least is None) != (fact.above is None)
+        numbers = [fact.above, "inf"] if fact.at_least is None else [fact.at_least - 1]
+        numbers += [-1] + [fact.below] * (fact.below is not None) + ["nan"] * (float in kinds_of(name)[0])
+        for number in numbers:
+            assert re.match(rf"--{name} \S+: must be ", refusal(f"--{name}={number}"))
 
 
 def test_switches_need_no_value_and_negative_numbers_are_values():
@@ -210,12 +192,9 @@ def test_switches_need_no_value_and_negative_numbers_are_values():
     ("text", "line"),
     [
         ("a: [1", r"cannot read own\.yaml as YAML"),
-        ("seed: \x00", r"cannot read own\.yaml as YAML"),
         (f"seed: {'[' * 3000}{']' * 3000}", r"cannot read own\.yaml as YAML"),
         ("- 1\n- 2", r"own\.yaml must hold lines such as 'batch_size: 16'"),
-        ("5", r"own\.yaml must hold lines such as"),
         ("batch_size: [1, 2]", r"own\.yaml: --batch_size 1,2: expected a whole number"),
-        ("seed: 0x1", r"own\.yaml: --seed 0x1: expected a whole number"),
         ("seed: {a: 1}", r"own\.yaml: 'seed' must be one value"),
         ("1: 2", r"own\.yaml: there is no setting '1'"),
         ("lerning_rate: 0.1", r"own\.yaml: there is no setting 'lerning_rate'; did you mean --learning_rate"),
@@ -237,11 +216,7 @@ def test_values_in_a_yaml_file_are_those_of_the_command_line():
 
 def test_a_config_is_found_by_name_from_any_folder_and_a_missing_one_names_all():
     assert find_config("imdb_minilm.yaml") == find_config("configs/imdb_minilm.yaml") == CONFIGS / "imdb_minilm.yaml"
-    for name, shown in {
-        "nowhere.yaml": "nowhere.yaml",
-        "": "(an empty name)",
-        "~no_such_user/a": "~no_such_user/a",
-    }.items():
+    for name, shown in (("nowhere.yaml", "nowhere.yaml"), ("", "(an empty name)"), ("~no_such_user/a",) * 2):
         with pytest.raises(UserError) as error:
             find_config(name)
         assert f"there is no config file {shown}; these exist: " in str(error.value)
@@ -355,34 +330,31 @@ def test_options_for_several_rungs_reach_those_that_use_them():
 
 @pytest.mark.parametrize(
     ("rung", "words"),
-    [
-        *((rung, "--gradacum 2") for rung in ("1_batch_size_1", "12_deepspeed_zero")),
-        *(("2_grad_accum", words) for words in ("-h", "--help all", "--batch_size few", "--lora_rank 4")),
-    ],
+    [("12_deepspeed_zero", "--gradacum 2"), ("2_grad_accum", "--help all"), ("2_grad_accum", "--lora_rank 4")],
 )
 def test_options_are_read_without_torch_and_lightning(tmp_path, rung, words):
     """The libraries take seconds to import. In this test they cannot be found."""
     hidden = without_package(tmp_path, "torch")
     process = run_script(SRC / f"{rung}.py", *words.split(), cwd=tmp_path, fresh=True, **hidden)
-    helps = words.startswith(("-h", "--help"))
-    assert process.returncode == (0 if helps else 2), process.stderr
-    assert ("--batch_size N" in process.stdout) == helps
+    assert process.returncode == (0 if words == "--help all" else 2), process.stderr
+    assert ("--batch_size N" in process.stdout) == (words == "--help all")
 
 
-@pytest.mark.parametrize("debug", ["", "1"])
-def test_an_error_of_a_library_prints_one_line_with_a_hint_and_a_traceback_on_request(tmp_path, debug):
+def test_an_error_of_a_library_prints_one_line_with_a_hint_and_a_traceback_on_request(tmp_path):
     (tmp_path / "bad.yaml").write_text("seed: [1")
-    words = ("--config", "bad.yaml")
-    process = run_script(SRC / "2_grad_accum.py", *words, cwd=tmp_path, fresh=True, FABRIC_LADDER_DEBUG=debug)
-    assert process.returncode == 2
-    line = process.stderr.splitlines()[-1]
-    assert line.startswith("error: cannot read bad.yaml as YAML")
-    assert ("yaml.parser.ParserError" in process.stderr) == (debug == "1")
-    assert line.endswith("(FABRIC_LADDER_DEBUG=1 prints the traceback)") == (debug == "")
+    for debug in ("", "1"):
+        words = ("--config", "bad.yaml")
+        process = run_script(SRC / "2_grad_accum.py", *words, cwd=tmp_path, fresh=True, FABRIC_LADDER_DEBUG=debug)
+        assert process.returncode == 2
+        line = process.stderr.splitlines()[-1]
+        assert line.startswith("error: cannot read bad.yaml as YAML")
+        assert ("yaml.parser.ParserError" in process.stderr) == (debug == "1")
+        assert line.endswith("(FABRIC_LADDER_DEBUG=1 prints the traceback)") == (debug == "")
 
 
-@pytest.mark.parametrize(("script", "package"), [(SRC / "2_grad_accum.py", "yaml"), (SRC / "13_lora.py", "lightning"),
-                                                 (SCRIPTS / "plan_memory.py", "platformdirs")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("script", "package"), [(SRC / "13_lora.py", "lightning"), (SCRIPTS / "plan_memory.py", "platformdirs")]
+)
 def test_a_missing_package_is_named_in_one_line(tmp_path, script, package):
     process = run_script(script, cwd=tmp_path, fresh=True, **without_package(tmp_path, package))
     assert (process.returncode, process.stdout) == (2, "")
@@ -395,7 +367,6 @@ def test_a_missing_package_is_named_in_one_line(tmp_path, script, package):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--gradient_accumulation_steps", "--gradient_accumulation_steps needs a value"),
         ("--gradient_accumulation_steps 0", "expected a whole number, at least 1"),
         ("--logging_steps 0", "expected a whole number, at least 1"),
         ("--gradient_accumulation_steps 4 --micro_batch_tokens 512", "has no effect next to --micro_batch_tokens 512"),
@@ -403,7 +374,6 @@ def test_a_missing_package_is_named_in_one_line(tmp_path, script, package):
         ("--logging_steps 1 --log_every 8", "(1 steps x 16 samples), next to --log_every 8: leave one of them out"),
         ("--adam_beta1 0.7 --betas 0.8,0.9", "next to --betas 0.8,0.9: leave one of them out"),
         ("--min_lr 1 --schedule linear", "--min_learning_rate 1 is above --learning_rate 0.0"),
-        ("--weight_decay inf", "must be a finite number"),
     ],
 )
 def test_values_without_a_meaning_are_refused(words, message):
@@ -416,13 +386,6 @@ def test_options_that_count_together_may_stand_in_different_places(tmp_path):
     words = "--config own.yaml --per_device_train_batch_size 8 --adam_beta1 0.8"
     settings = parse_settings(words.split(), **script_defaults("2_grad_accum"))
     assert (settings.batch_size, settings.micro_batch_size, settings.betas) == (32, 8, "0.8,0.9999999")
-
-
-def test_a_wrong_option_gets_the_remedy():
-    with pytest.raises(UserError, match=r"--save needs a value: no or sharded or consolidated \(see --help\)"):
-        read_words(["--save"])
-    with pytest.raises(UserError, match="there is no setting 'num_labels': the classes are those of the column"):
-        read_words(["--num_labels", "3"])
 
 
 def test_a_misspelt_file_and_a_text_in_utf_16_get_the_remedy(tmp_path):

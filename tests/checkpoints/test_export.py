@@ -73,8 +73,10 @@ def close(first, second, atol=1e-5):
     torch.testing.assert_close(second, first, atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("how", ["sharded", "consolidated"])
-@pytest.mark.parametrize("kind", ["bloom", "bert", "llama", "llama-lm", "gpt2-lm"])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [("bert", "sharded"), ("llama", "consolidated"), ("llama-lm", "sharded"), ("gpt2-lm", "consolidated")],
+)
 def test_a_whole_model_is_loaded_unchanged(trained, tmp_path, kind, how):
     folder, model, expected = trained(tiny(kind), kind, how)
     again = load_result(find_result(folder))
@@ -92,20 +94,17 @@ def test_a_whole_model_is_loaded_unchanged(trained, tmp_path, kind, how):
     assert AutoTokenizer.from_pretrained(tmp_path / "plain")("word7")["input_ids"] == [7]
 
 
-CASES = {
-    "bloom": ("bloom", {}),
-    "bloom DoRA": ("bloom", {"use_dora": True}),
-    "llama rsLoRA": ("llama", {"use_rslora": True}),
-    "bert": ("bert", {}),
-    "llama language model": ("llama-lm", {}),
-    "gpt2 with a tied head": ("gpt2-lm", {"fan_in_fan_out": True}),
-}
-
-
-@pytest.mark.parametrize("how", ["sharded", "consolidated"])
-@pytest.mark.parametrize("case", CASES)
-def test_an_adapter_is_loaded_and_merged(trained, tmp_path, case, how):
-    kind, more = CASES[case]
+@pytest.mark.parametrize(
+    ("kind", "more", "how"),
+    [
+        ("bloom", {"use_dora": True}, "sharded"),
+        ("llama", {"use_rslora": True}, "consolidated"),
+        ("bert", {}, "sharded"),
+        ("llama-lm", {}, "sharded"),
+        ("gpt2-lm", {"fan_in_fan_out": True}, "consolidated"),  # its head is tied
+    ],
+)
+def test_an_adapter_is_loaded_and_merged(trained, tmp_path, kind, more, how):
     folder, _, expected = trained(with_adapter(tiny(kind), kind, **more), kind, how)
     result = find_result(folder)
     assert result.folder.name == {"sharded": "checkpoint", "consolidated": "adapter"}[how]
@@ -127,9 +126,8 @@ def test_an_adapter_on_4_bit_weights_is_loaded_and_merged(trained, tmp_path, mon
     LlamaForSequenceClassification(config).save_pretrained(tmp_path / "whole")
     bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
                               bnb_4bit_compute_dtype=torch.float32)  # fmt: skip
-    quantised = AutoModelForSequenceClassification.from_pretrained(
-        tmp_path / "whole", quantization_config=bits, dtype=torch.float32
-    )
+    options = {"quantization_config": bits, "dtype": torch.float32}
+    quantised = AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole", **options)
     quantised.config.id2label = {0: "bad", 1: "good"}
     folder, _, expected = trained(with_adapter(quantised, "llama"), "llama")
     base = load_file(folder / "base" / "model.safetensors")
@@ -153,19 +151,16 @@ def test_an_adapter_on_4_bit_weights_is_loaded_and_merged(trained, tmp_path, mon
 
 
 def test_the_adapters_file_has_only_the_trained_weights(trained):
-    for more in ({}, {"use_dora": True}):
-        folder, model, _ = trained(with_adapter(tiny("bloom"), "bloom", **more), "bloom")
-        weights = load_file(folder / "adapter" / "adapter_model.safetensors")
-        assert all(re.search(r"\.lora_(A|B)\.weight|lora_magnitude_vector|\.score\.weight", name) for name in weights)
-        trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        assert sum(tensor.numel() for tensor in weights.values()) == trainable
-        files = {path.name for path in (folder / "adapter").iterdir()}
-        assert files == {"adapter_model.safetensors", "adapter_config.json", "config.json", "tokenizer.json",
-                         "tokenizer_config.json"}  # fmt: skip
-        config = json.loads((folder / "adapter" / "config.json").read_text())
-        assert config["architectures"] == ["BloomForSequenceClassification"]
-        assert config["id2label"] == {"0": "bad", "1": "good"}
-        folder.rename(folder.with_name(f"before-{len(more)}"))
+    folder, model, _ = trained(with_adapter(tiny("bloom"), "bloom", use_dora=True), "bloom")
+    weights = load_file(folder / "adapter" / "adapter_model.safetensors")
+    assert all(re.search(r"\.lora_(A|B)\.weight|lora_magnitude_vector|\.score\.weight", name) for name in weights)
+    trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert sum(tensor.numel() for tensor in weights.values()) == trainable
+    files = "adapter_model.safetensors adapter_config.json config.json tokenizer.json tokenizer_config.json"
+    assert {path.name for path in (folder / "adapter").iterdir()} == {*files.split()}
+    config = json.loads((folder / "adapter" / "config.json").read_text())
+    assert config["architectures"] == ["BloomForSequenceClassification"]
+    assert config["id2label"] == {"0": "bad", "1": "good"}
 
 
 def test_an_adapter_names_its_base_so_that_it_is_found_from_anywhere(trained, tmp_path, monkeypatch):
@@ -214,7 +209,6 @@ def test_training_continues_with_a_sharded_adapter(trained, fabric):
     [
         ("bert", {}, r"adapter is an adapter for \S+base, and does not fit \S+other: a bloom and a bert"),
         ("bloom", {"hidden_size": 32}, r"does not fit \S+other \(.*size mismatch for"),
-        ("bloom", {"n_layer": 1}, r"does not fit \S+other: only one of them has \S+h\.1\."),
         ("bloom", {"n_layer": 3}, r"does not fit \S+other: only one of them has \S+h\.2\."),
     ],
 )
@@ -297,22 +291,6 @@ def test_a_folder_that_cannot_be_finished_is_not_left(tmp_path, error, raised):
     with pytest.raises(raised, match="No space left on device"):
         write()
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_sharded_and_consolidated_adapters_are_equal(tmp_path):
-    for how in ("sharded", "consolidated"):
-        arguments = (*SIZES, "--devices", "2", "--lora", "true", "--learning_rate", "1e-2", "--save", how)
-        finished(run_script(SRC / "10_fsdp.py", *arguments, cwd=tmp_path, **ONE_THREAD))
-    runs = [tmp_path / "runs" / "10_fsdp" / number for number in "12"]
-    first, second = (load_result(find_result(run)).merge_and_unload().state_dict() for run in runs)
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    weights = load_file(runs[1] / "adapter" / "adapter_model.safetensors")
-    assert all("lora_" in name or "score" in name for name in weights)
-    base = load_file(runs[1] / "base" / "model.safetensors")
-    assert all(torch.equal(tensor, load_file(runs[0] / "base" / "model.safetensors")[name])
-               for name, tensor in base.items())  # fmt: skip
 
 
 def test_pipelines_load_an_exported_model(tmp_path, monkeypatch):

@@ -8,19 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pandas as pd
 import pytest
-from support.data_files import (
-    BLOOM,
-    LLAMA,
-    SPLITS,
-    assert_mapped,
-    cached,
-    files_of,
-    load_in,
-    rows,
-    table,
-    write_rows,
-    write_table,
-)
+from support.data_files import BLOOM, SPLITS, assert_mapped, cached, files_of, load_in, table, write_table
 from support.helpers import ROOT, file_system, finished, run_script
 
 from fabric_ladder.errors import UserError
@@ -85,17 +73,9 @@ def test_a_failed_or_killed_call_leaves_nothing_for_the_next(tmp_path, load):
     assert len(load(path).splits["train"]) == 42
 
 
-@pytest.mark.parametrize("kind", ["texts", "instructions"])
-def test_a_full_disk_is_named_and_nothing_is_left(tmp_path, kind):
+def test_a_full_disk_is_named_and_nothing_is_left(tmp_path):
     """Each size stops the work at another file: tables, the tokenizer, tokens, or the file that closes them."""
-    if kind == "texts":
-        values = {"dataset": write_table(table(), tmp_path / "texts.csv"), "model": BLOOM}
-    else:
-        values = {
-            "dataset": write_rows(rows(60), tmp_path / "rows.jsonl"),
-            "model": LLAMA,
-            "task": "instruction-tuning",
-        }
+    values = {"dataset": write_table(table(), tmp_path / "texts.csv"), "model": BLOOM}
     for size in (4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 64):
         with file_system(tmp_path / f"disk of {size}", size) as disk:
             home = disk / "cache" / "tokenised"

@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from itertools import chain
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -82,7 +83,6 @@ def test_tools_calls_and_results_are_written_and_calls_are_trained(load, save, t
     [
         ({"messages": [turn("user", "a"), turn("assistant", "", tool_calls=[CALL])]}, "message 2 has tool_calls that"),
         ({"messages": [turn("user", "a"), turn("assistant", "b")], "tools": [TOOL]}, "the template does not write"),
-        ({"messages": [turn("user", "a"), turn("assistant", "\u200b")]}, None),
         ({"messages": [turn("user", "<image>"), turn("assistant", "b")], "images": ["a.png"]}, "images is "),
         ({"messages": [turn("user", "a"), turn("assistant", "b", weight=0)]}, "no answer from the assistant that"),
         ({"messages": [turn("user", "a"), turn("assistant", "b", weight=0.5)]}, "weight in message 2 is 0.5, not 0, 1"),
@@ -90,9 +90,6 @@ def test_tools_calls_and_results_are_written_and_calls_are_trained(load, save, t
     ],
 )  # fmt: skip
 def test_rows_that_cannot_be_written_are_refused(load, save, row, reason):
-    if reason is None:  # byte-level tokenizers have tokens for every character
-        assert only_sample(load([row] * 10, tokenizer=save(CHATML)))[1] == ["\u200b<|im_end|>"]
-        return
     with pytest.raises(UserError, match=f"^nothing is left: 10 of 10 .*line 1?[0-9]: {reason}"):
         load([row] * 10, tokenizer=save(CHATML))
 
@@ -103,9 +100,9 @@ def besides_copies(datasets):
 
 
 @pytest.mark.parametrize("train_on_inputs", [False, True])
-@pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}, {"loss": False}, {"training": "false"}])
-def test_masked_answers_are_context(load, save, flag, train_on_inputs):
-    chat = [turn("user", "a"), turn("assistant", "WRONG", **flag), turn("user", "No."), turn("assistant", "b")]
+def test_masked_answers_are_context(load, save, train_on_inputs):
+    chat = [turn("user", "a"), turn("assistant", "WRONG", weight=0), turn("user", "No."), turn("assistant", "b")]
+    chat[2:2] = [turn("assistant", "WRONG", **flag) for flag in ({"train": False}, {"loss": 0}, {"training": "false"})]
     got = load([{"messages": chat}] * 10, tokenizer=save(), train_on_inputs=train_on_inputs)
     text, answers = only_sample(got)
     assert "WRONG" in text
@@ -116,10 +113,10 @@ def test_masked_answers_are_context(load, save, flag, train_on_inputs):
 
 def test_other_roles_parts_and_chats_that_begin_with_the_assistant_are_read(load, save):
     parts = [{"type": "text", "text": "Be "}, "brief."]
-    chat = [turn("developer", parts), turn("model", "Hi."), turn("user", "a"), turn("assistant", "b")]
+    chat = [turn("developer", parts), turn("model", "Hi."), turn("user", "a"), turn("assistant", "\u200b")]
     text, answers = only_sample(load([{"messages": chat}] * 10, tokenizer=save()))
     assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>assistant\nHi.<|im_end|>")
-    assert answers == ["Hi.<|im_end|>", "b<|im_end|>"]
+    assert answers == ["Hi.<|im_end|>", "\u200b<|im_end|>"]
     said = [{"from": "gpt", "value": "Hi."}, {"from": "human", "value": "a"}]
     said += [{"from": "function_call", "value": json.dumps({"name": "look", "arguments": {"n": 7}})}]
     said += [{"from": "observation", "value": "Ulm"}, {"from": "gpt", "value": "b", "thinking": "So."}]
@@ -149,9 +146,8 @@ def test_the_history_of_an_instruction_is_its_earlier_turns(load, tokenizers):
         parts = encode_turns(tokenizer, [*(turns if row["input"] else []), [prompt, row["output"]]], "{instruction}")
         texts = encode_turns(tokenizer, turns, None) if row["input"] else []
         parts = [*texts, *parts[-2:]]
-        assert found[tuple(sum(parts, []))] == sum(  # noqa: RUF017
-            [ids if number % 2 else [-100] * len(ids) for number, ids in enumerate(parts)], []
-        )
+        labels = [ids if number % 2 else [-100] * len(ids) for number, ids in enumerate(parts)]
+        assert found[(*chain(*parts),)] == [*chain(*labels)]
     wrong = [row | {"history": "of a town"} for row in rows()]
     with pytest.raises(UserError, match=r'history is "of a town", not a list of pairs \[question, answer\]: rename'):
         load(wrong, tokenizer=tokenizers["trained"])
@@ -161,18 +157,13 @@ def test_a_column_of_maps_is_read(load, tokenizers, tmp_path):
     table = pa.Table.from_pylist(rows())
     maps = pa.array([[("a", "b")]] * len(table), pa.map_(pa.string(), pa.string()))
     pq.write_table(table.append_column("more", maps), tmp_path / "maps.parquet")
-    got, same = (load(content, tokenizer=tokenizers["trained"]) for content in (tmp_path / "maps.parquet", rows()))
-    assert got.fingerprint == same.fingerprint
-    assert got.notices == ["Columns, and keys of messages, that are not used: more"]
-    spoken = pa.array(
-        [[[*turn.items()] for turn in chat["messages"]] for chat in chats()],
-        pa.list_(pa.map_(pa.string(), pa.string())),
-    )
+    messages = [[[*turn.items()] for turn in chat["messages"]] for chat in chats()]
+    spoken = pa.array(messages, pa.list_(pa.map_(pa.string(), pa.string())))
     pq.write_table(pa.table({"messages": spoken}), tmp_path / "chats.parquet")
-    first, second = (
-        load(content, tokenizer=tokenizers["trained"]) for content in (tmp_path / "chats.parquet", chats())
-    )
-    assert first.fingerprint == second.fingerprint
+    for name, content in (("maps", rows()), ("chats", chats())):
+        got, same = (load(each, tokenizer=tokenizers["trained"]) for each in (tmp_path / f"{name}.parquet", content))
+        assert got.fingerprint == same.fingerprint
+        assert got.notices == ["Columns, and keys of messages, that are not used: more"] * (name == "maps")
 
 
 words = st.sampled_from(["Ulm", "two words", "three\nlines", "7"])

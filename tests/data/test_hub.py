@@ -21,11 +21,6 @@ def online(monkeypatch):
     monkeypatch.setattr(hub, "_hub_answers", lambda: True)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Configs
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 def test_a_config_is_read_once_and_callers_get_copies(tmp_path, monkeypatch):
     reads = []
     read = AutoConfig.from_pretrained
@@ -48,11 +43,6 @@ def test_a_name_that_cannot_be_loaded_is_refused_in_one_line_with_the_cause(onli
     assert isinstance(caught.value.__cause__, OSError)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Data sets
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def glue(tmp_path, monkeypatch, online, commits):
     """Load a fake Hub data set with two configurations, whose test split does not have labels."""
@@ -65,16 +55,12 @@ def glue(tmp_path, monkeypatch, online, commits):
             raise ValueError("Config name is missing.\nPlease pick one among the available configs: ['cola', 'sst2']")
         assert configuration == "sst2"
         splits = {"train": 20, "validation": 6, "test": 8, "mismatched": 2}
-        return {
-            split: hf.Dataset.from_dict(
-                {
-                    "sentence": [f"{split} {number}" for number in range(size)],
-                    "label": [-1 if split == "test" else number % 2 for number in range(size)],
-                },
-                features=features,
-            )
-            for split, size in splits.items()
-        }
+
+        def rows(split, size):
+            labels = [-1 if split == "test" else number % 2 for number in range(size)]
+            return hf.Dataset.from_dict({"sentence": [f"{split} {n}" for n in range(size)], "label": labels}, features)
+
+        return {split: rows(split, size) for split, size in splits.items()}
 
     monkeypatch.setattr(hf, "load_dataset", read)
     return partial(load_in, tmp_path, model=BLOOM, text_column="sentence")

@@ -9,18 +9,7 @@ import datasets as hf
 import numpy as np
 import pytest
 from PIL import Image
-from support.data_files import (
-    PETS,
-    SPLITS,
-    VIT,
-    load_in,
-    noise,
-    packed,
-    save_image,
-    stored,
-    write_images,
-    write_pets,
-)
+from support.data_files import PETS, SPLITS, VIT, load_in, noise, packed, save_image, stored, write_images, write_pets
 from support.helpers import real_file
 
 from fabric_ladder.data import hub as hub_module
@@ -34,11 +23,6 @@ TASK = "image-classification"
 def load(tmp_path):
     """Load images with a cache of the test's own."""
     return partial(load_in, tmp_path, model=VIT, task=TASK)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Folders, archives and the Hub
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_of_classes_is_split_like_texts(tmp_path, load):
@@ -57,14 +41,6 @@ def test_a_folder_of_classes_is_split_like_texts(tmp_path, load):
     assert stored(load("pets", split_seed=2), "test") != stored(got, "test")
 
 
-def test_a_column_of_labels_is_refused_for_a_folder(tmp_path, load):
-    write_pets(tmp_path / "pets")
-    with pytest.raises(
-        UserError, match="--label_column is for a --dataset on the Hub; pets has its classes as folders"
-    ):
-        load("pets", label_column="breed")
-
-
 def test_numbers_as_names_of_folders_are_sorted_by_size(tmp_path, load):
     write_pets(tmp_path / "pets")
     for name, number in zip(PETS, ("10", "9", "100"), strict=True):
@@ -73,15 +49,12 @@ def test_numbers_as_names_of_folders_are_sorted_by_size(tmp_path, load):
 
 
 @pytest.mark.parametrize(
-    "names",
-    [("train", "validation", "test"), ("Train", "val", "TEST"), ("train", "test"), ("Training", "eval", "Testing")],
+    ("home", "names"),
+    [("pets", ("Train", "val", "TEST")), ("pets/all", ("train", "test")), ("pets", ("Training", "eval", "Testing"))],
 )
-@pytest.mark.parametrize("home", ["pets", "pets/all"])
 def test_folders_of_splits_stay_whole(tmp_path, load, names, home):
     sizes = {"cat": 9, "dog": 6}
-    written = {
-        name: write_images(tmp_path / home / name, sizes, start=100 * number) for number, name in enumerate(names)
-    }
+    written = {name: write_images(tmp_path / home / name, sizes, 100 * number) for number, name in enumerate(names)}
     for junk in ("../Thumbs.db", "notes.txt", "cat/.hidden.png", "cat/list.csv", "../.git/x/a.png", "../.DS_Store"):
         path = tmp_path / home / names[0] / junk
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +67,7 @@ def test_folders_of_splits_stay_whole(tmp_path, load, names, home):
         assert [len(got.splits[split]) for split in SPLITS] == [13, 2, 15]
 
 
-@pytest.mark.parametrize(("name", "prefix"), [("a.tar", ""), ("a.tar.gz", "./"), ("a.TGZ", ""), ("a.zip", "")])
+@pytest.mark.parametrize(("name", "prefix"), [("a.tar", ""), ("a.TGZ", "./"), ("a.zip", "")])
 def test_an_archive_reads_like_the_folder(tmp_path, load, name, prefix):
     for number, split in enumerate(("train", "test")):
         write_images(tmp_path / "pets" / split, {"dog": 12, "cat": 8}, start=100 * number)
@@ -105,8 +78,7 @@ def test_an_archive_reads_like_the_folder(tmp_path, load, name, prefix):
     assert not list((tmp_path / "cache").rglob("*.png"))
 
 
-@pytest.mark.parametrize("archive", ["a.tar.gz", "a.zip"])
-@pytest.mark.parametrize("broken", ["half", "noise"])
+@pytest.mark.parametrize(("archive", "broken"), [("a.tar.gz", "half"), ("a.zip", "noise"), ("a.zip", "half")])
 def test_a_damaged_archive_is_refused(tmp_path, load, archive, broken):
     write_pets(tmp_path / "pets")
     path = packed(tmp_path / "pets", tmp_path / archive)
@@ -219,23 +191,19 @@ def test_a_real_archive_is_read(load):
     assert set(expected) <= set(stored(got, "test"))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Inputs that cannot be used
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("archive", [False, True])
 def test_broken_images_are_refused_or_counted(tmp_path, load, archive):
     """Two files are texts, two are empty, and one image is cut."""
     write_pets(tmp_path / "pets", each=20)
     half = (tmp_path / "pets" / "cat" / "0.png").read_bytes()[:1500]
-    for number, content in enumerate((b"no image", b"", half, b"no image", b"")):
+    for number, content in enumerate((b"no image", b"", half, b"no image")):
         (tmp_path / "pets" / "cat" / f"{number}.png").write_bytes(content)
+    (tmp_path / "pets" / "cat" / "4.png").rename(tmp_path / "pets" / "cat" / "phone.HEIC").write_bytes(b"\0ftypheic")
     dataset = packed(tmp_path / "pets", tmp_path / "a.tar.gz") if archive else "pets"
     with pytest.raises(UserError) as error:
         load(dataset)
     problem = "(not an image in a known format|an empty file|.*truncated.*)"
-    pattern = rf"5 of 60 images cannot be decoded \((\S*cat/\d\.png: {problem}; ){{3}}…\)"
+    pattern = rf"5 of 60 images cannot be decoded \((\S*cat/(\d\.png|phone\.HEIC): {problem}; ){{3}}…\)"
     assert re.fullmatch(pattern + ": fix or remove them, or leave them out with --bad_samples skip", str(error.value))
     assert not list((tmp_path / "cache").rglob("*.arrow"))
     for _ in range(2):  # the second load reads the cache
@@ -247,14 +215,8 @@ def test_broken_images_are_refused_or_counted(tmp_path, load, archive):
         assert labels == {0: 15, 1: 20, 2: 20}
 
 
-def test_a_photograph_that_pillow_cannot_read_is_reported(tmp_path, load):
-    write_pets(tmp_path / "pets")
-    (tmp_path / "pets" / "cat" / "phone.HEIC").write_bytes(b"\0\0\0\x18ftypheic")
-    with pytest.raises(UserError, match=r"1 of 31 images cannot be decoded \(\S*phone\.HEIC: not an image in"):
-        load("pets")
-
-
 REFUSED = {
+    "column": (["cat/a.png"], {"label_column": "breed"}, "--label_column is for a --dataset on the Hub; pets has"),
     "no image": (["cat/a.txt", "dog/b.csv"], {}, r"pets holds no image \(\.png, "),
     "only a test": (
         ["test/cat/a.png", "test/dog/b.png"], {}, "pets holds no training image, only test: add a folder train"

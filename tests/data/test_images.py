@@ -1,9 +1,7 @@
-"""Images are decoded and cached, cut into batches, and used by a rung for training."""
+"""Images are decoded, cached, prepared for the model and cut into batches."""
 
-import csv
 import io
 import json
-import re
 import struct
 import zlib
 from collections import Counter
@@ -26,7 +24,7 @@ from support.data_files import (
     stored,
     write_pets,
 )
-from support.helpers import SRC, finished, run_script, settings_for
+from support.helpers import settings_for
 
 from fabric_ladder import build_dataloaders
 from fabric_ladder.data import images
@@ -44,11 +42,6 @@ TASK = "image-classification"
 def load(tmp_path):
     """Load images with a cache of the test's own."""
     return partial(load_in, tmp_path, model=VIT, task=TASK)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Decoding
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def decoded(image, side=64, **options):
@@ -112,10 +105,8 @@ def colours_of_16_bits(pixels):
         b"IDAT": zlib.compress(rows),
         b"IEND": b"",
     }
-    chunks = (
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        for kind, data in parts.items()
-    )
+    chunks = (struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+              for kind, data in parts.items())  # fmt: skip
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
@@ -136,10 +127,8 @@ def test_colours_of_12_bits_in_16_are_refused(tmp_path, load, bits):
 
 def test_copies_of_training_images_are_named(tmp_path, load):
     for number in range(8):
-        for split in SPLITS:
-            save_image(
-                tmp_path / "pets" / split / PETS[number % 2] / f"{number}.png", noise(number + 8 * (split != "train"))
-            )
+        for split, start in (("train", 0), ("validation", 8), ("test", 8)):
+            save_image(tmp_path / "pets" / split / PETS[number % 2] / f"{number}.png", noise(number + start))
     save_image(tmp_path / "pets" / "test" / PETS[0] / "copy.png", noise(0))
     (notice,) = [line for line in load("pets").notices if "also" in line]
     found = '1 of 9 test images are also training images (first: "cat/copy.png")'
@@ -179,15 +168,9 @@ def test_a_photograph_is_shrunk_as_by_pillow_alone():
     assert np.abs(decoded(smooth, format="JPEG", quality=95) - expected).mean() < 1
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# The cache
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("archive", [False, True])
-def test_a_second_call_decodes_nothing_and_writes_nothing(tmp_path, load, monkeypatch, archive):
+def test_a_second_call_decodes_nothing_and_writes_nothing(tmp_path, load, monkeypatch):
     write_pets(tmp_path / "pets")
-    dataset = packed(tmp_path / "pets", tmp_path / "a.zip") if archive else "pets"
+    dataset = packed(tmp_path / "pets", tmp_path / "a.zip")
     first = load(dataset)
     before = files_of(tmp_path / "cache")
     assert not [name for name in before if "unfinished" in name.name]
@@ -213,10 +196,6 @@ def test_a_changed_image_is_read_again(tmp_path, load):
     assert load("pets").fingerprint == first.fingerprint, "the fingerprint depends on the content alone"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Preprocessing for the model
-# ----------------------------------------------------------------------------------------------------------------------
-
 CONFIG = {"model_type": "vit", "image_size": 48, "patch_size": 8}
 
 FORMATS = {
@@ -226,7 +205,6 @@ FORMATS = {
          "resample": 3, "do_rescale": True, "rescale_factor": 1 / 255},
         {}, (64, 64, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), "bicubic", 65),
     ),
-    "number": ({"size": 32}, {}, (32, 32, (0.5,) * 3, (0.5,) * 3, "bilinear", 17)),
     "shortest edge": ({"size": {"shortest_edge": 40}}, {}, (40, 40, (0.5,) * 3, (0.5,) * 3, "bilinear", 26)),
     "crop": (
         {"size": {"shortest_edge": 64}, "do_center_crop": True, "crop_size": {"height": 56, "width": 56}},
@@ -269,11 +247,6 @@ def test_models_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(UserError, match="lacks the size of images: set --image_size"):
         read_image_format(DataSettings(task=TASK, model=str(path)))
     assert read_image_format(DataSettings(task=TASK, model=str(path), image_size=64))[0].tokens == 17
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Batches
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -369,9 +342,8 @@ def test_workers_change_no_sample_in_any_epoch(folder, tmp_path, fabric):
             seen.append([micro_batch for batch in train_loader for micro_batch in batch.micro_batches])
         evaluated = [*val_loader, *test_loader]
         assert sum(micro_batch.items for micro_batch in evaluated) == 6 + 12
-        assert max(len(micro_batch.inputs["labels"]) for micro_batch in evaluated) == 12, (
-            "210 tokens hold 12 images without padding"
-        )
+        largest = max(len(micro_batch.inputs["labels"]) for micro_batch in evaluated)
+        assert largest == 12, "210 tokens hold 12 images without padding"
         return seen
 
     alone, workers = epochs(0), epochs(2)
@@ -383,28 +355,3 @@ def test_workers_change_no_sample_in_any_epoch(folder, tmp_path, fabric):
         torch.equal(first.inputs["pixel_values"], second.inputs["pixel_values"])
         for first, second in zip(*alone, strict=True)
     )
-
-
-def test_a_rung_trains_on_a_folder_of_images(tmp_path):
-    """The three classes are plain colours, which the model learns in a few steps."""
-    rng = np.random.default_rng(0)
-    for name, colour in zip(PETS, ([200, 40, 40], [40, 200, 40], [40, 40, 200]), strict=True):
-        for number in range(60):
-            pixels = np.clip(rng.normal(colour, 30, (32, 32, 3)), 0, 255).astype(np.uint8)
-            save_image(tmp_path / "colours" / name / f"{number}.png", pixels)
-    (tmp_path / "colours" / "cat" / "0.png").write_bytes(b"no image")
-    arguments = f"--task {TASK} --dataset colours --model {VIT} --from_scratch true --random_flip true".split()
-    arguments += "--resize_to 36 --batch_size 16 --micro_batch_size 8 --log_every 32 --threads 1".split()
-    arguments += "--learning_rate 1e-3 --bad_samples skip".split()
-    config = tmp_path / "none.yaml"
-    config.write_text("")
-    process = run_script(SRC / "2_grad_accum.py", "--config", config, *arguments, cwd=tmp_path)
-    stdout = finished(process)
-    assert "colours · vit-small.json · seed 123 · batch 16 = 2 x 8 · 32-true · adam " in stdout
-    assert re.search(r"^Epoch: 0001/0001 \| Batch 0008/0008 \| Samples (\d+)/\1 \| Loss: ", stdout, re.MULTILINE)
-    assert re.search(r"^Throughput [\d.]+ samples/s, \d+ tokens/s, padding 0\.0%$", stdout, re.MULTILINE)
-    accuracy = float(re.search(r"^Test accuracy ([\d.]+)%$", stdout, re.MULTILINE)[1])
-    assert accuracy > 60
-    with open(tmp_path / "runs" / "2_grad_accum" / "1" / "metrics.csv", newline="") as file:
-        losses = [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
-    assert losses[-1] < losses[0]

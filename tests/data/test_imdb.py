@@ -24,38 +24,7 @@ from fabric_ladder.data.synthetic import synthetic_reviews
 from fabric_ladder.data.tokens import train_tokenizer
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
-from local_dataset_utilities import (
-    download_dataset,
-    load_dataset_into_to_dataframe,
-    load_datasets,
-    partition_dataset,
-)
-
-
-@pytest.fixture(scope="module")
-def partitioned(archive, tmp_path_factory):
-    """Return the folder and the frame after the blog's first three calls, on the real reviews."""
-    folder = tmp_path_factory.mktemp("blog")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FABRIC_LADDER_DATA", str(archive.resolve().parent))
-        patch.chdir(folder)
-        download_dataset()
-        df = load_dataset_into_to_dataframe()
-        partition_dataset(df)
-    return folder, df
-
-
-def test_the_csv_files_hold_the_shuffled_frame(partitioned):
-    folder, df = partitioned
-    parts = [pd.read_csv(folder / f"{name}.csv", keep_default_na=False) for name in ("train", "val", "test")]
-    assert [len(part) for part in parts] == [35_000, 5_000, 10_000]
-    assert all(list(part.columns) == ["index", "text", "label"] for part in parts)
-    expected = df.sample(frac=1, random_state=1).reset_index()
-    whole = pd.concat(parts, ignore_index=True)
-    assert whole["text"].tolist() == expected["text"].tolist()
-    assert whole["label"].tolist() == expected["label"].tolist()
-    assert sorted(path.name for path in folder.iterdir()) == ["test.csv", "train.csv", "val.csv"]
-    assert all(0.48 < part["label"].mean() < 0.52 for part in parts)
+from local_dataset_utilities import download_dataset, load_dataset_into_to_dataframe, load_datasets, partition_dataset
 
 
 def test_an_existing_archive_or_folder_is_not_downloaded_again(monkeypatch, tmp_path):
@@ -69,7 +38,7 @@ def test_an_existing_archive_or_folder_is_not_downloaded_again(monkeypatch, tmp_
 
 
 def test_the_csv_files_are_byte_by_byte_those_of_the_blogs_own_code(unpacked, monkeypatch, tmp_path):
-    """Run the blog's own lines adapted to the installed pandas: one row at a time, and an index of zeros.
+    """Run the blog's own lines, adapted to the installed pandas: one row at a time, and an index of zeros.
 
     The last review contains all kinds of line ends, quotes and a Unicode line separator.
     """
@@ -101,19 +70,18 @@ def test_the_csv_files_are_byte_by_byte_those_of_the_blogs_own_code(unpacked, mo
     assert {path.name: path.read_bytes() for path in tmp_path.glob("*.csv")} == expected
 
 
-@pytest.mark.parametrize("prefix", ["", "./"])
-def test_an_archive_reads_like_the_unpacked_folder(unpacked, tmp_path, prefix):
+def test_an_archive_reads_like_the_unpacked_folder(unpacked, tmp_path):
     files = [path for path in unpacked.rglob("*") if path.is_file()]
     np.random.default_rng(0).shuffle(files)
     with tarfile.open(tmp_path / "own.tar.gz", "w:gz") as tar:
         for path in files:
-            tar.add(path, prefix + str(path.relative_to(unpacked.parent)))
+            tar.add(path, f"./{path.relative_to(unpacked.parent)}")
     frame = module._read_imdb(tmp_path / "own.tar.gz", 240)
     pd.testing.assert_frame_equal(frame, module._read_imdb(unpacked, 240))
 
 
-def test_imdb_is_tokenized_from_the_archive(archive, tmp_path, partitioned):
-    _, df = partitioned
+def test_imdb_is_tokenized_from_the_archive(archive, tmp_path):
+    df = load_dataset_into_to_dataframe(archive.parent)
     settings = DataSettings(data_dir=str(archive.parent), cache_dir=str(tmp_path), model=BLOOM, max_length=100)
     got = load_datasets(replace(settings, train_samples=100, validation_samples=20, test_samples=30))
     assert [len(got.splits[split]) for split in SPLITS] == [100, 20, 30]
@@ -164,22 +132,14 @@ def test_several_ranks_download_the_archive_once_and_tokenize_it_once(unpacked, 
     assert len({datasets.fingerprint for datasets in got}) == 1
 
 
-@pytest.mark.parametrize("broken", ["half", "noise"])
-def test_a_damaged_archive_is_refused(tmp_path, broken):
-    path = tmp_path / "aclImdb_v1.tar.gz"
-    with tarfile.open(path, "w:gz") as tar:
-        for number in range(9):
-            (tmp_path / "review").write_bytes(np.random.default_rng(number).bytes(700))
-            tar.add(tmp_path / "review", f"aclImdb/train/pos/{number}_9.txt")
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2] if broken == "half" else b"noise" * 999)
-    with pytest.raises(UserError, match=r"aclImdb_v1\.tar\.gz is damaged \(.+\): delete it and download it again"):
-        load_dataset_into_to_dataframe(tmp_path)
+def test_a_damaged_archive_is_refused(archive, tmp_path):
+    with open(archive, "rb") as whole:
+        half = whole.read(10**5)
+    for content in (half, b"noise" * 999):
+        (tmp_path / "aclImdb_v1.tar.gz").write_bytes(content)
+        with pytest.raises(UserError, match=r"aclImdb_v1\.tar\.gz is damaged \(.+\): delete it and download it again"):
+            load_dataset_into_to_dataframe(tmp_path)
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The module without the package
-# ----------------------------------------------------------------------------------------------------------------------
 
 FEW = """
 import os, runpy, sys
@@ -212,9 +172,8 @@ def test_the_blogs_script_runs_with_the_module_alone(tmp_path):
     environment = {"PYTHONPATH": "", "HF_HOME": str(tmp_path / "hub"), "FABRIC_LADDER_DATA": "", **OFFLINE}
     (tmp_path / "few.py").write_text(FEW)
     for number in range(240):
-        path = (
-            tmp_path / "aclImdb" / ("test", "train")[number % 2] / ("neg", "pos")[number // 2 % 2] / f"{number}_5.txt"
-        )
+        folder = f"{('test', 'train')[number % 2]}/{('neg', 'pos')[number // 2 % 2]}"
+        path = tmp_path / "aclImdb" / folder / f"{number}_5.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"Review {number}. " + "A long film, I would say. " * 20, encoding="utf-8")
     process = run_script(tmp_path / "few.py", cwd=tmp_path, fresh=True, **environment)

@@ -18,11 +18,6 @@ def load(tmp_path):
     return partial(load_instructions, tmp_path)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Sources
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 def test_every_format_gives_the_same_tokens(tmp_path, load, tokenizers):
     odd = [
         {"instruction": "None", "input": "NA", "output": "null"},
@@ -48,41 +43,26 @@ def test_every_format_gives_the_same_tokens(tmp_path, load, tokenizers):
         assert first == second
 
 
-FORMS = {  # columns of the instruction, the input and the answer
-    "dolly": ("instruction", "context", "response"),
-    "context": ("instruction", "context", "output"),
-    "task": ("instruction", "input", "target"),
-    "target": ("input", None, "target"),
-    "response": ("prompt", None, "response"),
-    "completion": ("prompt", None, "completion"),
-    "answer": ("question", None, "answer"),
-    "evidence": ("question", "context", "answer"),
-    "query": ("query", None, "response"),
-}
+FORMS = [  # columns of the instruction, the input and the answer
+    ("instruction", "context", "response"), ("instruction", "context", "output"), ("instruction", "input", "target"),
+    ("input", None, "target"), ("prompt", None, "response"), ("prompt", None, "completion"),
+    ("question", None, "answer"), ("question", "context", "answer"), ("query", None, "response"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_other_names_of_the_columns_give_the_same_tokens(load, tokenizers, name):
-    question, given, answer = FORMS[name]
-    plain = [row if given else row | {"input": ""} for row in rows()]
-    named = [
-        {question: row["instruction"], answer: row["output"]} | ({given: row["input"]} if given else {})
-        for row in plain
-    ]
-    first, second = (load(content, tokenizer=tokenizers["trained"]) for content in (plain, named))
-    assert first.fingerprint == second.fingerprint
+@pytest.mark.parametrize("form", FORMS)
+def test_other_names_of_the_columns_give_the_same_rows(form):
+    question, given, answer = form
+    row = {question: "a", answer: "b"} | ({given: "c"} if given else {})
+    check, _ = check_for("rows.jsonl", row, {})
+    assert {"instruction": "a", "input": "c" if given else "", "output": "b"}.items() <= check("line 1", row).items()
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
+@pytest.mark.parametrize("kind", ["json", "parquet"])
 def test_sharegpt_conversations_give_the_tokens_of_messages(tmp_path, load, tokenizers, kind):
     speakers = {"user": "human", "assistant": "gpt", "system": "system"}
-    conversations = [
-        {
-            "id": str(number),
-            "conversations": [{"from": speakers[turn["role"]], "value": turn["content"]} for turn in chat["messages"]],
-        }
-        for number, chat in enumerate(chats())
-    ]
+    conversations = [{"id": "1", "conversations": [{"from": speakers[turn["role"]], "value": turn["content"]}
+                                                   for turn in chat["messages"]]} for chat in chats()]  # fmt: skip
     path = write_rows(conversations, tmp_path / f"conversations.{kind}")
     first, second = (load(content, tokenizer=tokenizers["trained"]) for content in (chats(), path))
     assert first.fingerprint == second.fingerprint
@@ -108,16 +88,10 @@ def test_a_table_of_several_forms_has_the_first_of_them():
         assert found == wanted, form
 
 
-def test_of_two_inputs_the_first_with_text_counts():
-    check, _ = check_for("rows.jsonl", {"instruction": "a", "input": "", "context": "", "response": "b"}, {})
-    inputs = [
-        check("line 1", {"instruction": "a", "input": one, "context": "c", "response": "b"})["input"]
-        for one in ("", "d")
-    ]
-    assert inputs == ["c", "d"]
-
-
-def test_an_input_that_is_no_text_is_refused():
+def test_of_two_inputs_the_first_with_text_counts_and_an_input_that_is_no_text_is_refused():
+    row = {"instruction": "a", "input": "", "context": "c", "response": "b"}
+    check, _ = check_for("rows.jsonl", row, {})
+    assert [check("line 1", row | {"input": one})["input"] for one in ("", "d")] == ["c", "d"]
     row = {"question": "Who?", "context": {"title": ["Ann"], "sentences": [["Ann did."]]}, "answer": "Ann"}
     with pytest.raises(UserError, match=r"^rows.jsonl: the column context is no text, but .*: write it as text or"):
         check_for("rows.jsonl", row, {})
@@ -154,10 +128,6 @@ def test_reviews_become_instructions(load):
     assert answers == {"positive<|endoftext|>", "negative<|endoftext|>"}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Bad input
-# ----------------------------------------------------------------------------------------------------------------------
-
 GOOD, CHAT = rows(20), chats(20)
 
 USER, ASSISTANT = CHAT[1]["messages"][:2]
@@ -172,7 +142,6 @@ def changed(row, **values):
 
 BAD_ROWS = {  # name: (row, reason why it is bad)
     "no output": (changed(GOOD[3], output=...), r"no output"),
-    "null output": (changed(GOOD[3], output=None), r"no output"),
     "blank output": (changed(GOOD[3], output=" \n"), r"no output"),
     "number": (changed(GOOD[3], output=42), r"output is 42, not text"),
     "list": (changed(GOOD[3], output=["x" * 99]), r'output is \["x{38}, not text'),
@@ -182,10 +151,8 @@ BAD_ROWS = {  # name: (row, reason why it is bad)
     "text for a message": ({"messages": [USER, "Hi."]}, r"message 2 has the role null, not system, user, assistant"),
     "unknown role": ({"messages": [USER, {"role": "gpt"}]}, r'message 2 has the role "gpt", not system, user, a'),
     "no content": ({"messages": [USER, {"role": "assistant"}]}, r"no content in message 2"),
-    "empty answer": ({"messages": [USER, ASSISTANT | {"content": ""}]}, r"no content in message 2"),
     "parts": ({"messages": [USER | {"content": [1]}, ASSISTANT]}, r"content in message 1 is \[1\], not text"),
     "no answer": ({"messages": [USER]}, r"no answer from the assistant"),
-    "no conversations": ({"conversations": None}, r"conversations is null, not a list of messages"),
     "unknown speaker": ({"conversations": [{"from": "bing", "value": "a"}]}, r'message 1 has the role "bing", not s'),
     "speaker of messages": ({"conversations": [{"role": "gpt", "content": "a"}]}, r'message 1 has the role "gpt"'),
     "list for a speaker": ({"conversations": [{"from": ["gpt"], "value": "a"}]}, r'message 1 has the role \["gpt"\], '),
@@ -228,15 +195,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("column", ["text_column", "label_column"])
-def test_columns_of_labelled_texts_are_refused(tmp_path, load, tokenizers, column):
-    with pytest.raises(UserError, match="--text_column and --label_column are not for instructions"):
-        load(write_rows(GOOD, tmp_path / "a.jsonl"), tokenizer=tokenizers["trained"], **{column: "instruction"})
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_files_without_instructions_are_refused(tmp_path, load, tokenizers, name):
     file, content, pattern = REFUSED[name]
     with pytest.raises(UserError, match=pattern):
         load(write_rows(content, tmp_path / file), tokenizer=tokenizers["trained"])
     assert cached(tmp_path) == []
+    with pytest.raises(UserError, match="--text_column and --label_column are not for instructions"):
+        load(tmp_path / file, text_column="instruction")

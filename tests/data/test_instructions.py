@@ -4,17 +4,7 @@ import json
 from functools import partial
 
 import pytest
-from support.data_files import (
-    CHATML,
-    KINDS,
-    SPLITS,
-    cached,
-    chats,
-    load_instructions,
-    rows,
-    samples_of,
-    write_rows,
-)
+from support.data_files import CHATML, KINDS, SPLITS, cached, chats, load_instructions, rows, samples_of, write_rows
 from transformers import AutoTokenizer
 
 from fabric_ladder.data.instructions import prompt_text, prompt_tokens
@@ -27,9 +17,9 @@ def load(tmp_path):
     return partial(load_instructions, tmp_path)
 
 
-REWRITING = CHATML.replace("{{ message.content }}", "{{ message.content if loop.last else '(long ago)' }}")
-
 REFUSING = CHATML + "{% if messages[0].content == 'Name 4.' %}{{ raise_exception('no fours') }}{% endif %}"
+
+HUMAN = r"Human: {instruction}\n{input}\nAssistant: "
 
 BEGIN = {"trained": [], "wordpiece": ["[CLS]"], "unigram": ["<s>"]}
 
@@ -48,11 +38,6 @@ def with_chat_template(tokenizer, template, folder):
     return str(folder)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Prompts
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 def test_the_default_prompts_are_alpacas():
     assert prompt_text("Do it.", "With this.") == (
         "Below is an instruction that describes a task, paired with an input that provides further context. "
@@ -69,8 +54,7 @@ def test_the_default_prompts_are_alpacas():
 @pytest.mark.parametrize(
     ("template", "with_input", "without"),
     [
-        ("Human: {instruction}\n{input}\nAssistant: ", "Human: A\nB\nAssistant: ", "Human: A\nAssistant: "),
-        (r"Human: {instruction}\n{input}\nAssistant: ", "Human: A\nB\nAssistant: ", "Human: A\nAssistant: "),
+        (HUMAN, "Human: A\nB\nAssistant: ", "Human: A\nAssistant: "),
         ("{instruction}\n{input}", "A\nB", "A"),
         ("{instruction} ({input})\n", "A (B)\n", "A ()\n"),
         ("{instruction}\n\n", "A\n\n", "A\n\n"),
@@ -93,11 +77,7 @@ def test_braces_in_the_data_stay_as_they_are():
         ("Human:", r"--prompt_template 'Human:' lacks \{instruction\}: add it"),
         ("{input}", r"lacks \{instruction\}"),
         ("{{instruction}}", r"lacks \{instruction\}"),
-        (
-            "{instruction} {context}",
-            r"only \{instruction\} and \{input\} are filled in; .* \(KeyError: 'context'\)",
-        ),
-        ("{instruction} {}", r"write each literal brace twice"),
+        ("{instruction} {context}", r"only \{instruction\} and \{input\} are filled in; .* \(KeyError: 'context'\)"),
         ("{instruction} {", r"write each literal brace twice"),
     ],
 )
@@ -107,13 +87,7 @@ def test_a_template_with_other_fields_is_refused_before_the_data_are_read(load, 
     assert "\n" not in str(error.value)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Tokens and labels
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("template", [None, r"Human: {instruction}\n{input}\nAssistant: "])
-@pytest.mark.parametrize("train_on_inputs", [False, True])
+@pytest.mark.parametrize(("template", "train_on_inputs"), [(None, False), (HUMAN, True)])
 @pytest.mark.parametrize("name", KINDS)
 def test_an_instruction_gives_these_tokens_and_labels(load, tokenizers, name, train_on_inputs, template):
     got = load(rows(), tokenizer=tokenizers[name], train_on_inputs=train_on_inputs, prompt_template=template)
@@ -130,8 +104,7 @@ def test_an_instruction_gives_these_tokens_and_labels(load, tokenizers, name, tr
     assert [len(got.splits[split]) for split in SPLITS] == [28, 4, 8]
 
 
-@pytest.mark.parametrize("train_on_inputs", [False, True])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "train_on_inputs"), [*zip(KINDS, (False, True, False), strict=True)])
 def test_a_chat_gives_these_tokens_and_labels(load, tokenizers, name, train_on_inputs):
     got = load(chats(), tokenizer=tokenizers[name], train_on_inputs=train_on_inputs)
     tokenizer, expected = got.tokenizer, {}
@@ -154,21 +127,11 @@ def test_a_chat_gives_these_tokens_and_labels(load, tokenizers, name, train_on_i
     assert tokenizer.init_kwargs["prompt_template"] == "chat"
 
 
-def test_text_after_the_last_answer_is_not_trained(load, tokenizers):
-    conversations = [chat["messages"] + [{"role": "user", "content": "Thanks."}] for chat in chats()]
-    got = load([{"messages": messages} for messages in conversations], tokenizer=tokenizers["unigram"])
-    thanks = pieces(got.tokenizer, "<|im_start|>user\nThanks.<|im_end|>\n")
-    for ids, labels in samples_of(got).items():
-        assert ids[-len(thanks) :] == tuple(thanks)
-        assert set(labels[-len(thanks) :]) == {-100}
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_truncation_counts_the_samples_that_are_cut_or_left_out(load, tokenizers, name):
-    whole = samples_of(load(rows(), tokenizer=tokenizers[name]))
+def test_truncation_counts_the_samples_that_are_cut_or_left_out(load, tokenizers):
+    whole = samples_of(load(rows(), tokenizer=tokenizers["unigram"]))
     prompts = sorted(labels.count(-100) for labels in whole.values())
     longest = prompts[len(prompts) // 2] + 2
-    got = load(rows(), tokenizer=tokenizers[name], max_length=longest)
+    got = load(rows(), tokenizer=tokenizers["unigram"], max_length=longest)
     out = sum(prompt >= longest for prompt in prompts)
     cut = sum(labels.count(-100) < longest < len(labels) for labels in whole.values())
     assert min(out, cut) > 0
@@ -184,10 +147,7 @@ def test_prompts_longer_than_max_length_need_train_on_inputs(load, tokenizers):
     got = load(rows(), tokenizer=tokenizers["unigram"], max_length=9, train_on_inputs=True)
     assert [len(got.splits[split]) for split in SPLITS] == [28, 4, 8]
     assert got.notices == ["40 of 40 samples have their answer cut at --max_length 9 tokens"]
-    line = (
-        r"no train sample is left \(40 of 40 samples have a prompt of --max_length 9 tokens or more and are left "
-        r"out\): raise --max_length 9"
-    )
+    line = r"no train sample is left \(40 of 40 samples have a prompt of --max_length 9 .*\): raise --max_length 9"
     with pytest.raises(UserError, match=line):
         load(rows(), tokenizer=tokenizers["trained"], max_length=9)
 
@@ -219,9 +179,8 @@ def test_a_tokenizer_that_cannot_end_an_answer_is_refused(load, tokenizers, tmp_
         load(rows(), tokenizer=str(tmp_path / "endless"))
 
 
-@pytest.mark.parametrize("template", [None, "Human: {instruction}\nAssistant: "])
-def test_the_template_is_saved_with_the_tokenizer(load, tokenizers, tmp_path, template):
-    for tokenizer in ("trained", tokenizers["wordpiece"]):
+def test_the_template_is_saved_with_the_tokenizer(load, tokenizers, tmp_path):
+    for tokenizer, template in (("trained", None), (tokenizers["wordpiece"], "Human: {instruction}\nAssistant: ")):
         got = load(rows(), tokenizer=tokenizer, prompt_template=template)
         got.tokenizer.save_pretrained(tmp_path / "saved")
         saved = AutoTokenizer.from_pretrained(tmp_path / "saved")
@@ -256,30 +215,13 @@ def test_a_trained_tokenizer_writes_chats_without_the_hub(load):
     assert len(pieces(got.tokenizer, "<|im_start|><|im_end|>")) == 2
 
 
-@pytest.mark.parametrize(
-    ("template", "count", "reason"),
-    [
-        (REWRITING, 30, "the template leaves out message 1, from the"),
-        (REFUSING, 1, "no fours"),
-    ],
-)
-def test_chats_that_a_template_cannot_write_are_refused(load, tokenizers, tmp_path, template, count, reason):
-    tokenizer = with_chat_template(tokenizers["trained"], template, tmp_path / "own")
-    found = (
-        rf"{count} of 30 samples cannot be written by the tokenizer's chat template \(.*rows\.jsonl, line .*{reason}"
-    )
-    refused = f"^{found}.*: fix or remove them, or" if count < 30 else f"^nothing is left: {found}"
-    with pytest.raises(UserError, match=refused):
+def test_chats_that_a_template_cannot_write_are_refused(load, tokenizers, tmp_path):
+    tokenizer = with_chat_template(tokenizers["trained"], REFUSING, tmp_path / "own")
+    found = r"1 of 30 samples cannot be written by the tokenizer's chat template \(.*rows\.jsonl, line .*no fours"
+    with pytest.raises(UserError, match=f"^{found}.*: fix or remove them, or"):
         load(chats(), tokenizer=tokenizer)
-    if count < 30:
-        got = load(chats(), tokenizer=tokenizer, bad_samples="skip")
-        assert sum(map(len, got.splits.values())) == 30 - count
-        assert len(got.notices) == 1
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The cache
-# ----------------------------------------------------------------------------------------------------------------------
+    got = load(chats(), tokenizer=tokenizer, bad_samples="skip")
+    assert (sum(map(len, got.splits.values())), len(got.notices)) == (29, 1)
 
 
 def test_a_setting_that_changes_the_tokens_makes_a_new_cache(tmp_path, load, tokenizers):

@@ -35,8 +35,9 @@ def test_loaders_give_padded_tensors_and_count_tokens(tmp_path, fabric, num_work
     assert sum(micro_batch.items for micro_batch in test_loader) == 13
 
 
-@pytest.mark.parametrize("task", ["instruction-tuning", "text-classification"])
-@pytest.mark.parametrize("size", ["micro_batch_size", "pack_rows"])
+@pytest.mark.parametrize(
+    ("task", "size"), [("instruction-tuning", "micro_batch_size"), ("text-classification", "pack_rows")]
+)
 def test_packing_changes_no_effective_batch_and_no_evaluation(tmp_path, fabric, task, size):
     options = {"task": task, "max_length": 64, "eval_batch_tokens": 128}
     datasets = token_datasets(per_token=task == "instruction-tuning", train=400, validation=110)
@@ -63,9 +64,8 @@ def seen_samples(loader):
     found = []
     for batch in loader:
         inputs, one_label = batch.inputs, batch.inputs["labels"].dim() == 1
-        positions = inputs.get(
-            "position_ids", torch.arange(inputs["input_ids"].shape[1]).expand(*inputs["input_ids"].shape)
-        )
+        unpacked = torch.arange(inputs["input_ids"].shape[1]).expand(*inputs["input_ids"].shape)
+        positions = inputs.get("position_ids", unpacked)
         starts = (positions == 0).flatten().nonzero().flatten().tolist()
         samples = zip(starts, [*starts[1:], positions.numel()], strict=True)
         ids = [inputs["input_ids"].flatten()[start:end].tolist() for start, end in samples]

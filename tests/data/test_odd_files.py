@@ -39,9 +39,9 @@ def test_images_of_12_bits_are_scaled_by_the_largest_level(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("encoding", "names"), [("gbk", ("狗", "猫")), ("utf-8", ("café", "thé")), ("cp437", ("ä", "ö"))]
+    ("encoding", "names", "slash"),
+    [("gbk", ("狗", "猫"), "/"), ("utf-8", ("café", "thé"), "\\"), ("cp437", ("ä", "ö"), "\\")],
 )
-@pytest.mark.parametrize("slash", ["/", "\\"])
 def test_a_zip_of_a_windows_program_is_read(tmp_path, encoding, names, slash):
     """Python marks names as UTF-8 unless they are ASCII, so they are written as ASCII of the same length first."""
     data = io.BytesIO()
@@ -92,28 +92,32 @@ def test_images_are_labelled_by_a_table_beside_their_folder(tmp_path, ending):
         load_pets(tmp_path)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # The names of splits
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "names",
     [
-        ("reviews_train.csv", "reviews_dev.csv", "reviews_test.csv"),
-        ("towns-train.csv", "towns-valid.jsonl", "2024_test.csv"),
-        ("train.csv", "val/part1.csv", "test/part1.csv"),
-        ("data/train-00000-of-00001.parquet", "data/validation-00000-of-00001.parquet", "data/test-00000-of-1.parquet"),
-        ("train.csv", "dev.csv", "eval.csv"),
-        ("Train.csv", "eval.csv", "TEST (1).csv"),
+        "reviews_train.csv reviews_dev.csv reviews_test.csv",
+        "towns-train.csv towns-valid.jsonl 2024_test.csv",
+        "train.csv val/part1.csv test/part1.csv",
+        "data/train-00000-of-1.parquet data/validation-00000-of-1.parquet data/test-00000-of-1.parquet",
+        "train-00000.csv dev.csv eval.csv",
+        "Train.jsonl eval.parquet TEST(1).json",
+        "testimonials.csv valset.csv testing.csv",
+        "valères.csv devtest.csv test2.csv",
+        "evaluated.csv eval.csv test.csv",
     ],
 )
 def test_the_words_of_splits_count_anywhere_in_a_path(tmp_path, names):
-    for number, name in enumerate(names):
-        write_table(table(30 + number, start=100 * number + 100), tmp_path / "folder" / name)
-    got = load_in(tmp_path, "folder", model=BLOOM)
-    assert [len(got.splits[split]) for split in SPLITS] == [30, 31, 32]
-    assert got.notices == []
+    first, *others = names.split()
+    for name in [first, *others, f"more_{first}", "notes.txt", "._train.csv"]:  # the last is a file of macOS
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    source = find_source(DataSettings(dataset=str(tmp_path)))
+    found = {split: [str(path.relative_to(tmp_path)) for path in paths] for split, paths in source.files.items()}
+    assert found == dict(zip(SPLITS, (sorted([first, f"more_{first}"]), *([name] for name in others)), strict=True))
+    assert bool(source.notices) == ("train" not in first.lower())
 
 
 def test_files_without_the_word_of_a_split_are_named(tmp_path):
@@ -146,20 +150,15 @@ def test_a_folder_of_save_to_disk_is_read(tmp_path):
     assert sum(map(len, load_in(tmp_path, "one", model=BLOOM).splits.values())) == 30
 
 
-@pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_a_test_with_labels_of_minus_one_is_left_out(tmp_path, suffix):
+def test_a_test_with_labels_of_minus_one_is_left_out(tmp_path):
     for split, labels in (("train", [0, 1]), ("test", [-1, -1])):
-        frame = table(30)
-        frame["label"] = labels * 15
-        write_table(frame, tmp_path / "glue" / f"{split}.{suffix}")
+        write_table(table(30).assign(label=labels * 15), tmp_path / "glue" / f"{split}.csv")
     got = load_in(tmp_path, "glue", model=BLOOM)
     assert [len(got.splits[split]) for split in SPLITS] == [21, 3, 6]
-    assert got.notices == [f"{tmp_path}/glue/test.{suffix} has no labels in 'label' and is left out"]
+    assert got.notices == [f"{tmp_path}/glue/test.csv has no labels in 'label' and is left out"]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Rows
-# ----------------------------------------------------------------------------------------------------------------------
 
 LINES = [f"item {number} is here,{'np'[number % 2]}" for number in range(12)]
 ROWS = [{"text": line.split(",")[0], "label": line.split(",")[1]} for line in LINES]
@@ -178,6 +177,7 @@ BODY = "\n".join(LINES)
 READ = {
     "sep.csv": "sep=;\ntext;label\n" + BODY.replace(",", ";"),
     "comments.csv": "# exported, 2024\n# by hand\ntext,label\n" + BODY,
+    "unnamed.csv": "text,label,,\n" + "".join(f"{line},,\n" for line in LINES),
     "trailing.csv": "text,label\n" + "".join(f"{line},\n" for line in LINES),
     "spaces.csv": "text, label\n" + BODY.replace(",", ", "),
     "quoted_after_spaces.csv": "label,text\n" + "\n".join(f'{row["label"]}, "{row["text"]}"' for row in ROWS),
@@ -197,9 +197,8 @@ def test_other_shapes_of_tables_are_read(tmp_path, name):
     assert rows_of(tmp_path, name, READ[name]) == (ROWS, [])
 
 
-@pytest.mark.parametrize("separator", [",", ";", "\t"])
+@pytest.mark.parametrize(("suffix", "separator"), [("csv", ","), ("csv", ";"), ("tsv", "\t")])
 @pytest.mark.parametrize("last", ['item 9 is" here', '"item 9 is here', 'item 9 is here"'])
-@pytest.mark.parametrize("suffix", ["csv", "tsv"])
 def test_an_open_quote_is_named_by_its_row(tmp_path, separator, last, suffix):
     text = ("text,label\n" + BODY).replace("item 2 is", '"item 2 is').replace("item 9 is here", last)
     found = ""
@@ -213,27 +212,20 @@ def test_an_open_quote_is_named_by_its_row(tmp_path, separator, last, suffix):
 
 
 def test_rows_that_cannot_be_rows_are_named(tmp_path):
-    rows = ["text,label", *LINES[:5], "Text ,label", *LINES[5:]]
-    assert rows_of(tmp_path, "a.csv", "\n".join(rows).replace("Text", "text")) == (
-        ROWS,
-        ["row 6: it repeats the header"],
-    )
+    rows = "\n".join(["text,label", *LINES[:5], "text ,label", *LINES[5:]])
+    assert rows_of(tmp_path, "a.csv", rows) == (ROWS, ["row 6: it repeats the header"])
+    named = "not UTF-8 (byte 0xf0): save it as UTF-8 (in Excel click File > Save As > CSV UTF-8)"
     bad = ("text,label\n" + BODY).encode().replace(b"item 4", b"item \xf0")
-    good, named = rows_of(tmp_path, "a.csv", bad)
-    assert good == ROWS[:4] + ROWS[5:]
-    assert named == ["row 5: not UTF-8 (byte 0xf0): save it as UTF-8 (in Excel click File > Save As > CSV UTF-8)"]
-    good, named = rows_of(tmp_path, "a.jsonl", b'{"text": "\xf0", "label": 1}\n{"text": "a", "label": 1}\n')
-    assert (len(good), named) == (
-        1,
-        ["line 1: not UTF-8 (byte 0xf0): save it as UTF-8 (in Excel click File > Save As > CSV UTF-8)"],
-    )
+    assert rows_of(tmp_path, "a.csv", bad) == (ROWS[:4] + ROWS[5:], [f"row 5: {named}"])
+    bad = b'{"text": "\xf0", "label": "n"}\n' + json.dumps(ROWS[0]).encode()
+    assert rows_of(tmp_path, "a.jsonl", bad) == (ROWS[:1], [f"line 1: {named}"])
 
 
 REFUSED = {
     "twice.csv": ("text,label,label\na,b,c\n", r"2 columns are called 'label': rename or remove one"),
     "mysql.csv": (
         'text,label\n"they said \\"a, b\\"\nand left",n\n',
-        r"row 1: a quote in a text is written as \\\", as My",
+        r"row 1: a quote in a text is written as \\\", as",
     ),
     "excel.csv": (b"PK\x03\x04...", "is an XLSX or ZIP file: in Excel click File > Save As"),
     "lfs.parquet": (
@@ -252,9 +244,7 @@ def test_content_that_is_not_what_its_name_says_is_refused(tmp_path, name):
         rows_of(tmp_path, name, content)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Against a second reader
-# ----------------------------------------------------------------------------------------------------------------------
 
 words = st.sampled_from(
     ["train", "test", "dev", "val", "training", "testing", "valid", "contest", "2024", "a", "réval"]

@@ -8,15 +8,13 @@ import pytest
 import torch
 from scipy.stats import pearsonr
 from support.data_files import BLOOM, SPLITS, load_in, write_rows
-from support.helpers import MODELS, ROOT, finished, run_script, settings_for, tiny_model, token_datasets
-from support.objectives import accumulated, assert_exact, packable
+from support.helpers import MODELS, ROOT, finished, run_script
+from support.objectives import labelled, labelling
 from support.resuming import run_here
 from support.training import run_training
 
-from fabric_ladder import UserError, build_dataloaders
+from fabric_ladder import UserError
 from fabric_ladder.data.regression import Regression
-from fabric_ladder.planning.predict import blank_datasets, largest_batches, predict_peak
-from fabric_ladder.planning.rehearsal import rehearse
 
 NUMBERS = {"problem_type": "regression"}
 
@@ -29,17 +27,7 @@ def load(folder, rows, name="rows.jsonl", **values):
     return load_in(folder, write_rows(rows, folder / name), model=BLOOM, **(NUMBERS | values))
 
 
-def tokens_with_numbers(columns=1, **sizes):
-    """Return random tokens whose numbers depend on them."""
-    datasets = token_datasets(**sizes)
-    for split, part in datasets.splits.items():
-        numbers = [[(sum(row) % (11 + column)) / 4 - 1 for column in range(columns)] for row in part["input_ids"][:]]
-        datasets.splits[split] = part.remove_columns("labels").add_column("labels", numbers)
-    datasets.class_names = ["a", "b", "c"][:columns]
-    return datasets
-
-
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.parquet"])
+@pytest.mark.parametrize("name", ["rows.csv", "rows.parquet"])
 def test_numbers_come_from_one_or_several_columns(tmp_path, name):
     for column in ("label", "label,b"):
         datasets = load(tmp_path, texts(), name, label_column=column)
@@ -55,11 +43,7 @@ def test_numbers_come_from_one_or_several_columns(tmp_path, name):
         ([*texts(), {"text": "a", "label": float("inf")}], "rows.jsonl", r"line 41: label is Infinity, not a number"),
         ([*texts(), {"text": "a", "label": [1.0]}], "rows.jsonl", r"line 41: label is \[1\.0\], not a number"),
         ([*texts(), {"text": "a", "label": None}], "rows.csv", r"row 41: no label"),
-        (
-            [{"text": str(index), "label": 2} for index in range(20)],
-            "rows.csv",
-            r"all training texts have the same label, 2: ",
-        ),
+        ([{"text": str(index), "label": 2} for index in range(20)], "rows.csv", r"all training .* the same label, 2: "),
     ],
 )
 def test_bad_rows_are_named(tmp_path, rows, name, message):
@@ -68,29 +52,11 @@ def test_bad_rows_are_named(tmp_path, rows, name, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("columns", [1, 2])
-@pytest.mark.parametrize(("kind", "dtype", "tolerance"), [
-    ("bert", torch.float64, 1e-12), ("bloom", torch.float32, 1e-5), ("llama", torch.float32, 1e-5),
-])  # fmt: skip
-def test_no_cut_of_the_effective_batch_changes_the_gradient(tmp_path, kind, dtype, tolerance, columns):
-    model = packable(tiny_model(kind, classes=columns).to(dtype))
-    assert_exact(tmp_path, model, tokens_with_numbers(columns), tolerance, **NUMBERS)
-
-
-def test_the_loss_is_the_mean_squared_error(tmp_path, fabric):
-    model, datasets = tiny_model("bert", classes=2), tokens_with_numbers(2)
-    loader, _, _ = build_dataloaders(fabric, datasets, settings_for(tmp_path, **NUMBERS))
-    inputs = next(iter(loader)).micro_batches[0].inputs
-    labels = inputs.pop("labels")
-    expected = ((model(**inputs).logits - labels) ** 2).mean().item()
-    assert accumulated(tmp_path, model, datasets, **NUMBERS)[1].loss == pytest.approx(expected, rel=1e-6)
-
-
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_the_run_prints_errors_and_the_correlation(tmp_path, capsys, precision):
     """The numbers are never rounded to 16 bits: their mean is the same in both precisions."""
-    datasets = tokens_with_numbers(2, test=40)
-    model = tiny_model(classes=2).to(torch.bfloat16 if precision == "bf16-true" else torch.float32)
+    datasets = labelled("numbers", test=40)
+    model = labelling("numbers").to(torch.bfloat16 if precision == "bf16-true" else torch.float32)
     run, model = run_training(tmp_path, model, datasets, precision=precision, epochs=2, **NUMBERS)
     results = json.loads((run.folder / "run.json").read_text())["results"]
     predicted = []
@@ -120,14 +86,13 @@ def test_the_run_prints_errors_and_the_correlation(tmp_path, capsys, precision):
     assert "accuracy" not in {*results, *results["epochs"][0]}
 
 
-@pytest.mark.parametrize("columns", [1, 3])
-def test_the_figures_equal_scipys(columns):
+def test_the_figures_equal_scipys():
     """The last column has large numbers that differ little."""
     rng = np.random.default_rng(0)
-    true = rng.normal(size=(200, columns)).astype(np.float32)
+    true = rng.normal(size=(200, 3)).astype(np.float32)
     predicted = (true + rng.normal(size=true.shape)).astype(np.float32)
     true[:, -1] += 1000
-    kind = Regression(list("abc"[:columns]))
+    kind = Regression(list("abc"))
     counts = kind.start_counts(torch.device("cpu"))
     for part in np.split(range(200), [1, 30, 31, 100]):
         kind.count(counts, torch.tensor(predicted[part]), torch.tensor(true[part]))
@@ -139,17 +104,12 @@ def test_the_figures_equal_scipys(columns):
     assert got["test_pearson"] == pytest.approx(np.mean(expected), rel=1e-9)
 
 
-def test_predictions_that_differ_by_rounding_errors_have_no_correlation():
+def test_predictions_that_are_equal_or_differ_by_rounding_errors_have_no_correlation():
     kind = Regression(["a", "b"])
     counts = kind.start_counts(torch.device("cpu"))
     true = torch.arange(9.0)[:, None].expand(9, 2)
     kind.count(counts, 0.3 + torch.tensor([[1e-7, 1e-3]]) * true.flip(0), true)
-    first, second = kind.describe(counts.compute()).results["columns"]["pearson"]
-    assert first is None
-    assert second == pytest.approx(-1)
-
-
-def test_equal_predictions_have_no_correlation():
+    assert kind.describe(counts.compute()).results["columns"]["pearson"] == [None, pytest.approx(-1)]
     kind = Regression(["a"])
     counts = kind.start_counts(torch.device("cpu"))
     kind.count(counts, torch.full((9, 1), 0.3), torch.arange(9.0)[:, None] + 1e6)
@@ -159,18 +119,9 @@ def test_equal_predictions_have_no_correlation():
     assert kind.describe(counts.compute()).results["test_pearson"] == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_the_largest_batches_can_be_rehearsed(tmp_path, packing):
-    settings = settings_for(tmp_path, model=BLOOM, from_scratch=True, packing=packing, max_length=64, **NUMBERS)
-    for classes in (1, 3):
-        with rehearse(settings, blank_datasets(classes)) as rehearsal:
-            assert rehearsal.peak(settings, *largest_batches(settings, 32, classes=classes)).total > 0
-    assert predict_peak(settings, largest_batches(settings, 32, classes=3)[0], classes=3).total > 0
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Return the folder of two finished runs of different seeds, one of them resumed."""
+    """Return the folder of two finished runs, the second of them resumed."""
     folder = tmp_path_factory.mktemp("runs")
     write_rows(texts(120), folder / "texts.jsonl")
     options = ["--model", str(MODELS / "bloom-quickstart.json"), "--dataset", "texts.jsonl", *NUMBERS_OPTION]
@@ -189,15 +140,15 @@ NUMBERS_OPTION = ["--problem_type", "regression", "--label_column", "label"]
 
 
 def test_a_resumed_run_ends_with_the_same_figures(runs):
-    resumed, whole = (json.loads((runs / name / "run.json").read_text())["results"] for name in "23")
+    resumed, whole = (json.loads((runs / name / "run.json").read_text())["results"] for name in "21")
     assert resumed["epochs"] == whole["epochs"]
     for name in ("test_mse", "test_pearson", "columns"):
         assert resumed[name] == whole[name]
 
 
 def test_runs_are_compared_by_record_and_by_log(runs, tmp_path):
-    logs = [runs / "1" / "log.txt", runs / "3" / "log.txt"]
-    for page, sources in (("records.html", [runs / "1", runs / "3"]), ("logs.html", logs)):
+    folders = [runs / "1", runs / "2"]
+    for page, sources in (("records.html", folders), ("logs.html", [folder / "log.txt" for folder in folders])):
         out = finished(run_script(ROOT / "scripts" / "compare_runs.py", *sources, "--html", page, cwd=tmp_path))
         assert "MSE" in out, out
         assert "Pearson" in out

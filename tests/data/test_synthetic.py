@@ -1,21 +1,16 @@
 """The synthetic reviews depend only on the seed and are balanced. Some of their labels are wrong."""
 
 import re
-from functools import partial
 
 import numpy as np
-import pytest
-from support.data_files import BLOOM, LLAMA, SPLITS, load_in, rows_of, texts_of
+from support.data_files import BLOOM, SPLITS, load_in, rows_of, texts_of
 
 from fabric_ladder.data.synthetic import ADVICE, synthetic_reviews
 
 
-def test_synthetic_reviews_depend_on_the_seed_alone():
+def test_synthetic_reviews_depend_on_the_seed_alone_are_balanced_and_spread_like_imdbs():
     assert synthetic_reviews(50, 3) == synthetic_reviews(50, 3)
     assert synthetic_reviews(50, 3)[0] != synthetic_reviews(50, 4)[0]
-
-
-def test_synthetic_reviews_are_balanced_and_spread_like_imdbs():
     texts, labels = synthetic_reviews(5000, 1)
     assert 0.47 < np.mean(labels) < 0.53
     assert len(set(texts)) > 4950
@@ -38,16 +33,10 @@ def test_some_synthetic_labels_are_wrong():
     assert 0.94 < np.mean(sure) < 0.99
 
 
-@pytest.mark.parametrize("options", [{"model": BLOOM}, {"model": LLAMA, "task": "instruction-tuning"}])
-def test_the_splits_of_synthetic_reviews_share_no_text(tmp_path, options):
-    got = load_in(tmp_path, "synthetic", train_samples=300, validation_samples=100, test_samples=100, **options)
-    train, validation, test = (set(rows_of(got, split)) for split in SPLITS)
+def test_the_splits_share_no_text_and_more_texts_of_one_do_not_change_the_others(tmp_path):
+    sizes = {"model": BLOOM, "train_samples": 300, "test_samples": 100}
+    few, more = (load_in(tmp_path, "synthetic", validation_samples=size, **sizes) for size in (500, 501))
+    train, validation, test = (set(rows_of(few, split)) for split in SPLITS)
     assert min(map(len, (train, validation, test))) > 90
     assert not train & validation | train & test | validation & test
-
-
-def test_more_synthetic_texts_of_one_split_do_not_change_the_others(tmp_path):
-    load = partial(load_in, tmp_path, model=BLOOM)
-    sizes = {"train_samples": 50, "test_samples": 50}
-    few, more = (load("synthetic", validation_samples=size, **sizes) for size in (500, 501))
     assert sorted(texts_of(few, "test")) == sorted(texts_of(more, "test"))

@@ -16,12 +16,9 @@ from support.helpers import ROOT, finished, run_script
 
 from fabric_ladder import Settings, build_model
 from fabric_ladder.data.label_kind import describe_rare
-from fabric_ladder.data.loaders import count_classes
 from fabric_ladder.errors import UserError
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Formats
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def write_parquet(frame, path, make):
@@ -49,11 +46,9 @@ def test_labels_lose_spaces_and_texts_that_are_cut_are_counted(tmp_path, load):
     assert got.notices == ["10 of 40 texts have --max_length 16 tokens or more; longer ones are cut"]
 
 
-@pytest.mark.parametrize(("classes", "start"), [(40, ["40 of 40 classes have at most one training sample: "]), (4, [])])
-def test_labels_that_are_hardly_classes_are_mentioned(tmp_path, load, classes, start):
-    rows = [{"text": f"word {number}", "label": f"class {number % classes}"} for number in range(40)]
-    counts = count_classes(load(write_rows(rows, tmp_path / "a.csv")))
-    assert [line[: len(start[0])] for line in describe_rare(counts)] == start
+def test_labels_that_are_hardly_classes_are_mentioned():
+    assert describe_rare(np.ones(40, int))[0].startswith("40 of 40 classes have at most one training sample: ")
+    assert describe_rare(np.ones(4, int)) == []
 
 
 def test_several_columns_of_labels_need_another_kind_of_problem(tmp_path, load):
@@ -82,26 +77,6 @@ def test_every_format_gives_the_same_tokens(tmp_path, load):
         assert datasets.fingerprint == first.fingerprint, name
         assert datasets.class_names == ["0", "1"]
         assert all(datasets.splits[split][:] == first.splits[split][:] for split in SPLITS), name
-
-
-def test_tokens_have_the_right_columns_and_lengths(tmp_path, load):
-    got = load(write_table(table(), tmp_path / "texts.csv"), max_length=5)
-    for split in SPLITS:
-        part = got.splits[split]
-        assert set(part.column_names) == {"input_ids", "labels", "length"}
-        assert part["length"][:] == [len(row) for row in part["input_ids"][:]]
-        assert max(part["length"][:]) == 5
-        assert set(part["labels"][:]) == {0, 1}
-    assert got.tokenizer.pad_token_id == 0
-    assert len(got.tokenizer) <= 1024
-
-
-@pytest.mark.parametrize("separator", [";", "\t", "|"])
-def test_a_csv_file_may_have_another_separator(tmp_path, load, separator):
-    texts = [f"one, two, film {number}" for number in range(20)]
-    pd.DataFrame({"text": texts, "label": [0, 1] * 10}).to_csv(tmp_path / "texts.csv", index=False, sep=separator)
-    got = load("texts.csv")
-    assert sorted(text for split in SPLITS for text in texts_of(got, split)) == sorted(texts)
 
 
 def test_a_text_of_one_long_word_is_tokenized_from_its_start(tmp_path, load):
@@ -140,9 +115,7 @@ def test_a_large_file_is_never_in_memory(tmp_path):
     assert min(later) < 5e6, "at most 50 bytes per text"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Splits
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_split_is_seeded_disjoint_and_whole(tmp_path, load):
@@ -155,40 +128,16 @@ def test_a_split_is_seeded_disjoint_and_whole(tmp_path, load):
     assert set(texts_of(other, "test")) != set(texts_of(one, "test"))
 
 
-@pytest.mark.parametrize("names", [("train.csv", "val.csv", "test.csv"),
-                                   ("Train.jsonl", "validation.parquet", "TEST.json"),
-                                   ("train-00000.csv", "dev.csv", "test_1.csv"),
-                                   ("testimonials.csv", "valset.csv", "testing.csv"),
-                                   ("valères.csv", "devtest.csv", "test2.csv"),
-                                   ("evaluated.csv", "eval.csv", "test.csv")])  # fmt: skip
-def test_the_names_of_files_decide_their_splits(tmp_path, load, names):
-    sizes = (30, 12, 14)
-    for number, (name, rows) in enumerate(zip(names, sizes, strict=True)):
-        write_table(table(rows, start=100 * number), tmp_path / "folder" / name)
-    write_table(table(5, start=100), tmp_path / "folder" / f"more_{names[0]}")
-    (tmp_path / "folder" / "notes.txt").write_text("not read", encoding="utf-8")
-    (tmp_path / "folder" / "._train.csv").write_bytes(b"\0\5\x16\7")  # a metadata file of macOS
-    got = load("folder")
-    assert [len(got.splits[split]) for split in SPLITS] == [35, 12, 14]
-    assert texts_of(got, "test") == table(14, start=200)["text"].tolist()
-
-
-@pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_each_part_has_the_same_share_of_each_label(tmp_path, load, suffix):
-    frame = table(200)
-    frame["label"] = ["often"] * 120 + ["seldom"] * 60 + ["rarely"] * 20
-    path = write_table(frame, tmp_path / f"texts.{suffix}")
-    for seed in (1, 2):
-        got = load(path, split_seed=seed)
-        counts = {split: Counter(got.splits[split]["labels"][:]) for split in SPLITS}
-        assert counts == {
-            "train": {0: 84, 1: 14, 2: 42}, "validation": {0: 12, 1: 2, 2: 6}, "test": {0: 24, 1: 4, 2: 12}
-        }  # fmt: skip
+def test_each_part_has_the_same_share_of_each_label(tmp_path, load):
+    path = write_table(table(200).assign(label=["often"] * 120 + ["seldom"] * 60 + ["rarely"] * 20), tmp_path / "a.csv")
+    got = load(path)
+    counts = [Counter(got.splits[split]["labels"][:]) for split in SPLITS]
+    assert counts == [{0: 84, 1: 14, 2: 42}, {0: 12, 1: 2, 2: 6}, {0: 24, 1: 4, 2: 12}]
     own = load(path, test_file=str(path))
     assert Counter(own.splits["validation"]["labels"][:]) == {0: 12, 1: 2, 2: 6}
 
 
-@pytest.mark.parametrize("counts", [(60, 30, 1), (60, 6, 6), (9, 9, 9), (30, 1, 1), (12, 3, 3, 3, 3)])
+@pytest.mark.parametrize("counts", [(60, 30, 1), (9, 9, 9), (12, 3, 3, 3, 3)])
 def test_rare_labels_are_split_together(tmp_path, load, counts):
     labels = [f"class {number}" for number, count in enumerate(counts) for _ in range(count)]
     frame = pd.DataFrame({"text": [f"text {number}" for number in range(len(labels))], "label": labels})
@@ -228,18 +177,15 @@ def test_larger_samples_contain_smaller_ones(tmp_path, load):
         assert every.total() == len(got[2].splits[split])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Labels
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("labels", "names"),
-    [(["bad", "good"], ["bad", "good"]), ([10, 3, 7], ["3", "7", "10"]), (["10", "3", "x"], ["10", "3", "x"]),
-     ([-1, 1], ["-1", "1"]), ([True, False], ["False", "True"]), (["None", "NA"], ["NA", "None"]),
-     ([10.0, 2.0, -1.0], ["-1", "2", "10"])],
+    ("suffix", "labels", "names"),
+    [("csv", ["bad", "good"], ["bad", "good"]), ("jsonl", [10, 3, 7], ["3", "7", "10"]),
+     ("csv", ["10", "3", "x"], ["10", "3", "x"]), ("parquet", [True, False], ["False", "True"]),
+     ("csv", ["None", "NA"], ["NA", "None"]), ("parquet", [10.0, 2.0, -1.0], ["-1", "2", "10"])],
 )  # fmt: skip
-@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
 def test_class_names_come_from_the_labels_and_reach_the_model(tmp_path, load, labels, names, suffix):
     frame = table(60, start=100).rename(columns={"text": "review"})
     frame["stars"] = [labels[index % len(labels)] for index in range(60)]
@@ -255,21 +201,15 @@ def test_class_names_come_from_the_labels_and_reach_the_model(tmp_path, load, la
     assert config.num_labels == len(names)
 
 
-@pytest.mark.parametrize("labels", [("zebra", "ant", "cow"), (10, 9, 100), ("10", "9", "unknown")])
-def test_a_label_has_the_same_number_in_every_split(tmp_path, load, labels):
-    """Validation and test lack the last label, which may be the only word."""
-    paths = []
-    for number in range(3):
-        frame = table(30, start=100 * (number + 1))
-        kinds = labels if number == 0 else labels[:2]
-        frame["label"] = [kinds[(index + number) % len(kinds)] for index in range(30)]
-        paths.append(write_table(frame, tmp_path / f"{number}.csv"))
-    got = load(paths[0], validation_file=str(paths[1]), test_file=str(paths[2]))
-    assert got.class_names == list(map(str, sorted(labels)))
-    for number, split in enumerate(SPLITS):
-        names = [got.class_names[label] for label in got.splits[split]["labels"][:]]
-        kinds = labels if number == 0 else labels[:2]
-        assert names == [str(kinds[(index + number) % len(kinds)]) for index in range(30)]
+def test_a_label_has_the_same_number_in_every_split(tmp_path, load):
+    """The test lacks the label that is the only word."""
+    parts = [["10", "9", "unknown"] * 10, ["9", "10"] * 15]
+    paths = [write_table(table(30, start=100 * number + 100).assign(label=labels), tmp_path / f"{number}.csv")
+             for number, labels in enumerate(parts)]  # fmt: skip
+    got = load(paths[0], validation_file=str(paths[1]), test_file=str(paths[1]))
+    assert got.class_names == ["10", "9", "unknown"]
+    for split, labels in (("train", parts[0]), ("test", parts[1])):
+        assert [got.class_names[label] for label in got.splits[split]["labels"][:]] == labels
 
 
 def test_unknown_and_different_classes_are_refused(tmp_path, load):
@@ -296,16 +236,7 @@ def test_a_folders_test_file_without_labels_is_left_out_with_a_notice(tmp_path, 
         load("competition/train.csv", test_file="competition/test.csv")
 
 
-def test_column_names_for_a_file_with_a_header_are_refused(tmp_path, load):
-    write_table(table(30), tmp_path / "a.csv")
-    header = (tmp_path / "a.csv").read_text().splitlines()[0]
-    with pytest.raises(UserError, match="its first row holds the names of its columns: leave out --column_names"):
-        load("a.csv", column_names=header)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # Options that are refused
-# ----------------------------------------------------------------------------------------------------------------------
 
 REFUSED = {
     "no label column": ({"label_column": "stars"}, r"no column 'stars', only text, label: set --text_column or"),
@@ -317,19 +248,11 @@ REFUSED = {
     "IMDb and file": ({"dataset": "imdb", "test_file": "a.csv"}, r"need a --dataset that is a file"),
     "unpacked IMDb without reviews": ({"dataset": "imdb"}, r"aclImdb holds 0 reviews instead of 50,000: delete it"),
     "a link to nothing": ({"dataset": "links"}, r"cannot read \S*/nowhere \(.*No such file"),
-    "no model config": (
-        {"dataset": "synthetic", "model": "a.json"},
-        r"a\.json is not a model config",
-    ),
-    "a config without a vocabulary": (
-        {"dataset": "synthetic", "model": "c.json"},
-        r"--tokenizer trained needs a config with vocab_size, unlike c\.json",
-    ),
-    "no JSON config": (
-        {"dataset": "synthetic", "model": "b.json"},
-        r"b\.json is not a model config .*not a valid JSON",
-    ),
-}
+    "no model config": ({"model": "a.json"}, r"a\.json is not a model config"),
+    "a config without a vocabulary": ({"model": "c.json"}, r"--tokenizer trained needs a config with vocab_size, unl"),
+    "no JSON config": ({"model": "b.json"}, r"b\.json is not a model config .*not a valid JSON"),
+    "names for a header": ({"column_names": "text,label"}, r"its first row holds the names of its columns: leave ou"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)

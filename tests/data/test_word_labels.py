@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from support.data_files import BLOOM, KINDS, SPLITS, load_in, write_rows
-from support.helpers import MODELS, SRC, finished, run_script, settings_for, tiny_model, token_datasets
-from support.objectives import CUTS, assert_exact, packable
+from support.helpers import settings_for
+from support.objectives import labelled, labelling, packable
 from support.training import run_training
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer, ViTConfig
@@ -19,10 +19,7 @@ from fabric_ladder import UserError, build_dataloaders
 from fabric_ladder.data.splits import IGNORED
 from fabric_ladder.data.word_labels import WordLabels
 from fabric_ladder.data.words import label_tokens
-from fabric_ladder.models.configs import MODELS as CLASSES
 from fabric_ladder.models.configs import check_model
-from fabric_ladder.planning.predict import blank_datasets, largest_batches
-from fabric_ladder.planning.rehearsal import rehearse
 
 WORDS = {"task": "token-classification"}
 NAMES = ["B-LOC", "B-PER", "I-LOC", "I-PER", "O"]
@@ -43,26 +40,6 @@ def load(folder, rows, name="rows.jsonl", **values):
     return load_in(folder, write_rows(rows, folder / name), **({"model": BLOOM} | WORDS | values))
 
 
-def word_datasets(classes=5, **sizes):
-    """Return random tokens; about two thirds of them are the first tokens of words."""
-    datasets = token_datasets(**sizes)
-    for split, part in datasets.splits.items():
-        labels = [[IGNORED if token % 3 == 0 else token % classes for token in row] for row in part["input_ids"][:]]
-        labels = [row if max(row) >= 0 else [0, *row[1:]] for row in labels]
-        part = part.remove_columns("labels").add_column("labels", labels)
-        datasets.splits[split] = part.add_column("items", [sum(label >= 0 for label in row) for row in labels])
-    datasets.class_names = NAMES[:classes]
-    return datasets
-
-
-def word_model(kind="bloom", classes=5):
-    config = tiny_model(kind).config
-    config.num_labels = classes
-    config.classifier_dropout = 0.0  # the head of Llama has dropout by default
-    torch.manual_seed(0)
-    return CLASSES[WORDS["task"]].from_config(config)
-
-
 # Reading and tokenizing
 
 
@@ -81,23 +58,29 @@ def words_of(datasets):
 
 @pytest.mark.parametrize("form", ["names", "numbers", "classes", "texts"])
 def test_labels_may_be_names_numbers_or_classes_and_lists_may_be_texts(tmp_path, form, minilm):
-    rows = texts()
+    """Words labelled -100 do not count."""
+    rows = [row | {"tokens": ["x", *row["tokens"]], "ner_tags": [-100, *row["ner_tags"]]} for row in texts()]
+    rows[0]["ner_tags"] = [-100] * 8
+    if form in ("names", "texts"):
+        rows = [row | {"ner_tags": [NAMES[tag] if tag >= 0 else "-100" for tag in row["ner_tags"]]} for row in rows]
     if form == "classes":
         features = {"tokens": hf.List(hf.Value("string")), "ner_tags": hf.List(hf.ClassLabel(names=NAMES))}
-        hf.Dataset.from_list(rows, hf.Features(features)).to_parquet(tmp_path / "rows.parquet")
+        labels = hf.Dataset.from_list(rows).cast(hf.Features(features | {"ner_tags": hf.List(hf.Value("int64"))}))
+        table = labels.data.table.replace_schema_metadata(hf.Features(features).arrow_schema.metadata)
+        pq.write_table(table, tmp_path / "rows.parquet")
         datasets = load_in(tmp_path, tmp_path / "rows.parquet", model=str(minilm), **WORDS)
-    elif form == "texts":
-        rows = [{name: " ".join(row[name]) for name in row} for row in named(rows)]
-        datasets = load(tmp_path, rows, "rows.csv", model=str(minilm))
     else:
-        datasets = load(tmp_path, named(rows) if form == "names" else rows, model=str(minilm))
-    if form == "numbers":
-        assert datasets.class_names == ["0", "1", "3", "4"]
-        return
-    assert datasets.class_names == (NAMES if form == "classes" else sorted({*NAMES} - {"I-LOC"}))
+        rows = [{name: " ".join(row[name]) for name in row} for row in rows] if form == "texts" else rows
+        datasets = load(tmp_path, rows, "rows.csv" if form == "texts" else "rows.jsonl", model=str(minilm))
+    untrained = ["1 of 5 classes have no training sample (I-LOC): give more rows"] * (form == "classes")
+    assert datasets.notices == [*untrained, "1 of 40 texts have only words labelled -100 and are left out"]
+    names = {"numbers": ["0", "1", "3", "4"], "classes": NAMES}.get(form, sorted({*NAMES} - {"I-LOC"}))
+    assert datasets.class_names == names
+    assert len(words_of(datasets)) == 39
     for found in words_of(datasets):
-        assert [label for _, label in found] == ["B-PER", "I-PER", "O", "O", "O", "B-LOC", "O"]
         assert [word for word, _ in found[:3]] == ["ann", "lee", "went"]
+        if form != "numbers":
+            assert [label for _, label in found] == ["B-PER", "I-PER", "O", "O", "O", "B-LOC", "O"]
 
 
 def test_columns_of_other_names_are_read_and_the_cache_differs(tmp_path):
@@ -172,17 +155,8 @@ def test_other_sources_and_models_are_refused(tmp_path):
 # Training
 
 
-@pytest.mark.parametrize(("kind", "dtype", "tolerance"), [
-    ("bert", torch.float64, 1e-12), ("bloom", torch.float32, 1e-5), ("llama", torch.float32, 1e-5),
-])  # fmt: skip
-def test_no_cut_of_the_effective_batch_changes_the_gradient(tmp_path, kind, dtype, tolerance):
-    model = packable(word_model(kind).to(dtype))
-    score = assert_exact(tmp_path, model, word_datasets(), tolerance, CUTS, **WORDS)
-    assert score.items > 100, "items are words"
-
-
 def test_the_loss_is_that_of_transformers(tmp_path, fabric):
-    datasets, model = word_datasets(), word_model("bert").eval()
+    datasets, model = labelled("words"), labelling("words", "bert").eval()
     loader, _, _ = build_dataloaders(fabric, datasets, settings_for(tmp_path, **WORDS))
     batch = next(iter(loader))
     (micro_batch,) = batch.micro_batches
@@ -239,11 +213,10 @@ def test_entities_are_counted_as_they_are_read_word_by_word():
     assert described.lines[0] == f"Test entity F1 {2 * right / (found + true) * 100:.2f}%"
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_a_run_prints_accuracy_and_entity_f1(tmp_path, capsys, packing):
-    datasets = word_datasets(test=40)
-    model = packable(word_model())
-    run, model = run_training(tmp_path, model, datasets, epochs=2, packing=packing, max_length=80, **WORDS)
+def test_a_run_prints_accuracy_and_entity_f1(tmp_path, capsys):
+    datasets = labelled("words", test=40)
+    model = packable(labelling("words"))
+    run, model = run_training(tmp_path, model, datasets, epochs=2, packing=True, max_length=80, **WORDS)
     results = json.loads((run.folder / "run.json").read_text())["results"]
     model.eval()
     right = 0
@@ -268,15 +241,6 @@ def test_a_run_prints_accuracy_and_entity_f1(tmp_path, capsys, packing):
     assert lines[-2].split()[:2] == ["'LOC'", f"{results['entities']['precision'][0] * 100:.2f}%"]
 
 
-@pytest.mark.parametrize("names", [["ADJ", "NOUN", "VERB"], ["B-PER", "O", "S-PER"]])
-def test_labels_without_entities_in_iob2_have_only_an_accuracy(tmp_path, capsys, names):
-    datasets = word_datasets(classes=3)
-    datasets.class_names = names
-    run, _ = run_training(tmp_path, word_model(classes=3), datasets, **WORDS)
-    assert "entities" not in json.loads((run.folder / "run.json").read_text())["results"]
-    assert capsys.readouterr().out.splitlines()[-1].startswith("Test accuracy ")
-
-
 def test_a_frequent_label_is_named():
     kind = WordLabels(NAMES)
     split = hf.Dataset.from_dict({"labels": [[IGNORED, 4, 4, 0], [4, IGNORED]]})
@@ -285,30 +249,6 @@ def test_a_frequent_label_is_named():
         "than always guessing this class"
     ]
     assert kind.notes(hf.Dataset.from_dict({"labels": [[0, 1, 2, 3, 4]]})) == []
-
-
-@pytest.mark.parametrize("packing", [False, True])
-def test_the_largest_batches_can_be_rehearsed(tmp_path, packing):
-    settings = settings_for(tmp_path, model=BLOOM, from_scratch=True, packing=packing, max_length=64, **WORDS)
-    with rehearse(settings, blank_datasets(5)) as rehearsal:
-        assert rehearsal.peak(settings, *largest_batches(settings, 32, classes=5)).total > 0
-
-
-OTHERS = [pytest.param(rung, marks=pytest.mark.slow) for rung in ("13_lora", "15_packing", "9_ddp")]
-
-
-@pytest.mark.parametrize("rung", ["2_grad_accum", *OTHERS])
-def test_a_rung_trains_and_its_model_knows_the_labels(tmp_path, rung):
-    write_rows(named(texts(120)), tmp_path / "rows.jsonl")
-    options = ["--model", str(MODELS / "bloom-quickstart.json"), "--dataset", "rows.jsonl", "--save", "consolidated"]
-    predicts = rung != "2_grad_accum"  # the planner's process imports everything again
-    options += ["--task", WORDS["task"], "--predict_memory", str(predicts).lower()]
-    options += ["--devices", "2"] if rung == "9_ddp" else []
-    lines = finished(run_script(SRC / f"{rung}.py", *options, cwd=tmp_path)).splitlines()
-    assert any(line.startswith("Predicted peak: 0.") for line in lines) == predicts, lines
-    assert any(line.startswith("Test entity F1 ") for line in lines)
-    config = json.loads(next((tmp_path / "runs" / rung / "1").rglob("config.json")).read_text())
-    assert [*config["id2label"].values()] == sorted({*NAMES} - {"I-LOC"})
 
 
 # Tables of other forms
@@ -353,14 +293,11 @@ def test_one_word_per_row_is_grouped_into_sentences(tmp_path, form, minilm):
     assert sum(map(len, datasets.splits.values())) == 20
 
 
-@pytest.mark.parametrize("kind", ["names", "classes"])
-def test_one_word_per_row_of_parquet_is_grouped_by_its_column(tmp_path, kind, minilm):
+def test_one_word_per_row_of_parquet_is_grouped_by_its_column(tmp_path, minilm):
     names = ["B-LOC", "B-PER", "O"]
     columns = dict(zip(("sentence_id", "tokens", "ner_tags"), zip(*word_rows(), strict=True), strict=True))
     table = hf.Dataset.from_dict(columns | {"other": columns["tokens"]})
-    if kind == "classes":
-        table = table.cast_column("ner_tags", hf.ClassLabel(names=names))
-    table.to_parquet(tmp_path / "rows.parquet")
+    table.cast_column("ner_tags", hf.ClassLabel(names=names)).to_parquet(tmp_path / "rows.parquet")
     datasets = load_in(tmp_path, dataset="rows.parquet", model=str(minilm), **WORDS)
     assert datasets.class_names == names
     assert datasets.summary[0].startswith("rows.parquet: 20 sentences · text 'tokens', label 'ner_tags' · B-LOC 20, ")
@@ -375,37 +312,12 @@ def test_one_word_per_row_without_sentences_is_refused(tmp_path):
         load(tmp_path, numbered, "numbered.jsonl")
 
 
-@pytest.mark.parametrize("form", ["numbers", "names", "classes"])
-def test_words_labelled_minus_100_do_not_count(tmp_path, form, minilm):
-    rows = [row | {"tokens": ["x", *row["tokens"]], "ner_tags": [-100, *row["ner_tags"]]} for row in texts()]
-    rows[0]["ner_tags"] = [-100] * 8
-    if form == "names":
-        rows = [row | {"ner_tags": [NAMES[tag] if tag >= 0 else "-100" for tag in row["ner_tags"]]} for row in rows]
-    name = "rows.jsonl"
-    if form == "classes":
-        features = {"tokens": hf.List(hf.Value("string")), "ner_tags": hf.List(hf.ClassLabel(names=NAMES))}
-        name = "rows.parquet"
-        labels = hf.Dataset.from_list(rows).cast(hf.Features(features | {"ner_tags": hf.List(hf.Value("int64"))}))
-        table = labels.data.table.replace_schema_metadata(hf.Features(features).arrow_schema.metadata)
-        pq.write_table(table, tmp_path / name)
-        datasets = load_in(tmp_path, tmp_path / name, model=str(minilm), **WORDS)
-    else:
-        datasets = load(tmp_path, rows, name, model=str(minilm))
-    expected = {"numbers": ["0", "1", "3", "4"], "names": sorted({*NAMES} - {"I-LOC"}), "classes": NAMES}
-    assert datasets.class_names == expected[form]
-    untrained = ["1 of 5 classes have no training sample (I-LOC): give more rows"] * (form == "classes")
-    assert datasets.notices == [*untrained, "1 of 40 texts have only words labelled -100 and are left out"]
-    found = words_of(datasets)
-    assert len(found) == 39
-    assert all([word for word, _ in row][:3] == ["ann", "lee", "went"] for row in found)
-
-
-@pytest.mark.parametrize("name", ["S-PER", "PER-B", "PER"])
-def test_labels_in_another_scheme_are_named(name):
-    kind = WordLabels(["O", name])
-    lines = kind.notes(hf.Dataset.from_dict({"labels": [[0, 1]]}))
-    assert lines == [f"No entity F1: it needs labels such as B-PER, I-PER and O (IOB2), unlike {name!r}"]
-    assert WordLabels(["NOUN", "VERB"]).notes(hf.Dataset.from_dict({"labels": [[0, 1]]})) == []
+@pytest.mark.parametrize("name", ["S-PER", "PER-B", "PER", "NOUN"])
+def test_labels_in_another_scheme_are_named_and_have_only_an_accuracy(name):
+    kind = WordLabels(["VERB" if name == "NOUN" else "O", name])
+    lines = [f"No entity F1: it needs labels such as B-PER, I-PER and O (IOB2), unlike {name!r}"] * (name != "NOUN")
+    assert kind.notes(hf.Dataset.from_dict({"labels": [[0, 1]]})) == lines
+    assert kind.start_counts(torch.device("cpu")) is None
 
 
 def test_a_text_without_a_token_is_named_or_left_out(tmp_path, minilm):

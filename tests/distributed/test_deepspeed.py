@@ -90,11 +90,8 @@ def test_deepspeeds_launcher_starts_the_rung_with_the_guides_file_of_stage_3(alo
     process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr[-3000:]
     assert "batch 16 = 2 x 4 x 2" in process.stdout
-    same(
-        alone("--learning_rate", "5e-3", "--max_grad_norm", "null", "--schedule", "constant", "--warmup_steps", "0"),
-        tmp_path / "runs" / "deepspeed_script" / "1",
-        abs=1e-4,
-    )
+    constant = ("--max_grad_norm", "null", "--schedule", "constant", "--warmup_steps", "0")
+    same(alone(*constant), tmp_path / "runs" / "deepspeed_script" / "1", abs=1e-4)
 
 
 @SLOW
@@ -126,11 +123,7 @@ LORA, HALF = ("--lora", "true", "--lora_dropout", "0"), ("--precision", "bf16-mi
 
 @SLOW
 @needs_deepspeed
-@pytest.mark.parametrize(
-    ("config", "more"),
-    [("zero3", ()), ("zero3", HALF), ("zero2", LORA)],
-    ids=["zero3", "zero3-bf16", "zero2-lora"],
-)
+@pytest.mark.parametrize(("config", "more"), [("zero3", HALF), ("zero2", LORA)], ids=["zero3-bf16", "zero2-lora"])
 def test_deepspeeds_checkpoint_holds_the_consolidated_weights(alone, saved, config, more):
     folder, _ = saved(config, *more)
     if more == LORA:
@@ -176,8 +169,7 @@ def test_training_resumes_from_deepspeeds_checkpoint_on_as_many_ranks(alone, sav
 
 
 @needs_deepspeed
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize(("optimizer_class", "decay"), [(torch.optim.Adam, 0.0), (torch.optim.AdamW, 0.1)])
 def test_deepspeeds_adam_for_the_cpu_takes_the_same_steps(monkeypatch, optimizer_class, decay):
     built = Path(cpp_extension._get_build_directory("cpu_adam", False))
     ours = str(Path(find_spec("deepspeed").origin).parent)  # another installation would compile its own
@@ -277,7 +269,6 @@ def test_two_runs_on_one_disk_have_folders_of_their_own(tmp_path, monkeypatch):
         (nvme(optimizer=".", param="/local_nvme"), {}, "cannot write into zero_optimization.offload_param.nvme_path"),
         (nvme(optimizer="."), {"save_every": 4}, "cannot be continued, since DeepSpeed does not load optimizer state"),
         (nvme(optimizer="."), {"save": "sharded"}, "cannot be continued"),
-        (nvme(optimizer="."), {"load": "somewhere"}, "cannot be continued"),
         (nvme(optimizer="."), {"resume": "auto"}, "cannot be continued"),
     ],
 )  # fmt: skip

@@ -23,6 +23,7 @@ from fabric_ladder.distributed.fsdp import sharding_policy
 CLIP = ("--max_grad_norm", "0.05")
 FROZEN = ("--train_blocks", "last:1")
 IN_4_BITS = ("--lora", "true", "--lora_dropout", "0", "--quantization", "nf4")
+BY_TOKENS = ("9_ddp", 3, "--micro_batch_size", "null", "--micro_batch_tokens", "300")
 DDP = ("9_ddp", 2, "--eval_batch_tokens", "1", "--save_every", "100")
 FSDP = ("10_fsdp", 2, *CLIP, "--save", "sharded")
 OFFLOAD = ("11_fsdp_cpu_offload", 2, *CLIP, "--activation_checkpointing", "true", "--save", "consolidated")
@@ -35,14 +36,8 @@ QLORA = ("10_fsdp", 2, *IN_4_BITS, "--save", "sharded")
         pytest.param((), DDP, id="ddp"),
         pytest.param(CLIP, FSDP, id="fsdp"),
         pytest.param(CLIP, OFFLOAD, id="fsdp-offload"),
-        pytest.param(
-            (),
-            ("9_ddp", 3, "--micro_batch_size", "null", "--micro_batch_tokens", "300"),
-            id="ddp-3",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param((), ("10_fsdp", 4), id="fsdp-4", marks=pytest.mark.slow),
-        pytest.param(FROZEN, ("10_fsdp", 2, *FROZEN), id="fsdp-frozen", marks=pytest.mark.slow),
+        pytest.param((), BY_TOKENS, id="ddp-3", marks=pytest.mark.slow),
+        pytest.param(FROZEN, ("10_fsdp", 4, *FROZEN), id="fsdp-4-frozen", marks=pytest.mark.slow),
     ],
 )
 def test_more_processes_print_the_same_losses_and_accuracies(run, alone, several):
@@ -87,12 +82,11 @@ def test_offload_and_activation_checkpointing_change_no_bit(run):
     assert read(run(*OFFLOAD)[0])[0] == read(run(*FSDP)[0])[0]
 
 
-@pytest.mark.parametrize("sharded", [FSDP, pytest.param(("10_fsdp", 4), marks=pytest.mark.slow)])
-def test_parameters_are_sharded(run, sharded):
-    results, devices = read(run(*DDP)[0])[2], sharded[1]
-    whole, share = results["parameter_bytes_of_a_rank"], read(run(*sharded)[0])[2]["parameter_bytes_of_a_rank"]
+def test_parameters_are_sharded(run):
+    results = read(run(*DDP)[0])[2]
+    whole, share = results["parameter_bytes_of_a_rank"], read(run(*FSDP)[0])[2]["parameter_bytes_of_a_rank"]
     assert whole == 4 * results["parameters"]
-    assert whole / devices <= share <= whole / devices * 1.02, "the first ranks get the remainder of the division"
+    assert whole / 2 <= share <= whole / 2 * 1.02, "the first rank gets the remainder of the division"
 
 
 @pytest.mark.slow
@@ -123,19 +117,8 @@ def test_shards_are_offloaded_only_with_the_setting(tmp_path, offload, policy):
     assert type(sharding_policy(settings, {"data_parallel": None})["offload_policy"]) is policy
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize(("name", "device"), [("11_fsdp_cpu_offload", "cpu"), ("10_fsdp", "cuda")])
-def test_offloaded_shards_are_in_cpu_memory(tmp_path, name, device):
-    options = ["--config", "quickstart.yaml", "--train_samples", 64, "--accelerator", "cuda", "--devices", 1]
-    process = run_script(ROOT / "tests" / "support" / "where_shards_lie.py", name, *options, cwd=tmp_path, fresh=True)
-    assert finished(process).splitlines()[-1] == f"parameters on {device}, optimizer on {device}"
-
-
-@pytest.mark.parametrize(
-    ("name", "devices"),
-    [("2_grad_accum", 1), *(pytest.param("10_fsdp", devices, marks=pytest.mark.slow) for devices in (2, 4))],
-)
-def test_a_sharded_checkpoint_of_two_ranks_resumes_on_one_two_and_four(run, name, devices):
+@pytest.mark.parametrize(("name", "devices"), [("2_grad_accum", 1), pytest.param("10_fsdp", 4, marks=pytest.mark.slow)])
+def test_a_sharded_checkpoint_of_two_ranks_resumes_on_one_and_four(run, name, devices):
     saved, stdout = run(*FSDP)
     assert f"Saved {os.path.join('runs', '10_fsdp', '1', 'checkpoint')}" in stdout
     checkpoint = ("--load", str(saved / "checkpoint"))
@@ -144,7 +127,7 @@ def test_a_sharded_checkpoint_of_two_ranks_resumes_on_one_two_and_four(run, name
     assert abs(read(first)[0][0] - read(saved)[0][0]) > 1e-3, "the run starts from the trained weights"
 
 
-@pytest.mark.parametrize("fault", ["another model", "no shard of rank 0", "no shard of rank 1"])
+@pytest.mark.parametrize("fault", ["another model", "no shard of rank 1"])
 def test_a_checkpoint_that_does_not_fit_is_refused_in_one_line(run, tmp_path, fault):
     checkpoint = shutil.copytree(run(*FSDP)[0] / "checkpoint", tmp_path / "checkpoint")
     more = ["--model", MODELS / "llama-tiny.json"] if fault == "another model" else []
@@ -179,29 +162,6 @@ def test_a_sharded_checkpoint_is_exported_to_the_consolidated_model(run, tmp_pat
     assert {path.name for path in plain.iterdir()} == {path.name for path in whole.iterdir()}
 
 
-@pytest.mark.slow
-def test_an_optimizer_made_before_sharding_is_refused(tmp_path):
-    source = (SRC / "10_fsdp.py").read_text()
-    joint = source.replace("    model = fabric.setup(model)\n", "    early = build_optimizer(settings, model)\n" * 1
-                           + "    model = fabric.setup(model)\n")  # fmt: skip
-    joint = joint.replace("fabric.setup_optimizers(build_optimizer(settings, model))", "fabric.setup_optimizers(early)")
-    (tmp_path / "joint.py").write_text(joint)
-    process = run_script(tmp_path / "joint.py", *SIZES, cwd=tmp_path, **ONE_THREAD)
-    assert process.returncode != 0
-    assert "make it after fabric.setup(model)" in process.stderr
-
-
-@pytest.mark.slow
-def test_a_nan_ends_all_processes(tmp_path):
-    arguments = [*SIZES, "--devices", 2, "--learning_rate", "1e35"]
-    # use fresh processes: forked ranks write at the same moment, which mixes their lines
-    process = run_script(SRC / "9_ddp.py", *arguments, cwd=tmp_path, timeout=120, **ONE_THREAD)
-    assert process.returncode == 2
-    lines = re.findall(r"^error(?: on rank 1)?: the loss is", process.stderr, re.MULTILINE)
-    assert lines, "at least one rank prints its error before the launcher ends it"
-    assert "Traceback" not in process.stderr
-
-
 def end_one(ranks, victim, signal_name, folder):
     """Send a signal to a rank; the other ranks must end by themselves and name it on stderr."""
     ranks[victim].send_signal(signal.Signals[f"SIG{signal_name}"])
@@ -230,12 +190,7 @@ def start(command, rank, folder, **environment):
 
 
 @pytest.mark.parametrize(
-    ("victim", "signal_name", "count"),
-    [
-        (0, "KILL", 2),
-        pytest.param(1, "KILL", 3, marks=pytest.mark.slow),
-        pytest.param(1, "STOP", 2, marks=pytest.mark.slow),
-    ],
+    ("victim", "signal_name", "count"), [(0, "KILL", 2), pytest.param(1, "STOP", 3, marks=pytest.mark.slow)]
 )
 def test_the_watch_ends_a_rank_and_names_the_rank_that_is_killed_or_hangs(tmp_path, victim, signal_name, count):
     """The main thread waits in a collective that never ends."""

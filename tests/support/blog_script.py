@@ -27,14 +27,7 @@ if __name__ == "__main__":
     if not (op.exists("train.csv") and op.exists("val.csv") and op.exists("test.csv")):
         partition_dataset(df)
 
-    imdb_dataset = load_dataset(
-        "csv",
-        data_files={
-            "train": "train.csv",
-            "validation": "val.csv",
-            "test": "test.csv",
-        },
-    )
+    imdb_dataset = load_dataset("csv", data_files={"train": "train.csv", "validation": "val.csv", "test": "test.csv"})
 
     #########################################
     ### 2 Tokenization and Numericalization
@@ -54,13 +47,7 @@ if __name__ == "__main__":
     val_dataset = IMDBDataset(imdb_tokenized, partition_key="validation")
     test_dataset = IMDBDataset(imdb_tokenized, partition_key="test")
 
-    train_loader = DataLoader(
-        dataset=train_dataset,
-        batch_size=12,
-        shuffle=True,
-        num_workers=1,
-        drop_last=True,
-    )
+    train_loader = DataLoader(dataset=train_dataset, batch_size=12, shuffle=True, num_workers=1, drop_last=True)
 
     print(len(df), len(train_dataset), len(val_dataset), len(test_dataset), len(train_loader))
     for name, column in sorted(next(iter(train_loader)).items()):

@@ -88,10 +88,7 @@ def test_auto_ends_where_a_single_sample_does_not_fit(tmp_path):
     )
 
 
-SLOWER = [pytest.param(name, marks=pytest.mark.slow) for name in ("4_mixed_precision", "13_lora")]
-
-
-@pytest.mark.parametrize("name", ["2_grad_accum", *SLOWER])
+@pytest.mark.parametrize("name", ["2_grad_accum", pytest.param("13_lora", marks=pytest.mark.slow)])
 def test_the_trial_changes_no_bit_of_a_run_or_of_a_resumed_run(tmp_path, dropout_model, monkeypatch, name):
     more = ["--model", dropout_model, "--save_every", 100, "--micro_batch_size", 4]
     (tmp_path / "whole").mkdir()
@@ -164,9 +161,7 @@ def test_sharded_ranks_also_try_the_longest_batch_and_change_no_bit(tmp_path, mo
 
 @pytest.mark.parametrize("values", [{"micro_batch_size": 3}, {"micro_batch_tokens": 60, "pad_to_multiple_of": 8},
                                     {"micro_batch_tokens": 2**62}])  # fmt: skip
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("full_pass", [FULL_PASS, 50])
-@pytest.mark.parametrize("skewed", [False, True])
+@pytest.mark.parametrize(("ranks", "full_pass", "skewed"), [(1, FULL_PASS, False), (1, 50, True), (3, 50, False)])
 def test_the_heaviest_batches_are_found_without_making_batches(tmp_path, values, ranks, full_pass, skewed):
     """The result is compared with all plans of the epoch. The last effective batch is a short one."""
     random = np.random.default_rng(5)

@@ -70,28 +70,19 @@ def test_logs_and_figures_hold_every_validation(whole):
     assert known == [False, False, True, False, False, False, True]
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        pytest.param("Batch 0003/0008 | Samples 00024/00060 | Loss", marks=pytest.mark.slow),
-        "00024/00060 | Val loss",
-        pytest.param("Batch 0006", marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_stopped_at_a_validation_resumes_bit_by_bit(tmp_path, dropout_model, whole, place):
+def test_a_run_stopped_at_a_validation_resumes_bit_by_bit(tmp_path, dropout_model, whole):
     options = ["--model", dropout_model, *EVERY_3, "--resume", "auto"]
-    assert run_here(RUNG, tmp_path, *options, at=place)[0] == 143
+    assert run_here(RUNG, tmp_path, *options, at="00024/00060 | Val loss")[0] == 143
     assert_same(run(tmp_path, *options)[0], whole)
 
 
-@pytest.mark.parametrize("call", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_run_stopped_within_a_validation_repeats_it(tmp_path, dropout_model, whole, monkeypatch, call):
+def test_a_run_stopped_within_a_validation_repeats_it(tmp_path, dropout_model, whole, monkeypatch):
     options = ["--model", dropout_model, *EVERY_3, "--eval_batch_tokens", 64, "--resume", "auto"]
     calls, run_model = [], loop.run_model
 
     def interrupted(*arguments):
         calls.append(arguments)
-        if len(calls) == call:
+        if len(calls) == 2:
             terminate()
         return run_model(*arguments)
 
@@ -142,20 +133,19 @@ def test_a_run_stopped_in_the_test_after_an_early_stop_trains_no_further(tmp_pat
     assert lines_of(home) == lines_of(run(tmp_path / "whole", *more)[0])
 
 
-@pytest.mark.parametrize("metric", [pytest.param("loss", marks=pytest.mark.slow), "accuracy"])
-def test_the_best_weights_are_tested_and_saved(tmp_path, metric):
-    more = ["--evaluate_every", 3, "--best_metric", metric, *UNSTEADY]
+def test_the_best_weights_are_tested_and_saved(tmp_path):
+    more = ["--evaluate_every", 3, "--best_metric", "accuracy", *UNSTEADY]
     kept, _ = run(tmp_path / "kept", *more, "--save_every", 3, "--keep", 99)
     home, text = run(tmp_path / "best", *more, "--best_weights", "true", "--save", "consolidated")
     rows = [row for row in rows_of(kept) if row["validation_loss"]]
-    values = [float(row[f"validation_{metric}"]) for row in rows]
-    best = values.index(min(values) if metric == "loss" else max(values))
+    values = [float(row["validation_accuracy"]) for row in rows]
+    best = values.index(max(values))
     assert best < len(rows) - 1, "otherwise the last weights are the best"
     checkpoint = record_of(kept)["best_checkpoint"]
     assert checkpoint == f"checkpoints/step-{int(rows[best]['step']):09d}-validated"
     found = record_of(home)["results"]["best_validation"]
     assert (found["value"], found["used"]) == (values[best], True)
-    assert re.search(rf"Best validation {metric} .*: its weights are tested and saved\nSaved ", text)
+    assert re.search(r"Best validation accuracy .*: its weights are tested and saved\nSaved ", text)
     weights, saved = tensors_of(kept / checkpoint), load_file(home / "model" / "model.safetensors")
     for name, tensor in saved.items():
         assert torch.equal(tensor, weights[f"model.{name}"]), name
@@ -182,7 +172,6 @@ def test_best_weights_survive_a_stop(tmp_path):
         (["--problem_type", "regression", "--best_metric", "accuracy"], "--best_metric accuracy: a regression has no"),
         (["--evaluate_every", 9], "--evaluate_every 9: an epoch has only 8 optimizer steps"),
         (["--patience", 2], "--patience 2: the run has only 2 validations; add --evaluate_every N"),
-        (["--epochs", 1, "--patience", 1], "--patience 1: the run has only 1 validation; add"),
     ],
 )
 def test_options_that_cannot_work_are_refused(tmp_path, options, message):

@@ -21,10 +21,8 @@ from fabric_ladder.training.loop import _evaluate
 CASES = {
     "bloom": ("bloom", {}),
     "bert": ("bert", {}),
-    "llama": ("llama", {}),
     "llama-lm": ("llama-lm", {"task": "instruction-tuning"}),
     "packed": ("llama-lm", {"task": "instruction-tuning", "packing": True, "max_length": 64}),
-    "packed bloom": ("bloom", {"packing": True, "max_length": 64}),
     "packed bert": ("bert", {"packing": True, "max_length": 64}),
     "clipped": ("bloom", {"max_grad_norm": 1.0}),
     "sgd": ("llama", {"optimizer": "sgd", "schedule": "cosine"}),
@@ -72,12 +70,11 @@ class NoFloat64(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("name", ["clipped", "mixed precision"])
-def test_a_device_without_float64_gets_no_float64_tensor(tmp_path, monkeypatch, name):
+def test_a_device_without_float64_gets_no_float64_tensor(tmp_path, monkeypatch):
     for module in ("fabric_ladder.environment", "fabric_ladder.runs.metrics"):
         monkeypatch.setattr(f"{module}.NO_FLOAT64", ("meta",))
     with NoFloat64():
-        test_no_step_reads_a_value_from_the_device(tmp_path, name)
+        test_no_step_reads_a_value_from_the_device(tmp_path, "clipped")
 
 
 @pytest.mark.parametrize("name", CASES)
