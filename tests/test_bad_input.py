@@ -73,7 +73,6 @@ CASES = {
     # settings
     "misspelt choice": Case("--precision bf16-treu", r"expected 32-true, .* or 64-true; did you mean bf16-true\?"),
     "runs_dir below a file": Case("--runs_dir {m}/good.csv/runs", r"cannot write --runs_dir \S*good\.csv/runs \(.+\)"),
-    "cache_dir below a file": Case("--cache_dir {m}/good.csv/cache", r"cannot write \S*good\.csv/cache.*--cache_dir"),
     # models
     "unreachable model": Case("--model no/such-model", r"the model 'no/such-model': it is not a folder, and .*Hub"),
     "config without weights": Case("--from_scratch false", r"quickstart\.json is a config .*--from_scratch true"),
