@@ -65,7 +65,7 @@ def check_probed(settings: Settings) -> None:
     """
     if settings.task == "image-classification":
         return
-    config, step = load_config(settings.model, settings.model_revision), settings.pad_to_multiple_of
+    config, step = load_config(settings.model), settings.pad_to_multiple_of
     most = min(MOST_TOKENS, settings.max_length)
     lengths = tuple({math.ceil(length / step) * step for length in (min(SHORT, most), max(1, most - 1), most)})
     values = json.dumps(config.to_dict(), default=str)
@@ -94,7 +94,7 @@ def padding_notice(settings: Settings) -> str | None:
     if facts is None:
         return f"Padding may change the results of {settings.model}, which was not tried; {_remedy(settings)}"
     if facts.padding <= TOLERANCE:
-        config = load_config(settings.model, settings.model_revision).get_text_config()
+        config = load_config(settings.model).get_text_config()
         chosen = getattr(config, "index_topk", None) or math.inf  # rounding decides between keys of nearly equal scores
         line = f"Padding may change the results of {settings.model}, which attends to {chosen} tokens that it chooses"
         return f"{line}; {_remedy(settings)}" if chosen < settings.max_length else None
