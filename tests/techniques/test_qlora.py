@@ -16,7 +16,6 @@ import tiny_models
 LAYERS = {  # in 32 bits, and in 4
     "git": ({"output"}, {"query", "dense"}),
     "layoutlmv3": ({"rel_pos_bias", "rel_pos_x_bias", "out_proj"}, {"query", "dense"}),
-    "longcat_flash": ({"classifier", "lm_head"}, {"q_a_proj", "down_proj"}),
     "rwkv": ({"head", "output"}, {"key", "receptance"}),
     "trocr": ({"output_projection"}, {"q_proj", "fc1"}),
 }
