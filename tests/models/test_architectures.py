@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from fabric_ladder import UserError, build_model
 from fabric_ladder.data.splits import TextDatasets
 from fabric_ladder.models.configs import check_model
-from fabric_ladder.models.layers import check_images, meta_model
+from fabric_ladder.models.layers import check_images, find_blocks, meta_model
 from fabric_ladder.planning.plan import find_answer
 from fabric_ladder.planning.predict import blank_datasets
 from fabric_ladder.techniques.advice import explain
@@ -181,3 +181,9 @@ def test_experts_and_a_loss_without_effect_are_named(tmp_path):
     assert [note for note in notes if "are experts, which get no adapters" in note]
     dense = settings_of(tmp_path, "gemma3", lora=True, **LANGUAGE)
     assert LoRA().notice(dense) is ChunkedLoss().notice(dense) is None
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "llama4"])
+def test_blocks_are_those_of_the_text_part(tmp_path, kind):
+    model = meta_model(settings_of(tmp_path, kind, **LANGUAGE))
+    assert len(find_blocks(model)) == TEXT["num_hidden_layers"]

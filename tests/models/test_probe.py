@@ -1,5 +1,7 @@
 """A small copy shows whether a model sees later tokens, what padding changes, and which token its head reads."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from support.helpers import MODELS, settings_for
@@ -21,7 +23,9 @@ from transformers import (
     ModernBertConfig,
     NystromformerConfig,
     Phi3Config,
+    ProphetNetConfig,
     RecurrentGemmaConfig,
+    ReformerConfig,
     RoFormerConfig,
     XLNetConfig,
     YosoConfig,
@@ -91,7 +95,6 @@ def test_the_token_that_a_head_reads(config, pooled):
         (ConvBertConfig(), 64, True),
         (NystromformerConfig(), 512, True),
         (CanineConfig(), 64, True),
-        (FunnelConfig(), 64, True),
         (BigBirdConfig(), 1024, False),  # `build_model` makes its attention full
         (longrope(), 1024, True),
         (longrope(), 512, False),
@@ -128,10 +131,9 @@ def test_a_probe_leaves_random_numbers_and_the_config_as_they_are():
 
 
 def test_a_model_without_a_copy_is_not_judged_which_a_line_says(tmp_path):
-    config = BertConfig(hidden_act="unknown")
-    assert probe(config, CLASSIFICATION, 512) is None
-    config.to_json_file(tmp_path / "bert.json", use_diff=False)
-    settings = settings_for(tmp_path, model=str(tmp_path / "bert.json"), from_scratch=True)
+    assert probe(BertConfig(hidden_act="unknown"), CLASSIFICATION, 512) is None
+    FunnelConfig().to_json_file(tmp_path / "funnel.json", use_diff=False)
+    settings = settings_for(tmp_path, model=str(tmp_path / "funnel.json"), from_scratch=True)
     check_probed(settings)
     assert "may change the results of" in padding_notice(settings)
     images = settings_for(tmp_path, model=str(MODELS / "vit-small.json"), task="image-classification", image_size=32)
@@ -159,3 +161,23 @@ def test_falcon_with_alibi_has_no_eager_attention(tmp_path):
     settings = settings_for(tmp_path, model=str(tmp_path / "falcon.json"), from_scratch=True, attention="eager")
     with pytest.raises(UserError, match="--attention eager: transformers adds ALiBi twice"):
         check_model(settings)
+
+
+def test_a_model_that_cannot_process_its_lengths_is_refused(tmp_path):
+    """Reformer trains on multiples of its chunks, and ProphetNet has fewer positions than its config names."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "feed_forward_size": 32, "axial_pos_embds": False}
+    reformer = {**sizes, "attention_head_size": 16, "attn_layers": ["local"], "local_attn_chunk_length": 64}
+    small = {"num_encoder_layers": 1, "num_decoder_layers": 1, "is_decoder": True, "is_encoder_decoder": False}
+    for config, task, longest, step, refused in (
+        (ReformerConfig(**reformer), CLASSIFICATION, 64, 1, False),
+        (ReformerConfig(**reformer), CLASSIFICATION, 128, 1, True),
+        (ReformerConfig(**reformer), CLASSIFICATION, 128, 64, False),
+        (ProphetNetConfig(hidden_size=32, **small), INSTRUCTIONS, 512, 1, True),
+        (ProphetNetConfig(hidden_size=32, **small), INSTRUCTIONS, 510, 1, False),
+    ):
+        config.to_json_file(tmp_path / "config.json", use_diff=False)
+        values = {"model": str(tmp_path / "config.json"), "from_scratch": True, "task": task, "max_length": longest}
+        settings = settings_for(tmp_path, **values, pad_to_multiple_of=step)
+        line = rf"cannot process all texts of up to {longest} tokens: choose another --max_length or --model \("
+        with pytest.raises(UserError, match=line) if refused else nullcontext():
+            check_probed(settings)

@@ -339,3 +339,16 @@ def test_the_prediction_agrees_with_real_tensors_for_two_narrow_layers_of_the_mo
     values = {"precision": "bf16-true", "optimizer": "sgd", "step_in_backward": True, "activation_checkpointing": True}
     settings, training, _ = case(tmp_path, "bloom-lm", model=str(tmp_path / "two_layers.json"), **values)
     assert predict_peak(settings, training).total == pytest.approx(measured_peak(settings, training), rel=0.01)
+
+
+@pytest.mark.filterwarnings("ignore:Module is None")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_the_prediction_of_experts_agrees_with_real_tensors(tmp_path, precision):
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_hidden_layers": 2}
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 1024}
+    config = {"model_type": "qwen3_moe", "decoder_sparse_step": 1, "max_position_embeddings": 128, **experts, **sizes}
+    (tmp_path / "experts.json").write_text(json.dumps(config))
+    values = {"model": str(tmp_path / "experts.json"), "from_scratch": True, "task": "instruction-tuning"}
+    settings = settings_for(tmp_path, **values, precision=precision, batch_size=4, micro_batch_size=2, max_length=96)
+    training = largest_batches(settings, 96)[0]
+    assert predict_peak(settings, training).total == pytest.approx(measured_peak(settings, training), rel=0.01)

@@ -3,7 +3,6 @@
 import gc
 import os
 import shlex
-import sys
 from bisect import bisect
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
@@ -206,15 +205,8 @@ def _enter_fork() -> None:
 def _plan_together(candidates: list[Candidate], samples: Samples, machine: Machine) -> list[Plan]:
     """Return the plans of candidates that share a rehearsal."""
     datasets = blank_datasets(samples.classes, samples.image_size)
-    try:
-        with rehearse(candidates[0].settings, datasets, machine.gpu.capability) as rehearsal:
-            return [_make_plan(candidate, rehearsal, samples, machine) for candidate in candidates]
-    except RuntimeError as error:
-        if "_grouped_mm" not in str(error) and "BF16" not in str(error):
-            raise
-        names = ", ".join(candidate.name for candidate in candidates)
-        print(f"Left out: {names}: PyTorch cannot rehearse experts in this precision", file=sys.stderr)
-        return []
+    with rehearse(candidates[0].settings, datasets, machine.gpu.capability) as rehearsal:
+        return [_make_plan(candidate, rehearsal, samples, machine) for candidate in candidates]
 
 
 def _make_plan(candidate: Candidate, rehearsal: Rehearsal, samples: Samples, machine: Machine) -> Plan:

@@ -342,6 +342,9 @@ class FakeTensors(FakeTensorMode):
         self.fake_tensor_converter.set_tensor_memo = lambda *_: None
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            factors = [factor.bfloat16() for factor in args[:2]]  # its fake takes no other type
+            return operation(*factors, *args[2:], **(kwargs or {})).to(args[0].dtype)
         try:
             return super().__torch_dispatch__(operation, types, args, kwargs or {})
         except DataDependentOutputException:
