@@ -23,9 +23,9 @@ def test_a_run_gives_the_expected_time_of_the_next_one_like_it(tmp_path, capsys)
     first, _ = run_training(tmp_path)
     assert "Expected" not in capsys.readouterr().out
     rate = json.loads((first.folder / "run.json").read_text())["results"]["samples_per_second"]
-    run_training(tmp_path, datasets=token_datasets(train=80), epochs=2, learning_rate=1e-3, price_per_hour=3600)
+    run_training(tmp_path, datasets=token_datasets(train=80), epochs=2, learning_rate=1e-3, price_per_hour=36000)
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Expected: ")]
-    time = f"{160 / rate / 60:.1f} min of training on 160 samples, {160 / rate:.2f} at 3600 per hour"
+    time = f"{160 / rate / 60:.1f} min of training on 160 samples, {1600 / rate:.2f} at 36000 per hour"
     assert line == f"Expected: {time}; {rate:.1f} samples/s in {first.folder}"
     run_training(tmp_path, max_length=77, price_per_hour=2)
     assert f"Expected: unknown: no finished run like this one in {tmp_path / 'runs'}" in capsys.readouterr().out

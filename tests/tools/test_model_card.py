@@ -111,3 +111,7 @@ def test_the_card_names_the_model_that_earlier_runs_began_with_and_the_scores_of
     card = ModelCard.load(tmp_path / "README.md")
     assert (card.data.base_model, "from the weights of someone/base, on" in card.text) == ("someone/base", True)
     assert "| class | precision |" in card.text
+    record["settings"]["model"] = "/home/me/secret/minilm/model"
+    (tmp_path / "2" / "run.json").write_text(json.dumps(record))
+    write_card(tmp_path, tmp_path / "2", "me/films")
+    assert "from the weights of minilm/model, on" in (tmp_path / "README.md").read_text()

@@ -34,7 +34,7 @@ def _facts(run: LoggedRun) -> dict[str, str]:
 def title(rows: list[Row]) -> str:
     """Return a title: data set, model and compared rungs."""
     facts = list_facts(rows)
-    rungs = (
-        " against ".join(row.label for row in rows) if len(rows) < 3 else f"{rows[0].label} and {len(rows) - 1} more"
-    )
-    return ": ".join(filter(None, [" · ".join(facts[name] for name in ("data set", "model") if name in facts), rungs]))
+    trained = " · ".join(facts[name] for name in ("data set", "model") if name in facts)
+    labels = [row.label for row in rows]
+    rungs = " against ".join(labels) if len(rows) < 3 else f"{labels[0]} and {len(rows) - 1} more"
+    return f"{trained}: {rungs}" if trained else rungs

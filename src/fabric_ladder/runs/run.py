@@ -107,7 +107,7 @@ class Run:
         lines = [*data.summary, *data.notices, *data.imbalance, *notices, parameters_line(described)]
         if prediction:
             lines.append(prediction.line(self.settings, hardware))
-        if self.fabric.global_rank == 0 and (line := self._expected_time()):
+        if self.fabric.global_rank == 0 and not resumed and (line := self._expected_time()):
             lines.append(f"Expected: {line}")
         for line in lines:
             self.print(line, log=not resumed)
@@ -307,9 +307,8 @@ class Run:
             self.print(f"Attention kernels, the first that can: {', '.join(kernels)}")
 
     def _expected_time(self) -> str | None:
-        speed = find_speed(
-            self.settings, self.fabric.world_size, partial(is_same_device, self.record.values["hardware"])
-        )
+        is_same = partial(is_same_device, self.record.values["hardware"])
+        speed = find_speed(self.settings, self.fabric.world_size, is_same)
         return expected_time(self.settings, speed, self.epoch_samples)
 
     def _epoch(self, epoch: int) -> str:

@@ -81,5 +81,6 @@ def expected_time(settings: Settings, speed: Speed | None, samples: int | None) 
     count = samples * settings.epochs if samples else 1000
     hours = count / speed.samples_per_second / 3600
     time = f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"
-    cost = "" if price is None else f", {hours * price:.2f} at {price:g} per hour"
+    paid = hours * (price or 0)
+    cost = "" if price is None else f", {paid:{'.2f' if paid >= 0.1 else '.2g'}} at {price:g} per hour"
     return f"{time} of training on {count:,} samples{cost}; {speed.samples_per_second:.1f} samples/s {speed.source}"

@@ -11,6 +11,7 @@ from fabric_ladder.data.instructions import prompt_templates
 from fabric_ladder.data.label_kind import MOST_CLASSES, percent
 from fabric_ladder.data.sources import file_format
 from fabric_ladder.errors import read_outside, refused
+from fabric_ladder.runs.folder import UNNAMED
 from fabric_ladder.runs.intervals import wilson_interval
 from fabric_ladder.runs.metrics import describe_classes
 from fabric_ladder.settings import FACTS, SURROUNDINGS, Settings
@@ -74,10 +75,12 @@ def _describe_run(record: dict, facts: ModelCardData) -> str:
         and settings.get(name) not in (None, getattr(Settings(), name))
     }
     start = "random weights of" if first["from_scratch"] else "the weights of"
+    path = Path(model)
+    name = "/".join(path.parts[-2:]) if path.name in UNNAMED else path.name
     between = "" if first is settings else ", which earlier runs had trained"
     return TEXT.format(
         name=settings["name"],
-        base=f"{start} {model if _is_hub_name(model) else Path(model).name}{between}",
+        base=f"{start} {model if _is_hub_name(model) else name}{between}",
         dataset=dataset if _is_hub_name(dataset) else Path(dataset).name,
         train_samples=record["data"]["train_samples"],
         epochs=settings["epochs"],
