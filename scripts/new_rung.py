@@ -23,6 +23,8 @@ from fabric_ladder.techniques.technique import Technique
 class {kind}(Technique):
     """TODO: what it changes."""
 
+    key = "{name}"
+
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
         """Return the model with the technique applied."""
         return model
@@ -90,7 +92,7 @@ def write_rung(number: int, name: str, parent: str) -> str:
     insert(
         registry, f"from fabric_ladder.techniques.{name} import {kind}\n", "from fabric_ladder.techniques.technique "
     )
-    insert(registry, f'    "{name}": {kind},\n', '    "lora": LoRA,\n')
+    insert(registry, f"    {kind},\n", "    LoRA,\n")
     insert(PACKAGE / "ladder.py", ROW.format_map(words), '    Row(\n        "lora",\n')
     insert(PACKAGE / "settings.py", SETTING.format_map(words), "    kahan_summation: bool")
     for folder in (ROOT / "src", ROOT / "src" / "plain"):

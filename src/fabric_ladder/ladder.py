@@ -332,6 +332,9 @@ LADDER = (
 )
 
 
+ROWS = {row.key: row for row in LADDER}
+
+
 def row_of(rung: str) -> Row:
     """Return the row of a rung, given by its script's name; an empty row for a script of the user's own."""
     return next((row for row in LADDER if row.rung == rung), Row("", rung, tries=(IN_16_BITS,)))

@@ -33,36 +33,37 @@ from fabric_ladder.techniques.weight_steps import OptimizerOffload, StepInBackwa
 LINK = 25e9  # bytes per second: PCIe 4.0 with 16 lanes, in each direction; NVLink is faster
 SPEED = 100e12  # FLOP per second of 16-bit matrix multiplications in training: an RTX 4090 or an A100, roughly
 
-MECHANISMS = {
-    "precision=bf16-true": LowPrecision,
-    "precision=bf16-mixed": MixedPrecision,
-    "strategy=fsdp": FSDP,
-    "optimizer=adam-8bit": LowBitOptimizer,
-    "optimizer=sgd": LeanOptimizer,
-    "optimizer=sinkgd": Stateless,
-    "kahan_summation": KahanSummation,
-    "step_in_backward": StepInBackward,
-    "optimizer_offload": OptimizerOffload,
-    "embedding_rows": EmbeddingRows,
-    "attention=fused": FusedAttention,
-    "loss_chunk": ChunkedLoss,
-    "packing": Packing,
-    "activation_checkpointing": ActivationCheckpointing,
-    "activation_offload": ActivationOffload,
-    "selective_checkpointing": SelectiveCheckpointing,
-    "mlp_tile": TiledMLP,
-    "train_blocks": Freezing,
-    "block_steps": BlockByBlock,
-    "lora": LoRA,
-    "quantization": QLoRA,
-    "stream_layers": StreamedLayers,
-    "float8": Float8,
-    "compile": Compile,
-    "strategy=ddp": DDP,
-    "offload": CpuOffload,
-    "deepspeed": DeepSpeed,
-}
-TECHNIQUES: tuple[Technique, ...] = tuple(MECHANISMS[row.key](row) for row in LADDER if row.setting)  # in its order
+MECHANISMS = (
+    LowPrecision,
+    MixedPrecision,
+    FSDP,
+    LowBitOptimizer,
+    LeanOptimizer,
+    Stateless,
+    KahanSummation,
+    StepInBackward,
+    OptimizerOffload,
+    EmbeddingRows,
+    FusedAttention,
+    ChunkedLoss,
+    Packing,
+    ActivationCheckpointing,
+    ActivationOffload,
+    SelectiveCheckpointing,
+    TiledMLP,
+    Freezing,
+    BlockByBlock,
+    LoRA,
+    QLoRA,
+    StreamedLayers,
+    Float8,
+    Compile,
+    DDP,
+    CpuOffload,
+    DeepSpeed,
+)
+BY_KEY = {kind.key: kind() for kind in MECHANISMS}
+TECHNIQUES: tuple[Technique, ...] = tuple(BY_KEY[row.key] for row in LADDER if row.setting)  # in its order
 
 
 def used(settings: Settings) -> tuple[Technique, ...]:

@@ -167,6 +167,8 @@ def _matches(target: str, names: list[str]) -> bool:
 class LoRA(Technique):
     """Train adapters and a classifier's head; all other weights are frozen."""
 
+    key = "lora"
+
     adapters = True
     trains_all = False
 

@@ -30,6 +30,8 @@ def bytes_of_cpu_step(optimizer: str, largest: int) -> int:
 class LowBitOptimizer(Technique):
     """Replace Adam by a class with small moments."""
 
+    key = "optimizer=adam-8bit"
+
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
         if settings.optimizer == "adam-4bit":
             try:

@@ -6,7 +6,7 @@ from torch.optim import Optimizer
 from transformers import PretrainedConfig
 
 from fabric_ladder.errors import UserError
-from fabric_ladder.ladder import SHARDED, Row
+from fabric_ladder.ladder import ROWS, SHARDED, Row
 from fabric_ladder.settings import Settings, show
 from fabric_ladder.techniques.memory import Counts, Peak
 
@@ -19,7 +19,7 @@ class Technique:
     `ladder.py`.
 
     Attributes:
-        row: Its row of the ladder.
+        key: The key of its row of the ladder.
         refused_precisions: Values of `--precision` that it cannot work with.
         refused_on_mps: The part that Apple silicon's GPU cannot do, and what to use; empty: it can do all.
         rounds_lengths: Whether lengths are rounded by default, so that there are fewer shapes.
@@ -32,6 +32,7 @@ class Technique:
         explained_errors: Texts in libraries' errors, each with one line about the cause and the remedy.
     """
 
+    key: str
     refused_precisions: tuple[str, ...] = ()
     refused_on_mps: str = ""
     rounds_lengths: bool = False
@@ -43,8 +44,10 @@ class Technique:
     recomputes: bool = False
     explained_errors: tuple[tuple[str, str], ...] = ()
 
-    def __init__(self, row: Row) -> None:
-        self.row = row
+    @property
+    def row(self) -> Row:
+        """Its row of the ladder."""
+        return ROWS[self.key]
 
     @property
     def setting(self) -> str:
