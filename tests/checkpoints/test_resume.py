@@ -142,7 +142,11 @@ INSTRUCTIONS = ("--task", "instruction-tuning", "--max_length", 256)
         pytest.param("18_low_bit_optimizer", (), id="8-bit Adam"),
         pytest.param("19_optimizer_offload", (), id="optimizer in CPU memory"),
         pytest.param("20_activation_offload", (), id="recomputed dropout, activations in CPU memory"),
+        pytest.param("21_selective_checkpointing", (), id="dropout that is recomputed in part"),
+        pytest.param("23_tiled_mlp", ("--mlp_tile", 64), id="dropout that is recomputed twice"),
+        pytest.param("24_streamed_layers", (), id="frozen blocks in CPU memory"),
         pytest.param("25_block_by_block", ("--block_steps", 2), id="blocks in turn"),
+        pytest.param("26_stateless", (), id="SinkGD"),
     ],
 )
 def test_a_run_with_a_state_of_its_own_resumes_bit_by_bit(tmp_path, dropout_model, name, options):
@@ -359,9 +363,8 @@ def test_nothing_pickled_is_executed(tmp_path, stopped):
         copy.rename(last)
 
 
-def shard(cwd, *arguments, ranks=2, wait=True):
-    """Run FSDP2 on several processes."""
-    command = [sys.executable, str(SRC / "10_fsdp.py"), *SIZES, "--devices", str(ranks), *map(str, arguments)]
+def several(name, cwd, *arguments, ranks=2, wait=True):
+    command = [sys.executable, str(SRC / f"{name}.py"), *SIZES, "--devices", str(ranks), *map(str, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -370,13 +373,14 @@ def shard(cwd, *arguments, ranks=2, wait=True):
 
 
 @pytest.mark.slow
-def test_two_processes_end_with_a_checkpoint_and_resume_bit_by_bit(tmp_path, dropout_model):
+@pytest.mark.parametrize("name", ["9_ddp", "10_fsdp"])
+def test_two_processes_end_with_a_checkpoint_and_resume_bit_by_bit(tmp_path, dropout_model, name):
     """Only the launcher gets SIGTERM. The checkpoint also resumes on one process, with other dropout masks."""
     more = ["--model", dropout_model, "--save_every", 100, "--precision", "32-true"]
     for folder in ("whole", "stopped"):
         (tmp_path / folder).mkdir()
-    shard(tmp_path / "whole", *more)
-    process = shard(tmp_path / "stopped", *more, wait=False)
+    several(name, tmp_path / "whole", *more)
+    process = several(name, tmp_path / "stopped", *more, wait=False)
     for line in process.stdout:
         if "Batch 0003/0008" in line:
             process.send_signal(signal.SIGTERM)
@@ -385,13 +389,13 @@ def test_two_processes_end_with_a_checkpoint_and_resume_bit_by_bit(tmp_path, dro
     assert process.returncode == 143, stderr
     assert "Stopped by SIGTERM in epoch 1 after batch" in stdout, stderr
     assert "rror" not in stderr
-    home = tmp_path / "stopped" / "runs" / "10_fsdp" / "1"
+    home = tmp_path / "stopped" / "runs" / name / "1"
     (made,) = checkpoints(home)
     assert {f"rank-{rank}.pt" for rank in (0, 1)} <= {path.name for path in made.iterdir()}
     shutil.copytree(tmp_path / "stopped", tmp_path / "alone")
-    shard(tmp_path / "stopped", *more, "--resume", "auto")
-    assert_same(home, tmp_path / "whole" / "runs" / "10_fsdp" / "1")
-    stdout, stderr = shard(tmp_path / "alone", *more, "--resume", "auto", ranks=1)
+    several(name, tmp_path / "stopped", *more, "--resume", "auto")
+    assert_same(home, tmp_path / "whole" / "runs" / name / "1")
+    stdout, stderr = several(name, tmp_path / "alone", *more, "--resume", "auto", ranks=1)
     assert "The checkpoint is of 2 devices: dropout on 1 will differ" in stdout, stderr
     assert "Test accuracy" in stdout
 
