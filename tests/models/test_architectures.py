@@ -1,6 +1,7 @@
 """Architectures with parts, experts and buffers of their own: each trains, or is refused in one line."""
 
 import argparse
+import copy
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from fabric_ladder.planning.predict import blank_datasets
 from fabric_ladder.techniques.advice import explain
 from fabric_ladder.techniques.checkpointing import ActivationCheckpointing
 from fabric_ladder.techniques.chunked_loss import ChunkedLoss
-from fabric_ladder.techniques.lora import LoRA, adaptable_layers
+from fabric_ladder.techniques.lora import LoRA, adaptable_layers, add_adapters
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 TEXT = SIZES | {"num_key_value_heads": 1, "head_dim": 8, "vocab_size": VOCABULARY, "max_position_embeddings": 32}
@@ -187,3 +188,17 @@ def test_experts_and_a_loss_without_effect_are_named(tmp_path):
 def test_blocks_are_those_of_the_text_part(tmp_path, kind):
     model = meta_model(settings_of(tmp_path, kind, **LANGUAGE))
     assert len(find_blocks(model)) == TEXT["num_hidden_layers"]
+
+
+def test_adapters_stay_out_of_layers_that_peft_takes_for_experts(tmp_path):
+    """PEFT would move those of `gate_proj` to the stacked experts, which refuse the default's dropout."""
+    sizes = dict.fromkeys("q_lora_rank kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim".split(), 8)
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    CONFIGS["deepseek_v3"] = TEXT | sizes | experts | {"first_k_dense_replace": 1, "moe_intermediate_size": 32}
+    settings = settings_of(tmp_path, "deepseek_v3", lora=True, lora_dropout=0.1, **LANGUAGE)
+    model = add_adapters(copy.deepcopy(meta_model(settings)), settings)
+    adapted = {name.split(".")[-3] for name, _ in model.named_modules() if name.endswith("lora_A.default")}
+    assert {"q_a_proj", "o_proj"} <= adapted
+    assert not adapted & {"gate_proj", "up_proj", "down_proj", "experts"}
+    names = "nor do other layers called down_proj, gate_proj, up_proj, since PEFT takes these names for experts'"
+    assert names in LoRA().notice(settings)

@@ -133,9 +133,30 @@ def _convert_inputs(module: nn.Module, args: tuple) -> tuple:
 
 
 def adaptable_layers(model: nn.Module, settings: Settings) -> list[str]:
-    """Return the names of the linear layers of the body that are used for each token."""
-    unused = layers_named(model, facts.unused) if (facts := facts_of(settings)) else []
-    return [name for name in linear_layers(model) if name not in unused]
+    """Return the names of the linear layers of the body that are used for each token, and may get adapters."""
+    layers, facts = linear_layers(model), facts_of(settings)
+    unused = layers_named(model, facts.unused) if facts else []
+    experts = names_of_experts(model, layers)
+    return [name for name in layers if name not in unused and name.split(".")[-1] not in experts]
+
+
+def names_of_experts(model: nn.Module, layers: list[str]) -> list[str]:
+    """Return the last parts of names that PEFT takes for those of experts.
+
+    It would move adapters with these names from the first blocks, or from shared experts, to the stacked weights.
+    """
+    from peft import LoraConfig
+    from peft.utils import transformers_weight_conversion as conversion
+
+    found = []
+    for name in sorted({layer.split(".")[-1] for layer in layers}):
+        config = LoraConfig(target_modules=[name])
+        try:
+            conversion.convert_peft_config_for_transformers(config, model, None)
+        except ValueError:  # it is one half of a stacked weight
+            config.target_modules = set()
+        found += [] if name in config.target_modules else [name]
+    return found
 
 
 def _targets(model: nn.Module, settings: Settings) -> list[str]:
@@ -202,9 +223,12 @@ class LoRA(Technique):
 
     def notice(self, settings: Settings) -> str | None:
         """Return a line about experts, which neither PEFT nor bitsandbytes takes for linear layers."""
-        share = expert_share(meta_model(settings))
+        model = meta_model(settings)
+        share, names = expert_share(model), names_of_experts(model, linear_layers(model))
         bits = {"64-true": 64, "bf16-true": 16, "16-true": 16}.get(settings.precision, 32)
         line = f"{share:.0%} of the weights are experts, which get no adapters and stay in {bits} bits"
+        if names:
+            line += f"; nor do other layers called {', '.join(names)}, since PEFT takes these names for experts'"
         return line if share else None
 
     def loading_options(self, settings: Settings, config: PretrainedConfig) -> dict:
