@@ -6,6 +6,7 @@
 CONTRIBUTING.md explains each file.
 """
 
+import argparse
 import re
 import sys
 from pathlib import Path
@@ -110,11 +111,15 @@ def write_rung(number: int, name: str, parent: str) -> str:
 
 def main() -> None:
     """Read the three words and write the rung."""
-    number, name, parent = sys.argv[1:] if len(sys.argv) == 4 else ("", "", "")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda text: sys.exit(print(f"error: {text}", file=sys.stderr) or 2)
+    for name, text in {"number": "30", "name": "bitfit", "parent": "2_grad_accum"}.items():
+        parser.add_argument(name, help=f"for example {text}")
+    number, name, parent = vars(parser.parse_args()).values()
     taken = [path.stem for path in (ROOT / "src").glob(f"{number}_*.py")]
     problem = None
     if not number.isdecimal() or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-        problem = "give a number, a name in lower case and the parent: 30 bitfit 2_grad_accum"
+        problem = f"{number} {name}: give a number and a name in lower case, for example 30 bitfit"
     elif taken or (PACKAGE / "techniques" / f"{name}.py").exists():
         problem = f"{number}_{name} exists already: {', '.join(taken) or f'techniques/{name}.py'}"
     elif not (ROOT / "src" / f"{parent}.py").exists():

@@ -17,7 +17,9 @@ def project(tmp_path_factory):
     folder = tmp_path_factory.mktemp("project")
     for name in ("src", "scripts", "configs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    left = finished(run_script(folder / "scripts" / "new_rung.py", "30", "bitfit", "2_grad_accum", fresh=True))
+    left = finished(
+        run_script(folder / "scripts" / "new_rung.py", "30", "bitfit", "2_grad_accum", cwd=folder, fresh=True)
+    )
     assert "tests/plain/test_plain.py" in left
     assert (folder / "docs" / "techniques" / "30_bitfit.md").exists()
     mechanism, row = re.findall(
@@ -34,8 +36,8 @@ def project(tmp_path_factory):
 @pytest.mark.parametrize(
     "words", [("2", "bitfit", "1_batch_size_1"), ("30", "bit fit", "2_grad_accum"), ("30", "bitfit", "x")]
 )
-def test_a_rung_that_cannot_be_written_is_refused_in_one_line(words):
-    refused = run_script(ROOT / "scripts" / "new_rung.py", *words, fresh=True)
+def test_a_rung_that_cannot_be_written_is_refused_in_one_line(tmp_path, words):
+    refused = run_script(ROOT / "scripts" / "new_rung.py", *words, cwd=tmp_path, fresh=True)
     assert refused.returncode == 2
     assert len(refused.stderr.splitlines()) == 1
 

@@ -16,6 +16,7 @@ from fabric_ladder.data.hub import reachable
 from fabric_ladder.data.load import check_data
 from fabric_ladder.data.splits import SPLITS
 from fabric_ladder.foreign import ALIASES, DEPENDENT, WORDS, to_own_words
+from fabric_ladder.ladder import LADDER
 from fabric_ladder.options import (
     DEFAULTS,
     NAMES,
@@ -291,10 +292,9 @@ def settings_read():
         text = path.read_text(encoding="utf-8")
         attributes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)]
         found |= {node.attr for node in attributes if ast.unparse(node.value).endswith("settings")}
-        found |= {*re.findall(r"^    setting = \"(\w+)\"", text, re.MULTILINE)}
         if "{split}_samples" in text:
             found |= {f"{split}_samples" for split in SPLITS}
-    return found
+    return found | {row.setting for row in LADDER}
 
 
 def test_every_setting_is_read_by_the_code_that_it_is_for():
@@ -391,7 +391,7 @@ def test_options_that_count_together_may_stand_in_different_places(tmp_path):
 def test_a_misspelt_file_and_a_text_in_utf_16_get_the_remedy(tmp_path):
     (tmp_path / "tickets.csv").write_text("text,label\na,b\n", "utf-16")
     for name, line in (
-        ("tikets.csv", "did you mean tickets.csv?"),
+        ("tikets.csv", f"did you mean {tmp_path}/tickets.csv?"),
         ("tickets.csv", "text in UTF-16: save it as UTF-8"),
     ):
         with pytest.raises(UserError, match=re.escape(line)):

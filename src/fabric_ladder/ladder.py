@@ -157,7 +157,9 @@ LADDER = (
                 "keeps no gradients either",
                 options=("--step_in_backward", "true", "--micro_batch_tokens", "null"),
                 replaces=("micro_batch_size", "pack_rows"),
-                when=lambda settings: settings.batch_size == 1,  # several would need all their activations together
+                when=lambda settings: (  # several would need all their activations together
+                    settings.batch_size == 1 and not settings.step_in_backward
+                ),
             ),
             ADAPTERS,
         ),
@@ -273,7 +275,11 @@ LADDER = (
         "14_qlora",
         plans=ALONE_OR_CHECKPOINTED,
         tries=(
-            Step("24_streamed_layers", "keeps the 4-bit blocks in CPU memory"),
+            Step(
+                "24_streamed_layers",
+                "keeps the 4-bit blocks in CPU memory",
+                when=lambda settings: settings.accelerator == "cuda",
+            ),
             Step("10_fsdp", "shards the 4-bit weights", replaces=("offload", "optimizer")),
             WEIGHTS_ON_HOST,
         ),

@@ -253,7 +253,7 @@ def find_file(name: str, data_dir: str) -> Path | None:
 
 def nearest(path: Path) -> str:
     """Return the question for the file or folder that a mistyped path may mean; empty without one."""
-    names = {each.name.lower(): each for each in path.expanduser().absolute().parent.glob("*")}
+    names = {each.name.lower(): each for each in Path(os.path.expanduser(path)).absolute().parent.glob("*")}
     near = difflib.get_close_matches(path.name.lower(), names, n=1)
     return f"; did you mean {path.parent / names[near[0]].name}?" if near else ""
 
@@ -363,7 +363,7 @@ def find_config(config: str) -> Path:
     if path is None:
         ours = sorted(path.name for path in CONFIGS.glob("*.yaml"))
         near = difflib.get_close_matches(Path(config).name, ours, n=1)
-        hint = nearest(Path(config)) or (f"; did you mean configs/{near[0]}?" if near else "")
+        hint = nearest(places[0]) or (f"; did you mean configs/{near[0]}?" if near else "")
         raise UserError(
             f"there is no config file {config or '(an empty name)'}{hint or '; these exist: ' + ', '.join(ours)}"
         )

@@ -11,7 +11,7 @@ TINY = str(MODELS / "llama-tiny.json")
 
 def test_a_program_asks_for_the_memory_of_a_run(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    found = predict_memory("Qwen/Qwen3-8B", precision="bf16-true", lora_rank=8)
+    found = predict_memory("Qwen/Qwen3-8B", precision="bf16-true", lora_rank=8, lora_targets="attention")
     assert 15e9 < found.tensors.parameters < 15.4e9, "7.57 billion weights of 2 bytes, and adapters"
     assert found.tensors.total < found.low < found.expected < found.high < 26e9
     assert predict_memory("Qwen/Qwen3-8B", "14_qlora").tensors.parameters < 0.4 * found.tensors.parameters
@@ -21,7 +21,9 @@ def test_a_program_asks_for_the_memory_of_a_run(monkeypatch):
 
 
 def test_a_setting_of_a_technique_switches_it_on():
-    small, large = (predict_memory(TINY, length=64, lora_rank=rank).tensors for rank in (4, 8))
+    small, large = (
+        predict_memory(TINY, length=64, lora_rank=rank, lora_targets="attention").tensors for rank in (4, 8)
+    )
     assert 0 < small.optimizer_state < large.optimizer_state < 0.1 * small.parameters
     sharded = predict_memory(TINY, length=64, gpus=2, offload=True).tensors
     assert sharded.host > sharded.parameters

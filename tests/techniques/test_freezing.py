@@ -20,7 +20,6 @@ from fabric_ladder.checks import check
 from fabric_ladder.errors import UserError
 from fabric_ladder.planning.predict import blank_datasets
 from fabric_ladder.runs.metrics import Meter
-from fabric_ladder.techniques.advice import less_memory
 from fabric_ladder.techniques.checkpointing import _Offload
 from fabric_ladder.training.gradients import accumulate_gradients
 
@@ -213,13 +212,6 @@ def test_what_cannot_be_trained_is_refused_in_one_line(tmp_path, kind, values, r
         check(settings_of(tmp_path, kind, **values))
     assert reason in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_a_run_without_enough_memory_is_told_to_train_fewer_blocks(tmp_path):
-    assert "--train_blocks last:2, which trains fewer blocks" in less_memory(
-        settings_of(tmp_path, train_blocks="last:4", name="2_grad_accum")
-    )
-    assert "--train_blocks" not in less_memory(settings_of(tmp_path, train_blocks="last:1", name="2_grad_accum"))
 
 
 def test_a_run_resumes_with_the_same_blocks_only_and_saves_the_whole_model(tmp_path, dropout_model):

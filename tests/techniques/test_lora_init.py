@@ -28,6 +28,7 @@ def settings_of(tmp_path, kind="llama", **values):
     path = tmp_path / f"{kind}.json"
     path.write_text(json.dumps(CONFIGS[kind]))
     chosen = {"model": str(path), "from_scratch": True, "lora": True, "lora_rank": 4, "lora_dropout": 0.0}
+    chosen |= {"lora_targets": "attention"}  # PEFT's own choice
     return settings_for(tmp_path, **(chosen | LANGUAGE | values))
 
 

@@ -17,7 +17,11 @@ COMMAND = [sys.executable, "-c", "from fabric_ladder.tools.command import main; 
 
 
 def test_every_script_has_its_command():
-    assert sorted(COMMANDS.values()) == sorted(path.stem for path in (ROOT / "scripts").glob("*.py"))
+    assert sorted(COMMANDS.values()) == sorted(
+        path.stem
+        for path in (ROOT / "scripts").glob("*.py")
+        if path.stem != "new_rung"  # for a checkout
+    )
 
 
 def test_the_help_names_all_commands_without_waiting_for_torch(tmp_path):

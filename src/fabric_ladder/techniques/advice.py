@@ -21,7 +21,7 @@ from fabric_ladder.errors import (
     is_out_of_memory,
     print_error,
 )
-from fabric_ladder.ladder import Step, row_of
+from fabric_ladder.ladder import Row, Step, row_of
 from fabric_ladder.models.optimizer import STATELESS
 from fabric_ladder.options import drop_unneeded, read_named_config, read_words, script_defaults, without_options
 from fabric_ladder.places import SRC
@@ -145,16 +145,26 @@ def _smaller_batch(settings: Settings, name: str, phase: str | None, shape: tupl
 def _next_step(settings: Settings) -> Step | None:
     """Return the first step down the ladder that saves memory, with all options that it needs, or None."""
     leading = next((technique.row for technique in used(settings) if technique.row.leads), None)
-    rows = [leading or row_of(settings.name)]
-    for row in rows:
-        for step in row.tries:
-            if step.rung and not row_of(step.rung).planned(settings.ranks):
-                continue  # it needs several GPUs
-            if _helps(step, settings):
-                return _complete(step, settings)
-            if step.rung and row_of(step.rung) not in rows:
-                rows.append(row_of(step.rung))
-    return None
+    return _step_below(leading or row_of(settings.name), settings, [])
+
+
+def _step_below(row: Row, settings: Settings, seen: list[Row]) -> Step | None:
+    """Return the first step of a row that helps; a rung whose technique is in use stands for its own steps."""
+    refused = []
+    for step in row.tries:
+        below = row_of(step.rung) if step.rung else None
+        if below and not below.planned(settings.ranks):
+            continue  # it needs several GPUs
+        if _helps(step, settings):
+            return _complete(step, settings)
+        if below and below not in seen:
+            seen.append(below)
+            technique = technique_of(step.rung)
+            if not (technique and technique.is_used(settings)):
+                refused.append(below)
+            elif found := _step_below(below, settings, seen):
+                return found
+    return next(filter(None, (_step_below(below, settings, seen) for below in refused)), None)
 
 
 def _helps(step: Step, settings: Settings) -> bool:
@@ -183,22 +193,26 @@ def _after(step: Step, settings: Settings) -> Settings:
         left = {*_defaults(settings.name), *_conflicting(step, settings)} - {"devices"}
         there |= {name: getattr(DEFAULTS, name) for name in left}
         there |= _kept(step, settings) | _defaults(step.rung)
-        there["precision"] = there["precision"].replace("mixed", "bf16-mixed")
     return replace(settings, **(there | read_words([*step.options])))
 
 
 def _defaults(rung: str) -> dict:
     """Return the keywords of a rung's script; empty for a script of the user's own."""
     script = SRC / f"{rung}.py"
-    return script_defaults(script) if script.exists() else {}
+    found = script_defaults(script) if script.exists() else {}
+    return found | ({"precision": "bf16-mixed"} if found.get("precision") == "mixed" else {})
 
 
 def _conflicting(step: Step, settings: Settings) -> list[str]:
     """Return the settings of the run that the step's rung refuses."""
-    technique = technique_of(step.rung)
-    if technique is None:
-        return []
-    return [each.setting for each in used(settings) if each.conflict(technique) or technique.conflict(each)]
+    technique, own = technique_of(step.rung), _defaults(step.rung)
+    there = replace(settings, **own)
+    return [
+        each.setting
+        for each in used(settings)
+        if each.setting not in own
+        and ((technique and (each.conflict(technique) or technique.conflict(each))) or each.reason_against(there, None))
+    ]
 
 
 def _kept(step: Step, settings: Settings) -> dict[str, object]:
