@@ -27,7 +27,11 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--gpu", metavar="T4", help="GPU to plan for: T4, RTX 4090, A100 80GB, …, or "
                         "GPUs that differ, separated by commas; default: this machine's")  # fmt: skip
     parser.add_argument("--gpu_memory", metavar="16GB", help="memory of a GPU; default: the GPU's")
-    parser.add_argument("--host_memory", metavar="64GB", help="CPU memory; default: this machine's, with its GPUs")
+    parser.add_argument(
+        "--host_memory",
+        metavar="64GB",
+        help="CPU memory; default: this machine's with its GPUs, else 64 GB for each GPU",
+    )
     parser.add_argument("--devices", metavar="N", type=int, help="GPUs of the machine; default: all of them, else 1")
     parser.add_argument("--length", metavar="N", type=int, help="tokens of the longest sample; default: from the data")
     parser.add_argument(

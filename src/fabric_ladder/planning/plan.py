@@ -25,6 +25,8 @@ from fabric_ladder.settings import FACTS, Settings
 from fabric_ladder.techniques import technique_of
 from local_dataset_utilities import find_dataset, load_datasets
 
+HOST_MEMORY = 64_000_000_000  # bytes of CPU memory for each GPU of a machine that is only named
+
 
 def read_size(text: str, option: str) -> int:
     """Return a size such as 16GB or 15.9GiB in bytes; the default unit is GB.
@@ -65,6 +67,9 @@ def find_machine(arguments: argparse.Namespace) -> tuple[Machine, list[str]]:
         notes.append(f"The GPUs differ: the plan gives each the {gpu.memory / 1e9:g} GB of the {gpu.name}.")
     if arguments.host_memory:
         host_memory = read_size(arguments.host_memory, "--host_memory")
+    elif host_memory is None:
+        host_memory = gpus * HOST_MEMORY
+        notes.append(f"CPU memory counts up to {host_memory / 1e9:g} GB; --host_memory changes it.")
     if arguments.gpu_memory:
         gpu = gpu._replace(memory=read_size(arguments.gpu_memory, "--gpu_memory"))
     elif gpu is ANY:
