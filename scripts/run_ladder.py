@@ -85,7 +85,9 @@ def finished_run(folder: Path, settings: Settings) -> Path | None:
 
     wanted = deciding(asdict(settings))
     names = [name for name in (settings.dataset, settings.validation_file, settings.test_file) if name]
-    files = [file for name in names if (path := find_file(name, settings)) for file in (path, *path.rglob("*"))]
+    files = [
+        file for name in names if (path := find_file(name, settings.data_dir)) for file in (path, *path.rglob("*"))
+    ]
     changed = max((file.stat().st_mtime for file in files if file.exists()), default=0)  # links may lead to nothing
     for record in sorted(folder.glob("*/run.json")):
         if record.stat().st_mtime < changed:
