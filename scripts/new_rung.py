@@ -123,7 +123,7 @@ def main() -> None:
     elif taken or (PACKAGE / "techniques" / f"{name}.py").exists():
         problem = f"{number}_{name} exists already: {', '.join(taken) or f'techniques/{name}.py'}"
     elif not (ROOT / "src" / f"{parent}.py").exists() or parent == "1_batch_size_1":  # without a list of settings
-        problem = f"there is no rung {parent} to build on, except 1_batch_size_1, which 2_grad_accum replaces"
+        problem = f"a rung cannot build on {parent}: name one of src/, from 2_grad_accum on"
     if problem:
         print(f"error: {problem}", file=sys.stderr)
         raise SystemExit(2)
