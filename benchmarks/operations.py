@@ -65,6 +65,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 import fabric_ladder
 from fabric_ladder import build_model, parse_settings
 from fabric_ladder.environment import cpu_has_fast_bfloat16, keep_freed_memory, peak_memory, reset_peak_memory
+from fabric_ladder.ladder import CHECKPOINTING
 from fabric_ladder.models.cpu_bfloat16 import compute_in_32_bits, restore_bfloat16
 from fabric_ladder.planning.predict import blank_datasets
 from fabric_ladder.planning.tracker import PeakTracker
@@ -72,7 +73,6 @@ from fabric_ladder.techniques.chunked_loss import chunked_loss
 from fabric_ladder.techniques.embedding_rows import add_rows, adding_rows
 from fabric_ladder.techniques.fused_attention import fuse_attention
 from fabric_ladder.techniques.packing import support_packing
-from fabric_ladder.techniques.technique import CHECKPOINTING
 from fabric_ladder.training.state import Training
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -122,8 +122,8 @@ def main() -> None:
         problem = f"{number} {name}: give a number and a name in lower case, for example 30 bitfit"
     elif taken or (PACKAGE / "techniques" / f"{name}.py").exists():
         problem = f"{number}_{name} exists already: {', '.join(taken) or f'techniques/{name}.py'}"
-    elif not (ROOT / "src" / f"{parent}.py").exists():
-        problem = f"there is no rung {parent} to build on"
+    elif not (ROOT / "src" / f"{parent}.py").exists() or parent == "1_batch_size_1":  # without a list of settings
+        problem = f"a rung cannot build on {parent}: name one of src/, from 2_grad_accum on"
     if problem:
         print(f"error: {problem}", file=sys.stderr)
         raise SystemExit(2)

@@ -13,9 +13,7 @@ import argparse
 import gc
 import os
 import sys
-from pathlib import Path
 
-from fabric_ladder.options import read_named_config, read_words
 from fabric_ladder.settings import Settings
 from fabric_ladder.tools.arguments import Arguments, new_path, rungs, write_new
 
@@ -66,9 +64,7 @@ def main(arguments: argparse.Namespace, options: list[str]) -> None:
     gc.enable()
     show_errors()
     if arguments.calibrate:
-        given = read_words(options)
-        folder = (read_named_config(given) | given).get("cache_dir", Settings().cache_dir)
-        calibrate(str(Path(folder).expanduser()))
+        calibrate(Settings().cache_dir)
         return
 
     def report(names: str) -> None:

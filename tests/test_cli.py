@@ -227,6 +227,8 @@ def test_a_pretrained_model_on_a_cpu_has_the_values_of_a_gpu(minilm):
     settings = parse_settings(model)
     assert (settings.dataset, settings.learning_rate, settings.max_length) == ("synthetic", Settings.learning_rate, 512)
     assert parse_settings([*model, "--from_scratch", "true"]).learning_rate == 1e-3
+    adapters = ["--config", "configs/quickstart.yaml", *model, "--lora", "true"]  # their rate is for these weights
+    assert parse_settings(adapters).learning_rate == 2e-4
 
 
 def test_the_length_of_a_user_is_refused_and_not_replaced(minilm):
@@ -242,7 +244,7 @@ def test_sgd_and_adapters_have_their_own_learning_rates_and_a_notice_names_the_r
         notice = f"Learning rate {rate} in place of 0.001, which own.yaml has for Adam on all weights"
         assert settings.notices[0].startswith(notice)
         both = config(f"learning_rate: 0.5\n{name}")  # a file with the technique has its rate
-        for args, wanted in (([], 0.5), (["--lora_learning_rate", "0.2"], 0.2), (["--sgd_learning_rate", "0.2"], 0.2)):
+        for args, wanted in (([], 0.5), (["--learning_rate", "0.2"], 0.2)):
             settings = parse_settings([*both, *BLOOM, *args])
             assert settings.learning_rate == wanted
             assert not [line for line in settings.notices if line.startswith("Learning rate")]

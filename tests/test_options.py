@@ -200,6 +200,8 @@ def test_switches_need_no_value_and_negative_numbers_are_values():
         ("1: 2", r"own\.yaml: there is no setting '1'"),
         ("lerning_rate: 0.1", r"own\.yaml: there is no setting 'lerning_rate'; did you mean --learning_rate"),
         ("config: quickstart.yaml", r"own\.yaml: there is no setting 'config'"),
+        ("sgd_learning_rate: 0.3", r"own\.yaml: there is no setting 'sgd_learning_rate' any more: use --learning_rate"),
+        ("cache_dir: here", r".* 'cache_dir' any more: set the environment variable FABRIC_LADDER_CACHE"),
     ],
 )
 def test_a_bad_yaml_file_is_named(text, line):

@@ -137,7 +137,7 @@ def _read_settings(given: dict[str, object], script: Mapping[str, object]) -> tu
         config = "imdb_minilm" if pretrained else "imdb_bloom_560m"
         notice = f"No --config and no CUDA GPU: {what}, on {data}. For real work: --config configs/{config}.yaml; "
         settings = _with_notice(settings, f"{notice}settings: --help")
-    settings = _with_weights(_with_learning_rate(settings, given, from_file), given, from_file)
+    settings = _with_learning_rate(_with_weights(settings, given, from_file), given, from_file)
     return settings, given, from_file
 
 

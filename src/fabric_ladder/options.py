@@ -42,6 +42,15 @@ DATA_FILES = tuple(".csv .tsv .json .jsonl .parquet .arrow .txt .xls .xlsx .gz .
 OFF = (False, None, "no")  # values that switch a setting off
 RANKS = """RANK LOCAL_RANK NODE_RANK WORLD_SIZE LOCAL_WORLD_SIZE SLURM_PROCID SLURM_LOCALID SLURM_NODEID SLURM_NTASKS
 SLURM_NNODES LOCAL_SIZE CROSS_RANK CROSS_SIZE""".split()  # of launchers and Lightning
+GONE = {  # settings of earlier versions
+    "lora_learning_rate sgd_learning_rate": "use --learning_rate",
+    "cache_dir": "set the environment variable FABRIC_LADDER_CACHE",
+    "max_time": "start the run by `timeout 60m`, which stops it with a checkpoint",
+    "model_revision dataset_revision": "download the revision, and give its folder",
+    "image_column": "name the column `image`",
+    "rslora": "use --lora_alpha: rsLoRA's is --lora_alpha times the root of --lora_rank",
+    "on_nan nan_limit stream_buffer": "leave it out",
+}
 EXAMPLES = """\
 examples:
   python src/{name}.py --config configs/imdb_minilm.yaml --batch_size 32
@@ -423,6 +432,8 @@ def as_yaml(settings: Settings) -> str:
 def _suggest(name: str) -> str:
     """Return the message for an unknown setting, with the nearest ones."""
     near = difflib.get_close_matches(name.replace("-", "_").lower(), [*NAMES, *ALIASES, *DEPENDENT], n=3)
+    if remedy := next((remedy for gone, remedy in GONE.items() if name in gone.split()), None):
+        return f"there is no setting {name!r} any more: {remedy}"
     if name in ("num_labels", "num_classes"):
         return f"there is no setting {name!r}: the classes are those of the column --label_column"
     options = dict.fromkeys(f"--{ALIASES[each][0] if each in ALIASES else each}" for each in near)

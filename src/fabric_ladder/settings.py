@@ -416,7 +416,7 @@ class Settings(DataSettings):
         rung_decides=True,
         above=0,
         for_beginners=True,
-        aliases={"{}": "lr max_lr lora_learning_rate sgd_learning_rate"},
+        aliases={"{}": "lr max_lr"},
     )
     schedule: Literal["constant", "linear", "cosine"] = optimization_setting(
         "constant",

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 from functools import cache
 
 import pytest
@@ -25,7 +26,8 @@ from support.training import run_training
 
 from fabric_ladder import UserError
 from fabric_ladder.checkpoints import checkpointer, store
-from fabric_ladder.checkpoints.resume import PROGRESS
+from fabric_ladder.checkpoints.resume import PROGRESS, _differences
+from fabric_ladder.settings import Settings
 from fabric_ladder.training import gradients, loop
 
 PLACES = ("Batch 0003/", "Batch 0008/0008", "0002/0002 | Batch 0006/")
@@ -521,3 +523,11 @@ def test_a_run_whose_log_ends_early_is_left_out_of_comparisons(tmp_path, monkeyp
     assert json.loads((folder / "run.json").read_text())["status"] == "finished"
     done = run_script(ROOT / "scripts" / "compare_runs.py", folder, cwd=tmp_path)
     assert "its log is incomplete" in done.stdout + done.stderr
+
+
+def test_a_run_of_an_earlier_version_resumes_where_other_values_have_no_effect():
+    settings = Settings(name="2_grad_accum")
+    saved = asdict(settings) | {"lora_targets": None, "on_nan": "stop"}  # as null, PEFT chose the layers
+    assert _differences(saved, settings) == []
+    refused = ["--lora_targets attention, not all-linear"]
+    assert _differences(saved | {"lora": True}, replace(settings, lora=True)) == refused

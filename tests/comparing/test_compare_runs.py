@@ -5,13 +5,14 @@ import json
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from support.helpers import run_script
 from support.recorded_runs import BLOG, LOG, SCRIPT, compare, parse, record, script, write_run
 
 from fabric_ladder import UserError
 from fabric_ladder.comparing.sources import read_sources
-from fabric_ladder.comparing.table import to_markdown
+from fabric_ladder.comparing.table import markdown_table, to_markdown
 
 
 def test_the_script_writes_all_outputs(tmp_path):
@@ -176,3 +177,8 @@ def test_a_comparison_shows_the_validation_of_the_tested_weights_or_none(tmp_pat
     best["used"] = False
     (run,) = read_sources([write_run(tmp_path, content, number=2)])
     assert run.figures["validation_accuracy"] == 80
+
+
+def test_a_line_break_in_a_name_does_not_end_a_row_of_markdown():
+    table = pd.DataFrame({"f1": ["1"]}, ["good\nfilm"])
+    assert markdown_table(table, "class").splitlines()[2:] == ["| good film | 1 |"]

@@ -216,6 +216,13 @@ def test_the_next_rung_keeps_its_own_settings_where_a_yaml_file_has_others(tmp_p
         monkeypatch.setattr(sys, "argv", [f"src/{name}.py", "--config", "own.yaml"])
         settings = settings_for(tmp_path, name=name, micro_batch_size=1, precision="bf16-mixed", devices=2)
         assert re.search(expected, explain(MemoryError(), settings))
+    (tmp_path / "own.yaml").write_text("learning_rate: 1e-3\n")
+    for name, there in {"5_low_precision": "6_lean_optimizer", "6_lean_optimizer": "13_lora"}.items():
+        monkeypatch.setattr(sys, "argv", [f"src/{name}.py", "--config", "own.yaml"])
+        optimizer = "sgd" if name == "6_lean_optimizer" else "adam"
+        settings = settings_for(tmp_path, name=name, precision="bf16-true", optimizer=optimizer, micro_batch_size=1)
+        rate = {"6_lean_optimizer": 0.01, "13_lora": 0.0002}[there]
+        assert f"{there}.py --config own.yaml --learning_rate {rate}, which" in less_memory(settings)
 
 
 def test_a_gpu_that_emulates_bfloat16_is_not_sent_to_it(tmp_path, monkeypatch):

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from fabric_ladder.checkpoints import store
 from fabric_ladder.errors import UserError, read_outside, refused
+from fabric_ladder.options import is_met
 from fabric_ladder.runs.folder import CHECKPOINTS, LOCK, lock
-from fabric_ladder.settings import INTERNAL, Settings, names, show
+from fabric_ladder.settings import FACTS, INTERNAL, Settings, names, show
 
 PROGRESS = "progress.json"  # in a checkpoint: position, settings, figures so far
 # settings that may differ between the parts of a resumed run
@@ -114,11 +115,12 @@ def _differences(saved: dict, settings: Settings) -> list[str]:
     """Describe the settings that differ and that a resumed run must not change."""
     own, defaults = (json.loads(json.dumps(dataclasses.asdict(each))) for each in (settings, Settings()))
     saved = defaults | saved  # an older version may lack settings, or have others
+    saved["lora_targets"] = saved["lora_targets"] or "attention"  # null in older runs
     script = [f"src/{saved['name']}.py, not src/{own['name']}.py"] if saved["name"] != own["name"] else []
     return script + [
         f"--{name} {show(saved[name]):.40}, not {show(own[name])}"
         for name in sorted(own.keys() - FREE)
-        if saved[name] != own[name]
+        if saved[name] != own[name] and any(is_met(FACTS[name].needs, values) for values in (saved, own))
     ]
 
 

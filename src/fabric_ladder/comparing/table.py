@@ -265,4 +265,4 @@ def markdown_table(table: pd.DataFrame, name: str) -> str:
 
 
 def _escape(text: str) -> str:
-    return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", text)
+    return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", " ".join(text.splitlines()))

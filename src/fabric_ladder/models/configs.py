@@ -84,6 +84,14 @@ def load_weights(model_class: type, name: str, heads: Callable | None = None, **
         )
     model.new_parts = sorted({key.rpartition(".")[0] for key in missing})
     model.new_head = len(found["missing_keys"]) > len(missing) or bool(found["mismatched_keys"])
+    return as_in_training(model)
+
+
+def as_in_training(model: PreTrainedModel) -> PreTrainedModel:
+    """Keep bitsandbytes from repacking 4-bit weights on a CPU, for a kernel without a gradient that rounds them."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
     return model
 
 

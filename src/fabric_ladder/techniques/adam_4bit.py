@@ -24,7 +24,7 @@ TABLES = {  # torchao's levels; its own functions compute them once for all, per
 LARGER = 2.0**20  # torchao's scales are at least 1e-12, and Adam's steps do not change with the size of all gradients
 
 
-class Adam4bit(Optimizer):
+class AdamByParts(Optimizer):
     """torchao's `AdamW4bit`, by parts of a weight.
 
     torchao's class unpacks whole weights, which takes 9 GB for BLOOM-560m's embedding where nothing is compiled, and

@@ -23,7 +23,14 @@ from fabric_ladder.errors import (
 )
 from fabric_ladder.ladder import Row, Step, row_of
 from fabric_ladder.models.optimizer import STATELESS
-from fabric_ladder.options import drop_unneeded, read_named_config, read_words, script_defaults, without_options
+from fabric_ladder.options import (
+    drop_unneeded,
+    own_rate,
+    read_named_config,
+    read_words,
+    script_defaults,
+    without_options,
+)
 from fabric_ladder.places import SRC
 from fabric_ladder.settings import Settings, show
 from fabric_ladder.techniques import TECHNIQUES, technique_of, trains_adapters, used
@@ -266,6 +273,7 @@ def _own_defaults(words: list[str], defaults: dict, replaced: Collection[str]) -
     except UserError:  # the file is gone by now
         return []
     own = vars(Settings()) | defaults
+    own["learning_rate"] = own_rate(from_file | defaults | given) or own["learning_rate"]
     names = [name for name in from_file if name in {*defaults, *replaced} and name not in given and name in own]
     return [word for name in names if from_file[name] != own[name] for word in (f"--{name}", show(own[name]))]
 

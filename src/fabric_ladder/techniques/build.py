@@ -13,6 +13,7 @@ from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.errors import UserError, refused
 from fabric_ladder.models.configs import (
     MODELS,
+    as_in_training,
     attend_fully,
     class_for,
     fit_images,
@@ -140,7 +141,8 @@ def _draw_or_load(settings: Settings, config: PretrainedConfig) -> nn.Module:
             return model
         silence_loading()
         # only weights that are read can be quantized
-        return type(model).from_pretrained(None, config=config, state_dict=model.state_dict(), **loading)
+        read = type(model).from_pretrained(None, config=config, state_dict=model.state_dict(), **loading)
+        return as_in_training(read)
     silence_loading()
     with reachable(settings.model, "weights") as local:
         heads = None if settings.task == "instruction-tuning" else head_names

@@ -91,10 +91,6 @@ def add_adapters(model: nn.Module, settings: Settings) -> nn.Module:
         revision=getattr(model.config, "_commit_hash", None),
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            # otherwise an evaluation on a CPU repacks 4-bit weights for a kernel without a gradient, and rounds them
-            module.support_avx512bf16_for_cpu = False
     # only a language model's head may be tied, and CLIP's classifier raises an error here
     embedding = model.get_input_embeddings().weight if settings.task == "instruction-tuning" else None
     model = get_peft_model(model, config)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques.adam_4bit import BLOCK, PART_SIZE, Adam4bit
+from fabric_ladder.techniques.adam_4bit import BLOCK, PART_SIZE, AdamByParts
 from fabric_ladder.techniques.compile import keep_kernels
 from fabric_ladder.techniques.memory import Counts, Peak
 from fabric_ladder.techniques.technique import Technique
@@ -48,7 +48,7 @@ class LowBitOptimizer(Technique):
     def change_optimizer(self, kind: type[Optimizer], settings: Settings, model: nn.Module) -> type[Optimizer]:
         if settings.optimizer == "adam-4bit":
             keep_kernels(settings.cache_dir)
-            return Adam4bit
+            return AdamByParts
         from fabric_ladder.techniques.adam_8bit import Adam8bit  # imports bitsandbytes, which takes long
 
         return Adam8bit
