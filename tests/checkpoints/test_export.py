@@ -25,6 +25,7 @@ from transformers import (
 from fabric_ladder import UserError, build_dataloaders
 from fabric_ladder.checkpoints.export import find_result, load_result, new_folder, write_plain
 from fabric_ladder.checkpoints.save import read_state, save
+from fabric_ladder.models.configs import as_in_training
 
 EXPORT, MERGE = ROOT / "scripts" / "export_model.py", ROOT / "scripts" / "merge_lora.py"
 
@@ -127,7 +128,7 @@ def test_an_adapter_on_4_bit_weights_is_loaded_and_merged(trained, tmp_path, mon
     bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
                               bnb_4bit_compute_dtype=torch.float32)  # fmt: skip
     options = {"quantization_config": bits, "dtype": torch.float32}
-    quantised = AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole", **options)
+    quantised = as_in_training(AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole", **options))
     quantised.config.id2label = {0: "bad", 1: "good"}
     folder, _, expected = trained(with_adapter(quantised, "llama"), "llama")
     base = load_file(folder / "base" / "model.safetensors")
