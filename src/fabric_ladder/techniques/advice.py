@@ -197,9 +197,10 @@ def _after(step: Step, settings: Settings) -> Settings:
     """Return roughly the settings of the step's command."""
     there = {name: getattr(DEFAULTS, name) for name in step.replaces if name != "optimizer"}
     if step.rung:
-        left = {*_defaults(settings.name), *_conflicting(step, settings)} - {"devices"}
+        refused = _conflicting(step, settings)
+        left = {*_defaults(settings.name), *refused} - {"devices"}
         there |= {name: getattr(DEFAULTS, name) for name in left}
-        there |= _kept(step, settings) | _defaults(step.rung)
+        there |= _kept(step, settings, refused) | _defaults(step.rung)
     return replace(settings, **(there | read_words([*step.options])))
 
 
@@ -222,9 +223,9 @@ def _conflicting(step: Step, settings: Settings) -> list[str]:
     ]
 
 
-def _kept(step: Step, settings: Settings) -> dict[str, object]:
+def _kept(step: Step, settings: Settings, refused: list[str]) -> dict[str, object]:
     """Return the settings of techniques that the run keeps on the step's rung, whose script does not set them."""
-    left = {*step.replaces, *_conflicting(step, settings), *_defaults(step.rung)}
+    left = {*step.replaces, *refused, *_defaults(step.rung)}
     return {
         each.setting: getattr(settings, each.setting)
         for each in used(settings)
@@ -236,9 +237,10 @@ def _complete(step: Step, settings: Settings) -> Step:
     """Return the step with the options that keep the run's techniques, and without what it refuses."""
     options, replaces = step.options, step.replaces
     if step.rung:
-        kept = _kept(step, settings)
+        refused = _conflicting(step, settings)
+        kept = _kept(step, settings, refused)
         options += tuple(word for name, value in kept.items() for word in (f"--{name}", show(value)))
-        replaces += tuple(_conflicting(step, settings))
+        replaces += tuple(refused)
         technique = technique_of(step.rung)
         if technique and settings.precision in technique.refused_precisions:
             options += ("--precision", "32-true")

@@ -45,7 +45,8 @@ def _check_targets(settings: Settings) -> None:
             lists the model's layers.
     """
     model = meta_model(settings)
-    layers, targets = adaptable_layers(model, settings), _targets(model, settings)
+    layers = adaptable_layers(model, settings)
+    targets = _targets(model, layers, settings.lora_targets)
     found = ", ".join(_last_parts(layers))
     for target in targets:
         if not _matches(target, layers):
@@ -76,8 +77,9 @@ def add_adapters(model: nn.Module, settings: Settings) -> nn.Module:
 
     heads = head_names(model) if settings.task != "instruction-tuning" else []
     heads += getattr(model, "new_parts", [])
-    targets, names = _targets(model, settings), {name for name, _ in model.named_modules()}
-    others = names.difference(adaptable_layers(model, settings))
+    layers = adaptable_layers(model, settings)
+    targets = _targets(model, layers, settings.lora_targets)
+    others = {name for name, _ in model.named_modules()}.difference(layers)
     config = LoraConfig(
         task_type=TASK_TYPES.get(settings.task),
         r=settings.lora_rank,
@@ -155,9 +157,8 @@ def names_of_experts(model: nn.Module, layers: list[str]) -> list[str]:
     return found
 
 
-def _targets(model: nn.Module, settings: Settings) -> list[str]:
+def _targets(model: nn.Module, layers: list[str], wanted: str) -> list[str]:
     """Return the last parts of the names of layers that get adapters; `attention` is PEFT's choice, if it has one."""
-    layers, wanted = adaptable_layers(model, settings), settings.lora_targets
     if wanted == "all-linear":
         return _last_parts(layers)
     if wanted != "attention":
