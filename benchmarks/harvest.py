@@ -45,6 +45,7 @@ from forking import run_together, start_forks
 from fabric_ladder import parse_settings
 from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError
+from fabric_ladder.ladder import CHECKPOINTING
 from fabric_ladder.planning.gpus import Gpu, match_gpu
 from fabric_ladder.planning.overhead import assume, load_overhead
 from fabric_ladder.rungs import RUNGS
@@ -82,6 +83,16 @@ VARIANTS = {  # further runs of a rung
     "22_float8, not compiled": "--compile false",
 }
 TRAINER = ("micro_batch_16", "group_by_length", "no_nan_filter")  # the fewest kernels and waits
+
+
+CLAIMS = (  # large models with little memory: rung, model and options; the README and docs/gpu.md name the results
+    ("24_streamed_layers", "llama-3.1-8b", "--quantization nf4 --max_length 512 --gpu_memory_limit 4GiB"),
+    ("17_step_in_backward", "qwen3-8b", "--optimizer adam --optimizer_offload true"),
+    ("14_qlora", "qwen3-8b", ""),
+    ("13_lora", "qwen3-8b", ""),
+    ("24_streamed_layers", "qwen3-8b", ""),
+)
+WIDE = {"num_hidden_layers": 8, "intermediate_size": 27_648, "vocab_size": 32_000}  # 191 MB a block in 4 bits
 
 
 class Job(NamedTuple):
@@ -169,7 +180,7 @@ def entries_of(job: Job) -> list[Entry]:
         options = [*job.options, "--batch_size", "16", "--precision", precision]
         found.append(training(job, f"blog, {precision}", peer_command("blog", options)))
         found.append(training(job, f"Trainer, {precision}", peer_command("trainer", options, *TRAINER)))
-    found += [profiled(job), *memory(job)]
+    found += [profiled(job), *memory(job), *claims(job)]
     for rung in ON_SEVERAL_GPUS if job.gpus > 1 else []:
         if rung == "9_ddp" or not job.rehearse:
             command = rung_command(job.options, rung, "--devices", str(job.gpus))
@@ -260,6 +271,40 @@ def memory(job: Job) -> list[Entry]:
                 options += ["--model", str(MODELS / f"{tiny}.json"), *size.split()]
             command = rung_command(options, row.rung)
             found.append(command_entry(f"memory: {model}, {row.name}", command, 100 if large else 20, large))
+    return found
+
+
+def claims(job: Job) -> list[Entry]:
+    """Return runs of `CLAIMS`, and the check of streamed gradients. A step has one text of full length.
+
+    The weights are random. A model is drawn on the GPU before its first run, which reads it as any other model.
+    """
+    texts = job.folder / "answers.jsonl"
+    texts.write_text("".join(json.dumps({"instruction": "a b c", "output": "d e " * 2048}) + "\n" for _ in range(40)))
+    shared = ["--tokenizer", "trained", "--task", "instruction-tuning", "--dataset", str(texts), *CHECKPOINTING]
+    shared += "--batch_size 1 --train_samples 6 --validation_samples 1 --test_samples 1 --log_every 1".split()
+    shared += ["--accelerator", job.device, "--predict_memory", "true"]
+
+    def run(model: str, command: list[str], limit: float) -> dict:
+        folder, name = job.folder / model, "qwen3-tiny" if job.rehearse else model.removesuffix(", wide")
+        if not (folder / "config.json").exists():
+            values = json.loads((MODELS / f"{name}.json").read_text(encoding="utf-8"))
+            (job.folder / "config.json").write_text(
+                json.dumps(values | (WIDE if model.endswith(", wide") and not job.rehearse else {}))
+            )
+            common.run_command([OPERATIONS, "random-weights", str(job.folder / "config.json"), str(folder)])
+        command = [*command, "--model", str(folder)]
+        return {"command": common.shown(command)} | common.run_command(command, limit=limit)
+
+    found = []
+    for rung, model, more in CLAIMS:
+        length = "256" if job.rehearse else "1024"
+        options = [*BASE, "--micro_batch_size", "1", "--max_length", length, *more.split(), *shared]
+        name = f"claim: {rung}, {model} {more}".strip()
+        found.append(Entry(name, partial(run, model, rung_command(options, rung)), 60))
+    rung = "--lora true --lora_dropout 0 --quantization nf4 --stream_layers true --precision bf16-true".split()
+    check = [OPERATIONS, "streamed", *BASE, *rung, *shared]
+    found.insert(3, Entry("streamed gradients", partial(run, "llama-3.1-8b, wide", check), 60))
     return found
 
 

@@ -10,6 +10,9 @@ Commands:
     gradients       Gradients of tiny models: fused, packed and padded against eager attention in 32-bit. An error of
                     up to 1.5 times eager attention's own error in the same dtype passes.
     profile-rung    The kernels or operators that take most of the time of the rung `--script`, by torch.profiler.
+    random-weights  A folder of a language model with random 16-bit weights, drawn on this device.
+    streamed        Whether gradients of streamed blocks equal those of the same blocks on the device, bit by bit: two
+                    passes of a model (by the settings of a rung that streams).
     attention-cost  A model (by a rung's settings) at one length, without padding: seconds and peak memory.
     checkpointing   One pass of a BLOOM of 4 layers, 512 wide, in bfloat16: all activations kept, recomputed,
                     offloaded, or selectively recomputed.
@@ -43,13 +46,14 @@ from time import perf_counter
 
 import common  # first import: it makes the project importable
 import torch
-from lightning import seed_everything
+from lightning import Fabric, seed_everything
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, linear, scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BertConfig,
@@ -69,9 +73,11 @@ from fabric_ladder.ladder import CHECKPOINTING
 from fabric_ladder.models.cpu_bfloat16 import compute_in_32_bits, restore_bfloat16
 from fabric_ladder.planning.predict import blank_datasets
 from fabric_ladder.planning.tracker import PeakTracker
+from fabric_ladder.techniques import streamed_layers
 from fabric_ladder.techniques.chunked_loss import chunked_loss
 from fabric_ladder.techniques.embedding_rows import add_rows, adding_rows
 from fabric_ladder.techniques.fused_attention import fuse_attention
+from fabric_ladder.techniques.memory import streamed_weights
 from fabric_ladder.techniques.packing import support_packing
 from fabric_ladder.training.state import Training
 
@@ -246,6 +252,45 @@ def random_batch(vocabulary: int, rows: int, tokens: int, device: str | torch.de
 def one_pass(model: nn.Module, inputs: dict[str, Tensor]) -> None:
     """Compute the loss and its gradients."""
     model(**inputs).loss.backward()
+
+
+def random_weights(args: argparse.Namespace) -> dict:
+    """Write a model with the config `config` to `folder`; return the number of its weights."""
+    config = AutoConfig.for_model(**json.loads(args.config.read_text(encoding="utf-8")))
+    torch.set_default_dtype(torch.bfloat16)
+    with DEVICE:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(args.folder, max_shard_size="4GB")
+    return {"parameters": sum(weight.numel() for weight in model.parameters())}
+
+
+def streamed(args: argparse.Namespace) -> dict:
+    """Compare gradients of streamed blocks with those of the same blocks on the device."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings, streams, stream_blocks = parse_settings(args.options), [], streamed_layers.stream_blocks
+    streamed_layers.stream_blocks = lambda model: streams.append(stream_blocks(model))
+    fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
+    model = fabric.setup(build_model(settings, blank_datasets(2)))
+    ids = torch.randint(model.config.vocab_size, (2, 1, args.tokens), device=fabric.device)
+
+    def gradients() -> list[Tensor]:
+        found = []
+        for row in ids:
+            model.zero_grad()
+            loss = model(input_ids=row, labels=row, predicting=torch.arange(args.tokens - 1, device=row.device)).loss
+            fabric.backward(loss)
+            found += [loss.detach(), *(weight.grad for weight in model.parameters() if weight.grad is not None)]
+        return found
+
+    mine, (stream,) = gradients(), streams
+    blocks = [list(weights.values()) for weights in streamed_weights(model.module).values()]
+    for number, block in enumerate(blocks):
+        for weight, whole in zip(block, stream.on_host(number), strict=True):
+            weight.data = whole.to(fabric.device)
+    stream.use = lambda *_: None
+    same = [torch.equal(*pair) for pair in zip(mine, gradients(), strict=True)]
+    sizes = [sum(weight.nbytes for weight in block) for block in blocks]
+    return {"passed": all(same), "compared": len(same), "block_bytes": max(sizes), "blocks": len(blocks)}
 
 
 def attention_cost(args: argparse.Namespace) -> dict:
@@ -424,6 +469,8 @@ COMMANDS = {  # options with numbers, and the results file
     gradients: ({}, None),
     machine: ({}, None),
     profile_rung: ({}, None),
+    random_weights: ({}, None),
+    streamed: ({"tokens": 512}, None),
     attention_cost: ({"tokens": 1024, "rows": 1, "repeats": 3}, None),
     checkpointing: ({"tokens": 512, "rows": 4, "repeats": 5, "threads": 1}, None),
     loss: ({"tokens": 2048, "width": 1024, "vocabulary": 250_880, "repeats": 3}, "chunked_loss.json"),
@@ -445,13 +492,16 @@ def parse() -> argparse.Namespace:
         command.add_argument("--out", type=Path, default=stored and common.RESULTS / stored, help="results file")
         if measure is attention:
             command.add_argument("--width", type=int, nargs="+", default=[64, 72, 128, 136], help="of a head")
+        if measure is random_weights:
+            command.add_argument("config", type=Path, help="JSON file")
+            command.add_argument("folder", type=Path, help="folder to write")
         if measure is profile_rung:
             command.add_argument("--script", required=True, help="name of a rung; its settings follow")
         if measure is loss:
             command.add_argument("--chunk", type=int, nargs="+", default=[64, 256, 1024], help="tokens of a chunk")
             command.add_argument("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     args, args.options = parser.parse_known_args()
-    if args.options and args.measure not in (attention_cost, checkpointing, profile_rung):
+    if args.options and args.measure not in (attention_cost, checkpointing, profile_rung, streamed):
         parser.error(f"unknown options: {' '.join(args.options)}")
     return args
 

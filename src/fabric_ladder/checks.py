@@ -9,7 +9,7 @@ from fabric_ladder.data.kinds import check_kind
 from fabric_ladder.data.load import check_data
 from fabric_ladder.distributed.launch import check_devices
 from fabric_ladder.distributed.strategies import strategy_traits
-from fabric_ladder.environment import compute_capability
+from fabric_ladder.environment import compute_capability, read_size
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.configs import check_model
 from fabric_ladder.models.layers import check_images
@@ -37,6 +37,8 @@ def check_values(settings: Settings) -> None:
                 f"--{name} {value} is above --batch_size {settings.batch_size}: it is a part of the effective batch; "
                 "lower it, or raise --batch_size too"
             )
+    if settings.gpu_memory_limit:
+        read_size(settings.gpu_memory_limit, "--gpu_memory_limit")
     if settings.min_learning_rate > settings.learning_rate:
         raise UserError(
             f"--min_learning_rate {settings.min_learning_rate:g} is above --learning_rate {settings.learning_rate:g}: "

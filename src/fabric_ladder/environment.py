@@ -3,6 +3,7 @@
 import ctypes
 import os
 import platform
+import re
 import subprocess
 import sys
 from functools import cache
@@ -150,6 +151,36 @@ def keep_freed_memory() -> None:
     # M_MMAP_THRESHOLD: smaller blocks come from kept memory; before glibc 2.35 it is at most 32 MiB
     if mallopt and (mallopt(-3, 1 << 30) or mallopt(-3, 1 << 25)):
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: return nothing
+
+
+def limit_memory(device: torch.device, limit: str | None) -> None:
+    """Let this process have no more memory of a GPU than a smaller one would have left for PyTorch.
+
+    What the GPU uses already, the CUDA context included, counts towards the limit.
+
+    Raises:
+        UserError: The GPU is smaller, or nothing is left.
+    """
+    if not limit or device.type != "cuda":
+        return
+    size, (free, total) = read_size(limit, "--gpu_memory_limit"), torch.cuda.mem_get_info(device)
+    used = total - free - torch.cuda.memory_reserved(device)
+    if not used < size <= total:
+        raise UserError(f"--gpu_memory_limit {limit}: {used / 1e9:.2f} of the GPU's {total / 1e9:.2f} GB are in use")
+    torch.cuda.set_per_process_memory_fraction((size - used) / total, device)
+
+
+def read_size(text: str, option: str) -> int:
+    """Return a size such as 16GB or 15.9GiB in bytes; the default unit is GB.
+
+    Raises:
+        UserError: The size does not parse.
+    """
+    found = re.fullmatch(r"(\d+\.?\d*)\s*([KMGT]?)(I?)B?", text.strip().upper())  # a lowercase b would mean bits
+    size = float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2] or "G") if found else 0
+    if not 1 <= size < 1e18:
+        raise UserError(f"{option} {text}: give a size such as 16GB or 15.9GiB")
+    return round(size)
 
 
 def reset_peak_memory(device: torch.device) -> None:

@@ -576,6 +576,14 @@ class Settings(DataSettings):
         role=SURROUNDINGS,
         changes_memory=False,
     )
+    gpu_memory_limit: str | None = memory_setting(
+        None,
+        "Run as on a GPU of this size, for example 8GiB. On a CPU it limits the prediction alone.",
+        role=SURROUNDINGS,
+        changes_figures=False,
+        metavar="SIZE",
+        changes_memory=False,
+    )
     memory_snapshot: str | None = memory_setting(
         None,
         "Write a snapshot of CUDA memory for pytorch.org/memory_viz here, after the third step or at an error.",

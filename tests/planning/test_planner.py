@@ -12,6 +12,7 @@ from support.helpers import MODELS, ROOT, RUNGS, SRC, finished, run_script
 from support.planning import NO_PEAK
 
 from fabric_ladder import Settings, build_model
+from fabric_ladder.environment import read_size
 from fabric_ladder.errors import UserError
 from fabric_ladder.ladder import CHECKPOINTING, LEAN
 from fabric_ladder.planning import planner
@@ -24,7 +25,6 @@ from fabric_ladder.planning.candidates import (
 from fabric_ladder.planning.gpus import ANY, GPUS, find_gpu, match_gpu
 from fabric_ladder.planning.measured import SPEEDS, accuracy_cost
 from fabric_ladder.planning.overhead import ANY_GPU, NCCL
-from fabric_ladder.planning.plan import read_size
 from fabric_ladder.planning.planner import Machine, Samples, make_plans, recommend
 from fabric_ladder.planning.predict import blank_datasets, largest_batches, predict_peak
 from fabric_ladder.techniques.memory import Counts

@@ -186,3 +186,20 @@ def test_a_gpu_that_is_too_small_is_named_with_the_next_script(tmp_path):
     assert "may not fit" not in large.line(settings, {"gpu": "a GPU", "gpu_memory": 9_000_000_000})
     end = large.end_line(8_400_000_000, on_gpu=True)
     assert end == "Memory predicted: 8.00 GB and 0.07 for cuBLAS, measured +0.33 GB (+4.0%)"
+
+
+def test_a_limit_takes_the_place_of_the_gpus_memory(tmp_path):
+    """`--gpu_memory_limit`: a prediction above it names the next rung, on a CPU too."""
+    settings = settings_for(tmp_path, gpu_memory_limit="8GiB")
+    large = Prediction(dict.fromkeys(ON_DEVICE, 0) | {"total": 9_000_000_000, "host": 0, "phase": "training"})
+    for hardware in ({}, {"gpu": "a GPU", "gpu_memory": 80_000_000_000}):
+        line = large.line(settings, hardware)
+        assert "; 9.00 of 8.59 GB, so it may not fit. Next to try: " in line
+        assert "may not fit" not in large.line(replace(settings, gpu_memory_limit="16GB"), hardware)
+
+
+def test_a_limit_without_a_size_is_refused(tmp_path):
+    process = run_script(SRC / "2_grad_accum.py", "--gpu_memory_limit", "much", cwd=tmp_path)
+    assert (process.returncode, process.stderr) == (
+        2, "error: --gpu_memory_limit much: give a size such as 16GB or 15.9GiB\n"
+    )  # fmt: skip

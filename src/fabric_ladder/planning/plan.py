@@ -1,7 +1,6 @@
 """Plan a run: find the machine and the samples, and plan every rung."""
 
 import argparse
-import re
 from collections.abc import Callable
 
 import psutil
@@ -11,6 +10,7 @@ from fabric_ladder.data.images import read_image_format
 from fabric_ladder.data.load import tokenizer_name
 from fabric_ladder.data.sources import find_source
 from fabric_ladder.data.tokens import load_tokenizer
+from fabric_ladder.environment import read_size
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.configs import most_tokens
 from fabric_ladder.options import read_named_config, read_words
@@ -26,19 +26,6 @@ from fabric_ladder.techniques import technique_of
 from local_dataset_utilities import find_dataset, load_datasets
 
 HOST_MEMORY = 64_000_000_000  # bytes of CPU memory for each GPU of a machine that is only named
-
-
-def read_size(text: str, option: str) -> int:
-    """Return a size such as 16GB or 15.9GiB in bytes; the default unit is GB.
-
-    Raises:
-        UserError: The size does not parse.
-    """
-    found = re.fullmatch(r"(\d+\.?\d*)\s*([KMGT]?)(I?)B?", text.strip().upper())  # a lowercase b would mean bits
-    size = float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2] or "G") if found else 0
-    if not 1 <= size < 1e18:
-        raise UserError(f"{option} {text}: give a size such as 16GB or 15.9GiB")
-    return round(size)
 
 
 def find_machine(arguments: argparse.Namespace) -> tuple[Machine, list[str]]:

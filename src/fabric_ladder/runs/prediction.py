@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from fabric_ladder.data.loaders import MicroBatch
 from fabric_ladder.distributed.strategies import strategy_traits
-from fabric_ladder.environment import compute_capability, describe_versions, write_whole
+from fabric_ladder.environment import compute_capability, describe_versions, read_size, write_whole
 from fabric_ladder.places import CONFIGS, PACKAGE
 from fabric_ladder.settings import Settings, names
 from fabric_ladder.techniques.advice import less_memory
@@ -58,10 +58,13 @@ class Prediction:
         parts = {kind.name: self.found[key] for key, kind in KINDS.items()}
         text = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items() if size >= 5e6)
         text = f"Predicted peak: {total / 1e9:.2f} GB" + f" ({text})" * bool(text)
-        if "gpu" not in hardware:
-            return f"{text} of tensors on a GPU"
-        needed, available = self.found["needed"], hardware["gpu_memory"]
-        text += f"; {needed / 1e9:.2f} of {available / 1e9:.2f} GB with CUDA's own"
+        text += " of tensors on a GPU" * ("gpu" not in hardware)
+        limit = settings.gpu_memory_limit
+        available = read_size(limit, "--gpu_memory_limit") if limit else hardware.get("gpu_memory")
+        if available is None:
+            return text
+        needed = self.found.get("needed", total)
+        text += f"; {needed / 1e9:.2f} of {available / 1e9:.2f} GB" + " with CUDA's own" * ("needed" in self.found)
         if needed <= available:
             return text
         phase = self.found["phase"]
@@ -178,7 +181,9 @@ def _cuts(settings: Settings, train_loader: DataLoader, val_loader: DataLoader) 
 
 def _free_bytes(device: torch.device) -> int:
     """Return the bytes of the GPU that this process has or can have, rounded down so that equal runs agree."""
-    return (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)) // 2**28 * 2**28
+    free, total = torch.cuda.mem_get_info(device)
+    limit = torch.cuda.get_per_process_memory_fraction(device) * total
+    return int(min(free + torch.cuda.memory_reserved(device), limit)) // 2**28 * 2**28
 
 
 def _largest(train_loader: DataLoader, val_loader: DataLoader) -> tuple[list[list[MicroBatch]], list[MicroBatch]]:

@@ -16,7 +16,7 @@ from fabric_ladder.data.label_kind import Described, class_lines
 from fabric_ladder.data.loaders import EffectiveBatch
 from fabric_ladder.distributed.launch import command_line
 from fabric_ladder.distributed.watch import running_watch
-from fabric_ladder.environment import notebook_shell
+from fabric_ladder.environment import limit_memory, notebook_shell
 from fabric_ladder.options import without_options
 from fabric_ladder.runs.intervals import wilson_interval
 from fabric_ladder.runs.memory_history import MemoryHistory
@@ -48,7 +48,8 @@ class Run:
         memory_history: Records the GPU's memory in the first steps, if it is asked to.
 
     Raises:
-        UserError: `runs_dir` cannot be written, or `memory_snapshot` cannot be recorded.
+        UserError: `runs_dir` cannot be written, `memory_snapshot` cannot be recorded, or the GPU is below
+            `gpu_memory_limit`.
     """
 
     def __init__(self, fabric: Fabric, settings: Settings):
@@ -56,6 +57,7 @@ class Run:
         self.fabric = fabric
         self.settings = settings
         self.record = RunRecord(fabric, settings)
+        limit_memory(fabric.device, settings.gpu_memory_limit)
         self.planner = start_planner(fabric, settings)
         self._prediction: Prediction | None = None
         self._print_header()
