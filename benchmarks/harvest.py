@@ -3,7 +3,7 @@
     python benchmarks/harvest.py --minutes 8 [--out FILE]     measures what the file lacks; run it again to continue
     python benchmarks/harvest.py --again --only "memory: *"   measures again what older code measured
     python benchmarks/harvest.py --rehearse --out FILE        runs everything on the CPU with tiny sizes
-    python benchmarks/harvest.py --fill [FILE]                fills the tables of docs/gpu.md and the README
+    python benchmarks/harvest.py --fill [FILE]                fills the pages' tables, by default from all gpu*.json
 
 No network is needed. The reviews come from IMDb's archive in FABRIC_LADDER_DATA; weights are random. The entries of
 `FIRST` take about eight minutes and answer the most important questions; then come checks and peaks of memory, then
@@ -425,6 +425,10 @@ TABLES = {  # header and row
     "profile": ("kernel | share | ms | calls", "`{name:.60}` | {share:.1%} | {ms:.0f} | {calls}"),
     "memory": (f"full samples | {SIZES[0]}", "{name} | " + SIZES[1]),
     "adapters": (f"512 tokens | tokens/s | {SIZES[0]}", "{name} | {tokens_per_second:,.0f} | " + SIZES[1]),
+    "claims": (
+        f"one text in a step | tokens/s at the end | {SIZES[0]} | in CPU memory, GB",
+        "{name} | {late_tokens:,.0f} | " + SIZES[1] + " | {host:.1f}",
+    ),
     "vocabulary": (" | ms | peak, GB", "{name} | {ms:.1f} | {peak:.2f}"),
     "attention": (
         f"heads x width; ms | chosen | {' | '.join(KERNELS)}",
@@ -451,6 +455,10 @@ def rows_of(figures: dict[str, dict]) -> dict[str, list[dict]]:
         if name.startswith("memory: "):
             kind = "adapters" if "bloom-7b1" in name else "memory"
             found[kind].append(row | {"name": name.removeprefix("memory: ")})
+        elif name.startswith("claim: "):
+            rate = run["late_samples_per_second"] * run["tokens_per_second"] / run["samples_per_second"]
+            more = {"late_tokens": rate, "host": run["peak_host_memory_bytes"] / 1e9}
+            found["claims"].append(row | more | {"name": name.removeprefix("claim: ")})
         elif "late_samples_per_second" in run:
             found["speeds"].append(row)
         elif "passed" in run:
@@ -506,14 +514,17 @@ def tables(content: dict) -> dict[str, list[str]]:
 
 
 def fill_pages(path: Path) -> None:
-    """Fill the blocks of all pages; a block without figures says "not measured". A rehearsal is refused."""
+    """Fill the blocks of all pages that are named after the file, such as `<!-- gpu:memory -->` for gpu.json.
+
+    A block without figures says "not measured". A rehearsal is refused.
+    """
     blocks = {"status": ["Not measured on a GPU yet."]}
     if path != OUT or path.exists():
         content = read_harvest(path)
         if content["machine"]["rehearsal"]:
             raise UserError(f"{path} is a rehearsal on a CPU: measure on a GPU first")
         blocks = tables(content)
-    change = partial(common.fill, kind="gpu", make=lambda name: blocks.get(name) or ["Not measured yet."])
+    change = partial(common.fill, kind=path.stem, make=lambda name: blocks.get(name) or ["Not measured yet."])
     for page in common.pages():
         common.rewrite(page, change)
 
@@ -548,7 +559,8 @@ def main() -> int:
     show_errors()
     args = parse()
     if args.fill:
-        fill_pages(args.fill)
+        for path in [*sorted(common.RESULTS.glob("gpu*.json"))] if args.fill == OUT else [args.fill]:
+            fill_pages(path)
         return 0
     common.check_storable(args.out)
     start_forks()

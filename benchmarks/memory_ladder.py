@@ -65,7 +65,7 @@ DOWNWARDS = [  # one more technique in each row
     Entry("16_bf16_that_learns", f"--batch_size 1 {CHECKPOINTED}"),
     Entry("18_low_bit_optimizer", f"--batch_size 1 {CHECKPOINTED}"),
     Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} {IN_8_BITS}"),
-    Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} {IN_8_BITS} {PARKED}"),
+    Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} {PARKED}"),
     Entry("17_step_in_backward", f"--batch_size 1 {CHECKPOINTED} {IN_4_BITS}"),
 ]
 ADAPTED = Entry("14_qlora", CHECKPOINTED)

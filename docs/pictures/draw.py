@@ -91,7 +91,7 @@ def qwen(figure: Figure, look: Look) -> None:
         "bfloat16, Kahan sum": ("16_bf16_that_learns", "--batch_size 1"),
         "+ checkpointing, 8-bit Adam": ("18_low_bit_optimizer", small),
         "+ step in backward": ("17_step_in_backward", f"{small} --optimizer adam-8bit"),
-        "+ optimizer offload": ("17_step_in_backward", f"{small} --optimizer adam-8bit --optimizer_offload true"),
+        "+ optimizer offload": ("17_step_in_backward", f"{small} --optimizer_offload true"),
     }
     source = "predicted · peak on the GPU, one text of 1,024 tokens"
     [axes] = panels(figure, look, source, left=2.1, legend=PARTS)

@@ -139,6 +139,10 @@ LADDER = (
         "optimizer",
         "18_low_bit_optimizer",
         values=("adam-8bit", "adam-4bit"),
+        conflicts={
+            "optimizer_offload": "with --optimizer_offload true a step takes many times as long as plain Adam's, and "
+            "frees no memory of the GPU; use --optimizer adam",
+        },
         plans=((), CHECKPOINTING, ADAM_IN_4_BITS, (*ADAM_IN_4_BITS, *CHECKPOINTING)),
         tries=(
             Step(None, "halves Adam's moments again", ADAM_IN_4_BITS, replaces=("resume",), of_state=True),

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques.adam_4bit import BLOCK, PART_SIZE, AdamByParts
+from fabric_ladder.techniques.adam_4bit import BLOCK, AdamByParts
 from fabric_ladder.techniques.compile import keep_kernels
 from fabric_ladder.techniques.memory import Counts, Peak
 from fabric_ladder.techniques.technique import Technique
@@ -17,14 +17,6 @@ MOMENT_BYTES = {  # of a weight's two moments, with a 32-bit constant for each b
     "adam-8bit": 2 * (1 + 4 / 256),
     "adam-4bit": 2 * (1 / 2 + 4 / BLOCK),
 }
-
-
-def bytes_of_cpu_step(optimizer: str, largest: int) -> int:
-    """Return the bytes into which a step on the CPU unpacks the largest weight, of `largest` numbers.
-
-    bitsandbytes unpacks each weight into six 32-bit tensors, and torchao a part of it into nine.
-    """
-    return {"adam-8bit": 24 * largest, "adam-4bit": 36 * min(largest, PART_SIZE)}.get(optimizer, 0)
 
 
 class LowBitOptimizer(Technique):

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from fabric_ladder.models.optimizer import all_finite
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques.low_bit_optimizer import MOMENT_BYTES, bytes_of_cpu_step
 from fabric_ladder.techniques.memory import Counts, Peak, bytes_of_weight
 from fabric_ladder.techniques.technique import Technique
 
@@ -220,13 +219,11 @@ class OptimizerOffload(_StepsByWeight):
     def add_memory(self, peak: Peak, counts: Counts, settings: Settings) -> Peak:
         """Move the optimizer's state and a copy of the trained weights to CPU memory.
 
-        CPU memory also holds the gradients in transfer, which are all gradients if the device is faster than the CPU,
-        and the unpacked moments of the largest weight. PyTorch rounds pinned tensors up to a power of two, which is
-        left out.
+        CPU memory also holds the gradients in transfer, which are all gradients if the device is faster than the CPU.
+        PyTorch rounds pinned tensors up to a power of two, which is left out.
         """
         from fabric_ladder.techniques import state_dtypes  # which imports this module
 
         width = 4 if settings.lora else bytes_of_weight(settings)
-        state = width * state_dtypes(settings).count(None) + MOMENT_BYTES.get(settings.optimizer, 0)
-        host = counts.trained * (state + 2 * width) + bytes_of_cpu_step(settings.optimizer, counts.largest_layer)
+        host = counts.trained * width * (state_dtypes(settings).count(None) + 2)
         return peak._replace(optimizer_state=0, host=peak.host + round(host))
