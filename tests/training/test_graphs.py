@@ -2,30 +2,44 @@
 
 import csv
 import re
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from lightning import Fabric
-from support.helpers import SMALL, SRC, finished, run_script, tiny_model, token_datasets
+from support.helpers import (
+    MODELS,
+    SMALL,
+    SRC,
+    finished,
+    relative_error,
+    run_script,
+    settings_for,
+    tiny_model,
+    token_datasets,
+)
 from support.tape import TapeRecorder
 from support.training import losses, run_training
 from transformers import AutoConfig
 
-from fabric_ladder.data.loaders import MicroBatch
+from fabric_ladder.data.cutting import MicroBatchPlan, cut
+from fabric_ladder.data.loaders import MicroBatch, TextCollator
+from fabric_ladder.errors import NotFiniteError, UserError
 from fabric_ladder.models.activations import fuse_gelu
 from fabric_ladder.models.configs import MODELS as CLASSES
 from fabric_ladder.models.probe import VOCABULARY, small_copy
+from fabric_ladder.planning.memory import predict_memory
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.settings import Settings
+from fabric_ladder.techniques import BY_KEY, check_together
 from fabric_ladder.techniques.checkpointing import RANDOM_ONLY_IN_DROPOUT
 from fabric_ladder.techniques.embedding_rows import add_rows
 from fabric_ladder.techniques.fused_attention import fuse_attention
 from fabric_ladder.techniques.packing import TESTED, support_packing
 from fabric_ladder.training import fitting, graphs
 from fabric_ladder.training.gradients import accumulate_gradients, forget_gradients
-from fabric_ladder.training.graphs import Graphs
-from fabric_ladder.training.state import Training
+from fabric_ladder.training.graphs import MOST, Graphs
 
 TASK = "text-classification"
 CLAIMED = sorted(
@@ -130,12 +144,11 @@ def test_a_training_with_replayed_passes_equals_one_without(tmp_path, monkeypatc
     monkeypatch.setattr(fitting, "HARD_LIMITS", ("cpu",))
     found = []
     for replays in (True, False):
-        monkeypatch.setattr(Training, "graphs", None, raising=False)
         if not replays:
             monkeypatch.setattr("fabric_ladder.training.state.Graphs", lambda _: None)
         values = {"packing": True, "micro_batch_size": 2, "pad_to_multiple_of": 16} | CASES[name]
-        run, model = run_training(tmp_path, changed(tiny_model(), 64), token_datasets(train=90), max_length=64, epochs=2,
-                                  cuda_graphs=True, **values)  # fmt: skip
+        values |= {"max_length": 64, "epochs": 2, "cuda_graphs": True}
+        run, model = run_training(tmp_path, changed(tiny_model(), 64), token_datasets(train=90), **values)
         found.append((losses(run), [weight.detach().clone() for weight in model.parameters()]))
     (first, weights), (second, others) = found
     assert first == second
@@ -169,3 +182,134 @@ def test_the_rung_prints_the_losses_of_its_parent(tmp_path):
     # fillers give the head another number of rows, whose product may be rounded otherwise
     assert list(map(float, taped)) == pytest.approx(list(map(float, expected)), rel=1e-3)
     assert re.search(r"CUDA graphs: \d+ recorded in .*, [5-9]\d% of the passes replayed", told["taped"])
+
+
+def test_of_too_many_graphs_the_one_not_used_for_the_longest_time_is_dropped(taped, monkeypatch):
+    monkeypatch.setattr(graphs, "MOST", 2)
+    replays, total = Graphs(torch.device("cpu")), torch.zeros(())
+
+    def work(micro_batch):
+        total.add_(micro_batch.inputs["numbers"].sum() * micro_batch.weight)
+        return total * 2, total.long()
+
+    expected = 0.0
+    for step, length in enumerate((3, 3, 4, 4, 3, 5, 5, 4, 4, 5, 3, 3)):
+        numbers = torch.full((length,), float(step))
+        expected += step * length * 0.5
+        loss, _ = replays.run(work, MicroBatch({"numbers": numbers}, 1, 0.5, length, length))
+        assert (total, loss) == (expected, 2 * expected)
+    assert (replays.passes, replays.replayed, replays.recorded) == (12, 7, 5)
+    replays.forget()
+    replays.run(work, MicroBatch({"numbers": numbers}, 1, 0.5, length, length))
+    assert replays.replayed == 7
+
+
+def test_fillers_change_a_gradient_by_rounding_alone(tmp_path, taped):
+    settings = settings_for(tmp_path, precision="64-true", packing=True, max_length=64, cuda_graphs=True)
+    collator = TextCollator(token_datasets(), "train", settings)
+    plan = MicroBatchPlan([3, 4, 5, 6, 7], 5, 0.25, [2, 3])
+    filled = collator.micro_batch(plan)
+    collator.most = 0
+    exact = collator.micro_batch(plan)
+    end = exact.inputs["input_ids"].numel()
+    assert filled.inputs["spans"][5:].tolist() == [[end - 1, end]] * 11
+    assert filled.inputs["labels"][5:].tolist() == [-100] * 11
+    assert filled[1:] == exact[1:]
+    fabric = Fabric(accelerator="cpu", devices=1, precision="64-true")
+    for kind in ("bloom", "llama", "bert"):  # which read the last and the first token of a document
+        model = fabric.setup(changed(tiny_model(kind), 64))
+        found = []
+        for micro_batch in (filled, exact):
+            meter = Meter(fabric)
+            accumulate_gradients(fabric, model, [micro_batch], meter)
+            found.append([weight.grad.clone() for weight in model.parameters() if weight.grad is not None])
+            found[-1] += [meter._pending[0][1].double()]
+            model.zero_grad()
+        assert relative_error(*found) < 1e-12
+
+
+def test_an_epoch_of_reviews_has_few_shapes():
+    """Lengths are distributed like IMDb's, in tokens of BLOOM."""
+    rng = np.random.default_rng(0)
+    lengths = rng.lognormal(5.5, 0.62, 16 * 400).clip(20, 1024).astype(int)
+    for tokens, most in ((16384, MOST - 8), (4096, 64)):
+        shapes = Counter()
+        for start in range(0, len(lengths), 16):
+            for plan in cut(np.arange(start, start + 16), lengths, np.ones_like(lengths), 1, None, tokens, 64, 1024)[0]:
+                shapes[len(plan.packs), plan.padded(lengths, 64)] += 1
+        assert len(shapes) <= most
+        assert sum(count for _, count in shapes.most_common(MOST)) > 0.99 * shapes.total()
+
+
+def test_a_gradient_that_is_not_finite_is_named_under_replays(tmp_path, taped):
+    def spoil(model, optimizer):
+        def after_step(*_):
+            steps.append(1)
+            if len(steps) == 5:
+                next(model.parameters()).data.fill_(torch.inf)
+
+        steps = []
+        optimizer.register_step_post_hook(after_step)
+
+    values = {"packing": True, "max_length": 64, "micro_batch_size": 2, "cuda_graphs": True, "log_every": 200}
+    with pytest.raises(NotFiniteError, match="the loss is nan at epoch 1, batch 6 "):
+        run_training(tmp_path, changed(tiny_model(), 64), token_datasets(train=160), prepare=spoil, **values)
+    assert taped[0].replayed
+
+
+def test_after_a_failed_trial_no_graph_is_left(tmp_path, taped, monkeypatch):
+    """`auto` halves the tokens where the second pass, which is recorded, runs out of memory."""
+    record, sizes = TapeRecorder.record, []
+
+    def limited(self, work):
+        sizes.append(work.__closure__)
+        if len(sizes) == 1:
+            raise MemoryError
+        return record(self, work)
+
+    monkeypatch.setattr(TapeRecorder, "record", limited)
+    values = {"packing": True, "max_length": 64, "pad_to_multiple_of": 16, "micro_batch_tokens": "auto"}
+    run, _ = run_training(tmp_path, changed(tiny_model(), 64), cuda_graphs=True, batch_size=8, **values)
+    assert run.record.values["results"]["fitted_micro_batch_tokens"] < 200
+    assert taped[0].replayed
+
+
+REFUSED = {
+    "strategy=ddp": {"strategy": "ddp"},
+    "fsdp": {"strategy": "fsdp"},
+    "8-bit Adam": {"optimizer": "adam-8bit"},
+    "compile": {"compile": True},
+    "step in backward": {"step_in_backward": True},
+    "offload": {"optimizer_offload": True},
+    "streamed": {"lora": True, "stream_layers": True},
+    "blocks": {"block_steps": 3},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_graph_cannot_repeat_is_refused_with_the_remedy(tmp_path, name):
+    with pytest.raises(UserError, match=r"^--cuda_graphs true: .*(leave|use)"):
+        check_together(Settings(cuda_graphs=True, accelerator="cpu", runs_dir=str(tmp_path), **REFUSED[name]))
+
+
+def test_models_that_draw_numbers_and_batches_of_many_sizes_are_refused(tmp_path):
+    technique, model = BY_KEY["cuda_graphs"], str(MODELS / "gpt2.json")
+    reasons = [
+        technique.reason_against(settings_for(tmp_path, model=model, **values), None)
+        for values in ({}, {"task": "instruction-tuning"}, {"lora": True})
+    ]
+    assert "draw random numbers" in reasons[0]
+    assert "trains another number of words or tokens" in reasons[1]
+    assert "--lora_dropout 0" in reasons[2]
+    bloom = settings_for(tmp_path, model=str(MODELS / "bloom-560m.json"))
+    assert technique.reason_against(bloom, None) is None
+
+
+def test_the_prediction_counts_gradients_that_stay_and_the_pool():
+    common = {"length": 64, "micro_batch_size": 2, "packing": True, "precision": "bf16-true"}
+    without, replayed = (
+        predict_memory(str(MODELS / "bloom-quickstart.json"), cuda_graphs=graphs, **common) for graphs in (False, True)
+    )
+    assert without.tensors.pool == 0
+    assert replayed.tensors.pool >= replayed.tensors.activations > 0
+    assert replayed.expected - without.expected >= replayed.tensors.pool
