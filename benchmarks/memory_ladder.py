@@ -102,6 +102,7 @@ ENTRIES = {
         *(Entry("25_block_by_block", more) for more in ("", CHECKPOINTED)),
         Entry("26_stateless"),
         Entry("26_stateless", f"--batch_size 1 {CHECKPOINTED} --step_in_backward true --micro_batch_tokens null"),
+        Entry("27_cuda_graphs"),
         *(Entry(rung, f"--train_blocks last:{count}") for rung in WHOLE for count in (12, 4)),
         *(Entry(rung, "--micro_batch_size 16") for rung in ("5_low_precision", *RECOMPUTING)),
         *(Entry(rung, "--attention eager") for rung in ("2_grad_accum", "4_mixed_precision", "5_low_precision")),

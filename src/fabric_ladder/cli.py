@@ -40,6 +40,7 @@ from fabric_ladder.techniques.advice import show_errors
 
 CPU_TOKENS = 1024  # per micro-batch: no other number was faster, see docs/journal.md
 CPU_FULL_PASS = 256  # tokens. A pass costs 20 to 60 tokens more than its tokens: see docs/techniques/micro_batches.md
+FEW_SHAPES = 64  # tokens, with a graph for each shape
 BUCKET = 16  # tokens. Other lengths may use slower kernels; multiples of 64 would be mostly padding.
 SCRIPT_NAME = re.compile(r'^"""(\w+) ·', re.MULTILINE)  # at the start of each rung's docstring
 
@@ -190,6 +191,7 @@ def resolve(
     accelerator = _accelerator(settings)
     settings = _with_cuda_defaults(settings, {*given, *script, *from_file})
     on_gpu = accelerator == "cuda"
+    by_shape = on_gpu and settings.cuda_graphs  # `accelerator` is not resolved yet
     multiple = settings.pad_to_multiple_of
     size, tokens = _micro_batch(settings, given, script, accelerator)
     capability = compute_capability() if on_gpu else None
@@ -201,8 +203,9 @@ def resolve(
         settings = _with_notice(settings, f"{emulates}: {meaning}")
     if multiple is None:
         # MPS keeps memory for every length that it has seen
-        rounded = accelerator == "mps" or any(technique.rounds_lengths for technique in used(settings))
-        multiple = BUCKET if rounded and settings.max_length % BUCKET == 0 else 1
+        rounded = accelerator == "mps" or by_shape or any(technique.rounds_lengths for technique in used(settings))
+        bucket = FEW_SHAPES if by_shape and settings.max_length % FEW_SHAPES == 0 else BUCKET
+        multiple = bucket if rounded and settings.max_length % bucket == 0 else 1
     if "max_length" not in {*given, *script, *from_file} and (limit := most_tokens(settings)) < settings.max_length:
         settings = replace(settings, max_length=limit)
         settings = _with_notice(settings, f"--max_length {limit}: {settings.model} has no more positions")

@@ -307,6 +307,26 @@ LADDER = (
     Row("float8", "22_float8", plans=(), tries=(IN_16_BITS,)),  # it saves time, and little memory
     Row("compile", "3_torch_compile", short_name="compile", tries=(IN_16_BITS,)),
     Row(
+        "cuda_graphs",
+        "27_cuda_graphs",
+        conflicts={
+            "strategy=ddp": "only on one device, since several send gradients within a pass; use --devices 1",
+            SHARDED: "only on one device with whole weights; leave it out",
+            "optimizer=adam-8bit": "low-bit optimizers wait for the GPU at each weight; use --optimizer adam, or leave "
+            "it out",
+            "step_in_backward": "gradients must stay where a graph writes them; leave one of them out",
+            "optimizer_offload": "gradients must stay where a graph writes them; leave one of them out",
+            "block_steps": "each block would need graphs of its own; leave one of them out",
+            "activation_offload": "a graph cannot wait for CPU memory; leave one of them out",
+            "stream_layers": "a graph cannot wait for CPU memory; leave one of them out",
+            "quantization": "not tested with 4-bit weights; leave one of them out",
+            "float8": "not tested with 8-bit multiplications; leave one of them out",
+            "compile": "not tested with compiled layers; leave one of them out",
+        },
+        plans=(),  # it saves time, and no memory
+        tries=(Step("15_packing", "frees gradients between steps, and has no pool", replaces=("cuda_graphs",)),),
+    ),
+    Row(
         "strategy",
         "9_ddp",
         values=("ddp",),

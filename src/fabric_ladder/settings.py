@@ -496,8 +496,8 @@ class Settings(DataSettings):
     )
     pad_to_multiple_of: int | None = micro_batch_setting(
         None,
-        "Pad every micro-batch to a multiple of N tokens. Default: 16 with `compile`, `packing` or `mps`, if "
-        "`max_length` is a multiple of 16; else 1.",
+        "Pad every micro-batch to a multiple of N tokens. Default: 64 with `cuda_graphs` on a CUDA GPU, 16 with "
+        "`compile`, `packing` or `mps`, if `max_length` is a multiple of it; else 1.",
         at_least=1,
     )
     packing: bool = micro_batch_setting(
@@ -650,6 +650,16 @@ class Settings(DataSettings):
         role=TECHNIQUE,
         aliases={"true": "torch_compile"},
     )
+    cuda_graphs: bool = device_setting(
+        False,
+        "Record the forward and backward pass of each shape of micro-batch in a CUDA graph, and launch it as a whole "
+        "from then on, where the GPU waits for Python. It takes the memory of the activations twice. Without a CUDA "
+        "GPU nothing changes.",
+        role=TECHNIQUE,
+        changes_memory=True,
+        free_on_resume=True,
+        aliases={"true": "use_cuda_graphs"},
+    )
     deterministic: bool = device_setting(
         False,
         "Use PyTorch's deterministic algorithms, so that equal runs give equal bits on a GPU too. They are slower, "
@@ -746,6 +756,11 @@ class Settings(DataSettings):
     notices: tuple[str, ...] = ()
     # `cli.resolve` sets it: a pass with fewer padded tokens takes as long as one with these
     full_pass: int = FULL_PASS
+
+    @property
+    def replays(self) -> bool:
+        """Whether passes are replayed from CUDA graphs."""
+        return self.cuda_graphs and self.accelerator == "cuda"
 
     @property
     def ranks(self) -> int:

@@ -25,7 +25,7 @@ LINES = [
     r"No --config and no CUDA GPU: this is the quickstart .*--help",
     r"(Learning rate [\d.]+ in place of 0\.001, which quickstart\.yaml has .*\n)?",
     r"(PyTorch has no fast bfloat16 on this CPU: .*\n)?(SGD barely learns from random weights: .*\n)?",
-    r"(--float8 on a CPU: .*\n)?(Running on one device\. .*\n)?",
+    r"(--float8 on a CPU: .*\n)?(--cuda_graphs on cpu: .*\n)?(Running on one device\. .*\n)?",
     rf"Python {NUMBER}\.\d+ · torch .* · lightning .* · transformers .*",
     r"{name} · synthetic · bloom-quickstart\.json · seed 123 · batch \d+{cut} · {precision} · {optimizer} · cpu: .*",
     r"Torch CUDA available\? False",
@@ -50,7 +50,8 @@ OPTIMIZER |= {"26_stateless": "sinkgd 0.001 cosine"}
 ALL = r"0\.2 M trainable, torch\.(float32|bfloat16)"
 FEW = r"0\.017 M trainable \(9\.05%\), torch\.bfloat16, torch\.float32"
 CUT = dict.fromkeys(NAMES, " in micro-batches of 1024 tokens") | dict.fromkeys(NAMES[:3], r" = \d+ x 1")
-CUT |= {"15_packing": " in packed micro-batches of 1024 tokens", "17_step_in_backward": r" = 1 x \d+"}
+CUT |= dict.fromkeys(["15_packing", "27_cuda_graphs"], " in packed micro-batches of 1024 tokens")
+CUT |= {"17_step_in_backward": r" = 1 x \d+"}
 PARAMETERS = dict.fromkeys(NAMES, ALL) | {"13_lora": FEW, "14_qlora": rf"{FEW}, torch\.uint8"}
 PARAMETERS |= {"25_block_by_block": r"0\.\d+ M trainable \(\d+\.\d\d%\), torch\.bfloat16"}
 PARAMETERS |= {"24_streamed_layers": FEW}
@@ -77,7 +78,7 @@ def test_the_list_of_rungs_is_whole():
         sorted((path.stem for path in SRC.iterdir() if path.name[0].isdigit()), key=lambda n: int(n.split("_")[0]))
         == NAMES
     )
-    assert len(NAMES) >= 26
+    assert len(NAMES) >= 27
     assert set(ON_CPU) == {*NAMES} - {"12_deepspeed_zero"}
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert sorted(re.findall(r"^\| \[(\d+_\w+)\]\(src/\1\.py\)", readme, re.MULTILINE)) == sorted(NAMES)
@@ -153,6 +154,7 @@ def test_exact_techniques_change_no_bit(runs):
     assert first == second
     assert losses(runs, "11_fsdp_cpu_offload") == losses(runs, "10_fsdp")
     assert losses(runs, "9_ddp") == losses(runs, "4_mixed_precision")
+    assert losses(runs, "27_cuda_graphs") == losses(runs, "15_packing")
 
 
 @pytest.mark.slow

@@ -108,6 +108,7 @@ class TextCollator(Collator):
         self.fixed = (settings.pack_rows, settings.max_length) if settings.pack_rows else None
         self.compiled = settings.compile  # with and without a mask would be two graphs
         self.with_predicting = settings.task == "instruction-tuning"
+        self.most = settings.batch_size if settings.replays and name == "train" else 0  # documents
 
     def micro_batch(self, plan: MicroBatchPlan, epoch: int | None = None) -> MicroBatch:
         """Pad a plan's rows on the right to the longest one, rounded up to the multiple; epochs do not differ."""
@@ -131,6 +132,10 @@ class TextCollator(Collator):
             inputs |= self.objective.collate(labels, spans[:, 0])
         else:
             inputs |= self._label_inputs(labels, plan.packs, shape)
+            if "spans" in inputs and (missing := self.most - len(samples)) > 0:  # fillers, for fewer shapes
+                end = math.prod(shape)
+                inputs["spans"] = torch.cat([inputs["spans"], torch.tensor([[end - 1, end]]).expand(missing, 2)])
+                inputs["labels"] = pad(inputs["labels"], (0, missing), value=IGNORED)
         tokens = sum(lengths)
         padded = math.prod(shape)
         masked = self.compiled or tokens < padded

@@ -38,7 +38,7 @@ class Overhead(NamedTuple):
 
     def needed(self, peak: Peak) -> int:
         """Return the bytes of GPU memory that a run with this peak needs."""
-        tensors = peak.total
+        tensors = peak.total + peak.pool
         return tensors + round(self.outside + self.workspace + self.fragmentation * (tensors + self.workspace))
 
 

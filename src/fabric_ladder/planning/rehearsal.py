@@ -76,7 +76,7 @@ def rehearse(
     asked = settings
     settings = to_rehearse(settings)
     sharded = strategy_traits(settings).shards_weights
-    buckets = settings.ranks > 1 and not sharded
+    keeps = (settings.ranks > 1 and not sharded) or any(technique.keeps_passes for technique in used(asked))
     settings = replace(settings, accelerator="cpu", devices=settings.ranks if sharded else 1, num_nodes=1)
     if sharded:  # a fake process group: this process is rank 0 and sends nothing
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=settings.ranks)
@@ -87,7 +87,7 @@ def rehearse(
         counts = count_parameters(model)
         for technique in used(asked):
             technique.rehearse_model(model, asked)
-        return _Steps(model, counts, settings, sharded, buckets, on_mac)
+        return _Steps(model, counts, settings, sharded, keeps, on_mac)
 
     try:
         flash = declare_flash(capability is None or capability >= (8, 0))
@@ -178,7 +178,10 @@ class Rehearsal:
             if not any(_within(key, sizes) for sizes in trained):
                 peaks.append(self._find(key, lambda steps, *own: steps.evaluate(*own), evaluation))
         host = max(peak.host for peak in peaks)
+        passes = [peak.of_pass for peak in peaks if peak.phase == "training"]
         found = max(peaks, key=lambda peak: peak.total)._replace(host=host)
+        if any(technique.keeps_passes for technique in used(settings)):
+            found = found._replace(pool=max(passes))
         for technique in used(settings):
             found = technique.add_memory(found, self.counts, settings)
         return found
@@ -206,7 +209,7 @@ class _Steps:
         counts: Numbers of its parameters.
         settings: Settings with one device per rank.
         sharded: Whether FSDP shards over the ranks.
-        buckets: Whether gradients stay from step to step, as in DDP's buckets (`DDPInBuckets`).
+        keeps: Whether gradients stay from step to step, as in DDP's buckets (`DDPInBuckets`).
         on_mac: Whether the run is on the GPU of a Mac.
 
     Attributes:
@@ -214,14 +217,12 @@ class _Steps:
         of_optimizer: The moments of an optimizer step.
     """
 
-    def __init__(
-        self, model: nn.Module, counts: Counts, settings: Settings, sharded: bool, buckets: bool, on_mac: bool
-    ):
+    def __init__(self, model: nn.Module, counts: Counts, settings: Settings, sharded: bool, keeps: bool, on_mac: bool):
         self.counts = counts
         self.settings = settings
         self.on_mac = on_mac
         self.sharded = sharded
-        self.buckets = buckets
+        self.keeps = keeps
         self.parked = sharded and settings.offload
         self._warm = False
         options = {"precision": _rehearsed(settings.precision)}
@@ -248,14 +249,14 @@ class _Steps:
             self.optimizer.zero_grad()
 
     def train(self, micro_batches: list[MicroBatch], first: bool) -> list[Moment]:
-        """Return the moments of forward and backward passes; `first`: without gradients, unless buckets keep them."""
+        """Return the moments of forward and backward passes; `first`: without gradients, unless they stay."""
         with self._counted():
             if self.sharded and not self._warm:
                 self._pass(micro_batches[-1])
                 self._name_tensors()
                 self._warm = True
             self.optimizer.zero_grad()
-            if self.buckets or not first:
+            if self.keeps or not first:
                 self._give_gradients()
             self.tracker.forget_peak()
             for micro_batch in micro_batches:
@@ -267,7 +268,7 @@ class _Steps:
         """Return the moments of a forward pass without gradients."""
         self.model.eval()
         with self._counted(), torch.no_grad(), self.tracker.at("evaluation", gathering=self.sharded):
-            if self.buckets:
+            if self.keeps:
                 self._give_gradients()
             self.tracker.forget_peak()
             run_model(self.fabric, self.model, evaluation.without_values())

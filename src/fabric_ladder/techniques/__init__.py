@@ -11,6 +11,7 @@ from fabric_ladder.techniques.block_by_block import BlockByBlock
 from fabric_ladder.techniques.checkpointing import ActivationCheckpointing, ActivationOffload, SelectiveCheckpointing
 from fabric_ladder.techniques.chunked_loss import ChunkedLoss
 from fabric_ladder.techniques.compile import Compile
+from fabric_ladder.techniques.cuda_graphs import CudaGraphs
 from fabric_ladder.techniques.embedding_rows import EmbeddingRows
 from fabric_ladder.techniques.float8 import Float8
 from fabric_ladder.techniques.freezing import Freezing
@@ -58,6 +59,7 @@ MECHANISMS = (
     StreamedLayers,
     Float8,
     Compile,
+    CudaGraphs,
     DDP,
     CpuOffload,
     DeepSpeed,

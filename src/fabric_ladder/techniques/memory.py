@@ -39,6 +39,7 @@ class Peak(NamedTuple):
         other: Inputs, gradients of activations, and temporary tensors of the optimizer.
         host: The largest amount of CPU memory that offloading holds at any moment; not part of the total.
         phase: The moment of the peak: `training` (forward or backward), `optimizer` or `evaluation`.
+        pool: What CUDA graphs hold of the largest pass at that moment; PyTorch counts it as reserved, not in the total.
     """
 
     parameters: int
@@ -49,6 +50,12 @@ class Peak(NamedTuple):
     other: int
     host: int
     phase: str
+    pool: int = 0
+
+    @property
+    def of_pass(self) -> int:
+        """The bytes that a forward and backward pass frees at its end."""
+        return self.activations + self.logits + self.other
 
     @property
     def total(self) -> int:

@@ -48,6 +48,7 @@ def support_packing(model: nn.Module, longest: int) -> None:
         longest: The largest number of tokens in a row.
     """
     base = model.base_model
+    base.warn_if_padding_and_no_attention_mask = lambda *_: None  # it would wait for the device
     named = "position_ids" in inspect.signature(base.forward).parameters
     shift = _first_position(base) if named else None
     pooling = _Pooling(model, longest) if model.get_output_embeddings() is None else None

@@ -27,6 +27,7 @@ class Technique:
         trains_all: Whether it leaves all of the model's weights trained.
         shards: Whether each rank has only a part of the weights or of the optimizer's state.
         frees_gradients: Whether no gradient is left after the backward pass.
+        keeps_passes: Whether gradients stay from step to step, and so does the memory of a pass.
         state_on_device: Whether the optimizer's state is on the device.
         recomputes: Whether the backward pass repeats the forward pass.
         explained_errors: Texts in libraries' errors, each with one line about the cause and the remedy.
@@ -40,6 +41,7 @@ class Technique:
     trains_all: bool = True
     shards: bool = False
     frees_gradients: bool = False
+    keeps_passes: bool = False
     state_on_device: bool = True
     recomputes: bool = False
     explained_errors: tuple[tuple[str, str], ...] = ()

@@ -20,6 +20,7 @@ from fabric_ladder.runs.metrics import Meter, over_ranks
 from fabric_ladder.runs.prediction import Prediction, most_tokens
 from fabric_ladder.techniques import state_dtypes, used
 from fabric_ladder.training.gradients import accumulate_gradients, forget_gradients
+from fabric_ladder.training.graphs import Graphs
 from fabric_ladder.training.state import Training, random_state, set_random_state
 
 HARD_LIMITS = ("cuda",)  # devices whose memory has a hard limit; a CPU swaps, and a trial would only take time
@@ -58,7 +59,8 @@ def try_longest(training: Training, prediction: Prediction | None) -> None:
             else:
                 _try(training, sampler.heaviest())
         _empty_cache(device)
-        reset_peak_memory(device)  # the trial has raised it
+        if not training.graphs:  # a replay allocates nothing: the trial has seen its peak
+            reset_peak_memory(device)
     if auto:
         new = sampler.micro_batch_tokens != state.micro_batch_tokens
         state.micro_batch_tokens = sampler.micro_batch_tokens
@@ -91,8 +93,10 @@ def _halve_until_it_fits(training: Training) -> None:
 
 
 def _try(training: Training, plans: list[BatchPlan]) -> None:
-    for plan in plans:
-        trial_pass(training, training.train_loader.dataset[plan].micro_batches)
+    # the first passes run without graphs, the second are recorded; a rare shape then runs beside the graphs' memory
+    for graphs in (training.graphs, training.graphs, None) if training.graphs else (None,):
+        for plan in plans:
+            trial_pass(training, training.train_loader.dataset[plan].micro_batches, graphs)
 
 
 def _find_problem(training: Training, plans: list[BatchPlan]) -> BaseException | None:
@@ -110,8 +114,11 @@ def _find_problem(training: Training, plans: list[BatchPlan]) -> BaseException |
         problem.__cause__ = problem.__context__ = None
     if problem:
         forget_gradients(training.fabric, training.optimizer)
+        if training.graphs:
+            training.graphs.forget()
         gc.collect()
         _empty_cache(training.fabric.device)
+        reset_peak_memory(training.fabric.device)
     return problem
 
 
@@ -120,13 +127,13 @@ def _empty_cache(device: torch.device) -> None:
         torch.get_device_module(device).empty_cache()
 
 
-def trial_pass(training: Training, micro_batches: list[MicroBatch]) -> None:
-    """Run the forward and backward passes, and free the gradients."""
+def trial_pass(training: Training, micro_batches: list[MicroBatch], graphs: Graphs | None = None) -> None:
+    """Run the forward and backward passes, and forget the gradients."""
     fabric, model = training.fabric, training.model
     # ranks with whole weights must not meet in a backward pass that one of them may not reach
     with fabric.no_backward_sync(model, enabled=not strategy_traits(training.settings).shards_weights):
-        accumulate_gradients(fabric, model, micro_batches, Meter(fabric))
-    forget_gradients(fabric, training.optimizer)
+        accumulate_gradients(fabric, model, micro_batches, Meter(fabric), graphs=graphs)
+    forget_gradients(fabric, training.optimizer, training.graphs)
 
 
 @contextmanager

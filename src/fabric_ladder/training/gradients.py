@@ -24,6 +24,7 @@ from fabric_ladder.models.masks import declare_padding
 from fabric_ladder.models.optimizer import all_finite
 from fabric_ladder.runs.metrics import Meter, add_to_confusion
 from fabric_ladder.techniques.embedding_rows import adding_rows
+from fabric_ladder.training.graphs import Graphs
 
 
 @contextmanager
@@ -43,6 +44,7 @@ def accumulate_gradients(
     meter: Meter,
     stop: Callable[[], bool] = bool,
     optimizer: Optimizer | None = None,
+    graphs: Graphs | None = None,
 ) -> bool:
     """Accumulate the gradient of the mean loss per item of one effective batch.
 
@@ -57,6 +59,7 @@ def accumulate_gradients(
         meter: Gets losses and right predictions, pending until the step is committed.
         stop: Called after each micro-batch except the last; True stops there.
         optimizer: May step in the last backward pass (`step_in_backward`); None: only compute the gradient.
+        graphs: Replay passes; None: all kernels are launched one by one.
 
     Returns:
         Whether all micro-batches were accumulated.
@@ -64,6 +67,12 @@ def accumulate_gradients(
     average_once = not averages_each_pass(fabric.strategy)
     stepping = getattr(getattr(optimizer, "optimizer", None), "stepping", None)  # of an optimizer of `WeightSteps`
     hooked = has_gradient_hooks(fabric.strategy)
+
+    def run_pass(micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        loss, correct = run_model(fabric, model, micro_batch)
+        fabric.backward(loss * micro_batch.weight)
+        return loss.detach(), correct  # frees autograd's graph before the next micro-batch's activations are allocated
+
     for number, micro_batch in enumerate(micro_batches, start=1):
         last = number == len(micro_batches)
         unsynchronized = fabric.no_backward_sync(model, enabled=average_once and not last)
@@ -73,10 +82,8 @@ def accumulate_gradients(
             stepping() if stepping and last else nullcontext(),
             adding_rows(hooked or (stepping is not None and last)),
         ):
-            loss, correct = run_model(fabric, model, micro_batch)
-            fabric.backward(loss * micro_batch.weight)
+            loss, correct = graphs.run(run_pass, micro_batch) if graphs else run_pass(micro_batch)
         meter.add(loss, correct, micro_batch.items)
-        del loss  # frees the graph before the next micro-batch's activations are allocated
         if not last and stop():
             return False
     finish_gradients(fabric.strategy)
@@ -112,7 +119,7 @@ def _to_device(fabric: Fabric, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
     On CUDA a separate stream copies them from pinned memory, while the device still computes the micro-batches before.
     """
-    if fabric.device.type != "cuda":
+    if fabric.device.type != "cuda" or next(iter(inputs.values())).is_cuda:  # the inputs of a graph are there already
         return fabric.to_device(inputs)
     computing, copying = torch.cuda.current_stream(fabric.device), _copying_stream(fabric.device)
     with torch.cuda.stream(copying):
@@ -128,9 +135,9 @@ def _copying_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def forget_gradients(fabric: Fabric, optimizer: Optimizer) -> None:
-    """Free the gradients, or set them to 0 where the strategy keeps them."""
-    optimizer.zero_grad(set_to_none=not keeps_gradients(fabric.strategy))
+def forget_gradients(fabric: Fabric, optimizer: Optimizer, graphs: Graphs | None = None) -> None:
+    """Free the gradients, or set them to 0 where the strategy or graphs need them in their places."""
+    optimizer.zero_grad(set_to_none=not (graphs or keeps_gradients(fabric.strategy)))
 
 
 def find_broken_gradient(fabric: Fabric, optimizer: Optimizer) -> Tensor:

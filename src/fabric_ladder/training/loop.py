@@ -149,14 +149,14 @@ def _train_epoch(training: Training) -> None:
                 return
 
         stop = stop_request.requested_within_step
-        if not accumulate_gradients(fabric, model, batch.micro_batches, state.meter, stop, optimizer):
+        if not accumulate_gradients(fabric, model, batch.micro_batches, state.meter, stop, optimizer, training.graphs):
             _undo_and_stop(training)
         # recorded on the device; the next printed line stops the run
         state.meter.commit(state.step(batch.samples), find_broken_gradient(fabric, optimizer))
         if settings.max_grad_norm:  # with error_if_nonfinite it would wait for the device
             fabric.clip_gradients(model, optimizer, max_norm=settings.max_grad_norm, error_if_nonfinite=False)
         optimizer.step()
-        forget_gradients(fabric, optimizer)
+        forget_gradients(fabric, optimizer, training.graphs)
 
         lines_before = state.samples // run.log_every
         state.advance(batch)
@@ -263,6 +263,8 @@ def _finish(training: Training) -> None:
     run, settings, state = training.run, training.settings, training.state
     if state.epoch < settings.epochs:
         run.log_early_stop(state.not_better, settings.best_metric)
+    if training.graphs:
+        run.print(training.graphs.describe())
     run.log_training(state.samples_hash)
     if settings.best_weights:
         known = state.best_step == state.optimizer_steps or training.checkpointer.read_best(state.best_step)
@@ -295,7 +297,7 @@ def _save_checkpoint(training: Training, validation: Score | None = None) -> boo
 def _undo_and_stop(training: Training) -> None:
     """Go back to the last point from which the run can resume exactly, and stop there."""
     training.state.undo_step()
-    forget_gradients(training.fabric, training.optimizer)
+    forget_gradients(training.fabric, training.optimizer, training.graphs)
     _stop(training)
 
 

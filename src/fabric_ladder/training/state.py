@@ -19,6 +19,7 @@ from fabric_ladder.distributed.launch import release_ranks
 from fabric_ladder.distributed.preemption import StopRequest
 from fabric_ladder.runs.metrics import Meter, Score, Step
 from fabric_ladder.runs.run import Run
+from fabric_ladder.training.graphs import Graphs
 
 SAVED = ("epoch batch samples trained micro_batch_tokens samples_hash validated best best_step not_better").split()
 
@@ -181,6 +182,7 @@ class Training:
         state: The position of the training.
         checkpointer: Writes and reads checkpoints.
         stop_request: Catches signals.
+        graphs: Replay passes; None: without `cuda_graphs`, or on a device without graphs.
     """
 
     def __init__(
@@ -196,6 +198,7 @@ class Training:
         self.state = TrainingState(run.fabric, len(train_loader))
         self.checkpointer = Checkpointer(run, model, optimizer, train_loader.dataset.fingerprint)
         self.stop_request = StopRequest(run.fabric.world_size)
+        self.graphs = Graphs(run.fabric.device) if run.settings.replays else None
 
     @property
     def is_over(self) -> bool:

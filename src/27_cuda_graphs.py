@@ -1,0 +1,42 @@
+"""27_cuda_graphs · CUDA graphs: one launch for all kernels of a pass, so that the GPU waits no more for Python.
+
+Builds on 15_packing.py.
+Unchanged: every gradient, to the last bit.
+
+src/plain/27_cuda_graphs.py shows the whole training in one file.
+In the package: training/graphs.py: Graphs
+"""
+
+from fabric_ladder import Run, build_dataloaders, build_model, build_optimizer, evaluate, parse_settings, train
+from local_dataset_utilities import load_datasets
+
+from lightning import Fabric
+
+if __name__ == "__main__":
+    settings = parse_settings(
+        batch_size=16,
+        micro_batch_tokens="auto",  # as many as a GPU has room for; on a CPU 1024
+        precision="mixed",
+        packing=True,
+        cuda_graphs=True,  # NEW
+    )
+
+    fabric = Fabric(accelerator=settings.accelerator, devices=1, precision=settings.precision)
+    fabric.launch()
+    fabric.seed_everything(settings.seed)
+    run = Run(fabric, settings)
+
+    ### 1 Loading the dataset
+    datasets = load_datasets(settings)
+    train_loader, val_loader, test_loader = build_dataloaders(fabric, datasets, settings)
+
+    ### 2 Initializing the model
+    model = build_model(settings, datasets)
+    model = fabric.setup(model)
+    optimizer = fabric.setup_optimizers(build_optimizer(settings, model))
+
+    ### 3 Finetuning
+    training = train(run, model, optimizer, train_loader, val_loader)
+
+    ### 4 Evaluation
+    evaluate(training, test_loader)

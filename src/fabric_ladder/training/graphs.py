@@ -1,0 +1,119 @@
+"""Replay a micro-batch's forward and backward pass from a CUDA graph: one launch in place of thousands.
+
+A graph repeats its kernels on the memory that they used when it was recorded. So each shape of micro-batch has a graph
+and fixed inputs of its own, which the next micro-batch of this shape is copied into. Gradients are set to 0 and not
+freed, so that they keep their places. The activations of all graphs share one pool of memory, because graphs are
+replayed one after another.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fabric_ladder.data.loaders import MicroBatch
+
+MOST = 32  # graphs; each takes some MB of GPU memory for its thousands of kernels
+
+Pass = Callable[[MicroBatch], tuple[Tensor, Tensor]]  # returns the loss and the number of right predictions
+
+
+class CudaRecorder:
+    """Records what a function launches on a GPU, without running it."""
+
+    def __init__(self):
+        self._pool = None
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Return a function that repeats the work on the same memory."""
+        graph = torch.cuda.CUDAGraph()
+        # other threads, such as the loader's, may pin memory meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            work()
+        self._pool = graph.pool()
+        return graph.replay
+
+
+class _Recorded(NamedTuple):
+    """A pass of one shape, and the tensors that it reads and writes."""
+
+    micro_batch: MicroBatch
+    results: tuple[Tensor, Tensor]
+    replay: Callable[[], None]
+
+    def run(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        for name, fixed in self.micro_batch.inputs.items():
+            fixed.copy_(micro_batch.inputs[name], non_blocking=True)
+        self.micro_batch.weight.fill_(micro_batch.weight)
+        self.replay()
+        return tuple(result.clone() for result in self.results)
+
+
+class Graphs:
+    """The recorded passes of a training.
+
+    The first micro-batch of a shape runs without a graph: it prepares libraries and creates gradients outside of the
+    pool. The second is recorded. Of too many graphs, the one that was not used for the longest time is dropped.
+
+    Args:
+        device: Where the passes run.
+
+    Attributes:
+        passes: All passes so far.
+        replayed: Those from a graph.
+        recorded: Graphs that were recorded.
+        seconds: Spent on recording them.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.recorded, self.seconds = device, 0, 0.0
+        self.passes = self.replayed = 0
+        self._recorder = CudaRecorder()
+        self._known: OrderedDict[Hashable, _Recorded] = OrderedDict()
+        self._seen: dict[Hashable, tuple[Tensor, Tensor]] = {}  # places for the results, outside of the pool
+
+    def run(self, work: Pass, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Run a pass, from its graph if there is one, and return the loss and the number of right predictions."""
+        self.passes += 1
+        key = micro_batch.masked, *((name, each.shape, each.dtype) for name, each in micro_batch.inputs.items())
+        if key not in self._seen:
+            results = work(micro_batch)
+            self._seen[key] = tuple(map(torch.empty_like, results))
+            return results
+        if key not in self._known:
+            self._known[key] = self._record(work, micro_batch, self._seen[key])
+            if len(self._known) > MOST:
+                del self._seen[self._known.popitem(last=False)[0]]
+        self._known.move_to_end(key)
+        self.replayed += 1
+        return self._known[key].run(micro_batch)
+
+    def describe(self) -> str:
+        """Return a line about the graphs of the training."""
+        share = f"{self.replayed / max(self.passes, 1):.0%} of the passes"
+        return f"CUDA graphs: {self.recorded} recorded in {self.seconds:.1f} s, {share} replayed"
+
+    def forget(self) -> None:
+        """Drop all graphs and their memory."""
+        self._recorder = CudaRecorder()
+        self._known.clear()
+        self._seen.clear()
+
+    def _record(self, work: Pass, micro_batch: MicroBatch, results: tuple[Tensor, Tensor]) -> _Recorded:
+        start = perf_counter()
+        inputs = {name: each.to(self.device, copy=True) for name, each in micro_batch.inputs.items()}
+        # a number of 64 bits, rounded as the number of an unrecorded pass is
+        weight = torch.tensor(micro_batch.weight, dtype=torch.float64, device=self.device)
+        fixed = micro_batch._replace(inputs=inputs, weight=weight)
+
+        def recorded() -> None:
+            for result, new in zip(results, work(fixed), strict=True):
+                result.copy_(new)  # out of the pool, whose memory the next graph uses again
+
+        replay = self._recorder.record(recorded)
+        self.recorded += 1
+        self.seconds += perf_counter() - start
+        return _Recorded(fixed, results, replay)

@@ -1,0 +1,315 @@
+"""Replayed passes change no bit; tapes of operations take the place of CUDA graphs on a CPU."""
+
+import csv
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from lightning import Fabric
+from support.helpers import (
+    MODELS,
+    SMALL,
+    SRC,
+    finished,
+    relative_error,
+    run_script,
+    settings_for,
+    tiny_model,
+    token_datasets,
+)
+from support.tape import TapeRecorder
+from support.training import losses, run_training
+from transformers import AutoConfig
+
+from fabric_ladder.data.cutting import MicroBatchPlan, cut
+from fabric_ladder.data.loaders import MicroBatch, TextCollator
+from fabric_ladder.errors import NotFiniteError, UserError
+from fabric_ladder.models.activations import fuse_gelu
+from fabric_ladder.models.configs import MODELS as CLASSES
+from fabric_ladder.models.probe import VOCABULARY, small_copy
+from fabric_ladder.planning.memory import predict_memory
+from fabric_ladder.runs.metrics import Meter
+from fabric_ladder.settings import Settings
+from fabric_ladder.techniques import BY_KEY, check_together
+from fabric_ladder.techniques.checkpointing import RANDOM_ONLY_IN_DROPOUT
+from fabric_ladder.techniques.embedding_rows import add_rows
+from fabric_ladder.techniques.fused_attention import fuse_attention
+from fabric_ladder.techniques.packing import TESTED, support_packing
+from fabric_ladder.training import fitting, graphs
+from fabric_ladder.training.gradients import accumulate_gradients, forget_gradients
+from fabric_ladder.training.graphs import MOST, Graphs
+
+TASK = "text-classification"
+CLAIMED = sorted(
+    {kind for kind in TESTED & RANDOM_ONLY_IN_DROPOUT if kind in CLASSES[TASK]._model_mapping._model_mapping}
+)
+DTYPES = {torch.float64: "64-true", torch.float32: "32-true", torch.bfloat16: "bf16-true"}
+ROWS, WIDTH, DOCUMENTS = 2, 32, 8
+
+
+@pytest.fixture
+def taped(monkeypatch):
+    """Record tapes on the CPU where a GPU records graphs; return the graphs of each training."""
+    made = []
+
+    class Watched(Graphs):
+        def __init__(self, device):
+            super().__init__(device)
+            made.append(self)
+
+    monkeypatch.setattr(graphs, "CudaRecorder", TapeRecorder)
+    monkeypatch.setattr(Settings, "replays", property(lambda settings: settings.cuda_graphs))
+    monkeypatch.setattr("fabric_ladder.training.state.Graphs", Watched)
+    return made
+
+
+def changed(model, width):
+    """Apply what `build_model` applies."""
+    for change in (fuse_attention, fuse_gelu, add_rows):
+        change(model)
+    support_packing(model, width)
+    return model
+
+
+def packed(seed):
+    """Return a micro-batch of random documents, with fillers."""
+    rng = np.random.default_rng(seed)
+    spans, positions, labels = [], torch.zeros(ROWS, WIDTH, dtype=torch.long), []
+    for row in range(ROWS):
+        start = 0
+        while start < WIDTH - 4 and len(spans) < (row + 1) * 3:
+            end = min(WIDTH, start + int(rng.integers(4, 14)))
+            spans.append((row * WIDTH + start, row * WIDTH + end))
+            positions[row, start:end] = torch.arange(end - start)
+            labels.append(int(rng.integers(2)))
+            start = end
+        positions[row, start:] = torch.arange(WIDTH - start)
+    missing, last = DOCUMENTS - len(spans), ROWS * WIDTH
+    inputs = {
+        "input_ids": torch.from_numpy(rng.integers(6, VOCABULARY, (ROWS, WIDTH))),
+        "position_ids": positions,
+        "spans": torch.tensor(spans + [(last - 1, last)] * missing),
+        "labels": torch.tensor(labels + [-100] * missing),
+    }
+    return MicroBatch(inputs, len(labels), float(rng.random()), last, last)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", CLAIMED)
+def test_a_replayed_pass_equals_an_eager_one_bit_by_bit_and_waits_for_nothing(taped, kind, dtype):
+    """The recorder fails at an operation that waits. The gradients stay where they are."""
+    config = AutoConfig.for_model(kind)
+    for name, value in config.to_dict().items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+    torch.manual_seed(0)
+    fabric = Fabric(accelerator="cpu", devices=1, precision=DTYPES[dtype])
+    model = fabric.setup(changed(small_copy(config, TASK, torch.float32), WIDTH).train())
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 0.1))
+    recorded, places, found = Graphs(torch.device("cpu")), [], {}
+    for replays in (recorded, None):
+        for seed in range(5):
+            meter = Meter(fabric)
+            accumulate_gradients(fabric, model, [packed(seed), packed(seed + 9)], meter, graphs=replays)
+            gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+            places.append([gradient.data_ptr() for gradient in gradients])
+            found[replays is None, seed] = meter.pending_losses(), *(gradient.clone() for gradient in gradients)
+            forget_gradients(fabric, optimizer, recorded)
+    assert recorded.replayed == 9
+    assert all(place == places[0] for place in places)
+    for seed in range(5):
+        assert all(map(torch.equal, found[False, seed], found[True, seed]))
+    assert found[True, 0][1].dtype == dtype
+
+
+CASES = {
+    "32-true": {},
+    "bf16-mixed": {"precision": "bf16-mixed"},
+    "bf16 with Kahan summation": {"precision": "bf16-true", "kahan_summation": True},
+    "64-true": {"precision": "64-true"},
+    "AdamW, clipped": {"max_grad_norm": 1.0, "optimizer": "adamw", "schedule": "cosine"},
+    "SinkGD": {"optimizer": "sinkgd"},
+    "by tokens": {"micro_batch_size": None, "micro_batch_tokens": 128},
+    "one shape": {"micro_batch_size": None, "pack_rows": 2},
+    "not packed": {"packing": False},
+    "class weights": {"class_weights": "balanced"},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_training_with_replayed_passes_equals_one_without(tmp_path, monkeypatch, taped, name):
+    """Each has the trial of the heaviest batches, and documents padded to the same number."""
+    monkeypatch.setattr(fitting, "HARD_LIMITS", ("cpu",))
+    found = []
+    for replays in (True, False):
+        if not replays:
+            monkeypatch.setattr("fabric_ladder.training.state.Graphs", lambda _: None)
+        values = {"packing": True, "micro_batch_size": 2, "pad_to_multiple_of": 16} | CASES[name]
+        values |= {"max_length": 64, "epochs": 2, "cuda_graphs": True}
+        run, model = run_training(tmp_path, changed(tiny_model(), 64), token_datasets(train=90), **values)
+        found.append((losses(run), [weight.detach().clone() for weight in model.parameters()]))
+    (first, weights), (second, others) = found
+    assert first == second
+    assert all(map(torch.equal, weights, others))
+    assert taped[0].replayed > taped[0].passes / 2 > taped[0].recorded
+    assert f"CUDA graphs: {taped[0].recorded} recorded" in (run.folder.parent / "1" / "log.txt").read_text()
+
+
+def first_losses(cwd, rung):
+    with open(cwd / "runs" / rung / "1" / "metrics.csv", newline="") as file:
+        return [row["loss"] for row in csv.DictReader(file) if row["loss"]]
+
+
+def test_the_rung_prints_the_losses_of_its_parent(tmp_path):
+    """As on a laptop, without graphs; and with tapes in place of graphs."""
+    options = (*SMALL, "--micro_batch_tokens", 128)
+    taped_script = SRC.parent / "tests" / "support" / "taped_script.py"
+    told = {}
+    for name, command in {
+        "15_packing": (SRC / "15_packing.py",),
+        "27_cuda_graphs": (SRC / "27_cuda_graphs.py",),
+        "taped": (taped_script, "27_cuda_graphs"),
+    }.items():
+        (tmp_path / name).mkdir()
+        told[name] = finished(run_script(*command, *options, cwd=tmp_path / name))
+    expected = first_losses(tmp_path / "15_packing", "15_packing")
+    assert len(expected) == 6
+    assert first_losses(tmp_path / "27_cuda_graphs", "27_cuda_graphs") == expected
+    assert "--cuda_graphs on cpu: there are no CUDA graphs here" in told["27_cuda_graphs"]
+    taped = first_losses(tmp_path / "taped", "27_cuda_graphs")
+    # fillers give the head another number of rows, whose product may be rounded otherwise
+    assert list(map(float, taped)) == pytest.approx(list(map(float, expected)), rel=1e-3)
+    assert re.search(r"CUDA graphs: \d+ recorded in .*, [5-9]\d% of the passes replayed", told["taped"])
+
+
+def test_of_too_many_graphs_the_one_not_used_for_the_longest_time_is_dropped(taped, monkeypatch):
+    monkeypatch.setattr(graphs, "MOST", 2)
+    replays, total = Graphs(torch.device("cpu")), torch.zeros(())
+
+    def work(micro_batch):
+        total.add_(micro_batch.inputs["numbers"].sum() * micro_batch.weight)
+        return total * 2, total.long()
+
+    expected = 0.0
+    for step, length in enumerate((3, 3, 4, 4, 3, 5, 5, 4, 4, 5, 3, 3)):
+        numbers = torch.full((length,), float(step))
+        expected += step * length * 0.5
+        loss, _ = replays.run(work, MicroBatch({"numbers": numbers}, 1, 0.5, length, length))
+        assert (total, loss) == (expected, 2 * expected)
+    assert (replays.passes, replays.replayed, replays.recorded) == (12, 7, 5)
+    replays.forget()
+    replays.run(work, MicroBatch({"numbers": numbers}, 1, 0.5, length, length))
+    assert replays.replayed == 7
+
+
+def test_fillers_change_a_gradient_by_rounding_alone(tmp_path, taped):
+    settings = settings_for(tmp_path, precision="64-true", packing=True, max_length=64, cuda_graphs=True)
+    collator = TextCollator(token_datasets(), "train", settings)
+    plan = MicroBatchPlan([3, 4, 5, 6, 7], 5, 0.25, [2, 3])
+    filled = collator.micro_batch(plan)
+    collator.most = 0
+    exact = collator.micro_batch(plan)
+    end = exact.inputs["input_ids"].numel()
+    assert filled.inputs["spans"][5:].tolist() == [[end - 1, end]] * 11
+    assert filled.inputs["labels"][5:].tolist() == [-100] * 11
+    assert filled[1:] == exact[1:]
+    fabric = Fabric(accelerator="cpu", devices=1, precision="64-true")
+    for kind in ("bloom", "llama", "bert"):  # which read the last and the first token of a document
+        model = fabric.setup(changed(tiny_model(kind), 64))
+        found = []
+        for micro_batch in (filled, exact):
+            meter = Meter(fabric)
+            accumulate_gradients(fabric, model, [micro_batch], meter)
+            found.append([weight.grad.clone() for weight in model.parameters() if weight.grad is not None])
+            found[-1] += [meter._pending[0][1].double()]
+            model.zero_grad()
+        assert relative_error(*found) < 1e-12
+
+
+def test_an_epoch_of_reviews_has_few_shapes():
+    """Lengths are distributed like IMDb's, in tokens of BLOOM."""
+    rng = np.random.default_rng(0)
+    lengths = rng.lognormal(5.5, 0.62, 16 * 400).clip(20, 1024).astype(int)
+    for tokens, most in ((16384, MOST - 8), (4096, 64)):
+        shapes = Counter()
+        for start in range(0, len(lengths), 16):
+            for plan in cut(np.arange(start, start + 16), lengths, np.ones_like(lengths), 1, None, tokens, 64, 1024)[0]:
+                shapes[len(plan.packs), plan.padded(lengths, 64)] += 1
+        assert len(shapes) <= most
+        assert sum(count for _, count in shapes.most_common(MOST)) > 0.99 * shapes.total()
+
+
+def test_a_gradient_that_is_not_finite_is_named_under_replays(tmp_path, taped):
+    def spoil(model, optimizer):
+        def after_step(*_):
+            steps.append(1)
+            if len(steps) == 5:
+                next(model.parameters()).data.fill_(torch.inf)
+
+        steps = []
+        optimizer.register_step_post_hook(after_step)
+
+    values = {"packing": True, "max_length": 64, "micro_batch_size": 2, "cuda_graphs": True, "log_every": 200}
+    with pytest.raises(NotFiniteError, match="the loss is nan at epoch 1, batch 6 "):
+        run_training(tmp_path, changed(tiny_model(), 64), token_datasets(train=160), prepare=spoil, **values)
+    assert taped[0].replayed
+
+
+def test_after_a_failed_trial_no_graph_is_left(tmp_path, taped, monkeypatch):
+    """`auto` halves the tokens where the second pass, which is recorded, runs out of memory."""
+    record, sizes = TapeRecorder.record, []
+
+    def limited(self, work):
+        sizes.append(work.__closure__)
+        if len(sizes) == 1:
+            raise MemoryError
+        return record(self, work)
+
+    monkeypatch.setattr(TapeRecorder, "record", limited)
+    values = {"packing": True, "max_length": 64, "pad_to_multiple_of": 16, "micro_batch_tokens": "auto"}
+    run, _ = run_training(tmp_path, changed(tiny_model(), 64), cuda_graphs=True, batch_size=8, **values)
+    assert run.record.values["results"]["fitted_micro_batch_tokens"] < 200
+    assert taped[0].replayed
+
+
+REFUSED = {
+    "strategy=ddp": {"strategy": "ddp"},
+    "fsdp": {"strategy": "fsdp"},
+    "8-bit Adam": {"optimizer": "adam-8bit"},
+    "compile": {"compile": True},
+    "step in backward": {"step_in_backward": True},
+    "offload": {"optimizer_offload": True},
+    "streamed": {"lora": True, "stream_layers": True},
+    "blocks": {"block_steps": 3},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_graph_cannot_repeat_is_refused_with_the_remedy(tmp_path, name):
+    with pytest.raises(UserError, match=r"^--cuda_graphs true: .*(leave|use)"):
+        check_together(Settings(cuda_graphs=True, accelerator="cpu", runs_dir=str(tmp_path), **REFUSED[name]))
+
+
+def test_models_that_draw_numbers_and_batches_of_many_sizes_are_refused(tmp_path):
+    technique, model = BY_KEY["cuda_graphs"], str(MODELS / "gpt2.json")
+    reasons = [
+        technique.reason_against(settings_for(tmp_path, model=model, **values), None)
+        for values in ({}, {"task": "instruction-tuning"}, {"lora": True})
+    ]
+    assert "draw random numbers" in reasons[0]
+    assert "trains another number of words or tokens" in reasons[1]
+    assert "--lora_dropout 0" in reasons[2]
+    bloom = settings_for(tmp_path, model=str(MODELS / "bloom-560m.json"))
+    assert technique.reason_against(bloom, None) is None
+
+
+def test_the_prediction_counts_gradients_that_stay_and_the_pool():
+    common = {"length": 64, "micro_batch_size": 2, "packing": True, "precision": "bf16-true"}
+    without, replayed = (
+        predict_memory(str(MODELS / "bloom-quickstart.json"), cuda_graphs=graphs, **common) for graphs in (False, True)
+    )
+    assert without.tensors.pool == 0
+    assert replayed.tensors.pool >= replayed.tensors.activations > 0
+    assert replayed.expected - without.expected >= replayed.tensors.pool
