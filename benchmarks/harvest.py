@@ -64,20 +64,26 @@ ON_SEVERAL_GPUS = ["9_ddp", "10_fsdp", "11_fsdp_cpu_offload", "12_deepspeed_zero
 PACKAGES = ("accelerate", "bitsandbytes", "peft", "torchao", "torchmetrics")  # of the entries
 STOPPED = "stopped at the end of the minutes"
 REPEATED = "5_low_precision, again"  # the first entry once more, for the spread
-FAST = "16_bf16_that_learns, packed, compiled"
+FAST, GRAPHS = "16_bf16_that_learns, packed, compiled", "16_bf16_that_learns, packed, graphs"
 ONE_PASS = "4_mixed_precision, one pass a step"  # the cut of Trainer's entries
 PEAKS = ("2_grad_accum", "7_grad_checkpointing", "13_lora", "16_bf16_that_learns", "18_low_bit_optimizer")
 FULL = {"bloom-560m": "bloom-quickstart", "vit-large-16": "vit-small", "bloom-7b1": "bloom-quickstart"}  # and rehearsed
 FIRST = (
-    "profile", "5_low_precision", "ceilings", "attention", "gradients", "calibration",
-    "15_packing", FAST, "4_mixed_precision", ONE_PASS, "Trainer, bf16-mixed", "blog, bf16-mixed", REPEATED,
+    "27_cuda_graphs", GRAPHS, "losses: 27_cuda_graphs", "15_packing", "Trainer, bf16-mixed, compiled",
+    "Trainer, bf16-mixed", "16_bf16_that_learns, packed", "5_low_precision", "5_low_precision, graphs",
+    "streamed gradients", "memory: bloom-560m, 27_cuda_graphs", "profile",
+    FAST, "4_mixed_precision", ONE_PASS, "blog, bf16-mixed", REPEATED, "ceilings", "attention", "gradients",
+    "calibration",
     *(f"memory: bloom-560m, {rung}" for rung in PEAKS),
 )  # fmt: skip
 VARIANTS = {  # further runs of a rung
     "5_low_precision, one sample": "--micro_batch_size 1",
     "5_low_precision, compiled": "--compile true",
-    REPEATED: "--predict_memory true",
+    "5_low_precision, graphs": "--cuda_graphs true",
+    REPEATED: "",
     ONE_PASS: "--micro_batch_size 16",
+    "16_bf16_that_learns, packed": "--packing true",
+    GRAPHS: "--packing true --cuda_graphs true",
     FAST: "--packing true --compile true",
     "15_packing, 4 rows": "--pack_rows 4",
     "22_float8, not compiled": "--compile false",
@@ -161,6 +167,7 @@ def prepare(machine: dict, folder: Path) -> Job:
     datasets = load_datasets(parse_settings([*options, "--accelerator", "cpu"]))
     datasets.tokenizer.save_pretrained(folder / "tokenizer")
     options += ["--tokenizer", str(folder / "tokenizer"), "--accelerator", device]
+    options += ["--predict_memory", "false"]  # it takes as long as a training; the entries of memory predict
     lengths = np.asarray(datasets.splits["train"]["length"][:])
     gpu = None if rehearse else match_gpu(machine["hardware"].get("gpu", ""))
     return Job(device, rehearse, gpu, 2 if rehearse else machine["gpus"], options, lengths, folder)
@@ -171,7 +178,7 @@ def entries_of(job: Job) -> list[Entry]:
     rungs = ["2_grad_accum"] if job.rehearse else ON_ONE_GPU
     checks = [Entry(f"losses: {rung}", partial(losses, job, rung), 40, alone=False) for rung in rungs]
     found = [*kernels(job), *checks]
-    found += [training(job, rung, rung_command(job.options, rung, "--predict_memory", "true")) for rung in rungs]
+    found += [training(job, rung, rung_command(job.options, rung)) for rung in rungs]
     for name, more in VARIANTS.items() if not job.rehearse else ():
         found.append(training(job, name, rung_command(job.options, name.split(",")[0], *more.split())))
     emulates = job.gpu and job.gpu.capability < (8, 0)  # the peers' bfloat16 would be refused
@@ -180,6 +187,10 @@ def entries_of(job: Job) -> list[Entry]:
         options = [*job.options, "--batch_size", "16", "--precision", precision]
         found.append(training(job, f"blog, {precision}", peer_command("blog", options)))
         found.append(training(job, f"Trainer, {precision}", peer_command("trainer", options, *TRAINER)))
+        if precision.endswith("mixed"):
+            found.append(
+                training(job, f"Trainer, {precision}, compiled", peer_command("trainer", options, *TRAINER, "compile"))
+            )
     found += [profiled(job), *memory(job), *claims(job)]
     for rung in ON_SEVERAL_GPUS if job.gpus > 1 else []:
         if rung == "9_ddp" or not job.rehearse:
@@ -495,8 +506,9 @@ def tables(content: dict) -> dict[str, list[str]]:
     figures = dict(sorted(figures.items(), key=lambda item: _place(item[0])))
     rows = rows_of(figures)
     mixed = [run for run in rows["speeds"] if run["precision"].endswith("mixed")]
+    plain = ("Trainer, bf16-mixed", "Trainer, 16-mixed")
     rates = [f"{run['late_samples_per_second']:,.0f} with {run['measured']:.1f} GB ({run['name']}"
-             f"{', without torch.compile' if run['name'].startswith('Trainer') else ''})"
+             f"{', without torch.compile' if run['name'] in plain else ''})"
              for run in sorted(mixed, key=lambda run: -run["late_samples_per_second"])]  # fmt: skip
     conditions = f"on one {content['machine']['hardware']['gpu']}, at the end of the training"
     summary = [f"Reviews/s of BLOOM-560m in mixed precision {conditions}: {', '.join(rates)}; "
