@@ -66,15 +66,12 @@ STOPPED = "stopped at the end of the minutes"
 REPEATED = "5_low_precision, again"  # the first entry once more, for the spread
 FAST, GRAPHS = "16_bf16_that_learns, packed, compiled", "16_bf16_that_learns, packed, graphs"
 ONE_PASS = "4_mixed_precision, one pass a step"  # the cut of Trainer's entries
-PEAKS = ("2_grad_accum", "7_grad_checkpointing", "13_lora", "16_bf16_that_learns", "18_low_bit_optimizer")
 FULL = {"bloom-560m": "bloom-quickstart", "vit-large-16": "vit-small", "bloom-7b1": "bloom-quickstart"}  # and rehearsed
 FIRST = (
     "27_cuda_graphs", GRAPHS, "losses: 27_cuda_graphs", "15_packing", "Trainer, bf16-mixed, compiled",
     "Trainer, bf16-mixed", "16_bf16_that_learns, packed", "5_low_precision", "5_low_precision, graphs",
-    "streamed gradients", "memory: bloom-560m, 27_cuda_graphs", "profile",
-    FAST, "4_mixed_precision", ONE_PASS, "blog, bf16-mixed", REPEATED, "ceilings", "attention", "gradients",
+    "streamed gradients", "memory: bloom-560m, 27_cuda_graphs", "profile", "4_mixed_precision", ONE_PASS, "ceilings",
     "calibration",
-    *(f"memory: bloom-560m, {rung}" for rung in PEAKS),
 )  # fmt: skip
 VARIANTS = {  # further runs of a rung
     "5_low_precision, one sample": "--micro_batch_size 1",
@@ -210,7 +207,7 @@ def command_entry(name: str, command: list[str], seconds: float = 20.0, alone: b
 def training(job: Job, name: str, command: list[str], gpus: int = 1) -> Entry:
     """Return an entry that trains on the job's reviews; without MFU for 8-bit matrix multiplications."""
     config = json.loads(Path(job.options[job.options.index("--model") + 1]).read_text(encoding="utf-8"))
-    entry = command_entry(name, command, 35)
+    entry = command_entry(name, command, 25)
     gpu = None if name.startswith("22_float8") else job.gpu
     return entry._replace(measure=lambda limit: add_rates(entry.measure(limit), config, job.lengths, gpu, gpus))
 
