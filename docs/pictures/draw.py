@@ -619,6 +619,22 @@ def stateless(figure: Figure, look: Look) -> None:
     axes.text(0, 7.6, "A row without a gradient stays empty: its token is not in the batch.", va="center", fontsize=9.5)
 
 
+@picture("27_cuda_graphs", 2.5)
+def cuda_graphs(figure: Figure, look: Look) -> None:
+    """One launch for all kernels: the GPU waits no more."""
+    axes = canvas(figure, look, "sketch · 7 kernels of a pass, not to scale", 10, 4.6)
+    axes.set_xlim(-1.95, 10.9)
+    tasks = []
+    for kernel in range(7):
+        start, name = 1.35 * kernel, f"{kernel + 1}"
+        tasks += [("Python", start, 1.3, "line", f"launch {name}"), ("GPU", start + 1.3, 0.4, "weights", name)]
+        tasks += [("GPU, graph", 1.3 + 0.4 * kernel, 0.4, "weights", name)]
+    tasks += [("Python, graph", 0, 1.3, "line", "replay"), ("Python, graph", 1.35, 1.3, "line", "copy next")]
+    tasks += [("Python, graph", 2.7, 1.3, "line", "replay")]
+    tasks += [("GPU, graph", 4.1 + 0.4 * kernel, 0.4, "gradients", f"{kernel + 1}") for kernel in range(7)]
+    lanes(axes, look, ["Python", "GPU", "Python, graph", "GPU, graph"], tasks)
+
+
 @picture("micro_batches", 3.2)
 def micro_batches(figure: Figure, look: Look) -> None:
     """One effective batch, three cuts."""
