@@ -310,10 +310,9 @@ LADDER = (
         "cuda_graphs",
         "27_cuda_graphs",
         conflicts={
-            "strategy=ddp": "only on one device, since several send gradients within a pass; use --devices 1",
+            "strategy=ddp": "only on one device, since several send gradients within a pass; leave it out",
             SHARDED: "only on one device with whole weights; leave it out",
-            "optimizer=adam-8bit": "low-bit optimizers wait for the GPU at each weight; use --optimizer adam, or leave "
-            "it out",
+            "optimizer=adam-8bit": "not tested with low-bit optimizers; use --optimizer adam, or leave it out",
             "step_in_backward": "gradients must stay where a graph writes them; leave one of them out",
             "optimizer_offload": "gradients must stay where a graph writes them; leave one of them out",
             "block_steps": "each block would need graphs of its own; leave one of them out",

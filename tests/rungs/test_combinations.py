@@ -43,6 +43,7 @@ TECHNIQUES = {
     "activation offload": "--activation_checkpointing true --activation_offload true",
     "selective checkpointing": "--activation_checkpointing true --selective_checkpointing true",
     "8-bit products": "--float8 true",
+    "CUDA graphs": "--cuda_graphs true",
     "tiled MLP": "--mlp_tile 16",
     "offload": "--offload true",
     "last block": "--train_blocks last:1",

@@ -131,7 +131,7 @@ def test_auto_starts_from_the_predicted_size(tmp_path, monkeypatch, sharded, pre
 
 
 def test_out_of_memory_in_the_trial_names_the_line(tmp_path, monkeypatch):
-    def allocate(*_):
+    def allocate(*_, **__):
         raise MemoryError
 
     monkeypatch.setattr(fitting, "HARD_LIMITS", ("cpu",))
