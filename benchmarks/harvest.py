@@ -66,7 +66,7 @@ STOPPED = "stopped at the end of the minutes"
 REPEATED = "5_low_precision, again"  # the first entry once more, for the spread
 FAST, GRAPHS = "16_bf16_that_learns, packed, compiled", "16_bf16_that_learns, packed, graphs"
 ONE_PASS = "4_mixed_precision, one pass a step"  # the cut of Trainer's entries
-FULL = {"bloom-560m": "bloom-quickstart", "vit-large-16": "vit-small", "bloom-7b1": "bloom-quickstart"}  # and rehearsed
+FULL = {"bloom-560m": "bloom-quickstart", "vit-large-16": "vit-small"}  # and rehearsed
 FIRST = (
     "27_cuda_graphs", GRAPHS, "losses: 27_cuda_graphs", "15_packing", "Trainer, bf16-mixed, compiled",
     "Trainer, bf16-mixed", "16_bf16_that_learns, packed", "5_low_precision", "5_low_precision, graphs",
@@ -255,19 +255,13 @@ def losses(job: Job, rung: str, limit: float) -> dict:
 
 
 def memory(job: Job) -> list[Entry]:
-    """Return rungs on samples of full length, to compare the measured peak with the predicted one.
-
-    The models of 7 billion parameters run alone: their speed is measured too, and several would not fit.
-    """
+    """Return rungs on samples of full length, to compare the measured peak with the predicted one."""
     found = []
     for model, tiny in FULL.items():
         folder = job.folder / model
         folder.mkdir()
         memory_ladder.make_data(model, folder)
-        large = model == "bloom-7b1"  # a CPU needs a minute to draw its weights
-        entries = list(memory_ladder.ENTRIES[model])
-        entries += [row._replace(rung="14_qlora") for row in entries if large]
-        rows = [row for row in entries if row.gpus == 1 and row.rung in ON_ONE_GPU
+        rows = [row for row in memory_ladder.ENTRIES[model] if row.gpus == 1 and row.rung in ON_ONE_GPU
                 and (model != "bloom-560m" or not row.options) and "16-mixed" not in row.options]  # fmt: skip
         for row in rows[1:2] if job.rehearse else rows:
             options = [*memory_ladder.options_of(model), *memory_ladder.data_options(model, folder)]
@@ -278,7 +272,7 @@ def memory(job: Job) -> list[Entry]:
                 size += " --train_samples 16 --batch_size 8 --validation_samples 8 --micro_batch_size 1"
                 options += ["--model", str(MODELS / f"{tiny}.json"), *size.split()]
             command = rung_command(options, row.rung)
-            found.append(command_entry(f"memory: {model}, {row.name}", command, 100 if large else 20, large))
+            found.append(command_entry(f"memory: {model}, {row.name}", command, alone=False))
     return found
 
 
@@ -432,7 +426,6 @@ TABLES = {  # header and row
     ),
     "profile": ("kernel | share | ms | calls", "`{name:.60}` | {share:.1%} | {ms:.0f} | {calls}"),
     "memory": (f"full samples | {SIZES[0]}", "{name} | " + SIZES[1]),
-    "adapters": (f"512 tokens | tokens/s | {SIZES[0]}", "{name} | {tokens_per_second:,.0f} | " + SIZES[1]),
     "claims": (
         f"one text in a step | tokens/s at the end | {SIZES[0]} | in CPU memory, GB",
         "{name} | {late_tokens:,.0f} | " + SIZES[1] + " | {host:.1f}",
@@ -461,8 +454,7 @@ def rows_of(figures: dict[str, dict]) -> dict[str, list[dict]]:
         row = run | {"name": name, "predicted": predicted and predicted / 1e9, "measured": measured and measured / 1e9}
         row["difference"] = measured / predicted - 1 if predicted and measured else None
         if name.startswith("memory: "):
-            kind = "adapters" if "bloom-7b1" in name else "memory"
-            found[kind].append(row | {"name": name.removeprefix("memory: ")})
+            found["memory"].append(row | {"name": name.removeprefix("memory: ")})
         elif name.startswith("claim: "):
             rate = run["late_samples_per_second"] * run["tokens_per_second"] / run["samples_per_second"]
             more = {"late_tokens": rate, "host": run["peak_host_memory_bytes"] / 1e9}

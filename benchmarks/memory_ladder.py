@@ -187,17 +187,13 @@ def predict(model: str, entry: Entry, known: dict[str, Peak]) -> Peak:
 
 
 def make_data(model: str, folder: Path) -> None:
-    """Write images, texts or instructions for three effective batches."""
+    """Write images or texts for three effective batches."""
     rng = np.random.default_rng(0)
     if model.startswith("vit"):
         for number in range(320):
             path = folder / f"class{number % 10}" / f"{number}.png"
             path.parent.mkdir(exist_ok=True)
             Image.fromarray(rng.integers(0, 256, (32, 32, 3), np.uint8)).save(path)
-        return
-    if model == "bloom-7b1":
-        samples = [{"instruction": "a b c", "input": "", "output": "d e " * TOKENS} for _ in range(60)]
-        (folder / "instructions.json").write_text("\n".join(map(json.dumps, samples)), encoding="utf-8")
         return
     words = np.array(["".join(letters) for letters in rng.choice(list("abcdefghij"), (2000, 6))])
     with open(folder / "texts.csv", "w", newline="", encoding="utf-8") as file:
@@ -210,8 +206,7 @@ def data_options(model: str, folder: Path) -> list[str]:
     """Return the options that choose the data of `make_data`."""
     if model.startswith("vit"):
         return ["--dataset", str(folder), "--train_samples", "192", "--validation_samples", "32"]
-    data = folder / ("instructions.json" if model == "bloom-7b1" else "texts.csv")
-    return ["--dataset", str(data), "--train_samples", "48", "--validation_samples", "8"]
+    return ["--dataset", str(folder / "texts.csv"), "--train_samples", "48", "--validation_samples", "8"]
 
 
 def run_model(model: str, only: list[str], out: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""Measure single operations: attention, recomputation, loss, embedding gradients.
+"""Measure single operations: attention, streamed layers, optimizers, loss, embedding gradients.
 
     python benchmarks/operations.py COMMAND [options]        COMMAND --help lists the options
 
@@ -14,8 +14,6 @@ Commands:
     streamed        Whether gradients of streamed blocks equal those of the same blocks on the device, bit by bit: two
                     passes of a model (by the settings of a rung that streams).
     attention-cost  A model (by a rung's settings) at one length, without padding: seconds and peak memory.
-    checkpointing   One pass of a BLOOM of 4 layers, 512 wide, in bfloat16: all activations kept, recomputed,
-                    offloaded, or selectively recomputed.
     loss            The loss of a language model: all logits in one pass (transformers' `ForCausalLMLoss`) against
                     chunks. Fake tensors give the peak; with `--repeats 0` nothing is timed.
     embeddings      An embedding's gradient added to an existing one: PyTorch's dense way against rows. On a CPU the
@@ -37,7 +35,6 @@ import json
 import runpy
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -70,7 +67,6 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 import fabric_ladder
 from fabric_ladder import Settings, build_model, parse_settings
 from fabric_ladder.environment import cpu_has_fast_bfloat16, keep_freed_memory, peak_memory, reset_peak_memory
-from fabric_ladder.ladder import CHECKPOINTING
 from fabric_ladder.models.cpu_bfloat16 import compute_in_32_bits, restore_bfloat16
 from fabric_ladder.models.optimizer import optimizer_class
 from fabric_ladder.planning.predict import blank_datasets
@@ -101,13 +97,6 @@ MODES = {  # dtype, and precision of 32-bit matrix multiplications
 BATCHES = ("full", "padded", "packed", "packed, language model", "packed, BERT", "packed, Llama",
            "packed, Llama, language model")  # fmt: skip
 PRECISIONS = ("float32", "bfloat16")
-BLOOM = {"model_type": "bloom", "vocab_size": 1024, "hidden_size": 512, "n_layer": 4, "n_head": 8}
-WAYS = {
-    "all activations kept": [],
-    "checkpointing": CHECKPOINTING,
-    "activation offload": [*CHECKPOINTING, "--activation_offload", "true"],
-    "selective checkpointing": [*CHECKPOINTING, "--selective_checkpointing", "true"],
-}
 
 
 def turns(sides: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
@@ -313,25 +302,6 @@ def attention_cost(args: argparse.Namespace) -> dict:
     return figures | {"threads": torch.get_num_threads()}
 
 
-def checkpointing(args: argparse.Namespace) -> None:
-    """Time each way to keep or recompute activations, and print seconds and ratios."""
-    torch.set_num_threads(args.threads)
-    models = {}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "bloom.json"
-        path.write_text(json.dumps(BLOOM), encoding="utf-8")
-        options = ["--model", str(path), "--from_scratch", "true", "--max_length", str(args.tokens), *args.options]
-        for way, more in WAYS.items():
-            settings = parse_settings([*options, *more])
-            torch.manual_seed(settings.seed)
-            models[way] = build_model(settings, blank_datasets(2)).to(settings.accelerator, torch.bfloat16)
-    inputs = random_batch(BLOOM["vocab_size"], args.rows, args.tokens, settings.accelerator)
-    seconds = turns({way: partial(one_pass, model, inputs) for way, model in models.items()}, args.repeats)
-    plain = seconds["all activations kept"]
-    rows = [[way, f"{value:.3f}", f"{value / plain:.2f}"] for way, value in seconds.items()]
-    common.print_table([f"{args.rows} x {args.tokens} tokens, {settings.accelerator}", "seconds", "of the first"], rows)
-
-
 def whole_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Return transformers' loss from all logits."""
     return ForCausalLMLoss(linear(hidden, weight), None, weight.shape[0], shift_labels=targets)
@@ -492,7 +462,6 @@ COMMANDS = {  # options with numbers, and the results file
     random_weights: ({}, None),
     streamed: ({"tokens": 512}, None),
     attention_cost: ({"tokens": 1024, "rows": 1, "repeats": 3}, None),
-    checkpointing: ({"tokens": 512, "rows": 4, "repeats": 5, "threads": 1}, None),
     loss: ({"tokens": 2048, "width": 1024, "vocabulary": 250_880, "repeats": 3}, "chunked_loss.json"),
     embeddings: ({"tokens": 1024, "width": 1024, "rows": 250_880, "repeats": 10}, "embedding_gradients.json"),
     host_adam: ({"weights": 4_194_304, "repeats": 5}, "host_adam.json"),
@@ -522,7 +491,7 @@ def parse() -> argparse.Namespace:
             command.add_argument("--chunk", type=int, nargs="+", default=[64, 256, 1024], help="tokens of a chunk")
             command.add_argument("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     args, args.options = parser.parse_known_args()
-    if args.options and args.measure not in (attention_cost, checkpointing, profile_rung, streamed):
+    if args.options and args.measure not in (attention_cost, profile_rung, streamed):
         parser.error(f"unknown options: {' '.join(args.options)}")
     return args
 
