@@ -73,7 +73,7 @@ def assert_near(found, expected, limit=1e-13):
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_tiles_give_the_gradients_of_the_whole_mlp(kind):
-    for dtype, limit, tile in ((torch.float64, 1e-13, 5), (torch.float64, 1e-13, 1), (torch.float32, 1e-5, 4)):
+    for dtype, limit, tile in ((torch.float64, 1e-13, 5), (torch.float32, 1e-5, 4)):
         expected = step(model_of(kind), dtype)
         for checkpointed in (False, True):
             model = model_of(kind)
@@ -83,14 +83,6 @@ def test_tiles_give_the_gradients_of_the_whole_mlp(kind):
             use_tiles(model, tile, draws=False)
             assert_near(step(model, dtype), expected, limit)
             assert max(tokens) == tile
-
-
-def test_few_tokens_stay_together_and_change_no_bit():
-    model = model_of("llama")
-    tokens = record_widths(model)
-    use_tiles(model, 14, draws=False)
-    assert all(map(torch.equal, step(model), step(model_of("llama"))))
-    assert set(tokens) == {14}
 
 
 def test_an_evaluation_has_tiles_that_nobody_recomputes():
