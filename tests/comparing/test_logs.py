@@ -70,27 +70,6 @@ def quoted(pattern):
     return float(re.search(pattern, LOG)[1])
 
 
-def test_a_log_of_this_project_is_read_completely():
-    [run] = parse(LOG)
-    assert run.ours
-    assert (run.name, run.hardware) == ("2_grad_accum", {"device": "cpu", "processor": "AMD EPYC"})
-    assert run.versions["torch"] == "2.13.0+cpu"
-    assert run.versions["Python"] == "3.11.7"
-    expected = {"dataset": "synthetic", "model": "bloom-quickstart.json", "seed": 123, "batch_size": 16, "epochs": 1}
-    expected |= {"micro_batch_size": 1, "micro_batch_tokens": None, "precision": "32-true", "packing": False}
-    assert run.settings == expected | {"ranks": 1, "matmul_precision": "highest"}
-    assert [(point.samples, point.value) for point in run.losses[-2:]] == [(3840, 0.2512), (4000, 0.1438)]
-    expected = {
-        "minutes": quoted("Time elapsed (.*) min"),
-        "samples_per_second": quoted("Throughput (.*?) samples/s"),
-        "tokens_per_second": quoted(r"(\d+) tokens/s"),
-        "memory": quoted("Memory used: (.*) GB"),
-        "host_memory": quoted("Host memory used: (.*?) GB"),
-    }
-    expected |= {"padding": 7.6, "train_accuracy": 79.07, "validation_accuracy": 91.6}
-    assert run.figures == expected | {"test_accuracy": 92.7, "parameters": 0.2, "trainable_parameters": 0.2}
-
-
 def test_a_language_models_log_is_read():
     [run] = parse(LANGUAGE_LOG)
     assert (run.settings["ranks"], run.settings["micro_batch_size"], run.settings["epochs"]) == (4, 4, 2)

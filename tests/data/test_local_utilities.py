@@ -34,8 +34,8 @@ class Resize:
         self.size = size
 
     def __call__(self, image):
-        pixels = torch.tensor(list(image.resize(self.size).tobytes())).view(*self.size, 3)
-        return pixels.permute(2, 0, 1) / 255
+        pixels = torch.frombuffer(bytearray(image.resize(self.size).tobytes()), dtype=torch.uint8)
+        return pixels.view(*self.size, 3).permute(2, 0, 1) / 255
 
 
 if __name__ == "__main__":
