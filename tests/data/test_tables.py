@@ -78,8 +78,8 @@ def test_every_format_gives_the_same_tokens(tmp_path, load):
 
 
 def test_a_text_of_one_long_word_is_tokenized_from_its_start(tmp_path, load):
-    """The word has 10 MB. Training a byte-pair encoding on all of it, or encoding all of it, would take an hour."""
-    word = "".join(np.random.default_rng(0).choice(list("abcdefgh"), 10_000_000))
+    """The word has 3 MB. Training a byte-pair encoding on all of it, or encoding all of it, would take many minutes."""
+    word = "".join(np.random.default_rng(0).choice(list("abcdefgh"), 3_000_000))
     frame = pd.DataFrame({"text": [word, *(f"film {number}" for number in range(19))], "label": [0, 1] * 10})
     frame.to_csv(tmp_path / "texts.csv", index=False)
     got = load(tmp_path / "texts.csv", max_length=16)
