@@ -43,33 +43,17 @@ CASES = {
         "--dataset imdb --data_dir data",
         r"IMDb is not in \S*/data and cannot .*save https://\S+/aclImdb_v1\.tar\.gz as .*FABRIC_LADDER_DATA.*synthetic"
     ),
-    "truncated archive": Case("--dataset imdb --data_dir {m}/truncated", r"truncated/aclImdb_v1.* is damaged \(.+\)"),
     "archive with too few reviews": Case(
         "--dataset imdb --data_dir {m}/few", r"few/aclImdb_v1\.tar\.gz holds 4 reviews instead of 50,000"
     ),
     # files
-    "missing file": Case("--dataset nowhere.csv", r"no file or folder nowhere\.csv here or in \S*material"),
     "folder that is called .csv": Case("--dataset good.csv --test_file folder.csv", r"folder\.csv.*director"),
     "unreadable kind": Case("--dataset notes.txt", r"notes\.txt: files of this kind cannot be read, only \.csv"),
-    "missing text column": Case("--dataset columns.csv", r"columns\.csv has no column 'text', only review, label: set"),
-    "decimal labels": Case("--dataset decimal.csv", r"column 'label' holds decimal numbers, not integers or strings"),
     "unknown validation label": Case(
         "--dataset good.csv --validation_file strange.csv", r"validation texts have labels that .* lack: \[5\]"
     ),
-    "null": Case("--dataset null.json", r"null\.json holds no rows that can be read \(line 1: not a JSON object\)"),
-    "broken JSON": Case("--dataset broken.json", r"broken\.json cannot be read as json \(.+\)"),
-    "ragged CSV": Case(
-        "--dataset ragged.csv", r"ragged\.csv cannot be used \(row 2: more fields than column names \(4 instead of 2"
-    ),
-    "empty file": Case("--dataset nothing.csv", r"nothing\.csv cannot be read as csv \(it is empty"),
-    "no Parquet": Case(
-        "--dataset no.parquet", r"no\.parquet cannot be read as parquet \(.+\)"
-    ),
-    "Latin-1": Case(
-        "--dataset latin.csv", r"row 1: not UTF-8 \(byte 0xe9\): save it .*in Excel click File > Save As > CSV UTF-8"
-    ),
+    "no Parquet": Case("--dataset no.parquet", r"no\.parquet cannot be read as parquet \(.+\)"),
     "workbook": Case("--dataset book.xlsx", r"book\.xlsx is a workbook, .*: in Excel click File > Save As > CSV UTF-8"),
-    "misspelt file": Case("--dataset {m}/god.csv", r"did you mean \S*/good\.csv\?"),
     # settings
     "misspelt choice": Case("--precision bf16-treu", r"expected 32-true, .* or 64-true; did you mean bf16-true\?"),
     "runs_dir below a file": Case("--runs_dir {m}/good.csv/runs", r"cannot write --runs_dir \S*good\.csv/runs \(.+\)"),
@@ -100,25 +84,15 @@ def material(tmp_path_factory):
     folder.mkdir()
     good = pd.DataFrame({"text": [f"review {index}" for index in range(20)], "label": [0, 1] * 10})
     good.to_csv(folder / "good.csv", index=False)
-    good.assign(label=[0.5, 1.5] * 10).to_csv(folder / "decimal.csv", index=False)
     good.assign(label=[0, 5] * 10).to_csv(folder / "strange.csv", index=False)
-    good.rename(columns={"text": "review"}).to_csv(folder / "columns.csv", index=False)
-    (folder / "broken.json").write_text('[{"text": "a", "label": ')
-    (folder / "null.json").write_text("null")
-    (folder / "ragged.csv").write_text("text,label\na,1\nb,0,c,d\n")
-    (folder / "nothing.csv").touch()
-    (folder / "latin.csv").write_bytes("text,label\ncafé,1\nthé,0\n".encode("latin-1"))
     (folder / "book.xlsx").write_bytes(b"PK\x03\x04")
     (folder / "no.parquet").write_bytes(b"noise" * 400)
     (folder / "notes.txt").write_text("a text")
     (folder / "folder.csv").mkdir()
-    for name in ("few", "truncated"):
-        (folder / name).mkdir()
+    (folder / "few").mkdir()
     with tarfile.open(folder / "few" / "aclImdb_v1.tar.gz", "w:gz") as tar:
         for review in ("train/pos/0_9.txt", "train/neg/0_1.txt", "test/pos/0_9.txt", "test/neg/0_1.txt"):
             tar.add(folder / "notes.txt", f"aclImdb/{review}")
-    whole = (folder / "few" / "aclImdb_v1.tar.gz").read_bytes()
-    (folder / "truncated" / "aclImdb_v1.tar.gz").write_bytes(whole[: len(whole) // 2])
 
     settings = DataSettings(dataset=str(folder / "good.csv"), model=str(LLAMA), cache_dir=str(folder.parent / "cache"))
     tokenizer = load_datasets(settings).tokenizer

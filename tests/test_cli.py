@@ -103,15 +103,6 @@ def test_the_defaults_are_the_blogs_run():
     assert values == {name: getattr(settings, name) for name in values}
 
 
-def test_the_fast_config_is_the_blogs_run_with_packing_and_16_bits():
-    usual, fast = (yaml.safe_load((CONFIGS / f"imdb_bloom_560m{end}.yaml").read_text()) for end in ("", "_fast"))
-    more = {"precision": "bf16-true", "kahan_summation": True, "packing": True}
-    assert fast == usual | more
-    for rung in ("15_packing", "16_bf16_that_learns"):
-        settings = parse_settings(["--config", "imdb_bloom_560m_fast.yaml", *BLOOM], **script_defaults(rung))
-        assert {name: getattr(settings, name) for name in more} == more
-
-
 def test_without_a_gpu_the_quickstart_runs_and_a_notice_names_it():
     settings = parse_settings(["--train_samples", "7"], batch_size=16)
     assert (settings.dataset, settings.max_length, settings.batch_size) == ("synthetic", 512, 16)
@@ -160,21 +151,8 @@ def test_help_describes_every_setting(capsys, monkeypatch):
 
 ROUND_TRIPS = {
     "the script's own": ([], {"batch_size": 16, "micro_batch_size": 1, "precision": "mixed"}),
-    "null": (["--micro_batch_size", "null"], {"batch_size": 16, "micro_batch_size": 1}),
-    "a rate of its own": ([], {"optimizer": "sgd"}),
-    "a rate that is given": (["--learning_rate", "0.25"], {"optimizer": "sgd", "schedule": "cosine"}),
-    "adapters": (["--lora", "true", "--lora_targets", "query_key_value,dense"], {}),
-    "texts": (
-        [
-            "--task",
-            "instruction-tuning",
-            "--prompt_template",
-            "Frage: {instruction}\n'{input}'\n# Antwort:",
-            "--text_column",
-            "text: ü",
-        ],
-        {},
-    ),
+    "null": (["--micro_batch_size", "null"], {"batch_size": 16, "micro_batch_size": 1, "optimizer": "sgd"}),
+    "texts": (["--task", "instruction-tuning", "--prompt_template", "Frage: {instruction}\n'{input}'\n# Antwort:"], {}),
     "numbers": (["--micro_batch_tokens", "512", "--max_grad_norm", "1e-3", "--logger", "csv,tensorboard"], {}),
 }
 
@@ -256,13 +234,11 @@ def test_sgd_and_adapters_have_their_own_learning_rates_and_a_notice_names_the_r
 @pytest.mark.parametrize(
     ("rung", "options", "file", "on_gpu", "on_cpu"),
     [("2_grad_accum", [], "", (1, None), (1, None)), ("4_mixed_precision", [], "", (None, "auto"), (None, 1024)),
-     ("2_grad_accum", ["--micro_batch_tokens", "512"], "", (None, 512), (None, 512)),
      ("2_grad_accum", ["--batch_size", "4"], "micro_batch_size: null", (4, None), (4, None)),
      ("4_mixed_precision", ["--micro_batch_size", "1"], "", (1, None), (1, None)),
      ("4_mixed_precision", [], "micro_batch_size: 4", (4, None), (4, None)),
      ("5_low_precision", ["--micro_batch_tokens", "auto"], "micro_batch_size: 4", (None, "auto"), (None, "auto")),
      ("2_grad_accum", [], "micro_batch_tokens: auto", (None, "auto"), (None, 1024)),
-     ("2_grad_accum", ["--micro_batch_size", "4"], "micro_batch_tokens: auto", (4, None), (4, None)),
      ("2_grad_accum", ["--micro_batch_size", "1"], "micro_batch_tokens: auto", (1, None), (1, None))],
 )  # fmt: skip
 def test_the_users_sizes_override_an_automatic_micro_batch(gpu, config, rung, options, file, on_gpu, on_cpu):
@@ -286,23 +262,21 @@ ON_A_T4 |= {"11": ON_A_T4["10"], "14": ON_A_T4["13"], "24": ON_A_T4["13"]}
 def test_every_rung_runs_on_a_gpu_without_bfloat16_and_names_its_precision(gpu, rung):
     script = script_defaults(rung.stem)
     own = script.get("precision", "32-true")
-    for capability in ((8, 0), (8, 9), (9, 0), (12, 0)):
-        gpu(*capability)
-        newer = resolve(Settings(**script), script=script)
-        assert newer.precision == {"mixed": "bf16-mixed"}.get(own, own)
-        assert not [notice for notice in newer.notices if "bfloat16" in notice]
-        check_precision(newer, capability)
-    for capability in ((7, 0), (7, 5)):
-        gpu(*capability)
-        settings = resolve(Settings(**script), script=script)
-        check_precision(settings, capability)
-        notices = [notice for notice in settings.notices if "bfloat16" in notice]
-        other, meaning = ON_A_T4.get(rung.stem.split("_")[0], ({"mixed": "16-mixed"}.get(own, own), None))
-        assert settings.precision == other
-        assert len(notices) == bool(meaning)
-        for notice in notices:
-            assert notice.startswith("Tesla T4 only emulates bfloat16 (compute capability below 8.0): ")
-            assert meaning in notice
+    gpu(8, 0)
+    newer = resolve(Settings(**script), script=script)
+    assert newer.precision == {"mixed": "bf16-mixed"}.get(own, own)
+    assert not [notice for notice in newer.notices if "bfloat16" in notice]
+    check_precision(newer, (8, 0))
+    gpu(7, 5)
+    settings = resolve(Settings(**script), script=script)
+    check_precision(settings, (7, 5))
+    notices = [notice for notice in settings.notices if "bfloat16" in notice]
+    other, meaning = ON_A_T4.get(rung.stem.split("_")[0], ({"mixed": "16-mixed"}.get(own, own), None))
+    assert settings.precision == other
+    assert len(notices) == bool(meaning)
+    for notice in notices:
+        assert notice.startswith("Tesla T4 only emulates bfloat16 (compute capability below 8.0): ")
+        assert meaning in notice
 
 
 def test_the_users_precision_is_used_or_refused_with_the_reason(gpu):
@@ -322,6 +296,11 @@ def test_the_users_precision_is_used_or_refused_with_the_reason(gpu):
         assert (settings.precision, settings.notices) == (precision, ())
 
 
+# Switches that a CUDA GPU turns on
+
+TURNED_ON = {"17_step_in_backward": "packing", "21_selective_checkpointing": "compile", "22_float8": "compile"}
+
+
 @pytest.mark.parametrize("fast", [True, False])
 def test_a_cpu_without_fast_bfloat16_says_how_it_computes(monkeypatch, fast):
     monkeypatch.setattr(cpu_bfloat16, "cpu_has_fast_bfloat16", lambda: fast)
@@ -329,11 +308,6 @@ def test_a_cpu_without_fast_bfloat16_says_how_it_computes(monkeypatch, fast):
         notices = [each for each in parse_settings(BLOOM, **script_defaults(rung)).notices if "fast bfloat16" in each]
         assert len(notices) == (not fast)
     assert not [each for each in parse_settings(BLOOM, **script_defaults("2_grad_accum")).notices if "bfloat16" in each]
-
-
-# Switches that a CUDA GPU turns on
-
-TURNED_ON = {"17_step_in_backward": "packing", "21_selective_checkpointing": "compile", "22_float8": "compile"}
 
 
 @pytest.mark.parametrize("rung", RUNGS, ids=lambda path: path.stem)
@@ -410,12 +384,10 @@ def test_apple_silicon_is_used_only_on_request(mac):
 @pytest.mark.parametrize(
     ("args", "script", "pattern"),
     [("--precision 64-true", {}, "64-true: use 32-true"), ("--compile true", {}, "src/2_grad_accum.py"),
-     ("--devices 2", {"strategy": "ddp", "devices": "auto", "batch_size": 16}, "more than one device"),
      ("", {"strategy": "fsdp", "devices": "auto"}, "FSDP2: use src/7_grad_checkpointing.py"),
      ("--lora true --quantization nf4", {}, "src/13_lora.py"), ("--optimizer adam-8bit", {}, "--optimizer adafactor"),
      ("--precision bf16-true", {}, "before macOS 14: use 16-mixed or 32-true"),
      ("--optimizer_offload true", {}, "share the CPU's memory"), ("--float8 true", {}, "no 8-bit floating point"),
-     ("--activation_checkpointing true --activation_offload true", {}, "share the CPU's memory"),
      ("", {"strategy": "deepspeed", "devices": "auto", "deepspeed": "zero2"}, "needs a CUDA GPU")],
 )  # fmt: skip
 def test_settings_that_apple_silicon_does_not_support_are_refused(mac, args, script, pattern):
@@ -459,7 +431,6 @@ def test_cuda_starts_with_expandable_segments_unless_the_user_sets_others(variab
 @pytest.mark.parametrize(
     ("args", "pattern"),
     [("--kahan_summation true", r"under --precision 32-true the weights lose nothing"),
-     ("--step_in_backward true --max_grad_norm 1", r"--max_grad_norm needs all gradients together"),
      ("--precision 16-true", r"epsilon of --optimizer adam is 0 in float16"),
      ("--precision 16-mixed", r"--precision 16-mixed needs a CUDA GPU; use .*bf16-mix"),
      ("--accelerator cuda", r"--accelerator cuda: PyTorch finds no CUDA GPU here; use --accelerator cpu"),
@@ -468,7 +439,6 @@ def test_cuda_starts_with_expandable_segments_unless_the_user_sets_others(variab
      ("--devices 2", r"runs on one; for more: src/9_ddp\.py"),
      ("--micro_batch_size 32", r"--micro_batch_size 32 is above --batch_size 1: .*"),
      ("--packing true --pack_rows 32", r"--pack_rows 32 is above --batch_size 1: .*"),
-     ("--packing true --pack_rows 1 --micro_batch_tokens 512", r"--micro_batch_tokens 512 has no effect next"),
      ("--task image-classification --image_size 32 --resize_to 16", r"--resize_to 16 is below"),
      ("--task image-classification", r"\(bloom\) has no form for --task image-classification"),
      ("--model ./model", r"there is no folder \./model$"),
@@ -478,7 +448,7 @@ def test_contradicting_settings_are_refused_before_any_work(args, pattern):
     assert re.search(pattern, refusal(*args.split()))
 
 
-@pytest.mark.parametrize("name", ["dataset", "config", "model", "tokenizer", "load", "resume", "runs_dir"])
+@pytest.mark.parametrize("name", ["dataset", "config", "model", "resume", "runs_dir"])
 def test_a_name_too_long_for_a_file_is_refused_in_one_line(name):
     with pytest.raises((UserError, OSError)) as caught:
         parse_settings([*BLOOM, "--check_only", f"--{name}", "n" * 300])
@@ -492,7 +462,6 @@ def test_check_only_refuses_unusable_folders_and_data(tmp_path):
     with pytest.raises(Checked):
         parse_settings([*BLOOM, "--dataset", "synthetic", "--check_only"])
     for option, value, line in (
-        ("--runs_dir", "file/runs", "cannot write --runs_dir file/runs"),
         ("--runs_dir", "loop/runs", "cannot write --runs_dir loop/runs (Too many levels of symbolic links)"),
         ("--dataset", "nowhere.csv", "there is no file or folder nowhere.csv"),
         ("--tokenizer", "./none", "there is no folder ./none"),

@@ -70,7 +70,6 @@ def test_the_command_line_overrides_yaml_and_yaml_overrides_the_script(script, t
     [
         ("--learnin_rate 1", "did you mean --learning_rate"),
         ("--gradacum 2", "did you mean --gradient_accumulation_steps"),
-        ("--xyzzy 1", "see --help all for all settings"),
         ("--notices 1", "see --help all for all settings"),
         ("--num_labels 3", "the classes are those of the column"),
     ],
@@ -85,20 +84,13 @@ def test_an_unknown_setting_names_the_nearest_ones(words, meant):
     [
         ("--lr 1e-3", "--learning_rate 1e-3"),
         ("--learning-rate 1", "--learning_rate 1"),
-        ("--device cuda:0", "--accelerator cuda"),
         ("--fp16", "--precision 16-mixed"),
         ("--fp16 False", "nothing to change"),
         ("--precision bf16", "--precision bf16-mixed"),
-        ("--use_lora no", "--lora false"),
         ("--num-train-epochs 3.0", "--epochs 3"),
-        ("--gradient_checkpointing", "--activation_checkpointing true"),
         ("--grad_accum 4", "--gradient_accumulation_steps 4"),
         ("--resume_from_checkpoint", "--resume auto"),
-        ("--resume_from_checkpoint False", "--resume no"),
-        ("--resume_from_checkpoint runs/a/1", "--resume runs/a/1"),
         ("--optim adamw_torch", "--optimizer adam"),  # the Trainer's weight decay is 0 by default
-        ("--lr_scheduler_type cosine_with_min_lr", "--schedule cosine"),
-        ("--blocks_to_swap 20", "--stream_layers true"),
         ("--num_layers_unfrozen 2", "--train_blocks last:2"),
         ("--metric_for_best_model eval_accuracy", "--best_metric accuracy"),
     ],
@@ -152,18 +144,13 @@ def test_names_in_other_libraries_are_unique_and_not_settings():
     ("words", "line"),
     [
         ("--batch_size many", "--batch_size many: expected a whole number"),
-        ("--learning_rate 1e-", "--learning_rate 1e-: expected a number"),
         ("--devices two", "--devices two: expected a whole number or auto"),
         ("--matmul_precision tf32", "--matmul_precision tf32: expected highest, high or medium"),
         ("--from_scratch perhaps", "--from_scratch perhaps: expected true or false"),
         ("stray", "unexpected 'stray': write --NAME VALUE"),
-        ("--betas 0.9", "--betas 0.9: expected 2 numbers, separated by commas"),
         ("--betas 0.9,1", "--betas 0.9,1.0: must be below 1"),
         ("--seed", "--seed needs a value"),
-        ("--config --lora", "--config needs a value"),
-        ("--seed 4294967296", "--seed 4294967296: must be at most 4294901760"),
         (f"--lora_alpha {'9' * 40}", "--lora_alpha 999999999999999999999999999999: must be at most 2147483647"),
-        ("--threads 100000", "--threads 100000: must be at most "),
         ("--save", "--save needs a value: no or sharded or consolidated (see --help)"),
         ("--tokenizer=", "--tokenizer is empty: give a value, or leave it out"),
     ],
@@ -197,7 +184,6 @@ def test_switches_need_no_value_and_negative_numbers_are_values():
         ("- 1\n- 2", r"own\.yaml must hold lines such as 'batch_size: 16'"),
         ("batch_size: [1, 2]", r"own\.yaml: --batch_size 1,2: expected a whole number"),
         ("seed: {a: 1}", r"own\.yaml: 'seed' must be one value"),
-        ("1: 2", r"own\.yaml: there is no setting '1'"),
         ("lerning_rate: 0.1", r"own\.yaml: there is no setting 'lerning_rate'; did you mean --learning_rate"),
         ("config: quickstart.yaml", r"own\.yaml: there is no setting 'config'"),
         ("sgd_learning_rate: 0.3", r"own\.yaml: there is no setting 'sgd_learning_rate' any more: use --learning_rate"),
@@ -241,14 +227,6 @@ def test_paths_are_found_next_to_the_yaml_file_in_the_home_and_among_the_configs
     assert [values[name] for name in ("test_file", "runs_dir", "data_dir")] == ["c.csv", "runs", "a~b"]
     model = "configs/models/vit-small.json"
     assert read("--model", model)["model"] == str(CONFIGS.parent / model)
-
-
-def test_the_environment_names_the_folders(monkeypatch):
-    monkeypatch.setenv("FABRIC_LADDER_DATA", "/some/data")
-    monkeypatch.setenv("FABRIC_LADDER_CACHE", "~/cache")
-    assert (DataSettings().data_dir, DataSettings().cache_dir) == ("/some/data", os.path.expanduser("~/cache"))
-    monkeypatch.delenv("FABRIC_LADDER_DATA")
-    assert DataSettings().data_dir == "data"
 
 
 NEEDING = [name for name in NAMES if FACTS[name].needs]
@@ -330,10 +308,7 @@ def test_options_for_several_rungs_reach_those_that_use_them():
     assert without_options(["--lora", "--seed", "3", "--keep=2"], ["seed"]) == ["--lora", "--keep=2"]
 
 
-@pytest.mark.parametrize(
-    ("rung", "words"),
-    [("12_deepspeed_zero", "--gradacum 2"), ("2_grad_accum", "--help all"), ("2_grad_accum", "--lora_rank 4")],
-)
+@pytest.mark.parametrize(("rung", "words"), [("12_deepspeed_zero", "--gradacum 2"), ("2_grad_accum", "--help all")])
 def test_options_are_read_without_torch_and_lightning(tmp_path, rung, words):
     """The libraries take seconds to import. In this test they cannot be found."""
     hidden = without_package(tmp_path, "torch")
@@ -370,7 +345,6 @@ def test_a_missing_package_is_named_in_one_line(tmp_path, script, package):
     ("words", "message"),
     [
         ("--gradient_accumulation_steps 0", "expected a whole number, at least 1"),
-        ("--logging_steps 0", "expected a whole number, at least 1"),
         ("--gradient_accumulation_steps 4 --micro_batch_tokens 512", "has no effect next to --micro_batch_tokens 512"),
         ("--per_device_train_batch_size 4 --micro_batch_size 2", "next to --micro_batch_size 2: leave one of them out"),
         ("--logging_steps 1 --log_every 8", "(1 steps x 16 samples), next to --log_every 8: leave one of them out"),
@@ -410,9 +384,7 @@ def test_a_missing_run_is_no_name_on_the_hub(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ("--dataset ticket.csv", r"no file or folder ticket\.csv here or in \S+; did you mean tickets\.csv\?"),
-        ("--dataset Tickets.CSV", r"did you mean tickets\.csv\?"),
-        ("--dataset tickets.csv --test_file test.csv", r"there is no test file test\.csv here or in "),
+        ("--dataset Tickets.CSV", r"no file or folder Tickets\.CSV here or in \S+; did you mean tickets\.csv\?"),
         ("--config config/imdb_minilm.yaml", r"no config file config/\S+; did you mean configs/imdb_minilm\.yaml\?"),
     ],
 )

@@ -21,12 +21,10 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
-from support.data_files import BLOOM, LLAMA, SPLITS, chats, load_in, rows, samples_of, table
+from support.data_files import BLOOM, SPLITS, load_in, table
 from support.forks import RUNS, in_fork
-from support.helpers import deepspeed_file, settings_for
 
 from fabric_ladder import Settings, parse_settings
-from fabric_ladder.distributed.deepspeed_config import read_deepspeed_config
 from fabric_ladder.errors import Checked
 from fabric_ladder.foreign import ALIASES
 from fabric_ladder.options import NAMES
@@ -38,31 +36,9 @@ ODD_TEXTS = ["", " ", "null", "auto", "~", "NaN", "[1", "{a: b}", "a\0b", "a\nb"
 ODD_NUMBERS = [-1, 0, 1, 2, 3, 8, 2**31, 2**63, 10**40, 0.5, -0.0, 1e308, float("inf"), float("nan")]
 scalars = st.none() | st.booleans() | st.integers() | st.text(max_size=9)
 scalars |= st.sampled_from(ODD_NUMBERS) | st.sampled_from(ODD_TEXTS)
-values = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
-)
 seldom = st.sampled_from([False] * 7 + [True])
 WORDS = ["a", "good film", "1", "1.0", "x" * 2000, "naïve 很好", '"', "a,b", "two\nlines", "\t", *ODD_TEXTS]
 words = st.sampled_from(WORDS)
-
-
-@st.composite
-def spoilt(draw, good):
-    """Draw a valid value and replace up to three places by anything."""
-    good = json.loads(json.dumps(good))
-    for _ in range(draw(st.sampled_from([0, 1, 1, 1, 2, 3]))):
-        here = good
-        while here:
-            key = draw(st.sampled_from([*here] if isinstance(here, dict) else range(len(here))))
-            if isinstance(here[key], dict | list) and draw(st.booleans()):
-                here = here[key]
-                continue
-            if draw(st.integers(0, 3)) == 0:
-                del here[key]
-            else:
-                here[key] = draw(values)
-            break
-    return good
 
 
 @st.composite
@@ -184,17 +160,12 @@ def tables(draw):
     return File(f"texts{kind}", data, draw(some_of(chosen)))
 
 
-def load(file, **options):
-    """Load a file or folder, and assert that no unfinished folder is left in the cache."""
-    try:
-        return load_in(Path(), file.name, **options, **file.options)
-    finally:
-        assert not [*Path().glob("cache/*/unfinished*")]
-
-
 def act_on_table(file):
     Path(file.name).write_bytes(file.data)
-    got = load(file, model=BLOOM)
+    try:
+        got = load_in(Path(), file.name, model=BLOOM, **file.options)
+    finally:
+        assert not [*Path().glob("cache/*/unfinished*")]
     for split in SPLITS:
         part = got.splits[split][:]
         assert len(part["labels"]) > 0
@@ -204,30 +175,6 @@ def act_on_table(file):
         assert max(map(max, part["input_ids"])) < len(got.tokenizer)
     assert len({*got.splits["train"]["labels"]}) > 1
     assert len({*got.class_names}) == len(got.class_names)
-
-
-@st.composite
-def instructions(draw):
-    good = st.sampled_from([rows(12), rows(12), chats(12)])
-    data = draw(texts_of(spoilt(draw(good))))
-    chosen = {
-        "max_length": st.integers(1, 64), "train_on_inputs": st.booleans(), "bad_samples": st.just("skip"),
-        "prompt_template": st.sampled_from(["{instruction}", "{input}", "{", "{instruction}{input}"]),
-    }  # fmt: skip
-    return File("rows.json", data, draw(some_of(chosen)))
-
-
-def act_on_instructions(file):
-    Path(file.name).write_bytes(file.data)
-    samples_of(load(file, task="instruction-tuning", model=LLAMA))
-
-
-def act_on_deepspeed(data):
-    Path("own.json").write_bytes(data)
-    got = settings_for(Path(), deepspeed="own.json", model=BLOOM, optimizer="adamw", devices=2)
-    config, _ = read_deepspeed_config(got)
-    assert '"auto"' not in json.dumps({key: value for key, value in config.items() if key != "data_types"})
-    assert config["train_micro_batch_size_per_gpu"] == 8
 
 
 KNOWN_BAD = {  # inputs that once ended in a traceback or ran without end
@@ -244,23 +191,11 @@ KNOWN_BAD = {  # inputs that once ended in a traceback or ran without end
         File("texts.csv", b"a nice film,1\na bad film,0\n", {}), File("texts.csv", b"text,label\n", {}),
         File("texts.jsonl", b'{"text": "a", "label": "\\ud800"}\n', {}),
     ],
-    "DeepSpeed configs": [
-        json.dumps(deepspeed_file("zero2_auto") | change).encode()
-        for change in (
-            {"fp16": None}, {"optimizer": {"type": "Adam", "params": 5}}, {"optimizer": {"params": True}},
-            {"optimizer": {"type": "Adam", "params": {"auto": "auto"}}}, {"train_batch_size": ["x" * 5000]},
-        )
-    ] + [b"null"],
 }  # fmt: skip
 GROUPS = {  # each group has its inputs and its action
     "command lines": (command_lines(), act_on_arguments),
     "YAML files": (yaml_files(), act_on_yaml),
     "tables": (tables(), act_on_table),
-    "instructions": (instructions(), act_on_instructions),
-    "DeepSpeed configs": (
-        texts_of(st.sampled_from([deepspeed_file(name) for name in ("zero2_auto", "zero3_auto")]).flatmap(spoilt)),
-        act_on_deepspeed,
-    ),
 }
 
 

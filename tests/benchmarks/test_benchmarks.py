@@ -44,13 +44,6 @@ def test_a_run_of_other_code_is_refused():
         common.check_commit({"commit": "abcdef0"}, "; remove it")
 
 
-def test_a_child_process_gives_its_output_or_its_error():
-    assert common.run_child(["-c", "print(1)"]) == "1\n"
-    with pytest.raises(common.ChildError) as error:
-        common.run_child(["-c", "import sys; sys.exit('no')"])
-    assert error.value.stderr == "no\n"
-
-
 def test_all_sides_train_the_same_texts_and_weights_in_as_many_steps(figures):
     runs = {side: [run] for side, run in figures.items()}
     for name in ("parameters", "tokens", "updates", "threads", "precision", "matmul_precision"):
@@ -60,9 +53,6 @@ def test_all_sides_train_the_same_texts_and_weights_in_as_many_steps(figures):
     assert figures["ladder"]["updates"] == 3
     assert figures["bare"]["padding"] == pytest.approx(figures["ladder"]["padding"])
     assert figures["trainer_best"]["padding"] < figures["trainer"]["padding"]
-
-
-def test_the_bare_loop_ends_with_the_ladders_weights(figures):
     assert figures["bare"]["test_loss"] == pytest.approx(figures["ladder"]["test_loss"], rel=1e-6)
     assert figures["bare"]["test_accuracy"] == figures["ladder"]["test_accuracy"]
 
@@ -85,9 +75,3 @@ def test_tokens_and_passes_of_a_cut_are_counted(tmp_path):
     assert passes >= sum(lengths) / 128
     assert counted["computed per token"] == passes * 128 / sum(lengths)
     assert counted["shapes"] == 1
-
-
-def test_first_sentences_have_enough_words():
-    text = "Five words make a sentence. " * 20
-    assert padding.first_sentences(text) == ("Five words make a sentence. " * 8).strip()
-    assert len(padding.first_sentences("word " * 1000).split()) == padding.WORDS

@@ -1,9 +1,7 @@
 """Stored runs, the search for a learning rate, and the tables made from them."""
 
-import json
 import math
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -54,12 +52,6 @@ def test_missing_runs_are_made_and_stored_without_folders_of_this_machine(small_
     assert sorted(evidence_tables.rows_of("small")["2_grad_accum"]) == [0.001]
 
 
-def test_folders_of_this_machine_leave_json_as_it_is():
-    text = json.dumps({"command": f"python src/2_grad_accum.py --runs_dir {tempfile.gettempdir()}/runs", "seed": 1})
-    expected = {"command": "python src/2_grad_accum.py --runs_dir $SCRATCH", "seed": 1}
-    assert json.loads(common.impersonal(text)) == expected
-
-
 @pytest.mark.parametrize(
     ("own", "loss", "rates", "best"),
     [
@@ -94,10 +86,3 @@ def test_the_seeds_of_a_row_have_one_device():
     assert evidence_tables.device(replace(stored, runs=[on_cpu])) == "CPU"
     with pytest.raises(UserError, match="has seeds of several devices: CPU, H200"):
         evidence_tables.device(replace(stored, runs=[stored.first, on_cpu]))
-
-
-def test_best_needs_a_finished_search(small_set, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["evidence.py", "best", "small"])
-    monkeypatch.setattr(common, "run_child", common.run_child)  # main changes it
-    assert evidence.main() == 1
-    assert capsys.readouterr().err == "left out: 2_grad_accum: search its learning rate first\n"

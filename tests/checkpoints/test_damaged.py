@@ -47,9 +47,7 @@ def test_a_wrong_progress_file_is_refused(tmp_path, progress):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ({"packing": True, "pack_rows": 8}, {"packing": True, "pack_rows": 4}),
-        ({"pad_to_multiple_of": 8}, {"pad_to_multiple_of": 16}),
-        ({"loss_chunk": 256}, {"loss_chunk": 128}),
+        ({"packing": True, "pack_rows": 8, "loss_chunk": 256}, {"packing": True, "pack_rows": 4, "loss_chunk": 128}),
         ({"activation_checkpointing": False}, {"activation_checkpointing": True}),
         ({}, {"micro_batch_size": 4, "num_workers": 1, "log_every": 8, "threads": 2, "save_every": 5, "devices": 2}),
     ],
@@ -65,9 +63,7 @@ def test_settings_that_change_memory_but_no_gradient_may_change(tmp_path, before
     ("after", "difference"),
     [
         ({"learning_rate": 0.5}, "--learning_rate 0.1, not 0.5"),
-        ({"seed": 5}, "--seed 123, not 5"),
         ({"train_samples": 61}, "--train_samples null, not 61"),
-        ({"precision": "bf16-mixed"}, "--precision 32-true, not bf16-mixed"),
         ({"compile": True}, "--compile false, not true"),
         ({"name": "4_mixed_precision"}, "src/test.py, not src/4_mixed_precision.py"),
     ],

@@ -18,10 +18,8 @@ from transformers import (
     Dinov2Config,
     DistilBertConfig,
     LevitConfig,
-    MegatronBertConfig,
     MobileBertConfig,
     MobileViTConfig,
-    RemBertConfig,
     RobertaConfig,
     ViTConfig,
 )
@@ -38,9 +36,7 @@ ENCODERS = {
     "albert": AlbertConfig(**SIZES, embedding_size=16),
     "bert": BertConfig(**SIZES),
     "distilbert": DistilBertConfig(**SIZES, dim=16, hidden_dim=32, n_layers=1, n_heads=2),
-    "megatron-bert": MegatronBertConfig(**SIZES),
     "mobilebert": MobileBertConfig(**SIZES, embedding_size=16, intra_bottleneck_size=16, true_hidden_size=16),
-    "rembert": RemBertConfig(**SIZES, input_embedding_size=16, output_embedding_size=16),
     "roberta": RobertaConfig(**SIZES),
 }
 ADAPTERS = {"lora": True}
@@ -78,7 +74,7 @@ def text_logits(model):
 
 @pytest.mark.parametrize(
     ("kind", "way"),
-    [*((kind, "full") for kind in ENCODERS), ("bert", "adapters"), ("rembert", "4 bits"), ("albert", "4 bits")],
+    [*((kind, "full") for kind in ENCODERS), ("bert", "adapters"), ("albert", "4 bits")],
 )
 def test_a_masked_language_model_becomes_a_classifier_that_is_exported_as_it_was_tested(tmp_path, kind, way):
     """Its files lack a pooler or layers of the head, which would otherwise be drawn again by each export."""
@@ -116,12 +112,11 @@ def save_image_model(config, folder, size=32):
     return folder
 
 
-@pytest.mark.parametrize("way", ["full", "adapters"])
-def test_dinov2_keeps_its_positions_for_smaller_images(tmp_path, way):
+def test_dinov2_keeps_its_positions_for_smaller_images(tmp_path):
     folder = save_image_model(Dinov2Config(**VIT, image_size=56, initializer_range=0.3), tmp_path / "dinov2")
     positions = AutoModelForImageClassification.from_pretrained(folder).dinov2.embeddings.position_embeddings
     data = image_data(tmp_path, folder)
-    run, model = trained(tmp_path, folder, data, **IMAGES, **WAYS[way], learning_rate=1e-3)
+    run, model = trained(tmp_path, folder, data, **IMAGES, **ADAPTERS, learning_rate=1e-3)
     saved = load_result(find_result(run.folder))
     own = next(value for name, value in saved.named_parameters() if name.endswith("position_embeddings"))
     torch.testing.assert_close(own, positions, atol=0.05, rtol=0)
@@ -149,9 +144,8 @@ def test_weights_of_the_body_of_another_size_are_refused(tmp_path):
         build_model(settings, text_data())
 
 
-@pytest.mark.parametrize("kind", ["bert", "llama"])
-def test_a_pretrained_head_follows_the_names_of_its_classes(tmp_path, kind):
-    model = tiny_model(kind, classes=3)
+def test_a_pretrained_head_follows_the_names_of_its_classes(tmp_path):
+    model = tiny_model("llama", classes=3)
     model.config.id2label = {0: "Positive", 1: "NEUTRAL", 2: "negative"}
     model.save_pretrained(tmp_path / "model")
     settings = settings_for(tmp_path, model=str(tmp_path / "model"))

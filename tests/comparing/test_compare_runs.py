@@ -64,26 +64,14 @@ def test_the_table_is_readable_in_80_columns(tmp_path, monkeypatch):
     assert "…" not in printed
 
 
-@pytest.mark.parametrize(
-    ("confusion", "shown"),
-    [
-        ([[45, 5], [5, 45]], False),
-        ([[90, 5], [5, 45]], True),
-        ([[45, 5, 0], [5, 45, 0], [0, 0, 50]], True),
-    ],
-    ids=["balanced", "unequal", "three classes"],
-)
-def test_macro_f1_is_shown_where_accuracy_alone_may_mislead(tmp_path, confusion, shown):
+@pytest.mark.parametrize(("unequal", "shown"), [(0, False), (45, True)])
+def test_macro_f1_is_shown_where_accuracy_alone_may_mislead(tmp_path, unequal, shown):
     content = record()
-    names = list("abc")[: len(confusion)]
-    content["results"]["classes"] = {"names": names, "confusion": confusion, "macro_f1": 0.9}
+    classes = {"names": ["a", "b"], "confusion": [[45 + unequal, 5], [5, 45]], "macro_f1": 0.9}
+    content["results"]["classes"] = classes
     comparison = compare(read_sources([write_run(tmp_path, content)]))
     assert ("macro_f1" in [column.key for column in comparison.columns]) == shown
-
-
-def test_a_log_has_a_macro_f1_only_where_it_matters():
-    comparison = compare(parse(f"{LOG}Test macro-F1 87.65%\n"))
-    assert "87.65 %" in to_markdown(comparison)
+    assert "87.65 %" in to_markdown(compare(parse(f"{LOG}Test macro-F1 87.65%\n")))
 
 
 def test_differences_within_the_spread_of_the_seeds_are_marked(tmp_path):
@@ -96,16 +84,8 @@ def test_differences_within_the_spread_of_the_seeds_are_marked(tmp_path):
     assert "92.90 ± 0.00 % (+0.90 ≈)" in text
     assert "94.00 ± 0.00 % (+2.00)" in text
     assert "≈: the difference is within it" in text
-    assert not any("One seed" in notice for notice in comparison.notices)
     single = compare(read_sources([str(tmp_path / name / "1") for name in ("2_grad_accum", "3_torch_compile")]))
     assert any("One seed cannot show" in notice for notice in single.notices)
-    assert "≈" not in to_markdown(single)
-
-
-def test_one_run_gives_a_table_of_one_row(tmp_path, monkeypatch):
-    printed = script(monkeypatch, write_run(tmp_path, record()))
-    assert "2_grad_accum" in printed
-    assert "ratio" not in printed
 
 
 def test_a_run_that_is_named_twice_is_compared_once(tmp_path):
@@ -143,21 +123,12 @@ def test_bad_input_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "binary").write_bytes(bytes(range(256)) * 10)
     (tmp_path / "empty").mkdir()
     (tmp_path / "exists.md").write_text("mine")
-    cases = {
-        "there is no .*nowhere": "nowhere",
-        "found no log in .*binary": tmp_path / "binary",
-        "holds no run": tmp_path / "empty",
-    }
-    for message, source in cases.items():
-        with pytest.raises(UserError, match=message) as error:
-            script(monkeypatch, source)
-        assert "\n" not in str(error.value)
-    refused = {
-        "exists; choose another": [run, "--markdown", tmp_path / "exists.md"],
-        "there is no folder": [run, "--html", tmp_path / "nowhere" / "page.html"],
-        "unrecognized arguments: --color": ["--color", run],
-    }
-    for message, args in refused.items():
+    for message, name in (("there is no .*nowhere", "nowhere"), ("found no log in .*binary", "binary"),
+                          ("holds no run", "empty")):  # fmt: skip
+        with pytest.raises(UserError, match=message):
+            script(monkeypatch, tmp_path / name)
+    for message, args in (("exists; choose another", [run, "--markdown", tmp_path / "exists.md"]),
+                          ("there is no folder", [run, "--html", tmp_path / "nowhere" / "page.html"])):  # fmt: skip
         with pytest.raises(SystemExit, match="2"):
             script(monkeypatch, *args)
         line = capsys.readouterr().err

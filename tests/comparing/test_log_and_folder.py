@@ -8,17 +8,14 @@ from fabric_ladder.comparing.sources import read_sources
 
 BEST = "--best_weights true --epochs 2 --learning_rate 0.02 "
 KINDS = {
-    "classes": BEST + "--label_column topic",
+    "unequal classes": BEST + "--label_column rare",
     "the last weights": "--problem_type regression --label_column number --learning_rate 0.001",
-    "two classes that are not balanced": BEST + "--label_column rare --best_metric accuracy",
     "several labels": BEST + "--problem_type multi_label_classification --label_column labels --best_metric accuracy",
-    "regression": BEST + "--problem_type regression --label_column number",
-    "words": BEST + "--task token-classification --best_metric accuracy",
-    "instructions": BEST + "--task instruction-tuning",
-    "instructions by accuracy": BEST + "--task instruction-tuning --best_metric accuracy",
+    "words": BEST + "--task token-classification",
+    "instructions": BEST + "--task instruction-tuning --best_metric accuracy",
 }
 ROWS = [
-    {"text": f"text {index} " * (1 + index % 4), "topic": "abca"[index % 4], "number": index / 7,
+    {"text": f"text {index} " * (1 + index % 4), "number": index / 7,
      "rare": "yes" if index % 6 == 0 else "no", "labels": [["a"], ["a", "b"], []][index % 3],
      "tokens": ["Ann"] * (1 + index % 3) + [f"{index}"], "ner_tags": ["B-PER"] + ["I-PER"] * (index % 3) + ["O"],
      "instruction": f"Name {index}.", "input": "", "output": f"{index % 5} and {index % 3}"}

@@ -20,17 +20,12 @@ DIFFERENCES = {
     "model": ({}, {"model": "bert-base-uncased"}, "model bloom-560m / bert-base-uncased"),
     "epochs": ({}, {"epochs": 3}, "epochs 1 / 3"),
     "rate": ({}, {"learning_rate": 1e-3}, "learning_rate 5e-05 / 0.001"),
-    "clipping": ({}, {"max_grad_norm": 1.0}, "max_grad_norm null / 1"),
-    "gpu": ({"hardware": HARDWARE | {"gpu": "NVIDIA T4"}}, {}, "gpu NVIDIA A100 / NVIDIA T4"),
-    "second gpu": (
-        {"resumed": [record() | {"hardware": HARDWARE | {"gpu": "NVIDIA T4"}}]},
-        {},
-        "gpu NVIDIA A100 / NVIDIA A100, then NVIDIA T4",
-    ),
+    "gpu": ({"resumed": [record() | {"hardware": HARDWARE | {"gpu": "NVIDIA T4"}}]}, {},
+            "gpu NVIDIA A100 / NVIDIA A100, then NVIDIA T4"),
     "device": ({"hardware": HARDWARE | {"device": "cpu"}}, {}, "device cuda / cpu"),
     "versions": ({"versions": {"torch": "2.11.0"}}, {}, "torch 2.13.0 / 2.11.0"),
     "new setting": ({}, {"of_a_later_version": 1}, None),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", DIFFERENCES)
@@ -81,13 +76,6 @@ def test_rungs_set_only_techniques():
     assert all(set(defaults) <= {*IGNORED, *TECHNIQUE} for defaults in OWN.values())
 
 
-def test_settings_of_a_technique_that_the_first_run_does_not_use_are_named(tmp_path):
-    first = write_run(tmp_path, record(activation_checkpointing=False))
-    other = write_run(tmp_path, record("20_activation_offload", activation_checkpointing=True, activation_offload=True))
-    [_, row] = compare(read_sources([first, other])).rows
-    assert row.changed == "activation_checkpointing true; activation_offload true"
-
-
 def settings_of(rung, config, *options):
     """Return the settings of a rung as stored in its run.json."""
     with pytest.raises(Checked) as checked:
@@ -101,33 +89,28 @@ def logged(settings):
     return LoggedRun(settings["name"], settings["name"], settings | {"ranks": 1}, **facts)
 
 
-@pytest.mark.parametrize("config", ["quickstart.yaml", "belle_bloomz_7b1_lora.yaml"])
-def test_all_pairs_of_rungs_on_one_config_are_compared(config, monkeypatch):
+def test_all_pairs_of_rungs_on_one_config_are_compared(monkeypatch):
     monkeypatch.setattr(cli, "check_start", lambda settings: [])
-    monkeypatch.setattr(cli, "check", lambda settings: None)  # two rungs need a GPU, and some configs need the Hub
-    runs = [logged(settings_of(rung, config)) for rung in OWN]
+    monkeypatch.setattr(cli, "check", lambda settings: None)  # two rungs need a GPU
+    runs = [logged(settings_of(rung, "quickstart.yaml")) for rung in OWN]
     assert find_differences(make_rows(runs), OWN) == []
     for first, second in combinations(runs, 2):
         rows = make_rows([first, second])
         assert find_differences(rows, OWN) == []
         assert rows[1].changed not in ("", "unknown")
     first = {row.label: row.changed for row in make_rows(runs)}
-    if config == "quickstart.yaml":
-        assert first["2_grad_accum"] == "batch_size 16"
-        changed = {"batch_size 16", "micro_batch_size null", "micro_batch_tokens 1024", "optimizer sgd"}
-        changed |= {"precision bf16-true", "learning_rate 0.01", "schedule cosine"}
-        assert set(first["6_lean_optimizer"].split("; ")) == changed
+    assert first["2_grad_accum"] == "batch_size 16"
+    changed = {"batch_size 16", "micro_batch_size null", "micro_batch_tokens 1024", "optimizer sgd"}
+    changed |= {"precision bf16-true", "learning_rate 0.01", "schedule cosine"}
+    assert set(first["6_lean_optimizer"].split("; ")) == changed
 
 
 @pytest.mark.parametrize(
     ("first", "second", "phrases"),
     [
-        (["1_batch_size_1"], ["2_grad_accum", "--batch_size", "32"], []),
         (["2_grad_accum", "--batch_size", "32"], ["3_torch_compile"], []),
-        (["5_low_precision"], ["6_lean_optimizer"], []),
         (["5_low_precision"], ["6_lean_optimizer", "--schedule", "linear"], ["schedule constant / linear"]),
         (["5_low_precision"], ["6_lean_optimizer", "--learning_rate", "0.5"], ["learning_rate 0.001 / 0.5"]),
-        (["6_lean_optimizer"], ["6_lean_optimizer", "--learning_rate", "0.5"], ["learning_rate 0.01 / 0.5"]),
         (["13_lora", "--learning_rate", "0.5"], ["14_qlora"], ["learning_rate 0.5 / 0.002"]),
         (["4_mixed_precision"], ["4_mixed_precision", "--optimizer", "adafactor"], []),
     ],
@@ -182,14 +165,10 @@ def test_seeds_of_the_same_settings_are_one_row(tmp_path):
         write_run(tmp_path, record("3_torch_compile", seed=seed, accuracy=0.9, minutes=1.1, compile=True), number)
     comparison = compare(read_sources([str(tmp_path)]))
     assert (len(comparison.rows), comparison.differences) == (2, [])
-    first, second = comparison.rows
-    assert first.mean("test_accuracy") == pytest.approx(91)
-    assert first.spread("test_accuracy") == pytest.approx(1)  # n - 1 in the denominator
-    assert first.spread("minutes") == pytest.approx(0.2)
-    assert second.spread("test_accuracy") == pytest.approx(0, abs=1e-9)
+    assert comparison.rows[0].spread("minutes") == pytest.approx(0.2)
     text = to_markdown(comparison)
     assert "mean of seeds 1, 2, 3 (n = 3)" in text
-    assert "91.00 ± 1.00 %" in text
+    assert "91.00 ± 1.00 %" in text  # n - 1 in the denominator
     assert "1.10 ± 0.00 min (0.50 x)" in text
     again = write_run(tmp_path / "again", record(seed=1))
     assert len(make_rows(read_sources([str(tmp_path / "2_grad_accum"), again]))) == 2  # each seed counts once
@@ -209,11 +188,9 @@ def test_compile_time_is_compared_with_the_time_that_it_saves(tmp_path, rate, en
         notices = compare(read_sources(order)).notices
         never = "never " if rate == 11.4 else ""
         assert f"3_torch_compile: compiling took 46 s, {never}paid for{ending}" in notices
-    assert not any("compiling" in notice for notice in compare(read_sources([other])).notices)
     single = write_run(tmp_path, record("1_batch_size_1", batch_size=1, micro_batch_size=1))
     notices = compare(read_sources([single, plain, other])).notices
     assert f"3_torch_compile: compiling took 46 s, {never}paid for{ending}" in notices, "not against batch size 1"
-    assert not any("compiling" in notice for notice in compare(read_sources([single, other])).notices)
 
 
 def test_facts_that_a_log_lacks_are_not_refused(tmp_path):
@@ -223,21 +200,13 @@ def test_facts_that_a_log_lacks_are_not_refused(tmp_path):
     assert any("or the learning rate: compile. The comparison assumes" in notice for notice in comparison.notices)
     log = tmp_path / "other.txt"
     log.write_text(LOG)
-    found = compare(read_sources([run, str(log)])).differences
-    assert "device cuda / cpu" in found
-    assert "model bloom-560m / bloom-quickstart.json" in found
-    assert "dataset imdb / synthetic" in found
+    found = {"device cuda / cpu", "model bloom-560m / bloom-quickstart.json", "dataset imdb / synthetic"}
+    assert found <= {*compare(read_sources([run, str(log)])).differences}
 
 
 def test_other_numbers_of_training_samples_are_named(tmp_path):
     """The posts trained on 35,000 reviews: the log of batch size 1 has that many batches."""
     run, post = write_run(tmp_path, record()), str(BLOG / "batch_size_1.txt")
-    (tmp_path / "own.txt").write_text(LOG)
-    warning = (
-        "Warning: the runs have other numbers of training samples: 2_grad_accum 100, batch_size_1 at least 35,000."
-    )
-    assert warning in compare(read_sources([run, post])).notices
-    own = compare(read_sources([run, str(tmp_path / "own.txt")])).notices
-    assert any("2_grad_accum/1 100, 2_grad_accum/own.txt 4,000." in notice for notice in own)
-    for sources in ([run], [post], [run, str(BLOG / "compile.txt")]):
-        assert not any("numbers of training" in notice for notice in compare(read_sources(sources)).notices)
+    notices = compare(read_sources([run, post])).notices
+    numbers = "2_grad_accum 100, batch_size_1 at least 35,000"
+    assert f"Warning: the runs have other numbers of training samples: {numbers}." in notices

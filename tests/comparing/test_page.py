@@ -12,12 +12,10 @@ from fabric_ladder.comparing.sources import read_sources
 from fabric_ladder.runs.intervals import wilson_interval
 
 
-@pytest.mark.parametrize(("hits", "n"), [(0, 10), (8737, 10000), (33, 33)])
-def test_wilsons_interval(hits, n):
-    expected = binomtest(hits, n).proportion_ci(0.95, "wilson")
-    low, high = wilson_interval(hits / n, n)
-    assert (low, high) == pytest.approx((expected.low, expected.high), abs=1e-12)
-    assert low <= hits / n <= high, "the charts draw both distances"
+def test_wilsons_interval():
+    for hits, n in ((0, 10), (8737, 10000), (33, 33)):
+        expected = binomtest(hits, n).proportion_ci(0.95, "wilson")
+        assert wilson_interval(hits / n, n) == pytest.approx((expected.low, expected.high), abs=1e-12)
 
 
 def test_charts_of_runs_with_few_figures(tmp_path):

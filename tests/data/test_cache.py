@@ -34,15 +34,6 @@ def test_a_second_call_only_maps_the_first_ones_files(tmp_path, load):
     assert second.tokenizer(probe)["input_ids"] == first.tokenizer(probe)["input_ids"]
 
 
-def test_the_tokens_do_not_depend_on_the_number_of_threads(tmp_path, load, monkeypatch):
-    path = write_table(table(), tmp_path / "texts.csv")
-    found = []
-    for parallel in ("true", "false"):
-        monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallel)  # read again in each call
-        found.append(load(path, cache_dir=str(tmp_path / parallel)).fingerprint)
-    assert found[0] == found[1]
-
-
 def test_files_and_settings_that_change_the_tokens_make_a_new_cache(tmp_path, load):
     path = write_table(table(), tmp_path / "texts.csv")
     first = load(path)
@@ -76,7 +67,7 @@ def test_a_failed_or_killed_call_leaves_nothing_for_the_next(tmp_path, load):
 def test_a_full_disk_is_named_and_nothing_is_left(tmp_path):
     """Each size stops the work at another file: tables, the tokenizer, tokens, or the file that closes them."""
     values = {"dataset": write_table(table(), tmp_path / "texts.csv"), "model": BLOOM}
-    for size in (4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 64):
+    for size in (4, 16, 28, 40):
         with file_system(tmp_path / f"disk of {size}", size) as disk:
             home = disk / "cache" / "tokenised"
             line = rf"^cannot write {home} \(.*No space left .*\): set FABRIC_LADDER_CACHE to another folder$"

@@ -7,15 +7,11 @@ from itertools import chain
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from support.data_files import CHATML, chats, load_instructions, rows, samples_of
 from transformers import AutoTokenizer
 
-from fabric_ladder.data.instruction_rows import FLAGS, MEDIA, check_for
-from fabric_ladder.data.instructions import Encoder, encode_turns, prompt_text
+from fabric_ladder.data.instructions import encode_turns, prompt_text
 from fabric_ladder.errors import UserError
-from fabric_ladder.settings import DataSettings
 
 TOOLS = (  # writes tools, calls of tools, reasoning and names
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}"
@@ -164,72 +160,3 @@ def test_a_column_of_maps_is_read(load, tokenizers, tmp_path):
         got, same = (load(each, tokenizer=tokenizers["trained"]) for each in (tmp_path / f"{name}.parquet", content))
         assert got.fingerprint == same.fingerprint
         assert got.notices == ["Columns, and keys of messages, that are not used: more"] * (name == "maps")
-
-
-words = st.sampled_from(["Ulm", "two words", "three\nlines", "7"])
-KEYS = {  # keys of messages that the template does not write, and others
-    "id": words, "metadata": st.just({"a": [1]}), "name": words, "prefix": st.booleans(), "reasoning_content": words,
-    "thinking": words, "tool_calls": st.lists(st.just(CALL), min_size=1, max_size=1), "images": st.just(["a.png"]),
-} | dict.fromkeys(FLAGS, st.sampled_from([0, 1, 0.0, True, False, None, "x"]))  # fmt: skip
-LIKELY = [key for key in KEYS if key != "images"]
-
-
-@st.composite
-def messages(draw):
-    """Draw a message with up to two other keys."""
-    role = draw(st.sampled_from(["user", "assistant", "assistant", "tool", "system"]))
-    keys = draw(st.lists(st.sampled_from(LIKELY * 3 + ["images"]), max_size=2, unique=True))
-    if role != "assistant":
-        keys = [key for key in keys if key != "tool_calls"]
-    return turn(role, draw(words)) | {key: draw(KEYS[key]) for key in keys}
-
-
-def expected_answers(chat):
-    """Return the answers that are trained, or None if the chat must be refused."""
-    if any(message.get("images") or "x" in [message.get(flag) for flag in FLAGS] for message in chat):
-        return None
-    answers = []
-    for message in chat:
-        if message["role"] == "assistant" and all(message.get(flag) in (None, 1) for flag in FLAGS):
-            thoughts = [message[key] for key in ("reasoning_content", "thinking") if key in message]
-            text = f"{message['name']}: " if "name" in message else ""
-            text += f"<think>{thoughts[0]}</think>" if thoughts else ""
-            calls = '<call>look{"n": 7}</call>' if "tool_calls" in message else ""
-            answers.append(f"{text}{message['content']}{calls}<|im_end|>")
-    return answers or None
-
-
-def test_every_key_is_used_named_or_refused_and_unmasked_answers_are_trained(save):
-    tokenizer = AutoTokenizer.from_pretrained(save())
-    outcomes = set()
-
-    @settings(deadline=None, suppress_health_check=[*HealthCheck], max_examples=150, database=None, derandomize=True)
-    @given(st.lists(messages(), min_size=1, max_size=5), st.sampled_from([{}, {"tools": [TOOL]}, {"source": "x"}]))
-    def try_each(chat, more):
-        row, unused = {"messages": chat} | more, set()
-        check, _ = check_for("rows.jsonl", row, {}, unused)
-        expected = expected_answers(chat)
-        outcomes.add(expected is None)
-        if expected is None:
-            with pytest.raises(ValueError, match=r"^(images|weight|train|training|loss) |^no answer"):
-                check("line 1", row)
-            return
-        encoder = Encoder(DataSettings(task="instruction-tuning", max_length=4096), tokenizer)
-        columns = encoder.encode_chats({name: [value] for name, value in check("line 1", row).items()})
-        assert encoder.bad == []
-        assert trained(tokenizer, columns["input_ids"][0], columns["labels"][0]) == expected
-        text = tokenizer.decode(columns["input_ids"][0], clean_up_tokenization_spaces=False)
-        named = unused | encoder.unused
-        assert ("source" in named) == ("source" in more)
-        assert ("Tools: " in text) == ("tools" in more)
-        for message in chat:
-            role = message["role"]
-            for key, value in message.items():
-                assert key not in MEDIA
-                if key in ("id", "metadata", "prefix") or (key in FLAGS and value in (1, True) and role != "assistant"):
-                    assert f"{key} ({role})" in named
-                elif key not in FLAGS and key not in ("role", "tool_calls"):
-                    assert value in text
-
-    try_each()
-    assert outcomes == {True, False}

@@ -4,12 +4,11 @@ import numpy as np
 import pytest
 import torch
 from sklearn.utils.class_weight import compute_class_weight
-from support.data_files import VIT, load_in, write_images
 from support.helpers import settings_for, tiny_model, token_datasets
-from support.objectives import CUTS, accumulated, assert_exact, packable
+from support.objectives import accumulated, assert_exact, packable
 from support.training import losses, run_training
 
-from fabric_ladder import UserError, build_dataloaders, build_model
+from fabric_ladder import UserError, build_dataloaders
 from fabric_ladder.checks import check_values
 
 BOTH = {"label_smoothing": 0.2, "class_weights": "0.5,2.5"}
@@ -34,17 +33,6 @@ def test_the_loss_is_the_sum_of_weighted_losses_over_the_number_of_samples(tmp_p
     for row, label in zip(logits.log_softmax(-1).tolist(), micro_batch.inputs["labels"].tolist(), strict=True):
         expected += (0.5, 2.5)[label] * -(0.8 * row[label] + 0.2 * sum(row) / 2) / len(logits)
     assert accumulated(tmp_path, model, token_datasets(), **BOTH)[1].loss == pytest.approx(expected, rel=1e-12)
-
-
-def test_images_have_them_too(tmp_path, fabric):
-    write_images(tmp_path / "pets", {"cat": 30, "dog": 10})
-    values = {"task": "image-classification", "model": VIT, "from_scratch": True, "packing": False}
-    datasets = load_in(tmp_path, tmp_path / "pets", task="image-classification", model=VIT)
-    torch.manual_seed(0)
-    model = build_model(settings_for(tmp_path, **values), datasets)
-    weighted = values | {"class_weights": "balanced", "label_smoothing": 0.1}
-    score = assert_exact(tmp_path, model, datasets, 1e-5, cuts=[CUTS[0]], **weighted)
-    assert score.loss != accumulated(tmp_path, model, datasets, **values)[1].loss
 
 
 def test_balanced_weights_are_those_of_scikit_learn(tmp_path, fabric):

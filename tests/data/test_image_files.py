@@ -41,17 +41,7 @@ def test_a_folder_of_classes_is_split_like_texts(tmp_path, load):
     assert stored(load("pets", split_seed=2), "test") != stored(got, "test")
 
 
-def test_numbers_as_names_of_folders_are_sorted_by_size(tmp_path, load):
-    write_pets(tmp_path / "pets")
-    for name, number in zip(PETS, ("10", "9", "100"), strict=True):
-        (tmp_path / "pets" / name).rename(tmp_path / "pets" / number)
-    assert load("pets").class_names == ["9", "10", "100"]
-
-
-@pytest.mark.parametrize(
-    ("home", "names"),
-    [("pets", ("Train", "val", "TEST")), ("pets/all", ("train", "test")), ("pets", ("Training", "eval", "Testing"))],
-)
+@pytest.mark.parametrize(("home", "names"), [("pets", ("Train", "val", "TEST")), ("pets/all", ("train", "test"))])
 def test_folders_of_splits_stay_whole(tmp_path, load, names, home):
     sizes = {"cat": 9, "dog": 6}
     written = {name: write_images(tmp_path / home / name, sizes, 100 * number) for number, name in enumerate(names)}
@@ -78,7 +68,7 @@ def test_an_archive_reads_like_the_folder(tmp_path, load, name, prefix):
     assert not list((tmp_path / "cache").rglob("*.png"))
 
 
-@pytest.mark.parametrize(("archive", "broken"), [("a.tar.gz", "half"), ("a.zip", "noise"), ("a.zip", "half")])
+@pytest.mark.parametrize(("archive", "broken"), [("a.tar.gz", "half"), ("a.zip", "noise")])
 def test_a_damaged_archive_is_refused(tmp_path, load, archive, broken):
     write_pets(tmp_path / "pets")
     path = packed(tmp_path / "pets", tmp_path / archive)
@@ -108,14 +98,14 @@ def test_a_split_without_any_good_image_is_refused(tmp_path, load):
         load("pets", bad_samples="skip")
 
 
+HUB = {"img": hf.Image(), "label": hf.ClassLabel(names=["frog", "cat", "ship"])}
+
+
 def test_an_image_that_cannot_be_read_is_named(tmp_path, load):
     write_pets(tmp_path / "pets")
     (tmp_path / "pets" / "cat" / "folder.png").mkdir()
     with pytest.raises(UserError, match=r"^cannot read \S*cat/folder\.png \("):
         load("pets")
-
-
-HUB = {"img": hf.Image(), "label": hf.ClassLabel(names=["frog", "cat", "ship"])}
 
 
 @pytest.fixture
@@ -153,28 +143,12 @@ def test_a_hub_data_set_is_decoded(load, hub):
     assert stored(got, "test") == expected
 
 
-def test_hub_labels_may_be_strings(load, hub):
-    got = load(hub({"image": hf.Image(), "label": hf.Value("string")}, labels=("b", "a", "c"), train=30))
-    assert got.class_names == ["a", "b", "c"]
-
-
-@pytest.mark.parametrize(
-    ("features", "values", "pattern"),
-    [
-        ({"a": hf.Image(), "b": hf.Image()}, {}, r"must have one column of images, .* 'image'; it has a, b"),
-        ({"image": hf.Value("string")}, {}, r"must have one column of images, .* 'image'; it has label"),
-        (
-            {"image": hf.Image()},
-            {"label_column": "kind"},
-            r"has no column 'kind', only image, label: .* --label_column",
-        ),
-    ],
-)
-def test_missing_hub_columns_are_refused(load, hub, features, values, pattern):
-    features = {name: feature for name, feature in features.items() if isinstance(feature, hf.Image)}
-    name = hub(features | {"label": hf.Value("int64")}, train=9)
-    with pytest.raises(UserError, match=rf"org/name \(train\) {pattern}"):
-        load(name, **values)
+def test_missing_hub_columns_are_refused(load, hub):
+    two = hub({"a": hf.Image(), "b": hf.Image(), "label": hf.Value("int64")}, train=9)
+    with pytest.raises(UserError, match=r"org/name \(train\) must have one column of images, .* 'image'; it has a, b"):
+        load(two)
+    with pytest.raises(UserError, match=r"has no column 'kind', only img, label: .* --label_column"):
+        load(hub(train=9), label_column="kind")
 
 
 def test_a_real_archive_is_read(load):
@@ -191,23 +165,21 @@ def test_a_real_archive_is_read(load):
     assert set(expected) <= set(stored(got, "test"))
 
 
-@pytest.mark.parametrize("archive", [False, True])
-def test_broken_images_are_refused_or_counted(tmp_path, load, archive):
+def test_broken_images_are_refused_or_counted(tmp_path, load):
     """Two files are texts, two are empty, and one image is cut."""
     write_pets(tmp_path / "pets", each=20)
     half = (tmp_path / "pets" / "cat" / "0.png").read_bytes()[:1500]
     for number, content in enumerate((b"no image", b"", half, b"no image")):
         (tmp_path / "pets" / "cat" / f"{number}.png").write_bytes(content)
     (tmp_path / "pets" / "cat" / "4.png").rename(tmp_path / "pets" / "cat" / "phone.HEIC").write_bytes(b"\0ftypheic")
-    dataset = packed(tmp_path / "pets", tmp_path / "a.tar.gz") if archive else "pets"
     with pytest.raises(UserError) as error:
-        load(dataset)
+        load("pets")
     problem = "(not an image in a known format|an empty file|.*truncated.*)"
     pattern = rf"5 of 60 images cannot be decoded \((\S*cat/(\d\.png|phone\.HEIC): {problem}; ){{3}}…\)"
     assert re.fullmatch(pattern + ": fix or remove them, or leave them out with --bad_samples skip", str(error.value))
     assert not list((tmp_path / "cache").rglob("*.arrow"))
     for _ in range(2):  # the second load reads the cache
-        got = load(dataset, bad_samples="skip")
+        got = load("pets", bad_samples="skip")
         (notice,) = got.notices
         assert re.fullmatch(pattern + " and are left out", notice)
         assert sum(len(got.splits[split]) for split in SPLITS) == 55
@@ -217,7 +189,6 @@ def test_broken_images_are_refused_or_counted(tmp_path, load, archive):
 
 REFUSED = {
     "column": (["cat/a.png"], {"label_column": "breed"}, "--label_column is for a --dataset on the Hub; pets has"),
-    "no image": (["cat/a.txt", "dog/b.csv"], {}, r"pets holds no image \(\.png, "),
     "only a test": (
         ["test/cat/a.png", "test/dog/b.png"], {}, "pets holds no training image, only test: add a folder train"
     ),
@@ -231,7 +202,6 @@ REFUSED = {
         ["cat/a.png", "dog/b.png", "c.png"], {},
         r"1 of 3 images are not in the folder of a class \(c\.png\): move them so that all paths are <class>/<im",
     ),
-    "too deep": (["cat/a.png", "cat/small/b.png", "dog/c.png"], {}, r"1 of 3 .* \(cat/small/b\.png\): move them"),
     "in a split": (
         ["train/cat/a.png", "train/dog/b.png", "test/c.png"], {}, r"\(test/c\.png\).* are <split>/<class>/<image>"
     ),
@@ -241,13 +211,8 @@ REFUSED = {
     ),
     "texts": ([], {"dataset": "imdb"}, "imdb holds texts: --task image-classification needs a folder with a folder"),
     "file": (["a.csv"], {"dataset": "pets/a.csv"}, r"a\.csv is neither a folder nor an archive \(\.tar, "),
-    "no such archive": ([], {"dataset": "b.tar.gz"}, r"no file or folder b\.tar\.gz here or in "),
     "test file": (["cat/a.png"], {"test_file": "b.csv"}, "--validation_file and --test_file are for texts"),
-    "options of texts": (["cat/a.png"], {"text_column": "a"}, "--text_column is for texts, not for images: leave it"),
     "no room for a crop": (["cat/a.png"], {"resize_to": 31}, "--resize_to 31 is smaller than the image size 32"),
-    "no room for a patch": (["cat/a.png"], {"image_size": 3}, r"--image_size 3 is smaller than a patch of .*, 8: "),
-    "task": (["cat/a.png"], {"task": "text-classification"}, "for images add --task image-classification"),
-    "no config": (["a.json"], {"model": "{a}"}, r"a\.json is not a model config"),
 }  # fmt: skip
 
 
@@ -262,8 +227,7 @@ def test_folders_and_options_are_refused_in_one_line(tmp_path, load, name):
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("{}")
-    values = {key: str(tmp_path / "pets" / "a.json") if value == "{a}" else value for key, value in values.items()}
     with pytest.raises(UserError, match=pattern) as error:
-        load(values.pop("dataset", "pets"), **values)
+        load(**{"dataset": "pets"} | values)
     assert "\n" not in str(error.value)
     assert not list((tmp_path / "cache").rglob("*.arrow"))

@@ -125,16 +125,6 @@ def test_colours_of_12_bits_in_16_are_refused(tmp_path, load, bits):
     assert (pixels >> 8).astype(np.uint8).tobytes() in stored
 
 
-def test_copies_of_training_images_are_named(tmp_path, load):
-    for number in range(8):
-        for split, start in (("train", 0), ("validation", 8), ("test", 8)):
-            save_image(tmp_path / "pets" / split / PETS[number % 2] / f"{number}.png", noise(number + start))
-    save_image(tmp_path / "pets" / "test" / PETS[0] / "copy.png", noise(0))
-    (notice,) = [line for line in load("pets").notices if "also" in line]
-    found = '1 of 9 test images are also training images (first: "cat/copy.png")'
-    assert notice == f"{found}: leave them out of one of the two"
-
-
 def test_images_are_turned_upright():
     image = Image.fromarray(noise(1, (20, 30)))
     np.testing.assert_array_equal(decoded(image), np.asarray(image))
@@ -184,16 +174,6 @@ def test_a_second_call_decodes_nothing_and_writes_nothing(tmp_path, load, monkey
     assert second.fingerprint == first.fingerprint
     assert [stored(second, split) for split in SPLITS] == [stored(first, split) for split in SPLITS]
     assert_mapped(second, tmp_path)
-
-
-def test_a_changed_image_is_read_again(tmp_path, load):
-    write_pets(tmp_path / "pets")
-    first = load("pets")
-    assert load("pets", cache_dir=str(tmp_path / "other")).fingerprint == first.fingerprint
-    save_image(tmp_path / "pets" / "cat" / "0.png", noise(999))
-    assert load("pets").fingerprint != first.fingerprint
-    save_image(tmp_path / "pets" / "cat" / "0.png", noise(0))
-    assert load("pets").fingerprint == first.fingerprint, "the fingerprint depends on the content alone"
 
 
 CONFIG = {"model_type": "vit", "image_size": 48, "patch_size": 8}

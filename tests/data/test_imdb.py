@@ -70,19 +70,10 @@ def test_the_csv_files_are_byte_by_byte_those_of_the_blogs_own_code(unpacked, mo
     assert {path.name: path.read_bytes() for path in tmp_path.glob("*.csv")} == expected
 
 
-def test_an_archive_reads_like_the_unpacked_folder(unpacked, tmp_path):
-    files = [path for path in unpacked.rglob("*") if path.is_file()]
-    np.random.default_rng(0).shuffle(files)
-    with tarfile.open(tmp_path / "own.tar.gz", "w:gz") as tar:
-        for path in files:
-            tar.add(path, f"./{path.relative_to(unpacked.parent)}")
-    frame = module._read_imdb(tmp_path / "own.tar.gz", 240)
-    pd.testing.assert_frame_equal(frame, module._read_imdb(unpacked, 240))
-
-
-def test_imdb_is_tokenized_from_the_archive(archive, tmp_path):
-    df = load_dataset_into_to_dataframe(archive.parent)
-    settings = DataSettings(data_dir=str(archive.parent), cache_dir=str(tmp_path), model=BLOOM, max_length=100)
+def test_imdb_is_tokenized_with_its_own_labels(unpacked, monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "IMDB_REVIEWS", 240)
+    df = load_dataset_into_to_dataframe(unpacked.parent)
+    settings = DataSettings(data_dir=str(unpacked.parent), cache_dir=str(tmp_path), model=BLOOM, max_length=100)
     got = load_datasets(replace(settings, train_samples=100, validation_samples=20, test_samples=30))
     assert [len(got.splits[split]) for split in SPLITS] == [100, 20, 30]
     assert got.class_names == ["negative", "positive"]

@@ -2,7 +2,6 @@
 
 import json
 from functools import partial
-from itertools import pairwise
 
 import pandas as pd
 import pytest
@@ -70,24 +69,6 @@ def test_sharegpt_conversations_give_the_tokens_of_messages(tmp_path, load, toke
     assert load(named, tokenizer=tokenizers["trained"]).fingerprint == first.fingerprint
 
 
-def test_a_table_of_several_forms_has_the_first_of_them():
-    order = [
-        {"messages": CHAT[1]["messages"]},
-        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
-        {"instruction": "c", "output": "d"}, {"instruction": "e", "context": "f", "response": "g"},
-        {"input": "h", "target": "i"}, {"prompt": "j", "response": "k"}, {"prompt": "l", "completion": "m"},
-        {"question": "n", "answer": "o"}, {"query": "p", "response": "q"},
-    ]  # fmt: skip
-    for form, later in pairwise(order):
-        row = later | form
-        both, _ = check_for("rows.jsonl", row, {})
-        alone, _ = check_for("rows.jsonl", form, {})
-        found, wanted = both("line 1", row), alone("line 1", row)
-        if "instruction" in wanted:  # the later form may have the column of an input
-            wanted["input"] = {"c": "f", "e": "h"}.get(wanted["instruction"], "")
-        assert found == wanted, form
-
-
 def test_of_two_inputs_the_first_with_text_counts_and_an_input_that_is_no_text_is_refused():
     row = {"instruction": "a", "input": "", "context": "c", "response": "b"}
     check, _ = check_for("rows.jsonl", row, {})
@@ -142,19 +123,13 @@ def changed(row, **values):
 
 BAD_ROWS = {  # name: (row, reason why it is bad)
     "no output": (changed(GOOD[3], output=...), r"no output"),
-    "blank output": (changed(GOOD[3], output=" \n"), r"no output"),
     "number": (changed(GOOD[3], output=42), r"output is 42, not text"),
-    "list": (changed(GOOD[3], output=["x" * 99]), r'output is \["x{38}, not text'),
     "no instruction": (changed(GOOD[3], instruction=...), r"no instruction"),
-    "no messages": ({"messages": None}, r"messages is null, not a list of messages"),
     "empty messages": ({"messages": []}, r"no answer from the assistant"),
     "text for a message": ({"messages": [USER, "Hi."]}, r"message 2 has the role null, not system, user, assistant"),
-    "unknown role": ({"messages": [USER, {"role": "gpt"}]}, r'message 2 has the role "gpt", not system, user, a'),
-    "no content": ({"messages": [USER, {"role": "assistant"}]}, r"no content in message 2"),
     "parts": ({"messages": [USER | {"content": [1]}, ASSISTANT]}, r"content in message 1 is \[1\], not text"),
     "no answer": ({"messages": [USER]}, r"no answer from the assistant"),
     "unknown speaker": ({"conversations": [{"from": "bing", "value": "a"}]}, r'message 1 has the role "bing", not s'),
-    "speaker of messages": ({"conversations": [{"role": "gpt", "content": "a"}]}, r'message 1 has the role "gpt"'),
     "list for a speaker": ({"conversations": [{"from": ["gpt"], "value": "a"}]}, r'message 1 has the role \["gpt"\], '),
     "no value": ({"conversations": [{"from": "human", "content": "a"}]}, r"no value in message 1"),
 }  # fmt: skip

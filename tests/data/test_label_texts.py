@@ -5,19 +5,13 @@ import re
 from collections import Counter
 
 import datasets as hf
-import pandas as pd
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from support.data_files import BLOOM, SPLITS, load_in, write_rows
+from support.data_files import write_rows
 
 from fabric_ladder.data.label_texts import check_labels
 from fabric_ladder.data.tables import complete_splits, number_labels
 from fabric_ladder.errors import UserError
 from fabric_ladder.settings import DataSettings
-
-PARTS = ["0", "1", "01", "10", "007", "a", "A", "b", "é", "e\u0301", "１", "\u200b", "NaN", ".5", ".0", "-", "+", "e3"]
-PARTS += [" ", ";", "/", "|", ",", "'", '"', "[", "]", "{", "}", "2024-01-01", "x y"]
 
 
 def write_labels(path, labels, rows=40):
@@ -38,14 +32,11 @@ LINES = {
     "case": (["Positive", "positive"], r"2 labels look alike and are different classes: 'Positive' \(20\) and 'positi"),
     "invisible": (["good", "good\u200b", "bad"], r"'good' \(14\) and 'good\\u200b' \(13\): write"),
     "two forms of Unicode": (["caf\u00e9", "cafe\u0301"], r"'café' \(20\) and 'cafe\\u0301' \(20\)"),
-    "own quotes": (["'good'", "good"], r"\"'good'\" \(20\) and 'good' \(20\)"),
     "another script": (["cat", "c\u0430t"], r"2 labels look alike .*'cat' \(20\) and 'c\\u0430t' \("),
     "a leading zero": (["01", "1"], r"'01' \(20\) and '1' \(20\)"),
-    "full width": (["１", "1"], r"'\\uff11' \(20\) and '1' \(20\)"),
     "one class": (["1", "1.0", "2"], r"2 labels are one class: '1' \(14\) and '1.0' \(13\)"),
     "missing": (["NaN", "1", "2"], r"14 of 40 labels \('NaN'\) are kept as classes: if they mean no label"),
     "semicolons": (["a;b", "a", "b"], r"14 of 40 labels \('a;b'\) join other labels, .*--problem_type multi_label"),
-    "slashes": (["a/b", "b/a", "c"], r"27 of 40 labels \('a/b', 'b/a'\) join other labels"),
 }  # fmt: skip
 
 
@@ -66,7 +57,6 @@ REFUSED = {
     "decimals": (["0.5", "1.0", "nan"], r"column 'label' holds decimal numbers.*--problem_type regression to predict"),
     "dates": (["2024-01-01", "2/1/2024"], r"column 'label' holds dates such as '2024-01-01', not classes: set --label"),
     "printed list": (["['a', 'b']", "c"], r"20 of 40 labels \(\"\['a', 'b'\]\"\) in column 'label' are printed values"),
-    "printed bytes": (["b'good'", "b'bad'"], r"printed values: write the label alone, or lists in JSON Lines"),
     "bytes": ([b"good", b"bad"], r"label is \"b'good'\", not a class: write it as text, or set --label_column"),
     "date objects": ([datetime.date(2024, 1, 1)] * 2, r"label is \"2024-01-01\", not a class"),
     "lists": ([["a"], ["b"]], r"not a class: set --problem_type multi_label_classification"),
@@ -109,32 +99,6 @@ def test_a_regression_refuses_dates_and_numbers_too_large(tmp_path, load, label,
         load(path, problem_type="regression")
 
 
-def one_line(error):
-    assert re.fullmatch(r".{10,1000}", str(error))
-
-
-@settings(deadline=None, suppress_health_check=[*HealthCheck], max_examples=60, derandomize=True, database=None)
-@given(st.lists(st.lists(st.sampled_from(PARTS), min_size=1, max_size=3).map("".join), min_size=2, max_size=6))
-def test_drawn_labels_are_those_that_pandas_reads_or_are_refused(tmp_path_factory, labels):
-    """Only whole numbers such as 1.0 lose their zero."""
-    folder = tmp_path_factory.mktemp("drawn")
-    path = write_labels(folder / "a.csv", labels)
-    expected = Counter(pd.read_csv(path, dtype=str, keep_default_na=False)["label"].str.strip())
-    try:
-        got = load_in(folder, path, model=BLOOM)
-    except UserError as error:
-        return one_line(error)
-    found = Counter(got.class_names[label] for split in SPLITS for label in got.splits[split]["labels"][:])
-    if all(re.fullmatch(r"(0|-?[1-9]\d*)(\.0*)?", label, re.ASCII) for label in expected):
-        whole = Counter()
-        for label, count in expected.items():
-            whole[label.split(".")[0]] += count
-        assert (len(whole) < len(expected)) == any("are one class" in notice for notice in got.notices)
-        expected = whole
-    assert found == expected
-    assert len(got.class_names) == len({*got.class_names}) == len(expected)
-
-
 def splits_of(labels, seed):
     """Return the splits of a table, and the names of its classes."""
     table = hf.Dataset.from_dict({"text": [f"text {row}" for row in range(len(labels))], "label": labels})
@@ -144,7 +108,7 @@ def splits_of(labels, seed):
 
 def test_a_class_with_two_rows_has_one_in_training():
     labels = ["often"] * 30 + ["seldom"] * 28 + ["rare"] * 2
-    for seed in range(60):
+    for seed in range(20):
         splits, names = splits_of(labels, seed)
         assert {split: len(table) for split, table in splits.items()} == {"train": 42, "validation": 6, "test": 12}
         assert sorted(text for table in splits.values() for text in table["text"]) == sorted(

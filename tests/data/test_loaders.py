@@ -1,11 +1,9 @@
 """The loaders return tensors that are padded or packed according to the plans."""
 
-import dataclasses
 import math
 from itertools import chain
 
 import pytest
-import torch
 from support.helpers import settings_for, token_datasets
 
 from fabric_ladder import build_dataloaders
@@ -33,45 +31,6 @@ def test_loaders_give_padded_tensors_and_count_tokens(tmp_path, fabric, num_work
     assert seen == 40
     assert sum(micro_batch.items for micro_batch in val_loader) == 11
     assert sum(micro_batch.items for micro_batch in test_loader) == 13
-
-
-@pytest.mark.parametrize(
-    ("task", "size"), [("instruction-tuning", "micro_batch_size"), ("text-classification", "pack_rows")]
-)
-def test_packing_changes_no_effective_batch_and_no_evaluation(tmp_path, fabric, task, size):
-    options = {"task": task, "max_length": 64, "eval_batch_tokens": 128}
-    datasets = token_datasets(per_token=task == "instruction-tuning", train=400, validation=110)
-    packed, plain = (
-        build_dataloaders(fabric, datasets, settings_for(tmp_path, **options, **values))
-        for values in ({"packing": True, size: 2}, {"micro_batch_size": 2})
-    )
-    for mine, theirs in zip(packed[0], plain[0], strict=True):
-        assert mine.samples == theirs.samples
-        assert sum(batch.items for batch in mine.micro_batches) == sum(batch.items for batch in theirs.micro_batches)
-        assert sum(batch.tokens for batch in mine.micro_batches) == sum(batch.tokens for batch in theirs.micro_batches)
-        assert len(mine.micro_batches) < len(theirs.micro_batches)
-    for mine, theirs in zip(packed[1:], plain[1:], strict=True):
-        assert sum(batch.items for batch in mine) == sum(batch.items for batch in theirs)
-        assert seen_samples(mine) == seen_samples(theirs)
-        if size == "pack_rows":
-            assert {batch.inputs["input_ids"].shape for batch in mine} == {(2, 64)}
-        else:
-            assert sum(batch.padded for batch in mine) < sum(batch.padded for batch in theirs)
-
-
-def seen_samples(loader):
-    """Return the tokens of each sample in order, with the sample's label if it has one."""
-    found = []
-    for batch in loader:
-        inputs, one_label = batch.inputs, batch.inputs["labels"].dim() == 1
-        unpacked = torch.arange(inputs["input_ids"].shape[1]).expand(*inputs["input_ids"].shape)
-        positions = inputs.get("position_ids", unpacked)
-        starts = (positions == 0).flatten().nonzero().flatten().tolist()
-        samples = zip(starts, [*starts[1:], positions.numel()], strict=True)
-        ids = [inputs["input_ids"].flatten()[start:end].tolist() for start, end in samples]
-        ids = [[token for token in row if token] for row in ids if any(row)]
-        found += zip(ids, inputs["labels"].tolist(), strict=True) if one_label else ids
-    return sorted(found)
 
 
 def test_a_packed_micro_batch_joins_its_samples(tmp_path):
@@ -130,14 +89,3 @@ def test_a_packed_classifier_gets_the_spans_of_its_samples(tmp_path):
         outside = [place for place in range(len(ids)) if not any(start <= place < end for start, end in spans)]
         assert not ids[outside].any(), "all other tokens are padding"
         assert (batch.tokens, batch.padded) == (sum(sample["length"] for sample in samples), ids.numel())
-
-
-def test_on_a_gpu_validation_and_test_are_cut_like_the_training(tmp_path, fabric):
-    values = {"batch_size": 400, "micro_batch_size": 400}
-    settings = dataclasses.replace(settings_for(tmp_path, **values), eval_batch_tokens=None, full_pass=10**6)
-    training, *others = build_dataloaders(fabric, token_datasets(train=400, validation=300, test=300), settings)
-    [largest] = [part.padded for batch in training for part in batch.micro_batches]
-    assert largest > 4096
-    for loader in others:
-        padded = [batch.padded for batch in loader]
-        assert 4096 < max(padded) <= largest

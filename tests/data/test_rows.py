@@ -81,15 +81,11 @@ CSV = pd.DataFrame(GOOD).to_csv(index=False)
 LINES = "".join(json.dumps(row) + "\n" for row in GOOD)
 DEEP = "[" * 99_999
 REFUSED = {
-    "two rows": ("a.csv", "text,label\na b,0\n", r"1 texts are too few to be split into train, validation and test"),
     "three rows": ("a.csv", "text,label\na b,0\nc d,1\ne f,0\n", r"have a single label: 3 are too few, give more"),
-    "header alone": ("a.csv", "text,label\n", r"a\.csv holds no rows .* \(it is empty, or has only a header\)"),
-    "blank lines": ("a.csv", "\n\n", r"a\.csv cannot be read as csv"),
     "one class": ("a.csv", "text,label\n" + "a,x\n" * 9, r"the same label, 'x'"),
     "no text": ("a.csv", CSV.replace("review 3", "  "), r"1 of 20 rows of .*a\.csv cannot be used \(row 4: no text\)"),
     "list": ("a.json", json.dumps([{"text": ["a"], "label": 1}] * 9), r"nothing is left: 9 .*row 1: text is \[\"a\""),
     "list label": ("a.jsonl", LINES + '{"text": "a", "label": [1]}', r"label is \[1\], not a class: set --problem"),
-    "NaN label": ("a.jsonl", LINES + '{"text": "a", "label": NaN}', r"line 21: no label"),
     "decimal labels": ("a.csv", "text,label\na,0.5\nb,1\n", r"'label' holds decimal numbers, .*or --problem_type"),
     "instructions": ("a.csv", "instruction,output\na,b\n", r"no column 'text', only .* or --task instruction-tuning"),
     "UTF-16": ("a.csv", CSV.encode("utf-16"), r"text in UTF-16: save it as UTF-8"),
@@ -98,13 +94,8 @@ REFUSED = {
     "half a gzip": ("a.csv.gz", gzip.compress(CSV.encode() * 999)[:999], r"a\.csv\.gz cannot be read as csv \(.*end"),
     "bare comma": ("a.csv", "text,label\na,b\na,b,c\n", r"row 2: more fields .* \(3 instead of 2\): quote texts that"),
     "bare commas": ("a.csv", "text,label\n" + "a,b,1\n" * 9, r"row 1: more fields than column names .*: quote"),
-    "some nulls": ("a.jsonl", LINES + "null\n", r"1 of 21 rows of .* \(line 21: not a JSON object\): fix"),
-    "two lists": ("a.json", json.dumps({"train": GOOD, "test": GOOD}), r"its lists train, test hold rows: write"),
-    "no JSON list": ("a.json", '[\n{"text": "a"\n"label": "b"}]', r"a\.json cannot be read as json \(.*line 3"),
     "deep list": ("a.json", DEEP, r"a\.json cannot be read as json \(maximum recursion"),
-    "deep line": ("a.jsonl", LINES + f'{{"text": {DEEP}\n', r"a\.jsonl cannot be read as json \(maximum recursion"),
     "half a character": ("a.jsonl", LINES + '{"text": "\\ud83c", "label": 1}', r"line 21: .*surrogates not allowed"),
-    "no Parquet": ("a.parquet", "text", r"a\.parquet cannot be read as parquet"),
     "no Parquet rows": ("a.parquet", [], r"a\.parquet holds no rows"),
 }  # fmt: skip
 

@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import tracemalloc
 from itertools import chain
 
 import numpy as np
@@ -14,7 +13,6 @@ from support.helpers import settings_for
 from fabric_ladder.data.cutting import cut
 from fabric_ladder.data.sampler import TOKENS_BEFORE_FITTING, EffectiveBatchSampler, EvaluationSampler
 from fabric_ladder.settings import FULL_PASS
-from fabric_ladder.techniques import full_pass
 
 RNG = np.random.default_rng(0)
 
@@ -139,31 +137,6 @@ def test_micro_batches_limited_by_tokens_cost_least(limit, full_pass):
     assert cost([part.rows for part in parts]) == min(map(cost, every))
 
 
-def test_passes_that_move_all_weights_are_fewer(tmp_path):
-    """Effective batches of 16 reviews per rank, about as long as IMDb's."""
-    draws = np.random.default_rng(0).lognormal(np.log(230), 0.65, 6400)
-    lengths = np.clip(draws.astype(int), 8, 1024)
-
-    def passes(ranks=4, **values):
-        settings = settings_for(tmp_path, batch_size=16 * ranks, micro_batch_tokens=16_384, **values)
-        settings = dataclasses.replace(settings, full_pass=full_pass(settings))  # of a GPU
-        samplers = [
-            EffectiveBatchSampler(lengths, np.ones_like(lengths), settings, rank, ranks) for rank in range(ranks)
-        ]
-        for plans in zip(*samplers, strict=True):
-            assert len({len(plan.parts) for plan in plans}) == 1, "sharded ranks communicate in every pass"
-            seen = [row for plan in plans for part in plan.parts if part.items for row in part.rows]
-            assert sorted(seen) == sorted(plans[0].rows)
-        return sum(len(plan.parts) for plan in samplers[0]) / len(samplers[0])
-
-    for values in ({}, {"activation_checkpointing": True}, {"strategy": "ddp"}):
-        assert full_pass(settings_for(tmp_path, **values)) == FULL_PASS
-    offload, fsdp, ddp = (passes(**values) for values in (
-        {"strategy": "fsdp", "offload": True}, {"strategy": "fsdp"}, {"strategy": "ddp"}))  # fmt: skip
-    assert 1 <= offload < fsdp < ddp - 1
-    assert passes(strategy="fsdp", packing=True) == 1
-
-
 def sampler(tmp_path, rank=0, ranks=1, count=1000, **values):
     return EffectiveBatchSampler(LENGTHS[:count], ITEMS[:count], settings_for(tmp_path, **values), rank, ranks)
 
@@ -267,18 +240,3 @@ def test_the_heaviest_packed_batch_is_found(tmp_path, limit):
     plans = EffectiveBatchSampler(lengths, np.ones_like(lengths), settings, 0, 1)
     padded = [max(part.padded(lengths, 16) for part in plan.parts) for plan in plans]
     assert max(max(part.padded(lengths, 16) for part in plan.parts) for plan in plans.heaviest()) == max(padded)
-
-
-def test_an_evaluation_keeps_16_bytes_per_sample(tmp_path):
-    lengths = np.random.default_rng(0).integers(1, 20, 100_000)
-    settings = settings_for(tmp_path, eval_batch_tokens=4096)
-    tracemalloc.start()
-    try:
-        kept = EvaluationSampler(lengths, np.ones_like(lengths), settings, 0, 1)
-        assert len(kept)
-        held, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert sum(len(part.rows) for part in kept) == 100_000
-    assert held < 18 * 100_000
-    assert peak < 60 * 100_000

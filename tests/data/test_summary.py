@@ -1,13 +1,10 @@
 """One line says what was read. Copies of training texts and classes without training samples are named."""
 
-import json
-
 import pytest
 from support.data_files import (
     BLOOM,
     VIT,
     chats,
-    load_in,
     load_instructions,
     rows,
     table,
@@ -15,7 +12,6 @@ from support.data_files import (
     write_rows,
     write_table,
 )
-from support.helpers import CONFIGS, SRC, finished, run_script
 
 from fabric_ladder import UserError
 from fabric_ladder.data.load import check_data
@@ -47,14 +43,6 @@ def test_a_folder_has_a_line_for_each_split_with_its_files(tmp_path, load):
     ]
 
 
-def test_at_most_ten_classes_are_listed(tmp_path, load):
-    labels = [f"class\n{number}" for number in (*range(12), *[0] * 8)]
-    rows = [{"text": f"text {number}", "label": labels[number % 20]} for number in range(60)]
-    (line,) = load(write_rows(rows, tmp_path / "a.jsonl")).summary
-    assert "· class 0 27, class 1 3, class 10 3, class 11 3," in line
-    assert "class 7 3 and 2 more · train 42," in line
-
-
 def test_other_kinds_of_data_are_described(tmp_path, load, tokenizers):
     assert load("synthetic", train_samples=50).summary == [
         "synthetic: 5,500 rows · negative 2,761, positive 2,739 · train 50, validation 500, test 1,000"
@@ -70,9 +58,6 @@ def test_other_kinds_of_data_are_described(tmp_path, load, tokenizers):
     assert load_instructions(tmp_path, rows()).summary == ["rows.jsonl: 40 rows · train 28, validation 4, test 8"]
     got = load_instructions(tmp_path, chats(), tokenizer=tokenizers["trained"])
     assert got.summary == ["rows.jsonl: 30 rows · train 21, validation 3, test 6 · 45 turns trained, 55 masked"]
-    write_pets(tmp_path / "pets")
-    got = load_in(tmp_path, "pets", model=VIT, task="image-classification")
-    assert got.summary == ["pets: 30 rows · cat 10, dog 10, eel 10 · train 21, validation 3, test 6"]
 
 
 def test_copies_of_training_texts_are_named(tmp_path, load):
@@ -103,18 +88,3 @@ def test_a_check_keeps_nothing(tmp_path):
     write_pets(tmp_path / "pets")
     images = DataSettings(model=VIT, task="image-classification", dataset=str(tmp_path / "pets"))
     assert check_data(images) == ["pets: 30 rows · cat 10, dog 10, eel 10 · train 21, validation 3, test 6"]
-
-
-def test_a_run_prints_and_records_the_line_before_its_parameters(tmp_path):
-    path = tickets(tmp_path / "tickets.csv")
-    columns = ["--text_column", "body", "--label_column", "topic", "--train_samples", "32"]
-    args = ["--config", str(CONFIGS / "quickstart.yaml"), "--dataset", str(path), "--max_length", "16", *columns]
-    checked = finished(run_script(SRC / "2_grad_accum.py", *args, "--check_only", "true", cwd=tmp_path))
-    printed = finished(run_script(SRC / "2_grad_accum.py", *args, cwd=tmp_path)).splitlines()
-    line, last = checked.splitlines()[-2:]
-    assert last == "2_grad_accum can run here"
-    place = printed.index(line)
-    assert printed[place - 1].startswith("Torch CUDA available?")
-    assert any(other.startswith("Parameters:") for other in printed[place + 1 :])
-    record = json.loads((tmp_path / "runs" / "2_grad_accum" / "1" / "run.json").read_text(encoding="utf-8"))
-    assert record["data"]["read"] == [line]

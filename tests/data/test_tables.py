@@ -1,6 +1,5 @@
 """Texts from all kinds of files, their splits and labels, and the options that are refused."""
 
-import itertools
 import re
 from collections import Counter
 from pathlib import Path
@@ -12,7 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.data_files import BLOOM, SPLITS, WRITERS, load_in, rows_of, table, texts_of, write_rows, write_table
-from support.helpers import ROOT, finished, run_script
 
 from fabric_ladder import Settings, build_model
 from fabric_ladder.data.label_kind import describe_rare
@@ -80,8 +78,8 @@ def test_every_format_gives_the_same_tokens(tmp_path, load):
 
 
 def test_a_text_of_one_long_word_is_tokenized_from_its_start(tmp_path, load):
-    """The word has 10 MB. Training a byte-pair encoding on all of it, or encoding all of it, would take an hour."""
-    word = "".join(np.random.default_rng(0).choice(list("abcdefgh"), 10_000_000))
+    """The word has 3 MB. Training a byte-pair encoding on all of it, or encoding all of it, would take many minutes."""
+    word = "".join(np.random.default_rng(0).choice(list("abcdefgh"), 3_000_000))
     frame = pd.DataFrame({"text": [word, *(f"film {number}" for number in range(19))], "label": [0, 1] * 10})
     frame.to_csv(tmp_path / "texts.csv", index=False)
     got = load(tmp_path / "texts.csv", max_length=16)
@@ -96,23 +94,6 @@ def test_the_tokenizer_learns_from_texts_without_spaces(tmp_path, load):
     got = load(tmp_path / "texts.csv", max_length=4000)
     assert max(got.splits["train"]["length"][:]) < 1000
     assert {text for split in SPLITS for text in texts_of(got, split)} == set(texts)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux counts mapped files separately")
-def test_a_large_file_is_never_in_memory(tmp_path):
-    """The file has 100,000 texts of 200 bytes in one row group, as pandas writes it. 2,000 texts are loaded first."""
-    words = ["".join(letter * 8 for letter in letters) for letters in itertools.permutations("abcd")]
-    chosen = np.array(words, object)[np.random.default_rng(0).integers(len(words), size=(6, 100_000))]
-    frame = pd.DataFrame({"text": [" ".join(row) for row in chosen.T], "label": np.arange(100_000) % 2})
-    frame.to_parquet(tmp_path / "many.parquet", index=False)
-    frame[:2000].to_parquet(tmp_path / "few.parquet", index=False)
-    assert frame["text"].str.len().sum() > 19e6
-    printed = finished(run_script(ROOT / "tests" / "support" / "loading_memory.py", BLOOM, cwd=tmp_path))
-    first, *later = map(int, printed.split())
-    assert first < 50e6, "a row group, or Python lists of lengths and rows, would take 110 MB more"
-    # memory that a load keeps shows in every load; only some loads include new pages of the allocator
-    assert min(later) < 5e6, "at most 50 bytes per text"
 
 
 # Splits
@@ -244,13 +225,11 @@ REFUSED = {
     "no such validation file": ({"validation_file": "b.csv"}, r"no validation file b\.csv"),
     "a folder without training": ({"dataset": "tests"}, r"tests holds no training file \(\.csv, "),
     "folder and file": ({"dataset": "tests", "test_file": "a.csv"}, r"need a --dataset that is a file"),
-    "synthetic and file": ({"dataset": "synthetic", "test_file": "a.csv"}, r"need a --dataset that is a file"),
     "IMDb and file": ({"dataset": "imdb", "test_file": "a.csv"}, r"need a --dataset that is a file"),
     "unpacked IMDb without reviews": ({"dataset": "imdb"}, r"aclImdb holds 0 reviews instead of 50,000: delete it"),
     "a link to nothing": ({"dataset": "links"}, r"cannot read \S*/nowhere \(.*No such file"),
     "no model config": ({"model": "a.json"}, r"a\.json is not a model config"),
     "a config without a vocabulary": ({"model": "c.json"}, r"--tokenizer trained needs a config with vocab_size, unl"),
-    "no JSON config": ({"model": "b.json"}, r"b\.json is not a model config .*not a valid JSON"),
     "names for a header": ({"column_names": "text,label"}, r"its first row holds the names of its columns: leave ou"),
 }  # fmt: skip
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from support.data_files import BLOOM, KINDS, SPLITS, load_in, write_rows
 from support.helpers import settings_for
-from support.objectives import labelled, labelling, packable
-from support.training import run_training
+from support.objectives import labelled, labelling
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer, ViTConfig
 
@@ -129,10 +128,8 @@ def test_words_beyond_the_length_do_not_count(tmp_path):
     ("row", "message"),
     [
         ({"tokens": ["a", "b"], "ner_tags": ["O"]}, r"1 of 41 rows of .*rows\.jsonl .*line 41: 2 words and 1 labels"),
-        ({"tokens": [], "ner_tags": []}, r"line 41: tokens is \[\], not a list of words"),
         ({"tokens": ["a"], "ner_tags": None}, r"line 41: no ner_tags"),
         ({"tokens": [1], "ner_tags": ["O"]}, r"line 41: tokens has 1, which is not a word"),
-        ({"tokens": ["a"], "ner_tags": [None]}, r"line 41: ner_tags is \[null\], not a list of labels"),
     ],
 )
 def test_bad_rows_are_named(tmp_path, row, message):
@@ -213,44 +210,6 @@ def test_entities_are_counted_as_they_are_read_word_by_word():
     assert described.lines[0] == f"Test entity F1 {2 * right / (found + true) * 100:.2f}%"
 
 
-def test_a_run_prints_accuracy_and_entity_f1(tmp_path, capsys):
-    datasets = labelled("words", test=40)
-    model = packable(labelling("words"))
-    run, model = run_training(tmp_path, model, datasets, epochs=2, packing=True, max_length=80, **WORDS)
-    results = json.loads((run.folder / "run.json").read_text())["results"]
-    model.eval()
-    right = 0
-    found = [0, 0, 0]
-    for row in datasets.splits["test"]:
-        ids, labels = torch.tensor([row["input_ids"]]), np.array(row["labels"])
-        with torch.no_grad():
-            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0]
-        predicted = logits.argmax(-1).numpy()[labels != IGNORED]
-        right += (predicted == labels[labels != IGNORED]).sum()
-        true, other = (entities([NAMES[label] for label in part]) for part in (labels[labels != IGNORED], predicted))
-        found = [found[0] + len(true & other), found[1] + len(other), found[2] + len(true)]
-    assert results["test_words"] == sum(datasets.splits["test"]["items"][:])
-    assert results["test_accuracy"] == pytest.approx(right / results["test_words"])
-    assert results["entities"]["micro_f1"] == pytest.approx(2 * found[0] / (found[1] + found[2]))
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[-5:-3] == [
-        f"Test accuracy {results['test_accuracy'] * 100:.2f}%",
-        f"Test entity F1 {results['entities']['micro_f1'] * 100:.2f}%",
-    ]
-    assert lines[-3].split() == ["class", "precision", "recall", "f1", "support"]
-    assert lines[-2].split()[:2] == ["'LOC'", f"{results['entities']['precision'][0] * 100:.2f}%"]
-
-
-def test_a_frequent_label_is_named():
-    kind = WordLabels(NAMES)
-    split = hf.Dataset.from_dict({"labels": [[IGNORED, 4, 4, 0], [4, IGNORED]]})
-    assert kind.notes(split) == [
-        "Imbalanced classes: 75.0% of the training words are 'O', one of 5 classes; an accuracy below that is worse "
-        "than always guessing this class"
-    ]
-    assert kind.notes(hf.Dataset.from_dict({"labels": [[0, 1, 2, 3, 4]]})) == []
-
-
 # Tables of other forms
 
 SENTENCE = [("Ann", "B-PER"), ('"', "O"), ("Ulm", "B-LOC")]
@@ -318,12 +277,3 @@ def test_labels_in_another_scheme_are_named_and_have_only_an_accuracy(name):
     lines = [f"No entity F1: it needs labels such as B-PER, I-PER and O (IOB2), unlike {name!r}"] * (name != "NOUN")
     assert kind.notes(hf.Dataset.from_dict({"labels": [[0, 1]]})) == lines
     assert kind.start_counts(torch.device("cpu")) is None
-
-
-def test_a_text_without_a_token_is_named_or_left_out(tmp_path, minilm):
-    rows = [*named(texts()), {"tokens": ["\u200b"], "ner_tags": ["O"]}]
-    found = r"1 of 41 texts cannot be used \(.*rows.jsonl, line 41: the tokenizer has no token for a text\)"
-    with pytest.raises(UserError, match=f"^{found}: fix or remove them"):
-        load(tmp_path, rows, model=str(minilm))
-    datasets = load(tmp_path, rows, model=str(minilm), bad_samples="skip")
-    assert sum(map(len, datasets.splits.values())) == 40

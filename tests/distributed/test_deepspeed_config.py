@@ -1,5 +1,6 @@
 """DeepSpeed configurations: the values for "auto", and a one-line error for each conflict with a setting."""
 
+import contextlib
 import json
 import re
 
@@ -136,13 +137,6 @@ def test_numbers_of_batches_in_a_file_hold(tmp_path):
         assert (settings.batch_size, settings.micro_batch_size) == (batch, micro)
 
 
-def test_what_a_file_leaves_open_is_not_taken(tmp_path):
-    (tmp_path / "ds.json").write_text(json.dumps({"optimizer": {"type": "Lion", "params": {"lr": "auto"}}}))
-    assert settings_in_file(str(tmp_path / "ds.json")) == {}
-    (tmp_path / "ds.json").write_text(json.dumps({"gradient_clipping": 0, "scheduler": {"type": "WarmupDecayLR"}}))
-    assert settings_in_file(str(tmp_path / "ds.json")) == {"max_grad_norm": None, "schedule": "linear"}
-
-
 def test_numbers_of_a_file_are_read_as_on_the_command_line(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     for section, wanted in (
@@ -164,19 +158,14 @@ def test_numbers_of_a_file_are_read_as_on_the_command_line(monkeypatch, tmp_path
     ("path", "filled", "values"),
     [
         ("train_micro_batch_size_per_gpu", "6", {"micro_batch_size": 16, "devices": 3}),
-        ("train_micro_batch_size_per_gpu", "8", {"micro_batch_size": None, "micro_batch_tokens": 300}),
         ("gradient_accumulation_steps", "2", {"num_nodes": 2}),
         ("gradient_clipping", "0.5", {"max_grad_norm": 0.5}),
         ("fp16.enabled", "true", {"precision": "16-mixed"}),
-        ("optimizer.type", '"Adam"', {}),
         ("optimizer.params.lr", "0.003", {"learning_rate": 0.003}),
         ("optimizer.params.betas", "[0.9, 0.999]", {}),
-        ("optimizer.params.weight_decay", "0.01", {"optimizer": "adamw"}),
         ("scheduler.type", '"WarmupCosineLR"', {"schedule": "cosine"}),
-        ("scheduler.params.warmup_max_lr", "0.003", {"learning_rate": 0.003}),
         ("scheduler.params.warmup_num_steps", "7", {"warmup_steps": 7}),
         ("zero_optimization.stage3_prefetch_bucket_size", "3686", {}),
-        ("zero_optimization.stage3_param_persistence_threshold", "640", {}),
         ("steps_per_print", '"default"', {}),
     ],
 )
@@ -191,20 +180,14 @@ def test_auto_is_filled_from_the_settings_and_reported(ask, path, filled, values
     ("path", "value", "values", "contradicted"),
     [
         ("train_batch_size", 32, {}, "32 contradicts --batch_size 16: "),
-        ("train_micro_batch_size_per_gpu", 4, {}, "4 contradicts --micro_batch_size 2: "),
         ("train_micro_batch_size_per_gpu", 4, {"micro_batch_size": None, "micro_batch_tokens": 300},
          "4 contradicts --micro_batch_tokens 300"),
-        ("gradient_accumulation_steps", 8, {}, "contradicts --batch_size 16 on 2 GPUs with --micro_batch_size 2"),
         ("gradient_clipping", 1.0, {}, "1.0 contradicts --max_grad_norm null: "),
         ("bf16.enabled", True, {}, "true contradicts --precision 32-true: "),
         ("optimizer.type", "AdamW", {"optimizer": "sgd"}, "contradicts --optimizer sgd: "),
-        ("optimizer.params.lr", 1e-3, {}, "0.001 contradicts --learning_rate 5e-05: "),
-        ("optimizer.params.weight_decay", 0, {"optimizer": "adamw"}, "0 contradicts --weight_decay 0.01"),
         ("optimizer.params.betas", [0.8, 0.999], {}, "[0.8, 0.999] contradicts --betas 0.9,0.999"),
         ("optimizer.params.adam_w_mode", False, {}, "false contradicts --optimizer adam, whose decay is AdamW's"),
-        ("optimizer.params.momentum", 0.9, {"optimizer": "sgd"}, "0.9 contradicts --optimizer sgd"),
         ("scheduler.type", "WarmupDecayLR", {}, "contradicts --schedule constant: "),
-        ("scheduler.params.warmup_num_steps", 500, {}, "500 contradicts --warmup_steps 0: "),
     ],
 )  # fmt: skip
 def test_a_contradiction_names_key_and_setting_and_a_fix(ask, path, value, values, contradicted):
@@ -212,18 +195,6 @@ def test_a_contradiction_names_key_and_setting_and_a_fix(ask, path, value, value
     assert text.startswith(f"ds.json: {path} ")
     assert contradicted in text
     assert text.endswith("change it there or here, or leave it out")
-
-
-def test_values_that_agree_are_accepted_silently(ask):
-    config = {
-        **dict(zip(BATCHES, (16, 2, 4), strict=True)), "gradient_clipping": 0.5, "bf16.enabled": True,
-        "optimizer.type": "Adam", "optimizer.params": {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8,
-                                                       "weight_decay": 0.01, "torch_adam": True},
-        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "warmup_type": "linear"}},
-        "zero_optimization.offload_optimizer": None,
-    }  # fmt: skip
-    settings = {"max_grad_norm": 0.5, "optimizer": "adamw", "schedule": "linear", "warmup_steps": 3}
-    assert ask(config, precision="bf16-mixed", **settings)[1] == []
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -245,13 +216,9 @@ def test_deepspeeds_timer_waits_for_the_device_only_on_request(ask):
     ("config", "message"),
     [
         ({"optimizer.type": "OneBitAdam"}, "OneBitAdam: it compresses gradients between machines"),
-        ({"optimizer.type": "Lamb"}, "Lamb: it is made for batches of thousands, and needs whole weights; use AdamW"),
         ({"optimizer": "Adam"}, "optimizer must be an object, {...}"),
-        ({"zero_optimization": True}, "zero_optimization.stage must be 1, 2 or 3"),
         ({"zero_optimization.stage": 0}, "src/9_ddp.py shards nothing"),
-        ({"zero_optimization.offload_param": 5}, "is not a configuration of DeepSpeed"),
         ({"zero_optimization.reduce_bucket_size": "big"}, 'reduce_bucket_size "big" must be a number'),
-        ({"zero_optimization.offload_param": {"device": ["cpu"]}}, 'device ["cpu"] must be none, cpu or nvme'),
         ("{,}", "as JSON ("),
         ("[1]", "is not a configuration of DeepSpeed"),
     ],
@@ -260,15 +227,21 @@ def test_a_bad_configuration_is_refused(ask, config, message):
     assert message in refused(ask, config)
 
 
+def test_odd_values_that_once_ended_in_a_traceback_are_read_or_refused(ask):
+    optimizers = ({"type": "Adam", "params": 5}, {"params": True}, {"type": "Adam", "params": {"auto": "auto"}})
+    for odd in ({"fp16": None}, {"train_batch_size": ["x" * 5000]}, *({"optimizer": each} for each in optimizers)):
+        with contextlib.suppress(UserError):
+            ask(odd)
+    assert refused(ask, "null")
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"deepspeed": "zero4"}, "--deepspeed zero4: the file does not exist; give a path, or one of zero1, zero2, "),
-        ({"deepspeed": None}, "--deepspeed null: the file does not exist"),
         ({"deepspeed": "zero2", "precision": "bf16-true"}, "--precision bf16-true: ZeRO computes on 16-bit weights"),
         ({"deepspeed": "zero2", "optimizer": "adafactor"}, "--optimizer adafactor: it needs whole weights"),
         ({"deepspeed": "zero2_offload", "optimizer": "adam-8bit"}, "--optimizer adam-8bit: zero2_offload.json off"),
-        ({"deepspeed": "zero3_nvme", "optimizer": "sgd"}, "--optimizer sgd: zero3_nvme.json offloads its state"),
     ],
 )
 def test_settings_that_do_not_work_with_zero_are_refused(ask, values, message):

@@ -12,16 +12,13 @@ import sys
 import pytest
 import torch
 from support.devices import ONE_THREAD, SIZES, read, same
-from support.helpers import MODELS, ROOT, SRC, finished, free_port, run_script, settings_for
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from support.helpers import MODELS, ROOT, SRC, finished, free_port, run_script
 from transformers import AutoModelForSequenceClassification
 
 from fabric_ladder.checkpoints.export import find_result, load_result
-from fabric_ladder.distributed.fsdp import sharding_policy
 
 # several tests share each run below
 CLIP = ("--max_grad_norm", "0.05")
-FROZEN = ("--train_blocks", "last:1")
 IN_4_BITS = ("--lora", "true", "--lora_dropout", "0", "--quantization", "nf4")
 BY_TOKENS = ("9_ddp", 3, "--micro_batch_size", "null", "--micro_batch_tokens", "300")
 DDP = ("9_ddp", 2, "--eval_batch_tokens", "1", "--save_every", "100")
@@ -37,7 +34,6 @@ QLORA = ("10_fsdp", 2, *IN_4_BITS, "--save", "sharded")
         pytest.param(CLIP, FSDP, id="fsdp"),
         pytest.param(CLIP, OFFLOAD, id="fsdp-offload"),
         pytest.param((), BY_TOKENS, id="ddp-3", marks=pytest.mark.slow),
-        pytest.param(FROZEN, ("10_fsdp", 4, *FROZEN), id="fsdp-4-frozen", marks=pytest.mark.slow),
     ],
 )
 def test_more_processes_print_the_same_losses_and_accuracies(run, alone, several):
@@ -52,10 +48,9 @@ def test_more_processes_print_the_same_losses_and_accuracies(run, alone, several
 
 
 def test_a_run_on_one_device_works_and_prints_a_notice(run):
-    for name in ("9_ddp", "10_fsdp", "11_fsdp_cpu_offload"):
-        folder, stdout = run(name, 1)
-        same(run("2_grad_accum", 1)[0], folder)
-        assert "Running on one device. Use --devices N" in stdout
+    folder, stdout = run("9_ddp", 1)
+    same(run("2_grad_accum", 1)[0], folder)
+    assert "Running on one device. Use --devices N" in stdout
 
 
 def test_each_rank_has_its_own_dropout_masks(run):
@@ -109,12 +104,6 @@ def test_4_bit_weights_are_sharded_or_whole_on_each_rank(run):
     trained = model(ids).logits
     with model.disable_adapter():
         assert not torch.allclose(model(ids).logits, trained, atol=1e-3)
-
-
-@pytest.mark.parametrize(("offload", "policy"), [(True, CPUOffloadPolicy), (False, OffloadPolicy)])
-def test_shards_are_offloaded_only_with_the_setting(tmp_path, offload, policy):
-    settings = settings_for(tmp_path, offload=offload)
-    assert type(sharding_policy(settings, {"data_parallel": None})["offload_policy"]) is policy
 
 
 @pytest.mark.parametrize(("name", "devices"), [("2_grad_accum", 1), pytest.param("10_fsdp", 4, marks=pytest.mark.slow)])

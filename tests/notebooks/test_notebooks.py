@@ -34,12 +34,28 @@ def test_there_is_a_notebook_for_each_plain_script_with_fabric_and_no_other():
 
 
 @every_script
-def test_a_notebook_is_valid_and_small_and_names_no_local_path(script):
+def test_a_notebook_is_small_explained_and_run_and_names_no_local_path(script):
     path = NOTEBOOKS / f"{script.stem}.ipynb"
-    text = path.read_text(encoding="utf-8")
-    nbformat.validate(stored(script))
+    text, notebook = path.read_text(encoding="utf-8"), stored(script)
+    nbformat.validate(notebook)
     assert len(text.encode()) < LARGEST
     assert not re.search(r"OWNER|REPOSITORY|/(work|tmp|home|root|usr)/|local_dataset_utilities|FABRIC_LADDER", text)
+    for before, cell in pairwise(notebook.cells):
+        if cell.cell_type == "code":
+            assert before.cell_type == "markdown" or cell.source.startswith("import gc\n"), cell.source
+    [install] = [cell.source for cell in notebook.cells if cell.source.startswith("%pip")]
+    start, *extras = install.partition("matplotlib")[::2]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    [transformers] = [each.split(",")[0] for each in project["dependencies"] if each.startswith("transformers")]
+    assert start == f'%pip install -q lightning "{transformers}" datasets '
+    imports = {name for name in ("bitsandbytes", "torchao", "deepspeed") if name in script.read_text().lower()}
+    assert set(extras[0].split()) - {"accelerate"} == imports
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    printed = "".join(output.get("text", "") for output in outputs)
+    if not script.stem.startswith("12_"):
+        assert len(re.findall(r"Samples \d+/00640 \| Loss: [\d.]+", printed)) == 10
+        assert re.search(r"Test accuracy [\d.]+%.*negative \d+%, positive \d+%", printed, re.DOTALL)
+        assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
 
 
 @every_script
@@ -52,42 +68,9 @@ def test_a_notebook_has_the_lines_of_its_script(script):
     assert len(expected) > 40
     found = iter(code_of(stored(script)).splitlines())
     assert [line for line in expected if line not in found] == []  # `in` reads on: the order is that of the script
-
-
-@every_script
-def test_a_notebook_is_up_to_date(script):
-    """`make notebooks` brings it up to date; building it again keeps the outputs."""
+    # `make notebooks` brings it up to date; building it again keeps the outputs
     built = nbformat.writes(BUILD["notebook_of"](script.stem)) + "\n"
     assert built == (NOTEBOOKS / f"{script.stem}.ipynb").read_text(encoding="utf-8")
-
-
-@every_script
-def test_each_code_cell_is_explained_and_only_its_packages_are_installed(script):
-    cells = stored(script).cells
-    for before, cell in pairwise(cells):
-        if cell.cell_type == "code":
-            assert before.cell_type == "markdown" or cell.source.startswith("import gc\n"), cell.source
-    [install] = [cell.source for cell in cells if cell.source.startswith("%pip")]
-    start, *extras = install.partition("matplotlib")[::2]
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    [transformers] = [each.split(",")[0] for each in project["dependencies"] if each.startswith("transformers")]
-    assert start == f'%pip install -q lightning "{transformers}" datasets '
-    imports = {name for name in ("bitsandbytes", "torchao", "deepspeed") if name in script.read_text().lower()}
-    assert set(extras[0].split()) - {"accelerate"} == imports
-
-
-@every_script
-def test_a_notebook_stores_losses_a_picture_and_a_classified_text(script):
-    outputs = [output for cell in stored(script).cells for output in cell.get("outputs", [])]
-    assert outputs[0].text  # of the idea
-    if script.stem.startswith("12_"):
-        assert len(outputs) == 1
-        return
-    printed = "".join(output.get("text", "") for output in outputs)
-    assert len(re.findall(r"Samples \d+/00640 \| Loss: [\d.]+", printed)) == 10
-    assert re.search(r"Test accuracy [\d.]+%", printed)
-    assert re.search(r"negative \d+%, positive \d+%", printed)
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
 
 
 @pytest.fixture(scope="module")

@@ -15,29 +15,18 @@ from fabric_ladder.planning.predict import largest_batches, predict_peak
 from fabric_ladder.rungs import script_defaults
 from fabric_ladder.techniques.qlora import NF4_BYTES
 
-BERT = {"model_type": "bert", "vocab_size": 1024, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "intermediate_size": 128}  # fmt: skip
 PACKED = {"packing": True, "max_length": 256, "micro_batch_size": 2}
 COMBINATIONS = [  # settings that no rung combines
-    ("bloom", {"max_grad_norm": 1.0}),
     ("vit", {"precision": "bf16-true", "optimizer": "adafactor"}),
-    ("bloom", {"attention": "eager", "precision": "bf16-mixed"}),
     ("vit", {"attention": "eager", "micro_batch_size": 1, "optimizer": "sgd"}),
     ("bloom", {"precision": "bf16-mixed", "activation_checkpointing": True}),
-    ("vit", {"step_in_backward": True, "activation_checkpointing": True}),
-    ("vit", {"lora": True}),
     ("bloom-lm", {"lora": True, "precision": "bf16-mixed", "micro_batch_size": 2}),
     ("bloom-lm", {"lora": True, "dora": True, "precision": "bf16-true", "activation_checkpointing": True}),
     ("bloom-lm", {"lora": True, "quantization": "nf4", "precision": "bf16-mixed"}),
-    ("bloom", {"lora": True, "quantization": "nf4", "precision": "bf16-mixed", "activation_checkpointing": True}),
-    ("bloom", PACKED),
     ("bloom-lm", PACKED),
-    ("bloom", {"train_blocks": "last:1", "micro_batch_size": 2}),
     ("bloom", {"train_blocks": "none", "precision": "bf16-mixed"}),
     ("bloom-lm", {"train_blocks": "last:1", "precision": "bf16-true", "activation_checkpointing": True}),
-    ("bloom", {"block_steps": 1, "precision": "bf16-true"}),
     ("vit", {"block_steps": "auto", "precision": "bf16-mixed", "activation_checkpointing": True}),
-    ("vit", {"train_blocks": "last:1", "step_in_backward": True, "optimizer": "sgd"}),
     ("vit", {"optimizer": "sinkgd", "precision": "bf16-true", "step_in_backward": True}),
 ]
 FAMILIES = ("bloom-quickstart", "vit", "llama-tiny")
@@ -76,18 +65,12 @@ def rung_case(tmp_path, rung, family, length):
 @pytest.mark.filterwarnings("ignore:Module is None")
 @pytest.mark.parametrize(
     ("rung", "family"),
-    [
-        pytest.param(rung, family, marks=[] if number % 3 == other else [pytest.mark.slow])
-        for number, rung in enumerate(ON_A_CPU)
-        for other, family in enumerate(FAMILIES)
-        if (rung, family) != ("15_packing", "vit")  # images have no padding
-    ],
+    [(rung, FAMILIES[number % 3 if rung != "15_packing" else 0]) for number, rung in enumerate(ON_A_CPU)],
 )
 def test_the_prediction_of_every_rung_agrees_with_real_tensors(tmp_path, rung, family):
     rel = 0.02 if rung == "14_qlora" else 0.01  # 4-bit layers are rehearsed as on CUDA; a CPU unpacks them otherwise
-    for length in (PATCHES,) if family == "vit" else (48, 160):
-        settings, training = rung_case(tmp_path, rung, family, length)
-        assert predict_peak(settings, training).total == pytest.approx(measured_peak(settings, training), rel=rel)
+    settings, training = rung_case(tmp_path, rung, family, PATCHES if family == "vit" else 160)
+    assert predict_peak(settings, training).total == pytest.approx(measured_peak(settings, training), rel=rel)
 
 
 @pytest.mark.slow
@@ -129,14 +112,13 @@ def test_a_gpu_without_flash_attention_repeats_grouped_heads(tmp_path):
     assert older.activations - newer.activations == layers * 2 * more * size
 
 
-@pytest.mark.parametrize("values", [{}, {"lora": True}])  # adapters have frozen matrices in 16 bits
-def test_float16_holds_the_same_bytes_as_bfloat16(tmp_path, values):
-    one, other = (case(tmp_path, "bloom-lm", precision=name, **values)[:2] for name in ("16-mixed", "bf16-mixed"))
+def test_float16_holds_the_same_bytes_as_bfloat16(tmp_path):
+    """Adapters have frozen matrices in 16 bits."""
+    one, other = (case(tmp_path, "bloom-lm", precision=name, lora=True)[:2] for name in ("16-mixed", "bf16-mixed"))
     assert predict_peak(*one).total == predict_peak(*other).total
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize(("precision", "offload"), [("32-true", True), ("bf16-mixed", False), ("bf16-true", True)])
 def test_the_prediction_agrees_with_real_tensors_under_fsdp(tmp_path, precision, offload):
     values = {"strategy": "fsdp", "devices": 1, "precision": precision, "offload": offload}
     settings, training, _ = case(tmp_path, "bloom", optimizer="sgd", micro_batch_size=4, **values)
@@ -168,20 +150,6 @@ def test_the_prediction_agrees_with_real_tensors_for_4_bit_shards(tmp_path):
     assert predicted.parameters - halves.parameters == pytest.approx(packed / 2, rel=0.02)
 
 
-PER_PARAMETER = [("32-true", "adam", 4, 4, 8), ("bf16-mixed", "adam", 4, 4, 8), ("bf16-true", "adamw", 2, 2, 4),
-                 ("bf16-true", "sgd", 2, 2, 0), ("32-true", "sgd", 4, 4, 0), ("64-true", "adam", 8, 8, 16)]  # fmt: skip
-
-
-@pytest.mark.parametrize(("precision", "optimizer", "weights", "gradients", "state"), PER_PARAMETER)
-def test_bytes_per_parameter(tmp_path, precision, optimizer, weights, gradients, state):
-    settings, training, _ = case(tmp_path, "bloom", precision=precision, optimizer=optimizer, micro_batch_size=4)
-    count, peak = count_weights(settings), predict_peak(settings, training)
-    assert peak.parameters == weights * count
-    assert peak.gradients == gradients * count
-    assert peak.optimizer_state == pytest.approx(state * count, rel=0.01, abs=1)  # and the step counts
-    assert peak.total == peak.parameters + peak.gradients + peak.optimizer_state + peak.activations + peak.other
-
-
 @pytest.mark.parametrize("fused", [True, False])
 def test_adam_needs_a_fifth_copy_in_its_step_unless_it_is_fused(tmp_path, fused):
     settings, _, _ = case(tmp_path, "vit", precision="16-mixed", max_grad_norm=None if fused else 1.0)
@@ -204,34 +172,11 @@ def test_the_first_micro_batch_finds_no_gradients_yet(tmp_path):
     assert predict_peak(settings, [training[0], short]).total == alone.total
 
 
-def test_adafactor_keeps_a_row_and_a_column(tmp_path):
-    settings, training, _ = case(tmp_path, "bloom", optimizer="adafactor")
-    state = sum(sum(parameter.shape) for parameter in build(settings).parameters())
-    assert predict_peak(settings, training).optimizer_state == pytest.approx(4 * state, rel=0.05)
-
-
-def test_recomputing_and_smaller_micro_batches_save_activations(tmp_path):
-    options = {"whole": {}, "recomputed": {"activation_checkpointing": True}, "cut": {"micro_batch_size": 2}}
-    peaks = {name: predict_peak(*case(tmp_path, "vit", **values)[:2]) for name, values in options.items()}
-    assert peaks["recomputed"].activations < 0.6 * peaks["whole"].activations
-    assert peaks["cut"].activations == pytest.approx(peaks["whole"].activations / 4, rel=0.05)
-    assert peaks["whole"].gradients < 0.01 * peaks["whole"].parameters, "the peak is at the start of the backward pass"
-
-
 def test_attention_by_sdpa_keeps_no_matrix_of_tokens_by_tokens(tmp_path):
     for family, tokens in (("vit", PATCHES), ("bloom", 96)):
         fused, eager = (predict_peak(*case(tmp_path, family, attention=kind)[:2]).total for kind in ("fused", "eager"))
         heads = build(case(tmp_path, family)[0]).config.num_attention_heads
         assert eager - fused > 8 * heads * tokens**2 * 4, "one 32-bit matrix of 8 samples at least"
-
-
-def test_attention_with_dropout_keeps_no_matrix_of_tokens_by_tokens(tmp_path):
-    peaks = []
-    for dropout in (0.0, 0.1):
-        path = tmp_path / "bert.json"
-        path.write_text(json.dumps({**BERT, "attention_probs_dropout_prob": dropout}))
-        peaks.append(predict_peak(*case(tmp_path, "bert", model=str(path))[:2]))
-    assert peaks[0] == peaks[1]
 
 
 @pytest.mark.filterwarnings("ignore:Module is None")
@@ -328,10 +273,9 @@ def test_largest_batches_are_cut_as_the_loader_cuts_them(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Module is None")
-@pytest.mark.parametrize("name", ["qwen3-8b", "llama-3.1-8b"])
-def test_the_prediction_agrees_with_real_tensors_for_two_narrow_layers_of_the_models_of_docs_memory(tmp_path, name):
+def test_the_prediction_agrees_with_real_tensors_for_two_narrow_layers_of_a_model_of_docs_memory(tmp_path):
     """The layers have an eighth of the width, because a CPU without bfloat16 takes ten minutes for whole layers."""
-    config = json.loads((MODELS / f"{name}.json").read_text()) | {"num_hidden_layers": 2, "vocab_size": 8192}
+    config = json.loads((MODELS / "qwen3-8b.json").read_text()) | {"num_hidden_layers": 2, "vocab_size": 8192}
     config |= {size: config[size] // 8 for size in ("hidden_size", "intermediate_size", "num_attention_heads")}
     config["num_key_value_heads"] //= 8
     config.pop("layer_types", None)
@@ -342,13 +286,12 @@ def test_the_prediction_agrees_with_real_tensors_for_two_narrow_layers_of_the_mo
 
 
 @pytest.mark.filterwarnings("ignore:Module is None")
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_the_prediction_of_experts_agrees_with_real_tensors(tmp_path, precision):
+def test_the_prediction_of_experts_agrees_with_real_tensors(tmp_path):
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_hidden_layers": 2}
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 1024}
     config = {"model_type": "qwen3_moe", "decoder_sparse_step": 1, "max_position_embeddings": 128, **experts, **sizes}
     (tmp_path / "experts.json").write_text(json.dumps(config))
     values = {"model": str(tmp_path / "experts.json"), "from_scratch": True, "task": "instruction-tuning"}
-    settings = settings_for(tmp_path, **values, precision=precision, batch_size=4, micro_batch_size=2, max_length=96)
+    settings = settings_for(tmp_path, **values, precision="bf16-true", batch_size=4, micro_batch_size=2, max_length=96)
     training = largest_batches(settings, 96)[0]
     assert predict_peak(settings, training).total == pytest.approx(measured_peak(settings, training), rel=0.01)

@@ -28,9 +28,7 @@ def deep_case(tmp_path, family, rung, **values):
     return case(tmp_path, family, model=str(path), **(TECHNIQUES[rung] | values))[:2]
 
 
-@pytest.mark.parametrize(
-    ("family", "precision"), [("bloom", "bf16-mixed"), ("vit", "32-true"), ("bloom-lm", "bf16-true")]
-)
+@pytest.mark.parametrize(("family", "precision"), [("vit", "32-true"), ("bloom-lm", "bf16-true")])
 def test_the_prediction_agrees_with_real_tensors(tmp_path, family, precision):
     selective = deep_case(tmp_path, family, "21", precision=precision)
     assert predict_peak(*selective).total == pytest.approx(measured_peak(*selective), rel=0.01)
@@ -40,8 +38,7 @@ def test_the_prediction_agrees_with_real_tensors(tmp_path, family, precision):
     assert predicted.host == measured.host > 0
 
 
-@pytest.mark.parametrize("config", [BERT, GPT2], ids=["bert", "gpt2"])
-@pytest.mark.parametrize("rung", ["7", "20", "21"])
+@pytest.mark.parametrize(("config", "rung"), [(BERT, "7"), (GPT2, "20"), (BERT, "21")], ids=["7", "20", "21"])
 def test_recomputed_attention_drops_out_as_in_the_forward_pass(tmp_path, config, rung):
     path = tmp_path / "model.json"
     path.write_text(json.dumps(config))
@@ -49,21 +46,15 @@ def test_recomputed_attention_drops_out_as_in_the_forward_pass(tmp_path, config,
     assert predict_peak(settings, training).total == pytest.approx(tracked_peak(settings, training).total, rel=0.01)
 
 
-@pytest.mark.parametrize(("precision", "size"), [("32-true", 4), ("bf16-true", 2)])
-def test_the_inputs_of_all_blocks_but_two_leave_the_device(tmp_path, precision, size):
+def test_the_inputs_of_all_blocks_but_two_leave_the_device(tmp_path):
     """One input is in use, the other in transfer. With two micro-batches all gradients exist at the peak."""
-    values = {"precision": precision, "micro_batch_size": 4}
+    values = {"precision": "bf16-true", "micro_batch_size": 4}
     peaks = {rung: predict_peak(*deep_case(tmp_path, "vit", rung, **values)) for rung in TECHNIQUES}
-    each = 4 * PATCHES * VIT["hidden_size"] * size
+    each = 4 * PATCHES * VIT["hidden_size"] * 2
     assert peaks["20"].host == LAYERS * each
     assert peaks["7"].host == 0
     assert peaks["7"].total - peaks["20"].total == (LAYERS - 2) * each
     assert peaks["7"].total < peaks["21"].total < peaks["5"].total
-
-
-def test_cpu_memory_holds_the_inputs_of_one_micro_batch(tmp_path):
-    whole, halves = (predict_peak(*deep_case(tmp_path, "vit", "20", micro_batch_size=size)) for size in (8, 4))
-    assert halves.host == whole.host // 2
 
 
 def test_under_fsdp_inputs_are_counted_next_to_the_shards(tmp_path):
@@ -71,16 +62,3 @@ def test_under_fsdp_inputs_are_counted_next_to_the_shards(tmp_path):
     offloaded, kept = (predict_peak(*deep_case(tmp_path, "vit", rung, **values)) for rung in ("20", "7"))
     assert offloaded.total < kept.total
     assert offloaded.host == LAYERS * 8 * PATCHES * VIT["hidden_size"] * 4
-
-
-@pytest.mark.parametrize("rung", ["5", "7", "21"])
-def test_attention_dropout_costs_no_memory(tmp_path, rung):
-    """A GPU's kernels keep a seed instead of a mask, in recomputed passes too."""
-    bert = {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    path = tmp_path / "bert.json"
-    totals = []
-    for dropout in (0.0, 0.1):
-        path.write_text(json.dumps(bert | {"attention_probs_dropout_prob": dropout}))
-        settings, micro_batches, _ = case(tmp_path, "bert", model=str(path), **TECHNIQUES[rung])
-        totals.append(predict_peak(settings, micro_batches).total)
-    assert totals[0] == totals[1]

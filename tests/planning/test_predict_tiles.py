@@ -25,14 +25,7 @@ def long_text(tmp_path, **values):
 
 @pytest.mark.filterwarnings("ignore:Module is None")
 @pytest.mark.parametrize(
-    "values",
-    [
-        {},
-        CHECKPOINTED,
-        pytest.param(CHECKPOINTED | {"precision": "bf16-mixed"}, marks=pytest.mark.slow),
-        pytest.param({"lora": True, "precision": "bf16-true"}, marks=pytest.mark.slow),
-    ],
-    ids=str,
+    "values", [CHECKPOINTED | {"precision": "bf16-mixed"}, {"lora": True, "precision": "bf16-true"}], ids=str
 )
 def test_the_prediction_agrees_with_real_tensors(tmp_path, values):
     peaks = []
@@ -43,9 +36,8 @@ def test_the_prediction_agrees_with_real_tensors(tmp_path, values):
     assert peaks[1] < peaks[0]
 
 
-@pytest.mark.parametrize("values", [{}, CHECKPOINTED | {"activation_offload": True}], ids=str)
-def test_the_peak_falls_with_the_tile(tmp_path, values):
-    totals = []
+def test_the_peak_falls_with_the_tile(tmp_path):
+    values, totals = CHECKPOINTED | {"activation_offload": True}, []
     for tile in (None, 64, 32):
         totals.append(predict_peak(*long_text(tmp_path, mlp_tile=tile, **values)).total)
     assert totals == sorted(totals, reverse=True)

@@ -47,7 +47,10 @@ CASES += [("4_mixed_precision", (), family) for family in CONFIGS]
 
 @pytest.mark.parametrize(
     ("rung", "options", "family"),
-    [pytest.param(*case, marks=[] if number % 16 == 0 else [pytest.mark.slow]) for number, case in enumerate(CASES)],
+    [
+        pytest.param(*case, marks=[] if case[2] == "bloom" and number % 16 == 0 else [pytest.mark.slow])
+        for number, case in enumerate(CASES)
+    ],
 )
 def test_the_memory_of_all_blocks_is_found_from_a_few(tmp_path, rung, options, family):
     path = tmp_path / "model.json"
@@ -74,14 +77,10 @@ def test_the_memory_of_all_blocks_is_found_from_a_few(tmp_path, rung, options, f
     ("family", "trained", "rehearsed", "options"),
     [
         ("bloom", "last:1", 2, ()),
-        pytest.param("qwen3", "none", 2, ("--precision", "bf16-mixed"), marks=pytest.mark.slow),
         ("gpt2", "last:2", 2, (*IN_16_BITS, *CHECKPOINTING)),
         # more blocks are trained than the smaller models could leave out
         pytest.param("llama", "last:10", 1, (), marks=pytest.mark.slow),
-        pytest.param("modernbert", "last:2", 2, (), marks=pytest.mark.slow),
         pytest.param("vit", "last:1", 2, ("--max_grad_norm", "1"), marks=pytest.mark.slow),
-        pytest.param("bert", "last:2", 2, ("--optimizer", "adafactor"), marks=pytest.mark.slow),
-        pytest.param("bloom", "last:2", 2, ("--kahan_summation", "true", *IN_16_BITS), marks=pytest.mark.slow),
     ],
 )
 def test_a_rehearsal_with_fewer_blocks_leaves_out_frozen_ones(tmp_path, family, trained, rehearsed, options):

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fabric_ladder import UserError
 from fabric_ladder.runs import memory_history
-from fabric_ladder.runs.memory_history import MemoryHistory, check_snapshot
+from fabric_ladder.runs.memory_history import check_snapshot
 from fabric_ladder.runs.progress import ProgressBar
 
 
@@ -73,24 +73,6 @@ def test_out_of_memory_writes_it_too(tmp_path, allocator):
     assert allocator.calls == [BEGUN, "snapshot", None]
 
 
-def test_a_disk_that_is_full_ends_no_run(tmp_path, allocator, monkeypatch, capsys):
-    def full(**_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch.cuda.memory, "_snapshot", full)
-    run, _ = run_training(tmp_path, memory_snapshot=str(tmp_path / "memory.pickle"))
-    assert run.record.values["status"] == "finished"
-    assert "No space left on device); the run goes on without" in capsys.readouterr().out
-
-
-def test_ranks_write_files_of_their_own(tmp_path, allocator, fabric, monkeypatch):
-    monkeypatch.setattr(type(fabric), "global_rank", 3)
-    history = MemoryHistory(fabric, str(tmp_path / "memory.pickle"))
-    for _ in range(3):
-        history.end_step()
-    assert [path.name for path in tmp_path.iterdir()] == ["memory_rank3.pickle"]
-
-
 def test_an_allocator_without_a_history_is_an_error(tmp_path, allocator, monkeypatch):
     def refuse(**_):
         raise RuntimeError("cudaMallocAsync does not yet support recordHistory\nmore")
@@ -106,17 +88,6 @@ def test_without_cuda_it_is_refused_in_one_line(tmp_path):
     assert (process.returncode, process.stderr.splitlines()[-1]) == (2, line)
     with pytest.raises(UserError, match="not on mps; leave it out"):
         check_snapshot(replace(settings_for(tmp_path), memory_snapshot="a.pickle", accelerator="mps"))
-
-
-def test_a_file_that_cannot_be_written_is_refused_before_the_run(tmp_path):
-    def problem(path):
-        with pytest.raises(UserError) as caught:
-            check_snapshot(replace(settings_for(tmp_path), memory_snapshot=str(path), accelerator="cuda"))
-        return str(caught.value)
-
-    assert problem(tmp_path).endswith(f"is a folder; name a file in it, for example {tmp_path}/memory_snapshot.pickle")
-    (tmp_path / "file").touch()
-    assert problem(tmp_path / "file" / "a.pickle").endswith("(Not a directory): choose another")
 
 
 class Terminal(io.StringIO):

@@ -40,10 +40,7 @@ def set_labels(datasets, labels):
 @pytest.mark.parametrize(
     ("classes", "true", "predicted"),
     [
-        (4, [0, 1, 2, 3], [0, 1, 2]),
-        (4, [0, 1, 3], [0, 1, 3]),
-        (4, [0, 1], [0, 1, 2]),
-        (3, [0, 1], [2]),
+        (4, [0, 1, 3], [0, 1, 2]),
         (2, [1], [1]),
         (30, range(30), range(29)),
     ],
@@ -54,10 +51,10 @@ def test_the_figures_equal_scikit_learns(classes, true, predicted):
     confusion = confusion_matrix(true, predicted, labels=range(classes)).tolist()
     got = describe_classes([*map(str, range(classes))], confusion)
     assert got["macro_f1"] == pytest.approx(f1_score(true, predicted, average="macro"), rel=1e-12)
-    recall = recall_score(true, predicted, average=None, labels=range(classes), zero_division=np.nan)
-    assert [math.nan if share is None else share for share in got["recall"]] == pytest.approx(
-        recall.tolist(), rel=1e-12, nan_ok=True
-    )
+    for name, score in (("recall", recall_score), ("precision", precision_score)):
+        each = score(true, predicted, average=None, labels=range(classes), zero_division=np.nan).tolist()
+        found = [math.nan if share is None else share for share in got[name]]
+        assert found == pytest.approx(each, rel=1e-12, nan_ok=True)
     assert got["confusion"] == confusion
 
 
@@ -91,14 +88,12 @@ def test_the_sums_of_older_checkpoints_are_read():
     assert meter.score()[:3] == (8.0, 3.0, 4.0)
 
 
-@pytest.mark.parametrize("tokens", [1, 100_000])
-def test_run_json_has_the_confusion_matrix(tmp_path, capsys, tokens):
+def test_run_json_has_the_confusion_matrix(tmp_path, capsys):
     datasets = token_datasets(test=30, classes=3)
-    run, model = run_training(tmp_path, tiny_model(classes=3), datasets, eval_batch_tokens=tokens)
+    run, model = run_training(tmp_path, tiny_model(classes=3), datasets, eval_batch_tokens=1)
     results = json.loads((run.folder / "run.json").read_text())["results"]
     expected = confusion_matrix(datasets.splits["test"]["labels"][:], predictions(model, datasets), labels=range(3))
     assert results["classes"]["confusion"] == expected.tolist()
-    assert results["classes"]["names"] == ["0", "1", "2"]
     assert results["test_accuracy"] == pytest.approx(np.trace(expected) / 30)
     lines = capsys.readouterr().out.splitlines()
     low, high = wilson_interval(results["test_accuracy"], 30)
@@ -107,11 +102,8 @@ def test_run_json_has_the_confusion_matrix(tmp_path, capsys, tokens):
         f"Test samples 30, 95 % interval {low * 100:.2f}% to {high * 100:.2f}%",
         f"Test macro-F1 {results['classes']['macro_f1'] * 100:.2f}%",
     ]
-    precision = precision_score(true := datasets.splits["test"]["labels"][:], found := predictions(model, datasets),
-                                average=None, zero_division=np.nan)  # fmt: skip
-    assert results["classes"]["precision"] == [None if np.isnan(each) else pytest.approx(each) for each in precision]
     assert lines[-4].split() == ["class", "\\", "predicted", "0", "1", "2", "precision", "recall", "f1", "support"]
-    for name, row, line in zip("012", confusion_matrix(true, found), lines[-3:], strict=True):
+    for name, row, line in zip("012", expected, lines[-3:], strict=True):
         assert line.split()[:4] == [f"'{name}'", *map(str, row)]
         assert line.split()[-1] == str(row.sum())
 
@@ -143,8 +135,9 @@ def test_more_than_twenty_classes_and_instructions_have_no_matrix(tmp_path, caps
     assert "macro-F1" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("counts", "imbalanced"), [((60, 40), False), ((61, 39), True), ((40, 35, 25), False),
-                                              ((51, 17, 16, 16), True), ((50, 18, 16, 16), False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("counts", "imbalanced"), [((60, 40), False), ((61, 39), True), ((51, 17, 16, 16), True), ((50, 18, 16, 16), False)]
+)
 def test_over_60_percent_or_twice_the_even_share_is_imbalanced(tmp_path, counts, imbalanced):
     datasets = token_datasets(train=100, classes=len(counts))
     labels = np.repeat(np.arange(len(counts)), counts)

@@ -1,7 +1,6 @@
 """The predicted peak memory is printed before a run, compared after it, and cached."""
 
 import json
-import shutil
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -94,8 +93,6 @@ def test_the_largest_cut_that_fits_is_chosen(tmp_path):
         assert (found["micro_batch_tokens"], found["total"]) == (cuts[chosen][0], totals[chosen])
     alone = _answer(settings, [(None, *cuts[0][1:])], 2, "some GPU", (8, 0), 0)
     assert "micro_batch_tokens" not in alone, "there is no other cut"
-    zero = replace(settings, strategy="deepspeed", deepspeed="zero2", precision="32-true")
-    assert "16-bit weights only" in _answer(zero, cuts, 2, "some GPU", (8, 0), None)["problem"]
 
 
 def test_auto_tries_cuts_from_the_largest_effective_batch_down_to_one_sample(tmp_path):
@@ -114,18 +111,10 @@ def test_auto_tries_cuts_from_the_largest_effective_batch_down_to_one_sample(tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("planner", "problem"),
-    [
-        ("no_such_module", "the rehearsal ended without an answer"),
-        (prediction.PLANNER, "AttributeError: 'str' object has no attribute 'precision'"),
-    ],
-)
-def test_a_planner_that_fails_does_not_raise_an_error(monkeypatch, tmp_path, planner, problem):
-    monkeypatch.setattr(prediction, "PLANNER", planner)
+def test_a_planner_that_fails_does_not_raise_an_error(tmp_path):
     started = prediction.start_planner(Fabric(accelerator="cpu"), settings_for(tmp_path, predict_memory=True))
     found = prediction._ask(started, ("no settings", [(None, [], [])], 2, None, None, None))
-    assert found["problem"].startswith(problem)
+    assert found["problem"].startswith("AttributeError: 'str' object has no attribute 'precision'")
     assert Prediction(found).line(settings_for(tmp_path), {}) == f"Predicted peak: unknown ({found['problem']})"
     assert Prediction(found).figures() == {}
 
@@ -144,33 +133,25 @@ def key(tmp_path, **values):
     return prediction._key(settings_for(tmp_path, **values), {}, [], None, None)
 
 
-@pytest.mark.parametrize("named", ["zero2", "own.json"])
-def test_the_key_covers_the_content_of_a_named_file(tmp_path, monkeypatch, named):
-    configs = tmp_path / "configs"
-    shutil.copytree(prediction.CONFIGS / "deepspeed", configs / "deepspeed")
-    monkeypatch.setattr(prediction, "CONFIGS", configs)
+def test_the_key_covers_the_content_of_a_named_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    path = tmp_path / "own.json" if named == "own.json" else configs / "deepspeed" / "zero2.json"
+    path = tmp_path / "own.json"
     path.write_text("{}")
-    before = key(tmp_path, deepspeed=named)
-    assert key(tmp_path, deepspeed=named) == before
+    before = key(tmp_path, deepspeed="own.json")
+    assert key(tmp_path, deepspeed="own.json") == before
     path.write_text('{"zero_optimization": {"stage": 3}}')
-    assert key(tmp_path, deepspeed=named) != before
+    assert key(tmp_path, deepspeed="own.json") != before
 
 
 def test_the_key_covers_strategy_and_versions(tmp_path, monkeypatch):
     keys = {key(tmp_path), key(tmp_path), key(tmp_path, strategy="fsdp")}
+    assert key(tmp_path, lora_targets="h.0.dense," * 99), "it may be longer than the name of a file"
     for package in ("peft", "torchao"):
         (tmp_path / f"{package}-9.9.dist-info").mkdir()
         (tmp_path / f"{package}-9.9.dist-info" / "METADATA").write_text(f"Name: {package}\nVersion: 9.9\n")
         monkeypatch.syspath_prepend(tmp_path)
         keys.add(key(tmp_path))
     assert len(keys) == 4
-
-
-def test_a_list_of_layers_may_be_longer_than_the_name_of_a_file(tmp_path):
-    layers = [f"h.{block}.self_attention.query_key_value" for block in range(24)]
-    assert key(tmp_path, lora_targets=",".join(layers)) != key(tmp_path, lora_targets=",".join(layers[:-1]))
 
 
 def test_a_gpu_that_is_too_small_is_named_with_the_next_script(tmp_path):

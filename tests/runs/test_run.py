@@ -14,14 +14,13 @@ from support.training import losses, run_training
 
 from fabric_ladder import Run, UserError
 from fabric_ladder.runs.folder import short_name
-from fabric_ladder.runs.metrics import Score
 from fabric_ladder.runs.record import RunRecord
 from fabric_ladder.techniques.advice import explain
 
 
 @pytest.mark.parametrize(
     ("samples", "given", "most", "lines"),
-    [(40, None, 4800, 3), (400, None, 4800, 10), (400, None, 16, 25), (400, 100, 4800, 4), (400, 4800, 4800, 1)],
+    [(40, None, 4800, 3), (400, None, 4800, 10), (400, None, 16, 25), (400, 100, 4800, 4)],
 )
 def test_the_number_of_printed_losses(tmp_path, monkeypatch, samples, given, most, lines):
     """A run prints a loss every tenth of an epoch or every `LOG_EVERY` samples, and after the last batch of 16."""
@@ -68,11 +67,6 @@ def test_a_run_changes_no_setting_of_the_process(tmp_path, monkeypatch):
     before = process_settings()
     Run(fabric, settings_for(tmp_path, threads=7, matmul_precision="medium", deterministic=True))
     assert process_settings() == before
-
-
-def test_the_result_of_evaluate_reads_well_in_a_notebook():
-    assert repr(Score(6.0, 3, 4)) == "Score(loss=1.5000, accuracy=75.00%, items=4)"
-    assert repr(Score()) == "Score(loss=nan, accuracy=nan%, items=0)"
 
 
 def test_deterministic_algorithms_are_for_the_run_that_asks_for_them(tmp_path):

@@ -8,7 +8,7 @@ from support.helpers import settings_for, token_datasets
 from support.training import run_training
 
 from fabric_ladder import Settings
-from fabric_ladder.runs.speed import MEASURED, deciding, expected_time, find_speed, is_same_device
+from fabric_ladder.runs.speed import MEASURED, expected_time, find_speed, is_same_device
 
 H100 = {"device": "cuda", "gpu": "NVIDIA H100 80GB HBM3", "processor": "AMD"}
 BLOOM = Settings(name="4_mixed_precision", model="bigscience/bloom-560m", precision="bf16-mixed", batch_size=16,
@@ -33,9 +33,14 @@ def test_a_run_gives_the_expected_time_of_the_next_one_like_it(tmp_path, capsys)
 
 @pytest.mark.parametrize(
     "other",
-    [{"model": "x/y"}, {"dataset": "b.csv"}, {"max_length": 9}, {"precision": "bf16-true"}, {"micro_batch_size": 2},
-     {"activation_checkpointing": True}, {"status": "stopped"}, {"ranks": 2}, {"hardware": H100 | {"gpu": "T4"}}],
-)  # fmt: skip
+    [
+        {"model": "x/y"},
+        {"micro_batch_size": 2},
+        {"status": "stopped"},
+        {"ranks": 2},
+        {"hardware": H100 | {"gpu": "T4"}},
+    ],
+)
 def test_another_run_gives_no_speed(tmp_path, other):
     settings = settings_for(tmp_path, name="2_grad_accum")
     folder = tmp_path / "runs" / "2_grad_accum"
@@ -70,15 +75,8 @@ def test_a_measured_speed_is_for_its_model_rung_length_and_gpu():
     )
     assert " on 20 samples" in expected_time(replace(BLOOM, epochs=1), found, 20)
     assert " on 1,000 samples" in expected_time(replace(BLOOM, train_samples=None), found, None)
-    for other in ({"model": "bigscience/bloom-1b1"}, {"max_length": 512}, {"precision": "bf16-true"},
-                  {"dataset": "a.csv"}, {"compile": True}, {"name": "9_ddp"}):  # fmt: skip
+    for other in ({"model": "bigscience/bloom-1b1"}, {"max_length": 512}, {"compile": True}, {"name": "9_ddp"}):
         assert speed_of(replace(BLOOM, **other)) is None
     assert speed_of(BLOOM, H100 | {"gpu": "NVIDIA H200"}) is None
     assert speed_of(BLOOM, ranks=2) is None
     assert expected_time(BLOOM, None, 10) is None
-
-
-def test_models_are_told_apart_by_their_names():
-    names = ["bigscience/bloom-560m", "/a/bloom-560m.json", "/a/1/model", "/a/2/model"]
-    models = [deciding({"model": name})["model"] for name in names]
-    assert models == ["bloom-560m", "bloom-560m", "a/1/model", "a/2/model"]

@@ -70,13 +70,11 @@ def test_a_ladder_that_was_killed_repeats_no_finished_run(tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["rows/train.csv", "data/rows.csv"])
-def test_a_run_on_a_file_that_has_changed_since_is_repeated(tmp_path, place):
-    rows = tmp_path / place
-    rows.parent.mkdir(exist_ok=True)
-    dataset = {"rows/train.csv": "rows"}.get(place, "rows.csv")
+def test_a_run_on_a_file_that_has_changed_since_is_repeated(tmp_path):
+    rows = tmp_path / "data" / "rows.csv"
+    rows.parent.mkdir()
     rows.write_text("text,label\n" + "".join(f"text {number},{number % 2}\n" for number in range(60)))
-    arguments = ["--rungs", "2", "--runs_dir", "ladder", "--dataset", dataset, "--tokenizer", "trained", *FEW]
+    arguments = ["--rungs", "2", "--runs_dir", "ladder", "--dataset", "rows.csv", "--tokenizer", "trained", *FEW]
     arguments += ["--data_dir", "data"]
     for runs, changes in enumerate((False, False, True)):
         if changes:
@@ -113,20 +111,15 @@ def test_a_check_of_the_ladder_runs_nothing(tmp_path):
     [
         (["--search", "learning_rate=fast,slow"], "--search: --learning_rate fast: expected a number"),
         (["--search", "learning_rate=1e-5"], "--search: learning_rate=1e-5: write a setting and its values"),
-        (["--search", "learning_rate=1e-4,0.0001"], "--search: learning_rate=1e-4,0.0001: write each value once"),
         (["--search", "epochs=1,2", "--epochs", "3"], "--search epochs: epochs is given twice"),
         (["--rungs", ""], "--rungs: name at least one rung"),
-        (["--search", "seed=1,2"], "--search: seed is not searched: --seeds N"),
         (["--search", "logger=csv,wandb"], "--search: --logger changes no result"),
-        (["--rungs", "2,99"], "there is no rung 99: give numbers from 1 to "),
         (["--seeds", "0"], "--seeds: 0: must be at least 1"),
         (["--rungs", "1,2", "--batch_sise", "2"], "there is no setting 'batch_sise'; did you mean"),
         (["--config", "nope.yaml"], "no rung can run here: there is no config file nope.yaml"),
-        (["--html", "there.html"], "there.html"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(tmp_path, arguments, line):
-    (tmp_path / "there.html").write_text("")
     process = run_script(SCRIPT, *arguments, cwd=tmp_path)
     assert process.returncode == 2
     assert line in process.stderr

@@ -1,6 +1,6 @@
-"""Run a rung with little memory from the start of training, or with a poisoned token.
+"""Run a rung with little memory from the start of training.
 
-Arguments: the MB of free memory (0: no limit), the word `poison` or `healthy`, the rung, and the rung's arguments.
+Arguments: the MB of free memory (0: no limit), the rung, and the rung's arguments.
 """
 
 import resource
@@ -12,7 +12,6 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1]))
 from fabric_ladder.training import fitting, loop
 from support.helpers import SRC
-from support.training import poison
 
 PAGE = resource.getpagesize()
 
@@ -26,16 +25,14 @@ def little_room(room):
 def spoil(training, prediction):
     if room:
         little_room(room)
-    if condition == "poison":
-        print("Poisoned", poison(training), flush=True)
     real(training, prediction)
     if training.run.settings.ranks > 1:  # otherwise the stacks of gloo's threads and DDP's new buckets would count
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
 if __name__ == "__main__":
-    room, condition, rung = int(sys.argv[1]), sys.argv[2], SRC / f"{sys.argv[3]}.py"
-    sys.argv = [str(rung), *sys.argv[4:]]
+    room, rung = int(sys.argv[1]), SRC / f"{sys.argv[2]}.py"
+    sys.argv = [str(rung), *sys.argv[3:]]
     fitting.HARD_LIMITS = ("cuda", "cpu")
     real, loop.try_longest = loop.try_longest, spoil
     runpy.run_path(str(rung), run_name="__main__")

@@ -1,4 +1,4 @@
-"""Train in this process, and run rungs with little memory or with a poisoned token."""
+"""Train in this process, with a poisoned token too, and run rungs with little memory."""
 
 import csv
 import json
@@ -20,17 +20,11 @@ SIZES = [*SMALL, "--eval_batch_tokens", "100", "--threads", "1", "--precision", 
 PLAIN = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
 
 
-def start(cwd, room, rung, *arguments, condition="healthy", **environment):
+def start(cwd, room, rung, *arguments, **environment):
     cwd.mkdir(exist_ok=True)
-    command = [sys.executable, str(SCRIPT), str(room), condition, rung, *SIZES, *map(str, arguments)]
-    return subprocess.Popen(
-        command,
-        cwd=cwd,
-        env=os.environ | PLAIN | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, str(SCRIPT), str(room), rung, *SIZES, *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=cwd, env=os.environ | PLAIN | environment, **pipes)
 
 
 def alone(*args, **options):
@@ -38,11 +32,11 @@ def alone(*args, **options):
     return (*process.communicate(timeout=200), process.returncode)
 
 
-def two(cwd, rooms, rung, *arguments, condition="healthy"):
+def two(cwd, rooms, rung, *arguments):
     """Run two ranks with different memory limits."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "NODE_RANK": "0"}
     ranks = [
-        start(cwd, room, rung, "--devices", 2, *arguments, condition=condition, LOCAL_RANK=str(rank), **common)
+        start(cwd, room, rung, "--devices", 2, *arguments, LOCAL_RANK=str(rank), **common)
         for rank, room in enumerate(rooms)
     ]
     return [(*process.communicate(timeout=200), process.returncode) for process in ranks]

@@ -6,19 +6,15 @@ import pytest
 import torch
 from support.helpers import settings_for
 from support.planning import build, case, measured_peak
-from support.resuming import assert_same, checkpoints, run_here, tensors_of
-from support.training import losses, run_training
 from torch import nn
 
 from fabric_ladder import build_optimizer
 from fabric_ladder.planning.predict import predict_peak
-from fabric_ladder.planning.tracker import PeakTracker
 from fabric_ladder.techniques import adam_4bit
 from fabric_ladder.techniques.low_bit_optimizer import LowBitOptimizer
 
 subclass_4bit = pytest.importorskip("torchao.optim.subclass_4bit", exc_type=ImportError)
 torchao = pytest.importorskip("torchao.optim", exc_type=ImportError)
-RUNG, FOUR_BITS = "18_low_bit_optimizer", ["--optimizer", "adam-4bit"]
 SHAPES = [(65, 128), (31, 128), (4097,), (1,)]  # the others have moments in 32 bits
 
 
@@ -70,29 +66,14 @@ def test_small_gradients_take_the_steps_of_adam(tmp_path, size):
     torch.testing.assert_close(ours, adam, rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_small_and_odd_tensors_are_stepped_in_32_bit(tmp_path, dtype):
-    weights, gradients = random_steps(dtype)
+def test_small_and_odd_tensors_are_stepped_in_32_bit(tmp_path):
+    weights, gradients = random_steps(torch.bfloat16)
     ours, optimizer = steps_of(tmp_path, weights, gradients)
     states = list(optimizer.state.values())
     assert [state["exp_avg"].dtype for state in states] == [torch.uint8, *[torch.float32] * 3]
     wanted, _ = steps_of(tmp_path, [weight.float() for weight in weights], gradients, optimizer="adam")
-    rounding = {torch.bfloat16: 4e-2, torch.float16: 5e-3}[dtype]  # five steps of weights up to 4
-    for one, other in zip(ours[1:], wanted[1:], strict=True):
-        torch.testing.assert_close(one.float(), other, rtol=0, atol=rounding)
-
-
-def test_a_stopped_run_resumes_bit_by_bit(tmp_path, dropout_model):
-    more = ["--model", dropout_model, "--save_every", 100, *FOUR_BITS]
-    (tmp_path / "whole").mkdir()
-    assert run_here(RUNG, tmp_path / "whole", *more)[0] == 0
-    status, text = run_here(RUNG, tmp_path, *more, "--resume", "auto", at="0002/0002 | Batch 0006/")
-    assert (status, "Stopped by SIGTERM" in text) == (143, True)
-    status, text = run_here(RUNG, tmp_path, *more, "--resume", "auto")
-    assert (status, "Resumed from runs/" in text) == (0, True)
-    (newest,) = checkpoints(tmp_path / "runs" / RUNG / "1")[-1:]
-    assert any(tensor.dtype == torch.uint8 for tensor in tensors_of(newest).values())
-    assert_same(tmp_path / "runs" / RUNG / "1", tmp_path / "whole" / "runs" / RUNG / "1")
+    for one, other in zip(ours[1:], wanted[1:], strict=True):  # five roundings of weights up to 4
+        torch.testing.assert_close(one.float(), other, rtol=0, atol=4e-2)
 
 
 @pytest.mark.filterwarnings("ignore:Module is None")  # a warning of the other tracker
@@ -100,7 +81,6 @@ def test_a_stopped_run_resumes_bit_by_bit(tmp_path, dropout_model):
     ("family", "ways"),
     [
         ("vit", {"precision": "bf16-true", "kahan_summation": True}),
-        pytest.param("bloom-lm", {"step_in_backward": True}, marks=pytest.mark.slow),
         ("vit", {"lora": True, "lora_dropout": 0.0}),
     ],
 )
@@ -117,18 +97,6 @@ def test_predicted_bytes_of_a_weight(tmp_path):
     assert in_4_bits > 0.9 * sum(sizes)
     peak = predict_peak(settings, training)
     assert peak.optimizer_state == 1.0625 * in_4_bits + 8 * (sum(sizes) - in_4_bits) + 4 * len(sizes)  # step counts
-
-
-def test_no_more_than_a_part_of_a_weight_is_unpacked(tmp_path):
-    size = adam_4bit.PART_SIZE + 2**16
-    model = nn.Linear(128, size // 128, bias=False)
-    optimizer = build_optimizer(settings_for(tmp_path, optimizer="adam-4bit"), model)
-    for _ in range(2):
-        model.weight.grad = torch.ones(size // 128, 128)
-        with (tracker := PeakTracker()), tracker.at("optimizer"):
-            optimizer.step()
-    held = (4 + 4 + 1.0625) * size  # weight, gradient and state
-    assert tracker.peak().total == pytest.approx(held + 36 * adam_4bit.PART_SIZE, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -162,14 +130,3 @@ def test_compiled_steps_are_those_of_the_eager_code_up_to_rounding(tmp_path, com
         assert torch.isclose(one.float(), other.float(), rtol=2**-8, atol=1e-6).float().mean() > 0.999
     state, wanted = (next(iter(each.state.values())) for each in (optimizer, reference))
     assert (state["exp_avg"] == wanted["exp_avg"]).float().mean() > 0.999
-
-
-@pytest.mark.slow
-def test_a_run_with_compiled_steps_has_the_losses_of_one_without(tmp_path, compiling, monkeypatch):
-    monkeypatch.setattr(adam_4bit, "LEAST", 256)  # the model is tiny
-    values = {"optimizer": "adam-4bit", "kahan_summation": True, "precision": "bf16-true"}
-    run, _ = run_training(tmp_path, **values)
-    assert run.record.values["results"]["compiled_graphs"] > 1
-    monkeypatch.setattr(adam_4bit, "compiles", lambda _: False)
-    plain, _ = run_training(tmp_path, **values)
-    assert losses(run) == pytest.approx(losses(plain), abs=2e-3)

@@ -17,135 +17,55 @@ from fabric_ladder.errors import NotFiniteError
 from fabric_ladder.places import PACKAGE
 from fabric_ladder.techniques.advice import explain, less_memory, show_errors
 
+CHECKPOINTED = {"activation_checkpointing": True, "max_length": 4096, "micro_batch_size": 1}
 NEXT = r"Next to try: --activation_checkpointing true, which [^;]*; python src/"  # the rung follows
 
 
 @pytest.mark.parametrize(
     ("name", "values", "expected"),
     [
-        (
-            "2_grad_accum",
-            {"micro_batch_size": 8},
-            r": python src/2_grad_accum.py --micro_batch_size 4 \(the same [^;]*; "
-            r"--activation_checkpointing true, which [^;]*; "
-            r"python src/5_low_precision.py, which [^;]*; --max_length 512$",
-        ),
-        (
-            "3_torch_compile",
-            {"micro_batch_size": 1},
-            NEXT + r"5_low_precision\.py",
-        ),
-        (
-            "4_mixed_precision",
-            {"micro_batch_tokens": 4096},
-            r"--micro_batch_tokens 2048 [^;]*; --activ[^;]*; python src/5_low_precision\.py",
-        ),
-        (
-            "5_low_precision",
-            {"micro_batch_size": 1},
-            NEXT + r"6_lean_optimizer\.py",
-        ),
+        ("2_grad_accum", {"micro_batch_size": 8},
+         r": python src/2_grad_accum.py --micro_batch_size 4 \(the same [^;]*; --activation_checkpointing true, which "
+         r"[^;]*; python src/5_low_precision.py, which [^;]*; --max_length 512$"),
+        ("4_mixed_precision", {"micro_batch_tokens": 4096},
+         r"--micro_batch_tokens 2048 [^;]*; --activ[^;]*; python src/5_low_precision\.py"),
+        ("5_low_precision", {"micro_batch_size": 1}, NEXT + r"6_lean_optimizer\.py"),
         ("7_grad_checkpointing", {"activation_checkpointing": True}, r"src/6_lean_optimizer\.py[^;]*; --max_length"),
-        ("2_grad_accum", {"micro_batch_size": 1, "precision": "bf16-true"}, NEXT + r"6_lean_optimizer\.py, w"),
         ("5_low_precision", {"micro_batch_size": 1, "optimizer": "sgd"}, NEXT + r"13_lora\.py, which"),
-        (
-            "16_bf16_that_learns",
-            {"micro_batch_size": 1, "optimizer": "sgd"},
-            NEXT + r"11_fsdp_cpu_offload\.py,",
-        ),
         ("6_lean_optimizer", {"micro_batch_size": 1, "lora": True, "optimizer": "sgd"}, r"python src/14_qlora\.py, w"),
-        (
-            "17_step_in_backward",
-            {"step_in_backward": True, "optimizer": "sgd"},
-            r"try: --activ[^;]*; [^;]*--batch_size 8; python src/11_fsdp_cpu_offload\.py, which",
-        ),
-        (
-            "9_ddp",
-            {"micro_batch_size": 1, "precision": "16-mixed", "devices": 2},
-            r"src/10_fsdp\.py --precision 32-true, which",
-        ),
-        ("9_ddp", {"micro_batch_size": 1}, NEXT + r"5_low_precision\.py, which"),
-        (
-            "9_ddp",
-            {"micro_batch_size": 1, "lora": True, "quantization": "nf4", "strategy": "ddp", "devices": 2},
-            r"src/10_fsdp\.py --lora true --quantization nf4, which",
-        ),
-        (
-            "10_fsdp",
-            {"micro_batch_size": 1, "lora": True, "quantization": "nf4", "strategy": "fsdp", "devices": 2},
-            r"src/11_fsdp_cpu_offload\.py --lora true --quantization nf4, which",
-        ),
-        (
-            "9_ddp",
-            {"task": "image-classification", "devices": 2},
-            r"; --activation_checkpointing true[^;]*; [^;]*src/10_fsdp\.py[^;]*$",
-        ),
+        ("17_step_in_backward", {"step_in_backward": True, "optimizer": "sgd"},
+         r"try: --activ[^;]*; [^;]*--batch_size 8; python src/11_fsdp_cpu_offload\.py, which"),
+        ("9_ddp", {"micro_batch_size": 1, "precision": "16-mixed", "devices": 2},
+         r"src/10_fsdp\.py --precision 32-true, which"),
+        ("9_ddp", {"micro_batch_size": 1, "lora": True, "quantization": "nf4", "strategy": "ddp", "devices": 2},
+         r"src/10_fsdp\.py --lora true --quantization nf4, which"),
         ("2_grad_accum", {"attention": "eager"}, r"Next to try: --attention fused[^;]*; python"),
         ("12_deepspeed_zero", {}, r"--deepspeed zero3_offload"),
-        ("6_lean_optimizer", {"micro_batch_size": 1}, NEXT + r"13_lora\.py"),
         # the optimizer has no state on the device
         ("5_low_precision", {"optimizer_offload": True, "precision": "bf16-true"}, r"src/13_lora\.py[^;]*, which"),
-        ("16_bf16_that_learns", {"optimizer_offload": True, "kahan_summation": True}, r"src/11_fsdp_cpu_offload\.py"),
         # Apple's GPU has no 4-bit weights, no 8-bit Adam, no offload and no FSDP2
         ("13_lora", {"accelerator": "mps", "lora": True}, r"^(?!.*(14_qlora|11_fsdp)).*; --max_length"),
         ("16_bf16_that_learns", {"accelerator": "mps"}, r"^(?!.*(18_low|19_opt|11_fsdp)).*; --max_length"),
-        ("17_step_in_backward", {"accelerator": "mps", "step_in_backward": True}, r"^(?!.*offload).*; --max_length"),
         ("15_packing", {"packing": True, "pack_rows": 4}, r"src/15_packing.py [^;]*--pack_rows 2 \(the same [^;]*; "),
         ("15_packing", {"micro_batch_size": 1, "packing": True}, NEXT + r"5_low_precision\.py --packing true, which"),
-        (
-            "17_step_in_backward",
-            {"step_in_backward": True},
-            r"try: --activ[^;]*; [^;]*--batch_size 8; "
-            r"python src/17_step_in_backward\.py --optimizer_offload true, which",
-        ),
-        (
-            "17_step_in_backward",
-            {"step_in_backward": True, "optimizer_offload": True},
-            r"try: --activation_c[^;]*; [^;]*--batch_size 8; python src/11_fsdp_cpu_offload\.py, which",
-        ),
-        (
-            "18_low_bit_optimizer",
-            {"micro_batch_size": 1, "optimizer": "adam-8bit"},
-            NEXT + r"18_low_bit_optimizer\.py --optimizer adam-4bit, which [^;]*; --max_length",
-        ),
-        (
-            "18_low_bit_optimizer",
-            {"micro_batch_size": 1, "optimizer": "adam-4bit"},
-            NEXT + r"19_optimizer_offload\.py, which",
-        ),
-        (
-            "20_activation_offload",
-            {"activation_checkpointing": True, "activation_offload": True, "max_length": 4096, "micro_batch_size": 1},
-            r"try: python src/20_activation_offload\.py --mlp_tile 2048, which [^;]*; --max_length",
-        ),
-        (
-            "23_tiled_mlp",
-            {"activation_checkpointing": True, "mlp_tile": 512, "max_length": 4096, "micro_batch_size": 1},
-            r"try: python src/6_lean_optimizer\.py --activation_checkpointing true --mlp_tile 512, which",
-        ),
-        (
-            "7_grad_checkpointing",  # OPT's blocks have no MLP that tiles could compute
-            {"activation_checkpointing": True, "max_length": 4096, "micro_batch_size": 1, "model": "OPT"},
-            r"try: python src/6_lean_optimizer\.py",
-        ),
-        (
-            "14_qlora",
-            {"lora": True, "quantization": "nf4", "accelerator": "cuda", "compile": True, "micro_batch_size": 1},
-            r"src/24_streamed_layers\.py --quantization nf4, which",
-        ),
-        (
-            "9_ddp",
-            {"lora": True, "quantization": "nf4", "strategy": "ddp", "accelerator": "cuda", "micro_batch_size": 1},
-            r"src/24_streamed_layers\.py --quantization nf4, which",
-        ),
-        (
-            "21_selective_checkpointing",
-            {"micro_batch_size": 1, "activation_checkpointing": True, "selective_checkpointing": True},
-            r"try: python src/21_selective_checkpointing\.py --selective_checkpointing false, which",
-        ),
-        ("13_lora", {"task": "instruction-tuning"}, r"--activ[^;]*; [^;]*src/14_qlora\.py[^;]*; --max_length 512$"),
+        ("18_low_bit_optimizer", {"micro_batch_size": 1, "optimizer": "adam-8bit"},
+         NEXT + r"18_low_bit_optimizer\.py --optimizer adam-4bit, which [^;]*; --max_length"),
+        ("18_low_bit_optimizer", {"micro_batch_size": 1, "optimizer": "adam-8bit", "lora": True}, r"^(?!.*adam-4bit)"),
+        ("18_low_bit_optimizer", {"micro_batch_size": 1, "optimizer": "adam-4bit"},
+         NEXT + r"19_optimizer_offload\.py, which"),
+        ("20_activation_offload", CHECKPOINTED | {"activation_offload": True},
+         r"try: python src/20_activation_offload\.py --mlp_tile 2048, which [^;]*; --max_length"),
+        # OPT's blocks have no MLP that tiles could compute
+        ("7_grad_checkpointing", CHECKPOINTED | {"model": "OPT"}, r"try: python src/6_lean_optimizer\.py"),
+        ("14_qlora", {"lora": True, "quantization": "nf4", "accelerator": "cuda", "micro_batch_size": 1},
+         r"src/24_streamed_layers\.py --quantization nf4, which"),
+        ("21_selective_checkpointing", CHECKPOINTED | {"selective_checkpointing": True, "max_length": 1024},
+         r"try: python src/21_selective_checkpointing\.py --selective_checkpointing false, which"),
+        ("26_stateless", {"optimizer": "sinkgd", "precision": "bf16-true", "batch_size": 1},
+         r"src/26_stateless\.py --step_in_backward true --micro_batch_tokens null, which keeps no gradients either"),
+        ("26_stateless", {"optimizer": "sinkgd", "precision": "bf16-true", "block_steps": 5}, r"src/13_lora\.py"),
     ],
-)
+)  # fmt: skip
 def test_out_of_memory_names_the_next_things_to_try(tmp_path, name, values, expected):
     if values.get("model") == "OPT":
         (tmp_path / "opt.json").write_text(json.dumps({"model_type": "opt", "num_hidden_layers": 1}))
@@ -170,16 +90,12 @@ def test_out_of_memory_names_the_next_things_to_try(tmp_path, name, values, expe
         ({"micro_batch_size": 8}, "training", (), "--micro_batch_size 4 (the same effective batch"),
         ({"micro_batch_size": 8}, "training", (6, 100), "--micro_batch_size 3 (the same effective batch"),
         ({"micro_batch_size": 8}, "the optimizer", (), None),
-        ({"micro_batch_size": 8}, "training", (1, 100), None),
         ({"micro_batch_tokens": 1024}, "training", (4, 100), "--micro_batch_tokens 200 (the same effective batch"),
         ({"micro_batch_tokens": "auto"}, "training", (4, 100), "--micro_batch_size 2 (the same effective batch"),
-        ({"micro_batch_tokens": "auto"}, None, (), None),
         ({"micro_batch_tokens": 1024}, "training", (4, 3, 32, 32), "--micro_batch_size 2 (the same effective batch"),
-        ({"micro_batch_tokens": 1024}, "training", (1, 3, 224, 224), None),
         ({"step_in_backward": True}, "training", (16, 128), "--batch_size 8;"),
         ({"eval_batch_tokens": None}, "the evaluation", (4, 1500), "--eval_batch_tokens 3000;"),
         ({"eval_batch_tokens": None}, "the evaluation", (30, 3, 224, 224), "--eval_batch_tokens 2048;"),
-        ({"eval_batch_tokens": 600}, "the evaluation", (4, 1500), "--eval_batch_tokens 300;"),
     ],
 )
 def test_half_of_the_batch_that_ran_out_of_memory_is_named(tmp_path, values, phase, shape, expected):
@@ -191,13 +107,6 @@ def test_half_of_the_batch_that_ran_out_of_memory_is_named(tmp_path, values, pha
     else:
         assert f"python src/2_grad_accum.py {expected}" in advice
     assert ("--activation_checkpointing" in advice) == (phase in (None, "training"))
-
-
-def test_a_smaller_effective_batch_comes_after_settings_that_change_no_loss(tmp_path):
-    settings = settings_for(tmp_path, name="17_step_in_backward", step_in_backward=True)
-    checkpointed, smaller, *_ = less_memory(settings, "training", (16, 128)).split("; ")
-    assert "--activation_checkpointing true" in checkpointed
-    assert smaller == "python src/17_step_in_backward.py --batch_size 8"
 
 
 def test_options_without_effect_on_the_next_rung_are_left_out(tmp_path, monkeypatch):
@@ -233,14 +142,6 @@ def test_a_gpu_that_emulates_bfloat16_is_not_sent_to_it(tmp_path, monkeypatch):
     assert "src/5_low_precision.py" not in line
 
 
-def test_smaller_moments_are_named_where_they_fill_the_device(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["src/18_low_bit_optimizer.py", "--resume", "auto"])
-    settings = settings_for(tmp_path, name="18_low_bit_optimizer", micro_batch_size=1, optimizer="adam-8bit")
-    assert "18_low_bit_optimizer.py --optimizer adam-4bit, which" in less_memory(settings)
-    for more in ({"optimizer_offload": True}, {"lora": True}):
-        assert "adam-4bit" not in less_memory(dataclasses.replace(settings, **more))
-
-
 def test_an_installed_package_names_its_own_command(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(PACKAGE / "src" / "2_grad_accum.py"), "--batch_size", "8"])
     line = less_memory(settings_for(tmp_path, name="2_grad_accum"))
@@ -254,10 +155,7 @@ def test_an_installed_package_names_its_own_command(tmp_path, monkeypatch):
         (PermissionError(13, "Permission denied", "/root/x.csv"), "cannot use /root/x.csv (Permission denied): "),
         (OSError(36, "File name too long", "x" * 300), f"cannot use {'x' * 300} (File name too long): "),
         (dist.DistNetworkError("refused\nmore"), "the processes cannot meet (refused)"),
-        (
-            RuntimeError("cutlassB: no kernel found to launch!"),
-            "PyTorch has no fused attention for heads of this",
-        ),
+        (RuntimeError("cutlassB: no kernel found to launch!"), "PyTorch has no fused attention for heads of this"),
         (InvalidCxxCompiler(), "torch.compile needs a C++ compiler"),
         (CppCompileError(["g++"], "error"), f"torch {torch.__version__} compiled the model to invalid C++"),
     ],
@@ -286,7 +184,6 @@ def test_gradients_that_overflow_at_every_loss_scale_are_explained():
     [
         ({}, "a lower --learning_rate, another --precision or --max_grad_norm 1"),
         ({"max_grad_norm": 0.3}, "a lower --learning_rate or another --precision"),
-        ({"step_in_backward": True, "batch_size": 1}, "a lower --learning_rate or another --precision"),
         ({"optimizer": "sinkgd"}, "a lower --learning_rate or another --precision"),
     ],
 )

@@ -68,11 +68,10 @@ def copies_of(weights):
     return copies, torch.optim.Adam(copies, lr=5e-3, fused=True)
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "32-true"])
 @pytest.mark.parametrize(("kind", "task", "always"), [("bloom", {}, 3), ("llama", LANGUAGE, 1), ("gpt2", LANGUAGE, 2)])
-def test_the_weights_are_those_of_an_adam_for_each_turn(tmp_path, kind, task, always, precision):
+def test_the_weights_are_those_of_an_adam_for_each_turn(tmp_path, kind, task, always):
     """`always`: the weights that are trained all the time, which are the last norm and a classifier."""
-    settings = settings_of(tmp_path, kind, precision=precision, learning_rate=5e-3, **task)
+    settings = settings_of(tmp_path, kind, learning_rate=5e-3, **BF16, **task)
     model = made(settings)
     by_hand = copy.deepcopy(model)
     optimizer = build_optimizer(settings, model)

@@ -63,11 +63,6 @@ def test_a_folder_that_lacks_weights_of_the_body_is_refused(tmp_path, task):
             build_model(settings, datasets())
 
 
-def test_a_loaded_model_is_in_train_mode(tmp_path, half_checkpoint):
-    model = build_model(settings_for(tmp_path, model=half_checkpoint), datasets())
-    assert all(module.training for module in model.modules())
-
-
 def test_class_names_and_padding_reach_the_config(tmp_path, half_checkpoint):
     config = build_model(settings_for(tmp_path, model=half_checkpoint), datasets(["a", "b", "c"])).config
     assert config.id2label == {0: "a", 1: "b", 2: "c"}
@@ -89,31 +84,10 @@ def test_an_end_token_that_pads_is_trained(tmp_path, task):
     assert table.weight[5].any()
 
 
-def test_a_config_makes_random_weights_that_the_seed_decides(tmp_path):
-    settings = settings_for(tmp_path, model=str(MODELS / "bloom-quickstart.json"), from_scratch=True)
-    weights = []
-    for seed in (0, 0, 1):
-        torch.manual_seed(seed)
-        weights.append(build_model(settings, datasets(size=1024)).score.weight)
-    assert torch.equal(weights[0], weights[1])
-    assert not torch.equal(weights[0], weights[2])
-
-
 def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
     settings = settings_for(tmp_path, model=str(MODELS / "bloom-quickstart.json"), from_scratch=True)
     with pytest.raises(UserError, match=r"2,000 entries, .* only 1,024"):
         build_model(settings, datasets(size=2000))
-
-
-def test_half_precision_does_not_detune_rotary_positions(tmp_path):
-    """In bfloat16 a frequency has an error of up to 0.4 %, a whole turn after a thousand tokens."""
-    settings = settings_for(tmp_path, model=str(MODELS / "llama-tiny.json"), from_scratch=True, precision="bf16-true")
-    model = build_model(settings, datasets(size=1024))
-    exact = model.model.rotary_emb.inv_freq.clone()
-    model = Fabric(accelerator="cpu", devices=1, precision="bf16-true").setup(model)
-    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
-    assert torch.equal(model.model.rotary_emb.inv_freq, exact)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
 def test_half_precision_converts_weights_of_modules_with_buffers(tmp_path):

@@ -57,8 +57,7 @@ def gradients(loss, inputs):
     return torch.autograd.grad(loss * 3.0, inputs)  # a micro-batch's weight multiplies the loss
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("chunk", [1, 8, 37, 1000])
+@pytest.mark.parametrize(("chunk", "bias"), [(1, True), (8, False), (37, True), (1000, False)])
 def test_the_loss_and_its_gradients_equal_the_whole_loss(chunk, bias):
     inputs, targets = tensors(torch.float64, bias=bias)
     loss, correct = chunked_loss(*inputs, *([] if bias else [None]), targets, chunk)
@@ -174,13 +173,19 @@ def models(config):
 
 @pytest.mark.parametrize("config", PLAIN + WITH_MORE, ids=lambda config: config.model_type)
 def test_a_model_learns_the_same_from_it(config):
+    """A plain head makes no tensor as large as the logits of all trained tokens."""
     mine, theirs = models(config)
     inputs, predicting = batch()
-    outputs, expected = mine(**inputs, predicting=predicting), theirs(**inputs)
+    expected = theirs(**inputs)
+    with Made() as made:
+        outputs = mine(**inputs, predicting=predicting)
+        outputs.loss.backward()
+    assert (made.largest < len(predicting) * WORDS) == (config in PLAIN)
+    if config in PLAIN:
+        assert made.largest <= max(parameter.numel() for parameter in mine.parameters())
     assert outputs.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
     assert outputs.correct == (expected.logits.flatten(0, 1)[predicting].argmax(-1)
                                == inputs["labels"].flatten()[predicting + 1]).sum()  # fmt: skip
-    outputs.loss.backward()
     expected.loss.backward()
     for (name, own), other in zip(mine.named_parameters(), theirs.parameters(), strict=True):
         if other.grad is not None:
@@ -188,26 +193,12 @@ def test_a_model_learns_the_same_from_it(config):
             assert torch.linalg.vector_norm(own.grad - other.grad) <= 1e-6 * norm + 1e-8, name
 
 
-@pytest.mark.parametrize("config", PLAIN + WITH_MORE, ids=lambda config: config.model_type)
-def test_plain_heads_never_make_the_whole_logits(config):
-    """No tensor of a forward or backward pass is as large as the logits of all trained tokens."""
-    mine, _ = models(config)
-    inputs, predicting = batch()
-    parameters = max(parameter.numel() for parameter in mine.parameters())
-    with Made() as made:
-        mine(**inputs, predicting=predicting).loss.backward()
-    assert (made.largest < len(predicting) * WORDS) == (config in PLAIN)
-    if config in PLAIN:
-        assert made.largest <= parameters
-
-
-@pytest.mark.parametrize("config", PLAIN + WITH_MORE, ids=lambda config: config.model_type)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_without_values_gets_the_same_loss_as_one_with_values(config, dtype):
+@pytest.mark.parametrize("config", [PLAIN[0], *WITH_MORE], ids=lambda config: config.model_type)
+def test_a_model_without_values_gets_the_same_loss_as_one_with_values(config):
     found = []
     for device in ("cpu", "meta"):
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
             use_chunked_loss(model, 8)
         found.append(model.forward.args[1])
     assert found == [8 if config in PLAIN else None] * 2

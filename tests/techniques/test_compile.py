@@ -21,14 +21,11 @@ from fabric_ladder.techniques.compile import CompileClock, compile_blocks
 from fabric_ladder.techniques.fused_attention import fuse_attention
 
 CUTS = {  # graphs: training's for one row, for several rows, and evaluation's; recomputation splits training's
-    "by tokens": ("bloom", {"micro_batch_tokens": 64}, 3),
-    "one by one": ("llama", {"micro_batch_size": 1}, 2),
     "in fours": ("bert", {"micro_batch_size": 4}, 2),
     "in fives, which leaves one": ("llama", {"micro_batch_size": 5}, 3),
     "recomputed": ("llama", {"micro_batch_size": 4, "activation_checkpointing": True}, 3),
     "instructions": ("llama-lm", {"micro_batch_tokens": 64, "task": "instruction-tuning"}, 3),
 }
-SLOW = ("by tokens", "one by one", "in fours")  # the other cases cover most of their graphs
 
 
 def compiled_run(tmp_path, monkeypatch, kind, compiled=True, change=None, **values):
@@ -60,7 +57,7 @@ def compiled_run(tmp_path, monkeypatch, kind, compiled=True, change=None, **valu
         return graphs, [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
 
 
-@pytest.mark.parametrize("name", [pytest.param(cut, marks=pytest.mark.slow) if cut in SLOW else cut for cut in CUTS])
+@pytest.mark.parametrize("name", CUTS)
 def test_nothing_is_compiled_after_the_first_step(tmp_path, monkeypatch, name):
     """Two epochs have different lengths, with padding and without, and a last batch of eight samples."""
     kind, values, expected = CUTS[name]

@@ -38,8 +38,7 @@ BATCHES = [torch.tensor(ids) for ids in ([[1, 2, 2], [3, 0, 0]], [[2, 2, 2], [2,
 
 
 @pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"padding_idx": 0}], ids=["", "padding"])
+@pytest.mark.parametrize(("dtype", "options"), [(torch.float32, {}), (torch.bfloat16, {"padding_idx": 0})])
 def test_the_sum_equals_pytorchs_bit_by_bit(dtype, options, hooked):
     expected = passes(table(dtype, **options), BATCHES, adding=False)
     model = table(dtype, **options)
@@ -58,16 +57,6 @@ def test_a_second_micro_batch_makes_no_tensor_of_the_tables_size(hooked):
         with Made() as made:
             passes(model, BATCHES[1:2], adding, hooked)
         assert made.largest == largest  # a number for each row, or the whole table
-
-
-def test_hooks_of_a_gradient_fire():
-    model, gradients = table(), []
-    add_rows(model)
-    passes(model, BATCHES[:1], True)
-    model[0].weight.register_post_accumulate_grad_hook(lambda weight: gradients.append(weight.grad.clone()))
-    gradient = passes(model, BATCHES[1:2], True, hooked=True)
-    assert len(gradients) == 1
-    assert torch.equal(gradients[0], gradient)
 
 
 def test_hooks_of_a_table_that_the_head_shares_fire_without_another_tensor_of_its_size():

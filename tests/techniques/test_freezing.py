@@ -2,18 +2,14 @@
 
 import json
 from dataclasses import replace
-from functools import partialmethod
 
 import pytest
 import torch
 from lightning import Fabric
 from support.helpers import VOCABULARY, settings_for, token_datasets
 from support.planning import PIXELS, build, case
-from support.resuming import run_here
 from support.training import losses, run_training
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import AutoModelForSequenceClassification
 
 from fabric_ladder import build_model, build_optimizer
 from fabric_ladder.checks import check
@@ -74,7 +70,7 @@ def trained(model):
         ("vit", IMAGES, "vit.layers.", {"vit.layernorm", "classifier"}),
     ],
 )
-@pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.parametrize("count", [0, 1])
 def test_the_last_blocks_and_the_modules_after_them_are_trained(tmp_path, kind, values, blocks, after, count):
     chosen = f"last:{count}" if count else "none"
     model = made(settings_of(tmp_path, kind, train_blocks=chosen, **values))
@@ -92,13 +88,10 @@ WAYS = {
     "bf16-mixed": {"precision": "bf16-mixed"},
     "checkpointing": {"activation_checkpointing": True},
     "offload": {"activation_checkpointing": True, "activation_offload": True},
-    "selective": {"activation_checkpointing": True, "selective_checkpointing": True},
     "packing": {"packing": True, "micro_batch_size": 2},
     "eager": {"attention": "eager"},
     "kahan": {"precision": "bf16-true", "kahan_summation": True},
     "step in backward": {"step_in_backward": True},
-    "optimizer offload": {"optimizer_offload": True},
-    "low bit": {"optimizer": "adam-4bit"},
     "float8": {"float8": True, "precision": "bf16-mixed"},
     "clipping": {"max_grad_norm": 0.1},
 }
@@ -131,9 +124,7 @@ def test_the_losses_are_those_of_a_model_frozen_by_hand(tmp_path, way, kind, tas
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_compiled_blocks_are_frozen_too(tmp_path, monkeypatch, backend):
-    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend))
+def test_compiled_blocks_are_frozen_too(tmp_path):
     plain, compiled = (
         run_training(tmp_path, made(settings_of(tmp_path, train_blocks="last:1", compile=compile_it)))
         for compile_it in (False, True)
@@ -169,7 +160,7 @@ def deep(tmp_path, layers, **values):
     return case(tmp_path, "bloom", model=str(path), **values)[:2]
 
 
-@pytest.mark.parametrize("way", ["32-true", "bf16-mixed", "eager", "packing", "checkpointing", "selective", "float8"])
+@pytest.mark.parametrize("way", ["bf16-mixed", "packing", "checkpointing"])
 def test_frozen_blocks_keep_no_activations(tmp_path, way):
     values = WAYS[way] | ({"max_length": 256} if way == "packing" else {})
     kept = {
@@ -212,19 +203,3 @@ def test_what_cannot_be_trained_is_refused_in_one_line(tmp_path, kind, values, r
         check(settings_of(tmp_path, kind, **values))
     assert reason in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_a_run_resumes_with_the_same_blocks_only_and_saves_the_whole_model(tmp_path, dropout_model):
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "cut").mkdir()
-    options = ["--model", dropout_model, "--train_blocks", "none", "--save_every", 5, "--save", "consolidated"]
-    assert run_here("2_grad_accum", tmp_path / "whole", *options)[0] == 0
-    assert run_here("2_grad_accum", tmp_path / "cut", *options, at="Batch 0006/")[0] == 143
-    status, text = run_here("2_grad_accum", tmp_path / "cut", *options, "--resume", "auto")
-    assert (status, "Resumed from" in text) == (0, True)
-    models = [
-        AutoModelForSequenceClassification.from_pretrained(tmp_path / name / "runs" / "2_grad_accum" / "1" / "model")
-        for name in ("whole", "cut")
-    ]
-    for one, other in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.equal(one, other)

@@ -39,7 +39,6 @@ UNUSUAL = {
 }
 WAYS = {
     "plain": {},
-    "accumulated": {"micro_batch_size": 3},
     "checkpointed": {"activation_checkpointing": True},
     "compiled": {"compile": True},
     "bf16-true": {"precision": "bf16-true"},
@@ -49,7 +48,6 @@ WAYS = {
     "attention": {"lora_targets": "attention"},
     "4-bit": {"quantization": "nf4", "precision": "bf16-true"},
     "4-bit 16-mixed": {"quantization": "nf4", "precision": "16-mixed"},
-    "4-bit checkpointed": {"quantization": "nf4", "precision": "bf16-true", "activation_checkpointing": True},
 }
 
 
@@ -151,9 +149,8 @@ def test_the_first_loss_equals_the_models_own(tmp_path, way):
     assert losses[True] == pytest.approx(losses[False], rel=4e-3 if settings.precision == "bf16-true" else 1e-6)
 
 
-@pytest.mark.parametrize("quantization", ["no", "nf4"])
-def test_images_get_adapters_too(tmp_path, quantization):
-    settings = lora_settings(tmp_path, "vit", task="image-classification", image_size=16, quantization=quantization)
+def test_images_get_adapters_too(tmp_path):
+    settings = lora_settings(tmp_path, "vit", task="image-classification", image_size=16, quantization="nf4")
     model = Fabric(accelerator="cpu", devices=1).setup(build_model(settings, blank_datasets(3, 16)))
     optimizer = build_optimizer(settings, model)
     before = snapshot(model)
@@ -201,28 +198,6 @@ def test_without_bfloat16_frozen_matrices_are_in_float16_and_trained_weights_in_
     assert changed == trained_names(model)
 
 
-def test_half_precision_rounds_neither_trained_weights_nor_the_rotary_frequencies(tmp_path):
-    settings = lora_settings(tmp_path, "llama", precision="bf16-true", task="instruction-tuning")
-    _, model, _, _ = set_up(settings)
-    kinds = {name: value.dtype for name, value in snapshot(model).items()}
-    assert {kind for name, kind in kinds.items() if "lora_" in name} == {torch.float32}
-    assert {kind for name, kind in kinds.items() if "lora_" not in name} == {torch.bfloat16}
-    exact = build_model(lora_settings(tmp_path, "llama", lora=False), data(settings)).model.rotary_emb.inv_freq
-    assert torch.equal(inner(model).get_base_model().model.rotary_emb.inv_freq, exact)
-
-
-def test_the_articles_adapters_have_the_articles_size(tmp_path):
-    """bloomz-7b1-mt, rank 8 on query_key_value: 30 layers x 8 x (4,096 + 12,288) numbers."""
-    shape = {"model_type": "bloom", "hidden_size": 4096, "n_layer": 30, "n_head": 32, "vocab_size": 250880}
-    (tmp_path / "7b1.json").write_text(json.dumps(shape))
-    settings = settings_for(tmp_path, model=str(tmp_path / "7b1.json"), from_scratch=True, lora=True,
-                            task="instruction-tuning", lora_targets="attention")  # fmt: skip
-    with torch.device("meta"):
-        model = build_model(settings, blank_datasets(2))
-    assert sum(parameter.numel() for parameter in model.parameters()) == 7_069_016_064 + 3_932_160
-    assert sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad) == 3_932_160
-
-
 def test_four_bits_are_nf4_doubly_quantised_and_count_as_whole_parameters(tmp_path):
     settings = lora_settings(tmp_path, quantization="nf4", precision="bf16-true")
     run, model, optimizer, (train_loader, val_loader, _) = set_up(settings)
@@ -249,34 +224,14 @@ def test_the_constants_of_4_bit_weights_move_with_the_weights(tmp_path):
         assert all(each.is_meta for each in (state.absmax, state.code, state.offset, state.state2.absmax))
 
 
-def test_four_bits_stay_near_the_model(tmp_path):
-    """Quantization changes the first loss a little, and the adapters learn."""
-    losses = {}
-    for quantization in ("no", "nf4"):
-        settings = lora_settings(tmp_path, quantization=quantization, task="instruction-tuning", epochs=6, log_every=24)
-        run, model, optimizer, (train_loader, val_loader, _) = set_up(settings)
-        inputs = next(iter(train_loader)).micro_batches[0].inputs
-        first = model(**inputs).loss.item()
-        train(run, model, optimizer, train_loader, val_loader)
-        losses[quantization] = first, model(**inputs).loss.item()
-    assert losses["nf4"][0] == pytest.approx(losses["no"][0], rel=0.02)
-    assert losses["nf4"][0] != losses["no"][0]
-    assert losses["nf4"][1] < losses["nf4"][0]
-
-
 BLOOM = ["--model", str(MODELS / "bloom-quickstart.json"), "--from_scratch", "true"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (
-            "--lora_targets q_proj",
-            "no linear layer 'q_proj'.*it has dense, dense_4h_to_h, dense_h_to_4h, query_key_value",
-        ),
-        ("--lora_targets query_key_value,word_embeddings", "no linear layer 'word_embeddings'"),
-        ("--lora_targets score", "no linear layer 'score'"),
-        ("--lora_targets lm_head --task instruction-tuning", "no linear layer 'lm_head'"),
+        ("--lora_targets q_proj", "no linear layer 'q_proj'.*it has dense, dense_4h_to_h, dense_h_to_4h, query_key_v"),
+        ("--lora_targets query_key_value,score", "no linear layer 'score'"),
         ("--lora false --quantization nf4", "4-bit weights cannot be trained; add --lora true"),
     ],
 )
@@ -324,8 +279,9 @@ def test_attention_means_its_linear_layers_where_peft_has_no_choice(tmp_path):
     assert model.peft_config["default"].target_modules == {"o_proj", "qkv_proj"}
 
 
-@pytest.mark.parametrize("targets", ["attention", "all-linear"])
-@pytest.mark.parametrize("kind", UNUSUAL)
+@pytest.mark.parametrize(
+    ("kind", "targets"), [("swinv2", "all-linear"), ("siglip", "attention"), ("clip", "all-linear")]
+)
 def test_images_of_unusual_models_get_adapters(tmp_path, kind, targets):
     """Swin V2 has layers whose names are numbers. The classifiers of CLIP and SigLIP name no body."""
     AutoConfig.for_model(kind, **UNUSUAL[kind]).to_json_file(tmp_path / "model.json")
@@ -352,13 +308,6 @@ def test_fsdp_finds_the_blocks_under_the_adapters(tmp_path):
     assert len(transformer_blocks(build_model(settings, data(settings)))) == 2
 
 
-def test_a_run_prints_the_number_of_trained_parameters(tmp_path):
-    arguments = ["--train_samples", 32, "--validation_samples", 8, "--test_samples", 8, "--save", "no"]
-    stdout = finished(run_script(SRC / "13_lora.py", *arguments, cwd=tmp_path))
-    assert "Parameters: 0.2 M, 0.017 M trainable (9.05%), torch.bfloat16, torch.float32\n" in stdout
-    assert " · peft " in next(line for line in stdout.splitlines() if line.startswith("Python "))
-
-
 INSTRUCTIONS = """--task instruction-tuning --train_samples 40 --validation_samples 6 --test_samples 6 --max_length 512
     --log_every 1 --micro_batch_size 2 --precision 32-true --lora true --lora_dropout 0 --packing true""".split()
 
@@ -371,12 +320,11 @@ def printed_losses(tmp_path, name, *more):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["9_ddp", "10_fsdp"])
-def test_processes_share_adapters_and_packed_tokens_without_changing_a_loss(tmp_path, name):
+def test_processes_share_adapters_and_packed_tokens_without_changing_a_loss(tmp_path):
     """The weight of a micro-batch depends on the trained tokens of all ranks."""
     expected = printed_losses(tmp_path, "2_grad_accum")
     assert len(expected) == 3 + 2
-    assert printed_losses(tmp_path, name, "--devices", "2") == pytest.approx(expected, abs=1e-5)
+    assert printed_losses(tmp_path, "10_fsdp", "--devices", "2") == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from peft import LoraConfig, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
 from support.export import words_tokenizer
 from support.helpers import VOCABULARY, settings_for, token_datasets
-from support.resuming import assert_same, run_here
 from support.training import losses, printed, run_training
 
 from fabric_ladder import UserError, build_model, build_optimizer
@@ -59,17 +58,6 @@ def test_weights_and_losses_are_those_of_peft(tmp_path, start, kind):
     found, expected = (trained(tmp_path, each)[0] for each in (model, reference))
     assert losses(found) == losses(expected)
     assert losses(found)[0] != losses(found)[-1]
-
-
-def test_a_run_resumes_bit_by_bit(tmp_path, dropout_model):
-    options = ["--model", dropout_model, "--lora_init", "orthogonal", "--lora_plus_ratio", 4, "--save_every", 100]
-    for name in ("whole", "cut"):
-        (tmp_path / name).mkdir()
-    assert run_here("13_lora", tmp_path / "whole", *options)[0] == 0
-    assert run_here("13_lora", tmp_path / "cut", *options, at="Batch 0003/")[0] == 143
-    status, text = run_here("13_lora", tmp_path / "cut", *options, "--resume", "auto")
-    assert (status, "Resumed from" in text) == (0, True)
-    assert_same(*(tmp_path / name / "runs" / "13_lora" / "1" for name in ("cut", "whole")))
 
 
 @pytest.mark.parametrize(

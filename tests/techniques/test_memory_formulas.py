@@ -1,7 +1,6 @@
 """Memory by formula: ZeRO's states compared with DeepSpeed's estimates, and low-bit weights and moments."""
 
 import pytest
-from support.helpers import free_port, run_script
 from support.planning import NO_PEAK
 
 from fabric_ladder import Settings
@@ -64,42 +63,6 @@ def test_zeros_buckets_hold_the_gradients_that_are_averaged_together(config, exp
     if config["reduce_bucket_size"] is None:
         del config["reduce_bucket_size"]
     assert with_zero(NO_PEAK, COUNTS, config, "sgd", 4).other == expected
-
-
-@pytest.mark.slow
-def test_deepspeed_allocates_a_bucket_in_full(tmp_path):
-    """The model has 72 weights, the bucket 3,000 elements."""
-    pytest.importorskip("deepspeed")
-    script = tmp_path / "buckets.py"
-    script.write_text(f"""
-import importlib, os, torch
-os.environ.update(DS_ACCELERATOR="cpu", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
-os.environ["MASTER_PORT"] = "{free_port()}"
-importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # it would have to be compiled
-import deepspeed
-for stage in (2, 3):
-    model = torch.nn.Linear(8, 8)
-    zero = dict(stage=stage, reduce_bucket_size={SIZE})
-    config = dict(train_micro_batch_size_per_gpu=1, bf16=dict(enabled=True), zero_optimization=zero,
-                  zero_allow_untested_optimizer=True)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.Adam(model.parameters()), config=config)
-    engine(torch.ones(1, 8, dtype=torch.bfloat16))
-    if stage == 2:
-        engine.optimizer.setup_buckets()
-    for bucket in engine.optimizer.ipg_buckets.values():
-        buffers = bucket.buffer if stage == 2 else [bucket.buffer]
-        print("stage", stage, "elements", *(buffer.numel() for buffer in buffers))
-""")
-    process = run_script(script, cwd=tmp_path, fresh=True)
-    for stage in (2, 3):
-        assert f"stage {stage} elements {SIZE}" in process.stdout, process.stderr[-2000:]
-
-
-def test_one_rank_gathers_no_weights_that_are_on_its_gpu():
-    config = {"stage": 3, "reduce_bucket_size": 0, "sub_group_size": 0}
-    alone, shared = (with_zero(NO_PEAK, COUNTS, config, "sgd", ranks) for ranks in (1, 4))
-    assert alone.parameters == 4 * 700 + 2 * 10_000
-    assert shared.parameters == 4 * 700 + 2 * 10_000 + 2 * 10_000 / 4
 
 
 def test_state_on_a_disk_is_not_on_the_gpu():

@@ -6,7 +6,6 @@ import pytest
 import torch
 from lightning import Fabric
 from support.helpers import settings_for, tiny_model, token_datasets
-from support.made import Kernels
 from support.training import losses, run_training
 from torch import nn
 
@@ -51,25 +50,7 @@ def test_kahan_summation_learns_where_bfloat16_does_not(tmp_path, optimizer, rat
 
 def test_4_bit_moments_learn_as_much_in_less_than_twice_as_many_steps(tmp_path):
     whole = fit(tmp_path, torch.float32)
-    assert fit(tmp_path, torch.float32, "adam-4bit", steps=600) < whole
     assert fit(tmp_path, torch.bfloat16, "adam-4bit", steps=600, kahan_summation=True) < whole
-
-
-def test_kahan_summation_loses_no_step(tmp_path):
-    """Weight and compensation are the sum of all steps, except for the rounding of Adam's moments (5 %)."""
-    weight = nn.Parameter(torch.full((4,), 1.0, dtype=torch.bfloat16))
-    exact = nn.Parameter(weight.detach().double())
-    model, twin = nn.ParameterList([weight]), nn.ParameterList([exact])
-    settings = settings_for(tmp_path, learning_rate=1e-5, kahan_summation=True)
-    optimizer = build_optimizer(settings, model)
-    reference = build_optimizer(settings_for(tmp_path, learning_rate=1e-5), twin)
-    for _ in range(100):
-        weight.grad, exact.grad = torch.ones_like(weight), torch.ones_like(exact)
-        optimizer.step()
-        reference.step()
-    taken = weight.detach().double() + optimizer.state[weight]["compensation"].double() - 1
-    assert weight.detach().eq(1).all()  # the steps' sum, 0.001, is below the weight's last bit
-    torch.testing.assert_close(taken, exact.detach() - 1, rtol=0.05, atol=0)
 
 
 SIZES = ((40, 16), (7,), (16, 16), (3, 5), (33,), (20, 16))
@@ -113,10 +94,10 @@ def step_one_by_one(optimizer):
         optimizer.state[parameter]["compensation"] = remainder.add_(before.sub_(weight))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd", "adam-8bit"])
-def test_kahan_summation_of_many_weights_changes_no_bit(tmp_path, monkeypatch, dtype, optimizer):
+def test_kahan_summation_of_many_weights_changes_no_bit(tmp_path, monkeypatch, optimizer):
     """AdamW has weight decay."""
+    dtype = torch.float16 if optimizer == "sgd" else torch.bfloat16
     batched = steps_with_kahan(tmp_path, dtype, optimizer)
     monkeypatch.setattr(Kahan, "single", True)
     single = steps_with_kahan(tmp_path, dtype, optimizer)
@@ -125,18 +106,6 @@ def test_kahan_summation_of_many_weights_changes_no_bit(tmp_path, monkeypatch, d
     assert any(tensor.any() for tensor in expected[len(SIZES) :])
     assert all(map(torch.equal, batched, expected))
     assert all(map(torch.equal, single, expected))
-
-
-def test_kahan_summation_batches_weights_up_to_the_size_of_the_largest(tmp_path):
-    """The sizes are 640; 256, 15, 33 and 320. The second weight has no gradient."""
-    with Kernels() as kernels:
-        steps_with_kahan(tmp_path, torch.bfloat16, "sgd", steps=1)
-    assert {name: count for name, count in kernels.counts.items() if "foreach" in name} == {
-        "_foreach_add.List": 2,
-        "_foreach_sub_.List": 2,
-        "_foreach_add_.List": 2,
-        "_foreach_copy_": 2,
-    }
 
 
 def test_8_bit_adam_steps_like_bitsandbytes_without_waiting(tmp_path, monkeypatch):
@@ -166,21 +135,12 @@ def test_8_bit_adam_steps_like_bitsandbytes_without_waiting(tmp_path, monkeypatc
 
 IN_BACKWARD, OFFLOADED = {"step_in_backward": True}, {"optimizer_offload": True, "micro_batch_size": 3}
 BOTH = {"step_in_backward": True, "optimizer_offload": True}
-PLACES = [
-    (place, optimizer, kahan)
-    for place in (IN_BACKWARD, OFFLOADED)
-    for optimizer in OPTIMIZERS
-    for kahan in (False, True)
-    if not kahan or optimizer != "adafactor"
-]
+PLACES = [(place, optimizer) for place in (IN_BACKWARD, OFFLOADED) for optimizer in OPTIMIZERS]
 
 
 @pytest.mark.parametrize(
     ("place", "optimizer", "kahan"),
-    [
-        *(pytest.param(*case, marks=[pytest.mark.slow] if case[2] else []) for case in PLACES),
-        (BOTH, "adam", True),
-    ],
+    [*((*case, False) for case in PLACES), (BOTH, "adam", True), (BOTH, "sinkgd", True)],
 )
 def test_the_place_of_the_steps_changes_no_bit(tmp_path, monkeypatch, place, optimizer, kahan):
     monkeypatch.setattr(adam_4bit, "LEAST", 128)  # then most tensors of the small model are in 4 bits
@@ -194,10 +154,9 @@ def test_the_place_of_the_steps_changes_no_bit(tmp_path, monkeypatch, place, opt
         assert one.equal(two)
 
 
-@pytest.mark.parametrize("values", [{"max_grad_norm": 0.1}], ids=["clipping"])
-def test_offload_steps_after_the_backward_pass_where_all_gradients_are_needed(tmp_path, values):
-    expected, _ = run_training(tmp_path / "plain", **BF16, **values)
-    run, _ = run_training(tmp_path / "other", **BF16, **values, optimizer_offload=True)
+def test_offload_steps_after_the_backward_pass_where_all_gradients_are_needed(tmp_path):
+    expected, _ = run_training(tmp_path / "plain", **BF16, max_grad_norm=0.1)
+    run, _ = run_training(tmp_path / "other", **BF16, max_grad_norm=0.1, optimizer_offload=True)
     assert losses(run) == losses(expected)
 
 
@@ -319,13 +278,12 @@ def test_contradicting_settings_are_refused(tmp_path, values, message):
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"kahan_summation": True}, {"step_in_backward": True}, {"optimizer_offload": True}], ids=str
-)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+    ("optimizer", "more"),
+    [*((optimizer, {}) for optimizer in OPTIMIZERS), ("adam-8bit", {"kahan_summation": True}),
+     ("adam", {"step_in_backward": True}), ("sgd", {"optimizer_offload": True})],
+)  # fmt: skip
 def test_weight_decay_shrinks_matrices_alone_by_its_share_of_the_rate(tmp_path, optimizer, more):
     """A gradient of 0 leaves only the decay, in all optimizers as in AdamW."""
-    if optimizer == "adafactor" and "kahan_summation" in more:
-        return  # refused: it measures its steps by the weights
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -374,7 +332,7 @@ def test_the_schedule_ends_at_the_least_learning_rate(tmp_path, schedule):
     assert rates[6] == pytest.approx(1e-3 + 9e-3 / 2), "half of the way in the middle"
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_every_number_that_is_not_finite_is_found(dtype):
     gradients = [
         torch.randn(7, 5).to(dtype),

@@ -144,7 +144,7 @@ def test_a_text_that_ends_with_the_padding_token_is_read_as_by_transformers():
     assert torch.allclose(packed, torch.cat(alone), atol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "task"), CASES)
+@pytest.mark.parametrize(("kind", "task"), [("bert", CLASSIFICATION), ("bloom", INSTRUCTIONS), ("llama", INSTRUCTIONS)])
 def test_in_16_bits_packing_is_as_near_to_64_bit(tmp_path, fabric, kind, task):
     alone = effective_batch(tmp_path, fabric, task, micro_batch_size=1)
     packed = effective_batch(tmp_path, fabric, task, micro_batch_size=2, packing=True)
@@ -156,10 +156,9 @@ def test_in_16_bits_packing_is_as_near_to_64_bit(tmp_path, fabric, kind, task):
 
 
 @pytest.mark.parametrize(("kind", "task"), CASES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_no_document_sees_another(tmp_path, kind, task, dtype):
+def test_no_document_sees_another(tmp_path, kind, task):
     """Changing the tokens of one document changes no bit of another document's output."""
-    model = make(kind, task, dtype).eval()
+    model = make(kind, task, torch.float16).eval()
     inputs, _ = packed_and_alone(tmp_path, task)
     inputs = {name: inputs[name] for name in ("input_ids", "position_ids", "spans") if name in inputs}
     spans = batch_of(tmp_path, CLASSIFICATION, [0, 1, 2, 3, 4], [3, 2], pad_to_multiple_of=8)["spans"]
@@ -239,9 +238,7 @@ def with_adapters(model):
 
 
 @pytest.mark.parametrize("wrap", [pytest.param(compiled, marks=pytest.mark.slow), checkpointed, with_adapters])
-@pytest.mark.parametrize(
-    ("kind", "task"), [("bloom", CLASSIFICATION), ("bloom", INSTRUCTIONS), ("bert", CLASSIFICATION)]
-)
+@pytest.mark.parametrize(("kind", "task"), [("bloom", INSTRUCTIONS), ("bert", CLASSIFICATION)])
 def test_wrapped_models_keep_documents_apart(tmp_path, kind, task, wrap):
     packed, alone = packed_and_alone(tmp_path, task)
     model = make(kind, task)
@@ -271,9 +268,7 @@ def unpacked(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("2_grad_accum", "--micro_batch_size 2"),
         ("4_mixed_precision", "--pack_rows 2"),
-        ("7_grad_checkpointing", "--micro_batch_tokens 1024"),
         pytest.param("9_ddp", "--devices 2", marks=pytest.mark.slow),
         pytest.param("3_torch_compile", "--pack_rows 2", marks=pytest.mark.slow),
     ],

@@ -7,7 +7,6 @@ from torch import nn
 
 from fabric_ladder import build_optimizer
 from fabric_ladder.techniques import sinkgd
-from fabric_ladder.techniques.advice import less_memory
 
 SHAPES = ((7, 5), (40, 30), (2, 64), (6, 4, 3), (9,), ())
 
@@ -74,13 +73,3 @@ def test_a_gradient_that_is_not_a_number_is_not_hidden(tmp_path):
     gradient = torch.ones(3, 3)
     gradient[1, 1] = torch.nan
     assert step_of(tmp_path, gradient)[0].isnan().any()
-
-
-def test_the_advice_is_to_keep_no_gradients_and_then_adapters(tmp_path):
-    values = {"name": "26_stateless", "optimizer": "sinkgd", "precision": "bf16-true", "batch_size": 1}
-    settings = settings_for(tmp_path, **values)
-    options = "--step_in_backward true --micro_batch_tokens null"
-    assert f"src/26_stateless.py {options}, which keeps no gradients either" in less_memory(settings)
-    for others in ({"step_in_backward": True}, {"batch_size": 16}, {"block_steps": 5}):
-        assert "src/13_lora.py" in less_memory(settings_for(tmp_path, **values | others)), others
-    assert "src/13_lora.py, which" in less_memory(settings_for(tmp_path, **values | {"name": "5_low_precision"}))

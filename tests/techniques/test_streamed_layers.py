@@ -1,7 +1,6 @@
 """Streamed layers: the bits of rung 13, the order of the copies, what is saved, and the predicted memory."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,9 +13,7 @@ from fabric_ladder import Settings, build_model
 from fabric_ladder.errors import UserError
 from fabric_ladder.models.layers import find_blocks
 from fabric_ladder.planning.predict import predict_peak
-from fabric_ladder.settings import FULL_PASS
-from fabric_ladder.techniques import LINK, SPEED, full_pass, streamed_layers
-from fabric_ladder.techniques.advice import less_memory
+from fabric_ladder.techniques import streamed_layers
 from fabric_ladder.techniques.memory import Counts, streamed_weights
 from fabric_ladder.techniques.streamed_layers import BlockStream, StreamedLayers, stream_blocks
 
@@ -27,16 +24,11 @@ CONFIGS = {
     "llama": {"model_type": "llama", "intermediate_size": 64, "max_position_embeddings": 64, **TINY},
     "bert": {"model_type": "bert", "intermediate_size": 64, **TINY},
 }
-QUICK = ("plain", "packed, checkpointed", "4-bit, checkpointed")
 CHECKPOINTED = {"activation_checkpointing": True}
 PACKED = {"packing": True, "max_length": 64, "micro_batch_size": 2}
 WAYS = {
-    "plain": ("bloom", {"precision": "32-true"}),
-    "bf16-true, checkpointed": ("llama", {"precision": "bf16-true", **CHECKPOINTED}),
     "bf16-mixed": ("bert", {"precision": "bf16-mixed"}),
     "packed, checkpointed": ("bloom", {"precision": "32-true", **PACKED, **CHECKPOINTED}),
-    "offloaded": ("bloom", {"precision": "bf16-true", **CHECKPOINTED, "activation_offload": True}),
-    "selective": ("llama", {"precision": "32-true", **CHECKPOINTED, "selective_checkpointing": True}),
     "4-bit, checkpointed": ("bloom", {"precision": "32-true", "quantization": "nf4", **CHECKPOINTED}),
     "dora": ("llama", {"precision": "bf16-true", "dora": True}),
 }
@@ -61,7 +53,7 @@ def trained(tmp_path, kind, **values):
     return [*losses(run), results["test_loss"]], weights, model.module.state_dict()
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=[] if way in QUICK else [pytest.mark.slow]) for way in WAYS])
+@pytest.mark.parametrize("way", WAYS)
 def test_losses_and_weights_are_those_of_rung_13_to_the_last_bit(tmp_path, way):
     kind, values = WAYS[way]
     expected, weights, state = trained(tmp_path, kind, **values)
@@ -98,8 +90,7 @@ class Watched(BlockStream):
         return [f"{kind} {number}" for kind, number in found]
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("blocks", [5, 4])
+@pytest.mark.parametrize(("blocks", "checkpointed"), [(5, True), (4, False)])
 def test_each_block_is_copied_one_ahead_of_its_use(tmp_path, monkeypatch, blocks, checkpointed):
     """A step copies all blocks but two in each pass, and an evaluation after it all but two of the first pass."""
     monkeypatch.setattr(streamed_layers, "BlockStream", Watched)
@@ -200,23 +191,6 @@ def test_shared_weights_are_not_streamed(tmp_path):
     assert not any("input_layernorm.weight" in names for names in found[:2])
     assert "input_layernorm.weight" in found[2]
     assert not any("lora" in name for names in found for name in names)
-
-
-def test_passes_are_long_enough_to_hide_the_copies(tmp_path):
-    """16-bit weights cross the bus twice, for four operations per weight and token, or six with recomputation."""
-    values = {"lora": True, "stream_layers": True, "precision": "bf16-true"}
-    seconds = 2 * 2 / LINK
-    assert full_pass(settings_for(tmp_path, **values)) == round(seconds * SPEED / 4)
-    assert full_pass(settings_for(tmp_path, **values, activation_checkpointing=True)) == round(seconds * SPEED / 6)
-    assert full_pass(settings_for(tmp_path, **values, quantization="nf4")) == FULL_PASS
-
-
-def test_the_planner_and_the_advice_name_it_where_4_bits_do_not_fit_one_gpu(tmp_path):
-    four = settings_for(tmp_path, name="14_qlora", lora=True, quantization="nf4", accelerator="cuda")
-    assert "src/24_streamed_layers.py --quantization nf4, which keeps the 4-bit blocks" in less_memory(four)
-    assert "24_streamed" not in less_memory(replace(four, accelerator="cpu")), "there it saves nothing"
-    streamed = replace(four, name="24_streamed_layers", stream_layers=True)
-    assert "--activation_offload true, which keeps the inputs" in less_memory(streamed)
 
 
 def test_several_devices_are_refused(tmp_path):

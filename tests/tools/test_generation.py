@@ -162,21 +162,8 @@ def test_a_file_of_prompts_becomes_a_file_of_answers(runs, tmp_path, monkeypatch
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     (tmp_path / "rows.json").write_text(json.dumps([{"prompt": row["instruction"]} for row in rows]))
     (tmp_path / "rows.txt").write_text("\ufeffword7\n\nword8 word9\n")
-    (tmp_path / "rows.csv").write_text('instruction,input\nword7,"word8, word9"\n')
+    (tmp_path / "rows.csv").write_text('question,context\nword7,"word8, word9"\n')
     assert [question for _, question in read_questions(tmp_path / "rows.csv")] == [Question("word7", "word8, word9")]
-    pairs = [
-        {"instruction": "word7", "context": "word8", "response": "word9"},
-        {"question": "word5", "answer": "word6"},
-        {"prompt": "word4", "input": "word3"},
-        {"query": "word1", "response": "word2", "instruction": "word6", "output": "word9"},
-    ]
-    (tmp_path / "pairs.json").write_text(json.dumps(pairs))
-    assert [question for _, question in read_questions(tmp_path / "pairs.json")] == [
-        Question("word7", "word8"),
-        Question("word5"),
-        Question("word4", "word3"),
-        Question("word6"),
-    ]
     monkeypatch.chdir(tmp_path)
     arguments = ("--model", runs.whole, "--prompts", "rows.jsonl", "--output", "out.jsonl", "--batch_size", "4", *LONG)
     run_here(monkeypatch, SCRIPT, *arguments)
@@ -189,10 +176,8 @@ def test_a_file_of_prompts_becomes_a_file_of_answers(runs, tmp_path, monkeypatch
     assert found == [row | {"generated": text} for row, text in zip(rows, single, strict=True)]
     questions = [question for _, question in read_questions(tmp_path / "rows.json")]
     assert questions == [Question(row["instruction"]) for row in rows]
-    assert [question for _, question in read_questions(tmp_path / "rows.txt")] == [
-        Question("word7"),
-        Question("word8 word9"),
-    ]
+    lines = [question for _, question in read_questions(tmp_path / "rows.txt")]
+    assert lines == [Question("word7"), Question("word8 word9")]
     expected = [by_transformers(ours, ours.tokens(question)) for question in questions]
     assert dict(answer_all(ours, questions, 3)) == dict(enumerate(expected))
 
@@ -266,16 +251,10 @@ REFUSED = {
     "too long": (["--model", "{whole}", "--prompt", "word7", "--max_new_tokens", "2046"],
                  "3 tokens of prompt and --max_new_tokens 2046 are beyond the model's 2048 positions"),
     "no such file": (["--model", "{whole}", "--prompts", "none.txt"], r"none\.txt cannot be read as text"),
-    "not JSON": (["--model", "{whole}", "--prompts", "bad.json"], r"bad\.json cannot be read as json"),
     "no instruction": (["--model", "{whole}", "--prompts", "odd.jsonl"], r"odd\.jsonl, line 2: expected texts named"),
-    "empty file": (["--model", "{whole}", "--prompts", "empty.txt"], "--prompts empty.txt holds no prompt"),
     "output is there": (["--model", "{whole}", "--prompts", "good.txt", "--output", "good.txt"],
                         "good.txt exists; choose another name"),
-    "no folder for the output": (["--model", "{whole}", "--prompts", "good.txt", "--output", "none/out"],
-                                 "none/out: there is no folder none"),
     "greedy with top_k": (["--model", "{whole}", "--prompt", "word7", "--top_k", "4"], "--top_k needs sampling"),
-    "a size of no batch": (["--model", "{whole}", "--prompt", "word7", "--batch_size", "4"],
-                           "--batch_size divides the prompts of --prompts; leave it out"),
     "an input that the prompt lacks": (["--model", "{whole}", "--prompt", "word7", "--input", "word8",
                                         "--prompt_template", "Q: {{instruction}}"],
                                        r"--input: the prompt template 'Q: \{instruction\}' has no \{input\}"),
@@ -287,9 +266,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_bad_input_is_refused_in_one_line(runs, tmp_path, monkeypatch, capsys, case):
-    for name, text in {"bad.json": "[1,", "odd.jsonl": '{"prompt": "a"}\n{"text": "b"}', "empty.txt": "\n",
-                       "good.txt": "word7\n"}.items():  # fmt: skip
-        (tmp_path / name).write_text(text)
+    (tmp_path / "odd.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}')
+    (tmp_path / "good.txt").write_text("word7\n")
     before = sorted(tmp_path.iterdir())
     arguments, pattern = REFUSED[case]
     folders = {name: str(folder) for name, folder in vars(runs).items()}

@@ -66,6 +66,26 @@ def test_the_card_names_models_on_the_hub_but_no_local_folder(run, tmp_path, set
     assert "secret" not in str(card)
 
 
+def test_the_card_has_the_scores_of_the_classes_or_of_a_regression_and_the_first_model(run, tmp_path):
+    record = json.loads((run / "run.json").read_text())
+    tiny("bloom").save_pretrained(tmp_path)
+    record["settings"] |= {"model": str(run / "model"), "from_scratch": False}
+
+    def card(results):
+        (tmp_path / "run.json").write_text(json.dumps(record | {"results": results}))
+        write_card(tmp_path, tmp_path, "me/films")
+        return (tmp_path / "README.md").read_text()
+
+    text, classes = card(record["results"]), record["results"]["classes"]
+    assert "from random weights of bloom-quickstart.json, which earlier runs had trained, on synthetic" in text
+    columns = [classes[key] for key in ("names", "precision", "recall", "f1", "true")]
+    for name, *scores, true in zip(*columns, strict=True):
+        assert f"| {name} | {' | '.join(map(percent, scores))} | {true} |" in text
+    numbers = {key: value for key, value in record["results"].items() if key not in ("classes", "test_accuracy")}
+    text = card(numbers | {"test_mse": 0.25, "test_pearson": 0.5})
+    assert "Test MSE 0.2500, Pearson's correlation 0.5000." in text
+
+
 @pytest.mark.parametrize(
     ("kind", "task"),
     [("llama-lm", "text-generation"), ("bert", "text-classification"), ("vit", "image-classification")],
@@ -87,31 +107,3 @@ def test_the_card_of_a_language_model_has_the_form_of_its_prompts(tmp_path):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"prompt_template": template}))
         write_card(tmp_path, tmp_path / "nowhere", "me/words")
         assert prompt in ModelCard.load(tmp_path / "README.md").text.split("```text\n")[-1]
-
-
-def test_the_card_names_the_model_that_earlier_runs_began_with_and_the_scores_of_the_classes(run, tmp_path):
-    record = json.loads((run / "run.json").read_text())
-    again = {"model": str(run / "model"), "from_scratch": False}
-    (tmp_path / "2").mkdir()
-    (tmp_path / "2" / "run.json").write_text(json.dumps(record | {"settings": record["settings"] | again}))
-    tiny("bloom").save_pretrained(tmp_path)
-    write_card(tmp_path, tmp_path / "2", "me/films")
-    text = ModelCard.load(tmp_path / "README.md").text
-    assert "from random weights of bloom-quickstart.json, which earlier runs had trained, on synthetic" in text
-    classes = record["results"]["classes"]
-    columns = [classes[key] for key in ("names", "precision", "recall", "f1", "true")]
-    for name, *scores, true in zip(*columns, strict=True):
-        assert f"| {name} | {' | '.join(map(percent, scores))} | {true} |" in text
-    del classes["precision"]  # as an earlier version wrote it
-    config = json.loads((tmp_path / "config.json").read_text()) | {"_name_or_path": "someone/base"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    record["settings"] |= {"model": str(tmp_path), "from_scratch": False}
-    (tmp_path / "2" / "run.json").write_text(json.dumps(record))
-    write_card(tmp_path, tmp_path / "2", "me/films")
-    card = ModelCard.load(tmp_path / "README.md")
-    assert (card.data.base_model, "from the weights of someone/base, on" in card.text) == ("someone/base", True)
-    assert "| class | precision |" in card.text
-    record["settings"]["model"] = "/home/me/secret/minilm/model"
-    (tmp_path / "2" / "run.json").write_text(json.dumps(record))
-    write_card(tmp_path, tmp_path / "2", "me/films")
-    assert "from the weights of minilm/model, on" in (tmp_path / "README.md").read_text()

@@ -12,7 +12,7 @@ from support.helpers import free_port, relative_error, settings_for, tiny_model,
 from support.training import losses, printed, run_training
 from transformers import AutoModelForSequenceClassification
 
-from fabric_ladder import UserError, build_dataloaders
+from fabric_ladder import build_dataloaders
 from fabric_ladder.distributed.ddp import DDPInBuckets
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.training.gradients import accumulate_gradients, forget_gradients
@@ -20,7 +20,6 @@ from fabric_ladder.training.state import random_state, set_random_state
 
 CUTS = [
     {"micro_batch_size": 16},
-    {"micro_batch_size": 4},
     {"micro_batch_size": 1},
     {"micro_batch_tokens": 64},
     {"micro_batch_size": 3, "pad_to_multiple_of": 8},
@@ -136,37 +135,12 @@ def test_schedules_count_optimizer_steps_and_reach_their_end(tmp_path, schedule,
     assert printed(run, "learning_rate")[-1] == pytest.approx(0.1 if schedule == "constant" else 0, abs=1e-12)
 
 
-def test_a_warm_up_longer_than_the_run_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"--warmup_steps 3: the run has only 3 optimizer steps"):
-        run_training(tmp_path, warmup_steps=3)
-
-
-@pytest.mark.parametrize(("optimizer", "rate"), [("adamw", 0.01), ("sgd", 0.3), ("adafactor", 0.01)])
-def test_every_optimizer_learns(tmp_path, optimizer, rate):
-    run, model = run_training(tmp_path, epochs=8, optimizer=optimizer, learning_rate=rate)
-    values = losses(run)
-    assert sum(values[-3:]) < sum(values[:3])
-    assert model.training is False
-
-
 def test_an_optimizer_of_other_parameters_raises_an_error(tmp_path):
     def prepare(model, optimizer):
         model.score.weight = torch.nn.Parameter(model.score.weight.detach().clone())
 
     with pytest.raises(ValueError, match=r"make it after fabric\.setup\(model\)"):
         run_training(tmp_path, prepare=prepare)
-
-
-@pytest.mark.parametrize(("precision", "distance"), [("bf16-mixed", 0.01), ("bf16-true", 0.05)])
-def test_low_precision_stays_near_32_bit(tmp_path, precision, distance):
-    """The distance is the relative difference between the printed losses of six steps and the 32-bit run's."""
-    expected = losses(run_training(tmp_path, epochs=2)[0])
-    run, model = run_training(tmp_path, epochs=2, precision=precision)
-    got = losses(run)
-    assert got == pytest.approx(expected, rel=distance)
-    assert got != expected, "the precision had no effect"
-    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
-    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
 
 
 def test_printed_losses_are_undivided_means_per_item(tmp_path):
@@ -179,7 +153,7 @@ def test_printed_losses_are_undivided_means_per_item(tmp_path):
         expected = tiny_model()(**micro_batch.inputs).loss.item()
     each = losses(run_training(tmp_path, datasets=datasets)[0])
     assert each[0] == pytest.approx(expected, rel=1e-5)
-    for values in CUTS[2:4]:
+    for values in CUTS[1:3]:
         assert losses(run_training(tmp_path, datasets=datasets, **values)[0]) == pytest.approx(each, rel=1e-4)
 
 
@@ -204,7 +178,7 @@ def test_restored_random_states_give_the_same_numbers():
     assert draw() == first
 
 
-@pytest.mark.parametrize("tokens", [1, 64, 100_000])
+@pytest.mark.parametrize("tokens", [1, 100_000])
 def test_validation_and_test_use_the_samples_of_their_splits(tmp_path, tokens):
     """The result is compared with the trained model on one sample at a time."""
     datasets = token_datasets()

@@ -19,17 +19,12 @@ from fabric_ladder.techniques.packing import support_packing
 from fabric_ladder.training.loop import _evaluate
 
 CASES = {
-    "bloom": ("bloom", {}),
-    "bert": ("bert", {}),
-    "llama-lm": ("llama-lm", {"task": "instruction-tuning"}),
     "packed": ("llama-lm", {"task": "instruction-tuning", "packing": True, "max_length": 64}),
     "packed bert": ("bert", {"packing": True, "max_length": 64}),
     "clipped": ("bloom", {"max_grad_norm": 1.0}),
     "sgd": ("llama", {"optimizer": "sgd", "schedule": "cosine"}),
     "sinkgd": ("llama", {"optimizer": "sinkgd"}),
-    "whole batches": ("bert", {"micro_batch_size": 16}),
     "by tokens": ("llama", {"micro_batch_tokens": 64, "micro_batch_size": None}),
-    "half precision": ("llama", {"precision": "bf16-true"}),
     "mixed precision": ("bert", {"precision": "bf16-mixed"}),
     "recomputed": ("llama", {"activation_checkpointing": True}),
 }
