@@ -424,10 +424,14 @@ def test_missing_files_are_refused_before_torch_is_imported(tmp_path, options, l
     assert re.fullmatch(f"error: .*{line}.*\n", process.stderr)
 
 
-def test_a_terminal_gets_a_line_before_torch_is_imported(tmp_path):
+@pytest.mark.parametrize(("shown", "piped"), [("stdout", "stderr"), ("stderr", "stdout")])
+def test_a_terminal_gets_a_line_before_torch_is_imported(tmp_path, shown, piped):
+    """Also if it shows only stderr, as in `python src/2_grad_accum.py | tee log.txt`."""
     terminal, output = os.openpty()
     environment = os.environ | without_package(tmp_path, "torch")
     command = [sys.executable, str(SRC / "2_grad_accum.py")]
-    process = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, env=environment, text=True, check=False)
-    assert "lacks the package torch" in process.stderr
-    assert os.read(terminal, 1000).decode() == "Loading PyTorch …\r\n"
+    process = subprocess.run(command, **{shown: output, piped: subprocess.PIPE}, env=environment, check=False)
+    first, *rest = os.read(terminal, 1000).decode().split("\r\n")
+    assert first == "Loading PyTorch …"
+    error = process.stderr.decode() if piped == "stderr" else rest[0]
+    assert "lacks the package torch" in error

@@ -475,8 +475,9 @@ def answer_early() -> None:
         read = f" (read {', '.join(read_as)})" if read_as else ""
         print_error(error, f"error: {error}{read}")
         raise SystemExit(2) from None
-    if sys.stdout.isatty() and "print_config" not in given and os.environ.get("LOCAL_RANK", "0") == "0":
-        print("Loading PyTorch …", flush=True)  # takes seconds
+    terminal = next((stream for stream in (sys.stdout, sys.stderr) if stream.isatty()), None)
+    if terminal and "print_config" not in given and os.environ.get("LOCAL_RANK", "0") == "0":
+        print("Loading PyTorch …", file=terminal, flush=True)  # takes seconds
 
 
 def check_ranks() -> None:
