@@ -16,7 +16,7 @@ from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import compute_capability, fit_precision, keep_freed_memory, notebook_shell, prepare_cuda
 from fabric_ladder.errors import Checked
 from fabric_ladder.foreign import DEPENDENT, as_words, read_dependent, to_own_words
-from fabric_ladder.models.configs import load_config, most_tokens
+from fabric_ladder.models.configs import count_positions, load_config
 from fabric_ladder.models.probe import padding_notice
 from fabric_ladder.options import (
     as_yaml,
@@ -203,7 +203,7 @@ def resolve(
         # MPS keeps memory for every length that it has seen
         rounded = accelerator == "mps" or any(technique.rounds_lengths for technique in used(settings))
         multiple = BUCKET if rounded and settings.max_length % BUCKET == 0 else 1
-    if "max_length" not in {*given, *script, *from_file} and (limit := most_tokens(settings)) < settings.max_length:
+    if "max_length" not in {*given, *script, *from_file} and (limit := count_positions(settings)) < settings.max_length:
         settings = replace(settings, max_length=limit)
         settings = _with_notice(settings, f"--max_length {limit}: {settings.model} has no more positions")
     settings = replace(

@@ -113,10 +113,10 @@ def read_words(words: list[str]) -> dict[str, object]:
     Raises:
         UserError: An unknown setting, a missing value, or a value of another type.
     """
-    given = {}
-    for name, text in split_words(words):
-        if name not in (*NAMES, *OWN_OPTIONS, *DEPENDENT):
-            raise UserError(_suggest(name))
+    given, pairs = {}, [*split_words(words)]
+    if unknown := [name for name, _ in pairs if name not in (*NAMES, *OWN_OPTIONS, *DEPENDENT)]:
+        raise UserError("; ".join(map(_suggest, dict.fromkeys(unknown))))
+    for name, text in pairs:
         if text is None and name not in ("print_config", "help") and (name in DEPENDENT or not _is_switch(name)):
             words = kinds_of(name)[1] if name in FACTS else ()
             raise UserError(f"--{name} needs a value{': ' * bool(words)}{' or '.join(words)} (see --help)")
@@ -230,7 +230,7 @@ def combine(script: Mapping[str, object], from_file: Mapping[str, object], given
     for name in names(is_path=True):
         values[name] = values[name] and find_path(values[name])
     check_bounds(values)
-    check_needs(values, given)
+    check_needs(values, given, from_file)
     check_replaced(values, given)
     return values
 
@@ -280,19 +280,22 @@ def check_files(values: Mapping[str, object]) -> None:
     find_data(values["dataset"], values["data_dir"])
 
 
-def check_needs(values: Mapping[str, object], given: Collection[str]) -> None:
+def check_needs(values: Mapping[str, object], given: Collection[str], from_file: Collection[str] = ()) -> None:
     """Refuse settings that have no effect.
 
-    A YAML file may serve several rungs, so it may hold settings that name their technique, as `lora_rank` does.
+    A YAML file may serve several rungs, so it may hold settings that name their technique, as `lora_rank` does, and
+    settings of Adam or of a schedule where the script or the command line chooses another one.
 
     Args:
         values: All settings by name.
         given: Names of the settings on the command line.
+        from_file: Names of the settings in the YAML file.
     """
     for name, fact in FACTS.items():
         value = values[name]
-        technique = fact.needs.split("=")[-1]
-        of_other_rung = value == DEFAULTS[name].default or name.startswith(f"{technique}_")
+        needed, _, technique = fact.needs.rpartition("=")
+        chosen_elsewhere = "|" in technique and (needed not in from_file or needed in given)
+        of_other_rung = value == DEFAULTS[name].default or name.startswith(f"{technique}_") or chosen_elsewhere
         if is_met(fact.needs, values) or value in OFF or (of_other_rung and name not in given):
             continue
         if fact.needs.startswith("strategy="):

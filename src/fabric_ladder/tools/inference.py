@@ -35,7 +35,7 @@ from fabric_ladder.data.word_labels import UNLABELLED, word_list
 from fabric_ladder.data.words import place_words, word_columns
 from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError, is_out_of_memory, read_outside, refused
-from fabric_ladder.models.configs import most_tokens
+from fabric_ladder.models.configs import count_positions
 from fabric_ladder.models.probe import TOLERANCE, facts_of
 from fabric_ladder.runs.intervals import wilson_interval
 from fabric_ladder.runs.metrics import describe_classes
@@ -207,7 +207,7 @@ def load_predictor(
         form, _ = read_image_format(settings)
     else:
         tokenizer = load_tokenizer(settings.model)
-        longest = min(tokenizer.model_max_length, most_tokens(settings), saved.get("max_length", 10**9))
+        longest = min(tokenizer.model_max_length, count_positions(settings), saved.get("max_length", 10**9))
         settings = replace(settings, max_length=int(min(longest, 10**6)))
         facts = facts_of(settings)
         tokens = tokens if facts and facts.padding <= TOLERANCE and not facts.reads_padding else 1  # each text alone
