@@ -280,22 +280,23 @@ def check_files(values: Mapping[str, object]) -> None:
     find_data(values["dataset"], values["data_dir"])
 
 
-def check_needs(values: Mapping[str, object], given: Collection[str], from_file: Collection[str] = ()) -> None:
+def check_needs(values: Mapping[str, object], given: Collection[str], from_file: Mapping | None = None) -> None:
     """Refuse settings that have no effect.
 
     A YAML file may serve several rungs, so it may hold settings that name their technique, as `lora_rank` does, and
-    settings of Adam or of a schedule where the script or the command line chooses another one.
+    settings such as Adam's betas that have an effect by the file alone, where the script or the command line has SGD.
 
     Args:
         values: All settings by name.
         given: Names of the settings on the command line.
-        from_file: Names of the settings in the YAML file.
+        from_file: The settings in the YAML file; None: check only `given`.
     """
-    for name, fact in FACTS.items():
-        value = values[name]
-        needed, _, technique = fact.needs.rpartition("=")
-        chosen_elsewhere = "|" in technique and (needed not in from_file or needed in given)
-        of_other_rung = value == DEFAULTS[name].default or name.startswith(f"{technique}_") or chosen_elsewhere
+    alone = vars(Settings()) | dict(from_file or {})
+    for name in given if from_file is None else FACTS:
+        fact, value = FACTS[name], values[name]
+        technique = fact.needs.split("=")[-1]
+        of_other_rung = value == DEFAULTS[name].default or name.startswith(f"{technique}_")
+        of_other_rung |= name in (from_file or ()) and is_met(fact.needs, alone)
         if is_met(fact.needs, values) or value in OFF or (of_other_rung and name not in given):
             continue
         if fact.needs.startswith("strategy="):
