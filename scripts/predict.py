@@ -21,6 +21,9 @@ def parse() -> argparse.Namespace:
                         "or .jsonl for other data than CSV")  # fmt: skip
     parser.add_argument("--text_column", help="column of the texts; default: as in training")
     parser.add_argument("--label_column", help="column of the labels; default: as in training")
+    parser.add_argument("--column_names", help="names of the columns of a CSV file without a header")
+    parser.add_argument("--bad_samples", choices=("refuse", "skip"), help="skip: leave the prediction of a row empty "
+                        "that cannot be read")  # fmt: skip
     parser.add_argument("--all_probabilities", action="store_true", help="write the probability of every class")
     parser.add_argument("--accelerator", choices=("auto", "cuda", "mps", "cpu"), default="auto")
     parser.add_argument("--precision", choices=PRECISIONS, help="default: bf16-true on a GPU, 32-true on a CPU")
@@ -30,6 +33,8 @@ def parse() -> argparse.Namespace:
     if not found.data.exists():
         parser.error(f"there is no file or folder {found.data}")
     kind = ".csv" if found.data.suffix.lower() in (".csv", ".tsv") else ".jsonl"
+    if found.column_names and kind != ".csv":
+        parser.error(f"--column_names is for CSV and TSV files without a header, not for {found.data}")
     try:
         found.output = found.output or new_path(f"{found.data.stem or 'images'}.predicted{kind}")
     except argparse.ArgumentTypeError as error:
@@ -50,7 +55,8 @@ def main(arguments: argparse.Namespace) -> None:
     device = find_device(arguments.accelerator)
     precision = arguments.precision or ("32-true" if device == "cpu" else "bf16-true")
     tokens = arguments.batch_tokens or (1024 if device == "cpu" else 16_384)
-    columns = {name: getattr(arguments, name) for name in ("text_column", "label_column") if getattr(arguments, name)}
+    names = ("text_column", "label_column", "column_names", "bad_samples")
+    columns = {name: getattr(arguments, name) for name in names if getattr(arguments, name)}
     options = (device, DTYPES[precision], tokens, arguments.all_probabilities)
     predictor = load_predictor(arguments.model, *options, columns)
     rows, scores = predict_file(predictor, arguments.data, arguments.output, f"{arguments.model} {options} {columns}")

@@ -1,6 +1,6 @@
 """11_fsdp_cpu_offload · FSDP with CPU offload: the shards stay in CPU memory, and the optimizer steps there.
 
-Builds on 10_fsdp.py. Every use of a weight copies it to the GPU, which holds one block at a time. This is the slowest.
+Builds on 10_fsdp.py. Every use of a weight copies it to the GPU, which holds one block at a time: slow, not measured.
 Unchanged: effective batches and their gradients.
 
 src/plain/11_fsdp_cpu_offload.py shows the whole training in one file.

@@ -187,6 +187,7 @@ def test_switches_need_no_value_and_negative_numbers_are_values():
         ("lerning_rate: 0.1", r"own\.yaml: there is no setting 'lerning_rate'; did you mean --learning_rate"),
         ("config: quickstart.yaml", r"own\.yaml: there is no setting 'config'"),
         ("sgd_learning_rate: 0.3", r"own\.yaml: there is no setting 'sgd_learning_rate' any more: use --learning_rate"),
+        ("max_time: 9\non_nan: skip\nsede: 3", r".* 'max_time' .* `timeout 60m`.*; .* 'on_nan' .*; .* 'sede'; did you"),
         ("cache_dir: here", r".* 'cache_dir' any more: set the environment variable FABRIC_LADDER_CACHE"),
     ],
 )
@@ -396,10 +397,22 @@ def test_missing_files_are_refused_before_torch_is_imported(tmp_path, options, l
     assert re.fullmatch(f"error: .*{line}.*\n", process.stderr)
 
 
-def test_a_terminal_gets_a_line_before_torch_is_imported(tmp_path):
+@pytest.mark.parametrize(("shown", "piped"), [("stdout", "stderr"), ("stderr", "stdout")])
+def test_a_terminal_gets_a_line_before_torch_is_imported(tmp_path, shown, piped):
+    """Also if it shows only stderr, as in `python src/2_grad_accum.py | tee log.txt`."""
     terminal, output = os.openpty()
     environment = os.environ | without_package(tmp_path, "torch")
     command = [sys.executable, str(SRC / "2_grad_accum.py")]
-    process = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, env=environment, text=True, check=False)
-    assert "lacks the package torch" in process.stderr
-    assert os.read(terminal, 1000).decode() == "Loading PyTorch …\r\n"
+    process = subprocess.run(command, **{shown: output, piped: subprocess.PIPE}, env=environment, check=False)
+    first, *rest = os.read(terminal, 1000).decode().split("\r\n")
+    assert first == "Loading PyTorch …"
+    error = process.stderr.decode() if piped == "stderr" else rest[0]
+    assert "lacks the package torch" in error
+
+
+def test_a_file_may_hold_settings_of_adam_and_of_a_schedule_that_the_script_or_the_command_line_replaces():
+    """The advice names rung 6 with the run's own file, whose betas have no effect on SGD."""
+    text = "betas: 0.8,0.9\neps: 1e-6\nschedule: cosine\nmin_learning_rate: 1e-6\n"
+    assert read(text=text, script={"optimizer": "sgd"})["betas"] == "0.8,0.9"
+    assert read("--optimizer", "sgd", "--schedule", "constant", text=text)["betas"] == "0.8,0.9"
+    assert "--betas has no effect without" in refusal("--betas", "0.8,0.9", script={"optimizer": "sgd"})

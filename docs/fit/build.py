@@ -69,7 +69,7 @@ ROWS = (  # rung, options, technique in words, whether it suits a GPU that only 
     ("5_low_precision", (), "Pure bfloat16", False),
     ("6_lean_optimizer", CHECKPOINTING, "bfloat16 with SGD, checkpointing", False),
     ("7_grad_checkpointing", (), "Pure bfloat16, checkpointing", False),
-    ("11_fsdp_cpu_offload", CHECKPOINTING, "Weights in CPU memory (FSDP, slowest), checkpointing", False),
+    ("11_fsdp_cpu_offload", CHECKPOINTING, "Weights in CPU memory (FSDP), checkpointing", False),
     ("13_lora", ATTENTION, "LoRA adapters on attention", True),
     ("13_lora", (*ATTENTION, *CHECKPOINTING), "LoRA adapters on attention, checkpointing", True),
     ("14_qlora", ATTENTION, "LoRA adapters on attention, 4-bit weights", True),

@@ -207,7 +207,7 @@
     const rows = answer(question);
     const known = rows.find((row) => `${row.rung} ${row.title}` === question.row);
     const fitting = rows.filter((row) => row.verdict === "fits");
-    const onGpu = fitting.find((row) => !row.rung.startsWith("11_")); // rung 11 is the slowest
+    const onGpu = fitting.find((row) => !row.rung.startsWith("11_")); // rung 11 copies every weight for each use: its speed is not measured
     question.chosen = known ?? onGpu ?? fitting[0] ?? rows.at(-1);
     const made = FIT.models[question.model].made;
     const source = `Predicted at commit ${made.commit} with PyTorch ${made.torch} and transformers ${made.transformers}.`;

@@ -16,7 +16,7 @@ from fabric_ladder.distributed.strategies import strategy_traits
 from fabric_ladder.environment import compute_capability, fit_precision, keep_freed_memory, notebook_shell, prepare_cuda
 from fabric_ladder.errors import Checked
 from fabric_ladder.foreign import DEPENDENT, as_words, read_dependent, to_own_words
-from fabric_ladder.models.configs import load_config, most_tokens
+from fabric_ladder.models.configs import count_positions, load_config
 from fabric_ladder.models.probe import padding_notice
 from fabric_ladder.options import (
     as_yaml,
@@ -206,7 +206,7 @@ def resolve(
         rounded = accelerator == "mps" or by_shape or any(technique.rounds_lengths for technique in used(settings))
         bucket = FEW_SHAPES if by_shape and settings.max_length % FEW_SHAPES == 0 else BUCKET
         multiple = bucket if rounded and settings.max_length % bucket == 0 else 1
-    if "max_length" not in {*given, *script, *from_file} and (limit := most_tokens(settings)) < settings.max_length:
+    if "max_length" not in {*given, *script, *from_file} and (limit := count_positions(settings)) < settings.max_length:
         settings = replace(settings, max_length=limit)
         settings = _with_notice(settings, f"--max_length {limit}: {settings.model} has no more positions")
     settings = replace(

@@ -81,9 +81,10 @@ def to_own_words(words: list[str]) -> tuple[list[str], list[str]]:
     for name, text in split_words(words):
         written = shown(name, text)
         setting, value = _translate(name, text)
-        changed = changed or (setting, value) != (name, text)
-        if (setting != name or value != text) and name.replace("-", "_") != LAUNCHERS_OPTION:
-            lines.append(f"{written} as {shown(setting, value) if setting else 'nothing to change'}")
+        if (setting, value) != (name, text):
+            changed = True
+            if name.replace("-", "_") != LAUNCHERS_OPTION:
+                lines.append(f"{written} as {shown(setting, value) if setting else 'nothing to change'}")
         if not setting:
             continue
         before, by = own.get(setting, (value, written))

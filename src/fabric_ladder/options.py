@@ -113,10 +113,10 @@ def read_words(words: list[str]) -> dict[str, object]:
     Raises:
         UserError: An unknown setting, a missing value, or a value of another type.
     """
-    given = {}
-    for name, text in split_words(words):
-        if name not in (*NAMES, *OWN_OPTIONS, *DEPENDENT):
-            raise UserError(_suggest(name))
+    given, pairs = {}, [*split_words(words)]
+    if unknown := [name for name, _ in pairs if name not in (*NAMES, *OWN_OPTIONS, *DEPENDENT)]:
+        raise UserError("; ".join(map(_suggest, dict.fromkeys(unknown))))
+    for name, text in pairs:
         if text is None and name not in ("print_config", "help") and (name in DEPENDENT or not _is_switch(name)):
             words = kinds_of(name)[1] if name in FACTS else ()
             raise UserError(f"--{name} needs a value{': ' * bool(words)}{' or '.join(words)} (see --help)")
@@ -230,7 +230,7 @@ def combine(script: Mapping[str, object], from_file: Mapping[str, object], given
     for name in names(is_path=True):
         values[name] = values[name] and find_path(values[name])
     check_bounds(values)
-    check_needs(values, given)
+    check_needs(values, given, from_file)
     check_replaced(values, given)
     return values
 
@@ -280,19 +280,23 @@ def check_files(values: Mapping[str, object]) -> None:
     find_data(values["dataset"], values["data_dir"])
 
 
-def check_needs(values: Mapping[str, object], given: Collection[str]) -> None:
+def check_needs(values: Mapping[str, object], given: Collection[str], from_file: Mapping | None = None) -> None:
     """Refuse settings that have no effect.
 
-    A YAML file may serve several rungs, so it may hold settings that name their technique, as `lora_rank` does.
+    A YAML file may serve several rungs, so it may hold settings that name their technique, as `lora_rank` does, and
+    settings such as Adam's betas that have an effect by the file alone, where the script or the command line has SGD.
 
     Args:
         values: All settings by name.
         given: Names of the settings on the command line.
+        from_file: The settings in the YAML file; None: check only `given`.
     """
-    for name, fact in FACTS.items():
-        value = values[name]
+    alone = vars(Settings()) | dict(from_file or {})
+    for name in given if from_file is None else FACTS:
+        fact, value = FACTS[name], values[name]
         technique = fact.needs.split("=")[-1]
         of_other_rung = value == DEFAULTS[name].default or name.startswith(f"{technique}_")
+        of_other_rung |= name in (from_file or ()) and is_met(fact.needs, alone)
         if is_met(fact.needs, values) or value in OFF or (of_other_rung and name not in given):
             continue
         if fact.needs.startswith("strategy="):
@@ -475,8 +479,9 @@ def answer_early() -> None:
         read = f" (read {', '.join(read_as)})" if read_as else ""
         print_error(error, f"error: {error}{read}")
         raise SystemExit(2) from None
-    if sys.stdout.isatty() and "print_config" not in given and os.environ.get("LOCAL_RANK", "0") == "0":
-        print("Loading PyTorch …", flush=True)  # takes seconds
+    terminal = next((stream for stream in (sys.stdout, sys.stderr) if stream.isatty()), None)
+    if terminal and "print_config" not in given and os.environ.get("LOCAL_RANK", "0") == "0":
+        print("Loading PyTorch …", file=terminal, flush=True)  # takes seconds
 
 
 def check_ranks() -> None:

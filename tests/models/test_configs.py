@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.data_files import load_in, table, write_table
 from support.helpers import MODELS, ROOT
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification, MusicgenConfig, T5Config
 
 from fabric_ladder import Settings, UserError, build_model
 from fabric_ladder.data.hub import reachable
@@ -135,3 +135,10 @@ def test_a_tokenizer_without_a_padding_token_is_refused(tmp_path, whole):
     (folder / "tokenizer_config.json").unlink()
     with pytest.raises(UserError, match=r"names no token to pad with: add pad_token to tokenizer_config\.json"):
         load_tokenizer(str(folder))
+
+
+def test_a_model_with_several_parts_that_read_texts_is_refused(tmp_path):
+    config = MusicgenConfig(text_encoder=T5Config().to_dict(), audio_encoder={"model_type": "encodec"}, decoder={})
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="several parts of a musicgen read texts: choose another --model"):
+        check_model(Settings(model=str(tmp_path), task="instruction-tuning", from_scratch=True))

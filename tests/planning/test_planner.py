@@ -15,7 +15,6 @@ from support.helpers import MODELS, ROOT, RUNGS, SRC, finished, run_script
 from support.planning import NO_PEAK
 
 from fabric_ladder import Settings
-from fabric_ladder.environment import read_size
 from fabric_ladder.errors import UserError
 from fabric_ladder.ladder import CHECKPOINTING, LEAN
 from fabric_ladder.planning import planner

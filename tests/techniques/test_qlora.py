@@ -16,6 +16,7 @@ import tiny_models
 LAYERS = {  # in 32 bits, and in 4
     "git": ({"output"}, {"query", "dense"}),
     "layoutlmv3": ({"rel_pos_bias", "rel_pos_x_bias", "out_proj"}, {"query", "dense"}),
+    "modernvbert": ({"dense", "classifier"}, {"Wqkv", "Wi"}),  # the image part has a `head`, too
     "rwkv": ({"head", "output"}, {"key", "receptance"}),
     "trocr": ({"output_projection"}, {"q_proj", "fc1"}),
 }
@@ -24,7 +25,7 @@ LAYERS = {  # in 32 bits, and in 4
 @pytest.mark.parametrize("name", LAYERS)
 def test_weights_that_a_model_reads_itself_stay_out_of_4_bits(tmp_path, name):
     task, kind = "instruction-tuning", AutoModelForCausalLM
-    if name == "layoutlmv3":
+    if name in ("layoutlmv3", "modernvbert"):
         task, kind = "text-classification", AutoModelForSequenceClassification
     tiny_models.draw(name, kind, "input_ids")[0].save_pretrained(tmp_path / name)
     options = {"lora": True, "lora_dropout": 0.0, "quantization": "nf4", "precision": "32-true", "max_length": 32}

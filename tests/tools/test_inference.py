@@ -119,7 +119,7 @@ def test_a_stopped_prediction_goes_on_and_texts_are_chosen_as_in_the_training(tm
     assert (shares.sum(axis=1) - 1).abs().max() < 1e-5
     assert (shares.idxmax(axis=1) == "probability " + whole["predicted"]).all()
     for text, line in (("body,topic\n,billing\n", "row 1 (no body)"), ("text\nhello\n", "no column 'body', only text"),
-                       ("body,predicted\na,b\n", "there is a column 'predicted' already: rename it")):  # fmt: skip
+                       ("body,predicted\na,b\n", "bad.csv has a column 'predicted' already: rename it")):  # fmt: skip
         (tmp_path / "bad.csv").write_text(text)
         (tmp_path / "bad.predicted.csv").unlink(missing_ok=True)
         process = run_script(PREDICT, words[0], "bad.csv", cwd=tmp_path, **ONE_THREAD)
@@ -150,17 +150,8 @@ def test_images_of_a_folder_are_predicted_as_in_the_test(tmp_path):
 
 
 def test_a_language_model_is_refused_in_one_line(tmp_path):
-    options = [
-        "--task",
-        "instruction-tuning",
-        "--train_samples",
-        "16",
-        "--validation_samples",
-        "4",
-        "--test_samples",
-        "4",
-    ]
-    train(tmp_path, *options)
+    samples = "--train_samples 16 --validation_samples 4 --test_samples 4"
+    train(tmp_path, "--task", "instruction-tuning", *samples.split())
     (tmp_path / "rows.csv").write_text("text\nhello\n")
     process = run_script(PREDICT, "runs/2_grad_accum/1", "rows.csv", cwd=tmp_path, **ONE_THREAD)
     assert process.returncode == 2
@@ -194,3 +185,41 @@ def test_odd_rows_keep_their_columns_and_their_scores(tmp_path):
     (tmp_path / "pictures").mkdir()
     process = run_script(PREDICT, words[0], "pictures", cwd=tmp_path)
     assert process.stderr.endswith("classifies texts: give a CSV, JSON or Parquet file, not pictures\n")
+
+
+def test_numbers_keep_their_names_and_bad_rows_their_place(tmp_path):
+    """An exported model, a header where the training had none, columns without a name, and rows that cannot be read."""
+    rows = [f"{row['text']},{row['label']},{len(row['text'])}" for row in draw_rows("number", 64)]
+    (tmp_path / "rows.csv").write_text("\n".join(rows) + "\n")
+    names = ["--column_names", "text,price,size", "--label_column", "price,size", "--max_length", "16"]
+    train(tmp_path, "--dataset", "rows.csv", "--problem_type", "regression", *names)
+    finished(run_script(ROOT / "scripts" / "export_model.py", "runs/2_grad_accum/1", "--output", "out", cwd=tmp_path))
+
+    def predict(model, text, *options):
+        (tmp_path / "new.csv").write_text(text)
+        (tmp_path / "new.predicted.csv").unlink(missing_ok=True)
+        process = run_script(PREDICT, model, "new.csv", *options, cwd=tmp_path, **ONE_THREAD)
+        found = tmp_path / "new.predicted.csv"
+        return process, pd.read_csv(found) if found.exists() else None
+
+    run, table = predict("runs/2_grad_accum/1", ",text,\n7,cat,x\n8,an invoice,y\n")
+    headless = predict("runs/2_grad_accum/1", "cat,1,2\nan invoice,3,4\n")[1]
+    exported, twin = predict("out", "size,text,price\n2,cat,1\n4,an invoice,3\n")
+    named = predict("out", "cat\nan invoice\n", "--column_names", "text")[1]
+    new = ["predicted price", "predicted size"]
+    assert [*table.columns] == ["text", *new]
+    for other in (headless, twin, named):
+        pd.testing.assert_frame_equal(other[["text", *new]], table)
+    assert "MSE" not in run.stdout
+    assert re.search(r"MSE .* of 2 rows", exported.stdout)
+    spoilt = "text,size\ncat,1\n,2\nmusic,3,4\nan invoice,5\n"
+    process, _ = predict("out", spoilt)
+    assert (process.returncode, process.stderr.count("\n")) == (2, 1)
+    assert "row 2 (no text): fix or remove it, or leave its prediction empty by --bad_samples skip" in process.stderr
+    process, found = predict("out", spoilt, "--bad_samples", "skip")
+    assert "2 of 4 rows have no prediction (new.csv, row 2 (no text); new.csv, row 3 (more fields" in process.stdout
+    assert found[new].isna().all(axis=1).tolist() == [False, True, True, False]
+    pd.testing.assert_frame_equal(found.loc[[0, 3], new].reset_index(drop=True), table[new])
+    process, _ = predict("out", "text\n\n ,\n", "--bad_samples", "skip")
+    assert process.returncode == 2
+    assert "1 of 1 rows have no prediction" in process.stderr

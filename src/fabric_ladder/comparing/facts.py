@@ -31,9 +31,8 @@ def _facts(run: LoggedRun) -> dict[str, str]:
     return {name: value for name, value in facts.items() if value}
 
 
-def title(rows: list[Row]) -> str:
-    """Return a title: data set, model and compared rungs."""
-    facts = list_facts(rows)
+def title(rows: list[Row], facts: dict[str, str]) -> str:
+    """Return a title: data set, model and compared rungs. `facts` are those of `list_facts`."""
     trained = " · ".join(facts[name] for name in ("data set", "model") if name in facts)
     labels = [row.label for row in rows]
     rungs = " against ".join(labels) if len(rows) < 3 else f"{labels[0]} and {len(rows) - 1} more"

@@ -39,7 +39,7 @@ def to_html(comparison: Comparison) -> str:
             _heading("Notes"),
             f"<ul>{''.join(f'<li>{escape(notice)}</li>' for notice in comparison.notices)}</ul>",
         ]
-    words = {"title": escape(title(rows)), "body": "\n".join(parts)}
+    words = {"title": escape(title(rows, facts)), "body": "\n".join(parts)}
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(words)
 
 

@@ -78,7 +78,7 @@ def read_parts(
     notices += source.notices
     tables = _tables(settings, source, scratch, notices, wanted)
     for split, name, table in sorted(tables, key=lambda table: table[0] != "train"):
-        columns, rows = _find_columns(table, name)
+        columns, rows = find_columns(table, name)
         if labels and split != "train" and not needed:
             rows, missing = _unless_unlabelled(rows, columns, labels, parts["train"])
             if missing:
@@ -416,7 +416,7 @@ def reading(path: Path, kind: str) -> Iterator[None]:
             raise UserError(f"{path} is not UTF-8 (byte {byte:#x}): save it as UTF-8 ({IN_EXCEL})") from error
 
 
-def _find_columns(table: Table, name: str) -> tuple[dict[str, object], Rows]:
+def find_columns(table: Table, name: str) -> tuple[dict[str, object], Rows]:
     """Return the columns of a table, called `name`, by its first 1,000 rows; and all its rows.
 
     Each column comes with its first value other than None.

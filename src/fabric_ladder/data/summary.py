@@ -69,9 +69,11 @@ def complete(
             for split, table in splits.items()
         ]
     else:
-        total = sum((count_classes(table, class_names, kind) for table in read.values()), Counter())
+        rows = sum(map(len, read.values()))
+        drawn = rows != sum(map(len, splits.values()))  # else the splits have all rows, which are counted
+        parts = [count_classes(table, class_names, kind) for table in read.values()] if drawn else counts.values()
         sizes = ", ".join(f"{split} {len(table):,}" for split, table in splits.items())
-        summary = [f"{summary_line(name, sum(map(len, read.values())), columns, total, unit)} · {sizes}"]
+        summary = [f"{summary_line(name, rows, columns, sum(parts, Counter()), unit)} · {sizes}"]
     notices = [*notices, *_name_untrained(counts["train"], settings), *_copied_texts(splits)]
     return ReadData(splits, class_names, summary, notices)
 

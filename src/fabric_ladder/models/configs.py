@@ -48,8 +48,17 @@ def fit_images(config: PretrainedConfig, size: int) -> None:
 
 
 def part_config(config: PretrainedConfig, task: str) -> PretrainedConfig:
-    """Return the config of the part of the model that the task trains: of its text or image part, if it has parts."""
-    return getattr(config, "vision_config", config) if task == "image-classification" else config.get_text_config()
+    """Return the config of the part of the model that the task trains: of its text or image part, if it has parts.
+
+    Raises:
+        UserError: Several parts read texts, as in MusicGen.
+    """
+    if task == "image-classification":
+        return getattr(config, "vision_config", config)
+    try:
+        return config.get_text_config()
+    except ValueError as error:
+        raise UserError(f"several parts of a {config.model_type} read texts: choose another --model") from error
 
 
 def load_weights(model_class: type, name: str, heads: Callable | None = None, **options) -> PreTrainedModel:
@@ -119,7 +128,7 @@ def check_model(settings: Settings) -> None:
             f"{settings.model}: num_key_value_heads {shared} does not divide num_attention_heads {heads}; correct one "
             "of them"
         )
-    if (positions := most_tokens(settings)) < settings.max_length:
+    if (positions := count_positions(settings)) < settings.max_length:
         raise UserError(
             f"--max_length {settings.max_length} is beyond the {positions} positions of {settings.model}: "
             f"use --max_length {positions}"
@@ -134,11 +143,11 @@ def attend_fully(config: PretrainedConfig) -> bool:
     return sparse
 
 
-def most_tokens(settings: Settings) -> float:
+def count_positions(settings: Settings) -> float:
     """Return the number of tokens that a model has positions for; infinite for images and relative positions."""
     if settings.task == "image-classification":
         return math.inf
-    config = load_config(settings.model).get_text_config()
+    config = part_config(load_config(settings.model), settings.task)
     positions = getattr(config, "max_position_embeddings", None) or math.inf
     positions = positions if positions > 0 else math.inf  # XLNet has -1
     return positions - (config.pad_token_id or 0) - 1 if config.model_type in AS_ROBERTA else positions

@@ -12,7 +12,7 @@ from fabric_ladder.data.sources import find_source
 from fabric_ladder.data.tokens import load_tokenizer
 from fabric_ladder.environment import read_size
 from fabric_ladder.errors import UserError
-from fabric_ladder.models.configs import most_tokens
+from fabric_ladder.models.configs import count_positions
 from fabric_ladder.options import read_named_config, read_words
 from fabric_ladder.planning.candidates import list_choices, read_candidates
 from fabric_ladder.planning.gpus import ANY, find_gpu, own_gpus
@@ -83,7 +83,7 @@ def _with_length(options: list[str], length: int | None) -> list[str]:
         return options
     named = read_named_config(given) | given
     settings = Settings(**{name: value for name, value in named.items() if name in FACTS})
-    if length > (positions := most_tokens(settings)):
+    if length > (positions := count_positions(settings)):
         raise UserError(f"--length {length} is beyond the {positions} positions of {settings.model}")
     fits = settings.max_length <= positions and ("config" in given or length <= settings.max_length)
     return options if fits else [*options, "--max_length", str(length)]

@@ -96,6 +96,10 @@ def add_adapters(model: nn.Module, settings: Settings) -> nn.Module:
     # only a language model's head may be tied, and CLIP's classifier raises an error here
     embedding = model.get_input_embeddings().weight if settings.task == "instruction-tuning" else None
     model = get_peft_model(model, config)
+    own = tuple(f"base_model.model.{head}." for head in heads)  # PEFT takes all names that end so: an image part's, too
+    for name, parameter in model.named_parameters():
+        if ".modules_to_save." in name and not name.startswith(own):
+            parameter.requires_grad_(False)
     for module in batch_norms(model):  # their statistics would change, and are not saved with an adapter
         module.eval().train = lambda mode=True, module=module: module
     if settings.precision.endswith("mixed"):

@@ -39,7 +39,8 @@ def quantization(settings: Settings, config: PretrainedConfig) -> dict:
     if settings.task == "instruction-tuning":
         kept += get_keys_to_not_convert(model)  # of the logits
     else:
-        kept += head_names(model) + [name for name, _ in model.named_modules() if name.endswith("pooler")]
+        ends = (*head_names(model), "pooler")  # PEFT copies all modules whose names end so, also an image part's
+        kept += [name for name, _ in model.named_modules() if name.endswith(ends)]
     options = BitsAndBytesConfig(
         **NF4, llm_int8_skip_modules=kept, bnb_4bit_compute_dtype=half_precision(settings) or torch.float32
     )

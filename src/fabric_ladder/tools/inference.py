@@ -7,7 +7,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,16 +26,16 @@ from fabric_ladder.data.images import WHITE, decode, read_image_format
 from fabric_ladder.data.kinds import kind_of
 from fabric_ladder.data.label_kind import class_lines
 from fabric_ladder.data.label_texts import WHOLE
-from fabric_ladder.data.rows import list_columns, read_file, read_text
-from fabric_ladder.data.sources import file_stamp
+from fabric_ladder.data.rows import Rows, find_columns, read_file, read_text
+from fabric_ladder.data.sources import SEPARATORS, file_stamp, read_format
 from fabric_ladder.data.splits import ImageFormat
-from fabric_ladder.data.tables import join_texts, text_columns
+from fabric_ladder.data.tables import check_column, join_texts, text_columns
 from fabric_ladder.data.tokens import load_tokenizer, tokenize_start
 from fabric_ladder.data.word_labels import UNLABELLED, word_list
 from fabric_ladder.data.words import place_words, word_columns
 from fabric_ladder.environment import write_whole
 from fabric_ladder.errors import UserError, is_out_of_memory, read_outside, refused
-from fabric_ladder.models.configs import most_tokens
+from fabric_ladder.models.configs import count_positions
 from fabric_ladder.models.probe import TOLERANCE, facts_of
 from fabric_ladder.runs.intervals import wilson_interval
 from fabric_ladder.runs.metrics import describe_classes
@@ -72,22 +72,30 @@ class Predictor:
     tokenizer: PreTrainedTokenizerBase | None = None
     format: ImageFormat | None = None
 
-    @torch.inference_mode()
-    def predict(self, rows: list[dict]) -> list[dict]:
-        """Return the new columns of each row.
+    def read(self, row: dict | ValueError) -> str | list[str] | Tensor:
+        """Return the text, the words or the image of a row.
 
         Raises:
-            ValueError: A row has no text, or its image cannot be read.
+            ValueError: The row has no text, or its image cannot be read.
         """
-        found: list = [None] * len(rows)
-        inputs, words = [self._pixels(row) for row in rows] if self.format else None, None
+        if isinstance(row, ValueError):
+            raise row
+        if self.format:
+            return self._pixels(row)
         if self.settings.task == "token-classification":
-            texts = [list(map(str, word_list(row, self.text_columns[0]))) for row in rows]
+            return list(map(str, word_list(row, self.text_columns[0])))
+        return join_texts(row, self.text_columns)
+
+    @torch.inference_mode()
+    def predict(self, texts: list) -> list[dict]:
+        """Return the new columns for the texts, the words or the images of rows."""
+        found: list = [None] * len(texts)
+        inputs, words = texts, None
+        if self.settings.task == "token-classification":
             if len(texts) > 1 and max(map(len, texts)) == 1:
                 raise UserError("all texts have one word: write one sentence per row, its words separated by spaces")
             inputs, *words = zip(*place_words(self.tokenizer, texts, self.settings.max_length), strict=True)
         elif not self.format:
-            texts = [join_texts(row, self.text_columns) for row in rows]
             inputs = tokenize_start(self.tokenizer, texts, self.settings.max_length)
         lengths = [self.format.tokens if self.format else len(each) for each in inputs]
         for batch in _cut(lengths, self.tokens):
@@ -97,6 +105,13 @@ class Predictor:
                 else:
                     found[row] = self._describe_words(logits[words[0][row]], words[1][row], len(texts[row]))
         return found
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the new columns, without those of all probabilities."""
+        if self.settings.problem_type != "regression":
+            return [PREDICTED, PROBABILITY]
+        return [PREDICTED] if len(self.names) == 1 else [f"{PREDICTED} {name}" for name in self.names]
 
     @property
     def text_columns(self) -> tuple[str, ...]:
@@ -127,9 +142,7 @@ class Predictor:
 
     def _describe(self, logits: Tensor) -> dict:
         if self.settings.problem_type == "regression":
-            values = logits.tolist()
-            named = {f"{PREDICTED} {name}": value for name, value in zip(self.names, values, strict=True)}
-            return named if len(values) > 1 else {PREDICTED: values[0]}
+            return dict(zip(self.columns, logits.tolist(), strict=True))
         several = self.settings.problem_type == "multi_label_classification"
         shares = dict(zip(self.names, (logits.sigmoid() if several else logits.softmax(-1)).tolist(), strict=True))
         chosen = [name for name in shares if shares[name] > 0.5] if several else max(shares, key=shares.get)
@@ -187,15 +200,14 @@ def load_predictor(
     own = {"task": task, "model": result.folder.as_posix(), "problem_type": problem}
     settings = Settings(**saved | own | columns)
     names = [str(config.id2label[number]) for number in range(config.num_labels)]
-    if problem == "regression":
-        names = [column.strip() for column in settings.label_column.split(",")]
-        names = names if len(names) == config.num_labels else list(map(str, range(config.num_labels)))
+    if problem == "regression" and "label_column" not in saved | columns:  # of an exported model
+        settings = replace(settings, label_column=",".join(names))
     tokenizer = form = None
     if task == "image-classification":
         form, _ = read_image_format(settings)
     else:
         tokenizer = load_tokenizer(settings.model)
-        longest = min(tokenizer.model_max_length, most_tokens(settings), saved.get("max_length", 10**9))
+        longest = min(tokenizer.model_max_length, count_positions(settings), saved.get("max_length", 10**9))
         settings = replace(settings, max_length=int(min(longest, 10**6)))
         facts = facts_of(settings)
         tokens = tokens if facts and facts.padding <= TOLERANCE and not facts.reads_padding else 1  # each text alone
@@ -203,7 +215,7 @@ def load_predictor(
     return Predictor(model, settings, names, tokens, every, tokenizer, form)
 
 
-def read_rows(predictor: Predictor, data: Path) -> Iterator[tuple[str, dict]]:
+def read_rows(predictor: Predictor, data: Path) -> Rows:
     """Yield the location and the columns of each row of a file, or of each image below a folder.
 
     An image has the columns `file` and, if its folder is one of the model's classes, `label`.
@@ -219,17 +231,20 @@ def read_rows(predictor: Predictor, data: Path) -> Iterator[tuple[str, dict]]:
             label = {"label": image.parent.name} if image.parent.name in predictor.names else {}
             yield str(image), {"file": str(image)} | label
         return
-    table = data.suffix.lower() in (".csv", ".tsv")
-    wanted = predictor.text_columns if table else ()
-    read = read_file(data, predictor.settings.column_names if table else None, wanted)
+    table = read_format(data) in SEPARATORS
+    texts, names = predictor.text_columns, predictor.settings.column_names if table else None
+    if names and {*texts} <= {*next(read_file(data, None, texts).rows, ("", {}))[1]}:
+        names = None  # this file has a header, unlike that of the training
+    read = read_file(data, names, texts if table else ())
+    columns, rows = find_columns(read, str(data))
+    for column in texts:
+        check_column(columns, column, str(data))
     features = {name: getattr(feature, "feature", feature) for name, feature in read.features.items()}
     classes = {name: feature.names for name, feature in features.items() if isinstance(feature, hf.ClassLabel)}
-    for number, (location, row) in enumerate(read.rows):
-        if isinstance(row, ValueError):
-            raise UserError(f"{data}, {location}: {row}")
-        if number == 0 and (missing := [name for name in predictor.text_columns if name not in row]):
-            raise UserError(f"{data} has no column {missing[0]!r}, only {list_columns(row)}: set --text_column")
-        yield location, row | {name: _named(row.get(name), names) for name, names in classes.items() if name in row}
+    for location, row in rows:
+        if isinstance(row, dict):
+            row |= {name: _named(row[name], names) for name, names in classes.items() if name in row}
+        yield location, row
 
 
 def _named(value: int | list | None, names: list[str]) -> str | list | None:
@@ -256,23 +271,30 @@ def predict_file(predictor: Predictor, data: Path, output: Path, options: str) -
     part, state = (output.with_name(f".{output.name}.{end}") for end in ("part", "state"))
     files = [*(list_images(data) if data.is_dir() else [data]), *sorted(Path(predictor.settings.model).glob("*.*"))]
     key = hashlib.sha256(repr([options, *map(file_stamp, files)]).encode()).hexdigest()
-    done, size = 0, 0
+    done, size, bad = 0, 0, [] if predictor.settings.bad_samples == "skip" else None
     if part.is_file() and state.is_file() and (before := read_outside(state))["key"] == key:
-        done, size = before["rows"], before["bytes"]
+        done, size, bad = before["rows"], before["bytes"], before.get("bad", bad)
     rows = itertools.islice(read_rows(predictor, data), done, None)
     with refused(f"cannot write {output}"), open(part, "r+b" if size else "wb") as file:
         file.truncate(size)
         file.seek(size)
         for chunk in iter(lambda: list(itertools.islice(rows, CHUNK)), []):
-            lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in _answer(predictor, data, chunk))
+            answers = _answer(predictor, data, chunk, bad)
+            lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in answers)
             file.write("".join(lines).encode(errors="backslashreplace"))
             file.flush()
             done += len(chunk)
-            write_whole(state, json.dumps({"key": key, "rows": done, "bytes": file.tell()}))
+            write_whole(state, json.dumps({"key": key, "rows": done, "bytes": file.tell(), "bad": bad}))
     if not done:
         part.unlink()
-        raise UserError(f"{data} has no {'image' if predictor.format else 'row'}")
-    scores = score(predictor, _written(part))
+        raise UserError(f"{data} has no image")
+    scores = []
+    if bad:
+        examples = "; ".join(bad[:3]) + "; …" * (len(bad) > 3)
+        scores = [f"{len(bad):,} of {done:,} rows have no prediction ({examples})"]
+        if len(bad) == done:
+            raise UserError(scores[0])
+    scores += score(predictor, (row for row in _written(part) if row[predictor.columns[0]] is not None))
     with refused(f"cannot write {output}"):
         if output.suffix == ".csv":
             _write_csv(part, " " if predictor.settings.task == "token-classification" else "|")
@@ -281,22 +303,38 @@ def predict_file(predictor: Predictor, data: Path, output: Path, options: str) -
     return done, scores
 
 
-def _answer(predictor: Predictor, data: Path, chunk: list[tuple[str, dict]]) -> list[dict]:
-    """Return rows with their predictions."""
-    rows = [row for _, row in chunk]
+def _answer(predictor: Predictor, data: Path, chunk: list[tuple[str, dict]], bad: list[str] | None) -> list[dict]:
+    """Return rows with their predictions, which are empty for rows in `bad`."""
+    found, texts = {}, {}
+    for number, (location, row) in enumerate(chunk):
+        with _skipped(f"{data}, {location}", bad):
+            texts[number] = predictor.read(row)
     try:
-        found = predictor.predict(rows)
-    except Exception as error:  # of one row or image, or of rows that BART cannot read together
+        found |= zip(texts, predictor.predict([*texts.values()]), strict=True) if texts else ()
+    except Exception as error:  # of one text, or of texts that BART cannot read together
         if isinstance(error, UserError) or is_out_of_memory(error):
             raise
-        found = []
-        for location, row in chunk:
-            with refused(f"{data}, {location}"):
-                found += predictor.predict([row])
-    for (location, row), new in zip(chunk, found, strict=True):
-        if taken := row.keys() & new.keys():
-            raise UserError(f"{data}, {location}: there is a column {min(taken)!r} already: rename it")
-    return [row | new for row, new in zip(rows, found, strict=True)]
+        for number, text in texts.items():
+            with _skipped(f"{data}, {chunk[number][0]}", bad):
+                [found[number]] = predictor.predict([text])
+    rows = [row if isinstance(row, dict) else {} for _, row in chunk]
+    new = {*predictor.columns}.union(*found.values())
+    if taken := [name for row in rows for name in row if name in new]:
+        raise UserError(f"{data} has a column {taken[0]!r} already: rename it")
+    return [row | found.get(number, dict.fromkeys(predictor.columns)) for number, row in enumerate(rows)]
+
+
+@contextmanager
+def _skipped(place: str, bad: list[str] | None) -> Iterator[None]:
+    """Add a bad row to `bad`, the first three with place and reason; refuse the row if that is None."""
+    try:
+        with refused(place):
+            yield
+    except UserError as error:
+        if bad is None:
+            remedy = "fix or remove it, or leave its prediction empty by --bad_samples skip"
+            raise UserError(f"{error}: {remedy}") from error
+        bad.append(str(error) if len(bad) < 3 else "")
 
 
 def _written(part: Path) -> Iterator[dict]:
@@ -385,9 +423,8 @@ def _as_tensors(
     """
     names, problem = predictor.names, predictor.settings.problem_type
     if problem == "regression":
-        columns = [PREDICTED] if len(names) == 1 else [f"{PREDICTED} {name}" for name in names]
-        values = [[float(row[column]) for column in columns] for row in rows]
-        return (torch.tensor(values), {"labels": torch.tensor(labels)}) if len(labels[0]) == len(columns) else None
+        values = [[float(row[column]) for column in predictor.columns] for row in rows]
+        return (torch.tensor(values), {"labels": torch.tensor(labels)}) if len(labels[0]) == len(names) else None
     found = [row[PREDICTED] for row in rows]
     if problem == "multi_label_classification":
         several = "," in predictor.settings.label_column
