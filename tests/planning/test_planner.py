@@ -26,7 +26,7 @@ from fabric_ladder.planning.candidates import (
 )
 from fabric_ladder.planning.gpus import ANY, GPUS, find_gpu, match_gpu
 from fabric_ladder.planning.measured import SPEEDS, accuracy_cost
-from fabric_ladder.planning.overhead import ANY_GPU, NCCL
+from fabric_ladder.planning.overhead import ANY_GPU, NCCL, assume
 from fabric_ladder.planning.planner import Machine, Samples, make_plans, recommend
 from fabric_ladder.planning.predict import largest_batches, predict_peak
 from fabric_ladder.techniques.memory import Counts
@@ -489,3 +489,19 @@ def test_the_plan_has_the_time_and_the_price_by_a_run_of_the_printed_command(tmp
     printed = finished(run_script(SCRIPT, *words, cwd=tmp_path))
     line = "Time   2.0 h of training on 7,200 samples, 4.00 at 2 per hour; 1.0 samples/s in runs/4_mixed_precision/1"
     assert line in printed.splitlines()
+
+
+def test_no_measured_peak_is_above_the_printed_need():
+    """Every row that a GPU measured, of the ladder's own code."""
+    compared = 0
+    for path in (ROOT / "benchmarks" / "results").glob("gpu*.json"):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        capability = tuple(map(int, content["machine"]["hardware"]["compute_capability"].split(".")))
+        overhead = assume(capability).expected
+        for record in content["entries"].values():
+            figures = record.get("figures", {})
+            if predicted := figures.get("predicted_peak_bytes"):
+                bound = overhead.needed(NO_PEAK._replace(parameters=predicted)) - overhead.outside
+                assert figures["peak_memory_bytes"] <= bound
+                compared += 1
+    assert compared >= 27

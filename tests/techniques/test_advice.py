@@ -15,7 +15,7 @@ from fabric_ladder import UserError
 from fabric_ladder.distributed import watch
 from fabric_ladder.errors import NotFiniteError
 from fabric_ladder.places import PACKAGE
-from fabric_ladder.techniques.advice import explain, less_memory, show_errors
+from fabric_ladder.techniques.advice import _gaps, explain, less_memory, show_errors
 
 CHECKPOINTED = {"activation_checkpointing": True, "max_length": 4096, "micro_batch_size": 1}
 NEXT = r"Next to try: --activation_checkpointing true, which [^;]*; python src/"  # the rung follows
@@ -221,3 +221,8 @@ def test_a_failed_collective_keeps_its_traceback_though_no_rank_is_dead(hook, ca
         dist.destroy_process_group()
     assert not rank.is_alive()
     assert capfd.readouterr().err.endswith("DistBackendError: NCCL: unhandled system error\n")
+
+
+def test_out_of_memory_says_whether_gaps_between_tensors_are_the_cause():
+    assert "fragmentation" in _gaps(6_000_000_000, 9_000_000_000)
+    assert _gaps(8_000_000_000, 9_000_000_000).endswith("9.00 GB reserved: the tensors take it, not gaps between them")

@@ -93,8 +93,19 @@ def _out_of_memory(error: BaseException, settings: Settings | None, smaller: str
     if shape:
         size = f"{shape[0]} x {shape[1]} tokens" if len(shape) == 2 else f"{shape[0]} images of {shape[-1]} pixels"
         text += f" in a batch of {size} in {phase}"
-    text += f", at a peak of {peak_memory(torch.device(settings.accelerator)) / 1e9:.2f} GB"
+    peak = peak_memory(torch.device(settings.accelerator))
+    text += f", at a peak of {peak / 1e9:.2f} GB"
+    if settings.accelerator == "cuda":
+        text += _gaps(peak, torch.cuda.max_memory_reserved())
     return f"{text}. Next to try: {less_memory(settings, phase, shape)}"
+
+
+def _gaps(peak: int, reserved: int) -> str:
+    """Return whether the tensors or the gaps between them took the memory that PyTorch had reserved, in bytes."""
+    lost = f" of tensors in {reserved / 1e9:.2f} GB reserved"
+    if reserved - peak > peak / 4:
+        return f"{lost}: much is lost in gaps between tensors (fragmentation)"
+    return f"{lost}: the tensors take it, not gaps between them"
 
 
 def less_memory(settings: Settings, phase: str | None = None, shape: tuple[int, ...] = ()) -> str:
