@@ -9,6 +9,7 @@ are printed. A stopped prediction goes on where it stopped.
 import argparse
 from pathlib import Path
 
+from fabric_ladder.options import nearest
 from fabric_ladder.tools.arguments import PRECISIONS, Arguments, at_least_1, new_path
 
 
@@ -30,8 +31,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch_tokens", type=at_least_1, help="padded tokens per batch; default: 16,384 on a GPU, "
                         "1,024 on a CPU")  # fmt: skip
     found = parser.parse_args()
+    if Path(found.model).is_file():
+        parser.error(f"{found.model} is a file: give the folder of the model first, then the data")
     if not found.data.exists():
-        parser.error(f"there is no file or folder {found.data}")
+        parser.error(f"there is no file or folder {found.data}{nearest(found.data)}")
     kind = ".csv" if found.data.suffix.lower() in (".csv", ".tsv") else ".jsonl"
     if found.column_names and kind != ".csv":
         parser.error(f"--column_names is for CSV and TSV files without a header, not for {found.data}")
@@ -61,6 +64,8 @@ def main(arguments: argparse.Namespace) -> None:
     predictor = load_predictor(arguments.model, *options, columns)
     rows, scores = predict_file(predictor, arguments.data, arguments.output, f"{arguments.model} {options} {columns}")
     print(f"Saved {rows:,} predictions in {arguments.output}")
+    if scores and Path(predictor.settings.dataset).absolute() == arguments.data.absolute():
+        print(f"The model was trained on rows of {arguments.data}: expect lower scores on new rows")
     for line in scores:
         print(line)
 

@@ -251,7 +251,7 @@ def find_data(name: str, data_dir: str) -> Path | None:
     path = find_file(name, data_dir)
     if path is None and (name.lower().endswith(DATA_FILES) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", name)):
         several = "; put several files into one folder" if "," in name else ""
-        raise UserError(f"there is no file or folder {name} here or in {data_dir}{nearest(Path(name)) or several}")
+        raise UserError(f"there is no file or folder {name} here or in {data_dir}{several or nearest(Path(name))}")
     return path
 
 

@@ -185,6 +185,17 @@ def test_odd_rows_keep_their_columns_and_their_scores(tmp_path):
     (tmp_path / "pictures").mkdir()
     process = run_script(PREDICT, words[0], "pictures", cwd=tmp_path)
     assert process.stderr.endswith("classifies texts: give a CSV, JSON or Parquet file, not pictures\n")
+    found = finished(run_script(PREDICT, words[0], "rows.jsonl", cwd=tmp_path))
+    assert "The model was trained on rows of rows.jsonl" in found
+    for mistake, line in (
+        (["odd.jsonl", words[0]], "odd.jsonl is a file: give the folder of the model first, then the data"),
+        ([words[0], "od.jsonl"], "there is no file or folder od.jsonl; did you mean odd.jsonl?"),
+        ([words[0], "odd.jsonl", "--text_colum", "a"], "--text_colum a (did you mean --text_column?)"),
+        ([words[0], "odd.jsonl", "--column_names", "text"], "--column_names is for CSV and TSV files without a header"),
+    ):
+        process = run_script(PREDICT, *mistake, cwd=tmp_path)
+        assert (process.returncode, process.stderr.count("\n")) == (2, 1)
+        assert line in process.stderr
 
 
 def test_numbers_keep_their_names_and_bad_rows_their_place(tmp_path):

@@ -70,8 +70,8 @@ def complete(
         ]
     else:
         rows = sum(map(len, read.values()))
-        drawn = rows != sum(map(len, splits.values()))  # else the splits have all rows, which are counted
-        parts = [count_classes(table, class_names, kind) for table in read.values()] if drawn else counts.values()
+        whole = rows == sum(map(len, splits.values()))
+        parts = counts.values() if whole else (count_classes(table, class_names, kind) for table in read.values())
         sizes = ", ".join(f"{split} {len(table):,}" for split, table in splits.items())
         summary = [f"{summary_line(name, rows, columns, sum(parts, Counter()), unit)} · {sizes}"]
     notices = [*notices, *_name_untrained(counts["train"], settings), *_copied_texts(splits)]

@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import os
+import re
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -29,7 +30,10 @@ class Arguments(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the error and end the script."""
-        self.exit(2, f"error: {message.removeprefix('argument ')} (see --help)\n")
+        unknown = re.match(r"unrecognized arguments:.*? (--\w+)", message)
+        near = unknown and difflib.get_close_matches(unknown[1], self._option_string_actions, n=1)
+        remedy = f"did you mean {near[0]}?" if near else "see --help"
+        self.exit(2, f"error: {message.removeprefix('argument ')} ({remedy})\n")
 
     def parse_with_settings(self) -> tuple[argparse.Namespace, list[str]]:
         """Return the script's own options, and all other options, which are settings of the rungs by their names."""

@@ -194,7 +194,7 @@ def load_predictor(
         raise UserError(f"{result.folder} holds no classifier ({kind or 'no config.json'}): try scripts/generate.py")
     record = result.folder.parent / "run.json"
     saved = read_outside(record)["settings"] if record.is_file() else {}
-    kept = ("max_length", "text_column", "label_column", "problem_type", "column_names")
+    kept = ("dataset", "max_length", "text_column", "label_column", "problem_type", "column_names")
     saved = {key: saved[key] for key in kept if key in saved}
     problem = config.problem_type or saved.get("problem_type")
     own = {"task": task, "model": result.folder.as_posix(), "problem_type": problem}
@@ -288,13 +288,13 @@ def predict_file(predictor: Predictor, data: Path, output: Path, options: str) -
     if not done:
         part.unlink()
         raise UserError(f"{data} has no image")
-    scores = []
-    if bad:
-        examples = "; ".join(bad[:3]) + "; …" * (len(bad) > 3)
-        scores = [f"{len(bad):,} of {done:,} rows have no prediction ({examples})"]
-        if len(bad) == done:
-            raise UserError(scores[0])
-    scores += score(predictor, (row for row in _written(part) if row[predictor.columns[0]] is not None))
+    lost = bad or []
+    left_out = f"{len(lost):,} of {done:,} rows have no prediction ({'; '.join(lost[:3])}{'; …' * (len(lost) > 3)})"
+    if len(lost) == done:
+        raise UserError(left_out)
+    scores = [left_out] * bool(lost) + score(
+        predictor, (row for row in _written(part) if row[predictor.columns[0]] is not None)
+    )
     with refused(f"cannot write {output}"):
         if output.suffix == ".csv":
             _write_csv(part, " " if predictor.settings.task == "token-classification" else "|")
