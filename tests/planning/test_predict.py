@@ -81,6 +81,7 @@ def rung_case(tmp_path, rung, family, length):
         for number, rung in enumerate(ON_A_CPU)
         for other, family in enumerate(FAMILIES)
         if (rung, family) != ("15_packing", "vit")  # images have no padding
+        and (rung != "27_cuda_graphs" or family.startswith("bloom"))  # it refuses instructions
     ],
 )
 def test_the_prediction_of_every_rung_agrees_with_real_tensors(tmp_path, rung, family):
