@@ -89,7 +89,7 @@ def measured_peak(settings, micro_batches, on_mac=False):
         if settings.max_grad_norm:
             fabric.clip_gradients(model, optimizer, max_norm=settings.max_grad_norm)
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=not settings.cuda_graphs)
 
     step()
     tracker.track_external(model, optimizer.optimizer)

@@ -5,6 +5,7 @@ Like a graph it repeats no Python, so whatever Python computed from the first ba
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -58,13 +59,21 @@ class Tape(TorchDispatchMode):
                         old.copy_(new)
 
 
+class Copies(TorchFunctionMode):
+    """Refuses tensors that a GPU would copy from Python's memory, for which it would wait."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        assert function not in (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy), function
+        return function(*args, **(kwargs or {}))
+
+
 class TapeRecorder:
     """Takes the place of a `CudaRecorder`."""
 
     def record(self, work):
         """Return a function that repeats the work."""
         tape = Tape()
-        with tape:
+        with Copies(), tape:
             work()
         tape.undo()
         assert tape.operations

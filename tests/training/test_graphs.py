@@ -47,6 +47,7 @@ CLAIMED = sorted(
 )
 DTYPES = {torch.float64: "64-true", torch.float32: "32-true", torch.bfloat16: "bf16-true"}
 ROWS, WIDTH, DOCUMENTS = 2, 32, 8
+TAPED = SRC.parent / "tests" / "support" / "taped_script.py"
 
 
 @pytest.fixture
@@ -165,12 +166,11 @@ def first_losses(cwd, rung):
 def test_the_rung_prints_the_losses_of_its_parent(tmp_path):
     """As on a laptop, without graphs; and with tapes in place of graphs."""
     options = (*SMALL, "--micro_batch_tokens", 128)
-    taped_script = SRC.parent / "tests" / "support" / "taped_script.py"
     told = {}
     for name, command in {
         "15_packing": (SRC / "15_packing.py",),
         "27_cuda_graphs": (SRC / "27_cuda_graphs.py",),
-        "taped": (taped_script, "27_cuda_graphs"),
+        "taped": (TAPED, "filled", "27_cuda_graphs"),
     }.items():
         (tmp_path / name).mkdir()
         told[name] = finished(run_script(*command, *options, cwd=tmp_path / name))
@@ -182,6 +182,24 @@ def test_the_rung_prints_the_losses_of_its_parent(tmp_path):
     # fillers give the head another number of rows, whose product may be rounded otherwise
     assert list(map(float, taped)) == pytest.approx(list(map(float, expected)), rel=1e-3)
     assert re.search(r"CUDA graphs: \d+ recorded in .*, [5-9]\d% of the passes replayed", told["taped"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    ["--activation_checkpointing true", "--activation_checkpointing true --selective_checkpointing true",
+     "--mlp_tile 64", "--train_blocks last:1", "--lora true --lora_dropout 0", "--optimizer adafactor",
+     "--precision 16-true --optimizer sgd", "--precision bf16-true --kahan_summation true", "--packing false"],
+)  # fmt: skip
+def test_a_technique_under_replays_changes_no_bit(tmp_path, options):
+    found = []
+    for replays in ("true", "false"):
+        (tmp_path / replays).mkdir()
+        more = (*SMALL, "--micro_batch_tokens", 256, "--epochs", 2, "--cuda_graphs", replays, *options.split())
+        finished(run_script(TAPED, "exact", "27_cuda_graphs", *more, cwd=tmp_path / replays))
+        found.append(first_losses(tmp_path / replays, "27_cuda_graphs"))
+    assert found[0] == found[1]
+    assert len(found[0]) == 12
 
 
 def test_of_too_many_graphs_the_one_not_used_for_the_longest_time_is_dropped(taped, monkeypatch):

@@ -12,6 +12,12 @@ class CudaGraphs(Technique):
     key = "cuda_graphs"
 
     keeps_passes = True
+    explained_errors = (
+        (
+            "not permitted when stream is capturing",
+            "--cuda_graphs true: a pass of this model waits for the GPU, and a graph cannot; use --cuda_graphs false",
+        ),
+    )
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
         if not settings.task.endswith("classification") or settings.task == "token-classification":

@@ -30,9 +30,12 @@ class CudaRecorder:
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """Return a function that repeats the work on the same memory."""
         graph = torch.cuda.CUDAGraph()
-        # other threads, such as the loader's, may pin memory meanwhile
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            work()
+        try:  # other threads, such as the loader's, may pin memory meanwhile
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                work()
+        except RuntimeError as error:
+            hides = "due to a previous error during capture" in str(error)
+            raise (hides and error.__context__) or error from None
         self._pool = graph.pool()
         return graph.replay
 
