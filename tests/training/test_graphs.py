@@ -3,6 +3,9 @@
 import csv
 import re
 from collections import Counter
+from contextlib import contextmanager
+from importlib.util import module_from_spec, spec_from_file_location
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,9 +22,10 @@ from support.helpers import (
     tiny_model,
     token_datasets,
 )
-from support.tape import TapeRecorder
+from support.tape import Copies, Tape, TapeRecorder
 from support.training import losses, run_training
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForSequenceClassification, BloomConfig
+from transformers.utils import import_utils
 
 from fabric_ladder.data.cutting import MicroBatchPlan, cut
 from fabric_ladder.data.loaders import MicroBatch, TextCollator
@@ -331,3 +335,33 @@ def test_the_prediction_counts_gradients_that_stay_and_the_pool():
     assert without.tensors.pool == 0
     assert replayed.tensors.pool >= replayed.tensors.activations > 0
     assert replayed.expected - without.expected >= replayed.tensors.pool
+
+
+def test_the_plain_script_replays_what_it_would_compute(monkeypatch):
+    spec = spec_from_file_location("plain_27", SRC / "plain" / "27_cuda_graphs.py")
+    spec.loader.exec_module(plain := module_from_spec(spec))
+
+    @contextmanager
+    def record(graph, pool):
+        with Copies(), Tape() as tape:
+            yield
+        tape.undo()
+        assert not tape.waits
+        graph.replay = tape.replay
+
+    def train(pool):
+        torch.manual_seed(0)
+        config = BloomConfig(vocab_size=64, hidden_size=16, n_layer=2, n_head=2, pad_token_id=0, num_labels=2)
+        model, reviews = AutoModelForSequenceClassification.from_config(config), []
+        for length in torch.randint(4, 60, (32,)).tolist():
+            ids = torch.cat([torch.randint(1, 64, (1, length)), torch.zeros(1, 64 - length, dtype=torch.long)], 1)
+            reviews.append({"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": torch.tensor([length % 2])})
+        plain.POOL = pool
+        plain.train(Fabric(accelerator="cpu", devices=1), model, torch.optim.Adam(model.parameters()), reviews)
+        return [*model.parameters()]
+
+    expected = train(False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr(import_utils, "is_cuda_stream_capturing", lambda: True)
+    assert all(map(torch.equal, train(True), expected))
