@@ -14,6 +14,7 @@ import gc
 import os
 import sys
 
+from fabric_ladder.options import read_words
 from fabric_ladder.settings import Settings
 from fabric_ladder.tools.arguments import Arguments, new_path, rungs, write_new
 
@@ -41,6 +42,8 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--calibrate", action="store_true", help="measure this GPU's memory overhead")
     arguments, settings = parser.parse_with_settings()
+    if "gpu_memory_limit" in read_words(settings):
+        parser.error("--gpu_memory_limit is for a run: here use --gpu_memory")
     given = [name for name, value in vars(arguments).items() if value and name != "calibrate"]
     if arguments.calibrate and given:
         parser.error(f"--calibrate plans nothing: leave out --{given[0]}")

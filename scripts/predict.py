@@ -35,7 +35,7 @@ def parse() -> argparse.Namespace:
         parser.error(f"{found.model} is a file: give the folder of the model first, then the data")
     if not found.data.exists():
         parser.error(f"there is no file or folder {found.data}{nearest(found.data)}")
-    kind = ".csv" if found.data.suffix.lower() in (".csv", ".tsv") else ".jsonl"
+    kind = ".csv" if {".csv", ".tsv"} & {*map(str.lower, found.data.suffixes)} else ".jsonl"
     if found.column_names and kind != ".csv":
         parser.error(f"--column_names is for CSV and TSV files without a header, not for {found.data}")
     try:
@@ -64,8 +64,10 @@ def main(arguments: argparse.Namespace) -> None:
     predictor = load_predictor(arguments.model, *options, columns)
     rows, scores = predict_file(predictor, arguments.data, arguments.output, f"{arguments.model} {options} {columns}")
     print(f"Saved {rows:,} predictions in {arguments.output}")
-    if scores and Path(predictor.settings.dataset).absolute() == arguments.data.absolute():
-        print(f"The model was trained on rows of {arguments.data}: expect lower scores on new rows")
+    if scores and Path(predictor.settings.dataset).name == arguments.data.name:
+        print(
+            f"The model was trained on a file {arguments.data.name}: if it is this one, expect lower scores on new rows"
+        )
     for line in scores:
         print(line)
 

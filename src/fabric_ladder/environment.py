@@ -161,12 +161,17 @@ def limit_memory(device: torch.device, limit: str | None) -> None:
     Raises:
         UserError: The GPU is smaller, or nothing is left.
     """
-    if not limit or device.type != "cuda":
+    if device.type != "cuda":
+        return
+    if not limit:
+        if torch.cuda.get_per_process_memory_fraction(device) < 1:  # an earlier run of this process had a limit
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
         return
     size, (free, total) = read_size(limit, "--gpu_memory_limit"), torch.cuda.mem_get_info(device)
     used = total - free - torch.cuda.memory_reserved(device)
     if not used < size <= total:
-        raise UserError(f"--gpu_memory_limit {limit}: {used / 1e9:.2f} of the GPU's {total / 1e9:.2f} GB are in use")
+        given = f"--gpu_memory_limit {limit}"
+        raise UserError(f"{given}: give more than the {used / 1e9:.2f} GB in use, and at most {total / 1e9:.2f} GB")
     torch.cuda.set_per_process_memory_fraction((size - used) / total, device)
 
 

@@ -184,7 +184,14 @@ LADDER = (
         conflicts=BY_WEIGHT,
         plans=(*ALONE_OR_CHECKPOINTED, (*ON_HOST, *CHECKPOINTING)),
         tries=(
-            Step(None, STATE_ON_HOST, ON_HOST, of_state=True),
+            Step(None, STATE_ON_HOST, ON_HOST, of_state=True, when=lambda settings: "bit" not in settings.optimizer),
+            Step(
+                None,
+                "keeps the state of plain Adam in CPU memory",
+                (*ON_HOST, "--optimizer", "adam"),
+                of_state=True,
+                when=lambda settings: "bit" in settings.optimizer,
+            ),
             WEIGHTS_ON_HOST,
         ),
     ),
@@ -323,7 +330,8 @@ LADDER = (
             "compile": "not tested with compiled layers; leave one of them out",
         },
         plans=(),  # it saves time, and no memory
-        tries=(Step("15_packing", "frees gradients between steps, and has no pool", replaces=("cuda_graphs",)),),
+        tries=(Step(None, "frees gradients between steps, and has no pool", ("--cuda_graphs", "false")),),
+        leads=True,
     ),
     Row(
         "strategy",

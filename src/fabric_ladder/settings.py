@@ -578,7 +578,7 @@ class Settings(DataSettings):
     )
     gpu_memory_limit: str | None = memory_setting(
         None,
-        "Run as on a GPU of this size, for example 8GiB. On a CPU it limits the prediction alone.",
+        "Run as on a GPU of this size, for example 8GiB. On a CPU it turns on the prediction, and limits that alone.",
         role=SURROUNDINGS,
         changes_figures=False,
         metavar="SIZE",

@@ -226,3 +226,12 @@ def test_a_failed_collective_keeps_its_traceback_though_no_rank_is_dead(hook, ca
 def test_out_of_memory_says_whether_gaps_between_tensors_are_the_cause():
     assert "fragmentation" in _gaps(6_000_000_000, 9_000_000_000)
     assert _gaps(8_000_000_000, 9_000_000_000).endswith("9.00 GB reserved: the tensors take it, not gaps between them")
+
+
+def test_graphs_are_given_up_first_and_a_low_bit_adam_steps_on_the_cpu_as_plain_adam(tmp_path):
+    for name in ("27_cuda_graphs", "16_bf16_that_learns"):
+        settings = settings_for(tmp_path, name=name, cuda_graphs=True, packing=True, precision="bf16-true")
+        assert re.search(r"--cuda_graphs false, which frees gradients[^;]*; --max_length", less_memory(settings))
+    settings = settings_for(tmp_path, name="17_step_in_backward", optimizer="adam-8bit", step_in_backward=True,
+                            batch_size=1, micro_batch_size=1, precision="bf16-true")  # fmt: skip
+    assert re.search(r"--optimizer_offload true [^;]*--optimizer adam, which keeps the state", less_memory(settings))

@@ -186,7 +186,7 @@ def test_odd_rows_keep_their_columns_and_their_scores(tmp_path):
     process = run_script(PREDICT, words[0], "pictures", cwd=tmp_path)
     assert process.stderr.endswith("classifies texts: give a CSV, JSON or Parquet file, not pictures\n")
     found = finished(run_script(PREDICT, words[0], "rows.jsonl", cwd=tmp_path))
-    assert "The model was trained on rows of rows.jsonl" in found
+    assert "The model was trained on a file rows.jsonl" in found
     for mistake, line in (
         (["odd.jsonl", words[0]], "odd.jsonl is a file: give the folder of the model first, then the data"),
         ([words[0], "od.jsonl"], "there is no file or folder od.jsonl; did you mean odd.jsonl?"),
@@ -234,3 +234,15 @@ def test_numbers_keep_their_names_and_bad_rows_their_place(tmp_path):
     process, _ = predict("out", "text\n\n ,\n", "--bad_samples", "skip")
     assert process.returncode == 2
     assert "1 of 1 rows have no prediction" in process.stderr
+
+
+def test_a_headerless_file_with_a_bad_row_names_the_row(tmp_path):
+    rows = "".join(f"good film {number},pos\nbad film {number},neg\n" for number in range(20))
+    (tmp_path / "rows.csv").write_text(f"text,label\n{rows}")
+    train(tmp_path, "--dataset", "rows.csv", "--max_length", "16")
+    (tmp_path / "bare.csv").write_text("good great,pos\nbad, really awful,neg\n")
+    words = ["runs/2_grad_accum/1", "bare.csv", "--column_names", "text,label"]
+    process = run_script(PREDICT, *words, cwd=tmp_path)
+    assert (process.returncode, process.stderr.count("\n")) == (2, 1)
+    assert process.stderr.startswith("error: bare.csv, row 2 (more fields than column names")
+    assert "Saved 1 predictions in" in finished(run_script(PREDICT, *words, "--bad_samples", "skip", cwd=tmp_path))

@@ -88,7 +88,9 @@ def start_planner(fabric: Fabric, settings: Settings) -> subprocess.Popen | None
     The process sees no GPU. It imports its libraries while the run loads its data and its model, and then waits for the
     question of `predict`. It ends with the run.
     """
-    wanted = settings.predict_memory if settings.predict_memory is not None else fabric.device.type == "cuda"
+    wanted = settings.predict_memory
+    if wanted is None:
+        wanted = fabric.device.type == "cuda" or bool(settings.gpu_memory_limit)
     if fabric.global_rank or not wanted:
         return None
     path = os.pathsep.join([str(PACKAGE.parent), *filter(None, sys.path)])

@@ -15,7 +15,7 @@ def title(settings: Settings, hardware: dict, ranks: int) -> str:
     batch = next(filter(None, described), None) or _describe_batch(settings, ranks)
     devices = f"{ranks} x " if ranks > 1 else ""
     device = f"{hardware['device']}: {devices}{hardware.get('gpu', hardware['processor'])}"
-    device += f", at most {settings.gpu_memory_limit}" if settings.gpu_memory_limit else ""
+    device += f", GPU memory at most {settings.gpu_memory_limit}" if settings.gpu_memory_limit else ""
     precision = settings.precision
     if settings.matmul_precision in ("high", "medium"):  # PyTorch's default is highest
         precision += f", matmul {settings.matmul_precision}"

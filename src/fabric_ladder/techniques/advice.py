@@ -95,7 +95,7 @@ def _out_of_memory(error: BaseException, settings: Settings | None, smaller: str
         text += f" in a batch of {size} in {phase}"
     peak = peak_memory(torch.device(settings.accelerator))
     text += f", at a peak of {peak / 1e9:.2f} GB"
-    if settings.accelerator == "cuda":
+    if settings.accelerator == "cuda" and not settings.replays:  # the pool of graphs is reserved, and no gap
         text += _gaps(peak, torch.cuda.max_memory_reserved())
     return f"{text}. Next to try: {less_memory(settings, phase, shape)}"
 

@@ -233,8 +233,8 @@ def read_rows(predictor: Predictor, data: Path) -> Rows:
         return
     table = read_format(data) in SEPARATORS
     texts, names = predictor.text_columns, predictor.settings.column_names if table else None
-    if names and {*texts} <= {*next(read_file(data, None, texts).rows, ("", {}))[1]}:
-        names = None  # this file has a header, unlike that of the training
+    if names and _has_header(data, texts):  # unlike the file of the training
+        names = None
     read = read_file(data, names, texts if table else ())
     columns, rows = find_columns(read, str(data))
     for column in texts:
@@ -245,6 +245,13 @@ def read_rows(predictor: Predictor, data: Path) -> Rows:
         if isinstance(row, dict):
             row |= {name: _named(row[name], names) for name, names in classes.items() if name in row}
         yield location, row
+
+
+def _has_header(data: Path, texts: tuple[str, ...]) -> bool:
+    with suppress(UserError, ValueError):  # its first line is a row of data
+        _, first = next(iter(read_file(data, None, texts).rows), ("", {}))
+        return isinstance(first, dict) and {*texts} <= {*first}
+    return False
 
 
 def _named(value: int | list | None, names: list[str]) -> str | list | None:
@@ -291,6 +298,8 @@ def predict_file(predictor: Predictor, data: Path, output: Path, options: str) -
     lost = bad or []
     left_out = f"{len(lost):,} of {done:,} rows have no prediction ({'; '.join(lost[:3])}{'; …' * (len(lost) > 3)})"
     if len(lost) == done:
+        part.unlink()
+        state.unlink()
         raise UserError(left_out)
     scores = [left_out] * bool(lost) + score(
         predictor, (row for row in _written(part) if row[predictor.columns[0]] is not None)
@@ -300,7 +309,7 @@ def predict_file(predictor: Predictor, data: Path, output: Path, options: str) -
             _write_csv(part, " " if predictor.settings.task == "token-classification" else "|")
         os.rename(part, output)
         state.unlink()
-    return done, scores
+    return done - len(lost), scores
 
 
 def _answer(predictor: Predictor, data: Path, chunk: list[tuple[str, dict]], bad: list[str] | None) -> list[dict]:

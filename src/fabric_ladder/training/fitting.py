@@ -59,7 +59,9 @@ def try_longest(training: Training, prediction: Prediction | None) -> None:
             else:
                 _try(training, sampler.heaviest())
         _empty_cache(device)
-        if not training.graphs:  # a replay allocates nothing: the trial has seen its peak
+        if training.graphs:
+            training.graphs.passes = training.graphs.replayed = 0
+        else:  # a replay allocates nothing: the trial of a training with graphs has seen its peak
             reset_peak_memory(device)
     if auto:
         new = sampler.micro_batch_tokens != state.micro_batch_tokens
