@@ -164,7 +164,7 @@ def limit_memory(device: torch.device, limit: str | None) -> None:
     if device.type != "cuda":
         return
     if not limit:
-        if torch.cuda.get_per_process_memory_fraction(device) < 1:  # an earlier run of this process had a limit
+        if torch.cuda.is_initialized() and torch.cuda.get_per_process_memory_fraction(device) < 1:  # of an earlier run
             torch.cuda.set_per_process_memory_fraction(1.0, device)
         return
     size, (free, total) = read_size(limit, "--gpu_memory_limit"), torch.cuda.mem_get_info(device)
