@@ -189,9 +189,8 @@ def resolve(
         from_file: Names of settings in the YAML file.
     """
     accelerator = _accelerator(settings)
-    settings = _with_cuda_defaults(settings, {*given, *script, *from_file})
+    settings = replace(_with_cuda_defaults(settings, {*given, *script, *from_file}), accelerator=accelerator)
     on_gpu = accelerator == "cuda"
-    by_shape = on_gpu and settings.cuda_graphs  # `accelerator` is not resolved yet
     multiple = settings.pad_to_multiple_of
     size, tokens = _micro_batch(settings, given, script, accelerator)
     capability = compute_capability() if on_gpu else None
@@ -203,15 +202,14 @@ def resolve(
         settings = _with_notice(settings, f"{emulates}: {meaning}")
     if multiple is None:
         # MPS keeps memory for every length that it has seen
-        rounded = accelerator == "mps" or by_shape or any(technique.rounds_lengths for technique in used(settings))
-        bucket = FEW_SHAPES if by_shape and settings.max_length % FEW_SHAPES == 0 else BUCKET
+        rounded = accelerator == "mps" or settings.replays or any(each.rounds_lengths for each in used(settings))
+        bucket = FEW_SHAPES if settings.replays and settings.max_length % FEW_SHAPES == 0 else BUCKET
         multiple = bucket if rounded and settings.max_length % bucket == 0 else 1
     if "max_length" not in {*given, *script, *from_file} and (limit := count_positions(settings)) < settings.max_length:
         settings = replace(settings, max_length=limit)
         settings = _with_notice(settings, f"--max_length {limit}: {settings.model} has no more positions")
     settings = replace(
         settings,
-        accelerator=accelerator,
         precision=precision,
         matmul_precision=settings.matmul_precision or ("high" if on_gpu else "highest"),
         micro_batch_size=size,
