@@ -24,13 +24,9 @@ class _Strategy(Technique):
 class DDP(_Strategy):
     """Each GPU has all weights, and a share of each effective batch."""
 
-    key = "strategy=ddp"
-
 
 class FSDP(_Strategy):
     """Parameters, gradients and optimizer state are sharded."""
-
-    key = "strategy=fsdp"
 
     shards = True
     refused_precisions = ("16-mixed", "64-true")
@@ -62,8 +58,6 @@ class FSDP(_Strategy):
 class CpuOffload(Technique):
     """The shards are kept in CPU memory, and the optimizer steps there."""
 
-    key = "offload"
-
     shards = True
     refused_precisions = FSDP.refused_precisions
 
@@ -74,8 +68,6 @@ class CpuOffload(Technique):
 
 class DeepSpeed(_Strategy):
     """ZeRO 1, 2 and 3 with offloading to CPU memory or disk, from a DeepSpeed configuration."""
-
-    key = "deepspeed"
 
     shards = True
     explained_errors = (
