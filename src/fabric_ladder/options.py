@@ -48,6 +48,9 @@ GONE = {  # settings of earlier versions
     "max_time": "start the run by `timeout 60m`, which stops it with a checkpoint",
     "model_revision dataset_revision": "download the revision, and give its folder",
     "image_column": "name the column `image`",
+    "lora_init init_lora_weights peft_init_lora_weights": "adapters start with B = 0, as PEFT starts them",
+    "lora_plus_ratio loraplus_lr_ratio": "all adapters have the rate of --learning_rate",
+    "min_learning_rate min_lr": "--schedule linear and cosine end at 0",
     "rslora": "use --lora_alpha: rsLoRA's is --lora_alpha times the root of --lora_rank",
     "on_nan nan_limit stream_buffer": "leave it out",
 }

@@ -110,9 +110,9 @@ def test_half_of_the_batch_that_ran_out_of_memory_is_named(tmp_path, values, pha
 
 
 def test_options_without_effect_on_the_next_rung_are_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["src/6_lean_optimizer.py", "--min_learning_rate", "1e-4", "--seed", "3"])
-    settings = settings_for(tmp_path, name="6_lean_optimizer", micro_batch_size=1, optimizer="sgd")
-    assert "python src/13_lora.py --seed 3, which" in less_memory(settings)
+    monkeypatch.setattr(sys, "argv", ["src/5_low_precision.py", "--betas", "0.8,0.9", "--seed", "3"])
+    settings = settings_for(tmp_path, name="5_low_precision", micro_batch_size=1, precision="bf16-true")
+    assert "python src/6_lean_optimizer.py --seed 3, which" in less_memory(settings)
 
 
 def test_the_next_rung_keeps_its_own_settings_where_a_yaml_file_has_others(tmp_path, monkeypatch):

@@ -320,16 +320,16 @@ def test_betas_eps_and_decay_reach_adam(tmp_path, optimizer):
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_the_schedule_ends_at_the_least_learning_rate(tmp_path, schedule):
-    settings = settings_for(tmp_path, learning_rate=1e-2, min_learning_rate=1e-3, schedule=schedule, warmup_steps=2)
+def test_the_schedule_warms_up_and_ends_at_zero(tmp_path, schedule):
+    settings = settings_for(tmp_path, learning_rate=1e-2, schedule=schedule, warmup_steps=2)
     optimizer = build_optimizer(settings, nn.Linear(2, 2))
     rates = []
     for done in range(11):
         set_learning_rate(settings, optimizer, done, 10)
         rates.append(optimizer.param_groups[0]["lr"])
     assert rates[:3] == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2]), "the warm-up starts near 0"
-    assert rates[10] == pytest.approx(1e-3)
-    assert rates[6] == pytest.approx(1e-3 + 9e-3 / 2), "half of the way in the middle"
+    assert rates[10] == pytest.approx(0)
+    assert rates[6] == pytest.approx(5e-3), "half of the way in the middle"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
