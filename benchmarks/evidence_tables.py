@@ -36,7 +36,7 @@ from fabric_ladder.rungs import RUNGS, parent, script_defaults
 from fabric_ladder.runs.intervals import wilson_interval
 from fabric_ladder.runs.speed import deciding
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques.advice import show_errors
+from fabric_ladder.techniques.advice import explain_errors
 
 GPU = common.RESULTS / "gpu.json"
 PICTURE = common.ROOT / "docs" / "pictures" / "ladder.png"
@@ -304,5 +304,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    show_errors()
+    explain_errors()
     sys.exit(main())

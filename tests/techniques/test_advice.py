@@ -15,7 +15,7 @@ from fabric_ladder import UserError
 from fabric_ladder.distributed import watch
 from fabric_ladder.errors import NotFiniteError
 from fabric_ladder.places import PACKAGE
-from fabric_ladder.techniques.advice import _gaps, explain, less_memory, show_errors
+from fabric_ladder.techniques.advice import _gaps, explain, explain_errors, less_memory
 
 CHECKPOINTED = {"activation_checkpointing": True, "max_length": 4096, "micro_batch_size": 1}
 NEXT = r"Next to try: --activation_checkpointing true, which [^;]*; python src/"  # the rung follows
@@ -198,7 +198,7 @@ def test_a_loss_that_is_not_finite_names_only_settings_that_the_run_can_have(tmp
 def hook(monkeypatch):
     """Return the exception hook of a script."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    show_errors()
+    explain_errors()
     return sys.excepthook
 
 
