@@ -222,10 +222,10 @@ def test_paths_are_found_next_to_the_yaml_file_in_the_home_and_among_the_configs
     (home / "own.yaml").write_text(
         "{dataset: a.csv, validation_file: b.csv, test_file: c.csv, tokenizer: t, model: m.json, runs_dir: runs}"
     )
-    values = combine({}, read_config(find_config("~/own.yaml")), read_words(["--data_dir=a~b"]))
+    values = combine({}, read_config(find_config("~/own.yaml")), {})
     found = [values[name] for name in ("dataset", "validation_file", "tokenizer", "model")]
     assert found == [str(home / name) for name in ("a.csv", "b.csv", "t", "m.json")]
-    assert [values[name] for name in ("test_file", "runs_dir", "data_dir")] == ["c.csv", "runs", "a~b"]
+    assert [values[name] for name in ("test_file", "runs_dir")] == ["c.csv", "runs"]
     model = "configs/models/vit-small.json"
     assert read("--model", model)["model"] == str(CONFIGS.parent / model)
 

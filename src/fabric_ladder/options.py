@@ -45,6 +45,7 @@ RANKS = """RANK LOCAL_RANK NODE_RANK WORLD_SIZE LOCAL_WORLD_SIZE SLURM_PROCID SL
 SLURM_NNODES LOCAL_SIZE CROSS_RANK CROSS_SIZE""".split()  # of launchers and Lightning
 GONE = {  # settings of earlier versions
     "lora_learning_rate sgd_learning_rate": "use --learning_rate",
+    "data_dir": "set the environment variable FABRIC_LADDER_DATA",
     "cache_dir": "set the environment variable FABRIC_LADDER_CACHE",
     "max_time": "start the run by `timeout 60m`, which stops it with a checkpoint",
     "model_revision dataset_revision": "download the revision, and give its folder",

@@ -136,12 +136,6 @@ class DataSettings:
         for_beginners=True,
         aliases={"{}": "data data_path dataset_name train_file"},
     )
-    data_dir: str = data_setting(
-        default_factory=lambda: _folder("FABRIC_LADDER_DATA") or "data",
-        help="Folder with data files. Default: $FABRIC_LADDER_DATA, else `data`.",
-        role=SURROUNDINGS,
-        metavar="FOLDER",
-    )
     text_column: str = data_setting(
         "text",
         "Column of the texts. Several columns, separated by commas, become the lines of one text. The default of "
@@ -246,7 +240,8 @@ class DataSettings:
         role=DATA,
         metavar="NAME_OR_PATH",
     )
-    # the folder for prepared data and compiled kernels; only the environment variable sets it
+    # folders that only environment variables set: of files with data; of prepared data and compiled kernels
+    data_dir: str = dataclasses.field(default_factory=lambda: _folder("FABRIC_LADDER_DATA") or "data")
     cache_dir: str = dataclasses.field(
         default_factory=lambda: _folder("FABRIC_LADDER_CACHE") or platformdirs.user_cache_dir("fabric_ladder")
     )
