@@ -208,7 +208,7 @@ def main(arguments: argparse.Namespace, options: list[str]) -> None:
 
     explain_errors()
     plan = make_plan(arguments, options)
-    if read_words(options).get("check_only"):
+    if "check_only" in read_words(options):
         return
     folders, failed = run_all(plan)
     for line in failed:

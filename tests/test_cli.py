@@ -460,8 +460,10 @@ def test_a_name_too_long_for_a_file_is_refused_in_one_line(name):
 def test_check_only_refuses_unusable_folders_and_data(tmp_path):
     (tmp_path / "file").write_text("in the way")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with pytest.raises(Checked):
-        parse_settings([*BLOOM, "--dataset", "synthetic", "--check_only"])
+    for words in (["--check_only"], ["--check_only", "true"]):
+        with pytest.raises(Checked):
+            parse_settings([*BLOOM, "--dataset", "synthetic", *words])
+    assert parse_settings([*BLOOM, "--dataset", "synthetic", "--check_only", "false"]).dataset == "synthetic"
     for option, value, line in (
         ("--runs_dir", "loop/runs", "cannot write --runs_dir loop/runs (Too many levels of symbolic links)"),
         ("--dataset", "nowhere.csv", "there is no file or folder nowhere.csv"),

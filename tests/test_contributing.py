@@ -1,8 +1,11 @@
-"""A new rung is written into a copy of the project, which trains and plans with the technique of CONTRIBUTING.md."""
+"""In copies of the project the rung of CONTRIBUTING.md is added, which trains and plans, and float8 is deleted."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 from support.helpers import MODELS, ROOT, finished, run_script
@@ -65,3 +68,34 @@ def test_a_new_rung_is_trained_checked_planned_compared_and_listed(project):
     compared = finished(run(project, "scripts/compare_runs.py", "runs"))
     assert "bitfit true" in compared
     assert "garbage" not in compared
+
+
+OF_FLOAT8 = """src/22_float8.py src/plain/22_float8.py src/fabric_ladder/techniques/float8.py
+docs/techniques/22_float8.md tests/techniques/test_float8.py notebooks/22_float8.ipynb""".split()
+
+
+@pytest.mark.slow
+def test_a_technique_is_deleted_with_its_files_its_row_and_its_setting(tmp_path):
+    """The tables are written again, and the quick tests that read all techniques pass."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    for path in {*listed} - {*OF_FLOAT8}:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, tmp_path / path)
+    for file, pattern in {
+        "ladder.py": r'    Row\(\n        "float8",.*?\n    \),\n',
+        "settings.py": r"    float8: bool = .*?\n    \)\n",
+    }.items():
+        path = tmp_path / "src" / "fabric_ladder" / file
+        text, found = re.subn(pattern, "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+        path.write_text(text, encoding="utf-8")
+        assert found == 1
+    finished(run_script(tmp_path / "benchmarks" / "rung_tables.py", cwd=tmp_path, fresh=True, PYTHONPATH=""))
+    for page in ("README.md", "mkdocs.yml", "docs/index.md"):
+        assert "22_float8.md" not in (tmp_path / page).read_text(encoding="utf-8")
+    rooms = ["tests/test_house.py", "tests/test_options.py", "tests/techniques/test_advice.py"]
+    rooms += ["tests/techniques/test_memory_formulas.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", *rooms]
+    paths = os.pathsep.join([str(tmp_path / "src"), str(tmp_path)])
+    environment = os.environ | {"PYTHONPATH": paths}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]

@@ -70,7 +70,7 @@ def options(draw):
     names = draw(st.lists(st.sampled_from(NAMES), max_size=4))
     if draw(seldom):
         names.append(draw(st.sampled_from([*ALIASES]) | st.text(max_size=9)))
-    return {name: draw(setting_values(name)) for name in names if name != "check_only"}
+    return {name: draw(setting_values(name)) for name in names}
 
 
 @st.composite

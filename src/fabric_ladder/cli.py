@@ -58,7 +58,7 @@ def parse_settings(args: list[str] | None = None, **defaults) -> Settings:
 
     Raises:
         UserError: An unknown setting, a wrong type, or values that cannot work together or on this machine.
-        Checked: `check_only` is set, and the run could start.
+        Checked: `--check_only` is given, and the run could start.
     """
     explain_errors()
     in_script = args is None and not notebook_shell()
@@ -94,7 +94,7 @@ def parse_settings(args: list[str] | None = None, **defaults) -> Settings:
     if settings.strategy != "single" and settings.ranks == 1:
         settings = _with_notice(settings, "Running on one device. Use --devices N or torchrun for several.")
     explain_errors(settings)
-    if settings.check_only:
+    if "check_only" in named:
         for line in (*settings.notices, *check_start(settings)):
             print(line)
         raise Checked(settings)

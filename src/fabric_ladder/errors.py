@@ -36,7 +36,7 @@ class NotFiniteError(UserError):
 
 
 class Checked(SystemExit):
-    """Ends a script, with exit status 0, whose settings and machine have passed all checks: `--check_only true`."""
+    """Ends a script, with exit status 0, whose settings and machine have passed all checks: `--check_only`."""
 
     def __init__(self, settings):
         super().__init__(0)
@@ -129,7 +129,8 @@ def print_error(error: BaseException, line: str, stream: TextIO | None = None) -
     """
     stream = stream or sys.stderr
     rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
-    line = " ".join(f"error{f' on rank {rank}' * (rank != '0')}: {line}".split())  # it may quote a value of any length
+    start = f"error on rank {rank}" if rank.isdecimal() and rank != "0" else "error"
+    line = " ".join(f"{start}: {line}".split())  # it may quote a value of any length
     line = line if len(line) <= LONGEST else f"{line[: LONGEST * 2 // 3]} … {line[-LONGEST // 3 :]}"
     if os.environ.get(DEBUG) == "1":
         traceback.print_exception(error, file=stream)

@@ -13,7 +13,8 @@ from fabric_ladder.errors import UserError
 from fabric_ladder.settings import FACTS, kinds_of
 
 LAUNCHERS_OPTION = "local_rank"  # of DeepSpeed's launcher, which sets the environment variable too
-OWN_OPTIONS = ("config", "print_config", "help")  # options that are not settings
+INSTEAD = ("print_config", "check_only")  # switches: do this instead of training
+OWN_OPTIONS = ("config", *INSTEAD, "help")  # options that are not settings
 TRUE = ("true", "yes", "on")
 FALSE = ("false", "no", "off")
 

@@ -26,6 +26,7 @@ from fabric_ladder.foreign import (
     ALIASES,
     DEPENDENT,
     FALSE,
+    INSTEAD,
     OWN_OPTIONS,
     TRUE,
     as_words,
@@ -97,6 +98,7 @@ def print_help(script: Mapping[str, object], doc: str, name: str, every: bool) -
     parser.add_argument("--help", metavar="all", nargs="?", help="Describe the settings, or all of them.")
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings; the command line overrides it.")
     parser.add_argument("--print_config", action="store_true", help="Print this run's YAML file, and exit.")
+    parser.add_argument("--check_only", action="store_true", help="Check whether the run could start here, and exit.")
     groups = {title: parser.add_argument_group(title) for title in GROUPS}
     for setting in NAMES if every else names(for_beginners=True):
         text = f"{FACTS[setting].help} {_describe_default(setting, script)}".strip().replace("%", "%%")
@@ -133,7 +135,7 @@ def read_command_line(*args: str) -> CommandLine:
 
 
 def read_words(words: list[str]) -> dict[str, object]:
-    """Return the values of a command line by name, `config`, `print_config` and `help` included.
+    """Return the values of a command line by name, with `config` and the other options that are not settings.
 
     Args:
         words: Options with their values. A switch needs no value: `--lora` is `--lora true`.
@@ -145,7 +147,9 @@ def read_words(words: list[str]) -> dict[str, object]:
     if unknown := [name for name, _ in pairs if name not in (*NAMES, *OWN_OPTIONS, *DEPENDENT)]:
         raise UserError("; ".join(map(_suggest, dict.fromkeys(unknown))))
     for name, text in pairs:
-        if text is None and name not in ("print_config", "help") and (name in DEPENDENT or not _is_switch(name)):
+        if name in INSTEAD and (text or "").lower() in FALSE:
+            continue
+        if text is None and name not in (*INSTEAD, "help") and (name in DEPENDENT or not _is_switch(name)):
             words = kinds_of(name)[1] if name in FACTS else ()
             raise UserError(f"--{name} needs a value{': ' * bool(words)}{' or '.join(words)} (see --help)")
         text = "true" if text is None and name in FACTS else text

@@ -50,11 +50,11 @@ def makes_weights_on_device(rung: str) -> bool:
 def check_rung(rung: Path, words: list[str]) -> Settings | str:
     """Return the settings of a rung on this machine, or one line with the reason why it cannot run here.
 
-    This runs the rung with `--check_only true` in this process, where the libraries are loaded already.
+    This runs the rung with `--check_only` in this process, where the libraries are loaded already.
     """
     from fabric_ladder.techniques.advice import explain, explain_errors  # needs torch, which finding the rungs does not
 
-    given, sys.argv = sys.argv, [str(rung), *words, "--check_only", "true"]
+    given, sys.argv = sys.argv, [str(rung), *words, "--check_only"]
     try:
         runpy.run_path(str(rung), run_name="__main__")
     except Checked as checked:

@@ -621,7 +621,7 @@ class Settings(DataSettings):
     compile: bool = device_setting(
         False,
         "Apply `torch.compile` to the layers of the model before the first step: one graph for all layers and lengths. "
-        "On a CUDA GPU `float8` and `selective_checkpointing` turn it on.",
+        "Some techniques turn it on on a CUDA GPU, with a line.",
         role=TECHNIQUE,
         aliases={"true": "torch_compile"},
     )
@@ -641,7 +641,6 @@ class Settings(DataSettings):
         "and an operation without one stops the run.",
         role=TECHNIQUE,
     )
-    check_only: bool = device_setting(False, "Check whether the run could start here, and exit.", changes_figures=False)
     evaluate_every: int = validation_setting(
         0,
         "Optimizer steps between two validations within an epoch. Another one follows each epoch. 0: no others.",

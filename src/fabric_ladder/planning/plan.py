@@ -66,7 +66,7 @@ def find_machine(arguments: argparse.Namespace) -> tuple[Machine, list[str]]:
 
 def _check_options(given: dict[str, object]) -> None:
     """Refuse settings of a run that have no effect on a plan."""
-    if given.get("check_only"):
+    if "check_only" in given:
         raise UserError("--check_only checks one rung's start: give it to the rung's script")
     if given.get("accelerator") in ("cpu", "mps"):
         raise UserError(f"--accelerator {given['accelerator']}: plans are for CUDA GPUs; leave it out")
