@@ -4,6 +4,7 @@ import errno
 import sys
 from collections.abc import Collection
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -172,8 +173,9 @@ def _step_below(row: Row, settings: Settings, seen: list[Row]) -> Step | None:
         below = row_of(step.rung) if step.rung else None
         if below and not below.planned(settings.ranks):
             continue  # it needs several GPUs
-        if _helps(step, settings):
-            return _complete(step, settings)
+        whole = _complete(step, settings)
+        if step.when(settings) and _helps(whole, settings):
+            return whole
         if below and below not in seen:
             seen.append(below)
             technique = technique_of(step.rung)
@@ -185,9 +187,9 @@ def _step_below(row: Row, settings: Settings, seen: list[Row]) -> Step | None:
 
 
 def _helps(step: Step, settings: Settings) -> bool:
-    """Return whether the step saves memory in this run, and whether no technique refuses it."""
+    """Return whether a complete step saves memory in this run, and whether no technique refuses it."""
     technique = step.rung and technique_of(step.rung)
-    if (technique and technique.is_used(settings)) or not step.when(settings):
+    if technique and technique.is_used(settings):
         return False
     if step.of_state and (settings.optimizer in STATELESS or settings.optimizer_offload or settings.lora):
         return False
@@ -204,16 +206,13 @@ def _helps(step: Step, settings: Settings) -> bool:
 
 
 def _after(step: Step, settings: Settings) -> Settings:
-    """Return roughly the settings of the step's command."""
-    there = {name: getattr(DEFAULTS, name) for name in step.replaces if name != "optimizer"}
-    if step.rung:
-        refused = _conflicting(step, settings)
-        left = {*_defaults(settings.name), *refused} - {"devices"}
-        there |= {name: getattr(DEFAULTS, name) for name in left}
-        there |= _kept(step, settings, refused) | _defaults(step.rung)
-    return replace(settings, **(there | read_words([*step.options])))
+    """Return roughly the settings of the command of a complete step."""
+    left = {*step.replaces, *(_defaults(settings.name) if step.rung else ())} - {"devices"}
+    own = _defaults(step.rung) if step.rung else {}
+    return replace(settings, **{name: getattr(DEFAULTS, name) for name in left} | own | read_words([*step.options]))
 
 
+@cache
 def _defaults(rung: str) -> dict:
     """Return the keywords of a rung's script; empty for a script of the user's own."""
     script = SRC / f"{rung}.py"
@@ -221,37 +220,20 @@ def _defaults(rung: str) -> dict:
     return found | ({"precision": "bf16-mixed"} if found.get("precision") == "mixed" else {})
 
 
-def _conflicting(step: Step, settings: Settings) -> list[str]:
-    """Return the settings of the run that the step's rung refuses."""
-    technique, own = technique_of(step.rung), _defaults(step.rung)
-    there = replace(settings, **own)
-    return [
-        each.setting
-        for each in used(settings)
-        if each.setting not in own
-        and ((technique and (each.conflict(technique) or technique.conflict(each))) or each.reason_against(there, None))
-    ]
-
-
-def _kept(step: Step, settings: Settings, refused: list[str]) -> dict[str, object]:
-    """Return the settings of techniques that the run keeps on the step's rung, whose script does not set them."""
-    left = {*step.replaces, *refused, *_defaults(step.rung)}
-    return {
-        each.setting: getattr(settings, each.setting)
-        for each in used(settings)
-        if each.row.stays and each.setting not in left
-    }
-
-
 def _complete(step: Step, settings: Settings) -> Step:
-    """Return the step with the options that keep the run's techniques, and without what it refuses."""
+    """Return the step with the options that keep the run's techniques, and without what its rung refuses."""
     options, replaces = step.options, step.replaces
     if step.rung:
-        refused = _conflicting(step, settings)
-        kept = _kept(step, settings, refused)
-        options += tuple(word for name, value in kept.items() for word in (f"--{name}", show(value)))
-        replaces += tuple(refused)
-        technique = technique_of(step.rung)
+        technique, own = technique_of(step.rung), _defaults(step.rung)
+        there = replace(settings, **own)
+        for each in used(settings):
+            if each.setting in (*own, *step.replaces):
+                continue
+            conflicts = technique and (each.conflict(technique) or technique.conflict(each))
+            if conflicts or each.reason_against(there, None):
+                replaces += (each.setting,)
+            elif each.row.stays:
+                options += (f"--{each.setting}", show(getattr(settings, each.setting)))
         if technique and settings.precision in technique.refused_precisions:
             options += ("--precision", "32-true")
     if settings.optimizer == "sgd":  # every rung supports it, and no optimizer needs less memory
