@@ -16,7 +16,6 @@ from fabric_ladder import Run, build_dataloaders, build_optimizer, evaluate, tra
 from fabric_ladder.cli import resolve
 from fabric_ladder.settings import Settings
 from fabric_ladder.techniques import compile
-from fabric_ladder.techniques.advice import explain
 from fabric_ladder.techniques.compile import CompileClock, compile_blocks
 from fabric_ladder.techniques.fused_attention import fuse_attention
 
@@ -160,11 +159,3 @@ def test_on_a_cpu_compiled_dropout_drops_the_same_values(tmp_path):
     (plain, wanted), (loss, found) = gradients(False), gradients(True)
     torch.testing.assert_close(loss, plain)
     torch.testing.assert_close(found, wanted)
-
-
-@pytest.mark.parametrize("missing", ["working triton installation", "C compiler"])
-def test_a_missing_part_of_triton_is_named_with_the_remedy(missing):
-    """The texts are those of torch/_inductor/exc.py and triton/runtime/build.py."""
-    start = {"C compiler": "Failed to find", "working triton installation": "Cannot find a"}[missing]
-    line = explain(RuntimeError(f"{start} {missing}. Either …"))
-    assert line.endswith("or use --compile false")
