@@ -8,7 +8,7 @@ TORCH_BACKEND ?= cpu
 # without its requirements: it asks for an older pillow than is pinned, which it runs without
 TRACKIO := trackio==0.43.0 gradio_client==2.7.2 orjson==3.13.0 starlette==1.10.0 uvicorn==0.54.0
 
-.PHONY: run test test-slow test-lowest lint format bench combinations architectures new-rung notebooks docs clean
+.PHONY: run test test-slow test-lowest lint format bench combinations architectures tables new-rung notebooks docs clean
 
 run: .venv/installed
 	$(BIN)/python src/2_grad_accum.py --config configs/quickstart.yaml
@@ -42,6 +42,12 @@ combinations: .venv/installed-dev
 # runs a tiny model of every architecture of transformers on committed code, and writes docs/architectures.md
 architectures: .venv/installed-dev
 	$(BIN)/python benchmarks/architectures.py
+
+# writes all generated tables: of the rungs, of stored runs and of GPUs, and what the planner reads
+tables: .venv/installed-dev
+	$(BIN)/python benchmarks/evidence_tables.py
+	$(BIN)/python benchmarks/rung_tables.py
+	$(BIN)/python benchmarks/harvest.py --fill
 
 # make new-rung NUMBER=30 NAME=bitfit PARENT=2_grad_accum
 new-rung:

@@ -87,7 +87,7 @@ def download_file(url: str, sha256: str, folder: Path, name: str, instead: str =
             f"as {archive}, or set FABRIC_LADDER_DATA to the folder that holds it{instead}"
         ) from error
     except OSError as error:
-        raise UserError(f"cannot write {folder} ({error}): choose another --data_dir") from error
+        raise UserError(f"cannot write {folder} ({error}): set FABRIC_LADDER_DATA to another folder") from error
     except RuntimeError as error:  # torch.hub found a wrong checksum
         raise UserError(f"the download of {url} has a wrong checksum: try again, or save it as {archive}") from error
     finally:

@@ -45,7 +45,7 @@ from common import (
     take_turns,
 )
 
-from fabric_ladder.techniques.advice import show_errors
+from fabric_ladder.techniques.advice import explain_errors
 
 OUT = common.RESULTS / "against_peers.json"
 REVIEWS = 320  # for training: a run's speed repeats within 5 %
@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--without", nargs="+", choices=PEERS, default=[], help="peers to leave out, to save time")
     parser.add_argument("--precision", choices=("32-true", "bf16-mixed"), default="32-true", help="of all sides")
     args = parser.parse_args()
-    show_errors()
+    explain_errors()
     torch.set_num_threads(args.threads)
     measures = {}
     for part in args.part:

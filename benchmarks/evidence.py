@@ -35,7 +35,7 @@ from forking import run_together, start_forks
 from fabric_ladder.environment import describe_hardware, write_whole
 from fabric_ladder.errors import UserError
 from fabric_ladder.rungs import RUNGS, check_rung, choose_rungs
-from fabric_ladder.techniques.advice import show_errors
+from fabric_ladder.techniques.advice import explain_errors
 
 RUNS = common.RESULTS / "runs"
 WORK = common.ROOT / "runs" / "evidence"  # runs in progress
@@ -270,5 +270,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    show_errors()
+    explain_errors()
     sys.exit(main())

@@ -36,7 +36,7 @@ from fabric_ladder.rungs import RUNGS, parent, script_defaults
 from fabric_ladder.runs.intervals import wilson_interval
 from fabric_ladder.runs.speed import deciding
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques.advice import show_errors
+from fabric_ladder.techniques.advice import explain_errors
 
 GPU = common.RESULTS / "gpu.json"
 PICTURE = common.ROOT / "docs" / "pictures" / "ladder.png"
@@ -45,7 +45,7 @@ ONE_SAMPLE = "--batch_size 1 --activation_checkpointing true"
 PLAIN = ("", 1, "")
 PREDICTED = {  # options, GPUs and remark of the prediction for a rung; default: none, one GPU, none
     "10_fsdp": ("", 4, " on 4 GPUs"), "12_deepspeed_zero": ("--deepspeed zero3_offload", 1, " with zero3_offload"),
-    "17_step_in_backward": (ONE_SAMPLE, 1, " with checkpointing"),
+    "17_step_in_backward": (ONE_SAMPLE, 1, " with checkpointing"), "27_cuda_graphs": ("", 1, " and a pool"),
 }  # fmt: skip
 AS_ANOTHER = {"3_torch_compile": "2_grad_accum", "9_ddp": "4_mixed_precision", "15_packing": "4_mixed_precision"}
 
@@ -304,5 +304,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    show_errors()
+    explain_errors()
     sys.exit(main())

@@ -50,7 +50,7 @@ from fabric_ladder.planning.gpus import Gpu, match_gpu
 from fabric_ladder.planning.overhead import assume, load_overhead
 from fabric_ladder.rungs import RUNGS
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques.advice import show_errors
+from fabric_ladder.techniques.advice import explain_errors
 from local_dataset_utilities import load_datasets
 
 OUT = common.RESULTS / "gpu.json"
@@ -557,7 +557,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     """Measure or fill the pages, and return the exit status."""
-    show_errors()
+    explain_errors()
     args = parse()
     if args.fill:
         for path in [*sorted(common.RESULTS.glob("gpu*.json"))] if args.fill == OUT else [args.fill]:

@@ -30,7 +30,7 @@ from fabric_ladder.data.splits import TextDatasets
 from fabric_ladder.data.tables import complete_splits, read_splits
 from fabric_ladder.settings import DataSettings, Settings
 from fabric_ladder.techniques import full_pass
-from fabric_ladder.techniques.advice import show_errors
+from fabric_ladder.techniques.advice import explain_errors
 from local_dataset_utilities import imdb_source, load_datasets
 
 OUT = common.RESULTS / "padding.json"
@@ -144,7 +144,7 @@ def measure_speed(model: str, repeats: int, threads: int, folder: Path) -> dict:
 def main() -> None:
     """Measure the chosen parts."""
     args = part_parser(__doc__, ["tokens", "minilm", "bloom"], 3, OUT).parse_args()
-    show_errors()
+    explain_errors()
     torch.set_num_threads(args.threads)
     measures = {part: partial(measure_speed, part, args.repeats, args.threads) for part in args.part}
     if "tokens" in measures:

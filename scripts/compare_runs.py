@@ -10,7 +10,7 @@ standard input. The first run is the reference. The script refuses runs that dif
 
 import argparse
 
-from fabric_ladder.errors import UserError, show_user_errors
+from fabric_ladder.errors import UserError, show_errors
 from fabric_ladder.tools.arguments import Arguments, new_path, write_new
 
 
@@ -49,5 +49,5 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    show_user_errors()
+    show_errors()
     main(parse())

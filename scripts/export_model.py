@@ -25,10 +25,10 @@ def parse() -> argparse.Namespace:
 def main(arguments: argparse.Namespace) -> None:
     """Load and write."""
     from fabric_ladder.checkpoints.export import find_result, load_result, new_folder, note_on_4_bits, write_plain
-    from fabric_ladder.techniques.advice import show_errors
+    from fabric_ladder.techniques.advice import explain_errors
     from fabric_ladder.tools.model_card import write_card
 
-    show_errors(smaller="a machine with more memory")
+    explain_errors(smaller="a machine with more memory")
     source = find_result(arguments.source)
     run = source.folder.absolute().parent
     output = arguments.output or run / "export"

@@ -76,10 +76,10 @@ def main(arguments: argparse.Namespace) -> None:
     from fabric_ladder.checkpoints.export import DTYPES
     from fabric_ladder.data.instructions import hides_input
     from fabric_ladder.environment import find_device
-    from fabric_ladder.techniques.advice import show_errors
+    from fabric_ladder.techniques.advice import explain_errors
     from fabric_ladder.tools import generation
 
-    show_errors(smaller="a smaller --batch_size, --precision bf16-true or --quantization nf4")
+    explain_errors(smaller="a smaller --batch_size, --precision bf16-true or --quantization nf4")
     device = find_device(arguments.accelerator)
     rows = generation.read_questions(arguments.prompts) if arguments.prompts else []
     dtype = DTYPES[arguments.precision or ("32-true" if device == "cpu" else "bf16-true")]

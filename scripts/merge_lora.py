@@ -31,9 +31,9 @@ def main(arguments: argparse.Namespace) -> None:
         note_on_4_bits,
         write_plain,
     )
-    from fabric_ladder.techniques.advice import show_errors
+    from fabric_ladder.techniques.advice import explain_errors
 
-    show_errors(smaller="--precision bf16-true")
+    explain_errors(smaller="--precision bf16-true")
     adapter = find_result(arguments.adapter)
     if not adapter.adapter:
         raise UserError(f"{adapter.folder} is a whole model, not an adapter: there is nothing to merge")

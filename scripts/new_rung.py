@@ -24,8 +24,6 @@ from fabric_ladder.techniques.technique import Technique
 class {kind}(Technique):
     """TODO: what it changes."""
 
-    key = "{name}"
-
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
         """Return the model with the technique applied."""
         return model
@@ -40,6 +38,9 @@ SETTING = """    {name}: bool = optimization_setting(
 ROW = """    Row(
         "{name}",
         "{rung}",
+        group="TODO: what it saves",
+        title="TODO: its words in tables",
+        mechanism="{name}.{kind}",
         plans=ALONE_OR_CHECKPOINTED,
         tries=(IN_16_BITS,),
     ),
@@ -67,10 +68,10 @@ LEFT = """Left to do, in the order of CONTRIBUTING.md:
  4. src/{rung}.py and src/plain/{rung}.py: docstrings, and in the plain script the technique, with "# NEW in {number}"
  5. tests/plain/test_plain.py: the rung in CASES; tests/rungs/test_rungs.py: the rung's precision and optimizer
  6. tests/techniques/test_{name}.py: what the technique must not change
- 7. docs/techniques/{rung}.md, its line in mkdocs.yml and docs/index.md, and its row in README.md
+ 7. docs/techniques/{rung}.md: the page
  8. notebooks/texts.yaml: problem, idea and code; then make notebooks
  9. docs/pictures/draw.py: its picture
-10. benchmarks/memory_ladder.py: its entry; benchmarks/evidence.py: its accuracy; make combinations
+10. benchmarks/memory_ladder.py: its entry; benchmarks/evidence.py: its accuracy; make combinations; make tables
 """
 
 
@@ -89,11 +90,6 @@ def write_rung(number: int, name: str, parent: str) -> str:
     words = {"number": number, "name": name, "rung": rung, "kind": kind, "parent": parent}
     words["title"] = name.replace("_", " ").capitalize()
     (PACKAGE / "techniques" / f"{name}.py").write_text(MECHANISM.format_map(words), encoding="utf-8")
-    registry = PACKAGE / "techniques" / "__init__.py"
-    insert(
-        registry, f"from fabric_ladder.techniques.{name} import {kind}\n", "from fabric_ladder.techniques.technique "
-    )
-    insert(registry, f"    {kind},\n", "    LoRA,\n")
     insert(PACKAGE / "ladder.py", ROW.format_map(words), '    Row(\n        "lora",\n')
     insert(PACKAGE / "settings.py", SETTING.format_map(words), "    kahan_summation: bool")
     for folder in (ROOT / "src", ROOT / "src" / "plain"):

@@ -61,11 +61,11 @@ def main(arguments: argparse.Namespace, options: list[str]) -> None:
     from fabric_ladder.planning.calibration import calibrate
     from fabric_ladder.planning.plan import find_answer
     from fabric_ladder.planning.report import print_answer, to_json
-    from fabric_ladder.techniques.advice import show_errors
+    from fabric_ladder.techniques.advice import explain_errors
 
     gc.freeze()
     gc.enable()
-    show_errors()
+    explain_errors()
     if arguments.calibrate:
         calibrate(Settings().cache_dir)
         return

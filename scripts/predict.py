@@ -51,10 +51,10 @@ def main(arguments: argparse.Namespace) -> None:
     """Load the model, predict, and print the scores."""
     from fabric_ladder.checkpoints.export import DTYPES
     from fabric_ladder.environment import find_device
-    from fabric_ladder.techniques.advice import show_errors
+    from fabric_ladder.techniques.advice import explain_errors
     from fabric_ladder.tools.inference import load_predictor, predict_file
 
-    show_errors(smaller="a smaller --batch_tokens or --precision bf16-true")
+    explain_errors(smaller="a smaller --batch_tokens or --precision bf16-true")
     device = find_device(arguments.accelerator)
     precision = arguments.precision or ("32-true" if device == "cpu" else "bf16-true")
     tokens = arguments.batch_tokens or (1024 if device == "cpu" else 16_384)

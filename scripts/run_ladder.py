@@ -204,9 +204,9 @@ def print_comparison(arguments: argparse.Namespace, runs: dict[str, Planned]) ->
 
 def main(arguments: argparse.Namespace, options: list[str]) -> None:
     """Check the rungs, run them and compare the runs."""
-    from fabric_ladder.techniques.advice import show_errors
+    from fabric_ladder.techniques.advice import explain_errors
 
-    show_errors()
+    explain_errors()
     plan = make_plan(arguments, options)
     if read_words(options).get("check_only"):
         return

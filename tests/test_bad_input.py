@@ -27,24 +27,27 @@ class Case(NamedTuple):
     """A mistake.
 
     Attributes:
-        args: Arguments. Relative paths are found in `material` through `data_dir`.
+        args: Arguments. Relative paths are found in the folder of data.
         pattern: Matches the one line.
         kept: Files that may stay: `nothing`, `tokens` or the `run`, if it had begun.
+        data: The folder of data; `{m}` is `material`.
     """
 
     args: str
     pattern: str
     kept: str = "nothing"
+    data: str = "{m}"
 
 
 CASES = {
     # IMDb
     "no network and no data": Case(
-        "--dataset imdb --data_dir data",
-        r"IMDb is not in \S*/data and cannot .*save https://\S+/aclImdb_v1\.tar\.gz as .*FABRIC_LADDER_DATA.*synthetic"
+        "--dataset imdb",
+        r"IMDb is not in \S*/data and cannot .*save https://\S+/aclImdb_v1\.tar\.gz as .*FABRIC_LADDER_DATA.*synthetic",
+        data="data",
     ),
     "archive with too few reviews": Case(
-        "--dataset imdb --data_dir {m}/few", r"few/aclImdb_v1\.tar\.gz holds 4 reviews instead of 50,000"
+        "--dataset imdb", r"few/aclImdb_v1\.tar\.gz holds 4 reviews instead of 50,000", data="{m}/few"
     ),
     # files
     "folder that is called .csv": Case("--dataset good.csv --test_file folder.csv", r"folder\.csv.*director"),
@@ -115,7 +118,7 @@ def processes(request, material, tmp_path_factory):
     for name in [item.callspec.params["name"] for item in request.session.items if item.path == request.path]:
         cwd = tmp_path_factory.mktemp("case")
         args = [*SMALL, *CASES[name].args.format(m=material).split()]
-        own = {"FABRIC_LADDER_DATA": str(material), "FABRIC_LADDER_CACHE": str(cwd / "cache")}
+        own = {"FABRIC_LADDER_DATA": CASES[name].data.format(m=material), "FABRIC_LADDER_CACHE": str(cwd / "cache")}
         own |= {"HF_HOME": str(material.parent / "hub"), "CUDA_VISIBLE_DEVICES": ""}
         done[name] = cwd, pool.submit(run_script, SRC / "2_grad_accum.py", *args, cwd=cwd, **own, **OFFLINE)
     yield done

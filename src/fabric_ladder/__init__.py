@@ -5,10 +5,10 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from fabric_ladder.errors import runs_script, show_user_errors
+from fabric_ladder.errors import runs_script, show_errors
 
 if runs_script():  # before the imports of packages that may be missing
-    show_user_errors()
+    show_errors()
 
 from fabric_ladder.options import answer_early
 

@@ -39,11 +39,6 @@ def check_values(settings: Settings) -> None:
             )
     if settings.gpu_memory_limit:
         read_size(settings.gpu_memory_limit, "--gpu_memory_limit")
-    if settings.min_learning_rate > settings.learning_rate:
-        raise UserError(
-            f"--min_learning_rate {settings.min_learning_rate:g} is above --learning_rate {settings.learning_rate:g}: "
-            "the schedule would rise; lower it"
-        )
     found = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
     if settings.accelerator in found and not found[settings.accelerator]():
         kind = {"cuda": "CUDA GPU", "mps": "Apple GPU"}[settings.accelerator]

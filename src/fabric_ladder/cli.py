@@ -13,9 +13,9 @@ from fabric_ladder.checks import check, check_start, check_values
 from fabric_ladder.distributed.deepspeed_config import settings_in_file
 from fabric_ladder.distributed.launch import check_launcher, options_of_fabric_run, prepare_launch, resolve_devices
 from fabric_ladder.distributed.strategies import strategy_traits
-from fabric_ladder.environment import compute_capability, fit_precision, keep_freed_memory, notebook_shell, prepare_cuda
-from fabric_ladder.errors import Checked
-from fabric_ladder.foreign import DEPENDENT, as_words, read_dependent, to_own_words
+from fabric_ladder.environment import compute_capability, fit_precision, keep_freed_memory, prepare_cuda
+from fabric_ladder.errors import Checked, notebook_shell
+from fabric_ladder.foreign import DEPENDENT, as_words, read_dependent
 from fabric_ladder.models.configs import count_positions, load_config
 from fabric_ladder.models.probe import padding_notice
 from fabric_ladder.options import (
@@ -28,15 +28,15 @@ from fabric_ladder.options import (
     find_config,
     own_rate,
     print_help,
+    read_command_line,
     read_config,
-    read_words,
     without_options,
 )
 from fabric_ladder.places import CONFIGS
 from fabric_ladder.runs.process import prepare_process
 from fabric_ladder.settings import FACTS, Settings, show
 from fabric_ladder.techniques import TECHNIQUES, cuda_defaults, full_pass, trains_adapters, used
-from fabric_ladder.techniques.advice import show_errors
+from fabric_ladder.techniques.advice import explain_errors
 
 CPU_TOKENS = 1024  # per micro-batch: no other number was faster, see docs/journal.md
 CPU_FULL_PASS = 256  # tokens. A pass costs 20 to 60 tokens more than its tokens: see docs/techniques/micro_batches.md
@@ -60,12 +60,11 @@ def parse_settings(args: list[str] | None = None, **defaults) -> Settings:
         UserError: An unknown setting, a wrong type, or values that cannot work together or on this machine.
         Checked: `check_only` is set, and the run could start.
     """
-    show_errors()
+    explain_errors()
     in_script = args is None and not notebook_shell()
     if args is None:
         args = [*sys.argv[1:], *options_of_fabric_run()] if in_script else []
-    words, read_as = to_own_words(args)
-    named = read_words(words)
+    words, read_as, named = read_command_line(*args)
     if "help" in named:
         print_help(defaults, _script_doc(), _script_name(), named["help"] == "all")
         raise SystemExit(0)
@@ -74,7 +73,7 @@ def parse_settings(args: list[str] | None = None, **defaults) -> Settings:
         meant = {
             name: show(getattr(settings, name)) for each in DEPENDENT if each in named for name in DEPENDENT[each].means
         }
-        if meant or words is not args:
+        if meant or words != args:
             own = (word for each in meant.items() for word in as_words(*each))
             sys.argv[1:] = [*without_options(words, {*DEPENDENT, *meant}), *own]
     if read_as:
@@ -94,7 +93,7 @@ def parse_settings(args: list[str] | None = None, **defaults) -> Settings:
         settings = _with_notice(settings, technique.notice(settings))
     if settings.strategy != "single" and settings.ranks == 1:
         settings = _with_notice(settings, "Running on one device. Use --devices N or torchrun for several.")
-    show_errors(settings)
+    explain_errors(settings)
     if settings.check_only:
         for line in (*settings.notices, *check_start(settings)):
             print(line)

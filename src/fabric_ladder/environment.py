@@ -220,15 +220,6 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def notebook_shell():
-    """Return IPython's shell when this process is a notebook kernel, else None."""
-    if "ipykernel" not in sys.modules:
-        return None
-    from IPython import get_ipython
-
-    return get_ipython()
-
-
 def write_whole(path: Path, content: str | bytes) -> None:
     """Replace a file in one step: a reader finds the old or the new content."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

@@ -44,27 +44,57 @@ class Checked(SystemExit):
         print(f"{settings.name} can run here")
 
 
-def show_user_errors() -> None:
-    """From now on, print a `UserError` or a missing package as one line, and end with exit status 2.
+def explain_user_error(error: BaseException) -> str | None:
+    """Return the line of a `UserError` or a missing package, or None: a bug keeps its traceback."""
+    if isinstance(error, ModuleNotFoundError):
+        return (
+            f"{sys.executable} lacks the package {error.name}: pip install -r requirements.txt, or install with "
+            "`make run` and start the script with .venv/bin/python"
+        )
+    return str(error) if isinstance(error, UserError) else None
 
-    `techniques.advice.show_errors` explains more errors, but imports torch.
+
+def show_errors(explain: Callable[[BaseException], str | None] = explain_user_error) -> None:
+    """From now on, print explained errors as one line on stderr; in a script, end with exit status 2.
+
+    Args:
+        explain: Returns the line of an error that the user can fix, or None. `techniques.advice.explain` explains more
+            errors, but imports torch.
     """
-    atexit.register(drop_unread_output)
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        line = str(error)
+    def in_script(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        line = explain(error)
         if isinstance(error, BrokenPipeError) and drop_unread_output():
             raise SystemExit(1)
-        if isinstance(error, ModuleNotFoundError):
-            line = f"{sys.executable} lacks the package {error.name}: pip install -r requirements.txt"
-            line += ", or install with `make run` and start the script with .venv/bin/python"
-        elif not isinstance(error, UserError):
+        if isinstance(error, KeyboardInterrupt):  # while nothing of a run is there that could be saved
+            sys.__stderr__.write("Stopped by Ctrl-C\n")
+        elif line is None:
             sys.__excepthook__(kind, error, trace)
-            return
-        print_error(error, f"error: {line}")
-        raise SystemExit(2)  # raised inside the hook, it sets the exit status
+        else:
+            print_error(error, line, sys.__stderr__)  # torch.distributed's own hook holds sys.stderr back
+            raise SystemExit(2)  # raised inside the hook, it sets the exit status
 
-    sys.excepthook = hook
+    def in_notebook(shell, kind, error, trace, tb_offset=None):
+        if (line := explain(error)) is None:
+            shell.showtraceback((kind, error, trace), tb_offset)
+        else:
+            print_error(error, line)
+
+    if shell := notebook_shell():
+        shell.set_custom_exc((Exception,), in_notebook)
+        return
+    atexit.unregister(drop_unread_output)
+    atexit.register(drop_unread_output)
+    sys.excepthook = in_script
+
+
+def notebook_shell():
+    """Return IPython's shell when this process is a notebook kernel, else None."""
+    if "ipykernel" not in sys.modules:
+        return None
+    from IPython import get_ipython
+
+    return get_ipython()
 
 
 def drop_unread_output() -> bool:
@@ -94,11 +124,12 @@ def print_error(error: BaseException, line: str, stream: TextIO | None = None) -
 
     Args:
         error: If a library's error caused it, the line ends with the way to see that one.
-        line: The problem and the remedy.
+        line: The problem and the remedy. A rank other than 0 is named.
         stream: Default: stderr.
     """
     stream = stream or sys.stderr
-    line = " ".join(line.split())  # it may quote a value of any length
+    rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
+    line = " ".join(f"error{f' on rank {rank}' * (rank != '0')}: {line}".split())  # it may quote a value of any length
     line = line if len(line) <= LONGEST else f"{line[: LONGEST * 2 // 3]} … {line[-LONGEST // 3 :]}"
     if os.environ.get(DEBUG) == "1":
         traceback.print_exception(error, file=stream)

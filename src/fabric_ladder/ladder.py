@@ -50,8 +50,11 @@ class Row(NamedTuple):
 
     Attributes:
         setting: The field of `Settings` that switches the technique on, or a name of its own; empty: no technique.
-        values: The values of `setting` that use the technique; empty: all but false, null and `no`.
         rung: The script that shows the technique; empty for a technique without a rung of its own.
+        group: The heading of the rung in tables: what it saves or uses.
+        title: Its words in tables, below this heading.
+        mechanism: The module of `techniques/` and the class that act on the training; empty: the script alone does.
+        values: The values of `setting` that use the technique; empty: all but false, null and `no`.
         conflicts: Keys of rows that it cannot be used with, each with the reason and the remedy.
         plans: The planner tries the rung with each of these options; empty: it leaves the rung out.
         on_one_gpu: What it tries on one GPU; None: `plans`.
@@ -65,6 +68,9 @@ class Row(NamedTuple):
 
     setting: str
     rung: str = ""
+    group: str = ""
+    title: str = ""
+    mechanism: str = ""
     values: tuple[str, ...] = ()
     conflicts: Mapping[str, str] = MappingProxyType({})
     plans: tuple[tuple[str, ...], ...] = ALONE
@@ -116,13 +122,30 @@ BY_WEIGHT = {SHARDED: "not on sharded weights; leave it out (rung 11 steps in CP
 # - The compiler needs the final layers.
 # - The formulas of ZeRO replace what those of other techniques add.
 LADDER = (
-    Row("", "1_batch_size_1", tries=(IN_16_BITS,)),
-    Row("", "2_grad_accum", tries=(IN_16_BITS,)),
-    Row("", "8_init_on_device", tries=(IN_16_BITS,)),
-    Row("precision", "5_low_precision", values=("bf16-true", "16-true"), tries=(WITHOUT_STATE,)),
+    Row("", "1_batch_size_1", group="base", title="one sample per step, 32-bit, Adam", tries=(IN_16_BITS,)),
+    Row("", "2_grad_accum", group="base", title="gradient accumulation", tries=(IN_16_BITS,)),
+    Row(
+        "",
+        "8_init_on_device",
+        group="weights",
+        title="weights made on the GPU, without a copy in CPU memory",
+        tries=(IN_16_BITS,),
+    ),
+    Row(
+        "precision",
+        "5_low_precision",
+        group="weights",
+        title="everything in bfloat16",
+        mechanism="low_precision.LowPrecision",
+        values=("bf16-true", "16-true"),
+        tries=(WITHOUT_STATE,),
+    ),
     Row(
         "precision",
         "4_mixed_precision",
+        group="time",
+        title="16-bit computation, 32-bit weights",
+        mechanism="mixed_precision.MixedPrecision",
         values=("bf16-mixed", "16-mixed"),
         plans=ALONE_OR_CHECKPOINTED,
         tries=(IN_16_BITS,),
@@ -130,6 +153,9 @@ LADDER = (
     Row(
         "strategy",
         "10_fsdp",
+        group="several GPUs",
+        title="FSDP2: weights, gradients and optimizer state sharded",
+        mechanism="sharding.FSDP",
         values=("fsdp",),
         plans=ALONE_OR_CHECKPOINTED,
         on_one_gpu=(),
@@ -138,6 +164,9 @@ LADDER = (
     Row(
         "optimizer",
         "18_low_bit_optimizer",
+        group="optimizer state",
+        title="Adam's moments in 8 or 4 bits",
+        mechanism="low_bit_optimizer.LowBitOptimizer",
         values=("adam-8bit", "adam-4bit"),
         conflicts={
             "optimizer_offload": "with --optimizer_offload true a step takes many times as long as plain Adam's, and "
@@ -149,10 +178,22 @@ LADDER = (
             Step("19_optimizer_offload", STATE_ON_HOST, replaces=("optimizer",), of_state=True),
         ),
     ),
-    Row("optimizer", "6_lean_optimizer", values=("sgd",), plans=ALONE_OR_CHECKPOINTED, tries=(ADAPTERS,)),
+    Row(
+        "optimizer",
+        "6_lean_optimizer",
+        group="optimizer state",
+        title="SGD, which keeps no state",
+        mechanism="lean_optimizer.LeanOptimizer",
+        values=("sgd",),
+        plans=ALONE_OR_CHECKPOINTED,
+        tries=(ADAPTERS,),
+    ),
     Row(
         "optimizer",
         "26_stateless",
+        group="optimizer state",
+        title="SinkGD, which learns without state",
+        mechanism="sinkgd.Stateless",
         values=("sinkgd",),
         plans=ALONE_OR_CHECKPOINTED,
         tries=(
@@ -171,6 +212,9 @@ LADDER = (
     Row(
         "kahan_summation",
         "16_bf16_that_learns",
+        group="weights",
+        title="bfloat16 with Kahan summation",
+        mechanism="kahan.KahanSummation",
         conflicts={
             "lora": "adapters are trained in 32-bit, which loses nothing; leave it out",
             SHARDED: "not on sharded weights; leave it out, and use --precision bf16-mixed, whose weights lose nothing",
@@ -181,6 +225,9 @@ LADDER = (
     Row(
         "step_in_backward",
         "17_step_in_backward",
+        group="gradients",
+        title="the optimizer steps inside the backward pass",
+        mechanism="weight_steps.StepInBackward",
         conflicts=BY_WEIGHT,
         plans=(*ALONE_OR_CHECKPOINTED, (*ON_HOST, *CHECKPOINTING)),
         tries=(
@@ -198,17 +245,28 @@ LADDER = (
     Row(
         "optimizer_offload",
         "19_optimizer_offload",
+        group="optimizer state",
+        title="the optimizer on the CPU",
+        mechanism="weight_steps.OptimizerOffload",
         conflicts=BY_WEIGHT,
         plans=ALONE_OR_CHECKPOINTED,
         short_name="optimizer offload",
         tries=(WEIGHTS_ON_HOST._replace(reason="keeps weights there too"),),
     ),
-    Row("embedding_rows"),  # no setting: it is always on
-    Row("attention", values=("fused",), anywhere="keeps no matrix of tokens x tokens"),
-    Row("loss_chunk"),
+    Row("embedding_rows", mechanism="embedding_rows.EmbeddingRows"),  # no setting: it is always on
+    Row(
+        "attention",
+        mechanism="fused_attention.FusedAttention",
+        values=("fused",),
+        anywhere="keeps no matrix of tokens x tokens",
+    ),
+    Row("loss_chunk", mechanism="chunked_loss.ChunkedLoss"),
     Row(
         "packing",
         "15_packing",
+        group="time",
+        title="short texts share a row",
+        mechanism="packing.Packing",
         plans=ALONE_OR_CHECKPOINTED,
         short_name="packing",
         tries=(IN_16_BITS,),
@@ -217,6 +275,9 @@ LADDER = (
     Row(
         "activation_checkpointing",
         "7_grad_checkpointing",
+        group="activations",
+        title="recompute activations",
+        mechanism="checkpointing.ActivationCheckpointing",
         short_name="checkpointing",
         tries=(
             TILES,
@@ -229,6 +290,9 @@ LADDER = (
     Row(
         "activation_offload",
         "20_activation_offload",
+        group="activations",
+        title="checkpointed activations in CPU memory",
+        mechanism="checkpointing.ActivationOffload",
         conflicts={"compile": "torch.compile skips such blocks; use --compile false"},
         tries=(TILES, WITHOUT_STATE),
         stays=True,
@@ -236,11 +300,17 @@ LADDER = (
     Row(
         "selective_checkpointing",
         "21_selective_checkpointing",
+        group="activations",
+        title="recompute only cheap activations",
+        mechanism="checkpointing.SelectiveCheckpointing",
         tries=(Step(None, "recomputes matrix multiplications too", ("--selective_checkpointing", "false")),),
     ),
     Row(
         "mlp_tile",
         "23_tiled_mlp",
+        group="activations",
+        title="the MLP over tiles of a long text",
+        mechanism="tiled_mlp.TiledMLP",
         conflicts={
             "compile": "torch.compile would compile a graph for each number of tiles; use --compile false",
             "selective_checkpointing": "selective checkpointing keeps what tiles recompute; leave one of them out",
@@ -250,11 +320,15 @@ LADDER = (
     ),
     Row(
         "train_blocks",
+        mechanism="freezing.Freezing",
         conflicts={"lora": "adapters freeze all blocks by themselves; leave one of them out"},
     ),
     Row(
         "block_steps",
         "25_block_by_block",
+        group="weights",
+        title="one block is trained at a time",
+        mechanism="block_by_block.BlockByBlock",
         conflicts={
             "lora": "adapters freeze all blocks; leave one of them out",
             "train_blocks": "both choose the trained blocks; leave one of them out",
@@ -270,20 +344,26 @@ LADDER = (
                 "14_qlora",
                 "keeps the weights in 4 bits and trains thin adapters",
                 options=CHECKPOINTING,
-                replaces=("block_steps", "optimizer", "learning_rate", "float8"),
+                replaces=("block_steps", "optimizer", "learning_rate"),
             ),
         ),
     ),
     Row(
         "lora",
         "13_lora",
+        group="weights",
+        title="low-rank adapters",
+        mechanism="lora.LoRA",
         plans=ALONE_OR_CHECKPOINTED,
-        tries=(Step("14_qlora", "keeps the model in 4 bits", replaces=("quantization", "float8")),),
+        tries=(Step("14_qlora", "keeps the model in 4 bits", replaces=("quantization",)),),
         stays=True,
     ),
     Row(
         "quantization",
         "14_qlora",
+        group="weights",
+        title="adapters on 4-bit weights",
+        mechanism="qlora.QLoRA",
         plans=ALONE_OR_CHECKPOINTED,
         tries=(
             Step(
@@ -300,10 +380,12 @@ LADDER = (
     Row(
         "stream_layers",
         "24_streamed_layers",
+        group="weights",
+        title="frozen blocks in CPU memory",
+        mechanism="streamed_layers.StreamedLayers",
         conflicts={
             SHARDED: "not on sharded weights; leave it out (rung 11 keeps them in CPU memory)",
             "compile": "torch.compile would compile each block apart from its copies; use --compile false",
-            "float8": "not with --float8 true, which has layers of its own; leave one of them out",
         },
         plans=tuple((*bits, *more) for bits in ((), IN_4_BITS) for more in ALONE_OR_CHECKPOINTED),
         short_name="streamed",
@@ -311,11 +393,34 @@ LADDER = (
             Step(None, "keeps the inputs of blocks in CPU memory", (*CHECKPOINTING, "--activation_offload", "true")),
         ),
     ),
-    Row("float8", "22_float8", plans=(), tries=(IN_16_BITS,)),  # it saves time, and little memory
-    Row("compile", "3_torch_compile", short_name="compile", tries=(IN_16_BITS,)),
+    Row(
+        "float8",
+        "22_float8",
+        group="time",
+        title="matrix multiplications in 8 bits",
+        mechanism="float8.Float8",
+        conflicts={
+            "stream_layers": "not with --stream_layers true, which has layers of its own; leave one of them out",
+            "cuda_graphs": "not tested with --cuda_graphs true; leave one of them out",
+        },
+        plans=(),  # it saves time, and little memory
+        tries=(IN_16_BITS,),
+    ),
+    Row(
+        "compile",
+        "3_torch_compile",
+        group="time",
+        title="`torch.compile`",
+        mechanism="compile.Compile",
+        short_name="compile",
+        tries=(IN_16_BITS,),
+    ),
     Row(
         "cuda_graphs",
         "27_cuda_graphs",
+        group="time",
+        title="one launch for all kernels of a pass",
+        mechanism="cuda_graphs.CudaGraphs",
         conflicts={
             "strategy=ddp": "only on one device, since several send gradients within a pass; leave it out",
             SHARDED: "only on one device with whole weights; leave it out",
@@ -326,7 +431,6 @@ LADDER = (
             "activation_offload": "a graph cannot wait for CPU memory; leave one of them out",
             "stream_layers": "a graph cannot wait for CPU memory; leave one of them out",
             "quantization": "not tested with 4-bit weights; leave one of them out",
-            "float8": "not tested with 8-bit multiplications; leave one of them out",
             "compile": "not tested with compiled layers; leave one of them out",
         },
         plans=(),  # it saves time, and no memory
@@ -336,6 +440,9 @@ LADDER = (
     Row(
         "strategy",
         "9_ddp",
+        group="several GPUs",
+        title="data parallel",
+        mechanism="sharding.DDP",
         values=("ddp",),
         plans=ALONE_OR_CHECKPOINTED,
         on_one_gpu=(),
@@ -347,6 +454,9 @@ LADDER = (
     Row(
         "offload",
         "11_fsdp_cpu_offload",
+        group="several GPUs",
+        title="FSDP with the shards in CPU memory",
+        mechanism="sharding.CpuOffload",
         plans=(CHECKPOINTING, (*LEAN, *CHECKPOINTING)),  # checkpointing costs less speed than offloading
         tries=(
             Step(
@@ -360,6 +470,9 @@ LADDER = (
     Row(
         "deepspeed",
         "12_deepspeed_zero",
+        group="several GPUs",
+        title="DeepSpeed ZeRO",
+        mechanism="sharding.DeepSpeed",
         plans=tuple(("--deepspeed", stage, *more) for stage in ZERO_STAGES for more in ALONE_OR_CHECKPOINTED),
         on_one_gpu=tuple(  # there is nothing to shard
             ("--deepspeed", stage, *more) for stage in OFFLOADING_STAGES for more in ALONE_OR_CHECKPOINTED
@@ -367,9 +480,6 @@ LADDER = (
         tries=(Step(None, "keeps weights in CPU memory", ("--deepspeed", "zero3_offload"), replaces=("optimizer",)),),
     ),
 )
-
-
-ROWS = {row.key: row for row in LADDER}
 
 
 def row_of(rung: str) -> Row:

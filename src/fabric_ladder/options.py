@@ -17,10 +17,11 @@ import textwrap
 import types
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
 
-from fabric_ladder.errors import UserError, print_error, read_outside
+from fabric_ladder.errors import UserError, read_outside
 from fabric_ladder.foreign import (
     ALIASES,
     DEPENDENT,
@@ -44,10 +45,14 @@ RANKS = """RANK LOCAL_RANK NODE_RANK WORLD_SIZE LOCAL_WORLD_SIZE SLURM_PROCID SL
 SLURM_NNODES LOCAL_SIZE CROSS_RANK CROSS_SIZE""".split()  # of launchers and Lightning
 GONE = {  # settings of earlier versions
     "lora_learning_rate sgd_learning_rate": "use --learning_rate",
+    "data_dir": "set the environment variable FABRIC_LADDER_DATA",
     "cache_dir": "set the environment variable FABRIC_LADDER_CACHE",
     "max_time": "start the run by `timeout 60m`, which stops it with a checkpoint",
     "model_revision dataset_revision": "download the revision, and give its folder",
     "image_column": "name the column `image`",
+    "lora_init init_lora_weights peft_init_lora_weights": "adapters start with B = 0, as PEFT starts them",
+    "lora_plus_ratio loraplus_lr_ratio": "all adapters have the rate of --learning_rate",
+    "min_learning_rate min_lr": "--schedule linear and cosine end at 0",
     "rslora": "use --lora_alpha: rsLoRA's is --lora_alpha times the root of --lora_rank",
     "on_nan nan_limit stream_buffer": "leave it out",
 }
@@ -102,6 +107,29 @@ def print_help(script: Mapping[str, object], doc: str, name: str, every: bool) -
 
 def _is_switch(name: str) -> bool:
     return bool in kinds_of(name)[0]
+
+
+class CommandLine(NamedTuple):
+    """A command line in this project's own names, how other names were read, and the values by name."""
+
+    words: list[str]
+    read_as: list[str]
+    given: dict[str, object]
+
+
+@functools.cache
+def read_command_line(*args: str) -> CommandLine:
+    """Read a command line, once for the answer before torch is imported and for the run.
+
+    Raises:
+        UserError: As `to_own_words` and `read_words`. The line also says how other names were read.
+    """
+    read_as = []
+    try:
+        words, read_as = to_own_words([*args])
+        return CommandLine(words, read_as, read_words(words))
+    except UserError as error:
+        raise UserError(f"{error} (read {', '.join(read_as)})" if read_as else str(error)) from None
 
 
 def read_words(words: list[str]) -> dict[str, object]:
@@ -457,28 +485,20 @@ def script_defaults(path: Path) -> dict[str, object]:
 def answer_early() -> None:
     """Answer `--help`, and refuse mistyped options and ranks of a rung before torch and lightning are imported.
 
-    `parse_settings` reads the options again, with everything that needs those libraries. The libraries read the ranks
-    when they are imported.
+    Raises:
+        UserError: In one line. The libraries read the ranks when they are imported.
     """
     main = getattr(sys.modules["__main__"], "__file__", None)
     if not main or Path(main).resolve().parent != SRC or not re.match(r"\d+_", Path(main).name):
         return
-    script = script_defaults(Path(main))
-    read_as = []
-    try:
-        words, read_as = to_own_words(sys.argv[1:])
-        given = read_words(words)
-        if "help" in given:
-            doc = ast.get_docstring(ast.parse(Path(main).read_text(encoding="utf-8"))) or ""
-            print_help(script, textwrap.dedent(doc), Path(main).stem, given["help"] == "all")
-            raise SystemExit(0)
-        if "deepspeed" not in script:  # whose file may hold what these options need
-            check_files(combine(script, read_named_config(given), given))
-        check_ranks()
-    except UserError as error:
-        read = f" (read {', '.join(read_as)})" if read_as else ""
-        print_error(error, f"error: {error}{read}")
-        raise SystemExit(2) from None
+    script, given = script_defaults(Path(main)), read_command_line(*sys.argv[1:]).given
+    if "help" in given:
+        doc = ast.get_docstring(ast.parse(Path(main).read_text(encoding="utf-8"))) or ""
+        print_help(script, textwrap.dedent(doc), Path(main).stem, given["help"] == "all")
+        raise SystemExit(0)
+    if "deepspeed" not in script:  # whose file may hold what these options need
+        check_files(combine(script, read_named_config(given), given))
+    check_ranks()
     terminal = next((stream for stream in (sys.stdout, sys.stderr) if stream.isatty()), None)
     if terminal and "print_config" not in given and os.environ.get("LOCAL_RANK", "0") == "0":
         print("Loading PyTorch …", file=terminal, flush=True)  # takes seconds

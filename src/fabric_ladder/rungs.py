@@ -52,7 +52,7 @@ def check_rung(rung: Path, words: list[str]) -> Settings | str:
 
     This runs the rung with `--check_only true` in this process, where the libraries are loaded already.
     """
-    from fabric_ladder.techniques.advice import explain, show_errors  # needs torch, which finding the rungs does not
+    from fabric_ladder.techniques.advice import explain, explain_errors  # needs torch, which finding the rungs does not
 
     given, sys.argv = sys.argv, [str(rung), *words, "--check_only", "true"]
     try:
@@ -65,5 +65,5 @@ def check_rung(rung: Path, words: list[str]) -> Settings | str:
         raise
     finally:
         sys.argv = given
-        show_errors()  # the rung has installed its own settings for errors
+        explain_errors()  # the rung has installed its own settings for errors
     raise AssertionError(f"{rung} went on after its check")

@@ -136,12 +136,6 @@ class DataSettings:
         for_beginners=True,
         aliases={"{}": "data data_path dataset_name train_file"},
     )
-    data_dir: str = data_setting(
-        default_factory=lambda: _folder("FABRIC_LADDER_DATA") or "data",
-        help="Folder with data files. Default: $FABRIC_LADDER_DATA, else `data`.",
-        role=SURROUNDINGS,
-        metavar="FOLDER",
-    )
     text_column: str = data_setting(
         "text",
         "Column of the texts. Several columns, separated by commas, become the lines of one text. The default of "
@@ -246,7 +240,8 @@ class DataSettings:
         role=DATA,
         metavar="NAME_OR_PATH",
     )
-    # the folder for prepared data and compiled kernels; only the environment variable sets it
+    # folders that only environment variables set: of files with data; of prepared data and compiled kernels
+    data_dir: str = dataclasses.field(default_factory=lambda: _folder("FABRIC_LADDER_DATA") or "data")
     cache_dir: str = dataclasses.field(
         default_factory=lambda: _folder("FABRIC_LADDER_CACHE") or platformdirs.user_cache_dir("fabric_ladder")
     )
@@ -297,19 +292,6 @@ class Settings(DataSettings):
         needs="lora",
         metavar="LAYER,…",
         aliases={"{}": "lora_target_modules target_modules"},
-    )
-    lora_init: Literal["default", "gaussian", "orthogonal"] = model_setting(
-        "default",
-        "How adapters start, as in PEFT. The model's outputs stay the same.",
-        needs="lora",
-        aliases={"{}": "init_lora_weights peft_init_lora_weights"},
-    )
-    lora_plus_ratio: float = model_setting(
-        1.0,
-        "LoRA+: the learning rate of the adapters' B matrices, relative to `learning_rate`.",
-        above=0,
-        needs="lora",
-        aliases={"{}": "loraplus_lr_ratio loraplus_ratio lora_plus_lr_ratio"},
     )
     dora: bool = model_setting(
         False, "DoRA: also train the length of each weight vector.", changes_memory=True, needs="lora"
@@ -420,17 +402,10 @@ class Settings(DataSettings):
     )
     schedule: Literal["constant", "linear", "cosine"] = optimization_setting(
         "constant",
-        "How the learning rate changes over the optimizer steps. `cosine` and `linear` end at `min_learning_rate`.",
+        "How the learning rate changes over the optimizer steps. `cosine` and `linear` end at 0.",
         rung_decides=True,
         aliases={"{}": "lr_scheduler lr_scheduler_type scheduler"},
-        words={"constant": "constant_with_warmup", "cosine": "cosine_with_min_lr"},
-    )
-    min_learning_rate: float = optimization_setting(
-        0.0,
-        "Learning rate at the end of the schedule.",
-        at_least=0,
-        needs="schedule=linear|cosine",
-        aliases={"{}": "min_lr lr_end"},
+        words={"constant": "constant_with_warmup"},
     )
     warmup_steps: int = optimization_setting(
         0,

@@ -13,6 +13,7 @@ import common
 import evidence
 import evidence_tables
 import forking
+import rung_tables
 
 from fabric_ladder.errors import UserError
 
@@ -77,6 +78,16 @@ def test_the_tables_of_the_documents_agree_with_the_runs(monkeypatch, capsys):
     changed = text.replace(table, table.replace("2_grad_accum", "3_grad_accum"))
     assert changed != text
     assert evidence_tables.filled(page, changed) == text
+
+
+def test_the_tables_of_all_rungs_agree_with_the_ladder(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["rung_tables.py", "--check"])
+    assert (rung_tables.main(), capsys.readouterr().out) == (0, "")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for old in ("[22_float8](src", "4 --> 5[5 low precision]"):
+        assert rung_tables.filled(ROOT / "README.md", readme.replace(old, "")) == readme
+    site = rung_tables.SITE.read_text(encoding="utf-8")
+    assert rung_tables.filled(rung_tables.SITE, site.replace("techniques/22_float8.md", "")) == site
 
 
 def test_the_seeds_of_a_row_have_one_device():

@@ -130,7 +130,7 @@ def test_a_checkpoint_after_an_evaluation_has_the_state_of_all_shards(tmp_path, 
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("13_lora", ("--lora_init", "orthogonal", "--lora_plus_ratio", 4)),
+        ("13_lora", ()),
         ("18_low_bit_optimizer", ("--optimizer", "adam-4bit")),
         pytest.param("2_grad_accum", ("--train_blocks", "none", "--optimizer", "adafactor"), marks=SLOW),
         pytest.param("11_fsdp_cpu_offload", ("--devices", 1), marks=SLOW),

@@ -75,11 +75,10 @@ def test_a_run_on_a_file_that_has_changed_since_is_repeated(tmp_path):
     rows.parent.mkdir()
     rows.write_text("text,label\n" + "".join(f"text {number},{number % 2}\n" for number in range(60)))
     arguments = ["--rungs", "2", "--runs_dir", "ladder", "--dataset", "rows.csv", "--tokenizer", "trained", *FEW]
-    arguments += ["--data_dir", "data"]
     for runs, changes in enumerate((False, False, True)):
         if changes:
             rows.write_text(rows.read_text() + "one more,1\n")
-        out = finished(run_script(SCRIPT, *arguments, cwd=tmp_path))
+        out = finished(run_script(SCRIPT, *arguments, cwd=tmp_path, FABRIC_LADDER_DATA="data"))
         assert ("finished before" in out) == (runs == 1)
     assert len(runs_of(tmp_path / "ladder")) == 2
 

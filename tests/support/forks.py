@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from fabric_ladder.techniques.advice import show_errors
+from fabric_ladder.techniques.advice import explain_errors
 
 SECONDS, MEMORY = 60, 3 * 2**30  # limits of a case; the memory is in addition to that of the tests
 RUNS = "runs"
@@ -48,7 +48,7 @@ def _run(action: Callable[[], object], folder: Path, writer: int) -> None:
         code = end.code or 0
     except BaseException as error:
         code, sys.stderr, sys.__stderr__ = 1, printed, printed
-        show_errors()
+        explain_errors()
         try:
             sys.excepthook(type(error), error, error.__traceback__)
         except SystemExit as end:

@@ -15,7 +15,7 @@ from fabric_ladder import UserError
 from fabric_ladder.distributed import watch
 from fabric_ladder.errors import NotFiniteError
 from fabric_ladder.places import PACKAGE
-from fabric_ladder.techniques.advice import _gaps, explain, less_memory, show_errors
+from fabric_ladder.techniques.advice import _gaps, explain, explain_errors, less_memory
 
 CHECKPOINTED = {"activation_checkpointing": True, "max_length": 4096, "micro_batch_size": 1}
 NEXT = r"Next to try: --activation_checkpointing true, which [^;]*; python src/"  # the rung follows
@@ -110,9 +110,9 @@ def test_half_of_the_batch_that_ran_out_of_memory_is_named(tmp_path, values, pha
 
 
 def test_options_without_effect_on_the_next_rung_are_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["src/6_lean_optimizer.py", "--min_learning_rate", "1e-4", "--seed", "3"])
-    settings = settings_for(tmp_path, name="6_lean_optimizer", micro_batch_size=1, optimizer="sgd")
-    assert "python src/13_lora.py --seed 3, which" in less_memory(settings)
+    monkeypatch.setattr(sys, "argv", ["src/5_low_precision.py", "--betas", "0.8,0.9", "--seed", "3"])
+    settings = settings_for(tmp_path, name="5_low_precision", micro_batch_size=1, precision="bf16-true")
+    assert "python src/6_lean_optimizer.py --seed 3, which" in less_memory(settings)
 
 
 def test_the_next_rung_keeps_its_own_settings_where_a_yaml_file_has_others(tmp_path, monkeypatch):
@@ -198,7 +198,7 @@ def test_a_loss_that_is_not_finite_names_only_settings_that_the_run_can_have(tmp
 def hook(monkeypatch):
     """Return the exception hook of a script."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    show_errors()
+    explain_errors()
     return sys.excepthook
 
 

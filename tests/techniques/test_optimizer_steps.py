@@ -10,7 +10,6 @@ from support.training import losses, run_training
 from torch import nn
 
 from fabric_ladder import UserError, build_dataloaders, build_optimizer
-from fabric_ladder.models.optimizer import set_learning_rate
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.techniques import TECHNIQUES, adam_4bit, check_together
 from fabric_ladder.techniques.kahan import Kahan
@@ -287,16 +286,3 @@ def test_betas_eps_and_decay_reach_adam(tmp_path, optimizer):
         theirs.step()
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_the_schedule_ends_at_the_least_learning_rate(tmp_path, schedule):
-    settings = settings_for(tmp_path, learning_rate=1e-2, min_learning_rate=1e-3, schedule=schedule, warmup_steps=2)
-    optimizer = build_optimizer(settings, nn.Linear(2, 2))
-    rates = []
-    for done in range(11):
-        set_learning_rate(settings, optimizer, done, 10)
-        rates.append(optimizer.param_groups[0]["lr"])
-    assert rates[:3] == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2]), "the warm-up starts near 0"
-    assert rates[10] == pytest.approx(1e-3)
-    assert rates[6] == pytest.approx(1e-3 + 9e-3 / 2), "half of the way in the middle"

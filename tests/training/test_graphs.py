@@ -35,7 +35,7 @@ from fabric_ladder.models.probe import VOCABULARY, small_copy
 from fabric_ladder.planning.memory import predict_memory
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.settings import Settings
-from fabric_ladder.techniques import BY_KEY, check_together
+from fabric_ladder.techniques import check_together, technique_of
 from fabric_ladder.techniques.checkpointing import RANDOM_ONLY_IN_DROPOUT
 from fabric_ladder.techniques.embedding_rows import add_rows
 from fabric_ladder.techniques.fused_attention import fuse_attention
@@ -276,7 +276,7 @@ def test_what_a_graph_cannot_repeat_is_refused_with_the_remedy(values):
 
 
 def test_models_that_draw_numbers_and_batches_of_many_sizes_are_refused(tmp_path):
-    technique, model = BY_KEY["cuda_graphs"], str(MODELS / "gpt2.json")
+    technique, model = technique_of("27_cuda_graphs"), str(MODELS / "gpt2.json")
     reasons = [
         technique.reason_against(settings_for(tmp_path, model=model, **values), None)
         for values in ({}, {"task": "instruction-tuning"}, {"lora": True})

@@ -14,8 +14,7 @@ from lightning import Fabric
 from lightning.fabric.plugins.environments import SLURMEnvironment
 
 from fabric_ladder.distributed.watch import RankWatch, running_watch
-from fabric_ladder.environment import notebook_shell
-from fabric_ladder.errors import UserError
+from fabric_ladder.errors import UserError, notebook_shell
 from fabric_ladder.options import check_ranks
 from fabric_ladder.places import PACKAGE
 from fabric_ladder.settings import Settings

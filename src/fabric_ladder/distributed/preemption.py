@@ -8,7 +8,7 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from fabric_ladder.environment import notebook_shell
+from fabric_ladder.errors import notebook_shell
 
 STATUS = {"SIGINT": 130, "SIGTERM": 143}  # exit statuses of shells
 REASONS = (None, *STATUS)

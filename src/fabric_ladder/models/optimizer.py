@@ -61,11 +61,11 @@ def set_learning_rate(settings: Settings, optimizer: Optimizer, done: int, steps
 
     The rate depends only on the number of steps, so a schedule has no state to save. During the warm-up the rate rises
     in equal steps and reaches its full value after `warmup_steps`. Then it stays, falls linearly, or falls along half a
-    cosine (Loshchilov and Hutter, 2017, without restarts). It is `min_learning_rate` after the last step.
+    cosine (Loshchilov and Hutter, 2017, without restarts). It is 0 after the last step.
 
     Args:
-        settings: `learning_rate`, `min_learning_rate`, `schedule` and `warmup_steps`.
-        optimizer: Each of its parameter groups gets this rate times its `rate_factor`.
+        settings: `learning_rate`, `schedule` and `warmup_steps`.
+        optimizer: All its parameter groups get this rate.
         done: Optimizer steps done so far.
         steps: Optimizer steps of the whole run.
     """
@@ -73,7 +73,5 @@ def set_learning_rate(settings: Settings, optimizer: Optimizer, done: int, steps
     falling = (done - warmup) / (steps - warmup)
     factors = {"constant": 1.0, "linear": 1 - falling, "cosine": (1 + math.cos(math.pi * falling)) / 2}
     factor = (done + 1) / (warmup + 1) if done < warmup else factors[settings.schedule]
-    if floor := settings.min_learning_rate / settings.learning_rate:
-        factor = factor if done < warmup else floor + (1 - floor) * factor
     for group in optimizer.param_groups:
-        group["lr"] = settings.learning_rate * factor * group.get("rate_factor", 1.0)
+        group["lr"] = settings.learning_rate * factor

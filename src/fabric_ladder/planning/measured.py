@@ -10,7 +10,7 @@ FILE = Path(__file__).with_name("measured.json")
 MEASURED = json.loads(FILE.read_text(encoding="utf-8"))
 SPEEDS: dict[str, float] = MEASURED["speeds"]["samples_per_second"]  # by the names of candidates
 WITHIN_NOISE = 5  # points: a step in the order of costs, about as large as the spread of a rung's seeds
-ADAPTERS = "lora_rank lora_alpha dora lora_init".split()  # settings that every measured run has by default
+ADAPTERS = "lora_rank lora_alpha dora".split()  # settings that every measured run has by default
 
 
 def numerics(settings: dict) -> list:

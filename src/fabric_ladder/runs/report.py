@@ -44,7 +44,6 @@ def _describe_batch(settings: Settings, ranks: int) -> str:
 def _describe_steps(settings: Settings) -> str:
     """Return the optimizer, its learning rate and schedule, and its other numbers where they are not the defaults."""
     parts = [f"{settings.optimizer} {settings.learning_rate:g} {settings.schedule}"]
-    parts += [f"to {settings.min_learning_rate:g}"] * bool(settings.min_learning_rate)
     parts += [f"warm-up {settings.warmup_steps} steps"] * bool(settings.warmup_steps)
     for name in ("betas", "eps"):
         if (value := getattr(settings, name)) != getattr(Settings, name):

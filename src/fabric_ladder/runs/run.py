@@ -16,7 +16,8 @@ from fabric_ladder.data.label_kind import Described, class_lines
 from fabric_ladder.data.loaders import EffectiveBatch
 from fabric_ladder.distributed.launch import command_line
 from fabric_ladder.distributed.watch import running_watch
-from fabric_ladder.environment import limit_memory, notebook_shell
+from fabric_ladder.environment import limit_memory
+from fabric_ladder.errors import notebook_shell
 from fabric_ladder.options import without_options
 from fabric_ladder.runs.intervals import wilson_interval
 from fabric_ladder.runs.memory_history import MemoryHistory

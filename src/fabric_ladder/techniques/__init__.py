@@ -1,71 +1,27 @@
-"""All techniques, each in a module of its own, in the order of the ladder's table."""
+"""All techniques in use: each has a module of its own, which its row of the ladder names."""
 
 from collections.abc import Collection
+from importlib import import_module
 
 import torch
 
 from fabric_ladder.errors import UserError
-from fabric_ladder.ladder import LADDER
+from fabric_ladder.ladder import LADDER, Row
 from fabric_ladder.settings import FULL_PASS, Settings, show
-from fabric_ladder.techniques.block_by_block import BlockByBlock
-from fabric_ladder.techniques.checkpointing import ActivationCheckpointing, ActivationOffload, SelectiveCheckpointing
-from fabric_ladder.techniques.chunked_loss import ChunkedLoss
-from fabric_ladder.techniques.compile import Compile
-from fabric_ladder.techniques.cuda_graphs import CudaGraphs
-from fabric_ladder.techniques.embedding_rows import EmbeddingRows
-from fabric_ladder.techniques.float8 import Float8
-from fabric_ladder.techniques.freezing import Freezing
-from fabric_ladder.techniques.fused_attention import FusedAttention
-from fabric_ladder.techniques.kahan import KahanSummation
-from fabric_ladder.techniques.lean_optimizer import LeanOptimizer
-from fabric_ladder.techniques.lora import LoRA
-from fabric_ladder.techniques.low_bit_optimizer import LowBitOptimizer
-from fabric_ladder.techniques.low_precision import LowPrecision
-from fabric_ladder.techniques.mixed_precision import MixedPrecision
-from fabric_ladder.techniques.packing import Packing
-from fabric_ladder.techniques.qlora import QLoRA
-from fabric_ladder.techniques.sharding import DDP, FSDP, CpuOffload, DeepSpeed
-from fabric_ladder.techniques.sinkgd import Stateless
-from fabric_ladder.techniques.streamed_layers import StreamedLayers
 from fabric_ladder.techniques.technique import Technique
-from fabric_ladder.techniques.tiled_mlp import TiledMLP
-from fabric_ladder.techniques.weight_steps import OptimizerOffload, StepInBackward
 
 LINK = 25e9  # bytes per second: PCIe 4.0 with 16 lanes, in each direction; NVLink is faster
 SPEED = 100e12  # FLOP per second of 16-bit matrix multiplications in training: an RTX 4090 or an A100, roughly
 
-MECHANISMS = (
-    LowPrecision,
-    MixedPrecision,
-    FSDP,
-    LowBitOptimizer,
-    LeanOptimizer,
-    Stateless,
-    KahanSummation,
-    StepInBackward,
-    OptimizerOffload,
-    EmbeddingRows,
-    FusedAttention,
-    ChunkedLoss,
-    Packing,
-    ActivationCheckpointing,
-    ActivationOffload,
-    SelectiveCheckpointing,
-    TiledMLP,
-    Freezing,
-    BlockByBlock,
-    LoRA,
-    QLoRA,
-    StreamedLayers,
-    Float8,
-    Compile,
-    CudaGraphs,
-    DDP,
-    CpuOffload,
-    DeepSpeed,
-)
-BY_KEY = {kind.key: kind() for kind in MECHANISMS}
-TECHNIQUES: tuple[Technique, ...] = tuple(BY_KEY[row.key] for row in LADDER if row.setting)  # in its order
+
+def _load(row: Row) -> Technique:
+    module, name = row.mechanism.split(".")
+    kind = getattr(import_module(f"{__name__}.{module}"), name)
+    kind.row = row
+    return kind()
+
+
+TECHNIQUES: tuple[Technique, ...] = tuple(_load(row) for row in LADDER if row.mechanism)
 
 
 def used(settings: Settings) -> tuple[Technique, ...]:

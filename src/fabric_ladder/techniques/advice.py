@@ -1,7 +1,6 @@
 """What to try next when memory runs out, and how errors are shown."""
 
 import errno
-import os
 import sys
 from collections.abc import Collection
 from dataclasses import replace
@@ -12,14 +11,14 @@ import torch
 from fabric_ladder.data.sampler import EVALUATED
 from fabric_ladder.distributed.launch import command_line
 from fabric_ladder.distributed.watch import lost_contact, running_watch
-from fabric_ladder.environment import compute_capability, emulates, notebook_shell, peak_memory
+from fabric_ladder.environment import compute_capability, emulates, peak_memory
 from fabric_ladder.errors import (
     NotFiniteError,
     UserError,
-    drop_unread_output,
+    explain_user_error,
     first_line,
     is_out_of_memory,
-    print_error,
+    show_errors,
 )
 from fabric_ladder.ladder import Row, Step, row_of
 from fabric_ladder.models.optimizer import STATELESS
@@ -50,8 +49,8 @@ def explain(
     """
     if isinstance(error, NotFiniteError):
         return f"{error}; try {_steadier(settings)}"
-    if isinstance(error, UserError):
-        return str(error)
+    if line := explain_user_error(error):
+        return line
     if isinstance(error, OSError) and error.filename and error.errno in (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG):
         return f"cannot use {error.filename} ({error.strerror}): change its permissions, or name another file"
     if isinstance(error, torch.distributed.DistNetworkError):
@@ -291,39 +290,14 @@ def _own_defaults(words: list[str], defaults: dict, replaced: Collection[str]) -
     return [word for name in names if from_file[name] != own[name] for word in (f"--{name}", show(own[name]))]
 
 
-def show_errors(settings: Settings | None = None, **smaller: str) -> None:
-    """From now on, print errors that the user can fix as one line on stderr; in a script, end with exit status 2.
+def explain_errors(settings: Settings | None = None, **smaller: str) -> None:
+    """From now on, show errors with `explain`, whose arguments these are; a dead rank is named first."""
 
-    The arguments are those of `explain`.
-    """
-
-    def explained(error: BaseException, stream) -> bool:
-        line = explain(error, settings, **smaller)
-        if line is not None:
-            rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
-            start = "error:" if rank == "0" else f"error on rank {rank}:"
-            print_error(error, f"{start} {line}", stream)
-        return line is not None
-
-    def in_script(error_type, error, trace):
+    def explained(error: BaseException) -> str | None:
         if watch := running_watch():
             if lost_contact(error):
                 watch.find_dead()
             watch.stop()
-        if isinstance(error, BrokenPipeError) and drop_unread_output():
-            raise SystemExit(1)
-        if isinstance(error, KeyboardInterrupt):  # while nothing of the run is there that could be saved
-            sys.__stderr__.write("Stopped by Ctrl-C\n")
-            return
-        if explained(error, sys.__stderr__):  # torch.distributed's own hook holds sys.stderr back
-            raise SystemExit(2)  # raised inside the hook, it sets the exit status
-        sys.__excepthook__(error_type, error, trace)
+        return explain(error, settings, **smaller)
 
-    def in_notebook(shell, error_type, error, trace, tb_offset=None):
-        if not explained(error, sys.stderr):
-            shell.showtraceback((error_type, error, trace), tb_offset)
-
-    if shell := notebook_shell():
-        shell.set_custom_exc((Exception,), in_notebook)
-    else:
-        sys.excepthook = in_script
+    show_errors(explained)

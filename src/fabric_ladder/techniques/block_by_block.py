@@ -80,8 +80,6 @@ class BlockSteps(Optimizer):
 class BlockByBlock(Technique):
     """Train the blocks in turn."""
 
-    key = "block_steps"
-
     trains_all = False
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:

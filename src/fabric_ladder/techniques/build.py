@@ -1,7 +1,5 @@
 """The model and the optimizer of a run, with the techniques in use applied."""
 
-import math
-
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -110,20 +108,13 @@ def build_optimizer(settings: Settings, model: nn.Module) -> Optimizer:
     for technique in used(settings):
         kind = technique.change_optimizer(kind, settings, model)
     decay = weight_decay(settings)
-    # first the groups whose learning rate is that of the run
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {(1.0, decay): [], (1.0, 0.0): []}
-    for name, parameter in model.named_parameters():
+    groups: dict[float, list[nn.Parameter]] = {decay: [], 0.0: []}  # by weight decay
+    for parameter in model.parameters():
         if parameter.requires_grad:
-            factor = math.prod(technique.rate_factor(name, settings) for technique in used(settings))
-            groups.setdefault((factor, decay if parameter.ndim > 1 else 0.0), []).append(parameter)
+            groups[decay if parameter.ndim > 1 else 0.0].append(parameter)
     forget_hooks([*model.parameters()])
-    rate = settings.learning_rate
-    chosen = [
-        {"params": own, "lr": rate * factor, "rate_factor": factor, "weight_decay": lost}
-        for (factor, lost), own in groups.items()
-        if own
-    ]
-    return kind(chosen, lr=rate, **options)
+    chosen = [{"params": own, "weight_decay": lost} for lost, own in groups.items() if own]
+    return kind(chosen, lr=settings.learning_rate, **options)
 
 
 def _draw_or_load(settings: Settings, config: PretrainedConfig) -> nn.Module:

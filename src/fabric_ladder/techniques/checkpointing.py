@@ -179,8 +179,6 @@ class _Offload:
 class ActivationCheckpointing(Technique):
     """Keep the inputs of the blocks, and recompute all other activations for the backward pass."""
 
-    key = "activation_checkpointing"
-
     recomputes = True
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
@@ -197,15 +195,11 @@ class ActivationCheckpointing(Technique):
 class ActivationOffload(Technique):
     """Keep the inputs of the blocks in CPU memory; `ActivationCheckpointing` applies it."""
 
-    key = "activation_offload"
-
     refused_on_mps = "--activation_offload true, since Apple's GPUs share the CPU's memory: leave it out"
 
 
 class SelectiveCheckpointing(Technique):
     """Also keep the results of attention and matrix multiplications; `ActivationCheckpointing` applies it."""
-
-    key = "selective_checkpointing"
 
     explained_errors = (
         (

@@ -174,8 +174,6 @@ def _logits_are_product(model: nn.Module) -> bool:
 class ChunkedLoss(Technique):
     """Chunked cross-entropy for every language model."""
 
-    key = "loss_chunk"
-
     def is_used(self, settings: Settings) -> bool:
         return settings.task == "instruction-tuning"
 

@@ -117,8 +117,6 @@ def _fewer_shapes(settings: Settings) -> str:
 class Compile(Technique):
     """Compile the layers of the model."""
 
-    key = "compile"
-
     rounds_lengths = True
     refused_on_mps = "--compile true: leave it out, or use src/2_grad_accum.py"
     explained_errors = (

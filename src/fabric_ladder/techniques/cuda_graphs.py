@@ -9,8 +9,6 @@ from fabric_ladder.techniques.technique import Technique
 class CudaGraphs(Technique):
     """Replay the forward and backward pass of each shape of micro-batch."""
 
-    key = "cuda_graphs"
-
     keeps_passes = True
     explained_errors = (
         (

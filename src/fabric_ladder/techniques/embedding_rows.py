@@ -92,8 +92,6 @@ class _Lookup(torch.autograd.Function):
 class EmbeddingRows(Technique):
     """Add the gradient of an embedding row by row; a part of every rung without an engine of its own."""
 
-    key = "embedding_rows"
-
     def is_used(self, settings: Settings) -> bool:
         """Return whether gradients may be changed; an engine needs them as autograd makes them."""
         return not strategy_traits(settings).owns_optimizer

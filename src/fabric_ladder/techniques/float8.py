@@ -68,8 +68,6 @@ def _cast_inputs(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
 class Float8(Technique):
     """Compute matrix multiplications of linear layers in 8-bit floating point."""
 
-    key = "float8"
-
     refused_on_mps = "--float8 true, since Apple's GPUs have no 8-bit floating point: leave it out"
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:

@@ -66,8 +66,6 @@ def _after(parent: nn.Module, block: nn.Module) -> Iterator[nn.Module]:
 class Freezing(Technique):
     """Train the last blocks and the head."""
 
-    key = "train_blocks"
-
     trains_all = False
 
     def is_used(self, settings: Settings) -> bool:

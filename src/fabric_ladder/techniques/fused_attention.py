@@ -135,8 +135,6 @@ AttentionMaskInterface.register(NAME, _new_dimensions)
 class FusedAttention(Technique):
     """Compute attention by kernels that keep no matrix of tokens x tokens, and GELU by one; a part of every rung."""
 
-    key = "attention=fused"
-
     explained_errors = (
         (
             "no kernel found to launch",  # memory-efficient attention, below compute capability 8.0

@@ -89,8 +89,6 @@ def _move(remainders: list[Tensor], weights: list[Tensor]) -> None:
 class KahanSummation(Technique):
     """`Kahan`, mixed into the optimizer."""
 
-    key = "kahan_summation"
-
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
         if settings.precision not in ("bf16-true", "16-true"):
             return f"under --precision {settings.precision} the weights lose nothing; leave it out, or use bf16-true"

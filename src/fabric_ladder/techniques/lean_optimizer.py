@@ -7,8 +7,6 @@ from fabric_ladder.techniques.technique import Technique
 class LeanOptimizer(Technique):
     """PyTorch's SGD, chosen in `models/optimizer.py`."""
 
-    key = "optimizer=sgd"
-
     def notice(self, settings: Settings) -> str | None:
         if not settings.from_scratch:
             return None

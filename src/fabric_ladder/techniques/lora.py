@@ -7,7 +7,6 @@ import logging
 import re
 import warnings
 from collections.abc import Iterable
-from dataclasses import replace
 from importlib.metadata import version
 
 import torch
@@ -89,7 +88,6 @@ def add_adapters(model: nn.Module, settings: Settings) -> nn.Module:
         exclude_modules=sorted(name for name in others if any(_matches(target, [name]) for target in targets)) or None,
         modules_to_save=heads or None,
         use_dora=settings.dora,
-        init_lora_weights=True if settings.lora_init == "default" else settings.lora_init,
         revision=getattr(model.config, "_commit_hash", None),
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
@@ -189,8 +187,6 @@ def _matches(target: str, names: list[str]) -> bool:
 class LoRA(Technique):
     """Train adapters and a classifier's head; all other weights are frozen."""
 
-    key = "lora"
-
     adapters = True
     trains_all = False
 
@@ -208,15 +204,6 @@ class LoRA(Technique):
         super().check(settings, capability)
         if self.is_used(settings):
             _check_targets(settings)
-            if settings.lora_init == "orthogonal" and settings.quantization != "no":
-                raise UserError("--lora_init orthogonal: not on weights of 4 bits; use gaussian, or --quantization no")
-            if settings.lora_init == "orthogonal" and settings.lora_rank % 2:
-                raise UserError(f"--lora_init orthogonal needs an even --lora_rank, not {settings.lora_rank}")
-            if settings.lora_plus_ratio != 1 and strategy_traits(settings).owns_optimizer:
-                raise UserError(
-                    f"--lora_plus_ratio {settings.lora_plus_ratio:g}: not with {settings.name}, whose engine has one "
-                    "learning rate; use src/10_fsdp.py, or leave it out"
-                )
 
     def packages(self, settings: Settings) -> tuple[str, ...]:
         return ("peft",)
@@ -241,11 +228,3 @@ class LoRA(Technique):
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
         return add_adapters(model, settings)
-
-    def rate_factor(self, name: str, settings: Settings) -> float:
-        """Return LoRA+'s factor for the B matrices (Hayou et al., 2024, arXiv:2402.12354)."""
-        return settings.lora_plus_ratio if ".lora_B." in name else 1.0
-
-    def rehearsed(self, settings: Settings) -> Settings:
-        """Return settings whose adapters start without a decomposition, which fake tensors do not have."""
-        return replace(settings, lora_init="default")

@@ -22,8 +22,6 @@ MOMENT_BYTES = {  # of a weight's two moments, with a 32-bit constant for each b
 class LowBitOptimizer(Technique):
     """Replace Adam by a class with small moments."""
 
-    key = "optimizer=adam-8bit"
-
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
         if settings.optimizer == "adam-4bit":
             try:

@@ -16,8 +16,6 @@ def computed_in_32_bits(settings: Settings) -> str | None:
 class LowPrecision(Technique):
     """Fabric converts the model; this project does nothing more."""
 
-    key = "precision=bf16-true"
-
     def check_precision(self, settings: Settings, capability: tuple[int, int] | None) -> None:
         if settings.precision == "16-true" and settings.optimizer in ("adam", "adamw") and not settings.lora:
             raise UserError(

@@ -11,8 +11,6 @@ from fabric_ladder.techniques.technique import Technique
 class MixedPrecision(Technique):
     """Fabric casts the inputs of each operation; this project does nothing more."""
 
-    key = "precision=bf16-mixed"
-
     def check_precision(self, settings: Settings, capability: tuple[int, int] | None) -> None:
         if settings.precision == "16-mixed" and capability is None and settings.accelerator != "mps":
             raise UserError("--precision 16-mixed needs a CUDA GPU; use --precision bf16-mixed")

@@ -136,8 +136,6 @@ class _Pooling:
 class Packing(Technique):
     """Let short documents share a row."""
 
-    key = "packing"
-
     rounds_lengths = True
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:

@@ -56,8 +56,6 @@ def _packs_on_host(settings: Settings) -> bool:
 class QLoRA(Technique):
     """Keep the frozen weights in 4 bits."""
 
-    key = "quantization"
-
     refused_on_mps = "4-bit weights of bitsandbytes: use src/13_lora.py"
     explained_errors = (
         (

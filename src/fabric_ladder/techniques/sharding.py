@@ -20,13 +20,9 @@ ZERO_BYTES = {"zero1": 0, "zero2": 2, "zero2_offload": 4, "zero3": 6, "zero3_off
 class DDP(Technique):
     """Each GPU has all weights, and a share of each effective batch."""
 
-    key = "strategy=ddp"
-
 
 class FSDP(Technique):
     """Parameters, gradients and optimizer state are sharded."""
-
-    key = "strategy=fsdp"
 
     shards = True
     refused_precisions = ("16-mixed", "64-true")
@@ -57,8 +53,6 @@ class FSDP(Technique):
 class CpuOffload(Technique):
     """The shards are kept in CPU memory, and the optimizer steps there."""
 
-    key = "offload"
-
     shards = True
     refused_precisions = FSDP.refused_precisions
 
@@ -69,8 +63,6 @@ class CpuOffload(Technique):
 
 class DeepSpeed(Technique):
     """ZeRO 1, 2 and 3 with offloading to CPU memory or disk, from a DeepSpeed configuration."""
-
-    key = "deepspeed"
 
     shards = True
     explained_errors = (

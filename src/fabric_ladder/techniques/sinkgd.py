@@ -92,8 +92,6 @@ def _inverse(sums: Tensor) -> Tensor:
 class Stateless(Technique):
     """`SinkGD` in place of the optimizer."""
 
-    key = "optimizer=sinkgd"
-
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
         if settings.max_grad_norm:
             return "its steps do not depend on the gradient's norm, so --max_grad_norm has no effect; leave it out"

@@ -222,8 +222,6 @@ def _apply(block: nn.Module, stream: BlockStream, streamed: set[int], function, 
 class StreamedLayers(Technique):
     """Keep the frozen weights of the blocks in CPU memory."""
 
-    key = "stream_layers"
-
     refused_on_mps = "--stream_layers true, since Apple's GPUs share the CPU's memory: leave it out"
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:

@@ -6,7 +6,7 @@ from torch.optim import Optimizer
 from transformers import PretrainedConfig
 
 from fabric_ladder.errors import UserError
-from fabric_ladder.ladder import ROWS, SHARDED, Row
+from fabric_ladder.ladder import SHARDED, Row
 from fabric_ladder.settings import Settings, show
 from fabric_ladder.techniques.memory import Counts, Peak
 
@@ -19,7 +19,7 @@ class Technique:
     `ladder.py`.
 
     Attributes:
-        key: The key of its row of the ladder.
+        row: Its row of the ladder, which names the class.
         refused_precisions: Values of `--precision` that it cannot work with.
         refused_on_mps: The part that Apple silicon's GPU cannot do, and what to use; empty: it can do all.
         rounds_lengths: Whether lengths are rounded by default, so that there are fewer shapes.
@@ -33,7 +33,7 @@ class Technique:
         explained_errors: Texts in libraries' errors, each with one line about the cause and the remedy.
     """
 
-    key: str
+    row: Row
     refused_precisions: tuple[str, ...] = ()
     refused_on_mps: str = ""
     rounds_lengths: bool = False
@@ -45,11 +45,6 @@ class Technique:
     state_on_device: bool = True
     recomputes: bool = False
     explained_errors: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def row(self) -> Row:
-        """Its row of the ladder."""
-        return ROWS[self.key]
 
     @property
     def setting(self) -> str:
@@ -122,10 +117,6 @@ class Technique:
     def change_optimizer(self, kind: type[Optimizer], settings: Settings, model: nn.Module) -> type[Optimizer]:
         """Return the class of the optimizer with the technique applied."""
         return kind
-
-    def rate_factor(self, name: str, settings: Settings) -> float:
-        """Return the learning rate of the parameter with this name, relative to the learning rate of the run."""
-        return 1.0
 
     def state_dtypes(self, settings: Settings) -> list[torch.dtype | None]:
         """Return the dtypes of its state tensors of a parameter's size; None: the parameter's own dtype."""

@@ -67,8 +67,6 @@ def _in_tiles(mlp: Callable, tile: int, draws: bool, *inputs: Tensor) -> Tensor:
 class TiledMLP(Technique):
     """Compute the MLP of each block over tiles of tokens."""
 
-    key = "mlp_tile"
-
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:
         model = meta_model(settings)
         blocks = find_blocks(model)

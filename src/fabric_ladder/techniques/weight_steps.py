@@ -178,8 +178,6 @@ class _StepsByWeight(Technique):
 class StepInBackward(_StepsByWeight):
     """Update each weight inside the backward pass, and free its gradient immediately."""
 
-    key = "step_in_backward"
-
     frees_gradients = True
 
     def on_cuda(self, settings: Settings) -> dict[str, str]:
@@ -206,8 +204,6 @@ class StepInBackward(_StepsByWeight):
 
 class OptimizerOffload(_StepsByWeight):
     """Keep the optimizer's state in CPU memory, and step there."""
-
-    key = "optimizer_offload"
 
     refused_on_mps = "--optimizer_offload true, since Apple's GPUs share the CPU's memory: leave it out"
     state_on_device = False

@@ -8,7 +8,7 @@ import ast
 import runpy
 import sys
 
-from fabric_ladder.errors import UserError, show_user_errors
+from fabric_ladder.errors import UserError, show_errors
 from fabric_ladder.places import SCRIPTS
 from fabric_ladder.rungs import choose_rungs
 
@@ -26,7 +26,7 @@ COMMANDS = {
 
 def main() -> None:
     """Run the rung or the script that the command line names, in this process."""
-    show_user_errors()
+    show_errors()
     name, *rest = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         print_help()
