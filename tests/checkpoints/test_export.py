@@ -289,12 +289,3 @@ def test_pipelines_load_an_exported_model(tmp_path, monkeypatch):
     assert {path.stat().st_mode for folder in folders for path in folder.iterdir()} == {
         (tmp_path / "own").stat().st_mode
     }
-
-
-def test_text_generation_loads_a_merged_adapter(trained, monkeypatch):
-    folder, model, _ = trained(with_adapter(tiny("llama-lm"), "llama-lm"), "llama-lm")
-    run_here(monkeypatch, MERGE, folder)
-    write = pipeline("text-generation", model=str(folder / "merged"))
-    text = write("word7 word9", max_new_tokens=5, do_sample=False)[0]["generated_text"]
-    ids = model.module.generate(input_ids=torch.tensor([[7, 9]]), max_new_tokens=5, do_sample=False, eos_token_id=1)
-    assert text.replace(" ", "") == words_tokenizer().decode(ids[0]).replace(" ", "").removesuffix("<end>")

@@ -21,7 +21,7 @@ from torch.utils import cpp_extension
 from fabric_ladder import UserError
 from fabric_ladder.checkpoints.export import find_result, load_result
 from fabric_ladder.distributed import deepspeed as module
-from fabric_ladder.distributed.deepspeed import check_deepspeed, errors_last
+from fabric_ladder.distributed.deepspeed import check_deepspeed
 
 needs_deepspeed = pytest.mark.skipif(not find_spec("deepspeed"), reason="needs deepspeed: requirements-dev.txt")
 SCRIPT = ROOT / "tests" / "support" / "deepspeed_script.py"
@@ -173,34 +173,6 @@ def test_deepspeeds_adam_for_the_cpu_takes_the_same_steps(monkeypatch, optimizer
             parameter.grad = torch.sin(parameter.detach() * 10 + step)
             optimizer.step()
     torch.testing.assert_close(second, first, atol=1e-6, rtol=1e-5)
-
-
-class Disk:
-    """Writes names, and refuses the name `full`."""
-
-    def __init__(self):
-        self.written = []
-
-    def write(self, name):
-        if name == "full":
-            raise OSError(28, "No space left on device")
-        self.written.append(name)
-
-
-def test_an_error_of_a_rank_is_raised_after_the_collectives():
-    """DeepSpeed waits for all ranks between and after its writes."""
-    disk = Disk()
-
-    def save():
-        with errors_last((disk, "write")):
-            for name in ("first", "full", "third"):
-                disk.write(name)
-                disk.written.append("collective")
-
-    with pytest.raises(OSError, match="No space left"):
-        save()
-    disk.write("later")
-    assert disk.written == ["first", *["collective"] * 3, "later"]
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """DeepSpeed configurations: the values for "auto", and a one-line error for each conflict with a setting."""
 
-import contextlib
 import json
 import re
 
@@ -9,7 +8,7 @@ from support.helpers import DEEPSPEED_FILES, MODELS, ROOT, settings_for
 from torch import nn
 
 from fabric_ladder import UserError, build_optimizer
-from fabric_ladder.distributed.deepspeed_config import offloads, read_deepspeed_config, settings_in_file
+from fabric_ladder.distributed.deepspeed_config import TAKEN, offloads, read_deepspeed_config, settings_in_file
 from fabric_ladder.foreign import to_own_words
 from fabric_ladder.models.optimizer import weight_decay
 from fabric_ladder.planning.candidates import read_settings
@@ -50,14 +49,13 @@ def refused(ask, config, **values):
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_shipped_configuration_can_be_read(ask, name):
     assert sorted(path.stem for path in (ROOT / "configs" / "deepspeed").glob("*")) == SHIPPED
-    config, notices = ask("", deepspeed=name, precision="bf16-mixed", max_grad_norm=1.0)
+    config, _ = ask("", deepspeed=name, precision="bf16-mixed", max_grad_norm=1.0)
     zero = config["zero_optimization"]
     assert zero["stage"] == int(name[4])
     devices = [section["device"] for section in offloads(config).values()]
     assert devices[:1] == (["cpu"] if "offload" in name else ["nvme"] if "nvme" in name else [])
     assert '"auto"' not in json.dumps(config)
     assert (config["bf16"]["enabled"], config["fp16"]["enabled"], config["gradient_clipping"]) == (True, False, 1.0)
-    assert notices[0].startswith(f"DeepSpeed {name}.json: filled train_batch_size 16")
     for key in ("stage3_max_live_parameters", "stage3_max_reuse_distance", "sub_group_size"):
         assert name < "zero3" or zero[key] <= 1e8, "DeepSpeed's 1e9 take 2 GB for weights, 8 GB more in the step"
 
@@ -72,8 +70,9 @@ LEFT_OUT = "activation_checkpointing has no effect on models of transformers and
 @pytest.mark.parametrize(
     ("name", "expected", "notice"),
     [
-        ("zero2_auto", AUTO, "filled fp16.enabled false, optimizer.params.lr 5e-05, "),
-        ("zero3_auto", AUTO, "filled fp16.enabled false, optimizer.params.lr 5e-05, "),
+        ("zero2_auto", AUTO, None),
+        ("zero3_auto", AUTO, None),
+        ("zero2_manual", FROM_FILE, LINEAR),
         ("zero3_manual", FROM_FILE, LINEAR),
         ("zero2_belle", {"max_grad_norm": 1.0, "precision": "16-mixed"}, LEFT_OUT),
         ("zero3_nvme_as_printed", AUTO, "aio is moved out of zero_optimization, where DeepSpeed does not read it"),
@@ -85,7 +84,8 @@ def test_files_of_guides_run_unchanged_and_their_values_hold(name, expected, not
     settings = read_settings("12_deepspeed_zero", ["--deepspeed", str(path)], gpus=2)
     assert {key: getattr(settings, key) for key in expected} == expected
     config, notices = read_deepspeed_config(settings)
-    assert any(each.startswith(f"DeepSpeed {name}.json: {notice}") for each in notices)
+    assert len(notices) == bool(notice)
+    assert not notice or notices[0].startswith(f"DeepSpeed {name}.json: {notice}")
     assert '"auto"' not in json.dumps(config)
     halves = {kind: config[kind]["enabled"] for kind in ("fp16", "bf16")}
     assert halves == {"fp16": settings.precision == "16-mixed", "bf16": settings.precision == "bf16-mixed"}
@@ -144,7 +144,7 @@ def test_numbers_of_a_file_are_read_as_on_the_command_line(monkeypatch, tmp_path
         ({"optimizer": {"params": {"betas": [0.9, 0.98765432]}}}, {"betas": "0.9,0.98765432"}),
         ({"train_batch_size": 16.5}, "--batch_size 16.5: expected a whole number"),
         ({"gradient_accumulation_steps": 0}, "expected a whole number, at least 1"),
-        *(({"optimizer": {"params": {"betas": betas}}}, "expected 2 numbers") for betas in ([], [0.9], ["a", None])),
+        ({"optimizer": {"params": {"betas": ["a", None]}}}, "expected 2 numbers"),
     ):
         (tmp_path / "ds.json").write_text(json.dumps(section))
         if isinstance(wanted, dict):
@@ -154,56 +154,34 @@ def test_numbers_of_a_file_are_read_as_on_the_command_line(monkeypatch, tmp_path
             settings_in_file("~/ds.json")
 
 
-@pytest.mark.parametrize(
-    ("path", "filled", "values"),
-    [
-        ("train_micro_batch_size_per_gpu", "6", {"micro_batch_size": 16, "devices": 3}),
-        ("gradient_accumulation_steps", "2", {"num_nodes": 2}),
-        ("gradient_clipping", "0.5", {"max_grad_norm": 0.5}),
-        ("fp16.enabled", "true", {"precision": "16-mixed"}),
-        ("optimizer.params.lr", "0.003", {"learning_rate": 0.003}),
-        ("optimizer.params.betas", "[0.9, 0.999]", {}),
-        ("scheduler.type", '"WarmupCosineLR"', {"schedule": "cosine"}),
-        ("scheduler.params.warmup_num_steps", "7", {"warmup_steps": 7}),
-        ("zero_optimization.stage3_prefetch_bucket_size", "3686", {}),
-        ("steps_per_print", '"default"', {}),
-    ],
-)
-def test_auto_is_filled_from_the_settings_and_reported(ask, path, filled, values):
-    config, notices = ask({path: "auto"}, **values)
-    assert notices[0] == f"DeepSpeed ds.json: filled {path} {filled}"
-    assert [each[19:] for each in notices[1:]] == [LINEAR] * bool(values.get("warmup_steps"))
+def test_auto_is_filled_from_the_settings(ask):
+    auto = dict.fromkeys((*TAKEN, "zero_optimization.stage3_prefetch_bucket_size", "steps_per_print"), "auto")
+    config, notices = ask(auto, micro_batch_size=16, devices=3, max_grad_norm=0.5, precision="16-mixed", warmup_steps=7)
+    assert notices == [f"DeepSpeed ds.json: {LINEAR}"]
     assert '"auto"' not in json.dumps(config)
+    assert config["train_micro_batch_size_per_gpu"] == 6, "the largest share of 16 on 3 GPUs"
+    assert config["gradient_accumulation_steps"] == 1
+    assert "train_batch_size" not in config, "16 is not a multiple of 3"
+    assert (config["gradient_clipping"], config["fp16"]["enabled"]) == (0.5, True)
+    assert config["zero_optimization"]["stage3_prefetch_bucket_size"] == 3686
+    assert "steps_per_print" not in config, "DeepSpeed takes its default"
+    assert ask({})[0]["gradient_clipping"] == 0.0, "DeepSpeed 0.19 clips to 1 by default"
 
 
 @pytest.mark.parametrize(
     ("path", "value", "values", "contradicted"),
     [
         ("train_batch_size", 32, {}, "32 contradicts --batch_size 16: "),
-        ("train_micro_batch_size_per_gpu", 4, {"micro_batch_size": None, "micro_batch_tokens": 300},
-         "4 contradicts --micro_batch_tokens 300"),
-        ("gradient_clipping", 1.0, {}, "1.0 contradicts --max_grad_norm null: "),
+        ("gradient_accumulation_steps", 3, {}, "3 contradicts --batch_size 16 on 2 GPUs with --micro_batch_size 2: "),
         ("bf16.enabled", True, {}, "true contradicts --precision 32-true: "),
-        ("optimizer.type", "AdamW", {"optimizer": "sgd"}, "contradicts --optimizer sgd: "),
-        ("optimizer.params.betas", [0.8, 0.999], {}, "[0.8, 0.999] contradicts --betas 0.9,0.999"),
-        ("optimizer.params.adam_w_mode", False, {}, "false contradicts --optimizer adam, whose decay is AdamW's"),
-        ("scheduler.type", "WarmupDecayLR", {}, "contradicts --schedule constant: "),
+        ("optimizer.type", "AdamW", {"optimizer": "sgd"}, '"AdamW" contradicts --optimizer sgd: '),
+        ("optimizer.params.betas", [0.8, 0.999], {}, "[0.8, 0.999] contradicts --betas 0.9,0.999: "),
+        ("scheduler.type", "WarmupDecayLR", {}, '"WarmupDecayLR" contradicts --schedule constant: '),
     ],
 )  # fmt: skip
 def test_a_contradiction_names_key_and_setting_and_a_fix(ask, path, value, values, contradicted):
     text = refused(ask, {path: value}, **values)
-    assert text.startswith(f"ds.json: {path} ")
-    assert contradicted in text
-    assert text.endswith("change it there or here, or leave it out")
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_deepspeed_does_not_accumulate_or_clip_by_default(ask, stage):
-    config, _ = ask({"zero_optimization.stage": stage}, devices=3)
-    assert config["train_micro_batch_size_per_gpu"] == 6, "the largest share of 16 on 3 GPUs"
-    assert config["gradient_accumulation_steps"] == 1
-    assert "train_batch_size" not in config, "16 is not a multiple of 3"
-    assert config["gradient_clipping"] == 0.0, "DeepSpeed 0.19 clips to 1 by default"
+    assert text == f"ds.json: {path} {contradicted}change it there or here, or leave it out"
 
 
 def test_deepspeeds_timer_waits_for_the_device_only_on_request(ask):
@@ -213,39 +191,21 @@ def test_deepspeeds_timer_waits_for_the_device_only_on_request(ask):
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "values", "message"),
     [
-        ({"optimizer.type": "OneBitAdam"}, "OneBitAdam: it compresses gradients between machines"),
-        ({"optimizer": "Adam"}, "optimizer must be an object, {...}"),
-        ({"zero_optimization.stage": 0}, "src/9_ddp.py shards nothing"),
-        ({"zero_optimization.reduce_bucket_size": "big"}, 'reduce_bucket_size "big" must be a number'),
-        ("{,}", "as JSON ("),
-        ("[1]", "is not a configuration of DeepSpeed"),
+        ({"optimizer.type": "OneBitAdam"}, {}, "ds.json: optimizer.type: --optimizer OneBitAdam: "),
+        ({"optimizer": "Adam"}, {}, "is not a configuration of DeepSpeed"),
+        ({"zero_optimization.stage": 0}, {}, "src/9_ddp.py shards nothing"),
+        ("{,}", {}, "as JSON ("),
+        ("[1]", {}, "is not a configuration of DeepSpeed"),
+        ("", {"deepspeed": "zero4"}, "--deepspeed zero4: the file does not exist; give a path, or one of zero1, zero2"),
+        ("", {"deepspeed": "zero2", "precision": "bf16-true"}, "--precision bf16-true: ZeRO computes on 16-bit weight"),
+        ("", {"deepspeed": "zero2", "optimizer": "adafactor"}, "--optimizer adafactor: it needs whole weights"),
+        ("", {"deepspeed": "zero2_offload", "optimizer": "adam-8bit"}, "--optimizer adam-8bit: zero2_offload.json off"),
     ],
 )
-def test_a_bad_configuration_is_refused(ask, config, message):
-    assert message in refused(ask, config)
-
-
-def test_odd_values_that_once_ended_in_a_traceback_are_read_or_refused(ask):
-    optimizers = ({"type": "Adam", "params": 5}, {"params": True}, {"type": "Adam", "params": {"auto": "auto"}})
-    for odd in ({"fp16": None}, {"train_batch_size": ["x" * 5000]}, *({"optimizer": each} for each in optimizers)):
-        with contextlib.suppress(UserError):
-            ask(odd)
-    assert refused(ask, "null")
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"deepspeed": "zero4"}, "--deepspeed zero4: the file does not exist; give a path, or one of zero1, zero2, "),
-        ({"deepspeed": "zero2", "precision": "bf16-true"}, "--precision bf16-true: ZeRO computes on 16-bit weights"),
-        ({"deepspeed": "zero2", "optimizer": "adafactor"}, "--optimizer adafactor: it needs whole weights"),
-        ({"deepspeed": "zero2_offload", "optimizer": "adam-8bit"}, "--optimizer adam-8bit: zero2_offload.json off"),
-    ],
-)
-def test_settings_that_do_not_work_with_zero_are_refused(ask, values, message):
-    assert refused(ask, "", **values).startswith(message)
+def test_what_zero_cannot_run_with_is_refused_in_one_line(ask, config, values, message):
+    assert message in refused(ask, config, **values)
 
 
 @pytest.mark.parametrize(("name", "decay"), [("adam", 0), ("adamw", 0.01)])

@@ -11,7 +11,6 @@ from torch import distributed
 from transformers import BloomConfig, BloomForSequenceClassification
 
 from fabric_ladder.distributed.ddp import DDPInBuckets
-from fabric_ladder.distributed.strategies import finish_gradients
 from fabric_ladder.techniques.embedding_rows import add_rows, adding_rows
 
 WIDTH, TOKENS = 8, 12
@@ -32,7 +31,7 @@ def gradients(fabric, vocabulary, spoilt):
         ids[0, 0] = 7
         with fabric.no_backward_sync(wrapped, enabled=number < 3), adding_rows(hooked=True):
             fabric.backward(wrapped(input_ids=ids, labels=torch.tensor([0, 1])).loss)
-    finish_gradients(fabric.strategy)
+    fabric.strategy.average_tables()
     return {name: weight.grad.clone() for name, weight in model.named_parameters()}
 
 

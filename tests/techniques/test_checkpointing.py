@@ -23,7 +23,6 @@ from fabric_ladder import Settings, build_optimizer
 from fabric_ladder.runs.metrics import Meter
 from fabric_ladder.techniques.checkpointing import (
     RANDOM_ONLY_IN_DROPOUT,
-    _Offload,
     enable_checkpointing,
     may_draw,
 )
@@ -126,24 +125,6 @@ def test_matrix_multiplications_and_attention_are_computed_once(tmp_path, family
     assert costly(selective) == costly(plain)
     assert costly(recomputed)[1] == 2 * costly(plain)[1] > 0
     assert selective["native_layer_norm"] > plain["native_layer_norm"]
-
-
-def test_offloaded_inputs_come_back_unchanged():
-    offload, tensors = _Offload(), [torch.randn(3, 4).T, torch.randn(2, 3, dtype=torch.float64), torch.randn(5)]
-    expected = [tensor.clone() for tensor in tensors]
-    kept = [offload.pack(tensor) for tensor in tensors]
-    hosts = [each.host for each in kept]
-    assert not {each.data_ptr() for each in hosts} & {each.data_ptr() for each in tensors}
-    for tensor in tensors[:-1]:
-        tensor.zero_()  # its memory was freed and is in use again
-    for number in (2, 1, 0):
-        back = offload.unpack(kept[number])
-        assert torch.equal(back, expected[number])
-        assert back.stride() == tensors[number].stride()
-        if number:
-            assert offload._move.kept() is kept[number - 1], "its copy has started"
-    assert offload._move is None
-    assert torch.equal(offload.unpack(kept[1]), expected[1]), "a second pass, as with retain_graph"
 
 
 def test_no_tensor_outlives_the_backward_pass():

@@ -89,11 +89,9 @@ WAYS = {
     "checkpointing": {"activation_checkpointing": True},
     "offload": {"activation_checkpointing": True, "activation_offload": True},
     "packing": {"packing": True, "micro_batch_size": 2},
-    "eager": {"attention": "eager"},
     "kahan": {"precision": "bf16-true", "kahan_summation": True},
     "step in backward": {"step_in_backward": True},
     "float8": {"float8": True, "precision": "bf16-mixed"},
-    "clipping": {"max_grad_norm": 0.1},
 }
 FAMILIES = (("bloom", {}), ("llama", LANGUAGE), ("gpt2", LANGUAGE))
 

@@ -144,34 +144,20 @@ def test_a_text_that_ends_with_the_padding_token_is_read_as_by_transformers():
     assert torch.allclose(packed, torch.cat(alone), atol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "task"), [("bert", CLASSIFICATION), ("bloom", INSTRUCTIONS), ("llama", INSTRUCTIONS)])
-def test_in_16_bits_packing_is_as_near_to_64_bit(tmp_path, fabric, kind, task):
-    alone = effective_batch(tmp_path, fabric, task, micro_batch_size=1)
-    packed = effective_batch(tmp_path, fabric, task, micro_batch_size=2, packing=True)
-    small = make(kind, task, torch.bfloat16)
-    exact = copy.deepcopy(small).double()
-    expected = gradients(exact, alone)
-    before, after = (distance(expected, gradients(small, batches)) for batches in (alone, packed))
-    assert 0 < after < 1.5 * before, "one draw; other processors round differently"
-
-
-@pytest.mark.parametrize(("kind", "task"), CASES)
-def test_no_document_sees_another(tmp_path, kind, task):
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_no_document_sees_another(tmp_path, kind):
     """Changing the tokens of one document changes no bit of another document's output."""
-    model = make(kind, task, torch.float16).eval()
-    inputs, _ = packed_and_alone(tmp_path, task)
-    inputs = {name: inputs[name] for name in ("input_ids", "position_ids", "spans") if name in inputs}
-    spans = batch_of(tmp_path, CLASSIFICATION, [0, 1, 2, 3, 4], [3, 2], pad_to_multiple_of=8)["spans"]
+    model = make(kind, CLASSIFICATION, torch.float16).eval()
+    inputs, _ = packed_and_alone(tmp_path, CLASSIFICATION)
+    inputs = {name: inputs[name] for name in ("input_ids", "position_ids", "spans")}
     with torch.no_grad():
         before = model(**inputs).logits
-        for document, (start, end) in enumerate(spans.tolist()):
+        for document, (start, end) in enumerate(inputs["spans"].tolist()):
             ids = inputs["input_ids"].flatten().clone()
             ids[start:end] = ids[start:end] % 63 + 1
             after = model(**inputs | {"input_ids": ids.view_as(inputs["input_ids"])}).logits
             changed = (before != after).any(-1)
-            if task == INSTRUCTIONS:
-                changed = torch.stack([changed.flatten()[first:last].any() for first, last in spans.tolist()])
-            assert changed.tolist() == [other == document for other in range(len(spans))]
+            assert changed.tolist() == [other == document for other in range(len(changed))]
 
 
 def test_a_row_of_the_most_documents_keeps_them_apart():
@@ -213,39 +199,6 @@ def test_no_matrix_of_tokens_by_tokens_is_made(kind, task):
         model, transformers_own = make(kind, task), make("llama", INSTRUCTIONS, packing=False)
     assert not squares(model, task)
     assert squares(transformers_own, INSTRUCTIONS)
-
-
-@pytest.mark.parametrize(("kind", "task"), [("bloom", CLASSIFICATION), ("llama", INSTRUCTIONS)])
-def test_batches_without_packing_give_the_same_loss_as_before(tmp_path, kind, task):
-    plain, helped = make(kind, task, packing=False).eval(), make(kind, task).eval()
-    inputs = batch_of(tmp_path, task, [0, 1, 2, 3])
-    assert losses(plain, inputs).equal(losses(helped, inputs))
-
-
-def compiled(model):
-    return torch.compile(model, dynamic=True, backend="eager")
-
-
-def checkpointed(model):
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.train()
-
-
-def with_adapters(model):
-    peft = pytest.importorskip("peft")
-    task = "CAUSAL_LM" if model.get_output_embeddings() else "SEQ_CLS"
-    return peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", task_type=task))
-
-
-@pytest.mark.parametrize("wrap", [pytest.param(compiled, marks=pytest.mark.slow), checkpointed, with_adapters])
-@pytest.mark.parametrize(("kind", "task"), [("bloom", INSTRUCTIONS), ("bert", CLASSIFICATION)])
-def test_wrapped_models_keep_documents_apart(tmp_path, kind, task, wrap):
-    packed, alone = packed_and_alone(tmp_path, task)
-    model = make(kind, task)
-    expected = torch.cat([losses(model, inputs) for inputs in alone])
-    got = losses(wrap(model), packed)
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-    got.mean().backward()
 
 
 def figures(tmp_path, name, *options):
@@ -314,7 +267,6 @@ def test_a_window_that_is_shorter_than_rows_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "values", "message"),
     [
-        ({"slow_but_exact": True, "pretraining_tp": 2}, {}, "slow_but_exact in the config of .* would see each other"),
         ({"output_attentions": True}, {}, "output_attentions in the config of .* packed texts would see each other"),
         ({}, {"attention": "eager"}, "--packing true: eager .* use --attention fused"),
     ],
@@ -348,25 +300,3 @@ def test_the_tested_architectures_are_those_whose_twins_agree():
     found = {kind: f"{served(kind, CLASSIFICATION)} | {served(kind, INSTRUCTIONS)}" for kind in ARCHITECTURES}
     accepted = {kind for kind, answers in found.items() if re.search("yes|up to", answers)}
     assert accepted == TESTED & set(ARCHITECTURES), found
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        lambda: BertConfig(**BERT, **SIZES, is_decoder=True),
-        lambda: AutoConfig.for_model(
-            "gemma3_text", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            head_dim=8, intermediate_size=32, use_bidirectional_attention=True, **SIZES,
-        ),
-    ],
-)  # fmt: skip
-def test_the_head_decides_which_token_is_read(tmp_path, config):
-    """A decoder may read its first token, and a model that sees both ways its last one."""
-    torch.manual_seed(0)
-    model = CLASSES[CLASSIFICATION].from_config(config(), dtype=torch.float64)
-    packed, alone = packed_and_alone(tmp_path, CLASSIFICATION)
-    with torch.no_grad():
-        expected = torch.cat([losses(model, inputs) for inputs in alone])
-        fuse_attention(model)
-        support_packing(model, 80)
-        assert relative_error([expected], [losses(model, packed)]) < 1e-12

@@ -40,15 +40,15 @@ def model_of(kind, dropout=0.0):
     return auto.from_config(config).train()
 
 
-def step(model, dtype=torch.float64, rows=2, tokens=7):
+def step(model):
     """Return the loss and the gradients of random texts or images."""
-    model.to(dtype).zero_grad()
+    model.double().zero_grad()
     torch.manual_seed(1)
-    labels = torch.arange(rows) % 2
+    labels = torch.arange(2)
     if model.main_input_name == "pixel_values":
-        loss = model(torch.randn(rows, 3, 32, 32, dtype=dtype), labels=labels).loss
+        loss = model(torch.randn(2, 3, 32, 32, dtype=torch.float64), labels=labels).loss
     else:
-        loss = model(torch.randint(3, 64, (rows, tokens)), labels=labels).loss
+        loss = model(torch.randint(3, 64, (2, 7)), labels=labels).loss
     loss.backward()
     return [loss.detach(), *(weight.grad for weight in model.parameters() if weight.grad is not None)]
 
@@ -71,16 +71,15 @@ def assert_near(found, expected, limit=1e-13):
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_tiles_give_the_gradients_of_the_whole_mlp(kind):
-    for dtype, limit, tile in ((torch.float64, 1e-13, 5), (torch.float32, 1e-5, 4)):
-        expected = step(model_of(kind), dtype)
-        for checkpointed in (False, True):
-            model = model_of(kind)
-            if checkpointed:
-                enable_checkpointing(model, CHECKPOINTED)
-            tokens = record_widths(model)
-            use_tiles(model, tile, draws=False)
-            assert_near(step(model, dtype), expected, limit)
-            assert max(tokens) == tile
+    expected = step(model_of(kind))
+    for checkpointed in (False, True):
+        model = model_of(kind)
+        if checkpointed:
+            enable_checkpointing(model, CHECKPOINTED)
+        tokens = record_widths(model)
+        use_tiles(model, 5, draws=False)
+        assert_near(step(model), expected)
+        assert max(tokens) == 5
 
 
 def test_an_evaluation_has_tiles_that_nobody_recomputes():

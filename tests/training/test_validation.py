@@ -7,12 +7,12 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.resuming import assert_same, checkpoints, lines_of, rows_of, run_here, tensors_of, terminate
+from support.resuming import assert_same, checkpoints, lines_of, rows_of, run_here, tensors_of
 from support.training import alone, read, two
 
 from fabric_ladder import UserError
 from fabric_ladder.comparing.sources import read_sources
-from fabric_ladder.training import fitting, loop
+from fabric_ladder.training import fitting
 
 RUNG = "2_grad_accum"
 EVERY_3 = ["--evaluate_every", 3, "--save_every", 100]
@@ -58,25 +58,6 @@ def test_a_run_stopped_at_a_validation_resumes_bit_by_bit(tmp_path, dropout_mode
     options = ["--model", dropout_model, *EVERY_3, "--resume", "auto"]
     assert run_here(RUNG, tmp_path, *options, at="00024/00060 | Val loss")[0] == 143
     assert_same(run(tmp_path, *options)[0], whole)
-
-
-def test_a_run_stopped_within_a_validation_repeats_it(tmp_path, dropout_model, whole, monkeypatch):
-    options = ["--model", dropout_model, *EVERY_3, "--eval_batch_tokens", 64, "--resume", "auto"]
-    calls, run_model = [], loop.run_model
-
-    def interrupted(*arguments):
-        calls.append(arguments)
-        if len(calls) == 2:
-            terminate()
-        return run_model(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "run_model", interrupted)
-        status, text = run_here(RUNG, tmp_path, *options)
-    assert (status, "Stopped by SIGTERM in epoch 1 after batch 3;" in text) == (143, True), text
-    home, text = run(tmp_path, *options)
-    assert text.index("Val loss") < text.index("Batch 0006/")
-    assert_same(home, run(tmp_path / "whole", *options[:-2])[0])
 
 
 def test_patience_stops_the_training_and_the_run_is_complete(tmp_path):

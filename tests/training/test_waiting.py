@@ -22,9 +22,7 @@ CASES = {
     "packed": ("llama-lm", {"task": "instruction-tuning", "packing": True, "max_length": 64}),
     "packed bert": ("bert", {"packing": True, "max_length": 64}),
     "clipped": ("bloom", {"max_grad_norm": 1.0}),
-    "sgd": ("llama", {"optimizer": "sgd", "schedule": "cosine"}),
-    "sinkgd": ("llama", {"optimizer": "sinkgd"}),
-    "by tokens": ("llama", {"micro_batch_tokens": 64, "micro_batch_size": None}),
+    "sgd by tokens": ("llama", {"optimizer": "sgd", "micro_batch_tokens": 64, "micro_batch_size": None}),
     "mixed precision": ("bert", {"precision": "bf16-mixed"}),
     "recomputed": ("llama", {"activation_checkpointing": True}),
 }

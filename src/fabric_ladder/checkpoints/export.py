@@ -86,8 +86,6 @@ def find_result(name: str | Path) -> Result:
             "model": (folder / "config.json").is_file() and any(any(folder.glob(names)) for names in WEIGHTS),
         }
         if found := next((name for name, there in formats.items() if there), None):
-            if found != "adapter" and not (folder / "config.json").is_file():
-                raise UserError(f"{folder} lacks the model's config.json: an older version saved it; train again")
             return Result(folder, found, adapter)
     if runs := sorted(Path(name).glob("*/run.json")):
         raise UserError(f"{name} holds runs: give one of them, e.g. {runs[-1].parent}")

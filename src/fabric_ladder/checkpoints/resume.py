@@ -115,7 +115,6 @@ def _differences(saved: dict, settings: Settings) -> list[str]:
     """Describe the settings that differ and that a resumed run must not change."""
     own, defaults = (json.loads(json.dumps(dataclasses.asdict(each))) for each in (settings, Settings()))
     saved = defaults | saved  # an older version may lack settings, or have others
-    saved["lora_targets"] = saved["lora_targets"] or "attention"  # null in older runs
     script = [f"src/{saved['name']}.py, not src/{own['name']}.py"] if saved["name"] != own["name"] else []
     return script + [
         f"--{name} {show(saved[name]):.40}, not {show(own[name])}"

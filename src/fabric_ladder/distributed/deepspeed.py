@@ -1,10 +1,12 @@
 """A Fabric strategy for DeepSpeed's ZeRO that works with the train loop of all rungs."""
 
+import atexit
 import copy
 import difflib
 import importlib.util
 import io
 import os
+import shutil
 import sys
 import tempfile
 import warnings
@@ -19,7 +21,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fabric_ladder.distributed.deepspeed_config import offloads, read_deepspeed_config
-from fabric_ladder.distributed.nvme import own_folder
 from fabric_ladder.errors import UserError, first_line, refused
 from fabric_ladder.settings import Settings
 
@@ -144,7 +145,10 @@ def deepspeed_strategy(settings: Settings) -> LadderDeepSpeedStrategy:
     config, notices = read_deepspeed_config(settings)
     for section in offloads(config).values():
         if section["device"] == "nvme":
-            section["nvme_path"] = str(own_folder(Path(section.get("nvme_path") or ".").absolute()))
+            # DeepSpeed names its files by ranks and weights alone: two runs in a folder would overwrite each other's
+            parent = Path(section.get("nvme_path") or ".").absolute()
+            section["nvme_path"] = tempfile.mkdtemp(prefix="fabric_ladder-", dir=parent)
+            atexit.register(shutil.rmtree, section["nvme_path"], ignore_errors=True)
     cpu_adam = "optimizer" in offloads(config) and settings.optimizer in ("adam", "adamw")
     if cpu_adam:
         from deepspeed.ops.op_builder import CPUAdamBuilder

@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass
 
-from lightning.fabric.strategies import DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from torch import nn
 
-from fabric_ladder.distributed.ddp import DDPInBuckets
 from fabric_ladder.distributed.deepspeed import EngineState
 from fabric_ladder.settings import Settings
 
@@ -43,29 +41,3 @@ def engine_state(model: nn.Module) -> EngineState | None:
     """Return the engine that saves and loads a model set up by Fabric, or None if its strategy has no engine."""
     engine = model._forward_module
     return EngineState(engine) if hasattr(engine, "save_checkpoint") else None
-
-
-def averages_each_pass(strategy: Strategy) -> bool:
-    """Return whether ranks average gradients in each backward pass, so that no rank keeps whole gradients (FSDP2)."""
-    return isinstance(strategy, ModelParallelStrategy)
-
-
-def skips_broken_steps(strategy: Strategy) -> bool:
-    """Return whether the strategy's engine itself skips steps whose gradient is not finite (DeepSpeed)."""
-    return isinstance(strategy, DeepSpeedStrategy)
-
-
-def keeps_gradients(strategy: Strategy) -> bool:
-    """Return whether gradients are parts of buckets that must stay, see `DDPInBuckets`."""
-    return isinstance(strategy, DDPInBuckets)
-
-
-def has_gradient_hooks(strategy: Strategy) -> bool:
-    """Return whether the strategy attaches hooks to gradients, which every change of a gradient must call."""
-    return not isinstance(strategy, SingleDeviceStrategy)
-
-
-def finish_gradients(strategy: Strategy) -> None:
-    """Average the gradients that the backward pass has not averaged: those of DDP's embedding tables."""
-    if isinstance(strategy, DDPInBuckets):
-        strategy.average_tables()

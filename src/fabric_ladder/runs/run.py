@@ -144,7 +144,6 @@ class Run:
         self.print(f"{self._place(epoch, batch, seen)} | Loss: {loss:.4f}")
         figures = {"loss": loss, "learning_rate": learning_rate, **self.throughput.since_last_line()}
         self._log_row(epoch * self.steps + batch, epoch=epoch + 1, **figures)
-        self._print_compiling_problem()
 
     def log_fit(self, tokens: int, new: bool) -> None:
         """Print and record the `micro_batch_tokens` that fit; `new`: unless the run has printed this number before."""
@@ -194,7 +193,6 @@ class Run:
 
     def log_training(self, samples_hash: str) -> None:
         """Print time, throughput and peak memory of the training, and record the hash of its effective batches."""
-        self._print_compiling_problem()
         figures = self.throughput.figures()
         self.print(f"Time elapsed {figures['elapsed_seconds'] / 60:.2f} min")
         if seconds := figures.get("compile_seconds"):
@@ -324,7 +322,3 @@ class Run:
 
     def _log_row(self, step: int, **figures: float) -> None:
         self.record.add_row(step, self.throughput.samples, seconds=self.throughput.elapsed, **figures)
-
-    def _print_compiling_problem(self) -> None:
-        if problem := self.throughput.compiling.problem(self.settings):
-            self.print(f"Warning: {problem}")

@@ -81,7 +81,7 @@ class Throughput:
             "elapsed": self.elapsed,
             "last_line": self._last_line,
             "peaks": self._find_peaks(),
-            "compiled": (self.compiling.seconds, self.compiling.graphs, self.compiling.recompiled),
+            "compiled": (self.compiling.seconds, self.compiling.graphs),
             "evaluated": self._evaluated,
         }
 
@@ -107,7 +107,6 @@ class Throughput:
             figures["evaluation_tokens_per_second"] = self._evaluated[0] / self._evaluated[1]
         if self.compiling.graphs:
             figures |= {"compile_seconds": self.compiling.seconds, "compiled_graphs": self.compiling.graphs}
-            figures |= {"recompiled_graphs": self.compiling.recompiled}
         return figures
 
     def _find_peaks(self) -> list[int]:

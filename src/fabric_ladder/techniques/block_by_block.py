@@ -96,7 +96,6 @@ class BlockByBlock(Technique):
         return None
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:
-        """Freeze what is never trained."""
         blocks = find_blocks(model)
         head = model.get_output_embeddings()
         train_only(model, {*trained_weights(model, len(blocks))} - {*(head.parameters() if head else ())})

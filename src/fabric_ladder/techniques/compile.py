@@ -19,7 +19,6 @@ from fabric_ladder.techniques.technique import Technique
 
 LEAST = (7, 0)  # lowest compute capability that Inductor compiles for, or it raises GPUTooOldForTriton
 MOST_GRAPHS = 64  # of a function; torch.compile takes 8 by default
-MOST_RECOMPILED = 8  # graphs: forward and backward, one row and several, training and evaluation
 
 
 def keep_kernels(cache_dir: str) -> None:
@@ -69,17 +68,14 @@ class CompileClock:
     Args:
         seconds: To count from.
         graphs: To count from.
-        recompiled: To count from.
 
     Attributes:
         seconds: Spent on compiling.
         graphs: All graphs.
-        recompiled: Graphs since the first call of `problem`: by then a run has compiled all that it needs.
     """
 
-    def __init__(self, seconds: float = 0.0, graphs: int = 0, recompiled: int = 0):
-        self.seconds, self.graphs, self.recompiled = seconds, graphs, recompiled
-        self._settled = self._told = False
+    def __init__(self, seconds: float = 0.0, graphs: int = 0):
+        self.seconds, self.graphs = seconds, graphs
         torch._dynamo.on_compile_start(self._begin)
         torch._dynamo.on_compile_end(self._end)
 
@@ -89,29 +85,11 @@ class CompileClock:
     def _end(self, _) -> None:
         self.seconds += perf_counter() - self._start
         self.graphs += 1
-        self.recompiled += self._settled
-
-    def problem(self, settings: Settings) -> str | None:
-        """Return a line about a run that compiles again and again, only once."""
-        self._settled = True
-        if self._told or self.recompiled <= MOST_RECOMPILED:
-            return None
-        self._told = True
-        problem = "torch.compile compiles again and again: its graphs do not serve all shapes"
-        return f"{problem}; try {_fewer_shapes(settings)}"
 
     def stop(self) -> None:
         """Stop counting."""
         torch._dynamo.callback_handler.remove_start_callback(self._begin)
         torch._dynamo.callback_handler.remove_end_callback(self._end)
-
-
-def _fewer_shapes(settings: Settings) -> str:
-    """Return the options that lead to fewer shapes, or to none that are compiled."""
-    if settings.task == "image-classification" or settings.pack_rows:  # one shape already
-        return "--compile false"
-    multiple = min(max(64, 4 * settings.pad_to_multiple_of), settings.max_length)
-    return f"--pad_to_multiple_of {multiple}, --packing true --pack_rows N for a single shape, or --compile false"
 
 
 class Compile(Technique):

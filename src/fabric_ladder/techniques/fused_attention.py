@@ -41,8 +41,8 @@ def fuse_attention(model: nn.Module) -> None:
     """Compute a model's attention by fused kernels: this module's for BLOOM, PyTorch's for other models.
 
     The kernel computes training, evaluation and the prompt of a generation, with every mask of two dimensions. Padding
-    may be on either side. Eager attention computes an answer's later tokens, which see cached keys; 4-D masks;
-    `output_attentions`; and `slow_but_exact`. Dropout in attention has the same distribution with other random numbers.
+    may be on either side. Eager attention computes an answer's later tokens, which see cached keys, and 4-D masks; a
+    config with `output_attentions` keeps it. Dropout in attention has the same distribution with other random numbers.
     (On a CPU it needs the matrix, because flash kernels there have no dropout.)
 
     Args:
@@ -62,7 +62,7 @@ class FusedBloomAttention(BloomAttention):
     def forward(
         self, hidden_states: Tensor, residual: Tensor, alibi: Tensor, attention_mask: Tensor, **options
     ) -> tuple[Tensor, Tensor | None]:
-        """Return hidden states (rows, tokens, width), and with `output_attentions` the weights of attention.
+        """Return hidden states (rows, tokens, width).
 
         Args:
             hidden_states: (rows, tokens, width).
@@ -71,10 +71,7 @@ class FusedBloomAttention(BloomAttention):
             attention_mask: The result of `_new_dimensions`.
             **options: The other options of `BloomAttention.forward`.
         """
-        exact = options.get("output_attentions") or (self.pretraining_tp > 1 and self.slow_but_exact)
-        if attention_mask.dim() == 4 or exact:  # the only place with this choice
-            if attention_mask.dim() != 4:
-                attention_mask = _to_mask(attention_mask, len(hidden_states))
+        if attention_mask.dim() == 4:
             return super().forward(hidden_states, residual, alibi, attention_mask, **options)
         heads = self.query_key_value(hidden_states).unflatten(-1, (self.num_heads, 3, self.head_dim))
         query, key, value = (part.transpose(1, 2) for part in heads.unbind(3))
@@ -130,13 +127,6 @@ def _parts(values: Tensor) -> list[Tensor]:
         parts.append((values.view(torch.int32) & -65536).view(torch.float32))  # a compiler may drop a cast
         values = values - parts[-1]
     return parts
-
-
-def _to_mask(new: Tensor, rows: int) -> Tensor:
-    """Return transformers' own additive mask (rows, 1, tokens, tokens)."""
-    visible = (new[0, 1, :, 0, :, 0] != HIDDEN).expand(rows, -1)
-    length = visible.shape[1]
-    return eager_mask(rows, length, length, attention_mask=visible, dtype=new.dtype, device=new.device)
 
 
 AttentionMaskInterface.register(NAME, _new_dimensions)

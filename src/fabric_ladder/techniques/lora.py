@@ -201,7 +201,6 @@ class LoRA(Technique):
         return None
 
     def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse an old torchao, and layers that the model does not have."""
         super().check(settings, capability)
         if self.is_used(settings):
             _check_targets(settings)
@@ -220,12 +219,10 @@ class LoRA(Technique):
         return line if share else None
 
     def loading_options(self, settings: Settings, config: PretrainedConfig) -> dict:
-        """Read the weights of a language model in 16 bits, if these are the run's precision."""
         dtype = _read_dtype(settings)
         return {} if dtype is None or settings.from_scratch else {"dtype": dtype}
 
     def loaded_bytes(self, loaded: int, counts: Counts, settings: Settings) -> int:
-        """Return the bytes of weights that are read in 16 bits."""
         dtype = _read_dtype(settings)
         return loaded if dtype is None else loaded // 2
 

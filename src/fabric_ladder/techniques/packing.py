@@ -149,12 +149,10 @@ class Packing(Technique):
                 f"packed texts may see each other in {settings.model} ({config.model_type}), which is not among the "
                 f"tested architectures ({', '.join(sorted(TESTED))}); leave it out"
             )
-        exact = config.model_type == "bloom" and config.pretraining_tp > 1 and config.slow_but_exact
-        if exact or config.output_attentions:
-            name = "slow_but_exact" if exact else "output_attentions"
+        if config.output_attentions:
             return (
-                f"{name} in the config of {settings.model} asks for eager attention, in which packed texts would see "
-                "each other; leave it out"
+                f"output_attentions in the config of {settings.model} asks for eager attention, in which packed texts "
+                "would see each other; leave it out"
             )
         if settings.task == "text-classification" and not getattr(facts_of(settings), "pooled", None):
             return f"it is not known which token the head of {settings.model} reads; leave it out"
@@ -175,7 +173,6 @@ class Packing(Technique):
         return f"batch {settings.batch_size} packed, {rows} of {most}{settings.max_length} tokens at once"
 
     def size_setting(self, settings: Settings, evaluates: bool = False) -> str | None:
-        """Return the number of rows, where it is the same for all micro-batches."""
         return "pack_rows" if settings.pack_rows else None
 
     def change_model(self, model: nn.Module, settings: Settings) -> nn.Module:

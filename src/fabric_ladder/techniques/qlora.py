@@ -65,7 +65,6 @@ class QLoRA(Technique):
     )
 
     def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse 4-bit weights without adapters, with DeepSpeed, or without a bitsandbytes that works here."""
         if not self.is_used(settings):
             return
         given = f"--quantization {settings.quantization}"

@@ -17,15 +17,11 @@ from fabric_ladder.techniques.zero_memory import with_zero
 ZERO_BYTES = {"zero1": 0, "zero2": 2, "zero2_offload": 4, "zero3": 6, "zero3_offload": 12, "zero3_nvme": 12}
 
 
-class _Strategy(Technique):
-    """A strategy is given by the rung, not by a setting."""
-
-
-class DDP(_Strategy):
+class DDP(Technique):
     """Each GPU has all weights, and a share of each effective batch."""
 
 
-class FSDP(_Strategy):
+class FSDP(Technique):
     """Parameters, gradients and optimizer state are sharded."""
 
     shards = True
@@ -40,7 +36,6 @@ class FSDP(_Strategy):
             )
 
     def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse optimizers, trials and models that FSDP2 cannot work with."""
         if not self.is_used(settings):
             return
         check_no_trial(settings)
@@ -66,7 +61,7 @@ class CpuOffload(Technique):
         return 3 * 4 - FSDP().bytes_per_pass(settings)
 
 
-class DeepSpeed(_Strategy):
+class DeepSpeed(Technique):
     """ZeRO 1, 2 and 3 with offloading to CPU memory or disk, from a DeepSpeed configuration."""
 
     shards = True
@@ -82,7 +77,6 @@ class DeepSpeed(_Strategy):
         return ("deepspeed",)
 
     def check(self, settings: Settings, capability: tuple[int, int] | None) -> None:
-        """Refuse settings that contradict DeepSpeed's configuration."""
         if not settings.deepspeed:
             return
         check_no_trial(settings)
@@ -99,7 +93,6 @@ class DeepSpeed(_Strategy):
         return with_zero(peak, counts, config, settings.optimizer, settings.ranks)
 
     def unpredictable(self, settings: Settings) -> str | None:
-        """Return why 32 bits are not predicted."""
         return "ZeRO's memory is known for 16-bit weights only" if settings.precision == "32-true" else None
 
     def bytes_per_pass(self, settings: Settings) -> int:

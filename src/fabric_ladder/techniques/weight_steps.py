@@ -185,7 +185,6 @@ class StepInBackward(_StepsByWeight):
         return {"packing": "a pass of the whole effective batch is mostly padding"} if settings.batch_size > 1 else {}
 
     def size_setting(self, settings: Settings, evaluates: bool = False) -> str | None:
-        """Return the effective batch, which is one micro-batch."""
         return None if evaluates else "batch_size"
 
     def reason_against(self, settings: Settings, capability: tuple[int, int] | None) -> str | None:

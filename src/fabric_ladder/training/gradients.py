@@ -6,6 +6,7 @@ from functools import cache
 
 import torch
 from lightning import Fabric
+from lightning.fabric.strategies import DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -13,13 +14,7 @@ from torch.optim import Optimizer
 from fabric_ladder.data.label_kind import Counts
 from fabric_ladder.data.loaders import MicroBatch
 from fabric_ladder.data.objective import count_right
-from fabric_ladder.distributed.strategies import (
-    averages_each_pass,
-    finish_gradients,
-    has_gradient_hooks,
-    keeps_gradients,
-    skips_broken_steps,
-)
+from fabric_ladder.distributed.ddp import DDPInBuckets
 from fabric_ladder.models.masks import declare_padding
 from fabric_ladder.models.optimizer import all_finite
 from fabric_ladder.runs.metrics import Meter, add_to_confusion
@@ -64,9 +59,9 @@ def accumulate_gradients(
     Returns:
         Whether all micro-batches were accumulated.
     """
-    average_once = not averages_each_pass(fabric.strategy)
+    average_once = not isinstance(fabric.strategy, ModelParallelStrategy)  # FSDP2
     stepping = getattr(getattr(optimizer, "optimizer", None), "stepping", None)  # of an optimizer of `WeightSteps`
-    hooked = has_gradient_hooks(fabric.strategy)
+    hooked = not isinstance(fabric.strategy, SingleDeviceStrategy)
 
     def run_pass(micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         loss, correct = run_model(fabric, model, micro_batch)
@@ -86,7 +81,8 @@ def accumulate_gradients(
         meter.add(loss, correct, micro_batch.items)
         if not last and stop():
             return False
-    finish_gradients(fabric.strategy)
+    if isinstance(fabric.strategy, DDPInBuckets):
+        fabric.strategy.average_tables()
     return True
 
 
@@ -137,7 +133,7 @@ def _copying_stream(device: torch.device) -> torch.cuda.Stream:
 
 def forget_gradients(fabric: Fabric, optimizer: Optimizer, graphs: Graphs | None = None) -> None:
     """Free the gradients, or set them to 0 where the strategy or graphs need them in their places."""
-    optimizer.zero_grad(set_to_none=not (graphs or keeps_gradients(fabric.strategy)))
+    optimizer.zero_grad(set_to_none=not (graphs or isinstance(fabric.strategy, DDPInBuckets)))
 
 
 def find_broken_gradient(fabric: Fabric, optimizer: Optimizer) -> Tensor:
@@ -146,7 +142,7 @@ def find_broken_gradient(fabric: Fabric, optimizer: Optimizer) -> Tensor:
     Always False if such steps are skipped elsewhere: by the scaler of `16-mixed`, or by the engine of a strategy.
     """
     nothing = torch.zeros((), dtype=torch.bool, device=fabric.device)
-    if getattr(fabric.strategy.precision, "scaler", None) or skips_broken_steps(fabric.strategy):
+    if getattr(fabric.strategy.precision, "scaler", None) or isinstance(fabric.strategy, DeepSpeedStrategy):
         return nothing
     by_type: dict[tuple, list[Tensor]] = {}
     for group in optimizer.param_groups:

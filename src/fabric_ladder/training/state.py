@@ -160,8 +160,7 @@ class TrainingState:
             own: From `rank_state_dict` of the rank whose random numbers it continues; None: keep the current ones.
         """
         for name in SAVED:
-            if name in position:  # checkpoints of earlier versions lack `left_out`
-                setattr(self, name, position[name])
+            setattr(self, name, position[name])
         self.score = Score(*position["totals"])
         for state in ranks:
             self.meter.add_state_dict(state["meter"])
