@@ -21,9 +21,9 @@ from fabric_ladder.data.cache import make_once, write_rows
 from fabric_ladder.data.hub import load_config, reachable
 from fabric_ladder.data.image_files import find_images, read_images
 from fabric_ladder.data.rows import note_bad_samples
-from fabric_ladder.data.sources import content_problem
 from fabric_ladder.data.splits import SPLITS, ImageDatasets, ImageFormat
 from fabric_ladder.data.summary import ReadData, complete, name_copies
+from fabric_ladder.data.text_sources import content_problem
 from fabric_ladder.errors import UserError, first_line, refused
 from fabric_ladder.settings import DataSettings
 

@@ -16,10 +16,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from fabric_ladder.data.cache import write_rows
+from fabric_ladder.data.cache import progress_bar, write_rows
 from fabric_ladder.data.hub import load_hub
-from fabric_ladder.data.progress import Progress
-from fabric_ladder.data.sources import (
+from fabric_ladder.data.text_sources import (
     GZIP,
     IN_EXCEL,
     SEPARATORS,
@@ -456,9 +455,8 @@ def write_checked(
         UserError: There are bad rows, and `bad_samples` is `refuse`; or all rows are bad.
     """
     bad = []
-    with Progress(f"Reading {name}") as progress:
-        table = write_rows(target, schema, _good_rows(progress.count(rows), check, bad))
-    notices += note_bad_samples(bad, progress.done, f"rows of {name} cannot be used", settings)
+    table = write_rows(target, schema, _good_rows(progress_bar(f"Reading {name}", rows), check, bad))
+    notices += note_bad_samples(bad, len(table) + len(bad), f"rows of {name} cannot be used", settings)
     return table
 
 
