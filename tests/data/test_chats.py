@@ -121,10 +121,6 @@ def decoded(got):
     }
 
 
-def test_table_of_families_is_complete():
-    assert {path.stem for path in TEMPLATES.glob("*.jinja")} == {*FAMILIES}
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_words_and_the_end_token_of_each_answer_are_trained(load, save, tmp_path, name):
     family = FAMILIES[name]
@@ -189,10 +185,9 @@ def test_thoughts_are_trained_where_the_template_writes_them(load, save, name, k
 TURNS = {"u": {"role": "user", "content": "Name it."}, "a": {"role": "assistant", "content": "It is."}}
 
 
-@pytest.mark.parametrize("name", ["llama-3.1", "qwen-3"])
-def test_messages_of_one_role_in_a_row_are_separate_turns(load, save, name):
-    got = load([{"messages": [*(TURNS[role] for role in "uauuaa")]}] * 10, tokenizer=save(name))
-    assert [*decoded(got).values()] == [[f"It is.{FAMILIES[name].end}"] * 3]
+def test_messages_of_one_role_in_a_row_are_separate_turns(load, save):
+    got = load([{"messages": [*(TURNS[role] for role in "uauuaa")]}] * 10, tokenizer=save("qwen-3"))
+    assert [*decoded(got).values()] == [["It is.<|im_end|>"] * 3]
 
 
 @pytest.mark.parametrize("name", ["llama-3.1", "chatml"])

@@ -14,12 +14,11 @@ from fabric_ladder.checks import check_values
 BOTH = {"label_smoothing": 0.2, "class_weights": "0.5,2.5"}
 
 
-@pytest.mark.parametrize("options", [{"label_smoothing": 0.2}, BOTH])
-def test_no_cut_of_the_effective_batch_changes_the_gradient(tmp_path, options):
+def test_no_cut_of_the_effective_batch_changes_the_gradient(tmp_path):
     model = packable(tiny_model("bert").double())
-    score = assert_exact(tmp_path, model, token_datasets(), 1e-12, **options)
+    score = assert_exact(tmp_path, model, token_datasets(), 1e-12, **BOTH)
     plain = accumulated(tmp_path, model, token_datasets())[1]
-    assert abs(score.loss - plain.loss) > 1e-4, "the option had no effect"
+    assert abs(score.loss - plain.loss) > 1e-4, "the options had no effect"
     assert score.correct == plain.correct
 
 

@@ -23,12 +23,7 @@ MOST_IN_MATRIX = 10  # the confusion matrix of more classes is not printed
 
 
 class Described(NamedTuple):
-    """The results of a test, in addition to its loss and its accuracy.
-
-    Attributes:
-        results: Figures for run.json.
-        lines: Lines to print.
-    """
+    """The results of a test, in addition to its loss and its accuracy: figures for run.json, and lines to print."""
 
     results: dict
     lines: list[str]

@@ -105,13 +105,18 @@ def check_data(settings: DataSettings) -> list[str]:
         UserError: One line about missing data, data that cannot be read, or a tokenizer that cannot be loaded.
     """
     images = settings.task == "image-classification"
-    path, source = (find_images(settings)[0], None) if images else (None, find_source(settings))
-    if not images and (name := tokenizer_name(settings)) != "trained":
-        load_tokenizer(name)
-    _counted_end(settings)
-    if (path is None) if images else source.key[0] == "hub":
-        find_commit(settings)
-    if not (path if images else source.key[0] in ("files", "synthetic")):
+    if images:
+        path, _ = find_images(settings)
+        readable = path is not None
+    else:
+        source = find_source(settings)
+        if (name := tokenizer_name(settings)) != "trained":
+            load_tokenizer(name)
+        _counted_end(settings)
+        if source.key[0] == "hub":
+            find_commit(settings)
+        readable = source.key[0] in ("files", "synthetic")
+    if not readable:
         return [f"{settings.dataset} is read by a run only, which then prints its rows, columns and classes"]
     with refused("cannot keep the data in a temporary folder"), TemporaryDirectory() as scratch, quiet():
         if images:

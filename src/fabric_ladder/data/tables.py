@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fabric_ladder.data.label_kind import LabelKind, join
-from fabric_ladder.data.label_texts import WHOLE, check_labels, count_texts
+from fabric_ladder.data.labels import WHOLE, check_labels, count_texts
 from fabric_ladder.data.reviews import REVIEWS, read_reviews
 from fabric_ladder.data.rows import list_columns, read_parts, read_text, shown
 from fabric_ladder.data.splits import SPLITS
