@@ -127,7 +127,7 @@ class IMDBDataset(Dataset):
 
 def load_datasets(settings: "DataSettings") -> "TextDatasets | ImageDatasets":
     """Return the tokenized or decoded splits of the data set in the settings; see `fabric_ladder.data.load`."""
-    from fabric_ladder.data.load import prepare
+    from fabric_ladder.data.load import prepare  # not above: this file also works alone
 
     return prepare(settings)
 

@@ -7,8 +7,7 @@ from itertools import chain
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.data_files import CHATML, chats, load_instructions, rows, samples_of
-from transformers import AutoTokenizer
+from support.data_files import CHATML, chats, load_instructions, rows, samples_of, with_template
 
 from fabric_ladder.data.instructions import encode_turns, prompt_text
 from fabric_ladder.errors import UserError
@@ -33,16 +32,8 @@ def load(tmp_path):
 
 @pytest.fixture
 def save(tokenizers, tmp_path):
-    """Save a tokenizer with a chat template and its end token."""
-
-    def save(template=TOOLS):
-        tokenizer = AutoTokenizer.from_pretrained(tokenizers["trained"])
-        tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-        tokenizer.chat_template = template
-        tokenizer.save_pretrained(tmp_path / "tokenizer")
-        return str(tmp_path / "tokenizer")
-
-    return save
+    """Save a tokenizer with a chat template."""
+    return lambda template=TOOLS: with_template(tokenizers["trained"], tmp_path / "tokenizer", template)
 
 
 def turn(role, content, **keys):

@@ -1,12 +1,11 @@
 """Architectures with parts, experts and buffers of their own: each trains, or is refused in one line."""
 
-import argparse
 import copy
 
 import pytest
 import torch
 from lightning import Fabric
-from support.helpers import SRC, VOCABULARY, Tokenizer, settings_for, token_datasets
+from support.helpers import VOCABULARY, Tokenizer, settings_for, token_datasets
 from support.training import losses, run_training
 from transformers import AutoConfig
 
@@ -14,7 +13,6 @@ from fabric_ladder import UserError, build_model
 from fabric_ladder.data.splits import TextDatasets
 from fabric_ladder.models.configs import check_model
 from fabric_ladder.models.layers import check_images, find_blocks, meta_model
-from fabric_ladder.planning.plan import find_answer
 from fabric_ladder.planning.predict import blank_datasets
 from fabric_ladder.techniques.advice import explain
 from fabric_ladder.techniques.checkpointing import ActivationCheckpointing
@@ -165,11 +163,6 @@ def test_experts_and_a_loss_without_effect_are_named(tmp_path):
     line = f"{share:.0%} of the weights are experts, which get no adapters and stay in 16 bits"
     assert LoRA().notice(settings) == line
     assert ChunkedLoss().notice(settings) == "router_aux_loss_coef 0.5 of the model's config has no effect here"
-    options = ["--task", "instruction-tuning", "--model", settings.model, "--from_scratch", "true"]
-    unset = dict.fromkeys("devices gpu_memory host_memory full json page".split())
-    arguments = argparse.Namespace(gpu="A100 40GB", rungs=[SRC / "13_lora.py"], length=32, **unset)
-    notes = find_answer(arguments, [*options, "--max_length", "32"], lambda _: None).notes
-    assert [note for note in notes if "are experts, which get no adapters" in note]
     dense = settings_of(tmp_path, "gemma3", lora=True, **LANGUAGE)
     assert LoRA().notice(dense) is ChunkedLoss().notice(dense) is None
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 from PIL import Image, ImageOps
 from transformers import ImageProcessingMixin, PretrainedConfig
 
-from fabric_ladder.data.cache import make_once, write_rows
+from fabric_ladder.data.cache import make_once, progress_bar, write_rows
 from fabric_ladder.data.hub import load_config, reachable
 from fabric_ladder.data.image_files import find_images, read_images
 from fabric_ladder.data.rows import note_bad_samples
@@ -159,7 +159,7 @@ def _decode_rows(
 
     `bad` gets the images that cannot be decoded, with the reason, and `hashes` the hash of each file.
     """
-    with ThreadPoolExecutor() as pool, hf.utils.tqdm(total=len(rows), desc="Decoding", unit="image") as progress:
+    with ThreadPoolExecutor() as pool, progress_bar("Decoding", total=len(rows)) as bar:
         for batch in rows.iter(32):
             images = [image or {"bytes": b"", "path": None} for image in files[batch["row"]]["image"]]
             data = [_encoded(image) for image in images]
@@ -173,7 +173,7 @@ def _decode_rows(
                     yield {"image": pixels, "height": height, "width": width, "labels": label}
                 else:
                     bad.append((image["path"] or "an image without a name", first_line(pixels)))
-            progress.update(len(images))
+            bar.update(len(images))
 
 
 def _name(files: hf.Dataset, rows: hf.Dataset, place: int) -> str:
